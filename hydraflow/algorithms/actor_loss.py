@@ -1,0 +1,71 @@
+"""The actor's whole loss: policy loss, less an entropy bonus, plus a KL penalty against the reference.
+
+In: a forward pass over a micro-batch and its columns, right padded to (B, R). Out: this micro-batch's part of the
+mini-batch's loss (parts add up), and metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hydraflow import metrics
+from hydraflow.algorithms.aggregate import Denominators, token_weights
+from hydraflow.algorithms.kl import KL_ESTIMATORS
+from hydraflow.algorithms.masked import keep
+from hydraflow.algorithms.policy_loss import POLICY_LOSSES
+from hydraflow.algorithms.token_terms import PolicyOutput, token_metrics
+from hydraflow.metrics import Metric
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorLoss:
+    """loss = sum of weights * (policy loss - entropy_coeff * entropy + kl_coef * KL), for one mini-batch.
+
+    Columns read: response_mask, old_log_probs, advantages; ref_log_prob where `kl_coef` is given.
+    Metrics: actor/pg_loss and actor/kl_loss are sums (parts of the mini-batch's loss), the others means over tokens.
+    """
+
+    denominators: Denominators
+    """Counts of the whole mini-batch, over all data ranks."""
+    scale_factor: float
+    """Divisor of seq-mean-token-sum-norm; unused in other modes."""
+    loss_mode: str = "vanilla"
+    """A name of POLICY_LOSSES."""
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    clip_c: float = 3.0
+    agg_mode: str = "token-mean"
+    """A name of LOSS_AGG_MODES."""
+    entropy_coeff: float = 0.0
+    """Weight of the entropy bonus; other than 0 needs `output.entropy`."""
+    kl_coef: float | None = None
+    """Weight of the KL penalty; None: no such term and no reference needed."""
+    kl_type: str = "low_var_kl"
+    """A name of KL_ESTIMATORS."""
+
+    def __call__(self, output: PolicyOutput, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Metric]]:
+        assert output.log_probs is not None, "the actor's loss needs log-probabilities"
+        mask = columns["response_mask"]
+        logp = keep(output.log_probs, mask)  # (B, R)
+        old_logp, advantages = keep(columns["old_log_probs"], mask), keep(columns["advantages"], mask)
+        weights = token_weights(mask, self.agg_mode, self.denominators, self.scale_factor, dtype=logp.dtype)
+        policy_loss = POLICY_LOSSES[self.loss_mode]
+        terms = policy_loss(logp, old_logp, advantages, mask, clip_low=self.clip_low, clip_high=self.clip_high, clip_c=self.clip_c)
+        loss = (terms.loss * weights).sum()
+        stats, totals = dict(terms.stats), {"actor/pg_loss": loss}
+        if output.entropy is not None:
+            stats["actor/entropy"] = output.entropy
+        if self.entropy_coeff:
+            assert output.entropy is not None, "entropy_coeff needs the entropy"
+            loss = loss - self.entropy_coeff * (keep(output.entropy, mask) * weights).sum()
+        if self.kl_coef is not None:
+            kl = KL_ESTIMATORS[self.kl_type](logp, keep(columns["ref_log_prob"], mask))
+            totals["actor/kl_loss"] = (kl * weights).sum()
+            loss = loss + self.kl_coef * totals["actor/kl_loss"]
+        return loss, token_metrics(mask, stats, totals) | self._coefficients()
+
+    def _coefficients(self) -> dict[str, Metric]:
+        return {} if self.kl_coef is None else {"actor/kl_coef": metrics.mean(self.kl_coef)}

@@ -1,0 +1,46 @@
+"""The critic's whole loss.
+
+In: a forward pass over a micro-batch and its columns, right padded to (B, R). Out: this micro-batch's part of the
+mini-batch's loss (parts add up), and metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hydraflow.algorithms.aggregate import Denominators, token_weights
+from hydraflow.algorithms.masked import keep
+from hydraflow.algorithms.token_terms import ValueOutput, token_metrics
+from hydraflow.algorithms.value_loss import clipped_value_loss
+from hydraflow.metrics import Metric
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueLoss:
+    """loss = sum of weights * clipped value loss, for one mini-batch.
+
+    Columns read: response_mask, values (those at the step's start), returns.
+    Metrics: critic/vf_loss is a sum (parts of the mini-batch's loss), the others means over tokens.
+    """
+
+    denominators: Denominators
+    """Counts of the whole mini-batch, over all data ranks."""
+    scale_factor: float
+    """Divisor of seq-mean-token-sum-norm; unused in other modes."""
+    cliprange: float = 0.5
+    """Largest change of a value that still earns gradient."""
+    agg_mode: str = "token-mean"
+    """A name of LOSS_AGG_MODES."""
+
+    def __call__(self, output: ValueOutput, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Metric]]:
+        assert output.values is not None, "the critic's loss needs values"
+        mask = columns["response_mask"]
+        values = keep(output.values, mask)  # (B, R)
+        old_values, returns = keep(columns["values"], mask), keep(columns["returns"], mask)
+        terms = clipped_value_loss(values, old_values, returns, cliprange=self.cliprange)
+        weights = token_weights(mask, self.agg_mode, self.denominators, self.scale_factor, dtype=values.dtype)
+        loss = (terms.loss * weights).sum()
+        return loss, token_metrics(mask, terms.stats, {"critic/vf_loss": loss})

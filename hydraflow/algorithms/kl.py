@@ -1,0 +1,72 @@
+"""Estimates of KL(policy || reference) from the log-probabilities of sampled tokens
+(Schulman 2020, http://joschu.net/blog/kl-approx.html).
+
+With `d = logp - ref`, per token:
+
+    kl, k1         d                    unbiased, may be negative
+    abs            |d|
+    mse, k2        d^2 / 2              its gradient is that of the KL in expectation
+    low_var_kl, k3 exp(-d) + d - 1      unbiased, never negative; -d clamped to +-20 and the result to 10
+
+A trailing `+` keeps the value of an estimator and takes the gradient of k2 (of use where the estimate is a loss:
+the gradient of k1 as a loss is zero in expectation, that of k3 is the one of the reversed KL).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hydraflow.algorithms.masked import keep, masked_mean
+
+KLEstimator = Callable[[Tensor, Tensor], Tensor]
+"""(log-probabilities of the policy, of the reference) -> estimate per token, of the same shape."""
+
+
+def k1(logp: Tensor, ref: Tensor) -> Tensor:
+    """`logp - ref`."""
+    return logp - ref
+
+
+def absolute(logp: Tensor, ref: Tensor) -> Tensor:
+    """`|logp - ref|`."""
+    return (logp - ref).abs()
+
+
+def k2(logp: Tensor, ref: Tensor) -> Tensor:
+    """`(logp - ref)^2 / 2`."""
+    return 0.5 * (logp - ref) ** 2
+
+
+def k3(logp: Tensor, ref: Tensor) -> Tensor:
+    """`exp(ref - logp) - (ref - logp) - 1`, at most 10; no gradient where a clamp holds."""
+    gap = (ref - logp).clamp(-20.0, 20.0)
+    return (gap.exp() - gap - 1.0).clamp(max=10.0)
+
+
+def with_k2_gradient(estimator: KLEstimator) -> KLEstimator:
+    """The estimator's value with k2's gradient (a straight-through estimate)."""
+
+    def estimate(logp: Tensor, ref: Tensor) -> Tensor:
+        through = k2(logp, ref)
+        return estimator(logp, ref).detach() + (through - through.detach())
+
+    return estimate
+
+
+_PLAIN: dict[str, KLEstimator] = {"kl": k1, "k1": k1, "abs": absolute, "mse": k2, "k2": k2, "low_var_kl": k3, "k3": k3}
+KL_ESTIMATORS: dict[str, KLEstimator] = _PLAIN | {f"{name}+": with_k2_gradient(plain) for name, plain in _PLAIN.items()}
+
+
+@torch.no_grad()
+def apply_kl_penalty(scores: Tensor, logp: Tensor, ref: Tensor, mask: Tensor, *, kind: str, coefficient: float) -> tuple[Tensor, float]:
+    """Rewards (B, R) = scores - coefficient * KL per trained token, and the KL that a controller steers by.
+
+    That KL is the mean over trajectories of each one's mean per trained token; trajectories without one do not count.
+    All tensors (B, R); `scores` outside the mask pass unchanged.
+    """
+    penalty = KL_ESTIMATORS[kind](keep(logp, mask), keep(ref, mask))  # (B, R), 0 where the mask is 0
+    level = masked_mean(masked_mean(penalty, mask, dim=1), mask.bool().any(dim=1))
+    return scores - coefficient * penalty, level.item()

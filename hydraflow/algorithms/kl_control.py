@@ -1,0 +1,79 @@
+"""Controllers of the coefficient of the KL penalty in the reward.
+
+In: the KL of each step and its number of trajectories (padding not counted). Out: `value`, the coefficient to use.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class KLController(Protocol):
+    """What the trainer may assume."""
+
+    value: float
+
+    def update(self, kl: float, trajectories: int) -> None:
+        """Takes note of one step's KL."""
+
+    def state_dict(self) -> dict[str, float]:
+        """What a resumed run needs."""
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Goes on from `state`."""
+
+
+class FixedKLController:
+    """A constant. It has no state: a resumed run takes the coefficient from its configuration."""
+
+    def __init__(self, kl_coef: float):
+        self.value = kl_coef
+
+    def update(self, kl: float, trajectories: int) -> None:
+        """Nothing moves."""
+
+    def state_dict(self) -> dict[str, float]:
+        """Empty."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Nothing to take."""
+
+
+class AdaptiveKLController:
+    """Steers to a target KL (Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, section 2.2).
+
+        value <- value * (1 + clip(kl / target - 1, -0.2, 0.2) * trajectories / horizon)
+
+    >>> controller = AdaptiveKLController(kl_coef=0.5, target_kl=0.1, horizon=100)
+    >>> controller.update(kl=0.9, trajectories=50)
+    >>> round(controller.value, 6)
+    0.55
+    """
+
+    def __init__(self, kl_coef: float, *, target_kl: float, horizon: int):
+        self.value = kl_coef
+        self.target_kl = target_kl
+        self.horizon = horizon
+
+    def update(self, kl: float, trajectories: int) -> None:
+        """Moves the coefficient by one step's KL and number of trajectories."""
+        error = min(max(kl / self.target_kl - 1.0, -0.2), 0.2)
+        self.value *= 1.0 + error * trajectories / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        """The present coefficient."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Goes on from a saved coefficient."""
+        self.value = state["value"]
+
+
+KL_CONTROLLERS = ("fixed", "adaptive")
+
+
+def make_kl_controller(kind: str, *, kl_coef: float, target_kl: float, horizon: int) -> KLController:
+    """The controller that `algorithm.kl_ctrl.type` names, one of KL_CONTROLLERS."""
+    assert kind in KL_CONTROLLERS, kind
+    return FixedKLController(kl_coef) if kind == "fixed" else AdaptiveKLController(kl_coef, target_kl=target_kl, horizon=horizon)

@@ -1,0 +1,59 @@
+"""What a loss gives per token, what the losses read, and how statistics per token become metrics.
+
+In: tensors (B, R) and a mask. Out: `Metric`s that merge exactly over micro-batches and ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hydraflow import metrics
+from hydraflow.algorithms.masked import masked_sum
+from hydraflow.metrics import Metric
+
+
+@dataclass(frozen=True)
+class TokenTerms:
+    """A loss per token and what there is to report about it."""
+
+    loss: Tensor
+    """(B, R) before any weighting."""
+    stats: dict[str, Tensor]
+    """Metric name -> (B, R); reported as means over trained tokens."""
+
+
+class PolicyOutput(Protocol):
+    """What a loss of the policy reads of a forward pass."""
+
+    @property
+    def log_probs(self) -> Tensor | None:
+        """(B, R) of the response's tokens."""
+
+    @property
+    def entropy(self) -> Tensor | None:
+        """(B, R), or None where it was not asked for."""
+
+
+class ValueOutput(Protocol):
+    """What a loss of the critic reads of a forward pass."""
+
+    @property
+    def values(self) -> Tensor | None:
+        """(B, R)."""
+
+
+@torch.no_grad()
+def token_metrics(mask: Tensor, stats: Mapping[str, Tensor], totals: Mapping[str, Tensor]) -> dict[str, Metric]:
+    """Means over trained tokens of each of `stats` (B, R), and sums of each of `totals` (scalars).
+
+    A `total` is a part of a loss whose parts add up. One transfer from the device for all of them.
+    """
+    scalars = [mask.bool().sum(), *(masked_sum(stat, mask) for stat in stats.values()), *totals.values()]
+    count, *rest = torch.stack([scalar.detach().to(torch.float64) for scalar in scalars]).tolist()
+    means = {name: metrics.mean(value / max(count, 1.0), count) for name, value in zip(stats, rest)}
+    return means | {name: metrics.total(value) for name, value in zip(totals, rest[len(stats) :])}

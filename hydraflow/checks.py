@@ -1,0 +1,256 @@
+"""Values that a type cannot judge: choices, ranges, and fields that depend on each other.
+
+In: a composed configuration. Out: every problem at once. `FIELD_RULES` says per dataclass what one field may hold,
+`CROSS_RULES` what fields must hold together. Left out on purpose: batch sizes, which `batch_plan.py` judges against each other,
+and anything that needs a file or a device.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from hydraflow.algorithms.config import AlgorithmConfig, KLControlConfig, PolicyLossConfig
+from hydraflow.data.config import DataConfig, GenerateDataConfig, PromptConfig, SFTDataConfig
+from hydraflow.device import DEVICES
+from hydraflow.dispatch.config import RayInitConfig
+from hydraflow.engine.config import FSDPConfig, OptimConfig
+from hydraflow.errors import Problem
+from hydraflow.generation.config import RolloutConfig, SamplingConfig, ValSamplingConfig
+from hydraflow.models.config import ModelConfig
+from hydraflow.recipes.config import RecipeConfig
+from hydraflow.rewards.config import RewardConfig
+from hydraflow.schema import EvalConfig, GenerateConfig, PPOConfig, SFTConfig
+from hydraflow.trainer.config import LoopConfig, RunConfig, TrainerConfig
+from hydraflow.workers.config import ActorConfig, CriticConfig
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What one field must hold, in words and as a test; `choices` lets the report name the nearest."""
+
+    text: str
+    holds: Callable[[Any], bool]
+    choices: tuple[str, ...] = ()
+
+
+def one_of(*choices: str) -> Rule:
+    """One of these names."""
+    return Rule(f"must be {_listed(choices)}", lambda value: value in choices, choices)
+
+
+def at_least(least: float) -> Rule:
+    """A number not below `least`."""
+    return Rule(f"must be at least {least}", lambda value: value >= least)
+
+
+def within(low: float, high: float) -> Rule:
+    """A number from `low` to `high`, both allowed."""
+    return Rule(f"must be from {low} to {high}", lambda value: low <= value <= high)
+
+
+def _listed(choices: tuple[str, ...]) -> str:
+    return choices[0] if len(choices) == 1 else f"{', '.join(choices[:-1])} or {choices[-1]}"
+
+
+def _is_text_or_list(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and bool(value) and all(isinstance(item, str) for item in value))
+
+
+POSITIVE = Rule("must be above 0", lambda value: value > 0)
+UNLIMITED_OR_COUNT = Rule("must be -1 (no limit) or at least 1", lambda value: value == -1 or value >= 1)
+NEVER_OR_COUNT = Rule("must be -1 or at least 1", lambda value: value == -1 or value >= 1)
+PROBABILITY_MASS = Rule("must be above 0 and at most 1", lambda value: 0 < value <= 1)
+FILES = Rule("must be a file or a list of files", _is_text_or_list)
+DECAYS = Rule("must be two numbers from 0 to below 1", lambda value: len(value) == 2 and all(0 <= beta < 1 for beta in value))
+LOGGERS = ("console", "file", "tensorboard")
+KNOWN_LOGGERS = Rule(f"may list {', '.join(LOGGERS)}", lambda value: set(value) <= set(LOGGERS))
+KEPT_DTYPE = one_of("fp32", "bf16", "fp16", "fp64")
+COMPUTE_DTYPE = one_of("auto", "fp32", "bf16", "fp16", "fp64")
+AGGREGATION = one_of("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+
+FIELD_RULES: dict[type, dict[str, Rule]] = {
+    AlgorithmConfig: {
+        "adv_estimator": one_of("gae", "grpo", "rloo", "reinforce_plus_plus"),
+        "gamma": within(0, 1),
+        "lam": within(0, 1),
+        "kl_penalty": one_of(*KL_ESTIMATORS),
+    },
+    KLControlConfig: {"type": one_of("fixed", "adaptive"), "kl_coef": at_least(0), "horizon": at_least(1), "target_kl": POSITIVE},
+    PolicyLossConfig: {"loss_mode": one_of("vanilla")},
+    ActorConfig: {
+        "strategy": one_of("fsdp2"),
+        "clip_ratio": POSITIVE,
+        "clip_ratio_low": POSITIVE,
+        "clip_ratio_high": POSITIVE,
+        "clip_ratio_c": Rule("must be above 1", lambda value: value > 1),
+        "loss_agg_mode": AGGREGATION,
+        "loss_scale_factor": POSITIVE,
+        "kl_loss_coef": at_least(0),
+        "kl_loss_type": one_of(*KL_ESTIMATORS, *(f"{name}+" for name in KL_ESTIMATORS)),
+    },
+    CriticConfig: {"strategy": one_of("fsdp2"), "cliprange_value": POSITIVE, "loss_agg_mode": AGGREGATION},
+    OptimConfig: {
+        "lr": at_least(0),
+        "betas": DECAYS,
+        "eps": POSITIVE,
+        "weight_decay": at_least(0),
+        "clip_grad": POSITIVE,
+        "lr_scheduler_type": one_of("constant", "linear", "cosine"),
+        "lr_warmup_steps": at_least(-1),
+        "lr_warmup_steps_ratio": within(0, 1),
+        "min_lr_ratio": within(0, 1),
+    },
+    FSDPConfig: {"model_dtype": KEPT_DTYPE, "dtype": COMPUTE_DTYPE, "reduce_dtype": KEPT_DTYPE, "head_chunk_tokens": at_least(1)},
+    SamplingConfig: {
+        "name": one_of("native"),
+        "n": at_least(1),
+        "temperature": at_least(0),
+        "top_k": UNLIMITED_OR_COUNT,
+        "top_p": PROBABILITY_MASS,
+        "max_num_seqs": at_least(1),
+        "dtype": COMPUTE_DTYPE,
+    },
+    RolloutConfig: {"probs_diff_limit": POSITIVE},
+    ValSamplingConfig: {"temperature": at_least(0), "top_k": UNLIMITED_OR_COUNT, "top_p": PROBABILITY_MASS},
+    ModelConfig: {
+        "lora_rank": at_least(0),
+        "lora_alpha": at_least(1),
+        "target_modules": Rule("must be all-linear or a list of module names", _is_text_or_list),
+    },
+    PromptConfig: {
+        "max_prompt_length": at_least(1),
+        "max_response_length": at_least(1),
+        "truncation": one_of("error", "left", "right", "middle"),
+    },
+    GenerateDataConfig: {"path": FILES, "max_samples": UNLIMITED_OR_COUNT},
+    DataConfig: {
+        "train_files": FILES,
+        "val_files": FILES,
+        "train_max_samples": UNLIMITED_OR_COUNT,
+        "val_max_samples": UNLIMITED_OR_COUNT,
+    },
+    SFTDataConfig: {
+        "train_files": FILES,
+        "val_files": FILES,
+        "max_length": at_least(1),
+        "truncation": one_of("error", "left", "right"),
+        "train_max_samples": UNLIMITED_OR_COUNT,
+    },
+    RewardConfig: {"num_workers": at_least(1), "timeout": POSITIVE},
+    RunConfig: {
+        "nnodes": at_least(1),
+        "n_gpus_per_node": at_least(1),
+        "threads_per_process": at_least(1),
+        "device": one_of(*DEVICES),
+        "seed": at_least(0),
+        "rpc_timeout": POSITIVE,
+        "start_timeout": POSITIVE,
+    },
+    LoopConfig: {
+        "total_epochs": at_least(1),
+        "total_training_steps": at_least(1),
+        "test_freq": NEVER_OR_COUNT,
+        "logger": KNOWN_LOGGERS,
+    },
+    TrainerConfig: {"critic_warmup": at_least(0), "log_val_generations": at_least(0)},
+    RayInitConfig: {"num_cpus": at_least(1)},
+    RecipeConfig: {
+        "name": one_of("none", "arithmetic"),
+        "warm_start_steps": at_least(0),
+        "warm_start_accuracy": within(0, 1),
+        "train_problems": at_least(1),
+        "val_problems": at_least(1),
+    },
+}
+
+
+def problems(config: object) -> list[Problem]:
+    """Everything that is wrong with the values of a composed configuration.
+
+    >>> config = SFTConfig()
+    >>> config.model.path, config.data.train_files, config.optim.lr_scheduler_type = "model", "data.parquet", "cosin"
+    >>> print(*problems(config))
+    optim.lr_scheduler_type=cosin: must be constant, linear or cosine
+          -> optim.lr_scheduler_type=cosine
+    """
+    across = CROSS_RULES.get(type(config), ())
+    return [*_field_problems(config, ""), *(problem for rule in across for problem in rule(config))]
+
+
+def _field_problems(section: object, prefix: str) -> Iterator[Problem]:
+    assert is_dataclass(section)
+    rules = {name: rule for owner in inspect.getmro(type(section)) for name, rule in FIELD_RULES.get(owner, {}).items()}
+    for field in fields(section):
+        key, value = prefix + field.name, getattr(section, field.name)
+        if is_dataclass(value):
+            yield from _field_problems(value, f"{key}.")
+        elif (rule := rules.get(field.name)) and value is not None and not rule.holds(value):
+            close = difflib.get_close_matches(str(value), rule.choices, n=1)
+            yield Problem(key, value, rule.text, f"{key}={close[0]}" if close else "")
+
+
+def _ppo_has_data(config: PPOConfig) -> Iterator[Problem]:
+    if config.recipe.name != "none":
+        return
+    needed: dict[str, object] = {"actor_rollout_ref.model.path": config.actor_rollout_ref.model.path}
+    files = "data.val_files" if config.trainer.val_only else "data.train_files"
+    needed[files] = config.data.val_files if config.trainer.val_only else config.data.train_files
+    yield from _missing(needed, "; or recipe=arithmetic, which makes its own model and data")
+
+
+def _sft_has_data(config: SFTConfig) -> Iterator[Problem]:
+    yield from _missing({"model.path": config.model.path, "data.train_files": config.data.train_files})
+
+
+def _generate_has_files(config: GenerateConfig) -> Iterator[Problem]:
+    yield from _missing({"model.path": config.model.path, "data.path": config.data.path, "output.path": config.output.path})
+
+
+def _eval_has_data(config: EvalConfig) -> Iterator[Problem]:
+    yield from _missing({"data.path": config.data.path})
+
+
+def _missing(needed: Mapping[str, object], besides: str = "") -> Iterator[Problem]:
+    for key, value in needed.items():
+        if value is None:
+            yield Problem(key, "null", "must be given", f"{key}=...{besides}")
+
+
+def _training_samples(config: PPOConfig) -> Iterator[Problem]:
+    temperature = config.actor_rollout_ref.rollout.temperature
+    if temperature == 0 and not config.trainer.val_only:
+        key = "actor_rollout_ref.rollout.temperature"
+        yield Problem(key, temperature, "must be above 0 for training: greedy responses carry no policy gradient", f"{key}=1.0")
+
+
+def _gae_has_a_critic(config: PPOConfig) -> Iterator[Problem]:
+    if config.algorithm.adv_estimator == "gae" and config.critic.enable is False:
+        rule = "algorithm.adv_estimator=gae needs values"
+        yield Problem("critic.enable", "false", rule, "critic.enable=null or algorithm.adv_estimator=grpo")
+
+
+def _warmup_has_a_critic(config: PPOConfig) -> Iterator[Problem]:
+    trained = config.critic.enable if config.critic.enable is not None else config.algorithm.adv_estimator == "gae"
+    if config.trainer.critic_warmup > 0 and not trained:
+        rule = "there is no critic that could warm up, so these steps would train nothing"
+        yield Problem("trainer.critic_warmup", config.trainer.critic_warmup, rule, "trainer.critic_warmup=0")
+
+
+def _validation_samples(config: PPOConfig) -> Iterator[Problem]:
+    sampling, key = config.actor_rollout_ref.rollout.val_kwargs, "actor_rollout_ref.rollout.val_kwargs"
+    if sampling.do_sample and sampling.temperature == 0:
+        remedy = f"{key}.temperature=1.0 or {key}.do_sample=false"
+        yield Problem(f"{key}.temperature", sampling.temperature, "must be above 0 when do_sample=true", remedy)
+
+
+CROSS_RULES: dict[type, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
+    PPOConfig: (_ppo_has_data, _training_samples, _gae_has_a_critic, _warmup_has_a_critic, _validation_samples),
+    SFTConfig: (_sft_has_data,),
+    GenerateConfig: (_generate_has_files,),
+    EvalConfig: (_eval_has_data,),
+}

@@ -1,0 +1,1 @@
+"""Prompts and conversations: files in, tokens out."""

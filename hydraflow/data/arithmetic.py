@@ -1,0 +1,94 @@
+"""Addition of two numbers of two digits: a task that a tiny model learns in minutes on a CPU, made on the spot.
+
+In: how many problems and a seed. Out: Parquet files of training and held-out problems in the field's schema, and the training
+problems with their answers as conversations for a warm start.
+There are 10,000 problems. Held-out problems are drawn first, so they depend on the seed and their number alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hydraflow.data.files import write_rows
+from hydraflow.errors import ConfigError
+
+PROBLEMS = 100 * 100
+DATA_SOURCE = "arithmetic"
+
+
+@dataclass(frozen=True)
+class ArithmeticFiles:
+    """Where the problems were written."""
+
+    train: Path
+    """Training problems, for reinforcement learning."""
+    val: Path
+    """Held-out problems."""
+    sft: Path
+    """The training problems with answers, column `messages`."""
+
+
+def question(a: int, b: int) -> str:
+    """The prompt; numbers have two digits.
+
+    >>> question(7, 25), answer(7, 25)
+    ('07+25=', '032')
+    """
+    return f"{a:02d}+{b:02d}="
+
+
+def answer(a: int, b: int) -> str:
+    """The right answer, three digits."""
+    return f"{a + b:03d}"
+
+
+def split_problems(train_problems: int, val_problems: int, seed: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Training and held-out pairs of numbers, none in both. Raises `ConfigError` when more than 10,000 are asked for."""
+    if train_problems < 1 or val_problems < 1 or train_problems + val_problems > PROBLEMS:
+        rule = f"it and recipe.val_problems={val_problems} must be at least 1 each and at most {PROBLEMS} together"
+        raise ConfigError.one("recipe.train_problems", train_problems, rule, "recipe.train_problems=9000 recipe.val_problems=500")
+    drawn = np.random.default_rng(seed).permutation(PROBLEMS)[: val_problems + train_problems].tolist()
+    pairs = [(number // 100, number % 100) for number in drawn]
+    return pairs[val_problems:], pairs[:val_problems]
+
+
+def prompt_rows(pairs: Sequence[tuple[int, int]], split: str) -> list[dict[str, Any]]:
+    """Rows for `PromptDataset`."""
+    return [
+        {
+            "data_source": DATA_SOURCE,
+            "prompt": [{"role": "user", "content": question(a, b)}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": answer(a, b)},
+            "extra_info": {"index": index, "split": split},
+        }
+        for index, (a, b) in enumerate(pairs)
+    ]
+
+
+def conversation_rows(pairs: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+    """Rows for `ConversationDataset`."""
+    return [
+        {
+            "messages": [{"role": "user", "content": question(a, b)}, {"role": "assistant", "content": answer(a, b)}],
+            "data_source": DATA_SOURCE,
+        }
+        for a, b in pairs
+    ]
+
+
+def write_arithmetic(directory: str | Path, *, train_problems: int, val_problems: int, seed: int) -> ArithmeticFiles:
+    """Writes train.parquet, val.parquet and sft.parquet to `directory` (made if need be)."""
+    train, val = split_problems(train_problems, val_problems, seed)
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    files = ArithmeticFiles(folder / "train.parquet", folder / "val.parquet", folder / "sft.parquet")
+    write_rows(files.train, prompt_rows(train, "train"))
+    write_rows(files.val, prompt_rows(val, "val"))
+    write_rows(files.sft, conversation_rows(train))
+    return files

@@ -1,0 +1,69 @@
+"""Chat messages to tokens, many at once.
+
+In: messages or plain strings from data files, a tokenizer with a chat template. Out: token ids, or errors that name the row.
+Left out on purpose: images and audio; a message's content is text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from hydraflow.data.files import Record
+from hydraflow.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Messages = list[dict[str, Any]]
+
+
+def as_messages(record: Record, column: str) -> Messages:
+    """The messages in `column`; a plain string is one user message. Raises `ConfigError` naming the row.
+
+    Fields that are null are left out: Parquet fills every message with the fields of all the others.
+    """
+    value = record.values[column]
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list) or not value or not all(_is_message(m) for m in value):
+        rule = f"column {column} must be a string or a list of messages with role and content, not {str(value)[:80]}"
+        raise ConfigError([record.problem(rule)])
+    return [{name: part for name, part in message.items() if part is not None} for message in value]
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("role"), str) and value.get("content") is not None
+
+
+def require_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises `ConfigError` when the tokenizer has no chat template."""
+    if not tokenizer.chat_template:
+        remedy = "set the model's custom_chat_template, or use an instruction-tuned model"
+        raise ConfigError.one("tokenizer", tokenizer.name_or_path or None, "has no chat template", remedy)
+
+
+def tokenise_chats(
+    tokenizer: PreTrainedTokenizerBase,
+    chats: Sequence[Messages],
+    records: Sequence[Record],
+    *,
+    add_generation_prompt: bool,
+    template_kwargs: Mapping[str, Any],
+) -> list[list[int]]:
+    """Token ids of each chat. `records[i]` is where `chats[i]` came from. Raises `ConfigError` naming a row the template refuses."""
+    from jinja2 import TemplateError
+
+    options = {**template_kwargs, "add_generation_prompt": add_generation_prompt, "tokenize": True, "return_dict": False}
+    if not chats:
+        return []
+    try:
+        return cast("list[list[int]]", tokenizer.apply_chat_template(list(chats), **options))
+    except TemplateError:
+        # The batch does not say which chat it was: go through them one by one.
+        for chat, record in zip(chats, records, strict=True):
+            try:
+                tokenizer.apply_chat_template(chat, **options)
+            except TemplateError as error:
+                raise ConfigError([record.problem(f"the chat template refuses it: {error}")]) from error
+        raise

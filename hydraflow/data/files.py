@@ -1,0 +1,139 @@
+"""Reads rows from Parquet and JSONL files, and writes them as Parquet.
+
+In: one path or several. Out: records that know which file and row they came from, so that later errors can say so.
+Left out on purpose: downloads (a run reads local files only) and streaming (the prompts of a run fit into memory).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydraflow.errors import ConfigError, Problem
+
+SHOWN_PROBLEMS = 5
+
+
+@dataclass(frozen=True)
+class Record:
+    """One row of a file."""
+
+    values: dict[str, Any]
+    """Column name -> value, as plain Python objects."""
+    file: Path
+    row: int
+    """Its number in the file, from 0."""
+
+    def problem(self, rule: str, remedy: str = "") -> Problem:
+        """A mistake in this row, for a `ConfigError`."""
+        return Problem(f"{self.file} row {self.row}", None, rule, remedy)
+
+
+def read_records(
+    files: str | Path | Sequence[str | Path] | None, *, key: str, columns: Sequence[str] = (), limit: int = -1
+) -> list[Record]:
+    """Rows of all `files` in order, the first `limit` of them (-1: all).
+
+    `key` is the configuration key to name in errors. Raises `ConfigError` for a missing, unreadable or empty file and for a
+    row in which one of `columns` is absent or null.
+    """
+    records: list[Record] = []
+    for path in as_paths(files, key):
+        records += _read_file(path, key)
+    if limit >= 0:
+        records = records[:limit]
+    if not records:
+        raise ConfigError.one(key, files, f"a limit of {limit} leaves no rows", "use -1 for all rows")
+    require_columns(records, columns)
+    return records
+
+
+def as_paths(files: Any, key: str) -> list[Path]:
+    """`files` as a list of paths that exist. Raises `ConfigError` naming `key`, with every missing file at once."""
+    if isinstance(files, str | Path):
+        files = [files]
+    if not isinstance(files, Sequence) or not files or not all(isinstance(f, str | Path) for f in files):
+        raise ConfigError.one(key, files, "must be a Parquet or JSONL file, or a list of them", f"{key}=/path/to/file.parquet")
+    paths = [Path(f).expanduser() for f in files]
+    problems = [Problem(key, p, "is a folder, not a file" if p.is_dir() else "no such file") for p in paths if not p.is_file()]
+    if problems:
+        raise ConfigError(problems)
+    return paths
+
+
+def require_columns(records: Sequence[Record], columns: Sequence[str]) -> None:
+    """Raises `ConfigError` naming file, row and column of the first rows that lack one of `columns`."""
+    problems: list[Problem] = []
+    for record in records:
+        missing = [c for c in columns if record.values.get(c) is None]
+        if missing:
+            problems.append(record.problem(f"has no value in column {', '.join(missing)}; it has {', '.join(filled(record)) or 'none'}"))
+    raise_problems(problems)
+
+
+def raise_problems(problems: Sequence[Problem]) -> None:
+    """Raises `ConfigError` with the first few problems and the number of the others; returns if there are none."""
+    if not problems:
+        return
+    shown = list(problems[:SHOWN_PROBLEMS])
+    if len(problems) > SHOWN_PROBLEMS:
+        shown.append(Problem("data", None, f"{len(problems) - SHOWN_PROBLEMS} more rows have such a problem"))
+    raise ConfigError(shown)
+
+
+def filled(record: Record) -> list[str]:
+    """Names of the columns in which this row has a value."""
+    return [name for name, value in record.values.items() if value is not None]
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Writes rows of equal columns as Parquet, under a temporary name until they are complete."""
+    import pyarrow
+    import pyarrow.parquet
+
+    unfinished = path.with_name(path.name + ".tmp")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), unfinished)
+    unfinished.replace(path)
+
+
+def _read_file(path: Path, key: str) -> list[Record]:
+    readers = {".parquet": _parquet_rows, ".jsonl": _json_rows, ".json": _json_rows}
+    if path.suffix not in readers:
+        raise ConfigError.one(key, path, f"ends in {path.suffix or 'nothing'}; known are {', '.join(readers)}")
+    records = [Record(values, path, row) for row, values in enumerate(readers[path.suffix](path, key))]
+    if not records:
+        raise ConfigError.one(key, path, "the file has no rows")
+    return records
+
+
+def _parquet_rows(path: Path, key: str) -> list[dict[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.read_table(path).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigError.one(key, path, f"is not a readable Parquet file: {error}") from error
+
+
+def _json_rows(path: Path, key: str) -> Iterator[dict[str, Any]]:
+    """One JSON object a line; blank lines are skipped."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError.one(key, path, f"cannot be read: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            values = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ConfigError.one(key, path, f"line {number} is not JSON: {error}", "write one JSON object a line") from error
+        if not isinstance(values, dict):
+            raise ConfigError.one(
+                key, path, f"line {number} is a JSON {type(values).__name__}, not an object", "write one JSON object a line"
+            )
+        yield values

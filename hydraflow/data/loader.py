@@ -1,0 +1,103 @@
+"""The order in which rows are drawn, and its state.
+
+In: anything with a length and `batch(rows)`, such as `PromptDataset` or `ConversationDataset`. Out: one batch after another.
+The order is a function of (seed, epoch) alone, so the state is two numbers and a resumed run continues exactly.
+Left out on purpose: torchdata's StatefulDataLoader. The rows are in memory, so there is nothing to prefetch, and it draws from
+torch's global random state, which would tie the order of the data to everything else that draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from hydraflow.errors import ConfigError, Problem
+from hydraflow.protocol.batch import DataProto
+
+
+class RowSource(Protocol):
+    """What the loader needs of a dataset."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, rows: np.ndarray) -> DataProto:
+        """The rows with these numbers, in this order."""
+
+
+class PromptLoader:
+    """Batches of `batch_size` rows; the rows that are left over at the end of an epoch are dropped (`drop_last`).
+
+    Iterating yields the rest of the current epoch; iterating again yields the next epoch. `next_batch` goes on for ever.
+    `key` is the configuration key of the batch size, for errors.
+    Raises `ConfigError` when the dataset cannot fill one batch.
+    """
+
+    def __init__(
+        self, dataset: RowSource, batch_size: int, *, shuffle: bool, seed: int, drop_last: bool = True, key: str = "data.train_batch_size"
+    ):
+        if batch_size < 1 or (drop_last and len(dataset) < batch_size):
+            rule = f"must be between 1 and the number of rows, {len(dataset)}"
+            raise ConfigError.one(key, batch_size, rule, f"{key}={max(1, len(dataset))}")
+        self.dataset, self.batch_size = dataset, batch_size
+        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
+        self.epoch = 0
+        """Epochs that were finished before the current one."""
+        self.position = 0
+        """Batches of the current epoch that were handed out."""
+        self._order: tuple[int, np.ndarray] | None = None
+
+    def __len__(self) -> int:
+        """Batches in one epoch."""
+        rows = len(self.dataset)
+        return rows // self.batch_size if self.drop_last else -(-rows // self.batch_size)
+
+    def __iter__(self) -> Iterator[DataProto]:
+        self._roll_over()
+        while self.position < len(self):
+            yield self.next_batch()
+
+    def next_batch(self) -> DataProto:
+        """The next batch, from the next epoch when this one is finished."""
+        self._roll_over()
+        start = self.position * self.batch_size
+        self.position += 1
+        return self.dataset.batch(self.order()[start : start + self.batch_size])
+
+    def order(self) -> np.ndarray:
+        """Row numbers of the current epoch in the order in which they are drawn, (rows,) int64."""
+        if self._order is None or self._order[0] != self.epoch:
+            self._order = (self.epoch, self._draw_order())
+        return self._order[1]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers, enough for `load_state_dict` to go on with the next batch."""
+        return {"epoch": self.epoch, "position": self.position, **self._identity()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues where `state` was taken. Raises `ConfigError` when rows, batch size, seed or shuffling differ."""
+        now = self._identity()
+        differing = [name for name in now if now[name] != state[name]]
+        if differing:
+            raise ConfigError([Problem(f"data loader's {n}", now[n], f"the checkpoint was written with {state[n]}") for n in differing])
+        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "rows": len(self.dataset),
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "drop_last": self.drop_last,
+        }
+
+    def _draw_order(self) -> np.ndarray:
+        rows = len(self.dataset)
+        if not self.shuffle:
+            return np.arange(rows)
+        return np.random.default_rng([self.seed, self.epoch]).permutation(rows)
+
+    def _roll_over(self) -> None:
+        if self.position >= len(self):
+            self.epoch, self.position = self.epoch + 1, 0

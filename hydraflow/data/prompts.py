@@ -1,0 +1,165 @@
+"""Prompts for reinforcement learning, validation and generation, tokenised once, before training starts.
+
+In: files with a column of chat messages (or strings) and the columns that scoring needs. Out: `DataProto` of ragged `prompts`
+and row objects. Several data sources may stand in one file.
+Left out on purpose: workers and prefetching; a batch is a gather from memory and takes microseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from hydraflow.data.chat import as_messages, require_template, tokenise_chats
+from hydraflow.data.config import PromptConfig
+from hydraflow.data.files import Record, raise_problems, read_records
+from hydraflow.errors import ConfigError, Problem
+from hydraflow.protocol import ragged
+from hydraflow.protocol.batch import DataProto
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+TRUNCATIONS = ("error", "left", "right", "middle")
+
+
+class PromptDataset:
+    """Tokenised prompts and their row objects.
+
+    Row objects: `uid` (str, number of the row over all files; it stays when others are filtered out), `data_source`,
+    `reward_model` ({"style", "ground_truth"}), `extra_info`, `raw_prompt` (the messages).
+
+    `scored=False` (generation): `data_source` and `reward_model` may be absent.
+    Raises `ConfigError` for unusable files, rows without a needed column and overlong prompts under truncation=error.
+    """
+
+    def __init__(
+        self,
+        config: PromptConfig,
+        files: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        key: str = "data.train_files",
+        max_samples: int = -1,
+        scored: bool = True,
+    ):
+        _check(config)
+        require_template(tokenizer)
+        needed = [config.prompt_key, *([config.reward_fn_key, "reward_model"] if scored else [])]
+        records = read_records(files, key=key, columns=needed, limit=max_samples)
+        if scored:
+            _require_ground_truth(records)
+        chats = [as_messages(record, config.prompt_key) for record in records]
+        ids = tokenise_chats(tokenizer, chats, records, add_generation_prompt=True, template_kwargs=config.apply_chat_template_kwargs)
+        ids = _limit_lengths(ids, records, config)
+        kept = [i for i, tokens in enumerate(ids) if len(tokens) <= config.max_prompt_length]
+        _report_filtered(len(ids) - len(kept), len(ids), config, key)
+        self.records: list[Record] = [records[i] for i in kept]
+        """Where each prompt came from, with all of its columns."""
+        self._prompts = [torch.tensor(ids[i], dtype=torch.int64) for i in kept]
+        self._objects = _row_objects(records, chats, kept, config.reward_fn_key)
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def batch(self, rows: Sequence[int] | np.ndarray) -> DataProto:
+        """The prompts of `rows`, in that order: ragged `prompts` (B, P) int64 and the row objects."""
+        index = np.asarray(rows, dtype=np.int64)
+        prompts = ragged.from_rows([self._prompts[i] for i in index.tolist()])
+        return DataProto.from_dict(tensors={"prompts": prompts}, non_tensors={k: column[index] for k, column in self._objects.items()})
+
+    def data_sources(self) -> list[str]:
+        """The distinct data sources, sorted."""
+        return sorted(set(self._objects["data_source"].tolist()))
+
+
+def _check(config: PromptConfig) -> None:
+    problems = []
+    if config.truncation not in TRUNCATIONS:
+        problems.append(Problem("data.truncation", config.truncation, f"must be one of {', '.join(TRUNCATIONS)}"))
+    if config.max_prompt_length < 1:
+        problems.append(Problem("data.max_prompt_length", config.max_prompt_length, "must be at least 1"))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _require_ground_truth(records: Sequence[Record]) -> None:
+    def has(record: Record) -> bool:
+        model = record.values["reward_model"]
+        return isinstance(model, dict) and model.get("ground_truth") is not None
+
+    rule = 'column reward_model must hold {"style": ..., "ground_truth": ...}'
+    raise_problems([record.problem(rule) for record in records if not has(record)])
+
+
+def _limit_lengths(ids: list[list[int]], records: Sequence[Record], config: PromptConfig) -> list[list[int]]:
+    """Truncates overlong prompts, or raises for them; under filter_overlong_prompts they are left as they are."""
+    limit = config.max_prompt_length
+    empty = [r.problem("the chat template gives it no tokens") for tokens, r in zip(ids, records, strict=True) if not tokens]
+    raise_problems(empty)
+    if config.filter_overlong_prompts:
+        return ids
+    if config.truncation == "error":
+        remedy = f"data.max_prompt_length={max(map(len, ids))}, data.filter_overlong_prompts=true or data.truncation=left"
+        long = [(len(tokens), record) for tokens, record in zip(ids, records, strict=True) if len(tokens) > limit]
+        raise_problems([r.problem(f"the prompt has {n} tokens, more than data.max_prompt_length={limit}", remedy) for n, r in long])
+    return [truncate(tokens, limit, config.truncation) for tokens in ids]
+
+
+def truncate(tokens: list[int], limit: int, side: str) -> list[int]:
+    """At most `limit` tokens; `side` (left, right or middle) is the part that is cut.
+
+    >>> truncate([1, 2, 3, 4, 5], 3, "left"), truncate([1, 2, 3, 4, 5], 3, "right"), truncate([1, 2, 3, 4, 5], 3, "middle")
+    ([3, 4, 5], [1, 2, 3], [1, 4, 5])
+    """
+    if len(tokens) <= limit:
+        return tokens
+    head = {"left": 0, "right": limit, "middle": limit // 2}[side]
+    return tokens[:head] + tokens[len(tokens) - (limit - head) :]
+
+
+def _report_filtered(dropped: int, rows: int, config: PromptConfig, key: str) -> None:
+    if dropped == rows:
+        rule = f"all {rows} prompts are longer than data.max_prompt_length={config.max_prompt_length}"
+        raise ConfigError.one(key, None, rule, "raise data.max_prompt_length")
+    if dropped:
+        logger.warning("%s: left out %d of %d prompts with more than %d tokens", key, dropped, rows, config.max_prompt_length)
+
+
+def _row_objects(records: Sequence[Record], chats: Sequence[Any], kept: Sequence[int], source_key: str) -> dict[str, np.ndarray]:
+    values = [records[i].values for i in kept]
+    objects: dict[str, list[Any]] = {
+        "uid": [str(i) for i in kept],
+        "data_source": [str(row.get(source_key) or "unknown") for row in values],
+        "reward_model": [row.get("reward_model") or {} for row in values],
+        "extra_info": [row.get("extra_info") or {} for row in values],
+        "raw_prompt": [chats[i] for i in kept],
+    }
+    _require_json([records[i] for i in kept], objects)
+    return {name: _object_column(column) for name, column in objects.items()}
+
+
+def _require_json(records: Sequence[Record], objects: dict[str, list[Any]]) -> None:
+    """Row objects travel between processes as JSON; what JSON cannot carry is found here, with its row."""
+    problems = []
+    for name in ("reward_model", "extra_info", "raw_prompt"):
+        for record, value in zip(records, objects[name], strict=True):
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError) as error:
+                problems.append(record.problem(f"{name} cannot be written as JSON: {error}", "store it as text or numbers"))
+    raise_problems(problems)
+
+
+def _object_column(values: Sequence[Any]) -> np.ndarray:
+    column = np.empty(len(values), dtype=object)
+    for i, value in enumerate(values):  # a slice assignment would take equal lists for a matrix
+        column[i] = value
+    return column

@@ -1,0 +1,191 @@
+"""Calls under way: waiting for them, finding the first cause when one fails, and the future that stands for a call.
+
+In: the answers' references with who gives them. Out: results, or one WorkerError.
+Whoever waits for one call watches all calls: a group that fails ends the wait for another group that depends on it.
+Left out on purpose: retries. A group that failed is ended, and a run goes on from its checkpoint.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import ray
+from ray import ObjectRef
+
+from hydraflow.dispatch.shards import LateShard, Promised
+from hydraflow.dispatch.transport import Traffic, unpack
+from hydraflow.dispatch.worker import Failure, log_tail
+from hydraflow.errors import WorkerError
+
+GRACE = 1.0
+"""Seconds in which the other ranks of a failed call may report too, so that the first cause is found."""
+
+
+class Crew(Protocol):
+    """The processes of a group, as far as waiting is concerned."""
+
+    error: WorkerError | None
+
+    def end(self, error: WorkerError) -> None:
+        """Kills the processes and refuses further calls with `error`."""
+
+    def log_of(self, rank: int) -> str:
+        """Path of a rank's log; empty while unknown."""
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """Who owes an answer, until when, and where it goes."""
+
+    crew: Crew
+    role: str
+    rank: int
+    node: str
+    method: str
+    seconds: float
+    deadline: float
+    """time.monotonic() at which `seconds` have passed."""
+    answers: dict[int, Any]
+    """Where the answer is kept, by rank."""
+
+    def error(self, cause: str) -> WorkerError:
+        """This call's error, with the end of the rank's log."""
+        tail = log_tail(self.crew.log_of(self.rank))
+        return WorkerError(role=self.role, rank=self.rank, node=self.node, method=self.method, cause=cause, log_tail=tail)
+
+
+class Ledger:
+    """All calls under way. Used by one thread."""
+
+    def __init__(self, traffic: Traffic):
+        self.traffic = traffic
+        self.pending: dict[ObjectRef, Ticket] = {}
+
+    def settle(self, refs: Sequence[ObjectRef]) -> None:
+        """Waits until none of `refs` is owed. WorkerError when any call under way, one of these or another, fails or is late."""
+        while any(ref in self.pending for ref in refs):
+            first = min(ticket.deadline for ticket in self.pending.values())
+            ready = self._ready(max(0.0, first - time.monotonic()))
+            if not ready:
+                self._late()
+            self._take(ready)
+
+    def peek(self) -> None:
+        """Takes what has arrived, without waiting."""
+        self._take(self._ready(0.0))
+
+    def _ready(self, seconds: float) -> list[ObjectRef]:
+        if not self.pending:
+            return []
+        refs = list(self.pending)
+        ready, _ = ray.wait(refs, num_returns=1, timeout=seconds, fetch_local=False)
+        if ready and len(refs) > 1:
+            ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
+        return ready
+
+    def _take(self, refs: Sequence[ObjectRef]) -> None:
+        failures = self._keep(refs)
+        if failures:
+            self._fail(failures)
+
+    def _keep(self, refs: Sequence[ObjectRef]) -> list[tuple[Ticket, Failure]]:
+        """Stores the answers that have arrived; returns those that are failures."""
+        failures = []
+        for ticket, answer in self._read(refs):
+            if isinstance(answer, Failure):
+                failures.append((ticket, answer))
+            else:
+                ticket.answers[ticket.rank] = answer
+        return failures
+
+    def _read(self, refs: Sequence[ObjectRef]) -> list[tuple[Ticket, Any]]:
+        tickets = [self.pending.pop(ref) for ref in refs]
+        try:
+            parcels = ray.get(list(refs)) if refs else []
+        except ray.exceptions.RayError:
+            return [(ticket, self._read_one(ref, ticket)) for ref, ticket in zip(refs, tickets, strict=True)]
+        self.traffic.received += sum(parcel.nbytes for parcel in parcels)
+        return [(ticket, unpack(parcel)) for ticket, parcel in zip(tickets, parcels, strict=True)]
+
+    def _read_one(self, ref: ObjectRef, ticket: Ticket) -> Any:
+        try:
+            parcel = ray.get(ref)
+        except ray.exceptions.RayActorError as error:
+            return Failure(ticket.error(f"the process died: {_first_lines(error)}"), time.time(), died=True)
+        except ray.exceptions.RayError as error:
+            return Failure(ticket.error(f"the call could not be made: {_first_lines(error)}"), time.time())
+        self.traffic.received += parcel.nbytes
+        return unpack(parcel)
+
+    def _fail(self, failures: list[tuple[Ticket, Failure]]) -> None:
+        """Ends the groups that failed, with the first cause among all that is reported, and raises it."""
+        rest = list(self.pending)
+        reported = ray.wait(rest, num_returns=len(rest), timeout=GRACE, fetch_local=False)[0] if rest else []
+        failures = [*failures, *self._keep(reported)]
+        # A process that died is the cause of its peers' broken connections, whoever reported first.
+        first = min((failure for _, failure in failures), key=lambda failure: (not failure.died, failure.at))
+        self._end({ticket.crew for ticket, _ in failures}, first.error)
+
+    def _late(self) -> None:
+        now = time.monotonic()
+        late = [ticket for ticket in self.pending.values() if ticket.deadline <= now]
+        if not late:
+            return
+        first = min(late, key=lambda ticket: (ticket.deadline, ticket.rank))
+        ranks = sorted({ticket.rank for ticket in late if ticket.crew is first.crew})
+        others = f" (nor from ranks {ranks[1:]})" if len(ranks) > 1 else ""
+        self._end({first.crew}, first.error(f"no answer in {first.seconds:g} seconds{others}"))
+
+    def _end(self, crews: set[Crew], error: WorkerError) -> None:
+        for crew in crews:
+            self.forget(crew)
+            crew.end(error)
+        raise error
+
+    def forget(self, crew: Crew) -> None:
+        """Drops the calls of a group that is ended."""
+        self.pending = {ref: ticket for ref, ticket in self.pending.items() if ticket.crew is not crew}
+
+
+def _first_lines(error: Exception) -> str:
+    return "\n".join(str(error).strip().splitlines()[:12])
+
+
+class Future(Promised):
+    """The result of a call that may still run. As an argument of another call it is passed on without being awaited."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        crew: Crew,
+        refs: dict[int, ObjectRef],
+        answers: dict[int, Any],
+        collectors: Iterable[int],
+        collect: Callable[[list[Any]], Any],
+        joins: bool,
+    ):
+        self._ledger, self._crew, self._refs, self._answers = ledger, crew, refs, answers
+        self._collectors, self._collect = list(collectors), collect
+        self.joins = joins
+        """Whether it can be passed on before it is made: the mode joins batches."""
+
+    def get(self) -> Any:
+        """Waits for the result. WorkerError as in `WorkerGroup`."""
+        self._ledger.settle(list(self._refs.values()))
+        if len(self._answers) < len(self._refs):
+            assert self._crew.error is not None, "an answer is missing though its group did not fail"
+            raise self._crew.error
+        return self._collect([self._answers[rank] for rank in self._collectors])
+
+    def done(self) -> bool:
+        """Whether `get` would return at once. WorkerError when a call under way has failed."""
+        self._ledger.peek()
+        return len(self._answers) == len(self._refs) or self._crew.error is not None
+
+    def shards(self, parts: int, padding: bool) -> list[LateShard]:
+        """Shards that the receiving workers cut themselves."""
+        receipts = tuple(self._refs[rank] for rank in self._collectors)
+        return [LateShard(receipts, part, parts, padding) for part in range(parts)]

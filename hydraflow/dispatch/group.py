@@ -1,0 +1,253 @@
+"""A worker group: one process per rank, several roles in each process, and the calls that the controller makes to them.
+
+In: a reservation and the roles. Out: results of calls; batches come back as references (`RemoteBatch`).
+A call is made by naming the method: `actors.call(ActorWorker.update, batch)`.
+After a failure the processes are ended and the group refuses further calls with the first cause.
+Left out on purpose: how arguments are spread (`modes`), waiting and failure (`future`).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray import ObjectRef
+
+from hydraflow.dispatch.future import Future, Ledger, Ticket
+from hydraflow.dispatch.modes import Coordinates, Registration, registration
+from hydraflow.dispatch.placement import Reservation
+from hydraflow.dispatch.shards import is_batch, split
+from hydraflow.dispatch.transport import Outbox, Receipt, Traffic, read_columns
+from hydraflow.dispatch.worker import Call, RoleSpec, WorkerHost
+from hydraflow.errors import WorkerError
+from hydraflow.protocol.batch import DataProto
+from hydraflow.protocol.remote import RemoteBatch, materialise
+
+WORKER_PROCESS = "worker process"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds that the controller waits."""
+
+    start: float = 300.0
+    """For processes to start and to build their roles."""
+    call: float = 3600.0
+    """For any one call."""
+
+
+@dataclass
+class Channel:
+    """What all groups of a runtime share: calls under way, bytes counted, limits."""
+
+    limits: Limits = field(default_factory=Limits)
+    traffic: Traffic = field(default_factory=Traffic)
+
+    def __post_init__(self) -> None:
+        self.ledger = Ledger(self.traffic)
+
+
+class WorkerGroup:
+    """Processes of one pool that hold the same roles.
+
+    The constructor returns at once, so that several groups start at the same time; `await_ready` waits.
+    A worker's exception, death or silence raises one WorkerError that names role, rank, node and method.
+    """
+
+    def __init__(self, reservation: Reservation, roles: Mapping[str, RoleSpec], channel: Channel, *, device_type: str = "cpu"):
+        self.seats = reservation.seats
+        self.roles = dict(roles)
+        self.channel = channel
+        self.error: WorkerError | None = None
+        self._meshes: dict[tuple[str, str], list[Coordinates]] = {}
+        host: Any = ray.remote(WorkerHost)
+        shared = (device_type, reservation.pool.threads, sys.path)
+        self._hosts: list[Any] = [host.options(**reservation.actor_options(seat.rank)).remote(seat, *shared) for seat in self.seats]
+        self._logs: dict[int, str] = {}
+        self._starting = self._build()
+        self._ready = False
+
+    @property
+    def world_size(self) -> int:
+        """Processes."""
+        return len(self.seats)
+
+    def _build(self) -> list[ObjectRef]:
+        rendezvous = self._hosts[0].rendezvous.remote()
+        roles = Outbox(self.channel.traffic).slot(self.roles)
+        refs = [host.build.remote(roles, rendezvous) for host in self._hosts]
+        self._owe(refs, WORKER_PROCESS, "__init__", self.channel.limits.start, self._logs)
+        return refs
+
+    def _owe(self, refs: Sequence[ObjectRef], role: str, method: str, seconds: float, answers: dict[int, Any]) -> None:
+        deadline = time.monotonic() + seconds
+        for ref, seat in zip(refs, self.seats, strict=False):
+            ticket = Ticket(self, role, seat.rank, seat.node, method, seconds, deadline, answers)
+            self.channel.ledger.pending[ref] = ticket
+
+    def await_ready(self) -> None:
+        """Waits until every process has built its roles. WorkerError when one cannot, or after `limits.start` seconds."""
+        self.require_alive()
+        if not self._ready:
+            self.channel.ledger.settle(self._starting)
+            self._ready = True
+
+    def role(self, name: str) -> RoleGroup:
+        """The workers of one role."""
+        assert name in self.roles, f"no role {name!r} in this group; there are {', '.join(self.roles)}"
+        return RoleGroup(self, name)
+
+    def log_of(self, rank: int) -> str:
+        """Path of a rank's log on its node; empty while unknown."""
+        return self._logs.get(rank, "")
+
+    def require_alive(self) -> None:
+        """Raises what ended the group, if something did."""
+        if self.error is not None:
+            raise self.error
+
+    def end(self, error: WorkerError) -> None:
+        """Kills the processes; every later call raises `error`."""
+        self.error = error
+        for host in self._hosts:
+            ray.kill(host)
+
+    def stop(self) -> None:
+        """Ends the group in good order: calls under way are dropped."""
+        self.channel.ledger.forget(self)
+        self.end(self.error or self._stopped())
+
+    def _stopped(self) -> WorkerError:
+        names = ", ".join(self.roles)
+        return WorkerError(role=names, rank=0, node=self.seats[0].node, method="stop", cause="the group was stopped before this call")
+
+    def mesh(self, role: str, name: str) -> list[Coordinates]:
+        """Places of all ranks in a mesh, asked once and kept. ValueError when they contradict each other."""
+        if (role, name) not in self._meshes:
+            answers: dict[int, Any] = {}
+            refs = [host.coordinates.remote(role, name) for host in self._hosts]
+            self._owe(refs, role, f"mesh_coordinates({name!r})", self.channel.limits.call, answers)
+            self.channel.ledger.settle(refs)
+            self._meshes[role, name] = _checked([answers[rank] for rank in range(self.world_size)], name)
+        return self._meshes[role, name]
+
+    def send(self, calls: Mapping[int, Call], answers: dict[int, Any]) -> dict[int, ObjectRef]:
+        """Sends one message to each rank; what comes back goes into `answers`."""
+        refs = {rank: self._hosts[rank].invoke.remote(call) for rank, call in calls.items()}
+        call = next(iter(calls.values()))
+        self.channel.traffic.calls += 1
+        self._owe(list(refs.values()), call.role, call.method, self.channel.limits.call, answers)
+        return refs
+
+
+def _checked(places: list[Coordinates], mesh: str) -> list[Coordinates]:
+    sizes = {place.data_size for place in places}
+    collecting = sorted(place.data_rank for place in places if place.is_collect)
+    if len(sizes) > 1 or collecting != list(range(places[0].data_size)):
+        raise ValueError(f"mesh {mesh!r}: data sizes {sorted(sizes)}, ranks that collect {collecting}; one for each data rank is needed")
+    return places
+
+
+@dataclass(frozen=True)
+class _Site:
+    """What a mode sees of a call."""
+
+    group: WorkerGroup
+    role: str
+    method: str
+    padding: bool
+
+    @property
+    def world_size(self) -> int:
+        return self.group.world_size
+
+    def mesh(self, name: str) -> list[Coordinates]:
+        return self.group.mesh(self.role, name)
+
+
+class RoleGroup:
+    """The workers of one role, one in each process of the group."""
+
+    def __init__(self, group: WorkerGroup, name: str):
+        self.group = group
+        self.name = name
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return self.group.world_size
+
+    def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls `method`, a function of the role's class declared with `@register`, and returns its result or a Future.
+
+        DataProto, RemoteBatch and Future arguments are divided by the method's mode; others go to every rank.
+        WorkerError when a rank fails; ValueError when rows do not divide and the method takes no padding.
+        """
+        plan = self._plan(method)
+        self.group.await_ready()
+        site = _Site(self.group, self.name, method.__name__, plan.padding)
+        settled = [_settled(value) for value in args]
+        positional, named = plan.mode.dispatch_fn(site, *settled, **{name: _settled(value) for name, value in kwargs.items()})
+        future = self._sent(plan, site, positional, named)
+        return future.get() if plan.blocking else future
+
+    def _plan(self, method: Callable[..., Any]) -> Registration:
+        cls = self.group.roles[self.name].cls
+        if not any(vars(base).get(method.__name__) is method for base in cls.__mro__):
+            raise TypeError(f"{method.__qualname__} is no method of {cls.__qualname__}, the class of role {self.name!r}")
+        return registration(method)
+
+    def _sent(self, plan: Registration, site: _Site, positional: Sequence[Sequence[Any]], named: Mapping[str, Sequence[Any]]) -> Future:
+        outbox = _Batches(Outbox(self.group.channel.traffic))
+        collectors = plan.mode.collectors(site)
+        # The process writes where it stands shortly before the controller gives up, so that the log tail shows it.
+        seconds = max(0.1, self.group.channel.limits.call * 0.98 - 0.2)
+        calls = {}
+        for rank in [0] if plan.mode.rank_zero else range(self.world_size):
+            args = [outbox.slot(values[rank]) for values in positional]
+            kwargs = {name: outbox.slot(values[rank]) for name, values in named.items()}
+            calls[rank] = Call(self.name, site.method, args, kwargs, plan.read_only, rank in collectors, seconds)
+        answers: dict[int, Any] = {}
+        refs = self.group.send(calls, answers)
+        collect = _collector(plan, site)
+        return Future(self.group.channel.ledger, self.group, refs, answers, collectors, collect, plan.mode.joins)
+
+    def fetch(self, batch: RemoteBatch, keys: Sequence[str] | None = None) -> DataProto:
+        """Reads columns into the controller; None: all."""
+        return fetch(batch, keys, self.group.channel)
+
+
+@dataclass
+class _Batches:
+    """An outbox in which whole batches, where a mode left some, become shards of one part."""
+
+    outbox: Outbox
+    whole: dict[int, Any] = field(default_factory=dict)
+
+    def slot(self, value: Any) -> Any:
+        if not is_batch(value):
+            return self.outbox.slot(value)
+        if id(value) not in self.whole:
+            self.outbox.kept.append(value)
+            self.whole[id(value)] = split(value, 1)[0]
+        return self.outbox.slot(self.whole[id(value)])
+
+
+def _settled(value: Any) -> Any:
+    return value.get() if isinstance(value, Future) and not value.joins else value
+
+
+def _collector(plan: Registration, site: _Site) -> Callable[[list[Any]], Any]:
+    def collect(answers: list[Any]) -> Any:
+        return plan.mode.collect_fn(site, [answer.batch() if isinstance(answer, Receipt) else answer for answer in answers])
+
+    return collect
+
+
+def fetch(batch: RemoteBatch, keys: Sequence[str] | None, channel: Channel) -> DataProto:
+    """Reads columns into the controller, all in one request. EnvironmentFault when they are gone or late."""
+    return materialise(batch, lambda refs: read_columns(refs, channel.traffic, channel.limits.call), keys=keys)

@@ -1,0 +1,290 @@
+"""Dispatch modes: how the arguments of one call are spread over the ranks of a group, and how the answers become one result.
+
+In: what the caller passed, and a `Site` that knows the group. Out: for each argument a list with one entry per rank; one result.
+A method is declared with `@register(...)`; a mode of the user's own is added with `register_dispatch_mode`.
+Left out on purpose: sending and waiting (`group`, `future`), cutting rows (`shards`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from hydraflow.dispatch.shards import is_batch, split
+from hydraflow.metrics import Metric, merge
+from hydraflow.protocol.remote import RemoteBatch
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+MEGATRON_MESH = "megatron"
+"""Name of the mesh that the MEGATRON modes ask a worker for."""
+
+
+class Coordinates(NamedTuple):
+    """Where a worker stands in a mesh."""
+
+    data_rank: int
+    """Which part of the rows it gets."""
+    data_size: int
+    """Into how many parts rows are divided."""
+    is_collect: bool
+    """Whether its answer is used; true for one worker of each data rank."""
+
+
+class Site(Protocol):
+    """What a mode may know of the call."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in the group."""
+        ...
+
+    @property
+    def padding(self) -> bool:
+        """Whether the method accepts rows that are padding."""
+        ...
+
+    @property
+    def method(self) -> str:
+        """Name, for messages."""
+        ...
+
+    def mesh(self, name: str) -> list[Coordinates]:
+        """Place of each rank in a mesh; asked of the workers once, then kept."""
+        ...
+
+
+PerRank = tuple[Sequence[Sequence[Any]], dict[str, Sequence[Any]]]
+"""For every positional and every keyword argument, a sequence with one entry per rank."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to call a group."""
+
+    name: str
+    dispatch_fn: Callable[..., PerRank]
+    """(site, *args, **kwargs) -> PerRank."""
+    collect_fn: Callable[[Any, list[Any]], Any]
+    """(site, answers of the collectors in their order) -> result. A DataProto arrives as a RemoteBatch."""
+    collectors: Callable[[Site], list[int]] = lambda site: list(range(site.world_size))
+    """Ranks whose answers are used, in the order of their rows."""
+    joins: bool = False
+    """A batch is the collectors' rows one after the other; so a future of it can be passed on before it is made."""
+    rank_zero: bool = False
+    """Only rank 0 runs."""
+
+
+class Dispatch(StrEnum):
+    """Names of the built-in modes."""
+
+    RANK_ZERO = "rank_zero"
+    """Rank 0 alone runs; its answer is the result."""
+    ONE_TO_ALL = "one_to_all"
+    """Every rank gets all arguments; a list of answers."""
+    ALL_TO_ALL = "all_to_all"
+    """A list with one entry per rank is dealt out, other arguments go to every rank; a list of answers."""
+    DP_COMPUTE = "dp_compute"
+    """Every argument is a list with one entry per rank; a list of answers."""
+    DP_COMPUTE_PROTO = "dp_compute_proto"
+    """Batches are divided over all ranks; the answers are joined to one batch."""
+    DP_COMPUTE_PROTO_WITH_FUNC = "dp_compute_proto_with_func"
+    """The same; the first argument is a function that every rank gets."""
+    DP_COMPUTE_METRIC = "dp_compute_metric"
+    """Batches are divided over all ranks; the answers, dicts of metrics, are merged."""
+    MEGATRON_COMPUTE = "megatron_compute"
+    """Every argument is a list with one entry per data rank of the mesh "megatron"; a list of answers by data rank."""
+    MEGATRON_COMPUTE_PROTO = "megatron_compute_proto"
+    """Batches are divided over the data ranks of the mesh "megatron"; answers as in `mesh_mode`."""
+
+
+class Execute(StrEnum):
+    """Which ranks run."""
+
+    ALL = "all"
+    RANK_ZERO = "rank_zero"
+
+
+def _to_all(site: Site, *args: Any, **kwargs: Any) -> PerRank:
+    return [[value] * site.world_size for value in args], {name: [value] * site.world_size for name, value in kwargs.items()}
+
+
+def _per_argument(spread: Callable[[Site, Any], Sequence[Any]]) -> Callable[..., PerRank]:
+    """A dispatch function that treats every argument alike."""
+
+    def dispatch(site: Site, *args: Any, **kwargs: Any) -> PerRank:
+        return [spread(site, value) for value in args], {name: spread(site, value) for name, value in kwargs.items()}
+
+    return dispatch
+
+
+def _deal(site: Site, value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) and len(value) == site.world_size else [value] * site.world_size
+
+
+def _listed(value: Any, size: int, what: str, method: str) -> Sequence[Any]:
+    if isinstance(value, list | tuple) and len(value) == size:
+        return value
+    got = f"{len(value)} entries" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
+    raise ValueError(f"{method} takes lists with one entry for each of {size} {what}, got {got}")
+
+
+def _list_per_rank(site: Site, value: Any) -> Sequence[Any]:
+    return _listed(value, site.world_size, "ranks", site.method)
+
+
+def _rows_per_rank(site: Site, value: Any) -> Sequence[Any]:
+    return split(value, site.world_size, padding=site.padding) if is_batch(value) else [value] * site.world_size
+
+
+def _function_and_rows(site: Site, function: Any, *args: Any, **kwargs: Any) -> PerRank:
+    if not callable(function):
+        raise TypeError(f"{site.method} takes a function as its first argument, got a {type(function).__name__}")
+    positional, named = _per_argument(_rows_per_rank)(site, *args, **kwargs)
+    return [[function] * site.world_size, *positional], named
+
+
+def _first(site: Site, answers: list[Any]) -> Any:
+    return answers[0]
+
+
+def _as_list(site: Site, answers: list[Any]) -> list[Any]:
+    return answers
+
+
+def _joined(site: Site, answers: list[Any]) -> RemoteBatch:
+    strangers = sorted({type(answer).__name__ for answer in answers if not isinstance(answer, RemoteBatch)})
+    if strangers:
+        raise TypeError(f"{site.method} must return a DataProto on every rank, got {', '.join(strangers)}")
+    return RemoteBatch.concat([answer for answer in answers if len(answer)] or answers)
+
+
+def _is_metrics(answer: Any) -> bool:
+    return isinstance(answer, dict) and all(isinstance(value, Metric) for value in answer.values())
+
+
+def _merged(site: Site, answers: list[Any]) -> dict[str, Metric]:
+    strangers = sorted({type(answer).__name__ for answer in answers if not _is_metrics(answer)})
+    if strangers:
+        raise TypeError(f"{site.method} must return a dict of metrics on every rank, got {', '.join(strangers)}")
+    return merge(answers)
+
+
+def _by_kind(site: Site, answers: list[Any]) -> Any:
+    if all(isinstance(answer, RemoteBatch) for answer in answers):
+        return _joined(site, answers)
+    return merge(answers) if all(_is_metrics(answer) for answer in answers) else answers
+
+
+def _data_collectors(mesh: str) -> Callable[[Site], list[int]]:
+    def collectors(site: Site) -> list[int]:
+        places = site.mesh(mesh)
+        return sorted((rank for rank, place in enumerate(places) if place.is_collect), key=lambda rank: places[rank].data_rank)
+
+    return collectors
+
+
+def mesh_mode(mesh: str) -> Mode:
+    """Rows are divided by the data ranks of a named mesh; every rank of one data rank gets the same rows.
+
+    Only the ranks that say `is_collect` answer: batches are joined in the order of data ranks, metrics merged, anything else listed.
+    """
+
+    def rows(site: Site, value: Any) -> Sequence[Any]:
+        if not is_batch(value):
+            return [value] * site.world_size
+        places = site.mesh(mesh)
+        parts = split(value, places[0].data_size, padding=site.padding)
+        return [parts[place.data_rank] for place in places]
+
+    return Mode(f"mesh {mesh}", _per_argument(rows), _by_kind, _data_collectors(mesh), joins=True)
+
+
+def _list_per_data_rank(site: Site, value: Any) -> Sequence[Any]:
+    places = site.mesh(MEGATRON_MESH)
+    parts = _listed(value, places[0].data_size, "data ranks", site.method)
+    return [parts[place.data_rank] for place in places]
+
+
+_MODES: dict[str, Mode] = {
+    mode.name: mode
+    for mode in (
+        Mode(Dispatch.RANK_ZERO, _to_all, _first, lambda site: [0], joins=True, rank_zero=True),
+        Mode(Dispatch.ONE_TO_ALL, _to_all, _as_list),
+        Mode(Dispatch.ALL_TO_ALL, _per_argument(_deal), _as_list),
+        Mode(Dispatch.DP_COMPUTE, _per_argument(_list_per_rank), _as_list),
+        Mode(Dispatch.DP_COMPUTE_PROTO, _per_argument(_rows_per_rank), _joined, joins=True),
+        Mode(Dispatch.DP_COMPUTE_PROTO_WITH_FUNC, _function_and_rows, _joined, joins=True),
+        Mode(Dispatch.DP_COMPUTE_METRIC, _per_argument(_rows_per_rank), _merged),
+        Mode(Dispatch.MEGATRON_COMPUTE, _per_argument(_list_per_data_rank), _as_list, _data_collectors(MEGATRON_MESH)),
+        replace(mesh_mode(MEGATRON_MESH), name=Dispatch.MEGATRON_COMPUTE_PROTO),
+    )
+}
+
+
+def register_dispatch_mode(name: str, dispatch_fn: Callable[..., PerRank], collect_fn: Callable[[Any, list[Any]], Any]) -> None:
+    """Adds a mode under a name of its own.
+
+    `dispatch_fn(site, *args, **kwargs)` returns, for every argument, a list with one entry per rank; `shards.split` divides batches.
+    `collect_fn(site, answers)` gets the answers of all ranks in rank order. ValueError when the name is taken.
+    """
+    if name in _MODES:
+        raise ValueError(f"the dispatch mode {name!r} exists already")
+    _MODES[name] = Mode(name, dispatch_fn, collect_fn)
+
+
+def mode_named(mode: str | Mode) -> Mode:
+    """The mode of a name; ValueError that lists the known ones."""
+    if isinstance(mode, Mode):
+        return mode
+    if mode not in _MODES:
+        raise ValueError(f"no dispatch mode {str(mode)!r}; there are {', '.join(map(str, _MODES))}")
+    return _MODES[mode]
+
+
+@dataclass(frozen=True)
+class Registration:
+    """How a method is called."""
+
+    mode: Mode
+    blocking: bool
+    read_only: bool
+    padding: bool
+
+
+def register(
+    dispatch_mode: str | Mode = Dispatch.ALL_TO_ALL,
+    execute_mode: Execute = Execute.ALL,
+    *,
+    blocking: bool = True,
+    read_only: bool = False,
+    padding: bool = True,
+) -> Callable[[Method], Method]:
+    """Declares a worker's method as callable from the controller.
+
+    blocking: the call waits and returns the result, else a future. read_only: the method never writes into tensors it is given,
+    so they need no copy. padding: rows may be repeated so that they divide by the ranks; training methods say False.
+    """
+    mode = mode_named(dispatch_mode)
+    if Execute(execute_mode) is Execute.RANK_ZERO:
+        if mode.name not in (Dispatch.RANK_ZERO, Dispatch.ONE_TO_ALL):
+            raise ValueError(f"execute_mode rank_zero goes with one_to_all, not with {mode.name}: the other ranks' rows would be lost")
+        mode = mode_named(Dispatch.RANK_ZERO)
+
+    def declare(method: Method) -> Method:
+        setattr(method, _MARK, Registration(mode, blocking, read_only, padding))
+        return method
+
+    return declare
+
+
+_MARK = "hydraflow_registration"
+
+
+def registration(method: Callable[..., Any]) -> Registration:
+    """How a method was declared; TypeError when it was not."""
+    found = getattr(method, _MARK, None)
+    if found is None:
+        raise TypeError(f"{method.__qualname__} is not declared with @register, so the controller cannot call it")
+    return found

@@ -1,0 +1,170 @@
+"""Pools of processes on the cluster's nodes, and the check that the cluster has room for them before any process starts.
+
+In: `ResourcePool`s. Out: `Reservation`s (Ray placement groups) with one `Seat` per process, nodes in the order of their addresses.
+Left out on purpose: which role runs in which pool (the caller's table), and Ray's start (`runtime`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from hydraflow.dispatch.worker import Seat
+from hydraflow.errors import ConfigError, Problem
+
+log = logging.getLogger(__name__)
+_REMEDY = "ask for fewer processes or nodes, or add machines to the Ray cluster"
+
+
+@dataclass(frozen=True)
+class ResourcePool:
+    """Processes on nodes.
+
+    >>> ResourcePool("train", [2, 2], gpus_per_process=1).demand()
+    [{'CPU': 2.0, 'GPU': 2.0}, {'CPU': 2.0, 'GPU': 2.0}]
+    """
+
+    name: str
+    processes_on_nodes: Sequence[int]
+    """Processes on each of so many different nodes."""
+    gpus_per_process: float = 0
+    """0 or 1, usually."""
+    cpus_per_process: float = 1
+    """Logical CPUs that Ray counts for a process; not its threads."""
+    threads: int = 1
+    """Threads of torch and OpenMP in each process."""
+    groups: int = 1
+    """Worker groups that share the pool; each gets its part of a process's CPUs and GPUs."""
+
+    def __post_init__(self) -> None:
+        if not self.processes_on_nodes or min(self.processes_on_nodes) < 1:
+            raise ConfigError.one(f"resource pool {self.name}", list(self.processes_on_nodes), "needs at least one process on every node")
+
+    @property
+    def size(self) -> int:
+        """Processes in all."""
+        return sum(self.processes_on_nodes)
+
+    def demand(self) -> list[dict[str, float]]:
+        """Resources on each node."""
+        per_process = {"CPU": self.cpus_per_process, "GPU": self.gpus_per_process}
+        return [{kind: float(amount * count) for kind, amount in per_process.items() if amount} for count in self.processes_on_nodes]
+
+
+def cpus_needed(pools: Sequence[ResourcePool]) -> float:
+    """Logical CPUs that all pools together ask for."""
+    return sum(pool.cpus_per_process * pool.size for pool in pools)
+
+
+def shortfall(pools: Sequence[ResourcePool], nodes: Sequence[Mapping[str, float]]) -> list[Problem]:
+    """What the nodes can never satisfy, whatever is placed where; empty when it may fit.
+
+    nodes: total resources of each node ("CPU", "GPU").
+    """
+    problems = [
+        Problem(f"resource pool {pool.name}", list(pool.processes_on_nodes), f"needs {need} nodes, the cluster has {len(nodes)}", _REMEDY)
+        for pool in pools
+        if (need := len(pool.processes_on_nodes)) > len(nodes)
+    ]
+    for kind in ("CPU", "GPU"):
+        amounts = [node.get(kind, 0.0) for node in nodes]
+        needs = {pool.name: [node.get(kind, 0.0) for node in pool.demand()] for pool in pools}
+        total = sum(map(sum, needs.values()))
+        if total > sum(amounts):
+            names = ", ".join(name for name in needs if sum(needs[name]))
+            rule = f"need {total:g} {kind}s together, the cluster has {sum(amounts):g}"
+            problems.append(Problem(f"resource pools {names}", None, rule, _REMEDY))
+            continue
+        problems += [
+            Problem(f"resource pool {name}", None, f"needs {max(need):g} {kind}s on one node, the largest has {max(amounts):g}", _REMEDY)
+            for name, need in needs.items()
+            if max(need) > max(amounts)
+        ]
+    return problems
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """A pool's place on the cluster."""
+
+    pool: ResourcePool
+    group: PlacementGroup
+    seats: list[Seat]
+    bundles: list[int]
+    """Bundle of the placement group by rank."""
+
+    def actor_options(self, rank: int) -> dict[str, Any]:
+        """Ray's options for the process of a rank."""
+        pool = self.pool
+        options: dict[str, Any] = dict(
+            num_cpus=pool.cpus_per_process / pool.groups,
+            num_gpus=pool.gpus_per_process / pool.groups,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundles[rank]),
+        )
+        if pool.threads > 1:
+            # Ray itself says 1 for a process of one CPU; a runtime_env costs 0.4 s at the start, so only where it is needed.
+            options["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": str(pool.threads)}}
+        return options
+
+
+def reserve(pools: Sequence[ResourcePool], *, timeout: float, growing: bool) -> dict[str, Reservation]:
+    """Reserves all pools before any process starts.
+
+    growing: nodes may still join, so what is missing now may come. ConfigError that names what is missing: at once if the
+    cluster can never satisfy the pools, else after `timeout` seconds.
+    """
+    problems = shortfall(pools, _totals())
+    if problems and not growing:
+        raise ConfigError(problems)
+    for problem in problems:
+        log.warning("waiting up to %g s for the cluster to grow: %s", timeout, problem)
+    groups = [placement_group(pool.demand(), strategy=_strategy(pool)) for pool in pools]
+    waiting = ray.wait([group.ready() for group in groups], num_returns=len(groups), timeout=timeout)[1] if groups else []
+    if waiting:
+        for group in groups:
+            remove_placement_group(group)
+        raise ConfigError(shortfall(pools, _totals()) or [_busy(pools, timeout)])
+    return {pool.name: _seated(pool, group) for pool, group in zip(pools, groups, strict=True)}
+
+
+def _strategy(pool: ResourcePool) -> str:
+    return "STRICT_SPREAD" if len(pool.processes_on_nodes) > 1 else "STRICT_PACK"
+
+
+def _totals() -> list[dict[str, float]]:
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def _busy(pools: Sequence[ResourcePool], timeout: float) -> Problem:
+    free = ray.available_resources()
+    needs = "; ".join(f"{pool.name} {pool.demand()}" for pool in pools)
+    rule = f"not free within {timeout:g} s: needed per node {needs}; free in all {free.get('CPU', 0):g} CPUs, {free.get('GPU', 0):g} GPUs"
+    return Problem("resource pools", None, rule, "end what else uses the cluster, or raise trainer.start_timeout")
+
+
+def _seated(pool: ResourcePool, group: PlacementGroup) -> Reservation:
+    """Ranks go node by node, in the order of the nodes' addresses, so that two runs on the same nodes number them alike."""
+    nodes = {node["NodeID"]: node for node in ray.nodes()}
+    placed = placement_group_table(group)["bundles_to_node_id"]
+    order = sorted(placed, key=lambda bundle: [int(part) if part.isdigit() else 0 for part in _address(nodes[placed[bundle]]).split(".")])
+    bundles = [bundle for bundle in order for _ in range(pool.processes_on_nodes[bundle])]
+    local = [number for bundle in order for number in range(pool.processes_on_nodes[bundle])]
+    names = [nodes[placed[bundle]]["NodeManagerHostname"] for bundle in bundles]
+    seats = [Seat(rank, pool.size, local[rank], names[rank]) for rank in range(pool.size)]
+    return Reservation(pool, group, seats, bundles)
+
+
+def _address(node: Mapping[str, Any]) -> str:
+    return str(node["NodeManagerAddress"])
+
+
+def release(reservations: Sequence[Reservation]) -> None:
+    """Gives the places back."""
+    for reservation in reservations:
+        remove_placement_group(reservation.group)

@@ -1,0 +1,137 @@
+"""Ray's start and end, and the object through which a trainer reaches pools, groups and columns.
+
+In: the Ray section of the configuration, and resource pools. Out: a `Runtime` with worker groups.
+What was started here is ended here: the processes of our groups, and Ray only if we started it.
+Left out on purpose: what the groups do.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import ray
+
+from hydraflow.device import usable_cores
+from hydraflow.dispatch.config import RayInitConfig
+from hydraflow.dispatch.group import Channel, Limits, WorkerGroup, fetch
+from hydraflow.dispatch.placement import Reservation, ResourcePool, cpus_needed, release, reserve
+from hydraflow.dispatch.transport import Traffic
+from hydraflow.dispatch.worker import RoleSpec
+from hydraflow.errors import ConfigError
+from hydraflow.protocol.batch import DataProto
+from hydraflow.protocol.remote import RemoteBatch
+
+
+def start_ray(config: RayInitConfig, cpus: float, gpus: int | None = None) -> bool:
+    """Starts or joins Ray; True when it is ours to stop. A Ray that this process already uses is used as it is.
+
+    cpus: logical CPUs that the pools need; a local cluster counts at least so many, whatever the machine has.
+    gpus: GPUs that a local cluster counts; None: all that Ray finds. ConfigError when there is no cluster at the address.
+    """
+    if ray.is_initialized():
+        return False
+    handler = signal.getsignal(signal.SIGTERM)
+    quiet: dict[str, Any] = dict(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    if config.address == "local":
+        ray.init(address="local", num_cpus=_local_cpus(config, math.ceil(cpus)), num_gpus=gpus, **quiet)
+    else:
+        _join(config.address, quiet)
+    if threading.current_thread() is threading.main_thread():
+        # ray.init puts its own handler in place of the one with which a run saves before it ends.
+        signal.signal(signal.SIGTERM, handler)
+    return True
+
+
+def _local_cpus(config: RayInitConfig, needed: int) -> int:
+    if config.num_cpus is None:
+        return max(usable_cores(), needed)
+    if config.num_cpus < needed:
+        rule = f"must be at least {needed}, which the worker groups need"
+        raise ConfigError.one("ray_init.num_cpus", config.num_cpus, rule, f"ray_init.num_cpus={needed}")
+    return config.num_cpus
+
+
+def _join(address: str, options: dict[str, Any]) -> None:
+    try:
+        ray.init(address=address, **options)
+    except ConnectionError as error:
+        raise ConfigError.one("ray_init.address", address, f"no Ray cluster answers there: {error}", "ray_init.address=local") from None
+
+
+def stop_ray() -> None:
+    """Leaves Ray; a cluster that this process started ends with all its processes."""
+    ray.shutdown()
+
+
+class Runtime:
+    """Pools, groups and columns of one run. Also a context manager that stops what it started.
+
+    >>> runtime = Runtime(RayInitConfig(), Limits(start=60, call=600))  # doctest: +SKIP
+    >>> runtime.start([ResourcePool("train", [2])])  # doctest: +SKIP
+    >>> group = runtime.group("train", {"actor": RoleSpec(ActorWorker, (config,))})  # doctest: +SKIP
+    >>> runtime.await_ready()  # doctest: +SKIP
+    """
+
+    def __init__(self, ray_init: RayInitConfig, limits: Limits, *, device_type: str = "cpu"):
+        self.ray_init = ray_init
+        self.device_type = device_type
+        self.channel = Channel(limits)
+        self.groups: list[WorkerGroup] = []
+        self._reservations: dict[str, Reservation] = {}
+        self._owns_ray = False
+
+    def start(self, pools: Sequence[ResourcePool]) -> None:
+        """Starts or joins Ray and reserves the pools. ConfigError naming what the cluster lacks, before any process starts.
+
+        May be called again for more pools; a local cluster counts its CPUs at the first call.
+        """
+        self._owns_ray = start_ray(self.ray_init, cpus_needed(pools)) or self._owns_ray
+        growing = self.ray_init.address != "local"
+        self._reservations |= reserve(pools, timeout=self.channel.limits.start, growing=growing)
+
+    def group(self, pool: str, roles: Mapping[str, RoleSpec]) -> WorkerGroup:
+        """A group in a reserved pool; its processes start while the caller goes on (`await_ready`)."""
+        self.groups.append(WorkerGroup(self._reservations[pool], roles, self.channel, device_type=self.device_type))
+        return self.groups[-1]
+
+    def await_ready(self) -> None:
+        """Waits until the workers of all groups are built. WorkerError when one cannot be."""
+        for group in self.groups:
+            group.await_ready()
+
+    def end(self, group: WorkerGroup) -> None:
+        """Ends one group and makes room in its pool."""
+        group.stop()
+        self.groups.remove(group)
+
+    def fetch(self, batch: RemoteBatch, keys: Sequence[str] | None = None) -> DataProto:
+        """Reads columns into the controller, all in one request; None: all columns."""
+        return fetch(batch, keys, self.channel)
+
+    def traffic(self) -> Traffic:
+        """Calls and bytes through the controller so far; subtract two to get those between."""
+        return replace(self.channel.traffic)
+
+    def stop(self) -> None:
+        """Ends all groups, gives the pools back and, if Ray was started here, ends Ray. May be called twice."""
+        if not ray.is_initialized():
+            return
+        for group in self.groups:
+            group.stop()
+        release(list(self._reservations.values()))
+        self.groups, self._reservations = [], {}
+        if self._owns_ray:
+            stop_ray()
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()

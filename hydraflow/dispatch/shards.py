@@ -1,0 +1,105 @@
+"""Which rows of a batch go to which rank: batches are cut here, on the controller, or later, on the worker that needs a part.
+
+In: a DataProto, a RemoteBatch, or a future of one, and the number of parts. Out: one `Shard` or `LateShard` per part.
+Rows that do not divide are padded by repeated rows, if that is allowed; a shard knows how many of its rows are real.
+Left out on purpose: which rank gets which part (`modes`), and any tensor: a shard moves references and row numbers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ray import ObjectRef
+
+from hydraflow.protocol.batch import DataProto
+from hydraflow.protocol.remote import RemoteBatch
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One part of a batch."""
+
+    batch: RemoteBatch
+    rows: int
+    """Rows that are real; the rest, at the end, are padding and are removed from the result."""
+
+
+@dataclass(frozen=True)
+class LateShard:
+    """One part of a batch that is not made yet; the receiving worker waits for the receipts and cuts its part itself."""
+
+    receipts: tuple[ObjectRef, ...]
+    """Answers of the ranks that make the batch, in row order."""
+    part: int
+    parts: int
+    padding: bool
+
+
+class Promised(ABC):
+    """A batch that is still being made."""
+
+    @abstractmethod
+    def shards(self, parts: int, padding: bool) -> list[LateShard]:
+        """Shards that the receiving workers cut themselves."""
+
+
+def is_batch(value: object) -> bool:
+    """Whether an argument has rows to divide."""
+    return isinstance(value, DataProto | RemoteBatch | Promised)
+
+
+def split(value: object, parts: int, *, padding: bool = True) -> list[Shard] | list[LateShard]:
+    """`parts` equal shards of a batch, in row order.
+
+    ValueError, with the numbers, when rows do not divide and `padding` is False, or when columns have no rows. A batch of
+    facts alone, without columns, goes to every part.
+    """
+    if isinstance(value, DataProto):
+        value = RemoteBatch.from_local(value)
+    if isinstance(value, Promised):
+        return value.shards(parts, padding)
+    if not isinstance(value, RemoteBatch):
+        raise TypeError(f"only batches can be split over ranks, not a {type(value).__name__}")
+    return _split_rows(value, parts, padding)
+
+
+def part_of(batch: RemoteBatch, late: LateShard) -> Shard:
+    """The part that a late shard stands for, now that its batch is made."""
+    return _split_rows(batch, late.parts, late.padding)[late.part]
+
+
+def _split_rows(batch: RemoteBatch, parts: int, padding: bool) -> list[Shard]:
+    rows = len(batch)
+    if parts == 1:
+        return [Shard(batch.localised(), rows)]
+    if not batch.keys():
+        return [Shard(batch, 0)] * parts
+    if rows == 0:
+        raise ValueError(f"a batch without rows cannot be split over {parts} ranks")
+    if rows % parts and not padding:
+        raise ValueError(f"{rows} rows do not divide over {parts} ranks, and this method takes no padded rows; {_near(rows, parts)} would")
+    padded, _ = batch.pad_to_divisor(parts)
+    size = len(padded) // parts
+    real = [min(max(rows - part * size, 0), size) for part in range(parts)]
+    return [Shard(piece.localised(), count) for piece, count in zip(padded.chunk(parts), real, strict=True)]
+
+
+def _near(rows: int, parts: int) -> str:
+    below = rows // parts * parts
+    return f"{below} or {below + parts}" if below else str(parts)
+
+
+def real_rows(shards: Sequence[Shard], made: int) -> int:
+    """How many of `made` rows that a method returned are real, given the shards it got.
+
+    A method may return several rows per row (samples per prompt), those of one row together; ValueError when it returns another number.
+    """
+    padded = next((shard for shard in shards if shard.rows < len(shard.batch)), None)
+    if padded is None:
+        return made
+    given = len(padded.batch)
+    if made % given:
+        raise ValueError(f"returned {made} rows for {given}, of which {given - padded.rows} are padding: {made} is no multiple of {given}")
+    return padded.rows * (made // given)

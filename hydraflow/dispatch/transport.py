@@ -1,0 +1,183 @@
+"""What is sent between controller and workers, and how: parcels of pickled values, and columns that rest in the object store.
+
+In: any picklable value, or a DataProto that a worker made. Out: a `Parcel` of known size, or a `Receipt` that names the columns.
+A parcel carries object references beside its bytes, so Ray counts them and frees a column when nobody refers to it any more.
+Left out on purpose: who gets which rows (`shards`), and the format of a column (`protocol.wire`).
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import ray
+from ray import ObjectRef, cloudpickle
+
+from hydraflow.errors import EnvironmentFault
+from hydraflow.protocol import wire
+from hydraflow.protocol.batch import DataProto
+from hydraflow.protocol.remote import Column, ColumnRef, RemoteBatch
+
+INLINE_LIMIT = 100_000
+"""Bytes up to which a value travels inside the call; a larger one is put into the object store once for all its receivers."""
+
+
+class Parcel(NamedTuple):
+    """A pickled value: its stream, the buffers that pickle protocol 5 keeps out of band, and the references it holds."""
+
+    head: bytes
+    buffers: list[np.ndarray]
+    refs: list[ObjectRef]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of data; references, about 100 bytes each, are not counted."""
+        return len(self.head) + sum(buffer.nbytes for buffer in self.buffers)
+
+
+@dataclass
+class Traffic:
+    """Bytes that passed through the controller's memory since the start; columns that only change hands do not count."""
+
+    calls: int = 0
+    """Calls, not counted by rank."""
+    sent: int = 0
+    """Bytes of arguments, each value counted once for every rank it is sent to, or once if it went to the object store."""
+    received: int = 0
+    """Bytes of results and of columns that were fetched."""
+
+    @property
+    def total(self) -> int:
+        """Bytes both ways."""
+        return self.sent + self.received
+
+
+class _Pickler(cloudpickle.CloudPickler):
+    def __init__(self, stream: io.BytesIO, buffers: list[pickle.PickleBuffer]):
+        super().__init__(stream, protocol=5, buffer_callback=buffers.append)
+        self.refs: list[ObjectRef] = []
+
+    def persistent_id(self, value: object) -> int | None:
+        # A reference pickled outside of Ray's own serializer would be pinned for ever: it goes beside the stream instead.
+        if not isinstance(value, ObjectRef):
+            return None
+        self.refs.append(value)
+        return len(self.refs) - 1
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, parcel: Parcel):
+        super().__init__(io.BytesIO(parcel.head), buffers=parcel.buffers)
+        self.refs = parcel.refs
+
+    def persistent_load(self, number: int) -> ObjectRef:
+        return self.refs[number]
+
+
+def pack(value: object) -> Parcel:
+    """Pickles a value; arrays stay views of their memory. Lambdas and local functions work. PicklingError, TypeError if it cannot be."""
+    stream = io.BytesIO()
+    buffers: list[pickle.PickleBuffer] = []
+    pickler = _Pickler(stream, buffers)
+    pickler.dump(value)
+    return Parcel(stream.getvalue(), [_bytes_of(buffer) for buffer in buffers], pickler.refs)
+
+
+def unpack(parcel: Parcel) -> Any:
+    """The value of a parcel; its arrays may be read-only views of shared memory."""
+    return _Unpickler(parcel).load()
+
+
+def _bytes_of(buffer: pickle.PickleBuffer) -> np.ndarray:
+    raw = buffer.raw()
+    return np.frombuffer(raw, dtype=np.uint8) if raw.nbytes else np.empty(0, dtype=np.uint8)
+
+
+@dataclass
+class Outbox:
+    """Packs the arguments of one call: a value that several ranks get is pickled once, and stored once when it is large."""
+
+    traffic: Traffic
+    slots: dict[int, Parcel | ObjectRef] = field(default_factory=dict)
+    kept: list[object] = field(default_factory=list)
+    """Values by whose identity `slots` is keyed; held so that no identity is used twice."""
+
+    def slot(self, value: object) -> Parcel | ObjectRef:
+        """What to send for `value`: the parcel itself, or a reference to it."""
+        if id(value) not in self.slots:
+            self.kept.append(value)
+            self.slots[id(value)] = self._stored(pack(value))
+        slot = self.slots[id(value)]
+        if isinstance(slot, Parcel):
+            self.traffic.sent += slot.nbytes
+        return slot
+
+    def _stored(self, parcel: Parcel) -> Parcel | ObjectRef:
+        if parcel.nbytes <= INLINE_LIMIT:
+            return parcel
+        self.traffic.sent += parcel.nbytes
+        return ray.put(parcel)
+
+
+def opened(slots: Sequence[Parcel | ObjectRef]) -> list[Any]:
+    """The values behind what an `Outbox` sent; one request for all that are stored."""
+    stored = [slot for slot in slots if isinstance(slot, ObjectRef)]
+    found = iter(ray.get(stored)) if stored else iter(())
+    return [unpack(next(found) if isinstance(slot, ObjectRef) else slot) for slot in slots]
+
+
+@dataclass(frozen=True)
+class RayColumn:
+    """A column in the object store (a `ColumnRef`): the encoded column of one worker's rows."""
+
+    ref: ObjectRef
+    rows: int
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What a worker returns instead of a DataProto: where its columns are. Zero rows: it had only padding, and no columns."""
+
+    rows: int
+    columns: dict[str, ObjectRef]
+    meta_info: dict[str, Any]
+
+    def batch(self) -> RemoteBatch:
+        """The receipt as a batch of references."""
+        columns = {name: Column((RayColumn(ref, self.rows),), None) for name, ref in self.columns.items()}
+        return RemoteBatch(columns, {}, dict(self.meta_info))
+
+
+def put_batch(data: DataProto) -> Receipt:
+    """Puts every column, tensors and objects alike, into this process's object store."""
+    if len(data) == 0:
+        return Receipt(0, {}, dict(data.meta_info))
+    columns = {name: ray.put(wire.encode(column, name)) for name, column in data.items()}
+    return Receipt(len(data), columns, dict(data.meta_info))
+
+
+def join(receipts: Sequence[Receipt]) -> RemoteBatch:
+    """The rows of several workers, in the given order."""
+    filled = [receipt for receipt in receipts if receipt.rows] or receipts
+    return RemoteBatch.concat([receipt.batch() for receipt in filled])
+
+
+def read_columns(refs: Sequence[ColumnRef], traffic: Traffic | None = None, timeout: float | None = None) -> list[wire.ColumnData]:
+    """The columns behind `RayColumn`s, in one request; tensors are read-only views of the object store.
+
+    EnvironmentFault when a column is gone with the process that made it, or does not arrive in `timeout` seconds.
+    """
+    wanted = [ref.ref for ref in refs if isinstance(ref, RayColumn)]
+    assert len(wanted) == len(refs), "only columns in the object store are read here"
+    try:
+        encoded = ray.get(wanted, timeout=timeout)
+    except (ray.exceptions.ObjectLostError, ray.exceptions.GetTimeoutError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise EnvironmentFault(f"{len(wanted)} columns cannot be read: the process that made them is gone or busy ({first})") from None
+    if traffic is not None:
+        traffic.received += sum(column.nbytes for column in encoded)
+    return [wire.decode(column, copy=False) for column in encoded]

@@ -1,0 +1,242 @@
+"""A worker process: one Ray actor that holds the workers of several roles and runs one method of one of them at a time.
+
+In: the roles' classes, then calls with their arguments. Out: answers; a DataProto stays here, column by column in the object store.
+An exception becomes a `Failure` that is returned like an answer, so that it can be passed on to whoever depends on it.
+Left out on purpose: what workers do (`hydraflow.workers`), and torch.distributed, which engines start at the given address.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import ray
+import torch
+from ray import ObjectRef
+
+from hydraflow.dispatch.modes import Coordinates
+from hydraflow.dispatch.shards import LateShard, Shard, part_of, real_rows
+from hydraflow.dispatch.transport import Parcel, Receipt, join, opened, pack, put_batch, read_columns, unpack
+from hydraflow.errors import WorkerError
+from hydraflow.protocol.batch import DataProto
+from hydraflow.protocol.remote import materialise
+
+LOG_LINES = 30
+STANDARD_ERROR = 2
+"""File number; what is written there lands in the process's log."""
+FRAMES = 4
+"""Innermost stack frames that an error message shows."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a process sits in its group."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    """Number among the group's processes on its node."""
+    node: str
+    """Host name."""
+
+
+@dataclass
+class ProcessContext:
+    """What a worker may know of its process."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    node: str
+    master_addr: str
+    master_port: int
+    """Where rank 0 of the group can listen; the same on all ranks."""
+    device_type: str
+    """cpu or cuda."""
+    roles: dict[str, Worker] = field(default_factory=dict)
+    """Workers of this process by role, in the order in which they are built."""
+
+
+class Worker:
+    """Base of every role: built once in each process of its group."""
+
+    def __init__(self, process: ProcessContext):
+        self.process = process
+
+    def mesh_coordinates(self, mesh: str) -> Coordinates:
+        """Where this worker stands in a named mesh; by default every rank is a data rank of its own."""
+        return Coordinates(self.process.rank, self.process.world_size, True)
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """How the worker of a role is built: `cls(process, *args, **kwargs)`."""
+
+    cls: type[Worker]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One method call as it reaches a process."""
+
+    role: str
+    method: str
+    args: list[Parcel | ObjectRef]
+    kwargs: dict[str, Parcel | ObjectRef]
+    read_only: bool
+    wanted: bool
+    """Whether the answer is used; else nothing is sent back."""
+    seconds: float
+    """After so long the process writes into its log where it stands."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a call returns that did not succeed."""
+
+    error: WorkerError
+    at: float
+    """Unix time, for finding the first cause among several ranks."""
+    died: bool = False
+    """The process is gone."""
+
+
+class WorkerHost:
+    """The actor. Every public method answers with a parcel."""
+
+    def __init__(self, seat: Seat, device_type: str, threads: int, import_path: Sequence[str]):
+        self.seat = seat
+        self.device_type = device_type
+        self.workers: dict[str, Worker] = {}
+        # Ray hands on only the controller's working folder and script folder.
+        sys.path += [folder for folder in import_path if folder not in sys.path]
+        logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        torch.set_num_threads(threads)
+
+    def rendezvous(self) -> tuple[str, int]:
+        """This node's address, and a port that is free now."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+    def build(self, roles: Parcel | ObjectRef, rendezvous: tuple[str, int]) -> Parcel:
+        """Makes the workers, in order; answers with the path of this process's log."""
+        where = self.seat
+        process = ProcessContext(
+            where.rank, where.world_size, where.local_rank, where.node, *rendezvous, device_type=self.device_type, roles=self.workers
+        )
+        guard = _Guard(where, "worker process", "__init__")
+        with guard:
+            for guard.role, spec in opened([roles])[0].items():
+                self.workers[guard.role] = spec.cls(process, *spec.args, **spec.kwargs)
+            guard.answer = pack(log_path())
+        return guard.answer
+
+    def coordinates(self, role: str, mesh: str) -> Parcel:
+        """A worker's place in a mesh."""
+        guard = _Guard(self.seat, role, f"mesh_coordinates({mesh!r})")
+        with guard:
+            guard.answer = pack(Coordinates(*self.workers[role].mesh_coordinates(mesh)))
+        return guard.answer
+
+    def invoke(self, call: Call) -> Parcel:
+        """Runs one method."""
+        guard = _Guard(self.seat, call.role, call.method)
+        faulthandler.dump_traceback_later(call.seconds, file=STANDARD_ERROR)
+        with guard:
+            guard.answer = self._run(call)
+        faulthandler.cancel_dump_traceback_later()
+        return guard.answer
+
+    def _run(self, call: Call) -> Parcel:
+        values = [_cut(value) for value in opened([*call.args, *call.kwargs.values()])]
+        shards = [value for value in values if isinstance(value, Shard)]
+        ready = [_read(value, copy=not call.read_only) if isinstance(value, Shard) else value for value in values]
+        named = dict(zip(call.kwargs, ready[len(call.args) :], strict=True))
+        answer = getattr(self.workers[call.role], call.method)(*ready[: len(call.args)], **named)
+        if not call.wanted:
+            return NOTHING
+        if not isinstance(answer, DataProto):
+            return pack(answer)
+        real = real_rows(shards, len(answer))
+        return pack(put_batch(answer if real == len(answer) else answer[:real]))
+
+
+NOTHING = pack(None)
+
+
+class PassedOn(Exception):
+    """What a call depends on has failed elsewhere."""
+
+    def __init__(self, failure: Failure):
+        super().__init__(str(failure.error))
+        self.failure = failure
+
+
+def _cut(value: Any) -> Any:
+    if not isinstance(value, LateShard):
+        return value
+    receipts = [unpack(parcel) for parcel in ray.get(list(value.receipts))]
+    for receipt in receipts:
+        if isinstance(receipt, Failure):
+            raise PassedOn(receipt)
+        if not isinstance(receipt, Receipt):
+            raise TypeError(f"an argument is a future of a batch, but its maker returned a {type(receipt).__name__}")
+    return part_of(join(receipts), value)
+
+
+def _read(shard: Shard, copy: bool) -> DataProto:
+    return materialise(shard.batch, read_columns, copy=copy)
+
+
+class _Guard:
+    """Turns an exception in its body into the answer, as a packed `Failure`."""
+
+    def __init__(self, seat: Seat, role: str, method: str):
+        self.seat, self.role, self.method = seat, role, method
+        self.answer = NOTHING
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self.answer = pack(error.failure if isinstance(error, PassedOn) else self._failure(error))
+        return True
+
+    def _failure(self, error: Exception) -> Failure:
+        if isinstance(error, WorkerError):
+            return Failure(error, time.time())
+        seat, cause, tail = self.seat, _in_words(error), log_tail(log_path())
+        worker_error = WorkerError(role=self.role, rank=seat.rank, node=seat.node, method=self.method, cause=cause, log_tail=tail)
+        return Failure(worker_error, time.time())
+
+
+def _in_words(error: Exception) -> str:
+    frames = traceback.format_list(traceback.extract_tb(error.__traceback__)[-FRAMES:])
+    return f"{type(error).__name__}: {error}\n{''.join(frames)}".rstrip()
+
+
+def log_path() -> str:
+    """The file that this process's standard error goes to."""
+    return os.readlink("/proc/self/fd/2")
+
+
+def log_tail(path: str) -> str:
+    """The last lines of a log; empty when it is not a file of this machine."""
+    if not os.path.isfile(path):
+        return ""
+    with open(path, "rb") as log:
+        log.seek(max(0, os.path.getsize(path) - 8192))
+        return "\n".join(log.read().decode(errors="replace").splitlines()[-LOG_LINES:])

@@ -1,0 +1,91 @@
+"""What every training engine can do: one narrow Protocol, and what it hands to a loss.
+
+In: micro-batches (`DataProto` with ragged `prompts`, `responses`, `response_mask` and whatever the loss reads). Out: ragged
+columns, metrics, weights. Left out on purpose: which rows go where (`batch_plan`), losses (`algorithms/`), Ray (`dispatch/`).
+
+The law of gradients: a loss function returns a sum whose weights already hold the global denominators; the engine adds
+gradients up over micro-batches and data ranks and never divides. So no split of the same rows changes a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from hydraflow.metrics import Metric
+from hydraflow.protocol.batch import DataProto
+
+
+@dataclass(frozen=True)
+class ModelOutput:
+    """What a model says about B rows with up to R response tokens: (B, R), right padded, 0 where response_mask is 0."""
+
+    log_probs: torch.Tensor | None = None
+    """Log-probability of each response token (policy)."""
+    entropy: torch.Tensor | None = None
+    """Entropy in nats of the distribution it was drawn from (policy, when asked for)."""
+    values: torch.Tensor | None = None
+    """Expected return, told before the token is seen (value model)."""
+
+
+LossFn = Callable[[ModelOutput, Mapping[str, torch.Tensor]], tuple[torch.Tensor, dict[str, Metric]]]
+"""(output, columns) to (scalar sum, metrics); ragged columns of the micro-batch arrive right padded to (B, R)."""
+
+
+class TrainEngine(Protocol):
+    """One rank of a model in training. Every rank calls every method, in the same order, with as many micro-batches."""
+
+    data_rank: int
+    """Which share of a batch this rank gets."""
+    data_size: int
+    """How many shares there are."""
+
+    def forward(
+        self,
+        micro_batches: Sequence[DataProto],
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        greedy_match: bool = False,
+        adapter: bool = True,
+    ) -> DataProto:
+        """Ragged `log_probs` (and `entropys`), or `values`, of all rows in the given order. `adapter=False`: without LoRA.
+
+        `greedy_match`, instead of entropies: a column that is 1 where a token is the most probable one.
+        """
+
+    def forward_backward(
+        self, micro_batches: Sequence[DataProto], loss_fn: LossFn, *, temperature: float = 1.0, entropy: bool = False
+    ) -> dict[str, Metric]:
+        """Adds the gradient of the summed loss of all ranks; one reduction, at the last micro-batch. Metrics of this rank."""
+
+    def optimizer_step(self) -> dict[str, float]:
+        """Clips, updates, forgets the gradient. `grad_norm` (before clipping), `lr`, and `skipped`, 1 when the norm was not finite."""
+
+    def lr_step(self) -> None:
+        """Moves the schedule by one training step."""
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Full weights by Hugging Face name, adapters merged. Borrowed: copy what must outlive the next update."""
+
+    def reduce(self, values: torch.Tensor, how: str = "sum") -> torch.Tensor:
+        """Sum or max of `values` over data ranks, float64 on the CPU."""
+
+    def save_hf(self, directory: str | Path) -> None:
+        """Writes a Hugging Face directory with weights, configuration and tokenizer; it appears whole or not at all."""
+
+    def save(self, directory: str | Path) -> None:
+        """Writes weights, optimizer and schedule, sharded; it appears whole or not at all."""
+
+    def load(self, directory: str | Path) -> None:
+        """Reads what `save` wrote, also with another number of ranks."""
+
+    def offload(self) -> None:
+        """Moves weights and optimizer to host memory, to make room for another engine."""
+
+    def onload(self) -> None:
+        """Brings them back."""

@@ -1,0 +1,142 @@
+"""Builds a sharded model: shape on the meta device, adapters, fully_shard, then weights from rank 0, tensor by tensor.
+
+In: a `ModelConfig` and an `FSDPConfig`. Out: a `PolicyModel` or `ValueModel` whose parameters are DTensors.
+Only rank 0 reads files, and no rank ever holds more than its shard and one full tensor on its device.
+Left out on purpose: tensor and sequence parallelism; HSDP.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from hydraflow.device import resolve_dtype
+from hydraflow.engine.config import FSDPConfig
+from hydraflow.engine.fsdp import lora
+from hydraflow.errors import ConfigError
+from hydraflow.models import loading
+from hydraflow.models.config import ModelConfig
+from hydraflow.models.heads import PolicyModel, ValueModel
+
+
+def build_model(
+    model: ModelConfig, fsdp: FSDPConfig, *, head: str, mesh: DeviceMesh, device: torch.device, trained: bool, field: str, seed: int
+) -> tuple[PolicyModel | ValueModel, bool]:
+    """The sharded model with its weights, and whether its rows must be padded. Raises ConfigError on every rank alike."""
+    config = loading.load_config(model, field=field)
+    attention, padded = loading.choose_attention(config, model, loading.causal_class(config, model))
+    dtype = resolve_dtype(fsdp.model_dtype, device.type)
+    module = loading.empty_model(config, model, head=head, dtype=dtype, attention=attention, chunk_tokens=fsdp.head_chunk_tokens)
+    if not trained:
+        module.requires_grad_(False)
+    elif model.lora_rank > 0:
+        lora.add_adapters(module.hf, model, dtype, field=field)
+    if trained and model.enable_gradient_checkpointing:
+        module.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    shard(module, fsdp, mesh, device)
+    module.to_empty(device="cpu" if fsdp.param_offload else device)
+    source = _read_on_rank_zero(config, model, head=head, dtype=dtype, field=field)
+    _fill_parameters(module, source, device, torch.Generator().manual_seed(seed))
+    _fill_buffers(module, source, device)
+    return module, padded
+
+
+def shard(module: PolicyModel | ValueModel, fsdp: FSDPConfig, mesh: DeviceMesh, device: torch.device) -> None:
+    """fully_shard on every layer and on the root, whose gradients are then summed over ranks, not averaged."""
+    policy: dict[str, Any] = dict(
+        mesh=mesh,
+        mp_policy=_precision(fsdp, device),
+        offload_policy=_offload(fsdp, device),
+        reshard_after_forward=fsdp.reshard_after_forward,
+    )
+    for layer in _layers(module.hf):
+        fully_shard(layer, **policy)
+    # the backward pass begins with the root's weights: freeing them after the forward pass would only fetch them again
+    fully_shard(module, **{**policy, "reshard_after_forward": False})
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum in float32
+
+
+def hf_name(module: PolicyModel | ValueModel, name: str) -> str:
+    """A parameter's name in Hugging Face's files."""
+    return name.removeprefix(module.prefix).replace(".base_layer.", ".")
+
+
+def _layers(hf: nn.Module) -> list[nn.Module]:
+    """The decoder's layers: the longest list of modules in it."""
+    lists = [list(part) for part in hf.modules() if isinstance(part, nn.ModuleList)]
+    return max(lists, key=len) if lists else []
+
+
+def _precision(fsdp: FSDPConfig, device: torch.device) -> MixedPrecisionPolicy:
+    kept, compute, reduce = (resolve_dtype(name, device.type) for name in (fsdp.model_dtype, fsdp.dtype, fsdp.reduce_dtype))
+    if fsdp.dtype == "auto" and kept == torch.float64:
+        compute = kept
+    if compute == torch.float64:
+        reduce = compute
+    return MixedPrecisionPolicy(
+        param_dtype=None if compute == kept else compute,
+        reduce_dtype=None if reduce == compute else reduce,
+    )
+
+
+def _offload(fsdp: FSDPConfig, device: torch.device) -> OffloadPolicy:
+    return CPUOffloadPolicy(pin_memory=device.type != "cpu") if fsdp.param_offload else OffloadPolicy()
+
+
+def _read_on_rank_zero(config: Any, model: ModelConfig, *, head: str, dtype: torch.dtype, field: str) -> dict[str, torch.Tensor]:
+    """Weights on rank 0, nothing elsewhere. When rank 0 fails, every rank does: none waits for a broadcast that never comes."""
+    weights: dict[str, torch.Tensor] = {}
+    problem: list[ConfigError | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            weights = loading.read_weights(config, model, head=head, dtype=dtype, field=field)
+        except ConfigError as error:
+            problem = [error]
+    dist.broadcast_object_list(problem, src=0)
+    if problem[0] is not None:
+        raise problem[0]
+    return weights
+
+
+@torch.no_grad()
+def _fill_parameters(
+    module: PolicyModel | ValueModel, source: dict[str, torch.Tensor], device: torch.device, draw: torch.Generator
+) -> None:
+    for name, parameter in module.named_parameters():
+        assert isinstance(parameter, DTensor), f"{name} is not sharded"
+        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        if dist.get_rank() == 0:
+            found = (
+                lora.initial_value(name, parameter.shape, parameter.dtype, draw) if lora.is_adapter(name) else source[hf_name(module, name)]
+            )
+            full.copy_(found)
+        _broadcast(full)
+        piece = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.to_local().copy_(piece.to_local())
+
+
+@torch.no_grad()
+def _fill_buffers(module: PolicyModel | ValueModel, source: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Rotary tables and the like: no file holds them, so rank 0's freshly made ones go to all. They live on the device."""
+    for name, buffer in list(module.named_buffers()):
+        owner, _, leaf = name.rpartition(".")
+        full = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+        if dist.get_rank() == 0:
+            full.copy_(source[hf_name(module, name)])
+        _broadcast(full)
+        part = module.get_submodule(owner)
+        part.register_buffer(leaf, full, persistent=leaf not in part._non_persistent_buffers_set)
+
+
+def _broadcast(tensor: torch.Tensor) -> None:
+    if dist.get_world_size() > 1:
+        dist.broadcast(tensor, src=0)

@@ -1,0 +1,225 @@
+"""The FSDP2 training engine: one rank of a sharded model, its optimizer and its schedule. On CPUs and GPUs alike.
+
+In: micro-batches and a loss function. Out: log-probabilities or values, metrics, weights (see `engine/base.py`).
+Left out on purpose: splitting batches (`micro_batches.py`), losses, sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from hydraflow import metrics
+from hydraflow.engine import optim as optimizers
+from hydraflow.engine import process_group
+from hydraflow.engine.base import LossFn, ModelOutput
+from hydraflow.engine.config import FSDPConfig, OptimConfig
+from hydraflow.engine.fsdp import checkpoint, export, lora
+from hydraflow.engine.fsdp.build import build_model
+from hydraflow.metrics import Metric
+from hydraflow.models.config import ModelConfig
+from hydraflow.models.packing import PackedBatch, pack
+from hydraflow.protocol import ragged
+from hydraflow.protocol.batch import DataProto
+
+
+class FSDPEngine:
+    """A `TrainEngine`. torch.distributed must be ready (`process_group.start`).
+
+    `head` is policy or value; without `optim` the model is frozen and only `forward` and `weights` may be called.
+    `field` is the configuration key of `model`, for error messages; `total_steps` ends the learning rate schedule.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        fsdp: FSDPConfig,
+        optim: OptimConfig | None,
+        *,
+        head: str,
+        device: torch.device,
+        total_steps: int = 1,
+        field: str = "actor_rollout_ref.model",
+        seed: int = 0,
+    ):
+        self.data_rank, self.data_size = dist.get_rank(), dist.get_world_size()
+        self._model, self._fsdp, self._optim, self._head, self._device, self._field = model, fsdp, optim, head, device, field
+        self._total_steps, self._step = total_steps, 0
+        mesh = init_device_mesh(device.type, (self.data_size,))
+        self.module, self._padded = build_model(
+            model, fsdp, head=head, mesh=mesh, device=device, trained=optim is not None, field=field, seed=seed
+        )
+        self._optimizer = None
+        if optim is not None:
+            optimizers.check(optim, field.rpartition(".")[0] + ".optim")
+            self._optimizer = optimizers.make_optimizer(self.module.parameters(), optim)
+            self._set_lr()
+
+    @torch.no_grad()
+    def forward(
+        self,
+        micro_batches: Sequence[DataProto],
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        greedy_match: bool = False,
+        adapter: bool = True,
+    ) -> DataProto:
+        """See `TrainEngine`. Float32 columns on the CPU (float64 when the model computes in it)."""
+        self.module.eval()
+        results = []
+        with nullcontext() if adapter else lora.adapters_off(self.module):
+            for data in micro_batches:
+                results.append(self.module(self._pack(data, None), temperature, entropy, greedy_match))
+        self._free_gathered_weights()
+        lengths = torch.cat([ragged.lengths(data.get("responses")) for data in micro_batches])
+        names = ["values"] if self._head == "value" else ["log_probs"]
+        names += ["entropys"] if entropy else ["greedy_match"] if greedy_match else []
+        columns = {name: torch.cat([result[i] for result in results]).cpu() for i, name in enumerate(names)}
+        return DataProto.from_dict({name: ragged.from_parts(values, lengths) for name, values in columns.items()})
+
+    def forward_backward(
+        self, micro_batches: Sequence[DataProto], loss_fn: LossFn, *, temperature: float = 1.0, entropy: bool = False
+    ) -> dict[str, Metric]:
+        """See `TrainEngine`. Only tokens whose response_mask is set pass through the head."""
+        assert self._optim is not None, "a frozen model is not trained"
+        self.module.train()
+        told = []
+        for data in micro_batches:
+            self._reduce_gradients(data is micro_batches[-1])
+            batch = self._pack(data, ragged.parts(data.get("response_mask"))[0].bool())
+            main, entropies = self.module(batch, temperature, entropy)
+            loss, of_part = loss_fn(self._output(batch, main, entropies), self._columns(data, batch))
+            loss.backward()
+            told.append(of_part)
+        return metrics.merge(told)
+
+    @torch.no_grad()
+    def optimizer_step(self) -> dict[str, float]:
+        """See `TrainEngine`. All ranks see the same norm, so all skip or none does."""
+        assert self._optimizer is not None and self._optim is not None, "a frozen model is not trained"
+        gradients = [_local(p.grad) for p in self.module.parameters() if p.grad is not None]
+        norm = self._global_norm(gradients)
+        finite = norm < float("inf")  # false for NaN, too
+        if finite:
+            if norm > self._optim.clip_grad:
+                torch._foreach_mul_(gradients, self._optim.clip_grad / (norm + 1e-6))
+            self._move_optimizer_state(self._device)
+            self._optimizer.step()
+            if self._fsdp.optimizer_offload:
+                self._move_optimizer_state(torch.device("cpu"))
+        self._optimizer.zero_grad(set_to_none=True)
+        return {"grad_norm": norm, "lr": self._lr(), "skipped": float(not finite)}
+
+    def lr_step(self) -> None:
+        """See `TrainEngine`."""
+        self._step += 1
+        self._set_lr()
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `TrainEngine`."""
+        return export.stream(self.module)
+
+    def reduce(self, values: torch.Tensor, how: str = "sum") -> torch.Tensor:
+        """See `TrainEngine`."""
+        return process_group.all_reduce(values, how)
+
+    def save_hf(self, directory: str | Path) -> None:
+        """See `TrainEngine`."""
+        export.save_hf(self.module, self._model, Path(directory), field=self._field)
+
+    def save(self, directory: str | Path) -> None:
+        """See `TrainEngine`."""
+        assert self._optimizer is not None, "a frozen model has no state of its own"
+        checkpoint.save(self.module, self._optimizer, self._step, Path(directory))
+
+    def load(self, directory: str | Path) -> None:
+        """See `TrainEngine`."""
+        assert self._optimizer is not None, "a frozen model has no state of its own"
+        self._step = checkpoint.load(self.module, self._optimizer, Path(directory))
+        self._set_lr()
+
+    def offload(self) -> None:
+        """See `TrainEngine`. With param_offload everything but gathered layers is in host memory anyway."""
+        if self._device.type != "cpu" and not self._fsdp.param_offload:
+            self._move(torch.device("cpu"))
+
+    def onload(self) -> None:
+        """See `TrainEngine`."""
+        if self._device.type != "cpu" and not self._fsdp.param_offload:
+            self._move(self._device)
+
+    def _pack(self, data: DataProto, wanted: torch.Tensor | None) -> PackedBatch:
+        return pack(data.get("prompts"), data.get("responses"), device=self._device, padded=self._padded, wanted=wanted)
+
+    def _output(self, batch: PackedBatch, main: torch.Tensor, entropies: torch.Tensor | None) -> ModelOutput:
+        if self._head == "value":
+            return ModelOutput(values=batch.dense(main))
+        return ModelOutput(log_probs=batch.dense(main), entropy=None if entropies is None else batch.dense(entropies))
+
+    def _columns(self, data: DataProto, batch: PackedBatch) -> Mapping[str, torch.Tensor]:
+        """What the loss reads: ragged columns right padded to (B, R), dense ones as they are."""
+        columns = {}
+        for name, column in data.items():
+            if name == "prompts" or not isinstance(column, torch.Tensor):
+                continue
+            padded = ragged.to_padded(column, batch.shape[1]) if ragged.is_ragged(column) else column
+            columns[name] = padded.to(self._device)
+        return columns
+
+    def _reduce_gradients(self, last: bool) -> None:
+        """Gradients stay on their rank until the last micro-batch; so do gathered weights, unless memory is short."""
+        assert isinstance(self.module, FSDPModule)
+        self.module.set_requires_gradient_sync(last)
+        self.module.set_reshard_after_backward(last or self._fsdp.reshard_after_forward)
+
+    def _free_gathered_weights(self) -> None:
+        """Without a backward pass nothing does; the next update would go unseen by those that were kept."""
+        for part in self.module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
+    def _global_norm(self, gradients: list[torch.Tensor]) -> float:
+        """2-norm of the whole gradient, from every rank's shards."""
+        if not gradients:
+            return process_group.all_reduce(torch.zeros(1)).item()
+        accumulate = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
+        norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=accumulate)).double()
+        return process_group.all_reduce(norms.square().sum()).sqrt().item()
+
+    def _lr(self) -> float:
+        assert self._optim is not None
+        return optimizers.lr_at(self._optim, self._step, self._total_steps)
+
+    def _set_lr(self) -> None:
+        assert self._optimizer is not None
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._lr()
+
+    def _move(self, device: torch.device) -> None:
+        self._free_gathered_weights()
+        self.module.to(device)
+        if self._optimizer is not None and not self._fsdp.optimizer_offload:
+            self._move_optimizer_state(device)
+        if device.type == "cpu":
+            torch.get_device_module(self._device).empty_cache()
+
+    def _move_optimizer_state(self, device: torch.device) -> None:
+        """Moves the moments, and only them: AdamW keeps its step count where it likes."""
+        assert self._optimizer is not None
+        if self._fsdp.param_offload:
+            return
+        for state in self._optimizer.state.values():
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = state[name].to(device)
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

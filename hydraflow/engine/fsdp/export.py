@@ -1,0 +1,98 @@
+"""Full weights out of a sharded model: as a stream for whoever samples, or as a Hugging Face directory.
+
+In: a sharded model. Out: (Hugging Face name, full tensor) one at a time; adapters are merged in passing, and the weights
+in training stay as they are. A tied output matrix is not sent twice.
+Left out on purpose: who receives the stream (`generation/`).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from hydraflow.engine.fsdp import lora
+from hydraflow.engine.fsdp.build import hf_name
+from hydraflow.models import loading
+from hydraflow.models.config import ModelConfig
+from hydraflow.models.heads import PolicyModel, ValueModel
+
+
+@torch.no_grad()
+def stream(module: PolicyModel | ValueModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every rank takes part in gathering each tensor, so all ranks must run through it to the end."""
+    parameters = dict(module.named_parameters())
+    layers = lora.adapted(module)
+    for name, parameter in parameters.items():
+        if lora.is_adapter(name):
+            continue
+        plain = name.replace(".base_layer.", ".")
+        full = _full(parameter)
+        if plain in layers:
+            stem = plain.removesuffix("weight")
+            a, b = (_full(parameters[f"{stem}lora_{side}.{lora.ADAPTER}.weight"]) for side in "AB")
+            full = lora.add_product(full, a, b, layers[plain])
+        yield hf_name(module, name), full
+
+
+def save_hf(module: PolicyModel | ValueModel, model: ModelConfig, directory: Path, *, field: str) -> None:
+    """Gathers on rank 0's host memory and writes there, under a temporary name first. All ranks leave together."""
+    weights = {}
+    for name, tensor in stream(module):
+        if dist.get_rank() == 0:
+            weights[name] = tensor.to("cpu", copy=True)
+    if dist.get_rank() == 0:
+        unfinished = directory.with_name(directory.name + ".unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        _write(module, model, weights, unfinished)
+        loading.load_tokenizer(model, field=field, chat=False).save_pretrained(unfinished)
+        replace_directory(unfinished, directory)
+    dist.barrier()
+
+
+def replace_directory(finished: Path, target: Path) -> None:
+    """Gives a finished directory its name; what stood there before goes."""
+    old = target.with_name(target.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    finished.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write(module: PolicyModel | ValueModel, model: ModelConfig, weights: dict[str, torch.Tensor], directory: Path) -> None:
+    config = module.hf.config
+    if isinstance(module, ValueModel):
+        _write_value_model(config, weights, directory)
+        return
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    with torch.device("meta"):
+        shape: Any = AutoModelForCausalLM.from_config(config, dtype=config.dtype, trust_remote_code=model.trust_remote_code)
+    assert model.path is not None
+    if (Path(model.path) / "generation_config.json").is_file():
+        shape.generation_config = GenerationConfig.from_pretrained(model.path)
+    shape.save_pretrained(directory, state_dict=weights)
+
+
+def _write_value_model(config: Any, weights: dict[str, torch.Tensor], directory: Path) -> None:
+    """In the form of Hugging Face's token classification with one label, where the architecture has one."""
+    from huggingface_hub import save_torch_state_dict
+    from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
+
+    written = type(config).from_dict(config.to_dict())
+    written.num_labels, written.token_classification_bias = 1, False
+    architecture = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.get(config.model_type)
+    written.architectures = [architecture] if architecture else None
+    written.save_pretrained(directory)
+    save_torch_state_dict(weights, directory)
+
+
+def _full(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()

@@ -1,0 +1,79 @@
+"""Low-rank adapters: W + scale * B A, of which only A and B are trained.
+
+In: an unsharded Hugging Face model and a `ModelConfig`. Out: the same model with adapters in it (peft's layers), merged
+weights for those who sample from it, and the model as it was without them.
+Left out on purpose: adapters on embeddings, several adapters at a time, peft's other methods.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from hydraflow.errors import ConfigError
+from hydraflow.models.config import ModelConfig
+
+ADAPTER = "default"
+
+
+def add_adapters(hf: nn.Module, model: ModelConfig, dtype: torch.dtype, *, field: str) -> None:
+    """Puts adapters of type `dtype` into `hf` and freezes the rest of it. Raises ConfigError when target_modules names nothing."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    targets = model.target_modules if isinstance(model.target_modules, str) else list(model.target_modules)
+    config = LoraConfig(r=model.lora_rank, lora_alpha=model.lora_alpha, target_modules=targets, lora_dropout=0.0, bias="none")
+    try:
+        inject_adapter_in_model(config, hf, adapter_name=ADAPTER)
+    except ValueError as error:
+        rule = f"names no linear layer of this model: {str(error).splitlines()[0]}"
+        raise ConfigError.one(f"{field}.target_modules", targets, rule, f"{field}.target_modules=all-linear") from error
+    if any(".lora_embedding_" in name for name, _ in hf.named_parameters()):
+        raise ConfigError.one(f"{field}.target_modules", targets, "embeddings get no adapters", f"{field}.target_modules=all-linear")
+    for name, parameter in hf.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
+        parameter.data = parameter.data.to(dtype)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter belongs to an adapter."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def initial_value(name: str, shape: torch.Size, dtype: torch.dtype, draw: torch.Generator) -> torch.Tensor:
+    """What an adapter starts as: A uniform as in a linear layer, B zero, so that nothing changes at first (Hu et al. 2021)."""
+    if ".lora_B." in name:
+        return torch.zeros(shape, dtype=dtype)
+    bound = 1 / math.sqrt(shape[1])
+    return torch.empty(shape).uniform_(-bound, bound, generator=draw).to(dtype)
+
+
+@contextmanager
+def adapters_off(module: nn.Module) -> Iterator[None]:
+    """The model without its adapters, inside the block."""
+    layers = adapted(module).values()
+    try:
+        for layer in layers:
+            # peft's enable_adapters() also flips requires_grad, which sharded parameters must keep
+            layer._disable_adapters = True
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def adapted(module: nn.Module) -> dict[str, Any]:
+    """peft's layers by the name of their weight before adapters were put in."""
+    from peft.tuners.lora import LoraLayer
+
+    return {f"{name}.weight": layer for name, layer in module.named_modules() if isinstance(layer, LoraLayer)}
+
+
+def add_product(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, layer: Any) -> torch.Tensor:
+    """The merged weight as a new tensor. weight (out, in), a (rank, in), b (out, rank)."""
+    product = b @ a
+    return weight + (product.T if layer.fan_in_fan_out else product) * layer.scaling[ADAPTER]

@@ -1,0 +1,45 @@
+"""Joins this process to the group of one role's ranks, and leaves it.
+
+In: rank, number of ranks, address of rank 0. Out: torch.distributed, ready, with a deadline on every collective.
+Left out on purpose: choosing addresses and starting processes (`dispatch/`).
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from hydraflow.device import collective_backend
+
+
+def start(*, rank: int, world_size: int, address: str, port: int, device_type: str, timeout_s: float = 600.0) -> None:
+    """Waits until all ranks are there, at most `timeout_s` seconds; a second call of the same process does nothing.
+
+    Raises torch's DistStoreError or DistNetworkError when the others do not come, and any collective raises after `timeout_s`.
+    """
+    if dist.is_initialized():
+        assert (dist.get_rank(), dist.get_world_size()) == (rank, world_size), "a process has one place among its ranks"
+        return
+    dist.init_process_group(
+        collective_backend(device_type),
+        init_method=f"tcp://{address}:{port}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def stop() -> None:
+    """Leaves the group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def all_reduce(values: torch.Tensor, how: str = "sum") -> torch.Tensor:
+    """Sum or max over all ranks as a new float64 tensor on the CPU."""
+    reduced = values.detach().to(device="cpu", dtype=torch.float64, copy=True)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(reduced, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[how])
+    return reduced

@@ -1,0 +1,97 @@
+"""Errors that reach the user: what was wrong, by which rule, and what would repair it.
+
+In: facts from whoever finds a fault. Out: one message without a stack trace and the process's exit code.
+Left out on purpose: faults of our own; those are `assert`s and propagate with their stack traces.
+
+Exit codes: 0 done, 2 anything found before something starts, 3 an environment fault found later, 4 a worker failed,
+5 training stopped by a guard, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake: where it is, what stands there, the rule it breaks, and what to do."""
+
+    field: str
+    """Configuration key or file, as the user writes it."""
+    value: object
+    """What stands there now; `None` leaves it out of the message."""
+    rule: str
+    """What must hold, with numbers."""
+    remedy: str = ""
+    """What would repair it, as an override to paste where there is one."""
+
+    def __str__(self) -> str:
+        head = self.field if self.value is None else f"{self.field}={self.value}"
+        tail = f"\n      -> {self.remedy}" if self.remedy else ""
+        return f"{head}: {self.rule}{tail}"
+
+
+class HydraflowError(Exception):
+    """Base of every error that is shown to the user as a message, not as a stack trace."""
+
+    exit_code = 1
+
+
+class ConfigError(HydraflowError, ValueError):
+    """Mistakes found before anything starts: configuration, data, paths, resources. Reported all at once.
+
+    >>> print(ConfigError([Problem("trainer.nnodes", 0, "must be at least 1", "trainer.nnodes=1")]))
+    1 problem found before anything was started:
+      1. trainer.nnodes=0: must be at least 1
+          -> trainer.nnodes=1
+    """
+
+    exit_code = 2
+
+    def __init__(self, problems: Sequence[Problem]):
+        assert problems, "a ConfigError names at least one problem"
+        self.problems = list(problems)
+        noun = "problem" if len(self.problems) == 1 else "problems"
+        lines = [f"{len(self.problems)} {noun} found before anything was started:"]
+        lines += [f"  {i}. {problem}" for i, problem in enumerate(self.problems, 1)]
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[type, tuple[list[Problem]]]:
+        return type(self), (self.problems,)
+
+    @classmethod
+    def one(cls, field: str, value: object, rule: str, remedy: str = "") -> ConfigError:
+        """A report with a single problem."""
+        return cls([Problem(field, value, rule, remedy)])
+
+
+class EnvironmentFault(HydraflowError):
+    """The machine or cluster cannot do what was asked, found after the start (a lost node, a full disk)."""
+
+    exit_code = 3
+
+
+class WorkerError(HydraflowError):
+    """A worker died, raised or did not answer in time. Picklable."""
+
+    exit_code = 4
+
+    def __init__(self, *, role: str, rank: int, node: str, method: str, cause: str, log_tail: str = ""):
+        self.facts = dict(role=role, rank=rank, node=node, method=method, cause=cause, log_tail=log_tail)
+        self.role, self.rank, self.node, self.method, self.cause, self.log_tail = role, rank, node, method, cause, log_tail
+        tail = f"\n--- last lines of its log ---\n{log_tail}" if log_tail else ""
+        super().__init__(f"{role} rank {rank} on node {node} failed in {method}: {cause}{tail}")
+
+    def __reduce__(self) -> tuple[object, tuple[dict[str, object]]]:
+        return _worker_error, (self.facts,)
+
+
+def _worker_error(facts: dict[str, object]) -> WorkerError:
+    return WorkerError(**facts)  # type: ignore[arg-type]
+
+
+class GuardStop(HydraflowError):
+    """Training stopped itself: weights that disagree at step 0, or a limit on bad steps."""
+
+    exit_code = 5

@@ -1,0 +1,114 @@
+"""What a generation engine is: it turns prompts into sampled responses with the log-probability of every token.
+
+In: prompts as token ids, how many samples of each, and a key per prompt that fixes its random draws.
+Out: ragged responses and log-probabilities, prompt-major and sample-minor.
+Left out on purpose: tokenizers, rewards, batches that travel (`workers/rollout.py` converts), and how weights get here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+STOP, LENGTH, ABORT = "stop", "length", "abort"
+"""Why a response ended: an end token, `max_tokens`, or `abort()`."""
+
+Key = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn. ValueError when a number lies outside its range.
+
+    >>> SamplingParams(max_tokens=8, temperature=0.0).greedy
+    True
+    """
+
+    max_tokens: int
+    """Longest response, in tokens, the end token included."""
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the most probable token."""
+    top_k: int = -1
+    """Keep only so many most probable tokens (all that tie with the last one); -1 or 0: all."""
+    top_p: float = 1.0
+    """Keep the most probable tokens that together reach this probability, after `top_k`."""
+    ignore_eos: bool = False
+    """Go on after the model's own end tokens. `stop_token_ids` end a response all the same."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a response, besides the model's own."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or a positive number")
+        if self.top_k < -1:
+            raise ValueError(f"top_k={self.top_k} must be -1 (all) or positive")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be in (0, 1]; 1 keeps every token")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most probable token is taken; log-probabilities are then those at temperature 1."""
+        return self.temperature == 0
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """Prompts to continue. ValueError when the lists differ in length, or when they or a prompt are empty."""
+
+    prompts: Sequence[Tensor]
+    """int64 (P_i,) each, without padding."""
+    samples: Sequence[int]
+    """Responses per prompt, at least 1."""
+    keys: Sequence[Key]
+    """Identity of each prompt, as (seed, step, uid). With the sample number (from 0) it fixes the random draws,
+    so two prompts with the same key and tokens give the same responses."""
+
+    def __post_init__(self) -> None:
+        counts = len(self.prompts), len(self.samples), len(self.keys)
+        if len(set(counts)) != 1:
+            raise ValueError("a request has {} prompts, {} sample counts and {} keys; one of each per prompt is needed".format(*counts))
+        if not self.prompts:
+            raise ValueError("a request needs at least one prompt")
+        for i, (prompt, n) in enumerate(zip(self.prompts, self.samples)):
+            if prompt.ndim != 1 or len(prompt) == 0:
+                raise ValueError(f"prompt {i} has shape {tuple(prompt.shape)}; it must be a row of at least one token")
+            if n < 1:
+                raise ValueError(f"prompt {i} asks for {n} samples; at least 1 is needed")
+
+
+@dataclass(frozen=True)
+class GenerationOutput:
+    """B = sum of `samples` responses: all of prompt 0, then all of prompt 1, and so on. On the host."""
+
+    responses: Tensor
+    """Ragged int64 (B, R), the end token included."""
+    log_probs: Tensor
+    """Ragged float32 (B, R): of each sampled token, under softmax(logits / temperature), before top-k and top-p."""
+    finish_reason: np.ndarray
+    """Objects (B,): 'stop', 'length' or 'abort'. An aborted response keeps its tokens and may have none."""
+
+
+class GenerationEngine(Protocol):
+    """Samples responses from a copy of the trained model that lives in this process."""
+
+    def generate(self, request: GenerationRequest, params: SamplingParams) -> GenerationOutput:
+        """Samples. ValueError for prompts that do not fit; RuntimeError while asleep or without weights."""
+
+    def update_weights(self, stream: Iterable[tuple[str, Tensor]]) -> None:
+        """Takes every weight of the model as (Hugging Face name, full tensor). ValueError names what does not fit."""
+
+    def sleep(self) -> None:
+        """Frees the memory of weights and caches."""
+
+    def wake(self) -> None:
+        """Takes the memory back; `update_weights` must follow before `generate`."""
+
+    def abort(self) -> None:
+        """From another thread: ends a running `generate` after its current token; nothing happens when none runs."""

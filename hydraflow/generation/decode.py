@@ -1,0 +1,215 @@
+"""Samples one wave: prompts of one padded width are run once, their caches are repeated for the samples, then rows go token by token.
+
+In: a model, a wave's prompts, where random numbers come from. Out: tokens, log-probabilities and lengths of its rows.
+Left out on purpose: grouping (`layout.py`), the model's states (`native.py`).
+
+A row's numbers must not depend on its neighbours. Kernels for few rows add up in another order: on CPUs with AVX-512 a
+matrix product gives a row the same bits from 16 rows on, and other bits below. So no product here has fewer than 16;
+rows are repeated where there are less. With several threads, or on a GPU, only the last bits may still differ.
+
+Legend: Q prompts, B rows in the batch now, W rows of the wave, P padded prompt, V vocabulary, L tokens so far.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from hydraflow.generation.base import SamplingParams
+from hydraflow.generation.cache import join_rows, new_cache
+from hydraflow.generation.sampling import Draws, choose
+
+MIN_ROWS = 16
+"""Rows in the smallest matrix product."""
+_PREFILL_TOKENS = 8192
+"""Prompt tokens in one forward; more would only need more memory."""
+_LEAVE_SHARE = 4
+"""Finished rows leave the batch when they are one in so many."""
+
+
+@dataclass(frozen=True)
+class WaveResult:
+    """Rows of a wave in its own order. Past its length a row holds arbitrary values."""
+
+    tokens: Tensor
+    """int64 (W, L)."""
+    log_probs: Tensor
+    """float32 (W, L)."""
+    lengths: Tensor
+    """int64 (W,), the end token included."""
+    stopped: Tensor
+    """bool (W,): ended by an end token."""
+
+
+class Forward:
+    """Calls any Hugging Face causal model with a cache and a padding mask where it knows how to take one."""
+
+    def __init__(self, model: PreTrainedModel):
+        """ValueError when the model keeps no key-value cache that is passed to its forward."""
+        accepted = inspect.signature(model.forward).parameters
+        if "past_key_values" not in accepted:
+            raise ValueError(f"{type(model).__name__} takes no past_key_values; the native engine needs a model with a key-value cache")
+        self.model = model
+        self.device = next(model.parameters()).device
+        self.dtype = model.dtype
+        self._keeps_last = "logits_to_keep" in accepted
+        self.pads = "position_ids" in accepted and _attends_to_all(model)
+        """Whether prompts are padded to a common width. If not, only prompts of equal length run together, without a mask."""
+
+    def __call__(self, ids: Tensor, cache: Cache, mask: Tensor | None, positions: Tensor | None, last: int) -> Tensor:
+        """Logits of the last positions, (B, last, V). ids: (B, L new); mask: additive (B, 1, L new, L); positions as ids."""
+        extra: dict[str, object] = {"attention_mask": mask, "position_ids": positions} if self.pads else {}
+        if self._keeps_last:
+            # As an index, not as a number: a slice of the hidden states is not contiguous, and torch then runs the head row by row.
+            extra["logits_to_keep"] = torch.arange(ids.shape[1] - last, ids.shape[1], device=ids.device)
+        return self.model(input_ids=ids, past_key_values=cache, use_cache=True, **extra).logits[:, -last:]
+
+
+def _attends_to_all(model: PreTrainedModel) -> bool:
+    """Whether one additive mask serves all layers: no window, no recurrent state, positions given and not counted by the model."""
+    config = model.config.get_text_config()
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None) if not getattr(config, "layer_types", None) else None
+    rotary = getattr(config, "rope_parameters", None) is not None
+    return (
+        rotary
+        and window is None
+        and layer_types == {"full_attention"}
+        and model._supports_attention_backend
+        and not getattr(model, "_is_stateful", False)
+        and config._attn_implementation == "sdpa"
+    )
+
+
+class WaveDecoder:
+    """The state of one wave while it is sampled."""
+
+    def __init__(self, forward: Forward, prompts: Sequence[Tensor], owner: Sequence[int], width: int, draws: Draws | None):
+        """prompts: Q rows of at most `width` tokens; owner: for each of W rows its prompt; draws: None when greedy."""
+        self._forward, self._draws, self._width = forward, draws, width
+        device = forward.device
+        lengths = torch.tensor([len(p) for p in prompts])
+        columns = torch.arange(width)
+        self._ids = torch.zeros(len(prompts), width, dtype=torch.int64)
+        self._ids[columns[None, :] >= width - lengths[:, None]] = torch.cat(list(prompts)).cpu()
+        self._ids = self._ids.to(device)
+        self._length = lengths.to(device)
+        self._padding = self._key_padding(self._width - self._length) if forward.pads else None
+        """Additive mask over the cache's tokens, first (Q, P), then (B, L)."""
+        self._owner = torch.tensor(owner, device=device)
+        self._slot = _at_least(torch.arange(len(owner), device=device), MIN_ROWS)
+        """For each row in the batch its place in the wave, (B,)."""
+        self._moved: Tensor | None = None
+        """Rows of the cache that the next forward needs, when they are not the ones it has, (B,)."""
+
+    def run(self, params: SamplingParams, stop_tokens: Tensor, aborted: Callable[[], bool]) -> WaveResult:
+        """Samples until every row has ended, `max_tokens` are reached, or `aborted()`.
+
+        stop_tokens: int64 (S,). FloatingPointError when the model's logits are not numbers.
+        """
+        rows, device = len(self._owner), self._forward.device
+        tokens = torch.empty(rows, params.max_tokens, dtype=torch.int64, device=device)
+        log_probs = torch.empty(rows, params.max_tokens, dtype=torch.float32, device=device)
+        prompt_logits, self._cache = self._prefill()
+        logits = prompt_logits[self._owner[self._slot]]  # (B, V)
+        self._moved = self._owner[self._slot]
+        alive = torch.ones_like(self._slot, dtype=torch.bool)
+        for step in range(params.max_tokens):
+            uniforms = None if self._draws is None else self._draws.at(step)[self._slot]
+            token, logp = choose(logits, params, uniforms)
+            tokens[self._slot, step], log_probs[self._slot, step] = token, logp
+            if len(stop_tokens):
+                alive &= ~torch.isin(token, stop_tokens)
+            left = self._leave(alive)
+            if left is not None:
+                alive, token = alive[left], token[left]
+            if step + 1 == params.max_tokens or not len(alive) or aborted():
+                break
+            logits = self._step(token, step)
+        return _result(tokens[:, : step + 1], log_probs[:, : step + 1], stop_tokens)
+
+    def _prefill(self) -> tuple[Tensor, Cache]:
+        """Runs every prompt once: logits after it, (Q, V), and the prompts' cache."""
+        pads = self._width - self._length  # (Q,)
+        per_forward = max(1, _PREFILL_TOKENS // self._width) if self._forward.pads else len(self._ids)
+        logits, caches = [], []
+        for ids, pad in zip(self._ids.split(per_forward), pads.split(per_forward)):
+            part_logits, cache = self._prefill_part(ids, pad)
+            logits.append(part_logits)
+            caches.append(cache)
+        return torch.cat(logits), join_rows(caches)
+
+    def _prefill_part(self, ids: Tensor, pad: Tensor) -> tuple[Tensor, Cache]:
+        prompts = len(ids)
+        enough = _at_least(torch.arange(prompts, device=ids.device), -(-MIN_ROWS // self._width))
+        ids, pad = ids[enough], pad[enough]
+        cache = new_cache(self._forward.model.config, growing=self._forward.pads)
+        mask = positions = None
+        if self._forward.pads:
+            mask = self._key_padding(pad)[:, None, None, :] + self._causal()
+            # A padding token attends to itself: a row of nothing but -inf would give NaN, and NaN spreads through the cache.
+            mask.diagonal(dim1=-2, dim2=-1).zero_()
+            positions = (torch.arange(self._width, device=ids.device)[None, :] - pad[:, None]).clamp_(min=0)
+        last = -(-MIN_ROWS // len(ids))
+        return self._forward(ids, cache, mask, positions, last)[:prompts, -1], cache
+
+    def _key_padding(self, pad: Tensor) -> Tensor:
+        """Additive mask over a prompt's tokens, (Q, P): -inf at padding."""
+        columns = torch.arange(self._width, device=pad.device)
+        mask = torch.zeros(len(pad), self._width, dtype=self._forward.dtype, device=pad.device)
+        return mask.masked_fill_(columns[None, :] < pad[:, None], -torch.inf)
+
+    def _causal(self) -> Tensor:
+        """Additive mask (P, P): -inf at later tokens."""
+        full = torch.full((self._width, self._width), -torch.inf, dtype=self._forward.dtype, device=self._forward.device)
+        return full.triu_(1)
+
+    def _step(self, token: Tensor, step: int) -> Tensor:
+        """Logits (B, V) after `token` (B,), the sampled token number `step`."""
+        if self._moved is not None:
+            self._cache.reorder_cache(self._moved)  # type: ignore[arg-type]
+            if self._padding is not None:
+                self._padding = self._padding[self._moved]
+                self._length = self._length[self._moved]
+            self._moved = None
+        mask = positions = None
+        if self._padding is not None:
+            self._padding = torch.nn.functional.pad(self._padding, (0, 1))  # (B, L)
+            mask, positions = self._padding[:, None, None, :], (self._length + step)[:, None]
+        return self._forward(token[:, None], self._cache, mask, positions, 1)[:, 0]
+
+    def _leave(self, alive: Tensor) -> Tensor | None:
+        """Takes finished rows out of the batch once they are many; the places of those that stay, or None when none leaves."""
+        count = int(alive.sum())
+        if count == len(alive) or (count and count * _LEAVE_SHARE > len(alive) * (_LEAVE_SHARE - 1)):
+            return None
+        stay = alive.nonzero()[:, 0]
+        if count:
+            stay = _at_least(stay, MIN_ROWS)
+        if count and len(stay) == len(alive):
+            return None
+        self._slot = self._slot[stay]
+        self._moved = stay if self._moved is None else self._moved[stay]
+        return stay
+
+
+def _at_least(rows: Tensor, least: int) -> Tensor:
+    """Row numbers, repeated from the start until there are `least`."""
+    if len(rows) >= least:
+        return rows
+    return rows.repeat(-(-least // len(rows)))[:least]
+
+
+def _result(tokens: Tensor, log_probs: Tensor, stop_tokens: Tensor) -> WaveResult:
+    is_stop = torch.isin(tokens, stop_tokens)
+    stopped = is_stop.any(dim=1)
+    lengths = torch.where(stopped, is_stop.int().argmax(dim=1) + 1, tokens.shape[1])
+    in_use = torch.arange(tokens.shape[1], device=tokens.device)[None, :] < lengths[:, None]
+    if not bool(torch.isfinite(log_probs[in_use]).all()):
+        raise FloatingPointError("the model's logits are not finite numbers; its weights are damaged or have diverged")
+    return WaveResult(tokens, log_probs, lengths, stopped)

@@ -1,0 +1,177 @@
+"""The generation engine that runs in this process: any Hugging Face causal language model, on CPU and GPU.
+
+In: prompts, sampling settings, and a stream of weights. Out: responses with the log-probability of every token.
+Left out on purpose: paged caches, continuous batching and several devices per model; a serving engine does those. This one is
+exact (it computes what the trainer's forward computes), and it gives the same samples for a seed whatever else is in the batch.
+
+Legend: B rows, R response, N tokens of all rows together.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from hydraflow.generation.base import ABORT, LENGTH, STOP, GenerationOutput, GenerationRequest, SamplingParams
+from hydraflow.generation.decode import Forward, WaveDecoder, WaveResult
+from hydraflow.generation.layout import Wave, request_order, waves
+from hydraflow.generation.sampling import Draws
+from hydraflow.generation.weights import ParameterMemory, load_weights
+from hydraflow.protocol import ragged
+
+
+class NativeEngine:
+    """A `GenerationEngine` around a model that it owns. `abort` may be called from another thread, the rest from one."""
+
+    def __init__(self, model: PreTrainedModel, *, max_num_seqs: int = 1024, generation_config: GenerationConfig | None = None):
+        """A model whose weights are good already; it becomes the engine's: no gradients, and empty after `sleep`.
+
+        generation_config: where end tokens come from; by default the model's.
+        """
+        if max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs={max_num_seqs} must be at least 1")
+        self._model = model.eval().requires_grad_(False)
+        self._forward = Forward(model)
+        self._max_rows = max_num_seqs
+        self._eos = _end_tokens(generation_config or model.generation_config, model.config)
+        self._memory = ParameterMemory(model)
+        self._not_ready = ""
+        self._asleep = False
+        self._running = False
+        self._abort = threading.Event()
+
+    @classmethod
+    def from_config(
+        cls,
+        config: PreTrainedConfig,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        max_num_seqs: int = 1024,
+        generation_config: GenerationConfig | None = None,
+    ) -> NativeEngine:
+        """An engine without weights: `update_weights` must come before `generate`. Nothing is read, no random number is drawn."""
+        config = copy.deepcopy(config)
+        # The trainer may have set its own attention, which knows packed rows but no cache. None lets transformers choose.
+        config._attn_implementation = None
+        with no_init_weights(), torch.device(device):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model.tie_weights()
+        engine = cls(model, max_num_seqs=max_num_seqs, generation_config=generation_config)
+        engine._not_ready = "the engine has no weights yet: call update_weights first"
+        return engine
+
+    def generate(self, request: GenerationRequest, params: SamplingParams) -> GenerationOutput:
+        """Samples every prompt. See `GenerationOutput` for the order of rows.
+
+        ValueError: a prompt that does not fit the context or the vocabulary. RuntimeError: asleep, or without weights.
+        FloatingPointError: the model's logits are not numbers.
+        """
+        if self._not_ready:
+            raise RuntimeError(self._not_ready)
+        self._check(request.prompts, params)
+        self._abort.clear()
+        self._running = True
+        try:
+            lengths = [len(p) for p in request.prompts]
+            plan = list(waves(lengths, request.samples, self._max_rows, pad=self._forward.pads))
+            results = [self._run(wave, request, params) for wave in plan]
+        finally:
+            self._running = False
+        return _output(results, request_order(plan, request.samples), params.max_tokens)
+
+    def update_weights(self, stream: Iterable[tuple[str, Tensor]]) -> None:
+        """Takes all weights; types and devices are converted.
+
+        ValueError: see `load_weights`; the engine then refuses to generate until an update succeeds.
+        """
+        if self._asleep:
+            raise RuntimeError("the engine is asleep: call wake before update_weights")
+        self._not_ready = "the last update_weights failed half-way, so the weights are a mixture: update them again"
+        load_weights(self._model, stream)
+        self._not_ready = ""
+
+    def sleep(self) -> None:
+        """Frees the weights; caches live only inside `generate`. Sleeping twice is once."""
+        if self._asleep:
+            return
+        self._asleep = True
+        self._not_ready = "the engine is asleep: call wake, then update_weights"
+        self._memory.free()
+        if self._forward.device.type != "cpu":
+            torch.get_device_module(self._forward.device).empty_cache()
+
+    def wake(self) -> None:
+        """Takes the weights' memory back; their values must come through `update_weights`."""
+        if not self._asleep:
+            return
+        self._asleep = False
+        self._not_ready = "the engine was woken without weights: call update_weights first"
+        self._memory.take()
+
+    def abort(self) -> None:
+        """Ends a running `generate` after its current token; rows that did not end by themselves keep what they have."""
+        if self._running:
+            self._abort.set()
+
+    def _check(self, prompts: Sequence[Tensor], params: SamplingParams) -> None:
+        context = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        longest = max((len(p) for p in prompts), default=0)
+        if context is not None and longest + params.max_tokens > context:
+            i = [len(p) for p in prompts].index(longest)
+            raise ValueError(
+                f"prompt {i} has {longest} tokens; with max_tokens={params.max_tokens} that is {longest + params.max_tokens}, "
+                f"more than the model's max_position_embeddings={context}"
+            )
+        vocabulary = self._model.get_input_embeddings().num_embeddings
+        for i, prompt in enumerate(prompts):
+            low, high = (int(x) for x in prompt.aminmax())
+            if low < 0 or high >= vocabulary:
+                raise ValueError(f"prompt {i} holds token {high if high >= vocabulary else low}; the vocabulary has {vocabulary} tokens")
+
+    # Nothing that the engine returns was made in here as it is: tensors of inference mode cannot take part in training.
+    @torch.inference_mode()
+    def _run(self, wave: Wave, request: GenerationRequest, params: SamplingParams) -> WaveResult:
+        if self._abort.is_set():
+            return _nothing(len(wave.owner))
+        device = self._forward.device
+        draws = None
+        if not params.greedy:
+            draws = Draws([request.keys[i] for i in wave.prompts], np.array(wave.samples), np.array(wave.owner), device)
+        stops = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}
+        decoder = WaveDecoder(self._forward, [request.prompts[i] for i in wave.prompts], wave.owner, wave.width, draws)
+        return decoder.run(params, torch.tensor(sorted(stops), dtype=torch.int64, device=device), self._abort.is_set)
+
+
+def _end_tokens(generation_config: GenerationConfig | None, config: PreTrainedConfig) -> tuple[int, ...]:
+    """The model's end tokens: those of its generation settings, else of its configuration, else none."""
+    for source in (generation_config, config.get_text_config()):
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            return (ids,) if isinstance(ids, int) else tuple(ids)
+    return ()
+
+
+def _nothing(rows: int) -> WaveResult:
+    """Rows that an abort kept from starting."""
+    empty = torch.empty(rows, 0, dtype=torch.int64)
+    return WaveResult(empty, empty.float(), torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.bool))
+
+
+def _output(results: Sequence[WaveResult], order: np.ndarray, max_tokens: int) -> GenerationOutput:
+    """Rows of all waves in the request's order, on the host."""
+    lengths = torch.cat([r.lengths.cpu() for r in results])
+    stopped = torch.cat([r.stopped.cpu() for r in results]).numpy()
+    reason = np.where(stopped, STOP, np.where(lengths.numpy() == max_tokens, LENGTH, ABORT)).astype(object)
+    columns = []
+    for tensors in ([r.tokens for r in results], [r.log_probs for r in results]):
+        used = [t.cpu()[torch.arange(t.shape[1]) < r.lengths.cpu()[:, None]] for t, r in zip(tensors, results)]  # (N,) each
+        columns.append(ragged.take(ragged.from_parts(torch.cat(used).clone(), lengths.clone()), order))
+    return GenerationOutput(columns[0], columns[1], reason[order])

@@ -1,0 +1,131 @@
+"""Draws one token per row from logits, with random numbers that depend on a key and on nothing else.
+
+In: logits of the last position, one uniform number per row. Out: the token and its log-probability.
+Left out on purpose: torch's own generators. Their draws depend on which rows share a batch, and differ between devices;
+a counter-based generator gives every (prompt, sample, token) its own number in any order.
+
+Legend: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from numbers import Integral
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hydraflow.generation.base import Key, SamplingParams
+
+_CHUNK = 2**23
+"""Logits that are filtered at one time: float64 copies of a large vocabulary for all rows would need gigabytes."""
+_BLOCK = 32
+"""Tokens for which uniform numbers are drawn at a time."""
+_MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], dtype=np.uint64)
+_WEYL = 0x9E3779B9, 0xBB67AE85
+_LOW = np.uint64(0xFFFFFFFF)
+
+
+def philox(counters: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Philox4x32-10: four random 32-bit words per counter (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
+
+    counters: uint64 (4, ...), keys: uint64 (2, ...), each holding 32-bit words. Returns uint64 (4, ...) of 32-bit words.
+    """
+    c0, c1, c2, c3 = counters
+    k0, k1 = keys
+    for _ in range(10):
+        first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (second >> 32) ^ c1 ^ k0, second & _LOW, (first >> 32) ^ c3 ^ k1, first & _LOW
+        k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
+    return np.stack([c0, c1, c2, c3])
+
+
+def key_words(key: Key) -> np.ndarray:
+    """Four 32-bit words, uint64 (4,), that identify a key of strings and integers; (1,) and ("1",) differ."""
+    parts = [int(part) if isinstance(part, Integral) else str(part) for part in key]
+    digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).digest()
+    return np.frombuffer(digest, dtype="<u4").astype(np.uint64)
+
+
+class Draws:
+    """Uniform numbers of B rows, token after token: `at(t)` depends only on (key, sample number, t) of each row."""
+
+    def __init__(self, keys: Sequence[Key], samples: np.ndarray, owner: np.ndarray, device: torch.device):
+        """keys: one per prompt; samples, owner: int (B,), the sample number of each row and its prompt's place in `keys`."""
+        words = np.stack([key_words(key) for key in keys], axis=1)[:, owner]
+        self._key = words[:2, :, None]
+        self._upper = words[2:, :, None]
+        self._samples = np.asarray(samples).astype(np.uint64)[:, None]
+        self._device = device
+        self._block = -1
+        self._uniforms = torch.empty(0)
+
+    def at(self, token: int) -> Tensor:
+        """float64 (B,) in [0, 1) for the token at that position."""
+        block, offset = divmod(token, _BLOCK)
+        if block != self._block:
+            self._block = block
+            self._uniforms = torch.from_numpy(self._draw(block)).to(self._device)
+        return self._uniforms[offset]
+
+    def _draw(self, block: int) -> np.ndarray:
+        """Uniforms float64 (_BLOCK, B). A counter yields two of them: (sample, pair of tokens, two words of the key's hash)."""
+        half = _BLOCK // 2
+        rows = len(self._samples)
+        pairs = np.arange(block * half, (block + 1) * half, dtype=np.uint64)[None, :]
+        counters = np.stack([np.broadcast_to(word, (rows, half)) for word in (self._samples, pairs, *self._upper)])
+        words = philox(counters, self._key)
+        high, low = words[0::2] >> np.uint64(5), words[1::2] >> np.uint64(6)
+        uniforms = (high * np.uint64(2**26) + low).astype(np.float64) / 2**53  # (2, B, half): even tokens, odd tokens
+        return np.ascontiguousarray(uniforms.transpose(2, 0, 1).reshape(_BLOCK, rows))
+
+
+def choose(logits: Tensor, params: SamplingParams, uniforms: Tensor | None) -> tuple[Tensor, Tensor]:
+    """One token per row and its log-probability at the temperature, before top-k and top-p.
+
+    logits: (B, V); uniforms: float64 (B,), or None when greedy. Returns int64 (B,) and float32 (B,).
+    """
+    rows = max(1, _CHUNK // logits.shape[1])
+    if len(logits) <= rows:
+        return _choose(logits, params, uniforms)
+    numbers = [None] * -(-len(logits) // rows) if uniforms is None else uniforms.split(rows)
+    parts = [_choose(part, params, number) for part, number in zip(logits.split(rows), numbers, strict=True)]
+    return torch.cat([tokens for tokens, _ in parts]), torch.cat([logp for _, logp in parts])
+
+
+def _choose(logits: Tensor, params: SamplingParams, uniforms: Tensor | None) -> tuple[Tensor, Tensor]:
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        logits = logits.float()
+    if uniforms is None:
+        logp = torch.log_softmax(logits, dim=-1)  # (B, V)
+        tokens = logp.argmax(dim=-1, keepdim=True)
+    else:
+        logp = torch.log_softmax(logits if params.temperature == 1 else logits / params.temperature, dim=-1)
+        cumulative = keep(logp, params.top_k, params.top_p).cumsum(dim=-1)
+        target = uniforms[:, None] * cumulative[:, -1:]
+        # The limit only matters for logits that are not numbers; the caller finds those in the log-probabilities.
+        tokens = torch.searchsorted(cumulative, target, right=True).clamp_(max=logits.shape[1] - 1)
+    return tokens[:, 0], logp.gather(1, tokens)[:, 0].float()
+
+
+def keep(logp: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Probabilities float64 (B, V) with 0 for tokens that top-k or top-p leave out; not renormalised.
+
+    top-p counts within what top-k kept, as vLLM does; of equal probabilities the smaller token id goes first.
+
+    >>> keep(torch.tensor([[0.5, 0.3, 0.2]]).log(), -1, 0.6).round(decimals=3).tolist()
+    [[0.5, 0.3, 0.0]]
+    """
+    probs = logp.double().exp()
+    if 0 < top_k < probs.shape[1]:
+        least = probs.topk(top_k, dim=-1).values[:, -1:]
+        probs = torch.where(probs >= least, probs, 0.0)
+    if top_p < 1:
+        ranked, order = probs.sort(dim=-1, descending=True, stable=True)
+        cumulative = ranked.cumsum(dim=-1)
+        ranked = torch.where(cumulative - ranked < top_p * cumulative[:, -1:], ranked, 0.0)
+        probs = torch.zeros_like(probs).scatter_(1, order, ranked)
+    return probs

@@ -1,0 +1,69 @@
+"""Puts a stream of weights into a model, and says plainly when they are not that model's.
+
+In: (Hugging Face name, full tensor) pairs. Out: the model's parameters, changed in place.
+Left out on purpose: where the stream comes from, and quantisation. Types are converted by copying.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+_SHOWN = 5
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, stream: Iterable[tuple[str, Tensor]]) -> None:
+    """Copies every weight. Weights that share memory (tied) may come under one name or several.
+
+    ValueError: an unknown name, a wrong shape, two different tensors for tied weights, or weights that did not come.
+    """
+    targets: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    needed = {id(p): name for name, p in model.named_parameters()}
+    persistent = model.state_dict(keep_vars=True)
+    targets |= {name: b for name, b in model.named_buffers(remove_duplicate=False) if name in persistent}
+    arrived: dict[int, str] = {}
+    for name, tensor in stream:
+        target = targets.get(name)
+        if target is None:
+            raise ValueError(f"{_kind(model)} has no weight {name}{_hint(name, targets)}")
+        if target.shape != tensor.shape:
+            raise ValueError(f"weight {name} has shape {tuple(tensor.shape)}, but {_kind(model)} needs {tuple(target.shape)}")
+        earlier = arrived.setdefault(id(target), name)
+        if earlier == name:
+            target.copy_(tensor)
+        elif not torch.equal(target, tensor.to(target)):
+            raise ValueError(f"weights {earlier} and {name} are one tensor in {_kind(model)} (tied), but came with different values")
+    missing = [name for key, name in needed.items() if key not in arrived]
+    if missing:
+        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+        raise ValueError(f"{len(missing)} of {len(needed)} weights of {_kind(model)} did not come: {', '.join(missing[:_SHOWN])}{more}")
+
+
+class ParameterMemory:
+    """Frees and restores the memory of a model's parameters; ties between them, and buffers, stay."""
+
+    def __init__(self, model: nn.Module):
+        self._shapes = [(p, p.shape) for p in model.parameters()]
+
+    def free(self) -> None:
+        """Every parameter becomes empty."""
+        for p, _ in self._shapes:
+            p.data = p.data.new_empty(0)
+
+    def take(self) -> None:
+        """Every parameter has its shape again, with arbitrary values."""
+        for p, shape in self._shapes:
+            p.data = p.data.new_empty(shape)
+
+
+def _kind(model: nn.Module) -> str:
+    return type(model).__name__
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""

@@ -1,0 +1,22 @@
+"""python -m hydraflow.main_eval [overrides]: scores a file of responses with a reward function.
+
+In: Parquet with responses, as main_generate writes it. Out: averages by data source, printed and written as JSON.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from hydraflow import compose
+from hydraflow.schema import EvalConfig
+
+
+def run(config: EvalConfig) -> None:
+    """Scores as `config` says. The import is here so that configuration mistakes are answered in a second."""
+    from hydraflow.jobs.evaluate import run_eval
+
+    run_eval(config)
+
+
+if __name__ == "__main__":
+    sys.exit(compose.launch("eval", EvalConfig, run))

@@ -1,0 +1,22 @@
+"""python -m hydraflow.main_generate [overrides]: responses to a file of prompts.
+
+In: a model directory and prompts. Out: the prompts' rows with a column `responses`, as Parquet.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from hydraflow import compose
+from hydraflow.schema import GenerateConfig
+
+
+def run(config: GenerateConfig) -> None:
+    """Samples as `config` says. The import is here so that configuration mistakes are answered in a second."""
+    from hydraflow.jobs.generate import run_generate
+
+    run_generate(config)
+
+
+if __name__ == "__main__":
+    sys.exit(compose.launch("generate", GenerateConfig, run))

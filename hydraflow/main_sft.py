@@ -1,0 +1,22 @@
+"""python -m hydraflow.main_sft [overrides]: supervised training on conversations.
+
+In: the configuration. Out: a run folder with the trained model. Everything that can be wrong is found before Ray starts.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from hydraflow import compose
+from hydraflow.schema import SFTConfig
+
+
+def run(config: SFTConfig) -> None:
+    """Trains as `config` says. The import is here so that configuration mistakes are answered in a second."""
+    from hydraflow.jobs.sft import run_sft
+
+    run_sft(config)
+
+
+if __name__ == "__main__":
+    sys.exit(compose.launch("sft", SFTConfig, run))

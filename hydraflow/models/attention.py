@@ -1,0 +1,224 @@
+"""Causal attention over packed rows: tokens of many rows in one line, each token sees only its own row.
+
+In: query, key and value of shape (1, heads, N, d) and a `RowPlan` saying where rows begin. Out: (1, N, heads, d).
+`register_attention()` makes it known to transformers; models are then built with `attn_implementation=NAME`.
+On a CPU (or a GPU without variable-length kernels, or in float32) rows of similar length are laid out as one right-padded
+block per group: padding on the right and a causal mask need no mask tensor, so each group is one fast call.
+Left out on purpose: dropout (log-probabilities under a random mask make no ratio), attention soft-capping and sinks
+(those models take the padded path).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+NAME = "hydraflow_varlen"
+_SHORT, _FREE_PADDING = 64, 512
+"""Up to this width, this many padded tokens cost less than one more call."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows that are computed together: `rows` of them, each padded to `width`, from `start` of the padded line on."""
+
+    start: int
+    rows: int
+    width: int
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """How the rows of a packed line are attended to; made once per forward pass, used by every layer."""
+
+    groups: tuple[Group, ...]
+    """Blocks of the padded line, in order."""
+    to_padded: torch.Tensor | None
+    """(padded tokens,) packed position of each padded one; padding repeats its row's last token. None: both lines are the same."""
+    to_packed: torch.Tensor | None
+    """(N,) padded position of each packed token."""
+    boundaries: torch.Tensor
+    """(B + 1,) int32, where rows begin, and N."""
+    longest: int
+    """Tokens of the longest row."""
+    bands: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    """Masks of sliding windows by (width, window), made when first needed."""
+
+
+def group_rows(lengths: np.ndarray) -> list[tuple[int, int]]:
+    """Cuts lengths that fall from left to right into runs (first, end): padding is at most a quarter, and 512 tokens more for short rows.
+
+    >>> group_rows(np.array([2000, 1900, 700, 9, 8, 2]))
+    [(0, 2), (2, 3), (3, 6)]
+    """
+    runs, first = [], 0
+    summed = np.concatenate(([0], np.cumsum(lengths)))
+    while first < len(lengths):
+        real = summed[first + 1 :] - summed[first]
+        padded = lengths[first] * np.arange(1, len(real) + 1)
+        too_much = padded - real > real // 4 + (_FREE_PADDING if lengths[first] <= _SHORT else 0)
+        count = int(too_much.argmax()) if too_much.any() else len(real)
+        runs.append((first, first + count))
+        first += count
+    return runs
+
+
+def plan_rows(lengths: np.ndarray, device: torch.device) -> RowPlan:
+    """The plan of rows of these lengths, (B,) integers of at least 1, packed in this order."""
+    starts = np.concatenate(([0], np.cumsum(lengths)))
+    boundaries = torch.from_numpy(starts.astype(np.int32)).to(device)
+    longest, total = int(lengths.max()), int(starts[-1])
+    if bool((lengths == longest).all()):
+        return RowPlan((Group(0, len(lengths), longest),), None, None, boundaries, longest)
+    order = np.argsort(-lengths, kind="stable")
+    groups, gathers, scatter, at = [], [], np.empty(total, np.int64), 0
+    for first, end in group_rows(lengths[order]):
+        rows = order[first:end]
+        width = int(lengths[rows[0]])
+        column = np.arange(width)
+        gather = starts[rows][:, None] + np.minimum(column, lengths[rows][:, None] - 1)
+        real = column < lengths[rows][:, None]
+        scatter[gather[real]] = at + np.flatnonzero(real)
+        groups.append(Group(at, len(rows), width))
+        gathers.append(gather.reshape(-1))
+        at += gather.size
+    to_padded = torch.from_numpy(np.concatenate(gathers)).to(device)
+    return RowPlan(tuple(groups), to_padded, torch.from_numpy(scatter).to(device), boundaries, longest)
+
+
+def register_attention() -> None:
+    """Makes `attn_implementation=NAME` known to transformers in this process.
+
+    No mask function goes with it: transformers then builds no mask and looks for no packed sequences of its own.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(NAME, packed_attention)
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    row_plan: RowPlan,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function: (1, h, N, d) each (keys and values may have fewer heads) to (1, N, h, d)."""
+    assert others.get("softcap") is None and others.get("s_aux") is None, "such a model takes the padded path"
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return attend_rows(q, k, v, row_plan, scaling, sliding_window)[None], None
+
+
+def attend_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: RowPlan, scale: float | None, window: int | None) -> torch.Tensor:
+    """Chooses the kernel for (N, h, d) tensors by their device and type. Returns (N, h, d)."""
+    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] == v.shape[-1]:
+        if importlib.util.find_spec("flash_attn") is not None:
+            return _flash_attention(q, k, v, plan, scale, window)
+        return _torch_varlen(q, k, v, plan, scale, window)
+    return _grouped(q, k, v, plan, scale, window)
+
+
+def _flash_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: RowPlan, scale: float | None, window: int | None
+) -> torch.Tensor:
+    from flash_attn import flash_attn_varlen_func
+
+    bounds = (plan.boundaries, plan.boundaries, plan.longest, plan.longest)
+    span = (window - 1, 0) if window else (-1, -1)
+    return flash_attn_varlen_func(q, k, v, *bounds, softmax_scale=scale, causal=True, window_size=span)
+
+
+def _torch_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: RowPlan, scale: float | None, window: int | None
+) -> torch.Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    bounds = (plan.boundaries, plan.boundaries, plan.longest, plan.longest)
+    span = (window - 1, 0) if window else (-1, 0)
+    gqa = q.shape[1] != k.shape[1]
+    out = varlen_attn(q.contiguous(), k.contiguous(), v.contiguous(), *bounds, scale=scale, window_size=span, enable_gqa=gqa)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def _grouped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: RowPlan, scale: float | None, window: int | None) -> torch.Tensor:
+    if plan.to_padded is not None:
+        q, k, v = (_Spread.apply(x, plan.to_padded, plan.to_packed) for x in (q, k, v))
+    blocks = [_attend_group(q, k, v, group, plan, scale, window) for group in plan.groups]
+    out = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+    return out if plan.to_packed is None else _Pick.apply(out, plan.to_packed)
+
+
+def _attend_group(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, plan: RowPlan, scale: float | None, window: int | None
+) -> torch.Tensor:
+    """One call for one block: (rows * width, h, d)."""
+
+    def block(x: torch.Tensor) -> torch.Tensor:  # (rows, h, width, d)
+        part = x.narrow(0, group.start, group.rows * group.width)
+        return part.view(group.rows, group.width, *x.shape[1:]).transpose(1, 2)
+
+    banded = window is not None and group.width > window
+    out = F.scaled_dot_product_attention(
+        block(q),
+        block(k),
+        block(v),
+        attn_mask=_band(plan, group.width, window, q.device) if banded and window is not None else None,
+        is_causal=not banded,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return out.transpose(1, 2).reshape(group.rows * group.width, q.shape[1], v.shape[2])
+
+
+def _band(plan: RowPlan, width: int, window: int, device: torch.device) -> torch.Tensor:
+    """(width, width), true where a token sees another: itself and the window - 1 before it."""
+    if (width, window) not in plan.bands:
+        causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
+        plan.bands[width, window] = causal.triu(1 - window)
+    return plan.bands[width, window]
+
+
+class _Spread(torch.autograd.Function):
+    """Packed to padded. Padding gets no gradient, so the way back is a gather too, not a slow scatter-add."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, to_padded: torch.Tensor, to_packed: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(to_packed)
+        return x.index_select(0, to_padded)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (to_packed,) = ctx.saved_tensors
+        return grads[0].index_select(0, to_packed), None, None
+
+
+class _Pick(torch.autograd.Function):
+    """Chooses distinct entries of the first dimension; those not chosen get a zero gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(chosen)
+        ctx.size = x.shape[0]
+        return x.index_select(0, chosen)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (chosen,) = ctx.saved_tensors
+        grad = grads[0]
+        return grad.new_zeros(ctx.size, *grad.shape[1:]).index_copy_(0, chosen, grad), None
+
+
+def pick(x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """`x[chosen]` for distinct indices (K,), with a backward pass that copies instead of adding."""
+    return _Pick.apply(x, chosen)

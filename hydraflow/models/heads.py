@@ -1,0 +1,123 @@
+"""What is trained: a Hugging Face backbone and a head that looks only at response tokens.
+
+In: a `PackedBatch`. Out: log-probabilities (and entropies) of its K asked tokens, or one value for each.
+The head runs here and not in the model's own forward, so that logits exist only for response tokens and only
+`chunk_tokens` of them at a time: the backward pass makes each chunk again.
+Left out on purpose: loading (`loading.py`), sharding (`engine/`), losses (`algorithms/`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hydraflow.models.attention import pick
+from hydraflow.models.packing import PackedBatch
+
+
+class PolicyModel(nn.Module):
+    """A causal language model that gives log-probabilities instead of logits."""
+
+    prefix = "lm."
+    """What parameter names have in front of their Hugging Face names."""
+
+    def __init__(self, lm: Any, *, chunk_tokens: int):
+        super().__init__()
+        self.lm = lm
+        self.chunk_tokens = chunk_tokens
+
+    @property
+    def hf(self) -> Any:
+        """The Hugging Face model whose layers are sharded."""
+        return self.lm
+
+    def forward(
+        self, batch: PackedBatch, temperature: float, entropy: bool, greedy_match: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(K,) log-probabilities of the asked tokens at `temperature` and, when wanted, (K,) of one thing more.
+
+        That is their entropies in nats, or with `greedy_match` 1 where the asked token is the most probable one.
+        At least float32 whatever the model computes in.
+        """
+        if temperature <= 0:
+            raise ValueError(f"temperature={temperature}: log-probabilities need a temperature above 0")
+        hidden = _asked_hidden_states(self.lm.base_model, batch)
+        if len(hidden) <= self.chunk_tokens:
+            return self._score(hidden, batch.targets, temperature, entropy, greedy_match)
+        pieces = [
+            checkpoint(self._score, h, t, temperature, entropy, greedy_match, use_reentrant=False)
+            for h, t in zip(hidden.split(self.chunk_tokens), batch.targets.split(self.chunk_tokens), strict=True)
+        ]
+        more = torch.cat([piece[1] for piece in pieces]) if entropy or greedy_match else None
+        return torch.cat([piece[0] for piece in pieces]), more
+
+    def _score(
+        self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, entropy: bool, greedy_match: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        logits = shape_logits(self.lm.get_output_embeddings()(hidden), self.lm.config)  # (K, V)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        if temperature != 1.0:
+            logits = logits / temperature
+        if greedy_match:
+            return -F.cross_entropy(logits, targets, reduction="none"), (logits.argmax(-1) == targets).to(logits.dtype)
+        if not entropy:
+            return -F.cross_entropy(logits, targets, reduction="none"), None
+        everything = logits.log_softmax(-1)
+        return -F.nll_loss(everything, targets, reduction="none"), -(everything.exp() * everything).sum(-1)
+
+
+class ValueModel(nn.Module):
+    """A backbone with one linear output: what the return will be, told from the token before each response token.
+
+    Parameter names are those of Hugging Face's token and sequence classification (`model.*`, `score.weight`).
+    """
+
+    prefix = ""
+
+    def __init__(self, backbone: Any, *, name: str = "model"):
+        super().__init__()
+        self.backbone_name = name
+        self.add_module(name, backbone)
+        config = backbone.config.get_text_config()
+        self.score = nn.Linear(config.hidden_size, 1, bias=False, dtype=backbone.dtype, device=backbone.device)
+
+    @property
+    def hf(self) -> Any:
+        """The Hugging Face model whose layers are sharded."""
+        return getattr(self, self.backbone_name)
+
+    def forward(
+        self, batch: PackedBatch, temperature: float = 1.0, entropy: bool = False, greedy_match: bool = False
+    ) -> tuple[torch.Tensor, None]:
+        """(K,) values of the asked tokens, at least float32. The other arguments mean nothing here."""
+        values = torch.mv(_asked_hidden_states(self.hf, batch), self.score.weight[0])
+        return values if values.dtype == torch.float64 else values.float(), None
+
+
+def shape_logits(logits: torch.Tensor, config: Any) -> torch.Tensor:
+    """What some architectures do after the output matrix: Granite divides, Cohere multiplies, Gemma soft-caps."""
+    config = config.get_text_config()
+    if (divisor := getattr(config, "logits_scaling", None)) is not None:
+        logits = logits / divisor
+    if (factor := getattr(config, "logit_scale", None)) is not None:
+        logits = logits * factor
+    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
+        logits = torch.tanh(logits / cap) * cap
+    return logits
+
+
+def _asked_hidden_states(backbone: Any, batch: PackedBatch) -> torch.Tensor:
+    """(K, hidden) last hidden states at the positions that predict the asked tokens."""
+    extra = {} if batch.plan is None else {"row_plan": batch.plan}
+    out = backbone(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        use_cache=False,
+        **extra,
+    )
+    hidden = out.last_hidden_state  # (1, N, hidden) or (B, T, hidden)
+    return pick(hidden.reshape(-1, hidden.shape[-1]), batch.predicts_at)

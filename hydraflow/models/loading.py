@@ -1,0 +1,218 @@
+"""Opens a Hugging Face directory: configuration, tokenizer, an empty model of its shape, and its weights.
+
+In: a `ModelConfig` and the key under which the user wrote it. Out: transformers objects, or a ConfigError in the user's words.
+Left out on purpose: sharding and broadcasting (`engine/fsdp/build.py`), saving (`engine/fsdp/export.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hydraflow.errors import ConfigError
+from hydraflow.models.attention import NAME, register_attention
+from hydraflow.models.config import ModelConfig
+from hydraflow.models.heads import PolicyModel, ValueModel
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+
+_log = logging.getLogger(__name__)
+_TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json", "tokenization_*.py")
+_PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def load_config(model: ModelConfig, *, field: str = "actor_rollout_ref.model") -> PreTrainedConfig:
+    """The model's configuration with the user's overrides, and without dropout.
+
+    Dropout is switched off because the same row must have the same log-probability in every pass.
+    Raises ConfigError for a path that holds no model and for an override that the model does not know.
+    """
+    from transformers import AutoConfig
+
+    path = _require_path(model, field)
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError.one(f"{field}.path", path, f"cannot be read as a model: {_first_line(error)}", _hint(error, field)) from error
+    unknown = [name for name in model.override_config if not hasattr(config, name)]
+    if unknown:
+        rule = f"config.json of {path} knows no {', '.join(unknown)}"
+        raise ConfigError.one(f"{field}.override_config", dict(model.override_config), rule, "remove it")
+    for name, value in model.override_config.items():
+        setattr(config, name, value)
+    text = config.get_text_config()
+    for name, value in text.to_dict().items():
+        if (name.endswith("dropout") or name.endswith("pdrop")) and isinstance(value, float):
+            setattr(text, name, 0.0)
+    return config
+
+
+def load_tokenizer(model: ModelConfig, *, field: str = "actor_rollout_ref.model", chat: bool = True) -> PreTrainedTokenizerBase:
+    """The tokenizer; `chat` demands a chat template. Raises ConfigError when either is missing."""
+    from transformers import AutoTokenizer
+
+    key = "tokenizer_path" if model.tokenizer_path else "path"
+    path = model.tokenizer_path or _require_path(model, field)
+    remedy = f"{field}.tokenizer_path=<directory with the tokenizer>"
+    if Path(path).is_dir() and not any(True for pattern in _TOKENIZER_FILES for _ in Path(path).glob(pattern)):
+        # transformers would make an empty tokenizer of the model's kind and say nothing
+        raise ConfigError.one(f"{field}.{key}", path, "holds no tokenizer: there is no tokenizer.json in it", remedy)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        rule = f"holds no tokenizer that can be read: {_first_line(error)}"
+        raise ConfigError.one(f"{field}.{key}", path, rule, remedy) from error
+    if model.custom_chat_template is not None:
+        tokenizer.chat_template = model.custom_chat_template
+    if chat and not tokenizer.chat_template:
+        rule = "its tokenizer has no chat template, and prompts are lists of messages"
+        raise ConfigError.one(f"{field}.{key}", path, rule, f"{field}.custom_chat_template=<Jinja template>, or an instruct model")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_generation_config(model: ModelConfig) -> GenerationConfig | None:
+    """The directory's generation settings, where end tokens are named; None when it has none of its own."""
+    from transformers import GenerationConfig
+
+    assert model.path is not None
+    try:
+        return GenerationConfig.from_pretrained(model.path)
+    except OSError:
+        return None
+
+
+def packable(config: PreTrainedConfig, model_class: Any) -> bool:
+    """Whether rows of this model may be packed: it uses transformers' attention interface, and nothing mixes tokens but plain attention."""
+    text = config.get_text_config()
+    plain = set(getattr(text, "layer_types", None) or ()) <= _PACKABLE_LAYERS
+    capped = getattr(text, "attn_logit_softcapping", None) is not None
+    sinks = text.model_type == "gpt_oss"
+    return bool(model_class._supports_attention_backend) and plain and not capped and not sinks
+
+
+def causal_class(config: PreTrainedConfig, model: ModelConfig) -> Any:
+    """The class that transformers would build, found without building it. Raises ConfigError when it is no causal LM."""
+    from transformers import AutoModelForCausalLM
+
+    auto_map = getattr(config, "auto_map", None) or {}
+    if "AutoModelForCausalLM" in auto_map and model.trust_remote_code:
+        from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+        return get_class_from_dynamic_module(auto_map["AutoModelForCausalLM"], str(model.path))
+    known = AutoModelForCausalLM._model_mapping
+    if type(config) not in known:
+        raise ConfigError.one("model.path", model.path, f"a {config.model_type} model is not a causal language model")
+    found = known[type(config)]
+    return found[0] if isinstance(found, tuple) else found
+
+
+def choose_attention(config: PreTrainedConfig, model: ModelConfig, model_class: Any) -> tuple[str, bool]:
+    """Name of the attention implementation and whether rows are padded."""
+    if model.use_remove_padding and packable(config, model_class):
+        register_attention()
+        return NAME, False
+    if model.use_remove_padding:
+        _log.info("%s cannot be packed: rows are padded, as with use_remove_padding=False", config.model_type)
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    eager = capped or not model_class._supports_sdpa  # SDPA would drop the cap without a word
+    return "eager" if eager else "sdpa", True
+
+
+def empty_model(
+    config: PreTrainedConfig, model: ModelConfig, *, head: str, dtype: torch.dtype, attention: str, chunk_tokens: int
+) -> PolicyModel | ValueModel:
+    """The model's shape on the meta device: no memory, no values. `head` is policy or value."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention, trust_remote_code=model.trust_remote_code)
+        lm.config.dtype = dtype
+        if head == "policy":
+            return PolicyModel(lm, chunk_tokens=chunk_tokens)
+        assert head == "value", head
+        return ValueModel(lm.base_model, name=lm.base_model_prefix)
+
+
+def read_weights(
+    config: PreTrainedConfig,
+    model: ModelConfig,
+    *,
+    head: str,
+    dtype: torch.dtype,
+    field: str = "actor_rollout_ref.model",
+    tables: bool = False,
+) -> dict[str, torch.Tensor]:
+    """Parameters and buffers (rotary tables too) by Hugging Face name, on the CPU in `dtype`.
+
+    A value head that the directory lacks starts at zero. Raises ConfigError when other weights are missing.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as hf_logging
+
+    path = _require_path(model, field)
+    level = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_error()
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, output_loading_info=True, trust_remote_code=model.trust_remote_code
+        )
+    except OSError as error:
+        raise ConfigError.one(f"{field}.path", path, f"its weights cannot be read: {_first_line(error)}") from error
+    finally:
+        hf_logging.set_verbosity(level)
+    lm, report = loaded
+    missing = sorted(name for name in report["missing_keys"] if head == "policy" or name.startswith(lm.base_model_prefix + "."))
+    if missing:
+        rule = f"{len(missing)} weights are not in its files, the first {missing[0]}"
+        raise ConfigError.one(f"{field}.path", path, rule)
+    named = {**dict(lm.named_parameters(remove_duplicate=False)), **dict(lm.named_buffers())}
+    weights = {name: tensor.detach() for name, tensor in named.items()}
+    if head == "value":
+        score = stored_tensor(Path(path), "score.weight")
+        hidden = config.get_text_config().hidden_size
+        weights["score.weight"] = torch.zeros(1, hidden, dtype=dtype) if score is None else score.to(dtype)
+    return weights
+
+
+def stored_tensor(directory: Path, name: str) -> torch.Tensor | None:
+    """One tensor of a directory's safetensors files; None when there is none of that name."""
+    from safetensors import safe_open
+
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        shard = json.loads(index.read_text())["weight_map"].get(name)
+        files = [directory / shard] if shard else []
+    else:
+        files = [file for file in [directory / "model.safetensors"] if file.is_file()]
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            if name in set(opened.keys()):
+                return opened.get_tensor(name)
+    return None
+
+
+def _require_path(model: ModelConfig, field: str) -> str:
+    if not model.path:
+        raise ConfigError.one(f"{field}.path", None, "no model is named", f"{field}.path=<Hugging Face directory or hub name>")
+    directory = Path(model.path)
+    if directory.is_dir() and not (directory / "config.json").is_file():
+        rule = "this directory has no config.json, so it is no Hugging Face model"
+        raise ConfigError.one(f"{field}.path", model.path, rule, f"{field}.path=<directory with config.json>")
+    if not directory.exists() and (directory.is_absolute() or model.path.startswith(".")):
+        raise ConfigError.one(f"{field}.path", model.path, "there is no such directory", f"{field}.path=<Hugging Face directory>")
+    return model.path
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _hint(error: BaseException, field: str) -> str:
+    return f"{field}.trust_remote_code=true, if you trust it" if "trust_remote_code" in str(error) else ""

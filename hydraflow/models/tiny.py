@@ -1,0 +1,77 @@
+"""Makes a small Qwen3-style model and a character tokenizer on the spot, for machines without a hub and for tests.
+
+In: a few sizes and a seed. Out: a Hugging Face directory that any Hugging Face program loads.
+Left out on purpose: training it; `recipes/` does that with the supervised trainer.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, Qwen3Config
+
+PAD, END = "<|pad|>", "<|end|>"
+CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}"
+"""A user's text as it stands, an assistant's text followed by the end token: no token is spent on roles."""
+
+
+def make_tokenizer(alphabet: str = "0123456789+-*= ") -> PreTrainedTokenizerFast:
+    """A tokenizer with one token per character of `alphabet`, an end token and a chat template."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: i for i, token in enumerate([PAD, END, *dict.fromkeys(alphabet)])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END)
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def make_config(tokenizer: PreTrainedTokenizerFast, *, hidden: int, layers: int, heads: int, kv_heads: int) -> Qwen3Config:
+    """A Qwen3 configuration of that size with tied embeddings."""
+    from transformers import Qwen3Config
+
+    return Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=hidden // heads,
+        intermediate_size=3 * hidden,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+
+
+def make_model(
+    directory: str | Path,
+    *,
+    hidden: int = 128,
+    layers: int = 3,
+    heads: int = 4,
+    kv_heads: int = 2,
+    seed: int = 0,
+    alphabet: str = "0123456789+-*= ",
+) -> Path:
+    """Writes model, tokenizer and generation settings to `directory` and returns it; weights are random, by `seed`."""
+    import torch
+    from transformers import Qwen3ForCausalLM
+
+    tokenizer = make_tokenizer(alphabet)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(make_config(tokenizer, hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads))
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return Path(directory)

@@ -1,0 +1,1 @@
+"""What travels between the controller and the workers: batches, their columns, their bytes."""

@@ -1,0 +1,326 @@
+"""RemoteBatch: what the controller holds instead of tensors. References to columns, and which of their rows are meant.
+
+In: references to shards of columns, which stay where they were made, and small objects per row. Out: new RemoteBatches after
+selecting, reordering, repeating, splitting and joining rows, none of which reads a tensor; in the worker, a `DataProto`.
+`dispatch` implements `ColumnRef` with references into Ray's object store; `LocalColumn` carries its data itself.
+
+A row index is shared by the columns that it holds for, as one array object: its arithmetic is then done once per operation,
+and it is pickled once. Every method keeps this sharing.
+Left out on purpose: anything that computes on tensors, and fetching, which the caller of `materialise` hands in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from tensordict import TensorDict
+from torch import Tensor
+
+from hydraflow.protocol import ragged, wire
+from hydraflow.protocol.batch import DataProto, check_rows, concat_facts, merge_facts
+from hydraflow.protocol.columns import concat as join_rows
+from hydraflow.protocol.columns import first_difference, object_column
+from hydraflow.protocol.columns import take as take_rows
+from hydraflow.protocol.pieces import (
+    Column,
+    ColumnRef,
+    LocalColumn,
+    PiecePlan,
+    PlanMemo,
+    Shrunk,
+    compose,
+    concat_columns,
+    is_range,
+    localise,
+    piece_plan,
+)
+from hydraflow.protocol.ragged import RowIndex
+from hydraflow.protocol.wire import ColumnData
+
+
+@dataclass(eq=False)
+class RemoteBatch:
+    """Columns by reference, objects by value, facts about the batch. Row operations only compute on row numbers.
+
+    >>> import torch
+    >>> batch = RemoteBatch.from_local(DataProto.from_dict({"x": torch.arange(4)}))
+    >>> part = batch.select_idxs([3, 0]).repeat(2).chunk(2)[0]
+    >>> materialise(part, fetch=lambda refs: []).get("x").tolist()
+    [3, 3]
+    """
+
+    columns: dict[str, Column] = field(default_factory=dict)
+    objects: dict[str, np.ndarray] = field(default_factory=dict)
+    """Object arrays (B, ...) that the controller itself holds."""
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.objects = {key: object_column(value, key) for key, value in self.objects.items()}
+        check_rows({**self.columns, **self.objects})
+        twice = self.columns.keys() & self.objects.keys()
+        if twice:
+            raise ValueError(f"columns {sorted(twice)} are both references and objects")
+
+    @classmethod
+    def from_local(cls, data: DataProto) -> RemoteBatch:
+        """A batch whose tensors are `LocalColumn`s, sharing memory with `data`."""
+        local = {key: Column((LocalColumn(value),)) for key, value in data.items() if isinstance(value, Tensor)}
+        return cls(local, dict(data.non_tensor_batch), dict(data.meta_info))
+
+    # Looking
+
+    def __len__(self) -> int:
+        for column in self.columns.values():
+            return len(column)
+        return next((len(value) for value in self.objects.values()), 0)
+
+    def keys(self) -> list[str]:
+        """Names of all columns, references first."""
+        return [*self.columns, *self.objects]
+
+    def __repr__(self) -> str:
+        kinds = [f"{key}: {len(column.refs)} pieces" for key, column in self.columns.items()]
+        kinds += [f"{key}: objects" for key in self.objects]
+        return f"RemoteBatch({len(self)} rows; {', '.join(kinds)}; meta_info: {sorted(self.meta_info)})"
+
+    # Rows
+
+    def __getitem__(self, index: RowIndex) -> RemoteBatch:
+        """The named rows: slice, row numbers, or one bool per row."""
+        return self.select_idxs(index)
+
+    def select_idxs(self, index: RowIndex) -> RemoteBatch:
+        """The named rows, in the named order."""
+        chosen = ragged.as_index(index, len(self))
+        moved = {id(column.index): compose(column.index, chosen) for column in self.columns.values()}
+        picked = {key: Column(column.refs, moved[id(column.index)]) for key, column in self.columns.items()}
+        return RemoteBatch(picked, {key: value[chosen] for key, value in self.objects.items()}, dict(self.meta_info))
+
+    def reorder(self, indices: RowIndex) -> None:
+        """Puts row `indices[i]` at place i, in the batch itself."""
+        ordered = self.select_idxs(indices)
+        self.columns, self.objects = ordered.columns, ordered.objects
+
+    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> RemoteBatch:
+        """Each row `repeat_times` times: aabb when interleaved, abab otherwise."""
+        rows = np.arange(len(self))
+        return self.select_idxs(np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times))
+
+    def chunk(self, chunks: int) -> list[RemoteBatch]:
+        """`chunks` equal parts. ValueError when the rows do not divide."""
+        if chunks < 1 or len(self) % chunks:
+            raise ValueError(f"{len(self)} rows do not divide into {chunks} equal chunks")
+        return [self.select_idxs(rows) for rows in np.arange(len(self)).reshape(chunks, -1)]
+
+    def split(self, split_size: int) -> list[RemoteBatch]:
+        """Parts of `split_size` rows; the last may be shorter. An empty batch gives no part."""
+        if split_size < 1:
+            raise ValueError(f"split_size is {split_size}; it must be at least 1")
+        return [self.select_idxs(slice(start, start + split_size)) for start in range(0, len(self), split_size)]
+
+    def pad_to_divisor(self, divisor: int) -> tuple[RemoteBatch, int]:
+        """Rows repeated from the start until `divisor` divides their number, and how many were added."""
+        pad = -len(self) % divisor
+        return (self.select_idxs(np.arange(len(self) + pad) % len(self)), pad) if pad else (self, 0)
+
+    @staticmethod
+    def concat(data: Sequence[RemoteBatch]) -> RemoteBatch:
+        """Rows of all batches, one batch after the other; facts as in `DataProto.concat`. ValueError when columns or facts differ."""
+        if len(data) == 0:
+            raise ValueError("concat needs at least one batch")
+        keys = set(data[0].keys())
+        for part in data:
+            if set(part.keys()) != keys or part.columns.keys() != data[0].columns.keys():
+                raise ValueError(f"batches to concatenate differ in their columns: {sorted(keys)} and {sorted(part.keys())}")
+        memo: dict[object, np.ndarray | None] = {}
+        joined = {key: concat_columns([part.columns[key] for part in data], memo) for key in data[0].columns}
+        objects = {key: np.concatenate([part.objects[key] for part in data]) for key in data[0].objects}
+        return RemoteBatch(joined, objects, concat_facts([part.meta_info for part in data]))
+
+    # Columns
+
+    def select(
+        self,
+        batch_keys: Iterable[str] | None = None,
+        non_tensor_batch_keys: Iterable[str] | None = None,
+        meta_info_keys: Iterable[str] | None = None,
+    ) -> RemoteBatch:
+        """A batch of the named references, objects and facts; None keeps all of a kind. KeyError for a name that is not there."""
+        picked = _pick(self.columns, batch_keys, "column")
+        objects = _pick(self.objects, non_tensor_batch_keys, "object column")
+        return RemoteBatch(picked, objects, _pick(self.meta_info, meta_info_keys, "meta_info"))
+
+    def pop(
+        self,
+        batch_keys: Iterable[str] | None = None,
+        non_tensor_batch_keys: Iterable[str] | None = None,
+        meta_info_keys: Iterable[str] | None = None,
+    ) -> RemoteBatch:
+        """Takes the named references, objects and facts out of this batch and returns them; None takes none of a kind."""
+        popped = self.select(list(batch_keys or ()), list(non_tensor_batch_keys or ()), list(meta_info_keys or ()))
+        for key in popped.columns:
+            del self.columns[key]
+        for key in popped.objects:
+            del self.objects[key]
+        for key in popped.meta_info:
+            del self.meta_info[key]
+        return popped
+
+    def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> RemoteBatch:
+        """Renames columns in this batch and returns it. ValueError unless every old name has one new name of its own."""
+        old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
+        new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
+        missing = [key for key in old if key not in self.keys()]
+        if missing:
+            raise KeyError(f"the batch has no columns {missing}; it has {self.keys()}")
+        if len(old) != len(new):
+            raise ValueError(f"{len(old)} columns cannot get {len(new)} names: {old} -> {new}")
+        change = dict(zip(old, new, strict=True))
+        if len({change.get(key, key) for key in self.keys()}) != len(self.keys()):
+            raise ValueError(f"renaming {old} to {new} would give two columns one name")
+        self.columns = {change.get(key, key): column for key, column in self.columns.items()}
+        self.objects = {change.get(key, key): value for key, value in self.objects.items()}
+        return self
+
+    def union(self, other: RemoteBatch | DataProto) -> RemoteBatch:
+        """Adds the columns and facts of `other` to this batch and returns it.
+
+        ValueError, and no change, when row counts differ, when shared objects or facts are not equal, or when a shared column is
+        not by reference the same: the controller does not read tensors to compare them.
+        """
+        other = RemoteBatch.from_local(other) if isinstance(other, DataProto) else other
+        if len(self) != len(other) and self.keys() and other.keys():
+            raise ValueError(f"batches of {len(self)} and {len(other)} rows cannot be united")
+        mine = self.columns | self.objects
+        for key, theirs in (other.columns | other.objects).items():
+            difference = _difference(mine[key], theirs) if key in mine else None
+            if difference:
+                raise ValueError(f"union: column {key!r} {difference}")
+        self.meta_info = merge_facts([self.meta_info, other.meta_info], "union")
+        self.columns = {**other.columns, **self.columns}
+        self.objects = {**other.objects, **self.objects}
+        return self
+
+    # Reading
+
+    def pieces(self, name: str) -> tuple[list[tuple[ColumnRef, np.ndarray | None]], np.ndarray | None]:
+        """The references that column `name` needs, each with the rows wanted of it (None: all in order), and the order.
+
+        Row i of the batch is row `order[i]` of those rows joined; order None: they are in order already.
+        """
+        column = self.columns[name]
+        plan = piece_plan(column)
+        return [(column.refs[number], local) for number, local in plan.picks], plan.order
+
+    def localised(self) -> RemoteBatch:
+        """The same rows with only what is needed to read them: unused pieces dropped, local columns cut to their rows, indices small.
+
+        What is sent to a worker is this.
+        """
+        plans = PlanMemo()
+        memo: dict[object, Shrunk] = {}
+        smaller = {key: localise(column, plans, memo) for key, column in self.columns.items()}
+        return RemoteBatch(smaller, self.objects, self.meta_info)
+
+    def __reduce__(self) -> tuple[Callable[..., RemoteBatch], tuple[Any, ...]]:
+        objects = {key: wire.encode(value, key) for key, value in self.objects.items()}
+        return _unpickle_batch, (self.columns, objects, self.meta_info)
+
+
+def materialise(
+    batch: RemoteBatch,
+    fetch: Callable[[list[ColumnRef]], Sequence[ColumnData]],
+    keys: Iterable[str] | None = None,
+    *,
+    copy: bool = True,
+) -> DataProto:
+    """The batch as data. `fetch` is called at most once, with every reference that is needed, and returns their data in that order.
+
+    keys: columns and objects to read; None: all. KeyError for a name that is not there.
+    With `copy=False` tensors may be views of what `fetch` returned, which may be shared memory: only read them.
+    """
+    wanted = batch if keys is None else _subset(batch, keys)
+    plans = PlanMemo()
+    needed = {column.refs[number]: None for column in wanted.columns.values() for number, _ in plans(column).picks}
+    data: dict[ColumnRef, ColumnData] = {ref: ref.data for ref in needed if isinstance(ref, LocalColumn)}
+    far = [ref for ref in needed if ref not in data]
+    if far:
+        data.update(zip(far, fetch(far), strict=True))
+    read = {key: _read(column, plans(column), data, key, copy) for key, column in wanted.columns.items()}
+    tensors = {key: value for key, value in read.items() if isinstance(value, Tensor)}
+    objects = {key: value for key, value in read.items() if isinstance(value, np.ndarray)}
+    proto = TensorDict(tensors, batch_size=[len(wanted)]) if tensors else None
+    return DataProto(proto, {**objects, **wanted.objects}, dict(wanted.meta_info))
+
+
+def _read(column: Column, plan: PiecePlan, data: Mapping[ColumnRef, ColumnData], name: str, copy: bool) -> ColumnData:
+    taken = [_wanted(column.refs[number], local, data, name) for number, local in plan.picks]
+    joined = taken[0][0] if len(taken) == 1 else join_rows([rows for rows, _ in taken], name)
+    if plan.order is not None:
+        return take_rows(joined, plan.order)
+    is_view = len(taken) == 1 and taken[0][1]
+    return _copied(joined) if copy and is_view else joined
+
+
+def _wanted(ref: ColumnRef, local: np.ndarray | None, data: Mapping[ColumnRef, ColumnData], name: str) -> tuple[ColumnData, bool]:
+    """The wanted rows of one piece, and whether they share memory with it."""
+    piece = data[ref]
+    if len(piece) != ref.rows:
+        raise ValueError(f"column {name!r}: a piece said to hold {ref.rows} rows holds {len(piece)}")
+    if local is None:
+        return piece, True
+    index = _as_slice(local)
+    return take_rows(piece, index), isinstance(index, slice)
+
+
+def _as_slice(rows: np.ndarray) -> np.ndarray | slice:
+    first = int(rows[0]) if len(rows) else 0
+    return slice(first, first + len(rows)) if is_range(rows - first) else rows
+
+
+def _copied(column: ColumnData) -> ColumnData:
+    if isinstance(column, np.ndarray):
+        return column.copy()
+    if not ragged.is_ragged(column):
+        return column.clone()
+    values, lengths = ragged.parts(column)
+    return ragged.from_parts(values.clone(), lengths)
+
+
+def _difference(mine: Column | np.ndarray, theirs: Column | np.ndarray) -> str | None:
+    if isinstance(mine, np.ndarray) and isinstance(theirs, np.ndarray):
+        where = first_difference(mine, theirs)
+        return f"differs between the two batches, first at {where}" if where else None
+    if isinstance(mine, np.ndarray) or isinstance(theirs, np.ndarray):
+        return "is a reference in one batch and objects in the other"
+    if mine.refs == theirs.refs and _same_index(mine.index, theirs.index):
+        return None
+    return "is in both batches and not by reference the same; pop or rename one of the two first"
+
+
+def _same_index(a: np.ndarray | None, b: np.ndarray | None) -> bool:
+    return a is b or (a is not None and b is not None and np.array_equal(a, b))
+
+
+def _subset(batch: RemoteBatch, keys: Iterable[str]) -> RemoteBatch:
+    names = list(keys)
+    missing = [name for name in names if name not in batch.columns and name not in batch.objects]
+    if missing:
+        raise KeyError(f"the batch has no columns {missing}; it has {batch.keys()}")
+    return batch.select([name for name in names if name in batch.columns], [name for name in names if name in batch.objects])
+
+
+def _pick(given: Mapping[str, Any], keys: Iterable[str] | None, what: str) -> dict[str, Any]:
+    wanted = list(given) if keys is None else list(keys)
+    missing = [key for key in wanted if key not in given]
+    if missing:
+        raise KeyError(f"the batch has no {what} {missing}; it has {sorted(given)}")
+    return {key: given[key] for key in wanted}
+
+
+def _unpickle_batch(cols: dict[str, Column], objects: dict[str, wire.Encoded], meta_info: dict[str, Any]) -> RemoteBatch:
+    arrays = {key: wire.decode(value) for key, value in objects.items()}
+    return RemoteBatch(cols, arrays, meta_info)  # type: ignore[arg-type]

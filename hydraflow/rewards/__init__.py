@@ -1,0 +1,1 @@
+"""Scores of responses: built-in and custom functions, and the processes that run them."""

@@ -1,0 +1,122 @@
+"""The user's own reward function: found, imported and checked before anything starts.
+
+In: path and name of the function and its keyword arguments. Out: a callable, or a `ConfigError` that says what is wrong.
+Left out on purpose: asynchronous functions. Each reward process scores one row at a time, so there is nothing to await beside.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import math
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hydraflow.errors import ConfigError, Problem
+from hydraflow.rewards.config import RewardConfig
+from hydraflow.rewards.functions import find_scorer
+
+PATH_KEY = "reward.custom_reward_function.path"
+NAME_KEY = "reward.custom_reward_function.name"
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+RewardFunction = Callable[..., Any]
+
+
+def check_reward(config: RewardConfig, data_sources: Iterable[str] = ()) -> None:
+    """Raises `ConfigError` with everything that is wrong with `config`: its numbers, the custom function, and, without one,
+    each of `data_sources` that no built-in function is for. The user's file is imported for this.
+    """
+    problems = _check_numbers(config)
+    custom = config.custom_reward_function
+    try:
+        if custom.path is None:
+            problems += _unknown_sources(data_sources)
+        else:
+            load_function(custom.path, custom.name, custom.reward_kwargs)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+
+
+def load_function(path: str | Path, name: str, reward_kwargs: Mapping[str, Any]) -> RewardFunction:
+    """The function `name` in the Python file `path`.
+
+    It must accept data_source, solution_str, ground_truth and extra_info by name, and `reward_kwargs`. Raises `ConfigError`.
+    """
+    module = _import_file(Path(path).expanduser().absolute())
+    if not hasattr(module, name):
+        defined = [n for n, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
+        raise ConfigError.one(NAME_KEY, name, f"{path} defines no such function; it has {', '.join(defined) or 'none'}")
+    function = getattr(module, name)
+    if not callable(function):
+        raise ConfigError.one(NAME_KEY, name, f"is a {type(function).__name__} in {path}, not a function")
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError.one(NAME_KEY, name, "is an async function, which is not supported", "make it a plain function (def)")
+    _check_signature(function, path, name, reward_kwargs)
+    return function
+
+
+def _check_signature(function: RewardFunction, path: str | Path, name: str, reward_kwargs: Mapping[str, Any]) -> None:
+    doubled = [key for key in reward_kwargs if key in ARGUMENTS]
+    if doubled:
+        raise ConfigError.one("reward.custom_reward_function.reward_kwargs", doubled, "are given by the trainer and cannot be set")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a function written in C may have none
+        return
+    given = dict.fromkeys(ARGUMENTS) | dict(reward_kwargs)
+    try:
+        signature.bind(**given)
+    except TypeError as error:
+        rule = f"{name}{signature} in {path} is called with {', '.join(given)} by name: {error}"
+        raise ConfigError.one(NAME_KEY, name, rule, f"def {name}(data_source, solution_str, ground_truth, extra_info, **kwargs)") from error
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ConfigError.one(PATH_KEY, path, "no such file")
+    spec = importlib.util.spec_from_file_location("hydraflow_custom_reward", path)
+    if spec is None or spec.loader is None:
+        raise ConfigError.one(PATH_KEY, path, "is not a Python file", "its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look their module up
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # the user's file may raise anything; it becomes the user's message
+        raise ConfigError.one(PATH_KEY, path, f"cannot be imported: {type(error).__name__}: {error}{_line_of(error, path)}") from error
+    return module
+
+
+def _line_of(error: BaseException, path: Path) -> str:
+    """Where in the user's file it happened."""
+    if isinstance(error, SyntaxError):
+        return ""  # its message names file and line
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path]
+    return f" (line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
+
+
+def _check_numbers(config: RewardConfig) -> list[Problem]:
+    problems = []
+    if config.num_workers < 1:
+        problems.append(Problem("reward.num_workers", config.num_workers, "must be at least 1"))
+    if not (config.timeout > 0 and math.isfinite(config.timeout)):
+        problems.append(Problem("reward.timeout", config.timeout, "must be a number of seconds above 0"))
+    if not math.isfinite(config.failure_score):
+        problems.append(Problem("reward.failure_score", config.failure_score, "must be finite"))
+    return problems
+
+
+def _unknown_sources(data_sources: Iterable[str]) -> list[Problem]:
+    problems: list[Problem] = []
+    for source in sorted(set(data_sources)):
+        try:
+            find_scorer(source)
+        except ConfigError as error:
+            problems += error.problems
+    return problems

@@ -1,0 +1,88 @@
+"""The whole configuration as dataclasses: what every entry point may be told. Standard library only.
+
+In: nothing. Out: one class per entry point, whose leaves are the known keys. Each part stands next to its reader.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hydraflow.algorithms.config import AlgorithmConfig
+from hydraflow.data.config import DataConfig, GenerateDataConfig, SFTDataConfig
+from hydraflow.dispatch.config import RayInitConfig
+from hydraflow.engine.config import FSDPConfig, OptimConfig
+from hydraflow.generation.config import SamplingConfig
+from hydraflow.models.config import ModelConfig
+from hydraflow.recipes.config import RecipeConfig
+from hydraflow.rewards.config import RewardConfig
+from hydraflow.trainer.config import RunConfig, SFTTrainerConfig, TrainerConfig
+from hydraflow.workers.config import ActorRolloutRefConfig, CriticConfig
+
+
+@dataclass
+class PPOConfig:
+    """python -m hydraflow.main_ppo"""
+
+    actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    ray_init: RayInitConfig = field(default_factory=RayInitConfig)
+    recipe: RecipeConfig = field(default_factory=RecipeConfig)
+
+
+@dataclass
+class SFTConfig:
+    """python -m hydraflow.main_sft"""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: SFTDataConfig = field(default_factory=SFTDataConfig)
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    trainer: SFTTrainerConfig = field(default_factory=SFTTrainerConfig)
+    ray_init: RayInitConfig = field(default_factory=RayInitConfig)
+
+
+@dataclass
+class OutputConfig:
+    """Where generations go."""
+
+    path: str | None = None
+    """Parquet file to write."""
+
+
+@dataclass
+class GenerateConfig:
+    """python -m hydraflow.main_generate"""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    rollout: SamplingConfig = field(default_factory=SamplingConfig)
+    data: GenerateDataConfig = field(default_factory=GenerateDataConfig)
+    output: OutputConfig = field(default_factory=OutputConfig)
+    trainer: RunConfig = field(default_factory=RunConfig)
+    ray_init: RayInitConfig = field(default_factory=RayInitConfig)
+
+
+@dataclass
+class EvalDataConfig:
+    """What main_eval scores."""
+
+    path: str | None = None
+    """Parquet file with responses."""
+    response_key: str = "responses"
+    """Column with the list of responses per prompt, or one response."""
+    data_source_key: str = "data_source"
+    """Column by which the reward function is chosen and the result is grouped."""
+    reward_model_key: str = "reward_model"
+    """Column with {style, ground_truth}."""
+
+
+@dataclass
+class EvalConfig:
+    """python -m hydraflow.main_eval"""
+
+    data: EvalDataConfig = field(default_factory=EvalDataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    output: OutputConfig = field(default_factory=OutputConfig)

@@ -1,0 +1,37 @@
+"""What a tracker is: something that takes numbers of a step, and is closed at the end.
+
+In: plain floats, already reduced over micro-batches and ranks. Out: a file, an event log, a line on a terminal.
+Left out on purpose: text, images and tables; nothing here produces them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+
+class Tracker(Protocol):
+    """Where metrics go."""
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """Takes the numbers of one training step. Steps never go down; one step may come in several calls."""
+
+    def close(self) -> None:
+        """Writes what is still held. Called once, also after a failure or Ctrl-C; nothing is logged afterwards."""
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a tracker may know about the run."""
+
+    folder: Path
+    """The run folder; it exists and can be written."""
+    title: str
+    """Project and experiment, for people."""
+    total_steps: int | None
+    """Training steps planned; None: not known."""
+
+
+TrackerFactory = Callable[[RunInfo], Tracker]

@@ -1,0 +1,130 @@
+"""The terminal: a display that stays in place, or plain lines where stdout is a file or a pipe.
+
+In: numbers of a step. Out: step of how many, reward, accuracy of the last validation, speed, time left.
+Left out on purpose: every other number; metrics.jsonl has them all.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from hydraflow.tracking.base import RunInfo, Tracker
+from hydraflow.tracking.history import validation_accuracy
+from hydraflow.tracking.summary import duration
+
+SHOWN = (
+    ("reward", "critic/score/mean", "{:.3f}"),
+    ("loss", "train/loss", "{:.4f}"),
+    ("val loss", "val/loss", "{:.4f}"),
+    ("length", "response_length/mean", "{:.1f}"),
+    ("tokens/s per device", "perf/throughput", "{:.0f}"),
+    ("s/step", "timing_s/step", "{:.2f}"),
+)
+"""Label, metric, format. A number that the run does not have is not shown."""
+
+ORDER = ("accuracy", *(label for label, _, _ in SHOWN))
+RECENT_STEPS = 6
+PACE_STEPS = 20
+
+
+@dataclass
+class Progress:
+    """How far the run is, kept up from what is logged."""
+
+    total_steps: int | None
+    step: int = 0
+    shown: dict[str, str] = field(default_factory=dict)
+    """Label -> the newest value, as text, the accuracy being that of the last validation."""
+    recent: deque[tuple[int, dict[str, str]]] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    """The last steps' values."""
+    times: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=PACE_STEPS))
+    """(step, seconds) of the last steps, from which the pace is taken."""
+
+    def note(self, metrics: dict[str, float], step: int, now: float) -> None:
+        """Takes the numbers of one call; `now` in seconds of any clock."""
+        new = {label: text.format(metrics[name]) for label, name, text in SHOWN if name in metrics}
+        if (accuracy := validation_accuracy(metrics)) is not None:
+            new["accuracy"] = f"{accuracy:.3f}"
+        merged = self.shown | new
+        self.shown = {label: merged[label] for label in ORDER if label in merged}
+        if self.recent and self.recent[-1][0] == step:
+            self.recent[-1][1].update(new)
+        else:
+            self.recent.append((step, new))
+            self.times.append((step, now))
+        self.step = step
+
+    def seconds_left(self) -> float | None:
+        """At the pace of the last steps; None before there is a pace, or without a planned end."""
+        if self.total_steps is None or len(self.times) < 2:
+            return None
+        (first, start), (last, end) = self.times[0], self.times[-1]
+        return (end - start) / (last - first) * max(0, self.total_steps - last)
+
+    def position(self) -> str:
+        """Step of how many, and the time left."""
+        text = f"step {self.step}" if self.total_steps is None else f"step {self.step}/{self.total_steps}"
+        left = self.seconds_left()
+        return text if left is None else f"{text}, {duration(left)} left"
+
+
+class PlainConsole:
+    """One line a call, for files, pipes and batch systems."""
+
+    def __init__(self, run: RunInfo):
+        self._progress = Progress(run.total_steps)
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """Prints the line."""
+        self._progress.note(metrics, step, time.monotonic())
+        values = "  ".join(f"{label} {value}" for label, value in self._progress.shown.items())
+        print(f"{self._progress.position()}  {values}".rstrip(), flush=True)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class LiveConsole:
+    """A display redrawn in place. What others print meanwhile appears above it; the last state stays on the terminal."""
+
+    def __init__(self, run: RunInfo):
+        self._title = run.title
+        self._progress = Progress(run.total_steps)
+        # No refresh thread: only log() draws, so an interrupt never finds a half-drawn display.
+        self._live = Live(self._render(), console=Console(), auto_refresh=False)
+        self._live.start()
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """Redraws with the new numbers."""
+        self._progress.note(metrics, step, time.monotonic())
+        self._live.update(self._render(), refresh=True)
+
+    def close(self) -> None:
+        """Gives the terminal back: cursor visible, on a line of its own."""
+        self._live.stop()
+
+    def _render(self) -> Group:
+        progress = self._progress
+        head = Table.grid(padding=(0, 1))
+        head.add_row(self._title, ProgressBar(total=progress.total_steps or 1, completed=progress.step, width=30), progress.position())
+        labels = list(progress.shown)
+        table = Table("step", *labels, box=None, padding=(0, 2, 0, 0))
+        for step, values in progress.recent:
+            table.add_row(str(step), *(values.get(label, "") for label in labels))
+        newest = Table.grid(padding=(0, 2, 0, 0))
+        newest.add_row(*(f"{label} [bold]{value}[/bold]" for label, value in progress.shown.items()))
+        return Group(head, newest, table) if labels else Group(head)
+
+
+def open_console(run: RunInfo) -> Tracker:
+    """The display where stdout is a terminal that can redraw, plain lines elsewhere."""
+    redraws = sys.stdout.isatty() and not Console().is_dumb_terminal
+    return LiveConsole(run) if redraws else PlainConsole(run)

@@ -1,0 +1,54 @@
+"""curve.png: what was learned, against training steps and against wall time.
+
+In: metrics.jsonl of the run folder. Out: a PNG with one row per kind of number that the run has: validation accuracy and training
+reward, or the losses of supervised training. Left out on purpose: every other metric; TensorBoard shows those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hydraflow.tracking.history import curve, read_metrics, training_loss, training_reward, validation_accuracy, validation_loss
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+CURVES = {
+    "validation accuracy": validation_accuracy,
+    "training reward": training_reward,
+    "validation loss": validation_loss,
+    "training loss": training_loss,
+}
+
+
+def draw_curve(folder: Path, target: Path, *, title: str = "") -> bool:
+    """Draws `target` from the folder's metrics; False, and no file, when there is nothing to draw."""
+    records = read_metrics(folder)
+    curves = {name: points for name, value_of in CURVES.items() if (points := curve(records, value_of))}
+    if not curves:
+        return False
+    # The figure and its canvas directly, not pyplot: no global state, and no display is looked for.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 0.6 + 2.7 * len(curves)), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(len(curves), 2, sharex="col", sharey="row", squeeze=False)
+    for (by_step, by_time), (name, points) in zip(grid, curves.items()):
+        values = [point.value for point in points]
+        _draw(by_step, [point.step for point in points], values)
+        _draw(by_time, [point.seconds / 60 for point in points], values)
+        by_step.set_ylabel(name)
+    grid[-1][0].set_xlabel("training step")
+    grid[-1][1].set_xlabel("minutes")
+    figure.suptitle(title)
+    figure.savefig(target, dpi=120)
+    return True
+
+
+def _draw(axes: Axes, x: Sequence[float], y: Sequence[float]) -> None:
+    """A line, with marks where the points are few enough to be told apart."""
+    axes.plot(x, y, color="tab:blue", linewidth=1.4, marker="o" if len(x) <= 40 else None, markersize=3.5)
+    axes.grid(alpha=0.3)

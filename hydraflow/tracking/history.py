@@ -1,0 +1,78 @@
+"""Reads metrics.jsonl back, and says which numbers of it are the run's accuracy and reward.
+
+In: the run folder. Out: one record per step and curves of (step, seconds, value).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydraflow.tracking.file import METRICS_FILE
+
+Record = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One value of a curve."""
+
+    step: int
+    seconds: float
+    """Since the trackers were opened."""
+    value: float
+
+
+def read_metrics(folder: Path) -> list[dict[str, float]]:
+    """The records of metrics.jsonl by rising step, several lines of one step merged; [] without the file.
+
+    A last line without its end (the process was killed while it wrote) is left out.
+    """
+    path = folder / METRICS_FILE
+    if not path.exists():
+        return []
+    steps: dict[int, dict[str, float]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if not line.endswith("\n"):
+            break
+        record = {name: float(value) for name, value in json.loads(line).items()}
+        steps.setdefault(int(record["step"]), {}).update(record)
+    return [steps[step] for step in sorted(steps)]
+
+
+def curve(records: Iterable[Record], value_of: Callable[[Record], float | None]) -> list[Point]:
+    """The points of the records that have the value."""
+    pairs = ((record, value_of(record)) for record in records)
+    return [Point(int(record["step"]), record["seconds"], value) for record, value in pairs if value is not None]
+
+
+def validation_accuracy(metrics: Record) -> float | None:
+    """Held-out accuracy, averaged over data sources; None where there was no validation.
+
+    A reward function that reports no `acc` is represented by its reward; supervised training has one `val/accuracy`.
+
+    >>> validation_accuracy({"val-core/sums/acc/mean@1": 0.5, "val-core/products/acc/mean@1": 0.25})
+    0.375
+    """
+    for variable in ("acc", "reward"):
+        found = [value for name, value in metrics.items() if name.startswith("val-core/") and f"/{variable}/mean@" in name]
+        if found:
+            return sum(found) / len(found)
+    return metrics.get("val/accuracy")
+
+
+def training_reward(metrics: Record) -> float | None:
+    """Mean score of the step's trajectories; None in a record without a training step."""
+    return metrics.get("critic/score/mean")
+
+
+def training_loss(metrics: Record) -> float | None:
+    """Loss of supervised training; None elsewhere."""
+    return metrics.get("train/loss")
+
+
+def validation_loss(metrics: Record) -> float | None:
+    """Held-out loss of supervised training; None elsewhere."""
+    return metrics.get("val/loss")

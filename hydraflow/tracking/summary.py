@@ -1,0 +1,78 @@
+"""How the run went, in six numbers: summary.json for programs, a table for people.
+
+In: metrics.jsonl of the run folder and why the run ended. Out: a Summary, and text on the terminal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from hydraflow.tracking.history import curve, read_metrics, validation_accuracy
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The fields of summary.json."""
+
+    first_val_accuracy: float | None
+    """At the first validation, in [0, 1] where the reward function says `acc`; None: there was none."""
+    last_val_accuracy: float | None
+    """At the last validation."""
+    best_val_accuracy: float | None
+    """The highest of all."""
+    steps: int
+    """Training steps done."""
+    seconds: float
+    """Wall time of the whole run."""
+    why_it_ended: str
+    """For people: all steps done, the time limit, an interrupt, an error's first line."""
+
+
+def summarise(folder: Path, *, seconds: float, why_it_ended: str) -> Summary:
+    """The summary of what metrics.jsonl holds."""
+    records = read_metrics(folder)
+    accuracies = [point.value for point in curve(records, validation_accuracy)]
+    numbers = [value for value in accuracies if value == value]  # without NaN, of which max() would make nonsense
+    return Summary(
+        first_val_accuracy=accuracies[0] if accuracies else None,
+        last_val_accuracy=accuracies[-1] if accuracies else None,
+        best_val_accuracy=max(numbers) if numbers else None,
+        steps=int(records[-1]["step"]) if records else 0,
+        seconds=round(seconds, 1),
+        why_it_ended=why_it_ended,
+    )
+
+
+def print_summary(summary: Summary, folder: Path, console: Console | None = None) -> None:
+    """Prints the table and the line that says where the run folder is."""
+    console = console or Console()
+    if summary.first_val_accuracy is not None:
+        table = Table("validation accuracy", "first", "last", "best")
+        values = (summary.first_val_accuracy, summary.last_val_accuracy, summary.best_val_accuracy)
+        table.add_row("", *(_percent(value) for value in values))
+        console.print(table)
+    # soft_wrap: a path that is broken over two lines cannot be copied. markup: a path may hold [brackets].
+    line = f"{summary.steps} steps in {duration(summary.seconds)}; ended because: {summary.why_it_ended}\nrun folder: {folder}"
+    console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them.
+
+    >>> duration(42), duration(62), duration(3 * 3600 + 5 * 60 + 7)
+    ('42s', '1m02s', '3h05m')
+    """
+    whole = int(round(seconds))
+    minutes, rest = divmod(whole, 60)
+    if not minutes:
+        return f"{rest}s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s"
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f}%"

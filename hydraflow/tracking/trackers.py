@@ -1,0 +1,71 @@
+"""The trackers by name, and all of a run's trackers as one.
+
+In: `trainer.logger` and what the run is. Out: one Tracker that passes each call on to all of them.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from hydraflow.errors import ConfigError, Problem
+from hydraflow.tracking.base import RunInfo, Tracker, TrackerFactory
+from hydraflow.tracking.console import open_console
+from hydraflow.tracking.file import FileTracker
+from hydraflow.tracking.tensorboard import TensorboardTracker
+
+TRACKERS: dict[str, TrackerFactory] = {
+    "file": FileTracker,
+    "tensorboard": TensorboardTracker,
+    "console": open_console,
+}
+"""Name in trainer.logger -> what opens it. The order is that in which they are called: the file first, it must not miss a step."""
+
+
+class Trackers:
+    """Several trackers as one. A context manager: leaving it closes them all, also on an error or Ctrl-C."""
+
+    def __init__(self, trackers: Sequence[Tracker]):
+        self._trackers = list(trackers)
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """Passes the numbers of one step to every tracker."""
+        for tracker in self._trackers:
+            tracker.log(metrics, step)
+
+    def close(self) -> None:
+        """Closes every tracker, the last one first; a second call does nothing."""
+        while self._trackers:
+            self._trackers.pop().close()
+
+    def __enter__(self) -> Trackers:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raises ConfigError that lists every unknown name of `trainer.logger`, with the nearest known one."""
+    if problems := [_unknown(name) for name in names if name not in TRACKERS]:
+        raise ConfigError(problems)
+
+
+def open_trackers(names: Sequence[str], folder: Path, *, title: str = "", total_steps: int | None = None) -> Trackers:
+    """Opens the trackers of `trainer.logger`; the file is always among them. Makes `folder` where it is not there yet.
+
+    Raises ConfigError for an unknown name, before any is opened.
+    """
+    check_names(names)
+    folder.mkdir(parents=True, exist_ok=True)
+    run = RunInfo(folder, title, total_steps)
+    wanted = {"file", *names}
+    return Trackers([factory(run) for name, factory in TRACKERS.items() if name in wanted])
+
+
+def _unknown(name: str) -> Problem:
+    nearest = difflib.get_close_matches(str(name), TRACKERS, n=1, cutoff=0.4)
+    remedy = f"trainer.logger=[{nearest[0]}]" if nearest else "trainer.logger=[console,file,tensorboard]"
+    return Problem("trainer.logger", name, f"is no tracker; there are {', '.join(sorted(TRACKERS))}", remedy)

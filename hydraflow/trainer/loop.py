@@ -1,0 +1,72 @@
+"""What happens around the steps: validate, log, stop. The step itself is in `ppo.py`.
+
+In: a trainer, a stream of prompts, trackers. Out: why the training ended. The same loop serves PPO, GRPO, RLOO and REINFORCE++.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hydraflow.protocol.batch import DataProto
+from hydraflow.tracking.run_folder import RunFolder
+from hydraflow.tracking.trackers import Trackers
+from hydraflow.trainer.clock import Clock
+from hydraflow.trainer.config import TrainerConfig
+from hydraflow.trainer.ppo import PPOTrainer
+from hydraflow.trainer.validation import Validator
+
+DONE = "all steps done"
+OUT_OF_TIME = "trainer.max_wall_time reached"
+
+
+class Loop:
+    """Runs the steps and everything between them; `validator` is None where there are no held-out prompts."""
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        trainer: PPOTrainer,
+        validator: Validator | None,
+        trackers: Trackers,
+        folder: RunFolder,
+        clock: Clock,
+    ):
+        self.config, self.trainer, self.validator = config, trainer, validator
+        self.trackers, self.folder, self.clock = trackers, folder, clock
+
+    def fit(self, next_prompts: Callable[[], DataProto], total_steps: int) -> str:
+        """Trains until the steps or the time are used up; returns why it ended."""
+        self.trainer.sync_weights()
+        if self.config.val_before_train or self.config.val_only:
+            self.trackers.log(self._validate(0), step=0)
+        if self.config.val_only:
+            return "trainer.val_only"
+        for step in range(1, total_steps + 1):
+            metrics = self.trainer.step(next_prompts(), step)
+            why = self._why_to_stop(step, total_steps)
+            if why or self._validation_is_due(step):
+                metrics |= self._validate(step)
+            self.trackers.log(metrics | self._position(step), step=step)
+            if why:
+                return why
+        return DONE
+
+    def _position(self, step: int) -> dict[str, float]:
+        return {"training/global_step": step, "perf/seconds_since_launch": self.clock.seconds_since_launch()}
+
+    def _why_to_stop(self, step: int, total_steps: int) -> str:
+        if step == total_steps:
+            return DONE
+        return OUT_OF_TIME if self.clock.is_over() else ""
+
+    def _validation_is_due(self, step: int) -> bool:
+        return self.config.test_freq > 0 and step % self.config.test_freq == 0
+
+    def _validate(self, step: int) -> dict[str, float]:
+        if self.validator is None:
+            return {}
+        with self.trainer.timer.phase("testing"):
+            metrics, samples = self.validator.run()
+        if samples:
+            self.folder.write_samples(step, samples)
+        return metrics | self.trainer.timer.drain()

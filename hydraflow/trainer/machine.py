@@ -1,0 +1,70 @@
+"""What the run stands on: device, processes and threads, resolved once from the configuration and this machine.
+
+In: `trainer.*`. Out: `Machine`, or a ConfigError that says what the machine has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hydraflow.device import gpu_count, resolve_device, usable_cores
+from hydraflow.dispatch.config import RayInitConfig
+from hydraflow.dispatch.group import Limits
+from hydraflow.dispatch.placement import ResourcePool
+from hydraflow.dispatch.runtime import Runtime
+from hydraflow.errors import ConfigError
+from hydraflow.trainer.config import RunConfig
+
+TRAIN, SCORE = "train", "score"
+"""Names of the resource pools."""
+CPU_PROCESSES = 2
+"""Worker processes on a CPU when the user names no number."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Device and processes of the training roles."""
+
+    device_type: str
+    nodes: int
+    processes_per_node: int
+    threads: int
+    """Threads of each process."""
+
+    @property
+    def processes(self) -> int:
+        """Training processes of the run."""
+        return self.nodes * self.processes_per_node
+
+
+def resolve_machine(trainer: RunConfig) -> Machine:
+    """Raises ConfigError for a device that is not here and for more GPUs than one machine has."""
+    device = resolve_device(trainer.device)
+    gpus = gpu_count()
+    if device != "cpu" and not gpus:
+        raise ConfigError.one("trainer.device", trainer.device, "this machine has no such device", "trainer.device=cpu")
+    per_node = trainer.n_gpus_per_node or (CPU_PROCESSES if device == "cpu" else gpus)
+    if device != "cpu" and trainer.nnodes == 1 and per_node > gpus:
+        raise ConfigError.one("trainer.n_gpus_per_node", per_node, f"this machine has {gpus}", f"trainer.n_gpus_per_node={gpus}")
+    threads = trainer.threads_per_process or max(1, usable_cores() // per_node)
+    return Machine(device, trainer.nnodes, per_node, threads)
+
+
+def training_pool(machine: Machine) -> ResourcePool:
+    """One process per device."""
+    gpus = 0 if machine.device_type == "cpu" else 1
+    return ResourcePool(TRAIN, [machine.processes_per_node] * machine.nodes, gpus_per_process=gpus, threads=machine.threads)
+
+
+def scoring_pool() -> ResourcePool:
+    """One process beside the training processes, for rewards and advantages."""
+    return ResourcePool(SCORE, [1])
+
+
+def open_runtime(trainer: RunConfig, ray_init: RayInitConfig, machine: Machine, pools: Sequence[ResourcePool]) -> Runtime:
+    """Ray with those pools reserved. ConfigError when the cluster has no room for them."""
+    limits = Limits(start=trainer.start_timeout, call=trainer.rpc_timeout)
+    runtime = Runtime(ray_init, limits, device_type=machine.device_type)
+    runtime.start(pools)
+    return runtime

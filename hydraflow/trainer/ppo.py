@@ -1,0 +1,211 @@
+"""One training step, phase by phase. What happens between steps (validate, log, stop) is in `loop.py`.
+
+In: a batch of prompts. Out: new weights and the step's metrics. The batch holds references to columns that stay in the workers'
+object stores; the controller reads sequence lengths and nothing else of them.
+
+| phase      | worker            | the batch gains                                                 |
+|------------|-------------------|-----------------------------------------------------------------|
+| gen        | RolloutWorker     | prompts, responses, response_mask, rollout_log_probs, lengths   |
+| reward     | RewardWorker      | token_level_scores, score, acc                                  |
+| old, ref, values | Actor, Reference, Critic | old_log_probs, ref_log_prob, values                |
+| adv        | AdvantageWorker   | token_level_rewards, advantages, returns                        |
+| update     | Critic, Actor     | metrics                                                         |
+| update_weights | RolloutWorker | the generation engine holds the new weights                     |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from hydraflow import metrics as reductions
+from hydraflow.batch_plan import BatchPlan
+from hydraflow.batch_plan_parts import RolePlan
+from hydraflow.dispatch.group import RoleGroup
+from hydraflow.dispatch.runtime import Runtime
+from hydraflow.errors import GuardStop
+from hydraflow.protocol.batch import DataProto
+from hydraflow.protocol.remote import RemoteBatch
+from hydraflow.schema import PPOConfig
+from hydraflow.trainer.mini_batches import mini_batch_order
+from hydraflow.trainer.roles import Roles, needs_reference, rollout_is_exact
+from hydraflow.trainer.timing import PhaseTimer
+from hydraflow.workers.actor import ActorWorker
+from hydraflow.workers.advantage import AdvantageWorker
+from hydraflow.workers.critic import CriticWorker
+from hydraflow.workers.reference import ReferenceWorker
+from hydraflow.workers.reward import RewardWorker
+from hydraflow.workers.rollout import RolloutWorker, SampleOrder
+
+MODEL_INPUTS = ["prompts", "responses", "response_mask"]
+SCORING_OBJECTS = ["data_source", "reward_model", "extra_info"]
+ACTOR_COLUMNS = [*MODEL_INPUTS, "old_log_probs", "advantages"]
+CRITIC_COLUMNS = [*MODEL_INPUTS, "values", "returns"]
+
+
+class PPOTrainer:
+    """The step of PPO, GRPO, RLOO and REINFORCE++; they differ in the advantage estimator and in whether there is a critic."""
+
+    def __init__(self, config: PPOConfig, plan: BatchPlan, roles: Roles, runtime: Runtime):
+        self.config, self.plan, self.roles, self.runtime = config, plan, roles, runtime
+        self.timer = PhaseTimer()
+        self.metrics: dict[str, float] = {}
+
+    def step(self, prompts: DataProto, step: int) -> dict[str, float]:
+        """Trains on one batch of prompts; `step` counts from 1."""
+        phase = self.timer.phase
+        self.metrics = {}
+        with phase("step"):
+            with phase("gen"):
+                batch = self.generate(prompts, step)
+            with phase("reward"):
+                batch = self.score(batch)
+            with phase("old_log_prob"):
+                batch = self.old_log_probs(batch, step)
+            with phase("ref"):
+                batch = self.reference_log_probs(batch)
+            with phase("values"):
+                batch = self.critic_values(batch)
+            with phase("adv"):
+                batch = self.advantages(batch)
+            with phase("update_critic"):
+                self.update_critic(batch, step)
+            with phase("update_actor"):
+                self.update_actor(batch, step)
+            with phase("update_weights"):
+                self.sync_weights()
+        return self.metrics | self._throughput(self.timer.drain())
+
+    def sync_weights(self) -> None:
+        """Gives the generation engine the actor's weights."""
+        self.roles.rollout.call(RolloutWorker.sync_from_actor)
+
+    def generate(self, prompts: DataProto, step: int) -> RemoteBatch:
+        """Samples `rollout.n` trajectories for every prompt, prompt-major; the row objects stay here."""
+        rollout = self.config.actor_rollout_ref.rollout
+        n = self.plan.samples_per_prompt
+        order = SampleOrder(step, n, rollout.temperature, rollout.top_k, rollout.top_p)
+        batch = sample(self.roles.rollout, prompts, order)
+        batch.columns |= RemoteBatch.from_local(_group_numbers(prompts, n)).columns
+        return batch
+
+    def score(self, batch: RemoteBatch) -> RemoteBatch:
+        """Adds the reward function's scores."""
+        scored = self.roles.reward.call(RewardWorker.score, batch.select(["responses"], SCORING_OBJECTS, []))
+        self.metrics["reward/failed_rows"] = float(scored.meta_info["failed"])
+        return batch.union(scored)
+
+    def old_log_probs(self, batch: RemoteBatch, step: int) -> RemoteBatch:
+        """Adds the sampling policy's log-probabilities.
+
+        Where the generation engine's are the trainer's (the same mathematics in the same type), its own are taken and compared
+        with the trainer's in the first mini-batch; otherwise the trainer computes them. The first step always computes them, and
+        stops the run if the two disagree.
+        """
+        exact = rollout_is_exact(self.config)
+        if step > 1 and exact:
+            return _taken_from_rollout(batch)
+        computed = batch.union(self.roles.actor.call(ActorWorker.compute_log_prob, columns(batch, MODEL_INPUTS)))
+        self._compare_with_rollout(computed, step)
+        return _taken_from_rollout(computed) if exact else computed
+
+    def reference_log_probs(self, batch: RemoteBatch) -> RemoteBatch:
+        """Adds the reference policy's log-probabilities, if a KL term needs them."""
+        if not needs_reference(self.config):
+            return batch
+        inputs = columns(batch, MODEL_INPUTS)
+        if self.roles.ref is None:
+            return batch.union(self.roles.actor.call(ActorWorker.compute_ref_log_prob, inputs))
+        return batch.union(self.roles.ref.call(ReferenceWorker.compute_ref_log_prob, inputs))
+
+    def critic_values(self, batch: RemoteBatch) -> RemoteBatch:
+        """Adds the critic's values, if there is one."""
+        if self.roles.critic is None:
+            return batch
+        return batch.union(self.roles.critic.call(CriticWorker.compute_values, columns(batch, MODEL_INPUTS)))
+
+    def advantages(self, batch: RemoteBatch) -> RemoteBatch:
+        """Adds rewards, advantages and returns."""
+        names = ["prompts", "response_mask", "token_level_scores", "group"]
+        names += ["values"] if self.roles.critic else []
+        names += ["old_log_probs", "ref_log_prob"] if self.config.algorithm.use_kl_in_reward else []
+        output = self.roles.advantage.call(AdvantageWorker.compute, columns(batch, names))
+        self.metrics |= output.meta_info["metrics"]
+        return batch.union(output)
+
+    def update_critic(self, batch: RemoteBatch, step: int) -> None:
+        """Takes the critic's optimizer steps."""
+        if self.roles.critic is None or self.plan.critic is None:
+            return
+        self._update(self.roles.critic, CriticWorker.update, columns(batch, CRITIC_COLUMNS + ["lengths"]), self.plan.critic, step)
+
+    def update_actor(self, batch: RemoteBatch, step: int) -> None:
+        """Takes the actor's optimizer steps, once the critic has warmed up."""
+        if step <= self.config.trainer.critic_warmup:
+            return
+        names = ACTOR_COLUMNS + (["ref_log_prob"] if self.config.actor_rollout_ref.actor.use_kl_loss else [])
+        self._update(self.roles.actor, ActorWorker.update, columns(batch, names + ["lengths"]), self.plan.actor, step)
+
+    def _update(self, role: RoleGroup, method: Callable, batch: RemoteBatch, plan: RolePlan, step: int) -> None:
+        lengths = self.runtime.fetch(columns(batch, ["lengths"])).batch["lengths"].numpy()
+        order = mini_batch_order(
+            lengths,
+            plan,
+            self.plan.samples_per_prompt,
+            balance=self.config.trainer.balance_batch,
+            shuffle_key=(self.config.trainer.seed, step) if plan.shuffle else None,
+        )
+        inputs = columns(batch, [name for name in batch.keys() if name != "lengths"])
+        self.metrics |= reductions.values(role.call(method, inputs.select_idxs(order)))
+
+    def _compare_with_rollout(self, batch: RemoteBatch, step: int) -> None:
+        names = ["response_mask", "rollout_log_probs", "old_log_probs", "entropys"]
+        measured = self.roles.advantage.call(AdvantageWorker.compare_with_rollout, columns(batch, names))
+        self.metrics |= measured
+        limit, found = self.config.actor_rollout_ref.rollout.probs_diff_limit, measured["training/rollout_probs_diff_mean"]
+        if step == 1 and found > limit:
+            raise GuardStop(
+                f"the generation engine and the trainer disagree: sampled tokens' probabilities differ by {found:.4f} on average, "
+                f"actor_rollout_ref.rollout.probs_diff_limit is {limit}. Usual causes: weights that did not arrive, another chat "
+                "template or tokenizer, different dtypes."
+            )
+
+    def _throughput(self, seconds: dict[str, float]) -> dict[str, float]:
+        """`perf/throughput` is tokens per second and process, as in verl."""
+        tokens = self.plan.trajectories_per_step * (self.metrics["prompt_length/mean"] + self.metrics["response_length/mean"])
+        per_step = seconds["timing_s/step"]
+        perf = {
+            "perf/total_num_tokens": tokens,
+            "perf/time_per_step": per_step,
+            "perf/throughput": tokens / per_step / self.plan.rollout_ranks,
+        }
+        return seconds | perf
+
+
+def columns(batch: RemoteBatch, names: Sequence[str]) -> RemoteBatch:
+    """Those columns, without row objects and facts."""
+    return batch.select(names, [], [])
+
+
+def _taken_from_rollout(batch: RemoteBatch) -> RemoteBatch:
+    """The batch with the generation engine's log-probabilities as the old ones."""
+    taken = RemoteBatch(dict(batch.columns), batch.objects, batch.meta_info)
+    taken.columns["old_log_probs"] = batch.columns["rollout_log_probs"]
+    return taken
+
+
+def sample(rollout: RoleGroup, prompts: DataProto, order: SampleOrder) -> RemoteBatch:
+    """Samples `order.n` responses per prompt; row objects are repeated here, columns stay with the workers."""
+    inputs = prompts.select(batch_keys=["prompts"], non_tensor_batch_keys=["uid"])
+    inputs.meta_info["sampling"] = order
+    sampled = rollout.call(RolloutWorker.generate, inputs)
+    sampled.objects |= {name: np.repeat(column, order.n) for name, column in prompts.non_tensor_batch.items()}
+    return sampled
+
+
+def _group_numbers(prompts: DataProto, n: int) -> DataProto:
+    """`group` (S,) int64: trajectories of the same prompt have the same number."""
+    _, numbers = np.unique(prompts.non_tensor_batch["uid"].astype(str), return_inverse=True)
+    return DataProto.from_dict(tensors={"group": torch.from_numpy(np.repeat(numbers, n)).long()})

@@ -1,0 +1,113 @@
+"""Which worker runs where: turns the configuration into worker groups on resource pools.
+
+In: configuration, plan, runtime. Out: `Roles`, one handle per role. Actor, rollout, critic and reference share processes; the
+reward function and the advantages run in a process of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hydraflow.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from hydraflow.batch_plan import BatchPlan
+from hydraflow.dispatch.group import RoleGroup
+from hydraflow.dispatch.runtime import Runtime
+from hydraflow.dispatch.worker import RoleSpec
+from hydraflow.models.config import ModelConfig
+from hydraflow.schema import PPOConfig
+from hydraflow.trainer.machine import SCORE, TRAIN
+from hydraflow.workers.actor import ActorSpec, ActorWorker
+from hydraflow.workers.advantage import AdvantageSpec, AdvantageWorker
+from hydraflow.workers.critic import CriticSpec, CriticWorker
+from hydraflow.workers.reference import ReferenceSpec, ReferenceWorker
+from hydraflow.workers.reward import RewardSpec, RewardWorker
+from hydraflow.workers.rollout import RolloutSpec, RolloutWorker
+
+
+@dataclass
+class Roles:
+    """The worker groups of a run; None where the run has no such role."""
+
+    actor: RoleGroup
+    rollout: RoleGroup
+    reward: RoleGroup
+    advantage: RoleGroup
+    critic: RoleGroup | None
+    ref: RoleGroup | None
+
+
+def needs_critic(config: PPOConfig) -> bool:
+    """Whether the run trains a value model."""
+    if config.critic.enable is not None:
+        return config.critic.enable
+    return ADVANTAGE_ESTIMATORS[config.algorithm.adv_estimator].needs_values
+
+
+def needs_reference(config: PPOConfig) -> bool:
+    """Whether any KL term measures from the reference policy."""
+    return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+
+
+def rollout_is_exact(config: PPOConfig) -> bool:
+    """Whether the generation engine's log-probabilities are the trainer's: the same mathematics in the same type."""
+    policy = config.actor_rollout_ref
+    return policy.rollout.name == "native" and policy.rollout.dtype == policy.actor.fsdp_config.dtype
+
+
+def build_roles(config: PPOConfig, plan: BatchPlan, runtime: Runtime) -> Roles:
+    """Starts every process of the run and waits until all are ready."""
+    train = runtime.group(TRAIN, _training_roles(config, plan))
+    score = runtime.group(SCORE, _scoring_roles(config))
+    runtime.await_ready()
+    return Roles(
+        actor=train.role("actor"),
+        rollout=train.role("rollout"),
+        critic=train.role("critic") if plan.critic else None,
+        ref=train.role("ref") if _own_reference(config) else None,
+        reward=score.role("reward"),
+        advantage=score.role("advantage"),
+    )
+
+
+def _own_reference(config: PPOConfig) -> bool:
+    """With adapters the reference is the actor with its adapters off."""
+    return needs_reference(config) and config.actor_rollout_ref.model.lora_rank == 0
+
+
+def _training_roles(config: PPOConfig, plan: BatchPlan) -> dict[str, RoleSpec]:
+    policy = config.actor_rollout_ref
+    temperature = policy.rollout.temperature
+    tokens = config.data.max_response_length
+    actor = ActorSpec(
+        model=policy.model,
+        actor=policy.actor,
+        plan=plan.actor,
+        log_prob=plan.old_log_prob,
+        ref=plan.ref,
+        temperature=temperature,
+        response_tokens=tokens,
+        total_steps=plan.total_steps,
+        old_is_rollout=rollout_is_exact(config),
+    )
+    rollout = RolloutSpec(policy.model, policy.rollout, max_tokens=tokens, seed=config.trainer.seed)
+    roles = {"actor": RoleSpec(ActorWorker, (actor,)), "rollout": RoleSpec(RolloutWorker, (rollout,))}
+    if plan.critic:
+        critic = replace(config.critic, model=_critic_model(config))
+        spec = CriticSpec(critic, plan.critic, plan.values, response_tokens=tokens, total_steps=plan.total_steps)
+        roles["critic"] = RoleSpec(CriticWorker, (spec,))
+    if _own_reference(config):
+        ref = ReferenceSpec(policy.actor.strategy, policy.model, policy.ref.fsdp_config, plan.ref, temperature)
+        roles["ref"] = RoleSpec(ReferenceWorker, (ref,))
+    return roles
+
+
+def _critic_model(config: PPOConfig) -> ModelConfig:
+    """The critic starts from its own model, or from the actor's."""
+    critic = config.critic.model
+    return critic if critic.path else replace(critic, path=config.actor_rollout_ref.model.path)
+
+
+def _scoring_roles(config: PPOConfig) -> dict[str, RoleSpec]:
+    reward = RewardSpec(config.actor_rollout_ref.model, config.reward)
+    advantage = AdvantageSpec(config.algorithm, config.data.max_response_length)
+    return {"reward": RoleSpec(RewardWorker, (reward,)), "advantage": RoleSpec(AdvantageWorker, (advantage,))}

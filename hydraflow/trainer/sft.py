@@ -1,0 +1,107 @@
+"""Supervised training: one optimizer step per batch of conversations, held-out loss and accuracy now and then.
+
+In: conversations, configuration, plan. Out: metrics, and the weights as a Hugging Face directory. Serves `main_sft` and the warm
+start of embedded recipes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from hydraflow import metrics as reductions
+from hydraflow.batch_plan_sft import SFTPlan
+from hydraflow.dispatch.group import RoleGroup
+from hydraflow.dispatch.runtime import Runtime
+from hydraflow.dispatch.worker import RoleSpec
+from hydraflow.protocol.batch import DataProto
+from hydraflow.protocol.ragged import parts
+from hydraflow.schema import SFTConfig
+from hydraflow.tracking.trackers import Trackers
+from hydraflow.trainer.clock import Clock
+from hydraflow.trainer.loop import DONE, OUT_OF_TIME
+from hydraflow.trainer.machine import TRAIN
+from hydraflow.trainer.mini_batches import mini_batch_order
+from hydraflow.trainer.timing import PhaseTimer
+from hydraflow.workers.sft import SFTSpec, SFTWorker
+
+StopRule = Callable[[dict[str, float]], bool]
+"""Ends the training early, given the metrics of a validation."""
+
+
+class SFTTrainer:
+    """A worker group that learns from conversations."""
+
+    def __init__(self, config: SFTConfig, plan: SFTPlan, runtime: Runtime):
+        self.config, self.plan, self.runtime = config, plan, runtime
+        spec = SFTSpec(config.model, config.optim, config.fsdp_config, plan.role, plan.total_steps)
+        roles = {"sft": RoleSpec(SFTWorker, (spec,))}
+        self.group = runtime.group(TRAIN, roles)
+        runtime.await_ready()
+        self.role: RoleGroup = self.group.role("sft")
+        self.timer = PhaseTimer()
+
+    def fit(
+        self,
+        next_batch: Callable[[], DataProto],
+        held_out: Sequence[DataProto],
+        trackers: Trackers,
+        clock: Clock,
+        *,
+        stop_when: StopRule | None = None,
+    ) -> str:
+        """Trains until the steps or the time are used up or `stop_when` holds; returns why it ended."""
+        for step in range(1, self.plan.total_steps + 1):
+            metrics = self._step(next_batch())
+            why = DONE if step == self.plan.total_steps else OUT_OF_TIME if clock.is_over() else ""
+            if held_out and (why or self._validation_is_due(step)):
+                metrics |= self.validate(held_out)
+                if stop_when is not None and stop_when(metrics):
+                    why = "accuracy reached"
+            trackers.log(metrics | {"training/global_step": step}, step=step)
+            if why:
+                break
+        return why
+
+    def validate(self, held_out: Sequence[DataProto]) -> dict[str, float]:
+        """`val/loss` per token; `val/accuracy`: share of conversations whose every trained token is the most probable one."""
+        found = []
+        for batch in held_out:
+            output = self.runtime.fetch(self.role.call(SFTWorker.evaluate, batch))
+            found.append(_held_out_metrics(batch, output))
+        return reductions.values(reductions.merge(found))
+
+    def save(self, directory: Path) -> None:
+        """Writes the weights as a Hugging Face directory."""
+        self.role.call(SFTWorker.save_hf, str(directory))
+
+    def close(self) -> None:
+        """Ends the worker processes."""
+        self.runtime.end(self.group)
+
+    def _step(self, batch: DataProto) -> dict[str, float]:
+        lengths = (parts(batch.batch["prompts"])[1] + parts(batch.batch["responses"])[1]).numpy()
+        order = mini_batch_order(lengths, self.plan.role, 1, balance=True, shuffle_key=None)
+        with self.timer.phase("step"):
+            metrics = self.role.call(SFTWorker.update, batch.select_idxs(order))
+        seconds = self.timer.drain()
+        perf = {"perf/throughput": float(lengths.sum()) / seconds["timing_s/step"] / self.plan.role.data_ranks}
+        return reductions.values(metrics) | seconds | perf
+
+    def _validation_is_due(self, step: int) -> bool:
+        return self.config.trainer.test_freq > 0 and step % self.config.trainer.test_freq == 0
+
+
+def _held_out_metrics(batch: DataProto, output: DataProto) -> dict[str, reductions.Metric]:
+    trained, lengths = parts(batch.batch["response_mask"])
+    trained = trained.bool()
+    log_probs, match = parts(output.batch["log_probs"])[0], parts(output.batch["greedy_match"])[0]
+    row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    missed = torch.zeros(len(lengths)).index_add_(0, row[trained], 1.0 - match[trained].float())
+    tokens = int(trained.sum())
+    return {
+        "val/loss": reductions.mean(float(-log_probs[trained].double().mean()) if tokens else 0.0, weight=tokens),
+        "val/accuracy": reductions.mean(float((missed == 0).float().mean()), weight=len(lengths)),
+    }

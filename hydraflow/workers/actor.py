@@ -1,0 +1,123 @@
+"""The policy that learns: log-probabilities of what was sampled, and updates.
+
+In: trajectories (`prompts`, `responses`, `response_mask` and the loss's columns). Out: `old_log_probs`, `ref_log_prob`, metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hydraflow.algorithms.actor_loss import ActorLoss
+from hydraflow.algorithms.aggregate import Denominators
+from hydraflow.batch_plan_parts import MicroPlan, RolePlan
+from hydraflow.dispatch.modes import Coordinates, Dispatch, mesh_mode, register
+from hydraflow.dispatch.worker import ProcessContext, Worker
+from hydraflow.engine.base import LossFn, ModelOutput
+from hydraflow.metrics import Metric, largest, mean
+from hydraflow.models.config import ModelConfig
+from hydraflow.protocol.batch import DataProto
+from hydraflow.workers.config import ActorConfig
+from hydraflow.workers.training import forward_in_order, start_engine, train_mini_batches
+
+
+@dataclass(frozen=True)
+class ActorSpec:
+    """Everything an actor process is told."""
+
+    model: ModelConfig
+    actor: ActorConfig
+    plan: RolePlan
+    log_prob: MicroPlan
+    """Micro-batches of the pass that recomputes log-probabilities."""
+    ref: MicroPlan
+    """Micro-batches of the reference pass (adapters off), used when adapters are trained."""
+    temperature: float
+    """Divides the logits, as in sampling."""
+    response_tokens: int
+    """Longest response: the default divisor of seq-mean-token-sum-norm."""
+    total_steps: int
+    """Training steps of the run, for the schedule."""
+    old_is_rollout: bool
+    """`old_log_probs` came from the generation engine: compare them with the trainer's before the first optimizer step."""
+
+
+class ActorWorker(Worker):
+    """One process of the policy's training engine."""
+
+    def __init__(self, process: ProcessContext, spec: ActorSpec):
+        super().__init__(process)
+        self.spec = spec
+        self.engine = start_engine(
+            process,
+            spec.actor.strategy,
+            spec.model,
+            spec.actor.fsdp_config,
+            spec.actor.optim,
+            head="policy",
+            total_steps=spec.total_steps,
+            field="actor_rollout_ref.model",
+        )
+
+    def mesh_coordinates(self, mesh: str) -> Coordinates:
+        """Which share of a batch this process gets; every data rank is collected from."""
+        return Coordinates(self.engine.data_rank, self.engine.data_size, True)
+
+    @register(dispatch_mode=mesh_mode("actor"), read_only=True)
+    def compute_log_prob(self, batch: DataProto) -> DataProto:
+        """`old_log_probs` and `entropys` of the responses under the weights of now."""
+        output = forward_in_order(self.engine, batch, self.spec.log_prob, temperature=self.spec.temperature, entropy=True)
+        return output.rename("log_probs", "old_log_probs")
+
+    @register(dispatch_mode=mesh_mode("actor"), read_only=True)
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        """`ref_log_prob`: the policy without its adapters."""
+        output = forward_in_order(self.engine, batch, self.spec.ref, temperature=self.spec.temperature, adapter=False)
+        return output.rename("log_probs", "ref_log_prob")
+
+    @register(dispatch_mode=mesh_mode("actor"), read_only=True, padding=False)
+    def update(self, batch: DataProto) -> dict[str, Metric]:
+        """Every optimizer step of one training step; rows come ordered by mini-batch."""
+        return train_mini_batches(
+            self.engine, batch, self.spec.plan, self._loss, temperature=self.spec.temperature, entropy=True, prefix="actor"
+        )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_hf(self, directory: str) -> None:
+        """Writes the weights as a Hugging Face directory."""
+        self.engine.save_hf(directory)
+
+    def _loss(self, denominators: Denominators, first: bool) -> LossFn:
+        actor = self.spec.actor
+        loss = ActorLoss(
+            loss_mode=actor.policy_loss.loss_mode,
+            clip_low=actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low,
+            clip_high=actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high,
+            clip_c=actor.clip_ratio_c,
+            agg_mode=actor.loss_agg_mode,
+            scale_factor=actor.loss_scale_factor or self.spec.response_tokens,
+            entropy_coeff=actor.entropy_coeff,
+            kl_coef=actor.kl_loss_coef if actor.use_kl_loss else None,
+            kl_type=actor.kl_loss_type,
+            denominators=denominators,
+        )
+        return _compared_with_rollout(loss) if first and self.spec.old_is_rollout else loss
+
+
+def _compared_with_rollout(loss: ActorLoss) -> LossFn:
+    """Adds how far sampled tokens' probabilities are from those of the generation engine."""
+
+    def compared(output: ModelOutput, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Metric]]:
+        value, metrics = loss(output, columns)
+        mask = columns["response_mask"].bool()
+        assert output.log_probs is not None, "a policy gives log-probabilities"
+        difference = (output.log_probs.detach().exp() - columns["old_log_probs"].exp()).abs()[mask]
+        found = {
+            "training/rollout_probs_diff_mean": mean(float(difference.mean()) if len(difference) else 0.0, weight=len(difference)),
+            "training/rollout_probs_diff_max": largest(float(difference.max()) if len(difference) else 0.0),
+        }
+        return value, metrics | found
+
+    return compared

@@ -1,0 +1,123 @@
+"""Turns scores into advantages for a whole step at once, so that group and batch statistics are exact.
+
+In: trajectories with scores, and log-probabilities and values where the method uses them. Out: `token_level_rewards`,
+`advantages`, `returns`, and the step's data metrics. The columns come from the object store: none passes the controller.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hydraflow.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
+from hydraflow.algorithms.config import AlgorithmConfig
+from hydraflow.algorithms.diagnostics import rollout_probs_diff
+from hydraflow.algorithms.kl import apply_kl_penalty
+from hydraflow.algorithms.kl_control import make_kl_controller
+from hydraflow.dispatch.modes import Dispatch, register
+from hydraflow.dispatch.worker import ProcessContext, Worker
+from hydraflow.protocol.batch import DataProto
+from hydraflow.protocol.ragged import from_padded, parts, to_padded
+
+
+@dataclass(frozen=True)
+class AdvantageSpec:
+    """Everything the advantage process is told."""
+
+    algorithm: AlgorithmConfig
+    response_tokens: int
+    """Longest response: responses of that length were cut."""
+
+
+class AdvantageWorker(Worker):
+    """Holds the KL controller and computes advantages."""
+
+    def __init__(self, process: ProcessContext, spec: AdvantageSpec):
+        super().__init__(process)
+        self.spec = spec
+        control = spec.algorithm.kl_ctrl
+        self.kl = make_kl_controller(control.type, kl_coef=control.kl_coef, target_kl=control.target_kl, horizon=control.horizon)
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO, read_only=True)
+    def compute(self, batch: DataProto) -> DataProto:
+        """`advantages` and `returns` (B, R) ragged; `meta_info["metrics"]` describes the step's data."""
+        algorithm = self.spec.algorithm
+        lengths = parts(batch.batch["response_mask"])[1]
+        padded = {name: to_padded(batch.batch[name]) for name in batch.batch.keys() if name not in ("prompts", "group")}
+        mask = padded["response_mask"].to(torch.float32)
+        metrics: dict[str, float] = {}
+        rewards = padded["token_level_scores"]
+        if algorithm.use_kl_in_reward:
+            rewards, metrics = self._take_kl_off(padded, rewards, mask)
+        inputs = AdvantageInputs(
+            rewards=rewards,
+            mask=mask,
+            group_ids=batch.batch["group"],
+            values=padded.get("values"),
+            gamma=algorithm.gamma,
+            lam=algorithm.lam,
+            norm_by_std=algorithm.norm_adv_by_std_in_grpo,
+        )
+        advantages, returns = ADVANTAGE_ESTIMATORS[algorithm.adv_estimator].estimate(inputs)
+        metrics |= _data_metrics(padded, rewards, advantages, returns, mask)
+        metrics |= _length_metrics(parts(batch.batch["prompts"])[1], lengths, self.spec.response_tokens)
+        columns = {"token_level_rewards": rewards, "advantages": advantages, "returns": returns}
+        return DataProto.from_dict(
+            tensors={name: from_padded(column.float(), lengths) for name, column in columns.items()}, meta_info={"metrics": metrics}
+        )
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO, read_only=True)
+    def compare_with_rollout(self, batch: DataProto) -> dict[str, float]:
+        """How far `old_log_probs` are from `rollout_log_probs`, and the sampling policy's entropy per token."""
+        padded = {name: to_padded(batch.batch[name]) for name in batch.batch.keys()}
+        mask = padded["response_mask"].bool()
+        entropy = {"actor/entropy": float(padded["entropys"][mask].mean())}
+        return rollout_probs_diff(padded["old_log_probs"], padded["rollout_log_probs"], mask) | entropy
+
+    def _take_kl_off(
+        self, padded: dict[str, torch.Tensor], scores: torch.Tensor, mask: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        coefficient = self.kl.value
+        rewards, kl = apply_kl_penalty(
+            scores, padded["old_log_probs"], padded["ref_log_prob"], mask, kind=self.spec.algorithm.kl_penalty, coefficient=coefficient
+        )
+        self.kl.update(kl, len(scores))
+        return rewards, {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coefficient}
+
+
+def _data_metrics(
+    padded: dict[str, torch.Tensor], rewards: torch.Tensor, advantages: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor
+) -> dict[str, float]:
+    """Means, largest and smallest values under verl's names; token columns count trained tokens only."""
+    trained = mask.bool()
+    columns = {
+        "critic/score": padded["token_level_scores"].sum(1),
+        "critic/rewards": rewards.sum(1),
+        "critic/advantages": advantages[trained],
+        "critic/returns": returns[trained],
+    }
+    metrics: dict[str, float] = {}
+    if (values := padded.get("values")) is not None:
+        columns["critic/values"] = values[trained]
+        spread = returns[trained].var()
+        unexplained = (returns[trained] - values[trained]).var()
+        metrics["critic/vf_explained_var"] = float(1.0 - unexplained / (spread + 1e-5))
+    for name, column in columns.items():
+        metrics |= _spread(name, column)
+    return metrics
+
+
+def _length_metrics(prompt_lengths: torch.Tensor, response_lengths: torch.Tensor, response_tokens: int) -> dict[str, float]:
+    return {
+        **_spread("response_length", response_lengths),
+        "response_length/clip_ratio": float((response_lengths >= response_tokens).float().mean()),
+        **_spread("prompt_length", prompt_lengths),
+    }
+
+
+def _spread(name: str, column: torch.Tensor) -> dict[str, float]:
+    column = column.float()
+    if not column.numel():
+        return {}
+    return {f"{name}/mean": float(column.mean()), f"{name}/max": float(column.max()), f"{name}/min": float(column.min())}

@@ -1,0 +1,109 @@
+"""Configuration of the roles: actor, reference, critic, and what they share. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hydraflow.algorithms.config import PolicyLossConfig
+from hydraflow.engine.config import FSDPConfig, OptimConfig
+from hydraflow.generation.config import RolloutConfig
+from hydraflow.models.config import ModelConfig
+
+
+@dataclass
+class ActorConfig:
+    """The policy that is trained."""
+
+    strategy: str = "fsdp2"
+    """Training engine: fsdp2."""
+    ppo_mini_batch_size: int = 256
+    """Prompts per optimizer step (M of the batch plan); times rollout.n it counts trajectories."""
+    ppo_micro_batch_size_per_gpu: int | None = None
+    """Trajectories per data rank in one forward (m); null: the largest that fits ppo_max_token_len_per_gpu."""
+    use_dynamic_bsz: bool = False
+    """Fill micro-batches by tokens (ppo_max_token_len_per_gpu) instead of by trajectories."""
+    ppo_max_token_len_per_gpu: int = 16384
+    """Tokens per device in one forward."""
+    ppo_epochs: int = 1
+    """Passes over each step's trajectories."""
+    shuffle: bool = False
+    """Draw the prompts of the mini-batches in random order (seeded by trainer.seed)."""
+    clip_ratio: float = 0.2
+    """Range of the probability ratio outside which the policy gradient stops."""
+    clip_ratio_low: float | None = None
+    """The same below 1; null: clip_ratio."""
+    clip_ratio_high: float | None = None
+    """The same above 1; null: clip_ratio."""
+    clip_ratio_c: float = 3.0
+    """Dual clip: bound on the loss of a negative advantage, as a multiple of it."""
+    loss_agg_mode: str = "token-mean"
+    """token-mean, token-sum, seq-mean-token-sum, seq-mean-token-mean or seq-mean-token-sum-norm."""
+    loss_scale_factor: float | None = None
+    """Divisor of seq-mean-token-sum-norm; null: data.max_response_length."""
+    entropy_coeff: float = 0.0
+    """Weight of the entropy bonus."""
+    use_kl_loss: bool = False
+    """Add a penalty for distance from the reference policy to the loss."""
+    kl_loss_coef: float = 0.001
+    """Weight of that penalty."""
+    kl_loss_type: str = "low_var_kl"
+    """Its estimator: kl (k1), abs, mse (k2) or low_var_kl (k3); a trailing + takes k2's gradient."""
+    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+
+
+@dataclass
+class RefConfig:
+    """The frozen policy that KL terms measure from; its batching falls back to the actor's."""
+
+    log_prob_micro_batch_size_per_gpu: int | None = None
+    """Trajectories per data rank in one forward; null: the largest that fits log_prob_max_token_len_per_gpu."""
+    log_prob_use_dynamic_bsz: bool | None = None
+    """Fill micro-batches by tokens; null: actor.use_dynamic_bsz."""
+    log_prob_max_token_len_per_gpu: int | None = None
+    """Tokens per device in one forward; null: actor.ppo_max_token_len_per_gpu."""
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+
+
+@dataclass
+class ActorRolloutRefConfig:
+    """The policy's three roles and the model they share."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    ref: RefConfig = field(default_factory=RefConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+
+
+@dataclass
+class CriticConfig:
+    """The value model; null fields follow the actor."""
+
+    enable: bool | None = None
+    """Train a critic; null: when algorithm.adv_estimator needs values."""
+    strategy: str = "fsdp2"
+    """Training engine: fsdp2."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    ppo_mini_batch_size: int | None = None
+    """Prompts per optimizer step; null: the actor's."""
+    ppo_micro_batch_size_per_gpu: int | None = None
+    """Trajectories per data rank in one forward; null: the largest that fits ppo_max_token_len_per_gpu."""
+    use_dynamic_bsz: bool | None = None
+    """Fill micro-batches by tokens; null: the actor's."""
+    ppo_max_token_len_per_gpu: int = 32768
+    """Tokens per device in one forward of an update."""
+    forward_micro_batch_size_per_gpu: int | None = None
+    """Trajectories per data rank when only values are computed; null: ppo_micro_batch_size_per_gpu."""
+    forward_max_token_len_per_gpu: int | None = None
+    """Tokens per device when only values are computed; null: ppo_max_token_len_per_gpu."""
+    ppo_epochs: int | None = None
+    """Passes over each step's trajectories; null: the actor's."""
+    shuffle: bool | None = None
+    """Draw the prompts of the mini-batches in random order; null: the actor's."""
+    cliprange_value: float = 0.5
+    """Largest change of a value against the one at the step's start that still earns gradient."""
+    loss_agg_mode: str = "token-mean"
+    """As actor.loss_agg_mode."""
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)

@@ -1,0 +1,79 @@
+"""The value model: what return each response token can expect, and its updates.
+
+In: trajectories with `returns`. Out: `values`, metrics.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hydraflow.algorithms.aggregate import Denominators
+from hydraflow.algorithms.critic_loss import ValueLoss
+from hydraflow.batch_plan_parts import MicroPlan, RolePlan
+from hydraflow.dispatch.modes import Coordinates, Dispatch, mesh_mode, register
+from hydraflow.dispatch.worker import ProcessContext, Worker
+from hydraflow.metrics import Metric
+from hydraflow.protocol.batch import DataProto
+from hydraflow.workers.config import CriticConfig
+from hydraflow.workers.training import forward_in_order, start_engine, train_mini_batches
+
+
+@dataclass(frozen=True)
+class CriticSpec:
+    """Everything a critic process is told; `critic.model.path` is filled in."""
+
+    critic: CriticConfig
+    plan: RolePlan
+    values: MicroPlan
+    """Micro-batches of the pass that only computes values."""
+    response_tokens: int
+    """Longest response: the divisor of seq-mean-token-sum-norm."""
+    total_steps: int
+    """Training steps of the run, for the schedule."""
+
+
+class CriticWorker(Worker):
+    """One process of the critic's training engine."""
+
+    def __init__(self, process: ProcessContext, spec: CriticSpec):
+        super().__init__(process)
+        self.spec = spec
+        critic = spec.critic
+        self.engine = start_engine(
+            process,
+            critic.strategy,
+            critic.model,
+            critic.fsdp_config,
+            critic.optim,
+            head="value",
+            total_steps=spec.total_steps,
+            field="critic.model",
+        )
+
+    def mesh_coordinates(self, mesh: str) -> Coordinates:
+        """Which share of a batch this process gets; every data rank is collected from."""
+        return Coordinates(self.engine.data_rank, self.engine.data_size, True)
+
+    @register(dispatch_mode=mesh_mode("critic"), read_only=True)
+    def compute_values(self, batch: DataProto) -> DataProto:
+        """`values` of every response token."""
+        return forward_in_order(self.engine, batch, self.spec.values, temperature=1.0)
+
+    @register(dispatch_mode=mesh_mode("critic"), read_only=True, padding=False)
+    def update(self, batch: DataProto) -> dict[str, Metric]:
+        """Every optimizer step of one training step; rows come ordered by mini-batch."""
+        return train_mini_batches(self.engine, batch, self.spec.plan, self._loss, temperature=1.0, entropy=False, prefix="critic")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_hf(self, directory: str) -> None:
+        """Writes the weights as a Hugging Face directory."""
+        self.engine.save_hf(directory)
+
+    def _loss(self, denominators: Denominators, first: bool) -> ValueLoss:
+        critic = self.spec.critic
+        return ValueLoss(
+            cliprange=critic.cliprange_value,
+            agg_mode=critic.loss_agg_mode,
+            scale_factor=self.spec.response_tokens,
+            denominators=denominators,
+        )

@@ -1,0 +1,89 @@
+"""Scores responses with a reward function, in a pool of processes beside the training processes.
+
+In: trajectories with their row objects. Out: `token_level_scores` (the score on each response's last token), `score`, `acc`,
+the decoded `text` and the number of rows that failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hydraflow.dispatch.modes import Dispatch, register
+from hydraflow.dispatch.worker import ProcessContext, Worker
+from hydraflow.models.config import ModelConfig
+from hydraflow.models.loading import load_tokenizer
+from hydraflow.protocol.batch import DataProto
+from hydraflow.protocol.ragged import from_parts, parts, rows
+from hydraflow.rewards.config import RewardConfig
+from hydraflow.rewards.pool import RewardPool, RewardResult, RewardRow
+
+
+@dataclass(frozen=True)
+class RewardSpec:
+    """Everything the reward process is told."""
+
+    model: ModelConfig
+    """Whose tokenizer decodes responses."""
+    reward: RewardConfig
+
+
+class RewardWorker(Worker):
+    """Decodes responses and has them scored."""
+
+    def __init__(self, process: ProcessContext, spec: RewardSpec):
+        super().__init__(process)
+        self.spec = spec
+        self.tokenizer = load_tokenizer(spec.model)
+        self.pool = RewardPool(spec.reward)
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO, read_only=True)
+    def score(self, batch: DataProto) -> DataProto:
+        """Scores every row; `meta_info["failed"]` counts the rows whose function raised or took too long."""
+        responses = [row.tolist() for row in rows(batch.batch["responses"])]
+        texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+        results = self.pool.score(self._rows(batch, texts))
+        scores = torch.tensor([result.score for result in results], dtype=torch.float32)  # (B,)
+        return DataProto.from_dict(
+            tensors={
+                "token_level_scores": _on_last_token(scores, parts(batch.batch["responses"])[1]),
+                "score": scores,
+                "acc": torch.tensor([_accuracy(result) for result in results], dtype=torch.float32),
+            },
+            non_tensors={"text": np.array(texts, dtype=object)},
+            meta_info={"failed": sum(result.failed is not None for result in results), "why_failed": _first_failure(results)},
+        )
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def close(self) -> None:
+        """Ends the pool's processes."""
+        self.pool.close()
+
+    def _rows(self, batch: DataProto, texts: Sequence[str]) -> list[RewardRow]:
+        objects = batch.non_tensor_batch
+        return [
+            RewardRow(data_source=source, solution_str=text, ground_truth=reward_model.get("ground_truth"), extra_info=extra)
+            for source, text, reward_model, extra in zip(
+                objects["data_source"], texts, objects["reward_model"], objects["extra_info"], strict=True
+            )
+        ]
+
+
+def _on_last_token(scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Ragged (B, R): 0 but for the last token; a response without tokens keeps none of its score."""
+    values = torch.zeros(int(lengths.sum()), dtype=torch.float32)
+    filled = lengths > 0
+    values[lengths.cumsum(0)[filled] - 1] = scores[filled]
+    return from_parts(values, lengths)
+
+
+def _accuracy(result: RewardResult) -> float:
+    """What the function calls acc, else its score."""
+    return float(result.extra.get("acc", result.score))
+
+
+def _first_failure(results: Sequence[RewardResult]) -> str | None:
+    return next((result.failed for result in results if result.failed is not None), None)

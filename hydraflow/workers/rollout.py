@@ -1,0 +1,122 @@
+"""Samples responses, on weights that it gets from the actor in the same process or from a model directory.
+
+In: prompts, one row each. Out: `rollout.n` trajectories for each, prompt-major: `prompts`, `responses`, `response_mask`,
+`rollout_log_probs`, `lengths`. What is sampled depends on the seed, the step, the prompt's uid and the sample's number, never
+on the process that drew it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from hydraflow.device import current_device, resolve_dtype
+from hydraflow.dispatch.modes import Dispatch, mesh_mode, register
+from hydraflow.dispatch.worker import ProcessContext, Worker
+from hydraflow.generation.base import GenerationEngine, GenerationRequest, SamplingParams
+from hydraflow.generation.config import SamplingConfig
+from hydraflow.generation.native import NativeEngine
+from hydraflow.models.config import ModelConfig
+from hydraflow.models.loading import load_config, load_generation_config, read_weights
+from hydraflow.protocol.batch import DataProto
+from hydraflow.protocol.ragged import from_parts, parts, rows
+
+GENERATION_ENGINES: dict[str, Callable[..., GenerationEngine]] = {"native": NativeEngine.from_config}
+"""Generation engines by the name that `rollout.name` gives; each starts without weights."""
+
+
+@dataclass(frozen=True)
+class RolloutSpec:
+    """Everything a rollout process is told."""
+
+    model: ModelConfig
+    rollout: SamplingConfig
+    max_tokens: int
+    """Longest response."""
+    seed: int
+    """First part of the key of every random draw."""
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """How one batch of prompts is sampled; travels as `meta_info["sampling"]`."""
+
+    step: int
+    """Second part of the key of every random draw: the training step, negative for validation."""
+    n: int
+    """Responses per prompt."""
+    temperature: float
+    """Divides the logits; 0 is greedy."""
+    top_k: int
+    """-1: all tokens."""
+    top_p: float
+    """1: all tokens."""
+
+
+class RolloutWorker(Worker):
+    """One process of the generation engine."""
+
+    def __init__(self, process: ProcessContext, spec: RolloutSpec):
+        super().__init__(process)
+        self.spec = spec
+        self.engine = GENERATION_ENGINES[spec.rollout.name](
+            load_config(spec.model),
+            dtype=resolve_dtype(spec.rollout.dtype, process.device_type),
+            device=current_device(process.device_type, process.local_rank),
+            max_num_seqs=spec.rollout.max_num_seqs,
+            generation_config=load_generation_config(spec.model),
+        )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sync_from_actor(self) -> None:
+        """Takes the weights of the actor in this process."""
+        actor = self.process.roles["actor"]
+        self.engine.update_weights(actor.engine.weights())  # type: ignore[attr-defined]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_weights(self) -> None:
+        """Takes the weights of the model directory."""
+        config = load_config(self.spec.model)
+        dtype = resolve_dtype(self.spec.rollout.dtype, self.process.device_type)
+        self.engine.update_weights(read_weights(config, self.spec.model, head="policy", dtype=dtype, field="model").items())
+
+    @register(dispatch_mode=mesh_mode("rollout"), read_only=True)
+    def generate(self, batch: DataProto) -> DataProto:
+        """Samples as `meta_info["sampling"]` says: B prompts in, B * n trajectories out."""
+        order: SampleOrder = batch.meta_info["sampling"]
+        prompts = rows(batch.batch["prompts"])
+        request = GenerationRequest(
+            prompts=prompts,
+            samples=[order.n] * len(prompts),
+            keys=[(self.spec.seed, order.step, str(uid)) for uid in batch.non_tensor_batch["uid"]],
+        )
+        output = self.engine.generate(request, self._params(order))
+        return _trajectories(batch, order.n, output.responses, output.log_probs)
+
+    def _params(self, order: SampleOrder) -> SamplingParams:
+        return SamplingParams(
+            temperature=order.temperature,
+            top_k=order.top_k,
+            top_p=order.top_p,
+            max_tokens=self.spec.max_tokens,
+            ignore_eos=self.spec.rollout.ignore_eos,
+            stop_token_ids=tuple(self.spec.rollout.stop_token_ids),
+        )
+
+
+def _trajectories(batch: DataProto, n: int, responses: torch.Tensor, log_probs: torch.Tensor) -> DataProto:
+    """Columns of B * n trajectories; `lengths` (B * n,) int32 counts prompt and response."""
+    prompts = batch.select(batch_keys=["prompts"], non_tensor_batch_keys=[]).repeat(n, interleave=True).batch["prompts"]
+    values, response_lengths = parts(responses)
+    lengths = parts(prompts)[1] + response_lengths
+    return DataProto.from_dict(
+        tensors={
+            "prompts": prompts,
+            "responses": responses,
+            "response_mask": from_parts(torch.ones_like(values), response_lengths),
+            "rollout_log_probs": log_probs,
+            "lengths": lengths.to(torch.int32),
+        }
+    )

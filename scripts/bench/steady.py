@@ -1,0 +1,65 @@
+"""Runs the default recipe for some steps and reads its steady state from metrics.jsonl. Shared by the benches.
+
+In: number of steps and overrides. Out: median seconds per step and per phase, and the time from launch to the first step's end.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydraflow import compose
+from hydraflow.recipes.arithmetic import ArithmeticAssets, cache_folder, is_made
+from hydraflow.schema import PPOConfig
+
+WARM_UP = 5
+"""Steps at the start that do not count."""
+
+
+@dataclass(frozen=True)
+class Steady:
+    """Seconds in steady state."""
+
+    median: float
+    fastest: float
+    first_step_after: float
+    """From launch to the end of the first step."""
+    phases: dict[str, float]
+    """Median seconds of each phase."""
+    ray_share: float
+    """Share of a step that the controller spent outside of what the workers measured as their own time."""
+
+
+def default_assets() -> ArithmeticAssets:
+    """The default recipe's files; made by a run of one step if they are missing."""
+    config = compose.load("ppo", PPOConfig, [])
+    folder = cache_folder(config.recipe, config.trainer.seed)
+    if not is_made(folder):
+        hydraflow_steps(1)
+    return ArithmeticAssets(folder / "train.parquet", folder / "val.parquet", folder / "model")
+
+
+def hydraflow_steps(steps: int, *overrides: str) -> Steady:
+    """Trains `steps` + WARM_UP steps without validation, in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "hydraflow.main_ppo", f"trainer.total_training_steps={steps + WARM_UP}", *overrides]
+        command += [f"trainer.default_local_dir={folder}/run", "trainer.val_before_train=false", "trainer.test_freq=-1"]
+        started = time.time()
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=1800)
+        rows = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "timing_s/step" in row]
+    counted = rows[WARM_UP:]
+    names = sorted(name for name in counted[0] if name.startswith("timing_s/"))
+    return Steady(
+        median=statistics.median(row["timing_s/step"] for row in counted),
+        fastest=min(row["timing_s/step"] for row in counted),
+        first_step_after=rows[0]["time"] - started,
+        phases={name: round(statistics.median(row.get(name, 0.0) for row in counted), 4) for name in names},
+        ray_share=statistics.median(row["perf/dispatch_share"] for row in counted),
+    )

@@ -1,0 +1,80 @@
+"""The same GRPO job in TRL's GRPOTrainer; runs in TRL's own virtual environment, called by vs_trl.py.
+
+In: model directory, prompts as Parquet, sizes. Out: one JSON line with seconds per step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+
+import pyarrow.parquet
+from datasets import Dataset
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+
+class StepClock(TrainerCallback):
+    """Notes when each optimizer step of a new batch ended, and the rewards that were logged."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+        self.rewards: list[float] = []
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        self.ends.append(time.perf_counter())
+
+    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
+        if logs and "reward" in logs:
+            self.rewards.append(logs["reward"])
+
+
+def exact_match(completions, ground_truth, **kwargs) -> list[float]:
+    """1 where the text is the answer."""
+    texts = [c[0]["content"] if isinstance(c, list) else c for c in completions]
+    return [float(text.strip() == truth) for text, truth in zip(texts, ground_truth, strict=True)]
+
+
+def main() -> None:
+    """Trains for a few steps and prints what they took."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--prompts", required=True)
+    for name in ("steps", "prompts-per-step", "samples", "updates", "max-tokens"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--lr", type=float, required=True)
+    args = parser.parse_args()
+    rows = pyarrow.parquet.read_table(args.prompts).to_pylist()
+    data = Dataset.from_list([{"prompt": row["prompt"], "ground_truth": row["reward_model"]["ground_truth"]} for row in rows])
+    trajectories = args.prompts_per_step * args.samples
+    config = GRPOConfig(
+        output_dir="/tmp/hydraflow-trl",
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=trajectories // args.updates,
+        steps_per_generation=args.updates,
+        num_generations=args.samples,
+        max_completion_length=args.max_tokens,
+        max_steps=args.steps * args.updates,
+        learning_rate=args.lr,
+        lr_scheduler_type="constant",
+        beta=0.0,
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        seed=1,
+    )
+    clock = StepClock()
+    trainer = GRPOTrainer(model=args.model, reward_funcs=exact_match, args=config, train_dataset=data, callbacks=[clock])
+    trainer.train()
+    ends = clock.ends[args.updates - 1 :: args.updates]
+    seconds = [later - earlier for earlier, later in zip(ends, ends[1:], strict=False)][1:]
+    print(json.dumps({"seconds_per_step": statistics.median(seconds), "fastest": min(seconds), "reward": clock.rewards[-1], "steps": len(seconds)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Checks the project: ruff, mypy, pytest. All three run, whatever the first ones say. Arguments go to pytest.
+#
+#   scripts/test.sh                       everything
+#   scripts/test.sh -m "not slow"         without the tests that train
+set -euo pipefail
+
+source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
+
+prepare_environment dev
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the tests' tensors are too small for threads to help
+cd "$ROOT"
+failed=()
+
+check() { # name, how long it takes, command
+    local name="$1" started=$SECONDS
+    say "$name ($2)"
+    shift 2
+    if "$@"; then
+        say "$name passed after $((SECONDS - started)) s"
+    else
+        say "$name FAILED after $((SECONDS - started)) s"
+        failed+=("$name")
+    fi
+}
+
+check ruff "a second" "$PYTHON" -m ruff check .
+check mypy "up to a minute the first time" "$PYTHON" -m mypy
+check pytest "some minutes" "$PYTHON" -m pytest -q "$@"
+
+if ((${#failed[@]})); then
+    fail "failed: ${failed[*]}"
+fi
+say "all checks passed"

@@ -1,0 +1,64 @@
+"""The distribution: name, versions of what it needs, and the configuration files that travel with it.
+
+In a clone and in an editable install `config/` stands beside `hydraflow/`; in a wheel it is `hydraflow/config/`.
+Left out on purpose: pinned versions; those are in constraints.txt, which the scripts hand to pip.
+"""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+REQUIRES = [
+    "torch>=2.11",
+    "ray[default]>=2.50",
+    "hydra-core>=1.3.2",
+    "tensordict>=0.11",
+    "transformers>=5.0",
+    "numpy>=1.26",
+    "pyarrow>=19",
+    "datasets>=4.0",
+    "safetensors>=0.5",
+    "peft>=0.18",
+    "codetiming>=1.4",
+    "filelock>=3.16",
+    "psutil>=6.0",
+    "tokenizers>=0.21",
+    "huggingface_hub>=1.0",
+    "jinja2>=3.1",
+    "omegaconf>=2.3",
+    "math-verify>=0.8",
+    "PyYAML>=6.0",
+    "rich>=13.7",
+    "tensorboard>=2.18",
+    "matplotlib>=3.9",
+]
+
+EXTRAS = {
+    "dev": ["pytest>=8.3", "pytest-timeout>=2.3", "hypothesis>=6.115", "ruff>=0.9", "mypy>=1.14"],
+    "vllm": ["vllm"],
+    "flash-attn": ["flash-attn"],
+    "megatron": ["megatron-core>=0.16"],
+    "wandb": ["wandb"],
+    "mlflow": ["mlflow"],
+    "swanlab": ["swanlab"],
+}
+
+setup(
+    name="hydraflow-trainer",
+    version="0.1.0",
+    description="Reinforcement learning for language models: one readable loop, the same command on a laptop and on GPUs.",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=[*find_packages(include=["hydraflow", "hydraflow.*"]), "hydraflow.config"],
+    package_dir={"hydraflow": "hydraflow", "hydraflow.config": "config"},
+    package_data={"hydraflow.config": ["*.yaml", "**/*.yaml"]},
+    install_requires=REQUIRES,
+    extras_require=EXTRAS,
+    classifiers=[
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+    ],
+)

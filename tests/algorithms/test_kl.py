@@ -1,0 +1,76 @@
+"""KL estimators, their gradients, the penalty in the reward, and the controllers."""
+
+import math
+
+import pytest
+import torch
+
+from hydraflow.algorithms.kl import KL_ESTIMATORS, apply_kl_penalty
+from hydraflow.algorithms.kl_control import AdaptiveKLController, FixedKLController, make_kl_controller
+
+LOGP, REF = math.log(0.5), math.log(0.25)  # d = log 2
+D = math.log(2.0)
+VALUES = {"kl": D, "k1": D, "abs": D, "mse": D * D / 2, "k2": D * D / 2, "low_var_kl": 0.5 + D - 1, "k3": 0.5 + D - 1}
+GRADIENTS = {"kl": 1.0, "k1": 1.0, "abs": 1.0, "mse": D, "k2": D, "low_var_kl": 0.5, "k3": 0.5}  # k3: 1 - exp(-d)
+
+
+def value_and_gradient(name: str, logp: float, ref: float) -> tuple[float, float]:
+    x = torch.tensor([logp], dtype=torch.float64, requires_grad=True)
+    estimate = KL_ESTIMATORS[name](x, torch.tensor([ref], dtype=torch.float64))
+    assert estimate.dtype == torch.float64
+    estimate.sum().backward()
+    return estimate.item(), x.grad.item()
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values_and_gradients_by_hand(name):
+    assert value_and_gradient(name, LOGP, REF) == pytest.approx((VALUES[name], GRADIENTS[name]), abs=1e-12)
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_plus_keeps_the_value_and_takes_the_gradient_of_k2(name):
+    assert value_and_gradient(name + "+", LOGP, REF) == pytest.approx((VALUES[name], D), abs=1e-12)
+
+
+def test_signs_when_the_reference_is_more_likely():
+    assert value_and_gradient("kl", REF, LOGP)[0] == pytest.approx(-D)
+    assert value_and_gradient("abs", REF, LOGP) == pytest.approx((D, -1.0))
+    assert value_and_gradient("k3", REF, LOGP)[0] == pytest.approx(2 - D - 1)
+
+
+def test_k3_is_bounded():
+    assert value_and_gradient("k3", -100.0, 0.0) == (10.0, 0.0)
+    assert value_and_gradient("k3", 0.0, -5.0)[0] == pytest.approx(math.exp(-5) + 4)
+
+
+def test_table_holds_each_name_with_and_without_plus():
+    assert set(KL_ESTIMATORS) == set(VALUES) | {f"{name}+" for name in VALUES}
+
+
+def test_penalty_in_the_reward_by_hand():
+    scores = torch.tensor([[0.0, 1.0, 0.0], [2.0, 0.0, 0.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
+    logp = torch.tensor([[0.3, 0.5, 9.0], [0.6, 9.0, 9.0], [9.0, 9.0, float("nan")]], dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0]])
+    rewards, level = apply_kl_penalty(scores, logp, torch.zeros_like(logp), mask, kind="kl", coefficient=0.5)
+    assert rewards.tolist() == [[-0.15, 0.75, 0.0], [1.7, 0.0, 0.0], [0.0, 0.0, 0.0]]
+    assert level == pytest.approx((0.4 + 0.6) / 2)  # the third trajectory has no trained token
+
+
+def test_adaptive_controller_by_hand_and_over_a_resume():
+    controller = make_kl_controller("adaptive", kl_coef=1.0, target_kl=0.1, horizon=1000)
+    controller.update(kl=5.0, trajectories=100)  # clipped to +0.2: 1 + 0.2 * 100 / 1000
+    assert controller.value == pytest.approx(1.02)
+    resumed = AdaptiveKLController(kl_coef=1.0, target_kl=0.1, horizon=1000)
+    resumed.load_state_dict(controller.state_dict())
+    for either in (controller, resumed):
+        either.update(kl=0.09, trajectories=100)  # -0.1: 1 - 0.1 * 0.1
+    assert controller.value == resumed.value == pytest.approx(1.02 * 0.99)
+
+
+def test_fixed_controller_does_not_move_and_a_resume_takes_the_new_coefficient():
+    controller = make_kl_controller("fixed", kl_coef=0.001, target_kl=0.1, horizon=1000)
+    controller.update(kl=9.0, trajectories=100)
+    assert controller.value == 0.001
+    resumed = FixedKLController(0.002)
+    resumed.load_state_dict(controller.state_dict())
+    assert resumed.value == 0.002

@@ -1,0 +1,161 @@
+"""The law of losses: for fixed rows neither the loss, nor a gradient, nor a metric depends on how the rows were split into
+micro-batches and ranks, in which order they came, or how far they were padded. In float64 to 1e-12.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hydraflow import metrics
+from hydraflow.algorithms.actor_loss import ActorLoss
+from hydraflow.algorithms.aggregate import LOSS_AGG_MODES, Denominators
+from hydraflow.algorithms.critic_loss import ValueLoss
+from hydraflow.algorithms.kl import KL_ESTIMATORS
+from hydraflow.algorithms.policy_loss import POLICY_LOSSES
+from hydraflow.algorithms.sft_loss import SFTLoss
+
+B, R = 6, 5
+SCALE = 16.0
+
+
+@dataclass
+class Output:
+    log_probs: torch.Tensor | None
+    entropy: torch.Tensor | None
+    values: torch.Tensor | None
+
+
+Split = list[list[int]]
+SPLITS: dict[str, Split] = {
+    "micro-batch 1": [[i] for i in range(B)],
+    "micro-batch 2": [[0, 1], [2, 3], [4, 5]],
+    "uneven": [[0], [1, 2, 3, 4], [5]],
+    "all, shuffled": [[4, 1, 5, 0, 3, 2]],
+    "shuffled, micro-batch 3": [[4, 1, 5], [0, 3, 2]],
+}
+
+
+def make_rows(seed: int, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    """Rows of unequal length with observations in the middle and one row without a trained token."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda: torch.randn(B, R, generator=generator, dtype=torch.float64)  # noqa: E731
+    mask = torch.rand(B, R, generator=generator) < 0.7
+    mask[0], mask[1] = False, True
+    rows = {"response_mask": mask.to(torch.int64)}
+    names = ("old_log_probs", "advantages", "ref_log_prob", "values", "returns", "x_log_probs", "x_entropy", "x_values")
+    return rows | {name: (draw() * mask).to(dtype) for name in names}
+
+
+def padded(x: torch.Tensor, columns: int) -> torch.Tensor:
+    return torch.nn.functional.pad(x, (0, columns))
+
+
+def evaluate(loss_of, rows, ranks: list[Split], padding: int = 0):
+    """The summed loss, the gradient of every output (B, R), and the merged metrics, with each rank's part computed apart."""
+    # What the ranks do: count their own masks, add the counts up.
+    counts = sum(Denominators.count(rows["response_mask"][sum(split, [])]).to_tensor() for split in ranks)
+    loss_fn = loss_of(Denominators.from_tensor(counts))
+    leaves = {name: rows[f"x_{name}"].clone().requires_grad_() for name in ("log_probs", "entropy", "values")}
+    total, reports = 0.0, []
+    for split in ranks:
+        for number, part in enumerate(split):
+            width = padding * (number + 1)  # micro-batches of different widths
+            columns = {name: padded(column[part], width) for name, column in rows.items()}
+            loss, report = loss_fn(Output(**{name: padded(leaf[part], width) for name, leaf in leaves.items()}), columns)
+            loss.backward()
+            total += loss.item()
+            reports.append(report)
+    gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    return total, gradients, metrics.values(metrics.merge(reports))
+
+
+def assert_same(one, other, tolerance: float) -> None:
+    assert one[0] == pytest.approx(other[0], abs=tolerance)
+    assert one[1].keys() == other[1].keys() and one[1]
+    for name, gradient in one[1].items():
+        assert gradient.abs().sum() > 0
+        assert torch.allclose(gradient, other[1][name], rtol=0, atol=tolerance), name
+    assert one[2] == pytest.approx(other[2], abs=tolerance)
+
+
+def check_law(loss_of, rows, tolerance: float = 1e-12) -> None:
+    whole = evaluate(loss_of, rows, [[list(range(B))]])
+    for split in SPLITS.values():
+        assert_same(whole, evaluate(loss_of, rows, [split]), tolerance)
+        assert_same(whole, evaluate(loss_of, rows, [split], padding=3), tolerance)
+    two_ranks = [[[0, 3], [5]], [[1], [2, 4]]]
+    assert_same(whole, evaluate(loss_of, rows, two_ranks), tolerance)
+    assert_same(whole, evaluate(loss_of, rows, two_ranks, padding=2), tolerance)
+
+
+def actor(**options):
+    return lambda denominators: ActorLoss(denominators=denominators, scale_factor=SCALE, **options)
+
+
+@pytest.mark.parametrize("agg_mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("loss_mode", POLICY_LOSSES)
+def test_policy_losses_in_every_aggregation(loss_mode, agg_mode):
+    check_law(actor(loss_mode=loss_mode, agg_mode=agg_mode), make_rows(seed=0))
+
+
+@pytest.mark.parametrize("agg_mode", LOSS_AGG_MODES)
+def test_entropy_bonus(agg_mode):
+    check_law(actor(agg_mode=agg_mode, entropy_coeff=0.1), make_rows(seed=1))
+
+
+@pytest.mark.parametrize("kl_type", KL_ESTIMATORS)
+@pytest.mark.parametrize("agg_mode", LOSS_AGG_MODES)
+def test_kl_penalty(kl_type, agg_mode):
+    check_law(actor(agg_mode=agg_mode, kl_coef=0.3, kl_type=kl_type), make_rows(seed=2))
+
+
+@pytest.mark.parametrize("agg_mode", LOSS_AGG_MODES)
+def test_value_loss(agg_mode):
+    check_law(lambda denominators: ValueLoss(denominators=denominators, scale_factor=SCALE, agg_mode=agg_mode), make_rows(seed=3))
+
+
+def test_sft_loss():
+    check_law(SFTLoss, make_rows(seed=4))
+
+
+def test_everything_together_in_float32():
+    rows = make_rows(seed=5, dtype=torch.float32)
+    check_law(actor(entropy_coeff=0.1, kl_coef=0.3, agg_mode="seq-mean-token-mean"), rows, tolerance=1e-5)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    seed=st.integers(0, 10_000),
+    order=st.permutations(range(B)),
+    cuts=st.sets(st.integers(1, B - 1)),
+    rank_cut=st.integers(0, B),
+    padding=st.integers(0, 3),
+    agg_mode=st.sampled_from(list(LOSS_AGG_MODES)),
+    loss_mode=st.sampled_from(list(POLICY_LOSSES)),
+)
+def test_any_split_of_any_rows(seed, order, cuts, rank_cut, padding, agg_mode, loss_mode):
+    rows = make_rows(seed)
+    edges = [0, *sorted(cuts | {rank_cut} - {0, B}), B]
+    parts = [(start, list(order[start:stop])) for start, stop in zip(edges, edges[1:])]
+    ranks = [[part for start, part in parts if start < rank_cut], [part for start, part in parts if start >= rank_cut]]
+    loss_of = actor(loss_mode=loss_mode, agg_mode=agg_mode, entropy_coeff=0.05, kl_coef=0.2)
+    whole = evaluate(loss_of, rows, [[list(range(B))]])
+    assert_same(whole, evaluate(loss_of, rows, [ranks[0], ranks[1]], padding=padding), 1e-12)
+
+
+def test_the_law_can_fail():
+    """A mean over each micro-batch, as trainers often have it, breaks the law: the checks above would see it."""
+
+    class MeanOfMicroBatch:
+        def __init__(self, denominators):
+            pass
+
+        def __call__(self, output, columns):
+            mask = columns["response_mask"].bool()
+            return -output.log_probs[mask].sum() / mask.sum().clamp(min=1), {}
+
+    with pytest.raises(AssertionError):
+        check_law(MeanOfMicroBatch, make_rows(seed=6))

@@ -1,0 +1,140 @@
+"""Supervised conversations: exactly the assistant's tokens are trained."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from hydraflow.data.config import SFTDataConfig
+from hydraflow.data.conversations import ConversationDataset
+from hydraflow.errors import ConfigError
+from hydraflow.protocol import ragged
+from hydraflow.protocol.batch import DataProto
+
+END = "<|end|>"
+TURNS = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}={{ m['content'] }}<|end|> {% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+)
+"""An assistant's turn opens with "=" (as the generation prompt does) and ends with the end token and the template's own space."""
+WITH_PROMPT = TURNS + "{% if add_generation_prompt %}={% endif %}"
+MARKED = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}={% generation %}{{ m['content'] }}<|end|>{% endgeneration %}"
+    "{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+)
+TWO_TURNS = [
+    {"role": "user", "content": "1+2"},
+    {"role": "assistant", "content": "3"},
+    {"role": "user", "content": "4+5"},
+    {"role": "assistant", "content": "9"},
+]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def texts(batch: DataProto, tokenizer: PreTrainedTokenizerFast) -> list[tuple[str, list[tuple[str, int]]]]:
+    """(prompt text, [(response token, mask)]) per row."""
+    columns = [ragged.rows(batch.batch[name]) for name in ("prompts", "responses", "response_mask")]
+    return [
+        (tokenizer.decode(p), list(zip(tokenizer.convert_ids_to_tokens(r.tolist()), m.tolist(), strict=True)))
+        for p, r, m in zip(*columns, strict=True)
+    ]
+
+
+def test_one_turn(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": "1+2=", "response": "3"}, {"prompt": "17+25=", "response": "042"}])
+    batch = ConversationDataset(SFTDataConfig(), path, tokenizer).batch([1, 0])
+    assert texts(batch, tokenizer) == [
+        ("17+25=", [("0", 1), ("4", 1), ("2", 1), (END, 1)]),
+        ("1+2=", [("3", 1), (END, 1)]),
+    ]
+
+
+@pytest.mark.parametrize("template", [WITH_PROMPT, MARKED])
+def test_every_assistant_turn_and_nothing_else_is_trained(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, template: str) -> None:
+    tokenizer.chat_template = template
+    path = write(tmp_path / "a.jsonl", [{"messages": TWO_TURNS}])
+    ((prompt, response),) = texts(ConversationDataset(SFTDataConfig(), path, tokenizer).batch([0]), tokenizer)
+    assert prompt == "1+2="
+    assert [(t, m) for t, m in response if t != " "] == [
+        ("3", 1), (END, 1), ("4", 0), ("+", 0), ("5", 0), ("=", 0), ("9", 1), (END, 1),
+    ]  # fmt: skip
+    assert all(mask == 0 for token, mask in response if token == " ")  # the template's space after the end token
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    # As Qwen3 does with thinking: only the last assistant turn gets the "*".
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}{% if loop.last %}*{% endif %}{{ m['content'] }}<|end|>"
+        "{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+    )
+    path = write(tmp_path / "a.jsonl", [{"messages": TWO_TURNS[:2]}, {"messages": TWO_TURNS}])
+    with pytest.raises(ConfigError, match="row 1: message 1: the chat template writes the conversation up to it differently"):
+        ConversationDataset(SFTDataConfig(), path, tokenizer)
+    ((prompt, response),) = texts(ConversationDataset(SFTDataConfig(), path, tokenizer, max_samples=1).batch([0]), tokenizer)
+    assert (prompt, response) == ("1+2", [("*", 1), ("3", 1), (END, 1)])
+
+
+def test_messages_are_used_where_a_file_has_them(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    first = write(tmp_path / "a.jsonl", [{"messages": TWO_TURNS[:2], "prompt": "9", "response": "9"}])
+    second = write(tmp_path / "b.jsonl", [{"prompt": [{"role": "user", "content": "7"}], "response": 8}])
+    batch = ConversationDataset(SFTDataConfig(), [first, second], tokenizer).batch([0, 1])
+    assert [prompt for prompt, _ in texts(batch, tokenizer)] == ["1+2", "7"]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "1"}, "row 0: has no value in column response; it has prompt"),
+        ({"messages": None, "note": "x"}, "row 0: has no value in column messages; it has note"),
+        ({"messages": TWO_TURNS[:1]}, "row 0: has no assistant message"),
+        ({"messages": TWO_TURNS[1:]}, "row 0: begins with the assistant"),
+    ],
+)
+def test_bad_rows_are_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, row: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ConversationDataset(SFTDataConfig(), write(tmp_path / "a.jsonl", [row]), tokenizer)
+
+
+@pytest.fixture
+def long(tmp_path: Path) -> Path:
+    return write(tmp_path / "a.jsonl", [{"prompt": "1+2=", "response": "3"}, {"prompt": "11+22+33=", "response": "66"}])
+
+
+def test_overlong_conversations_are_errors(long: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ConfigError, match="row 1: has 12 tokens, more than data.max_length=10") as caught:
+        ConversationDataset(SFTDataConfig(max_length=10), long, tokenizer)
+    assert "data.max_length=12" in str(caught.value)
+    with pytest.raises(ConfigError, match="data.truncation=middle: must be one of error, left, right"):
+        ConversationDataset(SFTDataConfig(truncation="middle"), long, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("side", "expected"),
+    [("left", ("+22+33=", [("6", 1), ("6", 1), (END, 1)])), ("right", ("11+22+33=", [("6", 1)]))],
+)
+def test_truncation(long: Path, tokenizer: PreTrainedTokenizerFast, side: str, expected: tuple[str, list[tuple[str, int]]]) -> None:
+    dataset = ConversationDataset(SFTDataConfig(max_length=10, truncation=side), long, tokenizer)
+    assert texts(dataset.batch([1]), tokenizer) == [expected]
+
+
+def test_what_truncation_leaves_untrained_is_left_out(
+    long: Path, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert len(ConversationDataset(SFTDataConfig(max_length=9, truncation="right"), long, tokenizer)) == 1
+    assert "left out 1 of 2 conversations" in caplog.text
+    with pytest.raises(ConfigError, match="none of the 2 conversations has a trained token within data.max_length"):
+        ConversationDataset(SFTDataConfig(max_length=3, truncation="right"), long, tokenizer)
+
+
+def test_a_prompt_has_at_least_one_token(long: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    dataset = ConversationDataset(SFTDataConfig(max_length=2, truncation="left"), long, tokenizer)
+    assert texts(dataset.batch([1]), tokenizer) == [("6", [(END, 1)])]  # nothing predicts the first token, so it is not trained

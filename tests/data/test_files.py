@@ -1,0 +1,79 @@
+"""Reading files: rows keep their origin, and each kind of bad file is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hydraflow.data.files import read_records, write_rows
+from hydraflow.errors import ConfigError
+
+
+def test_rows_of_several_files_keep_order_and_origin(tmp_path: Path) -> None:
+    write_rows(tmp_path / "a.parquet", [{"x": 1, "nested": {"y": [1, 2]}}, {"x": 2, "nested": None}])
+    (tmp_path / "b.jsonl").write_text('{"x": 3}\n\n{"x": 4, "other": "z"}\n')
+    records = read_records([str(tmp_path / "a.parquet"), tmp_path / "b.jsonl"], key="data.train_files", columns=["x"])
+    assert [(r.values["x"], r.file.name, r.row) for r in records] == [
+        (1, "a.parquet", 0),
+        (2, "a.parquet", 1),
+        (3, "b.jsonl", 0),
+        (4, "b.jsonl", 1),
+    ]
+    assert records[0].values["nested"] == {"y": [1, 2]}
+
+
+def test_limit_takes_the_first_rows(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(json.dumps({"x": i}) for i in range(5)))
+    assert [r.values["x"] for r in read_records(path, key="k", limit=2)] == [0, 1]
+    with pytest.raises(ConfigError, match="a limit of 0 leaves no rows"):
+        read_records(path, key="k", limit=0)
+
+
+def test_every_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_records([tmp_path / "no.parquet", tmp_path / "nor.jsonl", tmp_path], key="data.val_files")
+    message = str(caught.value)
+    assert "no.parquet: no such file" in message and "nor.jsonl: no such file" in message and "is a folder" in message
+    assert "data.val_files=" in message
+
+
+@pytest.mark.parametrize("files", [None, [], 3, [3]])
+def test_files_must_be_paths(files: object) -> None:
+    with pytest.raises(ConfigError, match="must be a Parquet or JSONL file, or a list of them"):
+        read_records(files, key="data.train_files")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.parquet", "not parquet", "is not a readable Parquet file"),
+        ("a.jsonl", '{"x": 1}\n{"x": \n', "line 2 is not JSON"),
+        ("a.jsonl", "[1, 2]\n", "line 1 is a JSON list, not an object"),
+        ("a.jsonl", "\n", "the file has no rows"),
+        ("a.csv", "x\n1\n", "ends in .csv; known are .parquet, .jsonl, .json"),
+    ],
+)
+def test_bad_files(tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_records(tmp_path / name, key="data.train_files")
+
+
+def test_a_row_without_a_needed_column_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"x": 1, "y": 1}\n{"y": 2}\n{"x": null, "y": 3}\n')
+    with pytest.raises(ConfigError) as caught:
+        read_records(path, key="k", columns=["x"])
+    assert [p.field for p in caught.value.problems] == [f"{path} row 1", f"{path} row 2"]
+    assert "has no value in column x; it has y" in str(caught.value)
+
+
+def test_only_the_first_problems_are_shown(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"y": 2}\n' * 9)
+    with pytest.raises(ConfigError, match="4 more rows have such a problem") as caught:
+        read_records(path, key="k", columns=["x"])
+    assert len(caught.value.problems) == 6

@@ -1,0 +1,58 @@
+"""Groups of real processes, started once for all tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from dispatch.probes import Probe
+
+from hydraflow.dispatch.config import RayInitConfig
+from hydraflow.dispatch.group import Limits, RoleGroup, WorkerGroup
+from hydraflow.dispatch.placement import ResourcePool
+from hydraflow.dispatch.runtime import Runtime
+from hydraflow.dispatch.worker import RoleSpec
+from hydraflow.protocol import ragged
+from hydraflow.protocol.batch import DataProto
+
+SIZES = (1, 2, 4)
+
+
+@pytest.fixture(scope="session")
+def runtime(ray_session: None) -> Iterator[Runtime]:
+    """Groups of 1, 2 and 4 processes with the roles `probe` and `other`."""
+    with Runtime(RayInitConfig(), Limits(start=120, call=60)) as runtime:
+        runtime.start([ResourcePool(f"of{size}", [size], cpus_per_process=0.25, threads=2 if size == 1 else 1) for size in SIZES])
+        for size in SIZES:
+            runtime.group(f"of{size}", {"probe": RoleSpec(Probe), "other": RoleSpec(Probe, (7,))})
+        runtime.await_ready()
+        yield runtime
+
+
+@pytest.fixture(scope="session")
+def groups(runtime: Runtime) -> dict[int, WorkerGroup]:
+    return {group.world_size: group for group in runtime.groups}
+
+
+@pytest.fixture(params=SIZES)
+def probe(request: pytest.FixtureRequest, groups: dict[int, WorkerGroup]) -> RoleGroup:
+    """The role `probe` of each group in turn."""
+    return groups[request.param].role("probe")
+
+
+@pytest.fixture(scope="session")
+def pair(groups: dict[int, WorkerGroup]) -> RoleGroup:
+    """Two ranks."""
+    return groups[2].role("probe")
+
+
+@pytest.fixture(scope="session")
+def batch_of() -> Callable[[int], DataProto]:
+    """A batch of n rows: x = 0..n-1; ids, row i holding i+1 times the number i."""
+
+    def make(rows: int) -> DataProto:
+        ids = ragged.from_rows([torch.full((row + 1,), row) for row in range(rows)])
+        return DataProto.from_dict({"x": torch.arange(rows), "ids": ids}, {"uid": [f"u{row}" for row in range(rows)]})
+
+    return make

@@ -1,0 +1,132 @@
+"""Failures: one error that names the first cause, soon, and nothing that hangs."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from dispatch.probes import Probe, Troubled, Unbuildable
+
+from hydraflow.dispatch.config import RayInitConfig
+from hydraflow.dispatch.group import Limits, RoleGroup
+from hydraflow.dispatch.placement import ResourcePool
+from hydraflow.dispatch.runtime import Runtime
+from hydraflow.dispatch.worker import RoleSpec
+from hydraflow.errors import WorkerError
+from hydraflow.protocol.batch import DataProto
+
+BatchOf = Callable[[int], DataProto]
+SOON = 8.0
+"""Seconds; a second or two on an idle machine."""
+
+
+Start = Callable[..., RoleGroup]
+
+
+@pytest.fixture
+def start(ray_session: None) -> Iterator[Start]:
+    """Starts groups of two processes with one role, all in one runtime, and unless `ready` is False waits for them all."""
+    runtimes: list[Runtime] = []
+
+    def make(cls: type = Troubled, role: str = "troubled", ready: bool = True, **limits: float) -> RoleGroup:
+        if not runtimes:
+            runtimes.append(Runtime(RayInitConfig(), Limits(**{"start": 120, "call": 60, **limits})))
+        runtimes[0].start([ResourcePool(role, [2], cpus_per_process=0.25)])
+        group = runtimes[0].group(role, {role: RoleSpec(cls)})
+        if ready:
+            runtimes[0].await_ready()
+        return group.role(role)
+
+    yield make
+    for runtime in runtimes:
+        runtime.stop()
+
+
+def _error_of(call: Callable[..., Any], *args: Any) -> tuple[WorkerError, float]:
+    begun = time.monotonic()
+    with pytest.raises(WorkerError) as caught:
+        call(*args)
+    return caught.value, time.monotonic() - begun
+
+
+def _assert_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + SOON
+    while any(_runs(pid) for pid in pids):
+        assert time.monotonic() < deadline, "processes of a failed group are still there"
+        time.sleep(0.05)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[0] != "Z"  # noqa: SIM115
+    except OSError:
+        return False
+
+
+def test_an_exception_while_the_others_are_in_a_collective(start: Start) -> None:
+    role = start()
+    assert role.call(Troubled.join_collective) == [2, 2]
+    pids = role.call(Troubled.pids)
+    error, seconds = _error_of(role.call, Troubled.fail_before_collective, 1)
+    assert seconds < SOON
+    assert (error.role, error.rank, error.method, error.node) == ("troubled", 1, "fail_before_collective", os.uname().nodename)
+    assert error.cause.startswith("ZeroDivisionError: bad number on rank 1") and "raise ZeroDivisionError" in error.cause
+    assert "about to reduce on rank 1" in error.log_tail
+    assert pickle.loads(pickle.dumps(error)).facts == error.facts
+    _assert_gone(pids)
+    again, seconds = _error_of(role.call, Troubled.pids)
+    assert again is error and seconds < 0.1
+
+
+def test_a_death_is_the_first_cause_of_broken_connections(start: Start) -> None:
+    role = start()
+    role.call(Troubled.join_collective)
+    error, seconds = _error_of(role.call, Troubled.die_before_collective, 0)
+    assert seconds < SOON
+    assert (error.role, error.rank, error.method) == ("troubled", 0, "die_before_collective")
+    assert error.cause.startswith("the process died") and "the last words" in error.log_tail
+
+
+def test_a_call_past_its_deadline(start: Start) -> None:
+    role = start(call=2.0)
+    pids = role.call(Troubled.pids)
+    error, seconds = _error_of(role.call, Troubled.sleep_on, 1, 600.0)
+    assert 2.0 <= seconds < SOON
+    assert (error.role, error.rank, error.method, error.node) == ("troubled", 1, "sleep_on", os.uname().nodename)
+    assert error.cause == "no answer in 2 seconds" and "in sleep_on" in error.log_tail
+    _assert_gone(pids)
+
+
+def test_a_worker_that_cannot_be_built(start: Start) -> None:
+    error, _ = _error_of(start(Unbuildable, ready=False).group.await_ready)
+    assert (error.role, error.rank, error.method) == ("troubled", 1, "__init__")
+    assert error.cause.startswith("FileNotFoundError: no model at /nowhere")
+
+
+def test_a_failed_maker_is_named_by_those_who_depend_on_it(start: Start, batch_of: BatchOf) -> None:
+    maker, reader = start(ready=False), start(Probe, role="reader")
+    error, seconds = _error_of(reader.call, Probe.double, maker.call(Troubled.broken_batch, batch_of(2)))
+    assert seconds < SOON and (error.role, error.method) == ("troubled", "broken_batch")
+    assert error.cause.startswith(("Unpicklable: no batch from rank 0", "Unpicklable: no batch from rank 1"))
+
+
+def test_a_batch_that_never_comes_is_blamed_on_the_process_that_died(start: Start, batch_of: BatchOf) -> None:
+    maker, reader = start(ready=False), start(Probe, role="reader")
+    error, seconds = _error_of(reader.call, Probe.double, maker.call(Troubled.dying_batch, batch_of(2)))
+    assert seconds < SOON and (error.role, error.rank, error.method) == ("troubled", 1, "dying_batch")
+    assert error.cause.startswith("the process died")
+
+
+def test_waiting_for_one_group_ends_when_another_fails(start: Start) -> None:
+    patient, hasty = start(ready=False), start(role="hasty")
+    pids = hasty.call(Troubled.pids)
+    waiting, doomed = patient.call(Troubled.wait_for_ever), hasty.call(Troubled.wait_for_ever)
+    os.kill(pids[0], signal.SIGKILL)
+    error, seconds = _error_of(waiting.get)
+    assert seconds < SOON and (error.role, error.rank, error.method) == ("hasty", 0, "wait_for_ever")
+    assert _error_of(doomed.get)[0] is error

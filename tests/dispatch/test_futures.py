@@ -1,0 +1,121 @@
+"""Calls that do not wait, chains of them, and what passes through the controller."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from statistics import median
+
+import numpy as np
+import pytest
+import ray
+import torch
+from dispatch.probes import Probe
+from ray._private.internal_api import memory_summary
+
+from hydraflow import metrics
+from hydraflow.dispatch.future import Future
+from hydraflow.dispatch.group import RoleGroup, WorkerGroup
+from hydraflow.dispatch.runtime import Runtime
+from hydraflow.dispatch.transport import INLINE_LIMIT
+from hydraflow.protocol.batch import DataProto
+
+BatchOf = Callable[[int], DataProto]
+
+
+def test_a_call_that_does_not_wait(pair: RoleGroup, batch_of: BatchOf) -> None:
+    begun = time.monotonic()
+    future = pair.call(Probe.double_later, batch_of(3), seconds=0.5)
+    assert time.monotonic() - begun < 0.4 and not future.done()
+    assert pair.fetch(future.get()).get("y").tolist() == [0, 2, 4]
+    assert time.monotonic() - begun >= 0.5 and future.done()
+
+
+@pytest.mark.parametrize("to", [1, 2, 4])
+def test_futures_chain_over_groups_of_other_sizes(groups: dict[int, WorkerGroup], batch_of: BatchOf, to: int) -> None:
+    made = groups[4].role("probe").call(Probe.double_later, batch_of(5), seconds=0.2)
+    assert isinstance(made, Future)
+    begun = time.monotonic()
+    chained = groups[to].role("probe").call(Probe.apply, lambda data: DataProto.from_dict({"x": data.get("y") + 1}), made)
+    assert time.monotonic() - begun >= 0.1
+    assert groups[to].role("probe").fetch(chained).get("x").tolist() == [1, 3, 5, 7, 9]
+
+
+def test_a_group_of_one_feeds_a_group_of_two(groups: dict[int, WorkerGroup], batch_of: BatchOf) -> None:
+    made = groups[1].role("probe").call(Probe.double_later, batch_of(2))
+    assert groups[2].role("probe").call(Probe.sum_of, made, key="y") == {"sum": metrics.total(2.0)}
+
+
+def test_a_future_of_metrics_is_no_batch(pair: RoleGroup, batch_of: BatchOf) -> None:
+    future = pair.call(Probe.tokens_later, batch_of(4))
+    assert metrics.values(future.get()) == {"tokens": 1 + 2 + 3 + 4}
+
+
+def test_a_chain_never_passes_data_through_the_controller(
+    runtime: Runtime, groups: dict[int, WorkerGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """20 MB are made and summed; the controller reads nothing of them, whatever Ray function it could read them with."""
+    seen: list[object] = []
+    get = ray.get
+    monkeypatch.setattr(ray, "get", lambda refs, **options: seen.append(refs) or get(refs, **options))
+    before = runtime.traffic()
+    wide = groups[2].role("probe").call(Probe.big, DataProto.from_dict({"x": torch.arange(100)}), 50_000)
+    later = wide.select_idxs(np.arange(99, -1, -1))
+    total = groups[4].role("probe").call(Probe.sum_of, later, key="big")
+    after = runtime.traffic()
+    assert metrics.values(total) == {"sum": 100 * 50_000.0}
+    assert after.total - before.total < 64 * 100 and after.calls - before.calls == 2
+    columns = {column.ref for column in wide.columns["big"].refs}
+    assert not [refs for refs in seen if columns & set(refs)]
+
+
+def test_bytes_of_local_columns_are_counted_and_stored_once(runtime: Runtime, groups: dict[int, WorkerGroup]) -> None:
+    four = groups[4].role("probe")
+    small, large = np.zeros(1000, np.uint8), np.zeros(10 * INLINE_LIMIT, np.uint8)
+    for array, sent in ((small, 4 * 1000), (large, 10 * INLINE_LIMIT)):
+        before = runtime.traffic().sent
+        assert four.call(Probe.size_of, array) == [array.nbytes] * 4
+        assert sent <= runtime.traffic().sent - before < sent + 4000
+    batch = DataProto.from_dict({"x": torch.zeros(8, 100_000)})
+    before = runtime.traffic().sent
+    assert metrics.values(four.call(Probe.sum_of, batch, key="x")) == {"sum": 0.0}
+    assert batch.get("x").nbytes <= runtime.traffic().sent - before < batch.get("x").nbytes + 4000
+
+
+def test_fetching_counts_the_columns_that_were_read(runtime: Runtime, pair: RoleGroup) -> None:
+    made = pair.call(Probe.big, DataProto.from_dict({"x": torch.arange(4)}), 1000)
+    before = runtime.traffic().received
+    assert runtime.fetch(made, ["big"]).get("big").sum() == 4000
+    assert runtime.traffic().received - before == 4 * 1000 * 4
+
+
+def test_a_column_is_freed_when_nobody_refers_to_it(pair: RoleGroup) -> None:
+    before = _store_used()
+    made = pair.call(Probe.big, DataProto.from_dict({"x": torch.arange(4)}), 1_000_000)
+    _until(lambda: _store_used() - before >= 15)
+    del made
+    _until(lambda: _store_used() - before < 1)
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 15
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def _store_used() -> int:
+    """MiB in the object store. What `ray memory --stats-only` prints; Ray has no public function for it."""
+    return int(re.search(r"memory usage (\d+) MiB", memory_summary(stats_only=True))[1])  # type: ignore[index]
+
+
+def test_an_empty_call_is_cheap(pair: RoleGroup) -> None:
+    times = []
+    for _ in range(200):
+        begun = time.perf_counter()
+        pair.call(Probe.nothing)
+        times.append(time.perf_counter() - begun)
+    print(f"no-op call on 2 workers: median {1e3 * median(times):.2f} ms")
+    # 2 to 3 ms on an idle machine; the bound only catches a mistake that makes every call wait for something.
+    assert median(times) < 0.05

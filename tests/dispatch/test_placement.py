@@ -1,0 +1,63 @@
+"""Pools against the cluster: what can never fit is refused with numbers before any process starts."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import ray
+
+from hydraflow.dispatch.placement import ResourcePool, cpus_needed, release, reserve, shortfall
+from hydraflow.errors import ConfigError
+
+NODE = {"CPU": 8.0, "GPU": 2.0}
+
+
+def test_what_fits_is_not_refused() -> None:
+    pools = [ResourcePool("train", [2, 2], gpus_per_process=1), ResourcePool("reward", [4])]
+    assert shortfall(pools, [NODE, NODE]) == [] and cpus_needed(pools) == 8
+
+
+@pytest.mark.parametrize(
+    ("pool", "rule"),
+    [
+        (ResourcePool("train", [1, 1, 1]), "needs 3 nodes, the cluster has 2"),
+        (ResourcePool("train", [9, 8]), "need 17 CPUs together, the cluster has 16"),
+        (ResourcePool("train", [9, 1]), "needs 9 CPUs on one node, the largest has 8"),
+        (ResourcePool("train", [3, 2], gpus_per_process=1), "need 5 GPUs together, the cluster has 4"),
+        (ResourcePool("train", [3, 1], gpus_per_process=1), "needs 3 GPUs on one node, the largest has 2"),
+    ],
+)
+def test_what_never_fits_is_named(pool: ResourcePool, rule: str) -> None:
+    problems = shortfall([pool], [NODE, NODE])
+    assert [problem.rule for problem in problems] == [rule] and all("train" in problem.field for problem in problems)
+
+
+def test_a_pool_without_processes_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at least one process on every node"):
+        ResourcePool("train", [2, 0])
+
+
+def test_too_large_for_the_cluster_fails_at_once(ray_session: None) -> None:
+    begun = time.monotonic()
+    with pytest.raises(ConfigError, match=r"resource pools train: need 9 CPUs together, the cluster has 8") as caught:
+        reserve([ResourcePool("train", [9])], timeout=60, growing=False)
+    assert caught.value.exit_code == 2 and time.monotonic() - begun < 5
+
+
+def test_a_cluster_that_may_grow_is_given_its_time(ray_session: None) -> None:
+    begun = time.monotonic()
+    with pytest.raises(ConfigError, match="needs 2 nodes, the cluster has 1"):
+        reserve([ResourcePool("train", [1, 1], cpus_per_process=0.1)], timeout=1, growing=True)
+    assert 1 <= time.monotonic() - begun < 10
+
+
+def test_a_busy_cluster_is_named_after_a_bounded_wait(ray_session: None) -> None:
+    free = int(ray.available_resources()["CPU"])
+    held = reserve([ResourcePool("first", [free])], timeout=30, growing=False)
+    with pytest.raises(ConfigError, match=rf"not free within 1 s: needed per node second \[{{'CPU': {float(free)}}}\]; free in all"):
+        reserve([ResourcePool("second", [free])], timeout=1, growing=False)
+    release(list(held.values()))
+    again = reserve([ResourcePool("second", [free])], timeout=30, growing=False)
+    assert [seat.local_rank for seat in again["second"].seats] == list(range(free))
+    release(list(again.values()))

@@ -1,0 +1,62 @@
+"""Two gloo ranks in processes that live for the whole test session: importing torch is what costs."""
+
+from __future__ import annotations
+
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+from hydraflow.engine import process_group
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def serve(rank: int, port: int, pipe: Connection) -> None:
+    """A rank: runs what it is told until told nothing."""
+    torch.set_num_threads(1)
+    process_group.start(rank=rank, world_size=2, address="127.0.0.1", port=port, device_type="cpu", timeout_s=120)
+    while (job := pipe.recv()) is not None:
+        function, args = job
+        try:
+            pipe.send((True, function(*args)))
+        except Exception:  # the test that asked shall see it
+            pipe.send((False, traceback.format_exc()))
+    process_group.stop()
+
+
+class Ranks:
+    """Two ranks that run functions of `rank_jobs`."""
+
+    def __init__(self) -> None:
+        context, port = mp.get_context("spawn"), free_port()
+        pairs = [context.Pipe() for _ in range(2)]
+        self.pipes = [mine for mine, _ in pairs]
+        self.processes = [context.Process(target=serve, args=(rank, port, theirs), daemon=True) for rank, (_, theirs) in enumerate(pairs)]
+        for process in self.processes:
+            process.start()
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What each rank returns."""
+        for pipe in self.pipes:
+            pipe.send((function, args))
+        answers = []
+        for rank, pipe in enumerate(self.pipes):
+            assert pipe.poll(150), f"rank {rank} did not answer"
+            answers.append(pipe.recv())
+        broken = [answer for fine, answer in answers if not fine]
+        assert not broken, broken[0]
+        return [answer for _, answer in answers]
+
+    def stop(self) -> None:
+        for pipe, process in zip(self.pipes, self.processes, strict=True):
+            pipe.send(None)
+            process.join(20)

@@ -1,0 +1,172 @@
+"""What ranks do in the tests of the engine; in a file of its own so that spawned processes can import it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hydraflow import metrics
+from hydraflow.engine.base import ModelOutput
+from hydraflow.engine.config import FSDPConfig, OptimConfig
+from hydraflow.engine.fsdp.engine import FSDPEngine
+from hydraflow.metrics import Metric
+from hydraflow.models.config import ModelConfig
+from hydraflow.protocol import ragged
+from hydraflow.protocol.batch import DataProto
+
+CPU = torch.device("cpu")
+ROWS = 8
+
+
+def make_engine(path: str, options: Mapping[str, Any] | None = None) -> FSDPEngine:
+    """An engine of that model; options: `model`, `fsdp`, `optim` (None: frozen), `head`, `total_steps`."""
+    options = dict(options or {})
+    optim = options.pop("optim", {})
+    return FSDPEngine(
+        ModelConfig(path=path, **options.pop("model", {})),
+        FSDPConfig(**{"dtype": "fp32", **options.pop("fsdp", {})}),
+        None if optim is None else OptimConfig(**{"lr": 1e-2, "clip_grad": 1e9, "weight_decay": 0.1, **optim}),
+        head=options.pop("head", "policy"),
+        device=CPU,
+        **options,
+    )
+
+
+def make_batch(step: int = 0, rows: int = ROWS) -> DataProto:
+    """Rows of different lengths, with some response tokens that are not trained and a weight for each token."""
+    draw = torch.Generator().manual_seed(100 + step)
+
+    def ids(n: int) -> torch.Tensor:
+        return torch.randint(2, 17, (n,), generator=draw)
+
+    prompts, lengths = [ids(1 + (3 * i + step) % 7) for i in range(rows)], [1 + (5 * i + step) % 9 for i in range(rows)]
+    total = sum(lengths)
+    mask, weight = torch.rand(total, generator=draw) > 0.2, torch.randn(total, generator=draw, dtype=torch.float64)
+    sizes = torch.tensor(lengths)
+    columns = {"response_mask": mask.long(), "advantages": weight}
+    return DataProto.from_dict(
+        {
+            "prompts": ragged.from_rows(prompts),
+            "responses": ragged.from_rows([ids(n) for n in lengths]),
+            **{name: ragged.from_parts(values, sizes) for name, values in columns.items()},
+        }
+    )
+
+
+def loss_of(output: ModelOutput, columns: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Metric]]:
+    """A weighted sum of what the model says, with a curve in it; entropy too when there is one."""
+    said = output.log_probs if output.values is None else output.values
+    assert said is not None
+    weight = columns["advantages"].to(said.dtype) * columns["response_mask"]
+    loss = (weight * (said + 0.1 * said.square())).sum() / 10
+    if output.entropy is not None:
+        loss = loss - 0.05 * (output.entropy * columns["response_mask"]).sum()
+    return loss, {"loss": metrics.total(loss.item()), "tokens": metrics.total(float(columns["response_mask"].sum()))}
+
+
+def my_share(batch: DataProto) -> DataProto:
+    return batch.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def full_weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.weights()}
+
+
+def gradients(engine: FSDPEngine) -> dict[str, torch.Tensor]:
+    return {name: p.grad.full_tensor().clone() for name, p in engine.module.named_parameters() if p.grad is not None}
+
+
+def one_gradient(path: str, options: Mapping[str, Any], micro_rows: int, entropy: bool = False) -> dict[str, torch.Tensor]:
+    engine = make_engine(path, options)
+    engine.forward_backward(my_share(make_batch()).split(micro_rows), loss_of, temperature=0.8, entropy=entropy)
+    return gradients(engine)
+
+
+def train(path: str, options: Mapping[str, Any], steps: int = 3, micro_rows: int = 2) -> dict[str, Any]:
+    """A few optimizer steps; also what a forward pass between them sees, which must be the newest weights."""
+    engine = make_engine(path, options)
+    told, seen = [], []
+    for step in range(steps):
+        share = my_share(make_batch(step))
+        seen.append(ragged.parts(engine.forward([share], temperature=0.8).batch[_column(engine)])[0])
+        engine.forward_backward(share.split(micro_rows), loss_of, temperature=0.8)
+        told.append(engine.optimizer_step())
+        engine.lr_step()
+    return {"told": told, "seen": seen, "weights": full_weights(engine)}
+
+
+def _column(engine: FSDPEngine) -> str:
+    return "values" if hasattr(engine.module, "score") else "log_probs"
+
+
+def count_reductions(path: str, micro_batches: int) -> tuple[int, int]:
+    """Reduce-scatter calls of one update with one and with several micro-batches."""
+    counts = []
+    for n in (1, micro_batches):
+        engine = make_engine(path)
+        share = my_share(make_batch())
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            engine.forward_backward(share.split(len(share) // n), loss_of)
+        counts.append(sum(event.count for event in profile.key_averages() if event.key.startswith("c10d::_reduce_scatter")))
+    return counts[0], counts[1]
+
+
+def break_one_rank(path: str) -> tuple[dict[str, float], bool]:
+    """An infinite loss on rank 1 only: what each rank is told, and whether its weights moved."""
+    engine = make_engine(path)
+    before = full_weights(engine)
+
+    def broken(output: ModelOutput, columns: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Metric]]:
+        loss, told = loss_of(output, columns)
+        return (loss * float("inf") if dist.get_rank() == 1 else loss), told
+
+    engine.forward_backward([my_share(make_batch())], broken)
+    told = engine.optimizer_step()
+    after = full_weights(engine)
+    return told, any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def save_both(path: str, options: Mapping[str, Any], directory: str) -> dict[str, torch.Tensor]:
+    """Two steps, then a Hugging Face directory and a sharded one, then one more step."""
+    engine = make_engine(path, options)
+    for step in range(2):
+        engine.forward_backward([my_share(make_batch(step))], loss_of)
+        engine.optimizer_step()
+        engine.lr_step()
+    engine.save_hf(directory + "/hf")
+    engine.save(directory + "/state")
+    saved = full_weights(engine)
+    engine.forward_backward([my_share(make_batch(2))], loss_of)
+    engine.optimizer_step()
+    return {"saved": saved, "next": full_weights(engine), "lr": engine.optimizer_step()["lr"]}
+
+
+def resume(path: str, options: Mapping[str, Any], directory: str) -> dict[str, torch.Tensor]:
+    engine = make_engine(path, options)
+    engine.load(directory + "/state")
+    saved = full_weights(engine)
+    engine.forward_backward([my_share(make_batch(2))], loss_of)
+    engine.optimizer_step()
+    return {"saved": saved, "next": full_weights(engine), "lr": engine.optimizer_step()["lr"]}
+
+
+def missing_weights(path: str) -> str:
+    from hydraflow.errors import ConfigError
+
+    try:
+        make_engine(path)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def split_by_tokens(max_tokens: int) -> tuple[int, list[int]]:
+    from hydraflow.engine import process_group
+    from hydraflow.engine.micro_batches import split_tokens
+
+    data = make_batch().slice(0, 4) if dist.get_rank() == 0 else make_batch().slice(4, 8)
+    parts = split_tokens(data, max_tokens, lambda values: process_group.all_reduce(values, "max"))
+    return len(parts.parts), parts.order.tolist()

@@ -1,0 +1,325 @@
+"""The engine against plain forwards of the same models, and its promise that neighbours do not matter."""
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GenerationConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
+
+from hydraflow.generation.base import GenerationOutput, GenerationRequest, SamplingParams
+from hydraflow.generation.native import NativeEngine
+from hydraflow.protocol import ragged
+
+VOCABULARY = 23
+END = 1
+SMALL = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+SMALL |= dict(num_key_value_heads=2, head_dim=8, max_position_embeddings=64, eos_token_id=END, bos_token_id=0, pad_token_id=0)
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SMALL),
+    "qwen3 tied": Qwen3Config(**SMALL, tie_word_embeddings=True),
+    "mistral, window 6": MistralConfig(**SMALL, sliding_window=6),
+    "gemma2, window in every other layer": Gemma2Config(**SMALL, sliding_window=6, query_pre_attn_scalar=8),
+    "gpt2": GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, eos_token_id=END, bos_token_id=0),
+}
+
+
+def make(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        for p in model.parameters():
+            # Weights of the usual scale 0.02 give nearly uniform distributions, which would hide mistakes.
+            if p.ndim == 2:
+                p.data.normal_(0, 0.3)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def engine() -> NativeEngine:
+    return NativeEngine(make(CONFIGS["qwen3 tied"]))
+
+
+def make_request(lengths: list[int], samples: int = 1) -> GenerationRequest:
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(2, VOCABULARY, (n,), generator=generator) for n in lengths]
+    return GenerationRequest(prompts, [samples] * len(lengths), [(0, 7, f"uid{i}") for i in range(len(lengths))])
+
+
+def rows(output: GenerationOutput) -> list[list[int]]:
+    return [row.tolist() for row in ragged.rows(output.responses)]
+
+
+def expected_log_probs(model: PreTrainedModel, prompt: Tensor, response: Tensor, temperature: float) -> Tensor:
+    with torch.no_grad():
+        logits = model(input_ids=torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+    return (logits.double() / temperature).log_softmax(-1).gather(1, response[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_are_those_of_a_forward_over_the_whole_sequence(name: str, temperature: float) -> None:
+    model = make(CONFIGS[name])
+    request = make_request([3, 8, 5, 6, 8, 17, 1], samples=3)
+    params = SamplingParams(max_tokens=12, temperature=temperature, top_k=9, top_p=0.95, ignore_eos=True)
+    output = NativeEngine(model).generate(request, params)
+    log_probs = ragged.rows(output.log_probs)
+    for i, response in enumerate(ragged.rows(output.responses)):
+        expected = expected_log_probs(model, request.prompts[i // 3], response, temperature)
+        assert len(response) == 12
+        assert float((log_probs[i] - expected).abs().max()) < 1e-4, f"prompt {i // 3}"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_greedy_follows_the_argmax_of_plain_forwards(name: str) -> None:
+    model = make(CONFIGS[name], torch.float64)
+    request = make_request([4, 6, 11])
+    output = NativeEngine(model).generate(request, SamplingParams(max_tokens=9, temperature=0))
+    for prompt, row, logp in zip(request.prompts, rows(output), ragged.rows(output.log_probs)):
+        ids = prompt
+        while len(ids) < len(prompt) + 9 and (len(ids) == len(prompt) or ids[-1] != END):
+            with torch.no_grad():
+                ids = torch.cat([ids, model(input_ids=ids[None]).logits[0, -1].argmax()[None]])
+        assert row == ids[len(prompt) :].tolist()
+        assert torch.allclose(logp.double(), expected_log_probs(model, prompt, ids[len(prompt) :], 1.0), atol=1e-6)
+
+
+def test_samples_follow_the_distribution(engine: NativeEngine) -> None:
+    """4000 first tokens of one prompt: each share within 4.5 standard deviations of its probability."""
+    request = GenerationRequest([torch.tensor([5, 9, 3])], [4000], [(1, "x")])
+    output = engine.generate(request, SamplingParams(max_tokens=1))
+    shares = torch.bincount(ragged.parts(output.responses)[0], minlength=VOCABULARY) / 4000
+    with torch.no_grad():
+        probs = engine._model(input_ids=request.prompts[0][None]).logits[0, -1].softmax(-1)
+    assert float(((shares - probs) / (probs * (1 - probs) / 4000).sqrt()).abs().max()) < 4.5
+
+
+def generate_part(engine: NativeEngine, request: GenerationRequest, which: np.ndarray) -> dict[tuple[str | int, ...], object]:
+    part = GenerationRequest([request.prompts[i] for i in which], [request.samples[i] for i in which], [request.keys[i] for i in which])
+    output = engine.generate(part, SamplingParams(max_tokens=20, temperature=1.2))
+    found, log_probs, at = rows(output), ragged.rows(output.log_probs), 0
+    result: dict[tuple[str | int, ...], object] = {}
+    for key, n in zip(part.keys, part.samples):
+        result[key] = (found[at : at + n], log_probs[at : at + n])
+        at += n
+    return result
+
+
+@pytest.mark.parametrize("name", ["qwen3 tied", "mistral, window 6"])
+def test_samples_do_not_depend_on_the_number_of_engines_nor_on_order_nor_on_the_limit_of_rows(name: str) -> None:
+    model = make(CONFIGS[name])
+    request = make_request([2 + i % 13 for i in range(64)], samples=4)
+    whole = generate_part(NativeEngine(model), request, np.arange(64))
+    everything = np.arange(64)
+    shuffled = np.random.default_rng(0).permutation(64)
+    splits = [np.array_split(everything, 2), np.array_split(everything, 4), [shuffled], [everything[9:10]]]
+    for max_rows, parts in [*((1024, split) for split in splits), (3, [everything]), (30, [everything])]:
+        for part in parts:
+            for key, (tokens, log_probs) in generate_part(NativeEngine(model, max_num_seqs=max_rows), request, part).items():
+                assert tokens == whole[key][0]
+                assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(log_probs, whole[key][1]))
+
+
+def test_no_matrix_product_has_few_rows_and_finished_rows_leave(engine: NativeEngine) -> None:
+    """Few rows are summed up in another order, so 16 of them are the least; and 64 rows shrink as responses end."""
+    seen: list[tuple[int, int]] = []
+    handle = engine._model.register_forward_pre_hook(lambda _, __, kw: seen.append(tuple(kw["input_ids"].shape)), with_kwargs=True)
+    engine.generate(make_request([3]), SamplingParams(max_tokens=3, ignore_eos=True))
+    assert seen == [(4, 4), (16, 1), (16, 1)]
+    seen.clear()
+    output = engine.generate(make_request([8], samples=64), SamplingParams(max_tokens=40))
+    handle.remove()
+    lengths = ragged.lengths(output.responses)
+    assert seen[0] == (2, 8) and seen[1][0] in range(49, 65)
+    for step, (rows_now, _) in enumerate(seen[1:], 1):
+        alive = int((lengths > step).sum())
+        assert max(alive, 16) <= rows_now <= max(alive * 4 / 3, 16)
+
+
+def test_models_with_one_mask_are_padded_and_the_others_are_not() -> None:
+    assert {name: NativeEngine(make(config))._forward.pads for name, config in CONFIGS.items()} == {
+        "llama": True,
+        "qwen3 tied": True,
+        "mistral, window 6": False,
+        "gemma2, window in every other layer": False,
+        "gpt2": False,
+    }
+
+
+def test_another_key_gives_other_samples_and_samples_differ(engine: NativeEngine) -> None:
+    prompt = torch.tensor([4, 5, 6])
+    request = GenerationRequest([prompt, prompt, prompt], [2, 2, 2], [(0, "a"), (0, "a"), (1, "a")])
+    found = rows(engine.generate(request, SamplingParams(max_tokens=20, ignore_eos=True)))
+    assert found[0:2] == found[2:4] and found[0] != found[1]
+    assert found[0] not in found[4:6]
+
+
+def test_a_response_ends_with_its_end_token(engine: NativeEngine) -> None:
+    request = make_request([5, 6, 7, 12], samples=40)
+    output = engine.generate(request, SamplingParams(max_tokens=15))
+    assert set(output.finish_reason) == {"stop", "length"}, "both cases occur with this seed"
+    for row, reason in zip(rows(output), output.finish_reason):
+        assert END not in row[:-1]
+        assert (row[-1] == END) == (reason == "stop")
+        assert len(row) == 15 or reason == "stop"
+
+
+def test_ignoring_end_tokens_changes_no_token_before_them_and_extra_stop_tokens_count(engine: NativeEngine) -> None:
+    request = make_request([5, 6, 7], samples=20)
+    stopped = rows(engine.generate(request, SamplingParams(max_tokens=15)))
+    free = engine.generate(request, SamplingParams(max_tokens=15, ignore_eos=True))
+    assert set(free.finish_reason) == {"length"}
+    assert [f[: len(s)] for f, s in zip(rows(free), stopped)] == stopped
+    extra = rows(engine.generate(request, SamplingParams(max_tokens=15, ignore_eos=True, stop_token_ids=(7, 8))))
+    cut = [next((i + 1 for i, t in enumerate(row) if t in (7, 8)), 15) for row in rows(free)]
+    assert extra == [row[:n] for row, n in zip(rows(free), cut)]
+
+
+def test_end_tokens_come_from_the_generation_settings_then_from_the_configuration() -> None:
+    model = make(CONFIGS["llama"])
+    assert NativeEngine(model)._eos == (END,)
+    assert NativeEngine(model, generation_config=GenerationConfig(eos_token_id=[4, 6]))._eos == (4, 6)
+    assert NativeEngine(model, generation_config=GenerationConfig())._eos == (END,)
+
+
+def test_long_prompts_are_prefilled_in_parts_with_the_same_outcome(engine: NativeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = make_request([9, 12, 10, 11, 12], samples=2)
+    whole = rows(engine.generate(request, SamplingParams(max_tokens=6)))
+    monkeypatch.setattr("hydraflow.generation.decode._PREFILL_TOKENS", 24)
+    assert rows(engine.generate(request, SamplingParams(max_tokens=6))) == whole
+
+
+def test_outputs_can_take_part_in_training(engine: NativeEngine) -> None:
+    output = engine.generate(make_request([4]), SamplingParams(max_tokens=3))
+    values = ragged.parts(output.log_probs)[0]
+    weight = torch.ones((), requires_grad=True)
+    (weight * values).sum().backward()
+    assert not values.is_inference() and float(weight.grad) == pytest.approx(float(values.sum()))
+
+
+def test_prompts_that_do_not_fit_are_refused_with_numbers(engine: NativeEngine) -> None:
+    with pytest.raises(ValueError, match="prompt 1 has 60 tokens; with max_tokens=5 that is 65, more than .*=64"):
+        engine.generate(make_request([3, 60]), SamplingParams(max_tokens=5))
+    with pytest.raises(ValueError, match="prompt 0 holds token 23; the vocabulary has 23"):
+        engine.generate(GenerationRequest([torch.tensor([23])], [1], [(0,)]), SamplingParams(max_tokens=5))
+    with pytest.raises(ValueError, match="prompt 0 has shape"):
+        GenerationRequest([torch.tensor([], dtype=torch.int64)], [1], [(0,)])
+    with pytest.raises(ValueError, match="1 prompts, 2 sample counts and 1 keys"):
+        GenerationRequest([torch.tensor([3])], [1, 1], [(0,)])
+
+
+def test_weights_that_are_not_numbers_are_found() -> None:
+    model = make(CONFIGS["llama"])
+    model.lm_head.weight.data[3, 0] = torch.nan
+    with pytest.raises(FloatingPointError, match="not finite"):
+        NativeEngine(model).generate(make_request([4]), SamplingParams(max_tokens=2))
+
+
+def weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    return {name: p.data.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3 tied"])
+def test_an_engine_from_a_configuration_samples_as_the_model_once_it_has_its_weights(name: str) -> None:
+    model = make(CONFIGS[name])
+    state = torch.random.get_rng_state()
+    empty = NativeEngine.from_config(CONFIGS[name], device="cpu", dtype=torch.float32)
+    assert torch.equal(state, torch.random.get_rng_state())
+    with pytest.raises(RuntimeError, match="no weights yet"):
+        empty.generate(make_request([3]), SamplingParams(max_tokens=2))
+    empty.update_weights(weights(model).items())
+    request, params = make_request([3, 9], samples=4), SamplingParams(max_tokens=10)
+    assert rows(empty.generate(request, params)) == rows(NativeEngine(model).generate(request, params))
+
+
+def test_tied_weights_may_come_under_both_names_but_must_agree() -> None:
+    model = make(CONFIGS["qwen3 tied"])
+    stream = weights(model)
+    assert "lm_head.weight" not in stream
+    tied = {**stream, "lm_head.weight": stream["model.embed_tokens.weight"]}
+    NativeEngine(model).update_weights(tied.items())
+    only_head = {name: t for name, t in tied.items() if name != "model.embed_tokens.weight"}
+    NativeEngine(model).update_weights(only_head.items())
+    with pytest.raises(ValueError, match="model.embed_tokens.weight and lm_head.weight are one tensor"):
+        NativeEngine(model).update_weights({**tied, "lm_head.weight": tied["lm_head.weight"] + 1}.items())
+
+
+def test_weights_that_do_not_fit_are_named_and_leave_the_engine_unusable_until_a_good_update() -> None:
+    model = make(CONFIGS["llama"])
+    engine, good = NativeEngine(model), weights(model)
+    with pytest.raises(ValueError, match="no weight model.norm.wait; did you mean model.norm.weight"):
+        engine.update_weights([("model.norm.wait", torch.zeros(32))])
+    with pytest.raises(ValueError, match=r"model.norm.weight has shape \(31,\), but LlamaForCausalLM needs \(32,\)"):
+        engine.update_weights([("model.norm.weight", torch.zeros(31))])
+    with pytest.raises(ValueError, match="1 of 21 weights of LlamaForCausalLM did not come: lm_head.weight"):
+        engine.update_weights((name, t) for name, t in good.items() if name != "lm_head.weight")
+    with pytest.raises(RuntimeError, match="mixture"):
+        engine.generate(make_request([3]), SamplingParams(max_tokens=2))
+    engine.update_weights(good.items())
+    engine.generate(make_request([3]), SamplingParams(max_tokens=2))
+
+
+def test_sleep_frees_the_weights_and_waking_needs_them_again() -> None:
+    model = make(CONFIGS["qwen3 tied"])
+    engine, good, request, params = NativeEngine(model), weights(model), make_request([3, 4], samples=2), SamplingParams(max_tokens=8)
+    before = rows(engine.generate(request, params))
+    engine.sleep()
+    engine.sleep()
+    assert sum(p.untyped_storage().nbytes() for p in model.parameters()) == 0
+    with pytest.raises(RuntimeError, match="asleep"):
+        engine.generate(request, params)
+    with pytest.raises(RuntimeError, match="asleep"):
+        engine.update_weights(good.items())
+    engine.wake()
+    with pytest.raises(RuntimeError, match="without weights"):
+        engine.generate(request, params)
+    engine.update_weights(good.items())
+    engine.wake()
+    assert rows(engine.generate(request, params)) == before
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_abort_ends_a_running_generate_and_keeps_what_there_is(engine: NativeEngine) -> None:
+    request, params = make_request([4, 4, 20], samples=2), SamplingParams(max_tokens=30, ignore_eos=True)
+    whole = rows(engine.generate(request, params))
+    with at_forward(engine, 4, lambda: in_other_thread(engine.abort)):
+        aborted = engine.generate(request, params)
+    # Prefill and three more forwards: four tokens of the first wave, and the second never starts.
+    assert rows(aborted) == [row[:4] for row in whole[:4]] + [[], []]
+    assert set(aborted.finish_reason) == {"abort"}
+    assert rows(engine.generate(request, params)) == whole, "an abort is over with the call that it ended"
+
+
+def in_other_thread(call: Callable[[], None]) -> None:
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+
+
+@contextmanager
+def at_forward(engine: NativeEngine, number: int, call: Callable[[], None]) -> Iterator[None]:
+    """Calls when the model's forward number `number`, counted from 1, begins."""
+    forwards = itertools.count(1)
+    handle = engine._model.register_forward_pre_hook(lambda *_: call() if next(forwards) == number else None)
+    yield
+    handle.remove()
+
+
+def test_abort_without_a_running_generate_does_nothing(engine: NativeEngine) -> None:
+    engine.abort()
+    output = engine.generate(make_request([4]), SamplingParams(max_tokens=3, ignore_eos=True))
+    assert output.finish_reason.tolist() == ["length"]

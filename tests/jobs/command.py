@@ -1,0 +1,57 @@
+"""Runs hydraflow's commands as a user does, in a process of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+SMALL_RECIPE = ["recipe.warm_start_steps=20", "recipe.warm_start_accuracy=1.0", "recipe.train_problems=600", "recipe.val_problems=32"]
+"""Few problems and a short warm start: it learns next to nothing, but everything runs."""
+SMALL_STEPS = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=4"]
+
+
+def hydraflow(command: str, *overrides: str, cwd: Path, timeout: float = 240.0) -> subprocess.CompletedProcess[str]:
+    """`python -m hydraflow.<command> overrides`, with what it printed."""
+    return subprocess.run(
+        [sys.executable, "-m", f"hydraflow.{command}", *overrides],
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def read_steps(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    """Exit code 2, a message with these words, no stack trace."""
+    said = done.stdout + done.stderr
+    assert done.returncode == 2, said[-3000:]
+    assert "Traceback" not in said, said[-3000:]
+    missing = [word for word in words if word not in said]
+    assert not missing, f"{missing} not in:\n{said[-3000:]}"
+
+
+def processes_with(words: Sequence[str]) -> list[int]:
+    """Processes whose command line or environment holds all words."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            text = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
+        except OSError:
+            continue
+        if all(word.encode() in text for word in words):
+            found.append(int(entry.name))
+    return found

@@ -1,0 +1,128 @@
+"""The main job as a user starts it: it trains, leaves what it promises, and ends cleanly when it is interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from command import SMALL_RECIPE, SMALL_STEPS, hydraflow, processes_with, read_steps
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, recipe_cache: Path) -> Path:
+    """A run of three steps with validation, from a folder that has nothing to do with the project."""
+    home = tmp_path_factory.mktemp("run")
+    done = hydraflow(
+        "main_ppo",
+        *SMALL_RECIPE,
+        *SMALL_STEPS,
+        f"recipe.cache_dir={recipe_cache}",
+        "+trainer.total_training_steps=3",
+        "++trainer.test_freq=2",
+        "trainer.log_val_generations=4",
+        "trainer.default_local_dir=out",
+        cwd=home,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "\x1b[" not in done.stdout, "piped to a file it prints plain lines"
+    assert str(home / "out") in done.stdout, "the last line says where the run folder is"
+    return home / "out"
+
+
+def test_it_leaves_what_it_promises(run: Path) -> None:
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["steps"] == 3
+    assert summary["why_it_ended"] == "all steps done"
+    assert summary["best_val_accuracy"] >= summary["first_val_accuracy"] >= 0
+    assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert list((run / "tensorboard").glob("events.*"))
+    assert json.loads((run / "plan.json").read_text())["trajectories_per_step"] == 32
+    assert "adv_estimator: grpo" in (run / "config.yaml").read_text()
+    assert len(list((run / "samples").iterdir())) == 3, "samples of the validations at steps 0, 2 and 3"
+
+
+def test_metrics_have_the_names_that_users_know(run: Path) -> None:
+    rows = [row for row in read_steps(run) if row["step"] > 0]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert "val-core/arithmetic/acc/mean@1" in rows[1] and "val-core/arithmetic/acc/mean@1" not in rows[0]
+    for row in rows:
+        known = {"actor/pg_loss", "actor/pg_clipfrac", "actor/ppo_kl", "actor/entropy", "actor/grad_norm", "actor/lr"}
+        known |= {"critic/score/mean", "critic/rewards/mean", "critic/advantages/mean", "response_length/mean", "prompt_length/mean"}
+        known |= {f"timing_s/{phase}" for phase in ("step", "gen", "reward", "adv", "update_actor", "update_weights")}
+        known |= {"perf/throughput", "training/global_step", "training/rollout_probs_diff_mean", "perf/total_num_tokens"}
+        assert known <= set(row), known - set(row)
+        assert row["training/rollout_probs_diff_max"] < 1e-4, "the generation engine's probabilities are the trainer's"
+        assert row["perf/total_num_tokens"] == pytest.approx(32 * (row["prompt_length/mean"] + row["response_length/mean"]))
+
+
+def test_the_trained_model_is_a_hugging_face_directory(run: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(run / "final_model" / "actor")
+    tokenizer = AutoTokenizer.from_pretrained(run / "final_model" / "actor")
+    assert model.config.num_hidden_layers == 3
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "17+25="}], tokenize=False) == "17+25="
+
+
+def test_the_same_seed_gives_the_same_numbers(run: Path, tmp_path: Path, recipe_cache: Path) -> None:
+    done = hydraflow(
+        "main_ppo",
+        *SMALL_RECIPE,
+        *SMALL_STEPS,
+        f"recipe.cache_dir={recipe_cache}",
+        "trainer.total_training_steps=3",
+        "trainer.test_freq=2",
+        "trainer.default_local_dir=again",
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    unlike = ("timing_s/", "perf/", "seconds")
+    first, second = (
+        [{name: value for name, value in row.items() if not name.startswith(unlike)} for row in read_steps(folder)]
+        for folder in (run, tmp_path / "again")
+    )
+    assert first == second
+
+
+def test_max_wall_time_ends_a_run_in_good_order(tmp_path: Path, recipe_cache: Path) -> None:
+    done = hydraflow(
+        "main_ppo",
+        *SMALL_RECIPE,
+        *SMALL_STEPS,
+        f"recipe.cache_dir={recipe_cache}",
+        "trainer.max_wall_time=1s",
+        "trainer.default_local_dir=out",
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert (summary["steps"], summary["why_it_ended"]) == (1, "trainer.max_wall_time reached")
+
+
+def test_ctrl_c_leaves_no_process_and_exits_130(tmp_path: Path, recipe_cache: Path) -> None:
+    mark = f"HYDRAFLOW_TEST_MARK={tmp_path.name}-{os.getpid()}"
+    name, value = mark.split("=")
+    command = [sys.executable, "-m", "hydraflow.main_ppo", *SMALL_RECIPE, *SMALL_STEPS, f"recipe.cache_dir={recipe_cache}"]
+    command += ["trainer.total_training_steps=100000", "trainer.default_local_dir=out"]
+    with open(tmp_path / "log", "w") as log:
+        started = subprocess.Popen(command, cwd=tmp_path, env={**os.environ, name: value}, stdout=log, stderr=log, start_new_session=True)
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    _wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3, 180, "the first steps")
+    os.killpg(started.pid, signal.SIGINT)
+    assert started.wait(timeout=60) == 130, (tmp_path / "log").read_text()[-3000:]
+    _wait_for(lambda: not processes_with([mark]), 30, "all processes to end")
+    assert "Traceback" not in (tmp_path / "log").read_text()
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["why_it_ended"] == "interrupted"
+
+
+def _wait_for(condition, seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        time.sleep(0.2)

@@ -1,0 +1,97 @@
+"""Every estimator and every option of the losses trains for some steps through the whole system, on two real worker processes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import SMALL_RECIPE, SMALL_STEPS, read_steps
+
+from hydraflow import compose
+from hydraflow.jobs.ppo import PPOJob
+from hydraflow.schema import PPOConfig
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_session")]
+
+ACTOR = "actor_rollout_ref.actor"
+
+
+def train(folder: Path, cache: Path, *overrides: str) -> list[dict[str, Any]]:
+    """Trains in this process's Ray and returns the metrics of the steps."""
+    given = [*SMALL_RECIPE, *SMALL_STEPS, f"recipe.cache_dir={cache}", f"trainer.default_local_dir={folder}", "trainer.logger=[file]"]
+    given += ["trainer.total_training_steps=2", "trainer.val_before_train=false", "data.val_max_samples=4", "trainer.save_final_model=false"]
+    PPOJob(compose.load("ppo", PPOConfig, [*given, *overrides])).run()
+    rows = [row for row in read_steps(folder) if row["step"] > 0]
+    for row in rows:
+        strange = {name: value for name, value in row.items() if not math.isfinite(float(value))}
+        assert not strange
+    return rows
+
+
+def test_ppo_with_a_critic(tmp_path: Path, recipe_cache: Path) -> None:
+    rows = train(
+        tmp_path, recipe_cache, "algorithm.adv_estimator=gae", f"{ACTOR}.ppo_epochs=2", "trainer.critic_warmup=1", "critic.optim.lr=1e-3"
+    )
+    assert "actor/pg_loss" not in rows[0] and "critic/vf_loss" in rows[0], "in the first step only the critic learns"
+    assert rows[1]["actor/grad_norm"] > 0 and rows[1]["critic/grad_norm"] > 0
+    assert rows[0]["critic/values/mean"] == 0.0, "a new critic starts at 0"
+    assert rows[1]["critic/values/mean"] != 0.0
+
+
+def test_rloo_with_a_kl_loss_and_an_entropy_bonus(tmp_path: Path, recipe_cache: Path) -> None:
+    rows = train(
+        tmp_path, recipe_cache, "algorithm.adv_estimator=rloo", f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.entropy_coeff=0.01",
+        f"{ACTOR}.kl_loss_type=k1", f"{ACTOR}.loss_agg_mode=seq-mean-token-sum",
+    )
+    assert rows[0]["actor/kl_coef"] == pytest.approx(0.001)
+    assert abs(rows[1]["actor/kl_loss"]) > abs(rows[0]["actor/kl_loss"]), "the policy moves away from the reference"
+
+
+def test_reinforce_plus_plus_with_kl_in_the_reward(tmp_path: Path, recipe_cache: Path) -> None:
+    rows = train(
+        tmp_path, recipe_cache, "algorithm.adv_estimator=reinforce_plus_plus", "algorithm.use_kl_in_reward=true",
+        f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
+    )
+    assert rows[0]["actor/reward_kl_penalty"] == pytest.approx(0.0, abs=1e-5), "at the first step the policy is the reference"
+    assert rows[1]["actor/reward_kl_penalty_coeff"] == 0.001
+
+
+def test_an_adaptive_kl_controller_moves(tmp_path: Path, recipe_cache: Path) -> None:
+    rows = train(
+        tmp_path, recipe_cache, "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=100",
+        "algorithm.kl_penalty=low_var_kl", f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=64", f"{ACTOR}.shuffle=true",
+        f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
+    )
+    # KL is below its target, so the coefficient falls by a fifth of trajectories / horizon = 32 / 100.
+    assert rows[1]["actor/reward_kl_penalty_coeff"] == pytest.approx(0.001 * (1 - 0.2 * 32 / 100))
+
+
+def test_adapters_with_themselves_switched_off_as_reference(tmp_path: Path, recipe_cache: Path) -> None:
+    rows = train(
+        tmp_path, recipe_cache, "actor_rollout_ref.model.lora_rank=4", f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.loss_agg_mode=token-sum",
+        f"{ACTOR}.ppo_mini_batch_size=8",
+    )
+    assert rows[0]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-5), "new adapters change nothing"
+    assert rows[1]["actor/kl_loss"] > 0
+    assert rows[1]["training/rollout_probs_diff_max"] < 1e-4, "the generation engine got the merged weights"
+
+
+def test_micro_batches_and_recomputation_change_nothing(tmp_path: Path, recipe_cache: Path) -> None:
+    plain = train(tmp_path / "plain", recipe_cache)
+    cut = train(
+        tmp_path / "cut", recipe_cache, f"{ACTOR}.ppo_micro_batch_size_per_gpu=2", "actor_rollout_ref.model.enable_gradient_checkpointing=true"
+    )
+    for name in ("actor/grad_norm", "actor/pg_loss", "critic/score/mean", "actor/entropy"):
+        assert cut[1][name] == pytest.approx(plain[1][name], rel=1e-3, abs=1e-5)
+
+
+def test_the_number_of_processes_changes_nothing(tmp_path: Path, recipe_cache: Path) -> None:
+    """In float64, where rounding is out of sight: the same samples, the same gradients, with one process and with two."""
+    double = [f"{ACTOR}.fsdp_config.model_dtype=fp64", f"{ACTOR}.fsdp_config.dtype=fp64", f"{ACTOR}.fsdp_config.reduce_dtype=fp64"]
+    double += ["actor_rollout_ref.rollout.dtype=fp64"]
+    runs = [train(tmp_path / str(n), recipe_cache, *double, f"trainer.n_gpus_per_node={n}") for n in (1, 2)]
+    for one, two in zip(*runs, strict=True):
+        for name in ("actor/grad_norm", "actor/pg_loss", "critic/score/mean", "actor/entropy", "response_length/mean", "actor/ppo_kl"):
+            assert two[name] == pytest.approx(one[name], rel=1e-6, abs=1e-9), name

@@ -1,0 +1,98 @@
+"""What a user reads when a model directory is not what it should be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hydraflow.errors import ConfigError
+from hydraflow.models import loading
+from hydraflow.models.config import ModelConfig
+from hydraflow.models.tiny import make_model
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    return make_model(tmp_path / "tiny", hidden=32, layers=2, heads=2, kv_heads=1)
+
+
+def problem(error: pytest.ExceptionInfo[ConfigError]) -> tuple[str, str]:
+    (only,) = error.value.problems
+    return only.field, only.rule
+
+
+def test_directory_without_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        loading.load_config(ModelConfig(path=str(tmp_path)))
+    assert problem(error) == ("actor_rollout_ref.model.path", "this directory has no config.json, so it is no Hugging Face model")
+
+
+def test_no_such_directory_and_no_path() -> None:
+    with pytest.raises(ConfigError, match="critic.model.path=/nowhere/at/all: there is no such directory"):
+        loading.load_config(ModelConfig(path="/nowhere/at/all"), field="critic.model")
+    with pytest.raises(ConfigError, match="no model is named"):
+        loading.load_config(ModelConfig())
+
+
+def test_directory_without_tokenizer(tiny: Path) -> None:
+    for file in tiny.glob("*token*"):
+        file.unlink()
+    with pytest.raises(ConfigError) as error:
+        loading.load_tokenizer(ModelConfig(path=str(tiny)))
+    assert problem(error)[0] == "actor_rollout_ref.model.path"
+    assert "no tokenizer" in problem(error)[1]
+
+
+def test_tokenizer_without_chat_template(tiny: Path) -> None:
+    for file in tiny.glob("chat_template*"):
+        file.unlink()
+    described = json.loads((tiny / "tokenizer_config.json").read_text())
+    described.pop("chat_template", None)
+    (tiny / "tokenizer_config.json").write_text(json.dumps(described))
+    with pytest.raises(ConfigError, match="no chat template"):
+        loading.load_tokenizer(ModelConfig(path=str(tiny)))
+    assert loading.load_tokenizer(ModelConfig(path=str(tiny)), chat=False).chat_template is None
+    own = loading.load_tokenizer(ModelConfig(path=str(tiny), custom_chat_template="{{ messages[0]['content'] }}!"))
+    assert own.apply_chat_template([{"role": "user", "content": "1+1"}], tokenize=False) == "1+1!"
+
+
+def test_overrides_replace_and_unknown_ones_are_named(tiny: Path) -> None:
+    assert loading.load_config(ModelConfig(path=str(tiny), override_config={"rms_norm_eps": 0.5})).rms_norm_eps == 0.5
+    with pytest.raises(ConfigError, match="knows no rms_eps"):
+        loading.load_config(ModelConfig(path=str(tiny), override_config={"rms_eps": 0.5}))
+
+
+def test_dropout_is_off(tiny: Path) -> None:
+    described = json.loads((tiny / "config.json").read_text())
+    (tiny / "config.json").write_text(json.dumps({**described, "attention_dropout": 0.1}))
+    assert loading.load_config(ModelConfig(path=str(tiny))).attention_dropout == 0.0
+
+
+def test_missing_weights_are_never_random(tiny: Path) -> None:
+    weights = load_file(tiny / "model.safetensors")
+    weights.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(weights, tiny / "model.safetensors", metadata={"format": "pt"})
+    options = ModelConfig(path=str(tiny))
+    with pytest.raises(ConfigError, match=r"1 weights are not in its files, the first model.layers.1.mlp.up_proj.weight"):
+        loading.read_weights(loading.load_config(options), options, head="policy", dtype=torch.float32)
+
+
+def test_value_head_is_zero_or_what_is_stored(tiny: Path) -> None:
+    options = ModelConfig(path=str(tiny))
+    config = loading.load_config(options)
+    assert not loading.read_weights(config, options, head="value", dtype=torch.float32)["score.weight"].any()
+    weights = load_file(tiny / "model.safetensors")
+    score = torch.arange(32.0)[None]
+    save_file({**weights, "score.weight": score}, tiny / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(loading.read_weights(config, options, head="value", dtype=torch.float32)["score.weight"], score)
+
+
+def test_end_tokens_of_generation(tiny: Path) -> None:
+    found = loading.load_generation_config(ModelConfig(path=str(tiny)))
+    assert found is not None and found.eos_token_id == 1
+    (tiny / "generation_config.json").unlink()
+    assert loading.load_generation_config(ModelConfig(path=str(tiny))) is None

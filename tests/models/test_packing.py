@@ -1,0 +1,228 @@
+"""Packed rows, padded rows and transformers' own forward pass agree to the last digits of float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import CohereConfig, Gemma2Config, GraniteConfig, LlamaConfig, PretrainedConfig, Qwen3Config
+
+from hydraflow.errors import ConfigError
+from hydraflow.models import attention, loading
+from hydraflow.models.config import ModelConfig
+from hydraflow.models.heads import PolicyModel, ValueModel
+from hydraflow.models.packing import pack
+from hydraflow.models.tiny import make_model
+from hydraflow.protocol import ragged
+
+CPU = torch.device("cpu")
+SIZES = dict(
+    vocab_size=37,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=1200,
+    pad_token_id=0,
+    bos_token_id=None,
+    eos_token_id=1,
+)
+CONFIGS = {
+    "qwen3": lambda: Qwen3Config(**SIZES, head_dim=8),
+    "qwen3-window": lambda: Qwen3Config(**SIZES, head_dim=8, use_sliding_window=True, sliding_window=5, max_window_layers=1),
+    "llama": lambda: LlamaConfig(**SIZES),
+    "granite": lambda: GraniteConfig(
+        **SIZES, logits_scaling=4.0, attention_multiplier=0.3, embedding_multiplier=2.0, residual_multiplier=0.5
+    ),
+    "cohere": lambda: CohereConfig(**SIZES, logit_scale=0.3),
+    "gemma2": lambda: Gemma2Config(**SIZES, head_dim=8, sliding_window=6, final_logit_softcapping=3.0, attn_logit_softcapping=1.5),
+}
+
+
+def rows_of(lengths: list[tuple[int, int]], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ragged prompts and responses of these (prompt, response) lengths."""
+    draw = torch.Generator().manual_seed(seed)
+    ids = [[torch.randint(2, SIZES["vocab_size"], (n,), generator=draw) for n in pair] for pair in lengths]
+    return ragged.from_rows([p for p, _ in ids]), ragged.from_rows([r for _, r in ids])
+
+
+def models_of(config: PretrainedConfig, chunk: int = 1000) -> tuple[PolicyModel, PolicyModel, bool]:
+    """The model as we choose to run it, the same weights with padding, and whether the first one pads too."""
+    from transformers import AutoModelForCausalLM
+
+    options = ModelConfig(path=".")
+    name, padded = loading.choose_attention(config, options, loading.causal_class(config, options))
+    oracle = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+    torch.manual_seed(3)
+    ours = AutoModelForCausalLM.from_config(config, attn_implementation=name).double().eval()
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    theirs = AutoModelForCausalLM.from_config(config, attn_implementation=oracle).double().eval()
+    theirs.load_state_dict(ours.state_dict())
+    return PolicyModel(ours, chunk_tokens=chunk), PolicyModel(theirs, chunk_tokens=chunk), padded
+
+
+def oracle(lm: torch.nn.Module, prompts: torch.Tensor, responses: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and entropies of all response tokens from transformers' logits, one row at a time."""
+    logp, entropy = [], []
+    for p, r in zip(ragged.rows(prompts), ragged.rows(responses), strict=True):
+        ids = torch.cat([p, r])[None]
+        full = (lm(input_ids=ids, use_cache=False).logits[0, len(p) - 1 : -1] / temperature).log_softmax(-1)
+        logp.append(full.gather(-1, r[:, None])[:, 0])
+        entropy.append(-(full.exp() * full).sum(-1))
+    return torch.cat(logp), torch.cat(entropy)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_packed_padded_and_transformers_agree(name: str) -> None:
+    ours, theirs, pads = models_of(CONFIGS[name](), chunk=7)
+    assert pads == (name == "gemma2")
+    prompts, responses = rows_of([(3, 4), (1, 9), (6, 1), (2, 0), (5, 14), (3, 4)])
+    expected = oracle(theirs.lm, prompts, responses, 0.7)
+    atol = 1e-6 if pads else 1e-10  # transformers' own soft-capped attention takes its softmax in float32
+    for model, padded in [(ours, pads), (theirs, True)]:
+        got = model(pack(prompts, responses, device=CPU, padded=padded), 0.7, True)
+        torch.testing.assert_close(got[0], expected[0], rtol=0, atol=atol)
+        torch.testing.assert_close(got[1], expected[1], rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-window", "granite"])
+def test_gradients_of_packed_rows_are_those_of_transformers(name: str) -> None:
+    ours, theirs, _ = models_of(CONFIGS[name](), chunk=5)
+    prompts, responses = rows_of([(3, 4), (1, 9), (6, 1), (2, 7)])
+    weight = torch.linspace(-1, 1, 21, dtype=torch.float64)
+    (ours(pack(prompts, responses, device=CPU), 1.0, False)[0] * weight).sum().backward()
+    (oracle(theirs.lm, prompts, responses, 1.0)[0] * weight).sum().backward()
+    for (key, mine), wanted in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, wanted.grad, rtol=0, atol=1e-10, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def test_rows_of_very_different_lengths_form_several_groups() -> None:
+    ours, theirs, _ = models_of(CONFIGS["qwen3-window"]())
+    prompts, responses = rows_of([(3, 4), (600, 500), (2, 5), (300, 20), (4, 4)])
+    batch = pack(prompts, responses, device=CPU)
+    assert batch.plan is not None
+    assert [(g.rows, g.width) for g in batch.plan.groups] == [(1, 1100), (1, 320), (3, 8)]
+    torch.testing.assert_close(ours(batch, 1.0, False)[0], oracle(theirs.lm, prompts, responses, 1.0)[0], rtol=0, atol=1e-10)
+
+
+def test_short_rows_are_one_group_and_equal_rows_are_not_moved() -> None:
+    lengths = np.tile([7, 12, 9, 11], 64)
+    plan = attention.plan_rows(lengths, CPU)
+    assert [(g.rows, g.width) for g in plan.groups] == [(256, 12)]
+    assert attention.plan_rows(np.full(256, 12), CPU).to_padded is None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_padding_of_a_group_is_bounded(seed: int) -> None:
+    lengths = np.random.default_rng(seed).integers(1, 3000, 200)
+    plan = attention.plan_rows(lengths, CPU)
+    assert sum(group.rows for group in plan.groups) == 200
+    falling = np.sort(lengths)[::-1]
+    for group in plan.groups:
+        rows, falling = falling[: group.rows], falling[group.rows :]
+        assert group.rows * group.width - rows.sum() <= rows.sum() // 4 + (512 if group.width <= 64 else 0)
+    assert plan.to_padded is not None and plan.to_packed is not None
+    np.testing.assert_array_equal(plan.to_padded[plan.to_packed].numpy(), np.arange(lengths.sum()))
+
+
+def test_layout_by_hand() -> None:
+    prompts = ragged.from_rows([torch.tensor([5, 6]), torch.tensor([7])])
+    responses = ragged.from_rows([torch.tensor([8]), torch.tensor([9, 10, 11])])
+    packed = pack(prompts, responses, device=CPU)
+    assert packed.input_ids.tolist() == [[5, 6, 8, 7, 9, 10, 11]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3]]
+    assert packed.predicts_at.tolist() == [1, 3, 4, 5]
+    assert packed.targets.tolist() == [8, 9, 10, 11]
+    assert packed.dense(torch.tensor([1.0, 2, 3, 4])).tolist() == [[1, 0, 0], [2, 3, 4]]
+    padded = pack(prompts, responses, device=CPU, padded=True)
+    assert padded.input_ids.tolist() == [[5, 6, 8, 0], [7, 9, 10, 11]]
+    assert padded.predicts_at.tolist() == [1, 4, 5, 6]
+
+
+def test_only_wanted_tokens_are_asked() -> None:
+    ours, _, _ = models_of(CONFIGS["llama"]())
+    prompts, responses = rows_of([(3, 4), (2, 3)])
+    wanted = torch.tensor([1, 0, 0, 1, 0, 1, 1], dtype=torch.bool)
+    some = pack(prompts, responses, device=CPU, wanted=wanted)
+    everything = pack(prompts, responses, device=CPU)
+    full = ours(everything, 1.0, False)[0]
+    torch.testing.assert_close(ours(some, 1.0, False)[0], full[wanted], rtol=0, atol=1e-12)
+    dense = some.dense(full[wanted])
+    assert dense.shape == (2, 4)
+    assert (dense != 0).tolist() == [[True, False, False, True], [False, True, True, False]]
+
+
+def test_empty_prompt_is_refused() -> None:
+    prompts = ragged.from_rows([torch.tensor([], dtype=torch.int64), torch.tensor([7])])
+    with pytest.raises(ValueError, match="empty prompt"):
+        pack(prompts, ragged.from_rows([torch.tensor([1]), torch.tensor([1])]), device=CPU)
+
+
+def test_chunks_change_nothing() -> None:
+    whole, _, _ = models_of(CONFIGS["qwen3"](), chunk=1000)
+    split, _, _ = models_of(CONFIGS["qwen3"](), chunk=4)
+    prompts, responses = rows_of([(3, 4), (1, 9), (6, 1)])
+    results = []
+    for model in (whole, split):
+        logp, entropy = model(pack(prompts, responses, device=CPU), 1.3, True)
+        (logp.sum() + 0.1 * entropy.sum()).backward()
+        results.append((logp.detach(), entropy.detach(), [p.grad for p in model.parameters()]))
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-12)
+
+
+def test_value_is_told_from_the_token_before() -> None:
+    from transformers import AutoModel
+
+    torch.manual_seed(0)
+    attention.register_attention()
+    backbone = AutoModel.from_config(CONFIGS["llama"](), attn_implementation=attention.NAME).double()
+    model = ValueModel(backbone)
+    prompts, responses = rows_of([(3, 4), (2, 3)])
+    values, nothing = model(pack(prompts, responses, device=CPU))
+    assert nothing is None
+    plain = AutoModel.from_config(CONFIGS["llama"](), attn_implementation="sdpa").double()
+    plain.load_state_dict(backbone.state_dict())
+    expected = []
+    for p, r in zip(ragged.rows(prompts), ragged.rows(responses), strict=True):
+        hidden = plain(input_ids=torch.cat([p, r])[None], use_cache=False).last_hidden_state[0]
+        expected.append(hidden[len(p) - 1 : -1] @ model.score.weight[0])
+    torch.testing.assert_close(values, torch.cat(expected), rtol=0, atol=1e-10)
+    assert {name.split(".")[0] for name, _ in model.named_parameters()} == {"model", "score"}
+
+
+def test_full_logits_never_stay(tmp_path: Path) -> None:
+    """With chunks, the graph keeps no tensor of (tokens, vocabulary)."""
+    ours, _, _ = models_of(CONFIGS["qwen3"](), chunk=8)
+    prompts, responses = rows_of([(3, 40), (1, 40)])
+    kept: list[tuple[int, ...]] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):
+        ours(pack(prompts, responses, device=CPU), 1.0, False)
+    assert not [shape for shape in kept if shape and shape[-1] == SIZES["vocab_size"]]
+
+
+def test_temperature_of_zero_is_refused() -> None:
+    ours, _, _ = models_of(CONFIGS["qwen3"]())
+    with pytest.raises(ValueError, match="above 0"):
+        ours(pack(*rows_of([(1, 1)]), device=CPU), 0.0, False)
+
+
+def test_dynamic_model_mapping_names_no_causal_model() -> None:
+    from transformers import ViTConfig
+
+    with pytest.raises(ConfigError, match="not a causal language model"):
+        loading.causal_class(ViTConfig(), ModelConfig(path="x"))
+
+
+def test_reads_every_weight(tmp_path: Path) -> None:
+    options = ModelConfig(path=str(make_model(tmp_path, hidden=32, layers=2, heads=2, kv_heads=1)))
+    config = loading.load_config(options)
+    weights = loading.read_weights(config, options, head="policy", dtype=torch.float32)
+    shape = loading.empty_model(config, options, head="policy", dtype=torch.float32, attention="sdpa", chunk_tokens=8)
+    assert {name.removeprefix("lm.") for name, _ in shape.named_parameters()} <= set(weights)
+    assert {name.removeprefix("lm.") for name, _ in shape.named_buffers()} <= set(weights)
+    assert next(shape.parameters()).is_meta

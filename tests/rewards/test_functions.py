@@ -1,0 +1,69 @@
+"""The built-in reward functions, on answers that a person can judge."""
+
+from __future__ import annotations
+
+import pytest
+
+from hydraflow.errors import ConfigError
+from hydraflow.rewards.functions import compute_score
+
+
+@pytest.mark.parametrize(("response", "score"), [("042", 1.0), (" 042\n", 1.0), ("42", 0.0), ("0420", 0.0), ("", 0.0)])
+def test_arithmetic_is_an_exact_match(response: str, score: float) -> None:
+    assert compute_score("arithmetic", response, "042") == score
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "strict", "flexible"),
+    [
+        ("6 * 7 = 42\n#### 42", "42", 1, 1),
+        ("#### 41 no: #### 42", "42", 1, 1),
+        ("#### $1,200.00.", "1200", 1, 1),
+        ("#### -3", "-3", 1, 1),
+        ("####42", "1,042", 0, 0),
+        ("The answer is 42.", "42", 0, 1),
+        ("42 apples, 41 pears", "42", 0, 0),
+        ("#### 41\nwell, 42", "42", 0, 0),
+        ("#### many", "42", 0, 0),
+        ("none", "42", 0, 0),
+    ],
+)
+def test_gsm8k(response: str, truth: str, strict: float, flexible: float) -> None:
+    assert compute_score("openai/gsm8k", response, truth) == {"score": strict, "acc": strict, "acc_flexible": flexible}
+
+
+@pytest.mark.parametrize(
+    "source", ["lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "math_dapo", "aime24", "aime_2025"]
+)
+def test_mathematics_is_compared_by_value(source: str) -> None:
+    assert compute_score(source, r"So \boxed{\frac{1}{2}}.", "0.5") == {"score": 1.0, "acc": 1.0}
+    assert compute_score(source, r"So \boxed{\frac{1}{3}}.", "0.5") == {"score": 0.0, "acc": 0.0}
+    assert compute_score(source, "I do not know.", "0.5") == {"score": 0.0, "acc": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "score"),
+    [
+        ("...\nAnswer: 34", "34", 1.0),
+        (r"\boxed{(x+1)^2}", "x^2+2x+1", 1.0),
+        (r"\boxed{7}. Wait, no: it is \boxed{8}.", "8", 1.0),
+        (r"$x = 5$", "$5$", 1.0),
+        (r"\boxed{1,000}", "1000", 1.0),
+        (r"\boxed{[1,2)}", "[1,2]", 0.0),
+    ],
+)
+def test_forms_of_mathematical_answers(response: str, truth: str, score: float) -> None:
+    assert compute_score("lighteval/MATH", response, truth)["score"] == score  # type: ignore[index]
+
+
+def test_an_unreadable_ground_truth_is_not_a_wrong_answer() -> None:
+    with pytest.raises(ValueError, match="ground truth '' cannot be read as mathematics"):
+        compute_score("lighteval/MATH", r"\boxed{1}", "")
+
+
+def test_an_unknown_data_source_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError) as caught:
+        compute_score("my/task", "1", "1")
+    message = str(caught.value)
+    assert "data_source=my/task" in message and "arithmetic, openai/gsm8k, lighteval/MATH" in message and "aime*" in message
+    assert "reward.custom_reward_function.path" in message

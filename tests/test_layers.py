@@ -1,0 +1,150 @@
+"""The architecture, as a law: imports go down the layers, folders form no cycle, and each dependency has one door."""
+
+import ast
+from fnmatch import fnmatch
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+from source_tree import FILES, MODULES, imports, label, module_name, top_part, tree_of
+
+LAYERS = (
+    {"schema", "errors", "device", "logging_setup", "checks"},
+    {"batch_plan*", "metrics", "protocol", "algorithms", "models"},
+    {"dispatch", "engine", "generation", "data", "rewards", "tracking"},
+    {"workers"},
+    {"trainer"},
+    {"compose*", "recipes"},
+    {"jobs", "main_*", "plan", "doctor", "slurm", "logs", "report", "model_merger"},
+)
+"""By folder or file directly below hydraflow/. Besides these, every config.py is in layer 0."""
+
+STRANGERS = 2
+"""The layer whose folders do not import each other."""
+
+DOORS = {
+    "ray": ["dispatch/*"],
+    "hydra": ["compose*", "main_*.py"],
+    "omegaconf": ["compose*", "main_*.py"],
+    "torch.distributed": ["engine/*", "generation/weight_sync.py"],
+    "torch.utils.tensorboard": ["tracking/tensorboard.py"],
+    "tensorboard": ["tracking/tensorboard.py"],
+    "vllm": ["generation/vllm.py"],
+    "megatron": ["engine/megatron/*"],
+}
+"""Library -> the only files below hydraflow/ that may use it."""
+
+
+def layer_of(module: str) -> int:
+    """Layer of one of our modules; the package itself is below everything."""
+    if module == "hydraflow" or is_config(module):
+        return 0
+    part = top_part(module)
+    found = [number for number, names in enumerate(LAYERS) if any(fnmatch(part, name) for name in names)]
+    assert found, f"{module}: tests/test_layers.py gives {part!r} no layer"
+    return found[0]
+
+
+def is_config(module: str) -> bool:
+    return module.endswith(".config") or module == "hydraflow.schema"
+
+
+def our_imports(path: Path, tree: ast.Module | None = None) -> set[str]:
+    return {name for name in imports(path, tree) if name.split(".")[0] == "hydraflow"}
+
+
+def upward(module: str, imported: str) -> str | None:
+    """What is wrong with the import, or None."""
+    if layer_of(imported) > layer_of(module):
+        return f"layer {layer_of(module)} imports {imported} of layer {layer_of(imported)}"
+    if layer_of(module) == layer_of(imported) == STRANGERS and top_part(module) != top_part(imported):
+        return f"imports {imported}: folders of layer {STRANGERS} do not know each other"
+    if fnmatch(top_part(module), "compose*") and not fnmatch(top_part(imported), "compose*"):
+        allowed = layer_of(imported) == 0 or fnmatch(top_part(imported), "batch_plan*")
+        return None if allowed else f"imports {imported}: compose knows layer 0 and batch_plan only"
+    return None
+
+
+@pytest.mark.parametrize("path", FILES, ids=label)
+def test_imports_go_down(path: Path) -> None:
+    wrong = [problem for imported in sorted(our_imports(path)) if (problem := upward(module_name(path), imported))]
+    assert not wrong, f"{label(path)}: " + "; ".join(wrong)
+
+
+def test_folders_form_no_cycle() -> None:
+    graph: dict[str, set[str]] = {}
+    for path in FILES:
+        module = module_name(path)
+        if is_config(module):
+            continue
+        others = {top_part(name) for name in our_imports(path) if not is_config(name)} - {top_part(module), ""}
+        graph.setdefault(top_part(module), set()).update(others)
+    try:
+        list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        pytest.fail(f"folders import each other: {' <- '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if is_config(module_name(path))], ids=label)
+def test_config_needs_the_standard_library_only(path: Path) -> None:
+    outside = {name for name in imports(path) if name.split(".")[0] not in ("hydraflow", "__future__", "dataclasses", "enum", "typing")}
+    ours = {name for name in our_imports(path) if not is_config(name)}
+    assert not outside | ours
+
+
+@pytest.mark.parametrize("path", FILES, ids=label)
+def test_each_dependency_has_one_door(path: Path) -> None:
+    used = set(imports(path)) | attribute_chains(tree_of(path))
+    below = path.relative_to(MODULES["hydraflow"].parent).as_posix()
+    for library, doors in DOORS.items():
+        users = sorted(name for name in used if name == library or name.startswith(f"{library}."))
+        assert not users or any(fnmatch(below, door) for door in doors), f"{label(path)} uses {users}; only {doors} may"
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.name != "device.py"], ids=label)
+def test_only_device_py_knows_cuda(path: Path) -> None:
+    for node in ast.walk(tree_of(path)):
+        assert not names_cuda(node), f"{label(path)}:{getattr(node, 'lineno', '?')}: ask hydraflow.device instead"
+
+
+def names_cuda(node: ast.AST) -> bool:
+    """`x.cuda`, `x.cuda(...)`, "cuda", "cuda:0". Docstrings and messages may say the word."""
+    if isinstance(node, ast.Attribute):
+        return node.attr == "cuda"
+    return isinstance(node, ast.Constant) and isinstance(node.value, str) and (node.value == "cuda" or node.value.startswith("cuda:"))
+
+
+def attribute_chains(tree: ast.Module) -> set[str]:
+    """`torch.distributed.barrier()` without an import of its own -> torch.distributed, torch.distributed.barrier."""
+    return {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.")}
+
+
+ENGINE = MODULES["hydraflow.engine"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from hydraflow.trainer.ppo import step",
+        "def f():\n    import hydraflow.workers.actor",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from hydraflow.generation import base",
+        "from ..trainer import ppo",
+        "from hydraflow import compose",
+    ],
+)
+def test_the_law_sees_a_breach(source: str) -> None:
+    assert [name for name in our_imports(ENGINE, ast.parse(source)) if upward("hydraflow.engine", name)]
+
+
+@pytest.mark.parametrize(
+    "source", ["from hydraflow.trainer.config import RunConfig", "from hydraflow import metrics", "from . import base"]
+)
+def test_the_law_lets_pass_what_is_right(source: str) -> None:
+    assert not [name for name in our_imports(ENGINE, ast.parse(source)) if upward("hydraflow.engine", name)]
+
+
+def test_the_doors_see_a_use_without_an_import() -> None:
+    assert "torch.distributed" in attribute_chains(ast.parse("import torch\ntorch.distributed.barrier()"))
+    assert any(names_cuda(node) for node in ast.walk(ast.parse("tensor.cuda()")))
+    assert any(names_cuda(node) for node in ast.walk(ast.parse("device = f'cuda:{rank}'")))
+    assert not any(names_cuda(node) for node in ast.walk(ast.parse("raise ValueError('cpu or cuda')")))

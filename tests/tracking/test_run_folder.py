@@ -1,0 +1,78 @@
+"""The run folder: where it is made, what is refused, and that its files are whole."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hydraflow.errors import ConfigError, EnvironmentFault
+from hydraflow.tracking.run_folder import RunFolder
+from hydraflow.tracking.summary import Summary
+
+SUMMARY = Summary(0.25, 0.5, float("nan"), 10, 61.5, "all steps done")
+
+
+def test_default_is_named_after_experiment_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = RunFolder.create(None, "ppo/tiny run")
+    second = RunFolder.create(None, "ppo/tiny run")
+    assert re.fullmatch(r"ppo-tiny-run-\d{8}-\d{6}", first.path.name)
+    assert first.path.parent == tmp_path / "runs"
+    assert first.path.is_dir() and second.path.is_dir() and first.path != second.path
+
+
+@pytest.mark.parametrize("directory", ["/proc/hydraflow", "file/inside"])
+def test_a_folder_that_cannot_be_written_is_the_users_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directory: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(ConfigError, match="trainer.default_local_dir=.*cannot be written") as caught:
+        RunFolder.create(directory, "ppo")
+    assert caught.value.exit_code == 2
+
+
+def test_an_earlier_run_is_set_aside_not_mixed_in(tmp_path: Path) -> None:
+    for content in ("one\n", "two\n", "three\n"):
+        folder = RunFolder.create(str(tmp_path / "run"), "ppo")
+        assert not folder.metrics.exists()
+        folder.metrics.write_text(content)
+    assert (folder.path / "earlier-1" / "metrics.jsonl").read_text() == "one\n"
+    assert (folder.path / "earlier-2" / "metrics.jsonl").read_text() == "two\n"
+    assert folder.metrics.read_text() == "three\n"
+
+
+def test_config_reads_back_as_it_was(tmp_path: Path) -> None:
+    config = {"trainer": {"logger": ["console"], "seed": 1, "max_wall_time": None}, "actor": {"optim": {"lr": 1e-6}}}
+    folder = RunFolder.create(str(tmp_path), "ppo")
+    folder.write_config(config)
+    assert yaml.safe_load(folder.config.read_text()) == config
+
+
+def test_summary_replaces_the_old_one_whole_and_holds_no_nan(tmp_path: Path) -> None:
+    folder = RunFolder.create(str(tmp_path), "ppo")
+    folder.summary.write_text("{")
+    folder.write_summary(SUMMARY)
+    assert json.loads(folder.summary.read_text()) == {
+        "first_val_accuracy": 0.25,
+        "last_val_accuracy": 0.5,
+        "best_val_accuracy": "nan",
+        "steps": 10,
+        "seconds": 61.5,
+        "why_it_ended": "all steps done",
+    }
+    assert [path.name for path in folder.path.iterdir()] == ["summary.json"]
+
+
+def test_samples_of_a_step_are_one_json_object_a_line(tmp_path: Path) -> None:
+    folder = RunFolder.create(str(tmp_path), "ppo")
+    samples = [{"output": "4\n2", "ground_truth": "042", "score": 0.0}, {"output": "é", "ground_truth": None, "score": 1.0}]
+    folder.write_samples(20, samples)
+    lines = (tmp_path / "samples" / "step_000020.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == samples
+
+
+def test_a_summary_that_cannot_be_written_is_an_environment_fault(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "gone")
+    with pytest.raises(EnvironmentFault, match="summary.json"):
+        folder.write_summary(SUMMARY)

@@ -1,0 +1,40 @@
+"""The trackers together: names, the file that is always there, the event file, and closing."""
+
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from hydraflow.errors import ConfigError
+from hydraflow.tracking.trackers import open_trackers
+
+
+def test_unknown_names_are_all_reported_with_the_nearest_and_nothing_is_opened(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_trackers(["tensorbord", "console", "csv"], tmp_path)
+    assert "trainer.logger=tensorbord: is no tracker; there are console, file, tensorboard" in str(caught.value)
+    assert "-> trainer.logger=[tensorboard]" in str(caught.value)
+    assert [problem.value for problem in caught.value.problems] == ["tensorbord", "csv"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_file_is_written_without_being_asked_for(tmp_path: Path) -> None:
+    with open_trackers([], tmp_path) as trackers:
+        trackers.log({"a": 1.0}, 1)
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1
+
+
+def test_tensorboard_reads_back_what_was_logged(tmp_path: Path) -> None:
+    with open_trackers(["tensorboard"], tmp_path) as trackers:
+        for step in (1, 2, 3):
+            trackers.log({"critic/score/mean": step / 4}, step)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("critic/score/mean")] == [(1, 0.25), (2, 0.5), (3, 0.75)]
+
+
+def test_an_interrupt_closes_every_tracker(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), open_trackers([], tmp_path) as trackers:
+        file = trackers._trackers[0]._file  # type: ignore[attr-defined]
+        raise KeyboardInterrupt
+    assert file.closed
+    trackers.close()
