@@ -24,15 +24,11 @@ def run_generate(config: GenerateConfig) -> None:
     machine = resolve_machine(config.trainer)
     load_config(config.model, field="model")
     tokenizer = load_tokenizer(config.model, field="model")
-    dataset = PromptDataset(
-        config.data, config.data.path, tokenizer, key="data.path", max_samples=config.data.max_samples, scored=False
-    )
+    dataset = PromptDataset(config.data, config.data.path, tokenizer, key="data.path", max_samples=config.data.max_samples, scored=False)
     responses = [row.tolist() for row in _sample_all(config, machine, dataset)]
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
     n = config.rollout.n
-    table = [
-        {**record.values, "responses": texts[i * n : (i + 1) * n]} for i, record in enumerate(dataset.records)
-    ]
+    table = [{**record.values, "responses": texts[i * n : (i + 1) * n]} for i, record in enumerate(dataset.records)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), target)
     print(f"{len(table)} prompts, {n} responses each: {target}")
 
@@ -48,7 +44,7 @@ def _sample_all(config: GenerateConfig, machine: Machine, dataset: PromptDataset
         role.call(RolloutWorker.load_weights)
         order = SampleOrder(0, rollout.n, rollout.temperature, rollout.top_k, rollout.top_p)
         sampled = sample(role, dataset.batch(range(len(dataset))), order)
-        return rows(runtime.fetch(sampled.select(["responses"])).batch["responses"])
+        return rows(runtime.fetch(sampled.select(["responses"])).get("responses"))
     finally:
         runtime.stop()
 

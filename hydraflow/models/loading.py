@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from hydraflow.errors import ConfigError
 from hydraflow.models.attention import NAME, register_attention
@@ -149,9 +151,10 @@ def read_weights(
     field: str = "actor_rollout_ref.model",
     tables: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Parameters and buffers (rotary tables too) by Hugging Face name, on the CPU in `dtype`.
+    """Weights by Hugging Face name, on the CPU in `dtype`; with `tables` also what no file holds (rotary tables).
 
-    A value head that the directory lacks starts at zero. Raises ConfigError when other weights are missing.
+    Tied weights come under each of their names. A value head that the directory lacks starts at zero.
+    Raises ConfigError when other weights are missing.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as hf_logging
@@ -172,13 +175,22 @@ def read_weights(
     if missing:
         rule = f"{len(missing)} weights are not in its files, the first {missing[0]}"
         raise ConfigError.one(f"{field}.path", path, rule)
-    named = {**dict(lm.named_parameters(remove_duplicate=False)), **dict(lm.named_buffers())}
+    buffers = lm.named_buffers() if tables else persistent_buffers(lm)
+    named = {**dict(lm.named_parameters(remove_duplicate=False)), **dict(buffers)}
     weights = {name: tensor.detach() for name, tensor in named.items()}
     if head == "value":
         score = stored_tensor(Path(path), "score.weight")
         hidden = config.get_text_config().hidden_size
         weights["score.weight"] = torch.zeros(1, hidden, dtype=dtype) if score is None else score.to(dtype)
     return weights
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers that belong into files, by name."""
+    for prefix, part in module.named_modules():
+        for leaf, buffer in part.named_buffers(recurse=False):
+            if leaf not in part._non_persistent_buffers_set:
+                yield f"{prefix}.{leaf}" if prefix else leaf, buffer
 
 
 def stored_tensor(directory: Path, name: str) -> torch.Tensor | None:

@@ -149,7 +149,7 @@ class PPOTrainer:
         self._update(self.roles.actor, ActorWorker.update, columns(batch, names + ["lengths"]), self.plan.actor, step)
 
     def _update(self, role: RoleGroup, method: Callable, batch: RemoteBatch, plan: RolePlan, step: int) -> None:
-        lengths = self.runtime.fetch(columns(batch, ["lengths"])).batch["lengths"].numpy()
+        lengths = self.runtime.fetch(columns(batch, ["lengths"])).get("lengths").numpy()
         order = mini_batch_order(
             lengths,
             plan,

@@ -93,9 +93,11 @@ def _training_roles(config: PPOConfig, plan: BatchPlan) -> dict[str, RoleSpec]:
     roles = {"actor": RoleSpec(ActorWorker, (actor,)), "rollout": RoleSpec(RolloutWorker, (rollout,))}
     if plan.critic:
         critic = replace(config.critic, model=_critic_model(config))
+        assert plan.values is not None, "a critic has a pass that computes values"
         spec = CriticSpec(critic, plan.critic, plan.values, response_tokens=tokens, total_steps=plan.total_steps)
         roles["critic"] = RoleSpec(CriticWorker, (spec,))
     if _own_reference(config):
+        assert plan.ref is not None, "a reference has a pass that computes log-probabilities"
         ref = ReferenceSpec(policy.actor.strategy, policy.model, policy.ref.fsdp_config, plan.ref, temperature)
         roles["ref"] = RoleSpec(ReferenceWorker, (ref,))
     return roles

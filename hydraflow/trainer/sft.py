@@ -82,7 +82,7 @@ class SFTTrainer:
         self.runtime.end(self.group)
 
     def _step(self, batch: DataProto) -> dict[str, float]:
-        lengths = (parts(batch.batch["prompts"])[1] + parts(batch.batch["responses"])[1]).numpy()
+        lengths = (parts(batch.get("prompts"))[1] + parts(batch.get("responses"))[1]).numpy()
         order = mini_batch_order(lengths, self.plan.role, 1, balance=True, shuffle_key=None)
         with self.timer.phase("step"):
             metrics = self.role.call(SFTWorker.update, batch.select_idxs(order))
@@ -95,9 +95,9 @@ class SFTTrainer:
 
 
 def _held_out_metrics(batch: DataProto, output: DataProto) -> dict[str, reductions.Metric]:
-    trained, lengths = parts(batch.batch["response_mask"])
+    trained, lengths = parts(batch.get("response_mask"))
     trained = trained.bool()
-    log_probs, match = parts(output.batch["log_probs"])[0], parts(output.batch["greedy_match"])[0]
+    log_probs, match = parts(output.get("log_probs"))[0], parts(output.get("greedy_match"))[0]
     row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     missed = torch.zeros(len(lengths)).index_add_(0, row[trained], 1.0 - match[trained].float())
     tokens = int(trained.sum())

@@ -61,8 +61,8 @@ class Validator:
         read = self.runtime.fetch(columns(scored, ["score", "acc", "text"]))
         return Scored(
             sources=batch.objects["data_source"].astype(str),
-            scores=read.batch["score"].numpy(),
-            accuracies=read.batch["acc"].numpy(),
+            scores=read.get("score").numpy(),
+            accuracies=read.get("acc").numpy(),
             texts=list(read.non_tensor_batch["text"]),
             truths=[row.get("ground_truth") for row in batch.objects["reward_model"]],
         )
@@ -75,4 +75,3 @@ class Validator:
                     return samples
                 samples.append({"output": text, "ground_truth": truth, "score": score})
         return samples
-

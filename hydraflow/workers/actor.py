@@ -32,8 +32,8 @@ class ActorSpec:
     plan: RolePlan
     log_prob: MicroPlan
     """Micro-batches of the pass that recomputes log-probabilities."""
-    ref: MicroPlan
-    """Micro-batches of the reference pass (adapters off), used when adapters are trained."""
+    ref: MicroPlan | None
+    """Micro-batches of the reference pass with adapters off; None: the run has no reference."""
     temperature: float
     """Divides the logits, as in sampling."""
     response_tokens: int
@@ -74,6 +74,7 @@ class ActorWorker(Worker):
     @register(dispatch_mode=mesh_mode("actor"), read_only=True)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """`ref_log_prob`: the policy without its adapters."""
+        assert self.spec.ref is not None, "the plan has a reference pass where one is asked for"
         output = forward_in_order(self.engine, batch, self.spec.ref, temperature=self.spec.temperature, adapter=False)
         return output.rename("log_probs", "ref_log_prob")
 

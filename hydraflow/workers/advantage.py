@@ -43,8 +43,8 @@ class AdvantageWorker(Worker):
     def compute(self, batch: DataProto) -> DataProto:
         """`advantages` and `returns` (B, R) ragged; `meta_info["metrics"]` describes the step's data."""
         algorithm = self.spec.algorithm
-        lengths = parts(batch.batch["response_mask"])[1]
-        padded = {name: to_padded(batch.batch[name]) for name in batch.batch.keys() if name not in ("prompts", "group")}
+        lengths = parts(batch.get("response_mask"))[1]
+        padded = {name: to_padded(batch.get(name)) for name in batch.keys() if name not in ("prompts", "group")}
         mask = padded["response_mask"].to(torch.float32)
         metrics: dict[str, float] = {}
         rewards = padded["token_level_scores"]
@@ -53,7 +53,7 @@ class AdvantageWorker(Worker):
         inputs = AdvantageInputs(
             rewards=rewards,
             mask=mask,
-            group_ids=batch.batch["group"],
+            group_ids=batch.get("group"),
             values=padded.get("values"),
             gamma=algorithm.gamma,
             lam=algorithm.lam,
@@ -61,7 +61,7 @@ class AdvantageWorker(Worker):
         )
         advantages, returns = ADVANTAGE_ESTIMATORS[algorithm.adv_estimator].estimate(inputs)
         metrics |= _data_metrics(padded, rewards, advantages, returns, mask)
-        metrics |= _length_metrics(parts(batch.batch["prompts"])[1], lengths, self.spec.response_tokens)
+        metrics |= _length_metrics(parts(batch.get("prompts"))[1], lengths, self.spec.response_tokens)
         columns = {"token_level_rewards": rewards, "advantages": advantages, "returns": returns}
         return DataProto.from_dict(
             tensors={name: from_padded(column.float(), lengths) for name, column in columns.items()}, meta_info={"metrics": metrics}
@@ -70,7 +70,7 @@ class AdvantageWorker(Worker):
     @register(dispatch_mode=Dispatch.RANK_ZERO, read_only=True)
     def compare_with_rollout(self, batch: DataProto) -> dict[str, float]:
         """How far `old_log_probs` are from `rollout_log_probs`, and the sampling policy's entropy per token."""
-        padded = {name: to_padded(batch.batch[name]) for name in batch.batch.keys()}
+        padded = {name: to_padded(batch.get(name)) for name in batch.keys()}
         mask = padded["response_mask"].bool()
         entropy = {"actor/entropy": float(padded["entropys"][mask].mean())}
         return rollout_probs_diff(padded["old_log_probs"], padded["rollout_log_probs"], mask) | entropy

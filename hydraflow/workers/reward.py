@@ -43,13 +43,13 @@ class RewardWorker(Worker):
     @register(dispatch_mode=Dispatch.RANK_ZERO, read_only=True)
     def score(self, batch: DataProto) -> DataProto:
         """Scores every row; `meta_info["failed"]` counts the rows whose function raised or took too long."""
-        responses = [row.tolist() for row in rows(batch.batch["responses"])]
+        responses = [row.tolist() for row in rows(batch.get("responses"))]
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
         results = self.pool.score(self._rows(batch, texts))
         scores = torch.tensor([result.score for result in results], dtype=torch.float32)  # (B,)
         return DataProto.from_dict(
             tensors={
-                "token_level_scores": _on_last_token(scores, parts(batch.batch["responses"])[1]),
+                "token_level_scores": _on_last_token(scores, parts(batch.get("responses"))[1]),
                 "score": scores,
                 "acc": torch.tensor([_accuracy(result) for result in results], dtype=torch.float32),
             },

@@ -86,7 +86,7 @@ class RolloutWorker(Worker):
     def generate(self, batch: DataProto) -> DataProto:
         """Samples as `meta_info["sampling"]` says: B prompts in, B * n trajectories out."""
         order: SampleOrder = batch.meta_info["sampling"]
-        prompts = rows(batch.batch["prompts"])
+        prompts = rows(batch.get("prompts"))
         request = GenerationRequest(
             prompts=prompts,
             samples=[order.n] * len(prompts),
@@ -108,7 +108,7 @@ class RolloutWorker(Worker):
 
 def _trajectories(batch: DataProto, n: int, responses: torch.Tensor, log_probs: torch.Tensor) -> DataProto:
     """Columns of B * n trajectories; `lengths` (B * n,) int32 counts prompt and response."""
-    prompts = batch.select(batch_keys=["prompts"], non_tensor_batch_keys=[]).repeat(n, interleave=True).batch["prompts"]
+    prompts = batch.select(batch_keys=["prompts"], non_tensor_batch_keys=[]).repeat(n, interleave=True).get("prompts")
     values, response_lengths = parts(responses)
     lengths = parts(prompts)[1] + response_lengths
     return DataProto.from_dict(

@@ -98,7 +98,7 @@ def start_engine(
 
 
 def _mask_counts(mini_batch: DataProto) -> tuple[float, float]:
-    values, lengths = parts(mini_batch.batch["response_mask"])
+    values, lengths = parts(mini_batch.get("response_mask"))
     rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     per_row = torch.zeros(len(lengths), dtype=torch.float64).index_add_(0, rows, values.double())
     return float(per_row.sum()), float((per_row > 0).sum())

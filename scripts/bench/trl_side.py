@@ -73,7 +73,8 @@ def main() -> None:
     trainer.train()
     ends = clock.ends[args.updates - 1 :: args.updates]
     seconds = [later - earlier for earlier, later in zip(ends, ends[1:], strict=False)][1:]
-    print(json.dumps({"seconds_per_step": statistics.median(seconds), "fastest": min(seconds), "reward": clock.rewards[-1], "steps": len(seconds)}))
+    found = {"seconds_per_step": statistics.median(seconds), "fastest": min(seconds), "reward": clock.rewards[-1]}
+    print(json.dumps(found | {"steps": len(seconds)}))
 
 
 if __name__ == "__main__":

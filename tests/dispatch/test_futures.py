@@ -107,7 +107,7 @@ def _until(condition: Callable[[], bool]) -> None:
 
 def _store_used() -> int:
     """MiB in the object store. What `ray memory --stats-only` prints; Ray has no public function for it."""
-    return int(re.search(r"memory usage (\d+) MiB", memory_summary(stats_only=True))[1])  # type: ignore[index]
+    return int(re.search(r"memory usage (\d+) MiB", memory_summary(ray.get_runtime_context().gcs_address, stats_only=True))[1])  # type: ignore[index]
 
 
 def test_an_empty_call_is_cheap(pair: RoleGroup) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from command import assert_refused, hydraflow
+from jobs.command import assert_refused, hydraflow
 
 from hydraflow.models.tiny import make_model
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from command import SMALL_RECIPE, SMALL_STEPS, hydraflow, processes_with, read_steps
+from jobs.command import SMALL_RECIPE, SMALL_STEPS, hydraflow, processes_with, read_steps
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import SMALL_RECIPE, SMALL_STEPS, read_steps
+from jobs.command import SMALL_RECIPE, SMALL_STEPS, read_steps
 
 from hydraflow import compose
 from hydraflow.jobs.ppo import PPOJob
@@ -21,7 +21,8 @@ ACTOR = "actor_rollout_ref.actor"
 def train(folder: Path, cache: Path, *overrides: str) -> list[dict[str, Any]]:
     """Trains in this process's Ray and returns the metrics of the steps."""
     given = [*SMALL_RECIPE, *SMALL_STEPS, f"recipe.cache_dir={cache}", f"trainer.default_local_dir={folder}", "trainer.logger=[file]"]
-    given += ["trainer.total_training_steps=2", "trainer.val_before_train=false", "data.val_max_samples=4", "trainer.save_final_model=false"]
+    given += ["trainer.total_training_steps=2", "trainer.val_before_train=false", "trainer.save_final_model=false", "trainer.test_freq=-1"]
+    given += ["data.val_max_samples=4"]
     PPOJob(compose.load("ppo", PPOConfig, [*given, *overrides])).run()
     rows = [row for row in read_steps(folder) if row["step"] > 0]
     for row in rows:
@@ -42,8 +43,13 @@ def test_ppo_with_a_critic(tmp_path: Path, recipe_cache: Path) -> None:
 
 def test_rloo_with_a_kl_loss_and_an_entropy_bonus(tmp_path: Path, recipe_cache: Path) -> None:
     rows = train(
-        tmp_path, recipe_cache, "algorithm.adv_estimator=rloo", f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.entropy_coeff=0.01",
-        f"{ACTOR}.kl_loss_type=k1", f"{ACTOR}.loss_agg_mode=seq-mean-token-sum",
+        tmp_path,
+        recipe_cache,
+        "algorithm.adv_estimator=rloo",
+        f"{ACTOR}.use_kl_loss=true",
+        f"{ACTOR}.entropy_coeff=0.01",
+        f"{ACTOR}.kl_loss_type=k1",
+        f"{ACTOR}.loss_agg_mode=seq-mean-token-sum",
     )
     assert rows[0]["actor/kl_coef"] == pytest.approx(0.001)
     assert abs(rows[1]["actor/kl_loss"]) > abs(rows[0]["actor/kl_loss"]), "the policy moves away from the reference"
@@ -51,7 +57,10 @@ def test_rloo_with_a_kl_loss_and_an_entropy_bonus(tmp_path: Path, recipe_cache: 
 
 def test_reinforce_plus_plus_with_kl_in_the_reward(tmp_path: Path, recipe_cache: Path) -> None:
     rows = train(
-        tmp_path, recipe_cache, "algorithm.adv_estimator=reinforce_plus_plus", "algorithm.use_kl_in_reward=true",
+        tmp_path,
+        recipe_cache,
+        "algorithm.adv_estimator=reinforce_plus_plus",
+        "algorithm.use_kl_in_reward=true",
         f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
     )
     assert rows[0]["actor/reward_kl_penalty"] == pytest.approx(0.0, abs=1e-5), "at the first step the policy is the reference"
@@ -60,8 +69,15 @@ def test_reinforce_plus_plus_with_kl_in_the_reward(tmp_path: Path, recipe_cache:
 
 def test_an_adaptive_kl_controller_moves(tmp_path: Path, recipe_cache: Path) -> None:
     rows = train(
-        tmp_path, recipe_cache, "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=100",
-        "algorithm.kl_penalty=low_var_kl", f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=64", f"{ACTOR}.shuffle=true",
+        tmp_path,
+        recipe_cache,
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.kl_ctrl.type=adaptive",
+        "algorithm.kl_ctrl.horizon=100",
+        "algorithm.kl_penalty=low_var_kl",
+        f"{ACTOR}.use_dynamic_bsz=true",
+        f"{ACTOR}.ppo_max_token_len_per_gpu=64",
+        f"{ACTOR}.shuffle=true",
         f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
     )
     # KL is below its target, so the coefficient falls by a fifth of trajectories / horizon = 32 / 100.
@@ -70,7 +86,11 @@ def test_an_adaptive_kl_controller_moves(tmp_path: Path, recipe_cache: Path) -> 
 
 def test_adapters_with_themselves_switched_off_as_reference(tmp_path: Path, recipe_cache: Path) -> None:
     rows = train(
-        tmp_path, recipe_cache, "actor_rollout_ref.model.lora_rank=4", f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.loss_agg_mode=token-sum",
+        tmp_path,
+        recipe_cache,
+        "actor_rollout_ref.model.lora_rank=4",
+        f"{ACTOR}.use_kl_loss=true",
+        f"{ACTOR}.loss_agg_mode=token-sum",
         f"{ACTOR}.ppo_mini_batch_size=8",
     )
     assert rows[0]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-5), "new adapters change nothing"
@@ -81,7 +101,10 @@ def test_adapters_with_themselves_switched_off_as_reference(tmp_path: Path, reci
 def test_micro_batches_and_recomputation_change_nothing(tmp_path: Path, recipe_cache: Path) -> None:
     plain = train(tmp_path / "plain", recipe_cache)
     cut = train(
-        tmp_path / "cut", recipe_cache, f"{ACTOR}.ppo_micro_batch_size_per_gpu=2", "actor_rollout_ref.model.enable_gradient_checkpointing=true"
+        tmp_path / "cut",
+        recipe_cache,
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=2",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=true",
     )
     for name in ("actor/grad_norm", "actor/pg_loss", "critic/score/mean", "actor/entropy"):
         assert cut[1][name] == pytest.approx(plain[1][name], rel=1e-3, abs=1e-5)

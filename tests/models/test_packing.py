@@ -221,8 +221,10 @@ def test_dynamic_model_mapping_names_no_causal_model() -> None:
 def test_reads_every_weight(tmp_path: Path) -> None:
     options = ModelConfig(path=str(make_model(tmp_path, hidden=32, layers=2, heads=2, kv_heads=1)))
     config = loading.load_config(options)
-    weights = loading.read_weights(config, options, head="policy", dtype=torch.float32)
+    weights = loading.read_weights(config, options, head="policy", dtype=torch.float32, tables=True)
     shape = loading.empty_model(config, options, head="policy", dtype=torch.float32, attention="sdpa", chunk_tokens=8)
     assert {name.removeprefix("lm.") for name, _ in shape.named_parameters()} <= set(weights)
     assert {name.removeprefix("lm.") for name, _ in shape.named_buffers()} <= set(weights)
     assert next(shape.parameters()).is_meta
+    in_files = loading.read_weights(config, options, head="policy", dtype=torch.float32)
+    assert set(weights) - set(in_files) == {"model.rotary_emb.inv_freq", "model.rotary_emb.original_inv_freq"}

@@ -98,7 +98,7 @@ def _read_on_rank_zero(config: Any, model: ModelConfig, *, head: str, dtype: tor
     problem: list[ConfigError | None] = [None]
     if dist.get_rank() == 0:
         try:
-            weights = loading.read_weights(config, model, head=head, dtype=dtype, field=field)
+            weights = loading.read_weights(config, model, head=head, dtype=dtype, field=field, tables=True)
         except ConfigError as error:
             problem = [error]
     dist.broadcast_object_list(problem, src=0)

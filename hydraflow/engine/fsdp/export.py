@@ -38,6 +38,8 @@ def stream(module: PolicyModel | ValueModel) -> Iterator[tuple[str, torch.Tensor
             a, b = (_full(parameters[f"{stem}lora_{side}.{lora.ADAPTER}.weight"]) for side in "AB")
             full = lora.add_product(full, a, b, layers[plain])
         yield hf_name(module, name), full
+    for name, buffer in loading.persistent_buffers(module):
+        yield hf_name(module, name), buffer
 
 
 def save_hf(module: PolicyModel | ValueModel, model: ModelConfig, directory: Path, *, field: str) -> None:
@@ -71,13 +73,12 @@ def _write(module: PolicyModel | ValueModel, model: ModelConfig, weights: dict[s
     if isinstance(module, ValueModel):
         _write_value_model(config, weights, directory)
         return
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         shape: Any = AutoModelForCausalLM.from_config(config, dtype=config.dtype, trust_remote_code=model.trust_remote_code)
-    assert model.path is not None
-    if (Path(model.path) / "generation_config.json").is_file():
-        shape.generation_config = GenerationConfig.from_pretrained(model.path)
+    if (generation := loading.load_generation_config(model)) is not None:
+        shape.generation_config = generation
     shape.save_pretrained(directory, state_dict=weights)
 
 
