@@ -9,7 +9,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 REQUIRES = [
-    "torch>=2.11",
+    "torch>=2.13",
     "ray[default]>=2.50",
     "hydra-core>=1.3.2",
     "tensordict>=0.11",

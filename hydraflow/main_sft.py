@@ -15,7 +15,7 @@ def run(config: SFTConfig) -> None:
     """Trains as `config` says. The import is here so that configuration mistakes are answered in a second."""
     from hydraflow.jobs.sft import run_sft
 
-    run_sft(config)
+    run_sft(config, given=compose.given_keys())
 
 
 if __name__ == "__main__":

@@ -47,10 +47,10 @@ class SFTConfig:
 
 @dataclass
 class OutputConfig:
-    """Where generations go."""
+    """Where results go."""
 
     path: str | None = None
-    """Parquet file to write."""
+    """File to write: Parquet with responses (main_generate), or JSON with averages (main_eval; null: they are only printed)."""
 
 
 @dataclass
@@ -70,7 +70,7 @@ class EvalDataConfig:
     """What main_eval scores."""
 
     path: str | None = None
-    """Parquet file with responses."""
+    """Parquet or JSONL file with responses."""
     response_key: str = "responses"
     """Column with the list of responses per prompt, or one response."""
     data_source_key: str = "data_source"

@@ -1,12 +1,16 @@
-"""What tests of several folders share: one Ray for the whole test run, one cache of made models."""
+"""What tests of several folders share: one Ray, one process group of one rank, one pool of two ranks, one cache of made models."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from engine.pool import Ranks
 
 
 @pytest.fixture(scope="session")
@@ -17,6 +21,38 @@ def ray_session() -> Iterator[None]:
     ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def one_rank() -> Iterator[None]:
+    """A process group of which this process is the only rank."""
+    import torch
+    from engine.pool import free_port
+
+    from hydraflow.engine import process_group
+
+    torch.set_num_threads(1)
+    process_group.start(rank=0, world_size=1, address="127.0.0.1", port=free_port(), device_type="cpu")
+    yield
+    process_group.stop()
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Two ranks in processes of their own."""
+    from engine.pool import Ranks
+
+    pool = Ranks()
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Directory of a model of two layers with random weights."""
+    from hydraflow.models.tiny import make_model
+
+    return str(make_model(tmp_path_factory.mktemp("model") / "tiny", hidden=32, layers=2, heads=2, kv_heads=1))
 
 
 @pytest.fixture(scope="session")

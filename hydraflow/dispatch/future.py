@@ -16,7 +16,7 @@ import ray
 from ray import ObjectRef
 
 from hydraflow.dispatch.shards import LateShard, Promised
-from hydraflow.dispatch.transport import Traffic, unpack
+from hydraflow.dispatch.transport import Parcel, Traffic, unpack
 from hydraflow.dispatch.worker import Failure, log_tail
 from hydraflow.errors import WorkerError
 
@@ -36,6 +36,13 @@ class Crew(Protocol):
         """Path of a rank's log; empty while unknown."""
 
 
+@dataclass
+class Work:
+    """How long the slowest rank of one call worked, among those that have answered."""
+
+    seconds: float = 0.0
+
+
 @dataclass(frozen=True)
 class Ticket:
     """Who owes an answer, until when, and where it goes."""
@@ -50,6 +57,8 @@ class Ticket:
     """time.monotonic() at which `seconds` have passed."""
     answers: dict[int, Any]
     """Where the answer is kept, by rank."""
+    work: Work
+    """Shared by the tickets of one call."""
 
     def error(self, cause: str) -> WorkerError:
         """This call's error, with the end of the rank's log."""
@@ -107,8 +116,7 @@ class Ledger:
             parcels = ray.get(list(refs)) if refs else []
         except ray.exceptions.RayError:
             return [(ticket, self._read_one(ref, ticket)) for ref, ticket in zip(refs, tickets, strict=True)]
-        self.traffic.received += sum(parcel.nbytes for parcel in parcels)
-        return [(ticket, unpack(parcel)) for ticket, parcel in zip(tickets, parcels, strict=True)]
+        return [(ticket, self._opened(ticket, parcel)) for ticket, parcel in zip(tickets, parcels, strict=True)]
 
     def _read_one(self, ref: ObjectRef, ticket: Ticket) -> Any:
         try:
@@ -117,7 +125,12 @@ class Ledger:
             return Failure(ticket.error(f"the process died: {_first_lines(error)}"), time.time(), died=True)
         except ray.exceptions.RayError as error:
             return Failure(ticket.error(f"the call could not be made: {_first_lines(error)}"), time.time())
+        return self._opened(ticket, parcel)
+
+    def _opened(self, ticket: Ticket, parcel: Parcel) -> Any:
         self.traffic.received += parcel.nbytes
+        self.traffic.worked += max(0.0, parcel.seconds - ticket.work.seconds)
+        ticket.work.seconds = max(ticket.work.seconds, parcel.seconds)
         return unpack(parcel)
 
     def _fail(self, failures: list[tuple[Ticket, Failure]]) -> None:

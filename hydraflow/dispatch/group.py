@@ -17,7 +17,7 @@ from typing import Any
 import ray
 from ray import ObjectRef
 
-from hydraflow.dispatch.future import Future, Ledger, Ticket
+from hydraflow.dispatch.future import Future, Ledger, Ticket, Work
 from hydraflow.dispatch.modes import Coordinates, Registration, registration
 from hydraflow.dispatch.placement import Reservation
 from hydraflow.dispatch.shards import is_batch, split
@@ -84,9 +84,9 @@ class WorkerGroup:
         return refs
 
     def _owe(self, refs: Sequence[ObjectRef], role: str, method: str, seconds: float, answers: dict[int, Any]) -> None:
-        deadline = time.monotonic() + seconds
+        deadline, work = time.monotonic() + seconds, Work()
         for ref, seat in zip(refs, self.seats, strict=False):
-            ticket = Ticket(self, role, seat.rank, seat.node, method, seconds, deadline, answers)
+            ticket = Ticket(self, role, seat.rank, seat.node, method, seconds, deadline, answers, work)
             self.channel.ledger.pending[ref] = ticket
 
     def await_ready(self) -> None:

@@ -32,6 +32,8 @@ class Parcel(NamedTuple):
     head: bytes
     buffers: list[np.ndarray]
     refs: list[ObjectRef]
+    seconds: float = 0.0
+    """For an answer: how long the method ran, without transport."""
 
     @property
     def nbytes(self) -> int:
@@ -49,6 +51,8 @@ class Traffic:
     """Bytes of arguments, each value counted once for every rank it is sent to, or once if it went to the object store."""
     received: int = 0
     """Bytes of results and of columns that were fetched."""
+    worked: float = 0.0
+    """Seconds that methods ran, of each call the rank that took longest; the rest of the time is the controller's and Ray's."""
 
     @property
     def total(self) -> int:

@@ -164,13 +164,18 @@ class WorkerHost:
         shards = [value for value in values if isinstance(value, Shard)]
         ready = [_read(value, copy=not call.read_only) if isinstance(value, Shard) else value for value in values]
         named = dict(zip(call.kwargs, ready[len(call.args) :], strict=True))
+        started = time.perf_counter()
         answer = getattr(self.workers[call.role], call.method)(*ready[: len(call.args)], **named)
-        if not call.wanted:
-            return NOTHING
-        if not isinstance(answer, DataProto):
-            return pack(answer)
-        real = real_rows(shards, len(answer))
-        return pack(put_batch(answer if real == len(answer) else answer[:real]))
+        seconds = time.perf_counter() - started
+        return _reply(answer if call.wanted else None, shards)._replace(seconds=seconds)
+
+
+def _reply(answer: Any, shards: Sequence[Shard]) -> Parcel:
+    """The answer packed; the columns of a batch stay here, without rows that were made of padding."""
+    if not isinstance(answer, DataProto):
+        return pack(answer)
+    real = real_rows(shards, len(answer))
+    return pack(put_batch(answer if real == len(answer) else answer[:real]))
 
 
 NOTHING = pack(None)

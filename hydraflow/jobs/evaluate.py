@@ -1,72 +1,103 @@
-"""Scores a Parquet file of responses with a reward function, and averages by data source. Needs neither Ray nor a model."""
+"""Scores a file of responses with a reward function, and averages by data source. Needs neither Ray nor a model."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 
-from hydraflow.data.files import Record, read_records
-from hydraflow.jobs.generate import writable
+from hydraflow.data.files import Record, raise_problems, read_records
+from hydraflow.errors import EnvironmentFault, Problem
+from hydraflow.jobs.output import output_file
+from hydraflow.logging_setup import set_up_logging
 from hydraflow.rewards.custom import check_reward
 from hydraflow.rewards.pool import RewardPool, RewardResult, RewardRow
-from hydraflow.schema import EvalConfig
+from hydraflow.schema import EvalConfig, EvalDataConfig
+
+logger = logging.getLogger(__name__)
 
 
 def run_eval(config: EvalConfig) -> None:
-    """Prints, and writes to `output.path` where one is named, `{data_source: {score/mean@n, acc/mean@n, score/best@n, rows, failed}}`."""
-    target = writable(config.output.path) if config.output.path else None
+    """Prints the report of `evaluate` as JSON, and writes it to `output.path` where one is named."""
+    set_up_logging()
+    with output_file(config.output.path) if config.output.path else nullcontext() as unfinished:
+        text = json.dumps(evaluate(config), indent=2)
+        print(text)
+        if unfinished is None:
+            return
+        try:
+            unfinished.write_text(text + "\n")
+        except OSError as error:
+            raise EnvironmentFault(f"{config.output.path} cannot be written: {error.strerror}") from error
+
+
+def evaluate(config: EvalConfig) -> dict[str, dict[str, Any]]:
+    """`{data_source: {score/mean@n, acc/mean@n, score/best@n, prompts, responses, failed}}`; n is the responses per prompt.
+
+    Raises ConfigError for an unusable file, rows that cannot be scored and data sources without a reward function.
+    """
     data = config.data
-    needed = [data.response_key, data.data_source_key, data.reward_model_key]
-    records = read_records(data.path, key="data.path", columns=needed)
-    sources = [str(record.values[data.data_source_key]) for record in records]
-    check_reward(config.reward, sorted(set(sources)))
-    rows, owners = _rows(records, config)
-    pool = RewardPool(config.reward)
-    try:
-        results = pool.score(rows)
-    finally:
-        pool.close()
-    report = {source: _averages(*_of_source(source, sources, owners, results)) for source in sorted(set(sources))}
-    text = json.dumps(report, indent=2)
-    print(text)
-    if target is not None:
-        target.write_text(text + "\n")
+    records = read_records(data.path, key="data.path", columns=[data.response_key, data.data_source_key, data.reward_model_key])
+    raise_problems([problem for record in records for problem in _row_problems(record, data)])
+    sources: dict[str, list[list[RewardRow]]] = {}  # per source, per prompt: its responses
+    for record in records:
+        sources.setdefault(str(record.values[data.data_source_key]), []).append(_rows(record, data))
+    raise_problems([problem for source, prompts in sources.items() for problem in _count_problems(source, prompts, data)])
+    check_reward(config.reward, sources)
+    with RewardPool(config.reward) as pool:
+        results = iter(pool.score([row for prompts in sources.values() for responses in prompts for row in responses]))
+    return {source: _averages(source, [[next(results) for _ in prompt] for prompt in sources[source]]) for source in sources}
 
 
-def _rows(records: Sequence[Record], config: EvalConfig) -> tuple[list[RewardRow], list[int]]:
-    """One row per response, and the record that it belongs to."""
-    rows, owners = [], []
-    for number, record in enumerate(records):
-        values = record.values
-        responses = values[config.data.response_key]
-        for text in [responses] if isinstance(responses, str) else responses:
-            truth = values[config.data.reward_model_key].get("ground_truth")
-            extra = values.get("extra_info") or {}
-            rows.append(RewardRow(str(values[config.data.data_source_key]), text, truth, extra))
-            owners.append(number)
-    return rows, owners
+def _texts(record: Record, data: EvalDataConfig) -> list[Any]:
+    responses = record.values[data.response_key]
+    return responses if isinstance(responses, list) else [responses]
 
 
-def _of_source(
-    source: str, sources: Sequence[str], owners: Sequence[int], results: Sequence[RewardResult]
-) -> tuple[list[RewardResult], list[int]]:
-    mine = [i for i, owner in enumerate(owners) if sources[owner] == source]
-    return [results[i] for i in mine], [owners[i] for i in mine]
+def _row_problems(record: Record, data: EvalDataConfig) -> Iterator[Problem]:
+    texts = _texts(record, data)
+    if not texts or not all(isinstance(text, str) for text in texts):
+        shown = str(record.values[data.response_key])[:80]
+        yield record.problem(f"column {data.response_key} must hold a text or a list of texts, not {shown}")
+    model = record.values[data.reward_model_key]
+    if not isinstance(model, dict) or model.get("ground_truth") is None:
+        yield record.problem(f'column {data.reward_model_key} must hold {{"style": ..., "ground_truth": ...}}')
+    for column in (data.reward_model_key, "extra_info"):
+        try:  # rows go to the reward processes as JSON
+            json.dumps(record.values.get(column))
+        except (TypeError, ValueError) as error:
+            yield record.problem(f"column {column} cannot be written as JSON: {error}", "store it as text or numbers")
 
 
-def _averages(results: Sequence[RewardResult], owners: Sequence[int]) -> dict[str, Any]:
-    scores = np.array([result.score for result in results])
-    accuracies = np.array([float(result.extra.get("acc", result.score)) for result in results])
-    prompts = np.unique(owners)
-    best = [scores[np.asarray(owners) == prompt].max() for prompt in prompts]
-    n = len(results) // len(prompts)
+def _rows(record: Record, data: EvalDataConfig) -> list[RewardRow]:
+    values = record.values
+    source, truth = str(values[data.data_source_key]), values[data.reward_model_key]["ground_truth"]
+    return [RewardRow(source, text, truth, values.get("extra_info") or {}) for text in _texts(record, data)]
+
+
+def _count_problems(source: str, prompts: Sequence[Sequence[RewardRow]], data: EvalDataConfig) -> Iterator[Problem]:
+    counts = sorted({len(responses) for responses in prompts})
+    if len(counts) > 1:
+        rule = f"prompts of data source {source} have {', '.join(map(str, counts))} responses; averages need the same number"
+        yield Problem(f"column {data.response_key}", None, rule, "give every prompt of a data source as many responses")
+
+
+def _averages(source: str, results: Sequence[Sequence[RewardResult]]) -> dict[str, Any]:
+    scores = np.array([[result.score for result in prompt] for prompt in results])  # (prompts, n)
+    accuracies = np.array([[float(result.extra.get("acc", result.score)) for result in prompt] for prompt in results])
+    failures = [result.failed for prompt in results for result in prompt if result.failed is not None]
+    if failures:
+        logger.warning("%s: %d of %d responses could not be scored; the first: %s", source, len(failures), scores.size, failures[0])
+    prompts, n = scores.shape
     return {
         f"score/mean@{n}": float(scores.mean()),
         f"acc/mean@{n}": float(accuracies.mean()),
-        f"score/best@{n}": float(np.mean(best)),
-        "rows": len(results),
-        "failed": sum(result.failed is not None for result in results),
+        f"score/best@{n}": float(scores.max(axis=1).mean()),
+        "prompts": prompts,
+        "responses": scores.size,
+        "failed": len(failures),
     }

@@ -2,62 +2,125 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 
+from hydraflow.data.files import Record
 from hydraflow.data.prompts import PromptDataset
+from hydraflow.dispatch.group import RoleGroup
+from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.worker import RoleSpec
-from hydraflow.errors import ConfigError
+from hydraflow.errors import ConfigError, EnvironmentFault
+from hydraflow.jobs.output import output_file
+from hydraflow.logging_setup import set_up_logging
 from hydraflow.models.loading import load_config, load_tokenizer
-from hydraflow.protocol.ragged import rows
+from hydraflow.protocol.ragged import parts, rows
 from hydraflow.schema import GenerateConfig
 from hydraflow.trainer.machine import TRAIN, Machine, open_runtime, resolve_machine, training_pool
 from hydraflow.trainer.ppo import sample
 from hydraflow.workers.rollout import RolloutSpec, RolloutWorker, SampleOrder
 
+logger = logging.getLogger(__name__)
+
+RESPONSES = "responses"
+"""The column that is added."""
+ROUNDS_PER_CALL = 4
+"""How often a call fills `rollout.max_num_seqs`. Bounded, so that long files show progress and no call meets `trainer.rpc_timeout`;
+more than one, so that prompts of similar length can share a round."""
+
 
 def run_generate(config: GenerateConfig) -> None:
     """Writes the input's rows with a column `responses`, a list of `rollout.n` texts."""
-    target = writable(config.output.path)
-    machine = resolve_machine(config.trainer)
-    load_config(config.model, field="model")
-    tokenizer = load_tokenizer(config.model, field="model")
-    dataset = PromptDataset(config.data, config.data.path, tokenizer, key="data.path", max_samples=config.data.max_samples, scored=False)
-    responses = [row.tolist() for row in _sample_all(config, machine, dataset)]
-    texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
-    n = config.rollout.n
-    table = [{**record.values, "responses": texts[i * n : (i + 1) * n]} for i, record in enumerate(dataset.records)]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), target)
-    print(f"{len(table)} prompts, {n} responses each: {target}")
+    assert config.output.path is not None, "checks.py demands it"
+    set_up_logging()
+    with output_file(config.output.path, ending=".parquet") as unfinished:
+        machine = resolve_machine(config.trainer)
+        model = load_config(config.model, field="model")
+        tokenizer = load_tokenizer(config.model, field="model")
+        data = config.data
+        dataset = PromptDataset(data, data.path, tokenizer, key="data.path", max_samples=data.max_samples, scored=False)
+        _check_context(dataset, data.max_response_length, getattr(model.get_text_config(), "max_position_embeddings", None))
+        table = input_table(dataset.records)
+        _write(table, unfinished)  # what cannot be written is better found before the sampling than after it
+        texts = tokenizer.batch_decode(_sample_all(config, machine, dataset), skip_special_tokens=True)
+        n = config.rollout.n
+        responses = [texts[start : start + n] for start in range(0, len(texts), n)]
+        _write(table.append_column(RESPONSES, pyarrow.array(responses, pyarrow.list_(pyarrow.string()))), unfinished)
+    print(f"{len(responses)} prompts, {n} {'response' if n == 1 else 'responses'} each: {config.output.path}")
 
 
-def _sample_all(config: GenerateConfig, machine: Machine, dataset: PromptDataset) -> list:
-    rollout = config.rollout
-    spec = RolloutSpec(config.model, rollout, max_tokens=config.data.max_response_length, seed=config.trainer.seed)
+def input_table(records: Sequence[Record]) -> pyarrow.Table:
+    """The rows' columns but for `responses`. Raises ConfigError for a column that Parquet cannot hold.
+
+    Rows of JSONL files may differ in their columns; what a row lacks is null.
+    """
+    names = [name for name in dict.fromkeys(name for record in records for name in record.values) if name != RESPONSES]
+    return pyarrow.table({name: _column(name, [record.values.get(name) for record in records]) for name in names})
+
+
+def _column(name: str, values: list) -> pyarrow.Array:
+    if all(value is None or value == {} for value in values):
+        return pyarrow.nulls(len(values))  # Parquet has no structures without fields
+    try:
+        return pyarrow.array(values)
+    except (pyarrow.ArrowException, OverflowError) as error:
+        rule = f"column {name} cannot be written as Parquet: {error}"
+        raise ConfigError.one("data.path", None, rule, "give its values one type in all rows") from error
+
+
+def _write(table: pyarrow.Table, path: Path) -> None:
+    try:
+        pyarrow.parquet.write_table(table, path)
+    except pyarrow.ArrowNotImplementedError as error:
+        raise ConfigError.one("data.path", None, f"its rows cannot be written as Parquet: {error}") from error
+    except OSError as error:
+        raise EnvironmentFault(f"the responses cannot be written: {error}") from error
+
+
+def _check_context(dataset: PromptDataset, max_response_length: int, context: int | None) -> None:
+    """Raises ConfigError when the longest prompt leaves too little of the model's context."""
+    longest = int(parts(dataset.batch(range(len(dataset))).get("prompts"))[1].max())
+    if context is None or longest + max_response_length <= context:
+        return
+    rule = f"the longest prompt has {longest} tokens; together that is more than the {context} positions of the model"
+    room = context - longest
+    remedy = f"data.max_response_length={room}" if room > 0 else f"data.max_prompt_length={context // 2} data.filter_overlong_prompts=true"
+    raise ConfigError.one("data.max_response_length", max_response_length, rule, remedy)
+
+
+def _sample_all(config: GenerateConfig, machine: Machine, dataset: PromptDataset) -> list[list[int]]:
+    """Token ids of `rollout.n` responses for each prompt, prompt-major."""
+    spec = RolloutSpec(config.model, config.rollout, max_tokens=config.data.max_response_length, seed=config.trainer.seed)
     runtime = open_runtime(config.trainer, config.ray_init, machine, [training_pool(machine)])
     try:
-        group = runtime.group(TRAIN, {"rollout": RoleSpec(RolloutWorker, (spec,))})
+        role = runtime.group(TRAIN, {"rollout": RoleSpec(RolloutWorker, (spec,))}).role("rollout")
         runtime.await_ready()
-        role = group.role("rollout")
         role.call(RolloutWorker.load_weights)
-        order = SampleOrder(0, rollout.n, rollout.temperature, rollout.top_k, rollout.top_p)
-        sampled = sample(role, dataset.batch(range(len(dataset))), order)
-        return rows(runtime.fetch(sampled.select(["responses"])).get("responses"))
+        per_call = max(1, ROUNDS_PER_CALL * config.rollout.max_num_seqs * machine.processes // config.rollout.n)
+        return [ids for call in calls(len(dataset), per_call) for ids in _sample(config, runtime, role, dataset, call)]
     finally:
         runtime.stop()
 
 
-def writable(path: str | None) -> Path:
-    """The file to write to. Raises ConfigError when none is named or it cannot be written."""
-    if not path:
-        raise ConfigError.one("output.path", None, "no file is named for the responses", "output.path=responses.parquet")
-    target = Path(path).expanduser()
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with target.open("ab"):
-            pass
-    except OSError as error:
-        raise ConfigError.one("output.path", path, f"cannot be written ({error.strerror})", "output.path=<a file you may write>") from error
-    return target
+def _sample(config: GenerateConfig, runtime: Runtime, role: RoleGroup, dataset: PromptDataset, call: range) -> list[list[int]]:
+    rollout = config.rollout
+    order = SampleOrder(0, rollout.n, rollout.temperature, rollout.top_k, rollout.top_p)
+    sampled = sample(role, dataset.batch(call), order)
+    responses = rows(runtime.fetch(sampled.select(["responses"])).get("responses"))
+    if len(call) < len(dataset):
+        logger.info("%d of %d prompts", call.stop, len(dataset))
+    return [response.tolist() for response in responses]
+
+
+def calls(prompts: int, per_call: int) -> Iterator[range]:
+    """Numbers of the prompts that are sampled together.
+
+    >>> list(calls(5, 2))
+    [range(0, 2), range(2, 4), range(4, 5)]
+    """
+    for start in range(0, prompts, per_call):
+        yield range(start, min(start + per_call, prompts))

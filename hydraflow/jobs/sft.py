@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from hydraflow.batch_plan_sft import resolve_sft_plan
 from hydraflow.batch_plan_table import print_plan
 from hydraflow.data.conversations import ConversationDataset
@@ -13,14 +15,14 @@ from hydraflow.schema import SFTConfig
 from hydraflow.trainer.sft import SFTTrainer
 
 
-def run_sft(config: SFTConfig) -> None:
-    """Trains; raises ConfigError before anything starts, other errors of `errors.py` later."""
+def run_sft(config: SFTConfig, *, given: Collection[str] = ()) -> None:
+    """Trains; raises ConfigError before anything starts, other errors of `errors.py` later. `given`: the command line's keys."""
     with Session(config.trainer, config.ray_init, scoring=False) as session:
         load_config(config.model, field="model")
         tokenizer = load_tokenizer(config.model, field="model")
         train = ConversationDataset(config.data, config.data.train_files, tokenizer, max_samples=config.data.train_max_samples)
         val = ConversationDataset(config.data, config.data.val_files, tokenizer, key="data.val_files") if config.data.val_files else None
-        plan = resolve_sft_plan(config, processes=session.machine.processes, conversations=len(train))
+        plan = resolve_sft_plan(config, processes=session.machine.processes, conversations=len(train), given=given)
         print_plan(plan)
         session.folder.plan.write_text(plan.to_json())
         session.write_config(config)

@@ -25,6 +25,7 @@ from hydraflow.batch_plan import BatchPlan
 from hydraflow.batch_plan_parts import RolePlan
 from hydraflow.dispatch.group import RoleGroup
 from hydraflow.dispatch.runtime import Runtime
+from hydraflow.dispatch.transport import Traffic
 from hydraflow.errors import GuardStop
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import RemoteBatch
@@ -57,6 +58,7 @@ class PPOTrainer:
         """Trains on one batch of prompts; `step` counts from 1."""
         phase = self.timer.phase
         self.metrics = {}
+        before = self.runtime.traffic()
         with phase("step"):
             with phase("gen"):
                 batch = self.generate(prompts, step)
@@ -76,7 +78,7 @@ class PPOTrainer:
                 self.update_actor(batch, step)
             with phase("update_weights"):
                 self.sync_weights()
-        return self.metrics | self._throughput(self.timer.drain())
+        return self.metrics | self._throughput(self.timer.drain(), before)
 
     def sync_weights(self) -> None:
         """Gives the generation engine the actor's weights."""
@@ -172,14 +174,20 @@ class PPOTrainer:
                 "template or tokenizer, different dtypes."
             )
 
-    def _throughput(self, seconds: dict[str, float]) -> dict[str, float]:
-        """`perf/throughput` is tokens per second and process, as in verl."""
-        tokens = self.plan.trajectories_per_step * (self.metrics["prompt_length/mean"] + self.metrics["response_length/mean"])
-        per_step = seconds["timing_s/step"]
+    def _throughput(self, seconds: dict[str, float], before: Traffic) -> dict[str, float]:
+        """`perf/throughput` is tokens per second and process, as in verl.
+
+        `perf/dispatch_share`: part of the step in which no worker's method ran, so the controller's and Ray's own.
+        """
+        trajectories = self.plan.trajectories_per_step
+        tokens = trajectories * (self.metrics["prompt_length/mean"] + self.metrics["response_length/mean"])
+        per_step, now = seconds["timing_s/step"], self.runtime.traffic()
         perf = {
             "perf/total_num_tokens": tokens,
             "perf/time_per_step": per_step,
             "perf/throughput": tokens / per_step / self.plan.rollout_ranks,
+            "perf/dispatch_share": 1 - (now.worked - before.worked) / per_step,
+            "perf/controller_bytes_per_trajectory": (now.total - before.total) / trajectories,
         }
         return seconds | perf
 

@@ -10,7 +10,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,7 +49,6 @@ def hydraflow_steps(steps: int, *overrides: str) -> Steady:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "hydraflow.main_ppo", f"trainer.total_training_steps={steps + WARM_UP}", *overrides]
         command += [f"trainer.default_local_dir={folder}/run", "trainer.val_before_train=false", "trainer.test_freq=-1"]
-        started = time.time()
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=1800)
         rows = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "timing_s/step" in row]
@@ -59,7 +57,7 @@ def hydraflow_steps(steps: int, *overrides: str) -> Steady:
     return Steady(
         median=statistics.median(row["timing_s/step"] for row in counted),
         fastest=min(row["timing_s/step"] for row in counted),
-        first_step_after=rows[0]["time"] - started,
+        first_step_after=rows[0]["perf/seconds_since_launch"],
         phases={name: round(statistics.median(row.get(name, 0.0) for row in counted), 4) for name in names},
         ray_share=statistics.median(row["perf/dispatch_share"] for row in counted),
     )

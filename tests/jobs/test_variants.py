@@ -16,13 +16,20 @@ from hydraflow.schema import PPOConfig
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_session")]
 
 ACTOR = "actor_rollout_ref.actor"
+DENSE_REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return sum(said == right for said, right in zip(solution_str, ground_truth)) / len(ground_truth)
+"""
+"""Share of right digits: hardly warmed up, the model is never right as a whole."""
 
 
 def train(folder: Path, cache: Path, *overrides: str) -> list[dict[str, Any]]:
     """Trains in this process's Ray and returns the metrics of the steps."""
     given = [*SMALL_RECIPE, *SMALL_STEPS, f"recipe.cache_dir={cache}", f"trainer.default_local_dir={folder}", "trainer.logger=[file]"]
     given += ["trainer.total_training_steps=2", "trainer.val_before_train=false", "trainer.save_final_model=false", "trainer.test_freq=-1"]
-    given += ["data.val_max_samples=4"]
+    folder.mkdir(exist_ok=True)
+    (folder / "reward.py").write_text(DENSE_REWARD)
+    given += ["data.val_max_samples=4", f"reward.custom_reward_function.path={folder}/reward.py"]
     PPOJob(compose.load("ppo", PPOConfig, [*given, *overrides])).run()
     rows = [row for row in read_steps(folder) if row["step"] > 0]
     for row in rows:

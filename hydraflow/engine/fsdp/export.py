@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from hydraflow.engine.fsdp import lora
 from hydraflow.engine.fsdp.build import hf_name
+from hydraflow.engine.fsdp.gather import gathered
 from hydraflow.models import loading
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.heads import PolicyModel, ValueModel
@@ -25,17 +25,15 @@ from hydraflow.models.heads import PolicyModel, ValueModel
 
 @torch.no_grad()
 def stream(module: PolicyModel | ValueModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every rank takes part in gathering each tensor, so all ranks must run through it to the end."""
+    """Every rank takes part in gathering the tensors, so all ranks must run through it to the end."""
     parameters = dict(module.named_parameters())
     layers = lora.adapted(module)
-    for name, parameter in parameters.items():
-        if lora.is_adapter(name):
-            continue
+    adapters = dict(gathered({name: parameter for name, parameter in parameters.items() if lora.is_adapter(name)}))
+    for name, full in gathered({name: parameter for name, parameter in parameters.items() if not lora.is_adapter(name)}):
         plain = name.replace(".base_layer.", ".")
-        full = _full(parameter)
         if plain in layers:
             stem = plain.removesuffix("weight")
-            a, b = (_full(parameters[f"{stem}lora_{side}.{lora.ADAPTER}.weight"]) for side in "AB")
+            a, b = (adapters[f"{stem}lora_{side}.{lora.ADAPTER}.weight"] for side in "AB")
             full = lora.add_product(full, a, b, layers[plain])
         yield hf_name(module, name), full
     for name, buffer in loading.persistent_buffers(module):
@@ -93,7 +91,3 @@ def _write_value_model(config: Any, weights: dict[str, torch.Tensor], directory:
     written.architectures = [architecture] if architecture else None
     written.save_pretrained(directory)
     save_torch_state_dict(weights, directory)
-
-
-def _full(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()

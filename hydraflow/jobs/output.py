@@ -1,0 +1,41 @@
+"""The one file that main_generate and main_eval write: proven writable before the work, there only when the work is done.
+
+In: `output.path`. Out: a temporary file beside it, which takes its name in the end. What stood there before stays until then.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hydraflow.errors import ConfigError
+
+
+@contextmanager
+def output_file(path: str, *, ending: str = "") -> Iterator[Path]:
+    """A file to write to. It is renamed to `path` when the block ends well, else removed.
+
+    Raises ConfigError when `path` has another `ending` or cannot be written.
+    """
+    target = Path(path).expanduser()
+    if ending and target.suffix != ending:
+        raise ConfigError.one("output.path", path, f"must end in {ending}", f"output.path={target.with_suffix(ending)}")
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.touch()
+    except OSError as error:
+        raise _unwritable(path, error.strerror) from error
+    try:
+        if target.is_dir():
+            raise _unwritable(path, "it is a folder")
+        yield unfinished
+        unfinished.replace(target)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _unwritable(path: str, reason: str | None) -> ConfigError:
+    return ConfigError.one("output.path", path, f"cannot be written ({reason})", "output.path=<a file you may write>")

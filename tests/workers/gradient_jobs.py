@@ -1,0 +1,167 @@
+"""What ranks do in the test of the law of gradients; in a file of its own so that spawned processes can import it.
+
+In: a batch, losses, and ways to cut the batch. Out: the whole gradient of every loss under every cut, as the workers get it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from engine import rank_jobs
+
+from hydraflow.algorithms.actor_loss import ActorLoss
+from hydraflow.algorithms.aggregate import Denominators
+from hydraflow.algorithms.critic_loss import ValueLoss
+from hydraflow.batch_plan_parts import MicroPlan, RolePlan
+from hydraflow.dispatch.worker import ProcessContext
+from hydraflow.engine.base import LossFn
+from hydraflow.engine.config import FSDPConfig, OptimConfig
+from hydraflow.engine.fsdp.engine import FSDPEngine
+from hydraflow.metrics import Metric
+from hydraflow.models.config import ModelConfig
+from hydraflow.protocol import ragged
+from hydraflow.protocol.batch import DataProto
+from hydraflow.trainer.mini_batches import mini_batch_order
+from hydraflow.workers.actor import ActorSpec, ActorWorker
+from hydraflow.workers.config import ActorConfig, CriticConfig
+from hydraflow.workers.critic import CriticSpec, CriticWorker
+from hydraflow.workers.training import global_denominators, split
+
+TEMPERATURE = 0.8
+SCALE = 16.0
+"""Divisor of seq-mean-token-sum-norm."""
+EVERYTHING = 10**6
+LOSSES: dict[str, Any] = {"policy": ActorLoss, "value": ValueLoss}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loss with its options."""
+
+    name: str
+    head: str = "policy"
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def loss(self, denominators: Denominators) -> LossFn:
+        return LOSSES[self.head](denominators=denominators, scale_factor=SCALE, **self.options)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The order of the rows, which decides on the rank that has them, and the micro-batches of each rank."""
+
+    order: tuple[int, ...]
+    micro: MicroPlan
+
+
+def rows(n: int) -> MicroPlan:
+    return MicroPlan(rows=n, max_tokens=None)
+
+
+def tokens(n: int) -> MicroPlan:
+    return MicroPlan(rows=None, max_tokens=n)
+
+
+IN_ORDER = tuple(range(8))
+SHUFFLED = (2, 4, 0, 7, 1, 3, 6, 5)
+"""Rank 0 of two has the long rows; the row without a trained token comes last."""
+CUTS = {
+    "one row": Cut(IN_ORDER, rows(1)),
+    "two rows": Cut(IN_ORDER, rows(2)),
+    "all rows": Cut(IN_ORDER, rows(EVERYTHING)),
+    "24 tokens": Cut(IN_ORDER, tokens(24)),
+    "shuffled, three rows": Cut(SHUFFLED, rows(3)),
+    "shuffled, 13 tokens": Cut(SHUFFLED, tokens(13)),
+}
+
+
+def measure(path: str, head: str, options: Mapping[str, Any], batch: DataProto, cases: Sequence[Case]) -> dict[str, torch.Tensor]:
+    """By case: the gradients (cuts, parameters) under every one of CUTS, from one engine."""
+    engine = rank_jobs.make_engine(path, {**options, "head": head})
+    found: dict[str, list[torch.Tensor]] = {case.name: [] for case in cases}
+    for cut in CUTS.values():
+        share = rank_jobs.my_share(batch.select_idxs(cut.order))
+        (denominators,) = global_denominators(engine, [share])
+        micro_batches = split(engine, share, cut.micro).parts
+        for case in cases:
+            engine.forward_backward(micro_batches, case.loss(denominators), temperature=TEMPERATURE, entropy=head == "policy")
+            found[case.name].append(whole_gradient(engine))
+            engine.module.zero_grad()
+    return {name: torch.stack(gradients) for name, gradients in found.items()}
+
+
+def whole_gradient(engine: FSDPEngine) -> torch.Tensor:
+    """The gradients of all ranks' shards as one vector, parameters in the order of their Hugging Face names."""
+    named = {name.removeprefix(engine.module.prefix): p for name, p in engine.module.named_parameters()}
+    return torch.cat([named[name].grad.full_tensor().flatten() for name in sorted(named)]).clone()
+
+
+def count_micro_batches(path: str, batch: DataProto) -> dict[str, tuple[int, int]]:
+    """By cut: how many micro-batches this rank has, and how many it would have alone."""
+    engine = rank_jobs.make_engine(path, {"optim": None})
+    counts = {}
+    for name, cut in CUTS.items():
+        share = rank_jobs.my_share(batch.select_idxs(cut.order))
+        counts[name] = len(split(engine, share, cut.micro).parts), len(alone(share, cut.micro))
+    return counts
+
+
+def alone(share: DataProto, micro: MicroPlan) -> list[DataProto]:
+    from hydraflow.engine.micro_batches import split_tokens
+
+    return [] if micro.max_tokens is None else split_tokens(share, micro.max_tokens, lambda own: own).parts
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training step of a worker: two mini-batches of four rows, two epochs."""
+
+    head: str
+    micro: MicroPlan
+    lr: float = 1e-3
+    weight_decay: float = 0.1
+    clip_grad: float = 1e9
+
+    def plan(self, data_ranks: int) -> RolePlan:
+        return RolePlan.simple(data_ranks=data_ranks, mini_batch_trajectories=4, epochs=2, micro=self.micro)
+
+
+def train(path: str, training: Training, batch: DataProto) -> tuple[dict[str, Metric], dict[str, torch.Tensor]]:
+    """This rank's metrics and the whole weights after `update` on what a controller would send to this rank."""
+    worker = make_worker(path, training)
+    plan = training.plan(dist.get_world_size())
+    lengths = ragged.lengths(batch.get("prompts")) + ragged.lengths(batch.get("responses"))
+    order = mini_batch_order(lengths.numpy(), plan, 1, balance=True, shuffle_key=None)
+    metrics = worker.update(rank_jobs.my_share(batch.select_idxs(order)))
+    return metrics, rank_jobs.full_weights(worker.engine)  # type: ignore[arg-type]
+
+
+def make_worker(path: str, training: Training) -> ActorWorker | CriticWorker:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    process = ProcessContext(rank, size, rank, "here", "127.0.0.1", 0, "cpu")
+    shared: dict[str, Any] = dict(
+        fsdp_config=FSDPConfig(model_dtype="fp64", dtype="fp64"),
+        optim=OptimConfig(lr=training.lr, weight_decay=training.weight_decay, clip_grad=training.clip_grad),
+        loss_agg_mode="seq-mean-token-mean",
+    )
+    model, plan = ModelConfig(path=path), training.plan(size)
+    if training.head == "value":
+        critic = CriticConfig(model=model, **shared)
+        return CriticWorker(process, CriticSpec(critic, plan, training.micro, response_tokens=int(SCALE), total_steps=1))
+    actor = ActorConfig(entropy_coeff=0.02, use_kl_loss=True, kl_loss_coef=0.3, **shared)
+    spec = ActorSpec(
+        model,
+        actor,
+        plan,
+        log_prob=training.micro,
+        ref=None,
+        temperature=TEMPERATURE,
+        response_tokens=int(SCALE),
+        total_steps=1,
+        old_is_rollout=False,
+    )
+    return ActorWorker(process, spec)

@@ -1,0 +1,122 @@
+"""The losses once more, as a person would write them down: loops over rows and tokens, nothing of hydraflow but the names.
+
+In: a plain Hugging Face model and one row after the other. Out: a loss, and its gradient by torch's autograd.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass
+class Row:
+    """One row as the model sees it, and its columns (R,) by name."""
+
+    said: list[Tensor]
+    """Log-probability of each response token, or the value told before it."""
+    entropy: list[Tensor]
+    columns: dict[str, list[Any]]
+
+    @property
+    def trained(self) -> list[int]:
+        return [t for t, mask in enumerate(self.columns["response_mask"]) if mask]
+
+
+def read_policy(model: nn.Module, prompt: Tensor, response: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """(R,) log-probabilities and (R,) entropies."""
+    logits = model(input_ids=torch.cat([prompt, response])[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+    everything = (logits / temperature).log_softmax(-1)
+    return everything[torch.arange(len(response)), response], -(everything.exp() * everything).sum(-1)
+
+
+def read_values(model: nn.Module, score: Tensor, prompt: Tensor, response: Tensor) -> tuple[Tensor, Tensor]:
+    """(R,) values, and nothing for entropies."""
+    hidden = model.model(input_ids=torch.cat([prompt, response])[None], use_cache=False).last_hidden_state[0]
+    values = hidden[len(prompt) - 1 : -1] @ score[0]
+    return values, torch.zeros_like(values)
+
+
+def vanilla(now: Tensor, old: float, advantage: float) -> Tensor:
+    ratio = (now - old).exp()
+    clipped = ratio if 0.8 <= ratio <= 1.2 else torch.tensor(0.8 if ratio < 0.8 else 1.2, dtype=ratio.dtype)
+    loss = max(-advantage * ratio, -advantage * clipped)
+    if advantage < 0 and loss > -advantage * 3.0:
+        return torch.tensor(-advantage * 3.0, dtype=ratio.dtype)
+    return loss
+
+
+def low_var_kl(gap: Tensor) -> Tensor:
+    """`gap` is the policy's log-probability less the reference's."""
+    estimate = (-gap).exp() + gap - 1
+    return estimate if estimate < 10 else estimate.detach()
+
+
+POLICY: dict[str, Callable[[Tensor, float, float], Tensor]] = {"vanilla": vanilla}
+KL: dict[str, Callable[[Tensor], Tensor]] = {
+    "kl": lambda gap: gap,
+    "k1": lambda gap: gap,
+    "abs": lambda gap: gap if gap > 0 else -gap,
+    "mse": lambda gap: gap * gap / 2,
+    "k2": lambda gap: gap * gap / 2,
+    "low_var_kl": low_var_kl,
+    "k3": low_var_kl,
+}
+
+
+def kl(kind: str, gap: Tensor) -> Tensor:
+    """A trailing + takes the value of one and the gradient of k2."""
+    if not kind.endswith("+"):
+        return KL[kind](gap)
+    return KL[kind[:-1]](gap).detach() + KL["k2"](gap) - KL["k2"](gap).detach()
+
+
+def actor_loss(rows: Sequence[Row], options: Mapping[str, Any], scale: float) -> Tensor:
+    losses = []
+    for row in rows:
+        losses.append([])
+        for t in row.trained:
+            old, advantage, ref = (row.columns[name][t] for name in ("old_log_probs", "advantages", "ref_log_prob"))
+            loss = POLICY[options.get("loss_mode", "vanilla")](row.said[t], old, advantage)
+            loss = loss - options.get("entropy_coeff", 0.0) * row.entropy[t]
+            if "kl_coef" in options:
+                loss = loss + options["kl_coef"] * kl(options.get("kl_type", "low_var_kl"), row.said[t] - ref)
+            losses[-1].append(loss)
+    return aggregate(losses, options.get("agg_mode", "token-mean"), scale)
+
+
+def value_loss(rows: Sequence[Row], options: Mapping[str, Any], scale: float) -> Tensor:
+    losses = []
+    for row in rows:
+        losses.append([])
+        for t in row.trained:
+            value, old, target = row.said[t], row.columns["values"][t], row.columns["returns"][t]
+            near = value if abs(value - old) <= 0.5 else torch.tensor(old + math.copysign(0.5, value - old), dtype=value.dtype)
+            losses[-1].append(max((value - target) ** 2, (near - target) ** 2) / 2)
+    return aggregate(losses, options.get("agg_mode", "token-mean"), scale)
+
+
+def aggregate(losses: Sequence[Sequence[Tensor]], mode: str, scale: float) -> Tensor:
+    """Losses of trained tokens, row by row; a row without any does not count as a sequence."""
+    losses = [row for row in losses if row]
+    sums = [sum(row[1:], row[0]) for row in losses]
+    everything = sum(sums[1:], sums[0])
+    if mode == "token-sum":
+        return everything
+    if mode == "token-mean":
+        return everything / sum(len(row) for row in losses)
+    if mode == "seq-mean-token-sum":
+        return everything / len(losses)
+    if mode == "seq-mean-token-sum-norm":
+        return everything / len(losses) / scale
+    assert mode == "seq-mean-token-mean", mode
+    means = [total / len(row) for total, row in zip(sums, losses)]
+    return sum(means[1:], means[0]) / len(losses)
+
+
+LOSS: dict[str, Callable[[Sequence[Row], Mapping[str, Any], float], Tensor]] = {"policy": actor_loss, "value": value_loss}

@@ -1,0 +1,251 @@
+"""The law of gradients on the real engine with the real losses: for fixed rows the gradient, summed over ranks, depends neither
+on micro-batches (rows or tokens), nor on packing or padding, nor on the rows' order, nor on the number of data ranks.
+
+Every gradient is also that of `naive.py`: a plain Hugging Face model, one row at a time, the loss written with loops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine.pool import Ranks
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from workers import gradient_jobs as jobs
+from workers import naive
+from workers.gradient_jobs import CUTS, SCALE, TEMPERATURE, Case
+
+from hydraflow.algorithms.aggregate import LOSS_AGG_MODES
+from hydraflow.algorithms.kl import KL_ESTIMATORS
+from hydraflow.algorithms.policy_loss import POLICY_LOSSES
+from hydraflow.metrics import merge, values
+from hydraflow.protocol import ragged
+from hydraflow.protocol.batch import DataProto
+
+DOUBLE = {"model_dtype": "fp64", "dtype": "fp64"}
+PROMPT_TOKENS = [1, 5, 3, 7, 2, 4, 6, 3]
+MASKS = ["111111", "1", "110011011", "0111", "10111101", "000", "11111", "1110111"]
+"""What is trained of each response: observations in the middle, and one row of nothing else."""
+
+POLICY_CASES = [
+    *(Case(f"{loss} {mode}", options={"loss_mode": loss, "agg_mode": mode}) for loss in POLICY_LOSSES for mode in LOSS_AGG_MODES),
+    *(Case(f"KL {kind}", options={"kl_coef": 0.7, "kl_type": kind}) for kind in KL_ESTIMATORS),
+    *(Case(f"entropy {mode}", options={"entropy_coeff": 0.5, "agg_mode": mode}) for mode in LOSS_AGG_MODES),
+    *(Case(f"all {mode}", options={"entropy_coeff": 0.5, "kl_coef": 0.7, "agg_mode": mode}) for mode in LOSS_AGG_MODES),
+]
+VALUE_CASES = [Case(f"value {mode}", "value", {"agg_mode": mode}) for mode in LOSS_AGG_MODES]
+CASES = {"policy": POLICY_CASES, "value": VALUE_CASES}
+
+
+@dataclass
+class Plain:
+    """A plain model that has read every row of the batch once, in float64."""
+
+    path: str
+    head: str
+    batch: DataProto
+    rows: list[naive.Row] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float64)
+        self.parameters = dict(self.model.named_parameters())
+        if self.head == "value":
+            score = load_file(Path(self.path) / "model.safetensors")["score.weight"]
+            self.parameters["score.weight"] = torch.nn.Parameter(score.double())
+        self.read(range(len(self.batch)))
+
+    def read(self, which: range) -> list[naive.Row]:
+        """Rows under the weights of now."""
+        columns = {name: ragged.rows(self.batch.get(name)) for name in self.batch.keys()}
+        self.rows = []
+        for i in which:
+            of_row = {name: column[i] for name, column in columns.items()}
+            said, entropy = self._forward(of_row.pop("prompts"), of_row.pop("responses"))
+            self.rows.append(naive.Row(list(said), list(entropy), {name: column.tolist() for name, column in of_row.items()}))
+        return self.rows
+
+    def _forward(self, prompt: Tensor, response: Tensor) -> tuple[Tensor, Tensor]:
+        if self.head == "value":
+            return naive.read_values(self.model, self.parameters["score.weight"], prompt, response)
+        return naive.read_policy(self.model, prompt, response, TEMPERATURE)
+
+    def loss(self, options: Mapping[str, Any]) -> Tensor:
+        return naive.LOSS[self.head](self.rows, options, SCALE)
+
+    def gradient(self, options: Mapping[str, Any]) -> Tensor:
+        names = sorted(self.parameters)
+        gradients = torch.autograd.grad(self.loss(options), [self.parameters[name] for name in names], retain_graph=True)
+        return torch.cat([g.flatten() for g in gradients])
+
+    def said(self) -> Tensor:
+        return torch.cat([torch.stack(row.said) for row in self.rows]).detach()
+
+
+@pytest.fixture(scope="module")
+def path(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The tiny model with a value head that is not zero."""
+    directory = tmp_path_factory.mktemp("model") / "with_score"
+    directory.mkdir()
+    for file in Path(tiny).iterdir():
+        (directory / file.name).write_bytes(file.read_bytes())
+    score = torch.randn(1, 32, generator=torch.Generator().manual_seed(1))
+    save_file({**load_file(directory / "model.safetensors"), "score.weight": score}, directory / "model.safetensors", {"format": "pt"})
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def plain(path: str) -> Callable[[str], Plain]:
+    """Plain models by head, on columns that lie around what the models say, so that clips hold for some tokens and not for others."""
+    empty = make_batch({})
+    spoken = {head: Plain(path, head, empty).said() for head in ("policy", "value")}
+    batch = make_batch(make_columns(spoken["policy"], spoken["value"]))
+    return {head: Plain(path, head, batch) for head in spoken}.__getitem__
+
+
+def make_batch(columns: Mapping[str, Tensor]) -> DataProto:
+    draw = torch.Generator().manual_seed(7)
+    lengths = torch.tensor([len(mask) for mask in MASKS])
+    tokens = [torch.randint(2, 17, (int(sizes.sum()),), generator=draw) for sizes in (torch.tensor(PROMPT_TOKENS), lengths)]
+    mask = torch.tensor([int(m) for m in "".join(MASKS)])
+    response_columns = {"responses": tokens[1], "response_mask": mask, **columns}
+    return DataProto.from_dict(
+        {
+            "prompts": ragged.from_parts(tokens[0], torch.tensor(PROMPT_TOKENS)),
+            **{name: ragged.from_parts(column, lengths) for name, column in response_columns.items()},
+        }
+    )
+
+
+def make_columns(logp: Tensor, value: Tensor) -> dict[str, Tensor]:
+    """Columns of all response tokens in float64; where nothing is trained they hold NaN, which must not matter."""
+    draw = torch.Generator().manual_seed(11)
+    trained = torch.tensor([int(m) for m in "".join(MASKS)]).bool()
+
+    def noise(scale: float) -> Tensor:
+        return scale * torch.randn(len(logp), generator=draw, dtype=torch.float64)
+
+    columns = {
+        "old_log_probs": logp + noise(0.7),
+        "advantages": noise(1.0),
+        "ref_log_prob": logp + noise(1.5),
+        "values": value + noise(0.6),
+        "returns": value + noise(1.0),
+    }
+    return {name: torch.where(trained, column, float("nan")) for name, column in columns.items()}
+
+
+def in_float32(batch: DataProto) -> DataProto:
+    return DataProto.from_dict({name: c.float() if c.is_floating_point() else c for name, c in batch.items()})
+
+
+def assert_lawful(found: Mapping[str, Tensor], plain: Plain, cases: list[Case], tolerance: float) -> None:
+    """Every gradient is the plain one, up to `tolerance` of its norm."""
+    for case in cases:
+        wanted = plain.gradient(case.options)
+        assert wanted.norm() > 1e-2
+        for name, gradient in zip(CUTS, found[case.name], strict=True):
+            error = ((gradient.double() - wanted).norm() / wanted.norm()).item()
+            assert error < tolerance, f"{case.name}, {name}: {error:.1e}"
+
+
+def test_every_loss_has_its_plain_twin() -> None:
+    assert naive.POLICY.keys() == POLICY_LOSSES.keys()
+    assert naive.KL.keys() | {f"{name}+" for name in naive.KL} == KL_ESTIMATORS.keys()
+
+
+def test_rows_reach_every_branch_of_the_losses(plain: Callable[[str], Plain]) -> None:
+    """Some ratios are inside the clip, some above, some below, some at the dual clip; some KLs and values are clipped, some not."""
+    policy, critic = ([(row.said[t].item(), row.columns, t) for row in plain(head).rows for t in row.trained] for head in CASES)
+    ratios = [(torch.tensor(now - c["old_log_probs"][t]).exp().item(), c["advantages"][t]) for now, c, t in policy]
+    assert any(r > 1.2 and a > 0 for r, a in ratios) and any(r > 3 and a < 0 for r, a in ratios)
+    assert any(r < 0.8 and a < 0 for r, a in ratios) and any(0.8 < r < 1.2 for r, a in ratios)
+    gaps = [c["ref_log_prob"][t] - now for now, c, t in policy]
+    assert min(gaps) < 0 and any(0 < gap < 2 for gap in gaps) and max(gaps) > 2.7  # from 2.6 on, low_var_kl is above 10
+    moved = [abs(now - c["values"][t]) for now, c, t in critic]
+    assert min(moved) < 0.5 < max(moved)
+
+
+def test_token_budgets_are_binding_and_ranks_differ(path: str, plain: Callable[[str], Plain], ranks: Ranks) -> None:
+    first, second = ranks.run(jobs.count_micro_batches, path, plain("policy").batch)
+    for cut in ("24 tokens", "shuffled, 13 tokens"):
+        assert first[cut][0] == second[cut][0] == max(first[cut][1], second[cut][1]) > 1
+    assert first["shuffled, 13 tokens"][1] != second["shuffled, 13 tokens"][1]
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("head", CASES)
+@pytest.mark.parametrize("data_ranks", [1, 2])
+def test_gradient_is_the_plain_one_however_it_was_computed(
+    path: str, plain: Callable[[str], Plain], ranks: Ranks, data_ranks: int, head: str, packed: bool
+) -> None:
+    options = {"fsdp": DOUBLE, "model": {"use_remove_padding": packed, "enable_gradient_checkpointing": False}}
+    args = path, head, options, plain(head).batch, CASES[head]
+    for found in [jobs.measure(*args)] if data_ranks == 1 else ranks.run(jobs.measure, *args):
+        assert_lawful(found, plain(head), CASES[head], 1e-9)
+
+
+@pytest.mark.parametrize("head", CASES)
+def test_float32_on_two_ranks(path: str, plain: Callable[[str], Plain], ranks: Ranks, head: str) -> None:
+    """gloo cannot scale a float32 sum: a wrong way around that gives gradients of half the size."""
+    kinds = [case for case in CASES[head] if case.name in ("all token-mean", "value seq-mean-token-mean", *POLICY_LOSSES)]
+    kinds += [case for case in POLICY_CASES if case.name.endswith(" seq-mean-token-mean") and head == "policy"]
+    for found in ranks.run(jobs.measure, path, head, {}, in_float32(plain(head).batch), kinds):
+        assert_lawful(found, plain(head), kinds, 1e-4)
+
+
+def test_the_law_can_fail(path: str, plain: Callable[[str], Plain]) -> None:
+    """Denominators of one rank's first row instead of the mini-batch's: the check sees it."""
+    case = Case("value token-mean", "value", {"agg_mode": "token-sum"})
+    found = jobs.measure(path, "value", {"fsdp": DOUBLE}, plain("value").batch, [case])
+    with pytest.raises(AssertionError, match="value token-mean, one row"):
+        assert_lawful(found, plain("value"), [VALUE_CASES[0]], 1e-9)
+
+
+def plain_training(model: Plain, training: jobs.Training, options: Mapping[str, Any]) -> tuple[list[float], list[float]]:
+    """Two epochs of two mini-batches with torch's AdamW: the loss and the gradient's norm at each of the four steps."""
+    parameters = list(model.parameters.values())
+    optimizer = torch.optim.AdamW(parameters, lr=training.lr, weight_decay=training.weight_decay)
+    losses, norms = [], []
+    for first in (0, 4, 0, 4):
+        model.read(range(first, first + 4))
+        loss = model.loss(options)
+        optimizer.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(torch.cat([p.grad.flatten() for p in parameters if p.grad is not None]).norm().item())
+        optimizer.step()
+    return losses, norms
+
+
+@pytest.mark.parametrize("head", CASES)
+def test_a_training_step_of_the_worker(path: str, plain: Callable[[str], Plain], ranks: Ranks, head: str) -> None:
+    """Two mini-batches, two epochs: weights and merged metrics on one rank, on two ranks, and of a plain loop with AdamW."""
+    batch = plain(head).batch
+    alone, weights = jobs.train(path, jobs.Training(head, jobs.rows(2)), batch)
+    both = ranks.run(jobs.train, path, jobs.Training(head, jobs.tokens(24)), batch)
+    one, two = values(merge([alone])), values(merge(metrics for metrics, _ in both))
+    assert two == pytest.approx(one, rel=1e-10, abs=1e-12)
+    assert one.keys() >= EXPECTED_METRICS[head]
+
+    model = Plain(path, head, batch)
+    options = {"agg_mode": "seq-mean-token-mean"} | ({"entropy_coeff": 0.02, "kl_coef": 0.3} if head == "policy" else {})
+    losses, norms = plain_training(model, jobs.Training(head, jobs.rows(1)), options)
+    prefix = "actor" if head == "policy" else "critic"
+    assert one[f"{prefix}/grad_norm"] == pytest.approx(sum(norms) / 4, rel=1e-9)
+    if head == "value":
+        assert one["critic/vf_loss"] == pytest.approx(sum(losses) / 4, rel=1e-9)
+    for found in (weights, *(of_rank for _, of_rank in both)):
+        for name, wanted in model.parameters.items():
+            torch.testing.assert_close(found[name], wanted.detach(), rtol=0, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
+
+
+EXPECTED_METRICS = {
+    "policy": {"actor/pg_loss", "actor/pg_clipfrac", "actor/grad_norm", "actor/entropy", "actor/kl_loss", "actor/lr"},
+    "value": {"critic/vf_loss", "critic/vf_clipfrac", "critic/grad_norm", "critic/lr"},
+}
