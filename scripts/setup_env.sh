@@ -10,7 +10,6 @@
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${HYDRAFLOW_VENV:-$ROOT/.venv}"
 TORCH_VERSION="$(sed -n 's/^torch==//p' "$ROOT/constraints.txt")"
-CPU_WHEELS="https://download.pytorch.org/whl/cpu"
 
 say() { printf '[hydraflow] %s\n' "$*"; }
 
@@ -49,7 +48,7 @@ On Debian and Ubuntu: apt install python3.11 python3.11-venv"
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
 
 # torch goes first and by itself. Without a GPU the wheel is asked for by its full name, so that pip cannot choose the CUDA
-# build, which is 20 times larger. It is looked for where pip looks anyhow, then at pytorch.org.
+# build, which is 20 times larger. It is looked for where pip looks anyhow, and at $HYDRAFLOW_TORCH_INDEX.
 install_torch() {
     if "$PYTHON" -c "import importlib.metadata as m, sys; sys.exit(m.version('torch').split('+')[0] != '$TORCH_VERSION')" 2>/dev/null; then
         return
@@ -59,8 +58,9 @@ install_torch() {
         "$PYTHON" -m pip install --quiet "torch==$TORCH_VERSION"
     else
         say "installing torch $TORCH_VERSION for CPUs; about 200 MB, a minute or two"
-        "$PYTHON" -m pip install --quiet "torch==$TORCH_VERSION+cpu" 2>/dev/null ||
-            "$PYTHON" -m pip install --quiet --extra-index-url "$CPU_WHEELS" "torch==$TORCH_VERSION+cpu"
+        "$PYTHON" -m pip install --quiet ${HYDRAFLOW_TORCH_INDEX:+--extra-index-url "$HYDRAFLOW_TORCH_INDEX"} "torch==$TORCH_VERSION+cpu" ||
+            fail "pip finds no CPU build of torch $TORCH_VERSION. Set HYDRAFLOW_TORCH_INDEX to PyTorch's index of CPU wheels \
+(their installation page names it) and run this again."
     fi
 }
 

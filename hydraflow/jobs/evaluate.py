@@ -13,7 +13,6 @@ import numpy as np
 from hydraflow.data.files import Record, raise_problems, read_records
 from hydraflow.errors import EnvironmentFault, Problem
 from hydraflow.jobs.output import output_file
-from hydraflow.logging_setup import set_up_logging
 from hydraflow.rewards.custom import check_reward
 from hydraflow.rewards.pool import RewardPool, RewardResult, RewardRow
 from hydraflow.schema import EvalConfig, EvalDataConfig
@@ -23,7 +22,6 @@ logger = logging.getLogger(__name__)
 
 def run_eval(config: EvalConfig) -> None:
     """Prints the report of `evaluate` as JSON, and writes it to `output.path` where one is named."""
-    set_up_logging()
     with output_file(config.output.path) if config.output.path else nullcontext() as unfinished:
         text = json.dumps(evaluate(config), indent=2)
         print(text)

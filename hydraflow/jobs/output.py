@@ -20,6 +20,8 @@ def output_file(path: str, *, ending: str = "") -> Iterator[Path]:
     Raises ConfigError when `path` has another `ending` or cannot be written.
     """
     target = Path(path).expanduser()
+    if target.is_dir():
+        raise _unwritable(path, "it is a folder")
     if ending and target.suffix != ending:
         raise ConfigError.one("output.path", path, f"must end in {ending}", f"output.path={target.with_suffix(ending)}")
     unfinished = target.with_name(f".{target.name}.{os.getpid()}.tmp")
@@ -29,8 +31,6 @@ def output_file(path: str, *, ending: str = "") -> Iterator[Path]:
     except OSError as error:
         raise _unwritable(path, error.strerror) from error
     try:
-        if target.is_dir():
-            raise _unwritable(path, "it is a folder")
         yield unfinished
         unfinished.replace(target)
     finally:

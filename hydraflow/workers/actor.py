@@ -13,14 +13,15 @@ from torch import Tensor
 from hydraflow.algorithms.actor_loss import ActorLoss
 from hydraflow.algorithms.aggregate import Denominators
 from hydraflow.batch_plan_parts import MicroPlan, RolePlan
-from hydraflow.dispatch.modes import Coordinates, Dispatch, mesh_mode, register
-from hydraflow.dispatch.worker import ProcessContext, Worker
+from hydraflow.dispatch.modes import mesh_mode, register
+from hydraflow.dispatch.worker import ProcessContext
 from hydraflow.engine.base import LossFn, ModelOutput
 from hydraflow.metrics import Metric, largest, mean
 from hydraflow.models.config import ModelConfig
 from hydraflow.protocol.batch import DataProto
 from hydraflow.workers.config import ActorConfig
-from hydraflow.workers.training import forward_in_order, start_engine, train_mini_batches
+from hydraflow.workers.engine_worker import EngineWorker
+from hydraflow.workers.training import forward_in_order, train_mini_batches
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,11 @@ class ActorSpec:
     """`old_log_probs` came from the generation engine: compare them with the trainer's before the first optimizer step."""
 
 
-class ActorWorker(Worker):
+class ActorWorker(EngineWorker):
     """One process of the policy's training engine."""
 
     def __init__(self, process: ProcessContext, spec: ActorSpec):
-        super().__init__(process)
-        self.spec = spec
-        self.engine = start_engine(
+        super().__init__(
             process,
             spec.actor.strategy,
             spec.model,
@@ -60,10 +59,7 @@ class ActorWorker(Worker):
             total_steps=spec.total_steps,
             field="actor_rollout_ref.model",
         )
-
-    def mesh_coordinates(self, mesh: str) -> Coordinates:
-        """Which share of a batch this process gets; every data rank is collected from."""
-        return Coordinates(self.engine.data_rank, self.engine.data_size, True)
+        self.spec = spec
 
     @register(dispatch_mode=mesh_mode("actor"), read_only=True)
     def compute_log_prob(self, batch: DataProto) -> DataProto:
@@ -84,11 +80,6 @@ class ActorWorker(Worker):
         return train_mini_batches(
             self.engine, batch, self.spec.plan, self._loss, temperature=self.spec.temperature, entropy=True, prefix="actor"
         )
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_hf(self, directory: str) -> None:
-        """Writes the weights as a Hugging Face directory."""
-        self.engine.save_hf(directory)
 
     def _loss(self, denominators: Denominators, first: bool) -> LossFn:
         actor = self.spec.actor

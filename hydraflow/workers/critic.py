@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from hydraflow.algorithms.aggregate import Denominators
 from hydraflow.algorithms.critic_loss import ValueLoss
 from hydraflow.batch_plan_parts import MicroPlan, RolePlan
-from hydraflow.dispatch.modes import Coordinates, Dispatch, mesh_mode, register
-from hydraflow.dispatch.worker import ProcessContext, Worker
+from hydraflow.dispatch.modes import mesh_mode, register
+from hydraflow.dispatch.worker import ProcessContext
 from hydraflow.metrics import Metric
 from hydraflow.protocol.batch import DataProto
 from hydraflow.workers.config import CriticConfig
-from hydraflow.workers.training import forward_in_order, start_engine, train_mini_batches
+from hydraflow.workers.engine_worker import EngineWorker
+from hydraflow.workers.training import forward_in_order, train_mini_batches
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,12 @@ class CriticSpec:
     """Training steps of the run, for the schedule."""
 
 
-class CriticWorker(Worker):
+class CriticWorker(EngineWorker):
     """One process of the critic's training engine."""
 
     def __init__(self, process: ProcessContext, spec: CriticSpec):
-        super().__init__(process)
-        self.spec = spec
         critic = spec.critic
-        self.engine = start_engine(
+        super().__init__(
             process,
             critic.strategy,
             critic.model,
@@ -49,10 +48,7 @@ class CriticWorker(Worker):
             total_steps=spec.total_steps,
             field="critic.model",
         )
-
-    def mesh_coordinates(self, mesh: str) -> Coordinates:
-        """Which share of a batch this process gets; every data rank is collected from."""
-        return Coordinates(self.engine.data_rank, self.engine.data_size, True)
+        self.spec = spec
 
     @register(dispatch_mode=mesh_mode("critic"), read_only=True)
     def compute_values(self, batch: DataProto) -> DataProto:
@@ -63,11 +59,6 @@ class CriticWorker(Worker):
     def update(self, batch: DataProto) -> dict[str, Metric]:
         """Every optimizer step of one training step; rows come ordered by mini-batch."""
         return train_mini_batches(self.engine, batch, self.spec.plan, self._loss, temperature=1.0, entropy=False, prefix="critic")
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_hf(self, directory: str) -> None:
-        """Writes the weights as a Hugging Face directory."""
-        self.engine.save_hf(directory)
 
     def _loss(self, denominators: Denominators, first: bool) -> ValueLoss:
         critic = self.spec.critic

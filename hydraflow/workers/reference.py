@@ -8,12 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hydraflow.batch_plan_parts import MicroPlan
-from hydraflow.dispatch.modes import Coordinates, mesh_mode, register
-from hydraflow.dispatch.worker import ProcessContext, Worker
+from hydraflow.dispatch.modes import mesh_mode, register
+from hydraflow.dispatch.worker import ProcessContext
 from hydraflow.engine.config import FSDPConfig
 from hydraflow.models.config import ModelConfig
 from hydraflow.protocol.batch import DataProto
-from hydraflow.workers.training import forward_in_order, start_engine
+from hydraflow.workers.engine_worker import EngineWorker
+from hydraflow.workers.training import forward_in_order
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,11 @@ class ReferenceSpec:
     """Divides the logits, as in sampling."""
 
 
-class ReferenceWorker(Worker):
+class ReferenceWorker(EngineWorker):
     """One process of the reference policy."""
 
     def __init__(self, process: ProcessContext, spec: ReferenceSpec):
-        super().__init__(process)
-        self.spec = spec
-        self.engine = start_engine(
+        super().__init__(
             process,
             spec.strategy,
             spec.model,
@@ -44,10 +43,7 @@ class ReferenceWorker(Worker):
             total_steps=1,
             field="actor_rollout_ref.model",
         )
-
-    def mesh_coordinates(self, mesh: str) -> Coordinates:
-        """Which share of a batch this process gets; every data rank is collected from."""
-        return Coordinates(self.engine.data_rank, self.engine.data_size, True)
+        self.spec = spec
 
     @register(dispatch_mode=mesh_mode("ref"), read_only=True)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from hydraflow.algorithms.aggregate import Denominators
 from hydraflow.algorithms.sft_loss import SFTLoss
 from hydraflow.batch_plan_parts import RolePlan
-from hydraflow.dispatch.modes import Coordinates, Dispatch, mesh_mode, register
-from hydraflow.dispatch.worker import ProcessContext, Worker
+from hydraflow.dispatch.modes import mesh_mode, register
+from hydraflow.dispatch.worker import ProcessContext
 from hydraflow.engine.config import FSDPConfig, OptimConfig
 from hydraflow.metrics import Metric
 from hydraflow.models.config import ModelConfig
 from hydraflow.protocol.batch import DataProto
-from hydraflow.workers.training import forward_in_order, start_engine, train_mini_batches
+from hydraflow.workers.engine_worker import EngineWorker
+from hydraflow.workers.training import forward_in_order, train_mini_batches
 
 
 @dataclass(frozen=True)
@@ -31,19 +32,21 @@ class SFTSpec:
     """Optimizer steps of the run, for the schedule."""
 
 
-class SFTWorker(Worker):
+class SFTWorker(EngineWorker):
     """One process of a supervised run."""
 
     def __init__(self, process: ProcessContext, spec: SFTSpec):
-        super().__init__(process)
-        self.spec = spec
-        self.engine = start_engine(
-            process, "fsdp2", spec.model, spec.fsdp_config, spec.optim, head="policy", total_steps=spec.total_steps, field="model"
+        super().__init__(
+            process,
+            "fsdp2",
+            spec.model,
+            spec.fsdp_config,
+            spec.optim,
+            head="policy",
+            total_steps=spec.total_steps,
+            field="model",
         )
-
-    def mesh_coordinates(self, mesh: str) -> Coordinates:
-        """Which share of a batch this process gets; every data rank is collected from."""
-        return Coordinates(self.engine.data_rank, self.engine.data_size, True)
+        self.spec = spec
 
     @register(dispatch_mode=mesh_mode("sft"), read_only=True, padding=False)
     def update(self, batch: DataProto) -> dict[str, Metric]:
@@ -54,11 +57,6 @@ class SFTWorker(Worker):
     def evaluate(self, batch: DataProto) -> DataProto:
         """`log_probs` and `greedy_match` (1 where the token is the most probable one) of every response token."""
         return forward_in_order(self.engine, batch, self.spec.plan.micro, temperature=1.0, greedy_match=True)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_hf(self, directory: str) -> None:
-        """Writes the weights as a Hugging Face directory."""
-        self.engine.save_hf(directory)
 
     def _loss(self, denominators: Denominators, first: bool) -> SFTLoss:
         return SFTLoss(denominators)

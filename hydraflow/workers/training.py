@@ -14,20 +14,12 @@ import torch
 
 from hydraflow.algorithms.aggregate import Denominators
 from hydraflow.batch_plan_parts import MicroPlan, RolePlan
-from hydraflow.device import current_device
-from hydraflow.dispatch.worker import ProcessContext
-from hydraflow.engine import process_group
 from hydraflow.engine.base import LossFn, TrainEngine
-from hydraflow.engine.config import FSDPConfig, OptimConfig
-from hydraflow.engine.fsdp.engine import FSDPEngine
 from hydraflow.engine.micro_batches import MicroBatches, split_rows, split_tokens
 from hydraflow.metrics import Metric, largest, mean, merge
-from hydraflow.models.config import ModelConfig
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.ragged import parts
 
-TRAIN_ENGINES: dict[str, Callable[..., TrainEngine]] = {"fsdp2": FSDPEngine}
-"""Training engines by the name that `strategy` gives."""
 LossFactory = Callable[[Denominators, bool], LossFn]
 """Makes a mini-batch's loss from its denominators; the flag says that no optimizer step of this training step came before."""
 
@@ -72,29 +64,6 @@ def split(engine: TrainEngine, batch: DataProto, micro: MicroPlan) -> MicroBatch
         return split_rows(batch, micro.rows)
     assert micro.max_tokens is not None, "a micro-batch plan counts rows or tokens"
     return split_tokens(batch, micro.max_tokens, lambda values: engine.reduce(values, "max"))
-
-
-def start_engine(
-    process: ProcessContext,
-    strategy: str,
-    model: ModelConfig,
-    fsdp: FSDPConfig,
-    optim: OptimConfig | None,
-    *,
-    head: str,
-    total_steps: int,
-    field: str,
-) -> TrainEngine:
-    """Joins the other ranks and builds the engine that `strategy` names."""
-    process_group.start(
-        rank=process.rank,
-        world_size=process.world_size,
-        address=process.master_addr,
-        port=process.master_port,
-        device_type=process.device_type,
-    )
-    device = current_device(process.device_type, process.local_rank)
-    return TRAIN_ENGINES[strategy](model, fsdp, optim, head=head, device=device, total_steps=total_steps, field=field)
 
 
 def _mask_counts(mini_batch: DataProto) -> tuple[float, float]:

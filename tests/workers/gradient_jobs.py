@@ -6,21 +6,22 @@ In: a batch, losses, and ways to cut the batch. Out: the whole gradient of every
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from engine import rank_jobs
+from workers.by_hand import process
 
 from hydraflow.algorithms.actor_loss import ActorLoss
 from hydraflow.algorithms.aggregate import Denominators
 from hydraflow.algorithms.critic_loss import ValueLoss
 from hydraflow.batch_plan_parts import MicroPlan, RolePlan
-from hydraflow.dispatch.worker import ProcessContext
-from hydraflow.engine.base import LossFn
+from hydraflow.engine.base import LossFn, ModelOutput
 from hydraflow.engine.config import FSDPConfig, OptimConfig
 from hydraflow.engine.fsdp.engine import FSDPEngine
+from hydraflow.engine.micro_batches import split_tokens
 from hydraflow.metrics import Metric
 from hydraflow.models.config import ModelConfig
 from hydraflow.protocol import ragged
@@ -48,6 +49,16 @@ class Case:
 
     def loss(self, denominators: Denominators) -> LossFn:
         return LOSSES[self.head](denominators=denominators, scale_factor=SCALE, **self.options)
+
+
+class OwnCounts(Case):
+    """A loss that breaks the law: each micro-batch divides by its own counts."""
+
+    def loss(self, denominators: Denominators) -> LossFn:
+        def loss(output: ModelOutput, columns: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Metric]]:
+            return super(OwnCounts, self).loss(Denominators.count(columns["response_mask"]))(output, columns)
+
+        return loss
 
 
 @dataclass(frozen=True)
@@ -111,8 +122,6 @@ def count_micro_batches(path: str, batch: DataProto) -> dict[str, tuple[int, int
 
 
 def alone(share: DataProto, micro: MicroPlan) -> list[DataProto]:
-    from hydraflow.engine.micro_batches import split_tokens
-
     return [] if micro.max_tokens is None else split_tokens(share, micro.max_tokens, lambda own: own).parts
 
 
@@ -142,7 +151,7 @@ def train(path: str, training: Training, batch: DataProto) -> tuple[dict[str, Me
 
 def make_worker(path: str, training: Training) -> ActorWorker | CriticWorker:
     rank, size = dist.get_rank(), dist.get_world_size()
-    process = ProcessContext(rank, size, rank, "here", "127.0.0.1", 0, "cpu")
+    here = process(rank, size)
     shared: dict[str, Any] = dict(
         fsdp_config=FSDPConfig(model_dtype="fp64", dtype="fp64"),
         optim=OptimConfig(lr=training.lr, weight_decay=training.weight_decay, clip_grad=training.clip_grad),
@@ -151,7 +160,7 @@ def make_worker(path: str, training: Training) -> ActorWorker | CriticWorker:
     model, plan = ModelConfig(path=path), training.plan(size)
     if training.head == "value":
         critic = CriticConfig(model=model, **shared)
-        return CriticWorker(process, CriticSpec(critic, plan, training.micro, response_tokens=int(SCALE), total_steps=1))
+        return CriticWorker(here, CriticSpec(critic, plan, training.micro, response_tokens=int(SCALE), total_steps=1))
     actor = ActorConfig(entropy_coeff=0.02, use_kl_loss=True, kl_loss_coef=0.3, **shared)
     spec = ActorSpec(
         model,
@@ -164,4 +173,4 @@ def make_worker(path: str, training: Training) -> ActorWorker | CriticWorker:
         total_steps=1,
         old_is_rollout=False,
     )
-    return ActorWorker(process, spec)
+    return ActorWorker(here, spec)

@@ -96,7 +96,8 @@ def value_loss(rows: Sequence[Row], options: Mapping[str, Any], scale: float) ->
         losses.append([])
         for t in row.trained:
             value, old, target = row.said[t], row.columns["values"][t], row.columns["returns"][t]
-            near = value if abs(value - old) <= 0.5 else torch.tensor(old + math.copysign(0.5, value - old), dtype=value.dtype)
+            gap = value.item() - old
+            near = value if abs(gap) <= 0.5 else torch.tensor(old + math.copysign(0.5, gap), dtype=value.dtype)
             losses[-1].append(max((value - target) ** 2, (near - target) ** 2) / 2)
     return aggregate(losses, options.get("agg_mode", "token-mean"), scale)
 

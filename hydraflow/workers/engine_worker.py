@@ -1,0 +1,59 @@
+"""What every role with a training engine shares: joining the other ranks, its place among them, writing its weights.
+
+In: the role's specification. Out: an engine of the chosen kind. Left out on purpose: what the role does with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hydraflow.device import current_device
+from hydraflow.dispatch.modes import Coordinates, Dispatch, register
+from hydraflow.dispatch.worker import ProcessContext, Worker
+from hydraflow.engine import process_group
+from hydraflow.engine.base import TrainEngine
+from hydraflow.engine.config import FSDPConfig, OptimConfig
+from hydraflow.engine.fsdp.engine import FSDPEngine
+from hydraflow.models.config import ModelConfig
+
+TRAIN_ENGINES: dict[str, Callable[..., TrainEngine]] = {"fsdp2": FSDPEngine}
+"""Training engines by the name that `strategy` gives."""
+
+
+class EngineWorker(Worker):
+    """One process of a training engine, in `engine`; an `optim` of None freezes the weights.
+
+    `strategy` names the engine, `head` is policy or value, `field` the configuration key of `model`, for messages.
+    """
+
+    def __init__(
+        self,
+        process: ProcessContext,
+        strategy: str,
+        model: ModelConfig,
+        fsdp: FSDPConfig,
+        optim: OptimConfig | None,
+        *,
+        head: str,
+        total_steps: int,
+        field: str,
+    ):
+        super().__init__(process)
+        process_group.start(
+            rank=process.rank,
+            world_size=process.world_size,
+            address=process.master_addr,
+            port=process.master_port,
+            device_type=process.device_type,
+        )
+        device = current_device(process.device_type, process.local_rank)
+        self.engine = TRAIN_ENGINES[strategy](model, fsdp, optim, head=head, device=device, total_steps=total_steps, field=field)
+
+    def mesh_coordinates(self, mesh: str) -> Coordinates:
+        """Which share of a batch this process gets; every data rank is collected from."""
+        return Coordinates(self.engine.data_rank, self.engine.data_size, True)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_hf(self, directory: str) -> None:
+        """Writes the weights as a Hugging Face directory."""
+        self.engine.save_hf(directory)

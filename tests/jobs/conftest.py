@@ -1,0 +1,72 @@
+"""One chain that the tests of three commands look at: a model learns four sums by heart (main_sft) and is asked them (main_generate)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from jobs.command import hydraflow
+
+LEARNT = {"1+1=": "002", "17+25=": "042", "60+60=": "120", "9+9=": "018"}
+"""What the model learns in the first turn of a conversation."""
+
+
+def write_lines(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="session")
+def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four conversations, each with a second question that the user asks after the answer to the first."""
+    rows = []
+    for question, answer in LEARNT.items():
+        said = [("user", question), ("assistant", answer), ("user", "0+0="), ("assistant", "000")]
+        rows.append({"messages": [{"role": role, "content": content} for role, content in said]})
+    return write_lines(tmp_path_factory.mktemp("conversations") / "train.jsonl", rows)
+
+
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first turns alone, in the columns prompt and response."""
+    rows = [{"prompt": question, "response": answer} for question, answer in LEARNT.items()]
+    return write_lines(tmp_path_factory.mktemp("pairs") / "val.jsonl", rows)
+
+
+@pytest.fixture(scope="session")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The questions, and what main_eval needs to judge answers."""
+    rows = [
+        {"prompt": question, "data_source": "arithmetic", "reward_model": {"style": "rule", "ground_truth": answer}}
+        for question, answer in LEARNT.items()
+    ]
+    return write_lines(tmp_path_factory.mktemp("prompts") / "prompts.jsonl", rows)
+
+
+@pytest.fixture(scope="session")
+def sft_keys(tiny: str, conversations: Path, pairs: Path) -> list[str]:
+    """What every supervised run here is told."""
+    files = [f"model.path={tiny}", f"data.train_files={conversations}", f"data.val_files={pairs}"]
+    return [*files, "data.train_batch_size=4", "data.max_length=32", "optim.lr=0.01", "trainer.test_freq=30"]
+
+
+@pytest.fixture(scope="session")
+def sft_run(tmp_path_factory: pytest.TempPathFactory, sft_keys: list[str]) -> Path:
+    """The run folder of main_sft."""
+    home = tmp_path_factory.mktemp("sft")
+    done = hydraflow("main_sft", *sft_keys, "trainer.total_training_steps=60", "trainer.default_local_dir=out", cwd=home)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "command line" in done.stdout, "the plan says where a number comes from"
+    return home / "out"
+
+
+@pytest.fixture(scope="session")
+def answers(tmp_path_factory: pytest.TempPathFactory, sft_run: Path, prompts: Path) -> Path:
+    """What main_generate wrote: greedy answers of the trained model."""
+    home = tmp_path_factory.mktemp("answers")
+    given = [f"model.path={sft_run}/final_model", f"data.path={prompts}", "output.path=deep/answers.parquet"]
+    done = hydraflow("main_generate", *given, "data.max_response_length=8", "rollout.temperature=0", cwd=home)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.stdout == "4 prompts, 1 response each: deep/answers.parquet\n"
+    return home / "deep" / "answers.parquet"

@@ -1,0 +1,105 @@
+"""The advantage worker in this process, on four trajectories whose numbers can be worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from workers.by_hand import process
+
+from hydraflow.algorithms.config import AlgorithmConfig, KLControlConfig
+from hydraflow.protocol import ragged
+from hydraflow.protocol.batch import DataProto
+from hydraflow.workers.advantage import AdvantageSpec, AdvantageWorker
+
+MASK = [[1, 0, 1], [1], [1, 1], [1, 1]]
+"""Two prompts with two trajectories each; the second token of the first one is a tool's answer."""
+GAP = [[0.2, 9.0, 0.4], [0.1], [0.0, 0.2], [-0.2, 0.0]]
+"""Log-probability less that of the reference."""
+
+
+def column(rows: list[list[float]]) -> torch.Tensor:
+    return ragged.from_rows([torch.tensor(row, dtype=torch.float32) for row in rows])
+
+
+def make_batch(last_scores: list[float]) -> DataProto:
+    """Prompts of 1, 1, 2 and 2 tokens; scores on the last tokens."""
+    scores = [[0.0] * (len(mask) - 1) + [score] for mask, score in zip(MASK, last_scores)]
+    return DataProto.from_dict(
+        {
+            "prompts": ragged.from_rows([torch.ones(n, dtype=torch.int64) for n in (1, 1, 2, 2)]),
+            "response_mask": ragged.from_rows([torch.tensor(mask) for mask in MASK]),
+            "token_level_scores": column(scores),
+            "old_log_probs": column([[-1.0] * len(mask) for mask in MASK]),
+            "ref_log_prob": column([[-1.0 - gap for gap in row] for row in GAP]),
+            "group": torch.tensor([7, 7, 3, 3]),
+        }
+    )
+
+
+def make_worker(**options: object) -> AdvantageWorker:
+    return AdvantageWorker(process(), AdvantageSpec(AlgorithmConfig(adv_estimator="grpo", **options), response_tokens=3))  # type: ignore[arg-type]
+
+
+def listed(batch: DataProto, name: str) -> list[float]:
+    return ragged.parts(batch.get(name))[0].tolist()
+
+
+def test_grpo_and_its_metrics() -> None:
+    """Group 7 scores 1 and 0: mean 1/2, standard deviation sqrt(1/2). Group 3 scores 1 and 1: nothing to learn."""
+    made = make_worker().compute(make_batch([1, 0, 1, 1]))
+    high = 0.5**0.5
+    assert listed(made, "advantages") == pytest.approx([high, 0, high, -high, 0, 0, 0, 0], abs=2e-6)
+    assert listed(made, "returns") == listed(made, "advantages")
+    assert listed(made, "token_level_rewards") == [0, 0, 1, 0, 0, 1, 0, 1]
+    metrics = made.meta_info["metrics"]
+    assert metrics == pytest.approx(
+        {
+            **{f"critic/{name}/mean": 0.75 for name in ("score", "rewards")},
+            **{f"critic/{name}/max": 1 for name in ("score", "rewards")},
+            **{f"critic/{name}/min": 0 for name in ("score", "rewards")},
+            **{f"critic/{name}/mean": high / 7 for name in ("advantages", "returns")},  # two of +high and one of -high, 7 trained tokens
+            **{f"critic/{name}/max": high for name in ("advantages", "returns")},
+            **{f"critic/{name}/min": -high for name in ("advantages", "returns")},
+            "response_length/mean": 2,
+            "response_length/max": 3,
+            "response_length/min": 1,
+            "response_length/clip_ratio": 0.25,
+            "prompt_length/mean": 1.5,
+            "prompt_length/max": 2,
+            "prompt_length/min": 1,
+        },
+        abs=2e-6,
+    )
+
+
+def test_advantages_without_the_division() -> None:
+    made = make_worker(norm_adv_by_std_in_grpo=False).compute(make_batch([1, 0, 4, 1]))
+    assert listed(made, "advantages") == [0.5, 0, 0.5, -0.5, 1.5, 1.5, -1.5, -1.5]
+
+
+def test_kl_in_the_reward_and_its_controller() -> None:
+    """Half of each trained token's KL comes off. Means of the rows: 0.3, 0.1, 0.1, -0.1, so the step's KL is 0.1."""
+    control = KLControlConfig(type="adaptive", kl_coef=0.5, target_kl=0.05, horizon=8)
+    worker = make_worker(use_kl_in_reward=True, kl_penalty="kl", kl_ctrl=control, norm_adv_by_std_in_grpo=False)
+    made = worker.compute(make_batch([1, 0, 1, 1]))
+    assert listed(made, "token_level_rewards") == pytest.approx([-0.1, 0, 0.8, -0.05, 0, 0.9, 0.1, 1], abs=1e-6)
+    # sums of the rows: 0.7 and -0.05, 0.9 and 1.1
+    assert listed(made, "advantages") == pytest.approx([0.375, 0, 0.375, -0.375, -0.1, -0.1, 0.1, 0.1], abs=1e-6)
+    metrics = made.meta_info["metrics"]
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.1, abs=1e-6)
+    assert metrics["actor/reward_kl_penalty_coeff"] == 0.5
+    assert metrics["critic/score/mean"] == 0.75
+    assert metrics["critic/rewards/mean"] == pytest.approx((0.7 - 0.05 + 0.9 + 1.1) / 4, abs=1e-6)
+    # twice the target: 1 + 0.2 * 4 trajectories / horizon 8
+    assert worker.compute(make_batch([1, 0, 1, 1])).meta_info["metrics"]["actor/reward_kl_penalty_coeff"] == pytest.approx(0.55)
+
+
+def test_the_distance_to_the_generator_counts_trained_tokens() -> None:
+    probabilities = {"old_log_probs": [[0.5, 0.9], [0.2]], "rollout_log_probs": [[0.25, 0.1], [0.2]]}
+    columns = {name: column([torch.tensor(row).log().tolist() for row in rows]) for name, rows in probabilities.items()}
+    mask = ragged.from_rows([torch.tensor([1, 0]), torch.tensor([1])])
+    batch = DataProto.from_dict({**columns, "response_mask": mask, "entropys": column([[1.0, 8.0], [2.0]])})
+    told = make_worker().compare_with_rollout(batch)
+    assert told["training/rollout_probs_diff_max"] == pytest.approx(0.25)
+    assert told["training/rollout_probs_diff_mean"] == pytest.approx(0.125)
+    assert told["actor/entropy"] == 1.5

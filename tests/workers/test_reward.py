@@ -1,0 +1,80 @@
+"""The reward worker in this process, with its pool: texts, where scores go, and rows that fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from workers.by_hand import process
+
+from hydraflow.models.config import ModelConfig
+from hydraflow.models.tiny import make_tokenizer
+from hydraflow.protocol import ragged
+from hydraflow.protocol.batch import DataProto
+from hydraflow.rewards.config import CustomRewardConfig, RewardConfig
+from hydraflow.workers.reward import RewardSpec, RewardWorker
+
+TOKEN = make_tokenizer().convert_tokens_to_ids
+FUNCTION = '''
+"""Half a point for each character, and whatever the row says for its accuracy."""
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if ground_truth == "raise":
+        raise KeyError("no such thing")
+    return {"score": len(solution_str) / 2, "acc": extra_info["acc"]}
+'''
+
+
+@contextmanager
+def worker(path: str, reward: RewardConfig) -> Iterator[RewardWorker]:
+    made = RewardWorker(process(), RewardSpec(ModelConfig(path=path), reward))
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def make_batch(texts: list[str], truths: list[str], **columns: Any) -> DataProto:
+    """Responses of one token per character; `.` stands for the end token."""
+    ids = [torch.tensor([TOKEN("<|end|>" if c == "." else c) for c in text], dtype=torch.int64) for text in texts]
+    objects = {
+        "data_source": ["arithmetic"] * len(texts),
+        "reward_model": [{"ground_truth": truth} for truth in truths],
+        "extra_info": columns.get("extra_info", [{}] * len(texts)),
+    }
+    return DataProto.from_dict({"responses": ragged.from_rows(ids)}, objects)
+
+
+def token_scores(batch: DataProto) -> list[list[float]]:
+    return [row.tolist() for row in ragged.rows(batch.get("token_level_scores"))]
+
+
+def test_the_score_stands_on_the_last_token(tiny: str) -> None:
+    with worker(tiny, RewardConfig()) as reward:
+        scored = reward.score(make_batch(["42.", "7", "41.", "012"], ["42", "7", "42", "012"]))
+    assert token_scores(scored) == [[0, 0, 1], [1], [0, 0, 0], [0, 0, 1]]
+    assert scored.get("score").tolist() == scored.get("acc").tolist() == [1, 1, 0, 1]
+    assert list(scored.get("text")) == ["42", "7", "41", "012"]
+    assert scored.meta_info == {"failed": 0, "why_failed": None}
+
+
+def test_rows_that_fail_are_counted_and_cost_only_themselves(tiny: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FUNCTION)
+    config = RewardConfig(CustomRewardConfig(path=str(tmp_path / "mine.py")), failure_score=-3.0)
+    batch = make_batch(["1.", "22.", "", "333"], ["", "raise", "", ""], extra_info=[{"acc": 1}, {}, {"acc": 0}, {"acc": 1}])
+    with worker(tiny, config) as reward:
+        scored = reward.score(batch)
+    assert token_scores(scored) == [[0, 0.5], [0, 0, -3], [], [0, 0, 1.5]]  # a response without tokens has no place for a score
+    assert scored.get("score").tolist() == [0.5, -3, 0, 1.5]
+    assert scored.get("acc").tolist() == [1, -3, 0, 1]
+    assert scored.meta_info["failed"] == 1
+    assert "no such thing" in scored.meta_info["why_failed"]
+
+
+def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=str(tmp_path)):
+        RewardWorker(process(), RewardSpec(ModelConfig(path=str(tmp_path)), RewardConfig()))

@@ -1,0 +1,107 @@
+"""The rollout worker in this process: whose weights it samples with, and that samples belong to prompts, not to processes."""
+
+from __future__ import annotations
+
+import torch
+from workers.by_hand import process
+
+from hydraflow.batch_plan_parts import MicroPlan, RolePlan
+from hydraflow.engine.config import FSDPConfig, OptimConfig
+from hydraflow.generation.config import SamplingConfig
+from hydraflow.models.config import ModelConfig
+from hydraflow.protocol import ragged
+from hydraflow.protocol.batch import DataProto
+from hydraflow.workers.actor import ActorSpec, ActorWorker
+from hydraflow.workers.config import ActorConfig
+from hydraflow.workers.rollout import RolloutSpec, RolloutWorker, SampleOrder
+
+END = 1
+PROMPTS = [[3], [4, 5, 6, 7, 8], [9, 10], [11, 12, 13]]
+MAX_TOKENS, SAMPLES, TEMPERATURE = 12, 3, 0.7
+
+
+def make_actor(path: str) -> ActorWorker:
+    actor = ActorConfig(optim=OptimConfig(lr=1e-2), fsdp_config=FSDPConfig(dtype="fp32"))
+    rows = MicroPlan(rows=5, max_tokens=None)
+    spec = ActorSpec(
+        ModelConfig(path=path),
+        actor,
+        RolePlan.simple(mini_batch_trajectories=len(PROMPTS) * SAMPLES),
+        log_prob=rows,
+        ref=None,
+        temperature=TEMPERATURE,
+        response_tokens=MAX_TOKENS,
+        total_steps=1,
+        old_is_rollout=False,
+    )
+    return ActorWorker(process(), spec)
+
+
+def make_rollout(path: str, rank: int = 0, world_size: int = 1, actor: ActorWorker | None = None) -> RolloutWorker:
+    spec = RolloutSpec(ModelConfig(path=path), SamplingConfig(dtype="fp32"), max_tokens=MAX_TOKENS, seed=5)
+    worker = RolloutWorker(process(rank, world_size, **({} if actor is None else {"actor": actor})), spec)
+    worker.load_weights() if actor is None else worker.sync_from_actor()
+    return worker
+
+
+def make_prompts(temperature: float = TEMPERATURE, step: int = 1) -> DataProto:
+    order = SampleOrder(step=step, n=SAMPLES, temperature=temperature, top_k=-1, top_p=1.0)
+    prompts = ragged.from_rows([torch.tensor(prompt) for prompt in PROMPTS])
+    return DataProto.from_dict({"prompts": prompts}, {"uid": [f"prompt {i}" for i in range(len(PROMPTS))]}, {"sampling": order})
+
+
+def listed(batch: DataProto, name: str) -> list[list[int]]:
+    return [row.tolist() for row in ragged.rows(batch.get(name))]
+
+
+def largest_gap(actor: ActorWorker, trajectories: DataProto) -> float:
+    old = actor.compute_log_prob(trajectories).get("old_log_probs")
+    return float((ragged.parts(old)[0] - ragged.parts(trajectories.get("rollout_log_probs"))[0]).abs().max())
+
+
+def test_log_probs_are_the_trainers_before_and_after_an_update(tiny: str) -> None:
+    actor = make_actor(tiny)
+    rollout = make_rollout(tiny, actor=actor)
+    first = rollout.generate(make_prompts())
+    assert largest_gap(actor, first) < 1e-4
+
+    draw = torch.Generator().manual_seed(0)
+    lengths = ragged.lengths(first.get("responses"))
+    advantages = ragged.from_parts(torch.randn(int(lengths.sum()), generator=draw), lengths)
+    columns = {name: first.get(name) for name in ("prompts", "responses", "response_mask")}
+    actor.update(DataProto.from_dict({**columns, "old_log_probs": first.get("rollout_log_probs"), "advantages": advantages}))
+    assert largest_gap(actor, first) > 1e-2
+    rollout.sync_from_actor()
+    assert largest_gap(actor, rollout.generate(make_prompts(step=2))) < 1e-4
+
+
+def test_weights_come_from_the_directory_or_from_the_actor(tiny: str) -> None:
+    from_files = make_rollout(tiny).generate(make_prompts())
+    assert listed(make_rollout(tiny, actor=make_actor(tiny)).generate(make_prompts()), "responses") == listed(from_files, "responses")
+
+
+def test_one_worker_and_two_draw_the_same_samples(tiny: str) -> None:
+    whole = make_rollout(tiny).generate(make_prompts())
+    shares = make_prompts().chunk(2)
+    halves = DataProto.concat([make_rollout(tiny, rank, 2).generate(share) for rank, share in enumerate(shares)])
+    assert listed(halves, "responses") == listed(whole, "responses")
+    log_probs = [ragged.parts(batch.get("rollout_log_probs"))[0] for batch in (halves, whole)]
+    torch.testing.assert_close(*log_probs, rtol=0, atol=1e-5)
+    assert listed(make_rollout(tiny).generate(make_prompts(step=2)), "responses") != listed(whole, "responses")
+
+
+def test_trajectories_are_prompt_major_and_end_where_they_should(tiny: str) -> None:
+    made = make_rollout(tiny).generate(make_prompts())
+    responses = listed(made, "responses")
+    assert listed(made, "prompts") == [prompt for prompt in PROMPTS for _ in range(SAMPLES)]
+    assert made.get("lengths").tolist() == [len(p) + len(r) for p, r in zip(listed(made, "prompts"), responses)]
+    assert listed(made, "response_mask") == [[1] * len(response) for response in responses]
+    assert any(len(response) < MAX_TOKENS for response in responses)
+    for response in responses:
+        assert END not in response[:-1]
+        assert len(response) == MAX_TOKENS or response[-1] == END
+
+
+def test_greedy_samples_of_a_prompt_are_equal(tiny: str) -> None:
+    responses = listed(make_rollout(tiny).generate(make_prompts(temperature=0)), "responses")
+    assert [responses[i] for i in range(0, 12, 3)] == [responses[i] for i in range(2, 12, 3)]
