@@ -100,9 +100,9 @@ def _data_metrics(
     metrics: dict[str, float] = {}
     if (values := padded.get("values")) is not None:
         columns["critic/values"] = values[trained]
-        spread = returns[trained].var()
-        unexplained = (returns[trained] - values[trained]).var()
-        metrics["critic/vf_explained_var"] = float(1.0 - unexplained / (spread + 1e-5))
+        if int(trained.sum()) > 1:
+            unexplained = (returns[trained] - values[trained]).var()
+            metrics["critic/vf_explained_var"] = float(1.0 - unexplained / (returns[trained].var() + 1e-5))
     for name, column in columns.items():
         metrics |= _spread(name, column)
     return metrics

@@ -48,7 +48,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sft_keys(tiny: str, conversations: Path, pairs: Path) -> list[str]:
     """What every supervised run here is told."""
     files = [f"model.path={tiny}", f"data.train_files={conversations}", f"data.val_files={pairs}"]
-    return [*files, "data.train_batch_size=4", "data.max_length=32", "optim.lr=0.01", "trainer.test_freq=30"]
+    return [*files, "data.train_batch_size=4", "data.max_length=32", "optim.lr=0.01", "trainer.test_freq=30", "fsdp_config.dtype=fp32"]
 
 
 @pytest.fixture(scope="session")

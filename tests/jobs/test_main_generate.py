@@ -24,7 +24,7 @@ from hydraflow.schema import GenerateConfig
 
 def generate(model: str | Path, prompts: Path, output: Path, *more: str) -> list[list[str]]:
     """The responses that main_generate writes."""
-    given = [f"model.path={model}", f"data.path={prompts}", f"output.path={output}", "data.max_response_length=6"]
+    given = [f"model.path={model}", f"data.path={prompts}", f"output.path={output}", "data.max_response_length=6", "rollout.dtype=fp32"]
     run_generate(compose.load("generate", GenerateConfig, [*given, *more]))
     return pyarrow.parquet.read_table(output).column("responses").to_pylist()
 
@@ -57,7 +57,7 @@ def test_samples_depend_on_the_seed_alone(tiny: str, prompts: Path, tmp_path: Pa
     output = tmp_path / "out.parquet"
     first = generate(tiny, prompts, output, "rollout.n=3")
     assert [len(set(texts)) for texts in first] == [3, 3, 3, 3], "three different responses for each prompt"
-    caplog.clear()
+    caplog.set_level("INFO", logger="hydraflow.jobs.generate")
     assert generate(tiny, prompts, output, "rollout.n=3", "trainer.n_gpus_per_node=1", "rollout.max_num_seqs=1") == first
     assert [record.message for record in caplog.records if "prompts" in record.message] == [f"{i} of 4 prompts" for i in (1, 2, 3, 4)]
     assert generate(tiny, prompts, output, "rollout.n=3", "trainer.seed=2") != first
@@ -71,7 +71,9 @@ def test_ctrl_c_leaves_no_process_and_no_file(tiny: str, prompts: Path, tmp_path
     command = [sys.executable, "-m", "hydraflow.main_generate", *given, *slow]
     log = tmp_path / "log"
     with open(log, "w") as out:
-        started = subprocess.Popen(command, cwd=tmp_path, env={**os.environ, mark[0]: mark[1]}, stdout=out, stderr=out, start_new_session=True)
+        started = subprocess.Popen(
+            command, cwd=tmp_path, env={**os.environ, mark[0]: mark[1]}, stdout=out, stderr=out, start_new_session=True
+        )
     deadline = time.monotonic() + 120
     while "of 800 prompts" not in log.read_text():
         assert started.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
