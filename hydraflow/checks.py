@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -61,6 +62,9 @@ def _is_text_or_list(value: Any) -> bool:
 
 
 POSITIVE = Rule("must be above 0", lambda value: value > 0)
+FINITE = Rule("must be finite", math.isfinite)
+SECONDS = Rule("must be a number of seconds above 0", lambda value: 0 < value < math.inf)
+TEMPERATURE = Rule("must be at least 0 and finite", lambda value: 0 <= value < math.inf)
 UNLIMITED_OR_COUNT = Rule("must be -1 (no limit) or at least 1", lambda value: value == -1 or value >= 1)
 NEVER_OR_COUNT = Rule("must be -1 or at least 1", lambda value: value == -1 or value >= 1)
 PROBABILITY_MASS = Rule("must be above 0 and at most 1", lambda value: 0 < value <= 1)
@@ -109,14 +113,14 @@ FIELD_RULES: dict[type, dict[str, Rule]] = {
     SamplingConfig: {
         "name": one_of("native"),
         "n": at_least(1),
-        "temperature": at_least(0),
+        "temperature": TEMPERATURE,
         "top_k": UNLIMITED_OR_COUNT,
         "top_p": PROBABILITY_MASS,
         "max_num_seqs": at_least(1),
         "dtype": COMPUTE_DTYPE,
     },
     RolloutConfig: {"probs_diff_limit": POSITIVE},
-    ValSamplingConfig: {"temperature": at_least(0), "top_k": UNLIMITED_OR_COUNT, "top_p": PROBABILITY_MASS},
+    ValSamplingConfig: {"temperature": TEMPERATURE, "top_k": UNLIMITED_OR_COUNT, "top_p": PROBABILITY_MASS},
     ModelConfig: {
         "lora_rank": at_least(0),
         "lora_alpha": at_least(1),
@@ -141,7 +145,7 @@ FIELD_RULES: dict[type, dict[str, Rule]] = {
         "truncation": one_of("error", "left", "right"),
         "train_max_samples": UNLIMITED_OR_COUNT,
     },
-    RewardConfig: {"num_workers": at_least(1), "timeout": POSITIVE},
+    RewardConfig: {"num_workers": at_least(1), "timeout": SECONDS, "failure_score": FINITE},
     RunConfig: {
         "nnodes": at_least(1),
         "n_gpus_per_node": at_least(1),
@@ -203,6 +207,20 @@ def _ppo_has_data(config: PPOConfig) -> Iterator[Problem]:
     yield from _missing(needed, "; or recipe=arithmetic, which makes its own model and data")
 
 
+def _recipe_makes_model_and_data(config: PPOConfig) -> Iterator[Problem]:
+    if config.recipe.name == "none":
+        return
+    given = {
+        "actor_rollout_ref.model.path": config.actor_rollout_ref.model.path,
+        "data.train_files": config.data.train_files,
+        "data.val_files": config.data.val_files,
+    }
+    rule = f"recipe={config.recipe.name} makes its own model and data, so this would not be used"
+    for key, value in given.items():
+        if value is not None:
+            yield Problem(key, value, rule, f"recipe=none, or leave out {key}")
+
+
 def _sft_has_data(config: SFTConfig) -> Iterator[Problem]:
     yield from _missing({"model.path": config.model.path, "data.train_files": config.data.train_files})
 
@@ -249,7 +267,14 @@ def _validation_samples(config: PPOConfig) -> Iterator[Problem]:
 
 
 CROSS_RULES: dict[type, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
-    PPOConfig: (_ppo_has_data, _training_samples, _gae_has_a_critic, _warmup_has_a_critic, _validation_samples),
+    PPOConfig: (
+        _ppo_has_data,
+        _recipe_makes_model_and_data,
+        _training_samples,
+        _gae_has_a_critic,
+        _warmup_has_a_critic,
+        _validation_samples,
+    ),
     SFTConfig: (_sft_has_data,),
     GenerateConfig: (_generate_has_files,),
     EvalConfig: (_eval_has_data,),

@@ -35,6 +35,8 @@ INTERRUPTED = 130
 """Exit code after Ctrl-C, which also ends a sweep."""
 _VERSION_BASE = "1.3"
 _DEFAULT_RECIPE = "recipe=arithmetic"
+_OWN_MODEL_OR_DATA = {"recipe", "actor_rollout_ref.model.path", "data.train_files", "data.val_files"}
+"""Whoever gives one of these keys does not get the default recipe."""
 _QUIET = {
     "hydra/job_logging": "none",
     "hydra/hydra_logging": "none",
@@ -146,7 +148,7 @@ def _prepare(config_name: str, schema: type, arguments: Arguments) -> list[str]:
         raise ConfigError(problems)
     keys = {override.key_or_group for override in parsed}
     words = [_normalised(override, groups) for override in parsed]
-    if "recipe" in groups and not arguments.own_files and not keys & {"recipe", "actor_rollout_ref.model.path", "data.train_files"}:
+    if "recipe" in groups and not arguments.own_files and not keys & _OWN_MODEL_OR_DATA:
         words.append(_DEFAULT_RECIPE)
     _register(config_name, schema)
     return words

@@ -79,14 +79,3 @@ def _has_bf16(device_type: str) -> bool:
     except OSError:
         return False
     return "avx512_bf16" in flags or "amx_bf16" in flags
-
-
-def peak_memory_gb(device_type: str) -> float:
-    """Largest memory this process has held, in GiB: on the GPU its allocator's, on a CPU the resident set."""
-    import resource
-
-    import torch
-
-    if device_type == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

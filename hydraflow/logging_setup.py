@@ -7,8 +7,21 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import TextIO
 
 NOISY = ("datasets", "filelock", "urllib3", "torch", "transformers", "ray")
+
+
+class CurrentStderr(logging.StreamHandler):
+    """Writes to what standard error is at the moment: a live progress display puts itself in its place."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        """Standard error."""
+        return sys.stderr
 
 
 def set_up_logging() -> None:
@@ -16,7 +29,7 @@ def set_up_logging() -> None:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=logging.INFO, handlers=[CurrentStderr()], format="%(levelname)s %(name)s: %(message)s")
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.getLogger("torch.fx").setLevel(logging.ERROR)  # a note to torch's own developers

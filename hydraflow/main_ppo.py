@@ -15,7 +15,7 @@ def run(config: PPOConfig) -> None:
     """Trains as `config` says. The import is here so that configuration mistakes are answered in a second."""
     from hydraflow.jobs.ppo import PPOJob
 
-    PPOJob(config).run()
+    PPOJob(config, given=compose.given_keys()).run()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from hydraflow.data.config import DataConfig, GenerateDataConfig, SFTDataConfig
 from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.engine.config import FSDPConfig, OptimConfig
 from hydraflow.generation.config import SamplingConfig
-from hydraflow.models.config import ModelConfig
+from hydraflow.models.config import ModelConfig, ModelSourceConfig
 from hydraflow.recipes.config import RecipeConfig
 from hydraflow.rewards.config import RewardConfig
 from hydraflow.trainer.config import RunConfig, SFTTrainerConfig, TrainerConfig
@@ -57,7 +57,7 @@ class OutputConfig:
 class GenerateConfig:
     """python -m hydraflow.main_generate"""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: ModelSourceConfig = field(default_factory=ModelSourceConfig)
     rollout: SamplingConfig = field(default_factory=SamplingConfig)
     data: GenerateDataConfig = field(default_factory=GenerateDataConfig)
     output: OutputConfig = field(default_factory=OutputConfig)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks the project: ruff, mypy, pytest. All three run, whatever the first ones say. Arguments go to pytest.
+# Checks the project: ruff, formatting, mypy, pytest. All of them run, whatever the first ones say. Arguments go to pytest.
 #
 #   scripts/test.sh                       everything
 #   scripts/test.sh -m "not slow"         without the tests that train
@@ -25,6 +25,7 @@ check() { # name, how long it takes, command
 }
 
 check ruff "a second" "$PYTHON" -m ruff check .
+check formatting "a second" "$PYTHON" -m ruff format --check .
 check mypy "up to a minute the first time" "$PYTHON" -m mypy
 check pytest "some minutes" "$PYTHON" -m pytest -q "$@"
 

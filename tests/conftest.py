@@ -32,7 +32,7 @@ def one_rank() -> Iterator[None]:
     from hydraflow.engine import process_group
 
     torch.set_num_threads(1)
-    process_group.start(rank=0, world_size=1, address="127.0.0.1", port=free_port(), device_type="cpu")
+    process_group.start(rank=0, world_size=1, address="127.0.0.1", port=free_port(), device_type="cpu", timeout_s=60)
     yield
     process_group.stop()
 

@@ -26,7 +26,7 @@ DOORS = {
     "ray": ["dispatch/*"],
     "hydra": ["compose*", "main_*.py"],
     "omegaconf": ["compose*", "main_*.py"],
-    "torch.distributed": ["engine/*", "generation/weight_sync.py"],
+    "torch.distributed": ["engine/*"],
     "torch.utils.tensorboard": ["tracking/tensorboard.py"],
     "tensorboard": ["tracking/tensorboard.py"],
     "vllm": ["generation/vllm.py"],

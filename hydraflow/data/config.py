@@ -12,8 +12,6 @@ class PromptConfig:
 
     prompt_key: str = "prompt"
     """Column with the chat messages, or with a plain string (taken as one user message)."""
-    reward_fn_key: str = "data_source"
-    """Column that names a row's data source, by which the built-in reward functions are chosen."""
     max_prompt_length: int = 512
     """Longest prompt, in tokens after the chat template."""
     max_response_length: int = 512
@@ -30,6 +28,8 @@ class PromptConfig:
 class DataConfig(PromptConfig):
     """Prompts for reinforcement learning and validation."""
 
+    reward_fn_key: str = "data_source"
+    """Column that names a row's data source, by which the built-in reward functions are chosen."""
     train_files: Any = None
     """Parquet or JSONL file of training prompts, or a list of them."""
     val_files: Any = None

@@ -59,8 +59,7 @@ class ConversationDataset:
         key: str = "data.train_files",
         max_samples: int = -1,
     ):
-        if config.truncation not in TRUNCATIONS:
-            raise ConfigError.one("data.truncation", config.truncation, f"must be one of {', '.join(TRUNCATIONS)}")
+        assert config.truncation in TRUNCATIONS, config.truncation
         require_template(tokenizer)
         records = read_records(files, key=key, limit=max_samples)
         chats = _read_chats(records, config)

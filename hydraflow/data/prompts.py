@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from hydraflow.data.chat import as_messages, require_template, tokenise_chats
-from hydraflow.data.config import PromptConfig
+from hydraflow.data.config import DataConfig, PromptConfig
 from hydraflow.data.files import Record, raise_problems, read_records
-from hydraflow.errors import ConfigError, Problem
+from hydraflow.errors import ConfigError
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 
@@ -33,10 +33,10 @@ TRUNCATIONS = ("error", "left", "right", "middle")
 class PromptDataset:
     """Tokenised prompts and their row objects.
 
-    Row objects: `uid` (str, number of the row over all files; it stays when others are filtered out), `data_source`,
-    `reward_model` ({"style", "ground_truth"}), `extra_info`, `raw_prompt` (the messages).
+    Row objects: `uid` (str, number of the row over all files; it stays when others are filtered out), `extra_info`,
+    `raw_prompt` (the messages). Prompts of a `DataConfig` will be scored: they also have `data_source` and `reward_model`
+    ({"style", "ground_truth"}), and files without those columns are refused.
 
-    `scored=False` (generation): `data_source` and `reward_model` may be absent.
     Raises `ConfigError` for unusable files, rows without a needed column and overlong prompts under truncation=error.
     """
 
@@ -48,13 +48,13 @@ class PromptDataset:
         *,
         key: str = "data.train_files",
         max_samples: int = -1,
-        scored: bool = True,
     ):
-        _check(config)
+        assert config.truncation in TRUNCATIONS, config.truncation
         require_template(tokenizer)
-        needed = [config.prompt_key, *([config.reward_fn_key, "reward_model"] if scored else [])]
+        source_key = config.reward_fn_key if isinstance(config, DataConfig) else None
+        needed = [config.prompt_key, *([source_key, "reward_model"] if source_key else [])]
         records = read_records(files, key=key, columns=needed, limit=max_samples)
-        if scored:
+        if source_key:
             _require_ground_truth(records)
         chats = [as_messages(record, config.prompt_key) for record in records]
         ids = tokenise_chats(tokenizer, chats, records, add_generation_prompt=True, template_kwargs=config.apply_chat_template_kwargs)
@@ -64,7 +64,7 @@ class PromptDataset:
         self.records: list[Record] = [records[i] for i in kept]
         """Where each prompt came from, with all of its columns."""
         self._prompts = [torch.tensor(ids[i], dtype=torch.int64) for i in kept]
-        self._objects = _row_objects(records, chats, kept, config.reward_fn_key)
+        self._objects = _row_objects(records, chats, kept, source_key)
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -78,16 +78,6 @@ class PromptDataset:
     def data_sources(self) -> list[str]:
         """The distinct data sources, sorted."""
         return sorted(set(self._objects["data_source"].tolist()))
-
-
-def _check(config: PromptConfig) -> None:
-    problems = []
-    if config.truncation not in TRUNCATIONS:
-        problems.append(Problem("data.truncation", config.truncation, f"must be one of {', '.join(TRUNCATIONS)}"))
-    if config.max_prompt_length < 1:
-        problems.append(Problem("data.max_prompt_length", config.max_prompt_length, "must be at least 1"))
-    if problems:
-        raise ConfigError(problems)
 
 
 def _require_ground_truth(records: Sequence[Record]) -> None:
@@ -133,15 +123,16 @@ def _report_filtered(dropped: int, rows: int, config: PromptConfig, key: str) ->
         logger.warning("%s: left out %d of %d prompts with more than %d tokens", key, dropped, rows, config.max_prompt_length)
 
 
-def _row_objects(records: Sequence[Record], chats: Sequence[Any], kept: Sequence[int], source_key: str) -> dict[str, np.ndarray]:
+def _row_objects(records: Sequence[Record], chats: Sequence[Any], kept: Sequence[int], source_key: str | None) -> dict[str, np.ndarray]:
     values = [records[i].values for i in kept]
     objects: dict[str, list[Any]] = {
         "uid": [str(i) for i in kept],
-        "data_source": [str(row.get(source_key) or "unknown") for row in values],
-        "reward_model": [row.get("reward_model") or {} for row in values],
         "extra_info": [row.get("extra_info") or {} for row in values],
         "raw_prompt": [chats[i] for i in kept],
     }
+    if source_key:
+        objects["data_source"] = [str(row[source_key]) for row in values]
+        objects["reward_model"] = [row["reward_model"] for row in values]
     _require_json([records[i] for i in kept], objects)
     return {name: _object_column(column) for name, column in objects.items()}
 
@@ -149,8 +140,8 @@ def _row_objects(records: Sequence[Record], chats: Sequence[Any], kept: Sequence
 def _require_json(records: Sequence[Record], objects: dict[str, list[Any]]) -> None:
     """Row objects travel between processes as JSON; what JSON cannot carry is found here, with its row."""
     problems = []
-    for name in ("reward_model", "extra_info", "raw_prompt"):
-        for record, value in zip(records, objects[name], strict=True):
+    for name, values in objects.items():
+        for record, value in zip(records, values, strict=True):
             try:
                 json.dumps(value)
             except (TypeError, ValueError) as error:

@@ -1,6 +1,6 @@
 """Calls under way: waiting for them, finding the first cause when one fails, and the future that stands for a call.
 
-In: the answers' references with who gives them. Out: results, or one WorkerError.
+In: the answers' references with who gives them. Out: results, or one error: a WorkerError, or a ConfigError from a start.
 Whoever waits for one call watches all calls: a group that fails ends the wait for another group that depends on it.
 Left out on purpose: retries. A group that failed is ended, and a run goes on from its checkpoint.
 """
@@ -18,7 +18,7 @@ from ray import ObjectRef
 from hydraflow.dispatch.shards import LateShard, Promised
 from hydraflow.dispatch.transport import Parcel, Traffic, unpack
 from hydraflow.dispatch.worker import Failure, log_tail
-from hydraflow.errors import WorkerError
+from hydraflow.errors import ConfigError, HydraflowError, WorkerError
 
 GRACE = 1.0
 """Seconds in which the other ranks of a failed call may report too, so that the first cause is found."""
@@ -27,9 +27,9 @@ GRACE = 1.0
 class Crew(Protocol):
     """The processes of a group, as far as waiting is concerned."""
 
-    error: WorkerError | None
+    error: HydraflowError | None
 
-    def end(self, error: WorkerError) -> None:
+    def end(self, error: HydraflowError) -> None:
         """Kills the processes and refuses further calls with `error`."""
 
     def log_of(self, rank: int) -> str:
@@ -74,7 +74,7 @@ class Ledger:
         self.pending: dict[ObjectRef, Ticket] = {}
 
     def settle(self, refs: Sequence[ObjectRef]) -> None:
-        """Waits until none of `refs` is owed. WorkerError when any call under way, one of these or another, fails or is late."""
+        """Waits until none of `refs` is owed. Raises when any call under way, one of these or another, fails or is late."""
         while any(ref in self.pending for ref in refs):
             first = min(ticket.deadline for ticket in self.pending.values())
             ready = self._ready(max(0.0, first - time.monotonic()))
@@ -122,7 +122,7 @@ class Ledger:
         try:
             parcel = ray.get(ref)
         except ray.exceptions.RayActorError as error:
-            return Failure(ticket.error(f"the process died: {_first_lines(error)}"), time.time(), died=True)
+            return Failure(ticket.error(f"the process died: {_how_it_died(error)}"), time.time(), died=True)
         except ray.exceptions.RayError as error:
             return Failure(ticket.error(f"the call could not be made: {_first_lines(error)}"), time.time())
         return self._opened(ticket, parcel)
@@ -138,8 +138,7 @@ class Ledger:
         rest = list(self.pending)
         reported = ray.wait(rest, num_returns=len(rest), timeout=GRACE, fetch_local=False)[0] if rest else []
         failures = [*failures, *self._keep(reported)]
-        # A process that died is the cause of its peers' broken connections, whoever reported first.
-        first = min((failure for _, failure in failures), key=lambda failure: (not failure.died, failure.at))
+        _, first = min(failures, key=_precedence)
         self._end({ticket.crew for ticket, _ in failures}, first.error)
 
     def _late(self) -> None:
@@ -152,7 +151,7 @@ class Ledger:
         others = f" (nor from ranks {ranks[1:]})" if len(ranks) > 1 else ""
         self._end({first.crew}, first.error(f"no answer in {first.seconds:g} seconds{others}"))
 
-    def _end(self, crews: set[Crew], error: WorkerError) -> None:
+    def _end(self, crews: set[Crew], error: HydraflowError) -> None:
         for crew in crews:
             self.forget(crew)
             crew.end(error)
@@ -161,6 +160,22 @@ class Ledger:
     def forget(self, crew: Crew) -> None:
         """Drops the calls of a group that is ended."""
         self.pending = {ref: ticket for ref, ticket in self.pending.items() if ticket.crew is not crew}
+
+
+def _precedence(reported: tuple[Ticket, Failure]) -> tuple[int, float]:
+    """The least is the first cause: a mistake of the user's, of which ranks often find the same one and the lowest tells it;
+    then a death, which is the cause of its peers' broken connections, whoever reported first; then what happened first.
+    """
+    ticket, failure = reported
+    if isinstance(failure.error, ConfigError):
+        return 0, ticket.rank
+    return (1 if failure.died else 2), failure.at
+
+
+def _how_it_died(error: ray.exceptions.RayActorError) -> str:
+    """Ray's line about the end of the process, without its numbers of the actor and its guesses at causes."""
+    lines = [line for line in str(error).splitlines() if line and not line.startswith("\t")]
+    return lines[:2][-1].partition(" Some common causes include")[0]
 
 
 def _first_lines(error: Exception) -> str:

@@ -23,7 +23,7 @@ from hydraflow.dispatch.placement import Reservation
 from hydraflow.dispatch.shards import is_batch, split
 from hydraflow.dispatch.transport import Outbox, Receipt, Traffic, read_columns
 from hydraflow.dispatch.worker import Call, RoleSpec, WorkerHost
-from hydraflow.errors import WorkerError
+from hydraflow.errors import HydraflowError, WorkerError
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import RemoteBatch, materialise
 
@@ -55,17 +55,18 @@ class WorkerGroup:
     """Processes of one pool that hold the same roles.
 
     The constructor returns at once, so that several groups start at the same time; `await_ready` waits.
-    A worker's exception, death or silence raises one WorkerError that names role, rank, node and method.
+    A worker's exception, death or silence raises one WorkerError that names role, rank, node and method; a ConfigError of a worker
+    that is being built is raised as it is.
     """
 
     def __init__(self, reservation: Reservation, roles: Mapping[str, RoleSpec], channel: Channel, *, device_type: str = "cpu"):
         self.seats = reservation.seats
         self.roles = dict(roles)
         self.channel = channel
-        self.error: WorkerError | None = None
+        self.error: HydraflowError | None = None
         self._meshes: dict[tuple[str, str], list[Coordinates]] = {}
         host: Any = ray.remote(WorkerHost)
-        shared = (device_type, reservation.pool.threads, sys.path)
+        shared = (device_type, reservation.pool.threads, channel.limits.call, sys.path)
         self._hosts: list[Any] = [host.options(**reservation.actor_options(seat.rank)).remote(seat, *shared) for seat in self.seats]
         self._logs: dict[int, str] = {}
         self._starting = self._build()
@@ -90,7 +91,10 @@ class WorkerGroup:
             self.channel.ledger.pending[ref] = ticket
 
     def await_ready(self) -> None:
-        """Waits until every process has built its roles. WorkerError when one cannot, or after `limits.start` seconds."""
+        """Waits until every process has built its roles.
+
+        ConfigError when one finds a mistake of the user's, WorkerError when it cannot otherwise, or after `limits.start` seconds.
+        """
         self.require_alive()
         if not self._ready:
             self.channel.ledger.settle(self._starting)
@@ -110,7 +114,7 @@ class WorkerGroup:
         if self.error is not None:
             raise self.error
 
-    def end(self, error: WorkerError) -> None:
+    def end(self, error: HydraflowError) -> None:
         """Kills the processes; every later call raises `error`."""
         self.error = error
         for host in self._hosts:

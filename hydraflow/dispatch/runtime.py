@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import signal
+import socket
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 import ray
+from ray._private.services import canonicalize_bootstrap_address
 
 from hydraflow.device import usable_cores
 from hydraflow.dispatch.config import RayInitConfig
@@ -27,6 +29,9 @@ from hydraflow.dispatch.worker import RoleSpec
 from hydraflow.errors import ConfigError
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import RemoteBatch
+
+PROBE_SECONDS = 5.0
+"""How long a cluster's address may take to accept a connection."""
 
 
 def start_ray(config: RayInitConfig, cpus: float, gpus: int | None = None) -> bool:
@@ -60,9 +65,22 @@ def _local_cpus(config: RayInitConfig, needed: int) -> int:
 
 def _join(address: str, options: dict[str, Any]) -> None:
     try:
+        _probe(address)
         ray.init(address=address, **options)
-    except ConnectionError as error:
+    except (OSError, ValueError) as error:
         raise ConfigError.one("ray_init.address", address, f"no Ray cluster answers there: {error}", "ray_init.address=local") from None
+
+
+def _probe(address: str) -> None:
+    """Raises OSError when nobody listens at the address, ValueError when it is none. Ray itself would try for over a minute.
+
+    Ray's own function says what `auto` stands for; RAY_ADDRESS or a file may name a cluster that is gone.
+    """
+    found = canonicalize_bootstrap_address(address.removeprefix("ray://"))
+    if found is None:
+        return
+    host, _, port = found.rpartition(":")
+    socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_SECONDS).close()
 
 
 def stop_ray() -> None:
@@ -102,7 +120,7 @@ class Runtime:
         return self.groups[-1]
 
     def await_ready(self) -> None:
-        """Waits until the workers of all groups are built. WorkerError when one cannot be."""
+        """Waits until the workers of all groups are built. ConfigError or WorkerError when one cannot be, as in `WorkerGroup`."""
         for group in self.groups:
             group.await_ready()
 

@@ -26,7 +26,7 @@ from ray import ObjectRef
 from hydraflow.dispatch.modes import Coordinates
 from hydraflow.dispatch.shards import LateShard, Shard, part_of, real_rows
 from hydraflow.dispatch.transport import Parcel, Receipt, join, opened, pack, put_batch, read_columns, unpack
-from hydraflow.errors import WorkerError
+from hydraflow.errors import ConfigError, HydraflowError, WorkerError
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import materialise
 
@@ -62,6 +62,8 @@ class ProcessContext:
     """Where rank 0 of the group can listen; the same on all ranks."""
     device_type: str
     """cpu or cuda."""
+    timeout_s: float
+    """How long one call may take; whoever waits for other ranks need not wait longer."""
     roles: dict[str, Worker] = field(default_factory=dict)
     """Workers of this process by role, in the order in which they are built."""
 
@@ -105,7 +107,8 @@ class Call:
 class Failure:
     """What a call returns that did not succeed."""
 
-    error: WorkerError
+    error: HydraflowError
+    """A WorkerError; from a start also a ConfigError."""
     at: float
     """Unix time, for finding the first cause among several ranks."""
     died: bool = False
@@ -115,9 +118,10 @@ class Failure:
 class WorkerHost:
     """The actor. Every public method answers with a parcel."""
 
-    def __init__(self, seat: Seat, device_type: str, threads: int, import_path: Sequence[str]):
+    def __init__(self, seat: Seat, device_type: str, threads: int, timeout_s: float, import_path: Sequence[str]):
         self.seat = seat
         self.device_type = device_type
+        self.timeout_s = timeout_s
         self.workers: dict[str, Worker] = {}
         # Ray hands on only the controller's working folder and script folder.
         sys.path += [folder for folder in import_path if folder not in sys.path]
@@ -134,9 +138,9 @@ class WorkerHost:
         """Makes the workers, in order; answers with the path of this process's log."""
         where = self.seat
         process = ProcessContext(
-            where.rank, where.world_size, where.local_rank, where.node, *rendezvous, device_type=self.device_type, roles=self.workers
+            where.rank, where.world_size, where.local_rank, where.node, *rendezvous, self.device_type, self.timeout_s, self.workers
         )
-        guard = _Guard(where, "worker process", "__init__")
+        guard = _Guard(where, "worker process", "__init__", as_it_is=(WorkerError, ConfigError))
         with guard:
             for guard.role, spec in opened([roles])[0].items():
                 self.workers[guard.role] = spec.cls(process, *spec.args, **spec.kwargs)
@@ -206,10 +210,10 @@ def _read(shard: Shard, copy: bool) -> DataProto:
 
 
 class _Guard:
-    """Turns an exception in its body into the answer, as a packed `Failure`."""
+    """Turns an exception in its body into the answer, as a packed `Failure`: those of `as_it_is`, and others as WorkerErrors."""
 
-    def __init__(self, seat: Seat, role: str, method: str):
-        self.seat, self.role, self.method = seat, role, method
+    def __init__(self, seat: Seat, role: str, method: str, as_it_is: tuple[type[HydraflowError], ...] = (WorkerError,)):
+        self.seat, self.role, self.method, self.as_it_is = seat, role, method, as_it_is
         self.answer = NOTHING
 
     def __enter__(self) -> None: ...
@@ -221,7 +225,7 @@ class _Guard:
         return True
 
     def _failure(self, error: Exception) -> Failure:
-        if isinstance(error, WorkerError):
+        if isinstance(error, self.as_it_is):
             return Failure(error, time.time())
         seat, cause, tail = self.seat, _in_words(error), log_tail(log_path())
         worker_error = WorkerError(role=self.role, rank=seat.rank, node=seat.node, method=self.method, cause=cause, log_tail=tail)

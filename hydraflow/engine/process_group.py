@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hydraflow.device import collective_backend
 
 
-def start(*, rank: int, world_size: int, address: str, port: int, device_type: str, timeout_s: float = 600.0) -> None:
+def start(*, rank: int, world_size: int, address: str, port: int, device_type: str, timeout_s: float) -> None:
     """Waits until all ranks are there, at most `timeout_s` seconds; a second call of the same process does nothing.
 
     Raises torch's DistStoreError or DistNetworkError when the others do not come, and any collective raises after `timeout_s`.

@@ -15,10 +15,11 @@ from hydraflow.dispatch.group import RoleGroup
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.worker import RoleSpec
 from hydraflow.errors import ConfigError, EnvironmentFault
+from hydraflow.jobs.context import require_context
 from hydraflow.jobs.output import output_file
 from hydraflow.logging_setup import set_up_logging
 from hydraflow.models.loading import load_config, load_tokenizer
-from hydraflow.protocol.ragged import parts, rows
+from hydraflow.protocol.ragged import rows
 from hydraflow.schema import GenerateConfig
 from hydraflow.trainer.machine import TRAIN, Machine, open_runtime, resolve_machine, training_pool
 from hydraflow.trainer.ppo import sample
@@ -42,8 +43,8 @@ def run_generate(config: GenerateConfig) -> None:
         model = load_config(config.model, field="model")
         tokenizer = load_tokenizer(config.model, field="model")
         data = config.data
-        dataset = PromptDataset(data, data.path, tokenizer, key="data.path", max_samples=data.max_samples, scored=False)
-        _check_context(dataset, data.max_response_length, getattr(model.get_text_config(), "max_position_embeddings", None))
+        dataset = PromptDataset(data, data.path, tokenizer, key="data.path", max_samples=data.max_samples)
+        require_context(dataset, data.max_response_length, model)
         table = input_table(dataset.records)
         _write(table, unfinished)  # what cannot be written is better found before the sampling than after it
         texts = tokenizer.batch_decode(_sample_all(config, machine, dataset), skip_special_tokens=True)
@@ -79,17 +80,6 @@ def _write(table: pyarrow.Table, path: Path) -> None:
         raise ConfigError.one("data.path", None, f"its rows cannot be written as Parquet: {error}") from error
     except OSError as error:
         raise EnvironmentFault(f"the responses cannot be written: {error}") from error
-
-
-def _check_context(dataset: PromptDataset, max_response_length: int, context: int | None) -> None:
-    """Raises ConfigError when the longest prompt leaves too little of the model's context."""
-    longest = int(parts(dataset.batch(range(len(dataset))).get("prompts"))[1].max())
-    if context is None or longest + max_response_length <= context:
-        return
-    rule = f"the longest prompt has {longest} tokens; together that is more than the {context} positions of the model"
-    room = context - longest
-    remedy = f"data.max_response_length={room}" if room > 0 else f"data.max_prompt_length={context // 2} data.filter_overlong_prompts=true"
-    raise ConfigError.one("data.max_response_length", max_response_length, rule, remedy)
 
 
 def _sample_all(config: GenerateConfig, machine: Machine, dataset: PromptDataset) -> list[list[int]]:

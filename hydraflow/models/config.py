@@ -7,8 +7,8 @@ from typing import Any
 
 
 @dataclass
-class ModelConfig:
-    """A Hugging Face model directory and how it is trained."""
+class ModelSourceConfig:
+    """A Hugging Face model directory and how it is opened."""
 
     path: str | None = None
     """Directory with config.json, weights and tokenizer, or a hub name; for the critic null means the actor's."""
@@ -20,6 +20,12 @@ class ModelConfig:
     """Run Python code that comes with the model."""
     override_config: dict[str, Any] = field(default_factory=dict)
     """Values that replace those of config.json."""
+
+
+@dataclass
+class ModelConfig(ModelSourceConfig):
+    """A model that is trained, or that a trained one is compared with."""
+
     use_remove_padding: bool = True
     """Pack rows without padding, where the model allows it."""
     enable_gradient_checkpointing: bool = True

@@ -1,6 +1,6 @@
 """Opens a Hugging Face directory: configuration, tokenizer, an empty model of its shape, and its weights.
 
-In: a `ModelConfig` and the key under which the user wrote it. Out: transformers objects, or a ConfigError in the user's words.
+In: a `ModelSourceConfig` and the key under which the user wrote it. Out: transformers objects, or a ConfigError in the user's words.
 Left out on purpose: sharding and broadcasting (`engine/fsdp/build.py`), saving (`engine/fsdp/export.py`).
 """
 
@@ -17,7 +17,7 @@ from torch import nn
 
 from hydraflow.errors import ConfigError
 from hydraflow.models.attention import NAME, register_attention
-from hydraflow.models.config import ModelConfig
+from hydraflow.models.config import ModelConfig, ModelSourceConfig
 from hydraflow.models.heads import PolicyModel, ValueModel
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekke
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 
-def load_config(model: ModelConfig, *, field: str = "actor_rollout_ref.model") -> PreTrainedConfig:
+def load_config(model: ModelSourceConfig, *, field: str = "actor_rollout_ref.model") -> PreTrainedConfig:
     """The model's configuration with the user's overrides, and without dropout.
 
     Dropout is switched off because the same row must have the same log-probability in every pass.
@@ -54,7 +54,7 @@ def load_config(model: ModelConfig, *, field: str = "actor_rollout_ref.model") -
     return config
 
 
-def load_tokenizer(model: ModelConfig, *, field: str = "actor_rollout_ref.model", chat: bool = True) -> PreTrainedTokenizerBase:
+def load_tokenizer(model: ModelSourceConfig, *, field: str = "actor_rollout_ref.model", chat: bool = True) -> PreTrainedTokenizerBase:
     """The tokenizer; `chat` demands a chat template. Raises ConfigError when either is missing."""
     from transformers import AutoTokenizer
 
@@ -79,7 +79,7 @@ def load_tokenizer(model: ModelConfig, *, field: str = "actor_rollout_ref.model"
     return tokenizer
 
 
-def load_generation_config(model: ModelConfig) -> GenerationConfig | None:
+def load_generation_config(model: ModelSourceConfig) -> GenerationConfig | None:
     """The directory's generation settings, where end tokens are named; None when it has none of its own."""
     from transformers import GenerationConfig
 
@@ -99,7 +99,7 @@ def packable(config: PreTrainedConfig, model_class: Any) -> bool:
     return bool(model_class._supports_attention_backend) and plain and not capped and not sinks
 
 
-def causal_class(config: PreTrainedConfig, model: ModelConfig) -> Any:
+def causal_class(config: PreTrainedConfig, model: ModelSourceConfig) -> Any:
     """The class that transformers would build, found without building it. Raises ConfigError when it is no causal LM."""
     from transformers import AutoModelForCausalLM
 
@@ -128,7 +128,7 @@ def choose_attention(config: PreTrainedConfig, model: ModelConfig, model_class: 
 
 
 def empty_model(
-    config: PreTrainedConfig, model: ModelConfig, *, head: str, dtype: torch.dtype, attention: str, chunk_tokens: int
+    config: PreTrainedConfig, model: ModelSourceConfig, *, head: str, dtype: torch.dtype, attention: str, chunk_tokens: int
 ) -> PolicyModel | ValueModel:
     """The model's shape on the meta device: no memory, no values. `head` is policy or value."""
     from transformers import AutoModelForCausalLM
@@ -144,7 +144,7 @@ def empty_model(
 
 def read_weights(
     config: PreTrainedConfig,
-    model: ModelConfig,
+    model: ModelSourceConfig,
     *,
     head: str,
     dtype: torch.dtype,
@@ -156,22 +156,9 @@ def read_weights(
     Tied weights come under each of their names. A value head that the directory lacks starts at zero.
     Raises ConfigError when other weights are missing.
     """
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as hf_logging
-
     path = _require_path(model, field)
-    level = hf_logging.get_verbosity()
-    hf_logging.set_verbosity_error()
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, output_loading_info=True, trust_remote_code=model.trust_remote_code
-        )
-    except OSError as error:
-        raise ConfigError.one(f"{field}.path", path, f"its weights cannot be read: {_first_line(error)}") from error
-    finally:
-        hf_logging.set_verbosity(level)
-    lm, report = loaded
-    missing = sorted(name for name in report["missing_keys"] if head == "policy" or name.startswith(lm.base_model_prefix + "."))
+    lm, absent = _load_lm(path, config, dtype, trust=model.trust_remote_code, field=field)
+    missing = sorted(name for name in absent if head == "policy" or name.startswith(lm.base_model_prefix + "."))
     if missing:
         rule = f"{len(missing)} weights are not in its files, the first {missing[0]}"
         raise ConfigError.one(f"{field}.path", path, rule)
@@ -185,12 +172,39 @@ def read_weights(
     return weights
 
 
+def _load_lm(path: str, config: PreTrainedConfig, dtype: torch.dtype, *, trust: bool, field: str) -> tuple[Any, set[str]]:
+    """The causal LM with its weights, and the names of those that the files lack, without transformers' own words about them."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as hf_logging
+
+    level = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_error()
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, output_loading_info=True, trust_remote_code=trust
+        )
+    except OSError as error:
+        raise ConfigError.one(f"{field}.path", path, f"its weights cannot be read: {_first_line(error)}") from error
+    finally:
+        hf_logging.set_verbosity(level)
+    lm, report = loaded
+    return lm, set(report["missing_keys"])
+
+
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Buffers that belong into files, by name."""
     for prefix, part in module.named_modules():
         for leaf, buffer in part.named_buffers(recurse=False):
             if leaf not in part._non_persistent_buffers_set:
                 yield f"{prefix}.{leaf}" if prefix else leaf, buffer
+
+
+def require_weights(model: ModelConfig, *, field: str) -> None:
+    """Raises ConfigError for a directory on this machine that holds no weights; a hub name is not looked up."""
+    directory = Path(_require_path(model, field))
+    if directory.is_dir() and not any(next(directory.glob(pattern), None) for pattern in ("*.safetensors", "*.bin")):
+        rule = "this directory has no weights (*.safetensors or *.bin)"
+        raise ConfigError.one(f"{field}.path", model.path, rule, f"{field}.path=<directory with weights>")
 
 
 def stored_tensor(directory: Path, name: str) -> torch.Tensor | None:
@@ -210,7 +224,7 @@ def stored_tensor(directory: Path, name: str) -> torch.Tensor | None:
     return None
 
 
-def _require_path(model: ModelConfig, field: str) -> str:
+def _require_path(model: ModelSourceConfig, field: str) -> str:
     if not model.path:
         raise ConfigError.one(f"{field}.path", None, "no model is named", f"{field}.path=<Hugging Face directory or hub name>")
     directory = Path(model.path)

@@ -8,6 +8,7 @@ Left out on purpose: splitting into micro-batches (`engine/micro_batches.py`) an
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -56,33 +57,42 @@ def pack(
     response_ids, response_len = ragged.parts(responses)
     if bool((prompt_len == 0).any()):
         raise ValueError("a row has an empty prompt: its first response token has no token before it")
-    row_len = prompt_len + response_len
+    layout = _layout(prompt_len + response_len, padded)
     prompt_row, prompt_at = _coordinates(prompt_len)
     response_row, response_at = _coordinates(response_len)
-    place = response_at + prompt_len[response_row]
-    longest = int(row_len.max())
-    starts = torch.arange(len(row_len)) * longest if padded else row_len.cumsum(0) - row_len
-    size = len(row_len) * longest if padded else int(row_len.sum())
-
-    ids = torch.zeros(size, dtype=torch.int64)
-    ids[starts[prompt_row] + prompt_at] = prompt_ids
-    ids[starts[response_row] + place] = response_ids
-    predicts_at = starts[response_row] + place - 1
+    places = layout.starts[response_row] + prompt_len[response_row] + response_at
+    ids = torch.zeros(layout.positions.numel(), dtype=torch.int64)
+    ids[layout.starts[prompt_row] + prompt_at] = prompt_ids
+    ids[places] = response_ids
     width = int(response_len.max()) if len(response_len) else 0
-    cells = response_row * width + response_at
-    if wanted is not None:
-        predicts_at, response_ids, cells = predicts_at[wanted], response_ids[wanted], cells[wanted]
-    shaped = (len(row_len), longest) if padded else (1, size)
-    positions = torch.arange(longest).expand(shaped) if padded else _coordinates(row_len)[1].view(shaped)
+    asked = (places - 1, response_ids, response_row * width + response_at)
+    predicts_at, targets, cells = (column if wanted is None else column[wanted] for column in asked)
     return PackedBatch(
-        input_ids=ids.view(shaped).to(device),
-        position_ids=positions.to(device),
-        plan=None if padded else plan_rows(row_len.numpy(), device),
+        input_ids=ids.view_as(layout.positions).to(device),
+        position_ids=layout.positions.to(device),
+        plan=None if padded else plan_rows((prompt_len + response_len).numpy(), device),
         predicts_at=predicts_at.to(device),
-        targets=response_ids.to(device),
+        targets=targets.to(device),
         cells=cells.to(device),
-        shape=(len(row_len), width),
+        shape=(len(response_len), width),
     )
+
+
+class _Layout(NamedTuple):
+    """Where rows lie in the model's input."""
+
+    starts: torch.Tensor
+    """(B,) place of each row's first token in the flattened input."""
+    positions: torch.Tensor
+    """(1, N) or (B, T) place of each cell in its row."""
+
+
+def _layout(row_len: torch.Tensor, padded: bool) -> _Layout:
+    """Rows of these lengths, (B,), under each other in T = longest columns, or one after the other in a line."""
+    if padded:
+        rows, longest = len(row_len), int(row_len.max())
+        return _Layout(torch.arange(rows) * longest, torch.arange(longest).expand(rows, longest))
+    return _Layout(row_len.cumsum(0) - row_len, _coordinates(row_len)[1].unsqueeze(0))
 
 
 def _coordinates(lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,6 +1,7 @@
-"""Names of the columns of a batch, each with its dtype, shape and meaning. The names are verl's.
+"""The columns of a batch: name, type, shape and meaning of each. Most names are verl's.
 
-Use: `data.get(fields.RESPONSES)`. Written where a column is made, read by these names everywhere else.
+Use: look here before you read or add a column. Code writes names as plain strings; tests hold it to this table: every column
+that a file names is here, every column here is used, and what the workers make has the type and shape that is written here.
 Left out on purpose: attention masks, position ids and padded token tables: rows are ragged, so they would say nothing new.
 
 Legend: B rows (trajectories), P prompt, R response. "ragged (B, R)" is a jagged tensor with as many values in a row as its
@@ -9,51 +10,64 @@ response has tokens; all such columns of one batch have the same row lengths.
 
 from __future__ import annotations
 
-# Made by data/
+from dataclasses import dataclass
 
-PROMPTS = "prompts"
-"""ragged int64 (B, P): token ids of the prompt, chat template applied."""
-UID = "uid"
-"""str per row: which prompt this is. The trajectories of one prompt share it; estimators that compare trajectories group by it."""
-DATA_SOURCE = "data_source"
-"""str per row: name of the data set; it chooses the reward function."""
-REWARD_MODEL = "reward_model"
-"""dict per row: `ground_truth` and how to score against it."""
-EXTRA_INFO = "extra_info"
-"""dict per row: whatever else the data set says; reward functions receive it."""
-RAW_PROMPT = "raw_prompt"
-"""list of chat messages per row, before the template."""
 
-# Made by generation
+@dataclass(frozen=True)
+class Field:
+    """What one column holds."""
 
-RESPONSES = "responses"
-"""ragged int64 (B, R): token ids of the response, its end token included when there is one."""
-RESPONSE_MASK = "response_mask"
-"""ragged int64 (B, R): 1 where the policy chose the token and is trained on it, 0 elsewhere (a tool's answer)."""
-ROLLOUT_LOG_PROBS = "rollout_log_probs"
-"""ragged float32 (B, R): log-probability of each token as the generator had it, at its temperature, before top-k and top-p."""
+    kind: str
+    """Type and shape; "str per row" and the like are object columns, which stay on the controller."""
+    meaning: str
 
-# Made by scoring
 
-TOKEN_LEVEL_SCORES = "token_level_scores"
-"""ragged float32 (B, R): the reward function's score, at the last token of the response unless it scores tokens."""
-TOKEN_LEVEL_REWARDS = "token_level_rewards"
-"""ragged float32 (B, R): the scores less the KL penalty, if the algorithm puts it into the reward."""
+DATA = {
+    "prompts": Field("ragged int64 (B, P)", "token ids of the prompt, chat template applied"),
+    "uid": Field("str per row", "which prompt this is; the trajectories of one prompt share it"),
+    "data_source": Field("str per row", "name of the data set; it chooses the reward function"),
+    "reward_model": Field("dict per row", "`ground_truth` and how to score against it"),
+    "extra_info": Field("dict per row", "whatever else the data set says; reward functions receive it"),
+    "raw_prompt": Field("list per row", "chat messages, before the template"),
+}
+"""Made by data/."""
 
-# Made by the engines
+GENERATION = {
+    "responses": Field("ragged int64 (B, R)", "token ids of the response, its end token included when there is one"),
+    "response_mask": Field("ragged int64 (B, R)", "1 where the policy chose the token and is trained on it, 0 elsewhere (a tool's answer)"),
+    "rollout_log_probs": Field(
+        "ragged float32 (B, R)", "log-probability of each token as the generator had it, at its temperature, before top-k and top-p"
+    ),
+    "lengths": Field("int32 (B,)", "tokens of prompt and response: what mini-batches are balanced by"),
+    "group": Field("int64 (B,)", "number of the row's prompt in this step; estimators that compare trajectories group by it"),
+}
+"""Made where responses are sampled; `group` by the controller."""
 
-OLD_LOG_PROBS = "old_log_probs"
-"""ragged float32 (B, R): log-probability of each token under the policy at the start of the step."""
-REF_LOG_PROB = "ref_log_prob"
-"""ragged float32 (B, R): log-probability of each token under the reference policy."""
-VALUES = "values"
-"""ragged float32 (B, R): the critic's estimate of the return before each token."""
-ENTROPYS = "entropys"
-"""ragged float32 (B, R): entropy of the policy's distribution at each token, in nats."""
+SCORING = {
+    "token_level_scores": Field(
+        "ragged float32 (B, R)", "the reward function's score, at the last token of the response unless it scores tokens"
+    ),
+    "score": Field("float32 (B,)", "the same score, per response"),
+    "acc": Field("float32 (B,)", "what the reward function calls acc, else its score"),
+    "text": Field("str per row", "the decoded response"),
+    "token_level_rewards": Field("ragged float32 (B, R)", "the scores less the KL penalty, if the algorithm puts it into the reward"),
+}
+"""Made by scoring."""
 
-# Made by algorithms/
+ENGINES = {
+    "log_probs": Field("ragged float32 (B, R)", "log-probability of each token in the pass that was asked for; renamed to what it is"),
+    "old_log_probs": Field("ragged float32 (B, R)", "log-probability of each token under the policy at the start of the step"),
+    "ref_log_prob": Field("ragged float32 (B, R)", "log-probability of each token under the reference policy"),
+    "values": Field("ragged float32 (B, R)", "the critic's estimate of the return before each token"),
+    "entropys": Field("ragged float32 (B, R)", "entropy of the policy's distribution at each token, in nats"),
+    "greedy_match": Field("ragged float32 (B, R)", "1 where the token is the most probable one"),
+}
+"""Made by the engines."""
 
-ADVANTAGES = "advantages"
-"""ragged float32 (B, R): how much better each token was than expected."""
-RETURNS = "returns"
-"""ragged float32 (B, R): what the critic is trained to predict."""
+ALGORITHMS = {
+    "advantages": Field("ragged float32 (B, R)", "how much better each token was than expected"),
+    "returns": Field("ragged float32 (B, R)", "what the critic is trained to predict"),
+}
+"""Made by algorithms/."""
+
+FIELDS = DATA | GENERATION | SCORING | ENGINES | ALGORITHMS

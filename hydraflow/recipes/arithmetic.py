@@ -9,33 +9,42 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from hydraflow.batch_plan_sft import resolve_sft_plan
-from hydraflow.data.arithmetic import ArithmeticFiles, conversation_rows, split_problems, write_arithmetic, write_rows
+from hydraflow.data.arithmetic import conversation_rows, split_problems, write_arithmetic, write_rows
 from hydraflow.data.config import SFTDataConfig
 from hydraflow.data.conversations import ConversationDataset
 from hydraflow.data.loader import PromptLoader
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.engine.config import FSDPConfig, OptimConfig
+from hydraflow.errors import EnvironmentFault
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.loading import load_tokenizer
 from hydraflow.models.tiny import make_model
 from hydraflow.recipes.config import RecipeConfig
 from hydraflow.schema import SFTConfig
-from hydraflow.tracking.trackers import Trackers
+from hydraflow.tracking.trackers import open_trackers
 from hydraflow.trainer.clock import Clock
 from hydraflow.trainer.config import SFTTrainerConfig
 from hydraflow.trainer.machine import Machine
 from hydraflow.trainer.sft import SFTTrainer
 
-FORMAT = 1
-"""Raised when what is made changes, so that kept folders of older versions are not used."""
+FORMAT = 2
+"""Raised when the problems or the model's shape change, so that kept folders of older versions are not used."""
+LOCK_SECONDS = 900.0
+"""How long a run waits for another one that makes the same assets."""
+LEAST_ACCURACY = 0.3
+"""Below it the reward of most groups is 0 throughout, and a warning says so."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -50,7 +59,8 @@ class ArithmeticAssets:
 def cache_folder(recipe: RecipeConfig, seed: int) -> Path:
     """Where the assets of these parameters are kept."""
     root = recipe.cache_dir or os.environ.get("HYDRAFLOW_CACHE") or Path.home() / ".cache" / "hydraflow"
-    facts = {name: value for name, value in asdict(recipe).items() if name != "cache_dir"} | {"seed": seed, "format": FORMAT}
+    facts = {name: value for name, value in asdict(recipe).items() if name != "cache_dir"}
+    facts |= {"seed": seed, "format": FORMAT, "sft": asdict(_sft_config(recipe, seed, Path("start"), Path("sft"), Path("sft_val")))}
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
     return Path(root).expanduser() / f"arithmetic-{digest}"
 
@@ -61,47 +71,71 @@ def is_made(folder: Path) -> bool:
 
 
 def prepare(
-    recipe: RecipeConfig, seed: int, machine: Machine, runtime: Callable[[], Runtime], trackers: Callable[[], Trackers]
+    recipe: RecipeConfig,
+    seed: int,
+    machine: Machine,
+    clock: Clock,
+    *,
+    runtime: Callable[[], Runtime],
+    scratch: Path,
+    logger: Sequence[str],
 ) -> ArithmeticAssets:
-    """Makes what is missing; `runtime` and `trackers` are only called when there is something to train."""
+    """Makes what is missing; `runtime` is only called when there is something to train.
+
+    `scratch` is a folder for the warm start's metrics, and for its model if the clock ran out: that one is not kept for others.
+    Raises EnvironmentFault when another run has been making the same assets for too long.
+    """
     folder = cache_folder(recipe, seed)
     folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / "lock", timeout=900):
-        if not is_made(folder):
+    try:
+        with FileLock(folder / "lock", timeout=LOCK_SECONDS):
+            if is_made(folder):
+                return _assets(folder, folder / "model")
             files = write_arithmetic(folder, train_problems=recipe.train_problems, val_problems=recipe.val_problems, seed=seed)
             start = make_model(folder / "start", seed=seed)
-            _warm_up(recipe, seed, files, start, folder / "model", machine, runtime(), trackers())
-    return ArithmeticAssets(folder / "train.parquet", folder / "val.parquet", folder / "model")
+            config = _sft_config(recipe, seed, start, files.sft, _write_held_out(recipe, seed, folder))
+            model = _warm_up(recipe, config, machine, clock, runtime(), scratch, logger)
+            if clock.is_over():
+                return _assets(folder, model)
+            shutil.move(model, folder / "model")
+            return _assets(folder, folder / "model")
+    except Timeout as error:
+        raise EnvironmentFault(f"another run has been making {folder} for more than {LOCK_SECONDS:g} seconds") from error
+
+
+def _assets(folder: Path, model: Path) -> ArithmeticAssets:
+    return ArithmeticAssets(folder / "train.parquet", folder / "val.parquet", model)
+
+
+def _write_held_out(recipe: RecipeConfig, seed: int, folder: Path) -> Path:
+    """The held-out problems with their answers, for the warm start's validation."""
+    held_out = folder / "sft_val.parquet"
+    write_rows(held_out, conversation_rows(split_problems(recipe.train_problems, recipe.val_problems, seed)[1]))
+    return held_out
 
 
 def _warm_up(
-    recipe: RecipeConfig,
-    seed: int,
-    files: ArithmeticFiles,
-    start: Path,
-    target: Path,
-    machine: Machine,
-    runtime: Runtime,
-    trackers: Trackers,
-) -> None:
-    held_out = files.sft.with_name("sft_val.parquet")
-    write_rows(held_out, conversation_rows(split_problems(recipe.train_problems, recipe.val_problems, seed)[1]))
-    config = _sft_config(recipe, seed, start, files.sft, held_out)
+    recipe: RecipeConfig, config: SFTConfig, machine: Machine, clock: Clock, runtime: Runtime, scratch: Path, logger: Sequence[str]
+) -> Path:
+    """Trains until the model is right often enough; returns where it was written."""
     tokenizer = load_tokenizer(config.model)
     train = ConversationDataset(config.data, config.data.train_files, tokenizer)
     val = ConversationDataset(config.data, config.data.val_files, tokenizer, key="data.val_files")
     plan = resolve_sft_plan(config, processes=machine.processes, conversations=len(train))
-    loader = PromptLoader(train, plan.conversations_per_step, shuffle=True, seed=seed)
+    loader = PromptLoader(train, plan.conversations_per_step, shuffle=True, seed=config.trainer.seed)
+    held_out = [val.batch(range(len(val)))]
     trainer = SFTTrainer(config, plan, runtime)
-    trainer.fit(
-        loader.next_batch,
-        [val.batch(range(len(val)))],
-        trackers,
-        Clock(),
-        stop_when=lambda metrics: metrics["val/accuracy"] >= recipe.warm_start_accuracy,
-    )
-    trainer.save(target)
+    scratch.mkdir(parents=True, exist_ok=True)
+    with open_trackers(logger, scratch, title="warm start", total_steps=plan.total_steps) as trackers:
+        trainer.fit(
+            loader.next_batch, held_out, trackers, clock, stop_when=lambda found: found["val/accuracy"] >= recipe.warm_start_accuracy
+        )
+    accuracy = trainer.validate(held_out)["val/accuracy"]
+    if accuracy < LEAST_ACCURACY:
+        log.warning("the warm start ended at a held-out accuracy of %.2f: rewards will be rare (recipe.warm_start_steps)", accuracy)
+    trainer.save(scratch / "model")
     trainer.close()
+    return scratch / "model"
 
 
 def _sft_config(recipe: RecipeConfig, seed: int, model: Path, train: Path, val: Path) -> SFTConfig:
@@ -110,5 +144,5 @@ def _sft_config(recipe: RecipeConfig, seed: int, model: Path, train: Path, val: 
         data=SFTDataConfig(train_files=str(train), val_files=str(val), train_batch_size=128, max_length=32),
         optim=OptimConfig(lr=2e-3),
         fsdp_config=FSDPConfig(dtype="fp32"),
-        trainer=SFTTrainerConfig(total_training_steps=recipe.warm_start_steps, test_freq=10, seed=seed),
+        trainer=SFTTrainerConfig(total_training_steps=recipe.warm_start_steps, test_freq=5, seed=seed),
     )

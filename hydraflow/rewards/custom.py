@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import math
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,19 +28,13 @@ RewardFunction = Callable[..., Any]
 
 
 def check_reward(config: RewardConfig, data_sources: Iterable[str] = ()) -> None:
-    """Raises `ConfigError` with everything that is wrong with `config`: its numbers, the custom function, and, without one,
-    each of `data_sources` that no built-in function is for. The user's file is imported for this.
+    """Raises `ConfigError` for a custom function that cannot be used, or, without one, for each of `data_sources` that no
+    built-in function is for. The user's file is imported for this.
     """
-    problems = _check_numbers(config)
     custom = config.custom_reward_function
-    try:
-        if custom.path is None:
-            problems += _unknown_sources(data_sources)
-        else:
-            load_function(custom.path, custom.name, custom.reward_kwargs)
-    except ConfigError as error:
-        problems += error.problems
-    if problems:
+    if custom.path is not None:
+        load_function(custom.path, custom.name, custom.reward_kwargs)
+    elif problems := _unknown_sources(data_sources):
         raise ConfigError(problems)
 
 
@@ -87,7 +81,8 @@ def _import_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look their module up
     try:
-        spec.loader.exec_module(module)
+        with redirect_stdout(sys.stderr):  # the standard output of a command is its report
+            spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # the user's file may raise anything; it becomes the user's message
         raise ConfigError.one(PATH_KEY, path, f"cannot be imported: {type(error).__name__}: {error}{_line_of(error, path)}") from error
     return module
@@ -99,17 +94,6 @@ def _line_of(error: BaseException, path: Path) -> str:
         return ""  # its message names file and line
     frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path]
     return f" (line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
-
-
-def _check_numbers(config: RewardConfig) -> list[Problem]:
-    problems = []
-    if config.num_workers < 1:
-        problems.append(Problem("reward.num_workers", config.num_workers, "must be at least 1"))
-    if not (config.timeout > 0 and math.isfinite(config.timeout)):
-        problems.append(Problem("reward.timeout", config.timeout, "must be a number of seconds above 0"))
-    if not math.isfinite(config.failure_score):
-        problems.append(Problem("reward.failure_score", config.failure_score, "must be finite"))
-    return problems
 
 
 def _unknown_sources(data_sources: Iterable[str]) -> list[Problem]:

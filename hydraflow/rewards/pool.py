@@ -35,6 +35,8 @@ GRACE_SECONDS = 1.0
 """What a process gets beyond a row's limit to notice its own alarm."""
 START_SECONDS = 120.0
 """What a process gets to start and to import a reward function."""
+STANDARD_ERROR = 2
+"""File number."""
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from hydraflow.rewards.child import main; main(*map(int, sys.argv[2:]))"
 
 
@@ -167,7 +169,8 @@ class _Worker:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(theirs.fileno()), str(shared)]
         with theirs:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno(), shared])
+            # What a function prints goes to standard error: the standard output of a command is its report.
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=STANDARD_ERROR, pass_fds=[theirs.fileno(), shared])
         self._progress = Progress(shared)
         os.close(shared)
         self._progress.note(NO_ROW, self._started)

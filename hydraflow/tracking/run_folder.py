@@ -23,6 +23,7 @@ from hydraflow.errors import ConfigError, EnvironmentFault
 from hydraflow.tracking.file import METRICS_FILE, json_number
 from hydraflow.tracking.summary import Summary
 
+FIELD = "trainer.default_local_dir"
 RUN_FILES = (METRICS_FILE, "config.yaml", "plan.json", "summary.json", "curve.png", "tensorboard", "samples", "warm_start")
 """What belongs to one run alone, and must not be mixed with an earlier one's in the same folder."""
 
@@ -41,7 +42,7 @@ class RunFolder:
         self.samples = path / "samples"
 
     @classmethod
-    def create(cls, directory: str | None, experiment_name: str, *, field: str = "trainer.default_local_dir") -> RunFolder:
+    def create(cls, directory: str | None, experiment_name: str) -> RunFolder:
         """Makes `directory`, or runs/<experiment_name>-<date>-<time> when it is None.
 
         Files that an earlier run left there go to earlier-1/, earlier-2/, ... Raises ConfigError when it cannot be written.
@@ -49,13 +50,21 @@ class RunFolder:
         path = Path(directory).expanduser() if directory else Path("runs") / _stamped(experiment_name)
         try:
             path = _make(path) if directory else _make_unused(path)
-            with tempfile.TemporaryFile(dir=path):
-                pass
+            _write_something(path)
             _set_earlier_run_aside(path)
         except OSError as error:
-            rule = f"the run folder cannot be written ({error.strerror})"
-            raise ConfigError.one(field, path, rule, f"{field}=<a folder that you may write to>") from error
+            raise _unwritable(path, error) from error
         return cls(path.resolve())
+
+    @staticmethod
+    def prove_writable(directory: str | None) -> None:
+        """Raises ConfigError when `create` could not make that folder; leaves nothing behind."""
+        path = Path(directory).expanduser() if directory else Path("runs")
+        existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+        try:
+            _write_something(existing)
+        except OSError as error:
+            raise _unwritable(path, error) from error
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Writes the whole configuration, as plain dicts, lists and scalars, to config.yaml."""
@@ -80,6 +89,16 @@ class RunFolder:
             os.replace(temporary, path)
         except OSError as error:
             raise EnvironmentFault(f"cannot write {path}: {error.strerror}") from error
+
+
+def _write_something(folder: Path) -> None:
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    rule = f"the run folder cannot be written ({error.strerror})"
+    return ConfigError.one(FIELD, path, rule, f"{FIELD}=<a folder that you may write to>")
 
 
 def _stamped(name: str) -> str:

@@ -5,12 +5,10 @@ In: `trainer.logger` and what the run is. Out: one Tracker that passes each call
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from hydraflow.errors import ConfigError, Problem
 from hydraflow.tracking.base import RunInfo, Tracker, TrackerFactory
 from hydraflow.tracking.console import open_console
 from hydraflow.tracking.file import FileTracker
@@ -47,25 +45,13 @@ class Trackers:
         self.close()
 
 
-def check_names(names: Sequence[str]) -> None:
-    """Raises ConfigError that lists every unknown name of `trainer.logger`, with the nearest known one."""
-    if problems := [_unknown(name) for name in names if name not in TRACKERS]:
-        raise ConfigError(problems)
-
-
 def open_trackers(names: Sequence[str], folder: Path, *, title: str = "", total_steps: int | None = None) -> Trackers:
     """Opens the trackers of `trainer.logger`; the file is always among them. Makes `folder` where it is not there yet.
 
-    Raises ConfigError for an unknown name, before any is opened.
+    The names are known ones: `checks.py` has seen to that.
     """
-    check_names(names)
+    assert set(names) <= set(TRACKERS), names
     folder.mkdir(parents=True, exist_ok=True)
     run = RunInfo(folder, title, total_steps)
     wanted = {"file", *names}
     return Trackers([factory(run) for name, factory in TRACKERS.items() if name in wanted])
-
-
-def _unknown(name: str) -> Problem:
-    nearest = difflib.get_close_matches(str(name), TRACKERS, n=1, cutoff=0.4)
-    remedy = f"trainer.logger=[{nearest[0]}]" if nearest else "trainer.logger=[console,file,tensorboard]"
-    return Problem("trainer.logger", name, f"is no tracker; there are {', '.join(sorted(TRACKERS))}", remedy)

@@ -37,10 +37,8 @@ class Loop:
     def fit(self, next_prompts: Callable[[], DataProto], total_steps: int) -> str:
         """Trains until the steps or the time are used up; returns why it ended."""
         self.trainer.sync_weights()
-        if self.config.val_before_train or self.config.val_only:
+        if self.config.val_before_train:
             self.trackers.log(self._validate(0), step=0)
-        if self.config.val_only:
-            return "trainer.val_only"
         for step in range(1, total_steps + 1):
             metrics = self.trainer.step(next_prompts(), step)
             why = self._why_to_stop(step, total_steps)
@@ -50,6 +48,12 @@ class Loop:
             if why:
                 return why
         return DONE
+
+    def validate_only(self) -> str:
+        """Validates once; returns why it ended."""
+        self.trainer.sync_weights()
+        self.trackers.log(self._validate(0), step=0)
+        return "trainer.val_only"
 
     def _position(self, step: int) -> dict[str, float]:
         return {"training/global_step": step, "perf/seconds_since_launch": self.clock.seconds_since_launch()}

@@ -15,6 +15,7 @@ object stores; the controller reads sequence lengths and nothing else of them.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -40,6 +41,8 @@ from hydraflow.workers.reference import ReferenceWorker
 from hydraflow.workers.reward import RewardWorker
 from hydraflow.workers.rollout import RolloutWorker, SampleOrder
 
+logger = logging.getLogger(__name__)
+
 MODEL_INPUTS = ["prompts", "responses", "response_mask"]
 SCORING_OBJECTS = ["data_source", "reward_model", "extra_info"]
 ACTOR_COLUMNS = [*MODEL_INPUTS, "old_log_probs", "advantages"]
@@ -63,7 +66,7 @@ class PPOTrainer:
             with phase("gen"):
                 batch = self.generate(prompts, step)
             with phase("reward"):
-                batch = self.score(batch)
+                batch = self.score(batch, step)
             with phase("old_log_prob"):
                 batch = self.old_log_probs(batch, step)
             with phase("ref"):
@@ -93,10 +96,11 @@ class PPOTrainer:
         batch.columns |= RemoteBatch.from_local(_group_numbers(prompts, n)).columns
         return batch
 
-    def score(self, batch: RemoteBatch) -> RemoteBatch:
+    def score(self, batch: RemoteBatch, step: int) -> RemoteBatch:
         """Adds the reward function's scores."""
         scored = self.roles.reward.call(RewardWorker.score, batch.select(["responses"], SCORING_OBJECTS, []))
         self.metrics["reward/failed_rows"] = float(scored.meta_info["failed"])
+        warn_of_failures(scored, f"step {step}")
         return batch.union(scored)
 
     def old_log_probs(self, batch: RemoteBatch, step: int) -> RemoteBatch:
@@ -106,7 +110,7 @@ class PPOTrainer:
         with the trainer's in the first mini-batch; otherwise the trainer computes them. The first step always computes them, and
         stops the run if the two disagree.
         """
-        exact = rollout_is_exact(self.config)
+        exact = rollout_is_exact(self.config, self.runtime.device_type)
         if step > 1 and exact:
             return _taken_from_rollout(batch)
         computed = batch.union(self.roles.actor.call(ActorWorker.compute_log_prob, columns(batch, MODEL_INPUTS)))
@@ -190,6 +194,12 @@ class PPOTrainer:
             "perf/controller_bytes_per_trajectory": (now.total - before.total) / trajectories,
         }
         return seconds | perf
+
+
+def warn_of_failures(scored: RemoteBatch, when: str) -> None:
+    """Says how many rows the reward function could not score, and what went wrong with the first."""
+    if failed := scored.meta_info["failed"]:
+        logger.warning("%s: the reward function failed on %d of %d rows: %s", when, failed, len(scored), scored.meta_info["why_failed"])
 
 
 def columns(batch: RemoteBatch, names: Sequence[str]) -> RemoteBatch:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from hydraflow.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from hydraflow.batch_plan import BatchPlan
+from hydraflow.device import resolve_dtype
 from hydraflow.dispatch.group import RoleGroup
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.worker import RoleSpec
@@ -48,15 +51,20 @@ def needs_reference(config: PPOConfig) -> bool:
     return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
 
 
-def rollout_is_exact(config: PPOConfig) -> bool:
-    """Whether the generation engine's log-probabilities are the trainer's: the same mathematics in the same type."""
+def rollout_is_exact(config: PPOConfig, device_type: str) -> bool:
+    """Whether the generation engine's log-probabilities are the trainer's: the same mathematics in the same type.
+
+    In 16 bits two orders of the same sums differ by more than a ratio near 1 can bear, so there they are never taken as equal.
+    """
     policy = config.actor_rollout_ref
-    return policy.rollout.name == "native" and policy.rollout.dtype == policy.actor.fsdp_config.dtype
+    fsdp = policy.actor.fsdp_config
+    types = {resolve_dtype(name, device_type) for name in (policy.rollout.dtype, fsdp.dtype, fsdp.model_dtype)}
+    return policy.rollout.name == "native" and len(types) == 1 and types <= {torch.float32, torch.float64}
 
 
 def build_roles(config: PPOConfig, plan: BatchPlan, runtime: Runtime) -> Roles:
     """Starts every process of the run and waits until all are ready."""
-    train = runtime.group(TRAIN, _training_roles(config, plan))
+    train = runtime.group(TRAIN, _training_roles(config, plan, runtime.device_type))
     score = runtime.group(SCORE, _scoring_roles(config))
     runtime.await_ready()
     return Roles(
@@ -74,7 +82,7 @@ def _own_reference(config: PPOConfig) -> bool:
     return needs_reference(config) and config.actor_rollout_ref.model.lora_rank == 0
 
 
-def _training_roles(config: PPOConfig, plan: BatchPlan) -> dict[str, RoleSpec]:
+def _training_roles(config: PPOConfig, plan: BatchPlan, device_type: str) -> dict[str, RoleSpec]:
     policy = config.actor_rollout_ref
     temperature = policy.rollout.temperature
     tokens = config.data.max_response_length
@@ -87,14 +95,22 @@ def _training_roles(config: PPOConfig, plan: BatchPlan) -> dict[str, RoleSpec]:
         temperature=temperature,
         response_tokens=tokens,
         total_steps=plan.total_steps,
-        old_is_rollout=rollout_is_exact(config),
+        old_is_rollout=rollout_is_exact(config, device_type),
+        seed=config.trainer.seed,
     )
     rollout = RolloutSpec(policy.model, policy.rollout, max_tokens=tokens, seed=config.trainer.seed)
     roles = {"actor": RoleSpec(ActorWorker, (actor,)), "rollout": RoleSpec(RolloutWorker, (rollout,))}
     if plan.critic:
-        critic = replace(config.critic, model=_critic_model(config))
+        critic = replace(config.critic, model=critic_model(config))
         assert plan.values is not None, "a critic has a pass that computes values"
-        spec = CriticSpec(critic, plan.critic, plan.values, response_tokens=tokens, total_steps=plan.total_steps)
+        spec = CriticSpec(
+            critic,
+            plan.critic,
+            plan.values,
+            response_tokens=tokens,
+            total_steps=plan.total_steps,
+            seed=config.trainer.seed,
+        )
         roles["critic"] = RoleSpec(CriticWorker, (spec,))
     if _own_reference(config):
         assert plan.ref is not None, "a reference has a pass that computes log-probabilities"
@@ -103,7 +119,7 @@ def _training_roles(config: PPOConfig, plan: BatchPlan) -> dict[str, RoleSpec]:
     return roles
 
 
-def _critic_model(config: PPOConfig) -> ModelConfig:
+def critic_model(config: PPOConfig) -> ModelConfig:
     """The critic starts from its own model, or from the actor's."""
     critic = config.critic.model
     return critic if critic.path else replace(critic, path=config.actor_rollout_ref.model.path)

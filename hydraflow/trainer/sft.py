@@ -36,7 +36,7 @@ class SFTTrainer:
 
     def __init__(self, config: SFTConfig, plan: SFTPlan, runtime: Runtime):
         self.config, self.plan, self.runtime = config, plan, runtime
-        spec = SFTSpec(config.model, config.optim, config.fsdp_config, plan.role, plan.total_steps)
+        spec = SFTSpec(config.model, config.optim, config.fsdp_config, plan.role, plan.total_steps, config.trainer.seed)
         roles = {"sft": RoleSpec(SFTWorker, (spec,))}
         self.group = runtime.group(TRAIN, roles)
         runtime.await_ready()

@@ -14,7 +14,7 @@ from hydraflow.batch_plan import BatchPlan
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.protocol.batch import DataProto
 from hydraflow.schema import PPOConfig
-from hydraflow.trainer.ppo import SCORING_OBJECTS, columns, sample
+from hydraflow.trainer.ppo import SCORING_OBJECTS, columns, sample, warn_of_failures
 from hydraflow.trainer.roles import Roles
 from hydraflow.workers.reward import RewardWorker
 from hydraflow.workers.rollout import SampleOrder
@@ -58,6 +58,7 @@ class Validator:
         order = SampleOrder(-1, self.plan.validation.samples_per_prompt, val.temperature if val.do_sample else 0.0, val.top_k, val.top_p)
         batch = sample(self.roles.rollout, prompts, order)
         scored = self.roles.reward.call(RewardWorker.score, batch.select(["responses"], SCORING_OBJECTS, []))
+        warn_of_failures(scored, "validation")
         read = self.runtime.fetch(columns(scored, ["score", "acc", "text"]))
         return Scored(
             sources=batch.objects["data_source"].astype(str),

@@ -43,6 +43,8 @@ class ActorSpec:
     """Training steps of the run, for the schedule."""
     old_is_rollout: bool
     """`old_log_probs` came from the generation engine: compare them with the trainer's before the first optimizer step."""
+    seed: int
+    """Governs what new weights start as."""
 
 
 class ActorWorker(EngineWorker):
@@ -58,6 +60,7 @@ class ActorWorker(EngineWorker):
             head="policy",
             total_steps=spec.total_steps,
             field="actor_rollout_ref.model",
+            seed=spec.seed,
         )
         self.spec = spec
 

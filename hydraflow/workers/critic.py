@@ -31,6 +31,8 @@ class CriticSpec:
     """Longest response: the divisor of seq-mean-token-sum-norm."""
     total_steps: int
     """Training steps of the run, for the schedule."""
+    seed: int
+    """Governs what new weights start as."""
 
 
 class CriticWorker(EngineWorker):
@@ -47,6 +49,7 @@ class CriticWorker(EngineWorker):
             head="value",
             total_steps=spec.total_steps,
             field="critic.model",
+            seed=spec.seed,
         )
         self.spec = spec
 

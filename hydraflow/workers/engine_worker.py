@@ -23,7 +23,8 @@ TRAIN_ENGINES: dict[str, Callable[..., TrainEngine]] = {"fsdp2": FSDPEngine}
 class EngineWorker(Worker):
     """One process of a training engine, in `engine`; an `optim` of None freezes the weights.
 
-    `strategy` names the engine, `head` is policy or value, `field` the configuration key of `model`, for messages.
+    `strategy` names the engine, `head` is policy or value, `field` the configuration key of `model`, for messages;
+    `seed` governs what new weights (adapters) start as.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class EngineWorker(Worker):
         head: str,
         total_steps: int,
         field: str,
+        seed: int = 0,
     ):
         super().__init__(process)
         process_group.start(
@@ -45,9 +47,10 @@ class EngineWorker(Worker):
             address=process.master_addr,
             port=process.master_port,
             device_type=process.device_type,
+            timeout_s=process.timeout_s,
         )
         device = current_device(process.device_type, process.local_rank)
-        self.engine = TRAIN_ENGINES[strategy](model, fsdp, optim, head=head, device=device, total_steps=total_steps, field=field)
+        self.engine = TRAIN_ENGINES[strategy](model, fsdp, optim, head=head, device=device, total_steps=total_steps, field=field, seed=seed)
 
     def mesh_coordinates(self, mesh: str) -> Coordinates:
         """Which share of a batch this process gets; every data rank is collected from."""

@@ -14,7 +14,7 @@ import torch
 
 from hydraflow.dispatch.modes import Dispatch, register
 from hydraflow.dispatch.worker import ProcessContext, Worker
-from hydraflow.models.config import ModelConfig
+from hydraflow.models.config import ModelSourceConfig
 from hydraflow.models.loading import load_tokenizer
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.ragged import from_parts, parts, rows
@@ -26,7 +26,7 @@ from hydraflow.rewards.pool import RewardPool, RewardResult, RewardRow
 class RewardSpec:
     """Everything the reward process is told."""
 
-    model: ModelConfig
+    model: ModelSourceConfig
     """Whose tokenizer decodes responses."""
     reward: RewardConfig
 

@@ -18,7 +18,7 @@ from hydraflow.dispatch.worker import ProcessContext, Worker
 from hydraflow.generation.base import GenerationEngine, GenerationRequest, SamplingParams
 from hydraflow.generation.config import SamplingConfig
 from hydraflow.generation.native import NativeEngine
-from hydraflow.models.config import ModelConfig
+from hydraflow.models.config import ModelSourceConfig
 from hydraflow.models.loading import load_config, load_generation_config, read_weights
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.ragged import from_parts, parts, rows
@@ -31,7 +31,7 @@ GENERATION_ENGINES: dict[str, Callable[..., GenerationEngine]] = {"native": Nati
 class RolloutSpec:
     """Everything a rollout process is told."""
 
-    model: ModelConfig
+    model: ModelSourceConfig
     rollout: SamplingConfig
     max_tokens: int
     """Longest response."""

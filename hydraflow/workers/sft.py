@@ -30,6 +30,8 @@ class SFTSpec:
     plan: RolePlan
     total_steps: int
     """Optimizer steps of the run, for the schedule."""
+    seed: int
+    """Governs what new weights start as."""
 
 
 class SFTWorker(EngineWorker):
@@ -45,6 +47,7 @@ class SFTWorker(EngineWorker):
             head="policy",
             total_steps=spec.total_steps,
             field="model",
+            seed=spec.seed,
         )
         self.spec = spec
 

@@ -20,16 +20,18 @@ from steady import default_assets, hydraflow_steps
 
 TRL = "trl==1.16.0"
 HERE = Path(__file__).parent
+SETUP = HERE.parent / "setup_env.sh"
 PROMPTS, SAMPLES, UPDATES, MAX_TOKENS, LR = 64, 8, 2, 8, 1e-4
 
 
 def trl_python(venv: Path) -> Path:
-    """The interpreter of TRL's environment, made if need be; torch's CPU build goes in first."""
+    """The interpreter of TRL's environment, made if need be; torch goes in first, as scripts/setup_env.sh chooses its build."""
     python = venv / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
-        subprocess.run([python, "-m", "pip", "install", "-q", "torch==2.13.0"], check=True)
-        subprocess.run([python, "-m", "pip", "install", "-q", TRL, "torch==2.13.0", "pyarrow", "jinja2"], check=True)
+        # Standard output is for the figures alone.
+        subprocess.run(["bash", "-c", 'source "$0"; PYTHON="$1" install_torch', SETUP, python], check=True, stdout=sys.stderr)
+        subprocess.run([python, "-m", "pip", "install", "-q", TRL, "pyarrow", "jinja2"], check=True, stdout=sys.stderr)
     return python
 
 

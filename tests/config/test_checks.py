@@ -1,5 +1,6 @@
 """Values that a type cannot judge."""
 
+import math
 from dataclasses import fields
 
 import pytest
@@ -43,6 +44,9 @@ def test_every_rule_names_a_field():
         ("actor_rollout_ref.actor.optim", "betas", [0.9, 1.0]),
         ("actor_rollout_ref.actor.fsdp_config", "model_dtype", "auto"),
         ("actor_rollout_ref.rollout", "temperature", -0.1),
+        ("actor_rollout_ref.rollout", "temperature", math.inf),
+        ("actor_rollout_ref.rollout", "temperature", math.nan),
+        ("actor_rollout_ref.rollout.val_kwargs", "temperature", math.inf),
         ("actor_rollout_ref.rollout", "top_k", 0),
         ("actor_rollout_ref.rollout", "top_p", 1.1),
         ("actor_rollout_ref.model", "target_modules", []),
@@ -52,6 +56,9 @@ def test_every_rule_names_a_field():
         ("trainer", "logger", ["console", "wand"]),
         ("trainer", "test_freq", 0),
         ("reward", "timeout", 0.0),
+        ("reward", "timeout", math.inf),
+        ("reward", "num_workers", 0),
+        ("reward", "failure_score", math.nan),
         ("algorithm", "gamma", 1.5),
     ],
 )
@@ -115,3 +122,13 @@ def test_a_critic_warm_up_needs_a_critic():
     assert problems(config) == []
     config.algorithm.adv_estimator = "grpo"
     assert [problem.field for problem in problems(config)] == ["trainer.critic_warmup"]
+
+
+def test_a_recipe_takes_no_files_of_the_users():
+    config = valid()
+    config.data.val_files, config.recipe.name = "val.parquet", "arithmetic"
+    found = problems(config)
+    assert [problem.field for problem in found] == ["actor_rollout_ref.model.path", "data.train_files", "data.val_files"]
+    assert "recipe=arithmetic makes its own" in found[0].rule and "recipe=none" in found[0].remedy
+    config.actor_rollout_ref.model.path = config.data.train_files = config.data.val_files = None
+    assert problems(config) == []

@@ -30,6 +30,10 @@ def test_the_recipe_applies_when_neither_model_nor_data_is_given():
     assert compose.load("ppo", PPOConfig, OWN).recipe.name == "none"
     with pytest.raises(ConfigError, match="data.train_files=null"):
         compose.load("ppo", PPOConfig, OWN[:1])
+    with pytest.raises(ConfigError, match="data.train_files=null"):
+        compose.load("ppo", PPOConfig, ["data.val_files=val.parquet"])
+    with pytest.raises(ConfigError, match="data.val_files=val.parquet: recipe=arithmetic makes its own"):
+        compose.load("ppo", PPOConfig, ["recipe=arithmetic", "data.val_files=val.parquet"])
     with pytest.raises(ConfigError, match="actor_rollout_ref.model.path=null"):
         compose.load("ppo", PPOConfig, ["recipe=none"])
 

@@ -112,8 +112,6 @@ def test_overlong_conversations_are_errors(long: Path, tokenizer: PreTrainedToke
     with pytest.raises(ConfigError, match="row 1: has 12 tokens, more than data.max_length=10") as caught:
         ConversationDataset(SFTDataConfig(max_length=10), long, tokenizer)
     assert "data.max_length=12" in str(caught.value)
-    with pytest.raises(ConfigError, match="data.truncation=middle: must be one of error, left, right"):
-        ConversationDataset(SFTDataConfig(truncation="middle"), long, tokenizer)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from known_columns import assert_as_documented
 from transformers import PreTrainedTokenizerFast
 
-from hydraflow.data.config import DataConfig
+from hydraflow.data.config import DataConfig, GenerateDataConfig
 from hydraflow.data.files import write_rows
 from hydraflow.data.prompts import PromptDataset, truncate
 from hydraflow.errors import ConfigError
@@ -40,6 +41,7 @@ def file(tmp_path: Path) -> Path:
 def test_batch_holds_tokens_and_objects_in_the_asked_order(file: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     dataset = PromptDataset(DataConfig(max_prompt_length=8), file, tokenizer)
     batch = dataset.batch([1, 0])
+    assert_as_documented(batch)
     # "1+2=" and "17+25=": the digit d has id d + 2, "+" is 12 and "=" is 15.
     assert [r.tolist() for r in ragged.rows(batch.batch["prompts"])] == [[3, 12, 4, 15], [3, 9, 12, 4, 7, 15]]
     objects = batch.non_tensor_batch
@@ -101,8 +103,9 @@ def test_the_source_column_can_be_chosen(tmp_path: Path, tokenizer: PreTrainedTo
 
 def test_prompts_for_generation_need_no_reward_columns(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "1+1=", "note": "kept"}])
-    dataset = PromptDataset(DataConfig(), path, tokenizer, scored=False)
+    dataset = PromptDataset(GenerateDataConfig(), path, tokenizer)
     assert dataset.records[0].values["note"] == "kept"
+    assert set(dataset.batch([0]).non_tensor_batch) == {"uid", "extra_info", "raw_prompt"}
     with pytest.raises(ConfigError, match="row 0: has no value in column data_source, reward_model; it has prompt, note"):
         PromptDataset(DataConfig(), path, tokenizer)
 
@@ -137,10 +140,7 @@ def test_values_that_json_cannot_carry_are_named(tmp_path: Path, tokenizer: PreT
         PromptDataset(DataConfig(), tmp_path / "a.parquet", tokenizer)
 
 
-def test_wrong_settings(file: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(ConfigError) as caught:
-        PromptDataset(DataConfig(truncation="center", max_prompt_length=0), file, tokenizer)
-    assert [p.field for p in caught.value.problems] == ["data.truncation", "data.max_prompt_length"]
+def test_a_tokenizer_without_a_template_is_refused(file: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match="has no chat template"):
         PromptDataset(DataConfig(), file, tokenizer)

@@ -1,21 +1,11 @@
-"""The trackers together: names, the file that is always there, the event file, and closing."""
+"""The trackers together: the file that is always there, the event file, and closing."""
 
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from hydraflow.errors import ConfigError
 from hydraflow.tracking.trackers import open_trackers
-
-
-def test_unknown_names_are_all_reported_with_the_nearest_and_nothing_is_opened(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        open_trackers(["tensorbord", "console", "csv"], tmp_path)
-    assert "trainer.logger=tensorbord: is no tracker; there are console, file, tensorboard" in str(caught.value)
-    assert "-> trainer.logger=[tensorboard]" in str(caught.value)
-    assert [problem.value for problem in caught.value.problems] == ["tensorbord", "csv"]
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_file_is_written_without_being_asked_for(tmp_path: Path) -> None:

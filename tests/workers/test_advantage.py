@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from known_columns import assert_as_documented
 from workers.by_hand import process
 
 from hydraflow.algorithms.config import AlgorithmConfig, KLControlConfig
@@ -47,6 +48,7 @@ def listed(batch: DataProto, name: str) -> list[float]:
 def test_grpo_and_its_metrics() -> None:
     """Group 7 scores 1 and 0: mean 1/2, standard deviation sqrt(1/2). Group 3 scores 1 and 1: nothing to learn."""
     made = make_worker().compute(make_batch([1, 0, 1, 1]))
+    assert_as_documented(made)
     high = 0.5**0.5
     assert listed(made, "advantages") == pytest.approx([high, 0, high, -high, 0, 0, 0, 0], abs=2e-6)
     assert listed(made, "returns") == listed(made, "advantages")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from known_columns import assert_as_documented
 from workers.by_hand import process
 
 from hydraflow.models.config import ModelConfig
@@ -56,6 +57,7 @@ def token_scores(batch: DataProto) -> list[list[float]]:
 def test_the_score_stands_on_the_last_token(tiny: str) -> None:
     with worker(tiny, RewardConfig()) as reward:
         scored = reward.score(make_batch(["42.", "7", "41.", "012"], ["42", "7", "42", "012"]))
+    assert_as_documented(scored)
     assert token_scores(scored) == [[0, 0, 1], [1], [0, 0, 0], [0, 0, 1]]
     assert scored.get("score").tolist() == scored.get("acc").tolist() == [1, 1, 0, 1]
     assert list(scored.get("text")) == ["42", "7", "41", "012"]

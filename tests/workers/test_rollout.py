@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from known_columns import assert_as_documented
 from workers.by_hand import process
 
 from hydraflow.batch_plan_parts import MicroPlan, RolePlan
@@ -63,6 +64,8 @@ def test_log_probs_are_the_trainers_before_and_after_an_update(tiny: str) -> Non
     actor = make_actor(tiny)
     rollout = make_rollout(tiny, actor=actor)
     first = rollout.generate(make_prompts())
+    assert_as_documented(first)
+    assert_as_documented(actor.compute_log_prob(first))
     assert largest_gap(actor, first) < 1e-4
 
     draw = torch.Generator().manual_seed(0)

@@ -1,7 +1,7 @@
 """Sharded state of a model in training: weights, optimizer and schedule, in torch's distributed checkpoint format.
 
 In: a sharded model and its optimizer. Out: a directory that another number of ranks can read.
-Left out on purpose: random states and everything else of a run (`trainer/checkpoint.py`).
+Left out on purpose: random states, the place in the data, and everything else that makes up a run.
 """
 
 from __future__ import annotations

@@ -58,7 +58,6 @@ class FSDPEngine:
         )
         self._optimizer = None
         if optim is not None:
-            optimizers.check(optim, field.rpartition(".")[0] + ".optim")
             self._optimizer = optimizers.make_optimizer(self.module.parameters(), optim)
             self._set_lr()
 
