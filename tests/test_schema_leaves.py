@@ -1,53 +1,75 @@
-"""No dead options: every leaf of the schema is read by something."""
+"""No dead options: every key of every command is read by something that this command gets to."""
 
-import ast
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
-from functools import cache
 from typing import get_type_hints
 
+import config_reads
 import pytest
-from source_tree import FILES, tree_of
 
 from hydraflow import schema
+from hydraflow.engine.config import OptimConfig
+from hydraflow.models.config import ModelConfig, ModelSourceConfig
+from hydraflow.trainer.config import TrainerConfig
+
+RUNS = {
+    schema.PPOConfig: "hydraflow.main_ppo.run",
+    schema.SFTConfig: "hydraflow.main_sft.run",
+    schema.GenerateConfig: "hydraflow.main_generate.run",
+    schema.EvalConfig: "hydraflow.main_eval.run",
+}
+"""Configuration -> what the command does with it."""
 
 
-def entry_points() -> list[type]:
-    """The classes of schema.py that are whole configurations."""
-    return [value for name, value in vars(schema).items() if is_dataclass(value) and value.__module__ == schema.__name__]
-
-
-def leaves(kind: type) -> Iterator[tuple[str, str]]:
-    """(class, field) of every field that is not a dataclass itself, as its reader's class declares it."""
+def leaves(kind: type, prefix: str = "") -> Iterator[tuple[str, type, str]]:
+    """(key, class, field) of every field that is not a dataclass itself."""
     types = get_type_hints(kind)
     for field in fields(kind):
-        if is_dataclass(types[field.name]):
-            yield from leaves(types[field.name])
+        if is_dataclass(section := types[field.name]):
+            yield from leaves(section, f"{prefix}{field.name}.")
         else:
-            yield declaring_class(kind, field.name), field.name
+            yield f"{prefix}{field.name}", kind, field.name
 
 
-def declaring_class(kind: type, name: str) -> str:
-    return next(base.__name__ for base in reversed(kind.__mro__) if name in getattr(base, "__annotations__", {}))
+ALL_LEAVES = [(config, *leaf) for config in RUNS for leaf in leaves(config)]
 
 
-ALL_LEAVES = sorted({leaf for kind in entry_points() for leaf in leaves(kind)})
+def is_read(run: str, kind: type, field: str) -> bool:
+    """Whether `run` gets to code that reads the field from this class or, knowing less, from one of its bases."""
+    owners = [f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__]
+    return any((owner, field) in config_reads.reads_below(run) for owner in owners)
 
 
-@cache
-def names_read() -> set[str]:
-    """Every `.name` that is read (not assigned) outside of the config files."""
-    readers = [path for path in FILES if path.name not in ("config.py", "schema.py")]
-    nodes = (node for path in readers for node in ast.walk(tree_of(path)))
-    return {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+@pytest.mark.parametrize(("config", "key", "kind", "field"), ALL_LEAVES, ids=[f"{leaf[0].__name__}.{leaf[1]}" for leaf in ALL_LEAVES])
+def test_leaf_is_read(config: type, key: str, kind: type, field: str) -> None:
+    assert is_read(RUNS[config], kind, field), f"{RUNS[config]} gets to nothing that reads {key}: remove it, or do what it says"
 
 
-@pytest.mark.parametrize("leaf", ALL_LEAVES, ids=".".join)
-def test_leaf_is_read(leaf: tuple[str, str]) -> None:
-    assert leaf[1] in names_read(), f"nothing reads {'.'.join(leaf)}: remove it, or do what it says"
+def test_every_command_is_looked_at() -> None:
+    assert {kind for name, kind in vars(schema).items() if name.endswith("Config") and (kind.__doc__ or "").startswith("python -m")} == set(
+        RUNS
+    )
+    keys = {(config, key) for config, key, _, _ in ALL_LEAVES}
+    assert (schema.PPOConfig, "actor_rollout_ref.actor.optim.lr") in keys
+    assert (schema.PPOConfig, "trainer.seed") in keys  # declared two classes up
+    assert not any(key.endswith("optim") for _, key in keys)
 
 
-def test_the_walk_finds_nested_and_inherited_leaves() -> None:
-    assert ("OptimConfig", "lr") in ALL_LEAVES  # actor_rollout_ref.actor.optim.lr
-    assert ("RunConfig", "seed") in ALL_LEAVES  # trainer.seed, declared two classes up
-    assert not any(name == "optim" for _, name in ALL_LEAVES)
+@pytest.mark.parametrize(
+    "field", sorted({field.name for field in fields(ModelConfig)} - {field.name for field in fields(ModelSourceConfig)})
+)
+def test_an_option_that_only_another_command_reads_is_seen(field: str) -> None:
+    assert is_read(RUNS[schema.PPOConfig], ModelConfig, field)
+    assert not is_read(RUNS[schema.GenerateConfig], ModelConfig, field)
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [
+        (TrainerConfig, "total_steps"),  # the plan has one
+        (OptimConfig, "seed"),  # the trainer's section has one
+        (ModelConfig, "name"),  # many have one
+    ],
+)
+def test_a_field_is_not_read_because_another_class_has_one_of_that_name(kind: type, field: str) -> None:
+    assert not is_read(RUNS[schema.PPOConfig], kind, field)

@@ -18,6 +18,7 @@ from hydraflow import metrics
 from hydraflow.dispatch.modes import Coordinates, Dispatch, Execute, mesh_mode, register, register_dispatch_mode
 from hydraflow.dispatch.shards import split
 from hydraflow.dispatch.worker import ProcessContext, Worker
+from hydraflow.errors import ConfigError
 from hydraflow.metrics import Metric
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
@@ -60,7 +61,7 @@ class Probe(Worker):
         return {
             "rank": process.rank, "world": process.world_size, "local": process.local_rank, "node": process.node,
             "master": (process.master_addr, process.master_port), "roles": list(process.roles), "pid": os.getpid(),
-            "threads": torch.get_num_threads(), "omp": os.environ.get("OMP_NUM_THREADS"),
+            "threads": torch.get_num_threads(), "omp": os.environ.get("OMP_NUM_THREADS"), "timeout": process.timeout_s,
         }  # fmt: skip
 
     @register(Dispatch.ONE_TO_ALL)
@@ -255,3 +256,12 @@ class Unbuildable(Worker):
         super().__init__(process)
         if process.rank == process.world_size - 1:
             raise FileNotFoundError("no model at /nowhere")
+
+
+class Misconfigured(Worker):
+    """Its constructor finds a mistake of the user's on every rank, on the last rank first."""
+
+    def __init__(self, process: ProcessContext):
+        super().__init__(process)
+        time.sleep(0.2 * (process.world_size - process.rank))
+        raise ConfigError.one("model.path", f"/nowhere/{process.rank}", "there is no such directory", "model.path=<directory>")

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from dispatch.probes import Probe, Troubled, Unbuildable
+from dispatch.probes import Misconfigured, Probe, Troubled, Unbuildable
 
 from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.group import Limits, RoleGroup
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.worker import RoleSpec
-from hydraflow.errors import WorkerError
+from hydraflow.errors import ConfigError, WorkerError
 from hydraflow.protocol.batch import DataProto
 
 BatchOf = Callable[[int], DataProto]
@@ -89,7 +89,8 @@ def test_a_death_is_the_first_cause_of_broken_connections(start: Start) -> None:
     error, seconds = _error_of(role.call, Troubled.die_before_collective, 0)
     assert seconds < SOON
     assert (error.role, error.rank, error.method) == ("troubled", 0, "die_before_collective")
-    assert error.cause.startswith("the process died") and "the last words" in error.log_tail
+    assert error.cause.startswith("the process died: The actor is dead") and "exit" in error.cause and "the last words" in error.log_tail
+    assert "\n" not in error.cause and "Some common causes" not in error.cause
 
 
 def test_a_call_past_its_deadline(start: Start) -> None:
@@ -106,6 +107,19 @@ def test_a_worker_that_cannot_be_built(start: Start) -> None:
     error, _ = _error_of(start(Unbuildable, ready=False).group.await_ready)
     assert (error.role, error.rank, error.method) == ("troubled", 1, "__init__")
     assert error.cause.startswith("FileNotFoundError: no model at /nowhere")
+
+
+def test_a_mistake_in_the_configuration_that_a_worker_finds(start: Start) -> None:
+    group = start(Misconfigured, ready=False).group
+    with pytest.raises(ConfigError) as caught:
+        group.await_ready()
+    assert str(caught.value).splitlines()[1:] == [
+        "  1. model.path=/nowhere/0: there is no such directory",
+        "      -> model.path=<directory>",
+    ]
+    with pytest.raises(ConfigError) as again:
+        group.await_ready()
+    assert again.value is caught.value
 
 
 def test_a_failed_maker_is_named_by_those_who_depend_on_it(start: Start, batch_of: BatchOf) -> None:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from hydraflow.dispatch.config import RayInitConfig
-from hydraflow.dispatch.runtime import _local_cpus
+from hydraflow.dispatch.runtime import _join, _local_cpus
 from hydraflow.errors import ConfigError
 
 TESTS = Path(__file__).parents[1]
@@ -73,3 +73,18 @@ def test_a_local_cluster_counts_the_cpus_that_the_pools_need() -> None:
     assert _local_cpus(RayInitConfig(num_cpus=6), 5) == 6
     with pytest.raises(ConfigError, match="ray_init.num_cpus=4: must be at least 5, which the worker groups need"):
         _local_cpus(RayInitConfig(num_cpus=4), 5)
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [("127.0.0.1:1", "refused"), ("ray://127.0.0.1:1", "refused"), ("auto", "refused"), ("nonsense", "Invalid address format")],
+)
+def test_an_address_where_no_cluster_is(address: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # what `auto` stands for
+    begun = time.monotonic()
+    with pytest.raises(ConfigError) as caught:
+        _join(address, {})
+    assert time.monotonic() - begun < 5
+    (problem,) = caught.value.problems
+    assert (problem.field, problem.value, problem.remedy) == ("ray_init.address", address, "ray_init.address=local")
+    assert words in problem.rule

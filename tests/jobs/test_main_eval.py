@@ -53,6 +53,19 @@ def test_the_command_prints_and_writes_the_same(tmp_path: Path) -> None:
     assert report["arithmetic"]["acc/mean@2"] == 0.5
 
 
+def test_what_a_reward_function_prints_is_not_in_the_report(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(
+        "import os\nprint('imported')\n\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    print('scored', flush=True)\n    os.write(1, b'written')\n    return 1.0\n"
+    )
+    write_lines(tmp_path / "rows.jsonl", [row("ab", source="mine")])
+    done = hydraflow("main_eval", "data.path=rows.jsonl", "reward.custom_reward_function.path=reward.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["mine"]["score/mean@1"] == 1.0
+    assert all(word in done.stderr for word in ("imported", "scored", "written"))
+
+
 @pytest.mark.slow
 def test_answers_of_main_generate(answers: Path) -> None:
     report = scored(answers)["arithmetic"]

@@ -20,7 +20,11 @@ from hydraflow.protocol.fields import FIELDS
 
 PLACES = ("workers/*", "trainer/*", "engine/*", "algorithms/*_loss.py", "data/prompts.py", "data/conversations.py", "jobs/generate.py")
 """Files below hydraflow/ that make or read columns."""
-READERS = [path for path in FILES if any(fnmatch(path.relative_to(ROOT / "hydraflow").as_posix(), place) for place in PLACES)]
+READERS = [
+    path
+    for path in FILES
+    if path.name != "config.py" and any(fnmatch(path.relative_to(ROOT / "hydraflow").as_posix(), place) for place in PLACES)
+]
 
 METHODS = {"get", "select", "rename", "columns"}
 """What is called with names of columns."""

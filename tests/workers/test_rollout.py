@@ -34,6 +34,7 @@ def make_actor(path: str) -> ActorWorker:
         response_tokens=MAX_TOKENS,
         total_steps=1,
         old_is_rollout=False,
+        seed=0,
     )
     return ActorWorker(process(), spec)
 
