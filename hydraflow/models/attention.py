@@ -33,8 +33,40 @@ class Group:
 
 
 @dataclass(frozen=True)
+class SharedPrompts:
+    """A line in which a prompt stands once for all rows that begin with it, and the T tokens of those rows, one row after another.
+
+    Everything but attention runs on the line; attention sees whole rows.
+    """
+
+    to_rows: torch.Tensor
+    """(T,) position in the line of every row's tokens."""
+    to_line: torch.Tensor
+    """(N,) for each token of the line one place in the rows where it stands."""
+    copies: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    """Tokens of the line (S,) and all their places in the rows (S, m), for each number m of places."""
+
+    @classmethod
+    def of(cls, to_rows: np.ndarray, tokens: int, device: torch.device) -> SharedPrompts:
+        """For a line of so many tokens, each of which stands in a row at least once.
+
+        >>> SharedPrompts.of(np.array([0, 1, 0, 2]), 3, torch.device("cpu")).copies[1][1].tolist()   # token 0 stands twice
+        [[0, 2]]
+        """
+        order = np.argsort(to_rows, kind="stable")
+        counts = np.bincount(to_rows, minlength=tokens)
+        firsts = np.cumsum(counts) - counts
+        copies = []
+        for m in np.unique(counts).tolist():
+            chosen = np.flatnonzero(counts == m)
+            places = order[firsts[chosen][:, None] + np.arange(m)]
+            copies.append((torch.from_numpy(chosen).to(device), torch.from_numpy(places).to(device)))
+        return cls(torch.from_numpy(to_rows).to(device), torch.from_numpy(order[firsts]).to(device), tuple(copies))
+
+
+@dataclass(frozen=True)
 class RowPlan:
-    """How the rows of a packed line are attended to; made once per forward pass, used by every layer."""
+    """How packed rows are attended to; made once per forward pass, used by every layer. "Packed" is one row after the other."""
 
     groups: tuple[Group, ...]
     """Blocks of the padded line, in order."""
@@ -46,6 +78,8 @@ class RowPlan:
     """(B + 1,) int32, where rows begin, and N."""
     longest: int
     """Tokens of the longest row."""
+    shared: SharedPrompts | None = None
+    """How the line of tokens becomes rows where several rows have one prompt; None: the line is the rows."""
     bands: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     """Masks of sliding windows by (width, window), made when first needed."""
 
@@ -68,13 +102,13 @@ def group_rows(lengths: np.ndarray) -> list[tuple[int, int]]:
     return runs
 
 
-def plan_rows(lengths: np.ndarray, device: torch.device) -> RowPlan:
-    """The plan of rows of these lengths, (B,) integers of at least 1, packed in this order."""
+def plan_rows(lengths: np.ndarray, device: torch.device, shared: SharedPrompts | None = None) -> RowPlan:
+    """The plan of rows of these lengths, (B,) integers of at least 1, in this order; `shared` where they share prompts."""
     starts = np.concatenate(([0], np.cumsum(lengths)))
     boundaries = torch.from_numpy(starts.astype(np.int32)).to(device)
     longest, total = int(lengths.max()), int(starts[-1])
     if bool((lengths == longest).all()):
-        return RowPlan((Group(0, len(lengths), longest),), None, None, boundaries, longest)
+        return RowPlan((Group(0, len(lengths), longest),), None, None, boundaries, longest, shared)
     order = np.argsort(-lengths, kind="stable")
     groups, gathers, scatter, at = [], [], np.empty(total, np.int64), 0
     for first, end in group_rows(lengths[order]):
@@ -88,7 +122,7 @@ def plan_rows(lengths: np.ndarray, device: torch.device) -> RowPlan:
         gathers.append(gather.reshape(-1))
         at += gather.size
     to_padded = torch.from_numpy(np.concatenate(gathers)).to(device)
-    return RowPlan(tuple(groups), to_padded, torch.from_numpy(scatter).to(device), boundaries, longest)
+    return RowPlan(tuple(groups), to_padded, torch.from_numpy(scatter).to(device), boundaries, longest, shared)
 
 
 def register_attention() -> None:
@@ -120,7 +154,15 @@ def packed_attention(
 
 
 def attend_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: RowPlan, scale: float | None, window: int | None) -> torch.Tensor:
-    """Chooses the kernel for (N, h, d) tensors by their device and type. Returns (N, h, d)."""
+    """Attention over (N, h, d) tensors, N the tokens of the line. Returns (N, h, d)."""
+    if plan.shared is None:
+        return _attend(q, k, v, plan, scale, window)
+    q, k, v = (_Expand.apply(x, plan.shared) for x in (q, k, v))
+    return _Pick.apply(_attend(q, k, v, plan, scale, window), plan.shared.to_line)
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: RowPlan, scale: float | None, window: int | None) -> torch.Tensor:
+    """Chooses the kernel for whole rows by their device and type."""
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] == v.shape[-1]:
         if importlib.util.find_spec("flash_attn") is not None:
             return _flash_attention(q, k, v, plan, scale, window)
@@ -203,6 +245,25 @@ class _Spread(torch.autograd.Function):
         return grads[0].index_select(0, to_packed), None, None
 
 
+class _Expand(torch.autograd.Function):
+    """Line to rows. A token's gradient is the sum over its places, added up in a fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, shared: SharedPrompts) -> torch.Tensor:
+        ctx.shared = shared
+        ctx.size = x.shape[0]
+        return x.index_select(0, shared.to_rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        grad = grads[0]
+        summed = grad.new_empty(ctx.size, *grad.shape[1:])
+        for tokens, places in ctx.shared.copies:
+            of_places = grad.index_select(0, places.view(-1)).view(*places.shape, *grad.shape[1:])
+            summed.index_copy_(0, tokens, of_places.sum(1) if places.shape[1] > 1 else of_places[:, 0])
+        return summed, None
+
+
 class _Pick(torch.autograd.Function):
     """Chooses distinct entries of the first dimension; those not chosen get a zero gradient."""
 
@@ -219,6 +280,6 @@ class _Pick(torch.autograd.Function):
         return grad.new_zeros(ctx.size, *grad.shape[1:]).index_copy_(0, chosen, grad), None
 
 
-def pick(x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """`x[chosen]` for distinct indices (K,), with a backward pass that copies instead of adding."""
-    return _Pick.apply(x, chosen)
+def pick(x: torch.Tensor, chosen: torch.Tensor, *, distinct: bool) -> torch.Tensor:
+    """`x[chosen]`; for `distinct` indices (K,) with a backward pass that copies instead of adding."""
+    return _Pick.apply(x, chosen) if distinct else x[chosen]

@@ -120,4 +120,5 @@ def _asked_hidden_states(backbone: Any, batch: PackedBatch) -> torch.Tensor:
         **extra,
     )
     hidden = out.last_hidden_state  # (1, N, hidden) or (B, T, hidden)
-    return pick(hidden.reshape(-1, hidden.shape[-1]), batch.predicts_at)
+    distinct = batch.plan is None or batch.plan.shared is None
+    return pick(hidden.reshape(-1, hidden.shape[-1]), batch.predicts_at, distinct=distinct)

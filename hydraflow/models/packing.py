@@ -1,6 +1,8 @@
 """Rows of prompts and responses as a model reads them: packed into one line, or right padded.
 
 In: ragged prompts and responses. Out: a `PackedBatch` with everything a forward pass needs, on the model's device.
+Packed, a prompt that several neighbouring rows share (the samples of one prompt) stands in the line once, and the last token of
+a response, which predicts nothing, not at all: with 8 samples of short responses to a long prompt that is most of the work.
 There is no padding mask: padding stands on the right, where causal attention never looks.
 Left out on purpose: splitting into micro-batches (`engine/micro_batches.py`) and the attention itself (`attention.py`).
 """
@@ -12,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from hydraflow.models.attention import RowPlan, plan_rows
+from hydraflow.models.attention import RowPlan, SharedPrompts, plan_rows
 from hydraflow.protocol import ragged
 
 
@@ -40,6 +42,33 @@ class PackedBatch:
         return values.new_zeros(self.shape[0] * self.shape[1]).index_copy(0, self.cells, values).view(self.shape)
 
 
+class _Rows(NamedTuple):
+    """The rows' tokens, and the row and place in the row of each."""
+
+    prompt_ids: torch.Tensor
+    prompt_len: torch.Tensor  # (B,)
+    prompt_row: torch.Tensor
+    prompt_at: torch.Tensor
+    response_ids: torch.Tensor
+    response_len: torch.Tensor  # (B,)
+    response_row: torch.Tensor
+    response_at: torch.Tensor
+
+
+class _Layout(NamedTuple):
+    """Where tokens lie in the model's input, flattened."""
+
+    input_ids: torch.Tensor
+    """(1, N) or (B, T)."""
+    position_ids: torch.Tensor
+    """The same shape."""
+    prompt_starts: torch.Tensor
+    """(B,) place of each row's first prompt token; rows may share it."""
+    response_starts: torch.Tensor
+    """(B,) place of each row's first response token."""
+    plan: RowPlan | None
+
+
 def pack(
     prompts: torch.Tensor,
     responses: torch.Tensor,
@@ -57,20 +86,20 @@ def pack(
     response_ids, response_len = ragged.parts(responses)
     if bool((prompt_len == 0).any()):
         raise ValueError("a row has an empty prompt: its first response token has no token before it")
-    layout = _layout(prompt_len + response_len, padded)
-    prompt_row, prompt_at = _coordinates(prompt_len)
-    response_row, response_at = _coordinates(response_len)
-    places = layout.starts[response_row] + prompt_len[response_row] + response_at
-    ids = torch.zeros(layout.positions.numel(), dtype=torch.int64)
-    ids[layout.starts[prompt_row] + prompt_at] = prompt_ids
-    ids[places] = response_ids
+    rows = _Rows(prompt_ids, prompt_len, *_coordinates(prompt_len), response_ids, response_len, *_coordinates(response_len))
+    layout = _side_by_side(rows) if padded else _in_a_line(rows, device)
+    before = torch.where(
+        rows.response_at == 0,
+        (layout.prompt_starts + prompt_len - 1)[rows.response_row],
+        layout.response_starts[rows.response_row] + rows.response_at - 1,
+    )
     width = int(response_len.max()) if len(response_len) else 0
-    asked = (places - 1, response_ids, response_row * width + response_at)
+    asked = (before, response_ids, rows.response_row * width + rows.response_at)
     predicts_at, targets, cells = (column if wanted is None else column[wanted] for column in asked)
     return PackedBatch(
-        input_ids=ids.view_as(layout.positions).to(device),
-        position_ids=layout.positions.to(device),
-        plan=None if padded else plan_rows((prompt_len + response_len).numpy(), device),
+        input_ids=layout.input_ids.to(device),
+        position_ids=layout.position_ids.to(device),
+        plan=layout.plan,
         predicts_at=predicts_at.to(device),
         targets=targets.to(device),
         cells=cells.to(device),
@@ -78,21 +107,56 @@ def pack(
     )
 
 
-class _Layout(NamedTuple):
-    """Where rows lie in the model's input."""
+def _side_by_side(rows: _Rows) -> _Layout:
+    """Rows under each other, right padded to the longest."""
+    count, longest = len(rows.prompt_len), int((rows.prompt_len + rows.response_len).max())
+    starts = torch.arange(count) * longest
+    ids = torch.zeros(count * longest, dtype=torch.int64)
+    ids[starts[rows.prompt_row] + rows.prompt_at] = rows.prompt_ids
+    responses = starts + rows.prompt_len
+    ids[responses[rows.response_row] + rows.response_at] = rows.response_ids
+    positions = torch.arange(longest).expand(count, longest)
+    return _Layout(ids.view(count, longest), positions, starts, responses, None)
 
-    starts: torch.Tensor
-    """(B,) place of each row's first token in the flattened input."""
-    positions: torch.Tensor
-    """(1, N) or (B, T) place of each cell in its row."""
+
+def _in_a_line(rows: _Rows, device: torch.device) -> _Layout:
+    """Prompts that begin a group of equal ones, each followed by the responses of its group without their last tokens."""
+    begins = _begins_group(rows)
+    kept = (rows.response_len - 1).clamp(min=0)  # (B,) response tokens that predict something
+    own = rows.prompt_len * begins + kept
+    starts = own.cumsum(0) - own
+    prompt_starts = starts[begins][begins.cumsum(0) - 1]
+    response_starts = starts + rows.prompt_len * begins
+
+    is_read = rows.response_at < kept[rows.response_row]
+    prompt_places = prompt_starts[rows.prompt_row] + rows.prompt_at
+    response_places = (response_starts[rows.response_row] + rows.response_at)[is_read]
+    ids, positions = torch.empty(2, int(own.sum()), dtype=torch.int64)
+    ids[prompt_places], positions[prompt_places] = rows.prompt_ids, rows.prompt_at
+    ids[response_places] = rows.response_ids[is_read]
+    positions[response_places] = (rows.prompt_len[rows.response_row] + rows.response_at)[is_read]
+
+    row_len = rows.prompt_len + kept
+    shared = None
+    if not bool(begins.all()):
+        row_starts = row_len.cumsum(0) - row_len
+        to_rows = torch.empty(int(row_len.sum()), dtype=torch.int64)
+        to_rows[row_starts[rows.prompt_row] + rows.prompt_at] = prompt_places
+        to_rows[((row_starts + rows.prompt_len)[rows.response_row] + rows.response_at)[is_read]] = response_places
+        shared = SharedPrompts.of(to_rows.numpy(), len(ids), device)
+    plan = plan_rows(row_len.numpy(), device, shared)
+    return _Layout(ids[None], positions[None], prompt_starts, response_starts, plan)
 
 
-def _layout(row_len: torch.Tensor, padded: bool) -> _Layout:
-    """Rows of these lengths, (B,), under each other in T = longest columns, or one after the other in a line."""
-    if padded:
-        rows, longest = len(row_len), int(row_len.max())
-        return _Layout(torch.arange(rows) * longest, torch.arange(longest).expand(rows, longest))
-    return _Layout(row_len.cumsum(0) - row_len, _coordinates(row_len)[1].unsqueeze(0))
+def _begins_group(rows: _Rows) -> torch.Tensor:
+    """(B,) whether a row's prompt is another one than that of the row before it."""
+    begins = torch.ones(len(rows.prompt_len), dtype=torch.bool)
+    begins[1:] = rows.prompt_len[1:] != rows.prompt_len[:-1]
+    before = (torch.arange(len(rows.prompt_ids)) - rows.prompt_len[rows.prompt_row]).clamp(min=0)
+    differs = rows.prompt_ids != rows.prompt_ids[before]
+    begins[rows.prompt_row[differs]] = True
+    begins[:1] = True
+    return begins
 
 
 def _coordinates(lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

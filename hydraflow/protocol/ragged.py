@@ -85,7 +85,7 @@ def as_index(index: RowIndex, n_rows: int) -> np.ndarray:
     ([0, 2], [2, 0], [1, 2])
     """
     if isinstance(index, slice):
-        return np.arange(*index.indices(n_rows))
+        return np.arange(*index.indices(n_rows)).astype(np.int64, copy=False)  # a step of 2**63 makes numpy choose another type
     array = np.asarray(index.detach().cpu().numpy() if isinstance(index, Tensor) else index)
     if array.ndim != 1:
         raise IndexError(f"rows are selected by a one-dimensional index, not by one of shape {array.shape}")

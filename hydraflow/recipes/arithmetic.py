@@ -97,7 +97,8 @@ def prepare(
             model = _warm_up(recipe, config, machine, clock, runtime(), scratch, logger)
             if clock.is_over():
                 return _assets(folder, model)
-            shutil.move(model, folder / "model")
+            shutil.copytree(model, folder / "unfinished", dirs_exist_ok=True)
+            (folder / "unfinished").rename(folder / "model")
             return _assets(folder, folder / "model")
     except Timeout as error:
         raise EnvironmentFault(f"another run has been making {folder} for more than {LOCK_SECONDS:g} seconds") from error

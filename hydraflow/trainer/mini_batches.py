@@ -27,7 +27,7 @@ def mini_batch_order(
     rows = _prompt_order(len(lengths) // samples_per_prompt, samples_per_prompt, shuffle_key)
     per_rank: list[list[np.ndarray]] = [[] for _ in range(plan.data_ranks)]
     for mini_batch in np.split(rows, len(rows) // plan.mini_batch_trajectories):
-        for rank, part in enumerate(_split_over_ranks(mini_batch, lengths, plan.data_ranks, balance)):
+        for rank, part in enumerate(_split_over_ranks(mini_batch, lengths, plan.data_ranks, samples_per_prompt, balance)):
             per_rank[rank].append(part)
     return np.concatenate([part for parts in per_rank for part in parts])
 
@@ -37,7 +37,10 @@ def _prompt_order(prompts: int, samples: int, shuffle_key: tuple[int, ...] | Non
     return (order[:, None] * samples + np.arange(samples)).reshape(-1)
 
 
-def _split_over_ranks(mini_batch: np.ndarray, lengths: np.ndarray, ranks: int, balance: bool) -> list[np.ndarray]:
+def _split_over_ranks(mini_batch: np.ndarray, lengths: np.ndarray, ranks: int, samples: int, balance: bool) -> list[np.ndarray]:
+    """Whole prompts where their number divides: a rank computes a prompt once for all of its samples that it has."""
     if not balance or ranks == 1:
         return np.split(mini_batch, ranks)
-    return [mini_batch[sorted(part)] for part in equal_size_partitions(lengths[mini_batch], ranks)]
+    units = mini_batch.reshape(-1, samples if len(mini_batch) % (samples * ranks) == 0 else 1)
+    weights = lengths[units].sum(1)
+    return [units[sorted(part)].reshape(-1) for part in equal_size_partitions(weights, ranks)]

@@ -146,6 +146,7 @@ def test_rows_of_a_future_that_do_not_divide_are_refused_too() -> None:
 def test_processes_know_their_place(runtime: Runtime, groups: dict[int, WorkerGroup]) -> None:
     places = groups[4].role("other").call(Probe.where)
     assert [(place["rank"], place["world"], place["local"]) for place in places] == [(rank, 4, rank) for rank in range(4)]
+    assert {place["timeout"] for place in places} == {60}, "the limit of a call"
     assert len({place["master"] for place in places}) == 1 and len({place["pid"] for place in places}) == 4
     assert places[0]["roles"] == ["probe", "other"] and (places[0]["threads"], places[0]["omp"]) == (1, "1")
     alone = groups[1].role("probe").call(Probe.where)[0]

@@ -185,8 +185,6 @@ def test_schedule_moves_with_lr_step(tiny: str) -> None:
         rates.append(engine._optimizer.param_groups[0]["lr"])
         engine.lr_step()
     assert rates == [0.0, 0.5, 1.0]
-    with pytest.raises(ConfigError, match="actor_rollout_ref.optim.lr_scheduler_type=cosin"):
-        jobs.make_engine(tiny, {"optim": {"lr_scheduler_type": "cosin"}})
 
 
 @pytest.mark.parametrize("lora", [{}, {"lora_rank": 2}], ids=["full", "lora"])

@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,48 @@ def hydraflow(command: str, *overrides: str, cwd: Path, timeout: float = 240.0) 
         timeout=timeout,
         check=False,
     )
+
+
+@dataclass(frozen=True)
+class Started:
+    """A command that runs, in a session of its own, so that a signal to its group reaches all its processes as a terminal's does."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    mark: str
+    """Stands in the environment of all its processes."""
+
+    def said(self) -> str:
+        """What it has printed."""
+        return self.log.read_text()
+
+    def ended(self, seconds: float) -> int:
+        """Its exit code, once it and all its processes have ended; it may take `seconds`."""
+        code = self.process.wait(timeout=seconds)
+        wait_for(lambda: not processes_with([self.mark]), 30, "all processes to end")
+        return code
+
+
+def start(command: str, *overrides: str, cwd: Path) -> Started:
+    """Starts `python -m hydraflow.<command> overrides`; what it prints goes into the file `log` of `cwd`."""
+    mark = f"HYDRAFLOW_TEST_MARK={cwd}-{os.getpid()}"
+    words = [sys.executable, "-m", f"hydraflow.{command}", *overrides]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **dict([mark.split("=")])}
+    with open(cwd / "log", "w") as log:
+        return Started(subprocess.Popen(words, cwd=cwd, env=env, stdout=log, stderr=log, start_new_session=True), cwd / "log", mark)
+
+
+def wait_for(condition: Callable[[], object], seconds: float, what: str) -> None:
+    """Looks again and again until `condition` holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        time.sleep(0.1)
+
+
+def has_lines(path: Path, count: int) -> bool:
+    """Whether a file is there and has so many lines."""
+    return path.exists() and len(path.read_text().splitlines()) >= count
 
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import CohereConfig, Gemma2Config, GraniteConfig, LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from hydraflow.errors import ConfigError
 from hydraflow.models import attention, loading
@@ -57,12 +61,14 @@ def models_of(config: PretrainedConfig, chunk: int = 1000) -> tuple[PolicyModel,
     name, padded = loading.choose_attention(config, options, loading.causal_class(config, options))
     oracle = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
     torch.manual_seed(3)
-    ours = AutoModelForCausalLM.from_config(config, attn_implementation=name).double().eval()
+    # a copy each: transformers notes the attention in the configuration itself
+    ours = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=name).double().eval()
     with torch.no_grad():
         for parameter in ours.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
-    theirs = AutoModelForCausalLM.from_config(config, attn_implementation=oracle).double().eval()
+    theirs = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=oracle).double().eval()
     theirs.load_state_dict(ours.state_dict())
+    assert padded or ours.config._attn_implementation == attention.NAME
     return PolicyModel(ours, chunk_tokens=chunk), PolicyModel(theirs, chunk_tokens=chunk), padded
 
 
@@ -106,7 +112,7 @@ def test_rows_of_very_different_lengths_form_several_groups() -> None:
     prompts, responses = rows_of([(3, 4), (600, 500), (2, 5), (300, 20), (4, 4)])
     batch = pack(prompts, responses, device=CPU)
     assert batch.plan is not None
-    assert [(g.rows, g.width) for g in batch.plan.groups] == [(1, 1100), (1, 320), (3, 8)]
+    assert [(g.rows, g.width) for g in batch.plan.groups] == [(1, 1099), (1, 319), (3, 7)]
     torch.testing.assert_close(ours(batch, 1.0, False)[0], oracle(theirs.lm, prompts, responses, 1.0)[0], rtol=0, atol=1e-10)
 
 
@@ -134,14 +140,53 @@ def test_layout_by_hand() -> None:
     prompts = ragged.from_rows([torch.tensor([5, 6]), torch.tensor([7])])
     responses = ragged.from_rows([torch.tensor([8]), torch.tensor([9, 10, 11])])
     packed = pack(prompts, responses, device=CPU)
-    assert packed.input_ids.tolist() == [[5, 6, 8, 7, 9, 10, 11]]
-    assert packed.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3]]
-    assert packed.predicts_at.tolist() == [1, 3, 4, 5]
+    assert packed.input_ids.tolist() == [[5, 6, 7, 9, 10]], "the last token of a response predicts nothing"
+    assert packed.position_ids.tolist() == [[0, 1, 0, 1, 2]]
+    assert packed.predicts_at.tolist() == [1, 2, 3, 4]
+    assert packed.plan is not None and packed.plan.shared is None
     assert packed.targets.tolist() == [8, 9, 10, 11]
     assert packed.dense(torch.tensor([1.0, 2, 3, 4])).tolist() == [[1, 0, 0], [2, 3, 4]]
     padded = pack(prompts, responses, device=CPU, padded=True)
     assert padded.input_ids.tolist() == [[5, 6, 8, 0], [7, 9, 10, 11]]
     assert padded.predicts_at.tolist() == [1, 4, 5, 6]
+
+
+def test_a_shared_prompt_stands_in_the_line_once() -> None:
+    """Three samples of prompt 5 6, then one of prompt 5 7: seven tokens instead of fourteen."""
+    prompts = ragged.from_rows([torch.tensor(p) for p in ([5, 6], [5, 6], [5, 6], [5, 7])])
+    responses = ragged.from_rows([torch.tensor(r) for r in ([8, 9], [9], [9, 8, 9], [8])])
+    packed = pack(prompts, responses, device=CPU)
+    assert packed.input_ids.tolist() == [[5, 6, 8, 9, 8, 5, 7]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 2, 3, 0, 1]]
+    assert packed.predicts_at.tolist() == [1, 2, 1, 1, 3, 4, 6]
+    assert packed.plan is not None and packed.plan.shared is not None
+    assert packed.plan.shared.to_rows.tolist() == [0, 1, 2, 0, 1, 0, 1, 3, 4, 5, 6]
+
+
+def test_neighbours_share_a_prompt_only_if_all_of_it_is_equal() -> None:
+    same_length = ragged.from_rows([torch.tensor(p) for p in ([1, 2, 3], [1, 2, 4], [1, 2, 4], [1, 2], [1, 2, 3])])
+    packed = pack(same_length, ragged.from_rows([torch.tensor([9])] * 5), device=CPU)
+    assert packed.input_ids.tolist() == [[1, 2, 3, 1, 2, 4, 1, 2, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-window", "llama"])
+def test_shared_prompts_change_neither_numbers_nor_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # transformers' norms round to float32 in between; in float64 throughout, the sum of the samples' gradients is exact
+    for norm in (LlamaRMSNorm, Qwen3RMSNorm):
+        monkeypatch.setattr(norm, "forward", lambda self, x: F.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon))
+    ours, theirs, _ = models_of(CONFIGS[name](), chunk=5)
+    prompts, responses = rows_of([(3, 4), (1, 9), (6, 1), (2, 7), (4, 3), (2, 0)])
+    samples = torch.tensor([0, 0, 0, 1, 2, 2, 3, 0, 4, 4, 4, 4, 5, 5])
+    prompts = ragged.take(prompts, samples)
+    responses = ragged.take(responses, samples[torch.randperm(len(samples), generator=torch.Generator().manual_seed(1))])
+    weight = torch.linspace(-1, 1, int(ragged.lengths(responses).sum()), dtype=torch.float64)
+    got, expected = ours(pack(prompts, responses, device=CPU), 0.7, True), oracle(theirs.lm, prompts, responses, 0.7)
+    for mine, wanted in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-10)
+    (got[0] * weight + 0.1 * got[1]).sum().backward()
+    (expected[0] * weight + 0.1 * expected[1]).sum().backward()
+    for (key, mine), wanted in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, wanted.grad, rtol=0, atol=1e-10, msg=lambda text, key=key: f"{key}: {text}")
 
 
 def test_only_wanted_tokens_are_asked() -> None:

@@ -67,6 +67,10 @@ def test_take_by_mask_and_by_slice(lengths: list[int], data: st.DataObject) -> N
     assert plain(ragged.take(t, cut)) == plain(t)[cut]
 
 
+def test_take_by_a_step_that_numpy_has_no_integer_for() -> None:
+    assert plain(ragged.take(column([2, 1]), slice(None, None, 2**63))) == plain(column([2, 1]))[:1]
+
+
 def test_take_of_long_rows_copies_whole_rows() -> None:
     t = column([600, 1, 500, 0])  # mean length above the crossing from gathering tokens to copying rows
     taken = ragged.take(t, torch.tensor([3, 2, 0, 2]))

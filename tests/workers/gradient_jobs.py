@@ -160,7 +160,7 @@ def make_worker(path: str, training: Training) -> ActorWorker | CriticWorker:
     model, plan = ModelConfig(path=path), training.plan(size)
     if training.head == "value":
         critic = CriticConfig(model=model, **shared)
-        return CriticWorker(here, CriticSpec(critic, plan, training.micro, response_tokens=int(SCALE), total_steps=1))
+        return CriticWorker(here, CriticSpec(critic, plan, training.micro, response_tokens=int(SCALE), total_steps=1, seed=0))
     actor = ActorConfig(entropy_coeff=0.02, use_kl_loss=True, kl_loss_coef=0.3, **shared)
     spec = ActorSpec(
         model,
@@ -172,5 +172,6 @@ def make_worker(path: str, training: Training) -> ActorWorker | CriticWorker:
         response_tokens=int(SCALE),
         total_steps=1,
         old_is_rollout=False,
+        seed=0,
     )
     return ActorWorker(here, spec)
