@@ -18,7 +18,7 @@ from hydraflow.algorithms.config import AlgorithmConfig, KLControlConfig, Policy
 from hydraflow.data.config import DataConfig, GenerateDataConfig, PromptConfig, SFTDataConfig
 from hydraflow.device import DEVICES
 from hydraflow.dispatch.config import RayInitConfig
-from hydraflow.engine.config import FSDPConfig, OptimConfig
+from hydraflow.engine.config import FSDPConfig, OptimConfig, WrapPolicyConfig
 from hydraflow.errors import Problem
 from hydraflow.generation.config import RolloutConfig, SamplingConfig, ValSamplingConfig
 from hydraflow.models.config import ModelConfig
@@ -110,6 +110,7 @@ FIELD_RULES: dict[type, dict[str, Rule]] = {
         "min_lr_ratio": within(0, 1),
     },
     FSDPConfig: {"model_dtype": KEPT_DTYPE, "dtype": COMPUTE_DTYPE, "reduce_dtype": KEPT_DTYPE, "head_chunk_tokens": at_least(1)},
+    WrapPolicyConfig: {"min_num_params": at_least(0)},
     SamplingConfig: {
         "name": one_of("native"),
         "n": at_least(1),

@@ -20,6 +20,8 @@ from hydraflow.dispatch.transport import Parcel, Traffic, unpack
 from hydraflow.dispatch.worker import Failure, log_tail
 from hydraflow.errors import ConfigError, HydraflowError, WorkerError
 
+SLICE = 0.25
+"""Seconds of waiting for all ranks of a call, after which those that have answered are looked at: one may have failed."""
 GRACE = 1.0
 """Seconds in which the other ranks of a failed call may report too, so that the first cause is found."""
 
@@ -75,25 +77,22 @@ class Ledger:
 
     def settle(self, refs: Sequence[ObjectRef]) -> None:
         """Waits until none of `refs` is owed. Raises when any call under way, one of these or another, fails or is late."""
-        while any(ref in self.pending for ref in refs):
-            first = min(ticket.deadline for ticket in self.pending.values())
-            ready = self._ready(max(0.0, first - time.monotonic()))
-            if not ready:
+        while owed := [ref for ref in refs if ref in self.pending]:
+            left = min(ticket.deadline for ticket in self.pending.values()) - time.monotonic()
+            ready = self._ready(owed, max(0.0, min(left, SLICE)))
+            if not ready and left <= 0:
                 self._late()
             self._take(ready)
 
     def peek(self) -> None:
         """Takes what has arrived, without waiting."""
-        self._take(self._ready(0.0))
+        self._take(self._ready([], 0.0))
 
-    def _ready(self, seconds: float) -> list[ObjectRef]:
-        if not self.pending:
-            return []
-        refs = list(self.pending)
-        ready, _ = ray.wait(refs, num_returns=1, timeout=seconds, fetch_local=False)
-        if ready and len(refs) > 1:
-            ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
-        return ready
+    def _ready(self, wanted: list[ObjectRef], seconds: float) -> list[ObjectRef]:
+        """Waits until all of `wanted` have answered, at most `seconds`; returns whatever has, of these calls and of others."""
+        done = ray.wait(wanted, num_returns=len(wanted), timeout=seconds, fetch_local=False)[0] if wanted else []
+        others = [ref for ref in self.pending if ref not in wanted]
+        return done + (ray.wait(others, num_returns=len(others), timeout=0, fetch_local=False)[0] if others else [])
 
     def _take(self, refs: Sequence[ObjectRef]) -> None:
         failures = self._keep(refs)

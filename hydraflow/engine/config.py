@@ -30,6 +30,14 @@ class OptimConfig:
 
 
 @dataclass
+class WrapPolicyConfig:
+    """Which layers are sharded by themselves."""
+
+    min_num_params: int = 0
+    """A layer with fewer weights is gathered together with the rest of the model: less waiting, more memory at a time."""
+
+
+@dataclass
 class FSDPConfig:
     """How fully_shard lays a model out."""
 
@@ -47,3 +55,4 @@ class FSDPConfig:
     """Keep the optimizer state in host memory between updates."""
     head_chunk_tokens: int = 2048
     """Tokens whose logits exist at one time while log-probabilities are computed."""
+    wrap_policy: WrapPolicyConfig = field(default_factory=WrapPolicyConfig)

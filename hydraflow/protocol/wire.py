@@ -35,7 +35,8 @@ class Encoded:
     shape: tuple[int, ...]
     """Shape of an object column; empty otherwise."""
     arrays: tuple[np.ndarray, ...]
-    """dense: (values,); ragged: (values, lengths); objects: (UTF-8 bytes of a JSON list,)."""
+    """dense: (values,); ragged: (values, lengths); objects: (UTF-8 bytes of a JSON list,) and, where
+    rows share objects, (which of its items each row is,)."""
 
     @property
     def nbytes(self) -> int:
@@ -46,8 +47,10 @@ class Encoded:
 def encode(column: ColumnData, name: str = "column") -> Encoded:
     """The column as numpy arrays; tensors on the CPU share memory with the result. ValueError for an object that JSON cannot hold."""
     if isinstance(column, np.ndarray):
-        text = json.dumps(_plain_rows(column, name), ensure_ascii=False, separators=(",", ":"))
-        return Encoded("objects", "", column.shape, (np.frombuffer(text.encode("utf-8", "surrogatepass"), dtype=np.uint8),))
+        firsts, which = _distinct(column.reshape(-1))
+        text = json.dumps(_plain_items(column, firsts, name), ensure_ascii=False, separators=(",", ":"))
+        written = np.frombuffer(text.encode("utf-8", "surrogatepass"), dtype=np.uint8)
+        return Encoded("objects", "", column.shape, (written, which) if len(firsts) < len(which) else (written,))
     dtype = str(column.dtype).removeprefix("torch.")
     if not ragged.is_ragged(column):
         return Encoded("dense", dtype, (), (_to_numpy(column),))
@@ -62,7 +65,8 @@ def decode(encoded: Encoded, *, copy: bool = True) -> ColumnData:
     """
     if encoded.kind == "objects":
         items = json.loads(encoded.arrays[0].tobytes().decode("utf-8", "surrogatepass"))
-        return as_objects(items).reshape(encoded.shape)
+        column = as_objects(items)
+        return (column[encoded.arrays[1]] if len(encoded.arrays) > 1 else column).reshape(encoded.shape)
     values = _from_numpy(encoded.arrays[0], encoded.dtype, copy)
     if encoded.kind == "dense":
         return values
@@ -87,14 +91,22 @@ def _boxed(items: list[object]) -> np.ndarray:
 _ATOMS = (str, int, float, bool, type(None))
 
 
-def _plain_rows(column: np.ndarray, name: str) -> list[object]:
+def _distinct(items: np.ndarray) -> tuple[list[int], np.ndarray]:
+    """Where each object stands first, and for every place which of those it is (int32): the samples of a prompt share its objects."""
+    numbers: dict[int, int] = {}
+    which = np.fromiter((numbers.setdefault(id(item), len(numbers)) for item in items), dtype=np.int32, count=len(items))
+    return np.unique(which, return_index=True)[1].tolist(), which
+
+
+def _plain_items(column: np.ndarray, places: list[int], name: str) -> list[object]:
     plain: list[object] = []
     width = int(np.prod(column.shape[1:], dtype=np.int64))
-    for position, item in enumerate(column.reshape(-1)):
+    items = column.reshape(-1)
+    for place in places:
         try:
-            plain.append(_plain(item))
+            plain.append(_plain(items[place]))
         except TypeError as error:
-            row = position // max(width, 1)
+            row = place // max(width, 1)
             raise ValueError(f"column {name!r}, row {row}: {error} cannot travel between processes; allowed are {_ALLOWED}") from None
     return plain
 

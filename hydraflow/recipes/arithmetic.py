@@ -24,7 +24,7 @@ from hydraflow.data.config import SFTDataConfig
 from hydraflow.data.conversations import ConversationDataset
 from hydraflow.data.loader import PromptLoader
 from hydraflow.dispatch.runtime import Runtime
-from hydraflow.engine.config import FSDPConfig, OptimConfig
+from hydraflow.engine.config import FSDPConfig, OptimConfig, WrapPolicyConfig
 from hydraflow.errors import EnvironmentFault
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.loading import load_tokenizer
@@ -144,6 +144,6 @@ def _sft_config(recipe: RecipeConfig, seed: int, model: Path, train: Path, val: 
         model=ModelConfig(path=str(model), enable_gradient_checkpointing=False),
         data=SFTDataConfig(train_files=str(train), val_files=str(val), train_batch_size=128, max_length=32),
         optim=OptimConfig(lr=2e-3),
-        fsdp_config=FSDPConfig(dtype="fp32"),
+        fsdp_config=FSDPConfig(dtype="fp32", wrap_policy=WrapPolicyConfig(min_num_params=1_000_000)),
         trainer=SFTTrainerConfig(total_training_steps=recipe.warm_start_steps, test_freq=5, seed=seed),
     )

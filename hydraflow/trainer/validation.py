@@ -16,7 +16,7 @@ from hydraflow.protocol.batch import DataProto
 from hydraflow.schema import PPOConfig
 from hydraflow.trainer.ppo import SCORING_OBJECTS, columns, sample, warn_of_failures
 from hydraflow.trainer.roles import Roles
-from hydraflow.workers.reward import RewardWorker
+from hydraflow.workers.reward import WITH_TEXTS, RewardWorker
 from hydraflow.workers.rollout import SampleOrder
 
 
@@ -57,7 +57,9 @@ class Validator:
         val = self.config.actor_rollout_ref.rollout.val_kwargs
         order = SampleOrder(-1, self.plan.validation.samples_per_prompt, val.temperature if val.do_sample else 0.0, val.top_k, val.top_p)
         batch = sample(self.roles.rollout, prompts, order)
-        scored = self.roles.reward.call(RewardWorker.score, batch.select(["responses"], SCORING_OBJECTS, []))
+        inputs = batch.select(["responses"], SCORING_OBJECTS, [])
+        inputs.meta_info[WITH_TEXTS] = True
+        scored = self.roles.reward.call(RewardWorker.score, inputs)
         warn_of_failures(scored, "validation")
         read = self.runtime.fetch(columns(scored, ["score", "acc", "text"]))
         return Scored(

@@ -21,6 +21,9 @@ from hydraflow.protocol.ragged import from_parts, parts, rows
 from hydraflow.rewards.config import RewardConfig
 from hydraflow.rewards.pool import RewardPool, RewardResult, RewardRow
 
+WITH_TEXTS = "texts"
+"""Fact of a batch that asks for the decoded responses."""
+
 
 @dataclass(frozen=True)
 class RewardSpec:
@@ -42,7 +45,10 @@ class RewardWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, read_only=True)
     def score(self, batch: DataProto) -> DataProto:
-        """Scores every row; `meta_info["failed"]` counts the rows whose function raised or took too long."""
+        """Scores every row; `meta_info["failed"]` counts the rows whose function raised or took too long.
+
+        With `meta_info[WITH_TEXTS]` the decoded responses come too, as the object column `text`.
+        """
         responses = [row.tolist() for row in rows(batch.get("responses"))]
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
         results = self.pool.score(self._rows(batch, texts))
@@ -53,7 +59,7 @@ class RewardWorker(Worker):
                 "score": scores,
                 "acc": torch.tensor([_accuracy(result) for result in results], dtype=torch.float32),
             },
-            non_tensors={"text": np.array(texts, dtype=object)},
+            non_tensors={"text": np.array(texts, dtype=object)} if batch.meta_info.get(WITH_TEXTS) else {},
             meta_info={"failed": sum(result.failed is not None for result in results), "why_failed": _first_failure(results)},
         )
 

@@ -14,6 +14,7 @@ from engine.pool import Ranks
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hydraflow.engine.base import ModelOutput
+from hydraflow.engine.config import WrapPolicyConfig
 from hydraflow.errors import ConfigError
 from hydraflow.protocol import ragged
 
@@ -88,12 +89,13 @@ def test_gradient_does_not_depend_on_ranks_or_micro_batches(tiny: str, ranks: Ra
     [
         {"fsdp": {**DOUBLE, "head_chunk_tokens": 3}},
         {"fsdp": {**DOUBLE, "reshard_after_forward": False}},
+        {"fsdp": {**DOUBLE, "wrap_policy": WrapPolicyConfig(min_num_params=10**6)}},
         {"fsdp": {**DOUBLE, "param_offload": True}},
         {"fsdp": {**DOUBLE, "optimizer_offload": True}},
         {"fsdp": DOUBLE, "model": {"use_remove_padding": False}},
         {"fsdp": DOUBLE, "model": {"enable_gradient_checkpointing": False}},
     ],
-    ids=["head_chunks", "keep_gathered", "param_offload", "optimizer_offload", "padded", "no_checkpointing"],
+    ids=["head_chunks", "keep_gathered", "one_unit", "param_offload", "optimizer_offload", "padded", "no_checkpointing"],
 )
 def test_options_of_layout_change_no_number(tiny: str, ranks: Ranks, change: dict[str, Any]) -> None:
     usual = jobs.train(tiny, OPTIONS["fp64"])["weights"]

@@ -145,7 +145,7 @@ def test_bytes_travel_out_of_band() -> None:
     buffers: list[pickle.PickleBuffer] = []
     head = pickle.dumps(data, protocol=5, buffer_callback=buffers.append)
     assert len(head) < 1000
-    assert sum(buffer.raw().nbytes for buffer in buffers) == 50_000 * 4 + 50_000 * 4 + 1  # float32, and "u", for each row
+    assert sum(buffer.raw().nbytes for buffer in buffers) == 50_000 * 4 + 50_000 * 4 + 5  # float32 and a number for each row, and ["u"]
     assert rows_of(pickle.loads(head, buffers=buffers))[7] == {"x": 0.0, "uid": "u"}
 
 
@@ -169,3 +169,11 @@ def test_no_tensor_is_pickled_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     strings = [str(argument) for _, argument, _ in pickletools.genops(payload) if isinstance(argument, str)]
     modules = {text for text in strings if text.startswith(("torch", "tensordict", "numpy", "hydraflow"))}
     assert modules and all(name.startswith(("numpy", "hydraflow.protocol")) for name in modules)
+
+
+def test_an_object_that_many_rows_share_is_written_once() -> None:
+    shared = {"ground_truth": "042" * 100}
+    column = np.array([shared] * 64 + [{"ground_truth": "x"}], dtype=object)
+    encoded = wire.encode(column)
+    assert encoded.nbytes < 1000
+    assert wire.decode(encoded).tolist() == column.tolist()

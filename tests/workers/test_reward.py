@@ -47,7 +47,7 @@ def make_batch(texts: list[str], truths: list[str], **columns: Any) -> DataProto
         "reward_model": [{"ground_truth": truth} for truth in truths],
         "extra_info": columns.get("extra_info", [{}] * len(texts)),
     }
-    return DataProto.from_dict({"responses": ragged.from_rows(ids)}, objects)
+    return DataProto.from_dict({"responses": ragged.from_rows(ids)}, objects, {"texts": True})
 
 
 def token_scores(batch: DataProto) -> list[list[float]]:

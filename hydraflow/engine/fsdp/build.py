@@ -48,7 +48,7 @@ def build_model(
 
 
 def shard(module: PolicyModel | ValueModel, fsdp: FSDPConfig, mesh: DeviceMesh, device: torch.device) -> None:
-    """fully_shard on every layer and on the root, whose gradients are then summed over ranks, not averaged."""
+    """fully_shard on every layer that is large enough and on the root; gradients are then summed over ranks, not averaged."""
     policy: dict[str, Any] = dict(
         mesh=mesh,
         mp_policy=_precision(fsdp, device),
@@ -56,7 +56,8 @@ def shard(module: PolicyModel | ValueModel, fsdp: FSDPConfig, mesh: DeviceMesh, 
         reshard_after_forward=fsdp.reshard_after_forward,
     )
     for layer in _layers(module.hf):
-        fully_shard(layer, **policy)
+        if sum(parameter.numel() for parameter in layer.parameters()) >= fsdp.wrap_policy.min_num_params:
+            fully_shard(layer, **policy)
     # the backward pass begins with the root's weights: freeing them after the forward pass would only fetch them again
     fully_shard(module, **{**policy, "reshard_after_forward": False})
     for part in module.modules():
