@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,9 @@ import pytest
 
 if TYPE_CHECKING:
     from engine.pool import Ranks
+
+# A test run in the background inherits that SIGINT is ignored, and would hand that on to the commands that it interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -19,9 +19,9 @@ import logging
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch
 
 from hydraflow import metrics as reductions
+from hydraflow.algorithms.groups import group_ids
 from hydraflow.batch_plan import BatchPlan
 from hydraflow.batch_plan_parts import RolePlan
 from hydraflow.dispatch.group import RoleGroup
@@ -225,5 +225,4 @@ def sample(rollout: RoleGroup, prompts: DataProto, order: SampleOrder) -> Remote
 
 def _group_numbers(prompts: DataProto, n: int) -> DataProto:
     """`group` (S,) int64: trajectories of the same prompt have the same number."""
-    _, numbers = np.unique(prompts.non_tensor_batch["uid"].astype(str), return_inverse=True)
-    return DataProto.from_dict(tensors={"group": torch.from_numpy(np.repeat(numbers, n)).long()})
+    return DataProto.from_dict(tensors={"group": group_ids(prompts.non_tensor_batch["uid"]).repeat_interleave(n)})

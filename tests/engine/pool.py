@@ -46,7 +46,8 @@ class Ranks:
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What each rank returns."""
-        for pipe in self.pipes:
+        for rank, (pipe, process) in enumerate(zip(self.pipes, self.processes, strict=True)):
+            assert process.is_alive(), f"rank {rank} is gone, exit code {process.exitcode}"
             pipe.send((function, args))
         answers = []
         for rank, pipe in enumerate(self.pipes):
