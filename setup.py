@@ -21,6 +21,7 @@ REQUIRES = [
     "peft>=0.18",
     "codetiming>=1.4",
     "filelock>=3.16",
+    "packaging>=24",
     "psutil>=6.0",
     "tokenizers>=0.21",
     "huggingface_hub>=1.0",

@@ -1,7 +1,7 @@
 """Values that a type cannot judge: choices, ranges, and fields that depend on each other.
 
 In: a composed configuration. Out: every problem at once. `FIELD_RULES` says per dataclass what one field may hold,
-`CROSS_RULES` what fields must hold together. Left out on purpose: batch sizes, which `batch_plan.py` judges against each other,
+`CROSS_RULES` what fields must hold together. Left out on purpose: batch sizes, which `batch_plan/` judges against each other,
 and anything that needs a file or a device.
 """
 
@@ -14,18 +14,18 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-from hydraflow.algorithms.config import AlgorithmConfig, KLControlConfig, PolicyLossConfig
+from hydraflow.algorithms.config import AlgorithmConfig, FilterGroupsConfig, KLControlConfig, PolicyLossConfig
 from hydraflow.data.config import DataConfig, GenerateDataConfig, PromptConfig, SFTDataConfig
 from hydraflow.device import DEVICES
 from hydraflow.dispatch.config import RayInitConfig
-from hydraflow.engine.config import FSDPConfig, OptimConfig, WrapPolicyConfig
+from hydraflow.engine.config import FSDPConfig, MegatronConfig, OptimConfig, WrapPolicyConfig
 from hydraflow.errors import Problem
 from hydraflow.generation.config import RolloutConfig, SamplingConfig, ValSamplingConfig
 from hydraflow.models.config import ModelConfig
 from hydraflow.recipes.config import RecipeConfig
 from hydraflow.rewards.config import RewardConfig
 from hydraflow.schema import EvalConfig, GenerateConfig, PPOConfig, SFTConfig
-from hydraflow.trainer.config import LoopConfig, RunConfig, TrainerConfig
+from hydraflow.trainer.config import AsyncTrainingConfig, ClusterConfig, LoopConfig, RunConfig, TrainerConfig
 from hydraflow.workers.config import ActorConfig, CriticConfig
 
 
@@ -68,12 +68,14 @@ TEMPERATURE = Rule("must be at least 0 and finite", lambda value: 0 <= value < m
 UNLIMITED_OR_COUNT = Rule("must be -1 (no limit) or at least 1", lambda value: value == -1 or value >= 1)
 NEVER_OR_COUNT = Rule("must be -1 or at least 1", lambda value: value == -1 or value >= 1)
 PROBABILITY_MASS = Rule("must be above 0 and at most 1", lambda value: 0 < value <= 1)
+SHARE = Rule("must be at least 0 and finite", lambda value: 0 <= value < math.inf)
 FILES = Rule("must be a file or a list of files", _is_text_or_list)
 DECAYS = Rule("must be two numbers from 0 to below 1", lambda value: len(value) == 2 and all(0 <= beta < 1 for beta in value))
 LOGGERS = ("console", "file", "tensorboard")
 KNOWN_LOGGERS = Rule(f"may list {', '.join(LOGGERS)}", lambda value: set(value) <= set(LOGGERS))
 KEPT_DTYPE = one_of("fp32", "bf16", "fp16", "fp64")
 COMPUTE_DTYPE = one_of("auto", "fp32", "bf16", "fp16", "fp64")
+ENGINES = one_of("fsdp2", "megatron")
 AGGREGATION = one_of("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 
@@ -85,9 +87,10 @@ FIELD_RULES: dict[type, dict[str, Rule]] = {
         "kl_penalty": one_of(*KL_ESTIMATORS),
     },
     KLControlConfig: {"type": one_of("fixed", "adaptive"), "kl_coef": at_least(0), "horizon": at_least(1), "target_kl": POSITIVE},
+    FilterGroupsConfig: {"metric": one_of("acc", "score", "seq_reward"), "max_num_gen_batches": at_least(0)},
     PolicyLossConfig: {"loss_mode": one_of("vanilla")},
     ActorConfig: {
-        "strategy": one_of("fsdp2"),
+        "strategy": ENGINES,
         "clip_ratio": POSITIVE,
         "clip_ratio_low": POSITIVE,
         "clip_ratio_high": POSITIVE,
@@ -97,7 +100,7 @@ FIELD_RULES: dict[type, dict[str, Rule]] = {
         "kl_loss_coef": at_least(0),
         "kl_loss_type": one_of(*KL_ESTIMATORS, *(f"{name}+" for name in KL_ESTIMATORS)),
     },
-    CriticConfig: {"strategy": one_of("fsdp2"), "cliprange_value": POSITIVE, "loss_agg_mode": AGGREGATION},
+    CriticConfig: {"strategy": ENGINES, "cliprange_value": POSITIVE, "loss_agg_mode": AGGREGATION},
     OptimConfig: {
         "lr": at_least(0),
         "betas": DECAYS,
@@ -110,9 +113,10 @@ FIELD_RULES: dict[type, dict[str, Rule]] = {
         "min_lr_ratio": within(0, 1),
     },
     FSDPConfig: {"model_dtype": KEPT_DTYPE, "dtype": COMPUTE_DTYPE, "reduce_dtype": KEPT_DTYPE, "head_chunk_tokens": at_least(1)},
+    MegatronConfig: {"dtype": one_of("auto", "fp32", "bf16", "fp16")},
     WrapPolicyConfig: {"min_num_params": at_least(0)},
     SamplingConfig: {
-        "name": one_of("native"),
+        "name": one_of("native", "vllm"),
         "n": at_least(1),
         "temperature": TEMPERATURE,
         "top_k": UNLIMITED_OR_COUNT,
@@ -120,7 +124,12 @@ FIELD_RULES: dict[type, dict[str, Rule]] = {
         "max_num_seqs": at_least(1),
         "dtype": COMPUTE_DTYPE,
     },
-    RolloutConfig: {"probs_diff_limit": POSITIVE},
+    RolloutConfig: {
+        "probs_diff_limit": POSITIVE,
+        "gpu_memory_utilization": Rule("must be above 0 and below 1", lambda value: 0 < value < 1),
+        "update_weights_bucket_megabytes": at_least(1),
+        "nnodes": at_least(0),
+    },
     ValSamplingConfig: {"temperature": TEMPERATURE, "top_k": UNLIMITED_OR_COUNT, "top_p": PROBABILITY_MASS},
     ModelConfig: {
         "lora_rank": at_least(0),
@@ -147,6 +156,8 @@ FIELD_RULES: dict[type, dict[str, Rule]] = {
         "train_max_samples": UNLIMITED_OR_COUNT,
     },
     RewardConfig: {"num_workers": at_least(1), "timeout": SECONDS, "failure_score": FINITE},
+    AsyncTrainingConfig: {"staleness_threshold": SHARE},
+    ClusterConfig: {"device_memory_gib": POSITIVE, "host_memory_gib": POSITIVE},
     RunConfig: {
         "nnodes": at_least(1),
         "n_gpus_per_node": at_least(1),
@@ -174,8 +185,8 @@ FIELD_RULES: dict[type, dict[str, Rule]] = {
 }
 
 
-def problems(config: object) -> list[Problem]:
-    """Everything that is wrong with the values of a composed configuration.
+def problems(config: object, *, planning: bool = False) -> list[Problem]:
+    """Everything that is wrong with the values of a composed configuration; `planning`: models and data need not be named.
 
     >>> config = SFTConfig()
     >>> config.model.path, config.data.train_files, config.optim.lr_scheduler_type = "model", "data.parquet", "cosin"
@@ -183,7 +194,7 @@ def problems(config: object) -> list[Problem]:
     optim.lr_scheduler_type=cosin: must be constant, linear or cosine
           -> optim.lr_scheduler_type=cosine
     """
-    across = CROSS_RULES.get(type(config), ())
+    across = [*CROSS_RULES.get(type(config), ()), *(() if planning else NEEDED.get(type(config), ()))]
     return [*_field_problems(config, ""), *(problem for rule in across for problem in rule(config))]
 
 
@@ -267,16 +278,62 @@ def _validation_samples(config: PPOConfig) -> Iterator[Problem]:
         yield Problem(f"{key}.temperature", sampling.temperature, "must be above 0 when do_sample=true", remedy)
 
 
+def _native_has_whole_models(config: PPOConfig) -> Iterator[Problem]:
+    rollout, section = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
+    sizes = {
+        "tensor_model_parallel_size": rollout.tensor_model_parallel_size,
+        "data_parallel_size": rollout.data_parallel_size,
+        "pipeline_model_parallel_size": rollout.pipeline_model_parallel_size,
+    }
+    for name, size in sizes.items() if rollout.name == "native" else ():
+        if size > 1:
+            rule = f"{section}.name=native holds the whole model on each device"
+            yield Problem(f"{section}.{name}", size, rule, f"{section}.{name}=1 or {section}.name=vllm")
+
+
+def _ulysses_packs(config: PPOConfig) -> Iterator[Problem]:
+    policy = config.actor_rollout_ref
+    roles = {"actor_rollout_ref.actor": (policy.actor.strategy, policy.actor.fsdp_config, "actor_rollout_ref.model", policy.model)}
+    roles["critic"] = (config.critic.strategy, config.critic.fsdp_config, "critic.model", config.critic.model)
+    for section, (strategy, fsdp, key, model) in roles.items():
+        if strategy != "megatron" and fsdp.ulysses_sequence_parallel_size > 1 and not model.use_remove_padding:
+            size = f"{section}.fsdp_config.ulysses_sequence_parallel_size"
+            rule = f"{size}={fsdp.ulysses_sequence_parallel_size} divides packed rows"
+            yield Problem(f"{key}.use_remove_padding", "false", rule, f"{key}.use_remove_padding=true or {size}=1")
+
+
+def _reward_model_has_a_path(config: PPOConfig) -> Iterator[Problem]:
+    reward = config.reward.reward_model
+    if reward.enable and reward.model_path is None:
+        key = "reward.reward_model"
+        yield Problem(f"{key}.model_path", "null", f"must be given: {key}.enable=true scores with it", f"{key}.model_path=...")
+
+
+def _partial_rollout_is_stale(config: PPOConfig) -> Iterator[Problem]:
+    training, key = config.async_training, "async_training"
+    if training.partial_rollout and training.staleness_threshold == 0:
+        rule = f"{key}.staleness_threshold=0 lets no response live through a weight update"
+        yield Problem(f"{key}.partial_rollout", "true", rule, f"{key}.partial_rollout=false or {key}.staleness_threshold=0.5")
+
+
 CROSS_RULES: dict[type, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
     PPOConfig: (
-        _ppo_has_data,
         _recipe_makes_model_and_data,
         _training_samples,
         _gae_has_a_critic,
         _warmup_has_a_critic,
         _validation_samples,
+        _native_has_whole_models,
+        _ulysses_packs,
+        _reward_model_has_a_path,
+        _partial_rollout_is_stale,
     ),
+}
+"""What fields must hold together."""
+NEEDED: dict[type, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
+    PPOConfig: (_ppo_has_data,),
     SFTConfig: (_sft_has_data,),
     GenerateConfig: (_generate_has_files,),
     EvalConfig: (_eval_has_data,),
 }
+"""What must be named before something can run."""

@@ -7,6 +7,7 @@ and planning ask for cores without needing it.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,15 +20,49 @@ _DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "fl
 
 
 def usable_cores() -> int:
-    """Cores that this process may really use: affinity mask, cgroup quota and Slurm's allocation."""
-    cores = len(os.sched_getaffinity(0))
-    if slurm := os.environ.get("SLURM_CPUS_PER_TASK"):
-        cores = min(cores, int(slurm))
+    """Cores that this process may really use, at least 1: the smallest of `core_limits`."""
+    return max(1, int(min(core_limits().values())))
+
+
+def core_limits(
+    *, cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup"), environ: Mapping[str, str] = os.environ
+) -> dict[str, float]:
+    """What limits the cores of this process -> to how many: affinity mask, cgroup quota (v1 and v2), Slurm's allocation.
+
+    cgroups: where the control groups are mounted. membership: the file that says which ones this process is in.
+    """
+    limits = {"affinity mask": float(len(os.sched_getaffinity(0)))}
+    slurm = environ.get("SLURM_CPUS_PER_TASK", "")
+    if slurm.isdigit() and int(slurm) > 0:
+        limits["SLURM_CPUS_PER_TASK"] = float(slurm)
+    if quotas := [quota for folder in cgroup_folders("cpu", cgroups, membership) if (quota := _quota(folder)) is not None]:
+        limits["cgroup quota"] = min(quotas)
+    return limits
+
+
+def cgroup_folders(controller: str, cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> list[Path]:
+    """Folders whose limits hold for this process, from its own control group up to the root; version 2 and version 1."""
+    folders = [cgroups, cgroups / controller]
+    lines = membership.read_text().splitlines() if membership.is_file() else []
+    for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
+        if controllers and controller not in controllers.split(","):
+            continue
+        for root in [cgroups / (controllers or "unified"), cgroups / controller if controllers else cgroups]:
+            own = root / path.strip("/")
+            folders += [folder for folder in (own, *own.parents) if folder == root or root in folder.parents]
+    return list(dict.fromkeys(folders))
+
+
+def _quota(folder: Path) -> float | None:
+    """Cores that a control group may use at a time; None: it sets no limit."""
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        if (folder / "cpu.max").is_file():
+            quota, period = (folder / "cpu.max").read_text().split()
+        else:
+            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return int(quota) / int(period) if quota.strip() != "max" and int(quota) > 0 else None
     except (OSError, ValueError):
-        return max(1, cores)
-    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+        return None
 
 
 def gpu_count() -> int:
@@ -35,6 +70,34 @@ def gpu_count() -> int:
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def gpu_memory(index: int) -> tuple[int, int]:
+    """(free, total) bytes of a CUDA device that this process sees."""
+    import torch
+
+    return torch.cuda.mem_get_info(index)
+
+
+def gpu_name(index: int) -> str:
+    """What a CUDA device calls itself."""
+    import torch
+
+    return torch.cuda.get_device_name(index)
+
+
+def listed_gpus(driver: Path = Path("/proc/driver/nvidia/gpus"), environ: Mapping[str, str] = os.environ) -> int:
+    """GPUs that the driver lists and the environment leaves visible, for plans, which do without torch."""
+    listed = len(list(driver.iterdir())) if driver.is_dir() else 0
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    return listed if visible is None else min(listed, len([name for name in visible.split(",") if name.strip()]))
+
+
+def gpu_runtime() -> str | None:
+    """The version of CUDA that torch was built for; None: it was built without."""
+    import torch
+
+    return torch.version.cuda
 
 
 def resolve_device(name: str) -> str:
@@ -70,10 +133,15 @@ def resolve_dtype(name: str, device_type: str) -> torch.dtype:
 
 
 def _has_bf16(device_type: str) -> bool:
-    import torch
-
     if device_type == "cuda":
+        import torch
+
         return torch.cuda.is_bf16_supported()
+    return cpu_has_bf16()
+
+
+def cpu_has_bf16() -> bool:
+    """Whether this machine's CPU multiplies in bfloat16; it is slow in software elsewhere."""
     try:
         flags = Path("/proc/cpuinfo").read_text()
     except OSError:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import sys
 
-from hydraflow import compose
+from hydraflow.compose.command import Command
+from hydraflow.compose.launch import launch
 from hydraflow.schema import EvalConfig
 
 
-def run(config: EvalConfig) -> None:
+def run(config: EvalConfig, command: Command) -> None:
     """Scores as `config` says. The import is here so that configuration mistakes are answered in a second."""
     from hydraflow.jobs.evaluate import run_eval
 
@@ -19,4 +20,4 @@ def run(config: EvalConfig) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(compose.launch("eval", EvalConfig, run))
+    sys.exit(launch("eval", EvalConfig, run))

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import sys
 
-from hydraflow import compose
+from hydraflow.compose.command import Command
+from hydraflow.compose.launch import launch
 from hydraflow.schema import GenerateConfig
 
 
-def run(config: GenerateConfig) -> None:
+def run(config: GenerateConfig, command: Command) -> None:
     """Samples as `config` says. The import is here so that configuration mistakes are answered in a second."""
     from hydraflow.jobs.generate import run_generate
 
@@ -19,4 +20,4 @@ def run(config: GenerateConfig) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(compose.launch("generate", GenerateConfig, run))
+    sys.exit(launch("generate", GenerateConfig, run))

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import sys
 
-from hydraflow import compose
+from hydraflow.compose.command import Command
+from hydraflow.compose.judges import judge_ppo
+from hydraflow.compose.launch import launch
 from hydraflow.schema import PPOConfig
 
 
-def run(config: PPOConfig) -> None:
+def run(config: PPOConfig, command: Command) -> None:
     """Trains as `config` says. The import is here so that configuration mistakes are answered in a second."""
     from hydraflow.jobs.ppo import PPOJob
 
-    PPOJob(config, given=compose.given_keys()).run()
+    PPOJob(config, origins=command.origins).run()
 
 
 if __name__ == "__main__":
-    sys.exit(compose.launch("ppo", PPOConfig, run))
+    sys.exit(launch("ppo", PPOConfig, run, judges=(judge_ppo,)))

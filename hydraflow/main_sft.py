@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import sys
 
-from hydraflow import compose
+from hydraflow.compose.command import Command
+from hydraflow.compose.judges import judge_sft
+from hydraflow.compose.launch import launch
 from hydraflow.schema import SFTConfig
 
 
-def run(config: SFTConfig) -> None:
+def run(config: SFTConfig, command: Command) -> None:
     """Trains as `config` says. The import is here so that configuration mistakes are answered in a second."""
     from hydraflow.jobs.sft import run_sft
 
-    run_sft(config, given=compose.given_keys())
+    run_sft(config, origins=command.origins)
 
 
 if __name__ == "__main__":
-    sys.exit(compose.launch("sft", SFTConfig, run))
+    sys.exit(launch("sft", SFTConfig, run, judges=(judge_sft,)))

@@ -14,21 +14,26 @@ from hydraflow.engine.config import FSDPConfig, OptimConfig
 from hydraflow.generation.config import SamplingConfig
 from hydraflow.models.config import ModelConfig, ModelSourceConfig
 from hydraflow.recipes.config import RecipeConfig
-from hydraflow.rewards.config import RewardConfig
-from hydraflow.trainer.config import RunConfig, SFTTrainerConfig, TrainerConfig
-from hydraflow.workers.config import ActorRolloutRefConfig, CriticConfig
+from hydraflow.rewards.config import ModelRewardConfig, RewardConfig
+from hydraflow.trainer.config import AsyncTrainingConfig, BatchConfig, ClusterConfig, RunConfig, SFTTrainerConfig, TrainerConfig
+from hydraflow.workers.config import ActorRolloutRefConfig, CheckpointConfig, CriticConfig
 
 
 @dataclass
 class PPOConfig:
     """python -m hydraflow.main_ppo"""
 
+    strict: bool = False
+    """Refuse keys that are given and have no effect, instead of only saying so."""
     actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
+    reward: ModelRewardConfig = field(default_factory=ModelRewardConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     data: DataConfig = field(default_factory=DataConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    async_training: AsyncTrainingConfig = field(default_factory=AsyncTrainingConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     ray_init: RayInitConfig = field(default_factory=RayInitConfig)
     recipe: RecipeConfig = field(default_factory=RecipeConfig)
 
@@ -37,10 +42,13 @@ class PPOConfig:
 class SFTConfig:
     """python -m hydraflow.main_sft"""
 
+    strict: bool = False
+    """Refuse keys that are given and have no effect, instead of only saying so."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: SFTDataConfig = field(default_factory=SFTDataConfig)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     trainer: SFTTrainerConfig = field(default_factory=SFTTrainerConfig)
     ray_init: RayInitConfig = field(default_factory=RayInitConfig)
 
@@ -57,6 +65,8 @@ class OutputConfig:
 class GenerateConfig:
     """python -m hydraflow.main_generate"""
 
+    strict: bool = False
+    """Refuse keys that are given and have no effect, instead of only saying so."""
     model: ModelSourceConfig = field(default_factory=ModelSourceConfig)
     rollout: SamplingConfig = field(default_factory=SamplingConfig)
     data: GenerateDataConfig = field(default_factory=GenerateDataConfig)
@@ -83,6 +93,8 @@ class EvalDataConfig:
 class EvalConfig:
     """python -m hydraflow.main_eval"""
 
+    strict: bool = False
+    """Refuse keys that are given and have no effect, instead of only saying so."""
     data: EvalDataConfig = field(default_factory=EvalDataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     output: OutputConfig = field(default_factory=OutputConfig)

@@ -21,8 +21,9 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 TREES = {module_name(path): tree_of(path) for path in FILES}
 SAME_TYPE = {"replace", "deepcopy", "copy"}
 """Calls that give what they are given."""
-JUDGES = {"hydraflow.batch_plan_request.sizes", "hydraflow.batch_plan_sft._sizes"}
-"""What, besides checks.py, only looks whether a value is legal: such a read makes nothing of the option."""
+LOOKERS = ("hydraflow.checks.", "hydraflow.compose.effects.")
+JUDGES = {"hydraflow.batch_plan.request.sizes", "hydraflow.batch_plan.topology.sizes", "hydraflow.batch_plan.sft._sizes"}
+"""What only looks whether a value is legal, or has an effect: such a read makes nothing of the option."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +219,7 @@ def reads_below(root: str) -> set[tuple[str, str]]:
 @cache
 def reads_in(key: str) -> set[tuple[str, str]]:
     """The reads in one definition."""
-    if key.startswith("hydraflow.checks.") or key in JUDGES:
+    if key.startswith(LOOKERS) or key in JUDGES:
         return set()
     found: set[tuple[str, str]] = set()
     node = definition(key)

@@ -1,4 +1,4 @@
-"""What tests of several folders share: one Ray, one process group of one rank, one pool of two ranks, one cache of made models."""
+"""What tests of several folders share: one Ray, one process group of one rank, one cache of made models."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def one_rank() -> Iterator[None]:
     process_group.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
     """Two ranks in processes of their own."""
     from engine.pool import Ranks

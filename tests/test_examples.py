@@ -10,11 +10,11 @@ import pytest
 import yaml
 from jobs.command import hydraflow, read_steps
 
-from hydraflow import compose
-from hydraflow.batch_plan import BatchPlan, resolve_plan
+from hydraflow.batch_plan.resolve import BatchPlan, resolve_plan
+from hydraflow.batch_plan.roles import needs_critic, needs_reference
+from hydraflow.compose.launch import launch
 from hydraflow.models.tiny import make_model
 from hydraflow.schema import PPOConfig
-from hydraflow.trainer.roles import needs_critic, needs_reference
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NAMES = sorted(folder.name for folder in EXAMPLES.iterdir() if folder.is_dir())
@@ -24,12 +24,12 @@ def composed(name: str, monkeypatch: pytest.MonkeyPatch) -> PPOConfig:
     """What `main_ppo --config-dir examples/NAME --config-name NAME` gets to run."""
     seen: list[PPOConfig] = []
     monkeypatch.setattr(sys, "argv", ["main_ppo", "--config-dir", str(EXAMPLES / name), "--config-name", name])
-    assert compose.launch("ppo", PPOConfig, seen.append) == 0
+    assert launch("ppo", PPOConfig, lambda config, command: seen.append(config)) == 0
     return seen[0]
 
 
 def plan_of(config: PPOConfig, *, processes: int, prompts: int) -> BatchPlan:
-    return resolve_plan(config, processes=processes, prompts=prompts, critic=needs_critic(config), reference=needs_reference(config))
+    return resolve_plan(config, devices_per_node=processes, prompts=prompts)
 
 
 @pytest.mark.parametrize("name", NAMES)

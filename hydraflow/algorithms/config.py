@@ -28,6 +28,18 @@ class PolicyLossConfig:
 
 
 @dataclass
+class FilterGroupsConfig:
+    """Dynamic sampling (DAPO): prompts whose responses all score the same are replaced by others."""
+
+    enable: bool = False
+    """Sample until a step holds data.train_batch_size prompts with different scores."""
+    metric: str = "acc"
+    """Score that must differ: acc, score or seq_reward."""
+    max_num_gen_batches: int = 0
+    """Batches of data.gen_batch_size prompts that one step may sample; 0: no limit."""
+
+
+@dataclass
 class AlgorithmConfig:
     """Advantages and rewards."""
 
@@ -44,3 +56,4 @@ class AlgorithmConfig:
     kl_penalty: str = "kl"
     """Its estimator: kl (k1), abs, mse (k2) or low_var_kl (k3)."""
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
+    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)

@@ -36,6 +36,8 @@ class DataConfig(PromptConfig):
     """Parquet or JSONL file of held-out prompts, or a list of them; null: no validation."""
     train_batch_size: int = 1024
     """Prompts in one training step (Q of the batch plan)."""
+    gen_batch_size: int | None = None
+    """Prompts that are sampled at a time when filter_groups fills a step; null: train_batch_size."""
     val_batch_size: int | None = None
     """Prompts in one validation call; null: all of them at once."""
     shuffle: bool = True

@@ -9,7 +9,7 @@ gradients up over micro-batches and data ranks and never divides. So no split of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -34,6 +34,21 @@ class ModelOutput:
 
 LossFn = Callable[[ModelOutput, Mapping[str, torch.Tensor]], tuple[torch.Tensor, dict[str, Metric]]]
 """(output, columns) to (scalar sum, metrics); ragged columns of the micro-batch arrive right padded to (B, R)."""
+
+
+MODEL, OPTIMIZER, EXTRA, HF_MODEL = CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
+"""What a checkpoint may hold: weights, optimizer, place in the schedule, and full weights as a Hugging Face directory."""
+CHECKPOINT_FACTS = "checkpoint.json"
+"""File in a role's checkpoint: engine, world_size, head, contents and what else a reader must know to make sense of the tensors."""
+
+
+class Snapshot(Protocol):
+    """One rank's copy of an engine's state in host memory."""
+
+    def write(self, directory: Path) -> list[Path]:
+        """Writes this rank's part; returns the files. Every rank calls it, also in another thread than the engine's, and with
+        an engine that goes on training. OSError or EnvironmentFault, on every rank, when a rank cannot.
+        """
 
 
 class TrainEngine(Protocol):
@@ -78,11 +93,14 @@ class TrainEngine(Protocol):
     def save_hf(self, directory: str | Path) -> None:
         """Writes a Hugging Face directory with weights, configuration and tokenizer; it appears whole or not at all."""
 
-    def save(self, directory: str | Path) -> None:
-        """Writes weights, optimizer and schedule, sharded; it appears whole or not at all."""
+    def snapshot(self, contents: Collection[str]) -> Snapshot:
+        """Copies what `contents` (of CHECKPOINT_CONTENTS) names into host memory, to be written as one checkpoint."""
 
-    def load(self, directory: str | Path) -> None:
-        """Reads what `save` wrote, also with another number of ranks."""
+    def load(self, directory: str | Path, contents: Collection[str]) -> None:
+        """Reads from what a snapshot wrote, also with another number of ranks. ConfigError when it is of another model."""
+
+    def stored_bytes(self, contents: Collection[str]) -> int:
+        """Bytes that this rank's part of a checkpoint takes, but for small files."""
 
     def offload(self) -> None:
         """Moves weights and optimizer to host memory, to make room for another engine."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -56,3 +57,39 @@ class FSDPConfig:
     head_chunk_tokens: int = 2048
     """Tokens whose logits exist at one time while log-probabilities are computed."""
     wrap_policy: WrapPolicyConfig = field(default_factory=WrapPolicyConfig)
+    fsdp_size: int = -1
+    """Devices among which one copy of the model is sharded (HSDP keeps data ranks / fsdp_size copies); -1: all data ranks."""
+    ulysses_sequence_parallel_size: int = 1
+    """Devices that share the tokens of one row (Ulysses)."""
+
+
+@dataclass
+class MegatronConfig:
+    """How Megatron-Core lays a model out."""
+
+    tensor_model_parallel_size: int = 1
+    """Devices that share each matrix."""
+    pipeline_model_parallel_size: int = 1
+    """Devices in a row, each with a part of the layers."""
+    virtual_pipeline_model_parallel_size: int | None = None
+    """Parts of the layers per pipeline device (interleaved schedule); null: one."""
+    context_parallel_size: int = 1
+    """Devices that share the tokens of one row."""
+    expert_model_parallel_size: int = 1
+    """Devices among which the experts are divided."""
+    expert_tensor_parallel_size: int | None = None
+    """Devices that share each expert's matrices; null: tensor_model_parallel_size."""
+    sequence_parallel: bool = True
+    """Divide activations outside the matrices over the tensor-parallel devices."""
+    use_distributed_optimizer: bool = True
+    """Shard the optimizer state over data ranks."""
+    param_offload: bool = False
+    """Keep weights in host memory while the role rests."""
+    grad_offload: bool = False
+    """Keep gradients in host memory while the role rests."""
+    optimizer_offload: bool = False
+    """Keep the optimizer state in host memory while the role rests."""
+    dtype: str = "auto"
+    """Type of the forward and backward pass: auto (bf16 where the device computes in it, else fp32), fp32, bf16, fp16."""
+    override_transformer_config: dict[str, Any] = field(default_factory=dict)
+    """Fields of Megatron-Core's TransformerConfig."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from hydraflow.batch_plan_parts import warmup_steps
+from hydraflow.batch_plan.parts import warmup_steps
 from hydraflow.engine.config import OptimConfig
 
 SCHEDULES: dict[str, Callable[[float], float]] = {

@@ -7,6 +7,7 @@ Left out on purpose: choosing addresses and starting processes (`dispatch/`).
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,17 @@ def start(*, rank: int, world_size: int, address: str, port: int, device_type: s
 def stop() -> None:
     """Leaves the group, if there is one."""
     if dist.is_initialized():
+        host_group.cache_clear()
         dist.destroy_process_group()
+
+
+@cache
+def host_group() -> dist.ProcessGroup | None:
+    """A group of all ranks over gloo, for what goes on beside training in another thread; None stands for a group of one's own.
+
+    The first call must come from every rank, at the same point of its work.
+    """
+    return dist.new_group(backend="gloo")
 
 
 def all_reduce(values: torch.Tensor, how: str = "sum") -> torch.Tensor:

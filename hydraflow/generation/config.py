@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -26,7 +27,7 @@ class SamplingConfig:
     """How responses are sampled."""
 
     name: str = "native"
-    """Generation engine: native."""
+    """Generation engine: native or vllm."""
     n: int = 1
     """Responses per prompt."""
     temperature: float = 1.0
@@ -46,6 +47,22 @@ class SamplingConfig:
 
 
 @dataclass
+class AgentConfig:
+    """Processes that lead conversations with tools and environments."""
+
+    num_workers: int = 8
+    """How many; each takes a part of a step's trajectories."""
+
+
+@dataclass
+class EngineKwargs:
+    """Arguments that go to a generation engine as they are."""
+
+    vllm: dict[str, Any] = field(default_factory=dict)
+    """Arguments of vLLM's engine, by its own names."""
+
+
+@dataclass
 class RolloutConfig(SamplingConfig):
     """How responses are sampled for training and validation, and how their log-probabilities are computed again."""
 
@@ -55,6 +72,28 @@ class RolloutConfig(SamplingConfig):
     """Fill those micro-batches by tokens; null: actor.use_dynamic_bsz."""
     log_prob_max_token_len_per_gpu: int | None = None
     """Tokens per device in that forward; null: actor.ppo_max_token_len_per_gpu."""
+    tensor_model_parallel_size: int = 1
+    """Devices that share each matrix in one replica of the generation engine."""
+    data_parallel_size: int = 1
+    """Data-parallel ranks inside one replica."""
+    pipeline_model_parallel_size: int = 1
+    """Devices in a row in one replica, each with a part of the layers."""
+    gpu_memory_utilization: float = 0.5
+    """Share of a device's memory that the engine takes for weights, activations and key-value cache."""
+    max_num_batched_tokens: int = 8192
+    """Tokens that one replica processes in one forward."""
+    max_model_len: int | None = None
+    """Longest row in tokens that the engine prepares for; null: data.max_prompt_length + data.max_response_length."""
+    update_weights_bucket_megabytes: int = 2048
+    """Weights travel to the engine in buckets of this many megabytes."""
+    nnodes: int = 0
+    """Machines of a rollout that has devices of its own; 0: it shares the trainer's."""
+    n_gpus_per_node: int = 8
+    """Devices on each of those machines."""
+    device_mapping: Any = None
+    """Devices of the role; null: the actor's, or those of rollout.nnodes."""
+    agent: AgentConfig = field(default_factory=AgentConfig)
+    engine_kwargs: EngineKwargs = field(default_factory=EngineKwargs)
     probs_diff_limit: float = 0.05
     """Training stops at step 1 if sampled tokens' probabilities differ by more, on average, between engine and trainer."""
     val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)

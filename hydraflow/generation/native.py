@@ -40,7 +40,7 @@ class NativeEngine:
         self._model = model.eval().requires_grad_(False)
         self._forward = Forward(model)
         self._max_rows = max_num_seqs
-        self._eos = _end_tokens(generation_config or model.generation_config, model.config)
+        self._eos = end_tokens(generation_config or model.generation_config, model.config)
         self._memory = ParameterMemory(model)
         self._not_ready = ""
         self._asleep = False
@@ -150,7 +150,7 @@ class NativeEngine:
         return decoder.run(params, torch.tensor(sorted(stops), dtype=torch.int64, device=device), self._abort.is_set)
 
 
-def _end_tokens(generation_config: GenerationConfig | None, config: PreTrainedConfig) -> tuple[int, ...]:
+def end_tokens(generation_config: GenerationConfig | None, config: PreTrainedConfig) -> tuple[int, ...]:
     """The model's end tokens: those of its generation settings, else of its configuration, else none."""
     for source in (generation_config, config.get_text_config()):
         ids = getattr(source, "eos_token_id", None)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 
+from hydraflow.batch_plan.generate import GeneratePlan, resolve_generate_plan
 from hydraflow.data.files import Record
 from hydraflow.data.prompts import PromptDataset
 from hydraflow.dispatch.group import RoleGroup
@@ -29,9 +30,6 @@ logger = logging.getLogger(__name__)
 
 RESPONSES = "responses"
 """The column that is added."""
-ROUNDS_PER_CALL = 4
-"""How often a call fills `rollout.max_num_seqs`. Bounded, so that long files show progress and no call meets `trainer.rpc_timeout`;
-more than one, so that prompts of similar length can share a round."""
 
 
 def run_generate(config: GenerateConfig) -> None:
@@ -45,10 +43,11 @@ def run_generate(config: GenerateConfig) -> None:
         data = config.data
         dataset = PromptDataset(data, data.path, tokenizer, key="data.path", max_samples=data.max_samples)
         require_context(dataset, data.max_response_length, model)
+        plan = resolve_generate_plan(config, prompts=len(dataset), devices_per_node=machine.processes_per_node)
         table = input_table(dataset.records)
         _write(table, unfinished)  # what cannot be written is better found before the sampling than after it
-        texts = tokenizer.batch_decode(_sample_all(config, machine, dataset), skip_special_tokens=True)
-        n = config.rollout.n
+        texts = tokenizer.batch_decode(_sample_all(config, plan, machine, dataset), skip_special_tokens=True)
+        n = plan.samples_per_prompt
         responses = [texts[start : start + n] for start in range(0, len(texts), n)]
         _write(table.append_column(RESPONSES, pyarrow.array(responses, pyarrow.list_(pyarrow.string()))), unfinished)
     print(f"{len(responses)} prompts, {n} {'response' if n == 1 else 'responses'} each: {config.output.path}")
@@ -82,7 +81,7 @@ def _write(table: pyarrow.Table, path: Path) -> None:
         raise EnvironmentFault(f"the responses cannot be written: {error}") from error
 
 
-def _sample_all(config: GenerateConfig, machine: Machine, dataset: PromptDataset) -> list[list[int]]:
+def _sample_all(config: GenerateConfig, plan: GeneratePlan, machine: Machine, dataset: PromptDataset) -> list[list[int]]:
     """Token ids of `rollout.n` responses for each prompt, prompt-major."""
     spec = RolloutSpec(config.model, config.rollout, max_tokens=config.data.max_response_length, seed=config.trainer.seed)
     runtime = open_runtime(config.trainer, config.ray_init, machine, [training_pool(machine)])
@@ -90,15 +89,16 @@ def _sample_all(config: GenerateConfig, machine: Machine, dataset: PromptDataset
         role = runtime.group(TRAIN, {"rollout": RoleSpec(RolloutWorker, (spec,))}).role("rollout")
         runtime.await_ready()
         role.call(RolloutWorker.load_weights)
-        per_call = max(1, ROUNDS_PER_CALL * config.rollout.max_num_seqs * machine.processes // config.rollout.n)
-        return [ids for call in calls(len(dataset), per_call) for ids in _sample(config, runtime, role, dataset, call)]
+        return [ids for call in calls(len(dataset), plan.prompts_per_call) for ids in _sample(config, plan, runtime, role, dataset, call)]
     finally:
         runtime.stop()
 
 
-def _sample(config: GenerateConfig, runtime: Runtime, role: RoleGroup, dataset: PromptDataset, call: range) -> list[list[int]]:
+def _sample(
+    config: GenerateConfig, plan: GeneratePlan, runtime: Runtime, role: RoleGroup, dataset: PromptDataset, call: range
+) -> list[list[int]]:
     rollout = config.rollout
-    order = SampleOrder(0, rollout.n, rollout.temperature, rollout.top_k, rollout.top_p)
+    order = SampleOrder(0, plan.samples_per_prompt, rollout.temperature, rollout.top_k, rollout.top_p)
     sampled = sample(role, dataset.batch(call), order)
     responses = rows(runtime.fetch(sampled.select(["responses"])).get("responses"))
     if len(call) < len(dataset):

@@ -6,26 +6,38 @@ made before the recipe's model is.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from hydraflow.batch_plan import BatchPlan, resolve_plan
-from hydraflow.batch_plan_table import print_plan
+from hydraflow.batch_plan.resolve import BatchPlan, resolve_plan
+from hydraflow.batch_plan.roles import needs_critic
+from hydraflow.batch_plan.table import print_plan
+from hydraflow.checkup.facts import Facts
+from hydraflow.checkup.preflight import require_healthy
+from hydraflow.data.files import Record
 from hydraflow.data.loader import PromptLoader
 from hydraflow.data.prompts import PromptDataset
 from hydraflow.jobs.context import require_context
+from hydraflow.jobs.saving import Saving, ppo_roles, require_metric, weights_only
 from hydraflow.jobs.session import Session
 from hydraflow.models.loading import load_config, load_tokenizer, require_weights
 from hydraflow.protocol.batch import DataProto
 from hydraflow.recipes import arithmetic
 from hydraflow.rewards.custom import check_reward
 from hydraflow.schema import PPOConfig
-from hydraflow.trainer.loop import Loop
+from hydraflow.trainer.config import ClusterConfig
+from hydraflow.trainer.identity import Identity, identity_of
+from hydraflow.trainer.loop import DONE, Loop
 from hydraflow.trainer.ppo import PPOTrainer
-from hydraflow.trainer.roles import Roles, build_roles, critic_model, needs_critic, needs_reference
-from hydraflow.trainer.validation import Validator
+from hydraflow.trainer.resume import Wanted, load_roles
+from hydraflow.trainer.roles import Roles, build_roles, critic_model
+from hydraflow.trainer.validation import Validator, metric_names
 from hydraflow.workers.actor import ActorWorker
 from hydraflow.workers.critic import CriticWorker
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -34,26 +46,55 @@ class Prompts:
 
     train: PromptDataset | None
     val: PromptDataset | None
+    tokenizer: PreTrainedTokenizerBase
+
+    def first_rows(self) -> list[Record]:
+        """Three rows as they stand in the files."""
+        dataset = self.train or self.val
+        return dataset.records[:3] if dataset else []
 
 
 class PPOJob:
-    """One `main_ppo` run; `given` names the keys of the command line, for the plan's provenance."""
+    """One `main_ppo` run; `origins` says where each value is from, for the plan and for the run folder."""
 
-    def __init__(self, config: PPOConfig, *, given: Collection[str] = ()):
-        self.config, self.given = config, given
+    def __init__(self, config: PPOConfig, *, origins: Mapping[str, str] | None = None):
+        self.config, self.asked, self.origins = config, config, origins or {}
 
     def run(self) -> None:
-        """Trains; raises ConfigError before anything starts, other errors of `errors.py` later."""
+        """Trains, or goes on; raises ConfigError before anything starts, other errors of `errors.py` later."""
         check_reward(self.config.reward)
         with Session(self.config.trainer, self.config.ray_init, scoring=True) as session:
-            if self.config.recipe.name != "none":
-                self._plan(session, self.config.recipe.train_problems)
-                self._make_recipe(session)
+            recipe = self.config.recipe.name != "none"
+            if recipe and not self._begin_with_recipe(session):
+                return
             prompts = self._read()
             plan = self._plan(session, len(prompts.train) if prompts.train else None)
+            require_metric(self.config.trainer.keep_best, metric_names(val_batches(prompts.val, plan), plan))
             print_plan(plan)
-            session.keep(self.config, plan)
+            if not recipe:
+                self._check_up(session, plan=plan, tokenizer=prompts.tokenizer, first_rows=prompts.first_rows())
+                if not session.begin(self._wanted(plan)):
+                    return
+            session.keep(self.asked, plan, self.origins)
             self._train(session, plan, prompts)
+
+    def _begin_with_recipe(self, session: Session) -> bool:
+        """Plans and begins the run before the recipe's model is made; False: there is nothing to do, or no time to do it."""
+        plan = self._plan(session, self.config.recipe.train_problems)
+        self._check_up(session, plan=plan)
+        if not session.begin(self._wanted(plan)):
+            return False
+        self._make_recipe(session)
+        if session.clock.preempted:
+            session.why = session.clock.why_to_stop()
+        return not session.clock.preempted
+
+    def _wanted(self, plan: BatchPlan) -> Wanted:
+        """What the run asks of a checkpoint; one that only validates takes any model's weights."""
+        if self.config.trainer.val_only:
+            return Wanted(Identity({}), {"actor": weights_only("actor_rollout_ref.actor.checkpoint")}, 0, looks_only=True)
+        roles = ppo_roles(self.config, critic=plan.critic is not None)
+        return Wanted(identity_of(self.asked, plan), roles, plan.total_steps)
 
     def _make_recipe(self, session: Session) -> None:
         """Points the configuration to the recipe's files and model, which are made if they are not there yet."""
@@ -66,12 +107,7 @@ class PPOJob:
             scratch=session.folder.path / "warm_start",
             logger=self.config.trainer.logger,
         )
-        policy = self.config.actor_rollout_ref
-        self.config = replace(
-            self.config,
-            data=replace(self.config.data, train_files=str(assets.train), val_files=str(assets.val)),
-            actor_rollout_ref=replace(policy, model=replace(policy.model, path=str(assets.model))),
-        )
+        self.config = arithmetic.pointed_at(self.config, assets)
 
     def _read(self) -> Prompts:
         """Opens every file that the run will use. Raises ConfigError for what is missing or does not fit."""
@@ -92,32 +128,40 @@ class PPOJob:
         check_reward(self.config.reward, sorted({source for dataset in datasets for source in dataset.data_sources()}))
         for dataset in datasets:
             require_context(dataset, data.max_response_length, config)
-        return Prompts(train, val)
+        return Prompts(train, val, tokenizer)
 
     def _plan(self, session: Session, prompts: int | None) -> BatchPlan:
-        return resolve_plan(
-            self.config,
-            processes=session.machine.processes,
-            prompts=prompts,
-            critic=needs_critic(self.config),
-            reference=needs_reference(self.config),
-            given=self.given,
-        )
+        per_node, here = session.machine.processes_per_node, replace(self.config, cluster=ClusterConfig())
+        return resolve_plan(here, prompts=prompts, devices_per_node=per_node, origins=self.origins)
+
+    def _check_up(self, session: Session, **opened: Any) -> None:
+        """Looks at this machine for what the run needs; `opened` is what the run has opened already (`Facts`)."""
+        require_healthy(Facts(self.config, opened={"machine": session.machine, **opened}))
 
     def _train(self, session: Session, plan: BatchPlan, prompts: Prompts) -> None:
         config, runtime = self.config, session.runtime
         roles = build_roles(config, plan, runtime)
         trainer = PPOTrainer(config, plan, roles, runtime)
         validator = Validator(config, plan, roles, runtime, val_batches(prompts.val, plan)) if prompts.val else None
-        trackers = session.open_trackers(plan.total_steps)
-        loop = Loop(config.trainer, trainer, validator, trackers, session.folder, session.clock)
+        wanted, start = self._wanted(plan), session.start
+        groups = {name: group for name, group in (("actor", roles.actor), ("critic", roles.critic)) if group is not None}
         if prompts.train is None:
-            session.why = loop.validate_only()
+            if start.found is not None:
+                load_roles(start.found, {"actor": roles.actor}, wanted.roles)
+            session.why = self._loop(session, plan, trainer, validator).validate_only(start.step)
             return
         loader = PromptLoader(prompts.train, plan.prompts_per_step, shuffle=config.data.shuffle, seed=config.trainer.seed)
-        session.why = loop.fit(loader.next_batch, plan.total_steps)
-        if config.trainer.save_final_model:
+        saving = Saving(config.trainer, wanted, start, groups, loader, roles.advantage)
+        saving.restore()
+        loop = self._loop(session, plan, trainer, validator)
+        with saving.checkpointer() as checkpoints:
+            session.why = loop.fit(loader.next_batch, checkpoints, plan.total_steps, done=start.step)
+        if config.trainer.save_final_model and (session.why == DONE or not session.clock.preempted):
             save(roles, session)
+
+    def _loop(self, session: Session, plan: BatchPlan, trainer: PPOTrainer, validator: Validator | None) -> Loop:
+        trackers = session.open_trackers(plan.total_steps)
+        return Loop(self.config.trainer, trainer, validator, trackers, session.folder, session.clock)
 
 
 def save(roles: Roles, session: Session) -> None:
@@ -127,7 +171,9 @@ def save(roles: Roles, session: Session) -> None:
         roles.critic.call(CriticWorker.save_hf, str(session.folder.final_model / "critic"))
 
 
-def val_batches(val: PromptDataset, plan: BatchPlan) -> list[DataProto]:
+def val_batches(val: PromptDataset | None, plan: BatchPlan) -> list[DataProto]:
     """The held-out prompts in calls of `data.val_batch_size`."""
+    if val is None:
+        return []
     size = plan.validation.prompts_per_call or len(val)
     return [val.batch(range(start, min(start + size, len(val)))) for start in range(0, len(val), size)]

@@ -1,11 +1,12 @@
 """What every training command opens and closes: clock, run folder, Ray, trackers, summary.
 
 In: the run's configuration. Out: a context in which training happens; on leaving, whatever the reason, workers are gone and the
-run folder holds metrics, curve and summary. Nothing is written before `open`, so a run that is refused leaves no trace.
+run folder holds metrics, curve and summary. Nothing is written before `begin`, so a run that is refused leaves no trace.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
@@ -13,14 +14,21 @@ from typing import TYPE_CHECKING, Protocol
 from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.errors import HydraflowError
+from hydraflow.jobs import run_start
+from hydraflow.jobs.run_start import RunStart
 from hydraflow.logging_setup import set_up_logging
 from hydraflow.tracking.curve import draw_curve
+from hydraflow.tracking.history import seconds_of
 from hydraflow.tracking.run_folder import RunFolder
 from hydraflow.tracking.summary import print_summary, summarise
 from hydraflow.tracking.trackers import Trackers, open_trackers
+from hydraflow.trainer.checkpoint_store import CheckpointStore
 from hydraflow.trainer.clock import Clock, parse_duration
 from hydraflow.trainer.config import LoopConfig
+from hydraflow.trainer.loop import DONE
 from hydraflow.trainer.machine import Machine, open_runtime, resolve_machine, scoring_pool, training_pool
+from hydraflow.trainer.resume import Wanted
+from hydraflow.trainer.signals import StopSignals
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -39,20 +47,40 @@ class Session:
     def __init__(self, trainer: LoopConfig, ray_init: RayInitConfig, *, scoring: bool):
         self.trainer, self.ray_init, self.scoring = trainer, ray_init, scoring
         set_up_logging()
-        self.clock = Clock(parse_duration(trainer.max_wall_time))
+        self.signals = StopSignals()
+        self.clock = Clock(parse_duration(trainer.max_wall_time), self.signals)
         self.machine: Machine = resolve_machine(trainer)
         RunFolder.prove_writable(trainer.default_local_dir)
         self.why = "interrupted"
-        self._folder: RunFolder | None = None
+        self._start: RunStart | None = None
+        self._seconds_before = 0.0
         self._runtime: Runtime | None = None
         self._trackers: Trackers | None = None
 
+    def begin(self, wanted: Wanted) -> bool:
+        """Settles and locks the run folder, and finds the checkpoint to go on from; False: the run is done already.
+
+        ConfigError as in `run_start.begin`.
+        """
+        self._start = run_start.begin(self.trainer, wanted)
+        if self._start.is_done(wanted.total_steps):
+            print(f"{self.folder.path}: all {wanted.total_steps} steps are done; nothing was started")
+            print("a larger trainer.total_training_steps goes on, trainer.resume_mode=disable starts anew")
+            return False
+        if self._start.found is not None:
+            self._start = run_start.take_back(self._start)
+        return True
+
+    @property
+    def start(self) -> RunStart:
+        """Where the run began."""
+        assert self._start is not None, "a session begins before it is used"
+        return self._start
+
     @property
     def folder(self) -> RunFolder:
-        """The run folder, made on first use."""
-        if self._folder is None:
-            self._folder = RunFolder.create(self.trainer.default_local_dir, self.trainer.experiment_name)
-        return self._folder
+        """The run folder."""
+        return self.start.folder
 
     @property
     def runtime(self) -> Runtime:
@@ -62,18 +90,23 @@ class Session:
             self._runtime = open_runtime(self.trainer, self.ray_init, self.machine, pools)
         return self._runtime
 
-    def keep(self, config: DataclassInstance, plan: Plan) -> None:
-        """Writes the whole configuration and the plan to the run folder."""
-        self.folder.write_config(asdict(config))
+    def keep(self, config: DataclassInstance, plan: Plan, origins: Mapping[str, str]) -> None:
+        """Writes to the run folder the configuration as it was asked for, where its values are from, and the plan."""
+        self.folder.write_config(asdict(config), origins)
         self.folder.plan.write_text(plan.to_json())
 
     def open_trackers(self, total_steps: int) -> Trackers:
         """The trackers of the run, closed with the session."""
         title = f"{self.trainer.project_name}/{self.trainer.experiment_name}"
-        self._trackers = open_trackers(self.trainer.logger, self.folder.path, title=title, total_steps=total_steps)
+        start = self.start
+        self._seconds_before = seconds_of(self.folder.path)
+        self._trackers = open_trackers(
+            self.trainer.logger, self.folder.path, title=title, total_steps=total_steps, run_id=start.run_id, done_steps=start.step
+        )
         return self._trackers
 
     def __enter__(self) -> Session:
+        self.signals.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -87,9 +120,17 @@ class Session:
             self._runtime.stop()
         if self._trackers is not None:
             self._summarise()
+        if self._start is not None:
+            self._leave(self._start, preempted=error is None and self.clock.preempted and self.why != DONE)
+        self.signals.__exit__(kind, error, trace)
+
+    def _leave(self, start: RunStart, *, preempted: bool) -> None:
+        if preempted:
+            start.folder.write_requeue(CheckpointStore(start.folder.path).pointer() or 0, self.clock.why_to_stop())
+        start.lock.release()
 
     def _summarise(self) -> None:
-        summary = summarise(self.folder.path, seconds=self.clock.seconds(), why_it_ended=self.why)
+        summary = summarise(self.folder.path, seconds=self._seconds_before + self.clock.seconds(), why_it_ended=self.why)
         self.folder.write_summary(summary)
         draw_curve(self.folder.path, self.folder.curve, title=self.trainer.experiment_name)
         print_summary(summary, self.folder.path)

@@ -2,35 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 
-from hydraflow.batch_plan_sft import resolve_sft_plan
-from hydraflow.batch_plan_table import print_plan
+from hydraflow.batch_plan.sft import resolve_sft_plan
+from hydraflow.batch_plan.table import print_plan
 from hydraflow.data.conversations import ConversationDataset
 from hydraflow.data.loader import PromptLoader
+from hydraflow.jobs.saving import Saving, require_metric, sft_roles
 from hydraflow.jobs.session import Session
 from hydraflow.models.loading import load_config, load_tokenizer, require_weights
 from hydraflow.protocol.batch import DataProto
 from hydraflow.schema import SFTConfig
+from hydraflow.trainer.identity import identity_of
+from hydraflow.trainer.loop import DONE
+from hydraflow.trainer.resume import Wanted
 from hydraflow.trainer.sft import SFTTrainer
 
 
-def run_sft(config: SFTConfig, *, given: Collection[str] = ()) -> None:
-    """Trains; raises ConfigError before anything starts, other errors of `errors.py` later. `given`: the command line's keys."""
+def run_sft(config: SFTConfig, *, origins: Mapping[str, str] | None = None) -> None:
+    """Trains; raises ConfigError before anything starts, other errors of `errors.py` later. `origins`: where each value is from."""
     with Session(config.trainer, config.ray_init, scoring=False) as session:
         load_config(config.model, field="model")
         require_weights(config.model, field="model")
         tokenizer = load_tokenizer(config.model, field="model")
         train = ConversationDataset(config.data, config.data.train_files, tokenizer, max_samples=config.data.train_max_samples)
         val = ConversationDataset(config.data, config.data.val_files, tokenizer, key="data.val_files") if config.data.val_files else None
-        plan = resolve_sft_plan(config, processes=session.machine.processes, conversations=len(train), given=given)
+        plan = resolve_sft_plan(config, conversations=len(train), devices_per_node=session.machine.processes_per_node, origins=origins)
         print_plan(plan)
-        session.keep(config, plan)
+        require_metric(config.trainer.keep_best, ["val/loss", "val/accuracy"] if val else [])
+        wanted = Wanted(identity_of(config, plan), sft_roles(config), plan.total_steps)
+        if not session.begin(wanted):
+            return
+        session.keep(config, plan, origins or {})
         loader = PromptLoader(train, plan.conversations_per_step, shuffle=config.data.shuffle, seed=config.trainer.seed)
         trainer = SFTTrainer(config, plan, session.runtime)
-        trackers = session.open_trackers(plan.total_steps)
-        session.why = trainer.fit(loader.next_batch, held_out_batches(val, plan.conversations_per_step), trackers, session.clock)
-        if config.trainer.save_final_model:
+        saving = Saving(config.trainer, wanted, session.start, {"model": trainer.role}, loader)
+        saving.restore()
+        trackers, held_out = session.open_trackers(plan.total_steps), held_out_batches(val, plan.conversations_per_step)
+        with saving.checkpointer() as checkpoints:
+            session.why = trainer.fit(
+                loader.next_batch, held_out, trackers, session.clock, checkpoints=checkpoints, done=session.start.step
+            )
+        if config.trainer.save_final_model and (session.why == DONE or not session.clock.preempted):
             trainer.save(session.folder.final_model)
 
 

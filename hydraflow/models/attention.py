@@ -11,7 +11,10 @@ Left out on purpose: dropout (log-probabilities under a random mask make no rati
 from __future__ import annotations
 
 import importlib.util
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -19,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 NAME = "hydraflow_varlen"
+_log = logging.getLogger(__name__)
 _SHORT, _FREE_PADDING = 64, 512
 """Up to this width, this many padded tokens cost less than one more call."""
 
@@ -164,20 +168,33 @@ def attend_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: RowPlan
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: RowPlan, scale: float | None, window: int | None) -> torch.Tensor:
     """Chooses the kernel for whole rows by their device and type."""
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] == v.shape[-1]:
-        if importlib.util.find_spec("flash_attn") is not None:
+        if flash_kernel() is not None:
             return _flash_attention(q, k, v, plan, scale, window)
         return _torch_varlen(q, k, v, plan, scale, window)
     return _grouped(q, k, v, plan, scale, window)
 
 
+@cache
+def flash_kernel() -> Callable[..., torch.Tensor] | None:
+    """flash-attn's kernel for packed rows; None where it is not installed, or was built for another torch."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return None
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except (ImportError, OSError) as error:
+        _log.warning("flash-attn cannot be imported, so torch's own kernels are used: %s", error)
+        return None
+    return flash_attn_varlen_func
+
+
 def _flash_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: RowPlan, scale: float | None, window: int | None
 ) -> torch.Tensor:
-    from flash_attn import flash_attn_varlen_func
-
+    kernel = flash_kernel()
+    assert kernel is not None
     bounds = (plan.boundaries, plan.boundaries, plan.longest, plan.longest)
     span = (window - 1, 0) if window else (-1, -1)
-    return flash_attn_varlen_func(q, k, v, *bounds, softmax_scale=scale, causal=True, window_size=span)
+    return kernel(q, k, v, *bounds, softmax_scale=scale, causal=True, window_size=span)
 
 
 def _torch_varlen(

@@ -7,23 +7,31 @@ Left out on purpose: training it; `recipes/` does that with the supervised train
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3Config
 
 PAD, END = "<|pad|>", "<|end|>"
+ALPHABET = "0123456789+-*= "
+HIDDEN, LAYERS, HEADS, KV_HEADS = 128, 3, 4, 2
+"""Sizes of the model that the arithmetic recipe makes."""
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}"
 """A user's text as it stands, an assistant's text followed by the end token: no token is spent on roles."""
 
 
-def make_tokenizer(alphabet: str = "0123456789+-*= ") -> PreTrainedTokenizerFast:
+def vocabulary(alphabet: str = ALPHABET) -> list[str]:
+    """Every token: padding, end, then the characters."""
+    return [PAD, END, *dict.fromkeys(alphabet)]
+
+
+def make_tokenizer(alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
     """A tokenizer with one token per character of `alphabet`, an end token and a chat template."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {token: i for i, token in enumerate([PAD, END, *dict.fromkeys(alphabet)])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+    numbers = {token: i for i, token in enumerate(vocabulary(alphabet))}
+    tokenizer = Tokenizer(models.WordLevel(numbers, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END)
@@ -31,36 +39,43 @@ def make_tokenizer(alphabet: str = "0123456789+-*= ") -> PreTrainedTokenizerFast
     return fast
 
 
+def config_values(
+    tokens: int, *, hidden: int = HIDDEN, layers: int = LAYERS, heads: int = HEADS, kv_heads: int = KV_HEADS
+) -> dict[str, Any]:
+    """What config.json says of a model of that size with `tokens` tokens and tied embeddings; plans need it without transformers."""
+    return {
+        "model_type": "qwen3",
+        "vocab_size": tokens,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": hidden // heads,
+        "intermediate_size": 3 * hidden,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+        "dtype": "float32",
+    }
+
+
 def make_config(tokenizer: PreTrainedTokenizerFast, *, hidden: int, layers: int, heads: int, kv_heads: int) -> Qwen3Config:
     """A Qwen3 configuration of that size with tied embeddings."""
     from transformers import Qwen3Config
 
-    return Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=hidden // heads,
-        intermediate_size=3 * hidden,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
+    values = config_values(len(tokenizer), hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads)
+    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    return Qwen3Config(**{**values, "bos_token_id": None, "eos_token_id": end, "pad_token_id": pad})
 
 
 def make_model(
     directory: str | Path,
     *,
-    hidden: int = 128,
-    layers: int = 3,
-    heads: int = 4,
-    kv_heads: int = 2,
+    hidden: int = HIDDEN,
+    layers: int = LAYERS,
+    heads: int = HEADS,
+    kv_heads: int = KV_HEADS,
     seed: int = 0,
-    alphabet: str = "0123456789+-*= ",
+    alphabet: str = ALPHABET,
 ) -> Path:
     """Writes model, tokenizer and generation settings to `directory` and returns it; weights are random, by `seed`."""
     import torch

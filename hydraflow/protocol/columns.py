@@ -45,6 +45,11 @@ def take(column: ColumnData, index: ragged.RowIndex) -> ColumnData:
     return column[index] if isinstance(index, slice) else column[ragged.as_index(index, len(column))]
 
 
+def n_rows(column: ColumnData) -> int:
+    """Rows of a column; `len` of a ragged tensor takes 14 us."""
+    return ragged.n_rows(column) if isinstance(column, Tensor) and ragged.is_ragged(column) else len(column)
+
+
 def concat(parts: Sequence[ColumnData], name: str) -> ColumnData:
     """Rows of several parts of one column, one after the other. ValueError when the parts are of different kinds."""
     if all(isinstance(part, np.ndarray) for part in parts):

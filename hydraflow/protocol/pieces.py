@@ -73,6 +73,8 @@ class PiecePlan:
     """(number of the piece, its rows int64, or None for all of them in order)."""
     order: np.ndarray | None
     """Row i of the batch is row `order[i]` of the picked rows joined; None: they are in order already."""
+    wanted: np.ndarray | None = None
+    """Row i of the batch is row `wanted[i]` of the picked pieces laid end to end, whole; None: all of them in order."""
 
 
 def piece_plan(column: Column) -> PiecePlan:
@@ -98,7 +100,11 @@ def piece_plan(column: Column) -> PiecePlan:
     groups = np.split(index[by_piece], np.cumsum(counts[used])[:-1])
     starts = ends - np.asarray(column.layout)
     picks = tuple((int(n), _unless_whole(rows - starts[n], column.layout[n])) for n, rows in zip(used, groups, strict=True))
-    return PiecePlan(picks, None if is_range(by_piece) else np.argsort(by_piece))
+    skipped = starts - (np.cumsum(np.where(counts, column.layout, 0)) - np.where(counts, column.layout, 0))
+    wanted = index - skipped[piece]
+    return PiecePlan(
+        picks, None if is_range(by_piece) else np.argsort(by_piece), _unless_whole(wanted, int(ends[used].sum() - starts[used].sum()))
+    )
 
 
 class PlanMemo:

@@ -20,7 +20,7 @@ from torch.nested._internal.nested_tensor import NestedTensor
 RowIndex = slice | Sequence[int] | Sequence[bool] | np.ndarray | Tensor
 """How rows are named: a slice, row numbers (negative ones count from the end), or one bool per row."""
 
-_LONG_ROW = 256
+LONG_ROW = 256
 """Mean row length from which copying whole rows (one memcpy each) beats gathering single tokens; measured crossing at about 200."""
 
 
@@ -64,6 +64,11 @@ def parts(t: Tensor) -> tuple[Tensor, Tensor]:
     if first != 0 or last != values.shape[0]:
         values = values[first:last]
     return values.contiguous(), row_lengths
+
+
+def n_rows(t: Tensor) -> int:
+    """Rows of a ragged column; `len` takes ten times as long."""
+    return int(_inner(t)[1].shape[0]) - 1
 
 
 def lengths(t: Tensor) -> Tensor:
@@ -115,12 +120,22 @@ def take(t: Tensor, index: RowIndex) -> Tensor:
         return t.detach().index_select(0, numbers)
     values, row_lengths = parts(t)
     picked = row_lengths[numbers]
-    if values.shape[0] >= _LONG_ROW * len(row_lengths):
+    if values.shape[0] >= LONG_ROW * len(row_lengths):
         all_rows = values.split(row_lengths.tolist())
         chosen = [all_rows[i] for i in numbers.tolist()]
         return from_parts(torch.cat(chosen) if chosen else values[:0].clone(), picked)
     starts = _offsets(row_lengths)[:-1][numbers]
     return from_parts(values.index_select(0, _positions(starts, picked)), picked)
+
+
+def positions(row_lengths: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each token of the rows `numbers` stands among the tokens of all rows, and the offsets (len(numbers) + 1,) of those rows.
+
+    >>> [part.tolist() for part in positions(torch.tensor([2, 1]), torch.tensor([1, 0]))]
+    [[2, 0, 1], [0, 1, 3]]
+    """
+    starts, picked = _offsets(row_lengths)[:-1][numbers], row_lengths[numbers]
+    return _positions(starts, picked), _offsets(picked)
 
 
 def concat(columns: Sequence[Tensor]) -> Tensor:

@@ -16,14 +16,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from hydraflow.protocol import ragged, wire
 from hydraflow.protocol.batch import DataProto, check_rows, concat_facts, merge_facts
 from hydraflow.protocol.columns import concat as join_rows
-from hydraflow.protocol.columns import first_difference, object_column
+from hydraflow.protocol.columns import first_difference, n_rows, object_column
 from hydraflow.protocol.columns import take as take_rows
+from hydraflow.protocol.gather import Gather
 from hydraflow.protocol.pieces import (
     Column,
     ColumnRef,
@@ -249,14 +251,23 @@ def materialise(
     far = [ref for ref in needed if ref not in data]
     if far:
         data.update(zip(far, fetch(far), strict=True))
-    read = {key: _read(column, plans(column), data, key, copy) for key, column in wanted.columns.items()}
+    gathers: dict[int, Gather] = {}
+    read = {key: _read(column, plans(column), data, key, copy, gathers) for key, column in wanted.columns.items()}
     tensors = {key: value for key, value in read.items() if isinstance(value, Tensor)}
     objects = {key: value for key, value in read.items() if isinstance(value, np.ndarray)}
     proto = TensorDict(tensors, batch_size=[len(wanted)]) if tensors else None
     return DataProto(proto, {**objects, **wanted.objects}, dict(wanted.meta_info))
 
 
-def _read(column: Column, plan: PiecePlan, data: Mapping[ColumnRef, ColumnData], name: str, copy: bool) -> ColumnData:
+def _read(
+    column: Column, plan: PiecePlan, data: Mapping[ColumnRef, ColumnData], name: str, copy: bool, gathers: dict[int, Gather]
+) -> ColumnData:
+    """`gathers`: by the plan's identity, for all columns that share it."""
+    if plan.wanted is not None and not isinstance(_as_slice(plan.wanted), slice):
+        gather = gathers.setdefault(id(plan), Gather(torch.from_numpy(plan.wanted)))
+        pieces = [_checked(column.refs[number], data, name) for number, _ in plan.picks]
+        if gather.suits(pieces):
+            return gather([piece for piece in pieces if isinstance(piece, Tensor)])
     taken = [_wanted(column.refs[number], local, data, name) for number, local in plan.picks]
     joined = taken[0][0] if len(taken) == 1 else join_rows([rows for rows, _ in taken], name)
     if plan.order is not None:
@@ -267,13 +278,18 @@ def _read(column: Column, plan: PiecePlan, data: Mapping[ColumnRef, ColumnData],
 
 def _wanted(ref: ColumnRef, local: np.ndarray | None, data: Mapping[ColumnRef, ColumnData], name: str) -> tuple[ColumnData, bool]:
     """The wanted rows of one piece, and whether they share memory with it."""
-    piece = data[ref]
-    if len(piece) != ref.rows:
-        raise ValueError(f"column {name!r}: a piece said to hold {ref.rows} rows holds {len(piece)}")
+    piece = _checked(ref, data, name)
     if local is None:
         return piece, True
     index = _as_slice(local)
     return take_rows(piece, index), isinstance(index, slice)
+
+
+def _checked(ref: ColumnRef, data: Mapping[ColumnRef, ColumnData], name: str) -> ColumnData:
+    piece = data[ref]
+    if (rows := n_rows(piece)) != ref.rows:
+        raise ValueError(f"column {name!r}: a piece said to hold {ref.rows} rows holds {rows}")
+    return piece
 
 
 def _as_slice(rows: np.ndarray) -> np.ndarray | slice:

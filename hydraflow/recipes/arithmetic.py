@@ -13,12 +13,12 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from hydraflow.batch_plan_sft import resolve_sft_plan
+from hydraflow.batch_plan.sft import resolve_sft_plan
 from hydraflow.data.arithmetic import conversation_rows, split_problems, write_arithmetic, write_rows
 from hydraflow.data.config import SFTDataConfig
 from hydraflow.data.conversations import ConversationDataset
@@ -30,7 +30,7 @@ from hydraflow.models.config import ModelConfig
 from hydraflow.models.loading import load_tokenizer
 from hydraflow.models.tiny import make_model
 from hydraflow.recipes.config import RecipeConfig
-from hydraflow.schema import SFTConfig
+from hydraflow.schema import PPOConfig, SFTConfig
 from hydraflow.tracking.trackers import open_trackers
 from hydraflow.trainer.clock import Clock
 from hydraflow.trainer.config import SFTTrainerConfig
@@ -68,6 +68,24 @@ def cache_folder(recipe: RecipeConfig, seed: int) -> Path:
 def is_made(folder: Path) -> bool:
     """Whether `folder` holds everything; the model is written last and renamed."""
     return (folder / "model" / "config.json").is_file()
+
+
+def pointed_at(config: PPOConfig, assets: ArithmeticAssets) -> PPOConfig:
+    """The configuration with the recipe's files and model in it."""
+    policy = config.actor_rollout_ref
+    return replace(
+        config,
+        data=replace(config.data, train_files=str(assets.train), val_files=str(assets.val)),
+        actor_rollout_ref=replace(policy, model=replace(policy.model, path=str(assets.model))),
+    )
+
+
+def with_made_assets(config: PPOConfig) -> PPOConfig:
+    """`pointed_at` what the recipe has made already; the configuration as it is where there is no recipe, or nothing is made."""
+    if config.recipe.name == "none" or config.actor_rollout_ref.model.path:
+        return config
+    folder = cache_folder(config.recipe, config.trainer.seed)
+    return pointed_at(config, _assets(folder, folder / "model")) if is_made(folder) else config
 
 
 def prepare(
@@ -122,7 +140,8 @@ def _warm_up(
     tokenizer = load_tokenizer(config.model)
     train = ConversationDataset(config.data, config.data.train_files, tokenizer)
     val = ConversationDataset(config.data, config.data.val_files, tokenizer, key="data.val_files")
-    plan = resolve_sft_plan(config, processes=machine.processes, conversations=len(train))
+    here = replace(config, trainer=replace(config.trainer, nnodes=machine.nodes, n_gpus_per_node=machine.processes_per_node))
+    plan = resolve_sft_plan(here, conversations=len(train))
     loader = PromptLoader(train, plan.conversations_per_step, shuffle=True, seed=config.trainer.seed)
     held_out = [val.batch(range(len(val)))]
     trainer = SFTTrainer(config, plan, runtime)

@@ -19,6 +19,30 @@ class CustomRewardConfig:
 
 
 @dataclass
+class RewardModelConfig:
+    """A model that scores responses."""
+
+    enable: bool = False
+    """Score with a model."""
+    model_path: str | None = None
+    """Directory of the model."""
+    micro_batch_size_per_gpu: int | None = None
+    """Trajectories per data rank in one forward; null: the largest that fits max_token_len_per_gpu."""
+    max_token_len_per_gpu: int = 32768
+    """Tokens per device in one forward."""
+    enable_resource_pool: bool = False
+    """Give it devices of its own: nnodes machines with n_gpus_per_node each."""
+    nnodes: int = 1
+    """Machines of its own."""
+    n_gpus_per_node: int = 8
+    """Devices on each of them."""
+    device_mapping: Any = None
+    """Devices of the role; null: all devices of the trainer, or its own."""
+    tensor_model_parallel_size: int = 1
+    """Devices that share each matrix."""
+
+
+@dataclass
 class RewardConfig:
     """How responses are scored."""
 
@@ -29,3 +53,10 @@ class RewardConfig:
     """Seconds a row may take; a row that takes longer scores failure_score and is counted."""
     failure_score: float = 0.0
     """Score of a row whose function raised or took too long."""
+
+
+@dataclass
+class ModelRewardConfig(RewardConfig):
+    """The same, and a model that scores."""
+
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)

@@ -32,6 +32,12 @@ class RunInfo:
     """Project and experiment, for people."""
     total_steps: int | None
     """Training steps planned; None: not known."""
+    run_id: str = ""
+    """Identity of the run: the same when it goes on after a stop."""
+    done_steps: int = 0
+    """Training steps of the run before this start; what was logged after them is void."""
+    seconds_before: float = 0.0
+    """Wall time of the run before this start."""
 
 
 TrackerFactory = Callable[[RunInfo], Tracker]

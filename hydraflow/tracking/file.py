@@ -1,7 +1,7 @@
 """metrics.jsonl: one JSON object per call, flushed at once, so that a run that dies leaves what it had.
 
-In: numbers of a step. Out: `{"step": 3, "seconds": 12.5, "critic/score/mean": 0.5, ...}`; `seconds` counts from the opening of the
-file. JSON has no NaN and no infinity: they are written as the strings "nan", "inf" and "-inf", which `float()` reads back.
+In: numbers of a step. Out: `{"step": 3, "seconds": 12.5, "critic/score/mean": 0.5, ...}`; `seconds` is the run's wall time since its
+trackers were opened. JSON has no NaN and no infinity: they are written as the strings "nan", "inf" and "-inf", which `float()` reads back.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class FileTracker:
     def __init__(self, run: RunInfo):
         self._path = run.folder / METRICS_FILE
         self._file = self._path.open("a", encoding="utf-8")
-        self._start = time.monotonic()
+        self._start = time.monotonic() - run.seconds_before
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Writes one line. Raises EnvironmentFault when it cannot (a full disk)."""

@@ -42,6 +42,11 @@ def read_metrics(folder: Path) -> list[dict[str, float]]:
     return [steps[step] for step in sorted(steps)]
 
 
+def seconds_of(folder: Path) -> float:
+    """Wall time of the run up to its last record; 0 without one."""
+    return max((record["seconds"] for record in read_metrics(folder)), default=0.0)
+
+
 def curve(records: Iterable[Record], value_of: Callable[[Record], float | None]) -> list[Point]:
     """The points of the records that have the value."""
     pairs = ((record, value_of(record)) for record in records)

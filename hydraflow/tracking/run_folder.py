@@ -1,7 +1,8 @@
 """The run folder: everything that a run leaves behind is in it.
 
 In: trainer.default_local_dir or the experiment's name. Out: a folder that can be written, the paths inside it, config.yaml,
-summary.json and samples. Left out on purpose: what others write there (metrics, plan, models); they ask here for the path.
+summary.json, samples and the requeue note. Left out on purpose: what others write there (metrics, plan, models, checkpoints);
+they ask here for the path.
 """
 
 from __future__ import annotations
@@ -24,8 +25,24 @@ from hydraflow.tracking.file import METRICS_FILE, json_number
 from hydraflow.tracking.summary import Summary
 
 FIELD = "trainer.default_local_dir"
-RUN_FILES = (METRICS_FILE, "config.yaml", "plan.json", "summary.json", "curve.png", "tensorboard", "samples", "warm_start")
-"""What belongs to one run alone, and must not be mixed with an earlier one's in the same folder."""
+RUNS = Path("runs")
+"""Where run folders are made that the user did not name."""
+RUN_FILES = (
+    METRICS_FILE,
+    "config.yaml",
+    "config_origins.json",
+    "plan.json",
+    "summary.json",
+    "curve.png",
+    "tensorboard",
+    "samples",
+    "warm_start",
+    "requeue",
+    "latest_checkpointed_iteration.txt",
+    "global_step_*",
+    "best",
+)
+"""What belongs to one run alone, and must not be mixed with an earlier one's in the same folder; as patterns."""
 
 
 class RunFolder:
@@ -35,45 +52,103 @@ class RunFolder:
         self.path = path
         self.metrics = path / METRICS_FILE
         self.config = path / "config.yaml"
+        self.config_origins = path / "config_origins.json"
         self.plan = path / "plan.json"
         self.summary = path / "summary.json"
         self.curve = path / "curve.png"
         self.final_model = path / "final_model"
         self.samples = path / "samples"
+        self.requeue = path / "requeue"
 
     @classmethod
-    def create(cls, directory: str | None, experiment_name: str) -> RunFolder:
-        """Makes `directory`, or runs/<experiment_name>-<date>-<time> when it is None.
+    def make(cls, directory: str | None, experiment_name: str) -> RunFolder:
+        """Makes `directory`, or runs/<experiment_name>-<date>-<time> when it is None; what is there stays as it is.
 
-        Files that an earlier run left there go to earlier-1/, earlier-2/, ... Raises ConfigError when it cannot be written.
+        Raises ConfigError when it cannot be written.
         """
-        path = Path(directory).expanduser() if directory else Path("runs") / _stamped(experiment_name)
+        path = Path(directory).expanduser() if directory else RUNS / _stamped(experiment_name)
         try:
             path = _make(path) if directory else _make_unused(path)
             _write_something(path)
-            _set_earlier_run_aside(path)
         except OSError as error:
             raise _unwritable(path, error) from error
         return cls(path.resolve())
 
+    @classmethod
+    def create(cls, directory: str | None, experiment_name: str) -> RunFolder:
+        """As `make`, for a run that starts anew: files that an earlier run left there go to earlier-1/, earlier-2/, ..."""
+        folder = cls.make(directory, experiment_name)
+        folder.set_earlier_run_aside()
+        return folder
+
+    @classmethod
+    def of_experiment(cls, experiment_name: str) -> list[RunFolder]:
+        """The folders that `make` made for this experiment, the newest first."""
+        pattern = re.compile(re.escape(_slug(experiment_name)) + r"-\d{8}-\d{6}(-\d+)?")
+        found = [path for path in RUNS.glob("*") if pattern.fullmatch(path.name) and path.is_dir()]
+        return [cls(path.resolve()) for path in sorted(found, key=lambda path: path.name, reverse=True)]
+
+    def set_earlier_run_aside(self) -> None:
+        """Moves what an earlier run left. Raises ConfigError when that cannot be done."""
+        leftovers = sorted(path for name in RUN_FILES for path in self.path.glob(name))
+        if not leftovers:
+            return
+        aside = next(folder for number in count(1) if not (folder := self.path / f"earlier-{number}").exists())
+        try:
+            aside.mkdir()
+            for leftover in leftovers:
+                leftover.rename(aside / leftover.name)
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+
+    def go_back_to(self, step: int) -> int:
+        """Forgets what was noted after `step`, which will be done again, and how the run ended; returns how many lines that were."""
+        self.summary.unlink(missing_ok=True)
+        self.requeue.unlink(missing_ok=True)
+        for sample in self.samples.glob("step_*.jsonl"):
+            if int(sample.stem.removeprefix("step_")) > step:
+                sample.unlink()
+        if not self.metrics.exists():
+            return 0
+        lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        self._write(self.metrics, "".join(kept))
+        return len(lines) - len(kept)
+
+    def ended_with(self) -> tuple[str, int]:
+        """Why the last run there ended, and after how many steps; empty and 0 where it did not say."""
+        try:
+            summary = json.loads(self.summary.read_text(encoding="utf-8"))
+            return str(summary["why_it_ended"]), int(summary["steps"])
+        except (OSError, ValueError, KeyError):
+            return "", 0
+
     @staticmethod
     def prove_writable(directory: str | None) -> None:
         """Raises ConfigError when `create` could not make that folder; leaves nothing behind."""
-        path = Path(directory).expanduser() if directory else Path("runs")
+        path = Path(directory).expanduser() if directory else RUNS
         existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
         try:
             _write_something(existing)
         except OSError as error:
             raise _unwritable(path, error) from error
 
-    def write_config(self, config: Mapping[str, Any]) -> None:
-        """Writes the whole configuration, as plain dicts, lists and scalars, to config.yaml."""
+    def write_config(self, config: Mapping[str, Any], origins: Mapping[str, str]) -> None:
+        """Writes the whole configuration, as plain dicts, lists and scalars, to config.yaml: `--config-dir <this folder>
+        --config-name config` runs it again. Beside it config_origins.json: each key of `origins` with its value and its origin.
+        """
         self._write(self.config, yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
+        facts = {key: {"value": _value_at(config, key), "from": origin} for key, origin in origins.items()}
+        self._write(self.config_origins, json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
 
     def write_summary(self, summary: Summary) -> None:
         """Writes summary.json: a reader sees the whole file or none."""
         fields = {name: json_number(value) if isinstance(value, float) else value for name, value in asdict(summary).items()}
         self._write(self.summary, json.dumps(fields, indent=2, allow_nan=False) + "\n")
+
+    def write_requeue(self, step: int, why: str) -> None:
+        """Writes `requeue`: the run was told to stop, and the same command again goes on."""
+        self._write(self.requeue, json.dumps({"step": step, "why": why}) + "\n")
 
     def write_samples(self, step: int, samples: Iterable[Mapping[str, object]]) -> None:
         """Writes validation samples, one JSON object a line, to samples/step_<step>.jsonl."""
@@ -91,6 +166,13 @@ class RunFolder:
             raise EnvironmentFault(f"cannot write {path}: {error.strerror}") from error
 
 
+def _value_at(config: Mapping[str, Any], key: str) -> Any:
+    value: Any = config
+    for name in key.split("."):
+        value = value[name]
+    return value
+
+
 def _write_something(folder: Path) -> None:
     with tempfile.TemporaryFile(dir=folder):
         pass
@@ -102,8 +184,11 @@ def _unwritable(path: Path, error: OSError) -> ConfigError:
 
 
 def _stamped(name: str) -> str:
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    return f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name) or 'run'}-{stamp}"
+    return f"{_slug(name)}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name) or "run"
 
 
 def _make(path: Path) -> Path:
@@ -122,13 +207,3 @@ def _make_unused(path: Path) -> Path:
         except FileExistsError:
             number += 1
             candidate = path.with_name(f"{path.name}-{number}")
-
-
-def _set_earlier_run_aside(path: Path) -> None:
-    leftovers = [path / name for name in RUN_FILES if (path / name).exists()]
-    if not leftovers:
-        return
-    aside = next(folder for number in count(1) if not (folder := path / f"earlier-{number}").exists())
-    aside.mkdir()
-    for leftover in leftovers:
-        leftover.rename(aside / leftover.name)

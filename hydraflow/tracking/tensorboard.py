@@ -15,7 +15,9 @@ class TensorboardTracker:
         # Imported late: it costs a second, and runs without this tracker should not pay it.
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(log_dir=str(run.folder / "tensorboard"))
+        # What an earlier start of the run logged after its last checkpoint is hidden: those steps are done again.
+        void_from = run.done_steps + 1 if run.done_steps else None
+        self._writer = SummaryWriter(log_dir=str(run.folder / "tensorboard"), purge_step=void_from)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Adds one point to each metric's curve."""

@@ -12,6 +12,7 @@ from types import TracebackType
 from hydraflow.tracking.base import RunInfo, Tracker, TrackerFactory
 from hydraflow.tracking.console import open_console
 from hydraflow.tracking.file import FileTracker
+from hydraflow.tracking.history import seconds_of
 from hydraflow.tracking.tensorboard import TensorboardTracker
 
 TRACKERS: dict[str, TrackerFactory] = {
@@ -45,13 +46,15 @@ class Trackers:
         self.close()
 
 
-def open_trackers(names: Sequence[str], folder: Path, *, title: str = "", total_steps: int | None = None) -> Trackers:
+def open_trackers(
+    names: Sequence[str], folder: Path, *, title: str = "", total_steps: int | None = None, run_id: str = "", done_steps: int = 0
+) -> Trackers:
     """Opens the trackers of `trainer.logger`; the file is always among them. Makes `folder` where it is not there yet.
 
-    The names are known ones: `checks.py` has seen to that.
+    The names are known ones: `checks.py` has seen to that. `run_id`, `done_steps`: see `RunInfo`.
     """
     assert set(names) <= set(TRACKERS), names
     folder.mkdir(parents=True, exist_ok=True)
-    run = RunInfo(folder, title, total_steps)
+    run = RunInfo(folder, title, total_steps, run_id, done_steps, seconds_of(folder))
     wanted = {"file", *names}
     return Trackers([factory(run) for name, factory in TRACKERS.items() if name in wanted])

@@ -1,6 +1,6 @@
-"""How long a run may take: `trainer.max_wall_time` as seconds, or as 90s, 8m, 1h30m.
+"""How long a run may take: `trainer.max_wall_time` as seconds, or as 90s, 8m, 1h30m; and until a signal ends it.
 
-In: what the user wrote. Out: a deadline that the loop asks between steps.
+In: what the user wrote, and the signals that batch systems send. Out: what the loop asks between steps.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ import time
 import psutil
 
 from hydraflow.errors import ConfigError
+from hydraflow.trainer.signals import StopSignals
+
+OUT_OF_TIME = "trainer.max_wall_time reached"
 
 _UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}
 
@@ -38,11 +41,12 @@ def parse_duration(value: object) -> float | None:
 
 
 class Clock:
-    """Counts from its making; `limit` is in seconds, None for no limit."""
+    """Counts from its making; `limit` is in seconds, None for no limit. `signals`: those that end the run, too."""
 
-    def __init__(self, limit: float | None = None):
+    def __init__(self, limit: float | None = None, signals: StopSignals | None = None):
         self.started = time.monotonic()
         self.limit = limit
+        self.signals = signals or StopSignals()
 
     def seconds(self) -> float:
         """Seconds since the start."""
@@ -52,6 +56,17 @@ class Clock:
         """Seconds since this process was started, its imports included."""
         return time.time() - psutil.Process().create_time()
 
+    @property
+    def preempted(self) -> bool:
+        """Whether a signal asked the run to save and end."""
+        return bool(self.signals.received)
+
+    def why_to_stop(self) -> str:
+        """For people; empty while there is time left."""
+        if self.preempted:
+            return f"{self.signals.received} received"
+        return OUT_OF_TIME if self.limit is not None and self.seconds() >= self.limit else ""
+
     def is_over(self) -> bool:
-        """Whether the limit has passed."""
-        return self.limit is not None and self.seconds() >= self.limit
+        """Whether the limit has passed or a signal has come."""
+        return bool(self.why_to_stop())

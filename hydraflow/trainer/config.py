@@ -35,7 +35,7 @@ class LoopConfig(RunConfig):
     experiment_name: str = "run"
     """Name of the run in trackers, and the start of its folder's name."""
     default_local_dir: str | None = None
-    """Run folder; null: runs/<experiment_name>-<date>-<time>."""
+    """Run folder; null: runs/<experiment_name>-<date>-<time>, or the newest such folder whose run was cut off."""
     total_epochs: int = 1
     """Passes over the training data."""
     total_training_steps: int | None = None
@@ -48,6 +48,16 @@ class LoopConfig(RunConfig):
     """Where metrics go: console, file, tensorboard; the file metrics.jsonl is always written."""
     save_final_model: bool = True
     """Write the trained weights as a Hugging Face directory at the end."""
+    save_freq: int = -1
+    """Training steps between checkpoints, and one at the end; -1: none, but for a run that is told to stop by a signal."""
+    keep_best: str | None = None
+    """Validation metric, such as val-core/arithmetic/acc/mean@1, whose best checkpoint is kept apart in best/; least wins for a loss."""
+    stop_on_failed_save: bool = False
+    """End the run when a checkpoint cannot be written (a full disk), instead of warning and going on."""
+    resume_mode: str = "auto"
+    """auto: go on from the run folder's last checkpoint, if there is one; disable: start anew; resume_path: resume_from_path."""
+    resume_from_path: str | None = None
+    """A checkpoint, .../global_step_N, to go on from with resume_mode=resume_path."""
 
 
 @dataclass
@@ -66,6 +76,54 @@ class TrainerConfig(LoopConfig):
     """Validate and stop."""
     log_val_generations: int = 0
     """Validation samples that are written to the run folder each time."""
+    max_actor_ckpt_to_keep: int | None = None
+    """Checkpoints of the actor that stay, those of earlier starts of the run included; null: all."""
+    max_critic_ckpt_to_keep: int | None = None
+    """The same for the critic."""
+
+
+@dataclass
+class AsyncTrainingConfig:
+    """Sampling beside training, with weights that may be some steps old."""
+
+    staleness_threshold: float = 0.0
+    """Trajectories that may come from older weights, as a share of those between two weight updates; 0: synchronous."""
+    trigger_parameter_sync_step: int = 1
+    """Optimizer rounds between two weight updates of the rollout."""
+    require_batches: int = 1
+    """Mini-batches that are gathered before a round starts."""
+    partial_rollout: bool = False
+    """Interrupt running responses at a weight update and continue them with the new weights."""
+
+
+@dataclass
+class ClusterConfig:
+    """Machines that are planned for; nulls are taken from trainer.* and from this machine."""
+
+    nodes: int | None = None
+    """Machines; null: trainer.nnodes."""
+    devices_per_node: int | None = None
+    """Devices on each; null: trainer.n_gpus_per_node."""
+    device: str | None = None
+    """Kind of device, for the report: H100, A100, cpu, ...; null: this machine's."""
+    device_memory_gib: float | None = None
+    """Memory of one device in GiB; null: this machine's."""
+    host_memory_gib: float | None = None
+    """Memory of one machine in GiB; null: this machine's."""
+
+
+@dataclass
+class BatchConfig:
+    """Other handles on the batch plan; each is another way to write a number, and must agree with the keys that are given."""
+
+    gradient_accumulation_steps: int | None = None
+    """Micro-batches of the actor per optimizer step and data rank (a)."""
+    optimizer_steps_per_step: int | None = None
+    """Optimizer steps of the actor per training step (K)."""
+    global_batch_trajectories: int | None = None
+    """Trajectories per optimizer step of the actor (G)."""
+    trajectories_per_step: int | None = None
+    """Trajectories per training step (S)."""
 
 
 @dataclass
@@ -74,3 +132,5 @@ class SFTTrainerConfig(LoopConfig):
 
     experiment_name: str = "sft"
     """Name of the run in trackers, and the start of its folder's name."""
+    max_ckpt_to_keep: int | None = None
+    """Checkpoints that stay, those of earlier starts of the run included; null: all."""

@@ -1,4 +1,4 @@
-"""What happens around the steps: validate, log, stop. The step itself is in `ppo.py`.
+"""What happens around the steps: validate, log, save, stop. The step itself is in `ppo.py`.
 
 In: a trainer, a stream of prompts, trackers. Out: why the training ended. The same loop serves PPO, GRPO, RLOO and REINFORCE++.
 """
@@ -10,13 +10,13 @@ from collections.abc import Callable
 from hydraflow.protocol.batch import DataProto
 from hydraflow.tracking.run_folder import RunFolder
 from hydraflow.tracking.trackers import Trackers
+from hydraflow.trainer.checkpoint import Checkpointer
 from hydraflow.trainer.clock import Clock
 from hydraflow.trainer.config import TrainerConfig
 from hydraflow.trainer.ppo import PPOTrainer
 from hydraflow.trainer.validation import Validator
 
 DONE = "all steps done"
-OUT_OF_TIME = "trainer.max_wall_time reached"
 
 
 class Loop:
@@ -34,34 +34,36 @@ class Loop:
         self.config, self.trainer, self.validator = config, trainer, validator
         self.trackers, self.folder, self.clock = trackers, folder, clock
 
-    def fit(self, next_prompts: Callable[[], DataProto], total_steps: int) -> str:
-        """Trains until the steps or the time are used up; returns why it ended."""
-        self.trainer.sync_weights()
-        if self.config.val_before_train:
+    def fit(self, next_prompts: Callable[[], DataProto], checkpoints: Checkpointer, total_steps: int, *, done: int = 0) -> str:
+        """Trains until the steps or the time are used up; returns why it ended. `done`: steps before this start of the run.
+
+        A step is logged before it is saved: a checkpoint is never ahead of the metrics.
+        """
+        self.trainer.sync_weights().get()
+        if self.config.val_before_train and not done:
             self.trackers.log(self._validate(0), step=0)
-        for step in range(1, total_steps + 1):
+        for step in range(done + 1, total_steps + 1):
+            if self.clock.preempted:
+                return self.clock.why_to_stop()
             metrics = self.trainer.step(next_prompts(), step)
-            why = self._why_to_stop(step, total_steps)
-            if why or self._validation_is_due(step):
+            why = DONE if step == total_steps else self.clock.why_to_stop()
+            if (why and not self.clock.preempted) or self._validation_is_due(step) or step == total_steps:
                 metrics |= self._validate(step)
             self.trackers.log(metrics | self._position(step), step=step)
+            with self.trainer.timer.phase("save_checkpoint"):
+                checkpoints.after(step, metrics, last=bool(why), preempted=self.clock.preempted)
             if why:
                 return why
         return DONE
 
-    def validate_only(self) -> str:
-        """Validates once; returns why it ended."""
-        self.trainer.sync_weights()
-        self.trackers.log(self._validate(0), step=0)
+    def validate_only(self, step: int = 0) -> str:
+        """Validates once, the model as it was after `step`; returns why it ended."""
+        self.trainer.sync_weights().get()
+        self.trackers.log(self._validate(step), step=step)
         return "trainer.val_only"
 
     def _position(self, step: int) -> dict[str, float]:
         return {"training/global_step": step, "perf/seconds_since_launch": self.clock.seconds_since_launch()}
-
-    def _why_to_stop(self, step: int, total_steps: int) -> str:
-        if step == total_steps:
-            return DONE
-        return OUT_OF_TIME if self.clock.is_over() else ""
 
     def _validation_is_due(self, step: int) -> bool:
         return self.config.test_freq > 0 and step % self.config.test_freq == 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hydraflow.batch_plan_parts import RolePlan
+from hydraflow.batch_plan.parts import RolePlan
 from hydraflow.protocol.balance import equal_size_partitions
 
 

@@ -22,8 +22,10 @@ import numpy as np
 
 from hydraflow import metrics as reductions
 from hydraflow.algorithms.groups import group_ids
-from hydraflow.batch_plan import BatchPlan
-from hydraflow.batch_plan_parts import RolePlan
+from hydraflow.batch_plan.parts import RolePlan
+from hydraflow.batch_plan.resolve import BatchPlan
+from hydraflow.batch_plan.roles import needs_reference
+from hydraflow.dispatch.future import Future
 from hydraflow.dispatch.group import RoleGroup
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.transport import Traffic
@@ -32,7 +34,7 @@ from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import RemoteBatch
 from hydraflow.schema import PPOConfig
 from hydraflow.trainer.mini_batches import mini_batch_order
-from hydraflow.trainer.roles import Roles, needs_reference, rollout_is_exact
+from hydraflow.trainer.roles import Roles, rollout_is_exact
 from hydraflow.trainer.timing import PhaseTimer
 from hydraflow.workers.actor import ActorWorker
 from hydraflow.workers.advantage import AdvantageWorker
@@ -56,6 +58,8 @@ class PPOTrainer:
         self.config, self.plan, self.roles, self.runtime = config, plan, roles, runtime
         self.timer = PhaseTimer()
         self.metrics: dict[str, float] = {}
+        self._compared = False
+        """Whether the generation engine's log-probabilities were compared with the trainer's since the start."""
 
     def step(self, prompts: DataProto, step: int) -> dict[str, float]:
         """Trains on one batch of prompts; `step` counts from 1."""
@@ -65,27 +69,31 @@ class PPOTrainer:
         with phase("step"):
             with phase("gen"):
                 batch = self.generate(prompts, step)
-            with phase("reward"):
-                batch = self.score(batch, step)
+            scoring = self.score(batch)  # beside the passes of the models
             with phase("old_log_prob"):
                 batch = self.old_log_probs(batch, step)
             with phase("ref"):
                 batch = self.reference_log_probs(batch)
             with phase("values"):
                 batch = self.critic_values(batch)
+            estimating = self.advantages(batch, scoring)  # behind the scores
+            with phase("reward"):
+                self.note_failures(scoring.get(), step)
             with phase("adv"):
-                batch = self.advantages(batch)
+                batch = batch.union(self.noted(estimating.get()))
             with phase("update_critic"):
                 self.update_critic(batch, step)
+            updating = self.update_actor(batch, step)
+            syncing = self.sync_weights()  # behind the update
             with phase("update_actor"):
-                self.update_actor(batch, step)
+                self.note_update(updating)
             with phase("update_weights"):
-                self.sync_weights()
+                syncing.get()
         return self.metrics | self._throughput(self.timer.drain(), before)
 
-    def sync_weights(self) -> None:
-        """Gives the generation engine the actor's weights."""
-        self.roles.rollout.call(RolloutWorker.sync_from_actor)
+    def sync_weights(self) -> Future:
+        """Gives the generation engine the actor's weights, those after all updates that were called before."""
+        return self.roles.rollout.call(RolloutWorker.sync_from_actor)
 
     def generate(self, prompts: DataProto, step: int) -> RemoteBatch:
         """Samples `rollout.n` trajectories for every prompt, prompt-major; the row objects stay here."""
@@ -96,25 +104,29 @@ class PPOTrainer:
         batch.columns |= RemoteBatch.from_local(_group_numbers(prompts, n)).columns
         return batch
 
-    def score(self, batch: RemoteBatch, step: int) -> RemoteBatch:
-        """Adds the reward function's scores."""
-        scored = self.roles.reward.call(RewardWorker.score, batch.select(["responses"], SCORING_OBJECTS, []))
+    def score(self, batch: RemoteBatch) -> Future:
+        """The reward function's scores."""
+        return self.roles.reward.call(RewardWorker.score, batch.select(["responses"], SCORING_OBJECTS, []))
+
+    def note_failures(self, scored: RemoteBatch, step: int) -> None:
+        """Counts the rows that the reward function could not score, and says so."""
         self.metrics["reward/failed_rows"] = float(scored.meta_info["failed"])
         warn_of_failures(scored, f"step {step}")
-        return batch.union(scored)
 
     def old_log_probs(self, batch: RemoteBatch, step: int) -> RemoteBatch:
         """Adds the sampling policy's log-probabilities.
 
         Where the generation engine's are the trainer's (the same mathematics in the same type), its own are taken and compared
-        with the trainer's in the first mini-batch; otherwise the trainer computes them. The first step always computes them, and
-        stops the run if the two disagree.
+        with the trainer's in the first mini-batch; otherwise the trainer computes them. The first step after a start always
+        computes them, and stops the run if the two disagree.
         """
         exact = rollout_is_exact(self.config, self.runtime.device_type)
-        if step > 1 and exact:
+        if self._compared and exact:
             return _taken_from_rollout(batch)
         computed = batch.union(self.roles.actor.call(ActorWorker.compute_log_prob, columns(batch, MODEL_INPUTS)))
-        self._compare_with_rollout(computed, step)
+        measured = self._compare_with_rollout(computed)
+        if step == 1 or not exact:  # a run that goes on notes what it would have noted without the stop
+            self.metrics |= measured
         return _taken_from_rollout(computed) if exact else computed
 
     def reference_log_probs(self, batch: RemoteBatch) -> RemoteBatch:
@@ -132,29 +144,39 @@ class PPOTrainer:
             return batch
         return batch.union(self.roles.critic.call(CriticWorker.compute_values, columns(batch, MODEL_INPUTS)))
 
-    def advantages(self, batch: RemoteBatch) -> RemoteBatch:
-        """Adds rewards, advantages and returns."""
-        names = ["prompts", "response_mask", "token_level_scores", "group"]
+    def advantages(self, batch: RemoteBatch, scored: Future) -> Future:
+        """Rewards, advantages and returns."""
+        names = ["prompts", "response_mask", "group"]
         names += ["values"] if self.roles.critic else []
         names += ["old_log_probs", "ref_log_prob"] if self.config.algorithm.use_kl_in_reward else []
-        output = self.roles.advantage.call(AdvantageWorker.compute, columns(batch, names))
+        return self.roles.advantage.call(AdvantageWorker.compute, columns(batch, names), scored)
+
+    def noted(self, output: RemoteBatch) -> RemoteBatch:
+        """The output, once its metrics are kept."""
         self.metrics |= output.meta_info["metrics"]
-        return batch.union(output)
+        return output
 
     def update_critic(self, batch: RemoteBatch, step: int) -> None:
         """Takes the critic's optimizer steps."""
         if self.roles.critic is None or self.plan.critic is None:
             return
-        self._update(self.roles.critic, CriticWorker.update, columns(batch, CRITIC_COLUMNS + ["lengths"]), self.plan.critic, step)
+        self.note_update(
+            self._update(self.roles.critic, CriticWorker.update, columns(batch, CRITIC_COLUMNS + ["lengths"]), self.plan.critic, step)
+        )
 
-    def update_actor(self, batch: RemoteBatch, step: int) -> None:
+    def update_actor(self, batch: RemoteBatch, step: int) -> Future | None:
         """Takes the actor's optimizer steps, once the critic has warmed up."""
         if step <= self.config.trainer.critic_warmup:
-            return
+            return None
         names = ACTOR_COLUMNS + (["ref_log_prob"] if self.config.actor_rollout_ref.actor.use_kl_loss else [])
-        self._update(self.roles.actor, ActorWorker.update, columns(batch, names + ["lengths"]), self.plan.actor, step)
+        return self._update(self.roles.actor, ActorWorker.update, columns(batch, names + ["lengths"]), self.plan.actor, step)
 
-    def _update(self, role: RoleGroup, method: Callable, batch: RemoteBatch, plan: RolePlan, step: int) -> None:
+    def note_update(self, updating: Future | None) -> None:
+        """Waits for an update and keeps its metrics."""
+        if updating is not None:
+            self.metrics |= reductions.values(updating.get())
+
+    def _update(self, role: RoleGroup, method: Callable, batch: RemoteBatch, plan: RolePlan, step: int) -> Future:
         lengths = self.runtime.fetch(columns(batch, ["lengths"])).get("lengths").numpy()
         order = mini_batch_order(
             lengths,
@@ -164,24 +186,26 @@ class PPOTrainer:
             shuffle_key=(self.config.trainer.seed, step) if plan.shuffle else None,
         )
         inputs = columns(batch, [name for name in batch.keys() if name != "lengths"])
-        self.metrics |= reductions.values(role.call(method, inputs.select_idxs(order)))
+        return role.call(method, inputs.select_idxs(order))
 
-    def _compare_with_rollout(self, batch: RemoteBatch, step: int) -> None:
+    def _compare_with_rollout(self, batch: RemoteBatch) -> dict[str, float]:
         names = ["response_mask", "rollout_log_probs", "old_log_probs", "entropys"]
         measured = self.roles.advantage.call(AdvantageWorker.compare_with_rollout, columns(batch, names))
-        self.metrics |= measured
         limit, found = self.config.actor_rollout_ref.rollout.probs_diff_limit, measured["training/rollout_probs_diff_mean"]
-        if step == 1 and found > limit:
+        if not self._compared and found > limit:
             raise GuardStop(
                 f"the generation engine and the trainer disagree: sampled tokens' probabilities differ by {found:.4f} on average, "
                 f"actor_rollout_ref.rollout.probs_diff_limit is {limit}. Usual causes: weights that did not arrive, another chat "
                 "template or tokenizer, different dtypes."
             )
+        self._compared = True
+        return measured
 
     def _throughput(self, seconds: dict[str, float], before: Traffic) -> dict[str, float]:
         """`perf/throughput` is tokens per second and process, as in verl.
 
-        `perf/dispatch_share`: part of the step in which no worker's method ran, so the controller's and Ray's own.
+        `perf/dispatch_share`: part of the step in which no worker's method ran, so the controller's and Ray's own; 0 where methods
+        that ran side by side add up to more than the step.
         """
         trajectories = self.plan.trajectories_per_step
         tokens = trajectories * (self.metrics["prompt_length/mean"] + self.metrics["response_length/mean"])
@@ -190,7 +214,7 @@ class PPOTrainer:
             "perf/total_num_tokens": tokens,
             "perf/time_per_step": per_step,
             "perf/throughput": tokens / per_step / self.plan.rollout_ranks,
-            "perf/dispatch_share": 1 - (now.worked - before.worked) / per_step,
+            "perf/dispatch_share": max(0.0, 1 - (now.worked - before.worked) / per_step),
             "perf/controller_bytes_per_trajectory": (now.total - before.total) / trajectories,
         }
         return seconds | perf

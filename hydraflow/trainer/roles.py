@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hydraflow.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from hydraflow.batch_plan import BatchPlan
+from hydraflow.batch_plan.resolve import BatchPlan
+from hydraflow.batch_plan.roles import own_reference
 from hydraflow.device import resolve_dtype
 from hydraflow.dispatch.group import RoleGroup
 from hydraflow.dispatch.runtime import Runtime
@@ -39,18 +39,6 @@ class Roles:
     ref: RoleGroup | None
 
 
-def needs_critic(config: PPOConfig) -> bool:
-    """Whether the run trains a value model."""
-    if config.critic.enable is not None:
-        return config.critic.enable
-    return ADVANTAGE_ESTIMATORS[config.algorithm.adv_estimator].needs_values
-
-
-def needs_reference(config: PPOConfig) -> bool:
-    """Whether any KL term measures from the reference policy."""
-    return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
-
-
 def rollout_is_exact(config: PPOConfig, device_type: str) -> bool:
     """Whether the generation engine's log-probabilities are the trainer's: the same mathematics in the same type.
 
@@ -71,15 +59,10 @@ def build_roles(config: PPOConfig, plan: BatchPlan, runtime: Runtime) -> Roles:
         actor=train.role("actor"),
         rollout=train.role("rollout"),
         critic=train.role("critic") if plan.critic else None,
-        ref=train.role("ref") if _own_reference(config) else None,
+        ref=train.role("ref") if own_reference(config) else None,
         reward=score.role("reward"),
         advantage=score.role("advantage"),
     )
-
-
-def _own_reference(config: PPOConfig) -> bool:
-    """With adapters the reference is the actor with its adapters off."""
-    return needs_reference(config) and config.actor_rollout_ref.model.lora_rank == 0
 
 
 def _training_roles(config: PPOConfig, plan: BatchPlan, device_type: str) -> dict[str, RoleSpec]:
@@ -112,7 +95,7 @@ def _training_roles(config: PPOConfig, plan: BatchPlan, device_type: str) -> dic
             seed=config.trainer.seed,
         )
         roles["critic"] = RoleSpec(CriticWorker, (spec,))
-    if _own_reference(config):
+    if own_reference(config):
         assert plan.ref is not None, "a reference has a pass that computes log-probabilities"
         ref = ReferenceSpec(policy.actor.strategy, policy.model, policy.ref.fsdp_config, plan.ref, temperature)
         roles["ref"] = RoleSpec(ReferenceWorker, (ref,))

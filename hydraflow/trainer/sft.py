@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from hydraflow import metrics as reductions
-from hydraflow.batch_plan_sft import SFTPlan
+from hydraflow.batch_plan.sft import SFTPlan
 from hydraflow.dispatch.group import RoleGroup
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.worker import RoleSpec
@@ -20,8 +20,9 @@ from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.ragged import parts
 from hydraflow.schema import SFTConfig
 from hydraflow.tracking.trackers import Trackers
+from hydraflow.trainer.checkpoint import Checkpointer
 from hydraflow.trainer.clock import Clock
-from hydraflow.trainer.loop import DONE, OUT_OF_TIME
+from hydraflow.trainer.loop import DONE
 from hydraflow.trainer.machine import TRAIN
 from hydraflow.trainer.mini_batches import mini_batch_order
 from hydraflow.trainer.timing import PhaseTimer
@@ -51,16 +52,28 @@ class SFTTrainer:
         clock: Clock,
         *,
         stop_when: StopRule | None = None,
+        checkpoints: Checkpointer | None = None,
+        done: int = 0,
     ) -> str:
-        """Trains until the steps or the time are used up or `stop_when` holds; returns why it ended."""
-        for step in range(1, self.plan.total_steps + 1):
+        """Trains until the steps or the time are used up or `stop_when` holds; returns why it ended.
+
+        `checkpoints` None: nothing is saved. `done`: steps before this start of the run.
+        """
+        why = DONE
+        for step in range(done + 1, self.plan.total_steps + 1):
+            if clock.preempted:
+                return clock.why_to_stop()
             metrics = self._step(next_batch())
-            why = DONE if step == self.plan.total_steps else OUT_OF_TIME if clock.is_over() else ""
-            if held_out and (why or self._validation_is_due(step)):
+            why = DONE if step == self.plan.total_steps else clock.why_to_stop()
+            ends_here = step == self.plan.total_steps or (why and not clock.preempted)
+            if held_out and (ends_here or self._validation_is_due(step)):
                 metrics |= self.validate(held_out)
                 if stop_when is not None and stop_when(metrics):
                     why = "accuracy reached"
             trackers.log(metrics | {"training/global_step": step}, step=step)
+            if checkpoints is not None:
+                with self.timer.phase("save_checkpoint"):
+                    checkpoints.after(step, metrics, last=bool(why), preempted=clock.preempted)
             if why:
                 break
         return why

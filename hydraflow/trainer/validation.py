@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hydraflow.batch_plan import BatchPlan
+from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.protocol.batch import DataProto
 from hydraflow.schema import PPOConfig
@@ -29,6 +29,13 @@ class Scored:
     accuracies: np.ndarray
     texts: list[str]
     truths: list[object]
+
+
+def metric_names(batches: Sequence[DataProto], plan: BatchPlan) -> set[str]:
+    """What a validation with these prompts measures."""
+    sources = {str(source) for batch in batches for source in batch.non_tensor_batch["data_source"]}
+    n = plan.validation.samples_per_prompt
+    return {f"val-core/{source}/{name}/mean@{n}" for source in sources for name in ("acc", "reward")}
 
 
 class Validator:
@@ -59,7 +66,7 @@ class Validator:
         batch = sample(self.roles.rollout, prompts, order)
         inputs = batch.select(["responses"], SCORING_OBJECTS, [])
         inputs.meta_info[WITH_TEXTS] = True
-        scored = self.roles.reward.call(RewardWorker.score, inputs)
+        scored = self.roles.reward.call(RewardWorker.score, inputs).get()
         warn_of_failures(scored, "validation")
         read = self.runtime.fetch(columns(scored, ["score", "acc", "text"]))
         return Scored(

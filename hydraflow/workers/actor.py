@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hydraflow.algorithms.actor_loss import ActorLoss
 from hydraflow.algorithms.aggregate import Denominators
-from hydraflow.batch_plan_parts import MicroPlan, RolePlan
+from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.dispatch.modes import mesh_mode, register
 from hydraflow.dispatch.worker import ProcessContext
 from hydraflow.engine.base import LossFn, ModelOutput
@@ -77,7 +77,7 @@ class ActorWorker(EngineWorker):
         output = forward_in_order(self.engine, batch, self.spec.ref, temperature=self.spec.temperature, adapter=False)
         return output.rename("log_probs", "ref_log_prob")
 
-    @register(dispatch_mode=mesh_mode("actor"), read_only=True, padding=False)
+    @register(dispatch_mode=mesh_mode("actor"), blocking=False, read_only=True, padding=False)
     def update(self, batch: DataProto) -> dict[str, Metric]:
         """Every optimizer step of one training step; rows come ordered by mini-batch."""
         return train_mini_batches(

@@ -39,12 +39,13 @@ class AdvantageWorker(Worker):
         control = spec.algorithm.kl_ctrl
         self.kl = make_kl_controller(control.type, kl_coef=control.kl_coef, target_kl=control.target_kl, horizon=control.horizon)
 
-    @register(dispatch_mode=Dispatch.RANK_ZERO, read_only=True)
-    def compute(self, batch: DataProto) -> DataProto:
-        """`advantages` and `returns` (B, R) ragged; `meta_info["metrics"]` describes the step's data."""
+    @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False, read_only=True)
+    def compute(self, batch: DataProto, scored: DataProto) -> DataProto:
+        """From `token_level_scores` in `scored`: `advantages` and `returns`; `meta_info["metrics"]` describes the step's data."""
         algorithm = self.spec.algorithm
         lengths = parts(batch.get("response_mask"))[1]
         padded = {name: to_padded(batch.get(name)) for name in batch.keys() if name not in ("prompts", "group")}
+        padded["token_level_scores"] = to_padded(scored.get("token_level_scores"))
         mask = padded["response_mask"].to(torch.float32)
         metrics: dict[str, float] = {}
         rewards = padded["token_level_scores"]
@@ -74,6 +75,16 @@ class AdvantageWorker(Worker):
         mask = padded["response_mask"].bool()
         entropy = {"actor/entropy": float(padded["entropys"][mask].mean())}
         return rollout_probs_diff(padded["old_log_probs"], padded["rollout_log_probs"], mask) | entropy
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def state_dict(self) -> dict[str, float]:
+        """The KL controller's state."""
+        return self.kl.state_dict()
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Goes on from it."""
+        self.kl.load_state_dict(state)
 
     def _take_kl_off(
         self, padded: dict[str, torch.Tensor], scores: torch.Tensor, mask: torch.Tensor

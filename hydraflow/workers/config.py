@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from hydraflow.algorithms.config import PolicyLossConfig
-from hydraflow.engine.config import FSDPConfig, OptimConfig
+from hydraflow.engine.config import FSDPConfig, MegatronConfig, OptimConfig
 from hydraflow.generation.config import RolloutConfig
 from hydraflow.models.config import ModelConfig
+
+
+@dataclass
+class CheckpointConfig:
+    """What a role's checkpoints hold."""
+
+    save_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
+    """Any of model (weights), optimizer, extra (place in the schedule), hf_model (full weights as a Hugging Face directory)."""
+    load_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
+    """What a run that goes on takes from them: model, and of optimizer and extra those that are named."""
+    async_save: bool = True
+    """Copy the state to host memory and write it while training goes on; false: training waits until it is written."""
 
 
 @dataclass
@@ -15,7 +28,7 @@ class ActorConfig:
     """The policy that is trained."""
 
     strategy: str = "fsdp2"
-    """Training engine: fsdp2."""
+    """Training engine: fsdp2 or megatron."""
     ppo_mini_batch_size: int = 256
     """Prompts per optimizer step (M of the batch plan); times rollout.n it counts trajectories."""
     ppo_micro_batch_size_per_gpu: int | None = None
@@ -51,6 +64,10 @@ class ActorConfig:
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    device_mapping: Any = None
+    """Devices of the role: a list of numbers, or text such as 0-7 or 0-3,8-11; null: all devices of the trainer."""
 
 
 @dataclass
@@ -64,6 +81,9 @@ class RefConfig:
     log_prob_max_token_len_per_gpu: int | None = None
     """Tokens per device in one forward; null: actor.ppo_max_token_len_per_gpu."""
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
+    device_mapping: Any = None
+    """Devices of the role; null: the actor's."""
 
 
 @dataclass
@@ -83,7 +103,7 @@ class CriticConfig:
     enable: bool | None = None
     """Train a critic; null: when algorithm.adv_estimator needs values."""
     strategy: str = "fsdp2"
-    """Training engine: fsdp2."""
+    """Training engine: fsdp2 or megatron."""
     model: ModelConfig = field(default_factory=ModelConfig)
     ppo_mini_batch_size: int | None = None
     """Prompts per optimizer step; null: the actor's."""
@@ -107,3 +127,7 @@ class CriticConfig:
     """As actor.loss_agg_mode."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    device_mapping: Any = None
+    """Devices of the role; null: all devices of the trainer."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from hydraflow.algorithms.aggregate import Denominators
 from hydraflow.algorithms.critic_loss import ValueLoss
-from hydraflow.batch_plan_parts import MicroPlan, RolePlan
+from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.dispatch.modes import mesh_mode, register
 from hydraflow.dispatch.worker import ProcessContext
 from hydraflow.metrics import Metric
@@ -58,7 +58,7 @@ class CriticWorker(EngineWorker):
         """`values` of every response token."""
         return forward_in_order(self.engine, batch, self.spec.values, temperature=1.0)
 
-    @register(dispatch_mode=mesh_mode("critic"), read_only=True, padding=False)
+    @register(dispatch_mode=mesh_mode("critic"), blocking=False, read_only=True, padding=False)
     def update(self, batch: DataProto) -> dict[str, Metric]:
         """Every optimizer step of one training step; rows come ordered by mini-batch."""
         return train_mini_batches(self.engine, batch, self.spec.plan, self._loss, temperature=1.0, entropy=False, prefix="critic")

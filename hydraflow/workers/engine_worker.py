@@ -1,4 +1,4 @@
-"""What every role with a training engine shares: joining the other ranks, its place among them, writing its weights.
+"""What every role with a training engine shares: joining the other ranks, its place among them, its checkpoints.
 
 In: the role's specification. Out: an engine of the chosen kind. Left out on purpose: what the role does with it.
 """
@@ -6,6 +6,7 @@ In: the role's specification. Out: an engine of the chosen kind. Left out on pur
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from hydraflow.device import current_device
 from hydraflow.dispatch.modes import Coordinates, Dispatch, register
@@ -15,6 +16,7 @@ from hydraflow.engine.base import TrainEngine
 from hydraflow.engine.config import FSDPConfig, OptimConfig
 from hydraflow.engine.fsdp.engine import FSDPEngine
 from hydraflow.models.config import ModelConfig
+from hydraflow.workers.saving import save_part
 
 TRAIN_ENGINES: dict[str, Callable[..., TrainEngine]] = {"fsdp2": FSDPEngine}
 """Training engines by the name that `strategy` gives."""
@@ -60,3 +62,18 @@ class EngineWorker(Worker):
     def save_hf(self, directory: str) -> None:
         """Writes the weights as a Hugging Face directory."""
         self.engine.save_hf(directory)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, checkpoint: str, role: str, contents: list[str], background: bool) -> None:
+        """Copies the state and has it written to `<checkpoint>/<role>`; `saving.read_part` says when that is done, and how it went."""
+        save_part(self.engine.snapshot(contents), Path(checkpoint), role, self.process.rank, background=background)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, directory: str, contents: list[str]) -> None:
+        """Takes the state from a role's folder."""
+        self.engine.load(directory, contents)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def checkpoint_bytes(self, contents: list[str]) -> int:
+        """Bytes of this rank's part of a checkpoint."""
+        return self.engine.stored_bytes(contents)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hydraflow.batch_plan_parts import MicroPlan
+from hydraflow.batch_plan.parts import MicroPlan
 from hydraflow.dispatch.modes import mesh_mode, register
 from hydraflow.dispatch.worker import ProcessContext
 from hydraflow.engine.config import FSDPConfig

@@ -43,7 +43,7 @@ class RewardWorker(Worker):
         self.tokenizer = load_tokenizer(spec.model)
         self.pool = RewardPool(spec.reward)
 
-    @register(dispatch_mode=Dispatch.RANK_ZERO, read_only=True)
+    @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False, read_only=True)
     def score(self, batch: DataProto) -> DataProto:
         """Scores every row; `meta_info["failed"]` counts the rows whose function raised or took too long.
 

@@ -69,7 +69,7 @@ class RolloutWorker(Worker):
             generation_config=load_generation_config(spec.model),
         )
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def sync_from_actor(self) -> None:
         """Takes the weights of the actor in this process."""
         actor = self.process.roles["actor"]

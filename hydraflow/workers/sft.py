@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from hydraflow.algorithms.aggregate import Denominators
 from hydraflow.algorithms.sft_loss import SFTLoss
-from hydraflow.batch_plan_parts import RolePlan
+from hydraflow.batch_plan.parts import RolePlan
 from hydraflow.dispatch.modes import mesh_mode, register
 from hydraflow.dispatch.worker import ProcessContext
 from hydraflow.engine.config import FSDPConfig, OptimConfig

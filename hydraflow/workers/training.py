@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hydraflow.algorithms.aggregate import Denominators
-from hydraflow.batch_plan_parts import MicroPlan, RolePlan
+from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.engine.base import LossFn, TrainEngine
 from hydraflow.engine.micro_batches import MicroBatches, split_rows, split_tokens
 from hydraflow.metrics import Metric, largest, mean, merge

@@ -13,7 +13,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from hydraflow import compose
+from hydraflow.compose.loading import load
 from hydraflow.recipes.arithmetic import ArithmeticAssets, cache_folder, is_made
 from hydraflow.schema import PPOConfig
 
@@ -37,7 +37,7 @@ class Steady:
 
 def default_assets() -> ArithmeticAssets:
     """The default recipe's files; made by a run of one step if they are missing."""
-    config = compose.load("ppo", PPOConfig, [])
+    config = load("ppo", PPOConfig, [])
     folder = cache_folder(config.recipe, config.trainer.seed)
     if not is_made(folder):
         hydraflow_steps(1)

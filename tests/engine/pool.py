@@ -1,4 +1,4 @@
-"""Two gloo ranks in processes that live for the whole test session: importing torch is what costs."""
+"""Gloo ranks in processes that live for a file of tests: importing torch is what costs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def serve(rank: int, port: int, pipe: Connection) -> None:
+def serve(rank: int, size: int, port: int, pipe: Connection) -> None:
     """A rank: runs what it is told until told nothing."""
     torch.set_num_threads(1)
-    process_group.start(rank=rank, world_size=2, address="127.0.0.1", port=port, device_type="cpu", timeout_s=120)
+    process_group.start(rank=rank, world_size=size, address="127.0.0.1", port=port, device_type="cpu", timeout_s=120)
     while (job := pipe.recv()) is not None:
         function, args = job
         try:
@@ -34,13 +34,15 @@ def serve(rank: int, port: int, pipe: Connection) -> None:
 
 
 class Ranks:
-    """Two ranks that run functions of `rank_jobs`."""
+    """Ranks, two unless told otherwise, that run functions of `rank_jobs`."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 2) -> None:
         context, port = mp.get_context("spawn"), free_port()
-        pairs = [context.Pipe() for _ in range(2)]
+        pairs = [context.Pipe() for _ in range(size)]
         self.pipes = [mine for mine, _ in pairs]
-        self.processes = [context.Process(target=serve, args=(rank, port, theirs), daemon=True) for rank, (_, theirs) in enumerate(pairs)]
+        self.processes = [
+            context.Process(target=serve, args=(rank, size, port, theirs), daemon=True) for rank, (_, theirs) in enumerate(pairs)
+        ]
         for process in self.processes:
             process.start()
 

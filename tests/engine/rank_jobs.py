@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 
 CPU = torch.device("cpu")
+CONTENTS = ["model", "optimizer", "extra"]
 ROWS = 8
 
 
@@ -137,7 +139,7 @@ def save_both(path: str, options: Mapping[str, Any], directory: str) -> dict[str
         engine.optimizer_step()
         engine.lr_step()
     engine.save_hf(directory + "/hf")
-    engine.save(directory + "/state")
+    engine.snapshot(CONTENTS).write(Path(directory) / "state")
     saved = full_weights(engine)
     engine.forward_backward([my_share(make_batch(2))], loss_of)
     engine.optimizer_step()
@@ -146,7 +148,7 @@ def save_both(path: str, options: Mapping[str, Any], directory: str) -> dict[str
 
 def resume(path: str, options: Mapping[str, Any], directory: str) -> dict[str, torch.Tensor]:
     engine = make_engine(path, options)
-    engine.load(directory + "/state")
+    engine.load(directory + "/state", CONTENTS)
     saved = full_weights(engine)
     engine.forward_backward([my_share(make_batch(2))], loss_of)
     engine.optimizer_step()
@@ -170,3 +172,48 @@ def split_by_tokens(max_tokens: int) -> tuple[int, list[int]]:
     data = make_batch().slice(0, 4) if dist.get_rank() == 0 else make_batch().slice(4, 8)
     parts = split_tokens(data, max_tokens, lambda values: process_group.all_reduce(values, "max"))
     return len(parts.parts), parts.order.tolist()
+
+
+def step_once(engine: FSDPEngine, step: int) -> None:
+    engine.forward_backward([my_share(make_batch(step))], loss_of)
+    engine.optimizer_step()
+    engine.lr_step()
+
+
+def moments(engine: FSDPEngine) -> dict[str, torch.Tensor]:
+    """The optimizer's whole state, by parameter and slot."""
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        for slot, value in engine._optimizer.state.get(parameter, {}).items():
+            found[f"{name}.{slot}"] = (value.full_tensor() if hasattr(value, "full_tensor") else value).clone().cpu()
+    return found
+
+
+def everything(engine: FSDPEngine) -> dict[str, Any]:
+    return {"weights": full_weights(engine), "moments": moments(engine), "lr": engine._lr()}
+
+
+def write_checkpoint(path: str, options: Mapping[str, Any], directory: str, steps: int = 2) -> dict[str, Any]:
+    """Some steps, a snapshot that is written by another thread while one more step is taken; what the snapshot must hold."""
+    import threading
+
+    engine = make_engine(path, options)
+    for step in range(steps):
+        step_once(engine, step)
+    held = everything(engine)
+    snapshot = engine.snapshot(CONTENTS)
+    files: list[Path] = []
+    thread = threading.Thread(target=lambda: files.extend(snapshot.write(Path(directory))))
+    thread.start()
+    step_once(engine, steps)
+    thread.join()
+    return held | {"files": [str(path.relative_to(directory)) for path in files], "bytes": engine.stored_bytes(CONTENTS)}
+
+
+def read_checkpoint(path: str, options: Mapping[str, Any], directory: str, contents: list[str]) -> dict[str, Any]:
+    """What an engine holds after reading, and after one more step."""
+    engine = make_engine(path, options)
+    engine.load(directory, contents)
+    held = everything(engine)
+    step_once(engine, 2)
+    return held | {"next": full_weights(engine)}

@@ -10,7 +10,7 @@ import pytest
 from jobs.command import assert_refused, hydraflow
 from jobs.conftest import write_lines
 
-from hydraflow import compose
+from hydraflow.compose.loading import load
 from hydraflow.data.files import write_rows
 from hydraflow.errors import ConfigError
 from hydraflow.jobs.evaluate import evaluate
@@ -22,7 +22,7 @@ def row(responses: Any, truth: Any = "002", source: str = "arithmetic") -> dict[
 
 
 def scored(path: Path, *overrides: str) -> dict[str, Any]:
-    return evaluate(compose.load("eval", EvalConfig, [f"data.path={path}", *overrides]))
+    return evaluate(load("eval", EvalConfig, [f"data.path={path}", *overrides]))
 
 
 SUMS = [row(["002", "003"]), row(["005", " 005 "], "005"), row(["8", "10"], "009")]

@@ -14,7 +14,7 @@ import pytest
 from jobs.command import assert_refused, hydraflow, processes_with
 from jobs.conftest import LEARNT, write_lines
 
-from hydraflow import compose
+from hydraflow.compose.loading import load
 from hydraflow.data.files import Record
 from hydraflow.errors import ConfigError
 from hydraflow.jobs.generate import input_table, run_generate
@@ -25,7 +25,7 @@ from hydraflow.schema import GenerateConfig
 def generate(model: str | Path, prompts: Path, output: Path, *more: str) -> list[list[str]]:
     """The responses that main_generate writes."""
     given = [f"model.path={model}", f"data.path={prompts}", f"output.path={output}", "data.max_response_length=6", "rollout.dtype=fp32"]
-    run_generate(compose.load("generate", GenerateConfig, [*given, *more]))
+    run_generate(load("generate", GenerateConfig, [*given, *more]))
     return pyarrow.parquet.read_table(output).column("responses").to_pylist()
 
 

@@ -10,7 +10,7 @@ import torch
 from jobs.command import assert_refused, hydraflow, read_steps
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hydraflow import compose
+from hydraflow.compose.loading import load
 from hydraflow.errors import ConfigError
 from hydraflow.jobs.sft import run_sft
 from hydraflow.schema import SFTConfig
@@ -65,7 +65,7 @@ def test_it_learns_and_leaves_what_it_promises(sft_run: Path) -> None:
 def test_padding_and_the_number_of_processes_change_nothing(sft_run: Path, sft_keys: list[str], tmp_path: Path) -> None:
     keys = [*sft_keys, "model.use_remove_padding=false", "trainer.n_gpus_per_node=1", "data.use_dynamic_bsz=false"]
     keys += ["data.micro_batch_size_per_gpu=2", "trainer.total_training_steps=3", f"trainer.default_local_dir={tmp_path}"]
-    run_sft(compose.load("sft", SFTConfig, [*keys, "trainer.save_final_model=false", "trainer.logger=[file]"]))
+    run_sft(load("sft", SFTConfig, [*keys, "trainer.save_final_model=false", "trainer.logger=[file]"]))
     packed, padded = read_steps(sft_run)[:3], read_steps(tmp_path)
     assert len(padded) == 3 and not (tmp_path / "final_model").exists()
     for name in ("train/loss", "train/grad_norm"):
@@ -91,7 +91,7 @@ def test_a_mistake_is_one_message(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_are_found_before_anything_starts(override: str, words: str, sft_keys: list[str], tmp_path: Path) -> None:
-    config = compose.load("sft", SFTConfig, [*sft_keys, f"trainer.default_local_dir={tmp_path}", override])
+    config = load("sft", SFTConfig, [*sft_keys, f"trainer.default_local_dir={tmp_path}", override])
     with pytest.raises(ConfigError) as caught:
         run_sft(config)
     assert words in str(caught.value)

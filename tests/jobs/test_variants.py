@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from jobs.command import SMALL_RECIPE, SMALL_STEPS, read_steps
 
-from hydraflow import compose
+from hydraflow.compose.loading import load
 from hydraflow.jobs.ppo import PPOJob
 from hydraflow.schema import PPOConfig
 
@@ -30,7 +30,7 @@ def train(folder: Path, cache: Path, *overrides: str) -> list[dict[str, Any]]:
     folder.mkdir(exist_ok=True)
     (folder / "reward.py").write_text(DENSE_REWARD)
     given += ["data.val_max_samples=4", f"reward.custom_reward_function.path={folder}/reward.py"]
-    PPOJob(compose.load("ppo", PPOConfig, [*given, *overrides])).run()
+    PPOJob(load("ppo", PPOConfig, [*given, *overrides])).run()
     rows = [row for row in read_steps(folder) if row["step"] > 0]
     for row in rows:
         strange = {name: value for name, value in row.items() if not math.isfinite(float(value))}

@@ -45,8 +45,12 @@ def test_an_earlier_run_is_set_aside_not_mixed_in(tmp_path: Path) -> None:
 def test_config_reads_back_as_it_was(tmp_path: Path) -> None:
     config = {"trainer": {"logger": ["console"], "seed": 1, "max_wall_time": None}, "actor": {"optim": {"lr": 1e-6}}}
     folder = RunFolder.create(str(tmp_path), "ppo")
-    folder.write_config(config)
+    folder.write_config(config, {"trainer.seed": "default", "actor.optim.lr": "command line"})
     assert yaml.safe_load(folder.config.read_text()) == config
+    assert json.loads(folder.config_origins.read_text()) == {
+        "trainer.seed": {"value": 1, "from": "default"},
+        "actor.optim.lr": {"value": 1e-6, "from": "command line"},
+    }
 
 
 def test_summary_replaces_the_old_one_whole_and_holds_no_nan(tmp_path: Path) -> None:

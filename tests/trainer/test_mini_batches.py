@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydraflow.batch_plan_parts import RolePlan
+from hydraflow.batch_plan.parts import RolePlan
 from hydraflow.trainer.mini_batches import mini_batch_order
 
 

@@ -17,7 +17,7 @@ from workers.by_hand import process
 from hydraflow.algorithms.actor_loss import ActorLoss
 from hydraflow.algorithms.aggregate import Denominators
 from hydraflow.algorithms.critic_loss import ValueLoss
-from hydraflow.batch_plan_parts import MicroPlan, RolePlan
+from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.engine.base import LossFn, ModelOutput
 from hydraflow.engine.config import FSDPConfig, OptimConfig
 from hydraflow.engine.fsdp.engine import FSDPEngine

@@ -22,19 +22,19 @@ def column(rows: list[list[float]]) -> torch.Tensor:
     return ragged.from_rows([torch.tensor(row, dtype=torch.float32) for row in rows])
 
 
-def make_batch(last_scores: list[float]) -> DataProto:
-    """Prompts of 1, 1, 2 and 2 tokens; scores on the last tokens."""
+def make_batch(last_scores: list[float]) -> tuple[DataProto, DataProto]:
+    """A batch and its scores. Prompts of 1, 1, 2 and 2 tokens; scores on the last tokens."""
     scores = [[0.0] * (len(mask) - 1) + [score] for mask, score in zip(MASK, last_scores)]
-    return DataProto.from_dict(
+    batch = DataProto.from_dict(
         {
             "prompts": ragged.from_rows([torch.ones(n, dtype=torch.int64) for n in (1, 1, 2, 2)]),
             "response_mask": ragged.from_rows([torch.tensor(mask) for mask in MASK]),
-            "token_level_scores": column(scores),
             "old_log_probs": column([[-1.0] * len(mask) for mask in MASK]),
             "ref_log_prob": column([[-1.0 - gap for gap in row] for row in GAP]),
             "group": torch.tensor([7, 7, 3, 3]),
         }
     )
+    return batch, DataProto.from_dict({"token_level_scores": column(scores)})
 
 
 def make_worker(**options: object) -> AdvantageWorker:
@@ -47,7 +47,7 @@ def listed(batch: DataProto, name: str) -> list[float]:
 
 def test_grpo_and_its_metrics() -> None:
     """Group 7 scores 1 and 0: mean 1/2, standard deviation sqrt(1/2). Group 3 scores 1 and 1: nothing to learn."""
-    made = make_worker().compute(make_batch([1, 0, 1, 1]))
+    made = make_worker().compute(*make_batch([1, 0, 1, 1]))
     assert_as_documented(made)
     high = 0.5**0.5
     assert listed(made, "advantages") == pytest.approx([high, 0, high, -high, 0, 0, 0, 0], abs=2e-6)
@@ -75,7 +75,7 @@ def test_grpo_and_its_metrics() -> None:
 
 
 def test_advantages_without_the_division() -> None:
-    made = make_worker(norm_adv_by_std_in_grpo=False).compute(make_batch([1, 0, 4, 1]))
+    made = make_worker(norm_adv_by_std_in_grpo=False).compute(*make_batch([1, 0, 4, 1]))
     assert listed(made, "advantages") == [0.5, 0, 0.5, -0.5, 1.5, 1.5, -1.5, -1.5]
 
 
@@ -83,7 +83,7 @@ def test_kl_in_the_reward_and_its_controller() -> None:
     """Half of each trained token's KL comes off. Means of the rows: 0.3, 0.1, 0.1, -0.1, so the step's KL is 0.1."""
     control = KLControlConfig(type="adaptive", kl_coef=0.5, target_kl=0.05, horizon=8)
     worker = make_worker(use_kl_in_reward=True, kl_penalty="kl", kl_ctrl=control, norm_adv_by_std_in_grpo=False)
-    made = worker.compute(make_batch([1, 0, 1, 1]))
+    made = worker.compute(*make_batch([1, 0, 1, 1]))
     assert listed(made, "token_level_rewards") == pytest.approx([-0.1, 0, 0.8, -0.05, 0, 0.9, 0.1, 1], abs=1e-6)
     # sums of the rows: 0.7 and -0.05, 0.9 and 1.1
     assert listed(made, "advantages") == pytest.approx([0.375, 0, 0.375, -0.375, -0.1, -0.1, 0.1, 0.1], abs=1e-6)
@@ -93,7 +93,7 @@ def test_kl_in_the_reward_and_its_controller() -> None:
     assert metrics["critic/score/mean"] == 0.75
     assert metrics["critic/rewards/mean"] == pytest.approx((0.7 - 0.05 + 0.9 + 1.1) / 4, abs=1e-6)
     # twice the target: 1 + 0.2 * 4 trajectories / horizon 8
-    assert worker.compute(make_batch([1, 0, 1, 1])).meta_info["metrics"]["actor/reward_kl_penalty_coeff"] == pytest.approx(0.55)
+    assert worker.compute(*make_batch([1, 0, 1, 1])).meta_info["metrics"]["actor/reward_kl_penalty_coeff"] == pytest.approx(0.55)
 
 
 def test_the_distance_to_the_generator_counts_trained_tokens() -> None:

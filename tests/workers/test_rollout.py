@@ -6,7 +6,7 @@ import torch
 from known_columns import assert_as_documented
 from workers.by_hand import process
 
-from hydraflow.batch_plan_parts import MicroPlan, RolePlan
+from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.engine.config import FSDPConfig, OptimConfig
 from hydraflow.generation.config import SamplingConfig
 from hydraflow.models.config import ModelConfig

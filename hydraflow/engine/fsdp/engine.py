@@ -6,7 +6,7 @@ Left out on purpose: splitting batches (`micro_batches.py`), losses, sequence pa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -96,6 +96,8 @@ class FSDPEngine:
             batch = self._pack(data, ragged.parts(data.get("response_mask"))[0].bool())
             main, entropies = self.module(batch, temperature, entropy)
             loss, of_part = loss_fn(self._output(batch, main, entropies), self._columns(data, batch))
+            # entropies that the loss does not use would keep their logits: two copies of them for every token of the micro-batch
+            del main, entropies
             loss.backward()
             told.append(of_part)
         return metrics.merge(told)
@@ -134,16 +136,26 @@ class FSDPEngine:
         """See `TrainEngine`."""
         export.save_hf(self.module, self._model, Path(directory), field=self._field)
 
-    def save(self, directory: str | Path) -> None:
+    def snapshot(self, contents: Collection[str]) -> checkpoint.Snapshot:
         """See `TrainEngine`."""
         assert self._optimizer is not None, "a frozen model has no state of its own"
-        checkpoint.save(self.module, self._optimizer, self._step, Path(directory))
+        self._free_gathered_weights()
+        return checkpoint.snapshot(self.module, self._model, self._optimizer, self._step, contents, head=self._head, field=self._field)
 
-    def load(self, directory: str | Path) -> None:
+    def load(self, directory: str | Path, contents: Collection[str]) -> None:
         """See `TrainEngine`."""
         assert self._optimizer is not None, "a frozen model has no state of its own"
-        self._step = checkpoint.load(self.module, self._optimizer, Path(directory))
-        self._set_lr()
+        step = checkpoint.load(self.module, self._optimizer, Path(directory), contents)
+        if self._fsdp.optimizer_offload:
+            self._move_optimizer_state(torch.device("cpu"))
+        if step is not None:
+            self._step = step
+            self._set_lr()
+
+    def stored_bytes(self, contents: Collection[str]) -> int:
+        """See `TrainEngine`."""
+        assert self._optimizer is not None, "a frozen model has no state of its own"
+        return checkpoint.stored_bytes(self.module, self._optimizer, contents)
 
     def offload(self) -> None:
         """See `TrainEngine`. With param_offload everything but gathered layers is in host memory anyway."""

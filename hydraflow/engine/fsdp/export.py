@@ -40,20 +40,37 @@ def stream(module: PolicyModel | ValueModel) -> Iterator[tuple[str, torch.Tensor
         yield hf_name(module, name), buffer
 
 
-def save_hf(module: PolicyModel | ValueModel, model: ModelConfig, directory: Path, *, field: str) -> None:
-    """Gathers on rank 0's host memory and writes there, under a temporary name first. All ranks leave together."""
+def full_weights(module: PolicyModel | ValueModel) -> dict[str, torch.Tensor] | None:
+    """All of `stream` in rank 0's host memory; None on the other ranks, which take part."""
+    first = dist.get_rank() == 0
     weights = {}
     for name, tensor in stream(module):
-        if dist.get_rank() == 0:
+        if first:
             weights[name] = tensor.to("cpu", copy=True)
-    if dist.get_rank() == 0:
+    return weights if first else None
+
+
+def save_hf(module: PolicyModel | ValueModel, model: ModelConfig, directory: Path, *, field: str) -> None:
+    """Gathers on rank 0 and writes there, under a temporary name first. All ranks leave together."""
+    weights = full_weights(module)
+    if weights is not None:
         unfinished = directory.with_name(directory.name + ".unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        _write(module, model, weights, unfinished)
-        loading.load_tokenizer(model, field=field, chat=False).save_pretrained(unfinished)
+        write_hugging_face(module, model, weights, unfinished, field=field)
         replace_directory(unfinished, directory)
     dist.barrier()
+
+
+def write_hugging_face(
+    module: PolicyModel | ValueModel, model: ModelConfig, weights: dict[str, torch.Tensor] | None, directory: Path, *, field: str
+) -> None:
+    """Configuration, generation settings, tokenizer and, unless they are None, weights. Of `module` only the configuration is read."""
+    directory.mkdir(parents=True)
+    if isinstance(module, ValueModel):
+        _write_value_model(module.hf.config, weights, directory)
+    else:
+        _write_policy(module.hf.config, model, weights, directory)
+    loading.load_tokenizer(model, field=field, chat=False).save_pretrained(directory)
 
 
 def replace_directory(finished: Path, target: Path) -> None:
@@ -66,21 +83,25 @@ def replace_directory(finished: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _write(module: PolicyModel | ValueModel, model: ModelConfig, weights: dict[str, torch.Tensor], directory: Path) -> None:
-    config = module.hf.config
-    if isinstance(module, ValueModel):
-        _write_value_model(config, weights, directory)
-        return
+def _write_policy(config: Any, model: ModelConfig, weights: dict[str, torch.Tensor] | None, directory: Path) -> None:
     from transformers import AutoModelForCausalLM
 
+    generation = loading.load_generation_config(model)
+    if weights is None:
+        written = type(config).from_dict(config.to_dict())
+        written.architectures = [loading.causal_class(config, model).__name__]
+        written.save_pretrained(directory)
+        if generation is not None:
+            generation.save_pretrained(directory)
+        return
     with torch.device("meta"):
         shape: Any = AutoModelForCausalLM.from_config(config, dtype=config.dtype, trust_remote_code=model.trust_remote_code)
-    if (generation := loading.load_generation_config(model)) is not None:
+    if generation is not None:
         shape.generation_config = generation
     shape.save_pretrained(directory, state_dict=weights)
 
 
-def _write_value_model(config: Any, weights: dict[str, torch.Tensor], directory: Path) -> None:
+def _write_value_model(config: Any, weights: dict[str, torch.Tensor] | None, directory: Path) -> None:
     """In the form of Hugging Face's token classification with one label, where the architecture has one."""
     from huggingface_hub import save_torch_state_dict
     from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
@@ -90,4 +111,5 @@ def _write_value_model(config: Any, weights: dict[str, torch.Tensor], directory:
     architecture = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.get(config.model_type)
     written.architectures = [architecture] if architecture else None
     written.save_pretrained(directory)
-    save_torch_state_dict(weights, directory)
+    if weights is not None:
+        save_torch_state_dict(weights, directory)

@@ -1,0 +1,191 @@
+"""How the roles of a run lie on devices: which devices each has, and how they divide models, layers, rows and tokens.
+
+In: numbers as configured. Out: `Cluster` and, one per role, `Layout`. Standard library only, and no list as long as the cluster:
+a mapping of a hundred thousand devices is a handful of ranges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Devices:
+    """A set of device numbers, as disjoint rising ranges. Device d of a cluster of equal machines stands on node
+    d // devices_per_node; `Cluster.node_of` knows it for all."""
+
+    ranges: tuple[range, ...]
+
+    @classmethod
+    def of(cls, parts: Iterable[range]) -> Devices:
+        """The union of ranges in any order, touching ones joined.
+
+        >>> str(Devices.of([range(4, 8), range(0, 4), range(10, 11)]))
+        '0-7,10'
+        """
+        merged: list[range] = []
+        for part in sorted((part for part in parts if len(part)), key=lambda part: part.start):
+            if merged and part.start <= merged[-1].stop:
+                merged[-1] = range(merged[-1].start, max(merged[-1].stop, part.stop))
+            else:
+                merged.append(part)
+        return cls(tuple(merged))
+
+    @property
+    def stop(self) -> int:
+        """One more than the largest device number; 0 for no devices."""
+        return self.ranges[-1].stop if self.ranges else 0
+
+    def __len__(self) -> int:
+        return sum(len(part) for part in self.ranges)
+
+    def __str__(self) -> str:
+        """Short form, as in `device_mapping`: 0-7, or 0-3,8-11."""
+        return ",".join(self.parts())
+
+    def parts(self) -> list[str]:
+        """The short forms of the ranges: 0-3, 8-11."""
+        return [str(part.start) if len(part) == 1 else f"{part.start}-{part.stop - 1}" for part in self.ranges]
+
+    def first(self, count: int) -> Devices:
+        """The `count` lowest of them."""
+        taken = []
+        for part in self.ranges:
+            taken.append(part[:count])
+            count -= len(taken[-1])
+        return Devices.of(taken)
+
+    def __or__(self, other: Devices) -> Devices:
+        return Devices.of([*self.ranges, *other.ranges])
+
+    def __and__(self, other: Devices) -> Devices:
+        pairs = ((a, b) for a in self.ranges for b in other.ranges)
+        return Devices.of(range(max(a.start, b.start), max(max(a.start, b.start), min(a.stop, b.stop))) for a, b in pairs)
+
+    def __sub__(self, other: Devices) -> Devices:
+        ends = [0, *(edge for part in other.ranges for edge in (part.start, part.stop)), max(self.stop, other.stop)]
+        return self & Devices.of(range(*gap) for gap in zip(ends[::2], ends[1::2], strict=True))
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Equal machines that are reserved together."""
+
+    name: str
+    """trainer, rollout or reward_model."""
+    nodes: int
+    devices_per_node: int
+    first_device: int
+    """The number of its first device; the others follow."""
+
+    @property
+    def devices(self) -> Devices:
+        """All devices of the pool."""
+        return Devices.of([range(self.first_device, self.first_device + self.nodes * self.devices_per_node)])
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The machines of a run: the trainer's, and after them those of roles with machines of their own."""
+
+    pools: tuple[Pool, ...]
+
+    @property
+    def devices(self) -> Devices:
+        """Every device."""
+        return Devices.of(part for pool in self.pools for part in pool.devices.ranges)
+
+    @property
+    def nodes(self) -> int:
+        """Every machine."""
+        return sum(pool.nodes for pool in self.pools)
+
+    def node_of(self, device: int) -> int:
+        """The number of the machine that a device is in.
+
+        >>> Cluster((Pool("trainer", 2, 8, 0), Pool("rollout", 1, 4, 16))).node_of(17)
+        2
+        """
+        before = 0
+        for pool in self.pools:
+            if device < pool.first_device + pool.nodes * pool.devices_per_node:
+                return before + (device - pool.first_device) // pool.devices_per_node
+            before += pool.nodes
+        raise ValueError(f"device {device} of {len(self.devices)}")
+
+
+@dataclass(frozen=True)
+class ShapeNumbers:
+    """What of a model decides into how many parts it can be divided."""
+
+    layers: int
+    heads: int
+    """Attention heads."""
+    kv_heads: int
+    """Key-value heads."""
+    experts: int = 0
+    """Routed experts of a layer; 0: a dense model."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One role on its devices. Sizes that an engine does not know are 1."""
+
+    role: str
+    """actor, critic, ref, rollout, reward_model."""
+    engine: str
+    """fsdp2, megatron, native or vllm."""
+    devices: Devices
+    devices_per_node: int
+    tensor: int = 1
+    """Devices that share each matrix."""
+    pipeline: int = 1
+    """Devices in a row, each with a part of the layers."""
+    virtual_pipeline: int = 1
+    """Parts of the layers on each device of a pipeline."""
+    context: int = 1
+    """Devices that share the tokens of a row: Megatron's context parallelism, or Ulysses."""
+    expert: int = 1
+    """Devices among which experts are divided."""
+    expert_tensor: int = 1
+    """Devices that share each expert's matrices."""
+    shard: int = 1
+    """FSDP: devices among which one copy of weights, gradients and optimizer state is divided."""
+    replica_data: int = 1
+    """Rollout: data-parallel ranks inside one replica."""
+
+    @property
+    def model_parallel(self) -> int:
+        """mp: devices that one row needs."""
+        return self.tensor * self.pipeline * self.context
+
+    @property
+    def data_ranks(self) -> int:
+        """dp: ranks among which rows are split. Expert parallelism never divides it."""
+        return len(self.devices) // self.model_parallel
+
+    @property
+    def replicas(self) -> int:
+        """Rollout: engines that sample independently."""
+        return len(self.devices) // (self.model_parallel * self.replica_data)
+
+
+def placement_of(layouts: Mapping[str, Layout]) -> str:
+    """How roles share devices: colocated, disaggregated, partial or overlapping.
+
+    Colocated: all have the same devices. Disaggregated: any two have the same devices or none in common. Partial: of two that
+    share some, one has all of the other's. Overlapping: anything else.
+
+    >>> on = lambda *devices: Layout("", "fsdp2", Devices.of([range(*devices)]), 8)
+    >>> placement_of({"actor": on(0, 4), "rollout": on(0, 8)})
+    'partial'
+    """
+    sets = list({layout.devices: None for layout in layouts.values()})
+    pairs = [(a, b, a & b) for i, a in enumerate(sets) for b in sets[i + 1 :]]
+    shared = [(a, b, both) for a, b, both in pairs if len(both)]
+    if not pairs:
+        return "colocated"
+    if not shared:
+        return "disaggregated"
+    return "partial" if all(both in (a, b) for a, b, both in shared) else "overlapping"

@@ -1,0 +1,93 @@
+"""The devices that a `device_mapping` names.
+
+In: a list or text as configured. Out: `Mapping`, ranges of device numbers; or ValueError with what is wrong in words. Expressions
+such as ROLL's `list(range(0,8))` are recognised, never evaluated.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hydraflow.batch_plan.layout import Devices
+
+FORMS = "a list of numbers and ranges such as [0,1,2], 0-7 or [0-3,8-11]"
+_RANGE = re.compile(r"(?:list\()?range\((\d+)(?:,(\d+))?(?:,(\d+))?\)\)?")
+_ITEM = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """What a mapping says: the devices, and those of them that it names twice."""
+
+    devices: Devices
+    twice: Devices
+
+
+def parse(value: object) -> Mapped:
+    """The devices of a mapping. Raises ValueError for text that names none.
+
+    >>> str(parse("list(range(0,4)) + list(range(8,12))").devices), str(parse([3, 0, 1]).devices)
+    ('0-3,8-11', '0-1,3')
+    >>> str(parse("0-3,2-5").twice)
+    '2-3'
+    """
+    parts = sorted(_parts(value), key=lambda part: part.start)
+    if not parts:
+        raise ValueError("names no device")
+    devices = Devices.of(parts)
+    return Mapped(devices, _twice(parts) if len(devices) < sum(map(len, parts)) else Devices(()))
+
+
+def text_of(devices: Devices) -> object:
+    """A mapping to write into an override: 0-7, or the list [0-3,8-11], which needs no quotes."""
+    parts = devices.parts()
+    return parts[0] if len(parts) == 1 else parts
+
+
+def _twice(parts: list[range]) -> Devices:
+    found, end = [], 0
+    for part in parts:
+        if part.start < end:
+            found.append(range(part.start, min(end, part.stop)))
+        end = max(end, part.stop)
+    return Devices.of(found)
+
+
+def _parts(value: object) -> Iterator[range]:
+    if isinstance(value, bool) or not isinstance(value, int | str | list | tuple):
+        raise ValueError(f"must be {FORMS}")
+    if isinstance(value, int):
+        yield _checked(value, value)
+    elif isinstance(value, str):
+        yield from _text_parts(value)
+    else:
+        for item in value:
+            yield from _parts(item)
+
+
+def _text_parts(text: str) -> Iterator[range]:
+    for term in re.sub(r"\s", "", text).split("+"):
+        if found := _RANGE.fullmatch(term):
+            first, last, step = (int(number) if number else None for number in found.groups())
+            start, stop = (0, first) if last is None else (first or 0, last)
+            yield from _stepped(start, stop or 0, 1 if step is None else step)
+            continue
+        for item in term.removeprefix("[").removesuffix("]").split(","):
+            number = _ITEM.fullmatch(item)
+            if number is None:
+                raise ValueError(f"must be {FORMS}; {item!r} is neither")
+            yield _checked(int(number[1]), int(number[2] or number[1]))
+
+
+def _stepped(start: int, stop: int, step: int) -> Iterator[range]:
+    if step == 0:
+        raise ValueError("has a range with steps of 0")
+    yield from [range(start, stop)] if step == 1 else (range(number, number + 1) for number in range(start, stop, step))
+
+
+def _checked(first: int, last: int) -> range:
+    if first < 0 or last < first:
+        raise ValueError(f"must rise from a number that is not negative: {first}-{last} does not")
+    return range(first, last + 1)

@@ -1,0 +1,79 @@
+"""The parts of a reinforcement-learning plan besides its trained roles. Standard library only.
+
+In: numbers. Out: small classes that the running code, the tables and the memory estimate read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ValidationPlan:
+    """How held-out prompts are sampled."""
+
+    prompts_per_call: int | None
+    """Prompts in one call; None: all at once."""
+    samples_per_prompt: int
+    """Responses per prompt."""
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """How responses are sampled."""
+
+    replicas: int
+    """Groups of devices that hold the model once per data-parallel rank, and sample by themselves."""
+    engines: int
+    """Data-parallel ranks of all replicas: each holds the model once and decodes its own sequences."""
+    concurrent_sequences: int
+    """Sequences that are decoded at the same time, over all engines."""
+    prompts_per_call: int
+    """Prompts that are sampled in one call."""
+    trajectories_per_engine: int
+    """Trajectories of one call that an engine gets, at most."""
+    waves: int
+    """Times that an engine fills all of its sequences in one call, at least."""
+    max_model_len: int
+    """Tokens of the longest row that an engine prepares for."""
+    max_num_batched_tokens: int
+    """Tokens that one engine processes in one forward."""
+
+
+@dataclass(frozen=True)
+class AgentPlan:
+    """How conversations with tools are led."""
+
+    workers: int
+    trajectories_per_worker: int
+    """Trajectories of a step that one worker leads, at most."""
+
+
+@dataclass(frozen=True)
+class FilterPlan:
+    """How many prompts dynamic sampling takes for one step."""
+
+    prompts_per_call: int
+    """Prompts that are sampled at a time."""
+    least_prompts: int
+    """Prompts of a step in which every group is kept, in whole calls."""
+    most_prompts: int | None
+    """Prompts after which a step gives up; None: never."""
+
+
+@dataclass(frozen=True)
+class AsyncPlan:
+    """How far sampling may run ahead of training."""
+
+    rounds_per_sync: int
+    """P: rounds of training between two weight updates of the rollout."""
+    mini_batches_per_round: int
+    """R: mini-batches that are gathered before a round starts."""
+    prompts_per_round: int
+    """R·M."""
+    prompts_in_flight: int
+    """⌊(1 + staleness)·P·R·M⌋: prompts that may be sampled between two weight updates, those from older weights included."""
+    trajectories_in_flight: int
+    """The same in trajectories."""
+    stale_trajectories: int
+    """Of these, how many may come from older weights."""

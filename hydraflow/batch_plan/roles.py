@@ -1,0 +1,28 @@
+"""Which roles a run has. Standard library and the schema only.
+
+In: the configuration. Out: yes or no. Left out on purpose: where they run (`batch_plan/topology.py`).
+"""
+
+from __future__ import annotations
+
+from hydraflow.schema import PPOConfig
+
+ESTIMATORS_WITH_VALUES = ("gae",)
+"""Advantage estimators that need a critic."""
+
+
+def needs_critic(config: PPOConfig) -> bool:
+    """Whether the run trains a value model."""
+    if config.critic.enable is not None:
+        return config.critic.enable
+    return config.algorithm.adv_estimator in ESTIMATORS_WITH_VALUES
+
+
+def needs_reference(config: PPOConfig) -> bool:
+    """Whether any KL term measures from the reference policy."""
+    return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+
+
+def own_reference(config: PPOConfig) -> bool:
+    """Whether the reference has weights of its own: with adapters it is the actor with its adapters off."""
+    return needs_reference(config) and config.actor_rollout_ref.model.lora_rank == 0

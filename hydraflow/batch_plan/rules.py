@@ -1,0 +1,204 @@
+"""What the numbers of a run must hold, once its devices add up.
+
+In: a `Request`. Out: broken rules, each with its numbers. A new rule is a function from the request to violations, in `RULES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from hydraflow.batch_plan import targets
+from hydraflow.batch_plan.handles import KEYS
+from hydraflow.batch_plan.parts import divisors, warmup_violations
+from hydraflow.batch_plan.repair import BATCH, BUDGET, MICRO, Cure, Violation
+from hydraflow.batch_plan.request import SAMPLES, TRAIN_BATCH, Request, RoleRequest
+from hydraflow.batch_plan.topology import PER_NODE, ROLLOUT
+
+GEN_BATCH = "data.gen_batch_size"
+
+
+def judge_batches(request: Request) -> list[Violation]:
+    """Every broken rule, each once."""
+    found: dict[str, Violation] = {}
+    for rule in RULES:
+        for violation in rule(request):
+            found.setdefault(violation.rule, violation)
+    return [one for one in found.values() if one.field not in request.numbers.doubtful or one.stage not in (BATCH, MICRO)]
+
+
+def _step(request: Request, rule: str, field: str, value: object, text: str) -> Violation:
+    return Violation(rule, BATCH, field, value, text, partial(targets.cures, request))
+
+
+# --- a step ----------------------------------------------------------------------------------------------------------
+
+
+def _mini_batches_fill_the_step(request: Request) -> Iterator[Violation]:
+    """M divides Q."""
+    for role in request.roles:
+        if request.q % role.mini:
+            text = f"{_means(request, role)}must divide {_q(request)}"
+            yield _step(request, f"M | Q:{role.mini_key}", role.mini_key, _at(request, role), text)
+
+
+def _at(request: Request, role: RoleRequest) -> int:
+    """What stands at the key that decides a role's mini-batches."""
+    return request.numbers.handles.get(role.mini_key, role.mini)
+
+
+def _means(request: Request, role: RoleRequest) -> str:
+    return "" if role.mini_key not in request.numbers.handles else f"makes {role.mini} prompts per optimizer step, which "
+
+
+def _q(request: Request) -> str:
+    derived = request.numbers.key("Q") != KEYS["Q"]
+    return f"{request.q} prompts per step" if derived else f"{TRAIN_BATCH}={request.q}"
+
+
+def _n(request: Request) -> str:
+    return f"{SAMPLES}={request.n}"
+
+
+def _ranks_share_a_mini_batch(request: Request) -> Iterator[Violation]:
+    """dp divides G."""
+    for role in request.roles:
+        g_all = role.mini * request.n
+        if role.ranks is None or g_all % role.ranks == 0 or request.q * request.n < role.ranks:
+            continue
+        times = f"makes {role.mini} prompts, which " if role.mini_key in request.numbers.handles else ""
+        text = (
+            f"{times}times {_n(request)} is {g_all} trajectories per optimizer step, "
+            f"which {role.ranks} data ranks of the {role.name} cannot share equally"
+        )
+        cures = partial(_with_fewer_devices, request, role)
+        yield Violation(f"dp | G:{role.name}", BATCH, role.mini_key, _at(request, role), text, cures)
+
+
+def _with_fewer_devices(request: Request, role: RoleRequest) -> Iterator[Cure]:
+    yield from targets.cures(request)
+    layout = request.layouts[role.name]
+    alone = len(layout.devices) == layout.devices_per_node and all(one.devices == layout.devices for one in request.layouts.values())
+    if not alone or role.ranks is None:
+        return
+    ranks = [d for d in divisors(role.mini * request.n) if d < role.ranks]
+    if ranks:
+        yield {PER_NODE: ranks[-1] * layout.model_parallel}
+
+
+def _every_rank_has_rows(request: Request) -> Iterator[Violation]:
+    """S is at least dp, for every role to which the trajectories of a step are sent."""
+    for role, layout in request.layouts.items():
+        calls, what = (request.prompts_per_call, "call") if role == "rollout" else (request.q, "step")
+        rows = calls * request.n
+        if rows >= layout.data_ranks:
+            continue
+        key = request.filter.call_key if request.filter and role == "rollout" else request.numbers.key("Q")
+        value = request.numbers.handles.get(key, calls)
+        text = f"times {_n(request)} is {rows} trajectories per {what}, fewer than {layout.data_ranks} data ranks of the {role}"
+        if key in request.numbers.handles:
+            text = f"is fewer trajectories per {what} than {layout.data_ranks} data ranks of the {role}"
+        yield Violation(f"S >= dp:{role}", BATCH, key, value, text, partial(_larger_calls, request, layout.data_ranks))
+
+
+def _larger_calls(request: Request, ranks: int) -> Iterator[Cure]:
+    yield from targets.cures(request)
+    if request.filter and request.filter.call_key == GEN_BATCH:
+        yield {GEN_BATCH: -(-ranks // request.n)}
+        yield {GEN_BATCH: None}
+
+
+def _prompts_make_a_step(request: Request) -> Iterator[Violation]:
+    """An epoch holds at least one whole batch."""
+    if request.prompts is None or request.prompts >= request.q:
+        return
+    text = f"is more than the {request.prompts} training prompts that there are, so no step can be taken"
+    key = request.numbers.key("Q")
+    if key != TRAIN_BATCH:
+        text = f"makes {request.q} prompts per step, more than the {request.prompts} that there are, so no step can be taken"
+    yield _step(request, "prompts >= Q", key, request.numbers.shown("Q"), text)
+
+
+def _groups_can_differ(request: Request) -> Iterator[Violation]:
+    """A group of one response has no two different scores: dynamic sampling would never end."""
+    if request.filter and request.n < 2:
+        text = "response per prompt: algorithm.filter_groups.enable=true keeps prompts whose responses score differently, so at least 2"
+        yield _step(request, "n >= 2", request.numbers.key("n"), request.numbers.shown("n"), text)
+
+
+# --- micro-batches ---------------------------------------------------------------------------------------------------
+
+
+def _micro_batches_fill_a_rank(request: Request) -> Iterator[Violation]:
+    """m divides g, where micro-batches of an update have a fixed size."""
+    for role in request.roles:
+        rows, left = divmod(role.mini * request.n, role.ranks) if role.ranks else (0, 1)
+        if left == 0:
+            yield from role.micro.divisor_violations(rows, request.longest_row, f"{role.mini}·{request.n}/{role.ranks}")
+
+
+def _token_budgets_hold_a_row(request: Request) -> Iterator[Violation]:
+    """L·sp is at least P + R."""
+    formula = f"{request.longest_prompt} + {request.longest_response}"
+    for micro in request.passes:
+        yield from micro.token_budget_violations(request.longest_row, formula)
+
+
+# --- sampling --------------------------------------------------------------------------------------------------------
+
+
+def _engine_holds_a_row(request: Request) -> Iterator[Violation]:
+    """vLLM refuses rows longer than max_model_len, and budgets below its sequences or, without chunks, below a prompt."""
+    rollout = request.rollout
+    if rollout.engine != "vllm":
+        return
+    longest, key = rollout.max_model_len, f"{ROLLOUT}.max_model_len"
+    if longest is not None and longest < request.longest_row:
+        text = f"must hold the longest row, {request.longest_prompt} + {request.longest_response} = {request.longest_row} tokens"
+        yield Violation("max_model_len", BUDGET, key, longest, text, lambda: [{key: None}, {key: request.longest_row}])
+    tokens, tokens_key = rollout.max_num_batched_tokens, f"{ROLLOUT}.max_num_batched_tokens"
+    row = longest or request.longest_row
+    least = rollout.max_num_seqs if rollout.chunked_prefill else max(rollout.max_num_seqs, row)
+    if tokens >= least:
+        return
+    text = f"must be at least {ROLLOUT}.max_num_seqs={rollout.max_num_seqs}: vLLM decodes one token of each sequence at a time"
+    if tokens >= rollout.max_num_seqs:
+        text = f"must hold a whole row of {row} tokens, because {ROLLOUT}.engine_kwargs.vllm.enable_chunked_prefill=false"
+    yield Violation("max_num_batched_tokens", BUDGET, tokens_key, tokens, text, lambda: [{tokens_key: least}])
+
+
+def _filter_can_fill_a_step(request: Request) -> Iterator[Violation]:
+    """The prompts that dynamic sampling may take are enough for a step, and there are so many."""
+    if not request.filter:
+        return
+    calls, size, key = request.filter.most_calls, request.filter.prompts_per_call, "algorithm.filter_groups.max_num_gen_batches"
+    if calls and calls * size < request.q:
+        needed, larger = -(-request.q // size), -(-request.q // calls)
+        text = f"batches of {size} prompts are {calls * size}, fewer than the {request.q} of a step"
+        yield Violation("filter", BUDGET, key, calls, text, lambda: [{key: needed}, {GEN_BATCH: larger}, {key: 0}])
+    if request.filter.call_key == GEN_BATCH and request.prompts is not None and size > request.prompts:
+        text = f"is more than the {request.prompts} training prompts that there are"
+        yield Violation("gen batch", BATCH, GEN_BATCH, size, text, lambda: [{GEN_BATCH: n} for n in (None, request.prompts)])
+
+
+# --- the schedule ----------------------------------------------------------------------------------------------------
+
+
+def _warmups_end(request: Request) -> Iterator[Violation]:
+    """Warm-up and decay fit the run."""
+    for role in request.roles:
+        yield from warmup_violations(role.optim, role.optim_key, request.total_steps)
+
+
+RULES: list[Callable[[Request], Iterator[Violation]]] = [
+    _mini_batches_fill_the_step,
+    _ranks_share_a_mini_batch,
+    _every_rank_has_rows,
+    _prompts_make_a_step,
+    _groups_can_differ,
+    _micro_batches_fill_a_rank,
+    _token_budgets_hold_a_row,
+    _engine_holds_a_row,
+    _filter_can_fill_a_step,
+    _warmups_end,
+]

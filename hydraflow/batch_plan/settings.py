@@ -1,0 +1,76 @@
+"""A configuration together with where each of its values comes from, and what it would be after a few overrides.
+
+In: a configuration, origins of keys. Out: values, origins and their strength. Left out on purpose: what the values mean.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+Config = TypeVar("Config")
+DEFAULT, FILE, COMMAND_LINE = "default", "file", "command line"
+
+
+@dataclass(frozen=True)
+class Settings(Generic[Config]):
+    """A configuration, the schema's defaults, and the origins of those keys whose origin is known."""
+
+    config: Config
+    defaults: Config
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+    def origin(self, key: str) -> str:
+        """default, a file or the command line; for a key of unknown origin the default's value counts as the default."""
+        if key in self.origins:
+            return self.origins[key]
+        return DEFAULT if value_at(self.config, key) == value_at(self.defaults, key) else FILE
+
+    def strength(self, key: str) -> int:
+        """0 for a default, 1 for a file, 2 for the command line: the weaker yields to the stronger."""
+        return {DEFAULT: 0, COMMAND_LINE: 2}.get(self.origin(key), 1)
+
+    def changed(self, values: Mapping[str, object]) -> Settings[Config]:
+        """The settings as if these overrides stood on the command line.
+
+        >>> from hydraflow.schema import PPOConfig
+        >>> settings = Settings(PPOConfig(), PPOConfig()).changed({"data.train_batch_size": 96})
+        >>> settings.config.data.train_batch_size, settings.origin("data.train_batch_size")
+        (96, 'command line')
+        """
+        if not values:
+            return self
+        config = self.config
+        for key, value in values.items():
+            config = _with(config, key, value)
+        return Settings(config, self.defaults, {**self.origins, **dict.fromkeys(values, COMMAND_LINE)})
+
+
+def value_at(config: object, key: str) -> object:
+    """The value of a dotted key in nested dataclasses."""
+    for name in key.split("."):
+        config = getattr(config, name)
+    return config
+
+
+def _with(section: Config, key: str, value: object) -> Config:
+    """A copy in which only the sections on the way to `key` are new."""
+    name, _, rest = key.partition(".")
+    changed = copy.copy(section)
+    setattr(changed, name, _with(getattr(section, name), rest, value) if rest else value)
+    return changed
+
+
+def shown(value: object) -> str:
+    """A value as an override writes it: null, true, [0-3,8-11].
+
+    >>> shown(None), shown(False), shown(["0-3", 8])
+    ('null', 'false', '[0-3,8]')
+    """
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"[{','.join(map(shown, value))}]" if isinstance(value, list | tuple) else str(value)

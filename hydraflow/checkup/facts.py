@@ -1,0 +1,200 @@
+"""What the checks look at: the configuration and everything that follows from it, opened once, when first asked for.
+
+In: a configuration, and what the caller has opened already. Out: plan, machine, model, tokenizer, sample rows. What cannot be
+opened is reported by the first check that asks (`ConfigError`); later ones are skipped (`Skip`).
+Left out on purpose: judging; each topic's file does that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from hydraflow.batch_plan.resolve import BatchPlan, resolve_plan
+from hydraflow.checkup import sampling
+from hydraflow.checkup.finding import Skip
+from hydraflow.data.arithmetic import prompt_rows, split_problems
+from hydraflow.data.files import Record, as_paths
+from hydraflow.device import gpu_count, resolve_device
+from hydraflow.errors import ConfigError, Problem
+from hydraflow.memory.shape import ModelShape, read_shape
+from hydraflow.models.config import ModelConfig
+from hydraflow.models.loading import load_config, load_tokenizer
+from hydraflow.recipes import arithmetic
+from hydraflow.schema import PPOConfig
+from hydraflow.trainer.machine import CPU_PROCESSES, Machine, resolve_machine
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+T = TypeVar("T")
+MODEL, CRITIC = "actor_rollout_ref.model", "critic.model"
+FILE_KEYS = ("data.train_files", "data.val_files")
+RECIPE_MAKES = "recipe={} makes its own when it first runs"
+
+
+class Facts:
+    """One configuration on this machine. `everything`: also look at what the configuration does not need (`--all`).
+
+    `opened` holds what the caller already has, by the names of the properties here: plan, machine, tokenizer, first_rows.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        *,
+        origins: Mapping[str, str] | None = None,
+        notes: Sequence[str] = (),
+        unsupported: Sequence[Problem] = (),
+        everything: bool = False,
+        opened: Mapping[str, Any] | None = None,
+    ):
+        self.config = arithmetic.with_made_assets(config)
+        self.origins = origins
+        self.notes, self.unsupported = tuple(notes), tuple(unsupported)
+        self.everything = everything
+        self._opened: dict[str, Any] = dict(opened or {})
+        self._broken: set[str] = set()
+
+    @property
+    def device_type(self) -> str:
+        """cpu or the GPU's type."""
+        return resolve_device(self.config.trainer.device)
+
+    @property
+    def machine(self) -> Machine:
+        """Processes and threads on this machine."""
+        return self._once("machine", lambda: resolve_machine(self.config.trainer))
+
+    @property
+    def plan(self) -> BatchPlan:
+        """The batch plan."""
+        return self._once("plan", self._resolve)
+
+    @property
+    def shape(self) -> ModelShape:
+        """Sizes of the policy."""
+        return self._once("shape", lambda: _shape(self.own_model(), MODEL))
+
+    @property
+    def critic_shape(self) -> ModelShape | None:
+        """Sizes of a critic that starts from a model of its own; None: the policy's."""
+        if not self.config.critic.model.path:
+            return None
+        return self._once("critic_shape", lambda: _shape(self.config.critic.model, CRITIC))
+
+    @property
+    def model_config(self) -> PreTrainedConfig:
+        """The policy's config.json with the user's overrides."""
+        return self._once("model_config", lambda: load_config(self.own_model(), field=MODEL))
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The policy's tokenizer, with or without a chat template."""
+        return self._once("tokenizer", lambda: load_tokenizer(self.own_model(), field=MODEL, chat=False))
+
+    @property
+    def first_rows(self) -> list[Record]:
+        """Three rows of the data that the run reads; for a recipe that has made none yet, those that it will make."""
+        return self._once("first_rows", lambda: self.sample(self.main_key, 3) if self.main_key else _recipe_rows(self.config))
+
+    @property
+    def main_key(self) -> str | None:
+        """The key of the files that the run reads first; None: a recipe that has made none yet."""
+        data = self.config.data
+        if self.config.trainer.val_only and data.val_files:
+            return FILE_KEYS[1]
+        return FILE_KEYS[0] if data.train_files else None
+
+    def own_model(self) -> ModelConfig:
+        """The policy's model, its hub name replaced by where it lies in the cache. Skip when it is not on this machine yet."""
+        model = self.config.actor_rollout_ref.model
+        if not model.path:
+            raise Skip(self.nothing_yet())
+        if not is_hub_name(model.path):
+            return model
+        snapshot = cached_snapshot(model.path)
+        if snapshot is None:
+            raise Skip(f"{model.path} is not on this machine yet")
+        return replace(model, path=str(snapshot))
+
+    def files(self, key: str) -> list[Path]:
+        """The files under a key of `FILE_KEYS`; empty when it names none. ConfigError for those that are missing."""
+        named = {FILE_KEYS[0]: self.config.data.train_files, FILE_KEYS[1]: self.config.data.val_files}[key]
+        return self._once(key, lambda: as_paths(named, key)) if named else []
+
+    def sample(self, key: str, count: int) -> list[Record]:
+        """About `count` rows, spread over the files under `key`."""
+        files = self.files(key)
+        each = -(-count // max(1, len(files)))
+        read = partial(sampling.sample, key=key, count=each)
+        rows = [record for path in files for record in self._once(f"{path} {each}", partial(read, path))]
+        return rows[:count]
+
+    def nothing_yet(self) -> str:
+        """Why there is no model or data to look at."""
+        name = self.config.recipe.name
+        return RECIPE_MAKES.format(name) if name != "none" else "none is configured"
+
+    def _resolve(self) -> BatchPlan:
+        devices = CPU_PROCESSES if self.device_type == "cpu" else gpu_count()
+        return resolve_plan(self.config, prompts=self._prompts(), devices_per_node=devices, origins=self.origins)
+
+    def _prompts(self) -> int | None:
+        """Training prompts; None: not known. What is wrong with their files is another check's to say."""
+        files = self.config.data.train_files
+        try:
+            return sum(sampling.look_at(path, FILE_KEYS[0]).rows for path in as_paths(files, FILE_KEYS[0])) if files else None
+        except ConfigError:
+            return None
+
+    def _once(self, name: str, make: Callable[[], T]) -> T:
+        """What `make` gives, made once. A second request for what could not be made raises Skip: it has been reported."""
+        if name in self._broken:
+            raise Skip(f"needs {name.partition(' ')[0]}, which cannot be had: see above")
+        if name not in self._opened:
+            try:
+                self._opened[name] = make()
+            except ConfigError:
+                self._broken.add(name)
+                raise
+        return cast(T, self._opened[name])
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether a model's path is no directory of this machine, and can be none."""
+    return not Path(path).expanduser().exists() and not path.startswith(("/", ".", "~"))
+
+
+def cached_snapshot(name: str) -> Path | None:
+    """Where a hub name's files are in Hugging Face's cache; None: they are not."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _shape(model: ModelConfig, field: str) -> ModelShape:
+    """Skip where the estimates cannot know the sizes: that keeps no model from being trained."""
+    try:
+        shape = read_shape(model, field=field)
+    except ConfigError as error:
+        raise Skip(f"{error.problems[0].field}: {error.problems[0].rule}") from error
+    if shape is None:
+        raise Skip(f"the sizes of {field}.path are not on this machine")
+    return shape
+
+
+def _recipe_rows(config: PPOConfig) -> list[Record]:
+    recipe = config.recipe
+    if recipe.name == "none":
+        raise Skip("no data file is configured")
+    pairs = split_problems(recipe.train_problems, recipe.val_problems, config.trainer.seed)[0][:3]
+    return [Record(values, Path(f"recipe={recipe.name}"), row) for row, values in enumerate(prompt_rows(pairs, "train"))]

@@ -1,0 +1,65 @@
+"""What a check says: a state, the evidence for it, and what would repair it.
+
+In: nothing. Out: `Finding`, and `Skip` for a check that has nothing to look at. Standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from hydraflow.errors import Problem
+
+
+class State(StrEnum):
+    """How a check ended; only a problem keeps a run from starting."""
+
+    OK = "ok"
+    NOTE = "note"
+    """Worth knowing; nothing to do."""
+    WARNING = "warning"
+    """The run starts, and may be slow, fail later or learn less."""
+    PROBLEM = "problem"
+    SKIPPED = "skipped"
+    """This configuration needs nothing of it, or what it looks at is not there yet."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    state: State
+    evidence: str
+    """What was seen, with numbers."""
+    remedy: str = ""
+    """What would repair it, as a command or an override to paste where there is one."""
+
+
+class Skip(Exception):
+    """A check has nothing to look at; the message says why."""
+
+
+def ok(evidence: str) -> Finding:
+    """All is well."""
+    return Finding(State.OK, evidence)
+
+
+def note(evidence: str, remedy: str = "") -> Finding:
+    """Worth knowing."""
+    return Finding(State.NOTE, evidence, remedy)
+
+
+def warning(evidence: str, remedy: str = "") -> Finding:
+    """The run starts all the same."""
+    return Finding(State.WARNING, evidence, remedy)
+
+
+def problem(evidence: str, remedy: str = "") -> Finding:
+    """The run cannot start, or cannot end well."""
+    return Finding(State.PROBLEM, evidence, remedy)
+
+
+def of_problem(found: Problem) -> Finding:
+    """A user's mistake as a finding."""
+    head = found.field if found.value is None else f"{found.field}={found.value}"
+    return problem(f"{head}: {found.rule}", found.remedy)

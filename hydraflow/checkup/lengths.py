@@ -1,0 +1,60 @@
+"""The longest prompts of a sample against the configured limits and the model's positions.
+
+In: rows from all over the data files, the tokenizer. Out: findings that say how large the sample was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hydraflow.checkup import sampling
+from hydraflow.checkup.facts import FILE_KEYS, Facts
+from hydraflow.checkup.finding import Finding, Skip, note, ok, problem, warning
+from hydraflow.data.chat import as_messages, tokenise_chats
+from hydraflow.data.config import PromptConfig
+
+SAMPLE = 512
+
+
+def check_lengths(facts: Facts) -> Iterator[Finding]:
+    """Tokenises a sample of each data file, as training does with all rows."""
+    if facts.main_key is None:
+        raise Skip(facts.nothing_yet())
+    data, tokenizer = facts.config.data, facts.tokenizer
+    positions = getattr(facts.model_config.get_text_config(), "max_position_embeddings", None)
+    for key in FILE_KEYS:
+        if not facts.files(key):
+            continue
+        records = facts.sample(key, SAMPLE)
+        chats = [as_messages(record, data.prompt_key) for record in records]
+        ids = tokenise_chats(tokenizer, chats, records, add_generation_prompt=True, template_kwargs=data.apply_chat_template_kwargs)
+        total = sum(sampling.look_at(path, key).rows for path in facts.files(key))
+        yield from judge_lengths(sorted(map(len, ids)), data, key=key, total=total, positions=positions)
+
+
+def judge_lengths(lengths: Sequence[int], data: PromptConfig, *, key: str, total: int, positions: int | None) -> Iterator[Finding]:
+    """`lengths`: tokens of each prompt in the sample, rising. `total`: rows in the files. `positions`: what the model has."""
+    limit, response = data.max_prompt_length, data.max_response_length
+    longest, median = lengths[-1], lengths[len(lengths) // 2]
+    whose = f"all {total} rows" if len(lengths) == total else f"a sample of {len(lengths)} of {total} rows"
+    seen = f"{key}, {whose}: median {median} tokens, longest {longest}"
+    over = sum(length > limit for length in lengths)
+    kept = [length for length in lengths if length <= limit] if data.filter_overlong_prompts else [min(length, limit) for length in lengths]
+    if over:
+        yield _overlong(f"{seen}; {over} are longer than data.max_prompt_length={limit}", over == len(lengths), longest, data)
+    if positions is not None and kept and kept[-1] + response > positions:
+        evidence = f"{seen}; with data.max_response_length={response} that is more than the model's {positions} positions"
+        room = positions - kept[-1]
+        yield problem(evidence, f"data.max_response_length={room}" if room > 0 else f"data.max_prompt_length={positions // 2}")
+    elif not over:
+        yield ok(f"{seen}; data.max_prompt_length={limit}")
+
+
+def _overlong(evidence: str, all_of_them: bool, longest: int, data: PromptConfig) -> Finding:
+    remedy = f"data.max_prompt_length={longest}"
+    if data.filter_overlong_prompts:
+        found = problem if all_of_them else note
+        return found(f"{evidence} and are left out", remedy)
+    if data.truncation == "error":
+        return problem(evidence, f"{remedy} or data.filter_overlong_prompts=true or data.truncation=left")
+    return warning(f"{evidence} and lose their {data.truncation} part", f"{remedy} or data.filter_overlong_prompts=true")

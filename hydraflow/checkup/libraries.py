@@ -1,0 +1,136 @@
+"""Libraries that must fit each other: judged by what they ask of each other, and by using them.
+
+In: the configuration. Out: findings about our own requirements, tensordict with torch, vLLM with torch, and flash-attn.
+What may crash the interpreter (compiled code that was built for another torch) is imported in a process of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from packaging.requirements import InvalidRequirement, Requirement
+
+from hydraflow.checkup.facts import Facts
+from hydraflow.checkup.finding import Finding, Skip, note, ok, problem, warning
+from hydraflow.checkup.probe import run_python
+
+OURS = "hydraflow-trainer"
+PROBE_SECONDS = 180.0
+"""What importing vLLM or flash-attn may take: cold disks are slow."""
+_FLASH = "from flash_attn import flash_attn_varlen_func; import flash_attn, torch; print(flash_attn.__version__, torch.__version__)"
+_VLLM = "import vllm, torch; from vllm import LLM, SamplingParams; SamplingParams(n=2); print(vllm.__version__, torch.__version__)"
+
+
+def check_versions(facts: Facts) -> Iterator[Finding]:
+    """Everything that we, and the libraries below us, ask of installed versions."""
+    libraries = ["torch", "tensordict", "transformers", "ray"]
+    asked = [OURS, "tensordict", "transformers", "peft"]
+    broken = [text for name in asked for text in broken_requirements(name)]
+    for text in broken:
+        yield problem(text, f"pip install {_quoted(text)}")
+    if not broken:
+        yield ok(", ".join(f"{name} {installed(name) or 'missing'}" for name in libraries))
+
+
+def broken_requirements(distribution: str) -> list[str]:
+    """What an installed distribution asks for and does not find; empty where it is not installed as one (a clone without pip).
+
+    >>> broken_requirements("no-such-distribution")
+    []
+    """
+    try:
+        asked = importlib.metadata.requires(distribution) or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    found = []
+    for line in asked:
+        requirement = _applies(line)
+        if requirement is None:
+            continue
+        version = installed(requirement.name)
+        if version is None:
+            found.append(f"{distribution} needs {requirement.name}{requirement.specifier}, which is not installed")
+        elif not requirement.specifier.contains(version, prereleases=True):
+            found.append(f"{distribution} needs {requirement.name}{requirement.specifier}, installed is {version}")
+    return found
+
+
+def _applies(line: str) -> Requirement | None:
+    """The requirement, where it holds on this machine without any extra."""
+    try:
+        requirement = Requirement(line)
+    except InvalidRequirement:
+        return None
+    return requirement if requirement.marker is None or requirement.marker.evaluate({"extra": ""}) else None
+
+
+def installed(distribution: str) -> str | None:
+    """The version that is installed, without a build's own suffix (2.13.0+cpu counts as 2.13.0); None: there is none."""
+    try:
+        return importlib.metadata.version(distribution).partition("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _quoted(text: str) -> str:
+    """The requirement in a sentence of `broken_requirements`, for a shell."""
+    found = re.search(r"needs ([^,\s]+(?:,[<>=!~][^,\s]+)*)", text)
+    return f"'{found.group(1)}'" if found else ""
+
+
+def check_tensordict(facts: Facts) -> Iterator[Finding]:
+    """Makes, indexes and joins a TensorDict: a tensordict built for another torch, or for another machine, fails here."""
+    remedy = "pip install --force-reinstall 'tensordict>=0.11'"
+    try:
+        import torch
+        from tensordict import TensorDict
+
+        rows = TensorDict({"a": torch.arange(6).reshape(3, 2)}, batch_size=[3])
+        joined: Any = torch.cat([rows[1:], rows[:1]])
+        values = joined["a"].tolist()
+    except (ImportError, AttributeError, TypeError, RuntimeError, NotImplementedError) as error:
+        yield problem(f"tensordict {installed('tensordict')} does not work with torch {installed('torch')}: {error}", remedy)
+        return
+    if values != [[2, 3], [4, 5], [0, 1]]:
+        yield problem(f"tensordict {installed('tensordict')} gave {values} for rows 1, 2 and 0 of [[0, 1], [2, 3], [4, 5]]", remedy)
+        return
+    yield ok(f"tensordict {installed('tensordict')} and torch {installed('torch')}: made, indexed and joined rows")
+
+
+def check_vllm(facts: Facts) -> Iterator[Finding]:
+    """vLLM is compiled against one version of torch."""
+    wanted = facts.config.actor_rollout_ref.rollout.name == "vllm"
+    if not wanted and not facts.everything:
+        raise Skip(f"actor_rollout_ref.rollout.name={facts.config.actor_rollout_ref.rollout.name}")
+    if importlib.util.find_spec("vllm") is None:
+        if not wanted:
+            raise Skip("vLLM is not installed, and this configuration does not ask for it")
+        yield problem("actor_rollout_ref.rollout.name=vllm, but vLLM is not installed", f"pip install '{OURS}[vllm]'")
+        return
+    if broken := [text for text in broken_requirements("vllm") if " needs torch" in text]:
+        yield problem(broken[0], f"pip install {_quoted(broken[0])}, or the vLLM that was built for torch {installed('torch')}")
+        return
+    ended = run_python(_VLLM, seconds=PROBE_SECONDS)
+    if ended.code != 0:
+        yield problem(f"vLLM {installed('vllm')} cannot be imported: {ended.reason}", f"pip install --force-reinstall '{OURS}[vllm]'")
+        return
+    yield ok(f"vLLM and torch {ended.last}")
+
+
+def check_flash_attention(facts: Facts) -> Iterator[Finding]:
+    """flash-attn is optional; a build for another torch is not used, and attention falls back."""
+    instead = "attention takes torch's own kernels: variable-length ones on a GPU in 16 bits, else SDPA"
+    if importlib.util.find_spec("flash_attn") is None:
+        yield ok(f"not installed: {instead}")
+        return
+    ended = run_python(_FLASH, seconds=PROBE_SECONDS)
+    if ended.code == 0:
+        yield ok(f"flash-attn and torch {ended.last}")
+        return
+    remedy = "pip install --force-reinstall --no-build-isolation flash-attn, or pip uninstall flash-attn"
+    found = warning if facts.device_type != "cpu" else note
+    yield found(f"installed, but cannot be imported ({ended.reason}); {instead}", remedy)

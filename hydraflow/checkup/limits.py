@@ -1,0 +1,101 @@
+"""Limits of the system that Ray runs into: shared memory, open files, room on the disk of its temporary files.
+
+In: this machine. Out: findings. Ray starts all the same in most cases, and is then slow or fails much later.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from hydraflow.checkup.facts import Facts
+from hydraflow.checkup.finding import Finding, Skip, ok, problem, warning
+from hydraflow.checkup.memory import host_memory
+from hydraflow.memory.report import size_text
+
+STORE_SHARE, STORE_MOST, STORE_FLOOR = 0.3, 200 * 10**9, 10**10
+"""Ray's object store takes this share of the memory, at most so many bytes, and below the floor does not shrink with /dev/shm."""
+SHM_USED = 0.95
+FILES_BASE, FILES_PER_PROCESS, FILES_ADVISED = 52, 6, 4096
+"""Descriptors that Ray's node process holds open, how many more per worker process, and what Ray advises (it warns below).
+
+Measured: with 2 training processes Ray starts under a limit of 64 and fails under 52 (Failed to register worker to Raylet); with 8 it
+holds 97.
+"""
+DISK_FULL = 0.95
+"""Ray stops storing objects when the disk of its temporary folder is fuller."""
+
+
+def check_shared_memory(facts: Facts) -> Iterator[Finding]:
+    """Ray keeps objects in /dev/shm, or in a slow file when it is too small."""
+    if facts.config.ray_init.address != "local":
+        raise Skip(f"the object store belongs to the cluster at ray_init.address={facts.config.ray_init.address}")
+    yield judge_shared_memory(Path("/dev/shm"), available_memory=host_memory().available)
+
+
+def judge_shared_memory(folder: Path, *, available_memory: int) -> Finding:
+    """`folder`: where shared memory is mounted. `available_memory`: bytes of host memory that Ray finds free."""
+    if not folder.is_dir():
+        return warning(f"there is no {folder}: Ray's object store goes to slow files in its temporary folder", "mount a tmpfs there")
+    free = shutil.disk_usage(folder).free
+    store = object_store_bytes(available_memory, free)
+    if store <= free:
+        return ok(f"{folder} has {size_text(free)} free; Ray's object store will take up to {size_text(store)}")
+    wish = f"{folder} has {size_text(free)} free, Ray's object store wants {size_text(store)}"
+    evidence = f"{wish}: it will use slow files in Ray's temporary folder"
+    return warning(evidence, f"docker run --shm-size={store * 11 // 10 // 2**30 + 1}g, or mount -o remount,size=... {folder}")
+
+
+def object_store_bytes(available_memory: int, shm_free: int) -> int:
+    """What a local Ray takes for its object store by default.
+
+    >>> object_store_bytes(100 * 10**9, 64 * 10**6), object_store_bytes(10 * 10**9, 64 * 10**6)
+    (10000000000, 3000000000)
+    """
+    cap = min(STORE_MOST, max(STORE_FLOOR, int(shm_free * SHM_USED)))
+    return min(int(available_memory * STORE_SHARE), cap)
+
+
+def check_open_files(facts: Facts) -> Iterator[Finding]:
+    """Ray raises the soft limit to the hard one (65536 at most), so the hard limit counts."""
+    yield judge_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE), processes=facts.machine.processes_per_node)
+
+
+def judge_open_files(soft: int, hard: int, *, processes: int) -> Finding:
+    """Limits on open files of a process, against the worker processes on this machine."""
+    needed = FILES_BASE + FILES_PER_PROCESS * processes
+    most = float("inf") if hard == resource.RLIM_INFINITY else hard
+    seen = f"limit on open files: {_limit(soft)}, can be raised to {_limit(hard)}"
+    if most < needed:
+        return problem(
+            f"{seen}; Ray and {processes} training processes need about {needed}",
+            f"ulimit -n {FILES_ADVISED} as root, or nofile in limits.conf",
+        )
+    if most < FILES_ADVISED:
+        return warning(
+            f"{seen}; below {FILES_ADVISED} Ray may lose connections", f"ulimit -n {FILES_ADVISED} as root, or nofile in limits.conf"
+        )
+    return ok(seen)
+
+
+def _limit(value: int) -> str:
+    return "no limit" if value == resource.RLIM_INFINITY else str(value)
+
+
+def check_temporary_files(facts: Facts) -> Iterator[Finding]:
+    """Ray's sessions and spilled objects."""
+    yield judge_temporary_files(Path(os.environ.get("RAY_TMPDIR") or "/tmp"))
+
+
+def judge_temporary_files(folder: Path, *, full: float = DISK_FULL) -> Finding:
+    """`full`: the share of the disk from which on Ray refuses to store objects."""
+    remedy = "make room, or RAY_TMPDIR=<a folder on a larger disk>"
+    if not os.access(folder, os.W_OK):
+        return problem(f"{folder} cannot be written: Ray keeps its session there", remedy)
+    disk = shutil.disk_usage(folder)
+    used = 1 - disk.free / disk.total
+    seen = f"{folder}: {size_text(disk.free)} free, {used:.0%} used"
+    return warning(f"{seen}; from {full:.0%} on Ray stores no objects", remedy) if used >= full else ok(seen)

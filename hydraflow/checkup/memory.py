@@ -1,0 +1,142 @@
+"""Devices and memory of this machine against the plan: GPUs there are, GPU memory, host memory while models are loaded.
+
+In: the plan, the models' shapes, what the machine has free. Out: findings; bytes are estimates (`hydraflow/memory/`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from hydraflow.checkup.facts import Facts
+from hydraflow.checkup.finding import Finding, Skip, ok, problem, warning
+from hydraflow.checkup.probe import run_python
+from hydraflow.device import cgroup_folders, gpu_count, gpu_runtime, listed_gpus
+from hydraflow.memory.estimate import estimate
+from hydraflow.memory.limits import limits_of
+from hydraflow.memory.report import MemoryReport, size_text
+
+MARGIN = 1.25
+"""Estimates are good to a fifth: up to this multiple of what there is, too much is a warning, above it a problem."""
+NO_LIMIT = 2**60
+"""Control groups of version 1 write their largest number where there is no limit."""
+
+
+GPU_SECONDS = 60.0
+_EACH_GPU = """
+import json, sys, torch
+from hydraflow.device import current_device, gpu_count, gpu_memory, gpu_name
+for index in range(gpu_count()):
+    free, total = gpu_memory(index)
+    ones = torch.ones(64, 64, device=current_device(sys.argv[1], index))
+    assert (ones @ ones).sum().item() == 64**3
+    print(json.dumps({"name": gpu_name(index), "free": free, "total": total}))
+"""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU of this machine; bytes."""
+
+    name: str
+    free: int
+    total: int
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Memory of this machine in bytes, as far as this process may use it."""
+
+    total: int
+    available: int
+
+
+def host_memory(cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> HostMemory:
+    """What the machine has, or the control group allows, where that is less."""
+    machine = psutil.virtual_memory()
+    total, available = machine.total, machine.available
+    for folder in cgroup_folders("memory", cgroups, membership):
+        for limit_file, used_file in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            limit, used = _number(folder / limit_file), _number(folder / used_file)
+            if limit is not None and limit < NO_LIMIT:
+                total, available = min(total, limit), min(available, limit - (used or 0))
+    return HostMemory(total, max(0, available))
+
+
+def _number(file: Path) -> int | None:
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def check_devices(facts: Facts) -> Iterator[Finding]:
+    """GPUs that torch sees, against those that the plan uses on one machine."""
+    machine = facts.machine  # refuses more GPUs than there are
+    if machine.device_type == "cpu":
+        yield judge_unused(facts.config.trainer.device, listed_gpus())
+        return
+    yield ok(f"{machine.processes_per_node} of {gpu_count()} GPUs of each machine will be used")
+
+
+def judge_unused(device: str, present: int) -> Finding:
+    """`device`: trainer.device. `present`: GPUs that NVIDIA's driver lists."""
+    if not present or device == "cpu":
+        return ok(f"trainer.device={device}: runs on the CPU")
+    built = f"is built for CUDA {runtime}" if (runtime := gpu_runtime()) else "is built without CUDA"
+    evidence = f"the driver lists {present} GPUs, but torch sees none: it {built}"
+    return warning(evidence, "install a torch built for this driver's CUDA, or trainer.device=cpu")
+
+
+def check_host_memory(facts: Facts) -> Iterator[Finding]:
+    """What the plan is estimated to need in this machine's own memory, against what is free now."""
+    host = host_memory()
+    yield judge_host(_report(facts, host_bytes=host.available), host)
+
+
+def check_gpus(facts: Facts) -> Iterator[Finding]:
+    """Computes on every GPU, in a process of its own so that none keeps memory, and compares what is free with the estimate."""
+    if facts.machine.device_type == "cpu":
+        raise Skip("no GPU is used")
+    ended = run_python(_EACH_GPU, facts.device_type, seconds=GPU_SECONDS)
+    if ended.code != 0:
+        remedy = "nvidia-smi shows driver and processes; a torch built for the driver's CUDA and for this kind of GPU is needed"
+        yield problem(f"a GPU cannot be used: {ended.reason}", remedy)
+        return
+    gpus = [Gpu(**json.loads(line)) for line in ended.output.splitlines() if line.startswith("{")][: facts.machine.processes_per_node]
+    fullest = min(gpus, key=lambda gpu: gpu.free)
+    kinds = ", ".join(dict.fromkeys(gpu.name for gpu in gpus))
+    where = f"of {len(gpus)} GPUs ({kinds}) the fullest has {size_text(fullest.free)} of {size_text(fullest.total)} free"
+    yield judge_device(_report(facts, device_bytes=fullest.free), fullest.free, where)
+
+
+def _report(facts: Facts, **measured: int) -> MemoryReport:
+    """The estimate, with what this machine was measured to have free in place of what is configured; so its advice is for that."""
+    limits = replace(limits_of(facts.config), **measured)  # type: ignore[arg-type]
+    return estimate(facts.plan, facts.config, facts.shape, limits=limits, critic_shape=facts.critic_shape)
+
+
+def judge_device(report: MemoryReport, free: int, where: str) -> Finding:
+    """The fullest device of the plan; `free` are the bytes that it could have."""
+    fullest = max(report.groups, key=lambda group: group.peak)
+    evidence = f"the plan needs about {size_text(fullest.peak)} per device ({fullest.peak_phase}: {', '.join(fullest.roles)}); {where}"
+    return _compared(evidence, fullest.peak, free, report, "device")
+
+
+def judge_host(report: MemoryReport, host: HostMemory) -> Finding:
+    """Host memory of the machine that reads the weights."""
+    there_is = f"{size_text(host.available)} of {size_text(host.total)} available"
+    evidence = f"the plan needs about {size_text(report.host.total)} of host memory; {there_is}"
+    return _compared(evidence, report.host.total, host.available, report, "host")
+
+
+def _compared(evidence: str, needed: int, there_is: int, report: MemoryReport, where: str) -> Finding:
+    if needed <= there_is:
+        return ok(evidence)
+    first = [advice.override for advice in report.advice if advice.where == where][:3]
+    found = problem if needed > MARGIN * there_is else warning
+    return found(evidence, " or ".join(first) or "end what else uses it")

@@ -1,0 +1,137 @@
+"""Ports that can be opened and reached, and Ray clusters that run, or are named and gone.
+
+In: this machine's sockets, RAY_ADDRESS, the file in which `ray start` leaves its address. Out: findings.
+A run takes free ports as it needs them; none is fixed. What fails is a machine's own address that does not lead back to it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from hydraflow.checkup.facts import Facts
+from hydraflow.checkup.finding import Finding, Skip, note, ok, problem
+
+CONNECT_SECONDS = 2.0
+FRAME_HEAD, SETTINGS_FRAME = 9, b"\x04"
+HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + SETTINGS_FRAME + bytes(5)
+"""How a client of gRPC begins (RFC 9113, 3.4): a fixed line and an empty SETTINGS frame. A server begins with such a frame, too."""
+CLUSTER_FILE = "ray/ray_current_cluster"
+PORTS_PER_PROCESS = 16
+"""Ports that Ray and torch.distributed take for a worker process, rounded up."""
+
+
+def check_ports(facts: Facts) -> Iterator[Finding]:
+    """Opens a port on each of this machine's own addresses and connects to it."""
+    if wrong := [reason for address in own_addresses() if (reason := unreachable(address))]:
+        yield problem("; ".join(wrong), "repair the machine's address in /etc/hosts, leave the VPN, or open the firewall for this machine")
+        return
+    free, needed = free_ports(), PORTS_PER_PROCESS * (facts.machine.processes_per_node + 2)
+    seen = f"a port of {' and of '.join(own_addresses())} can be opened and reached; about {free} are free"
+    yield ok(seen) if free >= needed else problem(f"{seen}, and about {needed} are needed", "end what holds ports: ss -tan")
+
+
+def own_addresses() -> list[str]:
+    """Loopback, and the address by which other machines would reach this one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("8.8.8.8", 1))  # sends nothing: it only asks which way a packet would go
+            return list(dict.fromkeys(["127.0.0.1", probe.getsockname()[0]]))
+        except OSError:
+            return ["127.0.0.1"]
+
+
+def unreachable(address: str) -> str | None:
+    """Why a port of this machine's `address` cannot be opened and connected to; None: it can."""
+    try:
+        with socket.create_server((address, 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=CONNECT_SECONDS).close()
+    except OSError as error:
+        return f"a port of {address} cannot be opened and reached ({error})"
+    return None
+
+
+def free_ports(network: Path = Path("/proc")) -> int:
+    """Ports of the range that the system hands out and that no TCP socket holds; `network` is where proc is mounted."""
+    try:
+        low, high = (int(port) for port in (network / "sys/net/ipv4/ip_local_port_range").read_text().split())
+        tables = [file.read_text().splitlines()[1:] for name in ("tcp", "tcp6") if (file := network / "net" / name).is_file()]
+    except (OSError, ValueError):
+        return 65536 - 1024
+    taken = {int(line.split()[1].rpartition(":")[2], 16) for table in tables for line in table}
+    return high - low + 1 - sum(low <= port <= high for port in taken)
+
+
+def check_ray(facts: Facts) -> Iterator[Finding]:
+    """Which cluster the run will use, and whether it answers."""
+    folder = Path(os.environ.get("RAY_TMPDIR") or "/tmp")
+    yield judge_ray(facts.config.ray_init.address, environ=os.environ, folder=folder)
+
+
+def judge_ray(address: str, *, environ: Mapping[str, str], folder: Path) -> Finding:
+    """`address`: ray_init.address. `folder`: Ray's temporary folder, in which `ray start` leaves the address of its cluster."""
+    named = named_clusters(environ, folder)
+    if address == "local":
+        return _beside(named)
+    if address != "auto":
+        return _joined(address, "ray_init.address")
+    if not named:
+        raise Skip("ray_init.address=auto, and neither RAY_ADDRESS nor a started cluster's file names an address: Ray looks by itself")
+    source, found = next(iter(named.items()))
+    return _joined(found, source)
+
+
+def named_clusters(environ: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """Where an address was found -> the address, in the order in which Ray takes them."""
+    found = {}
+    if address := environ.get("RAY_ADDRESS"):
+        found["RAY_ADDRESS"] = address
+    try:
+        if address := (folder / CLUSTER_FILE).read_text().strip():
+            found[str(folder / CLUSTER_FILE)] = address
+    except OSError:
+        pass
+    return found
+
+
+def _beside(named: Mapping[str, str]) -> Finding:
+    """The run starts a Ray of its own; others are only worth a note."""
+    for source, address in named.items():
+        if address in ("auto", "local"):
+            continue
+        if reason := _silent(address):
+            gone = "unset RAY_ADDRESS" if source == "RAY_ADDRESS" else f"rm {source}"
+            return note(f"{source} names {address}, where no Ray answers ({reason}); not used, since ray_init.address=local", gone)
+        return note(
+            f"a Ray cluster runs at {address} ({source}); this run starts one of its own beside it", "ray_init.address=auto joins it"
+        )
+    return ok("starts a cluster of its own; no other one is named")
+
+
+def _joined(address: str, source: str) -> Finding:
+    reason = _silent(address)
+    if reason is None:
+        return ok(f"a Ray cluster answers at {address} ({source})")
+    return problem(f"{source} names {address}, where no Ray answers ({reason})", _stale_remedy(source))
+
+
+def _stale_remedy(source: str) -> str:
+    if source == "RAY_ADDRESS":
+        return "unset RAY_ADDRESS, or ray_init.address=local"
+    return "ray_init.address=local" if source == "ray_init.address" else f"rm {source}, or ray_init.address=local"
+
+
+def _silent(address: str) -> str | None:
+    """Why no Ray answers at host:port; None: one does, as far as the first frame of its protocol shows."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        return "it is not host:port"
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS) as connection:
+            connection.sendall(HTTP2_HELLO)
+            answer = connection.recv(FRAME_HEAD)
+    except OSError as error:
+        return str(error)
+    return None if answer[3:4] == SETTINGS_FRAME else "something listens there, but does not speak gRPC as Ray does"

@@ -1,0 +1,38 @@
+"""The fast part of the check-up, which main_ppo makes before it starts anything.
+
+In: `Facts` with what the run has opened already. Out: warnings in the log, or one ConfigError with every problem.
+Left out on purpose: whatever takes longer than milliseconds; `python -m hydraflow.doctor` looks at that.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+
+from hydraflow.checkup.facts import Facts
+from hydraflow.checkup.finding import State
+from hydraflow.checkup.table import CHECKS, Check, Result, run_checks
+from hydraflow.errors import ConfigError, Problem
+
+SECONDS = 5.0
+"""After so long a fast check is given up: a network drive that hangs must be said before the run hangs on it."""
+
+log = logging.getLogger(__name__)
+
+
+def require_healthy(facts: Facts, checks: Iterable[Check] = CHECKS) -> None:
+    """Raises ConfigError with every problem of the fast checks; logs their warnings."""
+    fast = [replace(check, seconds=lambda facts: SECONDS) for check in checks if check.fast]
+    results = list(run_checks(facts, fast))
+    for result in results:
+        for finding in result.findings:
+            if finding.state is State.WARNING:
+                log.warning("%s: %s%s", result.name, finding.evidence, f"\n      -> {finding.remedy}" if finding.remedy else "")
+    if problems := [problem for result in results for problem in _problems(result)]:
+        raise ConfigError(problems)
+
+
+def _problems(result: Result) -> list[Problem]:
+    found = [finding for finding in result.findings if finding.state is State.PROBLEM]
+    return [Problem(result.name, None, finding.evidence, finding.remedy) for finding in found]

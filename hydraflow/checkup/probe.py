@@ -1,0 +1,77 @@
+"""Runs a piece of Python, or any command, in a process of its own: for what may crash, hang or leave something behind.
+
+In: a command and a time limit. Out: how it ended and what it printed last. The process and its children are gone afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+LAST_LINES = 3
+"""So much of what a failed command printed is evidence."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended."""
+
+    code: int | None
+    """Its exit code; negative: a signal; None: its time was over."""
+    output: str
+    """What it printed, both streams."""
+
+    @property
+    def last(self) -> str:
+        """Its last lines, in one."""
+        lines = [line.strip() for line in self.output.splitlines() if line.strip()]
+        return " | ".join(lines[-LAST_LINES:])[-400:]
+
+    @property
+    def reason(self) -> str:
+        """Why it failed, for people."""
+        if self.code is None:
+            return "took too long"
+        how = f"ended with signal {-self.code}" if self.code < 0 else f"exit code {self.code}"
+        return f"{how}: {self.last}" if self.last else how
+
+
+def run_python(source: str, *arguments: str, seconds: float, environ: Mapping[str, str] = os.environ) -> Ended:
+    """Runs Python source with this interpreter; `arguments` are its sys.argv[1:]."""
+    return run([sys.executable, "-c", source, *arguments], seconds=seconds, environ=environ)
+
+
+def run(command: Sequence[str], *, seconds: float, environ: Mapping[str, str] = os.environ) -> Ended:
+    """Runs a command for at most `seconds`. What it prints goes to a file: a pipe would wait for grandchildren that hold it."""
+    with tempfile.TemporaryFile() as printed:
+        try:
+            process = subprocess.Popen(
+                list(command),
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=dict(environ),
+            )
+        except OSError as error:
+            return Ended(127, f"{command[0]}: {error.strerror}")
+        try:
+            code: int | None = process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            _end_group(process)
+        printed.seek(0)
+        return Ended(code, printed.read().decode(errors="replace"))
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -1,0 +1,120 @@
+"""Looks into data files without reading all of them: number of rows, columns with their types, and rows from all over the file.
+
+In: a Parquet or JSONL file. Out: `Table`, or a few `Record`s. Raises ConfigError for what cannot be read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydraflow.data.files import Record
+from hydraflow.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pyarrow.parquet import ParquetFile
+
+PIECES = 8
+"""A sample of a Parquet file comes from at most so many of its row groups."""
+TYPED_LINES = 20
+"""So many lines of a JSONL file say which columns it has."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A data file from the outside."""
+
+    path: Path
+    rows: int
+    columns: dict[str, str]
+    """Name -> type."""
+
+
+def look_at(path: Path, key: str) -> Table:
+    """Rows and columns; `key` is the configuration key to name in errors."""
+    if _is_parquet(path, key):
+        file = _open(path, key)
+        return Table(path, file.metadata.num_rows, {field.name: str(field.type) for field in file.schema_arrow})
+    lines = _lines(path, key)
+    records = [_parse(path, key, *lines[place]) for place in spread(len(lines), TYPED_LINES)]
+    return Table(path, len(lines), {name: type(value).__name__ for record in records for name, value in record.values.items()})
+
+
+def sample(path: Path, key: str, count: int) -> list[Record]:
+    """About `count` rows from all over the file, or all of them where there are fewer."""
+    if not _is_parquet(path, key):
+        lines = _lines(path, key)
+        return [_parse(path, key, *lines[place]) for place in spread(len(lines), count)]
+    file = _open(path, key)
+    groups = spread(file.metadata.num_row_groups, min(PIECES, count))
+    starts = [0]
+    for group in range(file.metadata.num_row_groups):
+        starts.append(starts[-1] + file.metadata.row_group(group).num_rows)
+    each = -(-count // max(1, len(groups)))
+    return [Record(row, path, starts[group] + i) for group in groups for i, row in enumerate(_first_of(file, path, key, group, each))][
+        :count
+    ]
+
+
+def spread(total: int, count: int) -> Sequence[int]:
+    """`count` numbers below `total` at equal distances, or all of them.
+
+    >>> list(spread(10, 3)), list(spread(2, 3))
+    ([0, 3, 6], [0, 1])
+    """
+    return range(total) if total <= count else [total * i // count for i in range(count)]
+
+
+def _is_parquet(path: Path, key: str) -> bool:
+    if path.suffix not in (".parquet", ".jsonl", ".json"):
+        raise ConfigError.one(key, path, f"ends in {path.suffix or 'nothing'}; known are .parquet, .jsonl, .json")
+    return path.suffix == ".parquet"
+
+
+def _open(path: Path, key: str) -> ParquetFile:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigError.one(key, path, f"is not a readable Parquet file: {error}", "write it again, or copy it again") from error
+    if file.metadata.num_rows == 0:
+        raise ConfigError.one(key, path, "the file has no rows")
+    return file
+
+
+def _first_of(file: ParquetFile, path: Path, key: str, group: int, count: int) -> list[dict[str, Any]]:
+    """The first rows of a row group."""
+    import pyarrow
+
+    try:
+        batch = next(file.iter_batches(batch_size=count, row_groups=[group]), None)
+        return batch.to_pylist() if batch is not None else []
+    except (pyarrow.ArrowException, OSError) as error:
+        rule = f"row group {group} cannot be read: {error}"
+        raise ConfigError.one(key, path, rule, "write it again, or copy it again") from error
+
+
+def _lines(path: Path, key: str) -> list[tuple[int, str]]:
+    """(number from 1, text) of every line that is not blank."""
+    try:
+        lines = [(number, line) for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1) if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError.one(key, path, f"cannot be read: {error}") from error
+    if not lines:
+        raise ConfigError.one(key, path, "the file has no rows")
+    return lines
+
+
+def _parse(path: Path, key: str, number: int, line: str) -> Record:
+    try:
+        values = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError.one(key, path, f"line {number} is not JSON: {error}", "write one JSON object a line") from error
+    if not isinstance(values, dict):
+        raise ConfigError.one(key, path, f"line {number} is a JSON {type(values).__name__}, not an object", "write one JSON object a line")
+    return Record(values, path, number - 1)

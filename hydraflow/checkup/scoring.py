@@ -1,0 +1,67 @@
+"""The reward function on three rows, in the processes that score during training, with their time limit.
+
+In: three rows. Out: findings. Each row is asked twice: with its ground truth as the response, and with an empty response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hydraflow.checkup.facts import Facts
+from hydraflow.checkup.finding import Finding, note, ok, problem, warning
+from hydraflow.data.config import DataConfig
+from hydraflow.data.files import Record
+from hydraflow.errors import EnvironmentFault
+from hydraflow.rewards.config import RewardConfig
+from hydraflow.rewards.pool import GRACE_SECONDS, START_SECONDS, RewardPool, RewardResult, RewardRow
+
+ROWS = 3
+
+
+def seconds(config: RewardConfig) -> float:
+    """What the check may take: the pool's own limits end it before."""
+    return START_SECONDS + 2 * ROWS * (config.timeout + GRACE_SECONDS) + 10.0
+
+
+def check_reward(facts: Facts) -> Iterator[Finding]:
+    """Scores three rows. What the function raises, and how long it takes, is evidence."""
+    rows = reward_rows(facts.first_rows[:ROWS], facts.config.data)
+    reward = facts.config.reward
+    try:
+        with RewardPool(replace(reward, num_workers=1)) as pool:
+            results = pool.score(rows)
+    except EnvironmentFault as error:
+        yield problem(str(error), "correct the function in reward.custom_reward_function.path")
+        return
+    yield judge(rows, results, reward)
+
+
+def reward_rows(records: Sequence[Record], data: DataConfig) -> list[RewardRow]:
+    """Each record twice: answered with its ground truth, and not answered."""
+    rows = []
+    for record in records:
+        values: dict[str, Any] = record.values
+        truth = values["reward_model"]["ground_truth"]
+        source, extra = str(values[data.reward_fn_key]), values.get("extra_info") or {}
+        rows += [RewardRow(source, str(truth), truth, extra), RewardRow(source, "", truth, extra)]
+    return rows
+
+
+def judge(rows: Sequence[RewardRow], results: Sequence[RewardResult], reward: RewardConfig) -> Finding:
+    """`rows` and `results` in pairs, as `reward_rows` makes them."""
+    failed = [result.failed for result in results if result.failed is not None]
+    if failed:
+        evidence = f"{len(failed)} of {len(results)} responses to {len(rows) // 2} rows could not be scored: {failed[0]}"
+        remedy = "correct the function, or the rows' data_source and ground_truth; reward.timeout=<seconds> if it needs longer"
+        found = problem if len(failed) == len(results) else warning
+        return found(f"{evidence} (each would score reward.failure_score={reward.failure_score:g})", remedy)
+    right, empty = [result.score for result in results[::2]], [result.score for result in results[1::2]]
+    sources = ", ".join(sorted({row.data_source for row in rows}))
+    seen = f"{len(right)} rows of {sources}: the ground truth scores {_few(right)}, an empty response {_few(empty)}"
+    return note(f"{seen}: no difference, as where a response needs a form besides the answer") if right == empty else ok(seen)
+
+
+def _few(scores: Sequence[float]) -> str:
+    return ", ".join(f"{score:g}" for score in dict.fromkeys(scores))

@@ -1,0 +1,31 @@
+"""What the configuration says of itself: keys without effect, what cannot run yet, and the batch plan's rules.
+
+In: the configuration, and what composing it has noted. Out: findings. `python -m hydraflow.plan` explains the numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hydraflow.checkup.facts import Facts
+from hydraflow.checkup.finding import Finding, note, of_problem, ok
+from hydraflow.runnable import problems
+
+
+def check_settings(facts: Facts) -> Iterator[Finding]:
+    """Keys that main_ppo would refuse, and keys that do nothing."""
+    refused = [*facts.unsupported, *problems(facts.config)]
+    yield from map(of_problem, refused)
+    yield from map(note, facts.notes)
+    if not refused and not facts.notes:
+        yield ok("every key has an effect and can be run")
+
+
+def check_plan(facts: Facts) -> Iterator[Finding]:
+    """The batch plan resolves; its broken rules are reported one by one."""
+    plan = facts.plan
+    steps = f"{plan.total_steps} training steps" if plan.total_steps else "an unknown number of training steps"
+    devices = sum(pool.nodes * pool.devices_per_node for pool in plan.cluster.pools)
+    yield ok(
+        f"{steps} of {plan.prompts_per_step} prompts and {plan.trajectories_per_step} trajectories on {devices} devices, {plan.placement}"
+    )

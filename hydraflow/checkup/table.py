@@ -1,0 +1,129 @@
+"""The table of all checks, and the one place that runs them: each within its time, none able to end the program.
+
+In: `Facts`. Out: `Result`s in the order of the table. A new check is a function from facts to findings, and a line in `CHECKS`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+from hydraflow.checkup import (
+    compiling,
+    data_files,
+    disk,
+    lengths,
+    libraries,
+    limits,
+    memory,
+    model_files,
+    network,
+    processors,
+    scoring,
+    settings,
+    templates,
+    trackers,
+)
+from hydraflow.checkup.facts import Facts
+from hydraflow.checkup.finding import Finding, Skip, State, of_problem, problem
+from hydraflow.errors import ConfigError
+
+SECONDS = 20.0
+"""What a check may take where it does not say otherwise."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that is looked at."""
+
+    name: str
+    look: Callable[[Facts], Iterable[Finding]]
+    fast: bool = False
+    """Takes milliseconds: main_ppo makes it at every start."""
+    seconds: Callable[[Facts], float] = lambda facts: SECONDS
+    """After so long it is given up."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a check found, one or several things."""
+
+    name: str
+    findings: tuple[Finding, ...]
+    seconds: float
+    """How long it took."""
+
+
+def _lasting(seconds: float) -> Callable[[Facts], float]:
+    return lambda facts: seconds
+
+
+CHECKS = (
+    Check("library versions", libraries.check_versions, fast=True),
+    Check("tensordict and torch", libraries.check_tensordict, fast=True),
+    Check("vLLM and torch", libraries.check_vllm, seconds=_lasting(libraries.PROBE_SECONDS + SECONDS)),
+    Check("flash-attn", libraries.check_flash_attention, seconds=_lasting(libraries.PROBE_SECONDS + SECONDS)),
+    Check("compiler", compiling.check_compiler, seconds=_lasting(compiling.C_SECONDS + compiling.KERNEL_SECONDS + SECONDS)),
+    Check("configuration", settings.check_settings),
+    Check("batch plan", settings.check_plan),
+    Check("processors", processors.check_processors, fast=True),
+    Check("devices", memory.check_devices, fast=True),
+    Check("GPUs, used", memory.check_gpus, seconds=_lasting(memory.GPU_SECONDS + SECONDS)),
+    Check("host memory", memory.check_host_memory, fast=True),
+    Check("shared memory", limits.check_shared_memory, fast=True),
+    Check("open files", limits.check_open_files, fast=True),
+    Check("temporary files", limits.check_temporary_files, fast=True),
+    Check("disk", disk.check_disk, fast=True),
+    Check("ports", network.check_ports, fast=True),
+    Check("Ray", network.check_ray, fast=True),
+    Check("trackers", trackers.check_trackers, fast=True),
+    Check("trackers, used", trackers.check_writing, seconds=_lasting(60.0)),
+    Check("model files", model_files.check_model, fast=True),
+    Check("model and tokenizer", model_files.check_model_fits, fast=True),
+    Check("end of sequence", templates.check_end_tokens, fast=True),
+    Check("data files", data_files.check_data, seconds=_lasting(60.0)),
+    Check("chat template", templates.check_template, fast=True),
+    Check("prompt lengths", lengths.check_lengths, seconds=_lasting(120.0)),
+    Check("reward function", scoring.check_reward, seconds=lambda facts: scoring.seconds(facts.config.reward)),
+)
+"""In the order of the report; the first to open something broken reports it."""
+
+
+def run_checks(facts: Facts, checks: Iterable[Check] = CHECKS) -> Iterator[Result]:
+    """Results, one after the other as they come."""
+    for check in checks:
+        began = time.monotonic()
+        findings = within(check.seconds(facts), check, facts)
+        yield Result(check.name, tuple(findings), time.monotonic() - began)
+
+
+def within(seconds: float, check: Check, facts: Facts) -> list[Finding]:
+    """The findings, or a problem when they take too long. What still runs then is left behind in a thread that no exit waits for."""
+    answers: SimpleQueue[list[Finding]] = SimpleQueue()
+    threading.Thread(target=lambda: answers.put(_guarded(check, facts)), name=check.name, daemon=True).start()
+    try:
+        return answers.get(timeout=seconds)
+    except Empty:
+        return [
+            problem(
+                f"gave no answer within {seconds:g} seconds", "look at what it looks at: a hanging network drive, or code of the model's"
+            )
+        ]
+
+
+def _guarded(check: Check, facts: Facts) -> list[Finding]:
+    """What the check finds. Whatever it raises is a finding too: it opens files of any kind and runs the model's own code."""
+    found: list[Finding] = []
+    try:
+        for finding in check.look(facts):
+            found.append(finding)
+    except Skip as reason:
+        found.append(Finding(State.SKIPPED, str(reason)))
+    except ConfigError as error:
+        found += [of_problem(each) for each in error.problems]
+    except (Exception, SystemExit) as error:
+        found.append(problem(f"the check itself failed: {type(error).__name__}: {error}"[:500], "please report it, with this line"))
+    return found

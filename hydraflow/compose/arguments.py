@@ -1,0 +1,155 @@
+"""Tells options from overrides on a command line: Hydra's own, and those that an entry point declares.
+
+In: the arguments after the program's name. Out: `Arguments`, or one problem for each option that there is not.
+Left out on purpose: what overrides mean (`overrides.py`).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hydraflow.errors import Problem
+
+_SWITCHES = {"--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m", "--shell-completion", "-sc"}
+_WITH_VALUE = {"--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"}
+_INFO = {"--info", "-i"}
+_INFO_KINDS = {"all", "config", "defaults", "defaults-tree", "plugins", "searchpath"}
+_COMMANDS = {"--run", "-r", "--multirun", "-m", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
+_RUNS = {"--run", "-r", "--multirun", "-m"}
+_OWN_FILES = {"--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"}
+
+
+@dataclass(frozen=True)
+class Switch:
+    """An option of an entry point's own."""
+
+    name: str
+    """As it is written, with its dashes."""
+    value: str = ""
+    """What its value is called in the help; empty: it takes none."""
+    doc: str = ""
+    choices: tuple[str, ...] = ()
+    """The values that there are; empty: any."""
+
+
+@dataclass
+class Arguments:
+    """A command line taken apart."""
+
+    options: list[str] = field(default_factory=list)
+    """Hydra's options with their values, as given."""
+    overrides: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    switches: dict[str, str | bool] = field(default_factory=dict)
+    """The entry point's own options that were given."""
+
+    def has(self, *names: str) -> bool:
+        """Whether one of these options was given."""
+        return any(option.partition("=")[0] in names for option in self.options)
+
+    @property
+    def multirun(self) -> bool:
+        """Whether several configurations are to run."""
+        return self.has("--multirun", "-m")
+
+    @property
+    def runs(self) -> bool:
+        """Whether something is to run; else something is only shown."""
+        return not self.has(*(_COMMANDS - _RUNS), "--hydra-help", "--version")
+
+    @property
+    def own_files(self) -> bool:
+        """Whether the user brings configuration files."""
+        return self.has(*_OWN_FILES)
+
+    def value(self, *names: str) -> str | None:
+        """The value of an option, None where it was not given."""
+        for position, option in enumerate(self.options):
+            name, equals, value = option.partition("=")
+            if name in names:
+                return value if equals else self.options[position + 1]
+        return None
+
+    def take(self, *names: str) -> str | None:
+        """The value of an option, which is taken out of `options`; empty text for one without a value."""
+        for position, option in enumerate(self.options):
+            name, equals, value = option.partition("=")
+            if name not in names:
+                continue
+            length = 1 if equals or name in _SWITCHES else 2
+            taken = self.options[position : position + length]
+            del self.options[position : position + length]
+            return value if equals else (taken[1] if length == 2 else "")
+        return None
+
+
+def split(argv: Sequence[str], switches: Sequence[Switch] = ()) -> Arguments:
+    """Takes a command line apart.
+
+    >>> split(["--cfg", "job", "data.shuffle=false", "--config-dir=mine"])
+    Arguments(options=['--cfg', 'job', '--config-dir=mine'], overrides=['data.shuffle=false'], problems=[], switches={})
+    >>> split(["--svg", "step.svg", "--json"], [Switch("--json"), Switch("--svg", value="FILE")]).switches
+    {'--svg': 'step.svg', '--json': True}
+    """
+    arguments, rest = Arguments(), list(argv)
+    own = {switch.name: switch for switch in switches}
+    while rest:
+        word = rest.pop(0)
+        name, equals, _ = word.partition("=")
+        if not word.startswith("-"):
+            arguments.overrides.append(word)
+        elif name in own:
+            _take_own(arguments, own[name], word, rest)
+        elif name in _SWITCHES or (equals and name in _WITH_VALUE | _INFO):
+            arguments.options.append(word)
+        elif name in _INFO:
+            arguments.options += [word, rest.pop(0) if rest and rest[0] in _INFO_KINDS else "all"]
+        elif name in _WITH_VALUE and rest:
+            arguments.options += [word, rest.pop(0)]
+        else:
+            arguments.problems.append(_unknown_option(word, rest, set(own)))
+    arguments.problems += _combination_problems(arguments)
+    return arguments
+
+
+def _take_own(arguments: Arguments, switch: Switch, word: str, rest: list[str]) -> None:
+    """Moves an own option, and its value where it takes one, from `rest` to `arguments.switches`."""
+    _, equals, value = word.partition("=")
+    if not switch.value:
+        arguments.switches[switch.name] = True
+        if equals:
+            arguments.problems.append(Problem(word, None, "takes no value", switch.name))
+        return
+    if not equals:
+        missing = not rest or rest[0].startswith("-")
+        value = "" if missing else rest.pop(0)
+    if not value:
+        arguments.problems.append(Problem(switch.name, None, "needs a value", f"{switch.name} {switch.value}"))
+    elif switch.choices and value not in switch.choices:
+        remedy = " or ".join(f"{switch.name} {choice}" for choice in switch.choices)
+        arguments.problems.append(Problem(f"{switch.name} {value}", None, f"there are {', '.join(switch.choices)}", remedy))
+    else:
+        arguments.switches[switch.name] = value
+
+
+def _combination_problems(arguments: Arguments) -> list[Problem]:
+    problems: list[Problem] = []
+    commands = [option for option in arguments.options if option.partition("=")[0] in _COMMANDS]
+    if len(commands) > 1:
+        problems.append(Problem(" ".join(commands), None, "only one of these options at a time", commands[0]))
+    if arguments.has("--resolve") and not arguments.has("--cfg", "-c"):
+        problems.append(Problem("--resolve", None, "goes with --cfg", "--cfg job --resolve"))
+    return problems
+
+
+def _unknown_option(word: str, rest: list[str], own: set[str]) -> Problem:
+    name, equals, value = word.partition("=")
+    if name in _WITH_VALUE:
+        return Problem(word, None, "needs a value", f"{word} ...")
+    if near := difflib.get_close_matches(name, _SWITCHES | _WITH_VALUE | _INFO | own, n=1, cutoff=0.8):
+        return Problem(word, None, "unknown option", f"{near[0]}{equals}{value}")
+    if not equals and rest and "=" not in rest[0] and not rest[0].startswith("-"):
+        value = rest.pop(0)
+    return Problem(word, None, "unknown option; settings are written key=value, without dashes", f"{name.lstrip('-')}={value or '...'}")

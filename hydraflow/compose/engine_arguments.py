@@ -1,0 +1,88 @@
+"""Keys of open mappings whose names belong to another library: checked against it where it is installed, without importing it.
+
+In: values of open mappings. Out: a problem for each name that the library does not have, with the nearest; or a note that it was
+not asked. The names are read from the library's source, since importing vLLM takes seconds and needs a GPU's driver.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hydraflow.compose.keys import shown
+from hydraflow.compose.nearest import nearest
+from hydraflow.errors import Problem
+
+
+@dataclass(frozen=True)
+class Library:
+    """Where the names of a library's arguments stand."""
+
+    name: str
+    package: str
+    files: tuple[str, ...]
+    """Below the package."""
+    classes: tuple[str, ...]
+    """Whose annotated fields are the arguments."""
+
+
+VLLM = Library("vLLM", "vllm", ("engine/arg_utils.py",), ("EngineArgs", "AsyncEngineArgs"))
+MEGATRON = Library(
+    "Megatron-Core",
+    "megatron",
+    ("core/model_parallel_config.py", "core/transformer/transformer_config.py"),
+    ("ModelParallelConfig", "TransformerConfig", "MLATransformerConfig"),
+)
+OPEN_TO: dict[str, Library] = {
+    "actor_rollout_ref.rollout.engine_kwargs.vllm": VLLM,
+    "actor_rollout_ref.actor.megatron.override_transformer_config": MEGATRON,
+    "actor_rollout_ref.ref.megatron.override_transformer_config": MEGATRON,
+    "critic.megatron.override_transformer_config": MEGATRON,
+}
+"""Open mapping -> the library that reads it. Others, such as reward_kwargs, belong to the user."""
+
+
+def check_names(leaves: Mapping[str, Any]) -> tuple[list[Problem], list[str]]:
+    """Problems and notes about the open mappings among `leaves`."""
+    problems: list[Problem] = []
+    notes: list[str] = []
+    for key, library in OPEN_TO.items():
+        content = leaves.get(key)
+        if not isinstance(content, Mapping) or not content:
+            continue
+        known = argument_names(library)
+        if known is None:
+            notes.append(f"{key}: {', '.join(map(str, content))} not checked, {library.name} is not installed here")
+        else:
+            problems += _unknown_names(key, content, library, known)
+    return problems, notes
+
+
+def _unknown_names(key: str, content: Mapping[str, Any], library: Library, known: frozenset[str]) -> Iterator[Problem]:
+    for name, value in content.items():
+        if name not in known:
+            near = nearest(str(name), sorted(known))
+            remedy = " or ".join(f"{key}.{one}={shown(value)}" for one in near) or f"leave out {key}.{name}"
+            yield Problem(f"{key}.{name}", shown(value), f"{library.name} has no such argument", remedy)
+
+
+@cache
+def argument_names(library: Library) -> frozenset[str] | None:
+    """The names of a library's arguments; None: it is not installed, or its source looks different."""
+    spec = importlib.util.find_spec(library.package)
+    folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
+    files = [folder / file for folder in folders for file in library.files if (folder / file).is_file()]
+    names = frozenset(name for file in files for name in _fields(file, library.classes))
+    return names or None
+
+
+def _fields(file: Path, classes: tuple[str, ...]) -> Iterator[str]:
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef) and node.name in classes:
+            fields = (part.target for part in node.body if isinstance(part, ast.AnnAssign))
+            yield from (target.id for target in fields if isinstance(target, ast.Name))

@@ -1,0 +1,190 @@
+"""The known keys of a configuration schema: what type each takes, which is nearest to a misspelt one, what each does.
+
+In: a dataclass of `schema.py`, keys and values as a user wrote them. Out: problems, or text for `--help`.
+Left out on purpose: ranges and choices (`checks.py`), and whole trees (`tree.py`).
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from hydraflow.compose.nearest import nearest
+from hydraflow.errors import Problem
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Any: "any value"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """A leaf or a section of the schema."""
+
+    path: str
+    hint: Any
+    """Type of a leaf, dataclass of a section."""
+    default: Any
+    doc: str
+
+    @property
+    def is_section(self) -> bool:
+        """Whether keys stand below it."""
+        return is_dataclass(self.hint)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anything may stand below it."""
+        return typing.get_origin(self.hint) is dict
+
+
+@functools.cache
+def known_keys(schema: Any) -> dict[str, Key]:
+    """Every section and leaf of a schema by its dotted path, in the order of the source."""
+    return {key.path: key for key in _walk(schema(), "")}
+
+
+def _walk(section: Any, prefix: str) -> Iterator[Key]:
+    owner: type = type(section)
+    hints, docs = typing.get_type_hints(owner), field_docs(owner)
+    for field in fields(section):
+        value, path = getattr(section, field.name), prefix + field.name
+        doc = (inspect.getdoc(type(value)) or "") if is_dataclass(value) else docs.get(field.name, "")
+        yield Key(path, hints[field.name], value, doc)
+        if is_dataclass(value):
+            yield from _walk(value, f"{path}.")
+
+
+@functools.cache
+def field_docs(section: type) -> dict[str, str]:
+    """The string that follows each field in the source of a dataclass and of those that it extends."""
+    docs: dict[str, str] = {}
+    for owner in reversed(section.__mro__):
+        if not is_dataclass(owner):
+            continue
+        body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for field, text in zip(body.body, body.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                assert isinstance(field.target, ast.Name)
+                docs[field.target.id] = str(text.value.value)
+    return docs
+
+
+def unknown_key(schema: type, path: str, value: Any) -> Problem:
+    """The report of a key that the schema does not have, with the nearest that it has."""
+    near = nearest_keys(schema, path)
+    remedy = " or ".join(f"{key}={shown(value)}" for key in near) or "--help lists every key"
+    return Problem(path, shown(value), "unknown key", remedy)
+
+
+def nearest_keys(schema: type, path: str, count: int = 3) -> list[str]:
+    """Known keys that resemble `path`, the nearest first; leaves only.
+
+    >>> from hydraflow.schema import PPOConfig
+    >>> nearest_keys(PPOConfig, "train_batch_size")[0]
+    'data.train_batch_size'
+    """
+    return nearest(path, [key.path for key in known_keys(schema).values() if not key.is_section], count)
+
+
+def accepts(hint: Any, value: Any) -> bool:
+    """Whether a value that was parsed from YAML or the command line fits a type hint."""
+    if hint is Any:
+        return True
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(accepts(part, value) for part in arguments)
+    if origin is list:
+        return isinstance(value, list) and all(accepts(arguments[0], item) for item in value)
+    if origin is dict:
+        return isinstance(value, Mapping)
+    if isinstance(value, bool):
+        return hint is bool
+    if hint is str:
+        return isinstance(value, str | int | float)
+    return isinstance(value, int | float if hint is float else hint)
+
+
+def fitted(hint: Any, value: Any) -> Any:
+    """A value that `accepts` took, as the type itself: 1 for a float is 1.0, 5 for text is '5'.
+
+    >>> fitted(list[float] | None, [1, 0.5]), fitted(str, 5)
+    ([1.0, 0.5], '5')
+    """
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return next(fitted(part, value) for part in arguments if accepts(part, value))
+    if origin is list:
+        return [fitted(arguments[0], item) for item in value]
+    return hint(value) if hint in (float, str) else value
+
+
+def type_words(hint: Any) -> str:
+    """A type hint in plain words.
+
+    >>> type_words(list[int] | None)
+    'a list of whole numbers or null'
+    """
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(type_words(part) for part in arguments)
+    if origin is list:
+        return f"a list of {'text' if arguments[0] is str else type_words(arguments[0]).removeprefix('a ') + 's'}"
+    if origin is dict:
+        return "a mapping such as {name: value}"
+    return "null" if hint is type(None) else _WORDS[hint]
+
+
+def describe(schema: type) -> str:
+    """Every key with its default, its type and what it does; sections as headings."""
+    lines: list[str] = []
+    for key in known_keys(schema).values():
+        if key.is_section:
+            lines += ["", f"{key.path}: {key.doc.partition(chr(10))[0]}"]
+        else:
+            lines += [f"  {key.path}={shown(key.default)}   ({type_words(key.hint)})", f"      {key.doc}"]
+    return "\n".join(lines)
+
+
+def is_below_open(keys: Mapping[str, Key], path: str) -> bool:
+    """Whether a key stands in a mapping that takes anything."""
+    while path:
+        path = path.rpartition(".")[0]
+        if path in keys:
+            return keys[path].is_open
+    return False
+
+
+def wrong_type(schema: type, key: Key, value: Any) -> Problem:
+    """The report of a value that a leaf cannot take, or of one where a section stands."""
+    if key.is_section:
+        first = next(name for name in known_keys(schema) if name.startswith(f"{key.path}."))
+        return Problem(key.path, shown(value), "is a group of keys, not a value", f"set a key of it, such as {first}=...")
+    whole = isinstance(value, float) and value.is_integer() and accepts(key.hint, int(value))
+    example = int(value) if whole else key.default
+    remedy = "" if example is None else f"{key.path}={shown(example)}"
+    kind = "" if value is None or isinstance(value, list) else f", not {_kind(value)}"
+    return Problem(key.path, shown(value), f"must be {type_words(key.hint)}{kind}", remedy)
+
+
+def _kind(value: Any) -> str:
+    return "a mapping" if isinstance(value, Mapping) else _WORDS.get(type(value), "text")
+
+
+def shown(value: Any) -> str:
+    """A value as it is written in an override."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{','.join(shown(item) for item in value)}]"
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{name}: {shown(item)}' for name, item in value.items())}}}"
+    return str(value)

@@ -1,0 +1,202 @@
+"""Runs an entry point with the configuration that its command line asks for, or with each one of a sweep.
+
+In: the arguments of the process, a schema, what to run. Out: an exit code; every mistake at once as a message on stderr with exit
+code 2. Left out on purpose: how a configuration is composed and judged (`loading.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any, TypeVar
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from hydraflow.compose import completion
+from hydraflow.compose.arguments import Arguments, Switch, split
+from hydraflow.compose.command import Command
+from hydraflow.compose.keys import describe
+from hydraflow.compose.loading import VERSION_BASE, Composed, Entry, Judge, finish, register, translated
+from hydraflow.compose.overrides import Prepared, config_folder, groups_in, prepare
+from hydraflow.compose.verl import config_file
+from hydraflow.errors import ConfigError, HydraflowError, Problem
+
+Config = TypeVar("Config")
+Run = Callable[[Config, Command], int | None]
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, which also ends a sweep."""
+_QUIET = {
+    "hydra/job_logging": "none",
+    "hydra/hydra_logging": "none",
+    "hydra.run.dir": ".",
+    "hydra.output_subdir": "null",
+    "hydra.sweep.subdir": ".",
+}
+"""Hydra writes no logs, folders or copies of the configuration; a sweep writes one multirun.yaml."""
+
+
+def launch(
+    config_name: str,
+    schema: type[Config],
+    run: Run[Config],
+    *,
+    switches: Sequence[Switch] = (),
+    judges: Sequence[Judge] = (),
+    tolerant: bool = False,
+) -> int:
+    """Calls `run(config, command)` for the command line, or for each configuration of a sweep; returns the exit code.
+
+    `config_name` is a file of the config folder without its ending. `switches`: options of the entry point's own. `judges`: what it
+    has to say against a configuration, in the same report as everything else. `tolerant`: it runs nothing, so what could not be
+    honoured is told instead of refused; such an entry point prints the notes itself.
+    Use: `sys.exit(launch("ppo", PPOConfig, run))`.
+    """
+    arguments = split(sys.argv[1:], switches)
+    if arguments.has("--help", "-h"):
+        _print(help_text(config_name, schema, switches))
+        return 0
+    if arguments.has("--shell-completion", "-sc") and completion.install(arguments.overrides):
+        return 0
+    entry = Entry(config_name, schema, judges, tolerant, arguments.switches)
+    codes: list[int] = []
+
+    def job(one: Composed[Config]) -> int:
+        if not tolerant:
+            for note in one.command.notes:
+                print(f"note: {note}", file=sys.stderr)
+        return run(one.config, one.command) or 0
+
+    code = run_guarded(lambda: _hydra_main(entry, arguments, job, codes))
+    return code or next((code for code in codes if code), 0)
+
+
+def given_switches(switches: Sequence[Switch], argv: Sequence[str] | None = None) -> dict[str, str | bool]:
+    """The entry point's own options on a command line, that of this process by default; mistakes are left to `launch`.
+
+    >>> given_switches([Switch("--job", value="NAME")], ["data.shuffle=false", "--job", "sft"])
+    {'--job': 'sft'}
+    """
+    return split(sys.argv[1:] if argv is None else argv, switches).switches
+
+
+def run_guarded(work: Callable[[], int | None]) -> int:
+    """Runs `work` and returns its exit code. Errors for the user become a message on stderr and their exit code.
+
+    With HYDRAFLOW_FULL_ERROR=1 in the environment the stack trace comes first. Faults of our own propagate.
+    """
+    try:
+        return work() or 0
+    except HydraflowError as error:
+        if os.environ.get("HYDRAFLOW_FULL_ERROR") == "1":
+            traceback.print_exc()
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def help_text(config_name: str, schema: type, switches: Sequence[Switch] = ()) -> str:
+    """What `--help` prints: how to call, the groups and their choices, every key with its default and meaning."""
+    groups = [f"  {group}={'|'.join(choices)}" for group, choices in groups_in([config_folder(config_name)], schema).items()]
+    own = [f"          {' '.join(filter(None, (switch.name, switch.value)))}  {switch.doc}" for switch in switches]
+    parts = [
+        f"{_command() or schema.__doc__} [options] [key=value ...]",
+        "Settings: key=value, one for each key below; lists as key=[a,b]; +key=value and ++key=value mean the same.",
+        "Options:  --cfg job prints the configuration; --multirun runs key=a,b once for each value; --config-dir DIR and",
+        "          --config-name NAME take your own YAML file (start it with `defaults: [" + config_name + ", _self_]`);",
+        "          --info shows where values come from; --hydra-help lists the rest.",
+        *own,
+        *(["\nGroups:", *groups] if groups else []),
+        "\nKeys:",
+    ]
+    return "\n".join(parts) + describe(schema)
+
+
+def _command() -> str:
+    """How this process was called, where it is a module of ours: several commands share a schema."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return f"python -m {spec.name}" if spec and spec.name.startswith("hydraflow.") else ""
+
+
+def _hydra_main(entry: Entry[Config], arguments: Arguments, job: Callable[[Composed[Config]], int], codes: list[int]) -> None:
+    """Lets Hydra compose and call `job` for each configuration, or do what its options ask for."""
+    _take_verls_files(entry, arguments)
+    shown = _take_what_to_show(arguments)
+    prepared = prepare(entry.config_name, entry.schema, arguments)
+    if prepared.problems and (arguments.multirun or not arguments.runs):
+        raise ConfigError(prepared.problems)
+    register(entry)
+
+    def compose(composed: DictConfig) -> int:
+        facts = HydraConfig.get()
+        finished = partial(finish, entry, composed, prepared, str(facts.job.config_name), list(facts.overrides.task))
+        if shown is not None:
+            return _show(finished(only_keys=True), shown)
+        codes.append(run_guarded(lambda: job(finished())))
+        if codes[-1] == INTERRUPTED:
+            sys.exit(INTERRUPTED)
+        return codes[-1]
+
+    _call_hydra(entry, arguments, prepared, compose)
+
+
+def _call_hydra(entry: Entry[Any], arguments: Arguments, prepared: Prepared, compose: Callable[[DictConfig], int]) -> None:
+    keys = {word.partition("=")[0].lstrip("+") for word in prepared.words}
+    quiet = [f"{key}={value}" for key, value in (_QUIET | {"hydra.job.name": entry.config_name}).items() if key not in keys]
+    folder = str(config_folder(entry.config_name))
+    main = hydra.main(version_base=VERSION_BASE, config_path=folder, config_name=entry.config_name)(compose)
+    completing = arguments.has("--shell-completion", "-sc")
+    sys.argv[1:] = [*arguments.options, *(arguments.overrides if completing else [*prepared.words, *quiet])]
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints errors itself and ends the process with code 1
+    try:
+        main()
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError([*prepared.problems, *translated(error).problems]) from error
+
+
+def _take_verls_files(entry: Entry[Any], arguments: Arguments) -> None:
+    """verl's own configuration files, which its users name on the command line, are not needed here."""
+    words = config_file(arguments.value("--config-name", "-cn") or "") if entry.config_name == "ppo" else None
+    if words is not None:
+        arguments.take("--config-name", "-cn")
+        arguments.take("--config-path", "-cp")
+        arguments.overrides += words
+
+
+def _take_what_to_show(arguments: Arguments) -> tuple[str, bool] | None:
+    """For `--cfg job`: the section to show (empty: all) and whether interpolations are to be replaced. Hydra would show verl's keys
+    as they were written; we show what they came to."""
+    if arguments.value("--cfg", "-c") != "job":
+        return None
+    arguments.take("--cfg", "-c")
+    resolve = arguments.take("--resolve") is not None
+    return arguments.take("--package", "-p") or "", resolve
+
+
+def _show(composed: Composed[Any], shown: tuple[str, bool]) -> int:
+    package, resolve = shown
+    whole = OmegaConf.create(asdict(composed.config) if resolve else composed.tree)
+    section = OmegaConf.select(whole, package) if package not in ("", "_global_") else whole
+    if section is None:
+        raise ConfigError([Problem(f"--package {package}", None, "there is no such section", "--package data")])
+    header = f"# @package {package}\n" if package else ""
+    _print(header + (OmegaConf.to_yaml(section) if OmegaConf.is_config(section) else f"{section}\n"), end="")
+    return 0
+
+
+def _print(text: str, end: str = "\n") -> None:
+    """Prints what may be long; a reader such as `head` may close the pipe before its end."""
+    try:
+        print(text, end=end, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains again when it ends

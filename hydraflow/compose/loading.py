@@ -1,0 +1,205 @@
+"""From overrides and YAML files to a checked configuration, and what there is to say about it.
+
+In: what Hydra composed, or overrides to compose. Out: an instance of the schema's dataclass and a `Command`; or one ConfigError with
+every mistake: in options, overrides, keys, types, values, and in what the entry point's judges find.
+
+The base of a composition is the schema's defaults as plain values, so that unknown keys and wrong types of all files and
+overrides are found by us, together, instead of by Hydra, one at a time.
+Left out on purpose: what values may be (`checks.py`), what keys mean (`tree.py`, `verl.py`, `effects.py`), processes (`launch.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import reduce
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from hydraflow import checks
+from hydraflow.compose import origins as provenance
+from hydraflow.compose.arguments import Arguments
+from hydraflow.compose.command import DEFAULT, Command, Counts
+from hydraflow.compose.effects import idle_keys
+from hydraflow.compose.engine_arguments import check_names
+from hydraflow.compose.keys import fitted, known_keys
+from hydraflow.compose.overrides import Prepared, config_folder, groups_in, prepare
+from hydraflow.compose.tree import Doubts, Judged, judge, nested
+from hydraflow.errors import ConfigError, Problem
+from hydraflow.schema import EvalConfig, GenerateConfig, PPOConfig, SFTConfig
+
+Config = TypeVar("Config")
+Judge = Callable[[Any, Command], Iterable[Problem]]
+"""What an entry point itself has to say against a configuration, for the same report."""
+VERSION_BASE = "1.3"
+
+
+@dataclass(frozen=True)
+class Entry(Generic[Config]):
+    """Who asks for a configuration."""
+
+    config_name: str
+    """A file of the config folder without its ending."""
+    schema: type[Config]
+    judges: Sequence[Judge] = ()
+    tolerant: bool = False
+    """Nothing will run: what could not be honoured is told, not refused."""
+    switches: Mapping[str, str | bool] = field(default_factory=dict)
+    """The entry point's own options that were given."""
+
+
+@dataclass(frozen=True)
+class Composed(Generic[Config]):
+    """A composition that nothing is wrong with."""
+
+    config: Config
+    command: Command
+    tree: dict[str, Any]
+    """The same with interpolations as they were written, for `--cfg job`."""
+
+
+def load(config_name: str, schema: type[Config], overrides: Sequence[str] = ()) -> Config:
+    """The configuration that a command line of these overrides gives, for tests and tools. Raises ConfigError.
+
+    >>> from hydraflow.schema import PPOConfig
+    >>> load("ppo", PPOConfig, ["data.train_batch_size=96"]).data.train_batch_size
+    96
+    """
+    return load_command(config_name, schema, overrides)[0]
+
+
+def load_command(
+    config_name: str, schema: type[Config], overrides: Sequence[str] = (), *, judges: Sequence[Judge] = (), tolerant: bool = False
+) -> tuple[Config, Command]:
+    """The same, and what there is to say about it."""
+    entry = Entry(config_name, schema, judges, tolerant)
+    prepared = prepare(config_name, schema, Arguments(overrides=list(overrides)))
+    register(entry)
+    with hydra.initialize_config_dir(str(config_folder(config_name)), version_base=VERSION_BASE):
+        try:
+            composed = hydra.compose(config_name, prepared.words)
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ConfigError([*prepared.problems, *translated(error).problems]) from error
+        found = finish(entry, composed, prepared, config_name, prepared.words)
+    return found.config, found.command
+
+
+def register(entry: Entry[Any]) -> None:
+    """Makes the schema's defaults known as `schema_<config_name>`, which the YAML files start from."""
+    ConfigStore.instance().store(f"schema_{entry.config_name}", asdict(entry.schema()))
+
+
+def finish(
+    entry: Entry[Config], composed: DictConfig, prepared: Prepared, config_name: str, words: Sequence[str], *, only_keys: bool = False
+) -> Composed[Config]:
+    """The configuration, once everything about it has been found right; raises ConfigError with everything that is not.
+
+    `config_name` and `words` are the file and the overrides that this composition is of. `only_keys`: values are not judged, since
+    the configuration is only to be shown.
+    """
+    origins = _find_origins(entry, config_name, words)
+    tree = OmegaConf.to_container(composed, resolve=False)
+    assert isinstance(tree, dict)
+    judged = judge(entry.schema, {str(name): value for name, value in tree.items()}, origins, lambda key: _resolved(composed, key))
+    judged.doubts.keys |= prepared.doubts.keys
+    judged.doubts.everything |= prepared.doubts.everything
+    unsupported = judged.translation.unsupported
+    problems = prepared.problems + [one for one in judged.problems if not (entry.tolerant and one in unsupported)]
+    config = _build(entry.schema, judged.leaves)
+    command, idle = _describe(entry, config, judged)
+    if not only_keys:
+        problems += _value_problems(entry, config, command, judged, idle)
+    if problems:
+        raise ConfigError(problems)
+    written = {key: judged.written.get(key, value) for key, value in judged.leaves.items()}
+    return Composed(config, command, nested(written))
+
+
+def translated(error: HydraException | OmegaConfBaseException) -> ConfigError:
+    """What Hydra or OmegaConf found, as a problem of the user's."""
+    key = getattr(error, "full_key", None) or "configuration"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return ConfigError.one(key, None, " ".join(line for line in lines if not line.startswith(("full_key:", "object_type="))))
+
+
+def _find_origins(entry: Entry[Any], config_name: str, words: Sequence[str]) -> dict[str, str]:
+    loader, ours = GlobalHydra.instance().config_loader(), config_folder(entry.config_name)
+    folders = [Path(source.path) for source in loader.get_sources() if source.scheme() == "file"]
+    return provenance.find(entry.schema, loader, config_name, words, groups_in([ours, *folders], entry.schema), ours)
+
+
+def _resolved(composed: DictConfig, key: str) -> Any:
+    """A value with its interpolations replaced. Raises ConfigError where they lead nowhere."""
+    try:
+        value = OmegaConf.select(composed, key, throw_on_missing=True)
+        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    except OmegaConfBaseException as error:
+        problem = translated(error).problems[0]
+        raise ConfigError.one(key, None, problem.rule) from error
+
+
+def _build(schema: type[Config], leaves: Mapping[str, Any]) -> Config:
+    """The dataclass instance with these leaves, which fit their types, and defaults elsewhere."""
+    owner: type = schema
+    config, keys = schema(), known_keys(owner)
+    for key, value in leaves.items():
+        *sections, name = key.split(".")
+        setattr(reduce(getattr, sections, config), name, fitted(keys[key].hint, value))
+    return config
+
+
+def _describe(entry: Entry[Any], config: Any, judged: Judged) -> tuple[Command, list[Problem]]:
+    """What there is to say about a configuration, and the keys that have no effect in it."""
+    schema: type = entry.schema
+    given = [(key, judged.leaves[key]) for key in _keys_of_the_user(schema, judged)]
+    idle = [*judged.translation.ignored, *idle_keys(config, given, planning=entry.tolerant)]
+    unsupported = judged.translation.unsupported
+    notes = [*judged.translation.notes, *(str(one).partition("\n")[0] for one in idle), *_open_mappings(judged)[1]]
+    if entry.tolerant:
+        notes += [str(one).partition("\n")[0] for one in unsupported]
+    without_effect = len(idle)
+    counts = Counts(len(given) - (without_effect - len(judged.translation.ignored)), without_effect, len(unsupported))
+    origins = {key.path: DEFAULT for key in known_keys(schema).values() if not key.is_section} | judged.origins
+    told = tuple(unsupported) if entry.tolerant else ()
+    return Command(entry.config_name, origins, tuple(dict.fromkeys(notes)), counts, told, entry.switches), idle
+
+
+def _open_mappings(judged: Judged) -> tuple[list[Problem], list[str]]:
+    """What the libraries say to the names in open mappings; a mapping that follows another is not looked at twice."""
+    return check_names({key: value for key, value in judged.leaves.items() if not judged.origins.get(key, "").startswith("follows ")})
+
+
+def _keys_of_the_user(schema: type, judged: Judged) -> list[str]:
+    """Keys that the command line sets, and those that a user's file sets to something else than the default."""
+    keys = known_keys(schema)
+    return [
+        key
+        for key, origin in judged.origins.items()
+        if key in judged.leaves
+        and provenance.is_users(origin)
+        and (origin == provenance.COMMAND_LINE or judged.leaves[key] != keys[key].default)
+    ]
+
+
+def _refuses_idle_keys(config: PPOConfig | SFTConfig | GenerateConfig | EvalConfig) -> bool:
+    return config.strict
+
+
+def _value_problems(entry: Entry[Any], config: Any, command: Command, judged: Judged, idle: list[Problem]) -> list[Problem]:
+    """What is wrong with the values, as far as it can be said: problems that a doubtful value may cause are left out."""
+    problems = checks.problems(config, planning=entry.tolerant)
+    problems += _open_mappings(judged)[0]
+    problems += idle if _refuses_idle_keys(config) else []
+    problems = [problem for problem in problems if not judged.doubts.touch(problem)]
+    doubts = Doubts(judged.doubts.keys | {problem.field for problem in problems}, judged.doubts.everything)
+    if doubts.hide_the_plan:
+        return problems
+    judgement = [problem for one in entry.judges for problem in one(config, command)]
+    return problems + [problem for problem in judgement if not doubts.touch(problem)]

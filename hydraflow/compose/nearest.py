@@ -1,0 +1,90 @@
+"""Which known keys a misspelt one may have meant.
+
+In: a key as a user wrote it, the keys that there are. Out: the likeliest, best first. A key is compared name by name: its last
+name must resemble, the sections before it may be missing, misspelt or wrong, each at a price. Case, dashes and underscores are free.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import cache
+
+_FAR = 0.4
+"""Share of a name's letters that may differ."""
+_FAR_WHOLE = 0.2
+"""The same for a whole key without its separators, which forgives dots in wrong places."""
+_MISSING_SECTION, _EXTRA_SECTION, _WRONG_SECTION = 0.1, 0.4, 0.6
+"""Prices, where 1 is a name of which nothing is right."""
+
+
+def nearest(path: str, keys: Iterable[str], count: int = 3) -> list[str]:
+    """The `count` keys that resemble `path` most.
+
+    >>> nearest("data.train_bach_size", ["data.train_batch_size", "data.val_batch_size", "trainer.seed"])
+    ['data.train_batch_size', 'data.val_batch_size']
+    """
+    prices = {key: price for key in keys if (price := _price(path, key)) is not None}
+    return sorted(prices, key=lambda key: prices[key])[:count]
+
+
+def _price(path: str, key: str) -> float | None:
+    """How much of `path` must change to give `key`; None: they do not resemble."""
+    *sections, last = _names(path)
+    *known_sections, known = _names(key)
+    whole = _share("".join(_names(path)), "".join(_names(key)), _FAR_WHOLE)
+    name = _share(last, known, _FAR)
+    if name is None:
+        return None if whole is None else 1.0 + whole
+    by_name = 2 * name + _section_price(sections, known_sections)
+    return by_name if whole is None else min(by_name, 2 * whole)
+
+
+@cache
+def _names(path: str) -> tuple[str, ...]:
+    return tuple(re.sub(r"[^a-z0-9]", "", name) for name in path.lower().split("."))
+
+
+def _section_price(given: Sequence[str], known: Sequence[str]) -> float:
+    """The cheapest way from the given sections to the known ones, in order."""
+    row = [_MISSING_SECTION * column for column in range(len(known) + 1)]
+    for name in given:
+        above, row = row, [row[0] + _EXTRA_SECTION]
+        for column, other in enumerate(known):
+            share = _share(name, other, _FAR)
+            change = _WRONG_SECTION if share is None else share
+            row.append(min(above[column] + change, above[column + 1] + _EXTRA_SECTION, row[column] + _MISSING_SECTION))
+    return row[-1]
+
+
+@cache
+def _share(a: str, b: str, limit: float) -> float | None:
+    """Edits between two names as a share of the longer; None above `limit`."""
+    if a == b:
+        return 0.0
+    length = max(len(a), len(b))
+    most = int(limit * length)
+    left, right = Counter(a), Counter(b)
+    if max((left - right).total(), (right - left).total()) > most:  # never more than the edits, and quick
+        return None
+    edits = _edits(a, b)
+    return edits / length if edits <= most else None
+
+
+def _edits(a: str, b: str) -> int:
+    """Letters to insert, drop, change, or swap with their neighbour (Damerau 1964; optimal string alignment).
+
+    >>> _edits("seed", "sede"), _edits("gamma", "gama")
+    (1, 1)
+    """
+    before: list[int] = []
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        older, before, row = before, row, [i]
+        for j, y in enumerate(b, 1):
+            best = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (x != y))
+            if i > 1 and j > 1 and x == b[j - 2] and a[i - 2] == y:
+                best = min(best, older[j - 2] + 1)
+            row.append(best)
+    return row[-1]

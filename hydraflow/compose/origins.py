@@ -1,0 +1,94 @@
+"""Where each value of a composition is from: which YAML file, or the command line.
+
+In: what Hydra composed, file by file, and the overrides. Out: key -> origin, for every key that somebody set, under the name that
+it was set by. A `config.yaml` that a run left has `config_origins.json` beside it: what still stands there as it was written keeps
+the origin it had then.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.default_element import ResultDefault
+from hydra.types import RunMode
+
+from hydraflow.compose.command import COMMAND_LINE, DEFAULT
+from hydraflow.compose.overrides import Groups, overridden
+from hydraflow.compose.tree import flatten, leaf_of, nested
+
+OURS = "config/"
+"""How the names of our own YAML files begin, wherever they are installed."""
+
+
+def find(schema: type, loader: ConfigLoader, config_name: str, words: Sequence[str], groups: Groups, ours: Path) -> dict[str, str]:
+    """Key -> origin. `ours` is the folder of our own files, `words` the overrides as Hydra got them."""
+    folders = [Path(source.path) for source in loader.get_sources() if source.scheme() == "file"]
+    defaults = loader.compute_defaults_list(config_name=config_name, overrides=list(words), run_mode=RunMode.RUN).defaults
+    origins: dict[str, str] = {}
+    for default in defaults:
+        if file := _file_of(default, folders):
+            origins |= _origins_in(schema, file, default.package or "", _label(file, ours))
+    for key, value in overridden(words, groups).items():
+        for leaf, _ in flatten(schema, nested({key: value})):
+            origins[leaf_of(schema, leaf)] = COMMAND_LINE
+    return origins
+
+
+def is_users(origin: str) -> bool:
+    """Whether the user set it: on the command line or in a file of theirs.
+
+    >>> is_users("command line"), is_users("mine.yaml"), is_users("config/recipe/arithmetic.yaml"), is_users("default")
+    (True, True, False, False)
+    """
+    return not origin.startswith((OURS, DEFAULT, "follows "))
+
+
+def _file_of(default: ResultDefault, folders: Sequence[Path]) -> Path | None:
+    """The YAML file that an entry of the defaults list stands for; None: Hydra's own, or the schema."""
+    name = default.config_path or ""
+    if name.startswith("hydra/"):
+        return None
+    candidates = (folder / (name if name.endswith(".yaml") else f"{name}.yaml") for folder in folders)
+    return next((file for file in candidates if file.is_file()), None)
+
+
+def _origins_in(schema: type, file: Path, package: str, label: str) -> dict[str, str]:
+    tree = yaml.load(file.read_text(encoding="utf-8"), _LOADER)
+    if not isinstance(tree, Mapping):
+        return {}
+    kept = _kept(file)
+    inside = {str(name): value for name, value in tree.items() if name not in ("defaults", "hydra")}
+    section = "" if package in ("", "_global_") else package
+    found: dict[str, str] = {}
+    for key, value in flatten(schema, nested({section: inside}) if section else inside):
+        fact = kept.get(key)
+        found[leaf_of(schema, key)] = fact["from"] if fact and fact["value"] == value else label
+    return {key: origin for key, origin in found.items() if origin != DEFAULT}
+
+
+def _kept(file: Path) -> Mapping[str, Any]:
+    """What a run wrote about the values of its own config.yaml."""
+    beside = file.with_name(f"{file.stem}_origins.json")
+    if not beside.is_file():
+        return {}
+    facts = json.loads(beside.read_text(encoding="utf-8"))
+    assert isinstance(facts, Mapping)
+    return facts
+
+
+def _label(file: Path, ours: Path) -> str:
+    """How a reader knows a file: ours by its place in the menu, the user's by its path."""
+    file = file.resolve()
+    if file.is_relative_to(ours.resolve()):
+        return OURS + file.relative_to(ours.resolve()).as_posix()
+    here = Path.cwd().resolve()
+    path = file.relative_to(here).as_posix() if file.is_relative_to(here) else str(file)
+    return f"./{path}" if path.startswith(OURS) else path
+
+
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

@@ -1,0 +1,209 @@
+"""Overrides as a user writes them, judged before Hydra sees them and put into the form that Hydra takes for every key.
+
+In: the words of a command line, the groups of YAML files, a schema. Out: `Prepared`: words for Hydra, and one problem for each word
+that it could not take. `key=v`, `+key=v` and `++key=v` mean the same for every key that there is.
+Left out on purpose: whether a key is known and its value fits, which is judged in the whole composed tree (`tree.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Override, QuotedString
+from hydra.errors import HydraException
+
+from hydraflow.compose.arguments import Arguments
+from hydraflow.compose.keys import Key, known_keys, nearest_keys, shown, unknown_key
+from hydraflow.compose.tree import Doubts, value_problems
+from hydraflow.compose.verl import group_override
+from hydraflow.errors import ConfigError, Problem
+
+Groups = Mapping[str, Sequence[str]]
+"""Folder of YAML files -> the choices in it."""
+
+_DEFAULT_RECIPE = "recipe=arithmetic"
+_OWN_MODEL_OR_DATA = {"recipe", "actor_rollout_ref.model.path", "data.train_files", "data.val_files"}
+"""Whoever gives one of these keys does not get the default recipe."""
+
+
+@dataclass
+class Prepared:
+    """A command line that Hydra can take."""
+
+    words: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    doubts: Doubts = field(default_factory=Doubts)
+    """What was left out of `words`, so that nobody judges it by its default."""
+
+
+def config_folder(config_name: str) -> Path:
+    """The folder with our YAML files: in the package when installed, else beside it in a clone. Raises ConfigError."""
+    package = Path(__file__).resolve().parents[1]
+    candidates = [package / "config", package.parent / "config"]
+    for folder in candidates:
+        if (folder / f"{config_name}.yaml").is_file():
+            return folder
+    raise ConfigError.one(f"{config_name}.yaml", None, f"is neither in {candidates[0]} nor in {candidates[1]}", "install hydraflow again")
+
+
+def groups_in(folders: Sequence[Path], schema: type) -> dict[str, list[str]]:
+    """Folders of YAML files and the choices in each; a folder of ours, the first, counts where the schema has such a section."""
+    groups: dict[str, list[str]] = {}
+    for number, folder in enumerate(folders):
+        for file in sorted(folder.rglob("*.yaml")):
+            group = file.parent.relative_to(folder).as_posix()
+            if group != "." and (number > 0 or group in schema.__annotations__):
+                groups.setdefault(group, []).append(file.stem)
+    return groups
+
+
+def prepare(config_name: str, schema: type, arguments: Arguments) -> Prepared:
+    """Words for Hydra, and what is wrong with those that it could not take."""
+    folders = [config_folder(config_name), *(Path(path) for path in [arguments.value("--config-dir", "-cd")] if path)]
+    groups = groups_in(folders, schema)
+    chosen = _groups_of(folders[0] / f"{config_name}.yaml")
+    own_file = arguments.has("--config-name", "-cn", "--config-path", "-cp")
+    prepared = Prepared(problems=list(arguments.problems))
+    keys: set[str] = set()
+    for word in arguments.overrides:
+        parsed = _parse(word, prepared)
+        if parsed is None:
+            continue
+        keys.add(parsed.key_or_group)
+        if problems := _problems(parsed, schema, groups, multirun=arguments.multirun):
+            prepared.problems += problems
+            _doubt(prepared.doubts, parsed, schema, groups)
+        else:
+            prepared.words += _normalised(parsed, groups, chosen, own_file=own_file)
+    if "recipe" in groups and not arguments.own_files and not keys & _OWN_MODEL_OR_DATA:
+        prepared.words.append(_DEFAULT_RECIPE)
+    return prepared
+
+
+def overridden(words: Sequence[str], groups: Groups) -> dict[str, Any]:
+    """Key -> value of each override that sets a key; choices of groups and Hydra's own settings are left out."""
+    parser = OverridesParser.create()
+    found: dict[str, Any] = {}
+    for word in words:
+        override = parser.parse_override(word)
+        if not is_hydras(override) and not _is_choice(override, groups) and not override.is_sweep_override():
+            found[override.key_or_group] = plain(override.value())
+    return found
+
+
+def is_hydras(override: Override) -> bool:
+    """Deletions, packages and Hydra's own settings, which Hydra judges itself."""
+    key = override.key_or_group
+    return override.is_delete() or override.package is not None or key.startswith(("hydra.", "hydra/"))
+
+
+def plain(value: Any) -> Any:
+    """A parsed value without the parser's own classes."""
+    if isinstance(value, QuotedString):
+        return value.text
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(plain(name)): plain(item) for name, item in value.items()}
+    return value
+
+
+def _parse(word: str, prepared: Prepared) -> Override | None:
+    try:
+        return OverridesParser.create().parse_override(word)
+    except HydraException as error:
+        reason = str(error).splitlines()[0]
+        rule = "is not key=value" if "=" not in word else f"cannot be read: {reason}"
+        remedy = "" if "=" not in word else "quote special characters: 'key=\"a value, with signs\"'"
+        prepared.problems.append(Problem(word, None, rule, remedy))
+        prepared.doubts.add(word.lstrip("+~").partition("=")[0])
+        return None
+
+
+def _problems(override: Override, schema: type, groups: Groups, *, multirun: bool) -> list[Problem]:
+    """Why Hydra could not take an override; in a sweep also what is wrong with each of its values, before the first of them runs."""
+    key = override.key_or_group
+    if is_hydras(override):
+        return []
+    if override.is_sweep_override() and not multirun:
+        values = (override.input_line or "").partition("=")[2]
+        return [Problem(key, values, "several values need --multirun", f"{key}=[{values}] for one list, or --multirun for several runs")]
+    if _is_choice(override, groups):
+        unknown = [value for value in _values(override) if value not in groups[key]]
+        return [_no_such_choice(key, value, groups[key]) for value in unknown]
+    if problem := _breaks_the_tree(override, schema):
+        return [problem]
+    return [problem for value in _values(override) for problem in value_problems(schema, key, value)] if multirun else []
+
+
+def _is_choice(override: Override, groups: Groups) -> bool:
+    """Whether it chooses a file of a group. `group={a: 1}` sets keys instead."""
+    return override.key_or_group in groups and not any(isinstance(value, dict) for value in _values(override))
+
+
+def _no_such_choice(key: str, value: Any, choices: Sequence[str]) -> Problem:
+    remedy = " or ".join(f"{key}={choice}" for choice in choices)
+    return Problem(key, shown(value), f"there is no such choice; there are {', '.join(choices)}", remedy)
+
+
+def _breaks_the_tree(override: Override, schema: type) -> Problem | None:
+    """A group of keys that is given a value, or a key below one that holds a value."""
+    key, keys, value = override.key_or_group, known_keys(schema), _values(override)[:1]
+    known = keys.get(key)
+    if known and known.is_section and value and not isinstance(value[0], Mapping):
+        first = next(name for name in keys if name.startswith(f"{key}."))
+        return Problem(key, shown(value[0]), "is a group of keys, not a value", f"set a key of it, such as {first}=...")
+    above = _leaf_above(keys, key)
+    return unknown_key(schema, key, value[0] if value else None) if above and not above.is_open else None
+
+
+def _leaf_above(keys: Mapping[str, Key], path: str) -> Key | None:
+    while path := path.rpartition(".")[0]:
+        if path in keys:
+            return None if keys[path].is_section else keys[path]
+    return None
+
+
+def _doubt(doubts: Doubts, override: Override, schema: type, groups: Groups) -> None:
+    """A choice of files that was left out may have set anything."""
+    doubts.add(override.key_or_group, *nearest_keys(schema, override.key_or_group, 1))
+    doubts.everything |= _is_choice(override, groups)
+
+
+def _values(override: Override) -> list[Any]:
+    """The values that an override sets: one, or those of a sweep; ranges and globs are left to Hydra."""
+    if override.is_delete():
+        return []
+    if not override.is_sweep_override():
+        return [plain(override.value())]
+    sweep = override.value()
+    return [plain(value) for value in sweep.list] if isinstance(sweep, ChoiceSweep) else []
+
+
+def _normalised(override: Override, groups: Groups, chosen: frozenset[str], *, own_file: bool) -> list[str]:
+    """The words for Hydra. It wants a + for a group that is not in the defaults list yet, and none for one that is: those of our
+    file are `chosen`; what the user's `own_file` has is the user's to know."""
+    word = override.input_line
+    assert word is not None
+    if (ours := group_override(override.key_or_group, override.package, override.value())) is not None:
+        return ours
+    if is_hydras(override):
+        return [word]
+    bare = word.lstrip("+")
+    if not _is_choice(override, groups):
+        return [f"++{bare}"]
+    if override.key_or_group in chosen:
+        return [bare]
+    return [word] if own_file else [f"+{bare}"]
+
+
+def _groups_of(file: Path) -> frozenset[str]:
+    """The groups in the defaults list of one of our files."""
+    content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    entries = content["defaults"]
+    return frozenset(group for entry in entries if isinstance(entry, Mapping) for group in entry)

@@ -1,0 +1,323 @@
+"""A verl command line, taken at its word: renamed keys, keys that never did anything, keys that we cannot honour yet.
+
+In: keys that are not ours with their values, and the known ones. Out: `Translation`, while values of renamed keys go to the known
+keys. The tables are in `verl_table.py`. Left out on purpose: verl's other commands (`sft_trainer` and such).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from hydraflow.compose.command import COMMAND_LINE, DEFAULT
+from hydraflow.compose.keys import accepts, is_below_open, known_keys, shown, wrong_type
+from hydraflow.compose.patterns import expand, fits
+from hydraflow.compose.verl_defaults import leaves as verl_leaves
+from hydraflow.compose.verl_table import (
+    ALIASES,
+    CONFIG_NAMES,
+    DTYPES,
+    ENGINES,
+    FILTER_METRICS,
+    FOLLOWS,
+    IGNORED,
+    NOT_NEEDED,
+    OVER_ALL_RANKS,
+    SECTIONS,
+    STRATEGIES,
+    UNSUPPORTED,
+    VERL_TRACKERS,
+    Alias,
+    Ignored,
+    Unsupported,
+)
+from hydraflow.errors import Problem
+from hydraflow.schema import PPOConfig
+
+Row = Alias | Ignored | Unsupported
+
+_ROLE_KEYS = ("actor_rollout_ref.actor.", "actor_rollout_ref.ref.", "actor_rollout_ref.rollout.", "critic.", "reward.reward_model.")
+
+
+@dataclass
+class Translation:
+    """What became of keys that are not ours."""
+
+    notes: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    """Those of `unsupported`, and what else is wrong."""
+    unsupported: list[Problem] = field(default_factory=list)
+    ignored: list[Problem] = field(default_factory=list)
+    """Accepted without effect."""
+    honoured: set[str] = field(default_factory=set)
+    """Keys of ours that got a value by another name."""
+    unknown: dict[str, Any] = field(default_factory=dict)
+    """Keys that are not verl's either."""
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def classify(key: str) -> Row | None:
+    """What the tables say about a key that is not ours; None: nothing.
+
+    >>> classify("actor_rollout_ref.actor.ulysses_sequence_parallel_size").new
+    'actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size'
+    """
+    moved = renamed(key)
+    known = known_keys(PPOConfig)
+    if moved != key and (moved in known or is_below_open(known, moved)):
+        return Alias(moved)
+    if alias := _aliases().get(moved):
+        return alias
+    tables: list[Mapping[str, Row]] = [IGNORED, NOT_NEEDED, UNSUPPORTED]
+    return next((row for table in tables for pattern, row in table.items() if fits(pattern, moved)), None)
+
+
+def renamed(key: str) -> str:
+    """The key with the section that holds its keys now."""
+    for old, new in SECTIONS.items():
+        if key.startswith(old):
+            return new + key.removeprefix(old)
+    return key
+
+
+@cache
+def _aliases() -> dict[str, Alias]:
+    found: dict[str, Alias] = {}
+    for pattern, alias in ALIASES.items():
+        olds, news = expand(pattern), expand(alias.new)
+        found |= {old: Alias(new, alias.why) for old, new in zip(olds, news * (len(olds) // len(news)), strict=True)}
+    return found
+
+
+# --- one value -------------------------------------------------------------------------------------------------------
+
+
+def value_of(key: str, value: Any) -> tuple[Any, str | None]:
+    """Our form of a value that verl writes otherwise, and what to say about it.
+
+    >>> value_of("critic.strategy", "fsdp")
+    ('fsdp2', 'critic.strategy=fsdp: taken as fsdp2')
+    """
+    name = key.rpartition(".")[2]
+    new = value
+    if name in ("dtype", "model_dtype", "reduce_dtype"):
+        new = DTYPES.get(str(value), value)
+    elif name == "strategy":
+        new = STRATEGIES.get(str(value), value)
+    elif key == "actor_rollout_ref.rollout.name":
+        new = ENGINES.get(str(value), value)
+    elif key == "algorithm.filter_groups.metric":
+        new = FILTER_METRICS.get(str(value), value)
+    elif (name, value) in (("lr_warmup_steps", None), ("test_freq", 0)):
+        new = -1
+    elif key == "trainer.logger":
+        return _loggers(value)
+    return (new, None) if new == value else (new, f"{key}={shown(value)}: taken as {shown(new)}")
+
+
+def _loggers(value: Any) -> tuple[Any, str | None]:
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list):
+        return value, None
+    absent = [name for name in names if name in VERL_TRACKERS]
+    kept = [name for name in names if name not in absent]
+    if not absent:
+        return kept, None
+    kept += [name for name in ("file", "tensorboard") if name not in kept]
+    return kept, f"trainer.logger: there is no {' and no '.join(absent)} here yet; metrics go to {', '.join(kept)}"
+
+
+# --- a whole command -------------------------------------------------------------------------------------------------
+
+
+def translate(
+    foreign: Mapping[str, Any], leaves: dict[str, Any], origins: dict[str, str], found_origins: Mapping[str, str], result: Translation
+) -> None:
+    """Sorts the keys that are not ours into `result`. Values of renamed keys go to `leaves`, with their origin to `origins`.
+
+    `found_origins` has the origins under the names that the user wrote.
+    """
+    for key, value in sorted(foreign.items(), key=lambda item: counts_all_ranks(classify(item[0]))):  # those need the sizes of others
+        row = classify(key)
+        origin = found_origins.get(key, COMMAND_LINE)
+        if row is None:
+            result.unknown[key] = value
+        elif isinstance(row, Alias):
+            for new, converted in _renamed_values(key, value, row, leaves, result):
+                _take(key, new, converted, origin, leaves, origins, result)
+        elif isinstance(row, Ignored):
+            effect = "never did anything" if is_never_read(key) else "has no effect"
+            result.ignored.append(Problem(key, shown(value), f"{effect}: {row.why}", f"leave out {key}"))
+        elif _is_harmless(key, value, row):
+            result.ignored.append(Problem(key, shown(value), "asks for nothing: it is off, or what is done anyway", f"leave out {key}"))
+        else:
+            result.unsupported.append(_unsupported(key, value, row))
+    result.problems += result.unsupported
+    _follow(leaves, origins)
+
+
+def is_never_read(key: str) -> bool:
+    """Whether verl itself ignores the key."""
+    return any(fits(pattern, renamed(key)) for pattern in IGNORED)
+
+
+def _unsupported(key: str, value: Any, row: Unsupported) -> Problem:
+    remedy = f"leave out {key}"
+    return Problem(
+        key, shown(value), f"is not supported yet; in verl it would {row.would}", f"{remedy} or {row.instead}" if row.instead else remedy
+    )
+
+
+def _is_harmless(key: str, value: Any, row: Unsupported) -> bool:
+    """Whether a value asks for nothing: verl's default, or one that the row names."""
+    default = verl_leaves().get(key, verl_leaves().get(renamed(key), ...))
+    if default is not ... and _same(value, default):
+        return True
+    return any(_same(value, harmless) for harmless in row.harmless)
+
+
+def _same(value: Any, other: Any) -> bool:
+    if isinstance(value, bool) or isinstance(other, bool):
+        return value is other
+    return bool(str(value).lower() == str(other).lower() if isinstance(value, str) else value == other)
+
+
+def _renamed_values(old: str, value: Any, row: Alias, leaves: Mapping[str, Any], result: Translation) -> Iterator[tuple[str, Any]]:
+    """(our key, value) of a renamed one; nothing where it leaves the choice open, as null does in keys of older versions."""
+    if value is None and known_keys(PPOConfig).get(row.new) is not None and not accepts(known_keys(PPOConfig)[row.new].hint, None):
+        return
+    if old == "model_engine":
+        yield from _model_engine(value, result)
+    elif counts_all_ranks(row):
+        yield from _per_rank(old, row.new, value, leaves, result)
+    else:
+        yield row.new, value_of(row.new, value)[0]
+
+
+def counts_all_ranks(row: Row | None) -> bool:
+    """Whether a value must be divided by the number of data ranks, which other keys decide."""
+    return isinstance(row, Alias) and row.why == OVER_ALL_RANKS
+
+
+def _model_engine(value: Any, result: Translation) -> Iterator[tuple[str, Any]]:
+    if value == "megatron":
+        yield from (("actor_rollout_ref.actor.strategy", "megatron"), ("critic.strategy", "megatron"))
+    elif value != "dp":
+        problem = Problem("model_engine", value, "there is no such engine here", "model_engine=dp or model_engine=megatron")
+        result.problems.append(problem)
+
+
+def _per_rank(old: str, new: str, value: Any, leaves: Mapping[str, Any], result: Translation) -> Iterator[tuple[str, Any]]:
+    """A size that counts rows over all data ranks, divided by them."""
+    if value is None:
+        return
+    ranks = _data_ranks(new, leaves)
+    if ranks is None:
+        rule = "counts rows over all data ranks, whose number is not known here"
+        result.problems.append(Problem(old, shown(value), rule, f"{new}=... or trainer.n_gpus_per_node=..."))
+    elif not isinstance(value, int) or isinstance(value, bool) or value % ranks:
+        rule = f"counts rows over all data ranks, and {ranks} of them cannot share it"
+        result.problems.append(Problem(old, shown(value), rule, f"{new}={max(1, value // ranks) if isinstance(value, int) else 1}"))
+    else:
+        yield new, value // ranks
+
+
+def _data_ranks(key: str, leaves: Mapping[str, Any]) -> int | None:
+    """Among how many ranks the rows of the role of `key` are split; None: the number of devices is not given."""
+    role = next(prefix for prefix in _ROLE_KEYS if key.startswith(prefix))
+    role = "actor_rollout_ref.actor." if "rollout" in role.rpartition("_ref.")[2] else role
+    engine = "critic.strategy" if role == "critic." else "actor_rollout_ref.actor.strategy"
+    if leaves.get(engine) == "megatron":
+        names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+        sizes = [leaves.get(f"{role}megatron.{name}", 1) for name in names]
+    else:
+        sizes = [leaves.get(f"{role}fsdp_config.ulysses_sequence_parallel_size", 1)]
+    devices = leaves.get("trainer.n_gpus_per_node")
+    if devices is None:
+        return None
+    total = devices * leaves.get("trainer.nnodes", 1)
+    for size in sizes:
+        total //= size
+    return max(1, int(total))
+
+
+def _take(old: str, new: str, value: Any, origin: str, leaves: dict[str, Any], origins: dict[str, str], result: Translation) -> None:
+    """Gives a renamed key's value to our key, unless that was set by someone who goes first."""
+    known = known_keys(PPOConfig).get(new)
+    if known is not None and not accepts(known.hint, value):
+        result.problems.append(wrong_type(PPOConfig, known, value))
+        return
+    here = origins.get(new, DEFAULT)
+    if _rank(here) > _rank(origin):
+        result.notes.append(f"{old}={shown(value)}: {new}={shown(leaves[new])} goes first ({here})")
+        return
+    if _rank(here) == _rank(origin) and leaves.get(new) != value:
+        rule = f"is another name of {new}, which is set to {shown(leaves.get(new))}"
+        result.problems.append(Problem(old, shown(value), rule, f"leave out {old} or {new}={shown(value)}"))
+        return
+    _set(new, value, leaves)
+    origins[new] = origin
+    result.honoured.add(new)
+    row = classify(old)
+    why = f" ({row.why})" if isinstance(row, Alias) and row.why else ""
+    result.notes.append(f"{old}: taken as {new}={shown(value)}{why}")
+
+
+def _set(new: str, value: Any, leaves: dict[str, Any]) -> None:
+    """Sets a leaf, or a name inside an open one."""
+    known, path = known_keys(PPOConfig), new
+    while path not in known:
+        path = path.rpartition(".")[0]
+    if path == new:
+        leaves[new] = value
+        return
+    leaves[path] = tree = dict(leaves.get(path) or {})
+    *sections, last = new.removeprefix(f"{path}.").split(".")
+    for section in sections:
+        tree[section] = tree = dict(tree.get(section) or {})
+    tree[last] = value
+
+
+def _rank(origin: str) -> int:
+    return {DEFAULT: 0, COMMAND_LINE: 2}.get(origin, 1)
+
+
+def _follow(leaves: dict[str, Any], origins: dict[str, str]) -> None:
+    """Keys that nobody set take the value of the key that they follow, where somebody set that."""
+    for key, leader in FOLLOWS.items():
+        if leader in origins and key not in origins and leaves.get(leader) is not None:
+            leaves[key] = leaves[leader]
+            origins[key] = f"follows {leader}"
+
+
+# --- Hydra's options and groups --------------------------------------------------------------------------------------
+
+
+def config_file(name: str) -> list[str] | None:
+    """The overrides that stand for one of verl's configuration files; None: it is none.
+
+    >>> config_file("ppo_megatron_trainer.yaml")
+    ['++model_engine=megatron']
+    """
+    engine = CONFIG_NAMES.get(name.removesuffix(".yaml"))
+    return None if engine is None else ([] if engine == "dp" else [f"++model_engine={engine}"])
+
+
+def group_override(group: str, package: str | None, value: Any) -> list[str] | None:
+    """The overrides that stand for verl's `actor@actor_rollout_ref.actor=megatron_actor` and its like; None: it is none.
+
+    >>> group_override("critic", "critic", "megatron_critic")
+    ['++critic.strategy=megatron']
+    """
+    match = re.fullmatch(r"(dp|megatron)_(actor|ref|critic)", str(value))
+    if package is None or match is None or match[2] != group:
+        return None
+    engine, role = match[1], {"actor": "actor_rollout_ref.actor", "ref": "actor_rollout_ref.ref", "critic": "critic"}[match[2]]
+    if role != package:
+        return None
+    return [f"++{role}.strategy=megatron"] if engine == "megatron" else []

@@ -1,0 +1,46 @@
+"""python -m hydraflow.doctor [--json] [--all] [overrides]: looks at this machine for what a main_ppo configuration needs.
+
+In: the configuration of `main_ppo`. Out: state, evidence and remedy of each check; exit code 2 when one found a problem.
+Nothing is started and nothing is left behind. The checks are the table in `checkup/table.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from hydraflow.compose.arguments import Switch
+from hydraflow.compose.command import Command
+from hydraflow.compose.launch import launch
+from hydraflow.schema import PPOConfig
+
+SWITCHES = (
+    Switch("--json", doc="Print JSON for machines."),
+    Switch("--all", doc="Also try what this configuration does not need: compilers, vLLM."),
+)
+
+
+def run(config: PPOConfig, command: Command) -> int:
+    """Makes every check. The imports are here so that configuration mistakes are answered in a second."""
+    from rich.console import Console
+
+    from hydraflow.checkup.facts import Facts
+    from hydraflow.checkup.report import as_json, exit_code, print_report
+    from hydraflow.checkup.table import run_checks
+
+    facts = Facts(
+        config,
+        origins=command.origins,
+        notes=command.notes,
+        unsupported=command.unsupported,
+        everything="--all" in command.switches,
+    )
+    results = run_checks(facts)
+    if "--json" not in command.switches:
+        return print_report(results, Console())
+    kept = list(results)
+    print(as_json(kept))
+    return exit_code(kept)
+
+
+if __name__ == "__main__":
+    sys.exit(launch("ppo", PPOConfig, run, switches=SWITCHES, tolerant=True))

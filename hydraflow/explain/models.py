@@ -1,0 +1,74 @@
+"""The shapes of a run's models, as far as this machine knows them: from a folder, from the hub's cache, or from overrides.
+
+In: the configuration. Out: `Models`. A model that is not here is noted, not refused; a config.json that cannot be used is a problem.
+Left out on purpose: downloads, and weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hydraflow.batch_plan.layout import ShapeNumbers
+from hydraflow.batch_plan.roles import needs_critic
+from hydraflow.memory.shape import ModelShape, read_shape, shape_of
+from hydraflow.models.config import ModelSourceConfig
+from hydraflow.models.tiny import config_values, vocabulary
+from hydraflow.schema import PPOConfig
+
+SIZES = "hidden_size, num_hidden_layers, num_attention_heads, intermediate_size and vocab_size"
+"""What the shape of a model needs at least."""
+
+
+@dataclass(frozen=True)
+class Models:
+    """What is known of the models of a reinforcement-learning run."""
+
+    policy: ModelShape | None
+    """None: not known."""
+    critic: ModelShape | None = None
+    """None: there is none, it is the policy's, or it is not known."""
+    notes: tuple[str, ...] = ()
+    """What could not be read."""
+
+
+def find_models(config: PPOConfig) -> Models:
+    """The shapes of policy and critic. Raises ConfigError for a config.json that is here and cannot be used."""
+    if config.recipe.name != "none":
+        return Models(shape_of(config_values(len(vocabulary())), field="recipe"))
+    model = config.actor_rollout_ref.model
+    policy = find_shape(model, field="actor_rollout_ref.model")
+    notes = list(_unknown(model, "actor_rollout_ref.model", policy))
+    if not needs_critic(config) or config.critic.model.path is None:
+        return Models(policy, notes=tuple(notes))
+    critic = find_shape(config.critic.model, field="critic.model")
+    return Models(policy, critic, (*notes, *_unknown(config.critic.model, "critic.model", critic)))
+
+
+def find_shape(model: ModelSourceConfig, *, field: str) -> ModelShape | None:
+    """The shape of one model; None where neither this machine nor `override_config` knows it."""
+    return read_shape(replace(model, path=cached_folder(model.path)), field=field)
+
+
+def numbers(shape: ModelShape | None) -> ShapeNumbers | None:
+    """What the plan's rules need of a shape."""
+    if shape is None:
+        return None
+    return ShapeNumbers(layers=shape.layers, heads=shape.heads, kv_heads=shape.kv_heads, experts=shape.experts)
+
+
+def cached_folder(path: str | None) -> str | None:
+    """The folder of a hub name that an earlier run has downloaded; any other path as it is."""
+    if path is None or path.count("/") > 1 or path.startswith((".", "/", "~")) or Path(path).is_dir():
+        return path
+    from huggingface_hub import try_to_load_from_cache  # here, because most plans do without it
+
+    found = try_to_load_from_cache(path, "config.json")
+    return str(Path(found).parent) if isinstance(found, str) else path
+
+
+def _unknown(model: ModelSourceConfig, field: str, shape: ModelShape | None) -> Iterator[str]:
+    if shape is None:
+        named = f"{model.path} has no config.json on this machine" if model.path else "is not given"
+        yield f"{field}.path: {named}; memory is not estimated without it, or {field}.override_config with {SIZES}"

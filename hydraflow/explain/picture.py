@@ -1,0 +1,168 @@
+"""The devices × roles picture: which role runs where, and which devices together hold one copy of its model.
+
+In: the plan's layouts and cluster. Out: lines of plain text; every device of a few machines, ranges of equal devices of many.
+Left out on purpose: which placement it is; the plan names it (`BatchPlan.placement`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from hydraflow.batch_plan.layout import Cluster, Devices, Layout, Pool
+
+MOST_DRAWN = 16
+"""With more devices, equal ones are drawn as one row."""
+USED, UNUSED = "■", "·"
+
+MODES = {
+    "colocated": "all roles use the same devices, one after the other",
+    "disaggregated": "roles have devices of their own; nothing waits for a device",
+    "partial": "some roles use a part of the devices that others use",
+    "overlapping": "some roles share a part of their devices, and each has others besides",
+}
+"""What each placement means; the plan decides which one it is."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Neighbouring devices with the same roles."""
+
+    devices: range
+    roles: frozenset[str]
+
+
+def picture(layouts: Mapping[str, Layout], cluster: Cluster) -> list[str]:
+    """The picture of a cluster's devices.
+
+    >>> rollout = Layout("rollout", "vllm", Devices((range(0, 4),)), 4, tensor=2)
+    >>> print("\\n".join(picture({"rollout": rollout}, Cluster((Pool("trainer", 1, 4, 0),)))))
+              node 0
+    device    0 1 2 3
+    rollout   0 0 1 1   vllm, tp 2: 2 devices a replica, 2 replicas
+    """
+    drawn = _every_device if len(cluster.devices) <= MOST_DRAWN else _ranges
+    return [line.rstrip() for line in drawn(layouts, cluster)]
+
+
+def segments(layouts: Mapping[str, Layout], devices: int) -> list[Segment]:
+    """The devices 0 .. `devices` - 1, cut where the roles change.
+
+    >>> actor = Layout("actor", "fsdp2", Devices((range(0, 8),)), 8)
+    >>> rollout = Layout("rollout", "vllm", Devices((range(4, 12),)), 8)
+    >>> [(part.devices.start, sorted(part.roles)) for part in segments({"actor": actor, "rollout": rollout}, 16)]
+    [(0, ['actor']), (4, ['actor', 'rollout']), (8, ['rollout']), (12, [])]
+    """
+    edges = {0, devices}
+    for layout in layouts.values():
+        edges |= {edge for part in layout.devices.ranges for edge in (part.start, part.stop)}
+    ordered = sorted(edges)
+    return [
+        Segment(range(start, stop), frozenset(role for role, layout in layouts.items() if _holds(layout.devices, start)))
+        for start, stop in zip(ordered, ordered[1:])
+    ]
+
+
+def device_numbers(devices: Devices) -> Iterator[int]:
+    """The devices of a role in the order of its ranks."""
+    for part in devices.ranges:
+        yield from part
+
+
+def copy_of(layout: Layout, rank: int) -> int:
+    """Which copy of the model a process works on: its data rank, or in a rollout its replica.
+
+    Tensor-parallel ranks are neighbours, then context-parallel ones, then data ranks; pipeline stages lie furthest apart, as
+    Megatron-Core orders them. The stages of a generation engine are neighbours.
+
+    >>> megatron = Layout("actor", "megatron", Devices((range(0, 8),)), 8, tensor=2, pipeline=2)
+    >>> [copy_of(megatron, rank) for rank in range(8)]
+    [0, 0, 1, 1, 0, 0, 1, 1]
+    """
+    if layout.role == "rollout":
+        return rank // (layout.model_parallel * layout.replica_data)
+    return rank // (layout.tensor * layout.context) % layout.data_ranks
+
+
+def summary(layout: Layout) -> str:
+    """One line on a role: engine, sizes that are not 1, copies."""
+    sizes = {
+        "tp": layout.tensor,
+        "pp": layout.pipeline,
+        "vpp": layout.virtual_pipeline,
+        "sp" if layout.engine == "fsdp2" else "cp": layout.context,
+        "ep": layout.expert,
+        "etp": layout.expert_tensor,
+        "dp": layout.replica_data if layout.role == "rollout" else 1,
+    }
+    shown = " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or (name == "etp" and layout.expert > 1))
+    parallel = f"{layout.engine}, {shown}" if shown else layout.engine
+    return f"{parallel}: {_copies(layout)}{_sharding(layout)}"
+
+
+def _copies(layout: Layout) -> str:
+    if layout.role == "rollout":
+        each = layout.model_parallel * layout.replica_data
+        return f"{_count(each, 'device')} a replica, {_count(layout.replicas, 'replica')}"
+    return f"{_count(layout.model_parallel, 'device')} a row, {_count(layout.data_ranks, 'data rank')}"
+
+
+def _sharding(layout: Layout) -> str:
+    if layout.engine != "fsdp2" or layout.shard <= 1:
+        return ""
+    copies = len(layout.devices) // layout.shard
+    return f", weights in {layout.shard} shards" + (f", {copies} copies" if copies > 1 else "")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _holds(devices: Devices, number: int) -> bool:
+    return any(number in part for part in devices.ranges)
+
+
+def _every_device(layouts: Mapping[str, Layout], cluster: Cluster) -> Iterator[str]:
+    """One column per device, one row per role; the number in it is the copy that the device works on."""
+    nodes = [node for pool in cluster.pools for node in _nodes(pool)]
+    everything = [device for node in nodes for device in node]
+    head = max(len("device"), *map(len, layouts)) + 3
+    cell = len(str(everything[-1])) + 1
+    labels = [f"node {number}" for number in range(len(nodes))]
+    yield " " * head + " ".join(label.ljust(cell * len(node)) for label, node in zip(labels, nodes))
+    yield "device".ljust(head) + _cells({device: str(device) for device in everything}, nodes, cell)
+    for role, layout in layouts.items():
+        marks = dict.fromkeys(everything, UNUSED)
+        marks |= {device: str(copy_of(layout, rank)) for rank, device in enumerate(device_numbers(layout.devices))}
+        yield role.ljust(head) + _cells(marks, nodes, cell) + "  " + summary(layout)
+
+
+def _nodes(pool: Pool) -> list[range]:
+    """The devices of each machine of a pool."""
+    starts = [pool.first_device + node * pool.devices_per_node for node in range(pool.nodes)]
+    return [range(start, start + pool.devices_per_node) for start in starts]
+
+
+def _cells(marks: Mapping[int, str], nodes: Sequence[range], cell: int) -> str:
+    """The marks of each machine's devices, as wide as its name at least."""
+    blocks = ["".join(marks[device].ljust(cell) for device in node) for node in nodes]
+    return " ".join(block.ljust(len(f"node {number}")) for number, block in enumerate(blocks))
+
+
+def _ranges(layouts: Mapping[str, Layout], cluster: Cluster) -> Iterator[str]:
+    """One row per range of devices with the same roles, then one line per role."""
+    rows = [["devices", "nodes", "count", *layouts]]
+    for part in segments(layouts, len(cluster.devices)):
+        nodes = range(cluster.node_of(part.devices.start), cluster.node_of(part.devices.stop - 1) + 1)
+        marks = [USED if role in part.roles else UNUSED for role in layouts]
+        rows.append([_short(part.devices), _short(nodes), str(len(part.devices)), *marks])
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        yield "   ".join(text.ljust(width) for text, width in zip(row, widths))
+    yield ""
+    for role, layout in layouts.items():
+        yield f"{role}: {summary(layout)}"
+
+
+def _short(numbers: range) -> str:
+    return str(numbers.start) if len(numbers) == 1 else f"{numbers.start}-{numbers.stop - 1}"

@@ -1,0 +1,239 @@
+"""Everything that `python -m hydraflow.plan` knows about a command line, gathered once.
+
+In: a configuration and where its values come from. Out: one `Report`, or one `ConfigError` with every broken rule.
+What is not on this machine (files, models) is noted; what is here and cannot be used is a problem.
+Left out on purpose: how it looks (`show.py`, `svg.py`), and torch, Ray and transformers: a plan is made within a second, anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hydraflow import runnable
+from hydraflow.batch_plan.generate import GeneratePlan, resolve_generate_plan
+from hydraflow.batch_plan.resolve import BatchPlan, resolve_plan
+from hydraflow.batch_plan.sft import SFTPlan, resolve_sft_plan
+from hydraflow.compose.command import Command, Counts
+from hydraflow.device import listed_gpus
+from hydraflow.errors import ConfigError, Problem
+from hydraflow.explain.counts import Count, count_rows, missing_notes
+from hydraflow.explain.models import Models, find_models, find_shape, numbers
+from hydraflow.explain.picture import picture
+from hydraflow.explain.steps import ppo_step, sft_step
+from hydraflow.explain.svg import Step
+from hydraflow.explain.words import Phase, generate_phases, ppo_phases, sft_phases
+from hydraflow.memory.estimate import estimate
+from hydraflow.memory.limits import limits_of
+from hydraflow.memory.report import MemoryReport
+from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
+from hydraflow.trainer.config import RunConfig
+
+CPU_PROCESSES = 2
+"""Worker processes on a machine without GPUs when the user names no number."""
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Report:
+    """A plan with all that explains it."""
+
+    job: str
+    """ppo, sft or generate."""
+    plan: BatchPlan | SFTPlan | GeneratePlan
+    placement: str
+    """colocated, disaggregated, overlapping or partial."""
+    picture: tuple[str, ...]
+    """The devices × roles picture, as lines of text."""
+    phases: tuple[Phase, ...]
+    """What one step does."""
+    memory: MemoryReport | None
+    """None: the shape of the model is not known, or nothing is trained by reinforcement learning."""
+    notes: tuple[str, ...]
+    """What is said aloud: keys without effect, renamed or ignored ones, files that are not here."""
+    not_yet: tuple[Problem, ...]
+    """What main_ppo cannot run yet."""
+    counts: Counts
+    """What became of the keys of the command line."""
+    step: Step | None
+    """The picture from prompts to optimizer steps; None: there are none."""
+
+    def to_json(self) -> str:
+        """All of it for machines: one object, numbers as in `plan.json`."""
+        content: dict[str, Any] = {
+            "job": self.job,
+            "plan": json.loads(self.plan.to_json()),
+            "placement": self.placement,
+            "picture": self.picture,
+            "step": [asdict(phase) for phase in self.phases],
+            "memory": self.memory.to_json() if self.memory else None,
+            "notes": self.notes,
+            "not_runnable_yet": [{"field": one.field, "value": one.value, "rule": one.rule} for one in self.not_yet],
+            "keys": asdict(self.counts),
+        }
+        return json.dumps(content, indent=2, ensure_ascii=False)
+
+
+def make_report(config: PPOConfig | SFTConfig | GenerateConfig, command: Command) -> Report:
+    """The report on a composed configuration. Raises ConfigError with every broken rule."""
+    if isinstance(config, PPOConfig):
+        return _ppo_report(config, command)
+    if isinstance(config, SFTConfig):
+        return _sft_report(config, command)
+    return _generate_report(config, command)
+
+
+class _Faults:
+    """Problems that are collected while as much as possible is still looked at."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+
+    def guard(self, work: Callable[[], Result]) -> Result | None:
+        """The result of `work`; None where it found problems, which are kept."""
+        try:
+            return work()
+        except ConfigError as error:
+            self.problems += error.problems
+            return None
+
+    def count(self, files: Any, *, key: str, limit: int = -1, filtered: bool = False) -> Count:
+        """As `count_rows`; problems are kept."""
+        found = count_rows(files, key=key, limit=limit, filtered=filtered)
+        self.problems += found.problems
+        return found
+
+
+def _ppo_report(config: PPOConfig, command: Command) -> Report:
+    faults = _Faults()
+    prompts, held_out = _prompt_counts(config, faults)
+    models = faults.guard(lambda: find_models(config)) or Models(None)
+    limits = limits_of(config)
+    plan = faults.guard(
+        lambda: resolve_plan(
+            config,
+            prompts=prompts.rows,
+            devices_per_node=limits.devices_per_node,
+            origins=command.origins,
+            shape=numbers(models.policy),
+            critic_shape=numbers(models.critic),
+        )
+    )
+    if plan is None or faults.problems:
+        raise ConfigError(faults.problems)
+    memory = estimate(plan, config, models.policy, limits=limits, critic_shape=models.critic) if models.policy else None
+    return Report(
+        job="ppo",
+        plan=plan,
+        placement=plan.placement,
+        picture=tuple(picture(plan.layouts, plan.cluster)),
+        phases=tuple(ppo_phases(plan, config)),
+        memory=memory,
+        notes=(*command.notes, *plan.notes, *_file_notes(config, prompts, held_out), *models.notes),
+        not_yet=tuple(runnable.problems(config)),
+        counts=command.counts,
+        step=ppo_step(plan),
+    )
+
+
+def _sft_report(config: SFTConfig, command: Command) -> Report:
+    faults = _Faults()
+    rows = faults.count(config.data.train_files, key="data.train_files", limit=config.data.train_max_samples)
+    shape = faults.guard(lambda: find_shape(config.model, field="model"))
+    plan = faults.guard(
+        lambda: resolve_sft_plan(
+            config,
+            conversations=rows.rows,
+            devices_per_node=_devices_per_node(config.trainer),
+            origins=command.origins,
+            shape=numbers(shape),
+        )
+    )
+    if plan is None or faults.problems:
+        raise ConfigError(faults.problems)
+    notes = missing_notes("data.train_files", rows)
+    return _simple_report("sft", plan, sft_phases(plan, config), command, notes, sft_step(plan))
+
+
+def _generate_report(config: GenerateConfig, command: Command) -> Report:
+    faults = _Faults()
+    data = config.data
+    rows = faults.count(data.path, key="data.path", limit=data.max_samples, filtered=data.filter_overlong_prompts)
+    plan = faults.guard(
+        lambda: resolve_generate_plan(
+            config, prompts=rows.rows, devices_per_node=_devices_per_node(config.trainer), origins=command.origins
+        )
+    )
+    if plan is None or faults.problems:
+        raise ConfigError(faults.problems)
+    notes = [*missing_notes("data.path", rows), *_bound_notes("data", rows, data.max_prompt_length)]
+    return _simple_report("generate", plan, generate_phases(plan, config), command, notes, None)
+
+
+def _simple_report(
+    job: str,
+    plan: SFTPlan | GeneratePlan,
+    phases: list[Phase],
+    command: Command,
+    notes: Iterable[str],
+    step: Step | None,
+) -> Report:
+    """The report of a job with one role, which is always colocated with itself."""
+    return Report(
+        job=job,
+        plan=plan,
+        placement="colocated",
+        picture=tuple(picture(plan.layouts, plan.cluster)),
+        phases=tuple(phases),
+        memory=None,
+        notes=(*command.notes, *plan.notes, *notes),
+        not_yet=(),
+        counts=command.counts,
+        step=step,
+    )
+
+
+def _devices_per_node(trainer: RunConfig) -> int:
+    """Devices of a machine that `trainer.*` does not describe: this one's."""
+    gpus = 0 if trainer.device == "cpu" else listed_gpus()
+    return gpus or CPU_PROCESSES
+
+
+def _prompt_counts(config: PPOConfig, faults: _Faults) -> tuple[Count, Count]:
+    """Training and held-out prompts."""
+    data, recipe = config.data, config.recipe
+    if recipe.name != "none":
+        return Count(recipe.train_problems), Count(recipe.val_problems)
+    filtered = data.filter_overlong_prompts
+    held_out = faults.count(data.val_files, key="data.val_files", limit=data.val_max_samples, filtered=filtered)
+    if config.trainer.val_only:
+        return Count(None), held_out
+    return faults.count(data.train_files, key="data.train_files", limit=data.train_max_samples, filtered=filtered), held_out
+
+
+def _file_notes(config: PPOConfig, prompts: Count, held_out: Count) -> Iterator[str]:
+    longest = config.data.max_prompt_length
+    for key, count in (("data.train_files", prompts), ("data.val_files", held_out)):
+        yield from missing_notes(key, count)
+        yield from _bound_notes(key, count, longest)
+    reward = config.reward
+    own = {
+        "reward.custom_reward_function.path": reward.custom_reward_function.path,
+        "reward.reward_model.model_path": reward.reward_model.model_path if reward.reward_model.enable else None,
+    }
+    for key, path in own.items():
+        if path and not Path(path).expanduser().exists():
+            yield f"{key}: {path} is not on this machine; a run would refuse to start"
+    if config.recipe.name == "none" and config.data.train_files is None and not config.trainer.val_only:
+        yield "data.train_files is not given: prompts are not counted; a run would refuse to start"
+
+
+def _bound_notes(key: str, count: Count, longest: int) -> Iterator[str]:
+    """Said where a count is an upper bound."""
+    if count.at_most:
+        rule = f"those with more than data.max_prompt_length={longest} tokens are left out, and only a tokenizer knows how many"
+        yield f"{key}: {count} prompts, an upper bound: {rule}"

@@ -1,0 +1,155 @@
+"""What one step does, in words and with its numbers, phase by phase.
+
+In: the plan and the configuration it was made from. Out: `Phase`s. Left out on purpose: any arithmetic on keys; numbers are the plan's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hydraflow.batch_plan.generate import GeneratePlan
+from hydraflow.batch_plan.parts import MicroPlan, RolePlan
+from hydraflow.batch_plan.resolve import BatchPlan
+from hydraflow.batch_plan.sft import SFTPlan
+from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a step."""
+
+    name: str
+    text: str
+
+
+def count(number: int, noun: str) -> str:
+    """A number with its noun.
+
+    >>> count(1, "prompt"), count(2, "batch"), count(10_000, "trajectory")
+    ('1 prompt', '2 batches', '10,000 trajectories')
+    """
+    plural = f"{noun[:-1]}ies" if noun.endswith("ry") else f"{noun}es" if noun.endswith(("ch", "s")) else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
+def ppo_phases(plan: BatchPlan, config: PPOConfig) -> list[Phase]:
+    """A step of reinforcement learning."""
+    return [Phase(name, text) for name, text in _ppo(plan, config)]
+
+
+def sft_phases(plan: SFTPlan, config: SFTConfig) -> list[Phase]:
+    """A step of supervised training, which is one optimizer step."""
+    return [Phase(name, text) for name, text in _sft(plan, config)]
+
+
+def generate_phases(plan: GeneratePlan, config: GenerateConfig) -> list[Phase]:
+    """What generation does, call by call."""
+    n, length = plan.samples_per_prompt, config.data.max_response_length
+    answers = f"{count(n, 'response')} of at most {count(length, 'token')} to each prompt"
+    shared = f"{count(plan.replicas, 'replica')} decode at most {count(plan.concurrent_sequences, 'sequence')} each at a time"
+    phases = [Phase("call", f"{count(plan.prompts_per_call, 'prompt')} together: {answers}"), Phase("sample", shared)]
+    if plan.prompts is None:
+        return phases
+    calls = -(-plan.prompts // plan.prompts_per_call)
+    return [*phases, Phase("run", f"{count(plan.prompts, 'prompt')} in {count(calls, 'call')}: {count(plan.prompts * n, 'response')}")]
+
+
+def forwards(micro: MicroPlan, rows: int) -> str:
+    """How a data rank's rows pass through the model.
+
+    >>> forwards(MicroPlan(rows=8, max_tokens=None), 32), forwards(MicroPlan(rows=None, max_tokens=2000), 32)
+    ('in 4 forwards of 8 rows', 'in forwards of at most 2,000 tokens')
+    """
+    if micro.max_tokens is not None:
+        return f"in forwards of at most {micro.max_tokens:,} tokens"
+    assert micro.rows is not None
+    passes, left = divmod(rows, micro.rows)
+    if passes + bool(left) == 1:
+        return "in 1 forward"
+    return f"in {count(passes + bool(left), 'forward')} of {'at most ' if left else ''}{count(micro.rows, 'row')}"
+
+
+def _ppo(plan: BatchPlan, config: PPOConfig) -> Iterator[tuple[str, str]]:
+    estimator = config.algorithm.adv_estimator
+    yield "prompts", _prompts(plan, config)
+    yield "generate", _generation(plan, config)
+    yield "score", _scoring(plan, config)
+    yield "log-probs", f"the actor computes log-probabilities again, {_pass(plan, 'actor', plan.old_log_prob)}"
+    if plan.ref:
+        yield "reference", f"the reference computes its own, {_pass(plan, 'ref' if 'ref' in plan.layouts else 'actor', plan.ref)}"
+    if plan.values:
+        yield "values", f"the critic computes values, {_pass(plan, 'critic', plan.values)}"
+    groups = f", by groups of {plan.samples_per_prompt}" if estimator in ("grpo", "rloo") else ""
+    yield "advantages", f"{estimator} turns scores into advantages{groups}"
+    if plan.critic:
+        yield "critic", _update(plan.critic, plan.prompts_per_step)
+    yield "actor", _update(plan.actor, plan.prompts_per_step)
+    yield "sync", f"the new weights go to {count(plan.rollout.engines, 'generation engine')}{_rounds(plan)}"
+    yield from _run(plan.steps_per_epoch, plan.total_steps, plan.actor, "prompts", plan.prompts_per_step)
+
+
+def _sft(plan: SFTPlan, config: SFTConfig) -> Iterator[tuple[str, str]]:
+    batch, role = plan.conversations_per_step, plan.role
+    yield "data", f"{count(batch, 'conversation')} of at most {count(config.data.max_length, 'token')} are drawn"
+    each = count(role.rows_per_rank, "conversation")
+    yield "update", f"1 optimizer step: {count(role.data_ranks, 'data rank')} of {each}, {forwards(role.micro, role.rows_per_rank)}"
+    yield from _run(plan.steps_per_epoch, plan.total_steps, role, "conversations", batch)
+
+
+def _prompts(plan: BatchPlan, config: PPOConfig) -> str:
+    drawn = f"{count(plan.prompts_per_step, 'prompt')} of at most {count(config.data.max_prompt_length, 'token')} are drawn"
+    if not plan.filter:
+        return drawn
+    bounds = f"at least {plan.filter.least_prompts:,}" + (f", at most {plan.filter.most_prompts:,}" if plan.filter.most_prompts else "")
+    return f"{drawn}, and others for those whose scores are all the same: {plan.filter.prompts_per_call:,} at a time, {bounds}"
+
+
+def _generation(plan: BatchPlan, config: PPOConfig) -> str:
+    rollout, tokens = plan.rollout, config.data.max_response_length
+    each = f"{count(rollout.trajectories_per_engine, 'trajectory')} each"
+    waves = f", in {count(rollout.waves, 'wave')} of at most {rollout.concurrent_sequences:,} at a time" if rollout.waves > 1 else ""
+    total = f"{count(plan.samples_per_prompt, 'response')} of at most {count(tokens, 'token')} to each prompt"
+    sampled = f"{count(plan.trajectories_per_step, 'trajectory')} from {count(rollout.engines, 'engine')}"
+    return f"{total}: {sampled}, {each}{waves}"
+
+
+def _scoring(plan: BatchPlan, config: PPOConfig) -> str:
+    if plan.reward_model:
+        return f"a reward model scores every trajectory, {_pass(plan, 'reward_model', plan.reward_model)}"
+    workers = count(config.reward.num_workers, "process")
+    return f"the reward function scores {count(plan.trajectories_per_step, 'trajectory')}, in {workers}"
+
+
+def _pass(plan: BatchPlan, role: str, micro: MicroPlan) -> str:
+    """How all trajectories of a step pass through a role's model once."""
+    ranks = plan.layouts[role].data_ranks
+    rows = -(-plan.trajectories_per_step // ranks)
+    return f"{count(ranks, 'data rank')} of {count(rows, 'row')}, {forwards(micro, rows)}"
+
+
+def _update(role: RolePlan, prompts: int) -> str:
+    minis = prompts // role.mini_batch_prompts
+    passes = f", {count(role.epochs, 'pass')}" if role.epochs > 1 else ""
+    one = f"{count(role.mini_batch_prompts, 'prompt')} = {count(role.mini_batch_trajectories, 'trajectory')}"
+    rank = f"{count(role.data_ranks, 'data rank')} of {count(role.rows_per_rank, 'row')}, {forwards(role.micro, role.rows_per_rank)}"
+    steps, each = count(role.optimizer_steps_per_step, "optimizer step"), "each" if role.optimizer_steps_per_step > 1 else "it"
+    return f"{steps} ({count(minis, 'mini-batch')}{passes}): {each} takes {one}, on {rank}"
+
+
+def _rounds(plan: BatchPlan) -> str:
+    if not plan.asynchronous:
+        return ""
+    stale = count(plan.asynchronous.stale_trajectories, "trajectory")
+    return f" after every {count(plan.asynchronous.rounds_per_sync, 'round')}; {stale} may come from older weights"
+
+
+def _run(per_epoch: int, total: int, role: RolePlan, rows: str, batch: int) -> Iterator[tuple[str, str]]:
+    """What all steps together do, where their number is known."""
+    if not total:
+        yield "run", f"the number of {rows} is not known, so the number of steps is not, unless trainer.total_training_steps says it"
+        return
+    epochs = f" ({per_epoch:,} are one pass over the {rows}, {batch:,} each)" if per_epoch else ""
+    steps = total * role.optimizer_steps_per_step
+    warm = f"; the learning rate rises over the first {count(role.warmup_steps, 'training step')}" if role.warmup_steps else ""
+    yield "run", f"{count(total, 'training step')}{epochs}, {count(steps, 'optimizer step')}{warm}"

@@ -1,0 +1,115 @@
+"""What a job saves and brings back besides its models: data order, KL controller, identity.
+
+In: a job's parts. Out: its `Checkpointer`, and a report of what was restored. Serves `ppo.py` and `sft.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydraflow.data.loader import PromptLoader
+from hydraflow.dispatch.group import RoleGroup
+from hydraflow.errors import ConfigError
+from hydraflow.jobs.run_start import RunStart
+from hydraflow.schema import PPOConfig, SFTConfig
+from hydraflow.trainer.checkpoint import Checkpointer, RoleCheckpoints
+from hydraflow.trainer.checkpoint_store import CheckpointStore
+from hydraflow.trainer.config import LoopConfig
+from hydraflow.trainer.resume import Wanted, load_roles
+from hydraflow.trainer.run_state import RunState
+from hydraflow.workers.advantage import AdvantageWorker
+from hydraflow.workers.config import CheckpointConfig
+
+
+def ppo_roles(config: PPOConfig, *, critic: bool) -> dict[str, RoleCheckpoints]:
+    """The trained roles of a PPO run, by the name of their folder."""
+    trainer, policy = config.trainer, config.actor_rollout_ref
+    roles = {
+        "actor": RoleCheckpoints(
+            "actor_rollout_ref.actor.checkpoint", policy.actor.checkpoint, trainer.max_actor_ckpt_to_keep, "trainer.max_actor_ckpt_to_keep"
+        )
+    }
+    if critic:
+        roles["critic"] = RoleCheckpoints(
+            "critic.checkpoint", config.critic.checkpoint, trainer.max_critic_ckpt_to_keep, "trainer.max_critic_ckpt_to_keep"
+        )
+    return roles
+
+
+def sft_roles(config: SFTConfig) -> dict[str, RoleCheckpoints]:
+    """The one role of a supervised run."""
+    return {"model": RoleCheckpoints("checkpoint", config.checkpoint, config.trainer.max_ckpt_to_keep, "trainer.max_ckpt_to_keep")}
+
+
+def weights_only(key: str) -> RoleCheckpoints:
+    """For a run that only looks at a model."""
+    return RoleCheckpoints(key, CheckpointConfig(load_contents=["model"]), None, "")
+
+
+def require_metric(keep_best: str | None, measured: Collection[str]) -> None:
+    """Raises ConfigError when no validation measures what the best checkpoint is chosen by."""
+    if keep_best is None or keep_best in measured:
+        return
+    rule = f"no validation of this run measures it; {_listed(measured)}"
+    raise ConfigError.one("trainer.keep_best", keep_best, rule, " or ".join(f"trainer.keep_best={name}" for name in sorted(measured)))
+
+
+def _listed(measured: Collection[str]) -> str:
+    return f"there are {', '.join(sorted(measured))}" if measured else "it has no held-out rows (data.val_files)"
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A run's parts that have a state."""
+
+    trainer: LoopConfig
+    wanted: Wanted
+    start: RunStart
+    groups: Mapping[str, RoleGroup]
+    """Trained roles by the name of their folder."""
+    loader: PromptLoader
+    advantage: RoleGroup | None = None
+    """Holds the KL controller; None: the run has none."""
+
+    def checkpointer(self) -> Checkpointer:
+        """What saves this run; the disk has room for it. ConfigError when it has not."""
+        made = Checkpointer(self.trainer, CheckpointStore(self.start.folder.path), self.groups, self.wanted.roles, self._describe)
+        made.require_space(self.wanted.total_steps, self.start.step)
+        return made
+
+    def restore(self) -> None:
+        """Brings everything back from the checkpoint that the run goes on from, if there is one, and says what that is."""
+        found = self.start.found
+        if found is None:
+            return
+        told = load_roles(found, self.groups, self.wanted.roles)
+        self.loader.load_state_dict(found.state.loader)
+        told.append(f"data: {self.loader.position} of {len(self.loader)} batches of epoch {self.loader.epoch + 1} are done")
+        if self.advantage is not None and found.state.kl:
+            self.advantage.call(AdvantageWorker.load_state_dict, found.state.kl)
+            told.append(f"KL controller: coefficient {found.state.kl['value']:g}")
+        told.append(f"tracker: run {self.start.run_id}, steps up to {found.step} kept")
+        print(f"continues after step {found.step} of {self.wanted.total_steps}, from {found.checkpoint}")
+        for line in [*told, *self.start.notes]:
+            print(f"  {line}")
+
+    def _describe(self, step: int) -> dict[str, Any]:
+        state = RunState(
+            step=step,
+            total_steps=self.wanted.total_steps,
+            run_id=self.start.run_id,
+            loader=self.loader.state_dict(),
+            configuration=self.wanted.identity.values,
+            configuration_hash=self.wanted.identity.hash,
+            kl=self.advantage.call(AdvantageWorker.state_dict) if self.advantage is not None else {},
+            origin=self._origin(),
+        )
+        return state.to_json()
+
+    def _origin(self) -> str | None:
+        if self.trainer.resume_mode == "resume_path" and self.trainer.resume_from_path:
+            return str(Path(self.trainer.resume_from_path).expanduser().resolve())
+        return self.start.found.state.origin if self.start.found else None

@@ -1,0 +1,193 @@
+"""Which settings to change first when a run does not fit: each change is tried on the estimate, and counted by what it saves there.
+
+In: a report that does not fit, and the facts it was made from. Out: `Advice` in the order in which to follow it, each on top of the
+ones before, until the run fits or nothing helps any more.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hydraflow.batch_plan.parts import MicroPlan
+from hydraflow.batch_plan.settings import value_at
+from hydraflow.memory.generation import LEAST_ROWS
+from hydraflow.memory.report import Advice, MemoryReport
+from hydraflow.memory.roles import Facts
+
+LEAST_SHARE = 0.005
+"""A change that saves a smaller share of what is too much is not worth a line."""
+_MOST = 8
+POLICY = "actor_rollout_ref"
+
+
+@dataclass(frozen=True)
+class Change:
+    """One override, and how much it costs the run: 1 hardly anything, 5 another kind of training."""
+
+    key: str
+    value: Any
+    harm: int
+    effect: str
+
+    @property
+    def override(self) -> str:
+        """To paste."""
+        value = str(self.value).lower() if isinstance(self.value, bool) else self.value
+        return f"{self.key}={value}"
+
+
+def advise(facts: Facts, report: MemoryReport, measure: Callable[[Facts], MemoryReport]) -> Iterator[Advice]:
+    """Changes in order, the largest saving for the least harm first."""
+    for _ in range(_MOST):
+        where, excess = _worst(report)
+        if excess <= 0:
+            return
+        tried = [(change, changed, measure(changed)) for change in changes(facts) if (changed := _apply(facts, change)) is not None]
+        saving = [(change, changed, after, excess - _worst(after)[1]) for change, changed, after in tried]
+        saving = [one for one in saving if one[3] >= LEAST_SHARE * excess]
+        if not saving:
+            return
+        change, facts, report, saved = max(saving, key=lambda one: min(one[3], excess) / 4 ** one[0].harm)
+        yield Advice(change.override, saved, change.effect, where)
+
+
+def _worst(report: MemoryReport) -> tuple[str, int]:
+    """Where most bytes are missing, device or host, and how many."""
+    missing = [("host", report.host.total - report.host.limit)] if report.host.limit is not None else []
+    missing += [("device", group.peak - group.limit) for group in report.groups if group.limit is not None]
+    return max(missing, key=lambda one: one[1])
+
+
+def changes(facts: Facts) -> Iterator[Change]:
+    """Everything that could be changed now."""
+    for role, prefix in (("actor", f"{POLICY}.actor"), ("ref", f"{POLICY}.ref"), ("critic", "critic")):
+        layout = facts.plan.layouts.get(role)
+        if layout is not None and layout.engine == "fsdp2":
+            yield from _fsdp_changes(facts, role, f"{prefix}.fsdp_config")
+        elif layout is not None and layout.engine == "megatron":
+            yield from _megatron_changes(role, f"{prefix}.megatron")
+    yield from _batch_changes(facts)
+    yield from _model_changes(facts)
+    yield from _rollout_changes(facts)
+
+
+def _fsdp_changes(facts: Facts, role: str, prefix: str) -> Iterator[Change]:
+    chunk = value_at(facts.config, f"{prefix}.head_chunk_tokens")
+    assert isinstance(chunk, int)
+    yield Change(f"{prefix}.wrap_policy.min_num_params", 0, 1, "one more collective per layer")
+    yield Change(f"{prefix}.reshard_after_forward", True, 1, "layers are gathered again for the backward pass")
+    for size in halves(chunk, least=128):
+        yield Change(f"{prefix}.head_chunk_tokens", size, 1, "the output matrix works on fewer tokens at a time")
+    yield Change(f"{prefix}.fsdp_size", -1, 2, "one copy of the model over all devices: more traffic between machines")
+    slower = "weights come over from host memory at every use: slower passes"
+    yield Change(f"{prefix}.param_offload", True, 1 if role == "ref" else 3, slower)
+    if role != "ref":
+        yield Change(f"{prefix}.optimizer_offload", True, 2, "moments move to the device and back at every optimizer step")
+    yield Change(f"{prefix}.model_dtype", "bf16", 2 if role == "ref" else 5, "weights and moments in 16 bits: small updates are lost")
+
+
+def _megatron_changes(role: str, prefix: str) -> Iterator[Change]:
+    yield Change(f"{prefix}.use_distributed_optimizer", True, 1, "optimizer state is divided over data ranks")
+    yield Change(f"{prefix}.sequence_parallel", True, 1, "activations between matrices are divided too")
+    for name in ("param_offload", "grad_offload", "optimizer_offload"):
+        if role != "ref" or name == "param_offload":
+            yield Change(f"{prefix}.{name}", True, 2, "moves to host memory and back at every step")
+
+
+def _batch_changes(facts: Facts) -> Iterator[Change]:
+    """Smaller micro-batches of each pass; the plan's numbers change with them."""
+    effect = "smaller forward passes: more of them"
+    for micro, rows_key, tokens_key in micro_keys(facts):
+        if micro.rows is not None:
+            for size in (size for size in range(micro.rows // 2, 0, -1) if micro.rows % size == 0):
+                yield Change(rows_key, size, 1, effect)
+        else:
+            for size in halves(micro.max_tokens or 0, least=facts.longest_row):
+                yield Change(tokens_key, size, 1, effect)
+
+
+def halves(number: int, *, least: int) -> Iterator[int]:
+    """A half of it, a quarter and so on, down to `least`.
+
+    >>> list(halves(1000, least=200))
+    [500, 250]
+    """
+    while (number := number // 2) >= least:
+        yield number
+
+
+def micro_keys(facts: Facts) -> Iterator[tuple[MicroPlan, str, str]]:
+    """Each pass's micro-batch, and the keys of its rows and of its tokens."""
+    plan, actor, rollout = facts.plan, f"{POLICY}.actor", f"{POLICY}.rollout"
+    yield plan.actor.micro, f"{actor}.ppo_micro_batch_size_per_gpu", f"{actor}.ppo_max_token_len_per_gpu"
+    yield plan.old_log_prob, f"{rollout}.log_prob_micro_batch_size_per_gpu", f"{rollout}.log_prob_max_token_len_per_gpu"
+    if plan.ref is not None:
+        yield plan.ref, f"{POLICY}.ref.log_prob_micro_batch_size_per_gpu", f"{POLICY}.ref.log_prob_max_token_len_per_gpu"
+    if plan.critic is not None and plan.values is not None:
+        yield plan.critic.micro, "critic.ppo_micro_batch_size_per_gpu", "critic.ppo_max_token_len_per_gpu"
+        yield plan.values, "critic.forward_micro_batch_size_per_gpu", "critic.forward_max_token_len_per_gpu"
+
+
+def _model_changes(facts: Facts) -> Iterator[Change]:
+    for prefix in (f"{POLICY}.model", "critic.model"):
+        yield Change(f"{prefix}.use_remove_padding", True, 1, "rows are packed")
+        yield Change(f"{prefix}.enable_gradient_checkpointing", True, 2, "activations are computed again: about a third more time")
+    if facts.config.actor_rollout_ref.model.lora_rank == 0:
+        yield Change(f"{POLICY}.model.lora_rank", 32, 5, "trains adapters instead of all weights")
+
+
+def _rollout_changes(facts: Facts) -> Iterator[Change]:
+    rollout = facts.config.actor_rollout_ref.rollout
+    if rollout.name == "native":
+        running = min(rollout.max_num_seqs, facts.plan.rollout.trajectories_per_engine)
+        for size in halves(running, least=LEAST_ROWS):
+            yield Change(f"{POLICY}.rollout.max_num_seqs", size, 2, "fewer sequences at a time: slower sampling")
+        yield Change(f"{POLICY}.rollout.dtype", "bf16", 3, "sampled with less precision than trained")
+    elif rollout.gpu_memory_utilization > 0.3:
+        share = round(rollout.gpu_memory_utilization - 0.1, 2)
+        yield Change(f"{POLICY}.rollout.gpu_memory_utilization", share, 2, "less key-value cache: fewer sequences at a time")
+
+
+def _apply(facts: Facts, change: Change) -> Facts | None:
+    """The facts with the change in them; None: it is so already."""
+    if value_at(facts.config, change.key) == change.value:
+        return None
+    config = copy.deepcopy(facts.config)
+    section: Any = config
+    *path, last = change.key.split(".")
+    for name in path:
+        section = getattr(section, name)
+    setattr(section, last, change.value)
+    return replace(facts, config=config, plan=_replan(facts, change))
+
+
+def _replan(facts: Facts, change: Change) -> Any:
+    """The plan with the change's micro-batch; a smaller micro-batch breaks no rule that a larger one kept."""
+    plan = facts.plan
+    keys = list(micro_keys(facts))
+    new = [
+        MicroPlan(change.value, None) if change.key == rows_key else MicroPlan(None, change.value) if change.key == tokens_key else micro
+        for micro, rows_key, tokens_key in keys
+    ]
+    if new == [micro for micro, _, _ in keys]:
+        return _resharded(facts, change)
+    rest = iter(new)
+    actor, old_log_prob = replace(plan.actor, micro=next(rest)), next(rest)
+    ref = next(rest) if plan.ref is not None else None
+    critic, values = plan.critic, plan.values
+    if critic is not None and values is not None:
+        critic, values = replace(critic, micro=next(rest)), next(rest)
+    return replace(plan, actor=actor, old_log_prob=old_log_prob, ref=ref, critic=critic, values=values)
+
+
+def _resharded(facts: Facts, change: Change) -> Any:
+    """The plan with one copy of a role's model over all of its devices, if that is the change."""
+    if not change.key.endswith(".fsdp_config.fsdp_size"):
+        return facts.plan
+    role = change.key.split(".")[-3]
+    layout = facts.plan.layouts[role]
+    whole = replace(layout, shard=len(layout.devices))
+    return replace(facts.plan, layouts={**facts.plan.layouts, role: whole})

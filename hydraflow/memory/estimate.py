@@ -1,0 +1,131 @@
+"""The memory of a planned run: by role, by group of devices and phase, and on the machines. `estimate` is the door of the package.
+
+In: the plan, the configuration, the model's shape, limits. Out: a `MemoryReport`. The estimate is of the highest moment, with every
+row at its longest; what a process holds after its imports (CUDA context, libraries) is not in a device's numbers.
+Roles of one process work one after another, and while one works the others hold what they hold at rest.
+Left out on purpose: what allocators keep beyond what is in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from hydraflow.batch_plan.layout import Devices, Layout
+from hydraflow.batch_plan.resolve import BatchPlan
+from hydraflow.memory.advice import advise
+from hydraflow.memory.limits import Limits, Types
+from hydraflow.memory.report import PHASES, DeviceGroup, HostMemory, MemoryReport, RoleMemory, size_text
+from hydraflow.memory.roles import Facts, role_memory
+from hydraflow.memory.shape import ModelShape
+from hydraflow.schema import PPOConfig
+
+PROCESS_BYTES = 350 * 2**20
+"""What a worker process holds after its imports, on the host; measured by scripts/bench/memory.py."""
+
+
+def estimate(
+    plan: BatchPlan, config: PPOConfig, shape: ModelShape, *, limits: Limits, critic_shape: ModelShape | None = None
+) -> MemoryReport:
+    """The report of a run of that plan. `critic_shape` None: the critic starts from the policy's model."""
+    facts = Facts(plan, config, shape, critic_shape or shape, limits)
+    report = measured(facts)
+    if report.fits is not False:
+        return report
+    return MemoryReport(report.limits, report.roles, report.groups, report.host, report.notes, tuple(advise(facts, report, measured)))
+
+
+def measured(facts: Facts) -> MemoryReport:
+    """The report without advice."""
+    plan, limits = facts.plan, facts.limits
+    roles = tuple(role_memory(facts, name, layout) for name, layout in plan.layouts.items())
+    groups = tuple(device_groups(plan.layouts, {role.role: role for role in roles}, limits.device_bytes))
+    host = _host(facts, roles, groups)
+    return MemoryReport(limits, roles, groups, host, tuple(_notes(facts)))
+
+
+def device_groups(layouts: Mapping[str, Layout], roles: Mapping[str, RoleMemory], limit: int | None) -> Iterator[DeviceGroup]:
+    """Devices with the same roles together, and what each phase needs there."""
+    together: dict[tuple[str, ...], Devices] = {(): Devices(())}
+    for layout in layouts.values():
+        together[()] = together[()] | layout.devices
+    for name, layout in layouts.items():
+        split: dict[tuple[str, ...], Devices] = {}
+        for names, devices in together.items():
+            for key, part in (((*names, name), devices & layout.devices), (names, devices - layout.devices)):
+                if len(part):
+                    split[key] = part
+        together = split
+    for names, devices in sorted(together.items(), key=lambda item: item[1].ranges[0].start):
+        phases = {phase: size for phase in PHASES if (size := _phase([roles[name] for name in names], phase)) is not None}
+        yield DeviceGroup(str(devices), len(devices), names, phases, limit)
+
+
+def _phase(roles: list[RoleMemory], phase: str) -> int | None:
+    """The role at work at its highest moment, and the others at rest; None: none of them works in this phase.
+
+    Weights are sent from one role of a device to another: there both are at work.
+    """
+    at_work = [role for role in roles if phase in role.phases]
+    if not at_work:
+        return None
+    resting = sum(role.resting.total for role in roles)
+    added = [role.phases[phase].total - role.resting.total for role in at_work]
+    return resting + (sum(added) if phase == "sync" else max(added))
+
+
+def _host(facts: Facts, roles: tuple[RoleMemory, ...], groups: tuple[DeviceGroup, ...]) -> HostMemory:
+    """The fullest machine, which is taken to be one on which every role has devices."""
+    layouts, limits = facts.plan.layouts, facts.limits
+    offload, per_node = 0, 0
+    for role in roles:
+        layout = layouts[role.role]
+        offload += role.host * min(len(layout.devices), layout.devices_per_node)
+        per_node = max(per_node, layout.devices_per_node)
+    running = 0
+    if limits.device_type == "cpu":
+        running = max(group.peak * min(group.count, per_node) for group in groups)
+    load, text = _load(facts)
+    return HostMemory(load, text, offload, per_node * PROCESS_BYTES, running, limits.host_bytes)
+
+
+def _load(facts: Facts) -> tuple[int, str]:
+    """Rank 0 of each role with weights of its own reads its whole model; colocated roles load one after the other in that process."""
+    readers: dict[int, int] = {}
+    for name, layout in facts.plan.layouts.items():
+        if name == "rollout" and layout.engine == "native":
+            continue  # its weights come from the actor
+        first = layout.devices.ranges[0].start
+        readers[first] = max(readers.get(first, 0), _read_bytes(facts, name, layout))
+    load = sum(readers.values())
+    text = f"{size_text(load)} on machine 0 while models load: rank 0 of each role reads its whole model, the others read nothing"
+    return load, text
+
+
+def _read_bytes(facts: Facts, role: str, layout: Layout) -> int:
+    policy, limits = facts.config.actor_rollout_ref, facts.limits
+    if layout.engine == "vllm":
+        return 0  # starts without weights
+    if role == "critic":
+        numbers, fsdp = facts.critic_shape.value_parameters, facts.config.critic.fsdp_config
+    else:
+        numbers, fsdp = facts.shape.parameters, policy.ref.fsdp_config if role == "ref" else policy.actor.fsdp_config
+    if layout.engine == "megatron":
+        return numbers * 2
+    return numbers * Types.of(fsdp, limits).kept
+
+
+def _notes(facts: Facts) -> Iterator[str]:
+    yield from facts.shape.notes
+    if facts.critic_shape is not facts.shape:
+        yield from (f"critic: {note}" for note in facts.critic_shape.notes)
+    yield from facts.limits.notes
+    engines = {layout.engine for layout in facts.plan.layouts.values()}
+    if "megatron" in engines:
+        yield "Megatron's numbers come from Megatron-Core's own accounts; they were not measured"
+    if "reward_model" in facts.plan.layouts:
+        yield "the reward model is counted as a model of the policy's shape"
+    if "vllm" in engines and facts.limits.device_bytes is None:
+        yield "rollout.gpu_memory_utilization is a share of a device whose memory is not known: the cache is what its sequences need"
+    yield "loading: rank 0 sends the model out tensor by tensor and each rank keeps its shard; roles of one process load one after another"
+    if facts.limits.device_type == "cpu":
+        yield "the C library's allocator keeps freed memory: a process on a CPU may show up to twice these numbers"

@@ -1,0 +1,132 @@
+"""What a generation engine holds on one device: weights, key-value cache, and what one step of decoding needs.
+
+In: a model's shape, sequences and their lengths, the engine's settings. Out: `Parts` per phase. The native engine is followed as
+`generation/cache.py`, `decode.py` and `sampling.py` allocate; vLLM takes the share of the device that it is told to take.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hydraflow.memory.activations import RowSizes
+from hydraflow.memory.report import Parts
+from hydraflow.memory.shape import ModelShape
+
+LEAST_ROWS = 16
+"""generation/decode.py: rows of the smallest matrix product."""
+PREFILL_TOKENS = 8192
+"""generation/decode.py: prompt tokens in one forward."""
+ROOM = 16
+"""generation/cache.py: tokens of room at least, when a cache grows."""
+FILTERED = 2**23
+"""generation/sampling.py: logits that are turned into probabilities at one time."""
+_SAMPLING_BYTES = 20
+"""Per logit that is filtered: float32 log-probabilities and two float64 tensors."""
+
+
+@dataclass(frozen=True)
+class Native:
+    """The engine in the trainer's process: every device holds the whole model."""
+
+    shape: ModelShape
+    number: int
+    """Bytes of a number."""
+
+    @property
+    def resting(self) -> Parts:
+        """Its weights; caches live only while it samples."""
+        return Parts(weights=self.shape.parameters * self.number)
+
+    def sample(self, rows: RowSizes, sequences: int) -> Parts:
+        """`sequences` rows of the longest kind in one wave."""
+        return self.resting + max((self._prefill(rows, sequences), self._decode(rows, sequences)), key=lambda parts: parts.total)
+
+    def _prefill(self, rows: RowSizes, sequences: int) -> Parts:
+        """Every prompt once: its cache, and the layers' intermediates of one forward."""
+        shape, width = self.shape, padded_width(rows.prompt)
+        prompts = -(-sequences // rows.samples)
+        together = min(prompts, max(1, PREFILL_TOKENS // width))
+        inside = 2 * shape.hidden + max(3 * shape.intermediate, 3 * shape.q_width)
+        mask = together * width * width
+        return Parts(
+            kv_cache=prompts * width * kv_numbers(shape) * self.number,
+            activations=(together * width * inside + mask) * self.number,
+            logits=prompts * shape.vocabulary * self.number,
+        )
+
+    def _decode(self, rows: RowSizes, sequences: int) -> Parts:
+        """The last tokens: the cache at its longest, one layer's keys and values repeated for every query head, logits twice."""
+        shape, batch = self.shape, max(sequences, LEAST_ROWS)
+        width = padded_width(rows.prompt)
+        last = width + rows.response - 1
+        repeated = 2 * batch * last * shape.q_width * (shape.heads > shape.kv_heads)
+        filtered = min(batch, max(1, FILTERED // shape.vocabulary)) * shape.vocabulary * _SAMPLING_BYTES
+        return Parts(
+            kv_cache=batch * cache_room(width, last) * kv_numbers(shape) * self.number,
+            activations=repeated * self.number,
+            logits=2 * batch * shape.vocabulary * self.number + filtered,
+        )
+
+
+@dataclass(frozen=True)
+class Vllm:
+    """vLLM on `tensor` times `pipeline` devices."""
+
+    shape: ModelShape
+    number: int
+    tensor: int
+    pipeline: int
+    share: float
+    """rollout.gpu_memory_utilization"""
+    device_bytes: int | None
+    shared: bool
+    """Sleeps, and holds nothing, while training roles of the same devices work."""
+
+    @property
+    def weights(self) -> int:
+        """On each device."""
+        return self.shape.parameters * self.number // (self.tensor * self.pipeline)
+
+    @property
+    def resting(self) -> Parts:
+        """Nothing where it sleeps; what it reserved where it has its devices for itself."""
+        return Parts() if self.shared else self.reserved(0)
+
+    def reserved(self, demand: int) -> Parts:
+        """Weights and cache: together the device's share or, where its size is not known, `demand` bytes of cache."""
+        if self.device_bytes is None:
+            return Parts(weights=self.weights, kv_cache=demand)
+        return Parts(weights=self.weights, kv_cache=max(0, int(self.share * self.device_bytes) - self.weights))
+
+    def sample(self, sequences: int, length: int) -> Parts:
+        """`sequences` rows of `length` tokens at a time."""
+        return self.reserved(sequences * self.row_bytes(length))
+
+    def row_bytes(self, length: int) -> int:
+        """Cache of one row on each device; key-value heads that are fewer than devices are held several times."""
+        heads = max(self.shape.kv_width // self.tensor, self.shape.head_dim)
+        layers = -(-self.shape.layers // self.pipeline)
+        return 2 * layers * heads * self.number * length
+
+
+def kv_numbers(shape: ModelShape) -> int:
+    """Keys and values of one token in all layers."""
+    return 2 * shape.layers * shape.kv_width
+
+
+def padded_width(length: int) -> int:
+    """generation/layout.py: width to which a prompt is padded."""
+    step = max(4, 2 ** (length - 1).bit_length() // 8)
+    return -(-length // step) * step
+
+
+def cache_room(width: int, last: int) -> int:
+    """generation/cache.py: tokens for which a row's cache has room when `last` are in it, `width` of them the prompt's.
+
+    >>> cache_room(100, 120), cache_room(100, 130)   # room for a quarter more is made with the first token, and again when it is used up
+    (126, 158)
+    """
+    room = width + 1 + max(ROOM, (width + 1) // 4)
+    while room < last:
+        room += 1 + max(ROOM, (room + 1) // 4)
+    return room

@@ -1,0 +1,111 @@
+"""How much memory there is, and in which types the devices compute: of the machines that `cluster.*` describes, or of this one.
+
+In: the configuration, and /proc of this machine where the configuration is silent. Out: `Limits`. No torch: the memory of a GPU
+of this machine is not looked up, so without `cluster.device_memory_gib` it is not known.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from hydraflow.device import cgroup_folders, cpu_has_bf16, listed_gpus
+from hydraflow.engine.config import FSDPConfig
+from hydraflow.schema import PPOConfig
+from hydraflow.trainer.config import ClusterConfig, RunConfig
+
+GIB = 2**30
+_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+_CPU_PROCESSES = 2
+"""As `trainer/machine.py`: processes on a CPU when no number is given."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Memory of devices and machines. Sizes in bytes, None where not known."""
+
+    device_type: str
+    """cpu or gpu."""
+    device_name: str
+    devices_per_node: int
+    device_bytes: int | None
+    """Of one GPU; None on CPUs, too: the processes of a machine share its memory."""
+    host_bytes: int | None
+    half: bool
+    """Whether a type of `auto` means bfloat16."""
+    notes: tuple[str, ...] = ()
+
+    def bytes_of(self, dtype: str) -> int:
+        """Bytes of a number of a configured type; auto as `device.resolve_dtype`."""
+        return _BYTES.get(dtype, 2 if self.half else 4)
+
+
+@dataclass(frozen=True)
+class Types:
+    """Bytes of a number of a sharded model, by where it is."""
+
+    kept: int
+    """In the shards of weights and moments."""
+    compute: int
+    """In gathered weights, activations and their gradients."""
+    reduced: int
+    """In gradients while they are summed over ranks."""
+
+    @classmethod
+    def of(cls, fsdp: FSDPConfig, limits: Limits) -> Types:
+        """As `engine/fsdp/build.py` resolves them."""
+        kept, compute, reduced = (limits.bytes_of(name) for name in (fsdp.model_dtype, fsdp.dtype, fsdp.reduce_dtype))
+        if fsdp.dtype == "auto" and kept == 8:
+            compute = kept
+        return cls(kept, compute, compute if compute == 8 else reduced)
+
+
+def limits_of(config: PPOConfig) -> Limits:
+    """What `cluster.*` says, and where it is silent what this machine has.
+
+    >>> config = PPOConfig()
+    >>> config.cluster.device, config.cluster.device_memory_gib = "H100", 80
+    >>> limits_of(config).device_bytes // GIB
+    80
+    """
+    return machine_limits(config.trainer, config.cluster)
+
+
+def machine_limits(trainer: RunConfig, cluster: ClusterConfig) -> Limits:
+    """The same for commands whose configuration describes no machines: `ClusterConfig()` stands for this one."""
+    device_type = _device_type(trainer, cluster)
+    elsewhere = device_type != "cpu" and not listed_gpus()
+    host = cluster.host_memory_gib * GIB if cluster.host_memory_gib else None if elsewhere else host_memory()
+    device = cluster.device_memory_gib * GIB if cluster.device_memory_gib and device_type != "cpu" else None
+    notes = []
+    if device is None and device_type != "cpu":
+        notes.append("cluster.device_memory_gib is not given: whether a device holds its part is not known")
+    if host is None:
+        notes.append("cluster.host_memory_gib is not given: whether a machine holds its part is not known")
+    return Limits(
+        device_type=device_type,
+        device_name=cluster.device or device_type,
+        devices_per_node=cluster.devices_per_node or trainer.n_gpus_per_node or listed_gpus() or _CPU_PROCESSES,
+        device_bytes=None if device is None else int(device),
+        host_bytes=None if host is None else int(host),
+        half=device_type != "cpu" or cpu_has_bf16(),
+        notes=tuple(notes),
+    )
+
+
+def host_memory() -> int:
+    """Bytes that the processes of this machine may have: what is built in, or what a control group leaves of it."""
+    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for folder in cgroup_folders("memory"):
+        for file in (folder / "memory.max", folder / "memory.limit_in_bytes"):
+            text = file.read_text().strip() if file.is_file() else "max"
+            sizes += [int(text)] if text.isdigit() else []
+    return min(sizes)
+
+
+def _device_type(trainer: RunConfig, cluster: ClusterConfig) -> str:
+    if cluster.device is not None:
+        return "cpu" if cluster.device == "cpu" else "gpu"
+    if trainer.device != "auto":
+        return "cpu" if trainer.device == "cpu" else "gpu"
+    return "gpu" if listed_gpus() else "cpu"

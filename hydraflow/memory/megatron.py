@@ -1,0 +1,108 @@
+"""What one device of a Megatron-Core engine holds: a part of the layers, of each matrix, of the experts.
+
+In: a model's shape, a `Layout`, a micro-batch. Out: `Parts` per phase, for the fullest pipeline stage. From Megatron-Core's own
+accounts, not measured here: weights in the compute type, gradients in float32, and 12 bytes of optimizer state per 16-bit weight
+(a float32 copy and two moments), which the distributed optimizer divides over data ranks (docs/source/api-guide/dist_optimizer.md);
+activations divided as in Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hydraflow.batch_plan.layout import Layout
+from hydraflow.engine.config import MegatronConfig
+from hydraflow.memory.activations import Tokens, around_layers, layer_costs
+from hydraflow.memory.report import Parts
+from hydraflow.memory.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """A model on one device."""
+
+    shape: ModelShape
+    layout: Layout
+    settings: MegatronConfig
+    number: int
+    """Bytes of a number in the forward and backward pass."""
+    trained: bool
+    checkpointing: bool
+    policy: bool
+    """Has a vocabulary as output; a critic has one number."""
+
+    @property
+    def held(self) -> Parts:
+        """While the role works: weights, gradients, optimizer state."""
+        dense, experts = self._dense, self._experts
+        numbers = dense + experts
+        if not self.trained:
+            return Parts(weights=numbers * self.number)
+        data, expert_data = self._data_ranks()
+        state = 12 if self.number == 2 else 8
+        shards = -(-dense // data) + -(-experts // expert_data) if self.settings.use_distributed_optimizer else numbers
+        return Parts(weights=numbers * self.number, gradients=4 * numbers, optimizer=state * shards)
+
+    @property
+    def resting(self) -> Parts:
+        """While others work: what is not offloaded."""
+        held, settings = self.held, self.settings
+        gone = {"weights": settings.param_offload, "gradients": settings.grad_offload, "optimizer": settings.optimizer_offload}
+        sizes = held.on_device()
+        kept = {name: 0 if gone.get(name) else size for name, size in sizes.items()}
+        return Parts(**kept, host=sum(size for name, size in sizes.items() if gone.get(name)))
+
+    def forward(self, tokens: Tokens) -> Parts:
+        """A pass that only computes; gradients of a trained role are there already."""
+        costs = layer_costs(self.shape, tokens, self.number, tensor=self.layout.tensor, outside=self._outside)
+        activations = around_layers(self.shape, tokens, self.number) // self._outside + costs.forward
+        return self.held + Parts(activations=activations, logits=self._logits(tokens, copies=1))
+
+    def update(self, tokens: Tokens, micro_batches: int) -> Parts:
+        """The first stage, which has most micro-batches on their way, or the last, which has the logits: both at once, at most."""
+        costs = layer_costs(self.shape, tokens, self.number, tensor=self.layout.tensor, outside=self._outside)
+        layers, on_their_way = self._stage_layers, min(self.layout.pipeline, micro_batches)
+        stored = layers * (costs.entry if self.checkpointing else costs.saved) * on_their_way
+        if self.layout.virtual_pipeline > 1:
+            # an interleaved schedule starts more forward passes before the first backward pass
+            stored += stored * (self.layout.pipeline - 1) // (self.layout.pipeline * self.layout.virtual_pipeline)
+        working = (costs.saved if self.checkpointing else 0) + costs.backward
+        around = around_layers(self.shape, tokens, self.number) // self._outside
+        return self.held + Parts(activations=stored + working + around, logits=self._logits(tokens, copies=2))
+
+    @property
+    def _outside(self) -> int:
+        return self.layout.tensor if self.settings.sequence_parallel else 1
+
+    @property
+    def _stage_layers(self) -> int:
+        return -(-self.shape.layers // self.layout.pipeline)
+
+    @property
+    def _dense(self) -> int:
+        """Numbers that are no routed experts, on the fullest stage."""
+        shape, tensor = self.shape, self.layout.tensor
+        matrices = shape.attention + (shape.shared_expert if shape.experts else shape.dense_mlp)
+        if shape.experts and shape.dense_layers:
+            matrices = max(matrices, shape.attention + shape.dense_mlp)
+        layer = -(-matrices // tensor) + 2 * shape.hidden + shape.hidden * shape.experts
+        ends = 2 if self.layout.pipeline == 1 and self.policy and not shape.tied else 1
+        return self._stage_layers * layer + ends * -(-shape.embedding // tensor) + shape.hidden
+
+    @property
+    def _experts(self) -> int:
+        shape = self.shape
+        layers = min(self._stage_layers, shape.sparse_layers)
+        return layers * -(-shape.experts // self.layout.expert) * -(-shape.expert // self.layout.expert_tensor)
+
+    def _data_ranks(self) -> tuple[int, int]:
+        """Devices that hold the same dense numbers, and those that hold the same experts."""
+        devices, layout = len(self.layout.devices), self.layout
+        per_expert = layout.expert_tensor * layout.expert * layout.pipeline
+        return max(1, devices // (layout.tensor * layout.pipeline)), max(1, devices // per_expert)
+
+    def _logits(self, tokens: Tokens, *, copies: int) -> int:
+        """Logits in the compute type and `copies` in float32, of a share of the vocabulary."""
+        if not self.policy:
+            return 4 * tokens.asked
+        return tokens.asked * (self.number + 4 * copies) * self.shape.vocabulary // self.layout.tensor

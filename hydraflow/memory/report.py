@@ -1,0 +1,199 @@
+"""What the memory estimate says: bytes by role, part, phase and device, whether they fit, and what to change first.
+
+In: numbers from `memory/estimate.py`. Out: dataclasses for tables and JSON, and sizes as text. All sizes are bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, ClassVar
+
+from hydraflow.memory.limits import Limits
+
+PHASES = ("sample", "log_probs", "update", "sync")
+"""What the roles of a device do one after another in a step."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Bytes on one device, by what they hold; `host` are bytes in host memory for that device."""
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    gathered: int = 0
+    """Full layers that FSDP puts together for a moment, and the buffers of its collectives."""
+    activations: int = 0
+    logits: int = 0
+    kv_cache: int = 0
+    weight_sync: int = 0
+    host: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device."""
+        return sum(self.on_device().values())
+
+    def on_device(self) -> dict[str, int]:
+        """Name -> bytes, in the order of the fields; without `host`."""
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "host"}
+
+    def __add__(self, other: Parts) -> Parts:
+        return Parts(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
+
+
+PARTS = tuple(Parts().on_device())
+"""Names of what a device's memory holds, in the order of tables."""
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """One role on each of its devices; where devices differ (pipeline stages), the fullest."""
+
+    PARTS: ClassVar[tuple[str, ...]] = PARTS
+
+    role: str
+    engine: str
+    devices: int
+    resting: Parts
+    """While other roles work."""
+    phases: Mapping[str, Parts]
+    """At the highest moment of each phase in which the role works."""
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase in which it holds most."""
+        return max(self.phases, key=lambda name: self.phases[name].total)
+
+    @property
+    def peak(self) -> Parts:
+        """Its highest moment."""
+        return self.phases[self.peak_phase]
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes at its highest moment, by what they hold."""
+        return self.peak.on_device()
+
+    @property
+    def total(self) -> int:
+        """Bytes at its highest moment."""
+        return self.peak.total
+
+    @property
+    def host(self) -> int:
+        """Bytes in host memory, for one device."""
+        return max(parts.host for parts in (self.resting, *self.phases.values()))
+
+
+@dataclass(frozen=True)
+class DeviceGroup:
+    """Devices that hold the same roles."""
+
+    devices: str
+    """Their numbers, as in 0-7,16."""
+    count: int
+    roles: tuple[str, ...]
+    phases: Mapping[str, int]
+    """Phase -> bytes on each device: of the role at work, and of those that rest."""
+    limit: int | None
+    """Bytes of one device; None: not known, or processes share the machine's memory."""
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase that needs most."""
+        return max(self.phases, key=lambda name: self.phases[name])
+
+    @property
+    def peak(self) -> int:
+        """Bytes on each device in that phase."""
+        return self.phases[self.peak_phase]
+
+    @property
+    def fits(self) -> bool | None:
+        """None: the limit is not known."""
+        return None if self.limit is None else self.peak <= self.limit
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Memory of the fullest machine."""
+
+    load: int
+    """What the processes that read model files hold of them at one time."""
+    load_text: str
+    """How models are loaded, in a sentence."""
+    offload: int
+    """What roles keep here for their devices."""
+    processes: int
+    """Worker processes after their imports."""
+    running: int
+    """On CPUs: what the processes hold in the fullest phase; otherwise 0."""
+    limit: int | None
+
+    @property
+    def total(self) -> int:
+        """Models are read before anything else is held, so the larger of the two counts."""
+        return self.processes + max(self.load, self.offload + self.running)
+
+    @property
+    def fits(self) -> bool | None:
+        """None: the limit is not known."""
+        return None if self.limit is None else self.total <= self.limit
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A change that makes room."""
+
+    override: str
+    """To paste."""
+    saves: int
+    """Bytes at the peak, on top of the advice before it."""
+    effect: str
+    """What it costs."""
+    where: str
+    """device or host."""
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """The whole estimate."""
+
+    limits: Limits
+    roles: tuple[RoleMemory, ...]
+    groups: tuple[DeviceGroup, ...]
+    host: HostMemory
+    notes: tuple[str, ...]
+    advice: tuple[Advice, ...] = field(default=())
+    """Changes in the order in which to try them; empty when everything fits or limits are not known."""
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether devices and machines hold it; None: a limit is not known and none that is known is broken."""
+        told = [self.host.fits, *(group.fits for group in self.groups if self.limits.device_type != "cpu")]
+        if any(one is False for one in told):
+            return False
+        return None if any(one is None for one in told) else True
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, for machines."""
+        roles = [{**asdict(one), "peak_phase": one.peak_phase, "total": one.total} for one in self.roles]
+        groups = [{**asdict(one), "peak": one.peak, "peak_phase": one.peak_phase, "fits": one.fits} for one in self.groups]
+        host = {**asdict(self.host), "total": self.host.total, "fits": self.host.fits}
+        return {**asdict(self), "roles": roles, "groups": groups, "host": host, "fits": self.fits}
+
+
+def size_text(size: float) -> str:
+    """Bytes for people, in powers of 1024 and three digits.
+
+    >>> size_text(123456789), size_text(7.41 * 2**30), size_text(900)
+    ('118 MiB', '7.41 GiB', '900 B')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 999.5 or unit == "TiB":
+            break
+        size /= 1024
+    digits = 0 if unit == "B" else max(0, 2 - len(str(int(abs(size)))) + 1)
+    return f"{size:.{digits}f} {unit}"

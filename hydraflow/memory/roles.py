@@ -1,0 +1,212 @@
+"""Each role's memory, from the plan and the configuration: which engine it has, on what shape, with which micro-batches.
+
+In: `BatchPlan`, `PPOConfig`, shapes, limits. Out: one `RoleMemory` per role that the plan lays out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hydraflow.batch_plan.layout import Layout
+from hydraflow.batch_plan.parts import MicroPlan, RolePlan
+from hydraflow.batch_plan.resolve import BatchPlan
+from hydraflow.engine.config import FSDPConfig, MegatronConfig
+from hydraflow.memory.activations import RowSizes, Tokens, tokens_of
+from hydraflow.memory.fsdp import Sharded, adapter_numbers, units_of
+from hydraflow.memory.generation import Native, Vllm
+from hydraflow.memory.limits import Limits, Types
+from hydraflow.memory.megatron import Parallel
+from hydraflow.memory.report import Parts, RoleMemory
+from hydraflow.memory.shape import ModelShape
+from hydraflow.models.config import ModelConfig
+from hydraflow.schema import PPOConfig
+
+BUCKET_BYTES = 64 * 2**20
+"""engine/fsdp/gather.py: full tensors that are gathered together for whoever samples."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything that a role's estimate is made from."""
+
+    plan: BatchPlan
+    config: PPOConfig
+    shape: ModelShape
+    critic_shape: ModelShape
+    limits: Limits
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest row."""
+        return self.config.data.max_prompt_length + self.config.data.max_response_length
+
+    def rows(self, model: ModelConfig) -> RowSizes:
+        """The longest rows, as that model's engine lays them out."""
+        data = self.config.data
+        return RowSizes(data.max_prompt_length, data.max_response_length, self.plan.samples_per_prompt, model.use_remove_padding)
+
+
+def role_memory(facts: Facts, role: str, layout: Layout) -> RoleMemory:
+    """One role on each of its devices."""
+    resting, phases = ROLES[role](facts, layout)
+    return RoleMemory(role, layout.engine, len(layout.devices), resting, phases)
+
+
+Estimate = tuple[Parts, dict[str, Parts]]
+"""What a role holds at rest, and at the highest moment of each phase."""
+
+
+def _actor(facts: Facts, layout: Layout) -> Estimate:
+    policy, plan = facts.config.actor_rollout_ref, facts.plan
+    actor, model = policy.actor, policy.model
+    tokens = _tokens(facts, layout, plan.actor.micro, model, plan.actor.rows_per_rank)
+    most = _rows_of_a_rank(facts, layout)
+    passes = [(plan.old_log_prob, True)] + ([(plan.ref, False)] if plan.ref and model.lora_rank else [])
+    forwards = [(_tokens(facts, layout, micro, model, most), entropy) for micro, entropy in passes]
+    engine: Parallel | Sharded
+    if layout.engine == "megatron":
+        engine = parallel = _parallel(facts, layout, facts.shape, model, actor.megatron, trained=True, policy=True)
+        phases = {
+            "log_probs": _fullest([parallel.forward(one) for one, _ in forwards]),
+            "update": parallel.update(tokens, micro_batches(plan.actor, facts.longest_row)),
+        }
+    else:
+        engine = sharded = _sharded(facts, layout, facts.shape, model, actor.fsdp_config, trained=True, policy=True)
+        accumulates = micro_batches(plan.actor, facts.longest_row) > 1
+        phases = {
+            "log_probs": _fullest([sharded.forward(one, entropy=entropy) for one, entropy in forwards]),
+            "update": sharded.update(tokens, accumulates=accumulates, entropy=True, trained_entropy=actor.entropy_coeff != 0),
+        }
+    return engine.resting, phases | {"sync": engine.resting + Parts(weight_sync=_sent(facts, layout))}
+
+
+def _critic(facts: Facts, layout: Layout) -> Estimate:
+    critic, plan = facts.config.critic, facts.plan
+    assert plan.critic is not None and plan.values is not None, "a critic has a plan"
+    tokens = _tokens(facts, layout, plan.critic.micro, critic.model, plan.critic.rows_per_rank)
+    values = _tokens(facts, layout, plan.values, critic.model, _rows_of_a_rank(facts, layout))
+    if layout.engine == "megatron":
+        engine = _parallel(facts, layout, facts.critic_shape, critic.model, critic.megatron, trained=True, policy=False)
+        return engine.resting, {
+            "log_probs": engine.forward(values),
+            "update": engine.update(tokens, micro_batches(plan.critic, facts.longest_row)),
+        }
+    sharded = _sharded(facts, layout, facts.critic_shape, critic.model, critic.fsdp_config, trained=True, policy=False)
+    accumulates = micro_batches(plan.critic, facts.longest_row) > 1
+    update = sharded.update(tokens, accumulates=accumulates, entropy=False, trained_entropy=False)
+    return sharded.resting, {"log_probs": sharded.forward(values, entropy=False), "update": update}
+
+
+def _reference(facts: Facts, layout: Layout) -> Estimate:
+    policy = facts.config.actor_rollout_ref
+    assert facts.plan.ref is not None, "a reference has a plan"
+    tokens = _tokens(facts, layout, facts.plan.ref, policy.model, _rows_of_a_rank(facts, layout))
+    if layout.engine == "megatron":
+        engine = _parallel(facts, layout, facts.shape, policy.model, policy.ref.megatron, trained=False, policy=True)
+        return engine.resting, {"log_probs": engine.forward(tokens)}
+    sharded = _sharded(facts, layout, facts.shape, policy.model, policy.ref.fsdp_config, trained=False, policy=True)
+    return sharded.resting, {"log_probs": sharded.forward(tokens, entropy=False)}
+
+
+def _rollout(facts: Facts, layout: Layout) -> Estimate:
+    rollout, plan = facts.config.actor_rollout_ref.rollout, facts.plan.rollout
+    number = facts.limits.bytes_of(rollout.dtype)
+    rows = facts.rows(facts.config.actor_rollout_ref.model)
+    sequences = max(1, min(rollout.max_num_seqs, plan.trajectories_per_engine))
+    if layout.engine == "native":
+        engine = Native(facts.shape, number)
+        return engine.resting, {"sample": engine.sample(rows, sequences), "sync": engine.resting}
+    shared = any(len(layout.devices & other.devices) for name, other in facts.plan.layouts.items() if name != "rollout")
+    vllm = Vllm(facts.shape, number, layout.tensor, layout.pipeline, rollout.gpu_memory_utilization, facts.limits.device_bytes, shared)
+    received = Parts(weights=vllm.weights, weight_sync=rollout.update_weights_bucket_megabytes * 2**20)
+    return vllm.resting, {"sample": vllm.sample(sequences, rows.prompt + rows.response), "sync": received}
+
+
+def _reward_model(facts: Facts, layout: Layout) -> Estimate:
+    """Counted as a critic of the policy's shape that is not trained: its own model is not read."""
+    model = facts.config.critic.model
+    micro = facts.plan.reward_model or facts.plan.old_log_prob
+    tokens = _tokens(facts, layout, micro, model, _rows_of_a_rank(facts, layout))
+    sharded = _sharded(facts, layout, facts.shape, model, FSDPConfig(), trained=False, policy=False)
+    return sharded.resting, {"log_probs": sharded.forward(tokens, entropy=False)}
+
+
+ROLES: dict[str, Callable[[Facts, Layout], Estimate]] = {
+    "actor": _actor,
+    "critic": _critic,
+    "ref": _reference,
+    "rollout": _rollout,
+    "reward_model": _reward_model,
+}
+
+
+def _sharded(
+    facts: Facts, layout: Layout, shape: ModelShape, model: ModelConfig, fsdp: FSDPConfig, *, trained: bool, policy: bool
+) -> Sharded:
+    return sharded_model(layout, shape, model, fsdp, facts.limits, trained=trained, policy=policy)
+
+
+def sharded_model(
+    layout: Layout, shape: ModelShape, model: ModelConfig, fsdp: FSDPConfig, limits: Limits, *, trained: bool, policy: bool
+) -> Sharded:
+    """A model on one rank of the FSDP2 engine, as the configuration says."""
+    on_host = limits.device_type == "cpu"  # there offloading moves nothing
+    adapters = adapter_numbers(shape, model.lora_rank, model.target_modules) if trained and model.lora_rank else 0
+    return Sharded(
+        shape=shape,
+        units=units_of(shape, policy=policy, least=fsdp.wrap_policy.min_num_params, trained=trained, adapters=adapters),
+        types=Types.of(fsdp, limits),
+        ranks=max(1, layout.shard),
+        host_copies=on_host,
+        reshard=fsdp.reshard_after_forward,
+        param_offload=fsdp.param_offload and not on_host,
+        optimizer_offload=fsdp.optimizer_offload and not on_host,
+        checkpointing=trained and model.enable_gradient_checkpointing,
+        chunk=fsdp.head_chunk_tokens,
+        policy=policy,
+    )
+
+
+def _parallel(
+    facts: Facts, layout: Layout, shape: ModelShape, model: ModelConfig, settings: MegatronConfig, *, trained: bool, policy: bool
+) -> Parallel:
+    number = facts.limits.bytes_of(settings.dtype)
+    return Parallel(shape, layout, settings, number, trained, trained and model.enable_gradient_checkpointing, policy)
+
+
+def _tokens(facts: Facts, layout: Layout, micro: MicroPlan, model: ModelConfig, most_rows: int) -> Tokens:
+    return tokens_of(micro, facts.rows(model), most_rows=max(1, most_rows), devices=layout.context)
+
+
+def _rows_of_a_rank(facts: Facts, layout: Layout) -> int:
+    """Trajectories of a step that a data rank gets, at most."""
+    return -(-facts.plan.trajectories_per_step // layout.data_ranks)
+
+
+def micro_batches(plan: RolePlan, longest_row: int) -> int:
+    """Of one optimizer step; filled by tokens, when every row is at its longest."""
+    if plan.micro.rows is not None:
+        return -(-plan.rows_per_rank // plan.micro.rows)
+    return -(-plan.rows_per_rank // max(1, (plan.micro.max_tokens or 0) // longest_row))
+
+
+def _sent(facts: Facts, layout: Layout) -> int:
+    """What the actor puts together to send: a bucket of full tensors, its shards, and the tensors taken out of it."""
+    policy, shape = facts.config.actor_rollout_ref, facts.shape
+    if layout.engine == "megatron":
+        return 2 * policy.rollout.update_weights_bucket_megabytes * 2**20
+    kept = Types.of(policy.actor.fsdp_config, facts.limits).kept
+    bucket = max(min(BUCKET_BYTES, shape.parameters * kept), shape.largest_tensor * kept)
+    sent = 2 * bucket + bucket // max(1, layout.shard)
+    if policy.model.lora_rank:
+        # all adapters come first, and each merged matrix is a product and a sum
+        adapters = adapter_numbers(shape, policy.model.lora_rank, policy.model.target_modules) * shape.layers
+        sent += adapters * kept + 2 * (shape.hidden * max(shape.q_width, shape.intermediate)) * kept
+    if policy.rollout.name == "vllm":
+        sent += policy.rollout.update_weights_bucket_megabytes * 2**20
+    return sent
+
+
+def _fullest(moments: list[Parts]) -> Parts:
+    return max(moments, key=lambda parts: parts.total)

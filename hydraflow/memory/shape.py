@@ -1,0 +1,275 @@
+"""The shape of a causal language model, from what its config.json says: widths, layers, experts, and from them exact parameter counts.
+
+In: a mapping as in config.json. Out: `ModelShape`, or a ConfigError that names what is missing. No file of weights is opened.
+A model type that is not in `FAMILIES` is counted as Llama's and says so in its notes.
+Left out on purpose: vision and audio towers (the language model of a multimodal file is counted), recurrent layers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydraflow.errors import ConfigError, Problem
+from hydraflow.models.config import ModelSourceConfig
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Widths and counts of a decoder whose layers are attention and a gated MLP or experts."""
+
+    model_type: str
+    vocabulary: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    """Width of the MLP in a layer without experts."""
+    tied: bool
+    """The output matrix is the embedding."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """Queries and keys are normalised per head."""
+    experts: int = 0
+    """Routed experts of a layer; 0: a dense model."""
+    experts_per_token: int = 0
+    expert_intermediate: int = 0
+    shared_intermediate: int = 0
+    """Width of the expert that sees every token; 0: there is none."""
+    dense_layers: int = 0
+    """Layers without experts; of a dense model all."""
+    notes: tuple[str, ...] = ()
+    """What was assumed."""
+
+    @property
+    def q_width(self) -> int:
+        """Width of all query heads together."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Width of all key heads together, and of all value heads."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def embedding(self) -> int:
+        """Numbers in the embedding matrix, and in the output matrix."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def attention(self) -> int:
+        """Parameters of one layer's attention."""
+        matrices = 2 * self.hidden * (self.q_width + self.kv_width)
+        biases = self.qkv_bias * (self.q_width + 2 * self.kv_width) + self.output_bias * self.hidden
+        return matrices + biases + 2 * self.head_dim * self.qk_norm
+
+    @property
+    def dense_mlp(self) -> int:
+        """Parameters of one MLP without experts."""
+        return _gated(self.hidden, self.intermediate) + self.mlp_bias * (2 * self.intermediate + self.hidden)
+
+    @property
+    def expert(self) -> int:
+        """Parameters of one routed expert."""
+        return _gated(self.hidden, self.expert_intermediate)
+
+    @property
+    def shared_expert(self) -> int:
+        """Parameters of the shared expert and of the gate in front of it."""
+        return _gated(self.hidden, self.shared_intermediate) + self.hidden if self.shared_intermediate else 0
+
+    @property
+    def dense_layer(self) -> int:
+        """Parameters of a layer without experts, its two norms included."""
+        return self.attention + self.dense_mlp + 2 * self.hidden
+
+    @property
+    def sparse_layer(self) -> int:
+        """Parameters of a layer with experts: attention, router, all experts, two norms; 0 for a dense model."""
+        if not self.experts:
+            return 0
+        return self.attention + self.hidden * self.experts + self.experts * self.expert + self.shared_expert + 2 * self.hidden
+
+    @property
+    def largest_layer(self) -> int:
+        """Parameters of the largest layer."""
+        return max(self.dense_layer if self.dense_layers else 0, self.sparse_layer)
+
+    @property
+    def sparse_layers(self) -> int:
+        """Layers with experts."""
+        return self.layers - self.dense_layers
+
+    @property
+    def parameters(self) -> int:
+        """All parameters, a tied output matrix counted once.
+
+        >>> shape_of({"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        ...     "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256}).parameters   # Llama 3 8B
+        8030261248
+        """
+        layers = self.dense_layers * self.dense_layer + self.sparse_layers * self.sparse_layer
+        return layers + self.hidden + self.embedding * (1 if self.tied else 2)
+
+    @property
+    def value_parameters(self) -> int:
+        """All parameters with one output instead of the vocabulary: a critic."""
+        return self.parameters - (0 if self.tied else self.embedding) + self.hidden
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of all routed experts of all layers."""
+        return self.sparse_layers * self.experts * self.expert
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token passes through."""
+        return self.parameters - self.sparse_layers * (self.experts - self.experts_per_token) * self.expert
+
+    @property
+    def largest_tensor(self) -> int:
+        """Numbers in the largest single tensor; the experts of a layer lie in two."""
+        matrices = [self.vocabulary, self.q_width, self.intermediate, 2 * self.experts * self.expert_intermediate]
+        return self.hidden * max(matrices)
+
+
+@dataclass(frozen=True)
+class Family:
+    """What config.json does not say about a model type. A flag is a constant, or the key that holds it."""
+
+    qkv_bias: bool | str = False
+    output_bias: bool | str = False
+    mlp_bias: bool | str = False
+    qk_norm: bool = False
+    tied: bool = False
+    """Where the file does not say."""
+    head_dim: int | None = None
+    """Where the file does not say; None: hidden / heads."""
+    expert_width: str = "moe_intermediate_size"
+
+
+_LLAMA = Family("attention_bias", "attention_bias", "mlp_bias")
+_QWEN3 = Family("attention_bias", "attention_bias", qk_norm=True, head_dim=128)
+FAMILIES: dict[str, Family] = {
+    "llama": _LLAMA,
+    "mistral": Family(),
+    "mixtral": Family(expert_width="intermediate_size"),
+    "qwen2": Family(qkv_bias=True),
+    "qwen2_moe": Family(qkv_bias=True),
+    "qwen3": _QWEN3,
+    "qwen3_moe": _QWEN3,
+    "granite": _LLAMA,
+    "phi3": Family(),
+    "gemma": Family("attention_bias", "attention_bias", tied=True, head_dim=256),
+}
+"""Model types whose parameters are counted exactly."""
+
+_NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def read_shape(model: ModelSourceConfig, *, field: str = "actor_rollout_ref.model") -> ModelShape | None:
+    """The shape of a model whose directory is on this machine, or whose sizes stand in `override_config`; None: neither.
+
+    Raises ConfigError for a config.json that cannot be read or lacks sizes.
+    """
+    file = Path(model.path or "") / "config.json"
+    if model.path and file.is_file():
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError.one(f"{field}.path", model.path, f"its config.json cannot be read: {error}") from error
+        return shape_of({**_text_part(found), **model.override_config}, field=field)
+    if all(key in model.override_config for key in _NEEDED):
+        return shape_of(model.override_config, field=field)
+    return None
+
+
+def shape_of(config: Mapping[str, Any], *, field: str = "actor_rollout_ref.model") -> ModelShape:
+    """The shape that a config.json describes. Raises ConfigError naming every size that is missing or no positive number.
+
+    >>> shape_of({"model_type": "qwen2", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 10,
+    ...     "intermediate_size": 16, "tie_word_embeddings": True}).parameters
+    768
+    """
+    config = _text_part(config)
+    if problems := [_problem(config, key, field) for key in _NEEDED if not _is_size(config.get(key))]:
+        raise ConfigError(problems)
+    kind = str(config.get("model_type", "llama"))
+    family = FAMILIES.get(kind, _LLAMA)
+    heads, layers, hidden = config["num_attention_heads"], config["num_hidden_layers"], config["hidden_size"]
+    experts, dense = _experts(config), layers
+    if experts:
+        dense = sum(not _is_sparse(config, layer) for layer in range(layers))
+    return ModelShape(
+        model_type=kind,
+        vocabulary=config["vocab_size"],
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or family.head_dim or hidden // heads,
+        intermediate=config["intermediate_size"],
+        tied=bool(config.get("tie_word_embeddings", family.tied)),
+        qkv_bias=_flag(config, family.qkv_bias),
+        output_bias=_flag(config, family.output_bias),
+        mlp_bias=_flag(config, family.mlp_bias),
+        qk_norm=family.qk_norm,
+        experts=experts,
+        experts_per_token=int(config.get("num_experts_per_tok") or 0) if experts else 0,
+        expert_intermediate=int(config.get(family.expert_width) or config["intermediate_size"]) if experts else 0,
+        shared_intermediate=int(config.get("shared_expert_intermediate_size") or 0) if experts else 0,
+        dense_layers=dense,
+        notes=tuple(_notes(config, kind)),
+    )
+
+
+def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model of a multimodal file; the file itself otherwise."""
+    text = config.get("text_config")
+    return {**text, "multimodal": config.get("model_type")} if isinstance(text, Mapping) else config
+
+
+def _notes(config: Mapping[str, Any], kind: str) -> list[str]:
+    notes = []
+    if kind not in FAMILIES:
+        notes.append(f"model_type={kind} is not known to the memory estimate: it is counted as a Llama of these sizes")
+    if "multimodal" in config:
+        notes.append(f"{config['multimodal']}: only its language model is counted")
+    return notes
+
+
+def _gated(hidden: int, width: int) -> int:
+    """Weights of an MLP with a gate: two matrices in, one out."""
+    return 3 * hidden * width
+
+
+def _experts(config: Mapping[str, Any]) -> int:
+    return next((int(config[key]) for key in _EXPERTS if config.get(key)), 0)
+
+
+def _is_sparse(config: Mapping[str, Any], layer: int) -> bool:
+    """Whether the layer has experts: Qwen's files name every n-th layer and exceptions, DeepSeek's the first that are dense."""
+    if layer in (config.get("mlp_only_layers") or ()) or layer < int(config.get("first_k_dense_replace") or 0):
+        return False
+    return (layer + 1) % int(config.get("decoder_sparse_step") or 1) == 0
+
+
+def _flag(config: Mapping[str, Any], flag: bool | str) -> bool:
+    return flag if isinstance(flag, bool) else bool(config.get(flag, False))
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _problem(config: Mapping[str, Any], key: str, field: str) -> Problem:
+    rule = "must be a positive number" if key in config else "config.json does not give it, and the model's memory depends on it"
+    return Problem(f"{field}.override_config.{key}", config.get(key), rule, f"+{field}.override_config.{key}=<number>")

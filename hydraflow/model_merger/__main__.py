@@ -1,0 +1,77 @@
+"""python -m hydraflow.model_merger merge|test|info|split: sharded checkpoints to Hugging Face directories and back.
+
+In: the command line. Out: the exit code: 0 done, 1 `test` found a difference or `info` a missing part, 2 a mistake found
+before anything was written, 3 a fault found later.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from hydraflow.errors import ConfigError, HydraflowError
+from hydraflow.model_merger import arguments
+
+if TYPE_CHECKING:
+    from hydraflow.model_merger.outputs import Wishes
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command and returns the exit code."""
+    args = arguments.parser().parse_args(argv)
+    try:
+        return _COMMANDS[args.command](args)
+    except HydraflowError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+
+
+def _merge(args: Namespace) -> int:
+    from hydraflow.model_merger.merge import Upload, merge
+
+    if args.private and args.hf_upload_path is None:
+        raise ConfigError.one("--private", None, "is about an upload, and there is none", "--hf_upload_path <repository>")
+    upload = Upload(args.hf_upload_path, args.private) if args.hf_upload_path is not None else None
+    options = dict(backend=args.backend, most_bytes=args.max_shard_size, overwrite=args.overwrite)
+    print("\n".join(merge(args.local_dir, args.target_dir, wishes=_wishes(args), upload=upload, **options)))
+    return 0
+
+
+def _test(args: Namespace) -> int:
+    from hydraflow.model_merger.compare import compare
+
+    found = compare(args.local_dir, args.test_hf_dir, backend=args.backend, wishes=_wishes(args))
+    print("\n".join(found.lines()))
+    return 0 if found.same else 1
+
+
+def _info(args: Namespace) -> int:
+    from hydraflow.model_merger.info import facts_of, lines
+
+    facts = facts_of(args.local_dir, args.backend)
+    print(json.dumps(facts, indent=2) if args.json else "\n\n".join("\n".join(lines(model)) for model in facts))
+    return 1 if any(model["problems"] for model in facts) else 0
+
+
+def _split(args: Namespace) -> int:
+    from hydraflow.model_merger.split import split
+
+    names = ("world_size", "layout", "dtype", "is_value_model", "trust_remote_code", "overwrite")
+    print("\n".join(split(args.hf_dir, args.target_dir, **{name: getattr(args, name) for name in names})))
+    return 0
+
+
+def _wishes(args: Namespace) -> Wishes:
+    from hydraflow.model_merger.outputs import Wishes
+
+    names = ("dtype", "is_value_model", "tie_word_embedding", "trust_remote_code", "lora_alpha")
+    return Wishes(**{name: getattr(args, name) for name in names}, lora=getattr(args, "lora", "merged"))
+
+
+_COMMANDS: dict[str, Callable[[Namespace], int]] = {"merge": _merge, "test": _test, "info": _info, "split": _split}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,254 @@
+"""What a reader of the merged model expects: names, shapes, tied weights, and how names in files differ from those of modules.
+
+In: the directory with config.json, names and shapes of a checkpoint. Out: an `Architecture` that they fill exactly, so that no
+tensor is missing or made anew when the result is read. The commonest decoders are known by heart (`families.py`); for
+everything else transformers builds the model on the meta device: no memory, no values.
+Left out on purpose: reading weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hydraflow.errors import ConfigError
+from hydraflow.model_merger import families
+from hydraflow.model_merger.checkpoint import read_json
+from hydraflow.model_merger.pieces import Shape
+
+_SHOWN = 5
+"""Names of a kind that a message shows."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Tensors that are written under other names, or in another form."""
+
+    inputs: tuple[str, ...]
+    """Names of modules."""
+    outputs: dict[str, Shape]
+    """Names in files and their shapes."""
+    renamed: bool
+    """One tensor goes in and comes out as it was."""
+
+
+@dataclass
+class Architecture:
+    """A model's class and what it is made of."""
+
+    class_name: str | None
+    """What config.json calls it; None for a value model that transformers has no class for."""
+    shapes: dict[str, Shape]
+    """Of all tensors by names of modules, tied ones under each name."""
+    tied: dict[str, str]
+    """Names that are not in files -> the name that stands for them."""
+    head: str
+    """policy or value."""
+    buffers: frozenset[str] = frozenset()
+    """Buffers that belong into no file."""
+    model: Any = None
+    """The model on the meta device where transformers was asked; without it, names in files are those of modules."""
+    retied: bool | None = None
+    """What tie_word_embeddings must become; None: config.json is right."""
+
+    def differences(self, shapes: Mapping[str, Shape]) -> Differences:
+        """What a checkpoint of these tensors has too few, too many or in another shape. Compared as in files."""
+        wanted = self._in_files({name: shape for name, shape in self.shapes.items() if name not in self.tied})
+        got = self._in_files({name: shape for name, shape in shapes.items() if name not in self.tied})
+        got = {name: shape for name, shape in got.items() if name not in self.buffers}
+        return Differences(
+            missing=sorted(wanted.keys() - got.keys()),
+            unknown=sorted(got.keys() - wanted.keys()),
+            shapes=[
+                f"{name} {list(got[name])}, not {list(wanted[name])}"
+                for name in sorted(wanted)
+                if name in got and got[name] != wanted[name]
+            ],
+        )
+
+    def revert(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Tensors as they stand in files: transformers' own conversions backwards."""
+        if self.model is None:
+            return dict(tensors)
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return revert_weight_conversion(self.model, dict(tensors))
+
+    def conversions(self, shapes: Mapping[str, Shape]) -> list[Conversion]:
+        """How these tensors are written, in the smallest groups that can be converted together."""
+        if self.model is None:
+            return [Conversion((name,), {name: shape}, True) for name, shape in shapes.items()]
+        metas = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        full = self.revert(metas)
+        names = {id(tensor): name for name, tensor in metas.items()}
+        plain = {names[id(tensor)]: written for written, tensor in full.items() if id(tensor) in names}
+        found = [Conversion((name,), {plain[name]: tuple(metas[name].shape)}, True) for name in metas if name in plain]
+        changed = [name for name in metas if name not in plain]
+        written = {name: tuple(tensor.shape) for name, tensor in full.items() if id(tensor) not in names}
+        return found + self._groups(changed, metas, written)
+
+    def _in_files(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+        if self.model is None:
+            return dict(shapes)
+        return _shapes(self.revert({name: torch.empty(shape, device="meta") for name, shape in shapes.items()}))
+
+    def _groups(self, changed: list[str], metas: Mapping[str, torch.Tensor], written: Mapping[str, Shape]) -> list[Conversion]:
+        if not changed:
+            return []
+        ways: list[Callable[[str], str]] = [lambda name: name, _layer, lambda name: ""]
+        for way in ways:
+            groups: dict[str, list[str]] = {}
+            for name in changed:
+                groups.setdefault(way(name), []).append(name)
+            made = [
+                Conversion(tuple(group), _shapes(self.revert({name: metas[name] for name in group})), False) for group in groups.values()
+            ]
+            together: dict[str, Shape] = {}
+            for conversion in made:
+                together.update(conversion.outputs)
+            if together == written:
+                return made
+        raise AssertionError("all tensors together are always a group")
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Between a checkpoint and what its config.json describes."""
+
+    missing: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    shapes: list[str] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.missing) + len(self.unknown) + len(self.shapes)
+
+    def __str__(self) -> str:
+        told = {"missing": self.missing, "not part of the model": self.unknown, "of another shape": self.shapes}
+        return "; ".join(f"{len(names)} tensors {what}: {_some(names)}" for what, names in told.items() if names)
+
+
+def describe(
+    directory: Path, shapes: Mapping[str, Shape], *, head: str, tie: bool = False, trust_remote_code: bool = False
+) -> Architecture:
+    """The architecture that config.json means and that these tensors fill.
+
+    tie: tie the embeddings whatever config.json says. Raises ConfigError when tensors are missing, unknown or misshapen.
+    """
+    file = directory / "config.json"
+    if not file.is_file():
+        raise ConfigError.one(str(file), None, "the model's configuration is missing")
+    found = _by_heart(read_json(file), shapes, head, tie)
+    if found is None or found.differences(shapes):
+        found = _ask_transformers(directory, shapes, head, tie, trust_remote_code)
+    found.retied = True if tie else None
+    return found
+
+
+def _by_heart(config: Mapping[str, Any], shapes: Mapping[str, Shape], head: str, tie: bool) -> Architecture | None:
+    name = families.class_name(config, head)
+    if name is None:
+        return None
+    known = dict(families.tensors(config, head, score_bias="score.bias" in shapes))
+    tied = {families.OUTPUT: families.EMBEDDING} if head == "policy" and (tie or config["tie_word_embeddings"]) else {}
+    return Architecture(name, known, tied, head)
+
+
+def _ask_transformers(directory: Path, shapes: Mapping[str, Shape], head: str, tie: bool, trust: bool) -> Architecture:
+    config = _config(directory, trust)
+    if tie:
+        config.tie_word_embeddings = True
+    if head == "value":
+        config.num_labels = 1
+        config.token_classification_bias = "score.bias" in shapes
+    best: tuple[Architecture, Differences] | None = None
+    for found in _candidates(config, head, trust):
+        differences = found.differences(shapes)
+        if not differences:
+            return found
+        if best is None or len(differences) < len(best[1]):
+            best = found, differences
+    if best is None:
+        raise ConfigError.one(str(directory / "config.json"), None, f"transformers has no {head} model for {config.model_type}")
+    remedy = "--tie-word-embedding, if the embeddings are tied" if best[1].missing == ["lm_head.weight"] else ""
+    rule = f"the checkpoint does not hold the {best[0].class_name or config.model_type} that config.json describes: {best[1]}"
+    raise ConfigError.one(str(directory), None, rule, remedy)
+
+
+def _config(directory: Path, trust_remote_code: bool) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        remedy = "--trust-remote-code, if you trust its Python code" if "trust_remote_code" in str(error) else ""
+        raise ConfigError.one(str(directory / "config.json"), None, f"cannot be read: {str(error).splitlines()[0]}", remedy) from error
+
+
+def _candidates(config: Any, head: str, trust: bool) -> Iterable[Architecture]:
+    """Architectures that the tensors may be, the likeliest first."""
+    import transformers
+
+    named = [getattr(transformers, name, None) for name in config.architectures or ()]
+    if head == "policy":
+        autos: list[Any] = [transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText]
+        classes = [cls for cls in named if cls is not None]
+    else:
+        autos = [transformers.AutoModelForTokenClassification, transformers.AutoModelForSequenceClassification]
+        classes = []
+    seen = set()
+    for build in [*(cls._from_config for cls in classes), *(_auto(auto, trust) for auto in autos)]:
+        model = _on_meta(build, config)
+        if model is not None and type(model) not in seen:
+            seen.add(type(model))
+            yield _architecture(model, head)
+    if head == "value" and (backbone := _on_meta(_auto(transformers.AutoModelForCausalLM, trust), config)) is not None:
+        yield _headless(backbone, config)
+
+
+def _auto(auto: Any, trust: bool) -> Callable[[Any], Any]:
+    return lambda config: auto.from_config(config, trust_remote_code=trust)
+
+
+def _on_meta(build: Callable[[Any], Any], config: Any) -> Any:
+    """The model, or None when transformers has no such class for the configuration."""
+    try:
+        with torch.device("meta"):
+            return build(config)
+    except (ValueError, KeyError, OSError):
+        return None
+
+
+def _architecture(model: Any, head: str) -> Architecture:
+    named = _shapes(model.state_dict())
+    ties = getattr(model, "all_tied_weights_keys", None) or {}
+    tied = {target: source for target, source in ties.items() if target in named and source in named}
+    buffers = frozenset(name for name, _ in model.named_buffers() if name not in named)
+    return Architecture(type(model).__name__, named, tied, head, buffers, model)
+
+
+def _headless(lm: Any, config: Any) -> Architecture:
+    """A value model of an architecture that transformers has no value class for: its backbone and a score."""
+    prefix = f"{lm.base_model_prefix}."
+    named = {name: shape for name, shape in _shapes(lm.state_dict()).items() if name.startswith(prefix)}
+    named["score.weight"] = (1, config.get_text_config().hidden_size)
+    buffers = frozenset(name for name, _ in lm.named_buffers() if name not in named)
+    return Architecture(None, named, {}, "value", buffers)
+
+
+def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _layer(name: str) -> str:
+    """The part of a name up to the first number."""
+    parts = name.split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[0] + 1]) if numbers else ""
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")

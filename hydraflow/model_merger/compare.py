@@ -1,0 +1,119 @@
+"""`test`: a checkpoint against a Hugging Face directory, tensor by tensor, bit by bit.
+
+In: a checkpoint, a directory. Out: a `Comparison`. Nothing is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from hydraflow.errors import ConfigError
+from hydraflow.model_merger.checkpoint import open_checkpoint
+from hydraflow.model_merger.outputs import Outputs, Wishes, cast, outputs_of
+from hydraflow.model_merger.pieces import StoredTensor
+from hydraflow.model_merger.progress import bar
+from hydraflow.model_merger.safetensors_files import read_directory
+
+
+@dataclass
+class Comparison:
+    """How a checkpoint and a directory differ."""
+
+    equal: int = 0
+    """Tensors that hold the same bits."""
+    missing: list[str] = field(default_factory=list)
+    """Tensors that only the directory has."""
+    extra: list[str] = field(default_factory=list)
+    """Tensors that only the checkpoint has."""
+    different: dict[str, str] = field(default_factory=dict)
+    """Name -> what differs."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs."""
+        return not (self.missing or self.extra or self.different)
+
+    def lines(self) -> list[str]:
+        """For the user."""
+        head = f"{'same' if self.same else 'DIFFERENT'}: {self.equal} tensors are equal bit by bit"
+        told = [f"  only in the directory: {name}" for name in self.missing]
+        told += [f"  only in the checkpoint: {name}" for name in self.extra]
+        told += [f"  {name}: {what}" for name, what in self.different.items()]
+        return [head, *told, *(f"  {note}" for note in self.notes)]
+
+
+def compare(local_dir: str, test_hf_dir: str, *, backend: str = "auto", wishes: Wishes | None = None) -> Comparison:
+    """Compares what `merge` would write with what is there; where types differ, in the directory's type.
+
+    Raises ConfigError when either cannot be read.
+    """
+    wishes = wishes or Wishes()
+    directory = Path(test_hf_dir)
+    if not directory.is_dir():
+        raise ConfigError.one("--test_hf_dir", test_hf_dir, "there is no such directory")
+    reference = read_directory(directory, field="--test_hf_dir")
+    outputs = outputs_of(open_checkpoint(local_dir, backend), wishes)
+    found = Comparison(notes=list(outputs.notes))
+    forms = outputs.forms
+    for target, source in outputs.architecture.tied.items():
+        if target in reference and source in reference:
+            _compare_tied(reference.pop(target), reference[source], found)
+    found.missing = sorted(reference.keys() - forms.keys())
+    found.extra = sorted(forms.keys() - reference.keys())
+    cast_from = {str(forms[name].dtype) for name in reference.keys() & forms.keys() if forms[name].dtype != reference[name].dtype}
+    if cast_from and wishes.dtype == "auto":
+        found.notes.append(f"compared in the directory's type; the checkpoint holds {', '.join(sorted(cast_from))}")
+    _compare_values(outputs, reference, found, wishes)
+    return found
+
+
+def _compare_values(outputs: Outputs, reference: dict[str, StoredTensor], found: Comparison, wishes: Wishes) -> None:
+    forms = outputs.forms
+    with bar("comparing", sum(form.nbytes for form in forms.values())) as advance:
+        for name, blocks in outputs.tensors():
+            if name in reference:
+                keep = wishes.dtype != "auto"
+                _note(found, name, _difference(name, forms[name].shape, blocks, reference[name], keep_type=keep))
+            advance(forms[name].nbytes)
+
+
+def _compare_tied(copy: StoredTensor, original: StoredTensor, found: Comparison) -> None:
+    """A directory may hold a tied tensor twice; then both must be the same."""
+    if _difference(copy.name, copy.shape, copy.blocks(), original, keep_type=True):
+        found.different[copy.name] = f"the checkpoint ties it to {original.name}, the directory holds other numbers"
+
+
+def _difference(name: str, shape: tuple[int, ...], blocks: Iterator[torch.Tensor], other: StoredTensor, *, keep_type: bool) -> str | None:
+    """What differs, or None."""
+    if shape != other.shape:
+        return f"shape {list(shape)}, {list(other.shape)} in the directory"
+    at, wrong, largest = 0, 0, 0.0
+    for block in blocks:
+        if keep_type and block.dtype != other.dtype:
+            return f"{block.dtype}, {other.dtype} in the directory"
+        theirs = other.rows(at, at + len(block))
+        mine = cast(block, other.dtype, name)
+        at += len(block)
+        unequal = _unequal(mine, theirs)
+        if count := int(unequal.sum()):
+            wrong += count
+            largest = max(largest, (mine.reshape(-1)[unequal].double() - theirs.reshape(-1)[unequal].double()).abs().max().item())
+    return f"{wrong} numbers differ, by up to {largest:.3g}" if wrong else None
+
+
+def _unequal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """(numbers,) true where the bits differ."""
+    bits = (tensor.contiguous().reshape(-1).view(torch.uint8).view(-1, tensor.element_size()) for tensor in (a, b))
+    return (next(bits) != next(bits)).any(-1)
+
+
+def _note(found: Comparison, name: str, difference: str | None) -> None:
+    if difference is None:
+        found.equal += 1
+    else:
+        found.different[name] = difference

@@ -1,0 +1,111 @@
+"""`info`: what a checkpoint holds, without reading a number of it.
+
+In: a model's directory, a step's or a run's. Out: facts as JSON, or as lines for a person.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from hydraflow.model_merger.checkpoint import Checkpoint, model_directories, open_checkpoint, read_json
+from hydraflow.model_merger.pieces import StoredTensor
+
+MANIFEST = "manifest.json"
+
+
+def facts_of(local_dir: str, backend: str = "auto") -> list[dict[str, Any]]:
+    """One object for each model. Raises ConfigError when there is no checkpoint."""
+    return [_facts(open_checkpoint(directory, backend)) for directory in model_directories(Path(local_dir))]
+
+
+def lines(facts: dict[str, Any]) -> list[str]:
+    """A model's facts for a person; layers that look alike are one line."""
+    total = facts["weights"]
+    shown = {
+        "layout": facts["layout"],
+        "step": "unknown" if facts["step"] is None else facts["step"],
+        "world size": facts["world_size"],
+        **{name: _plain(value) for name, value in facts["details"].items()},
+        "weights": f"{total['tensors']} tensors, {total['numbers']:,} numbers, {_bytes(total['bytes'])}, {', '.join(total['dtypes'])}",
+        **{part: f"{held['entries']} entries, {_bytes(held['bytes'])}" for part, held in facts["others"].items()},
+        "huggingface": ", ".join(facts["huggingface"]) or "nothing",
+        "missing parts": "none" if not facts["problems"] else f"{len(facts['problems'])}",
+    }
+    width = max(map(len, shown))
+    told = [facts["directory"], *(f"  {name:<{width}}  {value}" for name, value in shown.items())]
+    told += [f"    {problem}" for problem in facts["problems"]]
+    return [*told, *_tensor_lines(facts["tensors"])]
+
+
+def _facts(found: Checkpoint) -> dict[str, Any]:
+    tensors = list(found.tensors.values())
+    problems = [str(problem) for problem in found.problems]
+    problems += _missing_from_manifest(found.directory)
+    if not (found.huggingface / "config.json").is_file():
+        problems.append(f"{found.huggingface / 'config.json'}: is missing")
+    head = {"head": found.head} if found.head else {}
+    return {
+        "directory": str(found.directory),
+        "layout": found.layout,
+        "step": found.step,
+        "world_size": found.world_size,
+        "details": {**head, **found.details},
+        "weights": {
+            "tensors": len(tensors),
+            "numbers": sum(math.prod(tensor.shape) for tensor in tensors),
+            "bytes": sum(tensor.nbytes for tensor in tensors),
+            "dtypes": sorted({_dtype(tensor) for tensor in tensors}),
+        },
+        "others": {part: {"entries": entries, "bytes": size} for part, (entries, size) in found.others.items()},
+        "huggingface": sorted(file.name for file in found.huggingface.iterdir()) if found.huggingface.is_dir() else [],
+        "problems": problems,
+        "tensors": {name: {"dtype": _dtype(t), "shape": list(t.shape), "bytes": t.nbytes} for name, t in found.tensors.items()},
+    }
+
+
+def _missing_from_manifest(directory: Path) -> list[str]:
+    """Files of this model that the step's manifest names and that are gone or of another size."""
+    step = directory.parent
+    told = []
+    for name, entry in (read_json(step / MANIFEST).get("files") or {}).items():
+        file = step / name
+        if not name.startswith(f"{directory.name}/"):
+            continue
+        if not file.is_file():
+            told.append(f"{file}: is missing; the manifest names it")
+        elif isinstance(entry, dict) and file.stat().st_size != entry.get("bytes", file.stat().st_size):
+            told.append(f"{file}: {file.stat().st_size} bytes; the manifest says {entry['bytes']}")
+    return told
+
+
+def _tensor_lines(tensors: dict[str, dict[str, Any]]) -> list[str]:
+    """Tensors whose names differ in numbers only, and that look alike, are one line."""
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for name, entry in tensors.items():
+        key = (re.sub(r"(?<=\.)\d+(?=\.)", "*", name), str(entry["shape"]), entry["dtype"])
+        alike.setdefault(key, []).append(name)
+    rows = []
+    for (pattern, shape, dtype), names in alike.items():
+        size = sum(tensors[name]["bytes"] for name in names)
+        rows.append((pattern if len(names) > 1 else names[0], shape, dtype, f"x {len(names)}" if len(names) > 1 else "", _bytes(size)))
+    widths = [max(map(len, column)) for column in zip(*rows)] if rows else []
+    return ["    " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows]
+
+
+def _dtype(tensor: StoredTensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _plain(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _bytes(size: int) -> str:
+    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if size >= scale:
+            return f"{size / scale:.2f} {unit}"
+    return f"{size} bytes"

@@ -1,0 +1,140 @@
+"""Low-rank adapters: added to the weights that they change, block by block, or exported for peft.
+
+In: a weight and its adapter's matrices A (rank, in) and B (out, rank). Out: W + scale * B A as a `Source`, with the very
+operations of the training engine (`engine/fsdp/lora.py`), so that the bits agree; or peft's adapter_config.json.
+Left out on purpose: adapters on embeddings, several adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hydraflow.errors import ConfigError
+from hydraflow.model_merger.pieces import Shape, StoredTensor, whole
+
+_PEFT = "base_model.model."
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The adapter of one weight."""
+
+    weight: str
+    """Name of the weight."""
+    a: StoredTensor
+    """(rank, in)"""
+    b: StoredTensor
+    """(out, rank)"""
+
+    @property
+    def rank(self) -> int:
+        """Its rank."""
+        return self.a.shape[0]
+
+    @property
+    def module(self) -> str:
+        """Name of the module whose weight it changes."""
+        return self.weight.removesuffix(".weight")
+
+
+@dataclass(frozen=True)
+class MergedTensor:
+    """A weight with its adapter added. A `Source`."""
+
+    base: StoredTensor
+    adapter: Adapter
+    scale: float
+    transposed: bool
+    """The weight is (in, out), as in GPT-2."""
+
+    @property
+    def name(self) -> str:
+        """See `Source`."""
+        return self.base.name
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `Source`."""
+        return self.base.dtype
+
+    @property
+    def shape(self) -> Shape:
+        """See `Source`."""
+        return self.base.shape
+
+    def blocks(self) -> Iterator[torch.Tensor]:
+        """See `Source`."""
+        a, b, at = whole(self.adapter.a), whole(self.adapter.b), 0
+        for block in self.base.blocks():
+            rows = slice(at, at + len(block))
+            product = (b @ a[:, rows]).T if self.transposed else b[rows] @ a
+            at += len(block)
+            yield product.mul_(self.scale).add_(block)
+
+
+def merged(plain: Mapping[str, StoredTensor], adapters: Mapping[str, Adapter], alpha: float) -> dict[str, MergedTensor]:
+    """The weights that have adapters, with them added."""
+    layouts = {name: _layout(plain[name], adapter) for name, adapter in adapters.items()}
+    any_transposed = "in, out" in layouts.values()
+    return {
+        name: MergedTensor(
+            plain[name], adapter, alpha / adapter.rank, layouts[name] == "in, out" or (layouts[name] == "" and any_transposed)
+        )
+        for name, adapter in adapters.items()
+    }
+
+
+def require_alpha(alpha: float | None, where: str) -> float:
+    """Raises ConfigError when nobody says how adapters are scaled: a wrong guess would be a wrong model."""
+    if alpha is None:
+        rule = f"{where} has adapters but does not say their lora_alpha"
+        raise ConfigError.one("--lora-alpha", None, rule, "--lora-alpha <actor_rollout_ref.model.lora_alpha of the run>")
+    return alpha
+
+
+def peft_names(adapters: Iterable[Adapter]) -> dict[str, StoredTensor]:
+    """The matrices by the names of peft's files."""
+    return {f"{_PEFT}{adapter.module}.lora_{side}.weight": m for adapter in adapters for side, m in (("A", adapter.a), ("B", adapter.b))}
+
+
+def peft_config(adapted: Collection[MergedTensor], names: Collection[str], *, alpha: float, head: str) -> dict[str, Any]:
+    """adapter_config.json. names: of all tensors of the model, to find the shortest list of target modules.
+
+    Raises ConfigError when ranks differ.
+    """
+    ranks = sorted({weight.adapter.rank for weight in adapted})
+    if len(ranks) > 1:
+        raise ConfigError.one("--lora", "adapter", f"the adapters have different ranks: {ranks}", "--lora merged")
+    return {
+        "peft_type": "LORA",
+        "task_type": "TOKEN_CLS" if head == "value" else "CAUSAL_LM",
+        "r": ranks[0],
+        "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": any(weight.transposed for weight in adapted),
+        "target_modules": _target_modules({weight.adapter.module for weight in adapted}, names),
+        "inference_mode": True,
+    }
+
+
+def _target_modules(modules: Collection[str], names: Collection[str]) -> list[str]:
+    """Last parts of the modules' names where they mean these modules and no other, else whole names."""
+    short = {module.rpartition(".")[2] for module in modules}
+    meant = {name.removesuffix(".weight") for name in names if name.endswith(".weight") and name.split(".")[-2] in short}
+    return sorted(short if meant == set(modules) else modules)
+
+
+def _layout(weight: StoredTensor, adapter: Adapter) -> str:
+    """How the weight lies to its adapter: "out, in", "in, out", or "" where a square leaves it open."""
+    into, out = adapter.a.shape[1], adapter.b.shape[0]
+    if adapter.b.shape[1] != adapter.rank or weight.shape not in ((out, into), (into, out)):
+        shapes = f"{list(weight.shape)}, {list(adapter.a.shape)} and {list(adapter.b.shape)}"
+        raise ConfigError.one(adapter.weight, None, f"weight, A and B do not fit together: {shapes}")
+    if into == out:
+        return ""
+    return "out, in" if weight.shape == (out, into) else "in, out"

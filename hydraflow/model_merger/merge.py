@@ -1,0 +1,118 @@
+"""`merge`: a checkpoint becomes a Hugging Face directory, one block of one tensor at a time.
+
+In: a checkpoint and a `Wishes`. Out: the directory, whole or not at all; with `--lora adapter` also `lora_adapter/` in it.
+Left out on purpose: what the tensors are (`outputs.py`), how files look (`safetensors_files.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hydraflow.errors import EnvironmentFault
+from hydraflow.model_merger import lora, target
+from hydraflow.model_merger.checkpoint import open_checkpoint
+from hydraflow.model_merger.outputs import Outputs, Wishes, cast, outputs_of
+from hydraflow.model_merger.progress import Advance, bar
+from hydraflow.model_merger.safetensors_files import Form, Writer
+
+ADAPTER = "lora_adapter"
+"""Folder of exported adapters inside the target."""
+
+
+@dataclass(frozen=True)
+class Upload:
+    """Where a merged model is sent."""
+
+    repo: str
+    private: bool
+
+
+def merge(
+    local_dir: str,
+    target_dir: str,
+    *,
+    backend: str = "auto",
+    wishes: Wishes | None = None,
+    most_bytes: int = 5 * 10**9,
+    overwrite: bool = False,
+    upload: Upload | None = None,
+) -> list[str]:
+    """Merges, and returns what was done in lines for the user. most_bytes: of one safetensors file.
+
+    Raises ConfigError before anything is written, EnvironmentFault when the disk fills up or the hub refuses.
+    """
+    wishes = wishes or Wishes()
+    outputs = outputs_of(open_checkpoint(local_dir, backend), wishes)
+    forms = outputs.forms
+    nbytes = sum(form.nbytes for form in forms.values())
+    if upload is not None:
+        _make_repo(upload)
+    with target.unfinished(Path(target_dir), nbytes=nbytes, overwrite=overwrite) as folder:
+        writer = Writer(folder, forms, most_bytes=most_bytes)
+        with bar("merging", nbytes) as advance:
+            for name, blocks in outputs.tensors():
+                writer.write(name, _counted(blocks, advance))
+        writer.finish()
+        if wishes.lora == "adapter":
+            _export_adapter(outputs, folder / ADAPTER, target_dir)
+        target.copy_settings(outputs.checkpoint.huggingface, folder)
+        target.write_config(outputs.checkpoint.huggingface, folder, outputs.architecture, outputs.main_dtype)
+    lines = [
+        f"{Path(target_dir).absolute()}: {len(forms)} tensors, {nbytes / 1e9:.3f} GB, {str(outputs.main_dtype).removeprefix('torch.')}"
+    ]
+    lines += [f"  {note}" for note in outputs.notes]
+    if upload is not None:
+        lines.append(_send(upload, Path(target_dir)))
+    return lines
+
+
+def _export_adapter(outputs: Outputs, folder: Path, base: str) -> None:
+    """Adapters as peft writes them; base: where the weights will be that they belong to."""
+    folder.mkdir()
+    found = lora.peft_names(weight.adapter for weight in outputs.adapted.values())
+    forms = {name: Form(outputs.final_dtype(tensor.dtype), tensor.shape) for name, tensor in found.items()}
+    writer = Writer(folder, forms, most_bytes=sum(form.nbytes for form in forms.values()), single="adapter_model.safetensors")
+    for name, tensor in found.items():
+        dtype = forms[name].dtype
+        writer.write(name, (cast(block, dtype, name) for block in tensor.blocks()))
+    writer.finish()
+    assert outputs.lora_alpha is not None
+    config = lora.peft_config(outputs.adapted.values(), outputs.sources.keys(), alpha=outputs.lora_alpha, head=outputs.architecture.head)
+    target.write_json(folder / "adapter_config.json", {**config, "base_model_name_or_path": str(Path(base).absolute())})
+
+
+def _counted(blocks: Iterator[torch.Tensor], advance: Advance) -> Iterator[torch.Tensor]:
+    for block in blocks:
+        yield block
+        advance(block.numel() * block.element_size())
+
+
+def _make_repo(upload: Upload) -> None:
+    """Before the work, so that a missing right is known before it."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+
+    try:
+        HfApi().create_repo(repo_id=upload.repo, private=upload.private, exist_ok=True)
+    except (HfHubHTTPError, LocalTokenNotFoundError, OSError, ValueError) as error:
+        raise EnvironmentFault(f"--hf_upload_path={upload.repo}: the hub refuses it: {_first_line(error)}") from error
+
+
+def _send(upload: Upload, folder: Path) -> str:
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        HfApi().upload_folder(folder_path=str(folder), repo_id=upload.repo, repo_type="model")
+    except (HfHubHTTPError, OSError) as error:
+        again = f"hf upload {upload.repo} {folder}"
+        raise EnvironmentFault(f"{folder} is merged, but the upload failed: {_first_line(error)}\n      -> {again}") from error
+    return f"uploaded to {upload.repo}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

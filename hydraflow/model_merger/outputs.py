@@ -1,0 +1,165 @@
+"""What a merged checkpoint will be, tensor by tensor: names in files, types, shapes, and where the numbers come from.
+
+In: a `Checkpoint` and what the user asked for. Out: an `Outputs`, checked against the architecture before anything is written.
+Left out on purpose: writing (`merge.py`), comparing (`compare.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from hydraflow.errors import ConfigError
+from hydraflow.model_merger import architecture, lora, names
+from hydraflow.model_merger.architecture import Architecture, Conversion
+from hydraflow.model_merger.checkpoint import Checkpoint
+from hydraflow.model_merger.pieces import BLOCK_BYTES, Source, StoredTensor, whole
+from hydraflow.model_merger.safetensors_files import Form
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""What --dtype may say besides auto."""
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the user asked for."""
+
+    dtype: str = "auto"
+    """fp32, bf16, fp16; auto keeps every tensor as it is."""
+    is_value_model: bool = False
+    tie_word_embedding: bool = False
+    trust_remote_code: bool = False
+    lora: str = "merged"
+    """merged: adapters are added to the weights; adapter: weights stay as they are, adapters are exported beside them."""
+    lora_alpha: float | None = None
+    """Scale of the adapters for checkpoints that do not say."""
+
+
+@dataclass
+class Outputs:
+    """A checkpoint's tensors as they will stand in files."""
+
+    checkpoint: Checkpoint
+    architecture: Architecture
+    sources: dict[str, Source]
+    """By names of modules; tied tensors once."""
+    conversions: list[Conversion]
+    dtype: torch.dtype | None
+    """What floating-point tensors become; None: they stay as they are."""
+    adapted: dict[str, lora.MergedTensor]
+    """Weights with their adapters added, whether they are written so or not."""
+    lora_alpha: float | None
+    notes: list[str]
+
+    @property
+    def forms(self) -> dict[str, Form]:
+        """Type and shape of each tensor, by name in files."""
+        return {name: Form(self._dtype_of(c.inputs[0]), shape) for c in self.conversions for name, shape in c.outputs.items()}
+
+    @property
+    def main_dtype(self) -> torch.dtype:
+        """The type that most numbers have."""
+        counts: Counter[torch.dtype] = Counter()
+        for form in self.forms.values():
+            counts[form.dtype] += math.prod(form.shape) if form.dtype.is_floating_point else 0
+        return counts.most_common(1)[0][0]
+
+    def tensors(self) -> Iterator[tuple[str, Iterator[torch.Tensor]]]:
+        """(name in files, blocks of rows in the final type) of every tensor; the blocks must be used before going on."""
+        for conversion in self.conversions:
+            target = self._dtype_of(conversion.inputs[0])
+            if conversion.renamed:
+                (name,) = conversion.outputs
+                yield name, (cast(block, target, name) for block in self.sources[conversion.inputs[0]].blocks())
+                continue
+            for name, tensor in self.architecture.revert({name: whole(self.sources[name]) for name in conversion.inputs}).items():
+                yield name, (cast(block, target, name) for block in _split(tensor))
+
+    def final_dtype(self, own: torch.dtype) -> torch.dtype:
+        """What a tensor of type `own` becomes."""
+        return self.dtype if self.dtype is not None and own.is_floating_point else own
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        return self.final_dtype(self.sources[name].dtype)
+
+
+def outputs_of(checkpoint: Checkpoint, wishes: Wishes) -> Outputs:
+    """See the module. Raises ConfigError for a broken checkpoint and for wishes that do not fit it."""
+    weights = names.weights_of(checkpoint, is_value_model=wishes.is_value_model)
+    plain, notes = dict(weights.plain), list(weights.notes)
+    found = _architecture(checkpoint, weights.head, plain, wishes, notes)
+    _drop_what_no_file_holds(plain, found, notes)
+    sources: dict[str, Source] = dict(plain)
+    adapted: dict[str, lora.MergedTensor] = {}
+    alpha = checkpoint.lora_alpha if wishes.lora_alpha is None else wishes.lora_alpha
+    if weights.adapters:
+        adapted = lora.merged(plain, weights.adapters, lora.require_alpha(alpha, str(checkpoint.directory)))
+    if wishes.lora == "merged":
+        sources.update(adapted)
+    elif not adapted:
+        raise ConfigError.one("--lora", "adapter", f"{checkpoint.directory} has no adapters", "--lora merged")
+    conversions = found.conversions({name: source.shape for name, source in sources.items()})
+    dtype = DTYPES.get(wishes.dtype)
+    return Outputs(checkpoint, found, sources, conversions, dtype, adapted, alpha, notes)
+
+
+def cast(block: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """A block in another type. Raises ConfigError for numbers that are too large for it."""
+    if block.dtype == dtype:
+        return block
+    changed = block.to(dtype)
+    if dtype == torch.float16 and not torch.equal(changed.isfinite(), block.isfinite()):
+        largest = block.abs().nan_to_num(posinf=0.0).max().item()
+        rule = f"{name} holds {largest:.6g}, and float16 ends at 65504"
+        raise ConfigError.one("--dtype", "fp16", rule, "--dtype bf16 or --dtype fp32")
+    return changed
+
+
+def same(first: StoredTensor, second: StoredTensor) -> bool:
+    """Whether two tensors hold the same bits."""
+    if first.pieces == second.pieces:
+        return True
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    return all(bits_equal(a, b) for a, b in zip(first.blocks(), second.blocks(), strict=True))
+
+
+def bits_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit by bit, so that NaN equals itself and zero is not minus zero."""
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def _architecture(checkpoint: Checkpoint, head: str, plain: dict[str, StoredTensor], wishes: Wishes, notes: list[str]) -> Architecture:
+    """The architecture, with tied tensors taken out of `plain`, where there are any that really are the same."""
+    shapes = {name: tensor.shape for name, tensor in plain.items()}
+    tie, trust = wishes.tie_word_embedding, wishes.trust_remote_code
+    found = architecture.describe(checkpoint.huggingface, shapes, head=head, tie=tie, trust_remote_code=trust)
+    differing = [name for name, source in found.tied.items() if name in plain and not same(plain[name], plain[source])]
+    if differing and tie:
+        rule = f"{differing[0]} and {found.tied[differing[0]]} hold different numbers"
+        raise ConfigError.one("--tie-word-embedding", None, rule, "merge without --tie-word-embedding")
+    if differing:
+        notes.append(f"config.json ties {differing[0]} to {found.tied[differing[0]]}, but they differ: both are written, untied")
+        found = replace(found, tied={}, retied=False)
+    for name in found.tied:
+        plain.pop(name, None)
+    return found
+
+
+def _drop_what_no_file_holds(plain: dict[str, StoredTensor], found: Architecture, notes: list[str]) -> None:
+    extra = sorted(found.buffers & plain.keys())
+    for name in extra:
+        del plain[name]
+    if extra:
+        notes.append(f"{len(extra)} tables that the model computes itself are left out, as {extra[0]}")
+
+
+def _split(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A tensor in memory as blocks of rows."""
+    rows = tensor if tensor.dim() else tensor.view(1)
+    row_bytes = max(1, rows[:1].numel() * rows.element_size())
+    yield from rows.split(max(1, BLOCK_BYTES // row_bytes))

@@ -1,0 +1,247 @@
+"""Tensors that lie in files: where their pieces are, and reading them a block of rows at a time.
+
+In: boxes of a tensor and the byte ranges that hold them. Out: blocks of rows in memory of their own. Nothing is mapped, so
+nothing but the block counts as memory of this process.
+Left out on purpose: what the tensors are for; formats (`dcp.py`, `verl.py`, `safetensors_files.py`).
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from hydraflow.errors import ConfigError
+
+BLOCK_BYTES = 8 * 2**20
+"""Bytes of one block; a row that is larger is a block of its own."""
+
+Shape = tuple[int, ...]
+
+
+class Source(Protocol):
+    """A tensor that is read when asked for."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its type."""
+        ...
+
+    @property
+    def shape(self) -> Shape:
+        """Its shape."""
+        ...
+
+    def blocks(self) -> Iterator[torch.Tensor]:
+        """Its rows (along the first dimension) in order, some at a time; a number without dimensions is one row."""
+        ...
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A range of bytes in a file."""
+
+    file: Path
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor: `shape` numbers from `start` on."""
+
+    start: Shape
+    shape: Shape
+    extent: Extent
+    """Its numbers, or the output of torch.save that holds them."""
+    archived: bool = False
+    """The extent is the output of torch.save."""
+    strides: Shape | None = None
+    """Strides of the numbers when they do not lie in order."""
+
+    def opened(self, dtype: torch.dtype) -> Piece:
+        """The same piece with its numbers found. Raises ConfigError when the file holds something else."""
+        if not self.archived:
+            return self
+        found = _load_shape(self.extent)
+        if tuple(found.shape) != self.shape or found.dtype != dtype:
+            rule = f"holds {found.dtype} {list(found.shape)} at byte {self.extent.offset} where {dtype} {list(self.shape)} is announced"
+            raise ConfigError.one(str(self.extent.file), None, rule)
+        inner = numbers_of(found, self.extent.file)
+        extent = replace(inner, offset=self.extent.offset + inner.offset)
+        return replace(self, extent=extent, archived=False, strides=odd_strides(found))
+
+    def rows(self, first: int, last: int, into: torch.Tensor) -> None:
+        """Fills `into` with rows first..last of the piece (counted within the piece)."""
+        if self.strides is not None:
+            numbers = torch.empty(self.extent.length // into.element_size(), dtype=into.dtype)
+            read_numbers(self.extent.file, self.extent.offset, numbers)
+            into.copy_(numbers.as_strided(self.shape, self.strides)[first:last])
+            return
+        row_bytes = math.prod(self.shape[1:]) * into.element_size()
+        target = into if into.is_contiguous() else torch.empty_like(into, memory_format=torch.contiguous_format)
+        read_numbers(self.extent.file, self.extent.offset + first * row_bytes, target)
+        if target is not into:
+            into.copy_(target)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor whose pieces lie in files. A `Source`."""
+
+    name: str
+    dtype: torch.dtype
+    shape: Shape
+    pieces: tuple[Piece, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its numbers."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def blocks(self) -> Iterator[torch.Tensor]:
+        """See `Source`."""
+        located = replace(self, pieces=tuple(piece.opened(self.dtype) for piece in self.pieces))
+        for first, last in block_rows(self.shape, self.dtype):
+            yield located.rows(first, last)
+
+    def rows(self, first: int, last: int) -> torch.Tensor:
+        """Rows first..last, read now."""
+        shape = self.shape or (1,)
+        block = torch.empty((last - first, *shape[1:]), dtype=self.dtype)
+        for piece in self.pieces:
+            start, size = piece.start or (0,), piece.shape or (1,)
+            low, high = max(first, start[0]), min(last, start[0] + size[0])
+            if low >= high:
+                continue
+            box = [slice(low - first, high - first), *(slice(s, s + n) for s, n in zip(start[1:], size[1:]))]
+            flat = replace(piece.opened(self.dtype), shape=size)
+            flat.rows(low - start[0], high - start[0], block[tuple(box)])
+        return block
+
+    def holes(self) -> str | None:
+        """What is wrong with the pieces as a cover of the tensor, or None."""
+        outside = [p for p in self.pieces if any(s + n > whole for s, n, whole in zip(p.start, p.shape, self.shape, strict=True))]
+        if outside:
+            return f"{self.name}: a piece at {list(outside[0].start)} reaches beyond the tensor's shape {list(self.shape)}"
+        covered = sum(math.prod(piece.shape) for piece in self.pieces)
+        distinct = len({piece.start for piece in self.pieces}) == len(self.pieces)
+        if covered != math.prod(self.shape) or not distinct:
+            return f"{self.name}: its pieces hold {covered} numbers, its shape {list(self.shape)} has {math.prod(self.shape)}"
+        return None
+
+
+def block_rows(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
+    """(first, last) row of each block of a tensor.
+
+    >>> list(block_rows((5, 2**20), torch.float32))
+    [(0, 2), (2, 4), (4, 5)]
+    """
+    rows = shape[0] if shape else 1
+    row_bytes = math.prod(shape[1:]) * dtype.itemsize
+    step = max(1, BLOCK_BYTES // row_bytes) if row_bytes else max(rows, 1)
+    for first in range(0, rows, step):
+        yield first, min(rows, first + step)
+
+
+def whole(source: Source) -> torch.Tensor:
+    """The whole tensor in memory."""
+    full = torch.empty(source.shape, dtype=source.dtype)
+    rows = full if source.shape else full.view(1)
+    at = 0
+    for block in source.blocks():
+        rows[at : at + len(block)] = block
+        at += len(block)
+    return full
+
+
+def read_numbers(file: Path, offset: int, into: torch.Tensor) -> None:
+    """Fills a contiguous tensor from a range of a file. Raises ConfigError when the file ends before."""
+    if not into.numel():
+        return
+    view = into.reshape(-1).view(torch.uint8).numpy().data
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        done = 0
+        while done < len(view):
+            count = os.preadv(descriptor, [view[done:]], offset + done)
+            if count == 0:
+                raise ConfigError.one(str(file), None, f"is cut short: it ends at byte {offset + done} of {offset + len(view)}")
+            done += count
+    finally:
+        os.close(descriptor)
+
+
+def numbers_of(tensor: torch.Tensor, file: Path) -> Extent:
+    """Where the numbers of a tensor lie that `torch.load` gave without reading them (`map_location="meta"`).
+
+    The extent ends with the last number that the tensor uses.
+    """
+    begin = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+    if begin is None:
+        raise ConfigError.one(str(file), None, "was not written by torch.save of today (version 1.6 or newer)")
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    count = last + 1 if tensor.numel() else 0
+    return Extent(file, begin + tensor.storage_offset() * tensor.element_size(), count * tensor.element_size())
+
+
+def odd_strides(tensor: torch.Tensor) -> Shape | None:
+    """The tensor's strides unless its numbers lie in order."""
+    return None if tensor.is_contiguous() else tuple(tensor.stride())
+
+
+def _load_shape(extent: Extent) -> torch.Tensor:
+    """A tensor that torch.save wrote into a range of a file, without its numbers."""
+    try:
+        with extent.file.open("rb") as opened:
+            found = torch.load(io.BufferedReader(_Window(opened.fileno(), extent)), map_location="meta", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        rule = f"cannot be read at byte {extent.offset}: {str(error).splitlines()[0]}"
+        raise ConfigError.one(str(extent.file), None, rule) from error
+    if not isinstance(found, torch.Tensor):
+        raise ConfigError.one(str(extent.file), None, f"holds a {type(found).__name__} at byte {extent.offset}, not a tensor")
+    return found
+
+
+class _Window(io.RawIOBase):
+    """A range of an open file as a file of its own."""
+
+    def __init__(self, descriptor: int, extent: Extent):
+        self._descriptor, self._extent, self._at = descriptor, extent, 0
+
+    def readable(self) -> bool:
+        """True."""
+        return True
+
+    def seekable(self) -> bool:
+        """True."""
+        return True
+
+    def tell(self) -> int:
+        """The place from the range's begin."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Moves the place."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._extent.length}[whence]
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Bytes from the place on."""
+        left = max(0, self._extent.length - self._at)
+        count = os.preadv(self._descriptor, [memoryview(buffer)[:left]], self._extent.offset + self._at) if left else 0
+        self._at += count
+        return count

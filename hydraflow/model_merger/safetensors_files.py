@@ -1,0 +1,179 @@
+"""Safetensors files: where the tensors of a Hugging Face directory lie, and writing one in shards, a tensor at a time.
+
+In and out: tensors by Hugging Face name. The header of a file is known before its numbers are, so tensors may be written in
+any order, and no more than a block of one is in memory.
+Left out on purpose: pytorch_model.bin.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hydraflow.errors import ConfigError
+from hydraflow.model_merger.checkpoint import read_json
+from hydraflow.model_merger.pieces import Extent, Piece, Shape, StoredTensor
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_LONGEST_HEADER = 100 * 2**20
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a tensor will be."""
+
+    dtype: torch.dtype
+    shape: Shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its numbers."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def read_directory(directory: Path, *, field: str) -> dict[str, StoredTensor]:
+    """All tensors of a directory. Raises ConfigError, under the name `field`, when there are none or a file is broken."""
+    if (directory / INDEX).is_file():
+        files = sorted(set(read_json(directory / INDEX).get("weight_map", {}).values()))
+    else:
+        files = [SINGLE] if (directory / SINGLE).is_file() else sorted(file.name for file in directory.glob("*.safetensors"))
+    if not files:
+        raise ConfigError.one(field, str(directory), "there are no safetensors files in it")
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        tensors.update({tensor.name: tensor for tensor in read_file(directory / file)})
+    return tensors
+
+
+def read_file(file: Path) -> Iterator[StoredTensor]:
+    """The tensors of one file. Raises ConfigError when it is not what its header says."""
+    if not file.is_file():
+        raise ConfigError.one(str(file), None, "this shard is missing")
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        try:
+            header = json.loads(opened.read(length)) if length <= _LONGEST_HEADER else None
+        except ValueError:
+            header = None
+    if not isinstance(header, dict):
+        raise ConfigError.one(str(file), None, "is no safetensors file: it has no header")
+    size = file.stat().st_size
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        if not isinstance(entry, dict) or entry.get("dtype") not in DTYPES:
+            raise ConfigError.one(str(file), None, f"{name} is of a type that cannot be read: {entry}")
+        begin, end = (8 + length + offset for offset in entry["data_offsets"])
+        if end > size:
+            raise ConfigError.one(str(file), None, f"is cut short: {size} of at least {end} bytes")
+        shape = tuple(entry["shape"])
+        piece = Piece((0,) * len(shape), shape, Extent(file, begin, end - begin))
+        yield StoredTensor(name, DTYPES[entry["dtype"]], shape, (piece,))
+
+
+class Writer:
+    """A directory's safetensors files in the making. Every announced tensor must be written once, in any order."""
+
+    def __init__(self, directory: Path, tensors: Mapping[str, Form], *, most_bytes: int, single: str = SINGLE):
+        self._directory, self._forms, self._single = directory, dict(tensors), single
+        self._files: dict[str, Path] = {}
+        self._offsets: dict[str, int] = {}
+        self._left = set(tensors)
+        shards = list(_shards(tensors, most_bytes))
+        for number, names in enumerate(shards, 1):
+            many = f"{Path(single).stem}-{number:05d}-of-{len(shards):05d}.safetensors"
+            self._begin(directory / (single if len(shards) == 1 else many), names)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors together."""
+        return sum(form.nbytes for form in self._forms.values())
+
+    def write(self, name: str, blocks: Iterator[torch.Tensor]) -> None:
+        """Writes one tensor, given as blocks of its rows in its final type."""
+        form = self._forms[name]
+        self._left.remove(name)
+        at, end = self._offsets[name], self._offsets[name] + form.nbytes
+        descriptor = os.open(self._files[name], os.O_WRONLY)
+        try:
+            for block in blocks:
+                assert block.dtype == form.dtype, (name, block.dtype, form.dtype)
+                at = _write_all(descriptor, block, at)
+        finally:
+            os.close(descriptor)
+        assert at == end, f"{name}: {end - at} bytes are left"
+
+    def finish(self) -> None:
+        """Writes the index, where there are several files."""
+        assert not self._left, f"never written: {sorted(self._left)[:3]}"
+        files = sorted(set(self._files.values()))
+        if len(files) > 1:
+            numbers = sum(math.prod(form.shape) for form in self._forms.values())
+            index = {
+                "metadata": {"total_parameters": numbers, "total_size": self.nbytes},
+                "weight_map": {name: self._files[name].name for name in sorted(self._forms)},
+            }
+            (self._directory / f"{self._single}.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+    def _begin(self, file: Path, names: list[str]) -> None:
+        """Writes a file's header. Wider types come first, so that every tensor lies on a multiple of its width."""
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        at = 0
+        for name in sorted(names, key=lambda name: -self._forms[name].dtype.itemsize):
+            form = self._forms[name]
+            header[name] = {"dtype": _NAMES[form.dtype], "shape": list(form.shape), "data_offsets": [at, at + form.nbytes]}
+            self._files[name], self._offsets[name] = file, at
+            at += form.nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        for name in names:
+            self._offsets[name] += 8 + len(text)
+        with file.open("wb") as opened:
+            opened.write(len(text).to_bytes(8, "little") + text)
+            opened.truncate(8 + len(text) + at)
+
+
+def _shards(tensors: Mapping[str, Form], most_bytes: int) -> Iterator[list[str]]:
+    """Names cut into runs of at most so many bytes; a larger tensor is a run of its own."""
+    run: list[str] = []
+    size = 0
+    for name, form in tensors.items():
+        if run and size + form.nbytes > most_bytes:
+            yield run
+            run, size = [], 0
+        run.append(name)
+        size += form.nbytes
+    if run:
+        yield run
+
+
+def _write_all(descriptor: int, block: torch.Tensor, at: int) -> int:
+    """Writes numbers at a place of a file; returns where they end."""
+    if not block.numel():
+        return at
+    view = block.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    done = 0
+    while done < len(view):
+        done += os.pwrite(descriptor, view[done:], at + done)
+    return at + done

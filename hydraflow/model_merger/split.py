@@ -1,0 +1,129 @@
+"""`split`: a Hugging Face directory becomes an FSDP checkpoint, as training would have saved it before its first step.
+
+In: a directory, a number of ranks, a layout. Out: a model's directory of that layout, whole or not at all.
+The weights pass through transformers, so names are those of its modules; they must fit into memory.
+Left out on purpose: optimizer states.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from hydraflow.errors import ConfigError
+from hydraflow.model_merger import dcp, target, verl
+from hydraflow.model_merger.outputs import DTYPES
+from hydraflow.model_merger.progress import Advance, bar
+from hydraflow.models import loading
+from hydraflow.models.config import ModelSourceConfig
+
+LAYOUTS = ("hydraflow", "verl")
+_PREFIX = {"policy": "lm.", "value": ""}
+"""What hydraflow's trainer has in front of Hugging Face's names (`models/heads.py`)."""
+
+
+def split(
+    hf_dir: str,
+    target_dir: str,
+    *,
+    world_size: int,
+    layout: str = "hydraflow",
+    dtype: str = "auto",
+    is_value_model: bool = False,
+    trust_remote_code: bool = False,
+    overwrite: bool = False,
+) -> list[str]:
+    """Splits, and returns what was done in lines for the user. Raises ConfigError before anything is written."""
+    if world_size < 1:
+        raise ConfigError.one("--world_size", world_size, "must be at least 1", "--world_size 1")
+    source = Path(hf_dir)
+    if not (source / "config.json").is_file():
+        raise ConfigError.one("--hf_dir", hf_dir, "is no Hugging Face directory: there is no config.json in it")
+    head = "value" if is_value_model else "policy"
+    weights = _read(source, dtype, head, trust_remote_code)
+    nbytes = sum(tensor.nbytes for tensor in weights.values())
+    with target.unfinished(Path(target_dir), nbytes=nbytes, overwrite=overwrite) as folder, bar("splitting", nbytes) as advance:
+        if layout == "verl":
+            _write_verl(folder, weights, world_size, advance)
+        else:
+            _write_dcp(folder, weights, world_size, head, advance)
+        target.copy_settings(source, folder / "huggingface")
+    return [f"{Path(target_dir).absolute()}: {len(weights)} tensors, {nbytes / 1e9:.3f} GB, {world_size} ranks, layout {layout}"]
+
+
+def _read(source: Path, dtype: str, head: str, trust: bool) -> dict[str, torch.Tensor]:
+    model = ModelSourceConfig(path=str(source), trust_remote_code=trust)
+    config = loading.load_config(model, field="--hf_dir")
+    own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    kept = DTYPES.get(dtype, own)
+    return loading.read_weights(config, model, head=head, dtype=kept, field="--hf_dir")
+
+
+def _shards(tensor: torch.Tensor, world_size: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first row, rows) of each rank that has any, as FSDP cuts them: along the first dimension."""
+    first = 0
+    for rows in tensor.chunk(world_size) if tensor.dim() else (tensor,):
+        yield first, rows
+        first += len(rows) if tensor.dim() else 0
+
+
+def _write_dcp(folder: Path, weights: Mapping[str, torch.Tensor], world_size: int, head: str, advance: Advance) -> None:
+    """torch's distributed checkpoint, as so many ranks write it. A tied tensor is in it once."""
+    (folder / "dcp").mkdir()
+    entries: dict[str, TensorStorageMetadata] = {}
+    chunks: dict[str, list[ChunkStorageMetadata]] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    firsts = {tensor.data_ptr(): name for name, tensor in reversed(list(weights.items()))}
+    once = {name: tensor for name, tensor in weights.items() if firsts[tensor.data_ptr()] == name}
+    for rank in range(world_size):
+        file_name = f"__{rank}_0.distcp"
+        with (folder / "dcp" / file_name).open("wb") as file:
+            for name, tensor in once.items():
+                found = list(_shards(tensor, world_size))
+                if rank >= len(found):
+                    continue
+                key, (first, rows) = f"{dcp.MODEL}{_PREFIX[head]}{name}", found[rank]
+                start = torch.Size([first, *[0] * (tensor.dim() - 1)][: tensor.dim()])
+                at = file.tell()
+                torch.save(rows.clone(), file)
+                chunks.setdefault(key, []).append(ChunkStorageMetadata(start, rows.shape))
+                places[MetadataIndex(key, start, rank)] = _StorageInfo(file_name, at, file.tell() - at)
+                entries[key] = TensorStorageMetadata(TensorProperties(tensor.dtype), tensor.shape, chunks[key])
+                advance(rows.nbytes)
+    planned = {key: ("model", key.removeprefix(dcp.MODEL)) for key in entries}
+    with (folder / "dcp" / dcp.INDEX).open("wb") as file:
+        pickle.dump(Metadata(dict(entries), planner_data=planned, storage_data=places, version="1.0.0"), file)
+    facts = {"engine": "fsdp2", "world_size": world_size, "head": head, "contents": ["model"], "lora_rank": 0}
+    target.write_json(folder / dcp.FACTS, {**facts, "tied": len(once) < len(weights), "module_prefix": _PREFIX[head]})
+
+
+def _write_verl(folder: Path, weights: Mapping[str, torch.Tensor], world_size: int, advance: Advance) -> None:
+    """One file for each rank, DTensors in it; no process group is needed to write them. Tied tensors share their numbers."""
+    for rank in range(world_size):
+        mesh = DeviceMesh("cpu", torch.arange(world_size), mesh_dim_names=("fsdp",), _init_backend=False, _rank=rank)
+        copies: dict[int, torch.Tensor] = {}
+        state = {}
+        for name, tensor in weights.items():
+            found = list(_shards(tensor, world_size))
+            rows = found[rank][1] if rank < len(found) else tensor[:0]
+            if tensor.data_ptr() not in copies:
+                copies[tensor.data_ptr()] = rows.clone()
+            meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
+            state[name] = DTensor(copies[tensor.data_ptr()], DTensorSpec(mesh, (Shard(0),), meta), requires_grad=False)
+            advance(rows.nbytes)
+        torch.save(state, folder / verl.file_of(world_size, rank))
+    target.write_json(folder / verl.CONFIG, {"FSDP_version": 2, "world_size": world_size})

@@ -1,0 +1,119 @@
+"""The directory that a command makes: written under another name, given its own when it is whole; and its configuration files.
+
+In: a directory's name, the checkpoint's `huggingface/`. Out: that directory, or nothing.
+Left out on purpose: weights.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hydraflow.errors import ConfigError, EnvironmentFault
+from hydraflow.model_merger.architecture import Architecture
+from hydraflow.model_merger.checkpoint import UNFINISHED, read_json
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".safetensors.index.json", ".bin.index.json")
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+
+
+@contextmanager
+def unfinished(target: Path, *, nbytes: int, overwrite: bool) -> Iterator[Path]:
+    """A directory to write into, which gets the name `target` at the end; on any failure it is removed.
+
+    Raises ConfigError when `target` is taken or the disk has less than `nbytes` left, EnvironmentFault when it fills up.
+    """
+    target = target.absolute()
+    if target.exists() and not overwrite and not (target.is_dir() and not any(target.iterdir())):
+        raise ConfigError.one("--target_dir", str(target), "is there already", "--overwrite, or another --target_dir")
+    _require_space(target, nbytes)
+    folder = target.with_name(target.name + UNFINISHED)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+        _flush(folder)
+        _replace(folder, target)
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise EnvironmentFault(f"{target}: the disk is full; nothing was left there") from error
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def copy_settings(source: Path, folder: Path) -> None:
+    """Copies configuration, tokenizer, chat template and code: every file but weights."""
+    folder.mkdir(exist_ok=True)
+    for file in sorted(source.iterdir()):
+        if file.is_file() and not file.name.endswith(_WEIGHTS):
+            shutil.copyfile(file, folder / file.name)
+
+
+def write_config(source: Path, folder: Path, found: Architecture, dtype: torch.dtype) -> None:
+    """config.json as the checkpoint has it, with what the merged weights make true: class, type, ties, number of labels."""
+    config = read_json(source / "config.json")
+    _set_dtype(config, str(dtype).removeprefix("torch."))
+    if found.retied is not None:
+        config["tie_word_embeddings"] = found.retied
+    if found.class_name not in (config.get("architectures") or ()):
+        config["architectures"] = [found.class_name] if found.class_name else None
+    if found.head == "value":
+        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        config["token_classification_bias"] = "score.bias" in found.shapes
+    write_json(folder / "config.json", config)
+
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    """An object as readable JSON."""
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _set_dtype(config: dict[str, Any], name: str) -> None:
+    keys = [key for key in _DTYPE_KEYS if key in config] or ["dtype"]
+    for key in keys:
+        config[key] = name
+    for key, part in config.items():
+        if (
+            key.endswith("_config")
+            and isinstance(part, dict)
+            and any(part.get(inner) for inner in _DTYPE_KEYS if key != "quantization_config")
+        ):
+            _set_dtype(part, name)
+
+
+def _require_space(target: Path, nbytes: int) -> None:
+    existing = next(folder for folder in target.parents if folder.is_dir())
+    free = shutil.disk_usage(existing).free
+    if free < nbytes:
+        rule = f"{nbytes / 1e9:.1f} GB are to be written, and {existing} has {free / 1e9:.1f} GB left"
+        raise ConfigError.one("--target_dir", str(target), rule)
+
+
+def _replace(folder: Path, target: Path) -> None:
+    old = target.with_name(target.name + ".old")
+    if target.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        target.rename(old)
+    folder.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _flush(folder: Path) -> None:
+    """Hands everything to the disk, so that the new name never stands for less than was written."""
+    for path in [*folder.rglob("*"), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

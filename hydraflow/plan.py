@@ -1,0 +1,84 @@
+"""python -m hydraflow.plan [overrides] [--json] [--svg FILE] [--job ppo|sft|generate]: what the numbers of a command line will do.
+
+In: the overrides of main_ppo (or of main_sft, main_generate). Out: the batch plan with its formulas, which role runs where, one step
+in words, memory, notes; or every broken rule, with exit code 2. Starts nothing and needs no GPU, no model and no data.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from hydraflow.compose.arguments import Switch
+from hydraflow.compose.command import Command
+from hydraflow.compose.launch import given_switches, launch
+from hydraflow.errors import ConfigError, EnvironmentFault, Problem
+from hydraflow.explain.report import Report, make_report
+from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
+
+Config = PPOConfig | SFTConfig | GenerateConfig
+JOBS: dict[str, type[Config]] = {"ppo": PPOConfig, "sft": SFTConfig, "generate": GenerateConfig}
+SWITCHES = (
+    Switch("--json", doc="Print one JSON object instead."),
+    Switch("--svg", value="FILE", doc="Also draw the step, from prompts to optimizer steps, to FILE."),
+    Switch("--job", value="NAME", choices=tuple(JOBS), doc="Plan main_ppo (the default), main_sft or main_generate."),
+)
+
+
+class Planning:
+    """One command line's report: made when it is judged, shown when there is nothing wrong."""
+
+    def __init__(self) -> None:
+        self._report: Report | None = None
+
+    def judge(self, config: Config, command: Command) -> list[Problem]:
+        """What the plan and the files on this machine say against the configuration."""
+        try:
+            self._report = make_report(config, command)
+        except ConfigError as error:
+            return error.problems
+        return []
+
+    def show(self, config: Config, command: Command) -> None:
+        """Prints the report, and draws it where that was asked for."""
+        report = self._report or make_report(config, command)
+        if path := command.switches.get("--svg"):
+            _draw(report, Path(str(path)))
+        try:
+            _print(report, as_json=bool(command.switches.get("--json")))
+            sys.stdout.flush()
+        except BrokenPipeError:  # the reader, such as `head`, has seen enough; Python must not complain at exit either
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _print(report: Report, *, as_json: bool) -> None:
+    if as_json:
+        print(report.to_json())
+        return
+    from hydraflow.explain.show import show  # rich, which --json does without
+
+    show(report)
+
+
+def _draw(report: Report, path: Path) -> None:
+    """Writes the picture of a step. Raises ConfigError where there is no such picture or no such folder."""
+    from hydraflow.explain.svg import draw
+
+    if report.step is None:
+        raise ConfigError.one("--svg", path, f"{report.job} makes no optimizer steps that could be drawn", "leave out --svg")
+    try:
+        path.write_text(draw(report.step), encoding="utf-8")
+    except OSError as error:
+        raise EnvironmentFault(f"the picture cannot be written: {error}") from error
+
+
+def main() -> int:
+    """Plans what the command line says; returns the exit code."""
+    job = str(given_switches(SWITCHES).get("--job", "ppo"))
+    planning = Planning()
+    return launch(job, JOBS.get(job, PPOConfig), planning.show, switches=SWITCHES, judges=(planning.judge,), tolerant=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

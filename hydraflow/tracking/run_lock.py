@@ -1,0 +1,55 @@
+"""One run at a time in a run folder, and who it is.
+
+In: a folder. Out: a lock that the kernel gives back when the process ends, however it ends; the file `.lock` names its owner.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import getpass
+import json
+import os
+import socket
+from datetime import datetime
+from pathlib import Path
+
+from hydraflow.errors import ConfigError
+
+LOCK_FILE = ".lock"
+
+
+class RunLock:
+    """Held until `release`. Raises ConfigError, naming the owner, when another process holds it."""
+
+    def __init__(self, folder: Path, *, field: str):
+        self._file = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            rule = f"another run is at work there: {_owner(folder)}"
+            os.close(self._file)
+            raise ConfigError.one(field, folder, rule, f"{field}=<another folder>, or wait for it to end") from None
+        me = {"pid": os.getpid(), "host": socket.gethostname(), "user": _user(), "since": datetime.now().isoformat(timespec="seconds")}
+        os.truncate(self._file, 0)
+        os.pwrite(self._file, json.dumps(me).encode(), 0)
+
+    def release(self) -> None:
+        """Lets others have the folder. A second call does nothing."""
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+
+def _owner(folder: Path) -> str:
+    try:
+        owner = json.loads((folder / LOCK_FILE).read_text())
+        return f"process {owner['pid']} on {owner['host']}, of {owner['user']}, since {owner['since']}"
+    except (OSError, ValueError, KeyError):
+        return "it has not said yet who it is"
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())  # a container whose user has no name

@@ -1,0 +1,210 @@
+"""When a run saves, and what: asked after every step, at work beside the next ones.
+
+In: a step that is done and logged. Out: a checkpoint in the store, whole and pointed to, some time later. The roles copy their state
+to host memory before `after` returns; a thread here waits for what they write, seals it and moves the pointer.
+Left out on purpose: files and names (`checkpoint_store.py`), coming back (`resume.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from hydraflow.dispatch.group import RoleGroup
+from hydraflow.errors import ConfigError, EnvironmentFault, HydraflowError, WorkerError
+from hydraflow.trainer.checkpoint_store import CheckpointStore
+from hydraflow.trainer.config import LoopConfig
+from hydraflow.workers.config import CheckpointConfig
+from hydraflow.workers.engine_worker import EngineWorker
+from hydraflow.workers.saving import FileFacts, read_part
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class RoleCheckpoints:
+    """What a role saves, and how long it is kept."""
+
+    key: str
+    """Configuration key of `config`."""
+    config: CheckpointConfig
+    keep: int | None
+    """Checkpoints that stay; None: all."""
+    keep_key: str
+    """Configuration key of `keep`."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """A validation's value of the metric that the best checkpoint is chosen by."""
+
+    metric: str
+    value: float
+
+    def beats(self, other: float) -> bool:
+        """Whether this value is better; of a loss, the smaller one is."""
+        return self.value < other if self.metric.endswith("loss") else self.value > other
+
+
+class Checkpointer:
+    """Saves one checkpoint at a time. A context manager: leaving it finishes the one at work, unless the workers are gone.
+
+    `describe` gives the run's state after a step, as plain values.
+    """
+
+    def __init__(
+        self,
+        trainer: LoopConfig,
+        store: CheckpointStore,
+        groups: Mapping[str, RoleGroup],
+        roles: Mapping[str, RoleCheckpoints],
+        describe: Callable[[int], Mapping[str, Any]],
+    ):
+        self.trainer, self.store, self.groups, self.roles, self.describe = trainer, store, groups, roles, describe
+        self._best = store.best()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._at_work: Future[str] | None = None
+        self._given_up = threading.Event()
+
+    def after(self, step: int, metrics: Mapping[str, float], *, last: bool, preempted: bool) -> None:
+        """Saves what there is to save after a step; `last`: of this start. Raises EnvironmentFault as `settle` does."""
+        if self._at_work is not None and self._at_work.done():
+            self.settle()
+        regular = preempted or (self.trainer.save_freq > 0 and (last or step % self.trainer.save_freq == 0))
+        score = self._record(metrics)
+        if regular or score:
+            self._save(step, regular, score)
+
+    def settle(self) -> None:
+        """Waits for the checkpoint at work. What went wrong is said; EnvironmentFault with trainer.stop_on_failed_save."""
+        if self._at_work is None:
+            return
+        wrong, self._at_work = self._at_work.result(), None
+        if wrong and self.trainer.stop_on_failed_save:
+            raise EnvironmentFault(f"{wrong} (trainer.stop_on_failed_save=true)")
+        if wrong:
+            logger.warning("%s; training goes on, and %s", wrong, self._what_is_left())
+
+    def require_space(self, total_steps: int, done: int) -> None:
+        """Raises ConfigError when the disk has no room for two checkpoints, or for all where fewer are planned."""
+        planned = math.ceil((total_steps - done) / self.trainer.save_freq) if self.trainer.save_freq > 0 else 0
+        if not planned:
+            return
+        sizes = {name: sum(group.call(EngineWorker.checkpoint_bytes, self._contents(name))) for name, group in self.groups.items()}
+        size = max(1, sum(sizes.values()))
+        free = shutil.disk_usage(self.store.folder).free
+        wanted = sum(min(planned, planned if (keep := self.roles[name].keep) is None else keep + 1) * sizes[name] for name in sizes)
+        room = f"a checkpoint takes {_gib(size)}, {planned} are planned, and {self.store.folder} has room for {free // size}"
+        limits = " ".join(f"{role.keep_key}=1" for role in self.roles.values())
+        if free // size < min(2, planned):
+            remedy = "trainer.default_local_dir=<a folder on a larger disk>"
+            raise ConfigError.one("trainer.save_freq", self.trainer.save_freq, room, remedy)
+        if free < wanted:
+            logger.warning("%s: keep fewer (%s) or save less often", room, limits)
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        workers_live = error is None or (isinstance(error, HydraflowError) and not isinstance(error, WorkerError))
+        if not workers_live:
+            self._given_up.set()
+        try:
+            if error is None:
+                self.settle()
+        finally:
+            self._thread.shutdown(wait=True)
+
+    def _record(self, metrics: Mapping[str, float]) -> Score | None:
+        """The validation's value when it is the best so far."""
+        name = self.trainer.keep_best
+        if name is None or (value := metrics.get(name)) is None or math.isnan(value):
+            return None
+        score = Score(name, value)
+        known = self._best is not None and self._best["metric"] == name
+        if known and self._best is not None and not score.beats(self._best["value"]):
+            return None
+        self._best = {"metric": name, "value": value}
+        return score
+
+    def _save(self, step: int, regular: bool, score: Score | None) -> None:
+        self.settle()
+        ranks = {name: group.world_size for name, group in self.groups.items()}
+        try:
+            unfinished = self.store.begin(step, ranks, self.describe(step))
+        except OSError as error:
+            self._at_work = Future()
+            self._at_work.set_result(f"the checkpoint of step {step} could not be begun: {error}")
+            return
+        for name, group in self.groups.items():
+            group.call(EngineWorker.save_checkpoint, str(unfinished), name, self._contents(name), self.roles[name].config.async_save)
+        self._at_work = self._thread.submit(self._finish, unfinished, step, ranks, regular, score)
+        if not any(role.config.async_save for role in self.roles.values()):
+            self.settle()
+
+    def _contents(self, role: str) -> list[str]:
+        return list(self.roles[role].config.save_contents)
+
+    # --- in the thread ---------------------------------------------------------------------------------------------------
+
+    def _finish(self, unfinished: Path, step: int, ranks: Mapping[str, int], regular: bool, score: Score | None) -> str:
+        """Waits for all parts and makes them a checkpoint; returns what went wrong."""
+        wrong, files = self._wait(unfinished, ranks)
+        try:
+            if not wrong:
+                self.store.seal(unfinished, step, files)
+                self._publish(unfinished, step, regular, score)
+        except OSError as error:
+            wrong = str(error)
+        if not wrong:
+            return ""
+        shutil.rmtree(unfinished, ignore_errors=True)  # what is half written takes the room that the next one needs
+        return f"the checkpoint of step {step} could not be saved: {wrong}"
+
+    def _wait(self, unfinished: Path, ranks: Mapping[str, int]) -> tuple[str, dict[str, FileFacts]]:
+        missing = [(role, rank) for role, size in ranks.items() for rank in range(size)]
+        files: dict[str, FileFacts] = {}
+        deadline = time.monotonic() + self.trainer.rpc_timeout
+        wrong = ""
+        while missing:
+            for role, rank in list(missing):
+                part = read_part(unfinished, role, rank)
+                if part is not None:
+                    missing.remove((role, rank))
+                    files |= part.files
+                    wrong = wrong or part.error
+            if self._given_up.is_set():
+                return "the run ended", files
+            if missing and time.monotonic() > deadline:
+                return f"{missing[0][0]} rank {missing[0][1]} did not finish in {self.trainer.rpc_timeout:g} seconds", files
+            if missing:
+                self._given_up.wait(POLL_SECONDS)
+        return wrong, files
+
+    def _publish(self, sealed: Path, step: int, regular: bool, score: Score | None) -> None:
+        """The pointer moves last, so that a run that is cut off before does all of it again."""
+        whole = self.store.name(sealed, step) if regular else sealed
+        if score is not None:
+            self.store.publish_best(whole, step, score.metric, score.value, linked=regular)
+        if regular:
+            self.store.point_to(step)
+            self.store.thin_out({name: role.keep for name, role in self.roles.items()})
+
+    def _what_is_left(self) -> str:
+        pointer = self.store.pointer()
+        return "there is no checkpoint yet" if pointer is None else f"the one of step {pointer} stays"
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.3g} GiB"

@@ -1,0 +1,245 @@
+"""The checkpoints in a run folder: begun under a temporary name, made whole, pointed to, thinned out, and found again.
+
+In: parts that workers have written, and what the controller knows. Out:
+
+    latest_checkpointed_iteration.txt   the step to go on from; replaced last, in one go
+    global_step_12/                     manifest.json (every file with size and checksum), trainer.json, a folder for each role
+    global_step_14.unfinished/          being written, or left by a run that was cut off
+    best/global_step_6/                 the best by a metric, and best/best.json with its value
+
+A reader finds a checkpoint whole or not at all: files and folders are flushed before the rename, the rename before the pointer.
+Left out on purpose: when to save (`checkpoint.py`), what a run state means (`resume.py`), the state of a model (`engine/`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from hydraflow.workers.saving import PARTS, FileFacts, expect_part, file_facts
+
+FORMAT = 1
+POINTER = "latest_checkpointed_iteration.txt"
+MANIFEST = "manifest.json"
+RUN_STATE = "trainer.json"
+BEST = "best"
+UNFINISHED, DAMAGED = ".unfinished", ".damaged"
+READERS = 8
+"""Threads that compute checksums."""
+
+
+class CheckpointStore:
+    """The checkpoints of one run folder. One process at a time writes it."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    # --- looking ---------------------------------------------------------------------------------------------------------
+
+    def steps(self) -> list[int]:
+        """Steps whose checkpoint has its name, ascending."""
+        return sorted(_step_of(path) for path in self.folder.glob("global_step_*") if re.fullmatch(r"global_step_\d+", path.name))
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of a step lies, or will."""
+        return self.folder / f"global_step_{step}"
+
+    def pointer(self) -> int | None:
+        """The step that the pointer names; None where there is no readable one."""
+        try:
+            return int((self.folder / POINTER).read_text())
+        except (OSError, ValueError):
+            return None
+
+    def newest_whole(self, roles: Collection[str]) -> tuple[int | None, dict[int, str]]:
+        """The step to go on from, and what is wrong with those that come before it in line.
+
+        First in line is the one that the pointer names, then the others, the newest first. None: none is whole.
+        """
+        pointer = self.pointer()
+        line = sorted(self.steps(), reverse=True)
+        if pointer is not None and pointer in line:
+            line = [pointer, *(step for step in line if step != pointer)]
+        wrong: dict[int, str] = {}
+        if pointer is not None and pointer not in line:
+            wrong[pointer] = f"{POINTER} names it, but it is not there"
+        for step in line:
+            if not (found := damage(self.path(step), roles)):
+                return step, wrong
+            wrong[step] = found
+        return None, wrong
+
+    def best(self) -> dict[str, Any] | None:
+        """`metric`, `value` and `step` of the best checkpoint; None: there is none."""
+        return _read_json(self.folder / BEST / "best.json")
+
+    # --- writing ---------------------------------------------------------------------------------------------------------
+
+    def begin(self, step: int, ranks: Mapping[str, int], state: Mapping[str, Any]) -> Path:
+        """A folder for the parts of `ranks` ranks of each role, with the run's state in it. OSError when it cannot be made."""
+        unfinished = self.path(step).with_name(self.path(step).name + UNFINISHED)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        for role, size in ranks.items():
+            for rank in range(size):
+                expect_part(unfinished, role, rank)
+        (unfinished / RUN_STATE).write_text(json.dumps(state, indent=2) + "\n")
+        return unfinished
+
+    def seal(self, unfinished: Path, step: int, files: Mapping[str, FileFacts]) -> None:
+        """Makes what was begun whole: manifest, no parts, everything on the disk. Only its name is missing then."""
+        files = {**files, RUN_STATE: file_facts(unfinished / RUN_STATE, flush=True)}
+        shutil.rmtree(unfinished / PARTS)
+        _write_manifest(unfinished, step, files)
+        for folder in [unfinished, *(path for path in unfinished.rglob("*") if path.is_dir())]:
+            flush_folder(folder)
+
+    def name(self, sealed: Path, step: int) -> Path:
+        """Gives a sealed checkpoint its name. Runs do not go on from it before it is pointed to."""
+        _replace_folder(sealed, self.path(step))
+        return self.path(step)
+
+    def point_to(self, step: int | None) -> None:
+        """Has the next start go on from this step; None: from the newest checkpoint that there is."""
+        if step is None:
+            (self.folder / POINTER).unlink(missing_ok=True)
+        elif self.pointer() != step:
+            write_whole(self.folder / POINTER, f"{step}\n")
+
+    def publish_best(self, whole: Path, step: int, metric: str, value: float, *, linked: bool) -> None:
+        """Keeps a whole checkpoint in best/ and lets the earlier best go. `linked`: it stays where it is, and its files are shared."""
+        target = self.folder / BEST / f"global_step_{step}"
+        target.parent.mkdir(exist_ok=True)
+        source = _linked_copy(whole, target.with_name(target.name + UNFINISHED)) if linked else whole
+        _replace_folder(source, target)
+        write_whole(target.parent / "best.json", json.dumps({"metric": metric, "value": value, "step": step}, indent=2) + "\n")
+        for other in target.parent.iterdir():
+            if other.is_dir() and other != target:
+                shutil.rmtree(other)
+
+    def thin_out(self, keep: Mapping[str, int | None]) -> None:
+        """Removes each role's oldest parts until `keep` of them are left, and checkpoints that hold no role any more."""
+        for role, most in keep.items():
+            if most is None:
+                continue
+            holders = [step for step in self.steps() if (self.path(step) / role).is_dir()]
+            for step in holders[:-most]:
+                self._drop(self.path(step), role, keep)
+
+    def _drop(self, path: Path, role: str, roles: Iterable[str]) -> None:
+        if not any((path / other).is_dir() for other in roles if other != role):
+            shutil.rmtree(path.rename(path.with_name(f"{path.name}.old{UNFINISHED}")))
+            return
+        manifest = _read_json(path / MANIFEST)
+        if manifest is not None:
+            manifest["files"] = {name: facts for name, facts in manifest["files"].items() if not name.startswith(f"{role}/")}
+            write_whole(path / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+        shutil.rmtree(path / role)
+
+    # --- clearing up before a run goes on ---------------------------------------------------------------------------------
+
+    def clear_leftovers(self) -> None:
+        """Removes what a run that was cut off had not finished."""
+        for leftover in [*self.folder.glob(f"global_step_*{UNFINISHED}"), *self.folder.glob(f"{BEST}/*{UNFINISHED}")]:
+            shutil.rmtree(leftover)
+
+    def set_aside(self, step: int, damaged: Collection[int]) -> list[Path]:
+        """Gives other names to what does not lead to `step`: damaged checkpoints, and newer ones. Returns where they are now."""
+        moved = []
+        for other in self.steps():
+            if other in damaged:
+                moved.append(self.path(other).with_name(self.path(other).name + DAMAGED))
+                _replace_folder(self.path(other), moved[-1])
+        newer = [other for other in self.steps() if other > step]
+        if newer:
+            aside = next(folder for number in count(1) if not (folder := self.folder / f"earlier-{number}").exists())
+            aside.mkdir()
+            moved += [self.path(other).rename(aside / self.path(other).name) for other in newer]
+        return moved
+
+
+def damage(path: Path, roles: Collection[str]) -> str:
+    """What is wrong with a checkpoint for a run with these roles; empty when every file is there, byte for byte."""
+    manifest = _read_json(path / MANIFEST)
+    if manifest is None or manifest.get("format") != FORMAT:
+        return f"{MANIFEST} is missing or cannot be read"
+    files = {name: FileFacts(**facts) for name, facts in manifest["files"].items()}
+    if absent := [role for role in roles if not any(name.startswith(f"{role}/") for name in files)]:
+        return f"holds no {', '.join(absent)}"
+    for name, facts in files.items():
+        if not (path / name).is_file():
+            return f"{name} is missing"
+        if (size := (path / name).stat().st_size) != facts.bytes:
+            return f"{name} has {size} bytes instead of {facts.bytes}"
+    with ThreadPoolExecutor(READERS) as readers:
+        found = dict(zip(files, readers.map(file_facts, (path / name for name in files)), strict=True))
+    return next((f"{name} has changed: its checksum is another one" for name, facts in files.items() if found[name] != facts), "")
+
+
+def flush_folder(folder: Path) -> None:
+    """Has the disk confirm which files a folder holds."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replaces a small file in one go, and has the disk confirm it."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    flush_folder(path.parent)
+
+
+def _write_manifest(folder: Path, step: int, files: Mapping[str, FileFacts]) -> None:
+    facts = {name: asdict(files[name]) for name in sorted(files)}
+    write_whole(folder / MANIFEST, json.dumps({"format": FORMAT, "step": step, "files": facts}, indent=1) + "\n")
+
+
+def _replace_folder(source: Path, target: Path) -> None:
+    """Renames; what had the name before goes."""
+    if target.exists():
+        old = target.with_name(target.name + ".old" + UNFINISHED)
+        shutil.rmtree(old, ignore_errors=True)
+        target.rename(old)
+        source.rename(target)
+        shutil.rmtree(old)
+    else:
+        source.rename(target)
+    flush_folder(target.parent)
+
+
+def _linked_copy(source: Path, target: Path) -> Path:
+    """The same files under another folder; a file system without hard links gets copies. No file of a checkpoint is ever changed."""
+    shutil.rmtree(target, ignore_errors=True)
+    try:
+        shutil.copytree(source, target, copy_function=os.link)
+    except (OSError, shutil.Error):
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(source, target)
+    return target
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("global_step_"))

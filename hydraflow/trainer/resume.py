@@ -1,0 +1,132 @@
+"""From which checkpoint a run goes on, if from any, and bringing it back.
+
+In: resume_mode, the run folder, what shapes the run. Out: a `Resumption`, or None for a run that starts anew; ConfigError, before
+anything starts, for a checkpoint of another configuration, a path that holds none, and a folder in which none is whole.
+Left out on purpose: which folder that is (`jobs/session.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydraflow.dispatch.group import RoleGroup
+from hydraflow.engine.base import CHECKPOINT_FACTS
+from hydraflow.errors import ConfigError, Problem
+from hydraflow.trainer.checkpoint import RoleCheckpoints
+from hydraflow.trainer.checkpoint_store import CheckpointStore, damage
+from hydraflow.trainer.config import LoopConfig
+from hydraflow.trainer.identity import Identity
+from hydraflow.trainer.run_state import RunState
+from hydraflow.workers.engine_worker import EngineWorker
+
+MODE, PATH, FOLDER = "trainer.resume_mode", "trainer.resume_from_path", "trainer.default_local_dir"
+ANEW = f"{FOLDER}=<another folder> or {MODE}=disable"
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """A whole checkpoint that a run goes on from."""
+
+    checkpoint: Path
+    state: RunState
+    passed_over: Mapping[int, str]
+    """Steps whose checkpoints are not whole, and why."""
+
+    @property
+    def step(self) -> int:
+        """Training steps that are done."""
+        return self.state.step
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a run asks of a checkpoint."""
+
+    identity: Identity
+    roles: Mapping[str, RoleCheckpoints]
+    """What each role takes from it."""
+    total_steps: int
+    looks_only: bool = False
+    """Nothing is trained: the checkpoint's own run stays as it is."""
+
+
+def find(folder: Path, trainer: LoopConfig, wanted: Wanted) -> Resumption | None:
+    """The checkpoint to go on from in a run whose folder is known.
+
+    With resume_path, a run that went on from that path before goes on from its own newest checkpoint.
+    """
+    if trainer.resume_mode == "disable" or (wanted.looks_only and trainer.resume_mode == "auto"):
+        return None
+    if trainer.resume_mode == "auto":
+        return _checked(newest(folder, wanted), wanted)
+    path = Path(trainer.resume_from_path or "").expanduser().resolve()
+    if wanted.looks_only and folder in path.parents:
+        raise ConfigError.one(FOLDER, folder, "belongs to the run that is looked at", f"{FOLDER}=<another folder>")
+    own = newest(folder, wanted) if CheckpointStore(folder).steps() and not wanted.looks_only else None
+    if own is not None and own.state.origin == str(path):
+        return _checked(own, wanted)
+    return _checked(_at(path, wanted), wanted)
+
+
+def newest(folder: Path, wanted: Wanted) -> Resumption | None:
+    """The newest whole checkpoint of a folder; None: there is none at all. ConfigError when all are damaged."""
+    store = CheckpointStore(folder)
+    step, wrong = store.newest_whole(wanted.roles)
+    if step is not None:
+        return Resumption(store.path(step), RunState.read(store.path(step)), wrong)
+    if wrong:
+        rules = [f"global_step_{number} cannot be used: {why}" for number, why in wrong.items()]
+        raise ConfigError([Problem(FOLDER, folder, rule, ANEW) for rule in rules])
+    return None
+
+
+def _at(path: Path, wanted: Wanted) -> Resumption:
+    if not path.is_dir():
+        raise ConfigError.one(PATH, path, "is no folder", f"{PATH}=<run folder>/global_step_N")
+    if found := damage(path, wanted.roles):
+        raise ConfigError.one(PATH, path, f"is no whole checkpoint: {found}", f"{PATH}=<run folder>/global_step_N")
+    return Resumption(path, RunState.read(path), {})
+
+
+def _checked(found: Resumption | None, wanted: Wanted) -> Resumption | None:
+    if found is None:
+        return None
+    problems = wanted.identity.differences(found.state.configuration, where=str(found.checkpoint))
+    if problems:
+        last = problems[-1]
+        problems[-1] = Problem(last.field, last.value, last.rule, f"{last.remedy}; or start anew: {ANEW}")
+        raise ConfigError(problems)
+    if missing := [problem for role in wanted.roles for problem in _missing_contents(found.checkpoint, role, wanted.roles[role])]:
+        raise ConfigError(missing)
+    return found
+
+
+def _missing_contents(checkpoint: Path, role: str, wanted: RoleCheckpoints) -> list[Problem]:
+    """A checkpoint that was saved without the optimizer cannot give one back."""
+    config, key = wanted.config, f"{wanted.key}.load_contents"
+    held = _facts(checkpoint, role)["contents"]
+    absent = [name for name in config.load_contents if name not in held]
+    rule = f"{checkpoint / role} was saved without {', '.join(absent)}"
+    return [Problem(key, config.load_contents, rule, f"{key}=[{','.join(held)}]")] if absent else []
+
+
+def load_roles(found: Resumption, groups: Mapping[str, RoleGroup], roles: Mapping[str, RoleCheckpoints]) -> list[str]:
+    """Has every role take its state; says of each what it took."""
+    told = []
+    for role, group in groups.items():
+        contents = list(roles[role].config.load_contents)
+        group.call(EngineWorker.load_checkpoint, str(found.checkpoint / role), contents)
+        ranks = _facts(found.checkpoint, role)["world_size"]
+        told.append(f"{role}: {', '.join(WORDS[name] for name in contents)}; written by {ranks} ranks, read by {group.world_size}")
+    return told
+
+
+WORDS = {"model": "weights", "optimizer": "optimizer", "extra": "place in the schedule", "hf_model": "full weights"}
+
+
+def _facts(checkpoint: Path, role: str) -> dict[str, Any]:
+    return json.loads((checkpoint / role / CHECKPOINT_FACTS).read_text())

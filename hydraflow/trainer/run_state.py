@@ -1,0 +1,44 @@
+"""What a run knows besides its models: trainer.json of a checkpoint.
+
+In: the controller's state after a step. Out: JSON, and the state again. There is no random state in it, nor in any worker: data
+order, sampling and mini-batches are drawn from (seed, epoch), (seed, step, prompt, sample) and (seed, step). Reward functions are
+called anew for every row, so their processes have no state either, and no rollout is under way between two steps.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydraflow.trainer.checkpoint_store import RUN_STATE
+
+
+@dataclass(frozen=True)
+class RunState:
+    """State after `step` training steps."""
+
+    step: int
+    total_steps: int
+    """Steps that the run had before it when it was saved."""
+    run_id: str
+    """Identity in trackers: the curve goes on under it."""
+    loader: dict[str, Any]
+    """`PromptLoader.state_dict()`."""
+    configuration: dict[str, Any]
+    """Values of the keys that shape training (`identity.py`)."""
+    configuration_hash: str
+    kl: dict[str, float] = field(default_factory=dict)
+    """`KLController.state_dict()`."""
+    origin: str | None = None
+    """trainer.resume_from_path of the start that led here, if it had one."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> RunState:
+        """The state in a checkpoint that is whole."""
+        return cls(**json.loads((checkpoint / RUN_STATE).read_text()))

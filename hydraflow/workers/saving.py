@@ -1,0 +1,121 @@
+"""Writes one rank's part of a checkpoint, beside training if asked, and tells whoever waits through small files.
+
+In: a snapshot. Out: files under `<checkpoint>/<role>/`, and in `<checkpoint>/parts/` what was written: `<role>-<rank>.json` with sizes
+and checksums, or with what went wrong. A `.pending` file stands there from the start and goes at the end, whatever happened: on a
+full disk a file can still be removed when none can be written.
+Files and not calls, because a worker runs one method at a time and is busy with the next step by then.
+Left out on purpose: manifest, names, pointer (`trainer/checkpoint_store.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import zlib
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+from hydraflow.engine.base import Snapshot
+from hydraflow.errors import EnvironmentFault
+
+logger = logging.getLogger(__name__)
+
+PARTS = "parts"
+CHUNK = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """What a file must be to count as whole."""
+
+    bytes: int
+    crc32: str
+    """Eight hexadecimal digits."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank has written."""
+
+    files: Mapping[str, FileFacts]
+    """By path within the checkpoint."""
+    error: str = ""
+    """Why it could not; empty when all is well."""
+
+
+def file_facts(path: Path, *, flush: bool = False) -> FileFacts:
+    """Size and checksum of a file; `flush` has the disk confirm its content first."""
+    size = checksum = 0
+    with path.open("rb") as file:
+        if flush:
+            os.fsync(file.fileno())
+        while chunk := file.read(CHUNK):
+            size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
+    return FileFacts(size, f"{checksum:08x}")
+
+
+def expect_part(checkpoint: Path, role: str, rank: int) -> None:
+    """Makes room for a rank's part: its role's folder, and the file that stands for work to be done."""
+    (checkpoint / role).mkdir(exist_ok=True)
+    (checkpoint / PARTS).mkdir(exist_ok=True)
+    _pending(checkpoint, role, rank).touch()
+
+
+def read_part(checkpoint: Path, role: str, rank: int) -> Part | None:
+    """What a rank has written; None while it is at work."""
+    at_work = _pending(checkpoint, role, rank).exists()  # looked at first: it goes after the report has come
+    report = _report(checkpoint, role, rank)
+    if report.exists():
+        told = json.loads(report.read_text())
+        return Part({name: FileFacts(**facts) for name, facts in told["files"].items()}, told["error"])
+    return None if at_work else Part({}, f"{role} rank {rank} wrote nothing and could not say why; its log may")
+
+
+def save_part(snapshot: Snapshot, checkpoint: Path, role: str, rank: int, *, background: bool) -> None:
+    """Writes the snapshot, in this thread or in that of this process which writes; never raises."""
+    if background:
+        _writer().submit(_save, snapshot, checkpoint, role, rank)
+    else:
+        _save(snapshot, checkpoint, role, rank)
+
+
+@cache
+def _writer() -> ThreadPoolExecutor:
+    """One thread for all roles of the process: every rank writes their parts in the same order, as the ranks' talk needs."""
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+
+
+def _save(snapshot: Snapshot, checkpoint: Path, role: str, rank: int) -> None:
+    part = Part({}, f"{role} rank {rank} ended while it wrote")
+    try:
+        files = snapshot.write(checkpoint / role)
+        part = Part({str(path.relative_to(checkpoint)): file_facts(path, flush=True) for path in files})
+    except (EnvironmentFault, OSError, RuntimeError) as error:
+        part = Part({}, f"{role} rank {rank}: {error}")
+        logger.exception("this part of %s could not be written", checkpoint)
+    finally:
+        _tell(part, checkpoint, role, rank)
+
+
+def _tell(part: Part, checkpoint: Path, role: str, rank: int) -> None:
+    report = _report(checkpoint, role, rank)
+    try:
+        temporary = report.with_suffix(".tmp")
+        temporary.write_text(json.dumps(asdict(part)))
+        temporary.rename(report)
+    except OSError:
+        logger.exception("cannot say that %s", part.error or "the part is written")
+    finally:
+        _pending(checkpoint, role, rank).unlink(missing_ok=True)
+
+
+def _report(checkpoint: Path, role: str, rank: int) -> Path:
+    return checkpoint / PARTS / f"{role}-{rank}.json"
+
+
+def _pending(checkpoint: Path, role: str, rank: int) -> Path:
+    return checkpoint / PARTS / f"{role}-{rank}.pending"

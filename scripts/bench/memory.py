@@ -1,0 +1,297 @@
+"""Measures what the memory estimate promises: peaks of real worker processes on this CPU, phase by phase, beside the estimates.
+
+    python scripts/bench/memory.py [--cases tied,untied,stored] [--keep-freed]
+
+For each case a model with random weights is written, and two processes with the run's own actor and rollout workers go through
+the phases of a step, every row at its longest. A phase's measurement is the highest resident set in it (VmHWM, set back before it)
+less what the process held after its imports and a pass with a tiny model. Prints one JSON object per case.
+
+glibc keeps freed memory, up to as much again as is in use. The processes therefore give every block of 256 KiB or more back at
+once, so that the resident set is what is in use; `--keep-freed` measures them as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from hydraflow.batch_plan.resolve import BatchPlan, resolve_plan
+from hydraflow.memory.estimate import estimate
+from hydraflow.memory.limits import limits_of
+from hydraflow.memory.shape import read_shape
+from hydraflow.schema import PPOConfig
+
+RANKS = 2
+TOLERANCE = 0.2
+"""Estimates are within this share of the measurement; checked by tests/memory/test_measured.py."""
+TINY = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+PRELOADED = ["hydraflow.workers.actor", "hydraflow.workers.rollout", "hydraflow.trainer.roles", "transformers.models.qwen3.modeling_qwen3"]
+_M_MMAP_THRESHOLD = -3
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and a run of it."""
+
+    architecture: str
+    sizes: Mapping[str, Any]
+    prompt: int
+    response: int
+    rows: int
+    """Trajectories of one rank in a step; two of them share a prompt."""
+    micro: int
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields, by the dotted key of the configuration."""
+
+
+CASES = {
+    # 42 M parameters, tied; three micro-batches, so gradients are accumulated unsharded
+    "tied": Case(
+        "qwen3",
+        dict(vocab_size=8192, hidden_size=512, intermediate_size=1536, num_hidden_layers=12, num_attention_heads=8)
+        | dict(num_key_value_heads=4, head_dim=64, tie_word_embeddings=True),
+        prompt=64, response=64, rows=12, micro=4,
+    ),
+    # 112 M parameters, half of them in the embedding and the output matrix; one micro-batch
+    "untied": Case(
+        "llama",
+        dict(vocab_size=32000, hidden_size=768, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=12)
+        | dict(num_key_value_heads=4),
+        prompt=32, response=32, rows=8, micro=8,
+    ),
+    # 28 M parameters; activations are kept, and the head works in chunks: memory is mostly activations and logits
+    "stored": Case(
+        "qwen2",
+        dict(vocab_size=20000, hidden_size=384, intermediate_size=1152, num_hidden_layers=8, num_attention_heads=6)
+        | dict(num_key_value_heads=2, tie_word_embeddings=False),
+        prompt=256, response=64, rows=8, micro=4,
+        settings={
+            "actor_rollout_ref.model.enable_gradient_checkpointing": False,
+            "actor_rollout_ref.actor.fsdp_config.head_chunk_tokens": 128,
+        },
+    ),
+}  # fmt: skip
+
+
+def configure(case: Case, model: str) -> PPOConfig:
+    """The run's configuration: GRPO with two responses per prompt, in float32."""
+    config = PPOConfig()
+    policy, data = config.actor_rollout_ref, config.data
+    config.algorithm.adv_estimator = "grpo"
+    config.trainer.nnodes, config.trainer.n_gpus_per_node, config.trainer.device = 1, RANKS, "cpu"
+    data.max_prompt_length, data.max_response_length = case.prompt, case.response
+    data.train_batch_size = policy.actor.ppo_mini_batch_size = case.rows * RANKS // 2
+    policy.model.path, policy.rollout.n, policy.rollout.ignore_eos, policy.rollout.dtype = model, 2, True, "fp32"
+    policy.actor.ppo_micro_batch_size_per_gpu = policy.rollout.log_prob_micro_batch_size_per_gpu = case.micro
+    policy.actor.fsdp_config.dtype = "fp32"
+    for key, value in case.settings.items():
+        section: Any = config
+        *path, last = key.split(".")
+        for name in path:
+            section = getattr(section, name)
+        setattr(section, last, value)
+    return config
+
+
+def estimated(config: PPOConfig, plan: BatchPlan) -> dict[str, int]:
+    """Bytes of each phase on each process."""
+    shape = read_shape(config.actor_rollout_ref.model)
+    assert shape is not None, "the model was just written"
+    (group,) = estimate(plan, config, shape, limits=limits_of(config)).groups
+    return dict(group.phases)
+
+
+# --- in the worker processes ---------------------------------------------------------------------------------------------
+
+
+def status(name: str) -> int:
+    """Bytes of a line of /proc/self/status."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1]) * 1024
+
+
+def settle() -> None:
+    """Gives back what was freed, and forgets the highest resident set."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_of(work: Callable[[], Any]) -> int:
+    """The highest resident set while `work` runs, in bytes."""
+    settle()
+    work()
+    return status("VmHWM")
+
+
+class Rank:
+    """The actor and the rollout of one process, and the rows that they get."""
+
+    def __init__(self, rank: int, port: int, config: PPOConfig, plan: BatchPlan):
+        from hydraflow.dispatch.worker import ProcessContext
+        from hydraflow.trainer.roles import _training_roles
+
+        context = ProcessContext(rank, RANKS, rank, "here", "127.0.0.1", port, "cpu", 120.0)
+        self.config, self.plan = config, plan
+        for name, role in _training_roles(config, plan, "cpu").items():
+            context.roles[name] = role.cls(context, *role.args, **role.kwargs)
+        self.actor: Any = context.roles["actor"]
+        self.rollout: Any = context.roles["rollout"]
+
+    def sync(self) -> None:
+        self.rollout.sync_from_actor()
+
+    def sample(self) -> Any:
+        """Trajectories of longest rows, as the step's batch."""
+        import numpy as np
+        import torch
+
+        from hydraflow.protocol import ragged
+        from hydraflow.protocol.batch import DataProto
+        from hydraflow.workers.rollout import SampleOrder
+
+        count = self.plan.trajectories_per_step // RANKS // 2
+        prompts = torch.randint(2, 60, (count, self.config.data.max_prompt_length))
+        batch = DataProto.from_dict({"prompts": ragged.from_rows(list(prompts))}, {"uid": np.arange(count).astype(str).astype(object)})
+        batch.meta_info["sampling"] = SampleOrder(1, 2, 1.0, -1, 1.0)
+        return self.rollout.generate(batch)
+
+    def make_optimizer_state(self) -> None:
+        """An update on the shortest rows there are."""
+        import torch
+
+        from hydraflow.protocol import ragged
+        from hydraflow.protocol.batch import DataProto
+
+        count = self.plan.trajectories_per_step // RANKS
+        ids, ones = torch.full((count,), 2), torch.ones(count, dtype=torch.int64)
+        names = ("prompts", "responses", "response_mask")
+        rows = DataProto.from_dict({name: ragged.from_parts(ids, ones) for name in names})
+        self.update(rows.union(DataProto.from_dict({"rollout_log_probs": ragged.from_parts(ids * 0.0, ones)})))
+
+    def update(self, batch: Any) -> None:
+        from hydraflow.protocol import ragged
+        from hydraflow.protocol.batch import DataProto
+
+        old, lengths = ragged.parts(batch.get("rollout_log_probs"))
+        told = DataProto.from_dict(
+            {
+                **{name: batch.get(name) for name in ("prompts", "responses", "response_mask")},
+                "old_log_probs": ragged.from_parts(old, lengths),
+                "advantages": ragged.from_parts(old * 0 + 1, lengths),
+            }
+        )
+        self.actor.update(told)
+
+    def step(self) -> dict[str, int]:
+        """The peak of every phase, in the order of a step."""
+        peaks, rows = {}, []
+        peaks["sync"] = peak_of(self.sync)
+        peaks["sample"] = peak_of(lambda: rows.append(self.sample()))
+        inputs = rows[0].select(["prompts", "responses", "response_mask"])
+        peaks["log_probs"] = peak_of(lambda: self.actor.compute_log_prob(inputs))
+        peaks["update"] = peak_of(lambda: self.update(rows[0]))
+        return peaks
+
+
+def rank_main(rank: int, port: int, jobs: list[tuple[PPOConfig, BatchPlan]], keep_freed: bool, pipe: Connection) -> None:
+    """A tiny run, which loads everything that is loaded late, and then the run that is measured."""
+    import torch
+
+    from hydraflow.engine import process_group
+
+    torch.set_num_threads(1)
+    if not keep_freed:
+        ctypes.CDLL("libc.so.6").mallopt(_M_MMAP_THRESHOLD, 256 * 1024)
+    (tiny, real) = jobs
+    Rank(rank, port, *tiny).step()
+    settle()
+    baseline = status("VmRSS")
+    run = Rank(rank, port, *real)
+    run.make_optimizer_state()
+    run.sync()  # fresh weights of the rollout take up memory when they are first written
+    pipe.send({"baseline": baseline, **{phase: peak - baseline for phase, peak in run.step().items()}})
+    process_group.stop()
+
+
+# --- in the program ------------------------------------------------------------------------------------------------------
+
+
+def write_model(architecture: str, sizes: Mapping[str, Any], folder: Path) -> None:
+    """A model with random weights, in a process of its own."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(architecture, **sizes)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+
+
+def measure(case: Case, folder: Path, *, keep_freed: bool = False) -> dict[str, Any]:
+    """Estimates, measurements (of the process that held most) and their ratios."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    tiny = Case("qwen3", TINY, prompt=8, response=8, rows=4, micro=2)
+    jobs = []
+    for name, one in (("tiny", tiny), ("model", case)):
+        if not (folder / name).exists():
+            writer = context.Process(target=write_model, args=(one.architecture, one.sizes, folder / name))
+            writer.start()
+            writer.join()
+        config = configure(one, str(folder / name))
+        jobs.append((config, resolve_plan(config, prompts=None)))
+    peaks = run_ranks(jobs, keep_freed)
+    found = {phase: max(peak[phase] for peak in peaks) for phase in peaks[0]}
+    baseline, expected = found.pop("baseline"), estimated(*jobs[1])
+    phases = {
+        phase: {"estimate": expected[phase], "measured": peak, "ratio": round(expected[phase] / peak, 3)} for phase, peak in found.items()
+    }
+    return {"baseline": baseline, "phases": phases}
+
+
+def run_ranks(jobs: list[tuple[PPOConfig, BatchPlan]], keep_freed: bool) -> list[dict[str, int]]:
+    """What each rank measured. RuntimeError when one ends without an answer."""
+    import socket
+
+    context = get_context("forkserver")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pipes = [context.Pipe(duplex=False) for _ in range(RANKS)]
+    processes = [context.Process(target=rank_main, args=(rank, port, jobs, keep_freed, pipes[rank][1])) for rank in range(RANKS)]
+    for process, (_, theirs) in zip(processes, pipes, strict=True):
+        process.start()
+        theirs.close()
+    try:
+        return [mine.recv() for mine, _ in pipes]
+    except EOFError as error:
+        raise RuntimeError("a rank ended without an answer; its messages are above") from error
+    finally:
+        for process in processes:
+            process.join()
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default=",".join(CASES), help="names, separated by commas")
+    parser.add_argument("--keep-freed", action="store_true", help="leave glibc's allocator as it is")
+    args = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    for name in args.cases.split(","):
+        with tempfile.TemporaryDirectory() as folder:
+            print(json.dumps({"case": name, **measure(CASES[name], Path(folder), keep_freed=args.keep_freed)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

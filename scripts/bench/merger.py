@@ -1,0 +1,157 @@
+"""Time and peak memory of `model_merger merge`, and how they compare with verl's merger on the same checkpoint.
+
+    python scripts/bench/merger.py [--sizes 0.5b 1.5b] [--layouts verl hydraflow] [--repeats 3] [--verl VENV/bin/python] [--folder DIR]
+
+Makes models of random bf16 weights in Qwen2's shapes, splits them over 4 ranks with `split`, merges, and compares the result
+with the model bit by bit. Prints one JSON object. `ratio_time` and `ratio_memory` are verl's figures divided by ours. Without --verl
+its figures are those taken of verl 0.9.1 on a machine with 2 cores, where others were at work; with it, it merges the same
+checkpoint here. `above_torch_mb` is the peak above that of a process that has imported torch and done nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+RANKS = 4
+SHAPES: dict[str, dict[str, Any]] = {
+    "0.5b": dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2),
+    "1.5b": dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2),
+}
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one merge took; of several runs the fastest."""
+
+    seconds: float
+    cpu_seconds: float
+    peak_mb: float
+
+
+VERL = {"0.5b": Figures(12.7, 11.1, 2150), "1.5b": Figures(44.4, 23.6, 5070)}
+"""verl 0.9.1, 4 shards of bf16."""
+
+
+def make_model(size: str, directory: str) -> None:
+    """A model of random weights with a small tokenizer."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from hydraflow.models.tiny import make_model as make_tiny
+    from hydraflow.model_merger.target import copy_settings
+
+    config = Qwen2Config(vocab_size=151936, tie_word_embeddings=True, dtype="bfloat16", **SHAPES[size])
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    Qwen2ForCausalLM(config).save_pretrained(directory)
+    with tempfile.TemporaryDirectory() as other:
+        tiny = Path(make_tiny(Path(other) / "tiny", hidden=32, layers=1, heads=2, kv_heads=1))
+        for name in ("config.json", "generation_config.json"):
+            (tiny / name).unlink(missing_ok=True)
+        copy_settings(tiny, Path(directory))
+
+
+def run(command: list[str]) -> Figures:
+    """Runs a command, which must succeed."""
+    begin = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    errors = process.stderr.read()
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{errors.decode()}")
+    return Figures(time.perf_counter() - begin, used.ru_utime + used.ru_stime, used.ru_maxrss / 1000)
+
+
+def fastest(command: list[str], target: Path, repeats: int) -> Figures:
+    """The best of several runs, each with a fresh target."""
+    found = []
+    for _ in range(repeats):
+        shutil.rmtree(target, ignore_errors=True)
+        found.append(run(command))
+    return Figures(min(f.seconds for f in found), min(f.cpu_seconds for f in found), max(f.peak_mb for f in found))
+
+
+def merger(*arguments: object) -> list[str]:
+    """One of our commands."""
+    return [sys.executable, "-m", "hydraflow.model_merger", *map(str, arguments)]
+
+
+def bench(size: str, layout: str, folder: Path, repeats: int, verl: str | None) -> dict[str, Any]:
+    """Figures of one model in one layout."""
+    model, checkpoint, target = folder / size, folder / f"{size}-{layout}", folder / "merged"
+    if not model.exists():
+        child = multiprocessing.get_context("spawn").Process(target=make_model, args=(size, str(model)))
+        child.start()
+        child.join()
+    run(merger("split", "--hf_dir", model, "--target_dir", checkpoint, "--world_size", RANKS, "--layout", layout))
+    ours = fastest(merger("merge", "--local_dir", checkpoint, "--target_dir", target), target, repeats)
+    run(merger("test", "--local_dir", checkpoint, "--test_hf_dir", model))
+    run([sys.executable, "-c", _SAME, str(model), str(target)])
+    theirs = VERL[size]
+    if verl is not None and layout == "verl":
+        command = [
+            verl,
+            "-m",
+            "verl.model_merger",
+            "merge",
+            "--backend",
+            "fsdp",
+            "--local_dir",
+            str(checkpoint),
+            "--target_dir",
+            str(target),
+        ]
+        theirs = fastest(command, target, repeats)
+    base = run([sys.executable, "-c", "import torch"])
+    shutil.rmtree(checkpoint)
+    shutil.rmtree(target)
+    return {
+        "size": size,
+        "layout": layout,
+        **asdict(ours),
+        "above_torch_mb": round(ours.peak_mb - base.peak_mb, 1),
+        "verl": asdict(theirs),
+        "ratio_time": round(theirs.seconds / ours.seconds, 2),
+        "ratio_memory": round(theirs.peak_mb / ours.peak_mb, 2),
+    }
+
+
+_SAME = """
+import glob, sys, torch
+from safetensors import safe_open
+def read(folder):
+    return {k: s.get_tensor(k) for f in glob.glob(folder + "/*.safetensors") for s in [safe_open(f, "pt")] for k in s.keys()}
+a, b = read(sys.argv[1]), read(sys.argv[2])
+assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a), "the merged model is another one"
+"""
+
+
+def main() -> None:
+    """Runs and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", choices=list(SHAPES), default=["0.5b"])
+    parser.add_argument("--layouts", nargs="+", choices=["verl", "hydraflow"], default=["verl", "hydraflow"])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--verl", help="a Python that has verl")
+    parser.add_argument("--folder", type=Path, help="where models and checkpoints are put meanwhile (a temporary folder)")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        rows = [bench(size, layout, Path(folder), args.repeats, args.verl) for size in args.sizes for layout in args.layouts]
+    print(json.dumps({"load": os.getloadavg()[0], "cores": len(os.sched_getaffinity(0)), "merges": rows}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""How long the batch plan takes for a cluster and a data set of any size: it must not depend on either.
+
+    python scripts/bench/plan_scale.py [repetitions]
+
+In: nothing. Out: milliseconds for a plan that is accepted, one that is refused with three problems, and one whose devices are
+listed, at 16 and at 100,000 devices. No Ray, no torch.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from typing import Any
+
+from hydraflow.batch_plan.resolve import resolve_plan
+from hydraflow.errors import ConfigError
+from hydraflow.schema import PPOConfig
+
+PROMPTS = 10_000_000
+
+
+def configuration(nodes: int) -> PPOConfig:
+    """A mixture-of-experts run with Megatron on `nodes` machines with 8 devices: tp 4, pp 2, ep 8, one row in 8 devices."""
+    config = PPOConfig()
+    policy = config.actor_rollout_ref
+    config.trainer.nnodes, config.trainer.n_gpus_per_node = nodes, 8
+    config.algorithm.adv_estimator = "grpo"
+    policy.actor.strategy = "megatron"
+    megatron = policy.actor.megatron
+    megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size = 4, 2
+    megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size = 8, 1
+    policy.rollout.name, policy.rollout.n, policy.rollout.tensor_model_parallel_size = "vllm", 16, 8
+    config.data.train_batch_size, policy.actor.ppo_mini_batch_size = 2 * nodes, nodes
+    policy.actor.ppo_micro_batch_size_per_gpu = 4
+    return config
+
+
+def broken(nodes: int) -> PPOConfig:
+    """The same with a mini-batch, a micro-batch and a parallel size that do not divide."""
+    config = configuration(nodes)
+    actor = config.actor_rollout_ref.actor
+    actor.ppo_mini_batch_size, actor.ppo_micro_batch_size_per_gpu, actor.megatron.tensor_model_parallel_size = nodes - 1, 3, 7
+    return config
+
+
+def mapped(nodes: int) -> PPOConfig:
+    """The same with the sampling devices given one by one, every second machine."""
+    config = configuration(nodes)
+    listed = [device for device in range(8 * nodes) if device // 8 % 2 == 0]
+    config.actor_rollout_ref.rollout.device_mapping = listed
+    return config
+
+
+def milliseconds(config: PPOConfig, repetitions: int) -> float:
+    """The median of some plans."""
+    taken = []
+    for _ in range(repetitions):
+        start = time.perf_counter()
+        outcome: Any
+        try:
+            outcome = resolve_plan(config, prompts=PROMPTS)
+        except ConfigError as error:
+            outcome = error
+        taken.append(1000 * (time.perf_counter() - start))
+        assert outcome is not None
+    return statistics.median(taken)
+
+
+def main() -> None:
+    """Prints the table."""
+    repetitions = int(sys.argv[1]) if len(sys.argv) > 1 else 5
+    print(f"median of {repetitions}, in ms; {PROMPTS:,} prompts")
+    for nodes in (2, 12_500):
+        times = {name.__name__: milliseconds(name(nodes), repetitions) for name in (configuration, broken, mapped)}
+        print(f"{8 * nodes:>7,} devices: " + ", ".join(f"{name} {value:.2f}" for name, value in times.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,314 @@
+#!/usr/bin/env python
+"""Kills runs with SIGKILL at random moments, starts them again, and compares them with runs that nothing stopped.
+
+In: nothing but a number of moments and a seed. Out: a table (or JSON) with one line per moment: whom the signal hit and when, how the
+command ended, where it went on, and whether weights and metrics are those of the run without a stop, bit by bit. Exit code 1 when
+one is not.
+
+    python scripts/kill_matrix.py                       20 moments, about a quarter of an hour on two cores
+    python scripts/kill_matrix.py --moments 3 --json    the first three; CI runs these (tests/jobs/test_resume.py)
+
+`timing_s/*`, `perf/*` and the wall time of a record are left out of the comparison: they are never the same twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+STEPS = 8
+ENDS = 90.0
+"""Seconds that a run may take to end once a process of it was killed."""
+STARTS = 240.0
+"""Seconds that a run may take until the moment has come, or until it is done."""
+LEFTOVERS = 30.0
+"""Seconds in which every process of an ended run must be gone."""
+MARK = "HYDRAFLOW_KILL_MATRIX"
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return sum(said == right for said, right in zip(solution_str, ground_truth)) / len(ground_truth)
+"""
+"""Share of right digits: a model that has hardly been warmed up is never right as a whole."""
+COMMON = [
+    *("recipe.warm_start_steps=20", "recipe.warm_start_accuracy=1.0", "recipe.train_problems=600", "recipe.val_problems=32"),
+    *("data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=4"),
+    *("actor_rollout_ref.actor.shuffle=true", "actor_rollout_ref.actor.optim.lr=1e-3", "actor_rollout_ref.actor.optim.lr_warmup_steps=3"),
+    *(f"trainer.total_training_steps={STEPS}", "trainer.test_freq=3", "trainer.save_freq=2", "trainer.logger=[file]"),
+    *("trainer.n_gpus_per_node=2", "trainer.max_actor_ckpt_to_keep=2", "reward.num_workers=1"),
+]
+METHODS = {
+    "grpo": ["algorithm.adv_estimator=grpo"],
+    "ppo": [
+        *("algorithm.adv_estimator=gae", "critic.optim.lr=1e-3", "trainer.max_critic_ckpt_to_keep=1"),
+        *("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=100"),
+    ],
+}
+"""What is trained: each twice as many optimizer steps as training steps, on two ranks."""
+TARGETS = ("controller", "actor rank", "rollout worker", "raylet", "middle of a save")
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Whom to kill, and when."""
+
+    number: int
+    target: str
+    method: str
+    steps: int
+    """Lines of metrics.jsonl to wait for; step 0, the validation before training, is the first. In the middle of a save: the save."""
+    delay: float
+    """Seconds to wait after that."""
+    rank: int
+    """Which of the two training processes, where one is meant; -1: in the middle of a save, the controller."""
+
+    def words(self) -> str:
+        """For the table."""
+        whom = f"{self.target} {self.rank}" if self.target in ("actor rank", "rollout worker") else self.target
+        if self.target == "middle of a save":
+            whom = f"{'controller' if self.rank < 0 else f'rank {self.rank}'} in the middle of save {self.steps}"
+            return f"{whom} + {1000 * self.delay:.0f} ms"
+        return f"{whom} after step {self.steps - 1} + {1000 * self.delay:.0f} ms"
+
+
+@dataclass
+class Outcome:
+    """What came of a moment."""
+
+    moment: str
+    method: str
+    exit_code: int
+    """Of the run that was hit; -9: the controller itself."""
+    ended_after: float
+    """Seconds from the signal to the end of the command."""
+    went_on_from: int
+    """Step of the checkpoint; 0: there was none yet."""
+    same: bool
+    """Whether metrics and weights are those of the run without a stop."""
+    differences: str = ""
+
+
+def draw_moments(count: int, seed: int) -> list[Moment]:
+    """So many moments, the targets in turn."""
+    chance = random.Random(seed)
+    moments = []
+    for number in range(count):
+        target, method = TARGETS[number % len(TARGETS)], ("grpo", "ppo")[(number // len(TARGETS)) % 2]
+        steps, rank = chance.randint(1, STEPS - 1), chance.randint(0, 1)
+        delay = {"rollout worker": chance.uniform(0.0, 0.03), "actor rank": chance.uniform(0.08, 0.2)}.get(
+            target, chance.uniform(0.0, 0.25)
+        )
+        if target == "middle of a save":
+            steps, delay, rank = chance.randint(1, 3), chance.uniform(0.0, 0.12), chance.choice((-1, 0, 1))
+        moments.append(Moment(number + 1, target, method, steps, delay, rank))
+    return moments
+
+
+class Run:
+    """One command, in a session of its own."""
+
+    def __init__(self, home: Path, method: str, cache: Path):
+        self.folder = home / "out"
+        self.log = home / "log"
+        self.mark = f"{MARK}={home}"
+        home.mkdir(parents=True, exist_ok=True)
+        (home / "reward.py").write_text(REWARD)
+        words = [sys.executable, "-m", "hydraflow.main_ppo", *COMMON, *METHODS[method], f"trainer.default_local_dir={self.folder}"]
+        words += [f"recipe.cache_dir={cache}", f"reward.custom_reward_function.path={home}/reward.py"]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: str(home)}
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(words, cwd=home, env=env, stdout=log, stderr=log, start_new_session=True)
+
+    def lines(self) -> int:
+        """Lines of metrics.jsonl."""
+        path = self.folder / "metrics.jsonl"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+    def family(self) -> list[psutil.Process]:
+        """All processes of the run that live, this command included."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == self.mark.partition("=")[2] and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return found
+
+    def trainers(self) -> list[psutil.Process]:
+        """The training processes: workers of Ray without a child, that which scores having the reward processes as children."""
+        workers = [process for process in self.family() if _title(process).startswith("ray::WorkerHost")]
+        return sorted((process for process in workers if not process.children()), key=lambda process: process.pid)
+
+    def finish(self, seconds: float) -> int:
+        """Exit code, once the command and all its processes have ended."""
+        code = self.process.wait(timeout=seconds)
+        wait_until(lambda: not self.family(), LEFTOVERS, f"the processes of {self.mark} to end")
+        return code
+
+    def said(self) -> str:
+        """The end of what it printed."""
+        return self.log.read_text()[-3000:]
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return ""
+
+
+def wait_until(condition: Callable[[], object], seconds: float, what: str) -> None:
+    """Looks every 2 ms."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {seconds:g} s for {what}")
+        time.sleep(0.002)
+
+
+def strike(run: Run, moment: Moment) -> None:
+    """Waits for the moment and kills."""
+    trainers = []
+    if moment.target in ("actor rank", "rollout worker", "middle of a save"):
+        wait_until(lambda: run.process.poll() is not None or run.lines() >= 1, STARTS, "the validation before training")
+        trainers = run.trainers()
+    if moment.target == "middle of a save":
+        step = 2 * moment.steps
+        wait_until(lambda: run.process.poll() is not None or (run.folder / f"global_step_{step}.unfinished").exists(), STARTS, "a save")
+    else:
+        wait_until(lambda: run.process.poll() is not None or run.lines() >= moment.steps, STARTS, f"{moment.steps} lines")
+    raylets = [process for process in run.family() if process.name() == "raylet"] if moment.target == "raylet" else []
+    time.sleep(moment.delay)
+    if moment.target == "raylet":
+        raylets[0].kill()
+    elif moment.target == "controller" or moment.rank < 0:
+        os.kill(run.process.pid, signal.SIGKILL)
+    else:
+        trainers[moment.rank].kill()
+
+
+def carry_out(moment: Moment, home: Path, cache: Path, wanted: Result) -> Outcome:
+    """Kills one run and starts it again."""
+    run = Run(home, moment.method, cache)
+    strike(run, moment)
+    struck = time.monotonic()
+    code = run.finish(ENDS)
+    seconds = time.monotonic() - struck
+    if code == 0:
+        raise RuntimeError(f"moment {moment.number} came too late: {run.said()}")
+    again = Run(home, moment.method, cache)
+    if again.finish(STARTS) != 0:
+        return Outcome(moment.words(), moment.method, code, seconds, -1, False, f"the second start failed: {again.said()}")
+    told = re.findall(r"continues after step (\d+)", again.log.read_text())
+    different = "; ".join(differences(read_result(run.folder), wanted))
+    return Outcome(moment.words(), moment.method, code, seconds, int(told[-1]) if told else 0, not different, different)
+
+
+# --- results -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run leaves that must be the same."""
+
+    metrics: list[tuple[int, dict[str, Any]]]
+    """Every line: step and values, in the order of the file."""
+    weights: dict[str, Any]
+    """Every trained tensor, actor's and critic's."""
+
+
+def read_result(folder: Path) -> Result:
+    """Metrics and weights of a finished run."""
+    from safetensors.torch import load_file
+
+    metrics = []
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        values = {name: value for name, value in record.items() if not name.startswith(("timing_s/", "perf/")) and name != "seconds"}
+        metrics.append((record["step"], values))
+    weights = {}
+    for path in sorted((folder / "final_model").rglob("*.safetensors")):
+        weights |= {f"{path.parent.name}/{name}": tensor for name, tensor in load_file(path).items()}
+    return Result(metrics, weights)
+
+
+def differences(found: Result, wanted: Result) -> Iterator[str]:
+    """What differs, in words."""
+    import torch
+
+    if [step for step, _ in found.metrics] != [step for step, _ in wanted.metrics]:
+        yield f"steps {[step for step, _ in found.metrics]}"
+        return
+    for (step, mine), (_, theirs) in zip(found.metrics, wanted.metrics, strict=True):
+        if names := sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)):
+            yield f"step {step}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
+    if not wanted.weights or found.weights.keys() != wanted.weights.keys():
+        yield "other weights"
+    elif changed := [name for name in wanted.weights if not torch.equal(found.weights[name], wanted.weights[name])]:
+        yield f"{len(changed)} of {len(wanted.weights)} tensors, the first {changed[0]}"
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """For people, as Markdown."""
+    lines = ["| # | method | killed | command ended with | after | went on from | bit-identical |", "|---|---|---|---|---|---|---|"]
+    for number, one in enumerate(outcomes, 1):
+        end = "SIGKILL" if one.exit_code == -signal.SIGKILL else str(one.exit_code)
+        verdict = "yes" if one.same else f"NO: {one.differences}"
+        start = f"step {one.went_on_from}" if one.went_on_from else "the start"
+        lines.append(f"| {number} | {one.method} | {one.moment} | {end} | {one.ended_after:.1f} s | {start} | {verdict} |")
+    return "\n".join(lines)
+
+
+def run_matrix(moments: list[Moment], home: Path, cache: Path) -> list[Outcome]:
+    """Carries out the moments, one after the other, telling on stderr how it goes."""
+    wanted = {}
+    for method in sorted({moment.method for moment in moments}):
+        whole = Run(home / f"whole-{method}", method, cache)
+        if whole.finish(STARTS) != 0:
+            raise RuntimeError(f"the run without a stop failed: {whole.said()}")
+        wanted[method] = read_result(whole.folder)
+        print(f"{method}: {len(wanted[method].metrics)} records, {len(wanted[method].weights)} tensors to compare", file=sys.stderr)
+    outcomes = []
+    for moment in moments:
+        outcomes.append(carry_out(moment, home / f"moment-{moment.number}", cache, wanted[moment.method]))
+        print(table(outcomes[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
+    return outcomes
+
+
+def main() -> int:
+    """Runs the matrix; 0 when all are bit-identical."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--moments", type=int, default=20, help="how many")
+    parser.add_argument("--seed", type=int, default=1, help="of the moments")
+    parser.add_argument("--only", type=int, nargs="*", help="numbers of the moments to carry out")
+    parser.add_argument("--folder", type=Path, help="where the runs are kept; default: a temporary folder")
+    parser.add_argument("--cache", type=Path, help="the recipe's cache; default: in the folder")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    options = parser.parse_args()
+    home = options.folder or Path(tempfile.mkdtemp(prefix="kill-matrix-"))
+    moments = [moment for moment in draw_moments(options.moments, options.seed) if not options.only or moment.number in options.only]
+    outcomes = run_matrix(moments, home.resolve(), (options.cache or home / "cache").resolve())
+    print(json.dumps([asdict(one) for one in outcomes], indent=1) if options.json else table(outcomes))
+    if options.folder is None:
+        shutil.rmtree(home)
+    return 0 if all(one.same for one in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""docs/verl_keys.md from the tables of hydraflow/compose: python scripts/verl_keys.py > docs/verl_keys.md
+
+In: the tables. Out: the page on standard output. Left out on purpose: anything that is not in the tables; edit those, not the page.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from hydraflow.compose.keys import is_below_open, known_keys, shown
+from hydraflow.compose.patterns import expand
+from hydraflow.compose.verl import classify, is_never_read, renamed, value_of
+from hydraflow.compose.verl_defaults import VERSION, leaves
+from hydraflow.compose.verl_table import (
+    ALIASES,
+    CONFIG_NAMES,
+    DTYPES,
+    ENGINES,
+    FILTER_METRICS,
+    FOLLOWS,
+    IGNORED,
+    NOT_NEEDED,
+    SECTIONS,
+    STRATEGIES,
+    UNSUPPORTED,
+    VERL_TRACKERS,
+    Alias,
+    Ignored,
+)
+from hydraflow.schema import PPOConfig
+
+INTRODUCTION = f"""# verl's keys here
+
+A command line of `python -m verl.trainer.main_ppo` runs with `python -m hydraflow.main_ppo`, or one report names every key that has no
+counterpart. `python -m hydraflow.plan` with the same arguments refuses none of them: it counts what is honoured, accepted without
+effect, and unsupported. The target is verl {VERSION}; names of older and newer versions are marked.
+
+This page is made by `python scripts/verl_keys.py > docs/verl_keys.md` from the tables that the program uses
+(`hydraflow/compose/verl_table.py`, `verl_defaults.py`). In a pattern `{{a,b}}` stands for either, `*` for one name, `**` for any names.
+"""
+KNOWN, ALIAS, NEVER, NOT_MISSED, REFUSED = "known", "alias", "ignored by verl", "not needed", "unsupported"
+MEANING = {
+    KNOWN: "the same name, meaning and unit",
+    ALIAS: "another name here; a note says which",
+    NEVER: "accepted: verl ignores it, too",
+    NOT_MISSED: "accepted: what is learned does not depend on it",
+    REFUSED: "refused, unless the value is verl's default or asks for nothing",
+}
+
+
+def kind(key: str) -> str:
+    """The class of one of verl's keys."""
+    keys = known_keys(PPOConfig)
+    if key in keys or is_below_open(keys, key):
+        return KNOWN
+    row = classify(key)
+    assert row is not None, f"{key} is in no table"
+    if isinstance(row, Alias):
+        return ALIAS
+    if isinstance(row, Ignored):
+        return NEVER if is_never_read(key) else NOT_MISSED
+    return REFUSED
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [
+        INTRODUCTION,
+        _counts(),
+        _section("Defaults that differ", "What a key is when nobody sets it.", ("key", f"verl {VERSION}", "here"), _differences()),
+        _section("Another name here", "", ("verl", "here", "remark"), _aliases()),
+        _section("Sections that moved", "Every key of them is looked up in the other.", ("verl", "here"), SECTIONS.items()),
+        _section("Never did anything", "Accepted with a note.", ("key", "why"), ((key, row.why) for key, row in IGNORED.items())),
+        _section("Not needed here", "Accepted with a note.", ("key", "why"), ((key, row.why) for key, row in NOT_NEEDED.items())),
+        _section(
+            "Not supported yet",
+            "Refused, except for verl's default and the values in the third column, which ask for nothing.",
+            ("key", "in verl it would", "also accepted", "instead"),
+            ((key, row.would, _values(row.harmless), row.instead) for key, row in UNSUPPORTED.items()),
+        ),
+        _section("Values that are written otherwise", "", ("key", "verl", "here"), _value_rows()),
+        _section(
+            "Keys that follow another", "Where nobody sets the first, it has the value of the second.", ("key", "follows"), FOLLOWS.items()
+        ),
+        _files(),
+    ]
+    return "\n".join(parts)
+
+
+def _counts() -> str:
+    counts = Counter(kind(key) for key in leaves())
+    plain = len(leaves(megatron=False))
+    rows = ((name, counts[name], MEANING[name]) for name in (KNOWN, ALIAS, NEVER, NOT_MISSED, REFUSED))
+    text = (
+        f"{plain} keys of verl's default configuration and {len(leaves()) - plain} more with `model_engine=megatron`, without `_target_`."
+    )
+    return _section("Counts", text, ("class", "keys", "meaning"), rows)
+
+
+def _section(title: str, text: str, heads: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> str:
+    lines = [f"## {title}", "", *([text, ""] if text else []), f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+    lines += [f"| {' | '.join(_cell(head, cell) for head, cell in zip(heads, row, strict=True))} |" for row in rows]
+    return "\n".join([*lines, ""])
+
+
+def _cell(head: str, cell: object) -> str:
+    text = str(cell).replace("|", "\\|")
+    return f"`{text}`" if text and head in ("key", "verl", "here", "follows", "also accepted", "instead", f"verl {VERSION}") else text
+
+
+def _differences() -> Iterator[tuple[str, str, str]]:
+    for key, default in leaves().items():
+        known = known_keys(PPOConfig).get(key)
+        if known is None or default is ... or _same(key, default, known.default, FOLLOWS):
+            continue
+        yield key, "(must be given)" if default == "???" else shown(default), shown(known.default)
+
+
+def _same(key: str, verls: Any, ours: Any, follows: Mapping[str, str]) -> bool:
+    """Whether the two defaults mean the same."""
+    return key in follows or value_of(key, verls)[0] == ours
+
+
+def _aliases() -> Iterator[tuple[str, str, str]]:
+    there = {"model_engine", *(renamed(key) for key in leaves())}
+    for pattern, row in ALIASES.items():
+        other = "" if any(form in there for form in expand(pattern)) else "a name of other versions"
+        yield pattern, row.new, "; ".join(filter(None, (row.why, other)))
+
+
+def _values(values: Iterable[object]) -> str:
+    return ", ".join(shown(value) for value in values)
+
+
+def _value_rows() -> Iterator[tuple[str, str, str]]:
+    yield from (("**.{dtype,model_dtype}", verls, ours) for verls, ours in DTYPES.items())
+    yield from (("**.strategy", verls, ours) for verls, ours in STRATEGIES.items())
+    yield from (("actor_rollout_ref.rollout.name", verls, ours) for verls, ours in ENGINES.items())
+    yield from (("algorithm.filter_groups.metric", verls, ours) for verls, ours in FILTER_METRICS.items())
+    yield "**.optim.lr_warmup_steps", "null", "-1"
+    yield "trainer.test_freq", "0", "-1"
+    yield "trainer.logger", ", ".join(VERL_TRACKERS), "left out, with file and tensorboard in their place"
+
+
+def _files() -> str:
+    names = ", ".join(f"`{name}`" for name in CONFIG_NAMES)
+    return f"""## Configuration files and groups
+
+- `--config-name` of verl's own files ({names}), with `--config-path` or without, is taken as `model_engine=dp` or `model_engine=megatron`.
+- `model_engine=megatron` sets `strategy=megatron` for actor and critic; so do `actor@actor_rollout_ref.actor=megatron_actor` and
+  `critic@critic=megatron_critic`. The engines torchtitan and veomni do not exist here.
+- Micro-batch sizes without `_per_gpu` count rows over all data ranks: they are divided by the number of ranks, which needs
+  `trainer.n_gpus_per_node`, and refused where that leaves a rest.
+"""
+
+
+if __name__ == "__main__":
+    print(page(), end="")

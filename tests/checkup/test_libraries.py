@@ -1,0 +1,84 @@
+"""Libraries together: real distributions and made-up ones."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from checkup.given import configured, findings, states
+
+from hydraflow.checkup.facts import Facts
+from hydraflow.checkup.finding import State
+from hydraflow.checkup.libraries import broken_requirements
+from hydraflow.models import attention
+
+
+def distribution(folder: Path, name: str, version: str, *asks: str) -> None:
+    """The metadata of a made-up distribution."""
+    made = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    made.mkdir()
+    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {each}" for each in asks)]
+    (made / "METADATA").write_text("\n".join(lines) + "\n")
+
+
+def test_the_libraries_of_this_environment_fit() -> None:
+    assert states(findings(Facts(configured()), "library versions")) == [State.OK]
+    [used] = findings(Facts(configured()), "tensordict and torch")
+    assert used.state is State.OK and "joined rows" in used.evidence
+
+
+def test_a_requirement_that_is_not_met(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = ['gone; extra == "more"', 'gone; sys_platform == "os2"']
+    distribution(tmp_path, "made-up", "1.0", "numpy<1", "no-such-thing>=2", "pytest", *elsewhere)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    first, second = broken_requirements("made-up")
+    assert first.startswith("made-up needs numpy<1, installed is ")
+    assert second == "made-up needs no-such-thing>=2, which is not installed"
+
+
+def test_vllm_that_is_asked_for_and_missing() -> None:
+    [found] = findings(Facts(configured(actor_rollout_ref__rollout__name="vllm")), "vLLM and torch")
+    assert found.state is State.PROBLEM and "vllm" in found.remedy
+    assert states(findings(Facts(configured()), "vLLM and torch")) == [State.SKIPPED]
+
+
+def test_vllm_for_another_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "vllm.py").write_text("")
+    distribution(tmp_path, "vllm", "9.9", "torch==1.0")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    [found] = findings(Facts(configured(actor_rollout_ref__rollout__name="vllm")), "vLLM and torch")
+    assert found.state is State.PROBLEM and "vllm needs torch==1.0, installed is" in found.evidence
+    assert found.remedy.startswith("pip install 'torch==1.0'")
+
+
+def broken_flash(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flash-attn that was built for another torch, as its import ends."""
+    made = folder / "flash_attn"
+    made.mkdir()
+    (made / "__init__.py").write_text("raise ImportError('undefined symbol: _ZN3c104cuda9SetDeviceEi')\n")
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+
+
+def test_flash_attn_that_does_not_match(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken_flash(tmp_path, monkeypatch)
+    [found] = findings(Facts(configured()), "flash-attn")
+    assert found.state is State.NOTE  # a CPU does not need it
+    assert "undefined symbol" in found.evidence and "SDPA" in found.evidence
+
+
+def test_attention_falls_back_where_flash_attn_does_not_match(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken_flash(tmp_path, monkeypatch)
+    assert attention.flash_kernel.__wrapped__() is None
+
+
+def test_flash_attn_that_is_there_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken_flash(tmp_path, monkeypatch)
+    (tmp_path / "flash_attn" / "__init__.py").write_text("__version__ = '2.9'\ndef flash_attn_varlen_func(): return 42\n")
+    kernel = attention.flash_kernel.__wrapped__()
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    assert kernel is not None and kernel() == 42
+    [found] = findings(Facts(configured()), "flash-attn")
+    assert found.state is State.OK and "flash-attn and torch 2.9" in found.evidence

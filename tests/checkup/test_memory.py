@@ -1,0 +1,72 @@
+"""GPUs and memory against the plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from checkup.given import configured, findings, states
+
+from hydraflow.checkup.facts import Facts
+from hydraflow.checkup.finding import State
+from hydraflow.checkup.memory import HostMemory, host_memory, judge_device, judge_host, judge_unused
+from hydraflow.memory.estimate import estimate
+from hydraflow.memory.limits import limits_of
+from hydraflow.memory.report import MemoryReport
+
+
+def report(model: Path, data: Path) -> MemoryReport:
+    facts = Facts(configured(model, data))
+    return estimate(facts.plan, facts.config, facts.shape, limits=limits_of(facts.config), critic_shape=None)
+
+
+def test_a_small_model_fits(model: Path, data: Path) -> None:
+    facts = Facts(configured(model, data))
+    assert states(findings(facts, "host memory")) == [State.OK]
+    assert states(findings(facts, "devices")) == [State.OK]
+    assert states(findings(facts, "GPUs, used")) == [State.SKIPPED]
+
+
+def test_sizes_that_the_estimate_does_not_know_are_no_problem(model: Path, data: Path) -> None:
+    sizes = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({name: value for name, value in sizes.items() if name != "hidden_size"}))
+    [found] = findings(Facts(configured(model, data)), "host memory")
+    assert found.state is State.SKIPPED and "hidden_size" in found.evidence
+
+
+def test_device_memory_below_the_estimate(model: Path, data: Path) -> None:
+    found = report(model, data)
+    peak = max(group.peak for group in found.groups)
+    assert judge_device(found, peak, "GPU 0").state is State.OK
+    assert judge_device(found, int(peak / 1.1), "GPU 0").state is State.WARNING  # within what an estimate may be off
+    assert judge_device(found, peak // 2, "GPU 0").state is State.PROBLEM
+
+
+def test_host_memory_below_the_estimate(model: Path, data: Path) -> None:
+    found = report(model, data)
+    assert judge_host(found, HostMemory(2**40, 2**40)).state is State.OK
+    short = judge_host(found, HostMemory(2**40, found.host.total // 2))
+    assert short.state is State.PROBLEM and "1.00 TiB" in short.evidence
+
+
+def test_a_control_group_s_limit_counts(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("1000000000\n")
+    (tmp_path / "memory.current").write_text("400000000\n")
+    membership = tmp_path / "membership"
+    membership.write_text("0::/\n")
+    assert host_memory(tmp_path, membership) == HostMemory(10**9, 6 * 10**8)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert host_memory(tmp_path, membership).total > 10**9
+
+
+def test_gpus_that_torch_does_not_see() -> None:
+    assert judge_unused("auto", 0).state is State.OK
+    assert judge_unused("cpu", 8).state is State.OK
+    unseen = judge_unused("auto", 8)
+    assert unseen.state is State.WARNING and "lists 8 GPUs" in unseen.evidence
+
+
+def test_a_device_that_is_not_here_is_reported_once(model: Path, data: Path) -> None:
+    facts = Facts(configured(model, data, trainer__device="cuda"))
+    if facts.device_type == "cpu" or states(findings(facts, "processors")) == [State.PROBLEM]:
+        assert states(findings(facts, "devices")) == [State.SKIPPED]

@@ -1,0 +1,153 @@
+"""Model directories that are broken in the ways in which downloads break them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from checkup.given import configured, findings, states
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from hydraflow.checkup.facts import Facts
+from hydraflow.checkup.finding import Finding, State
+from hydraflow.checkup.model_files import INDEX, file_fault, judge_positions, to_download, weight_faults
+from hydraflow.models.tiny import make_tokenizer
+
+
+def shards(folder: Path) -> Path:
+    """Two files of weights and their index."""
+    folder.mkdir(exist_ok=True)
+    places = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors", "c": "model-00002-of-00002.safetensors"}
+    save_file({"a": torch.zeros(8)}, folder / places["a"])
+    save_file({"b": torch.zeros(8), "c": torch.zeros(2, dtype=torch.bfloat16)}, folder / places["b"])
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return folder
+
+
+def look(model: Path | str, data: Path) -> list[Finding]:
+    return findings(Facts(configured(model, data)), "model files")
+
+
+def test_a_complete_directory(model: Path, data: Path) -> None:
+    [found] = look(model, data)
+    assert found.state is State.OK and "1 weight files" in found.evidence and found.evidence.endswith("F32")
+    assert states(findings(Facts(configured(model, data)), "model and tokenizer")) == [State.OK, State.OK]
+
+
+def test_shards_as_the_index_promises(tmp_path: Path) -> None:
+    assert weight_faults(shards(tmp_path)) == []
+
+
+def test_a_missing_shard(tmp_path: Path) -> None:
+    (shards(tmp_path) / "model-00002-of-00002.safetensors").unlink()
+    [fault] = weight_faults(tmp_path)
+    assert fault == "1 of 2 weight files are missing (model-00002-of-00002.safetensors), with 2 of 3 weights"
+
+
+def test_a_missing_shard_stops_the_doctor_s_table(model: Path, data: Path) -> None:
+    (model / "model.safetensors").unlink()
+    shards(model)
+    (model / "model-00001-of-00002.safetensors").unlink()
+    [found] = look(model, data)
+    assert found.state is State.PROBLEM and found.remedy == "download the model again, all of it"
+
+
+def test_a_shard_that_is_cut_off(tmp_path: Path) -> None:
+    file = shards(tmp_path) / "model-00001-of-00002.safetensors"
+    size = file.stat().st_size
+    file.write_bytes(file.read_bytes()[:-5])
+    assert weight_faults(tmp_path) == [f"{file.name} is cut off: it has {size - 5} bytes of {size}"]
+
+
+@settings(max_examples=50, deadline=None)
+@given(draw=st.data())
+def test_a_file_that_is_cut_anywhere_is_found(tmp_path_factory: pytest.TempPathFactory, draw: st.DataObject) -> None:
+    file = tmp_path_factory.mktemp("cut") / "model.safetensors"
+    save_file({"a": torch.zeros(3), "b": torch.zeros(2, 2)}, file)
+    assert file_fault(file) is None
+    file.write_bytes(file.read_bytes()[: draw.draw(st.integers(0, file.stat().st_size - 1))])
+    assert file_fault(file) is not None
+
+
+def test_a_shard_without_a_promised_weight(tmp_path: Path) -> None:
+    save_file({"b": torch.zeros(8)}, shards(tmp_path) / "model-00002-of-00002.safetensors")
+    assert weight_faults(tmp_path) == ["model-00002-of-00002.safetensors lacks 1 weights that the index promises, the first c"]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "Git LFS pointer"),
+        (b"", "no safetensors header"),
+        (b"<html>Not found</html>", "no safetensors header"),
+        (b"\x04\x00\x00\x00\x00\x00\x00\x00nope", "no safetensors header"),
+    ],
+)
+def test_a_file_that_is_something_else(tmp_path: Path, content: bytes, said: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    [fault] = weight_faults(tmp_path)
+    assert said in fault
+
+
+def test_an_index_that_is_broken(tmp_path: Path) -> None:
+    (shards(tmp_path) / INDEX).write_text("{")
+    assert "cannot be read" in weight_faults(tmp_path)[0]
+
+
+def test_no_weights_and_no_configuration(model: Path, data: Path) -> None:
+    (model / "model.safetensors").unlink()
+    assert "no weights" in look(model, data)[0].evidence
+    (model / "config.json").unlink()
+    [found] = look(model, data)
+    assert found.state is State.PROBLEM and "config.json" in found.evidence
+
+
+def test_a_hub_name_that_is_not_here(data: Path) -> None:
+    facts = Facts(configured("nobody/no-such-model-anywhere", data))
+    [found] = findings(facts, "model files")
+    assert found.state in (State.NOTE, State.PROBLEM)  # the latter where the tests run offline
+    assert states(findings(facts, "model and tokenizer")) == [State.SKIPPED]
+    assert to_download("gone", "a/b", offline=True).state is State.PROBLEM
+    assert to_download("gone", "a/b", offline=False).remedy == "hf download a/b"
+
+
+def test_a_hub_name_in_the_cache(model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path / "hub" / "models--me--small"
+    (cache / "snapshots").mkdir(parents=True)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("0123")
+    model.rename(cache / "snapshots" / "0123")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    facts = Facts(configured("me/small", data))
+    [found] = findings(facts, "model files")
+    assert found.state is State.OK and str(cache) in found.evidence
+    assert states(findings(facts, "model and tokenizer")) == [State.OK, State.OK]
+    (cache / "snapshots" / "0123" / "model.safetensors").unlink()
+    [partly] = findings(Facts(configured("me/small", data)), "model files")
+    assert partly.state in (State.NOTE, State.PROBLEM) and "no weights" in partly.evidence
+
+
+def test_a_tokenizer_larger_than_the_model(model: Path, data: Path) -> None:
+    make_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789+= ").save_pretrained(model)
+    vocabulary, _ = findings(Facts(configured(model, data)), "model and tokenizer")
+    assert vocabulary.state is State.PROBLEM
+    assert "the tokenizer has 41 tokens, the model 17: the last 24" in vocabulary.evidence  # 39 characters, padding and end; 15
+
+
+def test_a_directory_without_a_tokenizer_is_reported_once(model: Path, data: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    facts = Facts(configured(model, data))
+    [first] = findings(facts, "model and tokenizer")
+    assert first.state is State.PROBLEM and "tokenizer" in first.evidence
+    assert states(findings(facts, "end of sequence")) == [State.SKIPPED]
+
+
+def test_positions() -> None:
+    assert judge_positions(512, 512, 1024).state is State.OK
+    over = judge_positions(1024, 512, 1024)
+    assert (over.state, over.remedy) == (State.WARNING, "data.max_prompt_length=512 or data.max_response_length=1")
+    assert judge_positions(16, 1024, 1024).state is State.PROBLEM

@@ -1,0 +1,33 @@
+"""Commands in processes of their own, ended for good."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from hydraflow.checkup.probe import run, run_python
+
+
+def test_what_it_prints_and_how_it_ends() -> None:
+    ended = run_python("import sys; print(sys.argv[1]); sys.exit(3)", "hello", seconds=20)
+    assert (ended.code, ended.last, ended.reason) == (3, "hello", "exit code 3: hello")
+
+
+def test_a_signal() -> None:
+    assert run_python("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", seconds=20).reason == "ended with signal 11"
+
+
+def test_its_children_end_with_it(tmp_path: Path) -> None:
+    began = time.monotonic()
+    source = "import subprocess, sys, time; p = subprocess.Popen(['sleep', '60']); open(sys.argv[1], 'w').write(str(p.pid)); time.sleep(60)"
+    ended = run_python(source, str(tmp_path / "pid"), seconds=2)
+    assert ended.code is None and ended.reason == "took too long"
+    assert time.monotonic() - began < 20
+    child = int((tmp_path / "pid").read_text())
+    state = Path(f"/proc/{child}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_command_that_is_not_there() -> None:
+    assert run(["/no/such/command"], seconds=5, environ=os.environ).code == 127

@@ -1,0 +1,205 @@
+"""The command line as a user meets it: each test starts a process."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ENTRY = Path(__file__).parent / "dummy_entry.py"
+ROOT = ENTRY.parent.parent.parent
+
+
+def call(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run([sys.executable, str(ENTRY), *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+
+
+def printed(result: subprocess.CompletedProcess[str]) -> list[dict]:
+    assert result.returncode == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_a_run_gets_its_configuration_and_leaves_no_files(tmp_path):
+    [seen] = printed(call(tmp_path, "ppo", "+data.shuffle=false", "++trainer.seed=3", "data.val_batch_size=5"))
+    assert seen["config"]["data"]["shuffle"] is False
+    assert seen["config"]["trainer"]["seed"] == 3
+    assert seen["config"]["recipe"]["name"] == "arithmetic"
+    assert {"data.shuffle", "trainer.seed", "data.val_batch_size"} <= set(seen["given"])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["data.train_bach_size=4"], "-> data.train_batch_size=4"),
+        (["trainer.seed=abc"], "trainer.seed=abc: must be a whole number"),
+        (["recipe=arithmetik"], "-> recipe=arithmetic or recipe=none"),
+        (["algorithm.adv_estimator=grop"], "-> algorithm.adv_estimator=grpo"),
+        (["--trainer.seed", "5"], "-> trainer.seed=5"),
+        (["seed"], "seed: is not key=value"),
+        (["--config-name", "missing"], "missing"),
+        (["--config-dir", "missing"], "missing"),
+        (["--cfg", "job", "-m"], "only one of these options"),
+    ],
+)
+def test_a_mistake_is_named_without_a_stack_trace(tmp_path, arguments, expected):
+    result = call(tmp_path, "ppo", *arguments)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("1 problem found")
+    assert expected in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_several_mistakes_are_reported_at_once(tmp_path):
+    result = call(tmp_path, "ppo", "data.train_bach_size=4", "trainer.seed=abc", "recipe=x", "--lr=3")
+    assert result.returncode == 2
+    assert result.stderr.startswith("4 problems found")
+
+
+def test_the_stack_trace_is_there_for_who_asks(tmp_path):
+    result = call(tmp_path, "ppo", "trainer.seed=abc", HYDRAFLOW_FULL_ERROR="1")
+    assert result.returncode == 2
+    assert "Traceback" in result.stderr
+
+
+@pytest.mark.parametrize(("error", "code"), [("7", 7), ("worker", 4), ("interrupt", 130), ("ours", 1)])
+def test_exit_codes(tmp_path, error, code):
+    result = call(tmp_path, "ppo", HYDRAFLOW_TEST_ERROR=error)
+    assert result.returncode == code
+    assert ("Traceback" in result.stderr) == (error == "ours")
+
+
+def test_a_users_file_is_checked_whole(tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults: [ppo, _self_]\ndata: {train_bach_size: 3, shuffle: maybe}\nnew: 3\n")
+    result = call(tmp_path, "ppo", "--config-dir", ".", "--config-name", "mine")
+    assert result.returncode == 2
+    found = ("5 problems", "data.train_bach_size=3", "data.shuffle=maybe", "new=3", "model.path=null: must be", "train_files=null: must be")
+    assert all(key in result.stderr for key in found)
+
+
+def test_a_users_files_are_used(tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults: [ppo, _self_]\nactor_rollout_ref: {model: {path: m}}\ndata: {train_files: t}\n")
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "big.yaml").write_text("# @package _global_\ntrainer: {nnodes: 2}\n")
+    [seen] = printed(call(tmp_path, "ppo", "--config-dir", ".", "--config-name", "mine", "+experiment=big"))
+    assert (seen["config"]["trainer"]["nnodes"], seen["config"]["recipe"]["name"]) == (2, "none")
+    assert "there are big" in call(tmp_path, "ppo", "--config-dir", ".", "+experiment=small").stderr
+
+
+def test_a_sweep_runs_each_value(tmp_path):
+    seen = printed(call(tmp_path, "ppo", "--multirun", "trainer.seed=1,2", "algorithm.gamma=0.5"))
+    assert [one["config"]["trainer"]["seed"] for one in seen] == [1, 2]
+    assert call(tmp_path, "ppo", "-m", "trainer.seed=1,x").returncode == 2
+    old = ["-m", "critic.ppo_micro_batch_size=4,8", "trainer.n_gpus_per_node=2", "critic.enable=true"]
+    seen = printed(call(tmp_path, "ppo", *old))
+    assert [one["config"]["critic"]["ppo_micro_batch_size_per_gpu"] for one in seen] == [2, 4]
+
+
+def test_an_interrupt_ends_the_sweep(tmp_path):
+    result = call(tmp_path, "ppo", "-m", "trainer.seed=1,2", HYDRAFLOW_TEST_ERROR="interrupt")
+    assert (result.returncode, result.stderr) == (130, "interrupted\n")
+
+
+def test_the_configuration_can_be_shown(tmp_path):
+    shown = call(tmp_path, "ppo", "--cfg", "job", "data.train_batch_size=96").stdout
+    assert "train_batch_size: 96" in shown
+    assert "max_prompt_length: 16" in shown  # the recipe's
+    assert "searchpath" in call(tmp_path, "ppo", "--info", "searchpath").stdout.lower().replace(" ", "")
+
+
+def test_help_lists_groups_and_keys(tmp_path):
+    text = call(tmp_path, "ppo", "--help").stdout
+    assert "recipe=arithmetic|none" in text
+    assert "data.train_batch_size=1024   (a whole number)\n      Prompts in one training step" in text
+    assert "Groups:" not in call(tmp_path, "sft", "--help").stdout
+
+
+def test_what_is_shown_is_what_keys_came_to(tmp_path):
+    shown = call(tmp_path, "ppo", "--cfg", "job", "--package", "ray_init", "ray_kwargs.ray_init.num_cpus=8").stdout
+    assert shown == "# @package ray_init\naddress: local\nnum_cpus: 8\n"
+    words = ["trainer.seed=${data.train_batch_size}", "data.train_batch_size=96", "--cfg=job", "-p", "trainer"]
+    assert "seed: ${data.train_batch_size}\n" in call(tmp_path, "ppo", *words).stdout
+    assert "seed: 96\n" in call(tmp_path, "ppo", *words, "--resolve").stdout
+    assert "there is no such section" in call(tmp_path, "ppo", "--cfg", "job", "--package", "nothing").stderr
+    wrong = call(tmp_path, "ppo", "--cfg", "job", "data.train_bach_size=96", "trainer.nnodes=0")
+    assert (wrong.returncode, "1 problem" in wrong.stderr) == (2, True)  # keys are judged, values are shown as they are
+
+
+def test_a_reader_may_stop_early(tmp_path):
+    command = f"{sys.executable} {ENTRY} ppo --help | head -1"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    assert (result.stdout.count("\n"), result.stderr) == (1, "")
+
+
+def test_verls_files_and_names_are_taken_from_the_command_line(tmp_path):
+    own = ["actor_rollout_ref.model.path=m", "data.train_files=t", "actor_rollout_ref.actor.grad_clip=0.5"]
+    result = call(tmp_path, "ppo", "--config-path=config", "--config-name=ppo_megatron_trainer.yaml", *own)
+    [seen] = printed(result)
+    assert seen["config"]["critic"]["strategy"] == seen["config"]["actor_rollout_ref"]["actor"]["strategy"] == "megatron"
+    assert "actor_rollout_ref.actor.optim.clip_grad" in seen["given"]
+    assert "note: actor_rollout_ref.actor.grad_clip: taken as actor_rollout_ref.actor.optim.clip_grad=0.5" in result.stderr
+
+
+def test_the_plans_rules_stand_in_the_same_report(tmp_path):
+    wrong = [
+        "trainer.sed=3",
+        "data.shuffle=maybe",
+        "--jsn",
+        "algorithm.kl_penalty=k9",
+        "data.train_batch_size=96",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=36",
+        "actor_rollout_ref.rollout.name=vllm",
+        "trainer.rollout_data_dir=x",
+    ]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "hydraflow.main_ppo", *wrong]
+    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2
+    assert result.stderr.startswith("7 problems found before anything was started:")
+    assert "actor_rollout_ref.actor.ppo_mini_batch_size=36: must divide data.train_batch_size=96" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "answer"),
+    [
+        ("app data.train_b", ["data.train_batch_size="]),
+        ("app recipe=", ["recipe=arithmetic", "recipe=none"]),
+        ("app trainer.nnodes=", ["trainer.nnodes=1"]),
+        ("app trainer.seed=3 ray_i", ["ray_init."]),
+    ],
+)
+def test_tab_completes(tmp_path, line, answer):
+    assert call(tmp_path, "ppo", "-sc", "query=bash", COMP_LINE=line).stdout.split() == answer
+
+
+def test_bash_completes_modules(tmp_path):
+    script = call(tmp_path, "ppo", "-sc", "install=bash").stdout
+    python = Path(sys.executable)
+    ask = 'COMP_LINE="python -m hydraflow.main_ppo data.train_b"; COMP_WORDS=($COMP_LINE); COMP_CWORD=3; _hydraflow_completion'
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{python.parent}:{os.environ['PATH']}"}
+    result = subprocess.run(
+        ["bash", "-c", f"{script}\n{ask}; echo ${{COMPREPLY[@]}}"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert result.stdout == "data.train_batch_size=\n", result.stderr
+
+
+def test_neither_torch_nor_ray_is_imported_and_it_is_quick(tmp_path):
+    code = (
+        "import sys\n"
+        "from hydraflow import schema\n"
+        "from hydraflow.batch_plan import resolve, sft\n"
+        "from hydraflow.compose.loading import load\n"
+        "config = load('ppo', schema.PPOConfig)\n"
+        "resolve.resolve_plan(config, prompts=9000)\n"
+        "print([name for name in ('torch', 'ray', 'transformers', 'numpy') if name in sys.modules])\n"
+    )
+    start = time.perf_counter()
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.stdout == "[]\n", result.stderr
+    assert time.perf_counter() - start < 10  # about 0.6 s on an idle core; the machine may be busy

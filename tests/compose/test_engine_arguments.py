@@ -1,0 +1,53 @@
+"""Names in open mappings are those of the library that reads them, where it is installed; here, a stand-in for each."""
+
+import sys
+
+import pytest
+
+from hydraflow.compose import engine_arguments
+from hydraflow.compose.engine_arguments import MEGATRON, VLLM, argument_names, check_names
+
+VLLM_KEY = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+MEGATRON_KEY = "critic.megatron.override_transformer_config"
+
+
+@pytest.fixture
+def libraries(tmp_path, monkeypatch):
+    """Packages that fail when they are imported."""
+    (tmp_path / "vllm" / "engine").mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    (tmp_path / "vllm" / "engine" / "arg_utils.py").write_text(
+        "class EngineArgs:\n    model: str = 'm'\n    swap_space: float = 4\n    def method(self): ...\n"
+        "class AsyncEngineArgs(EngineArgs):\n    enable_log_requests: bool = False\nclass Other:\n    strange: int = 0\n"
+    )
+    core = tmp_path / "megatron" / "core"
+    (core / "transformer").mkdir(parents=True)
+    (core / "model_parallel_config.py").write_text("class ModelParallelConfig:\n    sequence_parallel: bool = False\n")
+    (core / "transformer" / "transformer_config.py").write_text("class TransformerConfig:\n    recompute_granularity: str | None = None\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    engine_arguments.argument_names.cache_clear()
+    yield
+    engine_arguments.argument_names.cache_clear()
+
+
+def test_names_are_read_without_importing(libraries):
+    assert argument_names(VLLM) == {"model", "swap_space", "enable_log_requests"}
+    assert argument_names(MEGATRON) == {"sequence_parallel", "recompute_granularity"}
+    assert "vllm" not in sys.modules and "megatron" not in sys.modules
+
+
+def test_a_name_that_the_library_does_not_have_is_refused_with_the_nearest(libraries):
+    problems, notes = check_names({VLLM_KEY: {"swap_spaces": 8, "model": "x"}, MEGATRON_KEY: {"recompute_granularty": "full"}})
+    assert notes == []
+    assert [str(problem) for problem in problems] == [
+        f"{VLLM_KEY}.swap_spaces=8: vLLM has no such argument\n      -> {VLLM_KEY}.swap_space=8",
+        f"{MEGATRON_KEY}.recompute_granularty=full: Megatron-Core has no such argument\n      -> {MEGATRON_KEY}.recompute_granularity=full",
+    ]
+
+
+def test_without_the_library_a_note_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    engine_arguments.argument_names.cache_clear()
+    problems, notes = check_names({VLLM_KEY: {"anything": 1}, MEGATRON_KEY: {}})
+    engine_arguments.argument_names.cache_clear()
+    assert (problems, notes) == ([], [f"{VLLM_KEY}: anything not checked, vLLM is not installed here"])

@@ -1,0 +1,280 @@
+"""verl's keys and command lines: each key falls in one class, and a command line means here what it means there."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from compose import verl_commands
+
+from hydraflow.compose import verl
+from hydraflow.compose.keys import accepts, is_below_open, known_keys
+from hydraflow.compose.loading import load_command
+from hydraflow.compose.patterns import expand, fits
+from hydraflow.compose.tree import flatten, judge, nested
+from hydraflow.compose.verl_defaults import leaves
+from hydraflow.compose.verl_table import ALIASES, FOLLOWS, IGNORED, NOT_NEEDED, SECTIONS, UNSUPPORTED, Alias
+from hydraflow.errors import ConfigError
+from hydraflow.schema import PPOConfig
+
+KEYS = known_keys(PPOConfig)
+ROOT = Path(__file__).parents[2]
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+OWN = ["actor_rollout_ref.model.path=model", "data.train_files=train.parquet"]
+
+
+def is_ours(key: str) -> bool:
+    return key in KEYS or is_below_open(KEYS, key)
+
+
+def translated(tree: dict[str, object]) -> tuple[dict[str, object], verl.Translation]:
+    """What keys, all from the command line, come to: leaves of ours that were set, and what there is to say."""
+    judged = judge(PPOConfig, nested(tree), dict.fromkeys(tree, "command line"), lambda key: None)
+    return judged.leaves, judged.translation
+
+
+# --- the tables ------------------------------------------------------------------------------------------------------
+
+
+def test_the_defaults_are_those_of_verl():
+    assert len(leaves(megatron=False)) == 829  # verl 0.9.1 has 898 leaves; 69 of them are _target_
+    assert len(leaves()) == 829 + 182
+    assert leaves()["actor_rollout_ref.actor.ppo_mini_batch_size"] == 256
+    assert leaves()["critic.fsdp.qat.ignore_patterns"] == ["lm_head", "embed_tokens", "re:.*mlp.gate$"]
+    assert leaves()["actor_rollout_ref.ref.strategy"] is ...
+
+
+def test_every_key_of_verl_falls_in_exactly_one_class():
+    tables = {"ignored": IGNORED, "not needed": NOT_NEEDED, "unsupported": UNSUPPORTED}
+    aliases = {form for pattern in ALIASES for form in expand(pattern)}
+    for key in leaves():
+        new = verl.renamed(key)
+        found = [name for name, table in tables.items() for pattern in table if fits(pattern, new)]
+        found += ["known"] * is_ours(key) + ["moved"] * (new != key and is_ours(new)) + ["alias"] * (new in aliases)
+        assert len(found) == 1, (key, found)
+
+
+def test_every_alias_leads_to_a_key_of_ours():
+    for pattern, row in ALIASES.items():
+        for old in expand(pattern):
+            assert not is_ours(old), f"{old} is a key of ours; its row is dead"
+            found = verl.classify(old)
+            assert isinstance(found, Alias)
+            assert is_ours(found.new) or old == "model_engine", (old, found.new)
+        assert len(expand(pattern)) % len(expand(row.new)) == 0
+    assert all(key in KEYS and leader in KEYS for key, leader in FOLLOWS.items())
+    assert all(any(key.startswith(new) for key in KEYS) or new.startswith(("reward_model", "reward.")) for new in SECTIONS.values())
+
+
+def test_no_row_hides_a_key_of_ours():
+    for pattern in [*IGNORED, *NOT_NEEDED, *UNSUPPORTED]:
+        hidden = [key for key in KEYS if fits(pattern, key) and not KEYS[key].is_section]
+        assert hidden == [], pattern
+
+
+def test_the_page_is_made_from_the_tables():
+    made = subprocess.run([sys.executable, "scripts/verl_keys.py"], cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert made.stdout == (ROOT / "docs" / "verl_keys.md").read_text(), "python scripts/verl_keys.py > docs/verl_keys.md"
+
+
+# --- single keys -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("old", "value", "new", "taken"),
+    [
+        (f"{ACTOR}.ulysses_sequence_parallel_size", 2, f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size", 2),
+        ("critic.fsdp.param_offload", True, "critic.fsdp_config.param_offload", True),
+        ("critic.model.fsdp_config.param_offload", True, "critic.fsdp_config.param_offload", True),
+        ("ray_kwargs.ray_init.num_cpus", 8, "ray_init.num_cpus", 8),
+        ("custom_reward_function.path", "r.py", "reward.custom_reward_function.path", "r.py"),
+        ("reward_model.enable", True, "reward.reward_model.enable", True),
+        (f"{ACTOR}.grad_clip", 0.5, f"{ACTOR}.optim.clip_grad", 0.5),
+        (f"{ACTOR}.optim.warmup_style", "cosine", f"{ACTOR}.optim.lr_scheduler_type", "cosine"),
+        (f"{ROLLOUT}.response_length", 99, "data.max_response_length", 99),
+        ("actor_rollout_ref.ref.strategy", "fsdp", f"{ACTOR}.strategy", "fsdp2"),
+        (f"{ACTOR}.strategy", "fsdp", f"{ACTOR}.strategy", "fsdp2"),
+        (f"{ACTOR}.fsdp_config.model_dtype", "bfloat16", f"{ACTOR}.fsdp_config.model_dtype", "bf16"),
+        (f"{ACTOR}.optim.lr_warmup_steps", None, f"{ACTOR}.optim.lr_warmup_steps", -1),
+        (f"{ROLLOUT}.name", "hf", f"{ROLLOUT}.name", "native"),
+        ("trainer.logger", "console", "trainer.logger", ["console"]),
+        ("trainer.logger", ["console", "wandb"], "trainer.logger", ["console", "file", "tensorboard"]),
+        ("trainer.test_freq", 0, "trainer.test_freq", -1),
+    ],
+)
+def test_a_key_of_verl_is_taken_at_its_word(old, value, new, taken):
+    found, said = translated({old: value})
+    assert found[new] == taken
+    assert said.problems == []
+    assert bool(said.notes) == ((old, value) != (new, taken) and taken != ["console"])
+
+
+def test_reward_arguments_go_into_the_open_mapping():
+    found, _ = translated({"custom_reward_function.reward_kwargs.a": 1, "custom_reward_function.reward_kwargs.b.c": 2})
+    assert found["reward.custom_reward_function.reward_kwargs"] == {"a": 1, "b": {"c": 2}}
+
+
+@pytest.mark.parametrize(
+    ("extra", "per_rank"),
+    [
+        ({}, 8),  # 128 rows over 2·8 ranks
+        ({f"{ACTOR}.ulysses_sequence_parallel_size": 4}, 32),  # over 16/4
+        ({"model_engine": "megatron", f"{ACTOR}.megatron.tensor_model_parallel_size": 2}, 16),  # over 16/2
+    ],
+)
+def test_a_size_over_all_ranks_is_divided_by_them(extra, per_rank):
+    tree = {f"{ACTOR}.ppo_micro_batch_size": 128, "trainer.nnodes": 2, "trainer.n_gpus_per_node": 8, **extra}
+    assert translated(tree)[0][f"{ACTOR}.ppo_micro_batch_size_per_gpu"] == per_rank
+
+
+def test_a_size_over_all_ranks_that_cannot_be_divided_is_refused():
+    _, said = translated({"critic.ppo_micro_batch_size": 12, "trainer.n_gpus_per_node": 8})
+    assert str(said.problems[0]) == (
+        "critic.ppo_micro_batch_size=12: counts rows over all data ranks, and 8 of them cannot share it\n"
+        "      -> critic.ppo_micro_batch_size_per_gpu=1"
+    )
+    _, said = translated({"critic.ppo_micro_batch_size": 16})
+    assert "whose number is not known here" in said.problems[0].rule
+    assert translated({"critic.ppo_micro_batch_size": None})[1].problems == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        (f"{ACTOR}.use_torch_compile", False, "never did anything: verl reads fsdp_config.use_torch_compile"),
+        ("actor_rollout_ref.nccl_timeout", 1200, "never did anything: verl never reads it"),
+        ("actor_rollout_ref.actor._target_", "verl.X", "never did anything: it names a class of verl's"),
+        ("data.dataloader_num_workers", 2, "has no effect: it changes speed only"),
+        ("actor_rollout_ref.hybrid_engine", True, "asks for nothing: it is off, or what is done anyway"),
+        ("trainer.rollout_data_dir", None, "asks for nothing: it is off, or what is done anyway"),
+        (f"{ACTOR}.profiler.enable", False, "asks for nothing: it is off, or what is done anyway"),
+        ("reward_model.reward_manager", "naive", "asks for nothing: it is off, or what is done anyway"),
+    ],
+)
+def test_a_key_without_effect_is_accepted_and_said(key, value, said):
+    _, found = translated({key: value})
+    assert (found.problems, [problem.rule for problem in found.ignored]) == ([], [said])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "would"),
+    [
+        ("actor_rollout_ref.hybrid_engine", False, "give the actor and the rollout engines of their own when false"),
+        ("trainer.rollout_data_dir", "out", "write generated responses to this folder"),
+        ("ray_kwargs.timeline_json_file", "t.json", "write Ray's timeline to this file"),
+        (f"{ROLLOUT}.multi_turn.enable", True, "hold conversations of several turns"),
+        ("reward_model.reward_kwargs.overlong_buffer_cfg.len", 4096, "be handed to the reward manager"),
+        ("algorithm.rollout_correction.rollout_is", "token", "correct for the difference between rollout and training probabilities"),
+        (f"{ACTOR}.veomni.param_offload", True, "set up another training engine"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_with_what_it_would_do(key, value, would):
+    _, found = translated({key: value})
+    [problem] = found.unsupported
+    assert (problem.field, problem.rule) == (key, f"is not supported yet; in verl it would {would}")
+    assert problem.remedy.startswith(f"leave out {key}")
+
+
+def test_two_names_of_one_key_must_agree():
+    _, said = translated({f"{ACTOR}.grad_clip": 0.5, f"{ACTOR}.optim.clip_grad": 2.0})
+    assert str(said.problems[0]) == (
+        f"{ACTOR}.grad_clip=0.5: is another name of {ACTOR}.optim.clip_grad, which is set to 2.0\n"
+        f"      -> leave out {ACTOR}.grad_clip or {ACTOR}.optim.clip_grad=0.5"
+    )
+    assert translated({f"{ACTOR}.grad_clip": 0.5, f"{ACTOR}.optim.clip_grad": 0.5})[1].problems == []
+
+
+def test_the_command_line_goes_before_a_file_by_whatever_name():
+    tree = nested({f"{ACTOR}.grad_clip": 0.5, f"{ACTOR}.optim.clip_grad": 2.0})
+    origins = {f"{ACTOR}.grad_clip": "mine.yaml", f"{ACTOR}.optim.clip_grad": "command line"}
+    judged = judge(PPOConfig, tree, origins, lambda key: None)
+    assert judged.leaves[f"{ACTOR}.optim.clip_grad"] == 2.0
+    judged = judge(PPOConfig, tree, {key: origins[other] for key, other in zip(origins, reversed(origins), strict=True)}, lambda key: None)
+    assert judged.leaves[f"{ACTOR}.optim.clip_grad"] == 0.5
+    assert judged.problems == []
+
+
+def test_the_reference_follows_the_actors_layout():
+    config, command = load_command("ppo", PPOConfig, [*OWN, f"{ACTOR}.megatron.tensor_model_parallel_size=4"], tolerant=True)
+    assert config.actor_rollout_ref.ref.megatron.tensor_model_parallel_size == 4
+    assert command.origins["actor_rollout_ref.ref.megatron.tensor_model_parallel_size"] == (
+        f"follows {ACTOR}.megatron.tensor_model_parallel_size"
+    )
+    own = [f"{ACTOR}.megatron.tensor_model_parallel_size=4", "actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2"]
+    config, _ = load_command("ppo", PPOConfig, [*OWN, *own], tolerant=True)
+    assert config.actor_rollout_ref.ref.megatron.tensor_model_parallel_size == 2
+
+
+# --- command lines ---------------------------------------------------------------------------------------------------
+
+
+def words_of(command_line: list[str]) -> list[str]:
+    """The overrides of a command line; verl's configuration file becomes what it stands for."""
+    files = [word.partition("=")[2] for word in command_line if word.startswith("--config-name")]
+    return [word for word in command_line if not word.startswith("--")] + [word for file in files for word in verl.config_file(file)]
+
+
+@pytest.mark.parametrize("name", verl_commands.RUNNABLE_MEANING)
+def test_every_key_of_a_command_line_has_a_counterpart(name):
+    command_line = verl_commands.RUNNABLE_MEANING[name]
+    _, command = load_command("ppo", PPOConfig, words_of(command_line), tolerant=True)
+    assert command.unsupported == ()
+    assert command.counts.honoured + command.counts.without_effect >= len([word for word in command_line if "=" in word and word[0] != "-"])
+
+
+def test_ppo_on_gsm8k_means_the_same():
+    config, command = load_command("ppo", PPOConfig, verl_commands.PPO_GSM8K, tolerant=True)
+    assert (config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size, config.trainer.total_epochs) == (256, 64, 15)
+    assert (config.critic.optim.lr, config.critic.ppo_micro_batch_size_per_gpu, config.trainer.logger) == (1e-5, 4, ["console"])
+    assert str(command.counts) == "23 keys honoured, 2 accepted without effect, 0 unsupported"
+    assert command.notes == (
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4: has no effect: no reference runs",
+        "algorithm.kl_ctrl.kl_coef=0.001: has no effect: algorithm.use_kl_in_reward=false",
+    )
+
+
+def test_grpo_with_megatron_means_the_same():
+    config, _ = load_command("ppo", PPOConfig, words_of(verl_commands.GRPO_MEGATRON), tolerant=True)
+    policy = config.actor_rollout_ref
+    assert (policy.actor.strategy, config.critic.strategy, policy.rollout.n) == ("megatron", "megatron", 8)
+    assert (policy.actor.megatron.expert_model_parallel_size, policy.ref.megatron.expert_model_parallel_size) == (4, 4)
+    assert policy.actor.megatron.override_transformer_config == {"recompute_granularity": "full", "recompute_num_layers": 1}
+    assert config.data.train_files == ["/data/gsm8k/train.parquet", "/data/math/train.parquet"]
+
+
+def test_names_of_early_versions_mean_the_same():
+    config, _ = load_command("ppo", PPOConfig, verl_commands.PPO_OLD, tolerant=True)
+    assert config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 128 // 8
+    assert (config.critic.fsdp_config.param_offload, config.trainer.log_val_generations) == (False, 4)
+    assert (config.reward.custom_reward_function.path, config.reward.custom_reward_function.name) == ("/code/reward.py", "score")
+
+
+def test_what_dapo_needs_besides_is_named_at_once():
+    config, command = load_command("ppo", PPOConfig, verl_commands.DAPO, tolerant=True)
+    assert (config.algorithm.filter_groups.enable, config.data.gen_batch_size) == (True, 1536)
+    assert config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size == 8
+    refused = {
+        "reward_model.reward_manager",
+        *(f"reward_model.reward_kwargs.overlong_buffer_cfg.{x}" for x in ("enable", "len", "penalty_factor")),
+    }
+    assert {problem.field for problem in command.unsupported} == refused
+    with pytest.raises(ConfigError) as caught:
+        load_command("ppo", PPOConfig, verl_commands.DAPO)
+    assert refused <= {problem.field for problem in caught.value.problems}
+
+
+def test_verls_groups_are_taken_or_named():
+    config, _ = load_command("ppo", PPOConfig, [*OWN, "critic@critic=megatron_critic"], tolerant=True)
+    assert (config.actor_rollout_ref.actor.strategy, config.critic.strategy) == ("fsdp2", "megatron")
+    with pytest.raises(ConfigError, match="model_engine=veomni: there is no such engine here"):
+        load_command("ppo", PPOConfig, [*OWN, "model_engine=veomni"])
+
+
+def test_every_default_of_verl_is_accepted():
+    """Whoever writes verl's own defaults on the command line asks for nothing special."""
+    given = {key: value for key, value in leaves(megatron=False).items() if value is not ... and value != "???"}
+    given |= {"trainer.n_gpus_per_node": 8, "trainer.nnodes": 1}
+    found, said = translated(given)
+    assert [str(problem) for problem in said.problems] == []
+    assert all(accepts(KEYS[key].hint, value) for key, value in found.items() if key in KEYS)
+    assert len(list(flatten(PPOConfig, nested(given)))) > 600

@@ -1,0 +1,115 @@
+"""Checkpoints of an engine: other numbers of ranks and other layouts read them, bit by bit; training beside the writing does not show."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine import rank_jobs as jobs
+from engine.pool import Ranks
+
+from hydraflow.errors import ConfigError
+
+OPTIONS = {"optim": {"lr_warmup_steps": 1, "lr_scheduler_type": "linear"}, "total_steps": 9}
+SIZES = (1, 2, 4)
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, Ranks]]:
+    """One, two and four ranks."""
+    made = {size: Ranks(size) for size in SIZES}
+    yield made
+    for pool in made.values():
+        pool.stop()
+
+
+def assert_equal(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == wanted.keys()
+    unequal = [name for name in wanted if not torch.equal(got[name], wanted[name])]
+    assert not unequal, unequal
+
+
+def assert_holds(got: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert_equal(got["weights"], wanted["weights"])
+    assert_equal(got["moments"], wanted["moments"])
+    assert got["lr"] == wanted["lr"] == 0.01 * 7 / 8, "one step of warm-up is over, and one of eight on the way down"
+
+
+@pytest.mark.parametrize("written_by", SIZES)
+def test_any_number_of_ranks_reads_it_bit_by_bit(pools: dict[int, Ranks], tiny: str, tmp_path: Path, written_by: int) -> None:
+    written = pools[written_by].run(jobs.write_checkpoint, tiny, OPTIONS, str(tmp_path))
+    assert len(written[0]["moments"]) == 3 * len([name for name in written[0]["weights"] if "inv_freq" not in name])
+    for size in SIZES:
+        for read in pools[size].run(jobs.read_checkpoint, tiny, OPTIONS, str(tmp_path), jobs.CONTENTS):
+            assert_holds(read, written[0])
+            if size == written_by:
+                assert_equal(read["next"], pools[size].run(jobs.read_checkpoint, tiny, OPTIONS, str(tmp_path), jobs.CONTENTS)[0]["next"])
+
+
+OTHER_LAYOUTS = {
+    "kept gathered": {"reshard_after_forward": False},
+    "one unit": {"wrap_policy": {"min_num_params": 10**9}},
+    "parameters in host memory": {"param_offload": True},
+    "moments in host memory": {"optimizer_offload": True},
+}
+
+
+@pytest.mark.parametrize("layout", OTHER_LAYOUTS)
+def test_another_sharding_reads_and_writes_it(pools: dict[int, Ranks], tiny: str, tmp_path: Path, layout: str) -> None:
+    from hydraflow.engine.config import WrapPolicyConfig
+
+    fsdp: dict[str, Any] = dict(OTHER_LAYOUTS[layout])
+    if "wrap_policy" in fsdp:
+        fsdp["wrap_policy"] = WrapPolicyConfig(**fsdp["wrap_policy"])
+    other = {**OPTIONS, "fsdp": fsdp}
+    for writer, reader, folder in ((OPTIONS, other, "a"), (other, OPTIONS, "b")):
+        written = pools[2].run(jobs.write_checkpoint, tiny, writer, str(tmp_path / folder))[0]
+        assert_holds(pools[2].run(jobs.read_checkpoint, tiny, reader, str(tmp_path / folder), jobs.CONTENTS)[0], written)
+
+
+@pytest.mark.parametrize("variant", [{"model": {"lora_rank": 2}}, {"head": "value"}], ids=["lora", "value"])
+def test_adapters_and_value_models_move_to_another_number_of_ranks(
+    pools: dict[int, Ranks], tiny: str, tmp_path: Path, variant: dict[str, Any]
+) -> None:
+    options = {**OPTIONS, **variant}
+    written = pools[2].run(jobs.write_checkpoint, tiny, options, str(tmp_path))[0]
+    assert_holds(pools[4].run(jobs.read_checkpoint, tiny, options, str(tmp_path), jobs.CONTENTS)[0], written)
+    facts = json.loads((tmp_path / "checkpoint.json").read_text())
+    assert facts["head"] == options.get("head", "policy") and facts["world_size"] == 2
+    assert facts["lora_rank"] == (2 if "model" in variant else 0)
+
+
+def test_what_the_ranks_write_adds_up(pools: dict[int, Ranks], tiny: str, tmp_path: Path) -> None:
+    written = pools[2].run(jobs.write_checkpoint, tiny, OPTIONS, str(tmp_path))
+    files = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+    assert sorted(written[0]["files"] + written[1]["files"]) == files
+    assert {"checkpoint.json", "dcp/.metadata", "huggingface/config.json", "huggingface/tokenizer.json"} <= set(written[0]["files"])
+    assert written[1]["files"] == ["dcp/__1_0.distcp"]
+    numbers = sum(tensor.numel() for name, tensor in written[0]["weights"].items())
+    assert sum(part["bytes"] for part in written) == 3 * 4 * numbers, "weights and two moments in four bytes"
+    on_disk = sum(path.stat().st_size for path in (tmp_path / "dcp").iterdir())
+    assert on_disk >= 3 * 4 * numbers
+
+
+def test_parts_can_be_read_by_themselves(pools: dict[int, Ranks], tiny: str, tmp_path: Path) -> None:
+    written = pools[1].run(jobs.write_checkpoint, tiny, OPTIONS, str(tmp_path))[0]
+    read = pools[1].run(jobs.read_checkpoint, tiny, OPTIONS, str(tmp_path), ["model"])[0]
+    assert_equal(read["weights"], written["weights"])
+    assert read["moments"] == {} and read["lr"] == 0.0, "the schedule starts anew"
+
+
+def test_before_its_first_update_an_optimizer_has_no_state(tiny: str, tmp_path: Path) -> None:
+    written = jobs.write_checkpoint(tiny, OPTIONS, str(tmp_path), steps=0)
+    read = jobs.read_checkpoint(tiny, OPTIONS, str(tmp_path), jobs.CONTENTS)
+    assert read["moments"] == {} and read["lr"] == 0.0
+    assert_equal(read["weights"], written["weights"])
+
+
+def test_another_models_checkpoint_is_refused(tiny: str, tmp_path: Path) -> None:
+    jobs.write_checkpoint(tiny, OPTIONS, str(tmp_path))
+    with pytest.raises(ConfigError, match="it is of another model"):
+        jobs.make_engine(tiny, {**OPTIONS, "head": "value"}).load(tmp_path, jobs.CONTENTS)

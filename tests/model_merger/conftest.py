@@ -1,0 +1,74 @@
+"""Models, checkpoints and comparisons that several tests of the merger use."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine.pool import Ranks
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+from hydraflow.model_merger.__main__ import main
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[Ranks]:
+    """Four ranks in processes of their own."""
+    pool = Ranks(4)
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(scope="session")
+def models(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Directories of small models: tied and untied embeddings, float32 and bfloat16, and a value model whose head is not zero."""
+    folder = tmp_path_factory.mktemp("models")
+    found = {"tied": tiny}
+    for seed, (name, options) in enumerate(
+        {
+            "untied": {"tie_word_embeddings": False},
+            "bf16": {"dtype": "bfloat16"},
+            "value": {"num_labels": 1, "token_classification_bias": False},
+            "value_bias": {"num_labels": 1},
+        }.items()
+    ):
+        found[name] = str(folder / name)
+        _variant(tiny, folder / name, seed, value="value" in name, **options)
+    return found
+
+
+def _variant(source: str, target: Path, seed: int, *, value: bool, **options: Any) -> None:
+    """The same shape with other settings and other numbers, norms and biases included."""
+    shutil.copytree(source, target)
+    (target / "model.safetensors").unlink()
+    auto = AutoModelForTokenClassification if value else AutoModelForCausalLM
+    config = {**json.loads((target / "config.json").read_text()), **options}
+    (target / "config.json").write_text(json.dumps(config))
+    model = auto.from_config(auto.from_pretrained(source).config.__class__(**{k: v for k, v in config.items() if k != "architectures"}))
+    torch.manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.data = torch.randn_like(parameter.data, dtype=torch.float32).to(getattr(torch, config["dtype"]))
+    model.config.dtype = getattr(torch, config["dtype"])
+    model.save_pretrained(target)
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a command that must end with exit code 2 and leave nothing at `target`; gives its message."""
+
+    def run(*arguments: object, target: Path | None = None) -> str:
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as error:
+            code = error.code
+        assert code == 2
+        if target is not None:
+            assert not list(target.parent.glob(f"{target.name}*"))
+        return capsys.readouterr().err
+
+    return run

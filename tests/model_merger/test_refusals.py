@@ -1,0 +1,247 @@
+"""Broken checkpoints and wishes that make no sense: a clear message, exit code 2, and no target, not even a part of one."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_merger.directories import merge, read
+
+from hydraflow.errors import EnvironmentFault
+from hydraflow.model_merger import safetensors_files
+from hydraflow.model_merger.__main__ import main
+
+Refused = Callable[..., str]
+SHARD = {"hydraflow": "dcp/__1_0.distcp", "verl": "model_world_size_2_rank_1.pt"}
+LAYOUTS = pytest.mark.parametrize("layout", list(SHARD))
+
+
+@pytest.fixture(scope="session")
+def split(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Checkpoints of two ranks made by `split`; each is made once."""
+    folder = tmp_path_factory.mktemp("split")
+
+    def make(layout: str, model: str = "tied") -> Path:
+        target = folder / f"{layout}-{model}"
+        if not target.exists():
+            command = ["split", "--hf_dir", models[model], "--target_dir", str(target), "--world_size", "2", "--layout", layout]
+            assert main([*command, *(["--is-value-model"] if model == "value" else [])]) == 0
+        return target
+
+    return make
+
+
+@pytest.fixture
+def broken(split: Callable[..., Path], tmp_path: Path) -> Callable[[str], Path]:
+    """A copy of a checkpoint, to be spoilt."""
+    return lambda layout: Path(shutil.copytree(split(layout), tmp_path / "checkpoint"))
+
+
+class Payload:
+    """What a hostile file would run."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.file),)
+
+
+@LAYOUTS
+def test_a_missing_shard(broken: Callable[[str], Path], refused: Refused, tmp_path: Path, layout: str) -> None:
+    checkpoint = broken(layout)
+    (checkpoint / SHARD[layout]).unlink()
+    told = refused("merge", "--local_dir", checkpoint, "--target_dir", tmp_path / "out", target=tmp_path / "out")
+    assert f"{checkpoint / SHARD[layout]}: this shard is missing" in told
+    assert main(["info", "--local_dir", str(checkpoint)]) == 1
+
+
+@LAYOUTS
+@pytest.mark.parametrize("left", [0, 100, -100, -1])
+def test_a_truncated_shard(broken: Callable[[str], Path], refused: Refused, tmp_path: Path, layout: str, left: int) -> None:
+    checkpoint = broken(layout)
+    os.truncate(checkpoint / SHARD[layout], left % ((checkpoint / SHARD[layout]).stat().st_size + 1) if left < 0 else left)
+    told = refused("merge", "--local_dir", checkpoint, "--target_dir", tmp_path / "out", target=tmp_path / "out")
+    assert f"{checkpoint / SHARD[layout]}: is cut short" in told
+
+
+@LAYOUTS
+def test_a_foreign_shard_is_not_executed(broken: Callable[[str], Path], refused: Refused, tmp_path: Path, layout: str) -> None:
+    checkpoint = broken(layout)
+    command = ("merge", "--local_dir", checkpoint, "--target_dir", tmp_path / "out")
+    if layout == "verl":
+        torch.save({"w": Payload(tmp_path / "hacked")}, checkpoint / SHARD[layout])
+        told = refused(*command, target=tmp_path / "out")
+        assert f"{checkpoint / SHARD[layout]}: holds what weights_only refuses" in told and "nothing was executed" in told
+        (checkpoint / SHARD[layout]).write_text("hello")
+        assert "is cut short or no shard of a model" in refused(*command, target=tmp_path / "out")
+        torch.save([1, 2], checkpoint / SHARD[layout])
+        assert "holds a list, not a state dict" in refused(*command, target=tmp_path / "out")
+    else:
+        (checkpoint / "dcp" / ".metadata").write_bytes(pickle.dumps(Payload(tmp_path / "hacked")))
+        assert "it names posix.mkdir, which no index holds; nothing was executed" in refused(*command, target=tmp_path / "out")
+        (checkpoint / "dcp" / ".metadata").write_bytes(pickle.dumps({"a": 1}))
+        assert "holds a dict, not the index" in refused(*command, target=tmp_path / "out")
+        (checkpoint / "dcp" / ".metadata").unlink()
+        assert "index is missing" in refused(*command, target=tmp_path / "out")
+    assert not (tmp_path / "hacked").exists()
+
+
+def test_other_bytes_in_a_shard(broken: Callable[[str], Path], refused: Refused, tmp_path: Path) -> None:
+    checkpoint = broken("hydraflow")
+    shard = checkpoint / SHARD["hydraflow"]
+    shard.write_bytes(b"x" * shard.stat().st_size)
+    told = refused("merge", "--local_dir", checkpoint, "--target_dir", tmp_path / "out", target=tmp_path / "out")
+    assert f"{shard}: cannot be read at byte" in told
+
+
+def test_a_shard_of_another_checkpoint(split: Callable[..., Path], broken: Callable[[str], Path], refused: Refused, tmp_path: Path) -> None:
+    checkpoint = broken("verl")
+    command = ("merge", "--local_dir", checkpoint, "--target_dir", tmp_path / "out")
+    shutil.copyfile(split("verl", "value") / SHARD["verl"], checkpoint / SHARD["verl"])
+    assert "does not belong to rank 0's shard: only one of them has lm_head.weight (2 such names)" in refused(
+        *command, target=tmp_path / "out"
+    )
+    shutil.copyfile(split("verl", "bf16") / SHARD["verl"], checkpoint / SHARD["verl"])
+    assert "torch.bfloat16 [17, 32] here and torch.float32 [17, 32] in rank 0's shard" in refused(*command, target=tmp_path / "out")
+
+
+@LAYOUTS
+def test_a_wrong_world_size(broken: Callable[[str], Path], refused: Refused, tmp_path: Path, layout: str) -> None:
+    checkpoint = broken(layout)
+    command = ("merge", "--local_dir", checkpoint, "--target_dir", tmp_path / "out")
+    config = checkpoint / ("fsdp_config.json" if layout == "verl" else "checkpoint.json")
+    size = 4 if layout == "verl" else 1
+    config.write_text(json.dumps({**json.loads(config.read_text()), "world_size": size}))
+    assert f"world_size={size}" in refused(*command, target=tmp_path / "out")
+    if layout == "hydraflow":
+        return
+    for rank in range(2):
+        (checkpoint / f"model_world_size_2_rank_{rank}.pt").rename(checkpoint / f"model_world_size_4_rank_{rank}.pt")
+    assert "was cut for 2 ranks; the file's name says 4" in refused(*command, target=tmp_path / "out")
+
+
+def test_weights_that_config_json_does_not_describe(broken: Callable[[str], Path], refused: Refused, tmp_path: Path) -> None:
+    checkpoint = broken("hydraflow")
+    command = ("merge", "--local_dir", checkpoint, "--target_dir", tmp_path / "out")
+    file = checkpoint / "huggingface" / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}))
+    assert "11 tensors missing: model.layers.2." in refused(*command, target=tmp_path / "out")
+    file.write_text(json.dumps({**config, "intermediate_size": 40}))
+    assert "tensors of another shape: model.layers.0.mlp.down_proj.weight [32, 96], not [32, 40]" in refused(
+        *command, target=tmp_path / "out"
+    )
+    file.write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    told = refused(*command, target=tmp_path / "out")
+    assert "1 tensors missing: lm_head.weight" in told and "--tie-word-embedding" in told
+    file.write_text(json.dumps({**config, "model_type": "no_such_model"}))
+    assert "config.json: cannot be read" in refused(*command, target=tmp_path / "out")
+    file.unlink()
+    assert "the model's configuration is missing" in refused(*command, target=tmp_path / "out")
+
+
+def test_ties_that_the_user_knows_of(broken: Callable[[str], Path], models: dict[str, str], refused: Refused, tmp_path: Path) -> None:
+    checkpoint = broken("hydraflow")
+    file = checkpoint / "huggingface" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "tie_word_embeddings": False}))
+    assert merge(checkpoint, tmp_path / "out", "--tie-word-embedding").keys() == read(models["tied"]).keys()
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is True
+
+
+@LAYOUTS
+def test_ties_that_are_none(split: Callable[..., Path], models: dict[str, str], refused: Refused, tmp_path: Path, layout: str) -> None:
+    """config.json says tied, the two matrices differ: both are kept, and the new config.json says so."""
+    checkpoint = Path(shutil.copytree(split(layout, "untied"), tmp_path / "checkpoint"))
+    told = refused("merge", "--local_dir", checkpoint, "--target_dir", tmp_path / "out", "--tie-word-embedding", target=tmp_path / "out")
+    assert "lm_head.weight and model.embed_tokens.weight hold different numbers" in told
+    file = checkpoint / "huggingface" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "tie_word_embeddings": True}))
+    assert merge(checkpoint, tmp_path / "out").keys() == read(models["untied"]).keys()
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+def test_directories_that_hold_no_checkpoint(split: Callable[..., Path], refused: Refused, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    (tmp_path / "empty").mkdir()
+    assert "holds no sharded checkpoint" in refused("merge", "--local_dir", tmp_path / "empty", "--target_dir", target, target=target)
+    assert "no such directory" in refused("merge", "--local_dir", tmp_path / "none", "--target_dir", target, target=target)
+    shutil.copytree(split("hydraflow"), tmp_path / "global_step_3.unfinished" / "actor")
+    unfinished = tmp_path / "global_step_3.unfinished"
+    assert "a save that was interrupted" in refused("merge", "--local_dir", unfinished, "--target_dir", target, target=target)
+    (tmp_path / "megatron" / "dist_ckpt").mkdir(parents=True)
+    told = refused("merge", "--local_dir", tmp_path / "megatron", "--target_dir", target, target=target)
+    assert "Megatron" in told
+    assert "Megatron" in refused("merge", "--backend", "megatron", "--local_dir", split("verl"), "--target_dir", target, target=target)
+
+
+def test_runs_and_steps_give_their_actor(split: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (2, 12):
+        shutil.copytree(split("hydraflow"), tmp_path / "run" / f"global_step_{step}" / "actor")
+    shutil.copytree(split("hydraflow", "value"), tmp_path / "run" / "global_step_12" / "critic")
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("12\n")
+    assert main(["info", "--local_dir", str(tmp_path / "run"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(Path(facts["directory"]).name, facts["step"]) for facts in found] == [("actor", 12), ("critic", 12)]
+    assert merge(tmp_path / "run", tmp_path / "a").keys() == merge(tmp_path / "run" / "global_step_2", tmp_path / "b").keys()
+    assert "score.weight" in merge(tmp_path / "run" / "global_step_12" / "critic", tmp_path / "c")
+
+
+def test_a_target_that_is_there_is_not_touched(split: Callable[..., Path], refused: Refused, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "mine.txt").write_text("keep")
+    command = ("merge", "--local_dir", split("hydraflow"), "--target_dir", target)
+    assert "is there already" in refused(*command)
+    assert [file.name for file in tmp_path.rglob("*")] == ["out", "mine.txt"]
+    assert main([*map(str, command), "--overwrite"]) == 0
+    assert not (target / "mine.txt").exists() and (target / "config.json").is_file()
+    assert not list(tmp_path.glob("out.*"))
+
+
+def test_a_full_disk_leaves_nothing(split: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(safetensors_files, "_write_all", full)
+    assert main(["merge", "--local_dir", str(split("verl")), "--target_dir", str(tmp_path / "out")]) == EnvironmentFault.exit_code == 3
+    assert "the disk is full" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_space_is_known_before(split: Callable[..., Path], refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 99, 1))
+    told = refused("merge", "--local_dir", split("verl"), "--target_dir", tmp_path / "out", target=tmp_path / "out")
+    assert "0.0 GB left" in told
+
+
+def test_numbers_too_large_for_the_type(broken: Callable[[str], Path], refused: Refused, tmp_path: Path) -> None:
+    checkpoint = broken("verl")
+    state = torch.load(checkpoint / SHARD["verl"], weights_only=True)
+    state["model.norm.weight"].to_local().fill_(70000.0)
+    torch.save(state, checkpoint / SHARD["verl"])
+    command = ("merge", "--local_dir", checkpoint, "--target_dir", tmp_path / "out", "--dtype", "fp16")
+    assert "model.norm.weight holds 70000, and float16 ends at 65504" in refused(*command, target=tmp_path / "out")
+
+
+def test_wishes_that_do_not_fit(split: Callable[..., Path], refused: Refused, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    command = ("merge", "--local_dir", split("hydraflow"), "--target_dir", target)
+    assert "has no value head" in refused(*command, "--is-value-model", target=target)
+    assert "has no adapters" in refused(*command, "--lora", "adapter", target=target)
+    assert "is about an upload" in refused(*command, "--private", target=target)
+    assert "invalid choice" in refused(*command, "--dtype", "int8", target=target)
+    assert "no size" in refused(*command, "--max_shard_size", "much", target=target)
+    assert "unrecognized" in refused(*command, "--is_value", target=target)
+    assert "no such directory" in refused("test", "--local_dir", split("verl"), "--test_hf_dir", tmp_path / "none")
+    (tmp_path / "empty").mkdir()
+    assert "no safetensors" in refused("test", "--local_dir", split("verl"), "--test_hf_dir", tmp_path / "empty")
+    assert "no config.json" in refused("split", "--hf_dir", tmp_path / "empty", "--target_dir", target, "--world_size", 2, target=target)
+    assert "at least 1" in refused("split", "--hf_dir", tmp_path / "empty", "--target_dir", target, "--world_size", 0, target=target)

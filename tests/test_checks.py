@@ -1,0 +1,134 @@
+"""Values that a type cannot judge."""
+
+import math
+from dataclasses import fields
+
+import pytest
+
+from hydraflow.algorithms.config import AlgorithmConfig, KLControlConfig, PolicyLossConfig
+from hydraflow.checks import FIELD_RULES, LOGGERS, problems
+from hydraflow.data.config import PromptConfig, SFTDataConfig
+from hydraflow.engine.config import OptimConfig
+from hydraflow.generation.config import SamplingConfig
+from hydraflow.schema import EvalConfig, GenerateConfig, PPOConfig, SFTConfig
+from hydraflow.workers.config import ActorConfig
+
+
+def valid() -> PPOConfig:
+    config = PPOConfig()
+    config.actor_rollout_ref.model.path, config.data.train_files = "model", ["train.parquet"]
+    return config
+
+
+def test_the_defaults_are_legal():
+    sft, generate, evaluate = SFTConfig(), GenerateConfig(), EvalConfig()
+    sft.model.path, sft.data.train_files = "model", "data.jsonl"
+    generate.model.path, generate.data.path, generate.output.path = "model", "in.parquet", "out.parquet"
+    evaluate.data.path = "out.parquet"
+    assert [problems(config) for config in (valid(), sft, generate, evaluate)] == [[], [], [], []]
+
+
+def test_every_rule_names_a_field():
+    unknown = [(owner, name) for owner, rules in FIELD_RULES.items() for name in rules if name not in {f.name for f in fields(owner)}]
+    assert unknown == []
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [
+        ("actor_rollout_ref.actor", "loss_agg_mode", "token_mean"),
+        ("actor_rollout_ref.actor", "kl_loss_type", "k4"),
+        ("actor_rollout_ref.actor", "clip_ratio_c", 1.0),
+        ("actor_rollout_ref.actor.optim", "lr", -1e-6),
+        ("actor_rollout_ref.actor.optim", "betas", [0.9]),
+        ("actor_rollout_ref.actor.optim", "betas", [0.9, 1.0]),
+        ("actor_rollout_ref.actor.fsdp_config", "model_dtype", "auto"),
+        ("actor_rollout_ref.rollout", "temperature", -0.1),
+        ("actor_rollout_ref.rollout", "temperature", math.inf),
+        ("actor_rollout_ref.rollout", "temperature", math.nan),
+        ("actor_rollout_ref.rollout.val_kwargs", "temperature", math.inf),
+        ("actor_rollout_ref.rollout", "top_k", 0),
+        ("actor_rollout_ref.rollout", "top_p", 1.1),
+        ("actor_rollout_ref.model", "target_modules", []),
+        ("data", "truncation", "centre"),
+        ("data", "train_files", [1]),
+        ("trainer", "nnodes", 0),
+        ("trainer", "logger", ["console", "wand"]),
+        ("trainer", "test_freq", 0),
+        ("reward", "timeout", 0.0),
+        ("reward", "timeout", math.inf),
+        ("reward", "num_workers", 0),
+        ("reward", "failure_score", math.nan),
+        ("algorithm", "gamma", 1.5),
+    ],
+)
+def test_an_illegal_value_is_named(section, name, value):
+    config = target = valid()
+    for part in section.split("."):
+        target = getattr(target, part)
+    setattr(target, name, value)
+    assert [problem.field for problem in problems(config)] == [f"{section}.{name}"]
+
+
+def test_choices_are_those_that_the_code_offers():
+    """The checks load no torch, so they list the names again; here the two lists meet."""
+    from hydraflow.algorithms import advantages, aggregate, kl, kl_control, policy_loss
+    from hydraflow.data import conversations, prompts
+    from hydraflow.engine import optim
+    from hydraflow.tracking import trackers
+    from hydraflow.workers import rollout
+
+    offered = {
+        (AlgorithmConfig, "adv_estimator"): advantages.ADVANTAGE_ESTIMATORS,
+        (KLControlConfig, "type"): kl_control.KL_CONTROLLERS,
+        (PolicyLossConfig, "loss_mode"): policy_loss.POLICY_LOSSES,
+        (ActorConfig, "loss_agg_mode"): aggregate.LOSS_AGG_MODES,
+        (ActorConfig, "kl_loss_type"): kl.KL_ESTIMATORS,
+        (OptimConfig, "lr_scheduler_type"): optim.SCHEDULES,
+        (PromptConfig, "truncation"): prompts.TRUNCATIONS,
+        (SFTDataConfig, "truncation"): conversations.TRUNCATIONS,
+        (SamplingConfig, "name"): [*rollout.GENERATION_ENGINES, "vllm"],  # planned, not run yet: runnable.py
+    }
+    for (owner, name), choices in offered.items():
+        assert set(FIELD_RULES[owner][name].choices) == set(choices), f"{owner.__name__}.{name}"
+    assert set(LOGGERS) == set(trackers.TRACKERS)
+
+
+def test_nulls_that_a_type_allows_are_legal():
+    config = valid()
+    config.actor_rollout_ref.actor.clip_ratio_low = config.trainer.n_gpus_per_node = config.critic.enable = None
+    assert problems(config) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (lambda c: setattr(c.actor_rollout_ref.rollout, "temperature", 0.0), "actor_rollout_ref.rollout.temperature"),
+        (lambda c: setattr(c.critic, "enable", False), "critic.enable"),
+        (lambda c: setattr(c.actor_rollout_ref.rollout.val_kwargs, "do_sample", True), "actor_rollout_ref.rollout.val_kwargs.temperature"),
+        (lambda c: setattr(c.trainer, "val_only", True), "data.val_files"),
+        (lambda c: setattr(c.data, "train_files", None), "data.train_files"),
+    ],
+)
+def test_fields_that_depend_on_each_other(change, field):
+    config = valid()
+    change(config)
+    assert [problem.field for problem in problems(config)] == [field]
+
+
+def test_a_critic_warm_up_needs_a_critic():
+    config = valid()
+    config.trainer.critic_warmup = 2
+    assert problems(config) == []
+    config.algorithm.adv_estimator = "grpo"
+    assert [problem.field for problem in problems(config)] == ["trainer.critic_warmup"]
+
+
+def test_a_recipe_takes_no_files_of_the_users():
+    config = valid()
+    config.data.val_files, config.recipe.name = "val.parquet", "arithmetic"
+    found = problems(config)
+    assert [problem.field for problem in found] == ["actor_rollout_ref.model.path", "data.train_files", "data.val_files"]
+    assert "recipe=arithmetic makes its own" in found[0].rule and "recipe=none" in found[0].remedy
+    config.actor_rollout_ref.model.path = config.data.train_files = config.data.val_files = None
+    assert problems(config) == []

@@ -1,0 +1,88 @@
+"""How many cores and GPUs a process may use, read from files laid out as the kernel does."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hydraflow.device import cgroup_folders, core_limits, listed_gpus, usable_cores
+
+ALLOWED = float(len(os.sched_getaffinity(0)))
+
+
+def membership(tmp_path: Path, *lines: str) -> Path:
+    path = tmp_path / "membership"
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_a_quota_of_version_2(tmp_path: Path) -> None:
+    write(tmp_path / "cpu.max", "150000 100000\n")
+    assert core_limits(cgroups=tmp_path, membership=membership(tmp_path, "0::/"), environ={}) == {
+        "affinity mask": ALLOWED,
+        "cgroup quota": 1.5,
+    }
+
+
+def test_no_quota(tmp_path: Path) -> None:
+    write(tmp_path / "cpu.max", "max 100000\n")
+    assert core_limits(cgroups=tmp_path, membership=membership(tmp_path, "0::/"), environ={}) == {"affinity mask": ALLOWED}
+
+
+def test_the_tightest_quota_on_the_way_to_the_root_holds(tmp_path: Path) -> None:
+    root = tmp_path / "cgroup"
+    write(root / "cpu.max", "max 100000")
+    write(root / "job" / "cpu.max", "300000 100000")
+    write(root / "job" / "step" / "cpu.max", "800000 100000")
+    found = core_limits(cgroups=root, membership=membership(tmp_path, "0::/job/step"), environ={})
+    assert found["cgroup quota"] == 3.0
+
+
+def test_a_quota_of_version_1(tmp_path: Path) -> None:
+    write(tmp_path / "cpu,cpuacct" / "job" / "cpu.cfs_quota_us", "250000\n")
+    write(tmp_path / "cpu,cpuacct" / "job" / "cpu.cfs_period_us", "100000\n")
+    found = core_limits(cgroups=tmp_path, membership=membership(tmp_path, "4:memory:/other", "3:cpu,cpuacct:/job"), environ={})
+    assert found["cgroup quota"] == 2.5
+
+
+def test_version_1_without_a_quota(tmp_path: Path) -> None:
+    write(tmp_path / "cpu" / "cpu.cfs_quota_us", "-1\n")
+    write(tmp_path / "cpu" / "cpu.cfs_period_us", "100000\n")
+    assert "cgroup quota" not in core_limits(cgroups=tmp_path, membership=membership(tmp_path, "1:cpu:/"), environ={})
+
+
+def test_the_host_s_path_is_not_mounted_in_a_container(tmp_path: Path) -> None:
+    root = tmp_path / "cgroup"
+    write(root / "cpu" / "cpu.cfs_quota_us", "200000")
+    write(root / "cpu" / "cpu.cfs_period_us", "100000")
+    assert core_limits(cgroups=root, membership=membership(tmp_path, "3:cpu:/docker/0123"), environ={})["cgroup quota"] == 2.0
+
+
+def test_slurm_counts_and_nonsense_does_not(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    assert core_limits(cgroups=gone, membership=gone, environ={"SLURM_CPUS_PER_TASK": "1"})["SLURM_CPUS_PER_TASK"] == 1.0
+    assert "SLURM_CPUS_PER_TASK" not in core_limits(cgroups=gone, membership=gone, environ={"SLURM_CPUS_PER_TASK": "many"})
+
+
+def test_folders_of_a_controller_stay_below_the_mount(tmp_path: Path) -> None:
+    found = cgroup_folders("memory", tmp_path, membership(tmp_path, "4:memory:/a/b", "1:cpu:/c"))
+    assert found == [tmp_path, tmp_path / "memory", tmp_path / "memory/a/b", tmp_path / "memory/a"]
+
+
+def test_this_process_may_use_a_core() -> None:
+    assert 1 <= usable_cores() <= ALLOWED
+
+
+@pytest.mark.parametrize(("visible", "count"), [(None, 2), ("0", 1), ("", 0), ("0,1,2,3", 2)])
+def test_gpus_are_counted_without_torch(tmp_path: Path, visible: str | None, count: int) -> None:
+    for name in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / name).mkdir()
+    assert listed_gpus(tmp_path, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == count
+    assert listed_gpus(tmp_path / "none", {}) == 0

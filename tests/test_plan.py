@@ -1,0 +1,210 @@
+"""python -m hydraflow.plan: numbers that a person can compute, all mistakes at once, and nothing heavy is imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from jobs.command import assert_refused, hydraflow
+
+from hydraflow.batch_plan.resolve import resolve_plan
+from hydraflow.compose.loading import load_command
+from hydraflow.schema import PPOConfig
+
+GRPO_64_NODES = [
+    "cluster=h100",
+    "cluster.nodes=64",
+    "algorithm.adv_estimator=grpo",
+    "actor_rollout_ref.model.path=somewhere/a-moe",
+    "data.train_files=/cluster/train.parquet",
+    "actor_rollout_ref.actor.strategy=megatron",
+    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4",
+    "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
+    "actor_rollout_ref.actor.megatron.expert_model_parallel_size=8",
+    "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=4",
+    "data.train_batch_size=1024",
+    "actor_rollout_ref.rollout.n=16",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=256",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
+    "trainer.total_training_steps=100",
+]
+MOE = (
+    "+actor_rollout_ref.model.override_config={model_type: qwen3_moe, hidden_size: 2048, num_hidden_layers: 48, num_attention_heads: 32,"
+    " num_key_value_heads: 4, head_dim: 128, intermediate_size: 6144, moe_intermediate_size: 768, num_experts: 128,"
+    " num_experts_per_tok: 8, vocab_size: 151936}"
+)
+
+
+def planned(*overrides: str, cwd: Path) -> dict[str, Any]:
+    """The object that `--json` prints."""
+    done = hydraflow("plan", *overrides, "--json", cwd=cwd)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert isinstance(found, dict)
+    return found
+
+
+def quantities(report: dict[str, Any]) -> dict[str, Any]:
+    return {quantity["name"]: quantity["value"] for quantity in report["plan"]["quantities"]}
+
+
+def test_the_default_recipe(tmp_path: Path) -> None:
+    done = hydraflow("plan", "trainer.device=cpu", cwd=tmp_path)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    for words in (
+        "batch plan",
+        "devices and roles: colocated",
+        "64 prompts of at most 16 tokens are drawn",
+        "2 optimizer steps (2 mini-batches): each takes 32 prompts = 256 trajectories, on 2 data ranks of 128 rows",
+        "400 training steps",
+        "memory of one device",
+        "1 key honoured",
+    ):
+        assert words in done.stdout, done.stdout
+    assert not list(tmp_path.iterdir()), "a plan writes nothing"
+
+
+def test_grpo_on_64_machines(tmp_path: Path) -> None:
+    report = planned(*GRPO_64_NODES, MOE, cwd=tmp_path)
+    plan = report["plan"]
+    assert (plan["prompts_per_step"], plan["trajectories_per_step"]) == (1024, 16_384)
+    actor = plan["actor"]
+    assert actor["data_ranks"] == 512 // (4 * 2)  # experts never divide data ranks
+    assert (actor["mini_batch_trajectories"], actor["rows_per_rank"], actor["accumulation_steps"]) == (4096, 64, 32)
+    assert (actor["optimizer_steps_per_step"], actor["total_optimizer_steps"]) == (4, 400)
+    assert (plan["rollout"]["replicas"], plan["rollout"]["trajectories_per_engine"]) == (128, 128)
+    assert report["placement"] == "colocated"
+    assert ["0-511", "0-63", "512", "■", "■"] in [line.split() for line in report["picture"]]
+    assert any("/cluster/train.parquet is not on this machine" in note for note in report["notes"])
+    assert {"actor_rollout_ref.actor.strategy", "actor_rollout_ref.rollout.name"} <= {one["field"] for one in report["not_runnable_yet"]}
+    assert report["memory"] is not None
+
+
+def test_a_model_of_unknown_shape_leaves_memory_out_and_says_what_is_missing(tmp_path: Path) -> None:
+    report = planned(*GRPO_64_NODES, cwd=tmp_path)
+    assert report["memory"] is None
+    assert any("override_config" in note and "hidden_size" in note for note in report["notes"])
+
+
+def test_json_is_the_plans(tmp_path: Path) -> None:
+    overrides = ["recipe=arithmetic", "trainer.device=cpu", "data.train_batch_size=96", "trainer.n_gpus_per_node=4"]
+    report = planned(*overrides, cwd=tmp_path)
+    config, command = load_command("ppo", PPOConfig, overrides)
+    plan = resolve_plan(config, prompts=9000, origins=command.origins)
+    assert report["plan"] == json.loads(plan.to_json())
+    assert quantities(report)["training prompts"] == 9000
+    assert report["keys"] == {"honoured": 3, "without_effect": 0, "unsupported": 0}
+    assert [phase["name"] for phase in report["step"]][:3] == ["prompts", "generate", "score"]
+
+
+def test_prompts_are_counted_in_the_files(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"] * 1000}), tmp_path / "train.parquet")
+    own = ["actor_rollout_ref.model.path=somewhere/else", f"data.train_files={tmp_path}/train.parquet", "algorithm.adv_estimator=grpo"]
+    sizes = ["data.train_batch_size=64", "data.train_max_samples=650", "data.filter_overlong_prompts=true"]
+    report = planned(*own, *sizes, cwd=tmp_path)
+    assert report["plan"]["steps_per_epoch"] == 10
+    assert any("at most 650 prompts, an upper bound" in note for note in report["notes"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (  # verl's train / mini / micro, three rules at once
+            ["data.train_batch_size=100", "actor_rollout_ref.actor.ppo_mini_batch_size=64", "trainer.n_gpus_per_node=7"],
+            ["data.train_batch_size=100", "7 data ranks"],
+        ),
+        (  # devices that do not add up, and a key that there is not
+            ["actor_rollout_ref.rollout.device_mapping=0-15", "data.train_batch_sise=64", "trainer.n_gpus_per_node=8"],
+            ["device_mapping", "data.train_batch_size=64"],
+        ),
+        (  # parallel sizes beyond the machines
+            [*GRPO_64_NODES, "actor_rollout_ref.actor.megatron.context_parallel_size=3", "data.max_response_length=100000"],
+            ["context 3", "100000", "ppo_max_token_len_per_gpu"],
+        ),
+    ],
+)
+def test_all_mistakes_of_a_command_line_are_told_together(overrides: list[str], words: list[str], tmp_path: Path) -> None:
+    done = hydraflow("plan", *overrides, cwd=tmp_path)
+    assert_refused(done, *words)
+    assert not done.stdout and "  2. " in done.stderr
+
+
+def test_a_file_that_is_here_and_broken_is_told_with_the_rest(tmp_path: Path) -> None:
+    (tmp_path / "train.parquet").write_bytes(b"no")
+    done = hydraflow(
+        "plan",
+        "actor_rollout_ref.model.path=somewhere/else",
+        f"data.train_files={tmp_path}/train.parquet",
+        "data.train_batch_size=100",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=64",
+        cwd=tmp_path,
+    )
+    assert_refused(done, "not a readable Parquet file", "ppo_mini_batch_size=64")
+
+
+def test_the_picture_of_a_step_is_a_file(tmp_path: Path) -> None:
+    done = hydraflow("plan", "trainer.device=cpu", "--svg", "step.svg", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    words = [element.text for element in ElementTree.parse(tmp_path / "step.svg").iter() if element.tag.endswith("text")]
+    assert {"64 prompts", "512 trajectories", "256 trajectories per optimizer step"} <= set(words)
+    assert_refused(hydraflow("plan", "--job", "generate", "--svg", "x.svg", cwd=tmp_path), "--svg")
+
+
+def test_the_other_commands(tmp_path: Path) -> None:
+    (tmp_path / "talk.jsonl").write_text('{"prompt": "a", "response": "b"}\n' * 640)
+    sft = planned("--job", "sft", "data.train_files=talk.jsonl", "data.train_batch_size=64", "trainer.device=cpu", cwd=tmp_path)
+    assert (sft["job"], sft["plan"]["total_steps"], sft["plan"]["role"]["rows_per_rank"]) == ("sft", 10, 32)
+    generate = planned(
+        "--job=generate", "data.path=talk.jsonl", "rollout.n=4", "rollout.max_num_seqs=100", "trainer.device=cpu", cwd=tmp_path
+    )
+    assert (generate["plan"]["prompts"], generate["plan"]["prompts_per_call"]) == (640, 200)
+    assert_refused(hydraflow("plan", "--job", "sift", cwd=tmp_path), "--job")
+
+
+def test_a_reader_may_stop_early(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m hydraflow.plan trainer.device=cpu --json | head -n 1"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("{\n", "")
+
+
+def test_verls_keys_are_counted_and_said(tmp_path: Path) -> None:
+    keys = ["data.return_raw_chat=True", "trainer.v1.trainer_mode=separate_async", "data.train_batch_size=32"]
+    report = planned("trainer.device=cpu", *keys, cwd=tmp_path)
+    assert report["keys"] == {"honoured": 2, "without_effect": 1, "unsupported": 1}
+    for key in ("data.return_raw_chat", "trainer.v1.trainer_mode"):
+        assert any(note.startswith(key) for note in report["notes"]), report["notes"]
+
+
+def test_placements_are_named_and_drawn(tmp_path: Path) -> None:
+    policy = "actor_rollout_ref"
+    own = ["cluster=h100", "cluster.nodes=2", "algorithm.adv_estimator=grpo", "data.train_batch_size=64", "recipe=none"]
+    mapped = [f"{policy}.actor.device_mapping=0-7", f"{policy}.rollout.device_mapping=8-15", f"{policy}.model.path=elsewhere"]
+    done = hydraflow("plan", *own, *mapped, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert "devices and roles: disaggregated" in done.stdout
+    assert ["device", *map(str, range(16))] in rows
+    assert [row[1:17] for row in rows if row[:1] == ["rollout"] and len(row) > 17] == [["·"] * 8 + [str(i) for i in range(8)]]
+
+
+def test_nothing_heavy_is_imported(tmp_path: Path) -> None:
+    program = (
+        "import runpy, sys\n"
+        "sys.argv = ['plan', 'trainer.device=cpu', *sys.argv[1:]]\n"
+        "try:\n    runpy.run_module('hydraflow.plan', run_name='__main__')\n"
+        "except SystemExit as end:\n    assert not end.code, end.code\n"
+        "heavy = {'torch', 'ray', 'transformers', 'numpy', 'pyarrow', 'matplotlib', 'datasets'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "print('rich' in sys.modules, file=sys.stderr)\n"
+    )
+    for switches, rich in (([], "True"), (["--json"], "False")):
+        done = subprocess.run([sys.executable, "-c", program, *switches], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr.split()[-1:]) == (0, [rich]), done.stderr

@@ -1,0 +1,110 @@
+"""Which keys a run may change when it goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+
+import pytest
+
+from hydraflow.batch_plan.resolve import resolve_plan
+from hydraflow.batch_plan.sft import resolve_sft_plan
+from hydraflow.schema import PPOConfig, SFTConfig
+from hydraflow.trainer import identity
+from hydraflow.trainer.identity import Identity, identity_of
+
+Change = Callable[[PPOConfig], None]
+
+
+def ppo(*changes: Change, estimator: str = "grpo") -> Identity:
+    config = PPOConfig()
+    config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size = 8, 4
+    config.algorithm.adv_estimator = estimator
+    for change in changes:
+        change(config)
+    return identity_of(config, resolve_plan(config, prompts=100, devices_per_node=2))
+
+
+def differing(one: Identity, other: Identity) -> list[str]:
+    return [problem.field for problem in one.differences(other.values, where="x")]
+
+
+def set_lr(config: PPOConfig) -> None:
+    config.actor_rollout_ref.actor.optim.lr = 3e-6
+
+
+def set_seed(config: PPOConfig) -> None:
+    config.trainer.seed = 7
+
+
+def set_steps(config: PPOConfig) -> None:
+    config.trainer.total_training_steps = 5
+
+
+def decay(config: PPOConfig) -> None:
+    config.actor_rollout_ref.actor.optim.lr_scheduler_type = "linear"
+
+
+def more_room(config: PPOConfig) -> None:
+    """What one changes after running out of memory or time."""
+    actor = config.actor_rollout_ref.actor
+    actor.ppo_micro_batch_size_per_gpu, actor.fsdp_config.param_offload = 1, True
+    config.actor_rollout_ref.model.enable_gradient_checkpointing = False
+    config.actor_rollout_ref.rollout.max_num_seqs = 3
+    config.trainer.n_gpus_per_node, config.trainer.save_freq, config.trainer.test_freq = 1, 5, 9
+    config.trainer.default_local_dir, config.data.val_files, config.trainer.max_wall_time = "elsewhere", "more.parquet", "1h"
+    actor.checkpoint.async_save = False
+
+
+def written_otherwise(config: PPOConfig) -> None:
+    config.batch.optimizer_steps_per_step = 2
+
+
+def change_the_critic(config: PPOConfig) -> None:
+    config.critic.optim.lr = 1.0
+
+
+def test_what_shapes_training_is_named_with_both_values() -> None:
+    problems = ppo(set_lr, set_seed).differences(ppo().values, where="out/global_step_4")
+    assert [problem.field for problem in problems] == ["actor_rollout_ref.actor.optim.lr", "trainer.seed"]
+    assert str(problems[0]) == (
+        "actor_rollout_ref.actor.optim.lr=3e-06: out/global_step_4 was trained with 1e-06\n      -> actor_rollout_ref.actor.optim.lr=1e-06"
+    )
+    assert ppo(set_lr).hash != ppo().hash
+
+
+@pytest.mark.parametrize("change", [more_room, written_otherwise, set_steps, change_the_critic], ids=lambda change: change.__name__)
+def test_what_does_not_shape_it_may_change(change: Change) -> None:
+    assert differing(ppo(change), ppo()) == []
+    assert ppo(change).hash == ppo().hash
+
+
+def test_the_critic_counts_where_there_is_one() -> None:
+    assert differing(ppo(change_the_critic, estimator="gae"), ppo(estimator="gae")) == ["critic.optim.lr"]
+
+
+def test_the_number_of_steps_counts_where_the_rate_follows_it() -> None:
+    assert differing(ppo(decay, set_steps), ppo(decay)) == ["trainer.total_training_steps"]
+
+
+def test_keys_that_a_checkpoint_does_not_know_are_of_a_newer_version() -> None:
+    older = dict(ppo().values)
+    del older["algorithm.gamma"]
+    assert ppo().differences(older | {"algorithm.gone": 1}, where="x") == []
+
+
+def test_supervised_runs_have_one_too() -> None:
+    config = SFTConfig()
+    config.data.train_batch_size = 8
+    plan = resolve_sft_plan(config, conversations=100)
+    first = identity_of(config, plan)
+    config.optim.lr = 0.5
+    assert differing(identity_of(config, plan), first) == ["optim.lr"]
+
+
+@pytest.mark.parametrize("pattern", identity.FREE + identity.SIZES)
+def test_every_pattern_matches_a_key(pattern: str) -> None:
+    from fnmatch import fnmatchcase
+
+    keys = [key for config in (PPOConfig(), SFTConfig()) for key, _ in identity._flat(asdict(config))]
+    assert any(fnmatchcase(key, pattern) for key in keys), "a key was renamed"
