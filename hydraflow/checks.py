@@ -25,8 +25,8 @@ from hydraflow.models.config import ModelConfig
 from hydraflow.recipes.config import RecipeConfig
 from hydraflow.rewards.config import RewardConfig
 from hydraflow.schema import EvalConfig, GenerateConfig, PPOConfig, SFTConfig
-from hydraflow.trainer.config import AsyncTrainingConfig, ClusterConfig, LoopConfig, RunConfig, TrainerConfig
-from hydraflow.workers.config import ActorConfig, CriticConfig
+from hydraflow.trainer.config import AsyncTrainingConfig, ClusterConfig, LoopConfig, RunConfig, SFTTrainerConfig, TrainerConfig
+from hydraflow.workers.config import ActorConfig, CheckpointConfig, CriticConfig
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,12 @@ def at_least(least: float) -> Rule:
 def within(low: float, high: float) -> Rule:
     """A number from `low` to `high`, both allowed."""
     return Rule(f"must be from {low} to {high}", lambda value: low <= value <= high)
+
+
+def saved_of(*more: str) -> Rule:
+    """What a checkpoint may hold, the weights among it."""
+    parts = ("model", "optimizer", "extra", *more)
+    return Rule(f"must list model, and may list {', '.join(parts[1:])}", lambda value: {"model"} <= set(value) <= set(parts))
 
 
 def _listed(choices: tuple[str, ...]) -> str:
@@ -172,8 +178,20 @@ FIELD_RULES: dict[type, dict[str, Rule]] = {
         "total_training_steps": at_least(1),
         "test_freq": NEVER_OR_COUNT,
         "logger": KNOWN_LOGGERS,
+        "save_freq": NEVER_OR_COUNT,
+        "resume_mode": one_of("auto", "disable", "resume_path"),
+        "max_skipped_steps": at_least(0),
+        "max_restarts": at_least(0),
+        "restart_backoff": Rule("must be a number of seconds, at least 0", lambda value: 0 <= value < math.inf),
     },
-    TrainerConfig: {"critic_warmup": at_least(0), "log_val_generations": at_least(0)},
+    TrainerConfig: {
+        "critic_warmup": at_least(0),
+        "log_val_generations": at_least(0),
+        "max_actor_ckpt_to_keep": at_least(1),
+        "max_critic_ckpt_to_keep": at_least(1),
+    },
+    SFTTrainerConfig: {"max_ckpt_to_keep": at_least(1)},
+    CheckpointConfig: {"save_contents": saved_of("hf_model"), "load_contents": saved_of()},
     RayInitConfig: {"num_cpus": at_least(1)},
     RecipeConfig: {
         "name": one_of("none", "arithmetic"),
@@ -316,6 +334,36 @@ def _partial_rollout_is_stale(config: PPOConfig) -> Iterator[Problem]:
         yield Problem(f"{key}.partial_rollout", "true", rule, f"{key}.partial_rollout=false or {key}.staleness_threshold=0.5")
 
 
+def _resume_path_is_given(config: PPOConfig | SFTConfig) -> Iterator[Problem]:
+    trainer, key = config.trainer, "trainer.resume_from_path"
+    if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
+        yield Problem(
+            key, "null", "trainer.resume_mode=resume_path needs a checkpoint", f"{key}=.../global_step_N or trainer.resume_mode=auto"
+        )
+
+
+def _loads_what_was_saved(config: PPOConfig | SFTConfig) -> Iterator[Problem]:
+    if isinstance(config, SFTConfig):
+        sections = {"checkpoint": config.checkpoint}
+    else:
+        sections = {
+            "actor_rollout_ref.actor.checkpoint": config.actor_rollout_ref.actor.checkpoint,
+            "critic.checkpoint": config.critic.checkpoint,
+        }
+    for key, section in sections.items():
+        if lacking := [part for part in section.load_contents if part not in section.save_contents]:
+            loaded = [part for part in section.load_contents if part not in lacking]
+            rule = f"{', '.join(lacking)} would not be in the checkpoints: {key}.save_contents=[{','.join(section.save_contents)}]"
+            yield Problem(f"{key}.load_contents", f"[{','.join(section.load_contents)}]", rule, f"{key}.load_contents=[{','.join(loaded)}]")
+
+
+def _best_is_measured(config: PPOConfig) -> Iterator[Problem]:
+    trainer = config.trainer
+    if trainer.keep_best is not None and config.data.val_files is None and config.recipe.name == "none":
+        rule = "nothing is validated without data.val_files, so no checkpoint is the best"
+        yield Problem("trainer.keep_best", trainer.keep_best, rule, "data.val_files=... or trainer.keep_best=null")
+
+
 CROSS_RULES: dict[type, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
     PPOConfig: (
         _recipe_makes_model_and_data,
@@ -327,7 +375,11 @@ CROSS_RULES: dict[type, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
         _ulysses_packs,
         _reward_model_has_a_path,
         _partial_rollout_is_stale,
+        _resume_path_is_given,
+        _loads_what_was_saved,
+        _best_is_measured,
     ),
+    SFTConfig: (_resume_path_is_given, _loads_what_was_saved),
 }
 """What fields must hold together."""
 NEEDED: dict[type, tuple[Callable[[Any], Iterator[Problem]], ...]] = {

@@ -118,6 +118,17 @@ def current_device(device_type: str, local_rank: int) -> torch.device:
     return device
 
 
+_OUT_OF_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""What RuntimeErrors say that mean it, too."""
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of torch means that the device or the host has no memory left."""
+    import torch
+
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY)
+
+
 def collective_backend(device_type: str) -> str:
     """Backend of torch.distributed: host tensors can always be reduced, too."""
     return "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"

@@ -72,6 +72,10 @@ class EnvironmentFault(HydraflowError):
     exit_code = 3
 
 
+class DoesNotFit(EnvironmentFault):
+    """A single row needs more memory than a device has."""
+
+
 class WorkerError(HydraflowError):
     """A worker died, raised or did not answer in time. Picklable."""
 

@@ -15,9 +15,9 @@ from hydraflow.schema import PPOConfig
 
 def run(config: PPOConfig, command: Command) -> None:
     """Trains as `config` says. The import is here so that configuration mistakes are answered in a second."""
-    from hydraflow.jobs.ppo import PPOJob
+    from hydraflow.jobs.ppo import run_ppo
 
-    PPOJob(config, origins=command.origins).run()
+    run_ppo(config, origins=command.origins)
 
 
 if __name__ == "__main__":

@@ -55,6 +55,12 @@ def test_every_rule_names_a_field():
         ("trainer", "nnodes", 0),
         ("trainer", "logger", ["console", "wand"]),
         ("trainer", "test_freq", 0),
+        ("trainer", "save_freq", 0),
+        ("trainer", "resume_mode", "always"),
+        ("trainer", "max_restarts", -1),
+        ("trainer", "max_actor_ckpt_to_keep", 0),
+        ("actor_rollout_ref.actor.checkpoint", "save_contents", ["optimizer"]),
+        ("actor_rollout_ref.actor.checkpoint", "load_contents", ["model", "hf_model"]),
         ("reward", "timeout", 0.0),
         ("reward", "timeout", math.inf),
         ("reward", "num_workers", 0),
@@ -132,3 +138,15 @@ def test_a_recipe_takes_no_files_of_the_users():
     assert "recipe=arithmetic makes its own" in found[0].rule and "recipe=none" in found[0].remedy
     config.actor_rollout_ref.model.path = config.data.train_files = config.data.val_files = None
     assert problems(config) == []
+
+
+def test_checkpoint_keys_fit_each_other():
+    config = valid()
+    config.trainer.resume_mode, config.trainer.keep_best = "resume_path", "val-core/sums/acc/mean@1"
+    config.critic.checkpoint.save_contents = ["model"]
+    found = {problem.field: problem.remedy for problem in problems(config)}
+    assert found == {
+        "trainer.resume_from_path": "trainer.resume_from_path=.../global_step_N or trainer.resume_mode=auto",
+        "critic.checkpoint.load_contents": "critic.checkpoint.load_contents=[model]",
+        "trainer.keep_best": "data.val_files=... or trainer.keep_best=null",
+    }

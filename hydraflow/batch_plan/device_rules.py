@@ -85,7 +85,8 @@ def _machines(topology: Topology) -> Iterator[Violation]:
     """What the pools need is what the cluster has."""
     pools, asked = topology.cluster.pools, topology.asked_nodes
     if asked is not None and asked != topology.cluster.nodes:
-        needs = " + ".join(f"{pool.nodes} for the {pool.name}" for pool in pools)
+        needs = " + ".join(f"{pool.name} {pool.nodes}" for pool in pools)
+        needs += f" = {topology.cluster.nodes}" if len(pools) > 1 else ""
         more = "more than there are" if topology.cluster.nodes > asked else f"{asked - topology.cluster.nodes} would stay unused"
         text = f"machines, but {needs} are asked for: {more}"
         yield Violation("machines", MACHINES, CLUSTER_NODES, asked, text, lambda: _machine_cures(topology))

@@ -114,7 +114,8 @@ def _no_mini_batch(values: Mapping[str, int], step: Step) -> list[str]:
     if q is None or n is None or q % (unit := math.lcm(*(share // math.gcd(share, n) for share in shares))) == 0:
         return []
     times = "·".join(str(values[name]) for name in ("a", "m", "dp") if name in values)
-    return [f"{times} = {shares[0]} trajectories and their multiples are {unit} prompts or more, in whole parts of {q} there are none"]
+    least = f"{times}/{n} = {unit}" if unit * n == shares[0] else str(unit)
+    return [f"an optimizer step has a multiple of {least} prompts, and none divides {q} prompts per step"]
 
 
 @dataclass

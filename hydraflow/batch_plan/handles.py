@@ -216,7 +216,7 @@ class _Settling:
         """Numbers that cannot hold together, though without any one of them the rest could."""
         contradicts = closure(binding, self.step) is None
         core = dict(binding)
-        for name in binding:
+        for name in sorted(binding, key=lambda one: one not in self.handles):
             fewer = {other: value for other, value in core.items() if other != name}
             if (closure(fewer, self.step) is None) if contradicts else (solve(fewer, self.step) is None):
                 core = fewer

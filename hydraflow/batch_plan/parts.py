@@ -246,11 +246,6 @@ def warmup_violations(optim: OptimConfig, optim_key: str, total_steps: int) -> I
     key = f"{optim_key}.{'lr_warmup_steps' if by_steps else 'lr_warmup_steps_ratio'}"
     given = optim.lr_warmup_steps if by_steps else optim.lr_warmup_steps_ratio
     room = f", and the {optim.lr_scheduler_type} decay needs one of them" if decays else ""
-
-    def cures() -> Iterator[Cure]:
-        yield {key: min(latest, total_steps // 10) if by_steps else 0.1}
-        if by_steps and latest:
-            yield {key: latest}
-
+    fitting = min(latest, total_steps // 10) if by_steps else 0.1
     text = f"{warmup} warm-up steps do not fit {total_steps} training steps{room}"
-    yield Violation(f"warm-up:{optim_key}", SCHEDULE, key, given, text, cures)
+    yield Violation(f"warm-up:{optim_key}", SCHEDULE, key, given, text, lambda: [{key: fitting}])

@@ -25,7 +25,7 @@ Cure = Mapping[str, object]
 SIZES, MACHINES, MAPPING, HOLES, DIVISION, BATCH, MICRO, BUDGET, SCHEDULE = STAGES = range(9)
 """Stages, in the order in which rules depend on each other: a cure of one may break a later one, not an earlier one."""
 
-MOST_STEPS, MOST_REMEDIES, MOST_PAIRS = 24, 3, 8
+MOST_STEPS, MOST_REMEDIES, MOST_ALIKE, MOST_PAIRS = 24, 3, 2, 8
 _MACHINES = dict.fromkeys(("nnodes", "nodes", "n_gpus_per_node", "devices_per_node"), 12.0)
 _WEIGHTS = _MACHINES | {"train_batch_size": 3.0, "n": 6.0}
 """How much a change of a key asks of the user, by the key's last part; most ask 2."""
@@ -125,14 +125,15 @@ def _best_cure(
 ) -> tuple[Values, Sequence[Violation]] | None:
     """Of the cures that help, the one that asks least; what stays broken asks, too.
 
-    A cure helps that leaves less broken in the earliest stage where it makes a difference: so the search ends.
+    A cure helps if its rule holds then, and less is broken in the earliest stage where it makes a difference: so the search ends.
     """
     before = _by_stage(left)
     best: tuple[float, Values, Sequence[Violation]] | None = None
     for cure in _distinct(broken.cures()):
         after = judge(changes | cure)
         asks = cost(changes | cure) + _BROKEN * len(after)
-        if _by_stage(after) < before and (best is None or asks < best[0]):
+        helps = _by_stage(after) < before and all(violation.rule != broken.rule for violation in after)
+        if helps and (best is None or asks < best[0]):
             best = (asks, cure, after)
     return (best[1], best[2]) if best else None
 
@@ -193,8 +194,8 @@ def _first_remedies(found: Sequence[Violation], steps: Sequence[_Step]) -> dict[
         own.setdefault(step.owner, {}).update({key: final[key] for key in step.values})
     for violation in found:
         curers = [step.owner for step in steps if violation.rule in step.cured]
-        if not own.get(violation.rule) and curers:
-            own[violation.rule] = dict(own.get(curers[-1], {}))
+        if not own.get(violation.rule):
+            own[violation.rule] = dict(curers and own.get(curers[-1]) or final)
     return own
 
 
@@ -206,7 +207,8 @@ def _problem(violation: Violation, remedies: Mapping[str, Values], judge: Judge,
     for cure in sorted(_distinct(violation.cures()), key=cost):
         if len(alternatives) == MOST_REMEDIES:
             break
-        if cure not in alternatives and not judge(rest | cure):
+        same_keys = sum(cure.keys() == other.keys() for other in alternatives)
+        if cure not in alternatives and same_keys < MOST_ALIKE and not judge(rest | cure):
             alternatives.append(cure)
     text = " or ".join(" ".join(f"{key}={shown(value)}" for key, value in values.items()) for values in alternatives)
     return Problem(violation.field, violation.value, violation.text, text or violation.advice)

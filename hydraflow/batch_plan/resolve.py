@@ -144,8 +144,13 @@ def judge(settings: Settings[PPOConfig], facts: Facts) -> Verdict:
 
 
 def _with_other_steps(violation: Violation, request: Request) -> Iterator[Cure]:
+    """Cures of a contradiction: its own, other steps, and steps without any handle."""
     yield from violation.cures()
-    yield from targets.cures(request)
+    dropped: Cure = dict.fromkeys(request.numbers.handles, None)
+    yield dropped
+    for cure in targets.cures(request):
+        yield cure
+        yield {**cure, **dropped}
 
 
 def _legal_size(settings: Settings[PPOConfig], key: str) -> object:

@@ -1,6 +1,7 @@
 """Calls under way: waiting for them, finding the first cause when one fails, and the future that stands for a call.
 
-In: the answers' references with who gives them. Out: results, or one error: a WorkerError, or a ConfigError from a start.
+In: the answers' references with who gives them. Out: results, or one error: a WorkerError,
+a worker's decision to stop, or a ConfigError from a start.
 Whoever waits for one call watches all calls: a group that fails ends the wait for another group that depends on it.
 Left out on purpose: retries. A group that failed is ended, and a run goes on from its checkpoint.
 """
@@ -17,7 +18,7 @@ from ray import ObjectRef
 
 from hydraflow.dispatch.shards import LateShard, Promised
 from hydraflow.dispatch.transport import Parcel, Traffic, unpack
-from hydraflow.dispatch.worker import Failure, log_tail
+from hydraflow.dispatch.worker import DECISIONS, Failure, log_tail
 from hydraflow.errors import ConfigError, HydraflowError, WorkerError
 
 SLICE = 0.25
@@ -151,9 +152,11 @@ class Ledger:
         self._end({first.crew}, first.error(f"no answer in {first.seconds:g} seconds{others}"))
 
     def _end(self, crews: set[Crew], error: HydraflowError) -> None:
+        """A group whose workers decided to stop keeps its processes: they may be writing a checkpoint still."""
         for crew in crews:
             self.forget(crew)
-            crew.end(error)
+            if not isinstance(error, DECISIONS):
+                crew.end(error)
         raise error
 
     def forget(self, crew: Crew) -> None:

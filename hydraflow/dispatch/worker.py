@@ -26,7 +26,7 @@ from ray import ObjectRef
 from hydraflow.dispatch.modes import Coordinates
 from hydraflow.dispatch.shards import LateShard, Shard, part_of, real_rows
 from hydraflow.dispatch.transport import Parcel, Receipt, join, opened, pack, put_batch, read_columns, unpack
-from hydraflow.errors import ConfigError, HydraflowError, WorkerError
+from hydraflow.errors import ConfigError, DoesNotFit, GuardStop, HydraflowError, WorkerError
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import materialise
 
@@ -108,7 +108,7 @@ class Failure:
     """What a call returns that did not succeed."""
 
     error: HydraflowError
-    """A WorkerError; from a start also a ConfigError."""
+    """One of AS_THEY_ARE; from a start also a ConfigError."""
     at: float
     """Unix time, for finding the first cause among several ranks."""
     died: bool = False
@@ -140,7 +140,7 @@ class WorkerHost:
         process = ProcessContext(
             where.rank, where.world_size, where.local_rank, where.node, *rendezvous, self.device_type, self.timeout_s, self.workers
         )
-        guard = _Guard(where, "worker process", "__init__", as_it_is=(WorkerError, ConfigError))
+        guard = _Guard(where, "worker process", "__init__", as_it_is=(*AS_THEY_ARE, ConfigError))
         with guard:
             for guard.role, spec in opened([roles])[0].items():
                 self.workers[guard.role] = spec.cls(process, *spec.args, **spec.kwargs)
@@ -209,10 +209,16 @@ def _read(shard: Shard, copy: bool) -> DataProto:
     return materialise(shard.batch, read_columns, copy=copy)
 
 
+DECISIONS = (GuardStop, DoesNotFit)
+"""Errors that a worker raises in the words that the user shall read: nothing is broken in it, but the run cannot go on."""
+AS_THEY_ARE = (WorkerError, *DECISIONS)
+"""Errors that are not told in other words on the way to the controller."""
+
+
 class _Guard:
     """Turns an exception in its body into the answer, as a packed `Failure`: those of `as_it_is`, and others as WorkerErrors."""
 
-    def __init__(self, seat: Seat, role: str, method: str, as_it_is: tuple[type[HydraflowError], ...] = (WorkerError,)):
+    def __init__(self, seat: Seat, role: str, method: str, as_it_is: tuple[type[HydraflowError], ...] = AS_THEY_ARE):
         self.seat, self.role, self.method, self.as_it_is = seat, role, method, as_it_is
         self.answer = NOTHING
 

@@ -51,8 +51,32 @@ class Snapshot(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class Shortage:
+    """A micro-batch that a rank had no memory for."""
+
+    rank: int
+    rows: int
+    tokens: int
+    """Of prompts and responses together."""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} had no memory for {self.rows} {'row' if self.rows == 1 else 'rows'}, {self.tokens} tokens"
+
+
+class OutOfMemory(Exception):
+    """Memory ran out in a pass on some ranks; raised on every rank alike. The model is as before, without any gradient."""
+
+    def __init__(self, shortages: Sequence[Shortage]):
+        super().__init__("; ".join(map(str, shortages)))
+        self.shortages = list(shortages)
+
+
 class TrainEngine(Protocol):
-    """One rank of a model in training. Every rank calls every method, in the same order, with as many micro-batches."""
+    """One rank of a model in training. Every rank calls every method, in the same order, with as many micro-batches.
+
+    `forward` and `forward_backward` raise OutOfMemory, on every rank, when a micro-batch is too large for one of them.
+    """
 
     data_rank: int
     """Which share of a batch this rank gets."""
@@ -76,7 +100,10 @@ class TrainEngine(Protocol):
     def forward_backward(
         self, micro_batches: Sequence[DataProto], loss_fn: LossFn, *, temperature: float = 1.0, entropy: bool = False
     ) -> dict[str, Metric]:
-        """Adds the gradient of the summed loss of all ranks; one reduction, at the last micro-batch. Metrics of this rank."""
+        """Makes the gradient of the summed loss of all ranks; one reduction, at the last micro-batch. Metrics of this rank.
+
+        Once for each optimizer step.
+        """
 
     def optimizer_step(self) -> dict[str, float]:
         """Clips, updates, forgets the gradient. `grad_norm` (before clipping), `lr`, and `skipped`, 1 when the norm was not finite."""

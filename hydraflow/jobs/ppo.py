@@ -19,13 +19,15 @@ from hydraflow.data.files import Record
 from hydraflow.data.loader import PromptLoader
 from hydraflow.data.prompts import PromptDataset
 from hydraflow.jobs.context import require_context
-from hydraflow.jobs.saving import Saving, ppo_roles, require_metric, weights_only
+from hydraflow.jobs.restarts import Restarts, with_restarts
+from hydraflow.jobs.saving import Saving, at_its_place, ppo_roles, require_metric, weights_only
 from hydraflow.jobs.session import Session
 from hydraflow.models.loading import load_config, load_tokenizer, require_weights
 from hydraflow.protocol.batch import DataProto
 from hydraflow.recipes import arithmetic
 from hydraflow.rewards.custom import check_reward
 from hydraflow.schema import PPOConfig
+from hydraflow.tracking.trackers import Trackers
 from hydraflow.trainer.config import ClusterConfig
 from hydraflow.trainer.identity import Identity, identity_of
 from hydraflow.trainer.loop import DONE, Loop
@@ -54,16 +56,21 @@ class Prompts:
         return dataset.records[:3] if dataset else []
 
 
+def run_ppo(config: PPOConfig, *, origins: Mapping[str, str] | None = None) -> None:
+    """`PPOJob.run`, again where a worker fails and `trainer.max_restarts` allows it."""
+    with_restarts(config, lambda given, restarts: PPOJob(given, origins=origins, restarts=restarts).run())
+
+
 class PPOJob:
     """One `main_ppo` run; `origins` says where each value is from, for the plan and for the run folder."""
 
-    def __init__(self, config: PPOConfig, *, origins: Mapping[str, str] | None = None):
-        self.config, self.asked, self.origins = config, config, origins or {}
+    def __init__(self, config: PPOConfig, *, origins: Mapping[str, str] | None = None, restarts: Restarts | None = None):
+        self.config, self.asked, self.origins, self.restarts = config, config, origins or {}, restarts
 
     def run(self) -> None:
         """Trains, or goes on; raises ConfigError before anything starts, other errors of `errors.py` later."""
         check_reward(self.config.reward)
-        with Session(self.config.trainer, self.config.ray_init, scoring=True) as session:
+        with Session(self.config.trainer, self.config.ray_init, scoring=True, restarts=self.restarts) as session:
             recipe = self.config.recipe.name != "none"
             if recipe and not self._begin_with_recipe(session):
                 return
@@ -139,29 +146,38 @@ class PPOJob:
         require_healthy(Facts(self.config, opened={"machine": session.machine, **opened}))
 
     def _train(self, session: Session, plan: BatchPlan, prompts: Prompts) -> None:
-        config, runtime = self.config, session.runtime
-        roles = build_roles(config, plan, runtime)
-        trainer = PPOTrainer(config, plan, roles, runtime)
-        validator = Validator(config, plan, roles, runtime, val_batches(prompts.val, plan)) if prompts.val else None
-        wanted, start = self._wanted(plan), session.start
-        groups = {name: group for name, group in (("actor", roles.actor), ("critic", roles.critic)) if group is not None}
-        if prompts.train is None:
-            if start.found is not None:
-                load_roles(start.found, {"actor": roles.actor}, wanted.roles)
-            session.why = self._loop(session, plan, trainer, validator).validate_only(start.step)
+        loader = self._loader(session, plan, prompts.train) if prompts.train else None
+        roles = build_roles(self.config, plan, session.runtime, skipped=session.folder.skipped)
+        if loader is None:
+            self._look(session, plan, roles, prompts)
             return
-        loader = PromptLoader(prompts.train, plan.prompts_per_step, shuffle=config.data.shuffle, seed=config.trainer.seed)
-        saving = Saving(config.trainer, wanted, start, groups, loader, roles.advantage)
+        groups = {name: group for name, group in (("actor", roles.actor), ("critic", roles.critic)) if group is not None}
+        saving = Saving(self.config.trainer, self._wanted(plan), session.start, groups, loader, roles.advantage)
         saving.restore()
-        loop = self._loop(session, plan, trainer, validator)
-        with saving.checkpointer() as checkpoints:
-            session.why = loop.fit(loader.next_batch, checkpoints, plan.total_steps, done=start.step)
-        if config.trainer.save_final_model and (session.why == DONE or not session.clock.preempted):
+        trackers = session.open_trackers(plan.total_steps)
+        loop = self._loop(session, plan, roles, prompts, trackers)
+        with saving.checkpointer(trackers) as checkpoints:
+            session.why = loop.fit(loader.next_batch, checkpoints, plan.total_steps, done=session.start.step)
+        if self.config.trainer.save_final_model and (session.why == DONE or not session.clock.preempted):
             save(roles, session)
 
-    def _loop(self, session: Session, plan: BatchPlan, trainer: PPOTrainer, validator: Validator | None) -> Loop:
-        trackers = session.open_trackers(plan.total_steps)
-        return Loop(self.config.trainer, trainer, validator, trackers, session.folder, session.clock)
+    def _look(self, session: Session, plan: BatchPlan, roles: Roles, prompts: Prompts) -> None:
+        """Validates once, the model or the checkpoint that was asked for."""
+        start = session.start
+        if start.found is not None:
+            load_roles(start.found, {"actor": roles.actor}, self._wanted(plan).roles)
+        loop = self._loop(session, plan, roles, prompts, session.open_trackers(plan.total_steps))
+        session.why = loop.validate_only(start.step)
+
+    def _loader(self, session: Session, plan: BatchPlan, train: PromptDataset) -> PromptLoader:
+        loader = PromptLoader(train, plan.prompts_per_step, shuffle=self.config.data.shuffle, seed=self.config.trainer.seed)
+        return at_its_place(loader, session.start)
+
+    def _loop(self, session: Session, plan: BatchPlan, roles: Roles, prompts: Prompts, trackers: Trackers) -> Loop:
+        config, runtime = self.config, session.runtime
+        trainer = PPOTrainer(config, plan, roles, runtime)
+        validator = Validator(config, plan, roles, runtime, val_batches(prompts.val, plan)) if prompts.val else None
+        return Loop(config.trainer, trainer, validator, trackers, session.folder, session.clock, restarts=session.restarts.done)
 
 
 def save(roles: Roles, session: Session) -> None:

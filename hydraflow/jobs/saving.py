@@ -15,6 +15,7 @@ from hydraflow.dispatch.group import RoleGroup
 from hydraflow.errors import ConfigError
 from hydraflow.jobs.run_start import RunStart
 from hydraflow.schema import PPOConfig, SFTConfig
+from hydraflow.tracking.trackers import Trackers
 from hydraflow.trainer.checkpoint import Checkpointer, RoleCheckpoints
 from hydraflow.trainer.checkpoint_store import CheckpointStore
 from hydraflow.trainer.config import LoopConfig
@@ -61,6 +62,13 @@ def _listed(measured: Collection[str]) -> str:
     return f"there are {', '.join(sorted(measured))}" if measured else "it has no held-out rows (data.val_files)"
 
 
+def at_its_place(loader: PromptLoader, start: RunStart) -> PromptLoader:
+    """The loader where the checkpoint left it. Raises ConfigError, before a worker starts, when the data are others."""
+    if start.found is not None:
+        loader.load_state_dict(start.found.state.loader)
+    return loader
+
+
 @dataclass(frozen=True)
 class Saving:
     """A run's parts that have a state."""
@@ -71,12 +79,21 @@ class Saving:
     groups: Mapping[str, RoleGroup]
     """Trained roles by the name of their folder."""
     loader: PromptLoader
+    """At its place already (`at_its_place`)."""
     advantage: RoleGroup | None = None
     """Holds the KL controller; None: the run has none."""
 
-    def checkpointer(self) -> Checkpointer:
-        """What saves this run; the disk has room for it. ConfigError when it has not."""
-        made = Checkpointer(self.trainer, CheckpointStore(self.start.folder.path), self.groups, self.wanted.roles, self._describe)
+    def checkpointer(self, trackers: Trackers) -> Checkpointer:
+        """What saves this run; the disk has room for it. ConfigError when it has not.
+
+        `trackers` are flushed before each save: a checkpoint is never ahead of the metrics.
+        """
+
+        def describe(step: int) -> dict[str, Any]:
+            trackers.flush()
+            return self._describe(step)
+
+        made = Checkpointer(self.trainer, CheckpointStore(self.start.folder.path), self.groups, self.wanted.roles, describe)
         made.require_space(self.wanted.total_steps, self.start.step)
         return made
 
@@ -86,7 +103,6 @@ class Saving:
         if found is None:
             return
         told = load_roles(found, self.groups, self.wanted.roles)
-        self.loader.load_state_dict(found.state.loader)
         told.append(f"data: {self.loader.position} of {len(self.loader)} batches of epoch {self.loader.epoch + 1} are done")
         if self.advantage is not None and found.state.kl:
             self.advantage.call(AdvantageWorker.load_state_dict, found.state.kl)

@@ -15,6 +15,7 @@ from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.errors import HydraflowError
 from hydraflow.jobs import run_start
+from hydraflow.jobs.restarts import Restarts
 from hydraflow.jobs.run_start import RunStart
 from hydraflow.logging_setup import set_up_logging
 from hydraflow.tracking.curve import draw_curve
@@ -44,9 +45,10 @@ class Plan(Protocol):
 class Session:
     """One run, from its folder to its summary. Ray starts when it is first asked for; `scoring` adds the pool for rewards."""
 
-    def __init__(self, trainer: LoopConfig, ray_init: RayInitConfig, *, scoring: bool):
+    def __init__(self, trainer: LoopConfig, ray_init: RayInitConfig, *, scoring: bool, restarts: Restarts | None = None):
         self.trainer, self.ray_init, self.scoring = trainer, ray_init, scoring
         set_up_logging()
+        self.restarts = restarts or Restarts(trainer)
         self.signals = StopSignals()
         self.clock = Clock(parse_duration(trainer.max_wall_time), self.signals)
         self.machine: Machine = resolve_machine(trainer)
@@ -63,9 +65,11 @@ class Session:
         ConfigError as in `run_start.begin`.
         """
         self._start = run_start.begin(self.trainer, wanted)
+        self.restarts.folder = self._start.folder
         if self._start.is_done(wanted.total_steps):
             print(f"{self.folder.path}: all {wanted.total_steps} steps are done; nothing was started")
-            print("a larger trainer.total_training_steps goes on, trainer.resume_mode=disable starts anew")
+            longer = "" if wanted.identity.knows_its_end else "a larger trainer.total_training_steps goes on, "
+            print(f"{longer}trainer.resume_mode=disable starts anew")
             return False
         if self._start.found is not None:
             self._start = run_start.take_back(self._start)
@@ -92,7 +96,7 @@ class Session:
 
     def keep(self, config: DataclassInstance, plan: Plan, origins: Mapping[str, str]) -> None:
         """Writes to the run folder the configuration as it was asked for, where its values are from, and the plan."""
-        self.folder.write_config(asdict(config), origins)
+        self.folder.write_config(asdict(config) | {"trainer": asdict(self.restarts.trainer)}, origins)
         self.folder.plan.write_text(plan.to_json())
 
     def open_trackers(self, total_steps: int) -> Trackers:

@@ -8,7 +8,8 @@ from hydraflow.batch_plan.sft import resolve_sft_plan
 from hydraflow.batch_plan.table import print_plan
 from hydraflow.data.conversations import ConversationDataset
 from hydraflow.data.loader import PromptLoader
-from hydraflow.jobs.saving import Saving, require_metric, sft_roles
+from hydraflow.jobs.restarts import Restarts, with_restarts
+from hydraflow.jobs.saving import Saving, at_its_place, require_metric, sft_roles
 from hydraflow.jobs.session import Session
 from hydraflow.models.loading import load_config, load_tokenizer, require_weights
 from hydraflow.protocol.batch import DataProto
@@ -21,7 +22,11 @@ from hydraflow.trainer.sft import SFTTrainer
 
 def run_sft(config: SFTConfig, *, origins: Mapping[str, str] | None = None) -> None:
     """Trains; raises ConfigError before anything starts, other errors of `errors.py` later. `origins`: where each value is from."""
-    with Session(config.trainer, config.ray_init, scoring=False) as session:
+    with_restarts(config, lambda given, restarts: _run(given, origins, restarts))
+
+
+def _run(config: SFTConfig, origins: Mapping[str, str] | None, restarts: Restarts) -> None:
+    with Session(config.trainer, config.ray_init, scoring=False, restarts=restarts) as session:
         load_config(config.model, field="model")
         require_weights(config.model, field="model")
         tokenizer = load_tokenizer(config.model, field="model")
@@ -35,13 +40,20 @@ def run_sft(config: SFTConfig, *, origins: Mapping[str, str] | None = None) -> N
             return
         session.keep(config, plan, origins or {})
         loader = PromptLoader(train, plan.conversations_per_step, shuffle=config.data.shuffle, seed=config.trainer.seed)
-        trainer = SFTTrainer(config, plan, session.runtime)
+        loader = at_its_place(loader, session.start)
+        trainer = SFTTrainer(config, plan, session.runtime, skipped=session.folder.skipped)
         saving = Saving(config.trainer, wanted, session.start, {"model": trainer.role}, loader)
         saving.restore()
         trackers, held_out = session.open_trackers(plan.total_steps), held_out_batches(val, plan.conversations_per_step)
-        with saving.checkpointer() as checkpoints:
+        with saving.checkpointer(trackers) as checkpoints:
             session.why = trainer.fit(
-                loader.next_batch, held_out, trackers, session.clock, checkpoints=checkpoints, done=session.start.step
+                loader.next_batch,
+                held_out,
+                trackers,
+                session.clock,
+                checkpoints=checkpoints,
+                done=session.start.step,
+                restarts=restarts.done,
             )
         if config.trainer.save_final_model and (session.why == DONE or not session.clock.preempted):
             trainer.save(session.folder.final_model)

@@ -51,7 +51,7 @@ def _test(args: Namespace) -> int:
 def _info(args: Namespace) -> int:
     from hydraflow.model_merger.info import facts_of, lines
 
-    facts = facts_of(args.local_dir, args.backend)
+    facts = facts_of(args.local_dir, args.backend, verify=args.verify)
     print(json.dumps(facts, indent=2) if args.json else "\n\n".join("\n".join(lines(model)) for model in facts))
     return 1 if any(model["problems"] for model in facts) else 0
 

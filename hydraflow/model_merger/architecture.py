@@ -9,7 +9,7 @@ Left out on purpose: reading weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,18 @@ class Conversion:
     """Names of modules."""
     outputs: dict[str, Shape]
     """Names in files and their shapes."""
-    renamed: bool
+    renamed: bool = False
     """One tensor goes in and comes out as it was."""
+    number_at: int | None = None
+    """Rows of the one input are converted by themselves: this part of an output's name, between dots, is the row's number."""
+
+    def output_of(self, name: str, row: int) -> str:
+        """What an output is called whose rows were counted from `row` on, not from 0."""
+        if self.number_at is None:
+            return name
+        parts = name.split(".")
+        parts[self.number_at] = str(int(parts[self.number_at]) + row)
+        return ".".join(parts)
 
 
 @dataclass
@@ -81,15 +91,29 @@ class Architecture:
     def conversions(self, shapes: Mapping[str, Shape]) -> list[Conversion]:
         """How these tensors are written, in the smallest groups that can be converted together."""
         if self.model is None:
-            return [Conversion((name,), {name: shape}, True) for name, shape in shapes.items()]
+            return [Conversion((name,), {name: shape}, renamed=True) for name, shape in shapes.items()]
         metas = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         full = self.revert(metas)
         names = {id(tensor): name for name, tensor in metas.items()}
         plain = {names[id(tensor)]: written for written, tensor in full.items() if id(tensor) in names}
-        found = [Conversion((name,), {plain[name]: tuple(metas[name].shape)}, True) for name in metas if name in plain]
+        found = [Conversion((name,), {plain[name]: tuple(metas[name].shape)}, renamed=True) for name in metas if name in plain]
         changed = [name for name in metas if name not in plain]
         written = {name: tuple(tensor.shape) for name, tensor in full.items() if id(tensor) not in names}
         return found + self._groups(changed, metas, written)
+
+    def _by_rows(self, conversion: Conversion, metas: Mapping[str, torch.Tensor]) -> Conversion:
+        """The same conversion of one row (one expert) at a time, where that gives the same tensors."""
+        if len(conversion.inputs) > 1:
+            return conversion
+        (name,) = conversion.inputs
+        firsts = _shapes(self.revert({name: metas[name][:1]}))
+        depth = min(first.count(".") for first in firsts) + 1
+        for at in (at for at in range(depth) if all(first.split(".")[at] == "0" for first in firsts)):
+            found = replace(conversion, number_at=at)
+            outputs = {found.output_of(first, row): shape for row in range(len(metas[name])) for first, shape in firsts.items()}
+            if outputs == conversion.outputs:
+                return found
+        return conversion
 
     def _in_files(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
         if self.model is None:
@@ -104,14 +128,12 @@ class Architecture:
             groups: dict[str, list[str]] = {}
             for name in changed:
                 groups.setdefault(way(name), []).append(name)
-            made = [
-                Conversion(tuple(group), _shapes(self.revert({name: metas[name] for name in group})), False) for group in groups.values()
-            ]
+            made = [Conversion(tuple(group), _shapes(self.revert({name: metas[name] for name in group}))) for group in groups.values()]
             together: dict[str, Shape] = {}
             for conversion in made:
                 together.update(conversion.outputs)
             if together == written:
-                return made
+                return [self._by_rows(conversion, metas) for conversion in made]
         raise AssertionError("all tensors together are always a group")
 
 

@@ -43,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
 
     info = _command(commands, "info", "tell what a checkpoint holds; exit code 1 when parts are missing")
     _checkpoint(info)
+    _flag(info, "verify", action="store_true", help="read every file and compare it with the checksums of the step's manifest")
     _flag(info, "json", action="store_true", help="as JSON")
 
     split = _command(commands, "split", "make a checkpoint of a Hugging Face directory")

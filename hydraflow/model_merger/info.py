@@ -1,4 +1,4 @@
-"""`info`: what a checkpoint holds, without reading a number of it.
+"""`info`: what a checkpoint holds, without reading a number of it unless checksums are asked for.
 
 In: a model's directory, a step's or a run's. Out: facts as JSON, or as lines for a person.
 """
@@ -11,15 +11,23 @@ import re
 from pathlib import Path
 from typing import Any
 
+from hydraflow.errors import ConfigError
 from hydraflow.model_merger.checkpoint import Checkpoint, model_directories, open_checkpoint, read_json
 from hydraflow.model_merger.pieces import StoredTensor
 
 MANIFEST = "manifest.json"
 
 
-def facts_of(local_dir: str, backend: str = "auto") -> list[dict[str, Any]]:
-    """One object for each model. Raises ConfigError when there is no checkpoint."""
-    return [_facts(open_checkpoint(directory, backend)) for directory in model_directories(Path(local_dir))]
+def facts_of(local_dir: str, backend: str = "auto", *, verify: bool = False) -> list[dict[str, Any]]:
+    """One object for each model. verify: read every file of the step and compare its checksum with the manifest's.
+
+    Raises ConfigError when there is no checkpoint, or no manifest to verify it with.
+    """
+    directories = model_directories(Path(local_dir))
+    found = [_facts(open_checkpoint(directory, backend)) for directory in directories]
+    if verify and (damage := _damage(directories)):
+        found[0]["problems"].append(damage)
+    return found
 
 
 def lines(facts: dict[str, Any]) -> list[str]:
@@ -65,6 +73,17 @@ def _facts(found: Checkpoint) -> dict[str, Any]:
         "problems": problems,
         "tensors": {name: {"dtype": _dtype(t), "shape": list(t.shape), "bytes": t.nbytes} for name, t in found.tensors.items()},
     }
+
+
+def _damage(directories: list[Path]) -> str:
+    """What is wrong with the files of the step, by their checksums; empty when nothing is."""
+    from hydraflow.trainer.checkpoint_store import damage
+
+    step = directories[0].parent
+    if not (step / MANIFEST).is_file():
+        raise ConfigError.one("--verify", None, f"there is no {MANIFEST} in {step.absolute()}", "info without --verify")
+    found = damage(step, [directory.name for directory in directories])
+    return f"{step}: {found}" if found else ""
 
 
 def _missing_from_manifest(directory: Path) -> list[str]:

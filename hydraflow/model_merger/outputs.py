@@ -72,12 +72,20 @@ class Outputs:
         """(name in files, blocks of rows in the final type) of every tensor; the blocks must be used before going on."""
         for conversion in self.conversions:
             target = self._dtype_of(conversion.inputs[0])
-            if conversion.renamed:
-                (name,) = conversion.outputs
-                yield name, (cast(block, target, name) for block in self.sources[conversion.inputs[0]].blocks())
-                continue
-            for name, tensor in self.architecture.revert({name: whole(self.sources[name]) for name in conversion.inputs}).items():
-                yield name, (cast(block, target, name) for block in _split(tensor))
+            for name, blocks in self._converted(conversion):
+                yield name, (cast(block, target, name) for block in blocks)
+
+    def _converted(self, conversion: Conversion) -> Iterator[tuple[str, Iterator[torch.Tensor]]]:
+        inputs = [self.sources[name] for name in conversion.inputs]
+        if conversion.renamed:
+            yield next(iter(conversion.outputs)), inputs[0].blocks()
+            return
+        row = 0
+        for part in inputs[0].blocks() if conversion.number_at is not None else [None]:
+            tensors = {source.name: whole(source) if part is None else part for source in inputs}
+            for name, tensor in self.architecture.revert(tensors).items():
+                yield conversion.output_of(name, row), _split(tensor)
+            row += 0 if part is None else len(part)
 
     def final_dtype(self, own: torch.dtype) -> torch.dtype:
         """What a tensor of type `own` becomes."""

@@ -207,7 +207,7 @@ def _load_shape(extent: Extent) -> torch.Tensor:
     try:
         with extent.file.open("rb") as opened:
             found = torch.load(io.BufferedReader(_Window(opened.fileno(), extent)), map_location="meta", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except (RuntimeError, EOFError, OSError, ValueError, AttributeError, TypeError, LookupError, pickle.UnpicklingError) as error:
         rule = f"cannot be read at byte {extent.offset}: {str(error).splitlines()[0]}"
         raise ConfigError.one(str(extent.file), None, rule) from error
     if not isinstance(found, torch.Tensor):

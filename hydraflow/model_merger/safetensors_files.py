@@ -120,6 +120,8 @@ class Writer:
             for block in blocks:
                 assert block.dtype == form.dtype, (name, block.dtype, form.dtype)
                 at = _write_all(descriptor, block, at)
+            # has the disk begin: what is flushed at the end is then mostly there
+            os.posix_fadvise(descriptor, self._offsets[name], form.nbytes, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
         assert at == end, f"{name}: {end - at} bytes are left"

@@ -70,7 +70,9 @@ def _read(source: Path, dtype: str, head: str, trust: bool) -> dict[str, torch.T
     config = loading.load_config(model, field="--hf_dir")
     own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     kept = DTYPES.get(dtype, own)
-    return loading.read_weights(config, model, head=head, dtype=kept, field="--hf_dir")
+    shape = loading.empty_model(config, model, head=head, dtype=kept, attention="eager", chunk_tokens=1)
+    weights = loading.read_weights(config, model, head=head, dtype=kept, field="--hf_dir")
+    return {name: weights[name] for name in (name.removeprefix(shape.prefix) for name in shape.state_dict())}
 
 
 def _shards(tensor: torch.Tensor, world_size: int) -> Iterator[tuple[int, torch.Tensor]]:

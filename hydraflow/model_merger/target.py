@@ -32,7 +32,9 @@ def unfinished(target: Path, *, nbytes: int, overwrite: bool) -> Iterator[Path]:
     Raises ConfigError when `target` is taken or the disk has less than `nbytes` left, EnvironmentFault when it fills up.
     """
     target = target.absolute()
-    if target.exists() and not overwrite and not (target.is_dir() and not any(target.iterdir())):
+    if target.exists() and not target.is_dir():
+        raise ConfigError.one("--target_dir", str(target), "is a file")
+    if target.is_dir() and any(target.iterdir()) and not overwrite:
         raise ConfigError.one("--target_dir", str(target), "is there already", "--overwrite, or another --target_dir")
     _require_space(target, nbytes)
     folder = target.with_name(target.name + UNFINISHED)

@@ -25,6 +25,7 @@ from hydraflow.model_merger.records import ShardedTensor, only, record_type
 CONFIG = "fsdp_config.json"
 LORA = "lora_train_meta.json"
 _FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
+_ZIP = b"PK\x03\x04"
 _MESHES = (("fsdp",), ("ddp", "fsdp"))
 
 _TYPES: list[Any] = [
@@ -119,13 +120,16 @@ def _read_ranks(directory: Path, world_size: int) -> tuple[dict[int, StateDict],
 def _read_rank(file: Path) -> StateDict:
     if not file.is_file():
         raise ConfigError.one(str(file), None, "this shard is missing")
+    with file.open("rb") as opened:
+        if opened.read(4) != _ZIP:
+            raise ConfigError.one(str(file), None, "is cut short or no shard of a model: it does not begin as torch.save's files do")
     try:
         with only(_TYPES):
             state = torch.load(file, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as error:
         rule = f"holds what weights_only refuses, so it is no shard of a model; nothing was executed: {_reason(error)}"
         raise ConfigError.one(str(file), None, rule) from error
-    except (RuntimeError, EOFError, OSError, ValueError, AttributeError, TypeError) as error:
+    except (RuntimeError, EOFError, OSError, ValueError, AttributeError, TypeError, LookupError) as error:
         raise ConfigError.one(str(file), None, f"is cut short or no shard of a model: {_reason(error)}") from error
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise ConfigError.one(str(file), None, f"holds {_kind(state)}, not a state dict of tensors")

@@ -88,6 +88,9 @@ class PlainConsole:
         values = "  ".join(f"{label} {value}" for label, value in self._progress.shown.items())
         print(f"{self._progress.position()}  {values}".rstrip(), flush=True)
 
+    def flush(self) -> None:
+        """Nothing is held."""
+
     def close(self) -> None:
         """Nothing is held."""
 
@@ -106,6 +109,9 @@ class LiveConsole:
         """Redraws with the new numbers."""
         self._progress.note(metrics, step, time.monotonic())
         self._live.update(self._render(), refresh=True)
+
+    def flush(self) -> None:
+        """Nothing is held."""
 
     def close(self) -> None:
         """Gives the terminal back: cursor visible, on a line of its own."""

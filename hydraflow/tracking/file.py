@@ -1,19 +1,28 @@
 """metrics.jsonl: one JSON object per call, flushed at once, so that a run that dies leaves what it had.
 
+While the disk is full, lines are held and a warning says so; they are written as soon as there is room.
+
 In: numbers of a step. Out: `{"step": 3, "seconds": 12.5, "critic/score/mean": 0.5, ...}`; `seconds` is the run's wall time since its
 trackers were opened. JSON has no NaN and no infinity: they are written as the strings "nan", "inf" and "-inf", which `float()` reads back.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import math
+import os
 import time
 
 from hydraflow.errors import EnvironmentFault
 from hydraflow.tracking.base import RunInfo
 
 METRICS_FILE = "metrics.jsonl"
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""No room on the disk, or none within the quota: that may pass."""
+
+logger = logging.getLogger(__name__)
 
 
 class FileTracker:
@@ -21,22 +30,37 @@ class FileTracker:
 
     def __init__(self, run: RunInfo):
         self._path = run.folder / METRICS_FILE
-        self._file = self._path.open("a", encoding="utf-8")
+        self._file = self._path.open("ab", buffering=0)  # no buffer: what a full disk did not take stays in _held
+        self._held = b""
         self._start = time.monotonic() - run.seconds_before
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Writes one line. Raises EnvironmentFault when it cannot (a full disk)."""
+        """Writes one line. Raises EnvironmentFault when it cannot, for another reason than a full disk."""
         record: dict[str, float | str] = {"step": step, "seconds": round(time.monotonic() - self._start, 3)}
         record |= {name: json_number(value) for name, value in metrics.items()}
+        self._held += (json.dumps(record, allow_nan=False) + "\n").encode()
         try:
-            self._file.write(json.dumps(record, allow_nan=False) + "\n")
-            self._file.flush()
+            self._write()
         except OSError as error:
-            raise EnvironmentFault(f"cannot write {self._path}: {error.strerror}") from error
+            if error.errno not in FULL:
+                raise EnvironmentFault(f"cannot write {self._path}: {error.strerror}") from error
+            logger.warning("%s: %s; what was measured is held back until there is room", self._path, error.strerror)
+
+    def flush(self) -> None:
+        """Has the disk confirm what was written."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Closes the file."""
+        """Writes what is held, or says that it is lost, and closes the file."""
+        try:
+            self._write()
+        except OSError as error:
+            logger.error("%s: %s; its last lines are lost", self._path, error.strerror)
         self._file.close()
+
+    def _write(self) -> None:
+        while self._held:
+            self._held = self._held[self._file.write(self._held) :]
 
 
 def json_number(value: float) -> float | str:

@@ -36,6 +36,7 @@ RUN_FILES = (
     "curve.png",
     "tensorboard",
     "samples",
+    "skipped",
     "warm_start",
     "requeue",
     "latest_checkpointed_iteration.txt",
@@ -58,6 +59,7 @@ class RunFolder:
         self.curve = path / "curve.png"
         self.final_model = path / "final_model"
         self.samples = path / "samples"
+        self.skipped = path / "skipped"
         self.requeue = path / "requeue"
 
     @classmethod
@@ -105,9 +107,9 @@ class RunFolder:
         """Forgets what was noted after `step`, which will be done again, and how the run ended; returns how many lines that were."""
         self.summary.unlink(missing_ok=True)
         self.requeue.unlink(missing_ok=True)
-        for sample in self.samples.glob("step_*.jsonl"):
-            if int(sample.stem.removeprefix("step_")) > step:
-                sample.unlink()
+        for noted in [*self.samples.glob("step_*.jsonl"), *self.skipped.glob("step_*.safetensors")]:
+            if int(noted.stem.split("_")[1]) > step:
+                noted.unlink()
         if not self.metrics.exists():
             return 0
         lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)

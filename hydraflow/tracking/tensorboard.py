@@ -24,6 +24,10 @@ class TensorboardTracker:
         for name, value in metrics.items():
             self._writer.add_scalar(name, float(value), global_step=step)
 
+    def flush(self) -> None:
+        """Writes what is queued."""
+        self._writer.flush()
+
     def close(self) -> None:
         """Writes what is queued and closes the event file."""
         self._writer.close()

@@ -34,6 +34,11 @@ class Trackers:
         for tracker in self._trackers:
             tracker.log(metrics, step)
 
+    def flush(self) -> None:
+        """Has what was logged outlast a kill of this process."""
+        for tracker in self._trackers:
+            tracker.flush()
+
     def close(self) -> None:
         """Closes every tracker, the last one first; a second call does nothing."""
         while self._trackers:

@@ -91,6 +91,8 @@ class Checkpointer:
         if self._at_work is None:
             return
         wrong, self._at_work = self._at_work.result(), None
+        if wrong:
+            self._best = self.store.best()
         if wrong and self.trainer.stop_on_failed_save:
             raise EnvironmentFault(f"{wrong} (trainer.stop_on_failed_save=true)")
         if wrong:
@@ -132,8 +134,7 @@ class Checkpointer:
         if name is None or (value := metrics.get(name)) is None or math.isnan(value):
             return None
         score = Score(name, value)
-        known = self._best is not None and self._best["metric"] == name
-        if known and self._best is not None and not score.beats(self._best["value"]):
+        if self._best is not None and self._best["metric"] == name and not score.beats(self._best["value"]):
             return None
         self._best = {"metric": name, "value": value}
         return score
@@ -199,7 +200,13 @@ class Checkpointer:
             self.store.publish_best(whole, step, score.metric, score.value, linked=regular)
         if regular:
             self.store.point_to(step)
+            self._thin_out()
+
+    def _thin_out(self) -> None:
+        try:
             self.store.thin_out({name: role.keep for name, role in self.roles.items()})
+        except OSError as error:
+            logger.warning("old checkpoints could not be removed: %s", error)
 
     def _what_is_left(self) -> str:
         pointer = self.store.pointer()

@@ -54,6 +54,12 @@ class LoopConfig(RunConfig):
     """Validation metric, such as val-core/arithmetic/acc/mean@1, whose best checkpoint is kept apart in best/; least wins for a loss."""
     stop_on_failed_save: bool = False
     """End the run when a checkpoint cannot be written (a full disk), instead of warning and going on."""
+    max_skipped_steps: int = 3
+    """Optimizer steps of one model, in a row, whose gradient is not finite: they are skipped, and at so many the run ends."""
+    max_restarts: int = 0
+    """Times that a run whose worker failed goes on by itself, from its last whole checkpoint."""
+    restart_backoff: float = 10.0
+    """Seconds before the first of these restarts; before each further one twice as many, up to 300."""
     resume_mode: str = "auto"
     """auto: go on from the run folder's last checkpoint, if there is one; disable: start anew; resume_path: resume_from_path."""
     resume_from_path: str | None = None

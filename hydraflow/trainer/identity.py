@@ -21,6 +21,7 @@ from hydraflow.engine.config import OptimConfig
 from hydraflow.errors import Problem
 from hydraflow.schema import PPOConfig, SFTConfig
 
+TOTAL = "trainer.total_training_steps"
 SHAPING_TRAINER_KEYS = ("trainer.seed", "trainer.critic_warmup")
 FREE = (
     # how the run is started, watched, judged and kept
@@ -53,6 +54,11 @@ class Identity:
         """Twelve hexadecimal digits."""
         return hashlib.sha256(json.dumps(self.values, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
+    @property
+    def knows_its_end(self) -> bool:
+        """Whether the number of training steps shapes the run: its learning rate follows it."""
+        return TOTAL in self.values
+
     def differences(self, stored: Mapping[str, Any], *, where: str) -> list[Problem]:
         """What this run has otherwise than the checkpoint `where`. Keys that only one of the two knows are of another version."""
         mine = json.loads(json.dumps(self.values, default=str))
@@ -76,7 +82,7 @@ def identity_of(config: PPOConfig | SFTConfig, plan: BatchPlan | SFTPlan) -> Ide
         values["data.shuffle"] = config.data.shuffle
         rates = [config.optim]
     if any(map(_follows_the_total, rates)):
-        values["trainer.total_training_steps"] = plan.total_steps
+        values[TOTAL] = plan.total_steps
     return Identity(values)
 
 

@@ -30,9 +30,11 @@ class Loop:
         trackers: Trackers,
         folder: RunFolder,
         clock: Clock,
+        *,
+        restarts: int = 0,
     ):
         self.config, self.trainer, self.validator = config, trainer, validator
-        self.trackers, self.folder, self.clock = trackers, folder, clock
+        self.trackers, self.folder, self.clock, self.restarts = trackers, folder, clock, restarts
 
     def fit(self, next_prompts: Callable[[], DataProto], checkpoints: Checkpointer, total_steps: int, *, done: int = 0) -> str:
         """Trains until the steps or the time are used up; returns why it ended. `done`: steps before this start of the run.
@@ -42,18 +44,19 @@ class Loop:
         self.trainer.sync_weights().get()
         if self.config.val_before_train and not done:
             self.trackers.log(self._validate(0), step=0)
+        if self.clock.preempted:
+            return self.clock.why_to_stop()
         for step in range(done + 1, total_steps + 1):
-            if self.clock.preempted:
-                return self.clock.why_to_stop()
             metrics = self.trainer.step(next_prompts(), step)
             why = DONE if step == total_steps else self.clock.why_to_stop()
-            if (why and not self.clock.preempted) or self._validation_is_due(step) or step == total_steps:
+            if why == DONE or (why and not self.clock.preempted) or self._validation_is_due(step):
                 metrics |= self._validate(step)
             self.trackers.log(metrics | self._position(step), step=step)
+            preempted = self.clock.preempted
             with self.trainer.timer.phase("save_checkpoint"):
-                checkpoints.after(step, metrics, last=bool(why), preempted=self.clock.preempted)
-            if why:
-                return why
+                checkpoints.after(step, metrics, last=bool(why), preempted=preempted)
+            if why or preempted:
+                return why or self.clock.why_to_stop()
         return DONE
 
     def validate_only(self, step: int = 0) -> str:
@@ -63,7 +66,11 @@ class Loop:
         return "trainer.val_only"
 
     def _position(self, step: int) -> dict[str, float]:
-        return {"training/global_step": step, "perf/seconds_since_launch": self.clock.seconds_since_launch()}
+        return {
+            "training/global_step": step,
+            "training/restarts": float(self.restarts),
+            "perf/seconds_since_launch": self.clock.seconds_since_launch(),
+        }
 
     def _validation_is_due(self, step: int) -> bool:
         return self.config.test_freq > 0 and step % self.config.test_freq == 0

@@ -186,7 +186,7 @@ class PPOTrainer:
             shuffle_key=(self.config.trainer.seed, step) if plan.shuffle else None,
         )
         inputs = columns(batch, [name for name in batch.keys() if name != "lengths"])
-        return role.call(method, inputs.select_idxs(order))
+        return role.call(method, inputs.select_idxs(order), step)
 
     def _compare_with_rollout(self, batch: RemoteBatch) -> dict[str, float]:
         names = ["response_mask", "rollout_log_probs", "old_log_probs", "entropys"]

@@ -7,6 +7,7 @@ reward function and the advantages run in a process of their own.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -25,6 +26,7 @@ from hydraflow.workers.critic import CriticSpec, CriticWorker
 from hydraflow.workers.reference import ReferenceSpec, ReferenceWorker
 from hydraflow.workers.reward import RewardSpec, RewardWorker
 from hydraflow.workers.rollout import RolloutSpec, RolloutWorker
+from hydraflow.workers.skipping import SkipLimits
 
 
 @dataclass
@@ -50,9 +52,10 @@ def rollout_is_exact(config: PPOConfig, device_type: str) -> bool:
     return policy.rollout.name == "native" and len(types) == 1 and types <= {torch.float32, torch.float64}
 
 
-def build_roles(config: PPOConfig, plan: BatchPlan, runtime: Runtime) -> Roles:
-    """Starts every process of the run and waits until all are ready."""
-    train = runtime.group(TRAIN, _training_roles(config, plan, runtime.device_type))
+def build_roles(config: PPOConfig, plan: BatchPlan, runtime: Runtime, *, skipped: Path) -> Roles:
+    """Starts every process of the run and waits until all are ready. `skipped`: the folder for rows of skipped optimizer steps."""
+    skips = SkipLimits(config.trainer.max_skipped_steps, str(skipped))
+    train = runtime.group(TRAIN, _training_roles(config, plan, runtime.device_type, skips))
     score = runtime.group(SCORE, _scoring_roles(config))
     runtime.await_ready()
     return Roles(
@@ -65,7 +68,7 @@ def build_roles(config: PPOConfig, plan: BatchPlan, runtime: Runtime) -> Roles:
     )
 
 
-def _training_roles(config: PPOConfig, plan: BatchPlan, device_type: str) -> dict[str, RoleSpec]:
+def _training_roles(config: PPOConfig, plan: BatchPlan, device_type: str, skips: SkipLimits) -> dict[str, RoleSpec]:
     policy = config.actor_rollout_ref
     temperature = policy.rollout.temperature
     tokens = config.data.max_response_length
@@ -80,6 +83,7 @@ def _training_roles(config: PPOConfig, plan: BatchPlan, device_type: str) -> dic
         total_steps=plan.total_steps,
         old_is_rollout=rollout_is_exact(config, device_type),
         seed=config.trainer.seed,
+        skips=skips,
     )
     rollout = RolloutSpec(policy.model, policy.rollout, max_tokens=tokens, seed=config.trainer.seed)
     roles = {"actor": RoleSpec(ActorWorker, (actor,)), "rollout": RoleSpec(RolloutWorker, (rollout,))}
@@ -93,6 +97,7 @@ def _training_roles(config: PPOConfig, plan: BatchPlan, device_type: str) -> dic
             response_tokens=tokens,
             total_steps=plan.total_steps,
             seed=config.trainer.seed,
+            skips=skips,
         )
         roles["critic"] = RoleSpec(CriticWorker, (spec,))
     if own_reference(config):

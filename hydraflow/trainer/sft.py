@@ -27,17 +27,19 @@ from hydraflow.trainer.machine import TRAIN
 from hydraflow.trainer.mini_batches import mini_batch_order
 from hydraflow.trainer.timing import PhaseTimer
 from hydraflow.workers.sft import SFTSpec, SFTWorker
+from hydraflow.workers.skipping import SkipLimits
 
 StopRule = Callable[[dict[str, float]], bool]
 """Ends the training early, given the metrics of a validation."""
 
 
 class SFTTrainer:
-    """A worker group that learns from conversations."""
+    """A worker group that learns from conversations. `skipped`: the folder for rows of skipped steps."""
 
-    def __init__(self, config: SFTConfig, plan: SFTPlan, runtime: Runtime):
+    def __init__(self, config: SFTConfig, plan: SFTPlan, runtime: Runtime, *, skipped: Path):
         self.config, self.plan, self.runtime = config, plan, runtime
-        spec = SFTSpec(config.model, config.optim, config.fsdp_config, plan.role, plan.total_steps, config.trainer.seed)
+        skips = SkipLimits(config.trainer.max_skipped_steps, str(skipped))
+        spec = SFTSpec(config.model, config.optim, config.fsdp_config, plan.role, plan.total_steps, config.trainer.seed, skips)
         roles = {"sft": RoleSpec(SFTWorker, (spec,))}
         self.group = runtime.group(TRAIN, roles)
         runtime.await_ready()
@@ -54,29 +56,31 @@ class SFTTrainer:
         stop_when: StopRule | None = None,
         checkpoints: Checkpointer | None = None,
         done: int = 0,
+        restarts: int = 0,
     ) -> str:
         """Trains until the steps or the time are used up or `stop_when` holds; returns why it ended.
 
-        `checkpoints` None: nothing is saved. `done`: steps before this start of the run.
+        `checkpoints` None: nothing is saved. `done`: steps before this start of the run, the
+        `restarts`-th one after a failure.
         """
-        why = DONE
+        if clock.preempted:
+            return clock.why_to_stop()
         for step in range(done + 1, self.plan.total_steps + 1):
-            if clock.preempted:
-                return clock.why_to_stop()
-            metrics = self._step(next_batch())
+            metrics = self._step(next_batch(), step)
             why = DONE if step == self.plan.total_steps else clock.why_to_stop()
-            ends_here = step == self.plan.total_steps or (why and not clock.preempted)
+            ends_here = why == DONE or (why and not clock.preempted)
             if held_out and (ends_here or self._validation_is_due(step)):
                 metrics |= self.validate(held_out)
                 if stop_when is not None and stop_when(metrics):
                     why = "accuracy reached"
-            trackers.log(metrics | {"training/global_step": step}, step=step)
+            trackers.log(metrics | {"training/global_step": step, "training/restarts": float(restarts)}, step=step)
+            preempted = clock.preempted
             if checkpoints is not None:
                 with self.timer.phase("save_checkpoint"):
-                    checkpoints.after(step, metrics, last=bool(why), preempted=clock.preempted)
-            if why:
-                break
-        return why
+                    checkpoints.after(step, metrics, last=bool(why), preempted=preempted)
+            if why or preempted:
+                return why or clock.why_to_stop()
+        return DONE
 
     def validate(self, held_out: Sequence[DataProto]) -> dict[str, float]:
         """`val/loss` per token; `val/accuracy`: share of conversations whose every trained token is the most probable one."""
@@ -94,11 +98,11 @@ class SFTTrainer:
         """Ends the worker processes."""
         self.runtime.end(self.group)
 
-    def _step(self, batch: DataProto) -> dict[str, float]:
+    def _step(self, batch: DataProto, step: int) -> dict[str, float]:
         lengths = (parts(batch.get("prompts"))[1] + parts(batch.get("responses"))[1]).numpy()
         order = mini_batch_order(lengths, self.plan.role, 1, balance=True, shuffle_key=None)
         with self.timer.phase("step"):
-            metrics = self.role.call(SFTWorker.update, batch.select_idxs(order))
+            metrics = self.role.call(SFTWorker.update, batch.select_idxs(order), step)
         seconds = self.timer.drain()
         perf = {"perf/throughput": float(lengths.sum()) / seconds["timing_s/step"] / self.plan.role.data_ranks}
         return reductions.values(metrics) | seconds | perf

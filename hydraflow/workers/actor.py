@@ -21,7 +21,8 @@ from hydraflow.models.config import ModelConfig
 from hydraflow.protocol.batch import DataProto
 from hydraflow.workers.config import ActorConfig
 from hydraflow.workers.engine_worker import EngineWorker
-from hydraflow.workers.training import forward_in_order, train_mini_batches
+from hydraflow.workers.skipping import SkipLimits, Skips
+from hydraflow.workers.training import Learner, forward_in_order
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class ActorSpec:
     """`old_log_probs` came from the generation engine: compare them with the trainer's before the first optimizer step."""
     seed: int
     """Governs what new weights start as."""
+    skips: SkipLimits = SkipLimits()
+    """Of optimizer steps whose gradient is not finite."""
 
 
 class ActorWorker(EngineWorker):
@@ -63,26 +66,29 @@ class ActorWorker(EngineWorker):
             seed=spec.seed,
         )
         self.spec = spec
+        self.log_prob_portions = self.portions(spec.log_prob, "log-probabilities of the actor")
+        self.ref_portions = None if spec.ref is None else self.portions(spec.ref, "log-probabilities of the reference")
+        update = self.portions(spec.plan.micro, "update of the actor")
+        self.learner = Learner(self.engine, spec.plan, update, Skips(spec.skips, "actor", process.rank), "actor")
 
     @register(dispatch_mode=mesh_mode("actor"), read_only=True)
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """`old_log_probs` and `entropys` of the responses under the weights of now."""
-        output = forward_in_order(self.engine, batch, self.spec.log_prob, temperature=self.spec.temperature, entropy=True)
+        output = forward_in_order(self.engine, batch, self.log_prob_portions, temperature=self.spec.temperature, entropy=True)
         return output.rename("log_probs", "old_log_probs")
 
     @register(dispatch_mode=mesh_mode("actor"), read_only=True)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """`ref_log_prob`: the policy without its adapters."""
-        assert self.spec.ref is not None, "the plan has a reference pass where one is asked for"
-        output = forward_in_order(self.engine, batch, self.spec.ref, temperature=self.spec.temperature, adapter=False)
+        assert self.ref_portions is not None, "the plan has a reference pass where one is asked for"
+        output = forward_in_order(self.engine, batch, self.ref_portions, temperature=self.spec.temperature, adapter=False)
         return output.rename("log_probs", "ref_log_prob")
 
     @register(dispatch_mode=mesh_mode("actor"), blocking=False, read_only=True, padding=False)
-    def update(self, batch: DataProto) -> dict[str, Metric]:
-        """Every optimizer step of one training step; rows come ordered by mini-batch."""
-        return train_mini_batches(
-            self.engine, batch, self.spec.plan, self._loss, temperature=self.spec.temperature, entropy=True, prefix="actor"
-        )
+    def update(self, batch: DataProto, step: int) -> dict[str, Metric]:
+        """Every optimizer step of training step `step`; rows come ordered by mini-batch."""
+        told = self.learner.learn(batch, self._loss, step=step, temperature=self.spec.temperature, entropy=True)
+        return told | {"actor/oom_splits": largest(self.take_oom_splits())}
 
     def _loss(self, denominators: Denominators, first: bool) -> LossFn:
         actor = self.spec.actor

@@ -12,11 +12,12 @@ from hydraflow.algorithms.critic_loss import ValueLoss
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.dispatch.modes import mesh_mode, register
 from hydraflow.dispatch.worker import ProcessContext
-from hydraflow.metrics import Metric
+from hydraflow.metrics import Metric, largest
 from hydraflow.protocol.batch import DataProto
 from hydraflow.workers.config import CriticConfig
 from hydraflow.workers.engine_worker import EngineWorker
-from hydraflow.workers.training import forward_in_order, train_mini_batches
+from hydraflow.workers.skipping import SkipLimits, Skips
+from hydraflow.workers.training import Learner, forward_in_order
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class CriticSpec:
     """Training steps of the run, for the schedule."""
     seed: int
     """Governs what new weights start as."""
+    skips: SkipLimits = SkipLimits()
+    """Of optimizer steps whose gradient is not finite."""
 
 
 class CriticWorker(EngineWorker):
@@ -52,16 +55,20 @@ class CriticWorker(EngineWorker):
             seed=spec.seed,
         )
         self.spec = spec
+        self.values_portions = self.portions(spec.values, "values of the critic")
+        update = self.portions(spec.plan.micro, "update of the critic")
+        self.learner = Learner(self.engine, spec.plan, update, Skips(spec.skips, "critic", process.rank), "critic")
 
     @register(dispatch_mode=mesh_mode("critic"), read_only=True)
     def compute_values(self, batch: DataProto) -> DataProto:
         """`values` of every response token."""
-        return forward_in_order(self.engine, batch, self.spec.values, temperature=1.0)
+        return forward_in_order(self.engine, batch, self.values_portions, temperature=1.0)
 
     @register(dispatch_mode=mesh_mode("critic"), blocking=False, read_only=True, padding=False)
-    def update(self, batch: DataProto) -> dict[str, Metric]:
-        """Every optimizer step of one training step; rows come ordered by mini-batch."""
-        return train_mini_batches(self.engine, batch, self.spec.plan, self._loss, temperature=1.0, entropy=False, prefix="critic")
+    def update(self, batch: DataProto, step: int) -> dict[str, Metric]:
+        """Every optimizer step of training step `step`; rows come ordered by mini-batch."""
+        told = self.learner.learn(batch, self._loss, step=step, temperature=1.0, entropy=False)
+        return told | {"critic/oom_splits": largest(self.take_oom_splits())}
 
     def _loss(self, denominators: Denominators, first: bool) -> ValueLoss:
         critic = self.spec.critic

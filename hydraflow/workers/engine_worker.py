@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from hydraflow.batch_plan.parts import MicroPlan
 from hydraflow.device import current_device
 from hydraflow.dispatch.modes import Coordinates, Dispatch, register
 from hydraflow.dispatch.worker import ProcessContext, Worker
@@ -16,6 +17,7 @@ from hydraflow.engine.base import TrainEngine
 from hydraflow.engine.config import FSDPConfig, OptimConfig
 from hydraflow.engine.fsdp.engine import FSDPEngine
 from hydraflow.models.config import ModelConfig
+from hydraflow.workers.portions import Portions
 from hydraflow.workers.saving import save_part
 
 TRAIN_ENGINES: dict[str, Callable[..., TrainEngine]] = {"fsdp2": FSDPEngine}
@@ -51,8 +53,18 @@ class EngineWorker(Worker):
             device_type=process.device_type,
             timeout_s=process.timeout_s,
         )
+        self._portions: list[Portions] = []
         device = current_device(process.device_type, process.local_rank)
         self.engine = TRAIN_ENGINES[strategy](model, fsdp, optim, head=head, device=device, total_steps=total_steps, field=field, seed=seed)
+
+    def portions(self, plan: MicroPlan, what: str) -> Portions:
+        """The micro-batches of one kind of pass, to be kept; `what` names it in messages."""
+        self._portions.append(Portions(plan, what))
+        return self._portions[-1]
+
+    def take_oom_splits(self) -> float:
+        """How often memory ran out, and micro-batches were made smaller for it, since this was asked last; the same on every rank."""
+        return float(sum(portions.take_splits() for portions in self._portions))
 
     def mesh_coordinates(self, mesh: str) -> Coordinates:
         """Which share of a batch this process gets; every data rank is collected from."""

@@ -13,11 +13,12 @@ from hydraflow.batch_plan.parts import RolePlan
 from hydraflow.dispatch.modes import mesh_mode, register
 from hydraflow.dispatch.worker import ProcessContext
 from hydraflow.engine.config import FSDPConfig, OptimConfig
-from hydraflow.metrics import Metric
+from hydraflow.metrics import Metric, largest
 from hydraflow.models.config import ModelConfig
 from hydraflow.protocol.batch import DataProto
 from hydraflow.workers.engine_worker import EngineWorker
-from hydraflow.workers.training import forward_in_order, train_mini_batches
+from hydraflow.workers.skipping import SkipLimits, Skips
+from hydraflow.workers.training import Learner, forward_in_order
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class SFTSpec:
     """Optimizer steps of the run, for the schedule."""
     seed: int
     """Governs what new weights start as."""
+    skips: SkipLimits = SkipLimits()
+    """Of optimizer steps whose gradient is not finite."""
 
 
 class SFTWorker(EngineWorker):
@@ -49,17 +52,20 @@ class SFTWorker(EngineWorker):
             field="model",
             seed=spec.seed,
         )
-        self.spec = spec
+        self.evaluation_portions = self.portions(spec.plan.micro, "evaluation")
+        update = self.portions(spec.plan.micro, "update")
+        self.learner = Learner(self.engine, spec.plan, update, Skips(spec.skips, "model", process.rank), "train")
 
     @register(dispatch_mode=mesh_mode("sft"), read_only=True, padding=False)
-    def update(self, batch: DataProto) -> dict[str, Metric]:
-        """One optimizer step."""
-        return train_mini_batches(self.engine, batch, self.spec.plan, self._loss, temperature=1.0, entropy=False, prefix="train")
+    def update(self, batch: DataProto, step: int) -> dict[str, Metric]:
+        """The optimizer step of training step `step`."""
+        told = self.learner.learn(batch, self._loss, step=step, temperature=1.0, entropy=False)
+        return told | {"train/oom_splits": largest(self.take_oom_splits())}
 
     @register(dispatch_mode=mesh_mode("sft"), read_only=True)
     def evaluate(self, batch: DataProto) -> DataProto:
         """`log_probs` and `greedy_match` (1 where the token is the most probable one) of every response token."""
-        return forward_in_order(self.engine, batch, self.spec.plan.micro, temperature=1.0, greedy_match=True)
+        return forward_in_order(self.engine, batch, self.evaluation_portions, temperature=1.0, greedy_match=True)
 
     def _loss(self, denominators: Denominators, first: bool) -> SFTLoss:
         return SFTLoss(denominators)

@@ -1,49 +1,73 @@
-"""What actor and critic share: optimizer steps over a step's trajectories, and forward passes that only compute.
+"""What actor, critic and supervised model share: optimizer steps over a step's trajectories, and forward passes that only compute.
 
 In: one data rank's rows, ordered by mini-batch (the controller chose which rows, see `trainer/mini_batches.py`).
 Out: metrics, or columns. Which rows share an optimizer step never depends on the number of ranks.
+Left out on purpose: micro-batches that turn out too large (`portions.py`), gradients that are not finite (`skipping.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from hydraflow import metrics as reductions
 from hydraflow.algorithms.aggregate import Denominators
-from hydraflow.batch_plan.parts import MicroPlan, RolePlan
+from hydraflow.batch_plan.parts import RolePlan
 from hydraflow.engine.base import LossFn, TrainEngine
-from hydraflow.engine.micro_batches import MicroBatches, split_rows, split_tokens
+from hydraflow.engine.micro_batches import MicroBatches
 from hydraflow.metrics import Metric, largest, mean, merge
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.ragged import parts
+from hydraflow.workers.portions import Portions
+from hydraflow.workers.skipping import Skips
 
 LossFactory = Callable[[Denominators, bool], LossFn]
 """Makes a mini-batch's loss from its denominators; the flag says that no optimizer step of this training step came before."""
 
 
-def train_mini_batches(
-    engine: TrainEngine, batch: DataProto, plan: RolePlan, make_loss: LossFactory, *, temperature: float, entropy: bool, prefix: str
-) -> dict[str, Metric]:
-    """Takes every optimizer step of one training step.
+@dataclass
+class Learner:
+    """The optimizer steps of one role."""
 
-    `batch` holds `plan.rows_per_rank` rows for each mini-batch, one mini-batch after the other. Metrics are averaged over
-    the optimizer steps; `prefix` is actor or critic.
-    """
-    mini_batches = batch.split(plan.rows_per_rank)
-    denominators = global_denominators(engine, mini_batches)
-    optimizer_steps = len(mini_batches) * plan.epochs
-    collected: list[dict[str, Metric]] = []
-    for epoch in range(plan.epochs):
-        for k, (mini_batch, denominator) in enumerate(zip(mini_batches, denominators, strict=True)):
-            micro_batches = split(engine, mini_batch, plan.micro).parts
-            loss = make_loss(denominator, epoch == 0 and k == 0)
-            metrics = engine.forward_backward(micro_batches, loss, temperature=temperature, entropy=entropy)
-            collected += [metrics, _step_metrics(engine.optimizer_step(), prefix)]
-    engine.lr_step()
-    return {name: _per_step(metric, optimizer_steps) for name, metric in merge(collected).items()}
+    engine: TrainEngine
+    plan: RolePlan
+    portions: Portions
+    """Micro-batches of an update."""
+    skips: Skips
+    prefix: str
+    """Of the metrics: actor, critic or train."""
+
+    def learn(self, batch: DataProto, make_loss: LossFactory, *, step: int, temperature: float, entropy: bool) -> dict[str, Metric]:
+        """Takes every optimizer step of training step `step`, the first of which is 1.
+
+        `batch` holds `plan.rows_per_rank` rows for each mini-batch, one mini-batch after the other. Metrics are averaged over
+        the optimizer steps. GuardStop when too many of those in a row are skipped.
+        """
+        mini_batches = batch.split(self.plan.rows_per_rank)
+        denominators = global_denominators(self.engine, mini_batches)
+        of_rows, of_steps = [], []
+        for number in range(len(mini_batches) * self.plan.epochs):
+            rows = mini_batches[number % len(mini_batches)]
+            loss = make_loss(denominators[number % len(mini_batches)], number == 0)
+            of_rows.append(self._gradient(rows, loss, temperature=temperature, entropy=entropy))
+            of_steps.append(self.engine.optimizer_step())
+            facts = reductions.values(of_rows[-1]) | of_steps[-1]
+            self.skips.note(rows, skipped=bool(of_steps[-1]["skipped"]), step=step, number=number, facts=facts)
+        self.engine.lr_step()
+        found = merge([*of_rows, *(_step_metrics(of_step, self.prefix) for of_step in of_steps)])
+        skipped = sum(of_step["skipped"] for of_step in of_steps)
+        return {name: _per_step(metric, len(of_steps)) for name, metric in found.items()} | {
+            f"{self.prefix}/skipped_steps": largest(skipped)
+        }
+
+    def _gradient(self, rows: DataProto, loss: LossFn, *, temperature: float, entropy: bool) -> dict[str, Metric]:
+        def passes(micro: MicroBatches) -> dict[str, Metric]:
+            return self.engine.forward_backward(micro.parts, loss, temperature=temperature, entropy=entropy)
+
+        return self.portions.work(self.engine, rows, passes)
 
 
 def global_denominators(engine: TrainEngine, mini_batches: Sequence[DataProto]) -> list[Denominators]:
@@ -52,18 +76,9 @@ def global_denominators(engine: TrainEngine, mini_batches: Sequence[DataProto]) 
     return [Denominators(tokens=tokens, sequences=sequences) for tokens, sequences in engine.reduce(counts).tolist()]
 
 
-def forward_in_order(engine: TrainEngine, batch: DataProto, micro: MicroPlan, **options: Any) -> DataProto:
+def forward_in_order(engine: TrainEngine, batch: DataProto, portions: Portions, **options: Any) -> DataProto:
     """Forward passes over all rows; columns come back in the order of `batch`. `options` are those of `TrainEngine.forward`."""
-    micro_batches = split(engine, batch, micro)
-    return micro_batches.restore(engine.forward(micro_batches.parts, **options))
-
-
-def split(engine: TrainEngine, batch: DataProto, micro: MicroPlan) -> MicroBatches:
-    """Micro-batches as the plan says, as many on every data rank."""
-    if micro.rows is not None:
-        return split_rows(batch, micro.rows)
-    assert micro.max_tokens is not None, "a micro-batch plan counts rows or tokens"
-    return split_tokens(batch, micro.max_tokens, lambda values: engine.reduce(values, "max"))
+    return portions.work(engine, batch, lambda micro: micro.restore(engine.forward(micro.parts, **options)))
 
 
 def _mask_counts(mini_batch: DataProto) -> tuple[float, float]:
@@ -75,9 +90,11 @@ def _mask_counts(mini_batch: DataProto) -> tuple[float, float]:
 
 def _step_metrics(step: dict[str, float], prefix: str) -> dict[str, Metric]:
     """grad_norm is averaged over optimizer steps and also kept as its largest; the rate is the same on every rank."""
-    metrics = {f"{prefix}/{name}": mean(value) for name, value in step.items()}
-    metrics[f"{prefix}/grad_norm_max"] = largest(step["grad_norm"])
-    return metrics
+    return {
+        f"{prefix}/grad_norm": mean(step["grad_norm"]),
+        f"{prefix}/grad_norm_max": largest(step["grad_norm"]),
+        f"{prefix}/lr": mean(step["lr"]),
+    }
 
 
 def _per_step(metric: Metric, optimizer_steps: int) -> Metric:

@@ -35,7 +35,7 @@ RANKS = 2
 TOLERANCE = 0.2
 """Estimates are within this share of the measurement; checked by tests/memory/test_measured.py."""
 TINY = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
-PRELOADED = ["hydraflow.workers.actor", "hydraflow.workers.rollout", "hydraflow.trainer.roles", "transformers.models.qwen3.modeling_qwen3"]
+PRELOADED = ["hydraflow.workers.actor", "hydraflow.workers.rollout", "transformers.models.qwen3.modeling_qwen3"]
 _M_MMAP_THRESHOLD = -3
 
 
@@ -66,7 +66,7 @@ CASES = {
     "untied": Case(
         "llama",
         dict(vocab_size=32000, hidden_size=768, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=12)
-        | dict(num_key_value_heads=4),
+        | dict(num_key_value_heads=4, tie_word_embeddings=False),
         prompt=32, response=32, rows=8, micro=8,
     ),
     # 28 M parameters; activations are kept, and the head works in chunks: memory is mostly activations and logits
@@ -139,14 +139,26 @@ class Rank:
 
     def __init__(self, rank: int, port: int, config: PPOConfig, plan: BatchPlan):
         from hydraflow.dispatch.worker import ProcessContext
-        from hydraflow.trainer.roles import _training_roles
+        from hydraflow.workers.actor import ActorSpec, ActorWorker
+        from hydraflow.workers.rollout import RolloutSpec, RolloutWorker
 
+        policy, response = config.actor_rollout_ref, config.data.max_response_length
+        actor = ActorSpec(
+            model=policy.model,
+            actor=policy.actor,
+            plan=plan.actor,
+            log_prob=plan.old_log_prob,
+            ref=None,
+            temperature=1.0,
+            response_tokens=response,
+            total_steps=1,
+            old_is_rollout=True,
+            seed=1,
+        )
         context = ProcessContext(rank, RANKS, rank, "here", "127.0.0.1", port, "cpu", 120.0)
         self.config, self.plan = config, plan
-        for name, role in _training_roles(config, plan, "cpu").items():
-            context.roles[name] = role.cls(context, *role.args, **role.kwargs)
-        self.actor: Any = context.roles["actor"]
-        self.rollout: Any = context.roles["rollout"]
+        self.actor = context.roles["actor"] = ActorWorker(context, actor)
+        self.rollout = RolloutWorker(context, RolloutSpec(policy.model, policy.rollout, max_tokens=response, seed=1))
 
     def sync(self) -> None:
         self.rollout.sync_from_actor()
@@ -191,7 +203,7 @@ class Rank:
                 "advantages": ragged.from_parts(old * 0 + 1, lengths),
             }
         )
-        self.actor.update(told)
+        self.actor.update(told, step=1)
 
     def step(self) -> dict[str, int]:
         """The peak of every phase, in the order of a step."""
@@ -241,7 +253,7 @@ def measure(case: Case, folder: Path, *, keep_freed: bool = False) -> dict[str, 
     """Estimates, measurements (of the process that held most) and their ratios."""
     context = get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    tiny = Case("qwen3", TINY, prompt=8, response=8, rows=4, micro=2)
+    tiny = Case("qwen3", TINY, prompt=8, response=8, rows=4, micro=2, settings=case.settings)
     jobs = []
     for name, one in (("tiny", tiny), ("model", case)):
         if not (folder / name).exists():

@@ -96,6 +96,10 @@ class Run:
     """Training steps; None: as many as the passes give."""
     rollout: Rollout
     actor: Trained
+    warmup: int = 0
+    """Training steps in which the actor's learning rate rises."""
+    decays: bool = False
+    """Whether it falls afterwards."""
     critic: Trained | None = None
     ref: Frozen | None = None
 
@@ -153,6 +157,7 @@ def simulate(run: Run) -> Counts:
     TrainedCounts(data_ranks=2, rows_per_optimizer_step=8, rows_per_rank=4, optimizer_steps=2, micro_rows=2, accumulation=2)
     """
     steps_per_pass, steps, unused = _load(run)
+    _schedule_rate(run, steps)
     rows = [
         Row(prompt, sample, run.prompt_tokens + run.response_tokens)
         for prompt in range(run.prompts_per_step)
@@ -188,6 +193,8 @@ def data_ranks(engine: Engine) -> int:
         places = _coordinates(engine.devices, {"sequence": engine.sequence}, "data")
         _coordinates(engine.devices, {"shard": engine.devices if engine.shard == -1 else engine.shard}, "copy")
         return _number(places, "data")
+    if engine.virtual not in (None, 1) and engine.pipeline == 1:
+        raise CannotRun("one pipeline stage has nothing to interleave")
     ranks = set()
     for stage in _equal_parts(list(range(engine.devices)), engine.pipeline, "pipeline stages"):
         dense = _coordinates(len(stage), {"tensor": engine.tensor, "context": engine.context}, "data")
@@ -235,6 +242,16 @@ def _load(run: Run) -> tuple[int, int, int]:
         if run.steps is None and number + 1 == run.passes:
             return len(whole), taken, unused
     raise AssertionError("unreachable")
+
+
+def _schedule_rate(run: Run, steps: int) -> None:
+    """The learning rate of each step: it rises to its peak, and falls in at least one step if it is to fall."""
+    rising = [step for step in range(steps) if step < run.warmup]
+    after = [step for step in range(steps) if step >= run.warmup]
+    if len(rising) < run.warmup:
+        raise CannotRun(f"{run.warmup} steps of warm-up in {steps}")
+    if run.decays and not after:
+        raise CannotRun("no step is left for the decay")
 
 
 def _train(rows: list[Row], role: Trained) -> TrainedCounts:
@@ -309,8 +326,6 @@ def _schedule(pieces: list[list[Row]], engine: Engine) -> list[list[Row]]:
     """An interleaved pipeline sends micro-batches through in groups of as many as it has stages."""
     if engine.kind == "fsdp2" or engine.virtual in (None, 1):
         return pieces
-    if engine.pipeline == 1:
-        raise CannotRun("one pipeline stage has nothing to interleave")
     if any(len(pieces[start : start + engine.pipeline]) < engine.pipeline for start in range(0, len(pieces), engine.pipeline)):
         raise CannotRun(f"{len(pieces)} micro-batches leave a gap in a pipeline of {engine.pipeline} stages")
     return pieces
@@ -323,7 +338,7 @@ def _schedule_by_tokens(pieces: list[list[Row]], engine: Engine) -> list[list[Ro
             return _schedule(pieces, engine)
         except CannotRun:
             largest = max(pieces, key=len)
-            if len(largest) == 1 or engine.pipeline == 1:
+            if len(largest) == 1:
                 raise
         half = len(largest) // 2
         pieces = [piece for piece in pieces if piece is not largest] + [largest[:half], largest[half:]]

@@ -65,6 +65,8 @@ def even_run(draw: Draw) -> dict[str, Any]:
         f"{ACTOR}.use_dynamic_bsz": draw(st.booleans()),
         f"{ACTOR}.ppo_micro_batch_size_per_gpu": draw(st.none() | st.just(rows)),
         f"{ACTOR}.ppo_max_token_len_per_gpu": draw(st.integers(sum(longest), 40)),
+        f"{ACTOR}.optim.lr_warmup_steps": draw(st.sampled_from([-1, 0, 1, 2])),
+        f"{ACTOR}.optim.lr_scheduler_type": draw(st.sampled_from(["constant", "linear", "cosine"])),
         "algorithm.adv_estimator": draw(st.sampled_from(["gae", "grpo"])),
         f"{ACTOR}.use_kl_loss": draw(st.booleans()),
     }
@@ -164,6 +166,8 @@ def run_of(taken: dict[str, Any]) -> Run:
         steps=taken["trainer.total_training_steps"],
         rollout=Rollout(own or devices, *(taken[f"{ROLLOUT}.{name}_parallel_size"] for name in ("tensor_model", "pipeline_model", "data"))),
         actor=Trained(engine_of(taken, ACTOR, kind, devices), mini, epochs, update, old),
+        warmup=max(0, taken[f"{ACTOR}.optim.lr_warmup_steps"]),
+        decays=taken[f"{ACTOR}.optim.lr_scheduler_type"] != "constant",
         critic=_critic_of(taken, devices, mini, epochs, update.dynamic) if taken["algorithm.adv_estimator"] == "gae" else None,
         ref=Frozen(engine_of(taken, REF, kind, devices), _follows(taken, f"{REF}.log_prob", update))
         if taken[f"{ACTOR}.use_kl_loss"]
@@ -241,7 +245,7 @@ def check_counts(plan: BatchPlan, counts: Counts) -> None:
     assert plan.actor.total_optimizer_steps == counts.actor_optimizer_steps
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=2000, deadline=None)
 @given(some_run(most_replaced=1) | some_run())
 def test_what_can_be_dealt_out_has_a_plan_and_the_rest_has_remedies(taken: dict[str, Any]) -> None:
     counts = simulated(taken)
@@ -271,7 +275,7 @@ def check_remedies(taken: dict[str, Any], problems: list[Problem]) -> None:
 def test_even_runs_can_mostly_be_dealt_out(taken: dict[str, Any]) -> None:
     """The drawing is worth something: without replaced numbers only the other roles' layouts and the interleaving can be at fault."""
     lone = taken | {"algorithm.adv_estimator": "grpo", f"{ACTOR}.use_kl_loss": False}
-    lone |= {key: None for key in taken if "virtual_pipeline" in key}
+    lone |= {key: None for key in taken if "virtual_pipeline" in key} | {f"{ACTOR}.optim.lr_warmup_steps": 0}
     lone |= {f"{ROLLOUT}.pipeline_model_parallel_size": 1, f"{ROLLOUT}.data_parallel_size": 1, f"{ROLLOUT}.nnodes": 0}
     lone |= {f"{ROLLOUT}.tensor_model_parallel_size": taken["trainer.nnodes"] * taken["trainer.n_gpus_per_node"]}
     assert simulated(lone) is not None

@@ -143,7 +143,7 @@ def save_both(path: str, options: Mapping[str, Any], directory: str) -> dict[str
     saved = full_weights(engine)
     engine.forward_backward([my_share(make_batch(2))], loss_of)
     engine.optimizer_step()
-    return {"saved": saved, "next": full_weights(engine), "lr": engine.optimizer_step()["lr"]}
+    return {"saved": saved, "next": full_weights(engine), "lr": engine._lr()}
 
 
 def resume(path: str, options: Mapping[str, Any], directory: str) -> dict[str, torch.Tensor]:
@@ -152,7 +152,7 @@ def resume(path: str, options: Mapping[str, Any], directory: str) -> dict[str, t
     saved = full_weights(engine)
     engine.forward_backward([my_share(make_batch(2))], loss_of)
     engine.optimizer_step()
-    return {"saved": saved, "next": full_weights(engine), "lr": engine.optimizer_step()["lr"]}
+    return {"saved": saved, "next": full_weights(engine), "lr": engine._lr()}
 
 
 def missing_weights(path: str) -> str:
@@ -217,3 +217,29 @@ def read_checkpoint(path: str, options: Mapping[str, Any], directory: str, conte
     held = everything(engine)
     step_once(engine, 2)
     return held | {"next": full_weights(engine)}
+
+
+def write_on_a_full_disk(path: str, directory: str) -> str:
+    """Rank 1's disk is full while the first snapshot is written: what each rank is told. The second one is written well."""
+    from torch.distributed.checkpoint.filesystem import FileSystem
+
+    from hydraflow.errors import EnvironmentFault
+
+    engine = make_engine(path)
+    whole = FileSystem.create_stream
+
+    def full(self: FileSystem, name: Any, mode: str) -> Any:
+        if dist.get_rank() == 1 and mode == "wb":
+            raise OSError(28, "No space left on device")
+        return whole(self, name, mode)
+
+    FileSystem.create_stream = full  # type: ignore[method-assign]
+    try:
+        engine.snapshot(CONTENTS).write(Path(directory) / "first")
+        told = "written"
+    except EnvironmentFault as error:
+        told = str(error)
+    finally:
+        FileSystem.create_stream = whole  # type: ignore[method-assign]
+    engine.snapshot(CONTENTS).write(Path(directory) / "second")
+    return told

@@ -113,3 +113,10 @@ def test_another_models_checkpoint_is_refused(tiny: str, tmp_path: Path) -> None
     jobs.write_checkpoint(tiny, OPTIONS, str(tmp_path))
     with pytest.raises(ConfigError, match="it is of another model"):
         jobs.make_engine(tiny, {**OPTIONS, "head": "value"}).load(tmp_path, jobs.CONTENTS)
+
+
+def test_a_disk_that_is_full_for_one_rank_is_told_to_all_and_stops_nobody(pools: dict[int, Ranks], tiny: str, tmp_path: Path) -> None:
+    told = pools[2].run(jobs.write_on_a_full_disk, tiny, str(tmp_path))
+    assert told == ["rank 1: OSError: [Errno 28] No space left on device"] * 2
+    read = pools[4].run(jobs.read_checkpoint, tiny, {}, str(tmp_path / "second"), jobs.CONTENTS)[0]
+    assert_equal(read["weights"], jobs.full_weights(jobs.make_engine(tiny)))

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engine.pool import Ranks
+from model_merger import rank_jobs as jobs
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from hydraflow.model_merger.__main__ import main
-
-
-@pytest.fixture(scope="session")
-def four_ranks() -> Iterator[Ranks]:
-    """Four ranks in processes of their own."""
-    pool = Ranks(4)
-    yield pool
-    pool.stop()
 
 
 @pytest.fixture(scope="session")
@@ -40,6 +33,30 @@ def models(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str
         found[name] = str(folder / name)
         _variant(tiny, folder / name, seed, value="value" in name, **options)
     return found
+
+
+@pytest.fixture(scope="session")
+def made(models: dict[str, str], one_rank: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints from training engines of 1, 2 and 4 ranks, <ranks>-<case>, and with verl's files, verl-<case>."""
+    folder = tmp_path_factory.mktemp("made")
+
+    def cases(size: int) -> list[tuple[str, Any, str]]:
+        return [(models[name], options, str(folder / f"{size}-{name}")) for name, options in jobs.SAVED.items()]
+
+    jobs.save_many(cases(1))
+    jobs.save(models["tied"], jobs.TRAINED, str(folder / "1-lora"), steps=2)
+    jobs.save_as_verl(models["tied"], str(folder / "verl-one"))
+    jobs.save_plain(models["tied"], str(folder / "verl-plain"))
+    for size in (2, 4):
+        pool = Ranks(size)
+        pool.run(jobs.save_many, cases(size))
+        if size == 2:
+            pool.run(jobs.save, models["tied"], jobs.TRAINED, str(folder / "2-lora"))
+        else:
+            verl = [(models[model], str(folder / f"verl-{case}"), options) for case, (model, options) in jobs.SAVED_AS_VERL.items()]
+            pool.run(jobs.save_many_as_verl, verl)
+        pool.stop()
+    return folder
 
 
 def _variant(source: str, target: Path, seed: int, *, value: bool, **options: Any) -> None:

@@ -15,6 +15,27 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import ShardedStateDictConfig, ShardingStrategy, StateDictType, fully_shard
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer, GenerationConfig
 
+SAVED: dict[str, dict[str, Any]] = {
+    "tied": {},
+    "untied": {},
+    "bf16": {"fsdp": {"model_dtype": "bf16"}},
+    "value": {"head": "value"},
+}
+"""Models that the engine saves without a step, and its options."""
+TRAINED = {"model": {"lora_rank": 2, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"]}, "optim": {"lr": 0.1}}
+"""Options for adapters."""
+SAVED_AS_VERL: dict[str, tuple[str, dict[str, Any]]] = {
+    "fsdp2": ("tied", {}),
+    "fsdp2_bf16": ("bf16", {"dtype": "bfloat16"}),
+    "fsdp2_ddp": ("untied", {"fsdp_size": 2}),
+    "fsdp1": ("tied", {"version": 1}),
+    "fsdp1_bf16": ("untied", {"version": 1, "dtype": "bfloat16"}),
+    "fsdp1_ddp": ("untied", {"version": 1, "fsdp_size": 2}),
+    "value": ("value_bias", {}),
+    "lora": ("tied", {"lora": True}),
+}
+"""Case -> model and options of `save_as_verl`, on four ranks."""
+
 
 def save(path: str, options: Mapping[str, Any], directory: str, *, steps: int = 0, contents: list[str] | None = None) -> None:
     """A checkpoint as training saves it, after so many steps; and beside it what the engine itself exports."""
@@ -63,6 +84,15 @@ def save_many_as_verl(cases: list[tuple[str, str, Mapping[str, Any]]]) -> None:
     """Several checkpoints in verl's layout."""
     for path, directory, options in cases:
         save_as_verl(path, directory, **options)
+
+
+def save_plain(path: str, directory: str) -> None:
+    """World size 1 where verl does not shard the model: plain tensors, of which two are the same."""
+    model, folder = AutoModelForCausalLM.from_pretrained(path), Path(directory)
+    (folder / "huggingface").mkdir(parents=True)
+    torch.save(model.state_dict(), folder / "model_world_size_1_rank_0.pt")
+    (folder / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 1, "world_size": 1}))
+    model.config.save_pretrained(folder / "huggingface")
 
 
 def _with_adapters(model: Any) -> Any:

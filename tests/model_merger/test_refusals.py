@@ -67,9 +67,10 @@ def test_a_missing_shard(broken: Callable[[str], Path], refused: Refused, tmp_pa
 @pytest.mark.parametrize("left", [0, 100, -100, -1])
 def test_a_truncated_shard(broken: Callable[[str], Path], refused: Refused, tmp_path: Path, layout: str, left: int) -> None:
     checkpoint = broken(layout)
-    os.truncate(checkpoint / SHARD[layout], left % ((checkpoint / SHARD[layout]).stat().st_size + 1) if left < 0 else left)
+    shard = checkpoint / SHARD[layout]
+    os.truncate(shard, left if left >= 0 else shard.stat().st_size + left)
     told = refused("merge", "--local_dir", checkpoint, "--target_dir", tmp_path / "out", target=tmp_path / "out")
-    assert f"{checkpoint / SHARD[layout]}: is cut short" in told
+    assert f"{shard}: is cut short" in told
 
 
 @LAYOUTS
@@ -183,6 +184,8 @@ def test_directories_that_hold_no_checkpoint(split: Callable[..., Path], refused
 
 
 def test_runs_and_steps_give_their_actor(split: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    split("hydraflow"), split("hydraflow", "value")
+    capsys.readouterr()
     for step in (2, 12):
         shutil.copytree(split("hydraflow"), tmp_path / "run" / f"global_step_{step}" / "actor")
     shutil.copytree(split("hydraflow", "value"), tmp_path / "run" / "global_step_12" / "critic")

@@ -1,7 +1,10 @@
 """metrics.jsonl: what is written is valid JSON at once, and reads back as it was."""
 
+import errno
+import io
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -37,12 +40,55 @@ def test_nan_and_infinity_are_valid_json_and_read_back(tmp_path: Path) -> None:
     assert (record["b"], record["c"], record["d"], record["step"]) == (math.inf, -math.inf, 1.5, 7)
 
 
-def test_a_full_disk_is_a_fault_of_the_environment(tmp_path: Path) -> None:
+def test_a_full_disk_is_lived_through(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     tracker = FileTracker(RunInfo(tmp_path, "", None))
-    with pytest.raises(EnvironmentFault, match="No space left") as caught:
+    tracker.log({"a": 1.0}, 1)
+    assert "No space left on device; what was measured is held back" in caplog.text
+    tracker.close()
+    assert "its last lines are lost" in caplog.text
+
+
+class Disk:
+    """A file that has room for `room` bytes at first, and for all later on."""
+
+    def __init__(self, file: io.FileIO, room: int, error: int):
+        self.file, self.room, self.error = file, room, error
+
+    def write(self, data: bytes) -> int:
+        if self.room == 0:
+            self.room = 10**6
+            raise OSError(self.error, os.strerror(self.error))
+        written = self.file.write(data[: self.room])
+        self.room -= written
+        return written
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def test_lines_that_a_full_disk_cut_are_completed_when_there_is_room(tmp_path: Path) -> None:
+    tracker = FileTracker(RunInfo(tmp_path, "", None))
+    tracker._file = Disk(tracker._file, 7, errno.ENOSPC)  # type: ignore[assignment, arg-type]
+    for step in (1, 2):
+        tracker.log({"a": 0.5 * step}, step)
+    tracker.close()
+    assert [(record["step"], record["a"]) for record in read_metrics(tmp_path)] == [(1, 0.5), (2, 1.0)]
+
+
+def test_another_fault_of_the_disk_ends_the_run(tmp_path: Path) -> None:
+    tracker = FileTracker(RunInfo(tmp_path, "", None))
+    tracker._file = Disk(tracker._file, 0, errno.EIO)  # type: ignore[assignment, arg-type]
+    with pytest.raises(EnvironmentFault, match="Input/output error") as caught:
         tracker.log({"a": 1.0}, 1)
     assert caught.value.exit_code == 3
+
+
+def test_the_clock_of_a_run_goes_on(tmp_path: Path) -> None:
+    tracker = FileTracker(RunInfo(tmp_path, "", None, seconds_before=100.0))
+    tracker.log({}, 1)
+    tracker.close()
+    assert 100.0 <= read_metrics(tmp_path)[0]["seconds"] < 110.0
 
 
 def test_lines_of_one_step_are_merged_and_a_torn_last_line_is_left_out(tmp_path: Path) -> None:

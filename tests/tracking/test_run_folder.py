@@ -80,3 +80,35 @@ def test_a_summary_that_cannot_be_written_is_an_environment_fault(tmp_path: Path
     folder = RunFolder(tmp_path / "gone")
     with pytest.raises(EnvironmentFault, match="summary.json"):
         folder.write_summary(SUMMARY)
+
+
+def test_going_back_forgets_what_came_after(tmp_path: Path) -> None:
+    folder = RunFolder.create(str(tmp_path), "ppo")
+    lines = [json.dumps({"step": step, "seconds": 1.0 * step}) + "\n" for step in range(6)]
+    folder.metrics.write_text("".join(lines) + '{"step": 6, "sec')
+    for step in (0, 3, 5):
+        folder.write_samples(step, [])
+    folder.write_summary(SUMMARY)
+    folder.write_requeue(3, "SIGTERM received")
+    assert folder.ended_with() == ("all steps done", 10)
+    assert folder.go_back_to(3) == 3, "two whole lines, and the one that was cut"
+    assert folder.metrics.read_text() == "".join(lines[:4])
+    assert sorted(path.name for path in folder.samples.iterdir()) == ["step_000000.jsonl", "step_000003.jsonl"]
+    assert not folder.requeue.exists()
+    assert folder.ended_with() == ("", 0)
+
+
+def test_the_folders_of_an_experiment_come_newest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert RunFolder.of_experiment("ppo") == []
+    for name in ("ppo-20250101-101010", "ppo-20250102-090909", "ppo-20250102-090909-2", "ppo-long-20250103-101010", "ppo-notes"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    found = [folder.path.name for folder in RunFolder.of_experiment("ppo")]
+    assert found == ["ppo-20250102-090909-2", "ppo-20250102-090909", "ppo-20250101-101010"]
+
+
+def test_checkpoints_of_an_earlier_run_are_set_aside_with_it(tmp_path: Path) -> None:
+    (tmp_path / "global_step_4").mkdir()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4\n")
+    RunFolder.create(str(tmp_path), "ppo")
+    assert sorted(path.name for path in (tmp_path / "earlier-1").iterdir()) == ["global_step_4", "latest_checkpointed_iteration.txt"]

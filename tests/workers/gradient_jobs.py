@@ -30,7 +30,9 @@ from hydraflow.trainer.mini_batches import mini_batch_order
 from hydraflow.workers.actor import ActorSpec, ActorWorker
 from hydraflow.workers.config import ActorConfig, CriticConfig
 from hydraflow.workers.critic import CriticSpec, CriticWorker
-from hydraflow.workers.training import global_denominators, split
+from hydraflow.workers.portions import split
+from hydraflow.workers.skipping import SkipLimits
+from hydraflow.workers.training import global_denominators
 
 TEMPERATURE = 0.8
 SCALE = 16.0
@@ -145,11 +147,11 @@ def train(path: str, training: Training, batch: DataProto) -> tuple[dict[str, Me
     plan = training.plan(dist.get_world_size())
     lengths = ragged.lengths(batch.get("prompts")) + ragged.lengths(batch.get("responses"))
     order = mini_batch_order(lengths.numpy(), plan, 1, balance=True, shuffle_key=None)
-    metrics = worker.update(rank_jobs.my_share(batch.select_idxs(order)))
+    metrics = worker.update(rank_jobs.my_share(batch.select_idxs(order)), 1)
     return metrics, rank_jobs.full_weights(worker.engine)  # type: ignore[arg-type]
 
 
-def make_worker(path: str, training: Training) -> ActorWorker | CriticWorker:
+def make_worker(path: str, training: Training, skips: SkipLimits | None = None) -> ActorWorker | CriticWorker:
     rank, size = dist.get_rank(), dist.get_world_size()
     here = process(rank, size)
     shared: dict[str, Any] = dict(
@@ -160,7 +162,8 @@ def make_worker(path: str, training: Training) -> ActorWorker | CriticWorker:
     model, plan = ModelConfig(path=path), training.plan(size)
     if training.head == "value":
         critic = CriticConfig(model=model, **shared)
-        return CriticWorker(here, CriticSpec(critic, plan, training.micro, response_tokens=int(SCALE), total_steps=1, seed=0))
+        told: dict[str, Any] = dict(response_tokens=int(SCALE), total_steps=1, seed=0, skips=skips or SkipLimits())
+        return CriticWorker(here, CriticSpec(critic, plan, training.micro, **told))
     actor = ActorConfig(entropy_coeff=0.02, use_kl_loss=True, kl_loss_coef=0.3, **shared)
     spec = ActorSpec(
         model,
@@ -173,5 +176,6 @@ def make_worker(path: str, training: Training) -> ActorWorker | CriticWorker:
         total_steps=1,
         old_is_rollout=False,
         seed=0,
+        skips=skips or SkipLimits(),
     )
     return ActorWorker(here, spec)

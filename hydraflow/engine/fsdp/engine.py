@@ -6,6 +6,7 @@ Left out on purpose: splitting batches (`micro_batches.py`), losses, sequence pa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,6 +24,7 @@ from hydraflow.engine.base import LossFn, ModelOutput
 from hydraflow.engine.config import FSDPConfig, OptimConfig
 from hydraflow.engine.fsdp import checkpoint, export, lora
 from hydraflow.engine.fsdp.build import build_model
+from hydraflow.engine.fsdp.pace import Pace
 from hydraflow.metrics import Metric
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.packing import PackedBatch, pack
@@ -56,6 +58,9 @@ class FSDPEngine:
         self.module, self._padded = build_model(
             model, fsdp, head=head, mesh=mesh, device=device, trained=optim is not None, field=field, seed=seed
         )
+        self._pace = Pace(self.module, device)
+        self._norm: float | None = None
+        """Of the gradient that waits for `optimizer_step`."""
         self._optimizer = None
         if optim is not None:
             self._optimizer = optimizers.make_optimizer(self.module.parameters(), optim)
@@ -73,11 +78,13 @@ class FSDPEngine:
     ) -> DataProto:
         """See `TrainEngine`. Float32 columns on the CPU (float64 when the model computes in it)."""
         self.module.eval()
-        results = []
+        attempt = self._pace.attempt()
         with nullcontext() if adapter else lora.adapters_off(self.module):
             for data in micro_batches:
-                results.append(self.module(self._pack(data, None), temperature, entropy, greedy_match))
+                attempt.run(data, lambda part: self.module(self._pack(part, None), temperature, entropy, greedy_match))
         self._free_gathered_weights()
+        (short_ranks,) = process_group.all_reduce(torch.tensor([attempt.is_short()])).tolist()
+        results = attempt.results_of_all(short_ranks)
         lengths = torch.cat([ragged.lengths(data.get("responses")) for data in micro_batches])
         names = ["values"] if self._head == "value" else ["log_probs"]
         names += ["entropys"] if entropy else ["greedy_match"] if greedy_match else []
@@ -90,28 +97,29 @@ class FSDPEngine:
         """See `TrainEngine`. Only tokens whose response_mask is set pass through the head."""
         assert self._optim is not None, "a frozen model is not trained"
         self.module.train()
-        told = []
+        attempt = self._pace.attempt()
         for data in micro_batches:
             self._reduce_gradients(data is micro_batches[-1])
-            batch = self._pack(data, ragged.parts(data.get("response_mask"))[0].bool())
-            main, entropies = self.module(batch, temperature, entropy)
-            loss, of_part = loss_fn(self._output(batch, main, entropies), self._columns(data, batch))
-            # entropies that the loss does not use would keep their logits: two copies of them for every token of the micro-batch
-            del main, entropies
-            loss.backward()
-            told.append(of_part)
+            attempt.run(data, lambda part: self._learn(part, loss_fn, temperature, entropy))
+        square, short_ranks = process_group.all_reduce(
+            torch.tensor([self._local_square(), attempt.is_short()], dtype=torch.float64)
+        ).tolist()
+        if short_ranks:
+            self.module.zero_grad(set_to_none=True)
+        told = attempt.results_of_all(short_ranks)
+        self._norm = math.sqrt(square)
         return metrics.merge(told)
 
     @torch.no_grad()
     def optimizer_step(self) -> dict[str, float]:
         """See `TrainEngine`. All ranks see the same norm, so all skip or none does."""
         assert self._optimizer is not None and self._optim is not None, "a frozen model is not trained"
-        gradients = [_local(p.grad) for p in self.module.parameters() if p.grad is not None]
-        norm = self._global_norm(gradients)
+        assert self._norm is not None, "a gradient is made before each optimizer step"
+        norm, self._norm = self._norm, None
         finite = norm < float("inf")  # false for NaN, too
         if finite:
             if norm > self._optim.clip_grad:
-                torch._foreach_mul_(gradients, self._optim.clip_grad / (norm + 1e-6))
+                torch._foreach_mul_(self._gradients(), self._optim.clip_grad / (norm + 1e-6))
             self._move_optimizer_state(self._device)
             self._optimizer.step()
             if self._fsdp.optimizer_offload:
@@ -145,6 +153,7 @@ class FSDPEngine:
     def load(self, directory: str | Path, contents: Collection[str]) -> None:
         """See `TrainEngine`."""
         assert self._optimizer is not None, "a frozen model has no state of its own"
+        self._free_gathered_weights()
         step = checkpoint.load(self.module, self._optimizer, Path(directory), contents)
         if self._fsdp.optimizer_offload:
             self._move_optimizer_state(torch.device("cpu"))
@@ -166,6 +175,16 @@ class FSDPEngine:
         """See `TrainEngine`."""
         if self._device.type != "cpu" and not self._fsdp.param_offload:
             self._move(self._device)
+
+    def _learn(self, data: DataProto, loss_fn: LossFn, temperature: float, entropy: bool) -> dict[str, Metric]:
+        """One micro-batch's share of the gradient."""
+        batch = self._pack(data, ragged.parts(data.get("response_mask"))[0].bool())
+        main, entropies = self.module(batch, temperature, entropy)
+        loss, told = loss_fn(self._output(batch, main, entropies), self._columns(data, batch))
+        # entropies that the loss does not use would keep their logits: two copies of them for every token of the micro-batch
+        del main, entropies
+        loss.backward()
+        return told
 
     def _pack(self, data: DataProto, wanted: torch.Tensor | None) -> PackedBatch:
         return pack(data.get("prompts"), data.get("responses"), device=self._device, padded=self._padded, wanted=wanted)
@@ -197,13 +216,18 @@ class FSDPEngine:
             if isinstance(part, FSDPModule):
                 part.reshard()
 
-    def _global_norm(self, gradients: list[torch.Tensor]) -> float:
-        """2-norm of the whole gradient, from every rank's shards."""
+    def _gradients(self) -> list[torch.Tensor]:
+        """This rank's shards."""
+        return [_local(p.grad) for p in self.module.parameters() if p.grad is not None]
+
+    @torch.no_grad()
+    def _local_square(self) -> float:
+        """Squared 2-norm of this rank's shards of the gradient."""
+        gradients = self._gradients()
         if not gradients:
-            return process_group.all_reduce(torch.zeros(1)).item()
+            return 0.0
         accumulate = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
-        norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=accumulate)).double()
-        return process_group.all_reduce(norms.square().sum()).sqrt().item()
+        return torch.stack(torch._foreach_norm(gradients, 2, dtype=accumulate)).double().square().sum().item()
 
     def _lr(self) -> float:
         assert self._optim is not None

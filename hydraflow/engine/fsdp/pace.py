@@ -1,0 +1,211 @@
+"""Keeps a rank in step with the others when its memory runs out in the middle of a forward or backward pass.
+
+FSDP gathers weights and sums gradients in collectives that all ranks make, in the same order. A rank whose pass was cut off still owes
+the others the rest of them. It makes these in a second pass over a few tokens, in which the collectives that the first one made are left
+out; what that pass computes means nothing. Then all ranks forget the call and try again with smaller micro-batches.
+
+In: passes, as functions of a micro-batch. Out: what they return, and for all ranks alike whether one of them ran out of memory.
+Left out on purpose: which micro-batches are tried next (`workers/training.py`); HSDP, whose all-reduce cannot be left out in this way.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.tensor import DTensor
+
+from hydraflow.device import ran_out_of_memory
+from hydraflow.engine import process_group
+from hydraflow.engine.base import OutOfMemory, Shortage
+from hydraflow.protocol import ragged
+from hydraflow.protocol.batch import DataProto
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+FEW_TOKENS = 2
+"""Tokens of the prompt and of the response of the row that stands in for a micro-batch."""
+
+
+class Pace:
+    """The collectives that a sharded model makes, counted pass by pass."""
+
+    def __init__(self, module: nn.Module, device: torch.device):
+        assert isinstance(module, FSDPModule)
+        self._module, self._device = module, device
+        self._made = self._left_out = 0
+        self._makes_up = self._entered = False
+        self._gathers: list[_Gather] = []
+        for unit, owner, name in _units(module):
+            self._gathers.append(_Gather(self, owner, name))
+            unit.set_custom_all_gather(self._gathers[-1])
+            unit.set_custom_reduce_scatter(_Reduce(self))
+        module.register_forward_pre_hook(self._enter, prepend=True)
+
+    def attempt(self) -> Attempt[Any]:
+        """The passes of one call of the engine."""
+        return Attempt(self)
+
+    def begin(self) -> None:
+        """Before each pass."""
+        self._made = 0
+        for gather in self._gathers:
+            gather.note_what_is_there()
+
+    def make_up(self, again: Callable[[], object]) -> None:
+        """Goes through a pass that was cut off once more; `again` runs it on a few tokens."""
+        if self._entered:  # FSDP has nothing to reset before its first forward pass, and cannot
+            self._module.reset_iter_state()
+        gc.collect()  # the error's frames hold what the pass had computed
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).empty_cache()
+        self._left_out, self._makes_up = self._made, True
+        again()
+        self._makes_up = False
+        assert self._left_out == 0, "a pass over fewer tokens makes the same collectives"
+
+    def is_due(self, gather: _Gather | None = None) -> bool:
+        """Whether a collective is to be made: in a pass that is made up for, only if it was not made before."""
+        if self._makes_up and gather is not None and gather.had_weights:
+            gather.had_weights = False  # the others have these weights still, as this rank had
+            return False
+        if self._left_out:
+            self._left_out -= 1
+            return False
+        self._made += 1
+        return True
+
+    def _enter(self, module: nn.Module, inputs: object) -> None:
+        self._entered = True
+
+
+class Attempt(Generic[Result]):
+    """The passes of one call: once memory has run out in one, this rank only keeps pace in the rest of them."""
+
+    def __init__(self, pace: Pace):
+        self._pace = pace
+        self._short: DataProto | None = None
+        self._results: list[Result] = []
+
+    def run(self, data: DataProto, work: Callable[[DataProto], Result]) -> None:
+        """`work(data)` is one pass."""
+        if self._short is not None:
+            work(_few_tokens(data))
+        elif not self._fits(data, work):
+            self._short = data
+            self._results.clear()
+            self._pace.make_up(lambda: work(_few_tokens(data)))
+
+    def is_short(self) -> float:
+        """1 when memory has run out on this rank, else 0."""
+        return float(self._short is not None)
+
+    def results_of_all(self, short_ranks: float) -> list[Result]:
+        """What the passes returned. Raises OutOfMemory when `short_ranks`, the sum of `is_short` over ranks, is not 0."""
+        if short_ranks:
+            raise OutOfMemory(self._shortages())
+        return self._results
+
+    def _fits(self, data: DataProto, work: Callable[[DataProto], Result]) -> bool:
+        self._pace.begin()
+        try:
+            self._results.append(work(data))
+        except (RuntimeError, MemoryError) as error:
+            if not ran_out_of_memory(error):
+                raise
+            logger.warning("out of memory in a micro-batch of %d rows, %d tokens: %s", len(data), _tokens(data), error)
+            return False
+        return True
+
+    def _shortages(self) -> list[Shortage]:
+        facts = torch.zeros(dist.get_world_size(), 2)
+        if self._short is not None:
+            facts[dist.get_rank()] = torch.tensor([len(self._short), _tokens(self._short)])
+        found = process_group.all_reduce(facts).long().tolist()
+        return [Shortage(rank, rows, tokens) for rank, (rows, tokens) in enumerate(found) if rows]
+
+
+class _Allocates:
+    """Where FSDP's staging buffers come from."""
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Gather(_Allocates, AllGather):
+    """FSDP's all-gather of one unit's weights, of which (`owner`, `name`) is one."""
+
+    def __init__(self, pace: Pace, owner: nn.Module, name: str):
+        self._pace, self._owner, self._name = pace, owner, name
+        self.had_weights = False
+        """Whether the unit's weights were there, gathered, when the pass began."""
+
+    def note_what_is_there(self) -> None:
+        self.had_weights = not isinstance(getattr(self._owner, self._name), DTensor)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        if not self._pace.is_due(self):
+            output_tensor.zero_()
+            return None
+        return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class _Reduce(_Allocates, ReduceScatter):
+    """FSDP's reduce-scatter of one unit's gradients."""
+
+    def __init__(self, pace: Pace):
+        self._pace = pace
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        if not self._pace.is_due():
+            output_tensor.zero_()
+            return None
+        return dist.reduce_scatter_single(output=output_tensor, input=input_tensor, group=group, op=op, async_op=async_op)
+
+
+def _units(module: nn.Module) -> Iterator[tuple[FSDPModule, nn.Module, str]]:
+    """What is gathered together: the sharded module, and one of its parameters as (the module that has it, its name there)."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            found = next(_own_parameters(part), None)
+            if found is not None:
+                yield part, *found
+
+
+def _own_parameters(part: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Parameters below `part`, without those of sharded modules below it."""
+    for name, _ in part.named_parameters(recurse=False):
+        yield part, name
+    for child in part.children():
+        if not isinstance(child, FSDPModule):
+            yield from _own_parameters(child)
+
+
+def _few_tokens(data: DataProto) -> DataProto:
+    """The start of the first row."""
+    return DataProto.from_dict({name: _first_cells(column) for name, column in data.items() if isinstance(column, torch.Tensor)})
+
+
+def _first_cells(column: torch.Tensor) -> torch.Tensor:
+    return ragged.from_rows([ragged.rows(column)[0][:FEW_TOKENS]]) if ragged.is_ragged(column) else column[:1]
+
+
+def _tokens(data: DataProto) -> int:
+    return int(ragged.lengths(data.get("prompts")).sum() + ragged.lengths(data.get("responses")).sum())

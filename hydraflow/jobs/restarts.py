@@ -1,0 +1,96 @@
+"""A run that goes on by itself after a worker failed: `trainer.max_restarts` times, from its last whole checkpoint.
+
+In: a job, and the WorkerError that ended it. Out: the job again, in the same run folder, after a pause that doubles each time.
+Only failures of workers are worth another try: configuration, data, a row that does not fit and guards would end it in the same way.
+Left out on purpose: how a run goes on (`run_start.py`); what outlives the controller (a batch system starts the same command again).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from hydraflow.errors import WorkerError
+from hydraflow.schema import PPOConfig, SFTConfig
+from hydraflow.tracking.run_folder import RunFolder
+from hydraflow.trainer.checkpoint_store import CheckpointStore
+from hydraflow.trainer.clock import parse_duration
+from hydraflow.trainer.config import LoopConfig
+from hydraflow.trainer.signals import StopSignals
+
+logger = logging.getLogger(__name__)
+Config = TypeVar("Config", PPOConfig, SFTConfig)
+Trainer = TypeVar("Trainer", bound=LoopConfig)
+
+LONGEST_PAUSE = 300.0
+POLL_SECONDS = 0.2
+
+
+@dataclass
+class Restarts:
+    """The restarts of one command."""
+
+    trainer: LoopConfig
+    """As the user gave it."""
+    done: int = 0
+    folder: RunFolder | None = None
+    """Where the run is; None: it has not begun."""
+    started: float = field(default_factory=time.monotonic)
+
+    def pause(self) -> float:
+        """Seconds before the next one."""
+        return min(LONGEST_PAUSE, self.trainer.restart_backoff * 2**self.done)
+
+    def require_another(self, error: WorkerError) -> None:
+        """Raises the error where there is no restart left, no run to go on with, or no time."""
+        if self.folder is None or not self.trainer.max_restarts:
+            raise error
+        if self.done >= self.trainer.max_restarts:
+            logger.warning("trainer.max_restarts=%d restarts are used up", self.trainer.max_restarts)
+            raise error
+        left = self.seconds_left()
+        if left is not None and left <= self.pause():
+            raise error
+
+    def seconds_left(self) -> float | None:
+        """Of trainer.max_wall_time, which counts from the first start; None: no limit."""
+        limit = parse_duration(self.trainer.max_wall_time)
+        return None if limit is None else limit - (time.monotonic() - self.started)
+
+    def next_trainer(self, trainer: Trainer) -> Trainer:
+        """The settings with which the run goes on in its folder."""
+        assert self.folder is not None, "there is a run to go on with"
+        mode = "auto" if trainer.resume_mode == "disable" else trainer.resume_mode
+        return replace(trainer, default_local_dir=str(self.folder.path), resume_mode=mode, max_wall_time=self.seconds_left())
+
+
+def with_restarts(config: Config, run: Callable[[Config, Restarts], None]) -> None:
+    """`run`, again and again while its workers fail and restarts are left. Raises what `run` raises last."""
+    restarts = Restarts(config.trainer)
+    while True:
+        try:
+            return run(config, restarts)
+        except WorkerError as error:
+            restarts.require_another(error)
+            told = str(error).splitlines()[0]
+        if not _wait(restarts, told):
+            return None
+        restarts.done += 1
+        config = replace(config, trainer=restarts.next_trainer(config.trainer))
+
+
+def _wait(restarts: Restarts, told: str) -> bool:
+    """Pauses; False when a signal asks the run to end meanwhile, which its batch system then reads in `requeue`."""
+    assert restarts.folder is not None
+    text = "%s -- RESTART %d of %d in %g seconds, from the last whole checkpoint in %s"
+    logger.warning(text, told, restarts.done + 1, restarts.trainer.max_restarts, restarts.pause(), restarts.folder.path)
+    until = time.monotonic() + restarts.pause()
+    with StopSignals() as signals:
+        while time.monotonic() < until and not signals.received:
+            time.sleep(POLL_SECONDS)
+    if signals.received:
+        restarts.folder.write_requeue(CheckpointStore(restarts.folder.path).pointer() or 0, f"{signals.received} received")
+    return not signals.received

@@ -1,0 +1,93 @@
+"""How one kind of pass cuts its rows into micro-batches: as the plan says, and into smaller ones once memory has run out.
+
+In: rows, and what is done with their micro-batches. Out: its result. What fits is remembered for the rest of the run.
+The size changes on all data ranks alike, because every pass is a collective: they have as many passes, whoever ran out of memory.
+Left out on purpose: growing again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from hydraflow.batch_plan.parts import MicroPlan
+from hydraflow.engine.base import OutOfMemory, Shortage, TrainEngine
+from hydraflow.engine.micro_batches import MicroBatches, split_rows, split_tokens
+from hydraflow.errors import DoesNotFit
+from hydraflow.protocol import ragged
+from hydraflow.protocol.batch import DataProto
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+class Portions:
+    """The micro-batches of one kind of pass; `what` names it in messages, as in "update of the actor"."""
+
+    def __init__(self, plan: MicroPlan, what: str):
+        self.plan, self.what = plan, what
+        self._planned = plan
+        self._splits = 0
+
+    def work(self, engine: TrainEngine, rows: DataProto, passes: Callable[[MicroBatches], Result]) -> Result:
+        """`passes` over the micro-batches of these rows; again over smaller ones where memory runs out.
+
+        DoesNotFit, on every rank, when there is no memory for a single row.
+        """
+        while True:
+            try:
+                return passes(split(engine, rows, self._fitting(rows)))
+            except OutOfMemory as error:
+                shortages = error.shortages  # not the error: its frames hold what the passes had made
+            self._make_smaller(engine, rows, shortages)
+
+    def take_splits(self) -> int:
+        """How often micro-batches were made smaller since this was asked last; the same on every rank."""
+        splits, self._splits = self._splits, 0
+        return splits
+
+    def _fitting(self, rows: DataProto) -> MicroPlan:
+        """The size of now; a row that is longer than the remembered number of tokens is a micro-batch of its own."""
+        if self.plan is self._planned or self.plan.max_tokens is None:
+            return self.plan
+        return MicroPlan(rows=None, max_tokens=max(self.plan.max_tokens, _longest(rows)))
+
+    def _make_smaller(self, engine: TrainEngine, rows: DataProto, shortages: Sequence[Shortage]) -> None:
+        alone = next((shortage for shortage in shortages if shortage.rows == 1), None)
+        if alone is not None:
+            raise DoesNotFit(
+                f"{self.what}: rank {alone.rank} has no memory for a single row of {alone.tokens} tokens. What makes room: "
+                "fewer tokens (data.max_prompt_length, data.max_response_length), model.enable_gradient_checkpointing=true, "
+                "fsdp_config.param_offload=true, a smaller fsdp_config.head_chunk_tokens, more devices."
+            )
+        self.plan = self._half(engine, rows, max(shortage.tokens for shortage in shortages))
+        self._splits += 1
+        found = "; ".join(map(str, shortages))
+        unit = "row" if self.plan.max_tokens is None else "token"
+        logger.warning("%s: %s; micro-batches of up to %d %ss from now on", self.what, found, self.plan.rows or self.plan.max_tokens, unit)
+
+    def _half(self, engine: TrainEngine, rows: DataProto, tokens: int) -> MicroPlan:
+        """`tokens`: of the largest micro-batch that did not fit."""
+        if self.plan.rows is not None:
+            return MicroPlan(rows=-(-min(self.plan.rows, len(rows)) // 2), max_tokens=None)
+        assert self.plan.max_tokens is not None, "a micro-batch plan counts rows or tokens"
+        too_many = min(self.plan.max_tokens, tokens)
+        longest = int(engine.reduce(torch.tensor([float(_longest(rows))]), "max"))
+        fewer = max(-(-too_many // 2), longest)
+        return MicroPlan(rows=None, max_tokens=fewer) if fewer < too_many else MicroPlan(rows=1, max_tokens=None)
+
+
+def split(engine: TrainEngine, batch: DataProto, micro: MicroPlan) -> MicroBatches:
+    """Micro-batches as the plan says, as many on every data rank."""
+    if micro.rows is not None:
+        return split_rows(batch, micro.rows)
+    assert micro.max_tokens is not None, "a micro-batch plan counts rows or tokens"
+    return split_tokens(batch, micro.max_tokens, lambda values: engine.reduce(values, "max"))
+
+
+def _longest(rows: DataProto) -> int:
+    """Tokens of the longest row."""
+    return int((ragged.lengths(rows.get("prompts")) + ragged.lengths(rows.get("responses"))).max())

@@ -1,0 +1,102 @@
+"""Optimizer steps that are skipped because their gradient is not finite: their rows are kept for study, and too many in a row end the run.
+
+In: whether a step was skipped, and its rows. Out: a file for each rank and skipped step, `read_skipped` to open it, or GuardStop.
+All ranks see the same gradient norm, so all count the same.
+
+    skipped/step_12_actor_1_rank_0.safetensors      training step 12, the actor's optimizer step 1 of it, the rows of rank 0
+
+Left out on purpose: what is skipped, and that weights and optimizer stay as they were (`engine/`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+import torch
+
+from hydraflow.errors import GuardStop
+from hydraflow.protocol import wire
+from hydraflow.protocol.batch import DataProto
+
+logger = logging.getLogger(__name__)
+
+MOST_FILES = 32
+"""A process keeps no more: a run that recovers again and again shall not fill the disk."""
+
+
+@dataclass(frozen=True)
+class SkipLimits:
+    """When to give up, and where the rows go."""
+
+    in_a_row: int = 3
+    """Optimizer steps of one model that are skipped in a row, at which the run ends."""
+    folder: str | None = None
+    """None: rows are not kept."""
+
+
+class Skips:
+    """Counts one model's skipped steps; `role` names it."""
+
+    def __init__(self, limits: SkipLimits, role: str, rank: int):
+        self._limits, self._role, self._rank = limits, role, rank
+        self._in_a_row = self._files = 0
+
+    def note(self, rows: DataProto, *, skipped: bool, step: int, number: int, facts: Mapping[str, float]) -> None:
+        """After optimizer step `number` of training step `step`. `facts` go into the file. Raises GuardStop at the limit."""
+        if not skipped:
+            self._in_a_row = 0
+            return
+        self._in_a_row += 1
+        logger.warning("step %d: optimizer step %d of the %s is skipped: its gradient is not finite", step, number, self._role)
+        self._keep(rows, step, number, facts)
+        if self._in_a_row >= self._limits.in_a_row:
+            raise GuardStop(
+                f"the gradient of the {self._role} was not finite in {self._in_a_row} optimizer steps in a row, the last one in step "
+                f"{step} (trainer.max_skipped_steps={self._limits.in_a_row}). The weights are as they were before. "
+                f"The rows are in {self._limits.folder}. Usual causes: a learning rate that is too high, 16-bit types, "
+                "a reward or a loss that is not a number."
+            )
+
+    def _keep(self, rows: DataProto, step: int, number: int, facts: Mapping[str, float]) -> None:
+        if self._limits.folder is None or self._files >= MOST_FILES:
+            return
+        path = Path(self._limits.folder) / f"step_{step}_{self._role}_{number}_rank_{self._rank}.safetensors"
+        self._files += 1
+        try:
+            write_skipped(path, rows, {"step": step, "role": self._role, "optimizer_step": number, "rank": self._rank, **facts})
+        except OSError as error:
+            logger.warning("the rows of a skipped step cannot be written: %s", error)
+
+
+def write_skipped(path: Path, rows: DataProto, facts: Mapping[str, Any]) -> None:
+    """Writes the tensor columns bit for bit, and the facts as JSON. OSError when it cannot."""
+    arrays: dict[str, np.ndarray] = {}
+    columns: dict[str, dict[str, str]] = {}
+    for name, column in rows.items():
+        if not isinstance(column, torch.Tensor):
+            continue
+        encoded = wire.encode(column, name)
+        columns[name] = {"kind": encoded.kind, "dtype": encoded.dtype}
+        arrays |= {f"{name}.{part}": array for part, array in enumerate(encoded.arrays)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(safetensors.numpy.save(arrays, {"columns": json.dumps(columns), "facts": json.dumps(dict(facts))}))
+
+
+def read_skipped(path: Path) -> tuple[DataProto, dict[str, Any]]:
+    """The rows and the facts of a file in `skipped/`: step, role, optimizer_step, rank, grad_norm, and the role's metrics on this rank."""
+    with safetensors.safe_open(path, "numpy") as file:
+        columns, facts = (json.loads(file.metadata()[name]) for name in ("columns", "facts"))
+        tensors = {}
+        for name, told in columns.items():
+            arrays = tuple(file.get_tensor(f"{name}.{part}") for part in range(2 if told["kind"] == "ragged" else 1))
+            column = wire.decode(wire.Encoded(told["kind"], told["dtype"], (), arrays))
+            assert isinstance(column, torch.Tensor), "object columns are not written"
+            tensors[name] = column
+    return DataProto.from_dict(tensors), facts

@@ -1,0 +1,163 @@
+"""What ranks do in the tests of memory that runs out; in a file of its own so that spawned processes can import it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from engine import rank_jobs
+
+from hydraflow.engine.base import LossFn, OutOfMemory
+from hydraflow.engine.fsdp.engine import FSDPEngine
+from hydraflow.protocol import ragged
+from hydraflow.protocol.batch import DataProto
+
+ON_A_CPU = (
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8589934592 bytes."
+)
+PLACES = ("pack", "embed", "layer", "head", "loss", "head_backward", "layer_backward", "embed_backward")
+"""Where memory may run out, in the order in which a pass gets there."""
+
+ROWS = 6
+"""Of each rank."""
+
+
+class Trouble:
+    """Has memory run out on some ranks at a place of their passes: once, in pass number `at` (from 0), or in all that do not `fit`."""
+
+    def __init__(
+        self,
+        engine: FSDPEngine,
+        place: str,
+        ranks: Sequence[int],
+        *,
+        at: int | None = None,
+        fit: Callable[[DataProto], bool] = lambda data: True,
+    ):
+        self.at, self.fit, self.passes, self.fits = at, fit, -1, True
+        self.place, self.mine = place, dist.get_rank() in ranks
+        self._engine, self._pack = engine, engine._pack
+        engine._pack = self._noted  # type: ignore[method-assign]
+        hf = engine.module.hf
+        layers = hf.base_model.layers
+        head = hf.get_output_embeddings() if hasattr(engine.module, "lm") else engine.module.score
+        parts = {"embed": hf.get_input_embeddings(), "layer": layers[-1].mlp, "head": head}
+        self._hooks = []
+        for name, part in parts.items():
+            self._hooks.append(part.register_forward_pre_hook(lambda *_, name=name: self._reached(name)))
+            self._hooks.append(part.register_forward_hook(lambda *args, name=name: self._watch(args[-1], f"{name}_backward")))
+
+    def leave(self) -> None:
+        """Takes the hooks away."""
+        for hook in self._hooks:
+            hook.remove()
+        self._engine._pack = self._pack  # type: ignore[method-assign]
+
+    def loss(self, loss_fn: LossFn) -> LossFn:
+        def watched(output: Any, columns: Any) -> Any:
+            self._reached("loss")
+            return loss_fn(output, columns)
+
+        return watched
+
+    def _noted(self, data: DataProto, wanted: torch.Tensor | None) -> Any:
+        self.passes, self.fits = self.passes + 1, self.fit(data)
+        self._reached("pack")
+        return self._pack(data, wanted)
+
+    def _watch(self, output: torch.Tensor, name: str) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda gradient: self._reached(name))
+
+    def _reached(self, place: str) -> None:
+        if not self.mine or place != self.place:
+            return
+        if self.passes == self.at or not self.fits:
+            self.at = None
+            raise torch.OutOfMemoryError("no memory") if dist.get_rank() else RuntimeError(ON_A_CPU)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Memory runs out at a place of pass `at`, of three, on these ranks."""
+
+    place: str
+    ranks: tuple[int, ...]
+    at: int
+
+
+def disturbed(path: str, options: Mapping[str, Any], cases: Sequence[Case]) -> list[str]:
+    """For each case what is wrong: a call with two rows in a pass is cut off, and the one with one row in a pass that comes after it
+    must be as if nothing had happened before. All cases with one engine."""
+    gc.freeze()  # a shortage has garbage collected, which takes half a second for all that is imported
+    engine = rank_jobs.make_engine(path, options)
+    share = rank_jobs.my_share(rank_jobs.make_batch(rows=ROWS * dist.get_world_size()))
+    sizes = [tokens_of(part) for part in rank_jobs.make_batch(rows=ROWS * dist.get_world_size()).split(2)]
+    wanted = engine.forward_backward(share.split(1), rank_jobs.loss_of), rank_jobs.gradients(engine)
+    wrong = []
+    for case in cases:
+        engine.module.zero_grad()
+        trouble = Trouble(engine, case.place, case.ranks, at=case.at)
+        loss = trouble.loss(rank_jobs.loss_of)
+        found = caught(lambda loss=loss: engine.forward_backward(share.split(2), loss))
+        trouble.leave()
+        if found != [(rank, 2, sizes[ROWS // 2 * rank + case.at]) for rank in case.ranks]:
+            wrong.append(f"{case}: reported {found}")
+        if rank_jobs.gradients(engine):
+            wrong.append(f"{case}: a gradient is left")
+        told, gradient = engine.forward_backward(share.split(1), rank_jobs.loss_of), rank_jobs.gradients(engine)
+        if told != wanted[0] or not _equal(gradient, wanted[1]):
+            wrong.append(f"{case}: another gradient")
+    return wrong
+
+
+def gradient_after_a_shortage(path: str, options: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The gradient of all rows in one pass, and that of four passes, of which one was cut off before."""
+    engine = rank_jobs.make_engine(path, options)
+    share = rank_jobs.my_share(rank_jobs.make_batch())
+    engine.forward_backward([share], rank_jobs.loss_of)
+    whole = rank_jobs.gradients(engine)
+    engine.module.zero_grad()
+    Trouble(engine, "layer_backward", [0], at=1)
+    caught(lambda: engine.forward_backward(share.split(2), rank_jobs.loss_of))
+    engine.forward_backward(share.split(1), rank_jobs.loss_of)
+    return whole, rank_jobs.gradients(engine)
+
+
+def disturbed_inference(path: str, cases: Sequence[Case]) -> list[str]:
+    """The same in forward passes, of which there are two."""
+    gc.freeze()
+    engine = rank_jobs.make_engine(path, {"fsdp": {"model_dtype": "fp64", "dtype": "fp64"}})
+    share = rank_jobs.my_share(rank_jobs.make_batch())
+    wanted = engine.forward(share.split(1)).get("log_probs").values().clone()
+    wrong = []
+    for case in cases:
+        trouble = Trouble(engine, case.place, case.ranks, at=case.at)
+        found = caught(lambda: engine.forward(share.split(2)))
+        trouble.leave()
+        if found is None or [(rank, rows) for rank, rows, _ in found] != [(rank, 2) for rank in case.ranks]:
+            wrong.append(f"{case}: reported {found}")
+        if not torch.equal(engine.forward(share.split(1)).get("log_probs").values(), wanted):
+            wrong.append(f"{case}: other log-probabilities")
+    return wrong
+
+
+def tokens_of(data: DataProto) -> int:
+    return int(ragged.lengths(data.get("prompts")).sum() + ragged.lengths(data.get("responses")).sum())
+
+
+def _equal(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> bool:
+    return found.keys() == wanted.keys() and all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+def caught(call: Callable[[], Any]) -> list[tuple[int, int, int]] | None:
+    """The shortages that a call reports: rank, rows, tokens."""
+    try:
+        call()
+    except OutOfMemory as error:
+        return [(shortage.rank, shortage.rows, shortage.tokens) for shortage in error.shortages]
+    return None

@@ -1,0 +1,65 @@
+"""Memory that runs out in the middle of a pass, on one rank or on both: all hear of it, nothing of the pass is left, nobody waits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from engine import rank_jobs
+from engine import shortage_jobs as jobs
+from engine.pool import Ranks
+
+from hydraflow.engine.config import WrapPolicyConfig
+
+DOUBLE = {"model_dtype": "fp64", "dtype": "fp64"}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "usual": {"fsdp": DOUBLE},
+    "kept_weights": {"fsdp": {**DOUBLE, "reshard_after_forward": False}},
+    "one_unit": {"fsdp": {**DOUBLE, "wrap_policy": WrapPolicyConfig(min_num_params=10**6)}},
+    "offload": {"fsdp": {**DOUBLE, "param_offload": True}},
+    "no_checkpointing": {"fsdp": DOUBLE, "model": {"enable_gradient_checkpointing": False}},
+    "adapters": {"fsdp": DOUBLE, "model": {"lora_rank": 2}},
+    "value": {"fsdp": DOUBLE, "head": "value"},
+}
+
+
+ALL = [jobs.Case(place, ((0,), (1,), (0, 1))[(number + at) % 3], at) for number, place in enumerate(jobs.PLACES) for at in (0, 2)]
+"""Every place in the first and in the last pass, on one rank, the other, or both."""
+SOME = ALL[::3]
+
+
+def in_the_head(case: jobs.Case) -> bool:
+    return case.place.startswith("head")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_comes_next_is_as_if_nothing_had_happened(tiny: str, ranks: Ranks, layout: str) -> None:
+    cases = ALL if layout == "usual" else [case for case in SOME if layout != "value" or not in_the_head(case)]
+    for wrong in ranks.run(jobs.disturbed, tiny, LAYOUTS[layout], cases):
+        assert wrong == []
+
+
+def test_the_gradient_is_that_of_whole_micro_batches(tiny: str, ranks: Ranks) -> None:
+    for whole, halved in ranks.run(jobs.gradient_after_a_shortage, tiny, LAYOUTS["usual"]):
+        assert max(float(value.abs().max()) for value in whole.values()) > 1e-2 and whole.keys() == halved.keys()
+        for name, value in whole.items():
+            torch.testing.assert_close(halved[name], value, rtol=0, atol=1e-12)
+
+
+def test_a_rank_alone(tiny: str) -> None:
+    assert jobs.disturbed(tiny, LAYOUTS["usual"], [jobs.Case(case.place, (0,), case.at) for case in SOME]) == []
+
+
+def test_in_a_forward_pass(tiny: str, ranks: Ranks) -> None:
+    cases = [jobs.Case(place, short, at) for place in ("pack", "embed", "layer", "head") for short in ((0,), (1,), (0, 1)) for at in (0, 1)]
+    for wrong in ranks.run(jobs.disturbed_inference, tiny, cases):
+        assert wrong == []
+
+
+def test_another_error_stays_what_it_is(tiny: str) -> None:
+    def broken(output: object, columns: object) -> Any:
+        raise RuntimeError("no kernel for that")
+
+    with pytest.raises(RuntimeError, match="no kernel"):
+        rank_jobs.make_engine(tiny).forward_backward([rank_jobs.make_batch()], broken)

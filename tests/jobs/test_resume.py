@@ -1,0 +1,158 @@
+"""A run that was stopped or killed and started again leaves what a run without a stop leaves, bit by bit."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from jobs.command import has_lines, hydraflow, start, wait_for
+
+from hydraflow.compose.loading import load
+from hydraflow.jobs.ppo import PPOJob
+from hydraflow.schema import PPOConfig
+from hydraflow.tracking.file import FileTracker
+
+pytestmark = pytest.mark.slow
+
+MATRIX = Path(__file__).parents[2] / "scripts" / "kill_matrix.py"
+METRIC = "val-core/arithmetic/acc/mean@1"
+
+
+@pytest.fixture(scope="module")
+def matrix() -> ModuleType:
+    """scripts/kill_matrix.py."""
+    spec = importlib.util.spec_from_file_location("kill_matrix", MATRIX)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def train(folder: Path, cache: Path, matrix: ModuleType, method: str, *overrides: str) -> None:
+    """Eight steps in this process's Ray, two optimizer steps each, on two ranks."""
+    folder.mkdir(exist_ok=True)
+    (folder.parent / "reward.py").write_text(matrix.REWARD)
+    given = [*matrix.COMMON, *matrix.METHODS[method], f"recipe.cache_dir={cache}", f"trainer.default_local_dir={folder}"]
+    given += [f"reward.custom_reward_function.path={folder.parent}/reward.py", f"trainer.keep_best={METRIC}"]
+    PPOJob(load("ppo", PPOConfig, [*given, *overrides])).run()
+
+
+def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM comes while that step is being logged."""
+    whole: Callable = FileTracker.log
+
+    def log(self: FileTracker, metrics: dict[str, float], at: int) -> None:
+        whole(self, metrics, at)
+        if at == step:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(FileTracker, "log", log)
+
+
+@pytest.mark.usefixtures("ray_session")
+@pytest.mark.parametrize("method", ["grpo", "ppo"])
+def test_three_steps_and_five_are_eight(
+    tmp_path: Path, recipe_cache: Path, matrix: ModuleType, method: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tmp_path / "whole", recipe_cache, matrix, method)
+    with monkeypatch.context() as patch:
+        stop_after(3, patch)
+        train(tmp_path / "cut", recipe_cache, matrix, method)
+    cut = tmp_path / "cut"
+    assert json.loads((cut / "requeue").read_text()) == {"step": 3, "why": "SIGTERM received"}
+    assert json.loads((cut / "summary.json").read_text())["steps"] == 3 and not (cut / "final_model").exists()
+    capsys.readouterr()
+
+    train(cut, recipe_cache, matrix, method)
+    told = capsys.readouterr().out
+    assert f"continues after step 3 of 8, from {cut}/global_step_3" in told
+    assert "actor: weights, optimizer, place in the schedule; written by 2 ranks, read by 2" in told
+    assert "data: 3 of 75 batches of epoch 1 are done" in told
+    assert ("KL controller: coefficient 0.000" in told) == (method == "ppo"), "it has moved from 0.001"
+    wanted = matrix.read_result(tmp_path / "whole")
+    assert len({step for step, _ in wanted.metrics}) == 9 and len(wanted.weights) == (35 if method == "grpo" else 71)
+    assert list(matrix.differences(matrix.read_result(cut), wanted)) == []
+    assert not (cut / "requeue").exists()
+    assert sorted(path.name for path in cut.glob("global_step_*")) == ["global_step_6", "global_step_8"], "two are kept"
+    found = {step: values[METRIC] for step, values in wanted.metrics if step and METRIC in values}
+    assert sorted(found) == [3, 6, 8], "the validations of both"
+    assert json.loads((cut / "best" / "best.json").read_text())["value"] == max(found.values())
+
+    train(cut, recipe_cache, matrix, method)
+    assert "all 8 steps are done; nothing was started" in capsys.readouterr().out
+
+    look = ["trainer.val_only=true", "trainer.resume_mode=resume_path", f"trainer.resume_from_path={cut}/global_step_6"]
+    train(tmp_path / "look", recipe_cache, matrix, method, *look, "trainer.keep_best=null")
+    ((step, values),) = matrix.read_result(tmp_path / "look").metrics
+    assert (step, values[METRIC]) == (6, found[6]), "a checkpoint can be validated again"
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_another_number_of_processes_goes_on(
+    tmp_path: Path, recipe_cache: Path, matrix: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And in another sharding. In float64, where the order of sums hardly shows."""
+    actor = "actor_rollout_ref.actor"
+    double = [f"{actor}.fsdp_config.{name}=fp64" for name in ("model_dtype", "dtype", "reduce_dtype")]
+    double += ["actor_rollout_ref.rollout.dtype=fp64", "trainer.save_final_model=false"]
+    train(tmp_path / "whole", recipe_cache, matrix, "grpo", *double)
+    with monkeypatch.context() as patch:
+        stop_after(3, patch)
+        train(tmp_path / "cut", recipe_cache, matrix, "grpo", *double)
+    other = ["trainer.n_gpus_per_node=1", f"{actor}.fsdp_config.wrap_policy.min_num_params=0", f"{actor}.ppo_micro_batch_size_per_gpu=2"]
+    train(tmp_path / "cut", recipe_cache, matrix, "grpo", *double, *other)
+    assert "written by 2 ranks, read by 1" in capsys.readouterr().out
+    rows = zip(matrix.read_result(tmp_path / "cut").metrics, matrix.read_result(tmp_path / "whole").metrics, strict=True)
+    for (step, mine), (_, theirs) in rows:
+        assert mine.keys() == theirs.keys()
+        for name in mine.keys() & {"actor/grad_norm", "actor/pg_loss", "critic/score/mean", "actor/entropy", "actor/lr", METRIC}:
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-8), (step, name)
+
+
+@pytest.mark.parametrize("number", [1, 3, 5])
+def test_a_killed_run_goes_on(tmp_path: Path, recipe_cache: Path, matrix: ModuleType, number: int) -> None:
+    """Three of the twenty moments: a controller, a rollout worker, and the middle of a save."""
+    moment = matrix.draw_moments(number, seed=1)[-1]
+    (outcome,) = matrix.run_matrix([moment], tmp_path, recipe_cache)
+    assert outcome.same, outcome
+    assert outcome.exit_code == (-signal.SIGKILL if moment.target == "controller" else 4)
+
+
+def test_a_supervised_run_goes_on_after_a_warning_signal(tmp_path: Path, sft_keys: list[str]) -> None:
+    keys = [*sft_keys, "optim.lr_scheduler_type=linear", "optim.lr_warmup_steps=4", "trainer.keep_best=val/loss", "trainer.logger=[file]"]
+    keys += ["trainer.total_training_steps=400", "trainer.save_freq=50", "trainer.test_freq=50", "trainer.max_ckpt_to_keep=1"]
+    whole = hydraflow("main_sft", *keys, "trainer.default_local_dir=whole", cwd=tmp_path)
+    assert whole.returncode == 0, whole.stderr[-3000:]
+    started = start("main_sft", *keys, "trainer.default_local_dir=out", cwd=tmp_path)
+    wait_for(lambda: has_lines(tmp_path / "out" / "metrics.jsonl", 20), 180, "the first steps")
+    os.kill(started.process.pid, signal.SIGUSR1)
+    assert started.ended(60) == 0, started.said()[-3000:]
+    assert "SIGUSR1: saves after this step, then ends" in started.said()
+    step = json.loads((tmp_path / "out" / "requeue").read_text())["step"]
+    assert 0 < step < 400
+
+    again = hydraflow("main_sft", *keys, "trainer.default_local_dir=out", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert f"continues after step {step} of 400" in again.stdout and "model: weights, optimizer, place in the schedule" in again.stdout
+    rows = {name: [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()] for name in ("whole", "out")}
+    for mine, theirs in zip(rows["out"], rows["whole"], strict=True):
+        for name in ("step", "train/loss", "train/grad_norm", "train/lr", "val/loss", "val/accuracy"):
+            assert mine.get(name) == theirs.get(name), (mine["step"], name)
+    weights = [(tmp_path / name / "final_model" / "model.safetensors").read_bytes() for name in ("whole", "out")]
+    assert weights[0] == weights[1]
+    assert [path.name for path in (tmp_path / "out").glob("global_step_*")] == ["global_step_400"]
+    best = json.loads((tmp_path / "out" / "best" / "best.json").read_text())
+    assert best["value"] == min(row["val/loss"] for row in rows["whole"] if "val/loss" in row)
+
+    done = hydraflow("main_sft", *keys, "trainer.default_local_dir=out", cwd=tmp_path)
+    assert done.returncode == 0 and "all 400 steps are done; nothing was started" in done.stdout
+    other = hydraflow("main_sft", *keys, "trainer.default_local_dir=out", "optim.lr=0.5", cwd=tmp_path)
+    assert other.returncode == 2 and "optim.lr=0.5: " in other.stderr and "was trained with 0.01" in other.stderr

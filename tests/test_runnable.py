@@ -1,0 +1,36 @@
+"""What can be planned but not run yet is refused with what it would have done."""
+
+import pytest
+from batch_plan.plans import configured
+
+from hydraflow.runnable import problems
+from hydraflow.schema import PPOConfig
+
+
+def test_the_defaults_run():
+    assert problems(PPOConfig()) == []
+    assert problems(configured(trainer__n_gpus_per_node=4, actor__fsdp_config__fsdp_size=4)) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        (dict(actor__strategy="megatron"), "actor_rollout_ref.actor.strategy"),
+        (dict(critic__strategy="megatron"), "critic.strategy"),
+        (dict(rollout__name="vllm"), "actor_rollout_ref.rollout.name"),
+        (dict(rollout__tensor_model_parallel_size=2), "actor_rollout_ref.rollout.tensor_model_parallel_size"),
+        (dict(actor__fsdp_config__ulysses_sequence_parallel_size=2), "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"),
+        (dict(critic__fsdp_config__fsdp_size=2), "critic.fsdp_config.fsdp_size"),
+        (dict(ref__device_mapping="0-1"), "actor_rollout_ref.ref.device_mapping"),
+        (dict(rollout__nnodes=1), "actor_rollout_ref.rollout.nnodes"),
+        (dict(async_training__staleness_threshold=0.5), "async_training.staleness_threshold"),
+        (dict(async_training__trigger_parameter_sync_step=2), "async_training.trigger_parameter_sync_step"),
+        (dict(async_training__partial_rollout=True), "async_training.partial_rollout"),
+        (dict(algorithm__filter_groups__enable=True), "algorithm.filter_groups.enable"),
+        (dict(reward__reward_model__enable=True), "reward.reward_model.enable"),
+    ],
+)
+def test_a_key_that_cannot_be_honoured_is_named(values, key):
+    found = problems(configured(**values))
+    assert [problem.field for problem in found] == [key]
+    assert "it would " in found[0].rule and found[0].remedy.startswith(f"{key}=")

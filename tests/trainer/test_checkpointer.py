@@ -1,0 +1,175 @@
+"""When a run saves, what the best is, and what happens when the disk is full. The workers here write a byte each."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hydraflow.errors import ConfigError, EnvironmentFault, WorkerError
+from hydraflow.trainer.checkpoint import Checkpointer, RoleCheckpoints, Score
+from hydraflow.trainer.checkpoint_store import CheckpointStore
+from hydraflow.trainer.config import TrainerConfig
+from hydraflow.workers.config import CheckpointConfig
+from hydraflow.workers.engine_worker import EngineWorker
+from hydraflow.workers.saving import save_part
+
+METRIC = "val-core/x/acc/mean@1"
+
+
+class Snapshot:
+    def write(self, directory: Path) -> list[Path]:
+        (directory / "weights").write_bytes(b"1")
+        return [directory / "weights"]
+
+
+class FullDisk:
+    def write(self, directory: Path) -> list[Path]:
+        raise OSError(28, "No space left on device")
+
+
+class Group:
+    """Two ranks of a role."""
+
+    world_size = 2
+
+    def __init__(self) -> None:
+        self.snapshot: Any = Snapshot()
+        self.silent = False
+        self.bytes = 1
+
+    def call(self, method: Callable, *args: Any) -> Any:
+        if method is EngineWorker.checkpoint_bytes:
+            return [self.bytes, self.bytes]
+        checkpoint, role, contents, background = args
+        assert (role, contents, background) == ("actor", ["model", "optimizer", "extra"], True)
+        for rank in range(0 if self.silent else self.world_size):
+            save_part(self.snapshot, Path(checkpoint), role, rank, background=False)
+
+
+@pytest.fixture
+def group() -> Iterator[Group]:
+    yield Group()
+
+
+def checkpointer(folder: Path, group: Group, keep: int | None = None, **options: Any) -> Checkpointer:
+    roles = {"actor": RoleCheckpoints("actor_rollout_ref.actor.checkpoint", CheckpointConfig(), keep, "trainer.max_actor_ckpt_to_keep")}
+    groups: Any = {"actor": group}
+    return Checkpointer(TrainerConfig(**options), CheckpointStore(folder), groups, roles, lambda step: {"step": step})
+
+
+def run(saver: Checkpointer, values: list[float], *, preempted_at: int | None = None) -> None:
+    """One step for each value of the metric."""
+    with saver as checkpoints:
+        for step, value in enumerate(values, 1):
+            preempted = step == preempted_at
+            checkpoints.after(step, {METRIC: value}, last=preempted or step == len(values), preempted=preempted)
+
+
+def test_every_so_many_steps_and_at_the_end(tmp_path: Path, group: Group) -> None:
+    run(checkpointer(tmp_path, group, save_freq=2), [0.0] * 5)
+    store = CheckpointStore(tmp_path)
+    assert (store.steps(), store.pointer()) == ([2, 4, 5], 5)
+    assert json.loads((store.path(4) / "trainer.json").read_text()) == {"step": 4}
+
+
+def test_without_a_frequency_only_a_signal_saves(tmp_path: Path, group: Group) -> None:
+    run(checkpointer(tmp_path, group), [0.0] * 5)
+    assert not list(tmp_path.iterdir())
+    run(checkpointer(tmp_path, group), [0.0] * 5, preempted_at=3)
+    assert CheckpointStore(tmp_path).pointer() == 3
+
+
+def test_so_many_are_kept(tmp_path: Path, group: Group) -> None:
+    run(checkpointer(tmp_path, group, keep=2, save_freq=1), [0.0] * 4)
+    assert CheckpointStore(tmp_path).steps() == [3, 4]
+
+
+def test_the_best_is_kept_apart_with_its_value(tmp_path: Path, group: Group) -> None:
+    run(checkpointer(tmp_path, group, keep=1, save_freq=2, keep_best=METRIC), [0.1, 0.5, 0.7, 0.6, float("nan"), 0.7])
+    store = CheckpointStore(tmp_path)
+    assert store.best() == {"metric": METRIC, "value": 0.7, "step": 3}
+    assert (store.steps(), store.pointer()) == ([6], 6), "a best step between two regular ones is no regular one"
+    assert (tmp_path / "best" / "global_step_3" / "manifest.json").exists()
+    run(checkpointer(tmp_path, group, save_freq=2, keep_best=METRIC), [0.6, 0.65])
+    assert store.best() == {"metric": METRIC, "value": 0.7, "step": 3}, "a later start knows the value to beat"
+
+
+def test_of_a_loss_the_least_is_best() -> None:
+    assert Score("val/loss", 0.5).beats(0.6) and not Score("val/loss", 0.5).beats(0.5)
+    assert Score(METRIC, 0.6).beats(0.5) and not Score(METRIC, 0.5).beats(0.5)
+
+
+def test_a_full_disk_costs_the_new_checkpoint_only(tmp_path: Path, group: Group, caplog: pytest.LogCaptureFixture) -> None:
+    with checkpointer(tmp_path, group, save_freq=1) as checkpoints:
+        checkpoints.after(1, {}, last=False, preempted=False)
+        checkpoints.settle()
+        group.snapshot = FullDisk()
+        checkpoints.after(2, {}, last=False, preempted=False)
+        checkpoints.settle()
+        assert "step 2 could not be saved: actor rank 0: [Errno 28] No space left on device; training goes on" in caplog.text
+        assert "the one of step 1 stays" in caplog.text
+        assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["global_step_1"], "the half written one gives its room back"
+        group.snapshot = Snapshot()
+        checkpoints.after(3, {}, last=True, preempted=False)
+    assert CheckpointStore(tmp_path).steps() == [1, 3]
+
+
+def test_a_full_disk_ends_the_run_where_that_is_wanted(tmp_path: Path, group: Group) -> None:
+    group.snapshot = FullDisk()
+    with pytest.raises(EnvironmentFault, match="stop_on_failed_save=true"):
+        run(checkpointer(tmp_path, group, save_freq=1, stop_on_failed_save=True), [0.0])
+
+
+def test_a_best_value_that_was_not_saved_does_not_count(tmp_path: Path, group: Group) -> None:
+    with checkpointer(tmp_path, group, keep_best=METRIC) as checkpoints:
+        group.snapshot = FullDisk()
+        checkpoints.after(1, {METRIC: 0.9}, last=False, preempted=False)
+        checkpoints.settle()
+        group.snapshot = Snapshot()
+        checkpoints.after(2, {METRIC: 0.4}, last=True, preempted=False)
+    assert CheckpointStore(tmp_path).best() == {"metric": METRIC, "value": 0.4, "step": 2}
+
+
+def test_nobody_waits_for_workers_that_died(tmp_path: Path, group: Group) -> None:
+    group.silent = True
+    died = WorkerError(role="actor", rank=0, node="here", method="update", cause="the process died")
+    with pytest.raises(WorkerError), checkpointer(tmp_path, group, save_freq=1) as checkpoints:
+        checkpoints.after(1, {}, last=False, preempted=False)
+        raise died
+    assert CheckpointStore(tmp_path).steps() == []
+
+
+def test_workers_that_do_not_finish_are_named(tmp_path: Path, group: Group, caplog: pytest.LogCaptureFixture) -> None:
+    group.silent = True
+    run(checkpointer(tmp_path, group, save_freq=1, rpc_timeout=0.2), [0.0])
+    assert "actor rank 0 did not finish in 0.2 seconds" in caplog.text
+
+
+@pytest.mark.parametrize(("free", "keep", "verdict"), [(100, None, "refused"), (250, None, "warned"), (250, 1, ""), (2000, None, "")])
+def test_room_is_looked_for_before_the_first_step(
+    tmp_path: Path,
+    group: Group,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    free: int,
+    keep: int | None,
+    verdict: str,
+) -> None:
+    """Two ranks write 50 bytes each, ten times."""
+    group.bytes = 50
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    saver = checkpointer(tmp_path, group, keep=keep, save_freq=2)
+    with caplog.at_level(logging.WARNING):
+        if verdict == "refused":
+            with pytest.raises(ConfigError, match="10 are planned, and .* has room for 1"):
+                saver.require_space(20, 0)
+        else:
+            saver.require_space(20, 0)
+    assert ("keep fewer (trainer.max_actor_ckpt_to_keep=1)" in caplog.text) == (verdict == "warned")

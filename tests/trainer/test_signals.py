@@ -1,0 +1,28 @@
+"""Signals that ask for an end: noted, not obeyed at once, and only inside the block."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from hydraflow.trainer.clock import OUT_OF_TIME, Clock
+from hydraflow.trainer.signals import StopSignals
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_the_first_one_counts(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with StopSignals() as signals:
+        clock = Clock(1000.0, signals)
+        assert not clock.is_over() and clock.why_to_stop() == ""
+        signal.raise_signal(number)
+        signal.raise_signal(signal.SIGTERM)
+        assert clock.is_over() and clock.preempted
+        assert clock.why_to_stop() == f"{number.name} received"
+    assert signal.getsignal(number) == before
+
+
+def test_a_clock_that_ran_out_is_not_preempted() -> None:
+    clock = Clock(1e-9)
+    assert clock.why_to_stop() == OUT_OF_TIME and not clock.preempted
