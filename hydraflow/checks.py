@@ -11,7 +11,7 @@ import difflib
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Any
 
 from hydraflow.algorithms.config import AlgorithmConfig, FilterGroupsConfig, KLControlConfig, PolicyLossConfig
@@ -19,7 +19,7 @@ from hydraflow.data.config import DataConfig, GenerateDataConfig, PromptConfig, 
 from hydraflow.device import DEVICES
 from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.engine.config import FSDPConfig, MegatronConfig, OptimConfig, WrapPolicyConfig
-from hydraflow.errors import Problem
+from hydraflow.errors import Problem, shown
 from hydraflow.generation.config import RolloutConfig, SamplingConfig, ValSamplingConfig
 from hydraflow.models.config import ModelConfig
 from hydraflow.recipes.config import RecipeConfig
@@ -31,11 +31,14 @@ from hydraflow.workers.config import ActorConfig, CheckpointConfig, CriticConfig
 
 @dataclass(frozen=True)
 class Rule:
-    """What one field must hold, in words and as a test; `choices` lets the report name the nearest."""
+    """What one field must hold, in words and as a test."""
 
     text: str
     holds: Callable[[Any], bool]
     choices: tuple[str, ...] = ()
+    """Of which the report names the nearest."""
+    example: str = ""
+    """What the report names where no choice is near; else the field's default."""
 
 
 def one_of(*choices: str) -> Rule:
@@ -64,18 +67,20 @@ def _listed(choices: tuple[str, ...]) -> str:
 
 
 def _is_text_or_list(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and bool(value) and all(isinstance(item, str) for item in value))
+    names = [value] if isinstance(value, str) else value
+    return isinstance(names, list) and bool(names) and all(isinstance(name, str) and bool(name.strip()) for name in names)
 
 
 POSITIVE = Rule("must be above 0", lambda value: value > 0)
 FINITE = Rule("must be finite", math.isfinite)
 SECONDS = Rule("must be a number of seconds above 0", lambda value: 0 < value < math.inf)
-TEMPERATURE = Rule("must be at least 0 and finite", lambda value: 0 <= value < math.inf)
 UNLIMITED_OR_COUNT = Rule("must be -1 (no limit) or at least 1", lambda value: value == -1 or value >= 1)
 NEVER_OR_COUNT = Rule("must be -1 or at least 1", lambda value: value == -1 or value >= 1)
 PROBABILITY_MASS = Rule("must be above 0 and at most 1", lambda value: 0 < value <= 1)
-SHARE = Rule("must be at least 0 and finite", lambda value: 0 <= value < math.inf)
-FILES = Rule("must be a file or a list of files", _is_text_or_list)
+NOT_NEGATIVE = Rule("must be at least 0 and finite", lambda value: 0 <= value < math.inf)
+SIZE = Rule("must be above 0 and finite", lambda value: 0 < value < math.inf)
+GIBIBYTES = Rule("must be above 0 and at most a million", lambda value: 0 < value <= 10**6)
+FILES = Rule("must be a file or a list of files", _is_text_or_list, example="/path/to/file.parquet")
 DECAYS = Rule("must be two numbers from 0 to below 1", lambda value: len(value) == 2 and all(0 <= beta < 1 for beta in value))
 LOGGERS = ("console", "file", "tensorboard")
 KNOWN_LOGGERS = Rule(f"may list {', '.join(LOGGERS)}", lambda value: set(value) <= set(LOGGERS))
@@ -92,7 +97,7 @@ FIELD_RULES: dict[type, dict[str, Rule]] = {
         "lam": within(0, 1),
         "kl_penalty": one_of(*KL_ESTIMATORS),
     },
-    KLControlConfig: {"type": one_of("fixed", "adaptive"), "kl_coef": at_least(0), "horizon": at_least(1), "target_kl": POSITIVE},
+    KLControlConfig: {"type": one_of("fixed", "adaptive"), "kl_coef": NOT_NEGATIVE, "horizon": at_least(1), "target_kl": SIZE},
     FilterGroupsConfig: {"metric": one_of("acc", "score", "seq_reward"), "max_num_gen_batches": at_least(0)},
     PolicyLossConfig: {"loss_mode": one_of("vanilla")},
     ActorConfig: {
@@ -103,15 +108,15 @@ FIELD_RULES: dict[type, dict[str, Rule]] = {
         "clip_ratio_c": Rule("must be above 1", lambda value: value > 1),
         "loss_agg_mode": AGGREGATION,
         "loss_scale_factor": POSITIVE,
-        "kl_loss_coef": at_least(0),
+        "kl_loss_coef": NOT_NEGATIVE,
         "kl_loss_type": one_of(*KL_ESTIMATORS, *(f"{name}+" for name in KL_ESTIMATORS)),
     },
     CriticConfig: {"strategy": ENGINES, "cliprange_value": POSITIVE, "loss_agg_mode": AGGREGATION},
     OptimConfig: {
-        "lr": at_least(0),
+        "lr": NOT_NEGATIVE,
         "betas": DECAYS,
-        "eps": POSITIVE,
-        "weight_decay": at_least(0),
+        "eps": SIZE,
+        "weight_decay": NOT_NEGATIVE,
         "clip_grad": POSITIVE,
         "lr_scheduler_type": one_of("constant", "linear", "cosine"),
         "lr_warmup_steps": at_least(-1),
@@ -124,7 +129,7 @@ FIELD_RULES: dict[type, dict[str, Rule]] = {
     SamplingConfig: {
         "name": one_of("native", "vllm"),
         "n": at_least(1),
-        "temperature": TEMPERATURE,
+        "temperature": NOT_NEGATIVE,
         "top_k": UNLIMITED_OR_COUNT,
         "top_p": PROBABILITY_MASS,
         "max_num_seqs": at_least(1),
@@ -136,7 +141,7 @@ FIELD_RULES: dict[type, dict[str, Rule]] = {
         "update_weights_bucket_megabytes": at_least(1),
         "nnodes": at_least(0),
     },
-    ValSamplingConfig: {"temperature": TEMPERATURE, "top_k": UNLIMITED_OR_COUNT, "top_p": PROBABILITY_MASS},
+    ValSamplingConfig: {"temperature": NOT_NEGATIVE, "top_k": UNLIMITED_OR_COUNT, "top_p": PROBABILITY_MASS},
     ModelConfig: {
         "lora_rank": at_least(0),
         "lora_alpha": at_least(1),
@@ -162,8 +167,8 @@ FIELD_RULES: dict[type, dict[str, Rule]] = {
         "train_max_samples": UNLIMITED_OR_COUNT,
     },
     RewardConfig: {"num_workers": at_least(1), "timeout": SECONDS, "failure_score": FINITE},
-    AsyncTrainingConfig: {"staleness_threshold": SHARE},
-    ClusterConfig: {"device_memory_gib": POSITIVE, "host_memory_gib": POSITIVE},
+    AsyncTrainingConfig: {"staleness_threshold": within(0, 1000)},
+    ClusterConfig: {"device_memory_gib": GIBIBYTES, "host_memory_gib": GIBIBYTES},
     RunConfig: {
         "nnodes": at_least(1),
         "n_gpus_per_node": at_least(1),
@@ -225,7 +230,17 @@ def _field_problems(section: object, prefix: str) -> Iterator[Problem]:
             yield from _field_problems(value, f"{key}.")
         elif (rule := rules.get(field.name)) and value is not None and not rule.holds(value):
             close = difflib.get_close_matches(str(value), rule.choices, n=1)
-            yield Problem(key, value, rule.text, f"{key}={close[0]}" if close else "")
+            yield Problem(key, value, rule.text, f"{key}={close[0]}" if close else _example(field, key, rule))
+
+
+def _example(field: Field[Any], key: str, rule: Rule) -> str:
+    """An override that is legal: the rule's own, or the one that gives the field its default back."""
+    if rule.example:
+        return f"{key}={rule.example}"
+    value = field.default_factory() if field.default_factory is not MISSING else field.default
+    if value is MISSING or (value is not None and not rule.holds(value)):
+        return ""
+    return f"{key}={shown(value)}"
 
 
 def _ppo_has_data(config: PPOConfig) -> Iterator[Problem]:
@@ -351,6 +366,8 @@ def _loads_what_was_saved(config: PPOConfig | SFTConfig) -> Iterator[Problem]:
             "critic.checkpoint": config.critic.checkpoint,
         }
     for key, section in sections.items():
+        if not all(rule.holds(getattr(section, name)) for name, rule in FIELD_RULES[CheckpointConfig].items()):
+            continue
         if lacking := [part for part in section.load_contents if part not in section.save_contents]:
             loaded = [part for part in section.load_contents if part not in lacking]
             rule = f"{', '.join(lacking)} would not be in the checkpoints: {key}.save_contents=[{','.join(section.save_contents)}]"

@@ -9,7 +9,7 @@ Exit codes: 0 done, 2 anything found before something starts, 3 an environment f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -27,9 +27,26 @@ class Problem:
     """What would repair it, as an override to paste where there is one."""
 
     def __str__(self) -> str:
-        head = self.field if self.value is None else f"{self.field}={self.value}"
+        head = self.field if self.value is None else f"{self.field}={shown(self.value)}"
         tail = f"\n      -> {self.remedy}" if self.remedy else ""
         return f"{head}: {self.rule}{tail}"
+
+
+def shown(value: object) -> str:
+    """A value as an override writes it.
+
+    >>> shown(None), shown(False), shown(["0-3", 8]), shown({"a": [1]})
+    ('null', 'false', '[0-3,8]', '{a: [1]}')
+    """
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(shown, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name}: {shown(item)}' for name, item in value.items())}}}"
+    return str(value)
 
 
 class HydraflowError(Exception):

@@ -13,7 +13,7 @@ from pathlib import Path
 from hydraflow.compose.arguments import Switch
 from hydraflow.compose.command import Command
 from hydraflow.compose.launch import given_switches, launch
-from hydraflow.errors import ConfigError, EnvironmentFault, Problem
+from hydraflow.errors import ConfigError, Problem
 from hydraflow.explain.report import Report, make_report
 from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
 
@@ -62,7 +62,7 @@ def _print(report: Report, *, as_json: bool) -> None:
 
 
 def _draw(report: Report, path: Path) -> None:
-    """Writes the picture of a step. Raises ConfigError where there is no such picture or no such folder."""
+    """Writes the picture of a step. Raises ConfigError where there is no such picture, or it cannot be written there."""
     from hydraflow.explain.svg import draw
 
     if report.step is None:
@@ -70,7 +70,7 @@ def _draw(report: Report, path: Path) -> None:
     try:
         path.write_text(draw(report.step), encoding="utf-8")
     except OSError as error:
-        raise EnvironmentFault(f"the picture cannot be written: {error}") from error
+        raise ConfigError.one("--svg", path, f"the picture cannot be written: {error.strerror}", "--svg step.svg") from error
 
 
 def main() -> int:

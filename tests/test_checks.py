@@ -1,5 +1,6 @@
 """Values that a type cannot judge."""
 
+import functools
 import math
 from dataclasses import fields
 
@@ -150,3 +151,24 @@ def test_checkpoint_keys_fit_each_other():
         "critic.checkpoint.load_contents": "critic.checkpoint.load_contents=[model]",
         "trainer.keep_best": "data.val_files=... or trainer.keep_best=null",
     }
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("actor_rollout_ref.rollout.n", 0, "actor_rollout_ref.rollout.n=0: must be at least 1\n      -> actor_rollout_ref.rollout.n=1"),
+        ("trainer.n_gpus_per_node", 0, "trainer.n_gpus_per_node=0: must be at least 1\n      -> trainer.n_gpus_per_node=null"),
+        ("algorithm.gamma", 7, "algorithm.gamma=7: must be from 0 to 1\n      -> algorithm.gamma=1.0"),
+        ("actor_rollout_ref.actor.optim.betas", [2, 3], "betas=[2,3]: must be two numbers from 0 to below 1"),
+        ("data.train_files", ["a", 3], "data.train_files=[a,3]: must be a file or a list of files"),
+        ("data.train_files", "", "data.train_files=: must be a file or a list of files"),
+    ],
+)
+def test_a_remedy_is_legal(key, value, said):
+    config = PPOConfig()
+    *path, name = key.split(".")
+    section = functools.reduce(getattr, path, config)
+    setattr(section, name, value)
+    (problem,) = problems(config, planning=True)
+    assert said in str(problem)
+    assert problem.remedy.startswith(f"{key}=")

@@ -158,6 +158,22 @@ def test_the_picture_of_a_step_is_a_file(tmp_path: Path) -> None:
     assert_refused(hydraflow("plan", "--job", "generate", "--svg", "x.svg", cwd=tmp_path), "--svg")
 
 
+@pytest.mark.parametrize("path", ["missing/step.svg", "."])
+def test_a_picture_that_cannot_be_written_is_the_users_mistake(path: str, tmp_path: Path) -> None:
+    assert_refused(hydraflow("plan", "--svg", path, cwd=tmp_path), f"--svg={path}: the picture cannot be written")
+
+
+def test_absurd_sizes_are_answered_at_once(tmp_path: Path) -> None:
+    done = hydraflow("plan", "data.train_batch_size=99999999999999999999999", cwd=tmp_path, timeout=20)
+    assert_refused(done, "99999999999999999999999")
+
+
+def test_what_does_not_fit_is_said_with_what_to_change(tmp_path: Path) -> None:
+    done = hydraflow("plan", "trainer.device=cpu", "cluster.host_memory_gib=0.5", cwd=tmp_path)
+    assert done.returncode == 0 and "of 512 MiB: DOES NOT FIT" in done.stdout
+    assert "of host memory are missing" in done.stdout and "larger devices are needed" in done.stdout
+
+
 def test_the_other_commands(tmp_path: Path) -> None:
     (tmp_path / "talk.jsonl").write_text('{"prompt": "a", "response": "b"}\n' * 640)
     sft = planned("--job", "sft", "data.train_files=talk.jsonl", "data.train_batch_size=64", "trainer.device=cpu", cwd=tmp_path)

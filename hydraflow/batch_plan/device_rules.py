@@ -13,8 +13,8 @@ from hydraflow.batch_plan.layout import Devices, Layout, Pool, ShapeNumbers
 from hydraflow.batch_plan.mapping import text_of
 from hydraflow.batch_plan.parts import divisors, multiples, nearest
 from hydraflow.batch_plan.repair import DIVISION, HOLES, MACHINES, MAPPING, Cure, Values, Violation
-from hydraflow.batch_plan.settings import shown
 from hydraflow.batch_plan.topology import CLUSTER_NODES, CLUSTER_PER_NODE, SECTIONS, RoleDevices, Topology
+from hydraflow.errors import shown
 
 _PARTS = {"tensor": "tensor", "pipeline": "pipeline", "context": "sequence or context", "replica_data": "data", "expert": "expert"}
 _PARTS |= {"expert_tensor": "expert tensor"}

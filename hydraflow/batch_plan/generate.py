@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 from hydraflow.batch_plan.layout import Cluster, Devices, Layout, Pool
-from hydraflow.batch_plan.parts import Quantity, not_positive
+from hydraflow.batch_plan.parts import Quantity, no_sizes
 from hydraflow.batch_plan.repair import Violation, problems
 from hydraflow.batch_plan.settings import Settings, value_at
 from hydraflow.errors import ConfigError
@@ -61,7 +61,7 @@ def resolve_generate_plan(
     settings = Settings(config, GenerateConfig(), origins or {})
 
     def judge(values: Mapping[str, object]) -> list[Violation]:
-        return not_positive(_sizes(settings.changed(values).config), lambda key: value_at(settings.defaults, key))
+        return no_sizes(_sizes(settings.changed(values).config), lambda key: value_at(settings.defaults, key))
 
     if judge({}):
         raise ConfigError(problems(judge, lambda key: value_at(config, key)))

@@ -15,6 +15,10 @@ from hydraflow.batch_plan.layout import Devices
 FORMS = "a list of numbers and ranges such as [0,1,2], 0-7 or [0-3,8-11]"
 _RANGE = re.compile(r"(?:list\()?range\((\d+)(?:,(\d+))?(?:,(\d+))?\)\)?")
 _ITEM = re.compile(r"(\d+)(?:-(\d+))?")
+_LAST = 10**9
+"""No device has a larger number."""
+_MOST_STEPS = 10**6
+"""No range with steps between its devices names more of them."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +88,17 @@ def _text_parts(text: str) -> Iterator[range]:
 def _stepped(start: int, stop: int, step: int) -> Iterator[range]:
     if step == 0:
         raise ValueError("has a range with steps of 0")
-    yield from [range(start, stop)] if step == 1 else (range(number, number + 1) for number in range(start, stop, step))
+    if step == 1:
+        yield _checked(start, stop - 1)
+    elif (stop - start) // step > _MOST_STEPS:
+        raise ValueError(f"has a range with more than {_MOST_STEPS} steps")
+    else:
+        yield from (_checked(number, number) for number in range(start, stop, step))
 
 
 def _checked(first: int, last: int) -> range:
     if first < 0 or last < first:
         raise ValueError(f"must rise from a number that is not negative: {first}-{last} does not")
+    if last > _LAST:
+        raise ValueError(f"names a device beyond {_LAST}")
     return range(first, last + 1)

@@ -191,13 +191,19 @@ class MicroRequest:
         return self.tokens_key if self.dynamic else self.rows_key
 
 
+MOST = 10**9
+"""No size is larger: what follows from several can still be counted."""
+MOST_TRIED = 2**16
+"""Up to which divisors are looked for."""
+
+
 def divisors(number: int) -> list[int]:
-    """All divisors of a positive number, in rising order.
+    """Divisors of a positive number, in rising order: all of them up to 2^32, beyond that those up to 2^16 and their partners.
 
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]
     """
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    small = [d for d in range(1, min(math.isqrt(number), MOST_TRIED) + 1) if number % d == 0]
     return small + [number // d for d in reversed(small) if d * d != number]
 
 
@@ -220,13 +226,14 @@ def multiples(value: int, unit: int) -> list[int]:
     return [unit * k for k in dict.fromkeys((value // unit, -(-value // unit))) if k]
 
 
-def not_positive(numbers: Iterable[tuple[str, int | None]], default: Callable[[str], object]) -> list[Violation]:
-    """Sizes that were given and count less than one; null stands for a number to be derived."""
-    return [_size_violation(key, n, default(key)) for key, n in numbers if n is not None and n < 1]
+def no_sizes(numbers: Iterable[tuple[str, int | None]], default: Callable[[str], object]) -> list[Violation]:
+    """Sizes that were given and count less than one, or more than anybody has; null stands for a number to be derived."""
+    return [_size_violation(key, n, default(key)) for key, n in numbers if n is not None and not 1 <= n <= MOST]
 
 
 def _size_violation(key: str, value: int, default: object) -> Violation:
-    return Violation(f"size:{key}", SIZES, key, value, "must be at least 1", lambda: [{key: 1}, {key: default}])
+    text, least = ("must be at least 1", 1) if value < 1 else (f"must be at most {MOST}", MOST)
+    return Violation(f"size:{key}", SIZES, key, value, text, lambda: [{key: least}, {key: default}])
 
 
 def warmup_steps(optim: OptimConfig, total_steps: int) -> int:

@@ -14,8 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from hydraflow.batch_plan.settings import shown
-from hydraflow.errors import Problem
+from hydraflow.errors import Problem, shown
 
 Values = dict[str, object]
 """Overrides: key -> value."""

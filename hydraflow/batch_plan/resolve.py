@@ -23,7 +23,7 @@ from functools import partial
 from hydraflow.batch_plan import repair, targets
 from hydraflow.batch_plan.device_rules import judge_devices
 from hydraflow.batch_plan.layout import Cluster, Layout, ShapeNumbers, placement_of
-from hydraflow.batch_plan.parts import MicroPlan, MicroRequest, Quantity, RolePlan, not_positive, warmup_steps
+from hydraflow.batch_plan.parts import MicroPlan, MicroRequest, Quantity, RolePlan, no_sizes, warmup_steps
 from hydraflow.batch_plan.plans import AgentPlan, AsyncPlan, FilterPlan, RolloutPlan, ValidationPlan
 from hydraflow.batch_plan.quantities import quantities
 from hydraflow.batch_plan.repair import BATCH, Cure, Violation
@@ -131,7 +131,7 @@ def resolve_plan(
 def judge(settings: Settings[PPOConfig], facts: Facts) -> Verdict:
     """What is asked for, with every rule that it breaks."""
     config = settings.config
-    small = not_positive([*sizes(config), *device_sizes(config)], partial(value_at, settings.defaults))
+    small = no_sizes([*sizes(config), *device_sizes(config)], partial(value_at, settings.defaults))
     if small:
         settings = settings.changed({violation.field: _legal_size(settings, violation.field) for violation in small})
     topology = read_topology(settings, facts.devices_per_node)

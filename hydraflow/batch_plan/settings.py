@@ -61,16 +61,3 @@ def _with(section: Config, key: str, value: object) -> Config:
     changed = copy.copy(section)
     setattr(changed, name, _with(getattr(section, name), rest, value) if rest else value)
     return changed
-
-
-def shown(value: object) -> str:
-    """A value as an override writes it: null, true, [0-3,8-11].
-
-    >>> shown(None), shown(False), shown(["0-3", 8])
-    ('null', 'false', '[0-3,8]')
-    """
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"[{','.join(map(shown, value))}]" if isinstance(value, list | tuple) else str(value)

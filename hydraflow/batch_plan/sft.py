@@ -20,7 +20,7 @@ from hydraflow.batch_plan.parts import (
     Quantity,
     RolePlan,
     multiples,
-    not_positive,
+    no_sizes,
     warmup_steps,
     warmup_violations,
 )
@@ -126,7 +126,7 @@ def resolve_sft_plan(
 
 
 def _judge(settings: Settings[SFTConfig], facts: _Facts) -> tuple[_Request, list[Violation]]:
-    small = not_positive(_sizes(settings.config), partial(value_at, settings.defaults))
+    small = no_sizes(_sizes(settings.config), partial(value_at, settings.defaults))
     if small:
         settings = settings.changed({violation.field: 1 for violation in small})
     config: SFTConfig = settings.config

@@ -281,8 +281,9 @@ def sizes(config: PPOConfig) -> list[tuple[str, int | None]]:
         (f"{ROLLOUT}.tensor_model_parallel_size", rollout.tensor_model_parallel_size),
         (f"{ROLLOUT}.pipeline_model_parallel_size", rollout.pipeline_model_parallel_size),
         (f"{ROLLOUT}.data_parallel_size", rollout.data_parallel_size),
-        *([(f"{ROLLOUT}.n_gpus_per_node", rollout.n_gpus_per_node)] if rollout.nnodes > 0 else []),
     ]
+    if rollout.nnodes > 0:
+        found += [(f"{ROLLOUT}.nnodes", rollout.nnodes), (f"{ROLLOUT}.n_gpus_per_node", rollout.n_gpus_per_node)]
     if reward.enable:
         found += [
             (f"{REWARD}.tensor_model_parallel_size", reward.tensor_model_parallel_size),

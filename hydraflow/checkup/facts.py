@@ -21,10 +21,12 @@ from hydraflow.data.files import Record, as_paths
 from hydraflow.device import gpu_count, resolve_device
 from hydraflow.errors import ConfigError, Problem
 from hydraflow.memory.shape import ModelShape, read_shape
+from hydraflow.models.cache import cached_snapshot, is_hub_name
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.loading import load_config, load_tokenizer
 from hydraflow.recipes import arithmetic
 from hydraflow.schema import PPOConfig
+from hydraflow.trainer.config import ClusterConfig
 from hydraflow.trainer.machine import CPU_PROCESSES, Machine, resolve_machine
 
 if TYPE_CHECKING:
@@ -39,7 +41,8 @@ RECIPE_MAKES = "recipe={} makes its own when it first runs"
 class Facts:
     """One configuration on this machine. `everything`: also look at what the configuration does not need (`--all`).
 
-    `opened` holds what the caller already has, by the names of the properties here: plan, machine, tokenizer, first_rows.
+    `asked` is the configuration as it was given; `config` has what a recipe has made by now, and no machines of `cluster.*`: this one is
+    looked at. `opened` holds what the caller already has, by the names of the properties here: plan, machine, tokenizer, first_rows.
     """
 
     def __init__(
@@ -52,7 +55,8 @@ class Facts:
         everything: bool = False,
         opened: Mapping[str, Any] | None = None,
     ):
-        self.config = arithmetic.with_made_assets(config)
+        self.asked = config
+        self.config = replace(arithmetic.with_made_assets(config), cluster=ClusterConfig())
         self.origins = origins
         self.notes, self.unsupported = tuple(notes), tuple(unsupported)
         self.everything = everything
@@ -162,23 +166,6 @@ class Facts:
                 self._broken.add(name)
                 raise
         return cast(T, self._opened[name])
-
-
-def is_hub_name(path: str) -> bool:
-    """Whether a model's path is no directory of this machine, and can be none."""
-    return not Path(path).expanduser().exists() and not path.startswith(("/", ".", "~"))
-
-
-def cached_snapshot(name: str) -> Path | None:
-    """Where a hub name's files are in Hugging Face's cache; None: they are not."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:
-        return None
-    return Path(found).parent if isinstance(found, str) else None
 
 
 def _shape(model: ModelConfig, field: str) -> ModelShape:

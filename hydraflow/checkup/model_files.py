@@ -13,9 +13,10 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hydraflow.checkup.facts import CRITIC, MODEL, Facts, cached_snapshot, is_hub_name
+from hydraflow.checkup.facts import CRITIC, MODEL, Facts
 from hydraflow.checkup.finding import Finding, Skip, note, ok, problem, warning
 from hydraflow.memory.report import size_text
+from hydraflow.models.cache import cached_snapshot, is_hub_name
 from hydraflow.models.config import ModelConfig
 
 if TYPE_CHECKING:

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from hydraflow.checkup.data_files import row_problems
 from hydraflow.checkup.facts import Facts
-from hydraflow.checkup.finding import Finding, note, ok, problem, warning
+from hydraflow.checkup.finding import Finding, Skip, note, ok, problem, warning
 from hydraflow.data.config import DataConfig
 from hydraflow.data.files import Record
 from hydraflow.errors import EnvironmentFault
@@ -27,7 +28,10 @@ def seconds(config: RewardConfig) -> float:
 
 def check_reward(facts: Facts) -> Iterator[Finding]:
     """Scores three rows. What the function raises, and how long it takes, is evidence."""
-    rows = reward_rows(facts.first_rows[:ROWS], facts.config.data)
+    records, data = facts.first_rows[:ROWS], facts.config.data
+    if any(row_problems([record], data) for record in records):
+        raise Skip("the first rows do not hold what scoring needs: see data files")
+    rows = reward_rows(records, data)
     reward = facts.config.reward
     try:
         with RewardPool(replace(reward, num_workers=1)) as pool:

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hydraflow import checks
 from hydraflow.checkup.facts import Facts
 from hydraflow.checkup.finding import Finding, note, of_problem, ok
 from hydraflow.runnable import problems
 
+CLUSTER = "cluster.*: describes machines for python -m hydraflow.plan; the doctor looks at this one"
+
 
 def check_settings(facts: Facts) -> Iterator[Finding]:
-    """Keys that main_ppo would refuse, and keys that do nothing."""
-    refused = [*facts.unsupported, *problems(facts.config)]
+    """Keys that main_ppo would refuse or miss, and keys that do nothing."""
+    refused = [*facts.unsupported, *checks.problems(facts.asked), *problems(facts.config)]
+    notes = [*facts.notes, *([CLUSTER] if facts.asked.cluster != facts.config.cluster else [])]
     yield from map(of_problem, refused)
-    yield from map(note, facts.notes)
-    if not refused and not facts.notes:
+    yield from map(note, notes)
+    if not refused and not notes:
         yield ok("every key has an effect and can be run")
 
 

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hydraflow.batch_plan.roles import needs_critic, needs_reference
-from hydraflow.compose.keys import shown
 from hydraflow.compose.patterns import fits
 from hydraflow.engine.config import OptimConfig
-from hydraflow.errors import Problem
+from hydraflow.errors import Problem, shown
 from hydraflow.models.config import ModelConfig
 from hydraflow.schema import PPOConfig, SFTConfig
 

@@ -14,9 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hydraflow.compose.keys import shown
 from hydraflow.compose.nearest import nearest
-from hydraflow.errors import Problem
+from hydraflow.errors import Problem, shown
 
 
 @dataclass(frozen=True)

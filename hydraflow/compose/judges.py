@@ -7,6 +7,7 @@ Left out on purpose: what needs files, models or devices; the jobs look at those
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hydraflow.batch_plan.resolve import resolve_plan
 from hydraflow.batch_plan.sft import resolve_sft_plan
@@ -15,7 +16,7 @@ from hydraflow.device import listed_gpus
 from hydraflow.errors import ConfigError, Problem
 from hydraflow.runnable import problems as not_runnable
 from hydraflow.schema import PPOConfig, SFTConfig
-from hydraflow.trainer.config import RunConfig
+from hydraflow.trainer.config import ClusterConfig, RunConfig
 
 _CPU_PROCESSES = 2
 """Processes of a machine without GPUs, where the user names no number."""
@@ -25,8 +26,9 @@ def judge_ppo(config: PPOConfig, command: Command) -> Sequence[Problem]:
     """Broken rules of the batch plan, and what can be planned but not run yet."""
     prompts = config.recipe.train_problems if config.recipe.name != "none" else None
     not_yet = not_runnable(config)
+    here = replace(config, cluster=ClusterConfig())  # cluster.* is for python -m hydraflow.plan alone
     try:
-        resolve_plan(config, prompts=prompts, devices_per_node=_devices(config.trainer), origins=command.origins)
+        resolve_plan(here, prompts=prompts, devices_per_node=_devices(config.trainer), origins=command.origins)
     except ConfigError as error:
         return [*error.problems, *not_yet]
     return not_yet

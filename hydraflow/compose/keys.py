@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import sys
 import textwrap
 import types
 import typing
@@ -17,8 +18,10 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from hydraflow.compose.nearest import nearest
-from hydraflow.errors import Problem
+from hydraflow.errors import Problem, shown
 
+_SWITCHED = {"yes": True, "on": True, "y": True, "t": True, "no": False, "off": False, "n": False, "f": False}
+"""Words that some read as true or false."""
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Any: "any value"}
 
 
@@ -108,7 +111,9 @@ def accepts(hint: Any, value: Any) -> bool:
         return hint is bool
     if hint is str:
         return isinstance(value, str | int | float)
-    return isinstance(value, int | float if hint is float else hint)
+    if hint is float and isinstance(value, int):
+        return abs(value) <= sys.float_info.max
+    return isinstance(value, hint)
 
 
 def fitted(hint: Any, value: Any) -> Any:
@@ -166,25 +171,20 @@ def wrong_type(schema: type, key: Key, value: Any) -> Problem:
     if key.is_section:
         first = next(name for name in known_keys(schema) if name.startswith(f"{key.path}."))
         return Problem(key.path, shown(value), "is a group of keys, not a value", f"set a key of it, such as {first}=...")
-    whole = isinstance(value, float) and value.is_integer() and accepts(key.hint, int(value))
-    example = int(value) if whole else key.default
+    example = _as_meant(key, value)
     remedy = "" if example is None else f"{key.path}={shown(example)}"
     kind = "" if value is None or isinstance(value, list) else f", not {_kind(value)}"
     return Problem(key.path, shown(value), f"must be {type_words(key.hint)}{kind}", remedy)
 
 
+def _as_meant(key: Key, value: Any) -> Any:
+    """The value that was probably meant: 1e3 is the whole number 1000, yes is true; else the default."""
+    if isinstance(value, float) and value.is_integer() and abs(value) <= 2**53 and accepts(key.hint, int(value)):
+        return int(value)
+    if isinstance(value, str) and accepts(key.hint, True) and value.lower() in _SWITCHED:
+        return _SWITCHED[value.lower()]
+    return key.default
+
+
 def _kind(value: Any) -> str:
     return "a mapping" if isinstance(value, Mapping) else _WORDS.get(type(value), "text")
-
-
-def shown(value: Any) -> str:
-    """A value as it is written in an override."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return f"[{','.join(shown(item) for item in value)}]"
-    if isinstance(value, Mapping):
-        return f"{{{','.join(f'{name}: {shown(item)}' for name, item in value.items())}}}"
-    return str(value)

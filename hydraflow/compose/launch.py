@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hydraflow.compose import completion
@@ -139,7 +139,7 @@ def _hydra_main(entry: Entry[Config], arguments: Arguments, job: Callable[[Compo
 
     def compose(composed: DictConfig) -> int:
         facts = HydraConfig.get()
-        finished = partial(finish, entry, composed, prepared, str(facts.job.config_name), list(facts.overrides.task))
+        finished = partial(finish, entry, composed, prepared, str(facts.job.config_name), _words(facts.overrides.task))
         if shown is not None:
             return _show(finished(only_keys=True), shown)
         codes.append(run_guarded(lambda: job(finished())))
@@ -148,6 +148,12 @@ def _hydra_main(entry: Entry[Config], arguments: Arguments, job: Callable[[Compo
         return codes[-1]
 
     _call_hydra(entry, arguments, prepared, compose)
+
+
+def _words(overrides: list[str] | ListConfig) -> list[str]:
+    """The overrides as they were given: `${...}` in them is for the configuration to replace, not for this list."""
+    words = OmegaConf.to_container(overrides, resolve=False) if isinstance(overrides, ListConfig) else overrides
+    return [str(word) for word in words or ()]
 
 
 def _call_hydra(entry: Entry[Any], arguments: Arguments, prepared: Prepared, compose: Callable[[DictConfig], int]) -> None:

@@ -7,6 +7,7 @@ Left out on purpose: whether a key is known and its value fits, which is judged 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,14 +19,15 @@ from hydra.core.override_parser.types import ChoiceSweep, Override, QuotedString
 from hydra.errors import HydraException
 
 from hydraflow.compose.arguments import Arguments
-from hydraflow.compose.keys import Key, known_keys, nearest_keys, shown, unknown_key
+from hydraflow.compose.keys import Key, known_keys, nearest_keys, unknown_key
 from hydraflow.compose.tree import Doubts, value_problems
 from hydraflow.compose.verl import group_override
-from hydraflow.errors import ConfigError, Problem
+from hydraflow.errors import ConfigError, Problem, shown
 
 Groups = Mapping[str, Sequence[str]]
 """Folder of YAML files -> the choices in it."""
 
+_KEY = re.compile(r"[A-Za-z_][\w@:/-]*(\.[\w@:/-]+)*")
 _DEFAULT_RECIPE = "recipe=arithmetic"
 _OWN_MODEL_OR_DATA = {"recipe", "actor_rollout_ref.model.path", "data.train_files", "data.val_files"}
 """Whoever gives one of these keys does not get the default recipe."""
@@ -114,15 +116,24 @@ def plain(value: Any) -> Any:
 
 
 def _parse(word: str, prepared: Prepared) -> Override | None:
-    try:
-        return OverridesParser.create().parse_override(word)
-    except HydraException as error:
-        reason = str(error).splitlines()[0]
-        rule = "is not key=value" if "=" not in word else f"cannot be read: {reason}"
-        remedy = "" if "=" not in word else "quote special characters: 'key=\"a value, with signs\"'"
-        prepared.problems.append(Problem(word, None, rule, remedy))
-        prepared.doubts.add(word.lstrip("+~").partition("=")[0])
-        return None
+    key, equals, value = word.lstrip("+~").partition("=")
+    if word.startswith("~") or (key and equals):
+        try:
+            return OverridesParser.create().parse_override(word)
+        except HydraException as error:
+            prepared.problems.append(_unreadable(word, key, value, str(error).splitlines()[0]))
+    else:
+        prepared.problems.append(Problem(word or "''", None, "is not key=value"))
+    if key:
+        prepared.doubts.add(key)
+    return None
+
+
+def _unreadable(word: str, key: str, value: str, reason: str) -> Problem:
+    if not _KEY.fullmatch(key):
+        return Problem(word, None, f"{key} is no key: its parts are names with dots between", "--help lists every key")
+    inner = value.strip("'\"").replace("'", "").replace('"', "")
+    return Problem(word, None, f"cannot be read: {reason}", f"quote the value, and all of it for the shell: '{key}=\"{inner}\"'")
 
 
 def _problems(override: Override, schema: type, groups: Groups, *, multirun: bool) -> list[Problem]:

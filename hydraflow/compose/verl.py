@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from hydraflow.compose.command import COMMAND_LINE, DEFAULT
-from hydraflow.compose.keys import accepts, is_below_open, known_keys, shown, wrong_type
+from hydraflow.compose.keys import accepts, is_below_open, known_keys, wrong_type
 from hydraflow.compose.patterns import expand, fits
 from hydraflow.compose.verl_defaults import leaves as verl_leaves
 from hydraflow.compose.verl_table import (
@@ -34,7 +34,7 @@ from hydraflow.compose.verl_table import (
     Ignored,
     Unsupported,
 )
-from hydraflow.errors import Problem
+from hydraflow.errors import Problem, shown
 from hydraflow.schema import PPOConfig
 
 Row = Alias | Ignored | Unsupported

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import ray
 from ray import ObjectRef
 
+from hydraflow.dispatch.head import Head
 from hydraflow.dispatch.shards import LateShard, Promised
 from hydraflow.dispatch.transport import Parcel, Traffic, unpack
 from hydraflow.dispatch.worker import DECISIONS, Failure, log_tail
@@ -74,11 +75,15 @@ class Ledger:
 
     def __init__(self, traffic: Traffic):
         self.traffic = traffic
+        self.head: Head | None = None
+        """Looked at while waiting; None: nobody does."""
         self.pending: dict[ObjectRef, Ticket] = {}
 
     def settle(self, refs: Sequence[ObjectRef]) -> None:
         """Waits until none of `refs` is owed. Raises when any call under way, one of these or another, fails or is late."""
         while owed := [ref for ref in refs if ref in self.pending]:
+            if self.head is not None:
+                self.head.look()
             left = min(ticket.deadline for ticket in self.pending.values()) - time.monotonic()
             ready = self._ready(owed, max(0.0, min(left, SLICE)))
             if not ready and left <= 0:

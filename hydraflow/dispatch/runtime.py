@@ -23,6 +23,7 @@ from ray._private.services import canonicalize_bootstrap_address
 from hydraflow.device import usable_cores
 from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.group import Channel, Limits, WorkerGroup, fetch
+from hydraflow.dispatch.head import Head, end_without_head
 from hydraflow.dispatch.placement import Reservation, ResourcePool, cpus_needed, release, reserve
 from hydraflow.dispatch.transport import Traffic
 from hydraflow.dispatch.worker import RoleSpec
@@ -111,6 +112,7 @@ class Runtime:
         May be called again for more pools; a local cluster counts its CPUs at the first call.
         """
         self._owns_ray = start_ray(self.ray_init, cpus_needed(pools)) or self._owns_ray
+        self.channel.ledger.head = self.channel.ledger.head or Head.of_this_process()
         growing = self.ray_init.address != "local"
         self._reservations |= reserve(pools, timeout=self.channel.limits.start, growing=growing)
 
@@ -140,6 +142,9 @@ class Runtime:
     def stop(self) -> None:
         """Ends all groups, gives the pools back and, if Ray was started here, ends Ray. May be called twice."""
         if not ray.is_initialized():
+            return
+        if self.channel.ledger.head is not None and self.channel.ledger.head.is_gone:
+            end_without_head()
             return
         for group in self.groups:
             group.stop()

@@ -44,9 +44,9 @@ def count_rows(files: Any, *, key: str, limit: int = -1, filtered: bool = False)
     if not isinstance(names, Sequence) or not names or not all(isinstance(name, str) for name in names):
         rule = "must be a Parquet or JSONL file, or a list of them"
         return Count(None, problems=(Problem(key, files, rule, f"{key}=/path/to/file.parquet"),))
-    paths = [Path(name).expanduser() for name in names]
-    missing = tuple(str(path) for path in paths if not path.exists())
-    counted = [_count_file(path, key) for path in paths if path.exists()]
+    paths = {name: Path(name).expanduser() for name in names}
+    missing = tuple(name for name, path in paths.items() if not path.exists())
+    counted = [_count_file(paths[name], key) for name in names if name not in missing]
     problems = tuple(found for found in counted if isinstance(found, Problem))
     if missing or problems:
         return Count(None, missing=missing, problems=problems)

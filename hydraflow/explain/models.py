@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from hydraflow.batch_plan.layout import ShapeNumbers
 from hydraflow.batch_plan.roles import needs_critic
 from hydraflow.memory.shape import ModelShape, read_shape, shape_of
+from hydraflow.models.cache import cached_snapshot, is_hub_name
 from hydraflow.models.config import ModelSourceConfig
 from hydraflow.models.tiny import config_values, vocabulary
 from hydraflow.schema import PPOConfig
@@ -48,7 +48,8 @@ def find_models(config: PPOConfig) -> Models:
 
 def find_shape(model: ModelSourceConfig, *, field: str) -> ModelShape | None:
     """The shape of one model; None where neither this machine nor `override_config` knows it."""
-    return read_shape(replace(model, path=cached_folder(model.path)), field=field)
+    snapshot = cached_snapshot(model.path) if model.path and is_hub_name(model.path) else None
+    return read_shape(replace(model, path=str(snapshot)) if snapshot else model, field=field)
 
 
 def numbers(shape: ModelShape | None) -> ShapeNumbers | None:
@@ -56,16 +57,6 @@ def numbers(shape: ModelShape | None) -> ShapeNumbers | None:
     if shape is None:
         return None
     return ShapeNumbers(layers=shape.layers, heads=shape.heads, kv_heads=shape.kv_heads, experts=shape.experts)
-
-
-def cached_folder(path: str | None) -> str | None:
-    """The folder of a hub name that an earlier run has downloaded; any other path as it is."""
-    if path is None or path.count("/") > 1 or path.startswith((".", "/", "~")) or Path(path).is_dir():
-        return path
-    from huggingface_hub import try_to_load_from_cache  # here, because most plans do without it
-
-    found = try_to_load_from_cache(path, "config.json")
-    return str(Path(found).parent) if isinstance(found, str) else path
 
 
 def _unknown(model: ModelSourceConfig, field: str, shape: ModelShape | None) -> Iterator[str]:

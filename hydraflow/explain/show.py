@@ -16,9 +16,6 @@ from hydraflow.explain.picture import MODES
 from hydraflow.explain.report import Report
 from hydraflow.memory.report import MemoryReport, size_text
 
-MOST_ADVICE = 5
-"""Settings to change that are shown."""
-
 
 def show(report: Report, *, console: Console | None = None) -> None:
     """Prints the report; `console` is standard output by default. Where that is a file the lines are as long as they need to be."""
@@ -88,8 +85,18 @@ def _fit_lines(memory: MemoryReport) -> Iterator[str]:
     host = memory.host
     of = f" of {size_text(host.limit)}" if host.limit else ""
     yield f"each machine: {size_text(host.total)}{of}: {_verdict(host.fits)}; {host.load_text}"
-    for advice in memory.advice[:MOST_ADVICE]:
+    if memory.fits is False:
+        yield from _advice_lines(memory)
+
+
+def _advice_lines(memory: MemoryReport) -> Iterator[str]:
+    """What to change first, and whether that is enough."""
+    where, bytes_missing = memory.missing
+    yield f"{size_text(bytes_missing)} of {where} memory are missing; to change first, each on top of those before:"
+    for advice in memory.advice:
         yield f"-> {advice.override} saves {size_text(advice.saves)} ({advice.where}): {advice.effect}"
+    if left := memory.missing_after_advice:
+        yield f"-> {size_text(left)} are missing even then: more or larger devices are needed, or a smaller model"
 
 
 def _verdict(fits: bool | None) -> str:

@@ -42,23 +42,16 @@ class Change:
 def advise(facts: Facts, report: MemoryReport, measure: Callable[[Facts], MemoryReport]) -> Iterator[Advice]:
     """Changes in order, the largest saving for the least harm first."""
     for _ in range(_MOST):
-        where, excess = _worst(report)
+        where, excess = report.missing
         if excess <= 0:
             return
         tried = [(change, changed, measure(changed)) for change in changes(facts) if (changed := _apply(facts, change)) is not None]
-        saving = [(change, changed, after, excess - _worst(after)[1]) for change, changed, after in tried]
+        saving = [(change, changed, after, excess - after.missing[1]) for change, changed, after in tried]
         saving = [one for one in saving if one[3] >= LEAST_SHARE * excess]
         if not saving:
             return
         change, facts, report, saved = max(saving, key=lambda one: min(one[3], excess) / 4 ** one[0].harm)
         yield Advice(change.override, saved, change.effect, where)
-
-
-def _worst(report: MemoryReport) -> tuple[str, int]:
-    """Where most bytes are missing, device or host, and how many."""
-    missing = [("host", report.host.total - report.host.limit)] if report.host.limit is not None else []
-    missing += [("device", group.peak - group.limit) for group in report.groups if group.limit is not None]
-    return max(missing, key=lambda one: one[1])
 
 
 def changes(facts: Facts) -> Iterator[Change]:

@@ -77,6 +77,7 @@ def machine_limits(trainer: RunConfig, cluster: ClusterConfig) -> Limits:
     elsewhere = device_type != "cpu" and not listed_gpus()
     host = cluster.host_memory_gib * GIB if cluster.host_memory_gib else None if elsewhere else host_memory()
     device = cluster.device_memory_gib * GIB if cluster.device_memory_gib and device_type != "cpu" else None
+    asked = (cluster.devices_per_node, trainer.n_gpus_per_node, listed_gpus())
     notes = []
     if device is None and device_type != "cpu":
         notes.append("cluster.device_memory_gib is not given: whether a device holds its part is not known")
@@ -85,7 +86,7 @@ def machine_limits(trainer: RunConfig, cluster: ClusterConfig) -> Limits:
     return Limits(
         device_type=device_type,
         device_name=cluster.device or device_type,
-        devices_per_node=cluster.devices_per_node or trainer.n_gpus_per_node or listed_gpus() or _CPU_PROCESSES,
+        devices_per_node=next((count for count in asked if count and count > 0), _CPU_PROCESSES),
         device_bytes=None if device is None else int(device),
         host_bytes=None if host is None else int(host),
         half=device_type != "cpu" or cpu_has_bf16(),

@@ -177,12 +177,25 @@ class MemoryReport:
             return False
         return None if any(one is None for one in told) else True
 
+    @property
+    def missing(self) -> tuple[str, int]:
+        """Where most bytes are missing, device or host, and how many; not above 0 where everything fits that has a known limit."""
+        found = [("device", group.peak - group.limit) for group in self.groups if group.limit is not None]
+        found += [("host", self.host.total - self.host.limit)] if self.host.limit is not None else []
+        return max(found, key=lambda one: one[1], default=("device", 0))
+
+    @property
+    def missing_after_advice(self) -> int:
+        """Bytes that are still missing when all advice is followed; 0: it fits then."""
+        return max(0, self.missing[1] - sum(one.saves for one in self.advice))
+
     def to_json(self) -> dict[str, Any]:
         """Everything, for machines."""
         roles = [{**asdict(one), "peak_phase": one.peak_phase, "total": one.total} for one in self.roles]
         groups = [{**asdict(one), "peak": one.peak, "peak_phase": one.peak_phase, "fits": one.fits} for one in self.groups]
         host = {**asdict(self.host), "total": self.host.total, "fits": self.host.fits}
-        return {**asdict(self), "roles": roles, "groups": groups, "host": host, "fits": self.fits}
+        derived = {"fits": self.fits, "missing_after_advice": self.missing_after_advice}
+        return {**asdict(self), "roles": roles, "groups": groups, "host": host, **derived}
 
 
 def size_text(size: float) -> str:

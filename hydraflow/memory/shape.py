@@ -172,6 +172,18 @@ FAMILIES: dict[str, Family] = {
 """Model types whose parameters are counted exactly."""
 
 _NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+_OPTIONAL = (
+    "num_key_value_heads",
+    "head_dim",
+    "moe_intermediate_size",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "shared_expert_intermediate_size",
+    "decoder_sparse_step",
+    "first_k_dense_replace",
+)
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -186,6 +198,8 @@ def read_shape(model: ModelSourceConfig, *, field: str = "actor_rollout_ref.mode
             found = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError.one(f"{field}.path", model.path, f"its config.json cannot be read: {error}") from error
+        if not isinstance(found, dict):
+            raise ConfigError.one(f"{field}.path", model.path, "its config.json holds no mapping of names to values")
         return shape_of({**_text_part(found), **model.override_config}, field=field)
     if all(key in model.override_config for key in _NEEDED):
         return shape_of(model.override_config, field=field)
@@ -200,8 +214,10 @@ def shape_of(config: Mapping[str, Any], *, field: str = "actor_rollout_ref.model
     768
     """
     config = _text_part(config)
-    if problems := [_problem(config, key, field) for key in _NEEDED if not _is_size(config.get(key))]:
-        raise ConfigError(problems)
+    wrong = [key for key in _NEEDED if not _is_size(config.get(key))]
+    wrong += [key for key in _OPTIONAL if config.get(key) and not _is_size(config[key])]
+    if wrong:
+        raise ConfigError([_problem(config, key, field) for key in wrong])
     kind = str(config.get("model_type", "llama"))
     family = FAMILIES.get(kind, _LLAMA)
     heads, layers, hidden = config["num_attention_heads"], config["num_hidden_layers"], config["hidden_size"]
@@ -271,5 +287,5 @@ def _is_size(value: object) -> bool:
 
 
 def _problem(config: Mapping[str, Any], key: str, field: str) -> Problem:
-    rule = "must be a positive number" if key in config else "config.json does not give it, and the model's memory depends on it"
+    rule = "must be a whole number above 0" if key in config else "config.json does not give it, and the model's memory depends on it"
     return Problem(f"{field}.override_config.{key}", config.get(key), rule, f"+{field}.override_config.{key}=<number>")

@@ -17,8 +17,6 @@ from hydraflow.model_merger.pieces import StoredTensor
 
 POINTER = "latest_checkpointed_iteration.txt"
 UNFINISHED = ".unfinished"
-ROLES = ("actor", "critic")
-"""Folders of a step, the one that is taken unless told otherwise first."""
 
 
 @dataclass
@@ -91,18 +89,18 @@ def model_directory(path: Path) -> Path:
         path = _latest_step(path)
     if any(part.endswith(UNFINISHED) for part in path.absolute().parts):
         raise ConfigError.one("--local_dir", str(path), f"a directory named *{UNFINISHED} is a save that was interrupted")
-    if is_model_directory(path):
-        return path
-    below = [path / role for role in ROLES if is_model_directory(path / role)]
-    return below[0] if below else path
+    return path if is_model_directory(path) else next(iter(_roles(path)), path)
 
 
 def model_directories(path: Path) -> list[Path]:
     """All models of a step or of a run's newest step; a model's directory gives itself."""
     first = model_directory(path)
-    if first.name not in ROLES or first.absolute() == path.absolute():
-        return [first]
-    return [first.parent / role for role in ROLES if is_model_directory(first.parent / role)]
+    return [first] if first.absolute() == path.absolute() else _roles(first.parent)
+
+
+def _roles(step: Path) -> list[Path]:
+    """The models of a step; an actor comes before a critic."""
+    return [folder for folder in sorted(step.iterdir()) if folder.is_dir() and is_model_directory(folder)]
 
 
 def is_model_directory(path: Path) -> bool:

@@ -105,8 +105,11 @@ def outputs_of(checkpoint: Checkpoint, wishes: Wishes) -> Outputs:
     adapted: dict[str, lora.MergedTensor] = {}
     alpha = checkpoint.lora_alpha if wishes.lora_alpha is None else wishes.lora_alpha
     if weights.adapters:
-        adapted = lora.merged(plain, weights.adapters, lora.require_alpha(alpha, str(checkpoint.directory)))
+        adapted = lora.merged(weights.plain, weights.adapters, lora.require_alpha(alpha, str(checkpoint.directory)))
     if wishes.lora == "merged":
+        if both := sorted(found.tied.keys() & adapted.keys()):
+            rule = f"{both[0]} has an adapter and is tied to {found.tied[both[0]]}: merged, it would no longer be the same"
+            raise ConfigError.one("--lora", "merged", rule, "--lora adapter")
         sources.update(adapted)
     elif not adapted:
         raise ConfigError.one("--lora", "adapter", f"{checkpoint.directory} has no adapters", "--lora merged")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from checkup.given import configured
 
+from hydraflow.checkup import memory
 from hydraflow.checkup.facts import Facts
 from hydraflow.checkup.finding import note, ok, problem, warning
 from hydraflow.checkup.preflight import require_healthy
@@ -51,3 +52,9 @@ def test_it_is_fast(model: Path, data: Path) -> None:
     began = time.process_time()
     list(run_checks(Facts(warm.config, opened=opened), fast))
     assert time.process_time() - began < 0.3
+
+
+def test_too_little_memory_of_the_machine_is_found(model: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "host_memory", lambda: memory.HostMemory(total=2**30, available=2**28))
+    with pytest.raises(ConfigError, match=r"host memory: the plan needs about .* of host memory; 256 MiB of 1.00 GiB available"):
+        require_healthy(Facts(configured(model, data)))

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from checkup.given import configured, findings, parquet, row
+from checkup.given import configured, findings, jsonl, parquet, row
 
 from hydraflow.checkup.facts import Facts
 from hydraflow.checkup.finding import Finding, State
@@ -38,6 +38,11 @@ def test_a_recipe_s_rows_are_scored_before_they_are_made(tmp_path: Path) -> None
 def test_a_source_that_nothing_scores(tmp_path: Path) -> None:
     found = look(parquet(tmp_path / "d.parquet", [row(source="mine")] * 3))
     assert found.state is State.PROBLEM and "no built-in reward function" in found.evidence
+
+
+def test_rows_without_a_ground_truth_are_left_to_the_check_of_the_files(tmp_path: Path) -> None:
+    found = look(jsonl(tmp_path / "d.jsonl", [{"prompt": "1+1="}]))
+    assert found.state is State.SKIPPED and "see data files" in found.evidence
 
 
 def test_a_function_that_raises(tmp_path: Path, data: Path) -> None:

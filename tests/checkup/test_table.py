@@ -65,3 +65,12 @@ def test_users_mistakes_keep_their_remedy_and_skips_their_reason() -> None:
 
 def test_names_are_unique() -> None:
     assert len({check.name for check in CHECKS}) == len(CHECKS)
+
+
+def test_what_a_run_would_miss_and_machines_that_are_not_here_are_told() -> None:
+    config = PPOConfig()
+    config.cluster.nodes, config.cluster.devices_per_node = 64, 8
+    [result] = run_checks(Facts(config), [check for check in CHECKS if check.name == "configuration"])
+    said = {finding.state: finding.evidence for finding in result.findings}
+    assert "must be given" in said[State.PROBLEM] and said[State.NOTE].startswith("cluster.*: ")
+    assert Facts(config).config.cluster.nodes is None

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from hydraflow.errors import ConfigError
-from hydraflow.explain.models import cached_folder, find_models
+from hydraflow.explain.models import find_models
+from hydraflow.models.cache import cached_snapshot
 from hydraflow.models.tiny import config_values
 from hydraflow.schema import PPOConfig
 
@@ -37,8 +38,8 @@ def test_a_name_whose_files_were_downloaded_before(tmp_path: Path, monkeypatch: 
     (tmp_path / "models--some--model" / "refs" / "main").write_text("abc")
     real = huggingface_hub.try_to_load_from_cache
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *names: real(*names, cache_dir=tmp_path))
-    assert cached_folder("some/model") == str(snapshot)
-    assert cached_folder("some/other") == "some/other"
+    assert cached_snapshot("some/model") == snapshot
+    assert cached_snapshot("some/other") is None
     found = find_models(named("some/model"))
     assert found.policy is not None and found.policy.layers == 4
 
@@ -75,3 +76,26 @@ def test_the_recipe_knows_its_model(tiny: str) -> None:
     config.recipe.name = "arithmetic"
     shape = find_models(config).policy
     assert shape is not None and (shape.vocabulary, shape.hidden, shape.layers) == (found["vocab_size"], 128, 3)
+
+
+@pytest.mark.parametrize("path", ["not a name", "org/name@x", "a/b/c/d", "name.", "~/model", "."])
+def test_a_path_that_can_be_no_model_is_only_noted(path: str) -> None:
+    found = find_models(named(path))
+    assert found.policy is None and len(found.notes) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"\xff\xfe", "cannot be read"),
+        (b"[1]", "holds no mapping"),
+        (b"{", "cannot be read"),
+        (json.dumps(VALUES | {"num_attention_heads": 0}).encode(), "num_attention_heads=0: must be a whole number above 0"),
+        (json.dumps(VALUES | {"num_key_value_heads": "two"}).encode(), "num_key_value_heads=two: must be a whole number above 0"),
+        (json.dumps(VALUES | {"num_experts": 2.5}).encode(), "num_experts=2.5: must be a whole number above 0"),
+    ],
+)
+def test_a_config_json_that_is_here_and_broken_is_a_problem(content: bytes, words: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=words):
+        find_models(named(str(tmp_path)))

@@ -220,6 +220,12 @@ def test_advice_makes_it_fit() -> None:
     assert report.advice[0].override.startswith("actor_rollout_ref.rollout.max_num_seqs=")
 
 
+def test_advice_that_is_not_enough_says_so() -> None:
+    fits, tight = report_of(configured()), report_of(configured(cluster__device_memory_gib=1))
+    assert (fits.missing_after_advice, fits.missing[1] <= 0) == (0, True)
+    assert tight.missing_after_advice == tight.groups[0].peak - GIB - sum(one.saves for one in tight.advice) > 0
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from([24, 40, 48, 80]),

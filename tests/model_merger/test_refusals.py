@@ -248,3 +248,23 @@ def test_wishes_that_do_not_fit(split: Callable[..., Path], refused: Refused, tm
     assert "no safetensors" in refused("test", "--local_dir", split("verl"), "--test_hf_dir", tmp_path / "empty")
     assert "no config.json" in refused("split", "--hf_dir", tmp_path / "empty", "--target_dir", target, "--world_size", 2, target=target)
     assert "at least 1" in refused("split", "--hf_dir", tmp_path / "empty", "--target_dir", target, "--world_size", 0, target=target)
+
+
+def test_an_adapter_on_a_tied_matrix(split: Callable[..., Path], refused: Refused, tmp_path: Path) -> None:
+    checkpoint = Path(shutil.copytree(split("verl"), tmp_path / "checkpoint"))
+    for rank in range(2):
+        file = checkpoint / f"model_world_size_2_rank_{rank}.pt"
+        state = torch.load(file, weights_only=True)
+        state["lm_head.base_layer.weight"] = state.pop("lm_head.weight")
+        state |= {"lm_head.lora_A.default.weight": torch.ones(2, 32), "lm_head.lora_B.default.weight": torch.ones(17, 2)}
+        torch.save(state, file)
+    (checkpoint / "lora_train_meta.json").write_text(json.dumps({"r": 2, "lora_alpha": 2}))
+    command = ("merge", "--local_dir", checkpoint, "--target_dir", tmp_path / "out")
+    assert "lm_head.weight has an adapter and is tied to model.embed_tokens.weight" in refused(*command, target=tmp_path / "out")
+    assert "lm_head.weight" not in merge(checkpoint, tmp_path / "out", "--lora", "adapter")
+    assert read(tmp_path / "out" / "lora_adapter").keys() == {f"base_model.model.lm_head.lora_{side}.weight" for side in "AB"}
+    differing = torch.load(checkpoint / SHARD["verl"], weights_only=True)
+    differing["lm_head.lora_B.default.weight"][3] = 7
+    torch.save(differing, checkpoint / SHARD["verl"])
+    told = refused(*command, target=tmp_path / "other")
+    assert "lm_head.lora_B.default.weight is not cut, but differs from the copy in model_world_size_2_rank_0.pt" in told

@@ -73,7 +73,7 @@ def test_log_probs_are_the_trainers_before_and_after_an_update(tiny: str) -> Non
     lengths = ragged.lengths(first.get("responses"))
     advantages = ragged.from_parts(torch.randn(int(lengths.sum()), generator=draw), lengths)
     columns = {name: first.get(name) for name in ("prompts", "responses", "response_mask")}
-    actor.update(DataProto.from_dict({**columns, "old_log_probs": first.get("rollout_log_probs"), "advantages": advantages}))
+    actor.update(DataProto.from_dict({**columns, "old_log_probs": first.get("rollout_log_probs"), "advantages": advantages}), step=1)
     assert largest_gap(actor, first) > 1e-2
     rollout.sync_from_actor()
     assert largest_gap(actor, rollout.generate(make_prompts(step=2))) < 1e-4

@@ -1,0 +1,68 @@
+"""Ray's head process (its control service): whether it still answers, and an end without it.
+
+In: its address. Out: EnvironmentFault soon after it has gone. Without this a run would work on until its next request to it, and Ray
+would end the controller after a minute, with exit code 1 and all other processes left behind.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from contextlib import suppress
+
+import psutil
+import ray
+
+from hydraflow.errors import EnvironmentFault
+
+PERIOD = 2.0
+"""Seconds between two looks; one costs a fraction of a millisecond."""
+PATIENCE = 8.0
+"""Seconds without an answer after which it counts as gone."""
+
+
+class Head:
+    """The control service of the cluster that this process has joined."""
+
+    def __init__(self, address: str):
+        self.address = address
+        self.is_gone = False
+        self._next = time.monotonic() + PERIOD
+        self._heard = time.monotonic()
+
+    @classmethod
+    def of_this_process(cls) -> Head:
+        """Ray must be initialised."""
+        return cls(ray.get_runtime_context().gcs_address)
+
+    def look(self) -> None:
+        """Raises EnvironmentFault when the service has been silent for PATIENCE seconds; does nothing most of the time."""
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + PERIOD
+        if _answers(self.address):
+            self._heard = now
+        elif now - self._heard > PATIENCE:
+            self.is_gone = True
+            raise EnvironmentFault(
+                f"Ray's control service (gcs_server) at {self.address} has not answered for {now - self._heard:.0f} seconds: "
+                "it was killed, or its machine is gone. Start the same command again to go on from the last checkpoint."
+            )
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def end_without_head() -> None:
+    """Leaves Ray, and ends the processes that this one started: workers would look for the head for a minute before they end."""
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    ray.shutdown()
