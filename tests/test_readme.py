@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from jobs.command import SMALL_RECIPE, SMALL_STEPS, hydraflow
 from jobs.conftest import write_lines
+from transformers import AutoModelForCausalLM
 
 from hydraflow.data.files import write_rows
 from hydraflow.models.tiny import make_model
@@ -31,7 +32,7 @@ def of(module: str) -> list[list[str]]:
     return [words[3:] for words in commands() if words[:3] == ["python", "-m", f"hydraflow.{module}"]]
 
 
-KNOWN = {"hydraflow.plan", "hydraflow.doctor", "hydraflow.main_ppo", "hydraflow.main_sft", "hydraflow.main_generate", "hydraflow.main_eval"}
+KNOWN = {f"hydraflow.{name}" for name in ("plan", "doctor", "main_ppo", "main_sft", "main_generate", "main_eval", "model_merger")}
 SCRIPTS = {"scripts/quickstart.sh", "scripts/test.sh", "scripts/prepare_gsm8k.py", "scripts/bench/grpo_step.py", "scripts/bench/vs_trl.py"}
 
 
@@ -70,6 +71,17 @@ def test_a_reward_of_ones_own(tmp_path: Path, recipe_cache: Path) -> None:
     small = [*SMALL_RECIPE, *SMALL_STEPS, f"recipe.cache_dir={recipe_cache}", "trainer.total_training_steps=1"]
     done = hydraflow("main_ppo", *arguments, *small, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_becomes_a_model(tmp_path: Path, recipe_cache: Path) -> None:
+    small = [*SMALL_RECIPE, *SMALL_STEPS, f"recipe.cache_dir={recipe_cache}", "trainer.default_local_dir=RUN", "trainer.save_freq=1"]
+    run = hydraflow("main_ppo", *small, "trainer.total_training_steps=1", cwd=tmp_path)
+    assert run.returncode == 0, run.stderr[-3000:]
+    for arguments in of("model_merger"):
+        done = hydraflow("model_merger", *(word.replace("global_step_50", "global_step_1") for word in arguments), cwd=tmp_path)
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").num_parameters() > 0
 
 
 @pytest.mark.slow
