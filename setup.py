@@ -39,9 +39,6 @@ EXTRAS = {
     "vllm": ["vllm"],
     "flash-attn": ["flash-attn"],
     "megatron": ["megatron-core>=0.16"],
-    "wandb": ["wandb"],
-    "mlflow": ["mlflow"],
-    "swanlab": ["swanlab"],
 }
 
 setup(

@@ -11,13 +11,14 @@ import difflib
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from hydraflow.algorithms.config import AlgorithmConfig, FilterGroupsConfig, KLControlConfig, PolicyLossConfig
 from hydraflow.data.config import DataConfig, GenerateDataConfig, PromptConfig, SFTDataConfig
 from hydraflow.device import DEVICES
 from hydraflow.dispatch.config import RayInitConfig
+from hydraflow.durations import seconds_of
 from hydraflow.engine.config import FSDPConfig, MegatronConfig, OptimConfig, WrapPolicyConfig
 from hydraflow.errors import Problem, shown
 from hydraflow.generation.config import RolloutConfig, SamplingConfig, ValSamplingConfig
@@ -77,6 +78,7 @@ SECONDS = Rule("must be a number of seconds above 0", lambda value: 0 < value < 
 UNLIMITED_OR_COUNT = Rule("must be -1 (no limit) or at least 1", lambda value: value == -1 or value >= 1)
 NEVER_OR_COUNT = Rule("must be -1 or at least 1", lambda value: value == -1 or value >= 1)
 PROBABILITY_MASS = Rule("must be above 0 and at most 1", lambda value: 0 < value <= 1)
+TIME = Rule("must be a positive time: seconds, or 90s, 8m, 1h30m", lambda value: seconds_of(value) is not None, example="8m")
 NOT_NEGATIVE = Rule("must be at least 0 and finite", lambda value: 0 <= value < math.inf)
 SIZE = Rule("must be above 0 and finite", lambda value: 0 < value < math.inf)
 GIBIBYTES = Rule("must be above 0 and at most a million", lambda value: 0 < value <= 10**6)
@@ -174,18 +176,19 @@ FIELD_RULES: dict[type, dict[str, Rule]] = {
         "n_gpus_per_node": at_least(1),
         "threads_per_process": at_least(1),
         "device": one_of(*DEVICES),
-        "seed": at_least(0),
+        "seed": within(0, 2**63 - 1),
         "rpc_timeout": POSITIVE,
         "start_timeout": POSITIVE,
     },
     LoopConfig: {
         "total_epochs": at_least(1),
         "total_training_steps": at_least(1),
+        "max_wall_time": TIME,
         "test_freq": NEVER_OR_COUNT,
         "logger": KNOWN_LOGGERS,
         "save_freq": NEVER_OR_COUNT,
         "resume_mode": one_of("auto", "disable", "resume_path"),
-        "max_skipped_steps": at_least(0),
+        "max_skipped_steps": at_least(1),
         "max_restarts": at_least(0),
         "restart_backoff": Rule("must be a number of seconds, at least 0", lambda value: 0 <= value < math.inf),
     },
@@ -218,29 +221,26 @@ def problems(config: object, *, planning: bool = False) -> list[Problem]:
           -> optim.lr_scheduler_type=cosine
     """
     across = [*CROSS_RULES.get(type(config), ()), *(() if planning else NEEDED.get(type(config), ()))]
-    return [*_field_problems(config, ""), *(problem for rule in across for problem in rule(config))]
+    return [*_field_problems(config, type(config)(), ""), *(problem for rule in across for problem in rule(config))]
 
 
-def _field_problems(section: object, prefix: str) -> Iterator[Problem]:
+def _field_problems(section: object, default: object, prefix: str) -> Iterator[Problem]:
     assert is_dataclass(section)
     rules = {name: rule for owner in inspect.getmro(type(section)) for name, rule in FIELD_RULES.get(owner, {}).items()}
     for field in fields(section):
         key, value = prefix + field.name, getattr(section, field.name)
         if is_dataclass(value):
-            yield from _field_problems(value, f"{key}.")
+            yield from _field_problems(value, getattr(default, field.name), f"{key}.")
         elif (rule := rules.get(field.name)) and value is not None and not rule.holds(value):
             close = difflib.get_close_matches(str(value), rule.choices, n=1)
-            yield Problem(key, value, rule.text, f"{key}={close[0]}" if close else _example(field, key, rule))
+            yield Problem(key, value, rule.text, f"{key}={close[0]}" if close else _example(key, rule, getattr(default, field.name)))
 
 
-def _example(field: Field[Any], key: str, rule: Rule) -> str:
+def _example(key: str, rule: Rule, default: Any) -> str:
     """An override that is legal: the rule's own, or the one that gives the field its default back."""
     if rule.example:
         return f"{key}={rule.example}"
-    value = field.default_factory() if field.default_factory is not MISSING else field.default
-    if value is MISSING or (value is not None and not rule.holds(value)):
-        return ""
-    return f"{key}={shown(value)}"
+    return f"{key}={shown(default)}" if default is None or rule.holds(default) else ""
 
 
 def _ppo_has_data(config: PPOConfig) -> Iterator[Problem]:

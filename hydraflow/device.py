@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 DEVICES = ("auto", "cpu", "cuda")
 """What trainer.device may say."""
+CPU_PROCESSES = 2
+"""Worker processes of a machine without GPUs, where the user names no number."""
 _DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -91,6 +93,11 @@ def listed_gpus(driver: Path = Path("/proc/driver/nvidia/gpus"), environ: Mappin
     listed = len(list(driver.iterdir())) if driver.is_dir() else 0
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     return listed if visible is None else min(listed, len([name for name in visible.split(",") if name.strip()]))
+
+
+def planned_devices(device: str) -> int:
+    """Devices of this machine under a `trainer.device`, as far as that is known without torch: GPUs, or processes on a CPU."""
+    return (0 if device == "cpu" else listed_gpus()) or CPU_PROCESSES
 
 
 def gpu_runtime() -> str | None:

@@ -1,13 +1,19 @@
 """What people see of the log: our notes and warnings as plain lines on standard error, other libraries' only from warnings up.
 
-In: nothing. Out: Python's logging, set up once per process.
+In: nothing. Out: Python's logging, set up once per process, and standard streams that outlive their readers.
 """
 
 from __future__ import annotations
 
+import io
 import logging
+import os
+import stat
 import sys
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 NOISY = ("datasets", "filelock", "urllib3", "torch", "transformers", "ray")
 
@@ -24,10 +30,45 @@ class CurrentStderr(logging.StreamHandler):
         return sys.stderr
 
 
+class Pipe(io.FileIO):
+    """A pipe whose reader may leave: what is written from then on goes nowhere."""
+
+    def write(self, data: ReadableBuffer) -> int:
+        """Writes, or at least says so."""
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            return memoryview(data).nbytes
+
+
+def outlive_readers() -> None:
+    """Lets a run go on when nobody reads its output any more (`| head`, a pager that was left): all that counts is in its folder."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if not isinstance(stream, io.TextIOWrapper) or not _is_pipe(stream):
+            continue
+        if not isinstance(getattr(stream.buffer, "raw", None), Pipe):
+            stream.flush()
+            raw = Pipe(stream.fileno(), "w", closefd=False)
+            lines, errors = stream.line_buffering, stream.errors
+            setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, errors, line_buffering=lines))
+
+
+def _is_pipe(stream: io.TextIOWrapper) -> bool:
+    try:
+        return stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode)
+    except io.UnsupportedOperation:  # held in memory, as in a notebook
+        return False
+
+
 def set_up_logging() -> None:
     """Sets up the controller's log. Worker processes set up their own, whose lines go to their log files."""
     from transformers.utils import logging as transformers_logging
 
+    outlive_readers()
     transformers_logging.disable_progress_bar()
     logging.basicConfig(level=logging.INFO, handlers=[CurrentStderr()], format="%(levelname)s %(name)s: %(message)s")
     for name in NOISY:

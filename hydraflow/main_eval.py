@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 
 from hydraflow.compose.command import Command
+from hydraflow.compose.judges import judge_eval
 from hydraflow.compose.launch import launch
 from hydraflow.schema import EvalConfig
 
@@ -20,4 +21,4 @@ def run(config: EvalConfig, command: Command) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(launch("eval", EvalConfig, run))
+    sys.exit(launch("eval", EvalConfig, run, judges=(judge_eval,)))

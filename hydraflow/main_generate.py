@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 
 from hydraflow.compose.command import Command
+from hydraflow.compose.judges import judge_generate
 from hydraflow.compose.launch import launch
 from hydraflow.schema import GenerateConfig
 
@@ -20,4 +21,4 @@ def run(config: GenerateConfig, command: Command) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(launch("generate", GenerateConfig, run))
+    sys.exit(launch("generate", GenerateConfig, run, judges=(judge_generate,)))

@@ -90,6 +90,7 @@ class Moment:
 class Outcome:
     """What came of a moment."""
 
+    number: int
     moment: str
     method: str
     exit_code: int
@@ -214,10 +215,10 @@ def carry_out(moment: Moment, home: Path, cache: Path, wanted: Result) -> Outcom
         raise RuntimeError(f"moment {moment.number} came too late: {run.said()}")
     again = Run(home, moment.method, cache)
     if again.finish(STARTS) != 0:
-        return Outcome(moment.words(), moment.method, code, seconds, -1, False, f"the second start failed: {again.said()}")
+        return Outcome(moment.number, moment.words(), moment.method, code, seconds, -1, False, f"the second start failed: {again.said()}")
     told = re.findall(r"continues after step (\d+)", again.log.read_text())
     different = "; ".join(differences(read_result(run.folder), wanted))
-    return Outcome(moment.words(), moment.method, code, seconds, int(told[-1]) if told else 0, not different, different)
+    return Outcome(moment.number, moment.words(), moment.method, code, seconds, int(told[-1]) if told else 0, not different, different)
 
 
 # --- results -------------------------------------------------------------------------------------------------------------
@@ -267,11 +268,11 @@ def differences(found: Result, wanted: Result) -> Iterator[str]:
 def table(outcomes: list[Outcome]) -> str:
     """For people, as Markdown."""
     lines = ["| # | method | killed | command ended with | after | went on from | bit-identical |", "|---|---|---|---|---|---|---|"]
-    for number, one in enumerate(outcomes, 1):
+    for one in outcomes:
         end = "SIGKILL" if one.exit_code == -signal.SIGKILL else str(one.exit_code)
         verdict = "yes" if one.same else f"NO: {one.differences}"
         start = f"step {one.went_on_from}" if one.went_on_from else "the start"
-        lines.append(f"| {number} | {one.method} | {one.moment} | {end} | {one.ended_after:.1f} s | {start} | {verdict} |")
+        lines.append(f"| {one.number} | {one.method} | {one.moment} | {end} | {one.ended_after:.1f} s | {start} | {verdict} |")
     return "\n".join(lines)
 
 

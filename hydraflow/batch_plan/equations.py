@@ -110,11 +110,10 @@ def explain(known: Mapping[str, int], step: Step) -> list[str]:
 def _no_mini_batch(values: Mapping[str, int], step: Step) -> list[str]:
     """Why no mini-batch fits a step, where only that is wrong."""
     q, n = values.get("Q"), values.get("n")
-    shares = _shares(values, step)
-    if q is None or n is None or q % (unit := math.lcm(*(share // math.gcd(share, n) for share in shares))) == 0:
+    if q is None or n is None or q % (unit := prompts_unit(values, step)) == 0:
         return []
     times = "·".join(str(values[name]) for name in ("a", "m", "dp") if name in values)
-    least = f"{times}/{n} = {unit}" if unit * n == shares[0] else str(unit)
+    least = f"{times}/{n} = {unit}" if unit * n == _shares(values, step)[0] else str(unit)
     return [f"an optimizer step has a multiple of {least} prompts, and none divides {q} prompts per step"]
 
 
@@ -193,9 +192,17 @@ def _shares(exact: Mapping[str, int], step: Step) -> list[int]:
     return [own, *step.shares]
 
 
+def prompts_unit(values: Mapping[str, int], step: Step) -> int:
+    """Prompts of the smallest mini-batch that all data ranks can share, with n of `values`; all others are multiples of it.
+
+    >>> prompts_unit({"n": 2, "m": 3}, Step(epochs=1, ranks=4))
+    6
+    """
+    return math.lcm(*(share // math.gcd(share, values["n"]) for share in _shares(values, step)))
+
+
 def _with_samples(exact: Mapping[str, int], step: Step) -> Iterator[dict[str, int]]:
-    n = exact["n"]
-    unit = math.lcm(*(share // math.gcd(share, n) for share in _shares(exact, step)))
+    unit = prompts_unit(exact, step)
     rounds = math.lcm(*(exact.get(name, 1) for name in ("P", "R"))) if "t" not in exact else exact["t"]
     for mini, q in _prompts(exact, step, unit, rounds):
         follows = closure({**exact, "Q": q, "M": mini}, step)

@@ -8,11 +8,12 @@ weaker numbers as many as possible are kept, samples first, then the step, then 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hydraflow.batch_plan.equations import Step, closure, explain, solve
-from hydraflow.batch_plan.parts import divisors, nearest
+from hydraflow.batch_plan.equations import Step, closure, explain, prompts_unit, solve
+from hydraflow.batch_plan.parts import divisors, multiples, nearest
 from hydraflow.batch_plan.repair import BATCH, MICRO, Cure, Violation
 from hydraflow.batch_plan.settings import DEFAULT, Settings
 from hydraflow.batch_plan.topology import ACTOR
@@ -35,6 +36,8 @@ HANDLES = {
 }
 """Handle -> its key."""
 ALL_KEYS = KEYS | HANDLES
+NO_MINI_BATCH = "a mini-batch | Q"
+"""The rule that a step is one that some mini-batch fits."""
 EPOCHS, SWITCH = f"{ACTOR}.ppo_epochs", f"{ACTOR}.use_dynamic_bsz"
 _TEXTS = {
     "S": "trajectories per step = prompts per step x responses per prompt",
@@ -141,7 +144,8 @@ class _Settling:
         settled = replace(self._numbers(self._guess(binding), binding), notes=())
         guessed = [] if "M" in binding else [KEYS["M"], KEYS["m"]]
         if not core & set(self.handles):
-            return replace(settled, doubtful=frozenset(guessed)), self._rounds_violation(core)
+            violations = self._rounds_violation(core) or self._no_mini_batch_violation(core)
+            return replace(settled, doubtful=frozenset(guessed if violations else ())), violations
         return replace(settled, doubtful=frozenset([*guessed, *HANDLES.values()])), [self._contradiction(core, binding)]
 
     def _guess(self, binding: Mapping[str, int]) -> dict[str, int]:
@@ -282,6 +286,17 @@ class _Settling:
             yield {KEYS["P"]: 1, KEYS["R"]: 1, KEYS["M"]: q}
 
         return [Violation("rounds", BATCH, KEYS["R"], batches, text, cures)]
+
+    def _no_mini_batch_violation(self, core: set[str]) -> list[Violation]:
+        """Where nobody gave a mini-batch, the step alone may be one that no mini-batch fits."""
+        if "Q" not in core or "M" in core:
+            return []
+        known = {name: self.given[name] for name in core | {"n"}}
+        unit = math.lcm(prompts_unit(known, self.step), self.step.whole)
+        shared = f"{KEYS['n']}={known['n']} on {self.step.ranks} data ranks"
+        text = f"must be a multiple of {unit}, so that each rank has equally many trajectories: {shared}"
+        cures = [{KEYS["Q"]: near} for near in nearest(known["Q"], multiples(known["Q"], unit))]
+        return [Violation(NO_MINI_BATCH, BATCH, KEYS["Q"], known["Q"], text, lambda: cures)]
 
 
 def _implied(solution: Mapping[str, int], step: Step) -> dict[str, int]:

@@ -12,6 +12,7 @@ from hydraflow.batch_plan.handles import KEYS
 from hydraflow.batch_plan.layout import Layout
 from hydraflow.batch_plan.parts import MicroPlan, MicroRequest, Quantity, RolePlan
 from hydraflow.batch_plan.request import Request, RoleRequest
+from hydraflow.batch_plan.settings import DEFAULT
 from hydraflow.batch_plan.topology import ROLLOUT, Topology
 
 if TYPE_CHECKING:
@@ -209,8 +210,10 @@ def _rollout(request: Request, plan: BatchPlan) -> Iterator[Quantity]:
         yield Quantity("rollout: longest row", "tokens", rollout.max_model_len, "" if own else "P + R", given)
         tokens = rollout.max_num_batched_tokens
         yield Quantity("rollout: tokens per forward", "tokens", tokens, "", origin(f"{ROLLOUT}.max_num_batched_tokens"))
-    workers = plan.agent.workers
-    yield Quantity("agent workers", "processes", workers, "", origin(f"{ROLLOUT}.agent.num_workers"))
+    workers, given = plan.agent.workers, origin(f"{ROLLOUT}.agent.num_workers")
+    if request.rollout.engine == "native" and given == DEFAULT:
+        return  # no agents lead its conversations: nobody asked for these numbers
+    yield Quantity("agent workers", "processes", workers, "", given)
     formula = f"⌈S/workers⌉ = ⌈{request.q * request.n}/{workers}⌉"
     yield Quantity("agent workers: trajectories each", "trajectories", plan.agent.trajectories_per_worker, formula, DERIVED)
 

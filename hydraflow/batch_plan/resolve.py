@@ -22,11 +22,12 @@ from functools import partial
 
 from hydraflow.batch_plan import repair, targets
 from hydraflow.batch_plan.device_rules import judge_devices
+from hydraflow.batch_plan.handles import NO_MINI_BATCH
 from hydraflow.batch_plan.layout import Cluster, Layout, ShapeNumbers, placement_of
 from hydraflow.batch_plan.parts import MicroPlan, MicroRequest, Quantity, RolePlan, no_sizes, warmup_steps
 from hydraflow.batch_plan.plans import AgentPlan, AsyncPlan, FilterPlan, RolloutPlan, ValidationPlan
 from hydraflow.batch_plan.quantities import quantities
-from hydraflow.batch_plan.repair import BATCH, Cure, Violation
+from hydraflow.batch_plan.repair import BATCH, MICRO, Cure, Violation
 from hydraflow.batch_plan.request import Request, RoleRequest, read, sizes
 from hydraflow.batch_plan.rules import judge_batches
 from hydraflow.batch_plan.settings import Settings, value_at
@@ -138,7 +139,10 @@ def judge(settings: Settings[PPOConfig], facts: Facts) -> Verdict:
     devices = judge_devices(topology, facts.shapes)
     request, relations = read(settings, devices.layouts, facts.prompts)
     relations = [replace(one, cures=partial(_with_other_steps, one, request)) if one.stage == BATCH else one for one in relations]
-    found = [*devices.violations, *relations, *judge_batches(request)]
+    broken = judge_batches(request)
+    if any(one.stage in (BATCH, MICRO) for one in broken):
+        relations = [one for one in relations if one.rule != NO_MINI_BATCH]  # another rule speaks of the same numbers
+    found = [*devices.violations, *relations, *broken]
     keys = {violation.field for violation in small}
     return Verdict(topology, request, [*small, *(violation for violation in found if violation.field not in keys)])
 

@@ -46,10 +46,10 @@ def print_plan(plan: Explained, *, console: Console | None = None) -> None:
 def plan_table(plan: Explained) -> Table:
     """The quantities as a rich table: name, value, unit, formula with numbers, provenance."""
     table = Table(title="batch plan", title_justify="left", box=SIMPLE_HEAD)
-    table.add_column("quantity")
-    table.add_column("value", justify="right")
+    table.add_column("quantity", overflow="fold")
+    table.add_column("value", justify="right", overflow="fold")
     for name in ("unit", "formula", "from"):
-        table.add_column(name)
+        table.add_column(name, overflow="fold")
     for quantity in plan.quantities:
         table.add_row(quantity.name, str(quantity.value), quantity.unit, quantity.formula, quantity.provenance)
     return table

@@ -1,4 +1,5 @@
-"""Free disk for what the run will write, computed from the plan and the models' shapes: checkpoints and the trained models.
+"""Free disk for what the run will write, computed from the plan and the models' shapes: checkpoints and the trained models; and
+the folder of a recipe.
 
 In: how often and how long checkpoints are kept, sizes of the models, the type in which they are kept. Out: findings.
 Left out on purpose: adapters and their optimizer state, which are small.
@@ -7,16 +8,18 @@ Left out on purpose: adapters and their optimizer state, which are small.
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.checkup.facts import Facts
-from hydraflow.checkup.finding import Finding, ok, problem, warning
+from hydraflow.checkup.finding import Finding, Skip, ok, problem, warning
 from hydraflow.memory.report import size_text
 from hydraflow.memory.shape import ModelShape
 from hydraflow.models.config import ModelConfig
+from hydraflow.recipes import arithmetic
 from hydraflow.schema import PPOConfig
 from hydraflow.trainer.config import TrainerConfig
 from hydraflow.workers.config import ActorConfig, CriticConfig
@@ -48,6 +51,26 @@ def check_disk(facts: Facts) -> Iterator[Finding]:
     folder = Path(trainer.default_local_dir or "runs").expanduser().absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     yield judge(folder, written, free=shutil.disk_usage(existing).free)
+
+
+def check_recipe(facts: Facts) -> Iterator[Finding]:
+    """The folder in which a recipe keeps what it makes: it must be there already, or can be written."""
+    recipe = facts.config.recipe
+    if recipe.name == "none":
+        raise Skip("no recipe is used")
+    folder = arithmetic.cache_folder(recipe, facts.config.trainer.seed)
+    if arithmetic.is_made(folder):
+        yield ok(f"{folder} is made already")
+        return
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        rule = f"{folder} cannot be made ({error.strerror})"
+        yield problem(rule, f"{arithmetic.KEY}=<a folder that you may write to>, or set HYDRAFLOW_CACHE")
+        return
+    yield ok(f"{folder} will be made")
 
 
 def what_is_written(config: PPOConfig, plan: BatchPlan, shape: ModelShape, critic_shape: ModelShape | None) -> list[Written]:

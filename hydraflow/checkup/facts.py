@@ -18,16 +18,17 @@ from hydraflow.checkup import sampling
 from hydraflow.checkup.finding import Skip
 from hydraflow.data.arithmetic import prompt_rows, split_problems
 from hydraflow.data.files import Record, as_paths
-from hydraflow.device import gpu_count, resolve_device
+from hydraflow.device import CPU_PROCESSES, gpu_count, resolve_device
 from hydraflow.errors import ConfigError, Problem
 from hydraflow.memory.shape import ModelShape, read_shape
-from hydraflow.models.cache import cached_snapshot, is_hub_name
+from hydraflow.models.cache import cached_snapshot
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.loading import load_config, load_tokenizer
+from hydraflow.paths import is_hub_name
 from hydraflow.recipes import arithmetic
 from hydraflow.schema import PPOConfig
 from hydraflow.trainer.config import ClusterConfig
-from hydraflow.trainer.machine import CPU_PROCESSES, Machine, resolve_machine
+from hydraflow.trainer.machine import Machine, resolve_machine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase

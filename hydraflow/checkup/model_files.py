@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from hydraflow.checkup.facts import CRITIC, MODEL, Facts
 from hydraflow.checkup.finding import Finding, Skip, note, ok, problem, warning
 from hydraflow.memory.report import size_text
-from hydraflow.models.cache import cached_snapshot, is_hub_name
+from hydraflow.models.cache import cached_snapshot
 from hydraflow.models.config import ModelConfig
+from hydraflow.paths import is_hub_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase

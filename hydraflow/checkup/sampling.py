@@ -102,7 +102,7 @@ def _first_of(file: ParquetFile, path: Path, key: str, group: int, count: int) -
 def _lines(path: Path, key: str) -> list[tuple[int, str]]:
     """(number from 1, text) of every line that is not blank."""
     try:
-        lines = [(number, line) for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1) if line.strip()]
+        lines = [(number, line) for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1) if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError.one(key, path, f"cannot be read: {error}") from error
     if not lines:

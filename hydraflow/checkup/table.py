@@ -77,6 +77,7 @@ CHECKS = (
     Check("open files", limits.check_open_files, fast=True),
     Check("temporary files", limits.check_temporary_files, fast=True),
     Check("disk", disk.check_disk, fast=True),
+    Check("recipe's folder", disk.check_recipe, fast=True),
     Check("ports", network.check_ports, fast=True),
     Check("Ray", network.check_ray, fast=True),
     Check("trackers", trackers.check_trackers, fast=True),

@@ -16,7 +16,7 @@ from hydraflow.compose.patterns import fits
 from hydraflow.engine.config import OptimConfig
 from hydraflow.errors import Problem, shown
 from hydraflow.models.config import ModelConfig
-from hydraflow.schema import PPOConfig, SFTConfig
+from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,12 @@ _ROLES = (
     Idle("critic.**", lambda c: not needs_critic(c), "no critic runs", "critic.enable=true"),
     Idle(
         f"{REF}.**", lambda c: not needs_reference(c), "no reference runs", f"{ACTOR}.use_kl_loss=true or algorithm.use_kl_in_reward=true"
+    ),
+    Idle(
+        f"{REF}.{{fsdp_config.**,megatron.**,device_mapping}}",
+        lambda c: c.actor_rollout_ref.model.lora_rank > 0,
+        f"with {POLICY}.lora_rank above 0 the reference is the actor with its adapters off",
+        f"{POLICY}.lora_rank=0",
     ),
     *_engine(ACTOR, ACTOR, _actor_engine),
     *_engine(REF, ACTOR, _actor_engine),
@@ -231,6 +237,12 @@ _GENERATION = (
         f"{ROLLOUT}.name=vllm",
     ),
     Idle(
+        f"{ROLLOUT}.update_weights_bucket_megabytes",
+        lambda c: c.actor_rollout_ref.rollout.name == "native" and _actor_engine(c) != "megatron",
+        f"{ROLLOUT}.name=native takes weights tensor by tensor",
+        f"{ROLLOUT}.name=vllm",
+    ),
+    Idle(
         f"{ROLLOUT}.n_gpus_per_node",
         lambda c: c.actor_rollout_ref.rollout.nnodes == 0,
         f"{ROLLOUT}.nnodes=0: the rollout shares the trainer's devices",
@@ -268,6 +280,12 @@ _GENERATION = (
         "reward.custom_reward_function.path=...",
     ),
 )
+_FILTERED = Idle(
+    "data.truncation",
+    lambda c: c.data.filter_overlong_prompts,
+    "data.filter_overlong_prompts=true leaves longer prompts out",
+    "data.filter_overlong_prompts=false",
+)
 _RUN = (
     Idle("recipe.*", lambda c: c.recipe.name == "none", "recipe=none makes nothing", "recipe=arithmetic"),
     Idle(
@@ -276,10 +294,17 @@ _RUN = (
         "trainer.total_training_steps is given",
         "trainer.total_training_steps=null",
     ),
+    Idle(
+        "trainer.resume_from_path",
+        lambda c: c.trainer.resume_mode != "resume_path",
+        "trainer.resume_mode is not resume_path",
+        "trainer.resume_mode=resume_path",
+    ),
+    Idle("trainer.restart_backoff", lambda c: c.trainer.max_restarts == 0, "trainer.max_restarts=0", "trainer.max_restarts=3"),
     Idle("ray_init.num_cpus", lambda c: c.ray_init.address != "local", "the running cluster counts its own", "ray_init.address=local"),
 )
 RULES: dict[type, tuple[Idle, ...]] = {
-    PPOConfig: (*_ROLES, *_BATCHES, *_MATHEMATICS, *_GENERATION, *_RUN),
+    PPOConfig: (*_ROLES, *_BATCHES, *_MATHEMATICS, *_GENERATION, _FILTERED, *_RUN),
     SFTConfig: (
         Idle(
             "data.micro_batch_size_per_gpu",
@@ -298,10 +323,23 @@ RULES: dict[type, tuple[Idle, ...]] = {
         Idle("trainer.test_freq", lambda c: not c.data.val_files, "there is no validation without data.val_files", "data.val_files=..."),
         *(rule for rule in _RUN if not rule.pattern.startswith("recipe")),
     ),
+    GenerateConfig: (
+        _FILTERED,
+        Idle(
+            "rollout.{top_k,top_p}",
+            lambda c: c.rollout.temperature == 0,
+            "rollout.temperature=0 takes the most probable token",
+            "rollout.temperature=1.0",
+        ),
+    ),
 }
 """Schema -> rules; of several that hold for a key the first is told. `recipe.name` itself is never without effect."""
 
-PLANNED_ONLY = Idle("cluster.*", lambda c: True, "it describes machines for python -m hydraflow.plan; a run takes those of trainer.*")
+PLANNED_ONLY = (
+    Idle("cluster.*", lambda c: True, "it describes machines for python -m hydraflow.plan; a run takes those of trainer.*"),
+    Idle(f"{ROLLOUT}.agent.*", lambda c: True, "no agents run yet; python -m hydraflow.plan shows what each of them would get"),
+)
+"""Keys that a plan shows and a run has no use for."""
 _DECIDES = {"recipe.name", "critic.enable", "reward.reward_model.enable", "critic.strategy"}
 """Switches that stand in a section of which they decide whether it counts."""
 
@@ -314,7 +352,7 @@ def idle_keys(config: object, given: Iterable[tuple[str, Any]], *, planning: boo
     actor_rollout_ref.actor.kl_loss_coef=0.1: has no effect: actor_rollout_ref.actor.use_kl_loss=false
           -> leave out actor_rollout_ref.actor.kl_loss_coef or actor_rollout_ref.actor.use_kl_loss=true
     """
-    rules = [rule for rule in (*RULES.get(type(config), ()), *(() if planning else (PLANNED_ONLY,))) if rule.when(config)]
+    rules = [rule for rule in (*RULES.get(type(config), ()), *(() if planning else PLANNED_ONLY)) if rule.when(config)]
     for key, value in given:
         rule = next((rule for rule in rules if _covers(rule, key)), None)
         if rule is not None:

@@ -1,48 +1,83 @@
-"""What the batch plan and `runnable.py` say against a configuration, for the report that names every mistake at once.
+"""What each command says against its configuration, for the report that names every mistake at once.
 
-In: a composed configuration and where its values come from. Out: problems. Standard library only, so that nothing waits for torch.
-Left out on purpose: what needs files, models or devices; the jobs look at those.
+In: a composed configuration and where its values come from. Out: problems: files and folders that are not on this machine, broken rules
+of the batch plan, what `runnable.py` names. Standard library only, so that nothing waits for torch.
+Left out on purpose: what is in the files, models and devices; the jobs look at those.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from hydraflow.batch_plan.resolve import resolve_plan
+from hydraflow.batch_plan.roles import needs_critic
 from hydraflow.batch_plan.sft import resolve_sft_plan
 from hydraflow.compose.command import Command
-from hydraflow.device import listed_gpus
+from hydraflow.device import planned_devices
 from hydraflow.errors import ConfigError, Problem
+from hydraflow.models.config import ModelSourceConfig
+from hydraflow.paths import file_problems, model_problems
+from hydraflow.rewards.config import RewardConfig
 from hydraflow.runnable import problems as not_runnable
-from hydraflow.schema import PPOConfig, SFTConfig
-from hydraflow.trainer.config import ClusterConfig, RunConfig
-
-_CPU_PROCESSES = 2
-"""Processes of a machine without GPUs, where the user names no number."""
+from hydraflow.schema import EvalConfig, GenerateConfig, PPOConfig, SFTConfig
+from hydraflow.trainer.config import ClusterConfig
 
 
 def judge_ppo(config: PPOConfig, command: Command) -> Sequence[Problem]:
-    """Broken rules of the batch plan, and what can be planned but not run yet."""
+    """Missing files, broken rules of the batch plan, and what can be planned but not run yet."""
     prompts = config.recipe.train_problems if config.recipe.name != "none" else None
-    not_yet = not_runnable(config)
+    found = [*_missing_for_ppo(config), *not_runnable(config)]
     here = replace(config, cluster=ClusterConfig())  # cluster.* is for python -m hydraflow.plan alone
     try:
-        resolve_plan(here, prompts=prompts, devices_per_node=_devices(config.trainer), origins=command.origins)
+        resolve_plan(here, prompts=prompts, devices_per_node=planned_devices(config.trainer.device), origins=command.origins)
     except ConfigError as error:
-        return [*error.problems, *not_yet]
-    return not_yet
+        return [*error.problems, *found]
+    return found
 
 
 def judge_sft(config: SFTConfig, command: Command) -> Sequence[Problem]:
-    """Broken rules of the batch plan."""
+    """Missing files, and broken rules of the batch plan."""
+    data = config.data
+    found = [*_missing_model(config.model, "model"), *_missing({"data.train_files": data.train_files, "data.val_files": data.val_files})]
     try:
-        resolve_sft_plan(config, conversations=None, devices_per_node=_devices(config.trainer), origins=command.origins)
+        resolve_sft_plan(config, conversations=None, devices_per_node=planned_devices(config.trainer.device), origins=command.origins)
     except ConfigError as error:
-        return error.problems
-    return []
+        return [*error.problems, *found]
+    return found
 
 
-def _devices(trainer: RunConfig) -> int:
-    """Devices of this machine, as far as that is known without asking the driver."""
-    return (0 if trainer.device == "cpu" else listed_gpus()) or _CPU_PROCESSES
+def judge_generate(config: GenerateConfig, command: Command) -> Sequence[Problem]:
+    """Missing files."""
+    return [*_missing_model(config.model, "model"), *_missing({"data.path": config.data.path})]
+
+
+def judge_eval(config: EvalConfig, command: Command) -> Sequence[Problem]:
+    """Missing files."""
+    return [*_missing({"data.path": config.data.path}), *_missing_reward(config.reward)]
+
+
+def _missing_for_ppo(config: PPOConfig) -> Iterator[Problem]:
+    yield from _missing_reward(config.reward)
+    if config.recipe.name != "none":
+        return
+    yield from _missing_model(config.actor_rollout_ref.model, "actor_rollout_ref.model")
+    if needs_critic(config):
+        yield from _missing_model(config.critic.model, "critic.model")
+    files = {"data.val_files": config.data.val_files}
+    yield from _missing(files if config.trainer.val_only else {"data.train_files": config.data.train_files, **files})
+
+
+def _missing_model(model: ModelSourceConfig, field: str) -> Iterator[Problem]:
+    if model.path:
+        yield from model_problems(model.path, f"{field}.path")
+
+
+def _missing_reward(reward: RewardConfig) -> Iterator[Problem]:
+    yield from _missing({"reward.custom_reward_function.path": reward.custom_reward_function.path})
+
+
+def _missing(files: dict[str, object]) -> Iterator[Problem]:
+    for key, named in files.items():
+        if named is not None:
+            yield from file_problems(named, key)

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import hydra
+import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -26,6 +27,7 @@ from hydraflow.compose.command import Command
 from hydraflow.compose.keys import describe
 from hydraflow.compose.loading import VERSION_BASE, Composed, Entry, Judge, finish, register, translated
 from hydraflow.compose.overrides import Prepared, config_folder, groups_in, prepare
+from hydraflow.compose.own_files import missing_files, unreadable
 from hydraflow.compose.verl import config_file
 from hydraflow.errors import ConfigError, HydraflowError, Problem
 
@@ -132,6 +134,8 @@ def _hydra_main(entry: Entry[Config], arguments: Arguments, job: Callable[[Compo
     """Lets Hydra compose and call `job` for each configuration, or do what its options ask for."""
     _take_verls_files(entry, arguments)
     shown = _take_what_to_show(arguments)
+    if missing := missing_files(arguments, config_folder(entry.config_name)):
+        raise ConfigError([*arguments.problems, *missing])
     prepared = prepare(entry.config_name, entry.schema, arguments)
     if prepared.problems and (arguments.multirun or not arguments.runs):
         raise ConfigError(prepared.problems)
@@ -159,8 +163,13 @@ def _words(overrides: list[str] | ListConfig) -> list[str]:
 def _call_hydra(entry: Entry[Any], arguments: Arguments, prepared: Prepared, compose: Callable[[DictConfig], int]) -> None:
     keys = {word.partition("=")[0].lstrip("+") for word in prepared.words}
     quiet = [f"{key}={value}" for key, value in (_QUIET | {"hydra.job.name": entry.config_name}).items() if key not in keys]
-    folder = str(config_folder(entry.config_name))
-    main = hydra.main(version_base=VERSION_BASE, config_path=folder, config_name=entry.config_name)(compose)
+    folder, reached = str(config_folder(entry.config_name)), []
+
+    def composed(config: DictConfig) -> int:
+        reached.append(config)
+        return compose(config)
+
+    main = hydra.main(version_base=VERSION_BASE, config_path=folder, config_name=entry.config_name)(composed)
     completing = arguments.has("--shell-completion", "-sc")
     sys.argv[1:] = [*arguments.options, *(arguments.overrides if completing else [*prepared.words, *quiet])]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints errors itself and ends the process with code 1
@@ -168,6 +177,10 @@ def _call_hydra(entry: Entry[Any], arguments: Arguments, prepared: Prepared, com
         main()
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError([*prepared.problems, *translated(error).problems]) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        if reached:
+            raise  # it is no configuration that could not be read
+        raise ConfigError([*prepared.problems, unreadable(error)]) from error
 
 
 def _take_verls_files(entry: Entry[Any], arguments: Arguments) -> None:

@@ -125,7 +125,8 @@ def finish(
 def translated(error: HydraException | OmegaConfBaseException) -> ConfigError:
     """What Hydra or OmegaConf found, as a problem of the user's."""
     key = getattr(error, "full_key", None) or "configuration"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = str(error).partition("Config search path:")[0]  # which repeats folders that the user did not name
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     return ConfigError.one(key, None, " ".join(line for line in lines if not line.startswith(("full_key:", "object_type="))))
 
 

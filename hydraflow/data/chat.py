@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 Messages = list[dict[str, Any]]
 
+TEMPLATE_FAULTS = (TypeError, ValueError, KeyError, AttributeError)
+"""What the code of a template may raise besides Jinja's own errors: it computes with messages and with template_kwargs."""
+
 
 def as_messages(record: Record, column: str) -> Messages:
     """The messages in `column`; a plain string is one user message. Raises `ConfigError` naming the row.
@@ -27,13 +30,13 @@ def as_messages(record: Record, column: str) -> Messages:
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value or not all(_is_message(m) for m in value):
-        rule = f"column {column} must be a string or a list of messages with role and content, not {str(value)[:80]}"
+        rule = f"column {column} must be a string or a list of messages with a role and a text as content, not {str(value)[:80]}"
         raise ConfigError([record.problem(rule)])
     return [{name: part for name, part in message.items() if part is not None} for message in value]
 
 
 def _is_message(value: Any) -> bool:
-    return isinstance(value, Mapping) and isinstance(value.get("role"), str) and value.get("content") is not None
+    return isinstance(value, Mapping) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
 
 
 def require_template(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -59,11 +62,11 @@ def tokenise_chats(
         return []
     try:
         return cast("list[list[int]]", tokenizer.apply_chat_template(list(chats), **options))
-    except TemplateError:
+    except (TemplateError, *TEMPLATE_FAULTS):
         # The batch does not say which chat it was: go through them one by one.
         for chat, record in zip(chats, records, strict=True):
             try:
                 tokenizer.apply_chat_template(chat, **options)
-            except TemplateError as error:
+            except (TemplateError, *TEMPLATE_FAULTS) as error:
                 raise ConfigError([record.problem(f"the chat template refuses it: {error}")]) from error
         raise

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hydraflow.errors import ConfigError, Problem
+from hydraflow.paths import file_problems, listed
 
 SHOWN_PROBLEMS = 5
 
@@ -53,15 +54,9 @@ def read_records(
 
 def as_paths(files: Any, key: str) -> list[Path]:
     """`files` as a list of paths that exist. Raises `ConfigError` naming `key`, with every missing file at once."""
-    if isinstance(files, str | Path):
-        files = [files]
-    if not isinstance(files, Sequence) or not files or not all(isinstance(f, str | Path) for f in files):
-        raise ConfigError.one(key, files, "must be a Parquet or JSONL file, or a list of them", f"{key}=/path/to/file.parquet")
-    paths = [Path(f).expanduser() for f in files]
-    problems = [Problem(key, p, "is a folder, not a file" if p.is_dir() else "no such file") for p in paths if not p.is_file()]
-    if problems:
+    if problems := file_problems(files, key):
         raise ConfigError(problems)
-    return paths
+    return listed(files) or []
 
 
 def require_columns(records: Sequence[Record], columns: Sequence[str]) -> None:
@@ -122,7 +117,7 @@ def _parquet_rows(path: Path, key: str) -> list[dict[str, Any]]:
 def _json_rows(path: Path, key: str) -> Iterator[dict[str, Any]]:
     """One JSON object a line; blank lines are skipped."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError.one(key, path, f"cannot be read: {error}") from error
     for number, line in enumerate(lines, 1):

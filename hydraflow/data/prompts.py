@@ -97,7 +97,7 @@ def _limit_lengths(ids: list[list[int]], records: Sequence[Record], config: Prom
     if config.filter_overlong_prompts:
         return ids
     if config.truncation == "error":
-        remedy = f"data.max_prompt_length={max(map(len, ids))}, data.filter_overlong_prompts=true or data.truncation=left"
+        remedy = f"data.max_prompt_length={max(map(len, ids))} or data.filter_overlong_prompts=true or data.truncation=left"
         long = [(len(tokens), record) for tokens, record in zip(ids, records, strict=True) if len(tokens) > limit]
         raise_problems([r.problem(f"the prompt has {n} tokens, more than data.max_prompt_length={limit}", remedy) for n, r in long])
     return [truncate(tokens, limit, config.truncation) for tokens in ids]

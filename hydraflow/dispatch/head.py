@@ -1,6 +1,6 @@
 """Ray's head process (its control service): whether it still answers, and an end without it.
 
-In: its address. Out: EnvironmentFault soon after it has gone. Without this a run would work on until its next request to it, and Ray
+In: its address. Out: HeadLost soon after it has gone. Without this a run would work on until its next request to it, and Ray
 would end the controller after a minute, with exit code 1 and all other processes left behind.
 """
 
@@ -21,6 +21,10 @@ PATIENCE = 8.0
 """Seconds without an answer after which it counts as gone."""
 
 
+class HeadLost(EnvironmentFault):
+    """Ray's control service is gone, and with it every worker sooner or later."""
+
+
 class Head:
     """The control service of the cluster that this process has joined."""
 
@@ -36,7 +40,7 @@ class Head:
         return cls(ray.get_runtime_context().gcs_address)
 
     def look(self) -> None:
-        """Raises EnvironmentFault when the service has been silent for PATIENCE seconds; does nothing most of the time."""
+        """Raises HeadLost when the service has been silent for PATIENCE seconds; does nothing most of the time."""
         now = time.monotonic()
         if now < self._next:
             return
@@ -45,7 +49,7 @@ class Head:
             self._heard = now
         elif now - self._heard > PATIENCE:
             self.is_gone = True
-            raise EnvironmentFault(
+            raise HeadLost(
                 f"Ray's control service (gcs_server) at {self.address} has not answered for {now - self._heard:.0f} seconds: "
                 "it was killed, or its machine is gone. Start the same command again to go on from the last checkpoint."
             )

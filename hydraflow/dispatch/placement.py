@@ -19,7 +19,7 @@ from hydraflow.dispatch.worker import Seat
 from hydraflow.errors import ConfigError, Problem
 
 log = logging.getLogger(__name__)
-_REMEDY = "ask for fewer processes or nodes, or add machines to the Ray cluster"
+_REMEDY = "ask for fewer processes (trainer.n_gpus_per_node), or add machines to the Ray cluster"
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,7 @@ def shortfall(pools: Sequence[ResourcePool], nodes: Sequence[Mapping[str, float]
 
     nodes: total resources of each node ("CPU", "GPU").
     """
-    problems = [
-        Problem(f"resource pool {pool.name}", list(pool.processes_on_nodes), f"needs {need} nodes, the cluster has {len(nodes)}", _REMEDY)
-        for pool in pools
-        if (need := len(pool.processes_on_nodes)) > len(nodes)
-    ]
+    problems = [_too_few_nodes(pool, len(nodes)) for pool in pools if len(pool.processes_on_nodes) > len(nodes)]
     for kind in ("CPU", "GPU"):
         amounts = [node.get(kind, 0.0) for node in nodes]
         needs = {pool.name: [node.get(kind, 0.0) for node in pool.demand()] for pool in pools}
@@ -87,6 +83,12 @@ def shortfall(pools: Sequence[ResourcePool], nodes: Sequence[Mapping[str, float]
             if max(need) > max(amounts)
         ]
     return problems
+
+
+def _too_few_nodes(pool: ResourcePool, nodes: int) -> Problem:
+    rule = f"needs {len(pool.processes_on_nodes)} nodes, the cluster has {nodes}"
+    remedy = f"trainer.nnodes={nodes} or ray_init.address=auto, where a Ray cluster of enough machines is running"
+    return Problem(f"resource pool {pool.name}", None, rule, remedy)
 
 
 @dataclass(frozen=True)

@@ -40,19 +40,28 @@ def start_ray(config: RayInitConfig, cpus: float, gpus: int | None = None) -> bo
 
     cpus: logical CPUs that the pools need; a local cluster counts at least so many, whatever the machine has.
     gpus: GPUs that a local cluster counts; None: all that Ray finds. ConfigError when there is no cluster at the address.
+    The processes of a local cluster are deaf to SIGUSR1, with which Slurm warns every process of a step: only this one shall act on it.
     """
     if ray.is_initialized():
         return False
     handler = signal.getsignal(signal.SIGTERM)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    try:
+        _start(config, cpus, gpus)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    if threading.current_thread() is threading.main_thread():
+        # ray.init puts its own handler in place of the one with which a run saves before it ends.
+        signal.signal(signal.SIGTERM, handler)
+    return True
+
+
+def _start(config: RayInitConfig, cpus: float, gpus: int | None) -> None:
     quiet: dict[str, Any] = dict(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     if config.address == "local":
         ray.init(address="local", num_cpus=_local_cpus(config, math.ceil(cpus)), num_gpus=gpus, **quiet)
     else:
         _join(config.address, quiet)
-    if threading.current_thread() is threading.main_thread():
-        # ray.init puts its own handler in place of the one with which a run saves before it ends.
-        signal.signal(signal.SIGTERM, handler)
-    return True
 
 
 def _local_cpus(config: RayInitConfig, needed: int) -> int:

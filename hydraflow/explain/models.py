@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from hydraflow.batch_plan.layout import ShapeNumbers
 from hydraflow.batch_plan.roles import needs_critic
 from hydraflow.memory.shape import ModelShape, read_shape, shape_of
-from hydraflow.models.cache import cached_snapshot, is_hub_name
+from hydraflow.models.cache import cached_snapshot
 from hydraflow.models.config import ModelSourceConfig
 from hydraflow.models.tiny import config_values, vocabulary
+from hydraflow.paths import is_hub_name
 from hydraflow.schema import PPOConfig
 
 SIZES = "hidden_size, num_hidden_layers, num_attention_heads, intermediate_size and vocab_size"

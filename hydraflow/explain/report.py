@@ -18,7 +18,7 @@ from hydraflow.batch_plan.generate import GeneratePlan, resolve_generate_plan
 from hydraflow.batch_plan.resolve import BatchPlan, resolve_plan
 from hydraflow.batch_plan.sft import SFTPlan, resolve_sft_plan
 from hydraflow.compose.command import Command, Counts
-from hydraflow.device import listed_gpus
+from hydraflow.device import planned_devices
 from hydraflow.errors import ConfigError, Problem
 from hydraflow.explain.counts import Count, count_rows, missing_notes
 from hydraflow.explain.models import Models, find_models, find_shape, numbers
@@ -30,10 +30,6 @@ from hydraflow.memory.estimate import estimate
 from hydraflow.memory.limits import limits_of
 from hydraflow.memory.report import MemoryReport
 from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
-from hydraflow.trainer.config import RunConfig
-
-CPU_PROCESSES = 2
-"""Worker processes on a machine without GPUs when the user names no number."""
 
 Result = TypeVar("Result")
 
@@ -148,7 +144,7 @@ def _sft_report(config: SFTConfig, command: Command) -> Report:
         lambda: resolve_sft_plan(
             config,
             conversations=rows.rows,
-            devices_per_node=_devices_per_node(config.trainer),
+            devices_per_node=planned_devices(config.trainer.device),
             origins=command.origins,
             shape=numbers(shape),
         )
@@ -165,7 +161,7 @@ def _generate_report(config: GenerateConfig, command: Command) -> Report:
     rows = faults.count(data.path, key="data.path", limit=data.max_samples, filtered=data.filter_overlong_prompts)
     plan = faults.guard(
         lambda: resolve_generate_plan(
-            config, prompts=rows.rows, devices_per_node=_devices_per_node(config.trainer), origins=command.origins
+            config, prompts=rows.rows, devices_per_node=planned_devices(config.trainer.device), origins=command.origins
         )
     )
     if plan is None or faults.problems:
@@ -195,12 +191,6 @@ def _simple_report(
         counts=command.counts,
         step=step,
     )
-
-
-def _devices_per_node(trainer: RunConfig) -> int:
-    """Devices of a machine that `trainer.*` does not describe: this one's."""
-    gpus = 0 if trainer.device == "cpu" else listed_gpus()
-    return gpus or CPU_PROCESSES
 
 
 def _prompt_counts(config: PPOConfig, faults: _Faults) -> tuple[Count, Count]:

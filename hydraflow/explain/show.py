@@ -63,16 +63,17 @@ def _show_memory(console: Console, memory: MemoryReport) -> None:
 
 
 def _role_table(memory: MemoryReport) -> Table:
-    """One row per role: what it holds on each of its devices."""
+    """One column per role, which fits a narrow terminal: what it holds on each of its devices."""
     used = [part for part in memory.roles[0].parts if any(role.parts[part] for role in memory.roles)]
     table = Table(box=SIMPLE_HEAD)
     table.add_column("role")
-    table.add_column("moment")
-    for name in ("devices", *used, "total"):
-        table.add_column(name.replace("_", " "), justify="right")
     for role in memory.roles:
-        sizes = [size_text(role.parts[part]) if role.parts[part] else "-" for part in used]
-        table.add_row(role.role, role.peak_phase.replace("_", " "), str(role.devices), *sizes, size_text(role.total))
+        table.add_column(role.role.replace("_", " "), justify="right", overflow="fold")
+    table.add_row("moment", *(role.peak_phase.replace("_", " ") for role in memory.roles))
+    table.add_row("devices", *(str(role.devices) for role in memory.roles))
+    for part in used:
+        table.add_row(part.replace("_", " "), *(size_text(role.parts[part]) if role.parts[part] else "-" for role in memory.roles))
+    table.add_row("total", *(size_text(role.total) for role in memory.roles))
     return table
 
 

@@ -38,6 +38,8 @@ class Restarts:
     done: int = 0
     folder: RunFolder | None = None
     """Where the run is; None: it has not begun."""
+    told_to_stop: bool = False
+    """Whether a signal asked the run to end before its worker failed; the same signal may have ended the worker."""
     started: float = field(default_factory=time.monotonic)
 
     def pause(self) -> float:
@@ -45,8 +47,8 @@ class Restarts:
         return min(LONGEST_PAUSE, self.trainer.restart_backoff * 2**self.done)
 
     def require_another(self, error: WorkerError) -> None:
-        """Raises the error where there is no restart left, no run to go on with, or no time."""
-        if self.folder is None or not self.trainer.max_restarts:
+        """Raises the error where there is no restart left, no run to go on with, no time, or where the run was told to stop."""
+        if self.folder is None or not self.trainer.max_restarts or self.told_to_stop:
             raise error
         if self.done >= self.trainer.max_restarts:
             logger.warning("trainer.max_restarts=%d restarts are used up", self.trainer.max_restarts)

@@ -20,6 +20,7 @@ from hydraflow.trainer.checkpoint_store import BEST, CheckpointStore
 from hydraflow.trainer.config import LoopConfig
 from hydraflow.trainer.loop import DONE
 from hydraflow.trainer.resume import Resumption, Wanted, find, newest
+from hydraflow.trainer.run_state import RunState
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,8 @@ def _lies_in(checkpoint: Path, folder: Path) -> bool:
 def _cut_off(trainer: LoopConfig, wanted: Wanted) -> RunStart | None:
     """The newest run of this experiment that ended before its end."""
     for folder in RunFolder.of_experiment(trainer.experiment_name):
+        if not _may_go_on(folder, wanted):
+            continue
         try:
             lock = RunLock(folder.path, field=FIELD)
         except ConfigError:
@@ -101,6 +104,19 @@ def _cut_off(trainer: LoopConfig, wanted: Wanted) -> RunStart | None:
             return start
         lock.release()
     return None
+
+
+def _may_go_on(folder: RunFolder, wanted: Wanted) -> bool:
+    """What the newest checkpoint says of itself: to verify it is to read all of it, which old runs are not worth."""
+    store = CheckpointStore(folder.path)
+    if not store.steps():
+        return False
+    try:
+        state = RunState.read(store.path(store.steps()[-1]))
+    except (OSError, ValueError, TypeError):
+        return True  # damaged; there may be a whole one before it
+    why, steps = folder.ended_with()
+    return not wanted.identity.differences(state.configuration, where="") and not (why == DONE and steps >= wanted.total_steps)
 
 
 def _start_in(folder: RunFolder, lock: RunLock, wanted: Wanted) -> RunStart | None:

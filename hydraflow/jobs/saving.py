@@ -1,4 +1,4 @@
-"""What a job saves and brings back besides its models: data order, KL controller, identity.
+"""What a job saves and brings back besides its models: data order, KL controller, skipped steps, identity.
 
 In: a job's parts. Out: its `Checkpointer`, and a report of what was restored. Serves `ppo.py` and `sft.py`.
 """
@@ -23,6 +23,7 @@ from hydraflow.trainer.resume import Wanted, load_roles
 from hydraflow.trainer.run_state import RunState
 from hydraflow.workers.advantage import AdvantageWorker
 from hydraflow.workers.config import CheckpointConfig
+from hydraflow.workers.engine_worker import EngineWorker
 
 
 def ppo_roles(config: PPOConfig, *, critic: bool) -> dict[str, RoleCheckpoints]:
@@ -104,6 +105,8 @@ class Saving:
             return
         told = load_roles(found, self.groups, self.wanted.roles)
         told.append(f"data: {self.loader.position} of {len(self.loader)} batches of epoch {self.loader.epoch + 1} are done")
+        for name, in_a_row in found.state.skipped_in_a_row.items():
+            self.groups[name].call(EngineWorker.count_skipped_from, in_a_row)
         if self.advantage is not None and found.state.kl:
             self.advantage.call(AdvantageWorker.load_state_dict, found.state.kl)
             told.append(f"KL controller: coefficient {found.state.kl['value']:g}")
@@ -121,6 +124,7 @@ class Saving:
             configuration=self.wanted.identity.values,
             configuration_hash=self.wanted.identity.hash,
             kl=self.advantage.call(AdvantageWorker.state_dict) if self.advantage is not None else {},
+            skipped_in_a_row={name: group.call(EngineWorker.skipped_in_a_row) for name, group in self.groups.items()},
             origin=self._origin(),
         )
         return state.to_json()

@@ -6,6 +6,7 @@ run folder holds metrics, curve and summary. Nothing is written before `begin`, 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict
 from types import TracebackType
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.runtime import Runtime
-from hydraflow.errors import HydraflowError
+from hydraflow.errors import EnvironmentFault, HydraflowError, WorkerError
 from hydraflow.jobs import run_start
 from hydraflow.jobs.restarts import Restarts
 from hydraflow.jobs.run_start import RunStart
@@ -33,6 +34,8 @@ from hydraflow.trainer.signals import StopSignals
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+logger = logging.getLogger(__name__)
 
 
 class Plan(Protocol):
@@ -122,11 +125,18 @@ class Session:
             self._trackers.close()
         if self._runtime is not None:
             self._runtime.stop()
-        if self._trackers is not None:
+        try:
             self._summarise()
-        if self._start is not None:
-            self._leave(self._start, preempted=error is None and self.clock.preempted and self.why != DONE)
-        self.signals.__exit__(kind, error, trace)
+        except EnvironmentFault as unwritten:
+            if error is None:
+                raise
+            logger.error("%s", unwritten)  # what ended the run is told last
+        finally:
+            if self._start is not None:
+                failed = error is not None and not isinstance(error, WorkerError)  # a signal to all processes ends workers, too
+                self._leave(self._start, preempted=self.clock.preempted and self.why != DONE and not failed)
+            self.restarts.told_to_stop = self.clock.preempted
+            self.signals.__exit__(kind, error, trace)
 
     def _leave(self, start: RunStart, *, preempted: bool) -> None:
         if preempted:
@@ -134,6 +144,8 @@ class Session:
         start.lock.release()
 
     def _summarise(self) -> None:
+        if self._trackers is None:
+            return
         summary = summarise(self.folder.path, seconds=self._seconds_before + self.clock.seconds(), why_it_ended=self.why)
         self.folder.write_summary(summary)
         draw_curve(self.folder.path, self.folder.curve, title=self.trainer.experiment_name)

@@ -9,15 +9,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from hydraflow.device import cgroup_folders, cpu_has_bf16, listed_gpus
+from hydraflow.device import CPU_PROCESSES, cgroup_folders, cpu_has_bf16, listed_gpus
 from hydraflow.engine.config import FSDPConfig
 from hydraflow.schema import PPOConfig
 from hydraflow.trainer.config import ClusterConfig, RunConfig
 
 GIB = 2**30
 _BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-_CPU_PROCESSES = 2
-"""As `trainer/machine.py`: processes on a CPU when no number is given."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ def machine_limits(trainer: RunConfig, cluster: ClusterConfig) -> Limits:
     return Limits(
         device_type=device_type,
         device_name=cluster.device or device_type,
-        devices_per_node=next((count for count in asked if count and count > 0), _CPU_PROCESSES),
+        devices_per_node=next((count for count in asked if count and count > 0), CPU_PROCESSES),
         device_bytes=None if device is None else int(device),
         host_bytes=None if host is None else int(host),
         half=device_type != "cpu" or cpu_has_bf16(),

@@ -192,7 +192,7 @@ def read_shape(model: ModelSourceConfig, *, field: str = "actor_rollout_ref.mode
 
     Raises ConfigError for a config.json that cannot be read or lacks sizes.
     """
-    file = Path(model.path or "") / "config.json"
+    file = Path(model.path or "").expanduser() / "config.json"
     if model.path and file.is_file():
         try:
             found = json.loads(file.read_text(encoding="utf-8"))

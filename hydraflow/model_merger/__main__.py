@@ -1,22 +1,26 @@
 """python -m hydraflow.model_merger merge|test|info|split: sharded checkpoints to Hugging Face directories and back.
 
 In: the command line. Out: the exit code: 0 done, 1 `test` found a difference or `info` a missing part, 2 a mistake found
-before anything was written, 3 a fault found later.
+before anything was written, 3 a fault found later, 130 interrupted.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from hydraflow.errors import ConfigError, HydraflowError
+from hydraflow.errors import ConfigError, EnvironmentFault, HydraflowError
 from hydraflow.model_merger import arguments
 
 if TYPE_CHECKING:
     from hydraflow.model_merger.outputs import Wishes
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,6 +31,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HydraflowError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        print(error, file=sys.stderr)
+        return EnvironmentFault.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 def _merge(args: Namespace) -> int:
@@ -36,7 +46,7 @@ def _merge(args: Namespace) -> int:
         raise ConfigError.one("--private", None, "is about an upload, and there is none", "--hf_upload_path <repository>")
     upload = Upload(args.hf_upload_path, args.private) if args.hf_upload_path is not None else None
     options = dict(backend=args.backend, most_bytes=args.max_shard_size, overwrite=args.overwrite)
-    print("\n".join(merge(args.local_dir, args.target_dir, wishes=_wishes(args), upload=upload, **options)))
+    _print("\n".join(merge(args.local_dir, args.target_dir, wishes=_wishes(args), upload=upload, **options)))
     return 0
 
 
@@ -44,7 +54,7 @@ def _test(args: Namespace) -> int:
     from hydraflow.model_merger.compare import compare
 
     found = compare(args.local_dir, args.test_hf_dir, backend=args.backend, wishes=_wishes(args))
-    print("\n".join(found.lines()))
+    _print("\n".join(found.lines()))
     return 0 if found.same else 1
 
 
@@ -52,7 +62,7 @@ def _info(args: Namespace) -> int:
     from hydraflow.model_merger.info import facts_of, lines
 
     facts = facts_of(args.local_dir, args.backend, verify=args.verify)
-    print(json.dumps(facts, indent=2) if args.json else "\n\n".join("\n".join(lines(model)) for model in facts))
+    _print(json.dumps(facts, indent=2) if args.json else "\n\n".join("\n".join(lines(model)) for model in facts))
     return 1 if any(model["problems"] for model in facts) else 0
 
 
@@ -60,8 +70,16 @@ def _split(args: Namespace) -> int:
     from hydraflow.model_merger.split import split
 
     names = ("world_size", "layout", "dtype", "is_value_model", "trust_remote_code", "overwrite")
-    print("\n".join(split(args.hf_dir, args.target_dir, **{name: getattr(args, name) for name in names})))
+    _print("\n".join(split(args.hf_dir, args.target_dir, **{name: getattr(args, name) for name in names})))
     return 0
+
+
+def _print(text: str) -> None:
+    """Prints what may be long; a reader such as `head` may close the pipe before its end."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains again when it ends
 
 
 def _wishes(args: Namespace) -> Wishes:

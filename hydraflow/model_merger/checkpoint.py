@@ -69,7 +69,7 @@ def open_checkpoint(path: str | Path, backend: str = "auto") -> Checkpoint:
     """
     from hydraflow.model_merger import dcp, verl
 
-    directory = model_directory(Path(path))
+    directory = model_directory(Path(path).expanduser())
     if backend == "megatron" or (backend == "auto" and _is_megatron(directory)):
         rule = "Megatron's distributed checkpoints cannot be read yet"
         raise ConfigError.one("--backend" if backend == "megatron" else str(directory), backend, rule, "--backend fsdp")

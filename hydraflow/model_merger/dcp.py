@@ -3,7 +3,7 @@
 In: a model's directory. Out: a `Checkpoint` whose tensors know the files, offsets and lengths of their pieces.
 The index `.metadata` is a pickle of a protocol that torch's weights_only reader does not know; it is read by a stricter rule:
 every type that it may name becomes an inert `Record`, anything else is refused.
-Left out on purpose: optimizer states, which are counted but not read; writing (`split_dcp.py`).
+Left out on purpose: optimizer states, which are counted but not read; writing (`split.py`).
 """
 
 from __future__ import annotations
@@ -51,9 +51,18 @@ def is_dcp(directory: Path) -> bool:
 
 def read(directory: Path) -> Checkpoint:
     """See the module. Raises ConfigError when the index cannot be read."""
+    index = _read_index(directory / "dcp" / INDEX)
+    try:
+        return _checkpoint(directory, index)
+    except ConfigError:
+        raise
+    except (AttributeError, TypeError, ValueError, IndexError) as error:  # a record without what an index says of every tensor
+        raise ConfigError.one(str(directory / "dcp" / INDEX), None, f"is damaged: {error or type(error).__name__}") from error
+
+
+def _checkpoint(directory: Path, index: Any) -> Checkpoint:
     facts = read_json(directory / FACTS)
     folder = directory / "dcp"
-    index = _read_index(folder / INDEX)
     places: dict[str, dict[Shape, Any]] = {}
     for key, place in index.storage_data.items():
         places.setdefault(key.fqn, {})[tuple(key.offset or ())] = place
@@ -125,7 +134,7 @@ def _read_index(file: Path) -> Any:
     try:
         with file.open("rb") as opened:
             index = _IndexReader(opened).load()
-    except (pickle.UnpicklingError, EOFError, ValueError, AttributeError, TypeError, IndexError, KeyError) as error:
+    except (pickle.UnpicklingError, EOFError, ValueError, AttributeError, TypeError, LookupError, MemoryError, OverflowError) as error:
         raise ConfigError.one(str(file), None, f"is no index of a distributed checkpoint: {error}") from error
     if not hasattr(index, "state_dict_metadata") or not hasattr(index, "storage_data"):
         raise ConfigError.one(str(file), None, f"holds a {type(index).__name__}, not the index of a distributed checkpoint")

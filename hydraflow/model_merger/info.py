@@ -90,7 +90,8 @@ def _missing_from_manifest(directory: Path) -> list[str]:
     """Files of this model that the step's manifest names and that are gone or of another size."""
     step = directory.parent
     told = []
-    for name, entry in (read_json(step / MANIFEST).get("files") or {}).items():
+    files = read_json(step / MANIFEST).get("files")
+    for name, entry in files.items() if isinstance(files, dict) else ():
         file = step / name
         if not name.startswith(f"{directory.name}/"):
             continue

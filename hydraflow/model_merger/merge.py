@@ -51,7 +51,7 @@ def merge(
     nbytes = sum(form.nbytes for form in forms.values())
     if upload is not None:
         _make_repo(upload)
-    with target.unfinished(Path(target_dir), nbytes=nbytes, overwrite=overwrite) as folder:
+    with target.unfinished(Path(target_dir), outputs.checkpoint.huggingface, nbytes=nbytes, overwrite=overwrite) as folder:
         writer = Writer(folder, forms, most_bytes=most_bytes)
         with bar("merging", nbytes) as advance:
             for name, blocks in outputs.tensors():
@@ -94,24 +94,29 @@ def _counted(blocks: Iterator[torch.Tensor], advance: Advance) -> Iterator[torch
 def _make_repo(upload: Upload) -> None:
     """Before the work, so that a missing right is known before it."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
     try:
         HfApi().create_repo(repo_id=upload.repo, private=upload.private, exist_ok=True)
-    except (HfHubHTTPError, LocalTokenNotFoundError, OSError, ValueError) as error:
+    except _hub_errors() as error:
         raise EnvironmentFault(f"--hf_upload_path={upload.repo}: the hub refuses it: {_first_line(error)}") from error
 
 
 def _send(upload: Upload, folder: Path) -> str:
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
 
     try:
         HfApi().upload_folder(folder_path=str(folder), repo_id=upload.repo, repo_type="model")
-    except (HfHubHTTPError, OSError) as error:
+    except _hub_errors() as error:
         again = f"hf upload {upload.repo} {folder}"
         raise EnvironmentFault(f"{folder} is merged, but the upload failed: {_first_line(error)}\n      -> {again}") from error
     return f"uploaded to {upload.repo}"
+
+
+def _hub_errors() -> tuple[type[Exception], ...]:
+    """What the hub's client raises. Its base classes are OSError and that of the HTTP library beneath it, which versions differ in."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return *HfHubHTTPError.__bases__, ValueError
 
 
 def _first_line(error: BaseException) -> str:

@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -55,7 +56,10 @@ class Form:
 def read_directory(directory: Path, *, field: str) -> dict[str, StoredTensor]:
     """All tensors of a directory. Raises ConfigError, under the name `field`, when there are none or a file is broken."""
     if (directory / INDEX).is_file():
-        files = sorted(set(read_json(directory / INDEX).get("weight_map", {}).values()))
+        named = read_json(directory / INDEX).get("weight_map")
+        if not isinstance(named, dict):
+            raise ConfigError.one(str(directory / INDEX), None, "names no files: it has no weight_map")
+        files = sorted(set(named.values()))
     else:
         files = [SINGLE] if (directory / SINGLE).is_file() else sorted(file.name for file in directory.glob("*.safetensors"))
     if not files:
@@ -84,12 +88,23 @@ def read_file(file: Path) -> Iterator[StoredTensor]:
             continue
         if not isinstance(entry, dict) or entry.get("dtype") not in DTYPES:
             raise ConfigError.one(str(file), None, f"{name} is of a type that cannot be read: {entry}")
-        begin, end = (8 + length + offset for offset in entry["data_offsets"])
-        if end > size:
-            raise ConfigError.one(str(file), None, f"is cut short: {size} of at least {end} bytes")
-        shape = tuple(entry["shape"])
-        piece = Piece((0,) * len(shape), shape, Extent(file, begin, end - begin))
-        yield StoredTensor(name, DTYPES[entry["dtype"]], shape, (piece,))
+        form, begin = _form(file, name, entry)
+        begin += 8 + length
+        if begin + form.nbytes > size:
+            raise ConfigError.one(str(file), None, f"is cut short: {size} of at least {begin + form.nbytes} bytes")
+        piece = Piece((0,) * len(form.shape), form.shape, Extent(file, begin, form.nbytes))
+        yield StoredTensor(name, form.dtype, form.shape, (piece,))
+
+
+def _form(file: Path, name: str, entry: Mapping[str, Any]) -> tuple[Form, int]:
+    """What a header says of a tensor, and where its numbers begin behind the header."""
+    try:
+        form, (begin, end) = Form(DTYPES[entry["dtype"]], tuple(entry["shape"])), entry["data_offsets"]
+        if begin >= 0 and end - begin == form.nbytes and all(size >= 0 for size in form.shape):
+            return form, begin
+    except (KeyError, TypeError, ValueError):
+        pass
+    raise ConfigError.one(str(file), None, f"{name} cannot be what the header says: {dict(entry)}")
 
 
 class Writer:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from hydraflow.errors import ConfigError
+from hydraflow.errors import ConfigError, Problem
 from hydraflow.model_merger import dcp, target, verl
 from hydraflow.model_merger.outputs import DTYPES
 from hydraflow.model_merger.progress import Advance, bar
@@ -32,6 +33,7 @@ from hydraflow.models import loading
 from hydraflow.models.config import ModelSourceConfig
 
 LAYOUTS = ("hydraflow", "verl")
+_FIELD = "--hf_dir"
 _PREFIX = {"policy": "lm.", "value": ""}
 """What hydraflow's trainer has in front of Hugging Face's names (`models/heads.py`)."""
 
@@ -50,13 +52,17 @@ def split(
     """Splits, and returns what was done in lines for the user. Raises ConfigError before anything is written."""
     if world_size < 1:
         raise ConfigError.one("--world_size", world_size, "must be at least 1", "--world_size 1")
-    source = Path(hf_dir)
+    source = Path(hf_dir).expanduser()
     if not (source / "config.json").is_file():
         raise ConfigError.one("--hf_dir", hf_dir, "is no Hugging Face directory: there is no config.json in it")
+    target.require_free(Path(target_dir), source, overwrite=overwrite)
     head = "value" if is_value_model else "policy"
-    weights = _read(source, dtype, head, trust_remote_code)
+    try:
+        weights = _read(source, dtype, head, trust_remote_code)
+    except ConfigError as error:
+        raise ConfigError([_in_flags(problem) for problem in error.problems]) from error
     nbytes = sum(tensor.nbytes for tensor in weights.values())
-    with target.unfinished(Path(target_dir), nbytes=nbytes, overwrite=overwrite) as folder, bar("splitting", nbytes) as advance:
+    with target.unfinished(Path(target_dir), source, nbytes=nbytes, overwrite=overwrite) as folder, bar("splitting", nbytes) as advance:
         if layout == "verl":
             _write_verl(folder, weights, world_size, advance)
         else:
@@ -67,12 +73,18 @@ def split(
 
 def _read(source: Path, dtype: str, head: str, trust: bool) -> dict[str, torch.Tensor]:
     model = ModelSourceConfig(path=str(source), trust_remote_code=trust)
-    config = loading.load_config(model, field="--hf_dir")
+    config = loading.load_config(model, field=_FIELD)
     own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     kept = DTYPES.get(dtype, own)
     shape = loading.empty_model(config, model, head=head, dtype=kept, attention="eager", chunk_tokens=1)
-    weights = loading.read_weights(config, model, head=head, dtype=kept, field="--hf_dir")
+    weights = loading.read_weights(config, model, head=head, dtype=kept, field=_FIELD)
     return {name: weights[name] for name in (name.removeprefix(shape.prefix) for name in shape.state_dict())}
+
+
+def _in_flags(problem: Problem) -> Problem:
+    """A problem with the model in the words of this command: elsewhere `path` and `trust_remote_code` are keys below the model's."""
+    remedy = problem.remedy.replace(f"{_FIELD}.trust_remote_code=true", "--trust-remote-code")
+    return replace(problem, field=problem.field.removesuffix(".path"), remedy=remedy)
 
 
 def _shards(tensor: torch.Tensor, world_size: int) -> Iterator[tuple[int, torch.Tensor]]:

@@ -22,33 +22,34 @@ from hydraflow.model_merger.architecture import Architecture
 from hydraflow.model_merger.checkpoint import UNFINISHED, read_json
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".safetensors.index.json", ".bin.index.json")
+_MARKS = ("config.json", "huggingface")
+"""One of these is in every directory that a command here makes; others are not replaced."""
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 @contextmanager
-def unfinished(target: Path, *, nbytes: int, overwrite: bool) -> Iterator[Path]:
+def unfinished(target: Path, source: Path, *, nbytes: int, overwrite: bool) -> Iterator[Path]:
     """A directory to write into, which gets the name `target` at the end; on any failure it is removed.
 
-    Raises ConfigError when `target` is taken or the disk has less than `nbytes` left, EnvironmentFault when it fills up.
+    source: the directory that is read. Raises ConfigError when `target` cannot be made or replaced or the disk has less than
+    `nbytes` left, EnvironmentFault when something goes wrong on the disk later.
     """
-    target = target.absolute()
-    if target.exists() and not target.is_dir():
-        raise ConfigError.one("--target_dir", str(target), "is a file")
-    if target.is_dir() and any(target.iterdir()) and not overwrite:
-        raise ConfigError.one("--target_dir", str(target), "is there already", "--overwrite, or another --target_dir")
+    target = require_free(target, source, overwrite=overwrite)
     _require_space(target, nbytes)
     folder = target.with_name(target.name + UNFINISHED)
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError.one("--target_dir", str(target), f"cannot be made: {error.strerror}") from error
     try:
         yield folder
         _flush(folder)
         _replace(folder, target)
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise EnvironmentFault(f"{target}: the disk is full; nothing was left there") from error
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise EnvironmentFault(f"{target}: {'the disk is full' if full else error}; nothing was left there") from error
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -92,6 +93,22 @@ def _set_dtype(config: dict[str, Any], name: str) -> None:
             and any(part.get(inner) for inner in _DTYPE_KEYS if key != "quantization_config")
         ):
             _set_dtype(part, name)
+
+
+def require_free(target: Path, source: Path, *, overwrite: bool) -> Path:
+    """The target's whole path. Raises ConfigError for one that must not be written, or replaced."""
+    target, source, another = target.expanduser().resolve(), source.resolve(), "another --target_dir"
+    if target.exists() and not target.is_dir():
+        raise ConfigError.one("--target_dir", str(target), "is a file")
+    if target == source or target in source.parents:
+        raise ConfigError.one("--target_dir", str(target), f"holds what is read: {source}", another)
+    if not target.is_dir() or not any(target.iterdir()):
+        return target
+    if not any((target / name).exists() for name in _MARKS):
+        raise ConfigError.one("--target_dir", str(target), "is there already, and is no model's directory", another)
+    if not overwrite:
+        raise ConfigError.one("--target_dir", str(target), "is there already", f"--overwrite, or {another}")
+    return target
 
 
 def _require_space(target: Path, nbytes: int) -> None:

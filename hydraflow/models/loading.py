@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from hydraflow.errors import ConfigError
 from hydraflow.models.attention import NAME, register_attention
 from hydraflow.models.config import ModelConfig, ModelSourceConfig
 from hydraflow.models.heads import PolicyModel, ValueModel
+from hydraflow.paths import model_problems
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
@@ -59,7 +61,7 @@ def load_tokenizer(model: ModelSourceConfig, *, field: str = "actor_rollout_ref.
     from transformers import AutoTokenizer
 
     key = "tokenizer_path" if model.tokenizer_path else "path"
-    path = model.tokenizer_path or _require_path(model, field)
+    path = os.path.expanduser(model.tokenizer_path) if model.tokenizer_path else _require_path(model, field)
     remedy = f"{field}.tokenizer_path=<directory with the tokenizer>"
     if Path(path).is_dir() and not any(True for pattern in _TOKENIZER_FILES for _ in Path(path).glob(pattern)):
         # transformers would make an empty tokenizer of the model's kind and say nothing
@@ -85,7 +87,7 @@ def load_generation_config(model: ModelSourceConfig) -> GenerationConfig | None:
 
     assert model.path is not None
     try:
-        return GenerationConfig.from_pretrained(model.path)
+        return GenerationConfig.from_pretrained(os.path.expanduser(model.path))
     except OSError:
         return None
 
@@ -107,7 +109,7 @@ def causal_class(config: PreTrainedConfig, model: ModelSourceConfig) -> Any:
     if "AutoModelForCausalLM" in auto_map and model.trust_remote_code:
         from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-        return get_class_from_dynamic_module(auto_map["AutoModelForCausalLM"], str(model.path))
+        return get_class_from_dynamic_module(auto_map["AutoModelForCausalLM"], os.path.expanduser(str(model.path)))
     known = AutoModelForCausalLM._model_mapping
     if type(config) not in known:
         raise ConfigError.one("model.path", model.path, f"a {config.model_type} model is not a causal language model")
@@ -174,6 +176,7 @@ def read_weights(
 
 def _load_lm(path: str, config: PreTrainedConfig, dtype: torch.dtype, *, trust: bool, field: str) -> tuple[Any, set[str]]:
     """The causal LM with its weights, and the names of those that the files lack, without transformers' own words about them."""
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as hf_logging
 
@@ -181,13 +184,17 @@ def _load_lm(path: str, config: PreTrainedConfig, dtype: torch.dtype, *, trust: 
     hf_logging.set_verbosity_error()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, output_loading_info=True, trust_remote_code=trust
+            path, config=config, dtype=dtype, output_loading_info=True, trust_remote_code=trust, ignore_mismatched_sizes=True
         )
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ConfigError.one(f"{field}.path", path, f"its weights cannot be read: {_first_line(error)}") from error
     finally:
         hf_logging.set_verbosity(level)
     lm, report = loaded
+    if report["mismatched_keys"]:
+        name, stored, wanted = sorted(report["mismatched_keys"])[0]
+        rule = f"{len(report['mismatched_keys'])} of its weights are of another shape, the first {name}: {list(stored)}, not {list(wanted)}"
+        raise ConfigError.one(f"{field}.path", path, rule)
     return lm, set(report["missing_keys"])
 
 
@@ -225,15 +232,12 @@ def stored_tensor(directory: Path, name: str) -> torch.Tensor | None:
 
 
 def _require_path(model: ModelSourceConfig, field: str) -> str:
+    """The model's folder, `~` replaced, or its name on the hub."""
     if not model.path:
         raise ConfigError.one(f"{field}.path", None, "no model is named", f"{field}.path=<Hugging Face directory or hub name>")
-    directory = Path(model.path)
-    if directory.is_dir() and not (directory / "config.json").is_file():
-        rule = "this directory has no config.json, so it is no Hugging Face model"
-        raise ConfigError.one(f"{field}.path", model.path, rule, f"{field}.path=<directory with config.json>")
-    if not directory.exists() and (directory.is_absolute() or model.path.startswith(".")):
-        raise ConfigError.one(f"{field}.path", model.path, "there is no such directory", f"{field}.path=<Hugging Face directory>")
-    return model.path
+    if problems := model_problems(model.path, f"{field}.path"):
+        raise ConfigError(problems)
+    return os.path.expanduser(model.path)
 
 
 def _first_line(error: BaseException) -> str:

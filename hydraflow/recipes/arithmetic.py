@@ -25,7 +25,7 @@ from hydraflow.data.conversations import ConversationDataset
 from hydraflow.data.loader import PromptLoader
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.engine.config import FSDPConfig, OptimConfig, WrapPolicyConfig
-from hydraflow.errors import EnvironmentFault
+from hydraflow.errors import ConfigError, EnvironmentFault
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.loading import load_tokenizer
 from hydraflow.models.tiny import make_model
@@ -41,6 +41,7 @@ FORMAT = 2
 """Raised when the problems or the model's shape change, so that kept folders of older versions are not used."""
 LOCK_SECONDS = 900.0
 """How long a run waits for another one that makes the same assets."""
+KEY = "recipe.cache_dir"
 LEAST_ACCURACY = 0.3
 """Below it the reward of most groups is 0 throughout, and a warning says so."""
 
@@ -57,12 +58,18 @@ class ArithmeticAssets:
 
 
 def cache_folder(recipe: RecipeConfig, seed: int) -> Path:
-    """Where the assets of these parameters are kept."""
-    root = recipe.cache_dir or os.environ.get("HYDRAFLOW_CACHE") or Path.home() / ".cache" / "hydraflow"
+    """Where the assets of these parameters are kept. ConfigError where the home folder would be it and nobody knows which that is."""
     facts = {name: value for name, value in asdict(recipe).items() if name != "cache_dir"}
     facts |= {"seed": seed, "format": FORMAT, "sft": asdict(_sft_config(recipe, seed, Path("start"), Path("sft"), Path("sft_val")))}
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
-    return Path(root).expanduser() / f"arithmetic-{digest}"
+    return _root(recipe.cache_dir or os.environ.get("HYDRAFLOW_CACHE") or "~/.cache/hydraflow") / f"arithmetic-{digest}"
+
+
+def _root(named: str) -> Path:
+    try:
+        return Path(named).expanduser()
+    except RuntimeError as error:  # no HOME, and no such user
+        raise ConfigError.one(KEY, None, f"must be given: {named} is in no home folder that is known", f"{KEY}=/tmp/hydraflow") from error
 
 
 def is_made(folder: Path) -> bool:
@@ -104,6 +111,8 @@ def prepare(
     Raises EnvironmentFault when another run has been making the same assets for too long.
     """
     folder = cache_folder(recipe, seed)
+    if is_made(folder):  # by somebody else, maybe: what is only read need not be locked
+        return _assets(folder, folder / "model")
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(folder / "lock", timeout=LOCK_SECONDS):

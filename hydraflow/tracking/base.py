@@ -19,7 +19,7 @@ class Tracker(Protocol):
         """Takes the numbers of one training step. Steps never go down; one step may come in several calls."""
 
     def flush(self) -> None:
-        """Has everything that was logged outlast a kill of this process. Called before a checkpoint is saved."""
+        """Has everything that was logged outlast a kill of this process. Called before a checkpoint is saved; OSError puts that off."""
 
     def close(self) -> None:
         """Writes what is still held. Called once, also after a failure or Ctrl-C; nothing is logged afterwards."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hydraflow.errors import EnvironmentFault
 from hydraflow.tracking.history import curve, read_metrics, training_loss, training_reward, validation_accuracy, validation_loss
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ CURVES = {
 
 
 def draw_curve(folder: Path, target: Path, *, title: str = "") -> bool:
-    """Draws `target` from the folder's metrics; False, and no file, when there is nothing to draw."""
+    """Draws `target` from the folder's metrics; False, and no file, when there is nothing to draw. EnvironmentFault when it cannot."""
     records = read_metrics(folder)
     curves = {name: points for name, value_of in CURVES.items() if (points := curve(records, value_of))}
     if not curves:
@@ -44,7 +45,10 @@ def draw_curve(folder: Path, target: Path, *, title: str = "") -> bool:
     grid[-1][0].set_xlabel("training step")
     grid[-1][1].set_xlabel("minutes")
     figure.suptitle(title)
-    figure.savefig(target, dpi=120)
+    try:
+        figure.savefig(target, dpi=120)
+    except OSError as error:
+        raise EnvironmentFault(f"cannot write {target}: {error.strerror}") from error
     return True
 
 

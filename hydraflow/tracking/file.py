@@ -38,16 +38,19 @@ class FileTracker:
         """Writes one line. Raises EnvironmentFault when it cannot, for another reason than a full disk."""
         record: dict[str, float | str] = {"step": step, "seconds": round(time.monotonic() - self._start, 3)}
         record |= {name: json_number(value) for name, value in metrics.items()}
+        told = bool(self._held)
         self._held += (json.dumps(record, allow_nan=False) + "\n").encode()
         try:
             self._write()
         except OSError as error:
             if error.errno not in FULL:
                 raise EnvironmentFault(f"cannot write {self._path}: {error.strerror}") from error
-            logger.warning("%s: %s; what was measured is held back until there is room", self._path, error.strerror)
+            if not told:
+                logger.warning("%s: %s; what was measured is held back until there is room", self._path, error.strerror)
 
     def flush(self) -> None:
-        """Has the disk confirm what was written."""
+        """Writes what is held and has the disk confirm it. OSError while it cannot: a checkpoint must not be ahead of its metrics."""
+        self._write()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:

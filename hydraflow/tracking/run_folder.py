@@ -8,6 +8,7 @@ they ask here for the path.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import tempfile
@@ -23,6 +24,8 @@ import yaml
 from hydraflow.errors import ConfigError, EnvironmentFault
 from hydraflow.tracking.file import METRICS_FILE, json_number
 from hydraflow.tracking.summary import Summary
+
+logger = logging.getLogger(__name__)
 
 FIELD = "trainer.default_local_dir"
 RUNS = Path("runs")
@@ -153,10 +156,13 @@ class RunFolder:
         self._write(self.requeue, json.dumps({"step": step, "why": why}) + "\n")
 
     def write_samples(self, step: int, samples: Iterable[Mapping[str, object]]) -> None:
-        """Writes validation samples, one JSON object a line, to samples/step_<step>.jsonl."""
-        self.samples.mkdir(exist_ok=True)
+        """Writes validation samples, one JSON object a line, to samples/step_<step>.jsonl; a warning when it cannot."""
         lines = [json.dumps(dict(sample), ensure_ascii=False) + "\n" for sample in samples]
-        self._write(self.samples / f"step_{step:06d}.jsonl", "".join(lines))
+        try:
+            self.samples.mkdir(exist_ok=True)
+            self._write(self.samples / f"step_{step:06d}.jsonl", "".join(lines))
+        except (OSError, EnvironmentFault) as error:
+            logger.warning("the samples of step %d are lost: %s", step, error)
 
     def _write(self, path: Path, text: str) -> None:
         """Writes under a temporary name and renames."""

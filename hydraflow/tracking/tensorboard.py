@@ -1,33 +1,68 @@
 """TensorBoard: every metric as a scalar, in the run folder's tensorboard/.
 
 In: numbers of a step. Out: an event file; look at it with `tensorboard --logdir <run folder>`.
+A disk that is full costs points of these curves and a warning, never the run: metrics.jsonl is the record.
 """
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 from hydraflow.tracking.base import RunInfo
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+logger = logging.getLogger(__name__)
+
+PAUSE = 60.0
+"""Seconds after a failure in which nothing is tried: every try makes a file."""
 
 
 class TensorboardTracker:
     """Writes scalars with the wall time at which they came."""
 
     def __init__(self, run: RunInfo):
-        # Imported late: it costs a second, and runs without this tracker should not pay it.
-        from torch.utils.tensorboard import SummaryWriter
-
+        self._folder = run.folder / "tensorboard"
         # What an earlier start of the run logged after its last checkpoint is hidden: those steps are done again.
-        void_from = run.done_steps + 1 if run.done_steps else None
-        self._writer = SummaryWriter(log_dir=str(run.folder / "tensorboard"), purge_step=void_from)
+        self._void_from = run.done_steps + 1 if run.done_steps else None
+        self._writer: SummaryWriter | None = None
+        self._next_try = 0.0
+        self._attempt(lambda writer: None)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Adds one point to each metric's curve."""
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, float(value), global_step=step)
+        if self._writer is None and time.monotonic() < self._next_try:
+            return
+
+        def add(writer: SummaryWriter) -> None:
+            for name, value in metrics.items():
+                writer.add_scalar(name, float(value), global_step=step)
+
+        self._attempt(add)
 
     def flush(self) -> None:
         """Writes what is queued."""
-        self._writer.flush()
+        if self._writer is not None:
+            self._attempt(lambda writer: writer.flush())
 
     def close(self) -> None:
         """Writes what is queued and closes the event file."""
-        self._writer.close()
+        if self._writer is not None:
+            self._attempt(lambda writer: writer.close())
+
+    def _attempt(self, work: Callable[[SummaryWriter], None]) -> None:
+        # Imported late: it costs a second, and runs without this tracker should not pay it.
+        from torch.utils.tensorboard import SummaryWriter
+
+        try:
+            if self._writer is None:
+                self._writer = SummaryWriter(log_dir=str(self._folder), purge_step=self._void_from)
+                self._void_from = None
+            work(self._writer)
+        except OSError as error:
+            self._writer, self._next_try = None, time.monotonic() + PAUSE
+            logger.warning("%s: %s; its curves lack what comes until there is room", self._folder, error.strerror)

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from hydraflow.dispatch.group import RoleGroup
+from hydraflow.dispatch.head import HeadLost
 from hydraflow.errors import ConfigError, EnvironmentFault, HydraflowError, WorkerError
 from hydraflow.trainer.checkpoint_store import CheckpointStore
 from hydraflow.trainer.config import LoopConfig
@@ -119,7 +120,7 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        workers_live = error is None or (isinstance(error, HydraflowError) and not isinstance(error, WorkerError))
+        workers_live = error is None or (isinstance(error, HydraflowError) and not isinstance(error, WorkerError | HeadLost))
         if not workers_live:
             self._given_up.set()
         try:

@@ -138,10 +138,9 @@ class CheckpointStore:
         if not any((path / other).is_dir() for other in roles if other != role):
             shutil.rmtree(path.rename(path.with_name(f"{path.name}.old{UNFINISHED}")))
             return
-        manifest = _read_json(path / MANIFEST)
-        if manifest is not None:
-            manifest["files"] = {name: facts for name, facts in manifest["files"].items() if not name.startswith(f"{role}/")}
-            write_whole(path / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+        files = _manifest_of(path)
+        if files is not None:
+            _write_manifest(path, _step_of(path), {name: facts for name, facts in files.items() if not name.startswith(f"{role}/")})
         shutil.rmtree(path / role)
 
     # --- clearing up before a run goes on ---------------------------------------------------------------------------------
@@ -168,10 +167,9 @@ class CheckpointStore:
 
 def damage(path: Path, roles: Collection[str]) -> str:
     """What is wrong with a checkpoint for a run with these roles; empty when every file is there, byte for byte."""
-    manifest = _read_json(path / MANIFEST)
-    if manifest is None or manifest.get("format") != FORMAT:
+    files = _manifest_of(path)
+    if files is None:
         return f"{MANIFEST} is missing or cannot be read"
-    files = {name: FileFacts(**facts) for name, facts in manifest["files"].items()}
     if absent := [role for role in roles if not any(name.startswith(f"{role}/") for name in files)]:
         return f"holds no {', '.join(absent)}"
     for name, facts in files.items():
@@ -180,8 +178,28 @@ def damage(path: Path, roles: Collection[str]) -> str:
         if (size := (path / name).stat().st_size) != facts.bytes:
             return f"{name} has {size} bytes instead of {facts.bytes}"
     with ThreadPoolExecutor(READERS) as readers:
-        found = dict(zip(files, readers.map(file_facts, (path / name for name in files)), strict=True))
-    return next((f"{name} has changed: its checksum is another one" for name, facts in files.items() if found[name] != facts), "")
+        return next(filter(None, readers.map(lambda name: _change(path, name, files[name]), files)), "")
+
+
+def _change(path: Path, name: str, facts: FileFacts) -> str:
+    """What is wrong with the content of a file; empty when nothing is."""
+    try:
+        found = file_facts(path / name)
+    except OSError as error:
+        return f"{name} cannot be read: {error.strerror}"
+    return "" if found == facts else f"{name} has changed: its checksum is another one"
+
+
+def _manifest_of(path: Path) -> dict[str, FileFacts] | None:
+    """The files of a checkpoint; None where its manifest does not say."""
+    manifest = _read_json(path / MANIFEST) or {}
+    files = manifest.get("files")
+    if manifest.get("format") != FORMAT or not isinstance(files, dict):
+        return None
+    try:
+        return {name: FileFacts(**facts) for name, facts in files.items()}
+    except TypeError:
+        return None
 
 
 def flush_folder(folder: Path) -> None:

@@ -5,38 +5,28 @@ In: what the user wrote, and the signals that batch systems send. Out: what the 
 
 from __future__ import annotations
 
-import re
 import time
 
 import psutil
 
-from hydraflow.errors import ConfigError
+from hydraflow.durations import seconds_of
 from hydraflow.trainer.signals import StopSignals
 
 OUT_OF_TIME = "trainer.max_wall_time reached"
 
-_UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}
-
 
 def parse_duration(value: object) -> float | None:
-    """Seconds, or None for no limit.
+    """`trainer.max_wall_time` in seconds, None for no limit; `checks.py` lets nothing else pass.
 
-    >>> parse_duration("1h30m"), parse_duration(90), parse_duration(None)
-    (5400.0, 90.0, None)
+    >>> parse_duration("1h30m"), parse_duration(None)
+    (5400.0, None)
     """
     if value is None:
         return None
-    text = str(value).strip().lower()
-    parts = re.findall(r"(\d+(?:\.\d+)?)([hms])", text)
-    if parts and "".join(number + unit for number, unit in parts) == text:
-        seconds = sum(float(number) * _UNITS[unit] for number, unit in parts)
-    elif re.fullmatch(r"\d+(\.\d+)?", text):
-        seconds = float(text)
-    else:
-        seconds = 0.0
-    if seconds <= 0:
-        rule = "must be a positive time: seconds, or 90s, 8m, 1h30m"
-        raise ConfigError.one("trainer.max_wall_time", value, rule, "trainer.max_wall_time=8m")
+    if isinstance(value, float) and value <= 0:
+        return 0.0  # a restart may find nothing left of the run's time
+    seconds = seconds_of(value)
+    assert seconds is not None, value
     return seconds
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hydraflow.device import gpu_count, resolve_device, usable_cores
+from hydraflow.device import CPU_PROCESSES, gpu_count, resolve_device, usable_cores
 from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.group import Limits
 from hydraflow.dispatch.placement import ResourcePool
@@ -18,8 +18,6 @@ from hydraflow.trainer.config import RunConfig
 
 TRAIN, SCORE = "train", "score"
 """Names of the resource pools."""
-CPU_PROCESSES = 2
-"""Worker processes on a CPU when the user names no number."""
 
 
 @dataclass(frozen=True)

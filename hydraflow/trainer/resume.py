@@ -2,7 +2,7 @@
 
 In: resume_mode, the run folder, what shapes the run. Out: a `Resumption`, or None for a run that starts anew; ConfigError, before
 anything starts, for a checkpoint of another configuration, a path that holds none, and a folder in which none is whole.
-Left out on purpose: which folder that is (`jobs/session.py`).
+Left out on purpose: which folder that is (`jobs/run_start.py`).
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ def find(folder: Path, trainer: LoopConfig, wanted: Wanted) -> Resumption | None
 
     With resume_path, a run that went on from that path before goes on from its own newest checkpoint.
     """
-    if trainer.resume_mode == "disable" or (wanted.looks_only and trainer.resume_mode == "auto"):
+    if trainer.resume_mode == "disable":
         return None
+    path = Path(trainer.resume_from_path or "").expanduser().resolve()
+    if wanted.looks_only:
+        return _looked_at(folder, path if trainer.resume_mode == "resume_path" else None, wanted)
     if trainer.resume_mode == "auto":
         return _checked(newest(folder, wanted), wanted)
-    path = Path(trainer.resume_from_path or "").expanduser().resolve()
-    if wanted.looks_only and folder in path.parents:
-        raise ConfigError.one(FOLDER, folder, "belongs to the run that is looked at", f"{FOLDER}=<another folder>")
-    own = newest(folder, wanted) if CheckpointStore(folder).steps() and not wanted.looks_only else None
+    own = newest(folder, wanted) if CheckpointStore(folder).steps() else None
     if own is not None and own.state.origin == str(path):
         return _checked(own, wanted)
     return _checked(_at(path, wanted), wanted)
@@ -82,6 +82,17 @@ def newest(folder: Path, wanted: Wanted) -> Resumption | None:
         rules = [f"global_step_{number} cannot be used: {why}" for number, why in wrong.items()]
         raise ConfigError([Problem(FOLDER, folder, rule, ANEW) for rule in rules])
     return None
+
+
+def _looked_at(folder: Path, path: Path | None, wanted: Wanted) -> Resumption | None:
+    """The checkpoint to validate; None: the model as it is. Not in the folder of a run: what is there would be set aside."""
+    store = CheckpointStore(folder)
+    steps = store.steps()
+    if steps or (path is not None and folder in path.parents):
+        rule = "belongs to a run with checkpoints, and trainer.val_only=true writes a run of its own"
+        remedy = f"{FOLDER}=<another folder> {MODE}=resume_path {PATH}={path or store.path(steps[-1])}"
+        raise ConfigError.one(FOLDER, folder, rule, remedy)
+    return None if path is None else _checked(_at(path, wanted), wanted)
 
 
 def _at(path: Path, wanted: Wanted) -> Resumption:

@@ -31,6 +31,8 @@ class RunState:
     configuration_hash: str
     kl: dict[str, float] = field(default_factory=dict)
     """`KLController.state_dict()`."""
+    skipped_in_a_row: dict[str, int] = field(default_factory=dict)
+    """Optimizer steps of each trained role that were skipped since the last one that was taken (`workers/skipping.py`)."""
     origin: str | None = None
     """trainer.resume_from_path of the start that led here, if it had one."""
 

@@ -27,6 +27,8 @@ class Scored:
     sources: np.ndarray
     scores: np.ndarray
     accuracies: np.ndarray
+    prompts: list[object]
+    """Chat messages."""
     texts: list[str]
     truths: list[object]
 
@@ -71,8 +73,9 @@ class Validator:
         read = self.runtime.fetch(columns(scored, ["score", "acc", "text"]))
         return Scored(
             sources=batch.objects["data_source"].astype(str),
-            scores=read.get("score").numpy(),
-            accuracies=read.get("acc").numpy(),
+            scores=read.get("score").double().numpy(),
+            accuracies=read.get("acc").double().numpy(),
+            prompts=list(batch.objects["raw_prompt"]),
             texts=list(read.non_tensor_batch["text"]),
             truths=[row.get("ground_truth") for row in batch.objects["reward_model"]],
         )
@@ -80,8 +83,8 @@ class Validator:
     def _samples(self, parts: Sequence[Scored]) -> list[dict[str, object]]:
         samples: list[dict[str, object]] = []
         for part in parts:
-            for text, truth, score in zip(part.texts, part.truths, part.scores.tolist(), strict=True):
+            for prompt, text, truth, score in zip(part.prompts, part.texts, part.truths, part.scores.tolist(), strict=True):
                 if len(samples) == self.config.trainer.log_val_generations:
                     return samples
-                samples.append({"output": text, "ground_truth": truth, "score": score})
+                samples.append({"prompt": prompt, "output": text, "ground_truth": truth, "score": score})
         return samples

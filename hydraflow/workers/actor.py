@@ -21,7 +21,7 @@ from hydraflow.models.config import ModelConfig
 from hydraflow.protocol.batch import DataProto
 from hydraflow.workers.config import ActorConfig
 from hydraflow.workers.engine_worker import EngineWorker
-from hydraflow.workers.skipping import SkipLimits, Skips
+from hydraflow.workers.skipping import SkipLimits
 from hydraflow.workers.training import Learner, forward_in_order
 
 
@@ -69,7 +69,7 @@ class ActorWorker(EngineWorker):
         self.log_prob_portions = self.portions(spec.log_prob, "log-probabilities of the actor")
         self.ref_portions = None if spec.ref is None else self.portions(spec.ref, "log-probabilities of the reference")
         update = self.portions(spec.plan.micro, "update of the actor")
-        self.learner = Learner(self.engine, spec.plan, update, Skips(spec.skips, "actor", process.rank), "actor")
+        self.learner = Learner(self.engine, spec.plan, update, self.skips(spec.skips, "actor"), "actor")
 
     @register(dispatch_mode=mesh_mode("actor"), read_only=True)
     def compute_log_prob(self, batch: DataProto) -> DataProto:

@@ -16,7 +16,7 @@ from hydraflow.metrics import Metric, largest
 from hydraflow.protocol.batch import DataProto
 from hydraflow.workers.config import CriticConfig
 from hydraflow.workers.engine_worker import EngineWorker
-from hydraflow.workers.skipping import SkipLimits, Skips
+from hydraflow.workers.skipping import SkipLimits
 from hydraflow.workers.training import Learner, forward_in_order
 
 
@@ -57,7 +57,7 @@ class CriticWorker(EngineWorker):
         self.spec = spec
         self.values_portions = self.portions(spec.values, "values of the critic")
         update = self.portions(spec.plan.micro, "update of the critic")
-        self.learner = Learner(self.engine, spec.plan, update, Skips(spec.skips, "critic", process.rank), "critic")
+        self.learner = Learner(self.engine, spec.plan, update, self.skips(spec.skips, "critic"), "critic")
 
     @register(dispatch_mode=mesh_mode("critic"), read_only=True)
     def compute_values(self, batch: DataProto) -> DataProto:

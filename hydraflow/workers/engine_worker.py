@@ -19,6 +19,7 @@ from hydraflow.engine.fsdp.engine import FSDPEngine
 from hydraflow.models.config import ModelConfig
 from hydraflow.workers.portions import Portions
 from hydraflow.workers.saving import save_part
+from hydraflow.workers.skipping import SkipLimits, Skips
 
 TRAIN_ENGINES: dict[str, Callable[..., TrainEngine]] = {"fsdp2": FSDPEngine}
 """Training engines by the name that `strategy` gives."""
@@ -54,6 +55,7 @@ class EngineWorker(Worker):
             timeout_s=process.timeout_s,
         )
         self._portions: list[Portions] = []
+        self._skips: Skips | None = None
         device = current_device(process.device_type, process.local_rank)
         self.engine = TRAIN_ENGINES[strategy](model, fsdp, optim, head=head, device=device, total_steps=total_steps, field=field, seed=seed)
 
@@ -61,6 +63,11 @@ class EngineWorker(Worker):
         """The micro-batches of one kind of pass, to be kept; `what` names it in messages."""
         self._portions.append(Portions(plan, what))
         return self._portions[-1]
+
+    def skips(self, limits: SkipLimits, role: str) -> Skips:
+        """The count of this model's skipped optimizer steps, to be kept; `role` names it in messages and files."""
+        self._skips = Skips(limits, role, self.process.rank)
+        return self._skips
 
     def take_oom_splits(self) -> float:
         """How often memory ran out, and micro-batches were made smaller for it, since this was asked last; the same on every rank."""
@@ -84,6 +91,18 @@ class EngineWorker(Worker):
     def load_checkpoint(self, directory: str, contents: list[str]) -> None:
         """Takes the state from a role's folder."""
         self.engine.load(directory, contents)
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def skipped_in_a_row(self) -> int:
+        """Optimizer steps that were skipped since the last one that was taken; the same on every rank."""
+        assert self._skips is not None, "a frozen model skips nothing"
+        return self._skips.in_a_row
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def count_skipped_from(self, in_a_row: int) -> None:
+        """Goes on counting from what `skipped_in_a_row` said when the checkpoint was saved."""
+        assert self._skips is not None, "a frozen model skips nothing"
+        self._skips.in_a_row = in_a_row
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def checkpoint_bytes(self, contents: list[str]) -> int:

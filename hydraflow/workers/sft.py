@@ -17,7 +17,7 @@ from hydraflow.metrics import Metric, largest
 from hydraflow.models.config import ModelConfig
 from hydraflow.protocol.batch import DataProto
 from hydraflow.workers.engine_worker import EngineWorker
-from hydraflow.workers.skipping import SkipLimits, Skips
+from hydraflow.workers.skipping import SkipLimits
 from hydraflow.workers.training import Learner, forward_in_order
 
 
@@ -54,7 +54,7 @@ class SFTWorker(EngineWorker):
         )
         self.evaluation_portions = self.portions(spec.plan.micro, "evaluation")
         update = self.portions(spec.plan.micro, "update")
-        self.learner = Learner(self.engine, spec.plan, update, Skips(spec.skips, "model", process.rank), "train")
+        self.learner = Learner(self.engine, spec.plan, update, self.skips(spec.skips, "model"), "train")
 
     @register(dispatch_mode=mesh_mode("sft"), read_only=True, padding=False)
     def update(self, batch: DataProto, step: int) -> dict[str, Metric]:

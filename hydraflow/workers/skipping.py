@@ -1,7 +1,7 @@
 """Optimizer steps that are skipped because their gradient is not finite: their rows are kept for study, and too many in a row end the run.
 
 In: whether a step was skipped, and its rows. Out: a file for each rank and skipped step, `read_skipped` to open it, or GuardStop.
-All ranks see the same gradient norm, so all count the same.
+All ranks see the same gradient norm, so all count the same. How many were skipped in a row is saved with a checkpoint.
 
     skipped/step_12_actor_1_rank_0.safetensors      training step 12, the actor's optimizer step 1 of it, the rows of rank 0
 
@@ -46,19 +46,21 @@ class Skips:
 
     def __init__(self, limits: SkipLimits, role: str, rank: int):
         self._limits, self._role, self._rank = limits, role, rank
-        self._in_a_row = self._files = 0
+        self.in_a_row = 0
+        """Skipped optimizer steps since the last one that was taken."""
+        self._files = 0
 
     def note(self, rows: DataProto, *, skipped: bool, step: int, number: int, facts: Mapping[str, float]) -> None:
         """After optimizer step `number` of training step `step`. `facts` go into the file. Raises GuardStop at the limit."""
         if not skipped:
-            self._in_a_row = 0
+            self.in_a_row = 0
             return
-        self._in_a_row += 1
+        self.in_a_row += 1
         logger.warning("step %d: optimizer step %d of the %s is skipped: its gradient is not finite", step, number, self._role)
         self._keep(rows, step, number, facts)
-        if self._in_a_row >= self._limits.in_a_row:
+        if self.in_a_row >= self._limits.in_a_row:
             raise GuardStop(
-                f"the gradient of the {self._role} was not finite in {self._in_a_row} optimizer steps in a row, the last one in step "
+                f"the gradient of the {self._role} was not finite in {self.in_a_row} optimizer steps in a row, the last one in step "
                 f"{step} (trainer.max_skipped_steps={self._limits.in_a_row}). The weights are as they were before. "
                 f"The rows are in {self._limits.folder}. Usual causes: a learning rate that is too high, 16-bit types, "
                 "a reward or a loss that is not a number."

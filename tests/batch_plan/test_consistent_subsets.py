@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 from batch_plan.overrides import alternatives, plan_of, refusal
-from hypothesis import assume, given, note, settings
+from hypothesis import assume, example, given, note, settings
 from hypothesis import strategies as st
 
 from hydraflow.batch_plan.resolve import BatchPlan
@@ -102,6 +102,7 @@ def test_a_sufficient_subset_gives_all_numbers(numbers: dict[str, int], chosen: 
 
 
 @settings(max_examples=400, deadline=None)
+@example(dict(Q=4, n=3, M=4, m=1, S=12, G=12, K=1, a=4, dp=3, E=1), {"a", "Q"})
 @given(numbers_of_a_step(), subsets)
 def test_what_is_given_holds(numbers: dict[str, int], chosen: set[str]) -> None:
     """A step that follows from what is given always has a plan; and whatever else follows from defaults, no given number changes."""
@@ -110,8 +111,10 @@ def test_what_is_given_holds(numbers: dict[str, int], chosen: set[str]) -> None:
     if {"Q", "n", "M"} <= set(closure({name: numbers[name] for name in (*chosen, "dp", "E")})):
         assert not problems
     if not problems:
-        found = numbers_of(plan_of(line))
+        found = numbers_of(plan_of(line)) | {"dp": numbers["dp"], "E": numbers["E"]}
         assert {name: found[name] for name in chosen} == {name: numbers[name] for name in chosen}
+        known = {name: value for name, value in found.items() if value is not None}
+        assert all(value.denominator == 1 and value > 0 for value in closure(known).values())
 
 
 @settings(max_examples=400, deadline=None)

@@ -109,6 +109,15 @@ def test_sampling_numbers():
     assert (rollout.max_model_len, plan.agent.trajectories_per_worker) == (24, 171)  # 512/3
 
 
+def test_agent_workers_are_shown_to_who_names_them_or_takes_an_engine_that_has_them():
+    def shown(**settings):
+        return {one.name for one in resolve(small(**settings), devices=2).quantities if one.name.startswith("agent workers")}
+
+    both = {"agent workers", "agent workers: trajectories each"}
+    assert shown() == set()
+    assert shown(rollout__agent__num_workers=3) == shown(rollout__name="vllm") == both
+
+
 def test_dynamic_sampling_numbers():
     config = small(algorithm__filter_groups__enable=True, data__gen_batch_size=48, algorithm__filter_groups__max_num_gen_batches=5)
     plan = resolve(config).filter

@@ -3,6 +3,8 @@
 import pytest
 from batch_plan.plans import ACTOR, ROLLOUT, broken, resolve, small
 
+from hydraflow.schema import PPOConfig
+
 
 @pytest.mark.parametrize(
     ("values", "options", "field", "remedy"),
@@ -33,6 +35,14 @@ def test_a_broken_rule_names_key_and_remedy(values, options, field, remedy):
     problems = broken(small(**values), **options)
     assert list(problems) == [field]
     assert remedy in problems[field].remedy
+
+
+def test_a_step_that_no_mini_batch_fits():
+    config = PPOConfig()
+    config.algorithm.adv_estimator, config.data.train_batch_size = "grpo", 5
+    problems = broken(config, origins={"data.train_batch_size": "command line"})
+    assert list(problems) == ["data.train_batch_size"]
+    assert problems["data.train_batch_size"].remedy.startswith("data.train_batch_size=6 or data.train_batch_size=4")
 
 
 def test_a_decay_needs_a_step_after_the_warm_up():

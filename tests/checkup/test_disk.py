@@ -6,9 +6,10 @@ from pathlib import Path
 
 from checkup.given import configured, findings
 
-from hydraflow.checkup.disk import Written, judge, what_is_written
+from hydraflow.checkup.disk import Written, check_recipe, judge, what_is_written
 from hydraflow.checkup.facts import Facts
 from hydraflow.checkup.finding import State
+from hydraflow.recipes.arithmetic import cache_folder
 
 GIB = 2**30
 
@@ -58,3 +59,26 @@ def test_checkpoints_hold_weights_and_two_moments(model: Path, data: Path) -> No
 def test_a_run_that_saves_nothing(model: Path, data: Path) -> None:
     [found] = findings(Facts(configured(model, data, trainer__save_final_model=False)), "disk")
     assert found.state is State.OK and "no model will be saved" in found.evidence
+
+
+def recipe_folder(cache: Path) -> Facts:
+    return Facts(configured(recipe__name="arithmetic", recipe__cache_dir=str(cache)))
+
+
+def test_a_recipe_needs_a_folder_that_can_be_made(tmp_path: Path) -> None:
+    facts = recipe_folder(tmp_path / "new")
+    [found] = check_recipe(facts)
+    assert found.state is State.OK and found.evidence.endswith("will be made") and not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    [found] = check_recipe(recipe_folder(tmp_path / "file"))
+    assert found.state is State.PROBLEM and "cannot be made (Not a directory)" in found.evidence
+    assert found.remedy.startswith("recipe.cache_dir=")
+
+
+def test_what_a_recipe_has_made_need_not_be_writable(tmp_path: Path) -> None:
+    facts = recipe_folder(tmp_path)
+    model = cache_folder(facts.config.recipe, facts.config.trainer.seed) / "model"
+    model.mkdir(parents=True)
+    (model / "config.json").touch()
+    [found] = check_recipe(facts)
+    assert found.state is State.OK and found.evidence.endswith("is made already")

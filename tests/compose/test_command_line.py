@@ -51,8 +51,11 @@ def test_a_run_gets_its_configuration_and_leaves_no_files(tmp_path):
         (["trainer.seed=${nope}"], "trainer.seed: Interpolation key 'nope' not found"),
         (["trainer.seed=${oc.env:NOT_THERE}"], "NOT_THERE"),
         (["trainer.seed=${trainer.seed}"], "trainer.seed: "),
-        (["--config-name", "missing"], "missing"),
-        (["--config-dir", "missing"], "missing"),
+        (
+            ["--config-name", "pqo"],
+            "--config-name pqo: there is no such file; there are eval, generate, ppo, sft\n      -> --config-name ppo",
+        ),
+        (["--config-dir", "missing"], "--config-dir missing: there is no such folder"),
         (["--cfg", "job", "-m"], "only one of these options"),
     ],
 )
@@ -62,6 +65,23 @@ def test_a_mistake_is_named_without_a_stack_trace(tmp_path, arguments, expected)
     assert result.stderr.startswith("1 problem found")
     assert expected in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"data:\n  train_files: [a\n", "is not YAML: expected ',' or ']'"),
+        (b"trainer: {seed: 1}\ntrainer: {seed: 2}\n", "is not YAML: found duplicate key trainer (line 2)"),
+        (b"\xff\xfe", "-> write it in UTF-8"),
+        (b"- a\n- b\n", "must be a DictConfig"),
+        (b"defaults: [ppo, nowhere, _self_]\n", "Could not load 'nowhere'.\n"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_without_a_stack_trace(tmp_path, content, expected):
+    (tmp_path / "mine.yaml").write_bytes(content)
+    result = call(tmp_path, "ppo", "--config-dir", ".", "--config-name", "mine")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert expected in result.stderr and "Traceback" not in result.stderr
 
 
 def test_several_mistakes_are_reported_at_once(tmp_path):

@@ -50,6 +50,15 @@ CASES = [
     ("reward.custom_reward_function.name=f", [], "reward.custom_reward_function.path=r.py"),
     ("recipe.warm_start_steps=5", [], "recipe.name=arithmetic actor_rollout_ref.model.path=null data.train_files=null"),
     ("trainer.total_epochs=2", ["trainer.total_training_steps=5"], "trainer.total_training_steps=null"),
+    (f"{ROLLOUT}.update_weights_bucket_megabytes=64", [], f"{ROLLOUT}.name=vllm"),
+    (
+        f"{REF}.fsdp_config.param_offload=true",
+        ["algorithm.use_kl_in_reward=true", "actor_rollout_ref.model.lora_rank=8"],
+        "actor_rollout_ref.model.lora_rank=0",
+    ),
+    ("data.truncation=left", ["data.filter_overlong_prompts=true"], "data.filter_overlong_prompts=false"),
+    ("trainer.resume_from_path=x", [], "trainer.resume_mode=resume_path"),
+    ("trainer.restart_backoff=5.0", [], "trainer.max_restarts=3"),
     ("ray_init.num_cpus=5", ["ray_init.address=auto"], "ray_init.address=local"),
 ]
 

@@ -1,11 +1,11 @@
-"""What the plan says to main_ppo: of the machines that a run uses, not of those that were only planned for."""
+"""What each command says against its configuration: missing files, and the plan of the machines that a run uses."""
 
 import pytest
 
-from hydraflow.compose.judges import judge_ppo
+from hydraflow.compose.judges import judge_eval, judge_generate, judge_ppo, judge_sft
 from hydraflow.compose.loading import load_command
 from hydraflow.errors import ConfigError
-from hydraflow.schema import PPOConfig
+from hydraflow.schema import EvalConfig, GenerateConfig, PPOConfig, SFTConfig
 
 MACHINES = ["cluster=h100", "cluster.nodes=64"]
 
@@ -21,3 +21,27 @@ def test_machines_that_are_planned_for_change_nothing():
         judged(*MACHINES, "actor_rollout_ref.actor.ppo_mini_batch_size=48")
     (problem,) = caught.value.problems
     assert problem.rule == "must divide data.train_batch_size=64"
+
+
+NOWHERE = "/nowhere/at/all"
+MODEL, CUSTOM = "actor_rollout_ref.model.path", "reward.custom_reward_function.path"
+MISSING = [
+    ("ppo", PPOConfig, judge_ppo, [MODEL, "critic.model.path", "data.train_files", "data.val_files", CUSTOM]),
+    ("sft", SFTConfig, judge_sft, ["model.path", "data.train_files", "data.val_files"]),
+    ("generate", GenerateConfig, judge_generate, ["model.path", "data.path"]),
+    ("eval", EvalConfig, judge_eval, ["data.path", CUSTOM]),
+]
+
+
+@pytest.mark.parametrize(("name", "schema", "judge", "keys"), MISSING, ids=[case[0] for case in MISSING])
+def test_everything_that_is_missing_comes_at_once_with_the_other_mistakes(name, schema, judge, keys):
+    words = [f"{key}={NOWHERE}" for key in keys] + (["output.path=out.parquet"] if name == "generate" else [])
+    with pytest.raises(ConfigError) as caught:
+        load_command(name, schema, [*words, "strict=perhaps"], judges=(judge,))
+    assert sorted(problem.field for problem in caught.value.problems) == sorted([*keys, "strict"])
+
+
+def test_files_that_a_run_does_not_read_need_not_be_there(tmp_path):
+    words = [f"critic.model.path={NOWHERE}", "algorithm.adv_estimator=grpo", "trainer.val_only=true", f"data.train_files={NOWHERE}"]
+    (tmp_path / "val.jsonl").touch()
+    judged(*words, f"{MODEL}=org/name", f"data.val_files={tmp_path}/val.jsonl")

@@ -46,6 +46,11 @@ def test_files_must_be_paths(files: object) -> None:
         read_records(files, key="data.train_files")  # type: ignore[arg-type]
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"x": 1}\n')
+    assert read_records(tmp_path / "a.jsonl", key="k")[0].values == {"x": 1}
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [

@@ -117,6 +117,8 @@ def test_prompts_for_generation_need_no_reward_columns(tmp_path: Path, tokenizer
         (row(7), "row 1: column prompt must be a string or a list of messages"),
         (row([]), "row 1: column prompt must be"),
         (row([{"role": "user"}]), "row 1: column prompt must be"),
+        (row([{"role": "user", "content": 5}]), "row 1: column prompt must be"),
+        (row([{"role": "user", "content": [{"type": "text", "text": "1"}]}]), "row 1: column prompt must be .* a text as content"),
         (row(""), "row 1: the chat template gives it no tokens"),
     ],
 )
@@ -132,6 +134,13 @@ def test_a_row_that_the_template_refuses_is_named(tmp_path: Path, tokenizer: Pre
     path = write(tmp_path / "a.jsonl", [row("1"), row([{"role": "tool", "content": "1"}])])
     with pytest.raises(ConfigError, match="row 1: the chat template refuses it: no tools"):
         PromptDataset(DataConfig(), path, tokenizer)
+
+
+def test_a_template_that_cannot_compute_is_no_stack_trace(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = "{{ messages[0]['content'] + depth }}"
+    path = write(tmp_path / "a.jsonl", [row("1")])
+    with pytest.raises(ConfigError, match="row 0: the chat template refuses it: can only concatenate str"):
+        PromptDataset(DataConfig(apply_chat_template_kwargs={"depth": 3}), path, tokenizer)
 
 
 def test_values_that_json_cannot_carry_are_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -109,6 +109,19 @@ def test_before_its_first_update_an_optimizer_has_no_state(tiny: str, tmp_path: 
     assert_equal(read["weights"], written["weights"])
 
 
+@pytest.mark.parametrize("head", ["policy", "value"])
+def test_writing_leaves_torchs_default_type_alone(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: str) -> None:
+    """It is one for the whole process, and training goes on beside the writing; transformers changes it where it makes a model."""
+
+    def changed(dtype: torch.dtype) -> None:
+        raise AssertionError(f"the default type becomes {dtype}")
+
+    snapshot = jobs.make_engine(tiny, {"head": head}).snapshot([*jobs.CONTENTS, "hf_model"])
+    monkeypatch.setattr(torch, "set_default_dtype", changed)
+    snapshot.write(tmp_path)
+    assert (tmp_path / "huggingface" / "model.safetensors").exists()
+
+
 def test_another_models_checkpoint_is_refused(tiny: str, tmp_path: Path) -> None:
     jobs.write_checkpoint(tiny, OPTIONS, str(tmp_path))
     with pytest.raises(ConfigError, match="it is of another model"):

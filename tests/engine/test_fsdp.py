@@ -11,7 +11,16 @@ import pytest
 import torch
 from engine import rank_jobs as jobs
 from engine.pool import Ranks
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from hydraflow.engine.base import ModelOutput
 from hydraflow.engine.config import WrapPolicyConfig
@@ -228,6 +237,19 @@ def test_value_model_is_saved_as_token_classification(tiny: str, tmp_path: Path)
     assert_same(dict(read.named_parameters()), saved, 0.0)
     again = jobs.make_engine(str(tmp_path / "hf"), options)
     assert_same(jobs.full_weights(again), saved, 0.0)
+
+
+def test_a_value_model_gets_a_class_that_reads_its_score(tiny: str, tmp_path: Path) -> None:
+    """GPT-2's token classification calls its head otherwise and gives it a bias."""
+    shape = GPT2Config(vocab_size=17, n_embd=32, n_layer=2, n_head=2, n_positions=64, bos_token_id=0, eos_token_id=1)
+    GPT2LMHeadModel(shape).save_pretrained(tmp_path / "gpt2")
+    for file in Path(tiny).glob("*token*"):
+        shutil.copy(file, tmp_path / "gpt2")
+    saved = jobs.save_both(str(tmp_path / "gpt2"), {"head": "value"}, str(tmp_path))["saved"]
+    read, report = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert_same(dict(read.named_parameters()), saved, 0.0)
+    assert read.config.architectures == ["GPT2ForSequenceClassification"]
 
 
 def test_value_model_starts_at_zero(tiny: str) -> None:

@@ -81,15 +81,20 @@ def test_a_process_hangs(tmp_path: Path, recipe_cache: Path) -> None:
 
 
 def test_a_gradient_that_is_never_finite(tmp_path: Path, sft_keys: list[str]) -> None:
-    """The first step throws the weights to 1e30."""
-    many = ["optim.lr=1e30", "trainer.total_training_steps=20", "trainer.default_local_dir=out", "trainer.test_freq=-1"]
-    done = hydraflow("main_sft", *sft_keys, *many, "trainer.max_skipped_steps=2", cwd=tmp_path)
+    """The first step throws the weights to 1e30, the second one is skipped. A stop in between forgets neither."""
+    many = ["optim.lr=1e30", "trainer.max_skipped_steps=2", "trainer.save_freq=2", "trainer.default_local_dir=out", "trainer.test_freq=-1"]
+    many += ["trainer.save_final_model=false"]
+    first = hydraflow("main_sft", *sft_keys, *many, "trainer.total_training_steps=2", cwd=tmp_path)
+    assert first.returncode == 0, (first.stdout + first.stderr)[-3000:]
+    done = hydraflow("main_sft", *sft_keys, *many, "trainer.total_training_steps=20", cwd=tmp_path)
+    assert "continues after step 2 of 20" in done.stdout
     assert done.returncode == 5, (done.stdout + done.stderr)[-3000:]
     assert "the gradient of the model was not finite in 2 optimizer steps in a row, the last one in step 3" in done.stderr
     assert "Traceback" not in done.stderr
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["why_it_ended"].startswith("the gradient of the model")
     logged = [line.get("train/skipped_steps") for line in read_steps(tmp_path / "out") if line["step"]]
     assert logged == [0.0, 1.0]
+    assert {line["train/oom_splits"] for line in read_steps(tmp_path / "out") if "train/loss" in line} == {0.0}
     files = sorted(os.listdir(tmp_path / "out" / "skipped"))
     assert files == [f"step_{step}_model_0_rank_{rank}.safetensors" for step in (2, 3) for rank in (0, 1)]
     rows, facts = read_skipped(tmp_path / "out" / "skipped" / files[0])

@@ -14,6 +14,8 @@ import psutil
 import pytest
 from jobs.command import SMALL_RECIPE, SMALL_STEPS, Started, has_lines, start, wait_for
 
+from hydraflow.trainer.checkpoint_store import CheckpointStore
+
 pytestmark = pytest.mark.slow
 
 ENDLESS = [*SMALL_RECIPE, *SMALL_STEPS, "trainer.total_training_steps=100000", "trainer.default_local_dir=out"]
@@ -48,10 +50,14 @@ def interrupted_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_ctrl_c_during_steps(tmp_path: Path, recipe_cache: Path) -> None:
-    started = start("main_ppo", *ENDLESS, f"recipe.cache_dir={recipe_cache}", cwd=tmp_path)
+    """A save is at work most of the time."""
+    saves = ["trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=2"]
+    started = start("main_ppo", *ENDLESS, *saves, f"recipe.cache_dir={recipe_cache}", cwd=tmp_path)
     wait_for(lambda: has_lines(tmp_path / "out" / "metrics.jsonl", 4), 180, "the first steps")
     interrupt(started)
     assert why_it_ended(tmp_path) == "interrupted"
+    store = CheckpointStore(tmp_path / "out")
+    assert store.pointer() is not None and store.newest_whole(["actor"]) == (store.pointer(), {})
 
 
 def test_a_killed_process_ends_a_run_on_a_cache_that_an_interrupted_one_left(tmp_path: Path, interrupted_cache: Path) -> None:

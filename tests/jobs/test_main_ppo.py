@@ -42,6 +42,16 @@ def test_it_leaves_what_it_promises(run: Path) -> None:
     assert len(list((run / "samples").iterdir())) == 3, "samples of the validations at steps 0, 2 and 3"
 
 
+def test_a_sample_shows_the_prompt_with_the_answer_to_it(run: Path) -> None:
+    samples = [json.loads(line) for line in (run / "samples" / "step_000002.jsonl").read_text().splitlines()]
+    assert len(samples) == 4
+    for sample in samples:
+        [message] = sample["prompt"]  # such as 17+25=, whose ground truth is 042
+        first, second = message["content"].rstrip("=").split("+")
+        assert int(first) + int(second) == int(sample["ground_truth"])
+        assert sample["score"] == float(sample["output"] == sample["ground_truth"])
+
+
 def test_metrics_have_the_names_that_users_know(run: Path) -> None:
     rows = [row for row in read_steps(run) if row["step"] > 0]
     assert [row["step"] for row in rows] == [1, 2, 3]

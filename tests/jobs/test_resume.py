@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from jobs.command import has_lines, hydraflow, start, wait_for
+from jobs.command import has_lines, hydraflow, processes_with, start, wait_for
 
 from hydraflow.compose.loading import load
 from hydraflow.jobs.ppo import PPOJob
@@ -127,13 +127,17 @@ def test_a_killed_run_goes_on(tmp_path: Path, recipe_cache: Path, matrix: Module
 
 
 def test_a_supervised_run_goes_on_after_a_warning_signal(tmp_path: Path, sft_keys: list[str]) -> None:
+    """Slurm sends it to every process of a step."""
     keys = [*sft_keys, "optim.lr_scheduler_type=linear", "optim.lr_warmup_steps=4", "trainer.keep_best=val/loss", "trainer.logger=[file]"]
     keys += ["trainer.total_training_steps=400", "trainer.save_freq=50", "trainer.test_freq=50", "trainer.max_ckpt_to_keep=1"]
     whole = hydraflow("main_sft", *keys, "trainer.default_local_dir=whole", cwd=tmp_path)
     assert whole.returncode == 0, whole.stderr[-3000:]
     started = start("main_sft", *keys, "trainer.default_local_dir=out", cwd=tmp_path)
     wait_for(lambda: has_lines(tmp_path / "out" / "metrics.jsonl", 20), 180, "the first steps")
-    os.kill(started.process.pid, signal.SIGUSR1)
+    everyone = processes_with([started.mark])
+    assert len(everyone) > 5 and started.process.pid in everyone, "workers and Ray's own processes"
+    for process in everyone:
+        os.kill(process, signal.SIGUSR1)
     assert started.ended(60) == 0, started.said()[-3000:]
     assert "SIGUSR1: saves after this step, then ends" in started.said()
     step = json.loads((tmp_path / "out" / "requeue").read_text())["step"]

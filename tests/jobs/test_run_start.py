@@ -14,6 +14,7 @@ from hydraflow.jobs import run_start
 from hydraflow.jobs.run_start import RunStart
 from hydraflow.tracking.run_folder import RunFolder
 from hydraflow.tracking.summary import Summary
+from hydraflow.trainer import checkpoint_store
 from hydraflow.trainer.checkpoint import RoleCheckpoints
 from hydraflow.trainer.checkpoint_store import CheckpointStore
 from hydraflow.trainer.config import TrainerConfig
@@ -186,8 +187,10 @@ def test_looking_at_a_checkpoint_leaves_its_run_alone(out: Path, tmp_path: Path)
     look = wanted({}, 0, looks_only=True, contents={"load_contents": ["model"]})
     path = {"resume_mode": "resume_path", "resume_from_path": str(out / "global_step_2")}
     assert begin(look, default_local_dir=str(tmp_path / "new"), **path).step == 2
-    with pytest.raises(ConfigError, match="belongs to the run that is looked at"):
-        begin(look, default_local_dir=str(out), **path)
+    for options in (path, {}):
+        with pytest.raises(ConfigError, match=f"belongs to a run with checkpoints(.|\n)*=<another folder> .*{out}/global_step_"):
+            begin(look, default_local_dir=str(out), **options)
+    assert records(out) == 6 and (out / "global_step_4").is_dir(), "nothing was set aside"
     assert begin(look, default_local_dir=str(tmp_path / "plain")).found is None
 
 
@@ -222,6 +225,17 @@ class TestWithoutAFolder:
         assert begin(wanted({"actor.lr": 0.25}), experiment_name="ppo").found is None
         assert begin(experiment_name="other").found is None
         assert begin(experiment_name="ppo", resume_mode="disable").found is None
+
+    def test_runs_that_are_of_no_use_are_not_read_byte_by_byte(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        finished = self.cut_off("101010")
+        RunFolder(finished).write_summary(Summary(None, None, None, 8, 1.0, DONE))
+        spoiled = self.cut_off("101011")
+        (spoiled / "global_step_4" / "trainer.json").write_text("{")
+        verified: list[Path] = []
+        monkeypatch.setattr(checkpoint_store, "damage", lambda path, roles: verified.append(path) or "spoilt")
+        assert begin(experiment_name="ppo").found is None
+        assert begin(wanted({"actor.lr": 0.25}), experiment_name="ppo").found is None
+        assert {path.parent for path in verified} == {spoiled}, "it may have a whole one before that"
 
     def test_nor_one_that_is_at_work(self) -> None:
         self.cut_off("101010")

@@ -96,6 +96,8 @@ class Hub:
     calls: list[tuple[str, dict[str, Any]]] = []
 
     def create_repo(self, **options: Any) -> None:
+        if options["repo_id"] == "no/network":
+            raise huggingface_hub.errors.HfHubHTTPError.__bases__[0]("Connection refused")  # of the HTTP library
         if options["repo_id"] == "not/mine":
             raise huggingface_hub.errors.LocalTokenNotFoundError("Token is required")
         self.calls.append(("create", options))
@@ -116,7 +118,8 @@ def test_uploads(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
         sent["files"]
     )
     command = ["merge", "--local_dir", str(tmp_path / "split"), "--target_dir", str(tmp_path / "other"), "--hf-upload-path"]
-    assert main([*command, "not/mine"]) == 3
+    assert main([*command, "not/mine"]) == main([*command, "no/network"]) == 3
+    assert "the hub refuses it: Connection refused" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
     assert main([*command, "me/gone"]) == 3
     assert "hf upload me/gone" in capsys.readouterr().err and (tmp_path / "other" / "config.json").is_file()

@@ -131,3 +131,11 @@ def test_broken_safetensors_files(tmp_path: Path) -> None:
     file.write_bytes(whole_file.replace(b'"F32"', b'"F99"'))
     with pytest.raises(ConfigError, match="a type that cannot be read"):
         list(safetensors_files.read_file(file))
+    for right, wrong in ((b"[4]", b"[5]"), (b"[0,16]", b"[4,16]"), (b'"shape"', b'"shap3"'), (b"[4]", b'"4"')):
+        assert right in whole_file
+        file.write_bytes(whole_file.replace(right, wrong))
+        with pytest.raises(ConfigError, match="w cannot be what the header says"):
+            list(safetensors_files.read_file(file))
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": []}')
+    with pytest.raises(ConfigError, match="it has no weight_map"):
+        safetensors_files.read_directory(tmp_path, field="x")

@@ -202,11 +202,59 @@ def test_a_target_that_is_there_is_not_touched(split: Callable[..., Path], refus
     target.mkdir()
     (target / "mine.txt").write_text("keep")
     command = ("merge", "--local_dir", split("hydraflow"), "--target_dir", target)
-    assert "is there already" in refused(*command)
-    assert [file.name for file in tmp_path.rglob("*")] == ["out", "mine.txt"]
+    assert "is there already, and is no model's directory" in refused(*command, "--overwrite")
+    (target / "config.json").write_text("{}")
+    assert "is there already\n      -> --overwrite" in refused(*command)
+    assert sorted(file.name for file in tmp_path.rglob("*")) == ["config.json", "mine.txt", "out"]
     assert main([*map(str, command), "--overwrite"]) == 0
-    assert not (target / "mine.txt").exists() and (target / "config.json").is_file()
+    assert not (target / "mine.txt").exists() and (target / "model.safetensors").is_file()
     assert not list(tmp_path.glob("out.*"))
+
+
+@pytest.mark.parametrize("target", ["checkpoint", "checkpoint/huggingface", "."])
+def test_a_target_that_holds_what_is_read(broken: Callable[[str], Path], refused: Refused, tmp_path: Path, target: str) -> None:
+    checkpoint = broken("hydraflow")
+    before = sorted(tmp_path.rglob("*"))
+    told = refused("merge", "--local_dir", checkpoint, "--target_dir", tmp_path / target, "--overwrite")
+    assert f"holds what is read: {checkpoint}/huggingface" in told
+    assert "holds what is read" in refused(
+        "split", "--hf_dir", checkpoint / "huggingface", "--target_dir", checkpoint, "--world_size", 1, "--overwrite"
+    )
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_target_that_cannot_be_made(split: Callable[..., Path], refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert "cannot be made: Not a directory" in refused("merge", "--local_dir", split("verl"), "--target_dir", tmp_path / "file" / "out")
+
+
+def test_ctrl_c_leaves_nothing(split: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(safetensors_files, "_write_all", interrupted)
+    assert main(["merge", "--local_dir", str(split("verl")), "--target_dir", str(tmp_path / "out")]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_fault_of_the_disk_is_told(split: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def broken_disk(*_: object) -> int:
+        raise OSError(5, "Input/output error", "/disk/shard")
+
+    monkeypatch.setattr(safetensors_files, "_write_all", broken_disk)
+    assert main(["merge", "--local_dir", str(split("verl")), "--target_dir", str(tmp_path / "out")]) == EnvironmentFault.exit_code
+    assert "Input/output error: '/disk/shard'; nothing was left there" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_index_that_lacks_what_every_index_has(broken: Callable[[str], Path], refused: Refused, tmp_path: Path) -> None:
+    checkpoint = broken("hydraflow")
+    index = checkpoint / "dcp" / ".metadata"
+    index.write_bytes(index.read_bytes().replace(b"offsets", b"0ffsets", 1))
+    assert f"{index}: is damaged: offsets" in refused(
+        "merge", "--local_dir", checkpoint, "--target_dir", tmp_path / "out", target=tmp_path / "out"
+    )
 
 
 def test_a_full_disk_leaves_nothing(split: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -247,6 +295,9 @@ def test_wishes_that_do_not_fit(split: Callable[..., Path], refused: Refused, tm
     (tmp_path / "empty").mkdir()
     assert "no safetensors" in refused("test", "--local_dir", split("verl"), "--test_hf_dir", tmp_path / "empty")
     assert "no config.json" in refused("split", "--hf_dir", tmp_path / "empty", "--target_dir", target, "--world_size", 2, target=target)
+    (tmp_path / "empty" / "config.json").write_text("{}")
+    told = refused("split", "--hf_dir", tmp_path / "empty", "--target_dir", target, "--world_size", 2, target=target)
+    assert f"--hf_dir={tmp_path}/empty: cannot be read as a model" in told
     assert "at least 1" in refused("split", "--hf_dir", tmp_path / "empty", "--target_dir", target, "--world_size", 0, target=target)
 
 

@@ -81,6 +81,18 @@ def test_missing_weights_are_never_random(tiny: Path) -> None:
         loading.read_weights(loading.load_config(options), options, head="policy", dtype=torch.float32)
 
 
+def test_broken_weights_are_the_users_to_know(tiny: Path) -> None:
+    options, file = ModelConfig(path=str(tiny)), tiny / "model.safetensors"
+    config, content = loading.load_config(options), file.read_bytes()
+    file.write_bytes(content[:-1])
+    with pytest.raises(ConfigError, match="its weights cannot be read: .*header"):
+        loading.read_weights(config, options, head="policy", dtype=torch.float32)
+    file.write_bytes(content)
+    config.intermediate_size = 40
+    with pytest.raises(ConfigError, match=r"6 of its weights are of another shape, .*down_proj.weight: \[32, \d+\], not \[32, 40\]"):
+        loading.read_weights(config, options, head="policy", dtype=torch.float32)
+
+
 def test_value_head_is_zero_or_what_is_stored(tiny: Path) -> None:
     options = ModelConfig(path=str(tiny))
     config = loading.load_config(options)

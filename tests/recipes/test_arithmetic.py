@@ -15,7 +15,7 @@ from filelock import FileLock
 from hydraflow.data.arithmetic import answer, question
 from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.runtime import Runtime
-from hydraflow.errors import EnvironmentFault
+from hydraflow.errors import ConfigError, EnvironmentFault
 from hydraflow.recipes import arithmetic
 from hydraflow.recipes.arithmetic import ArithmeticAssets, cache_folder, is_made
 from hydraflow.recipes.config import RecipeConfig
@@ -104,6 +104,16 @@ def test_the_second_time_nothing_is_trained(made: Made, tmp_path: Path) -> None:
     assert reuse(made.recipe, tmp_path) == made.assets
     assert (made.assets.model / "config.json").stat().st_mtime_ns == before
     assert not list(tmp_path.iterdir())
+
+
+def test_what_is_made_is_taken_from_a_folder_that_cannot_be_written(made: Made, tmp_path: Path) -> None:
+    with FileLock(made.assets.model.parent / "lock"):  # which would keep a writer waiting
+        assert reuse(made.recipe, tmp_path) == made.assets
+
+
+def test_without_a_home_folder_a_place_must_be_named() -> None:
+    with pytest.raises(ConfigError, match="recipe.cache_dir: must be given: ~nobody-at-all/x is in no home folder that is known"):
+        cache_folder(small(Path("~nobody-at-all/x")), SEED)
 
 
 def test_a_second_run_waits_for_the_first_and_takes_what_it_made(made: Made, tmp_path: Path) -> None:

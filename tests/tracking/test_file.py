@@ -44,7 +44,10 @@ def test_a_full_disk_is_lived_through(tmp_path: Path, caplog: pytest.LogCaptureF
     tracker = FileTracker(RunInfo(tmp_path, "", None))
     tracker._file = Disk(tracker._file, 0, errno.ENOSPC, stays_full=True)  # type: ignore[assignment, arg-type]
     tracker.log({"a": 1.0}, 1)
-    assert "No space left on device; what was measured is held back" in caplog.text
+    tracker.log({"a": 2.0}, 2)
+    assert caplog.text.count("No space left on device; what was measured is held back") == 1
+    with pytest.raises(OSError, match="No space left on device"):
+        tracker.flush()
     tracker.close()
     assert "its last lines are lost" in caplog.text
 

@@ -76,6 +76,13 @@ def test_samples_of_a_step_are_one_json_object_a_line(tmp_path: Path) -> None:
     assert [json.loads(line) for line in lines] == samples
 
 
+def test_samples_that_cannot_be_written_do_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = RunFolder.create(str(tmp_path), "ppo")
+    folder.samples.touch()
+    folder.write_samples(20, [{"output": "42"}])
+    assert "the samples of step 20 are lost: " in caplog.text
+
+
 def test_a_summary_that_cannot_be_written_is_an_environment_fault(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "gone")
     with pytest.raises(EnvironmentFault, match="summary.json"):

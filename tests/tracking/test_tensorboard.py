@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.compat.tensorflow_stub.io import gfile
 
+from hydraflow.tracking.base import RunInfo
+from hydraflow.tracking.tensorboard import TensorboardTracker
 from hydraflow.tracking.trackers import open_trackers
 
 
@@ -22,3 +27,28 @@ def test_steps_after_the_checkpoint_are_hidden(tmp_path: Path) -> None:
         *[(0, 0.0), (1, 1.0), (2, 2.0)],
         *[(3, 13.0), (4, 14.0), (5, 15.0), (6, 16.0)],
     ]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread dies of it
+def test_a_full_disk_costs_points_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    tracker = TensorboardTracker(RunInfo(tmp_path, "", None))
+    tracker.log({"loss": 0.0}, 0)
+    tracker.flush()
+    with monkeypatch.context() as patch:
+        patch.setattr(gfile.LocalFileSystem, "append", full)
+        tracker.log({"loss": 1.0}, 1)
+        tracker.flush()
+        assert "No space left on device; its curves lack what comes until there is room" in caplog.text
+        tracker.log({"loss": 2.0}, 2)
+        assert caplog.text.count("No space left") == 1, "it is left alone for a while"
+    monkeypatch.setattr(tracker, "_next_try", 0.0)
+    tracker.log({"loss": 3.0}, 3)
+    tracker.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(0, 0.0), (3, 3.0)]

@@ -86,9 +86,14 @@ def flip_a_bit(path: Path) -> None:
         (lambda path: flip_a_bit(path / "critic" / "critic0.bin"), "critic/critic0.bin has changed: its checksum is another one"),
         (lambda path: (path / "actor" / "actor0.bin").unlink(), "actor/actor0.bin is missing"),
         (lambda path: (path / MANIFEST).write_text("{"), f"{MANIFEST} is missing or cannot be read"),
+        (lambda path: (path / MANIFEST).write_text('{"format": 1}'), f"{MANIFEST} is missing or cannot be read"),
+        (
+            lambda path: (path / MANIFEST).write_text('{"format": 1, "files": {"a": {"bites": 1}}}'),
+            f"{MANIFEST} is missing or cannot be read",
+        ),
         (lambda path: (path / "trainer.json").write_text("{}\n"), "trainer.json has 3 bytes instead of 16"),
     ],
-    ids=["cut", "bit", "missing", "manifest", "state"],
+    ids=["cut", "bit", "missing", "manifest", "no files", "no facts", "state"],
 )
 def test_damage_is_found_and_the_newest_whole_one_is_taken(tmp_path: Path, spoil: Callable[[Path], None], complaint: str) -> None:
     store = CheckpointStore(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from hydraflow.dispatch.head import HeadLost
 from hydraflow.errors import ConfigError, EnvironmentFault, WorkerError
 from hydraflow.trainer.checkpoint import Checkpointer, RoleCheckpoints, Score
 from hydraflow.trainer.checkpoint_store import CheckpointStore
@@ -137,12 +139,17 @@ def test_a_best_value_that_was_not_saved_does_not_count(tmp_path: Path, group: G
     assert CheckpointStore(tmp_path).best() == {"metric": METRIC, "value": 0.4, "step": 2}
 
 
-def test_nobody_waits_for_workers_that_died(tmp_path: Path, group: Group) -> None:
+DIED = WorkerError(role="actor", rank=0, node="here", method="update", cause="the process died")
+
+
+@pytest.mark.parametrize("end", [DIED, HeadLost("Ray's control service is gone"), KeyboardInterrupt()], ids=lambda end: type(end).__name__)
+def test_nobody_waits_for_workers_that_died(tmp_path: Path, group: Group, end: BaseException) -> None:
     group.silent = True
-    died = WorkerError(role="actor", rank=0, node="here", method="update", cause="the process died")
-    with pytest.raises(WorkerError), checkpointer(tmp_path, group, save_freq=1) as checkpoints:
+    started = time.monotonic()
+    with pytest.raises(type(end)), checkpointer(tmp_path, group, save_freq=1, rpc_timeout=30) as checkpoints:
         checkpoints.after(1, {}, last=False, preempted=False)
-        raise died
+        raise end
+    assert time.monotonic() - started < 10
     assert CheckpointStore(tmp_path).steps() == []
 
 

@@ -13,6 +13,7 @@ from workers.gradient_jobs import Training, rows, tokens
 
 from hydraflow.batch_plan.parts import MicroPlan
 from hydraflow.engine.base import Shortage
+from hydraflow.errors import DoesNotFit
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 from hydraflow.workers.portions import Portions
@@ -63,6 +64,7 @@ def test_passes_that_only_compute(tiny: str, ranks: Ranks) -> None:
 def test_a_single_row_that_does_not_fit(tiny: str, ranks: Ranks) -> None:
     first, second = ranks.run(jobs.update_without_memory, tiny)
     assert first == second
+    assert DoesNotFit.exit_code == 3
     assert first.startswith("update of the actor: rank 1 has no memory for a single row of ") and "param_offload=true" in first
 
 

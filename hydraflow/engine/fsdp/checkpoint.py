@@ -43,9 +43,8 @@ class Snapshot:
     state: State
     weights: State | None
     """Full weights for a Hugging Face directory; None: they are not wanted, or another rank has them."""
-    module: Module
-    """Read for its shape and configuration alone, which training does not change."""
-    model: ModelConfig
+    form: export.Form | None
+    """Of that directory; None: another rank writes it."""
     facts: dict[str, Any]
     field: str
 
@@ -59,10 +58,10 @@ class Snapshot:
         finally:
             self.state = {}
         mine = sorted((directory / SHARDS).glob(f"__{dist.get_rank()}_*"))
-        if dist.get_rank() > 0:
+        if self.form is None:
             return mine
         (directory / CHECKPOINT_FACTS).write_text(json.dumps(self.facts, indent=2) + "\n")
-        export.write_hugging_face(self.module, self.model, self.weights, directory / HUGGING_FACE, field=self.field)
+        export.write_hugging_face(self.form, self.weights, directory / HUGGING_FACE, field=self.field)
         others = [path for path in directory.rglob("*") if path.is_file() and not path.match(f"{SHARDS}/__*")]
         return [*mine, *sorted(others)]
 
@@ -75,7 +74,8 @@ def snapshot(
     host_group()  # made here, where all ranks do the same; `write` runs beside their work
     state = {name: _copied(tensor) for name, tensor in _parts(module, optimizer, step, contents).items()}
     weights = export.full_weights(module) if HF_MODEL in contents else None
-    return Snapshot(state, weights, module, model, _facts(module, model, contents, head), field)
+    form = export.form_of(module, model, weights=weights is not None) if dist.get_rank() == 0 else None
+    return Snapshot(state, weights, form, _facts(module, model, contents, head), field)
 
 
 @torch.no_grad()

@@ -7,10 +7,12 @@ Left out on purpose: who receives the stream (`generation/`).
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,9 @@ from hydraflow.engine.fsdp.gather import gathered
 from hydraflow.models import loading
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.heads import PolicyModel, ValueModel
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
 
 
 @torch.no_grad()
@@ -56,21 +61,55 @@ def save_hf(module: PolicyModel | ValueModel, model: ModelConfig, directory: Pat
     if weights is not None:
         unfinished = directory.with_name(directory.name + ".unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
-        write_hugging_face(module, model, weights, unfinished, field=field)
+        write_hugging_face(form_of(module, model, weights=True), weights, unfinished, field=field)
         replace_directory(unfinished, directory)
     dist.barrier()
 
 
-def write_hugging_face(
-    module: PolicyModel | ValueModel, model: ModelConfig, weights: dict[str, torch.Tensor] | None, directory: Path, *, field: str
-) -> None:
-    """Configuration, generation settings, tokenizer and, unless they are None, weights. Of `module` only the configuration is read."""
-    directory.mkdir(parents=True)
+@dataclass(frozen=True)
+class Form:
+    """What a Hugging Face directory holds besides weights."""
+
+    config: Any
+    model: ModelConfig
+    shape: Any
+    """The model of transformers that the weights fill, without values; None: there is no such class, or the name will do."""
+    class_name: str | None
+    """What config.json calls it."""
+    generation: GenerationConfig | None = None
+    """Of a policy."""
+
+
+def form_of(module: PolicyModel | ValueModel, model: ModelConfig, *, weights: bool) -> Form:
+    """Not in a thread beside training: where transformers makes a model, it changes torch's default type for the whole process.
+
+    weights: they will be written, too.
+    """
     if isinstance(module, ValueModel):
-        _write_value_model(module.hf.config, weights, directory)
+        config = type(module.hf.config).from_dict(module.hf.config.to_dict())
+        config.num_labels, config.token_classification_bias = 1, False
+        shape = _value_shape(config, trust=model.trust_remote_code)
+        return Form(config, model, shape, None if shape is None else type(shape).__name__)
+    config, generation = copy.deepcopy(module.hf.config), loading.load_generation_config(model)
+    name = loading.causal_class(config, model).__name__
+    return Form(config, model, _policy_shape(config, model, generation) if weights else None, name, generation)
+
+
+def write_hugging_face(form: Form, weights: dict[str, torch.Tensor] | None, directory: Path, *, field: str) -> None:
+    """Configuration, generation settings of a policy, tokenizer and, unless they are None, weights. In any thread."""
+    from huggingface_hub import save_torch_state_dict
+
+    directory.mkdir(parents=True)
+    if weights is not None and form.shape is not None:
+        form.shape.save_pretrained(directory, state_dict=weights)
     else:
-        _write_policy(module.hf.config, model, weights, directory)
-    loading.load_tokenizer(model, field=field, chat=False).save_pretrained(directory)
+        form.config.architectures = None if form.class_name is None else [form.class_name]
+        form.config.save_pretrained(directory)
+        if form.generation is not None:
+            form.generation.save_pretrained(directory)
+        if weights is not None:
+            save_torch_state_dict(weights, directory)
+    loading.load_tokenizer(form.model, field=field, chat=False).save_pretrained(directory)
 
 
 def replace_directory(finished: Path, target: Path) -> None:
@@ -83,33 +122,29 @@ def replace_directory(finished: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _write_policy(config: Any, model: ModelConfig, weights: dict[str, torch.Tensor] | None, directory: Path) -> None:
+def _policy_shape(config: Any, model: ModelConfig, generation: GenerationConfig | None) -> Any:
     from transformers import AutoModelForCausalLM
 
-    generation = loading.load_generation_config(model)
-    if weights is None:
-        written = type(config).from_dict(config.to_dict())
-        written.architectures = [loading.causal_class(config, model).__name__]
-        written.save_pretrained(directory)
-        if generation is not None:
-            generation.save_pretrained(directory)
-        return
     with torch.device("meta"):
         shape: Any = AutoModelForCausalLM.from_config(config, dtype=config.dtype, trust_remote_code=model.trust_remote_code)
     if generation is not None:
         shape.generation_config = generation
-    shape.save_pretrained(directory, state_dict=weights)
+    return shape
 
 
-def _write_value_model(config: Any, weights: dict[str, torch.Tensor] | None, directory: Path) -> None:
-    """In the form of Hugging Face's token classification with one label, where the architecture has one."""
-    from huggingface_hub import save_torch_state_dict
-    from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
+def _value_shape(config: Any, *, trust: bool) -> Any:
+    """A model whose head is `score.weight` alone, without values; None: there is none.
 
-    written = type(config).from_dict(config.to_dict())
-    written.num_labels, written.token_classification_bias = 1, False
-    architecture = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.get(config.model_type)
-    written.architectures = [architecture] if architecture else None
-    written.save_pretrained(directory)
-    if weights is not None:
-        save_torch_state_dict(weights, directory)
+    GPT-2's token classification, for one, calls its head `classifier` and gives it a bias: there it is sequence classification.
+    """
+    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+    for auto in (AutoModelForTokenClassification, AutoModelForSequenceClassification):
+        try:
+            with torch.device("meta"):
+                found: Any = auto.from_config(config, dtype=config.dtype, trust_remote_code=trust)
+        except (ValueError, KeyError, OSError):  # there is no such class
+            continue
+        if {name for name in found.state_dict() if not name.startswith(f"{found.base_model_prefix}.")} == {"score.weight"}:
+            return found
+    return None

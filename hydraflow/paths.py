@@ -1,0 +1,59 @@
+"""Whether what a configuration names on this machine is there: data files, model folders, reward functions.
+
+In: paths as the user wrote them. Out: problems, in the words that every command has for them. Standard library only, so that missing
+files come in the same report as all other mistakes, before anything large is imported.
+Left out on purpose: what is in the files; whoever reads them judges that.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydraflow.errors import Problem
+
+
+def listed(files: Any) -> list[Path] | None:
+    """A path or a list of them as a list, `~` replaced; None where it is neither.
+
+    >>> listed("a.parquet"), listed([]), listed(3)
+    ([PosixPath('a.parquet')], None, None)
+    """
+    names = [files] if isinstance(files, str | Path) else files
+    if not isinstance(names, Sequence) or not names or not all(isinstance(name, str | Path) for name in names):
+        return None
+    return [Path(os.path.expanduser(name)) for name in names]  # Path's own way raises where there is no home folder
+
+
+def file_problems(files: Any, key: str) -> list[Problem]:
+    """What is wrong with `files`, a path or a list of them that `key` names: every one that is no file of this machine."""
+    paths = listed(files)
+    if paths is None:
+        return [Problem(key, files, "must be a Parquet or JSONL file, or a list of them", f"{key}=/path/to/file.parquet")]
+    return [Problem(key, path, "is a folder, not a file" if path.is_dir() else "no such file") for path in paths if not path.is_file()]
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether a model's path is no folder of this machine, and can be none: it is a name on the Hugging Face hub.
+
+    >>> is_hub_name("Qwen/Qwen3-8B"), is_hub_name("/models/qwen"), is_hub_name("models/qwen/8b")
+    (True, False, False)
+    """
+    return path.count("/") <= 1 and not path.startswith(("/", ".", "~")) and not Path(path).exists()
+
+
+def model_problems(path: str, key: str) -> list[Problem]:
+    """What is wrong with a model's path that `key` names: a folder that is not here, or that holds no model."""
+    if is_hub_name(path):
+        return []
+    folder = Path(os.path.expanduser(path))
+    if not folder.exists():
+        return [Problem(key, path, "there is no such directory", f"{key}=<Hugging Face directory>")]
+    if not folder.is_dir():
+        return [Problem(key, path, "is a file, not a directory", f"{key}={folder.parent}")]
+    if not (folder / "config.json").is_file():
+        rule = "this directory has no config.json, so it is no Hugging Face model"
+        return [Problem(key, path, rule, f"{key}=<directory with config.json>")]
+    return []

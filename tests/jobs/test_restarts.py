@@ -1,0 +1,77 @@
+"""When a run whose worker failed is begun again, and when not. What runs here fails at once; `test_faults.py` kills real workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from hydraflow.dispatch.config import RayInitConfig
+from hydraflow.errors import GuardStop, HydraflowError, WorkerError
+from hydraflow.jobs.restarts import Restarts, with_restarts
+from hydraflow.jobs.session import Session
+from hydraflow.schema import SFTConfig
+from hydraflow.tracking.run_folder import RunFolder
+from hydraflow.trainer.config import SFTTrainerConfig
+from hydraflow.trainer.identity import Identity
+from hydraflow.trainer.resume import Wanted
+
+DIED = WorkerError(role="model", rank=0, node="here", method="update", cause="the process died")
+
+
+class Failing:
+    """A job that has begun in a folder and ends with `error` in each of its runs."""
+
+    def __init__(self, folder: Path, error: HydraflowError, **trainer: object):
+        self.folder, self.error = RunFolder.create(str(folder), "sft"), error
+        self.seen: list[SFTTrainerConfig] = []
+        self.config = SFTConfig(trainer=SFTTrainerConfig(restart_backoff=0.0, **trainer))  # type: ignore[arg-type]
+
+    def run(self, config: SFTConfig, restarts: Restarts) -> None:
+        self.seen.append(config.trainer)
+        restarts.folder = self.folder
+        raise self.error
+
+
+def test_as_often_as_it_may_and_in_its_folder(tmp_path: Path) -> None:
+    job = Failing(tmp_path, DIED, max_restarts=2, resume_mode="disable")
+    with pytest.raises(WorkerError):
+        with_restarts(job.config, job.run)
+    assert [trainer.default_local_dir for trainer in job.seen] == [None, str(tmp_path), str(tmp_path)]
+    assert [trainer.resume_mode for trainer in job.seen] == ["disable", "auto", "auto"], "anew means the first time"
+
+
+def test_guards_are_final(tmp_path: Path) -> None:
+    job = Failing(tmp_path, GuardStop("enough"), max_restarts=2)
+    with pytest.raises(GuardStop):
+        with_restarts(job.config, job.run)
+    assert len(job.seen) == 1
+
+
+def test_the_pause_doubles_up_to_five_minutes() -> None:
+    restarts = Restarts(SFTTrainerConfig(restart_backoff=10.0))
+    pauses = []
+    for restarts.done in range(7):
+        pauses.append(restarts.pause())
+    assert pauses == [10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 300.0]
+
+
+def test_a_worker_that_fails_after_the_run_was_told_to_stop(tmp_path: Path) -> None:
+    """A batch system sends SIGTERM to all processes: the workers end of it, and the run leaves a note instead of starting again."""
+    trainer = SFTTrainerConfig(max_restarts=5, restart_backoff=0.0, default_local_dir=str(tmp_path), device="cpu")
+    begun = []
+
+    def run(config: SFTConfig, restarts: Restarts) -> None:
+        begun.append(config)
+        with Session(config.trainer, RayInitConfig(), scoring=False, restarts=restarts) as session:
+            session.begin(Wanted(Identity({}), {}, 8))
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise DIED
+
+    with pytest.raises(WorkerError):
+        with_restarts(SFTConfig(trainer=trainer), run)
+    assert len(begun) == 1
+    assert json.loads((tmp_path / "requeue").read_text()) == {"step": 0, "why": "SIGTERM received"}
