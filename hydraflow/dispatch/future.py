@@ -17,10 +17,11 @@ import ray
 from ray import ObjectRef
 
 from hydraflow.dispatch.head import Head
-from hydraflow.dispatch.shards import LateShard, Promised
+from hydraflow.dispatch.shards import Chosen, LateShard, Promised
 from hydraflow.dispatch.transport import Parcel, Traffic, unpack
 from hydraflow.dispatch.worker import DECISIONS, Failure, log_tail
 from hydraflow.errors import ConfigError, HydraflowError, WorkerError
+from hydraflow.protocol.remote import RemoteBatch
 
 SLICE = 0.25
 """Seconds of waiting for all ranks of a call, after which those that have answered are looked at: one may have failed."""
@@ -219,6 +220,10 @@ class Future(Promised):
         """Whether `get` would return at once. WorkerError when a call under way has failed."""
         self._ledger.peek()
         return len(self._answers) == len(self._refs) or self._crew.error is not None
+
+    def columns(self, *keys: str) -> Promised | RemoteBatch:
+        """To pass on these columns alone; awaited first where the mode does not join batches."""
+        return Chosen(self, keys) if self.joins else self.get().select(list(keys), [], [])
 
     def shards(self, parts: int, padding: bool) -> list[LateShard]:
         """Shards that the receiving workers cut themselves."""

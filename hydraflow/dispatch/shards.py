@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ray import ObjectRef
 
@@ -35,6 +35,8 @@ class LateShard:
     part: int
     parts: int
     padding: bool
+    keys: tuple[str, ...] | None = None
+    """The columns that are wanted, without row objects and facts; None: everything."""
 
 
 class Promised(ABC):
@@ -43,6 +45,18 @@ class Promised(ABC):
     @abstractmethod
     def shards(self, parts: int, padding: bool) -> list[LateShard]:
         """Shards that the receiving workers cut themselves."""
+
+
+@dataclass(frozen=True)
+class Chosen(Promised):
+    """Some columns of a batch that is still being made."""
+
+    whole: Promised
+    keys: tuple[str, ...]
+
+    def shards(self, parts: int, padding: bool) -> list[LateShard]:
+        """Shards that the receiving workers cut themselves."""
+        return [replace(shard, keys=self.keys) for shard in self.whole.shards(parts, padding)]
 
 
 def is_batch(value: object) -> bool:
@@ -67,6 +81,8 @@ def split(value: object, parts: int, *, padding: bool = True) -> list[Shard] | l
 
 def part_of(batch: RemoteBatch, late: LateShard) -> Shard:
     """The part that a late shard stands for, now that its batch is made."""
+    if late.keys is not None:
+        batch = batch.select(list(late.keys), [], [])
     return _split_rows(batch, late.parts, late.padding)[late.part]
 
 

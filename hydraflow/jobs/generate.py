@@ -99,7 +99,7 @@ def _sample(
 ) -> list[list[int]]:
     rollout = config.rollout
     order = SampleOrder(0, plan.samples_per_prompt, rollout.temperature, rollout.top_k, rollout.top_p)
-    sampled = sample(role, dataset.batch(call), order)
+    sampled = sample(role, dataset.batch(call), order).get()
     responses = rows(runtime.fetch(sampled.select(["responses"])).get("responses"))
     if len(call) < len(dataset):
         logger.info("%d of %d prompts", call.stop, len(dataset))

@@ -68,8 +68,9 @@ class PPOTrainer:
         before = self.runtime.traffic()
         with phase("step"):
             with phase("gen"):
-                batch = self.generate(prompts, step)
-            scoring = self.score(batch)  # beside the passes of the models
+                sampling = self.sampling(prompts, step)
+                scoring = self.score(prompts, sampling)  # behind the samples, beside the passes of the models
+                batch = self.generated(prompts, sampling)
             with phase("old_log_prob"):
                 batch = self.old_log_probs(batch, step)
             with phase("ref"):
@@ -95,18 +96,23 @@ class PPOTrainer:
         """Gives the generation engine the actor's weights, those after all updates that were called before."""
         return self.roles.rollout.call(RolloutWorker.sync_from_actor)
 
-    def generate(self, prompts: DataProto, step: int) -> RemoteBatch:
-        """Samples `rollout.n` trajectories for every prompt, prompt-major; the row objects stay here."""
+    def sampling(self, prompts: DataProto, step: int) -> Future:
+        """Samples `rollout.n` trajectories for every prompt, prompt-major."""
         rollout = self.config.actor_rollout_ref.rollout
-        n = self.plan.samples_per_prompt
-        order = SampleOrder(step, n, rollout.temperature, rollout.top_k, rollout.top_p)
-        batch = sample(self.roles.rollout, prompts, order)
-        batch.columns |= RemoteBatch.from_local(_group_numbers(prompts, n)).columns
+        order = SampleOrder(step, self.plan.samples_per_prompt, rollout.temperature, rollout.top_k, rollout.top_p)
+        return sample(self.roles.rollout, prompts, order)
+
+    def generated(self, prompts: DataProto, sampling: Future) -> RemoteBatch:
+        """The trajectories, once they are there, with `group`."""
+        groups = _group_numbers(prompts, self.plan.samples_per_prompt)
+        batch = sampling.get()
+        batch.columns |= RemoteBatch.from_local(groups).columns
         return batch
 
-    def score(self, batch: RemoteBatch) -> Future:
+    def score(self, prompts: DataProto, sampling: Future) -> Future:
         """The reward function's scores."""
-        return self.roles.reward.call(RewardWorker.score, batch.select(["responses"], SCORING_OBJECTS, []))
+        objects = scoring_objects(prompts, self.plan.samples_per_prompt)
+        return self.roles.reward.call(RewardWorker.score, objects, sampling.columns("responses"))
 
     def note_failures(self, scored: RemoteBatch, step: int) -> None:
         """Counts the rows that the reward function could not score, and says so."""
@@ -238,13 +244,16 @@ def _taken_from_rollout(batch: RemoteBatch) -> RemoteBatch:
     return taken
 
 
-def sample(rollout: RoleGroup, prompts: DataProto, order: SampleOrder) -> RemoteBatch:
-    """Samples `order.n` responses per prompt; row objects are repeated here, columns stay with the workers."""
+def sample(rollout: RoleGroup, prompts: DataProto, order: SampleOrder) -> Future:
+    """Samples `order.n` responses per prompt; columns stay with the workers, row objects here."""
     inputs = prompts.select(batch_keys=["prompts"], non_tensor_batch_keys=["uid"])
     inputs.meta_info["sampling"] = order
-    sampled = rollout.call(RolloutWorker.generate, inputs)
-    sampled.objects |= {name: np.repeat(column, order.n) for name, column in prompts.non_tensor_batch.items()}
-    return sampled
+    return rollout.call(RolloutWorker.generate, inputs)
+
+
+def scoring_objects(prompts: DataProto, n: int) -> DataProto:
+    """What the reward function is told of each of `n` responses to every prompt."""
+    return DataProto.from_dict(non_tensors={name: np.repeat(prompts.non_tensor_batch[name], n) for name in SCORING_OBJECTS})
 
 
 def _group_numbers(prompts: DataProto, n: int) -> DataProto:

@@ -14,7 +14,7 @@ from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.protocol.batch import DataProto
 from hydraflow.schema import PPOConfig
-from hydraflow.trainer.ppo import SCORING_OBJECTS, columns, sample, warn_of_failures
+from hydraflow.trainer.ppo import columns, sample, scoring_objects, warn_of_failures
 from hydraflow.trainer.roles import Roles
 from hydraflow.workers.reward import WITH_TEXTS, RewardWorker
 from hydraflow.workers.rollout import SampleOrder
@@ -65,19 +65,19 @@ class Validator:
     def _score(self, prompts: DataProto) -> Scored:
         val = self.config.actor_rollout_ref.rollout.val_kwargs
         order = SampleOrder(-1, self.plan.validation.samples_per_prompt, val.temperature if val.do_sample else 0.0, val.top_k, val.top_p)
-        batch = sample(self.roles.rollout, prompts, order)
-        inputs = batch.select(["responses"], SCORING_OBJECTS, [])
-        inputs.meta_info[WITH_TEXTS] = True
-        scored = self.roles.reward.call(RewardWorker.score, inputs).get()
+        sampling = sample(self.roles.rollout, prompts, order)
+        objects = scoring_objects(prompts, order.n)
+        objects.meta_info[WITH_TEXTS] = True
+        scored = self.roles.reward.call(RewardWorker.score, objects, sampling.columns("responses")).get()
         warn_of_failures(scored, "validation")
         read = self.runtime.fetch(columns(scored, ["score", "acc", "text"]))
         return Scored(
-            sources=batch.objects["data_source"].astype(str),
+            sources=objects.non_tensor_batch["data_source"].astype(str),
             scores=read.get("score").double().numpy(),
             accuracies=read.get("acc").double().numpy(),
-            prompts=list(batch.objects["raw_prompt"]),
+            prompts=list(np.repeat(prompts.non_tensor_batch["raw_prompt"], order.n)),
             texts=list(read.non_tensor_batch["text"]),
-            truths=[row.get("ground_truth") for row in batch.objects["reward_model"]],
+            truths=[row.get("ground_truth") for row in objects.non_tensor_batch["reward_model"]],
         )
 
     def _samples(self, parts: Sequence[Scored]) -> list[dict[str, object]]:

@@ -44,18 +44,19 @@ class RewardWorker(Worker):
         self.pool = RewardPool(spec.reward)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False, read_only=True)
-    def score(self, batch: DataProto) -> DataProto:
-        """Scores every row; `meta_info["failed"]` counts the rows whose function raised or took too long.
+    def score(self, batch: DataProto, sampled: DataProto) -> DataProto:
+        """Scores the `responses` of `sampled` with the row objects of `batch`.
 
-        With `meta_info[WITH_TEXTS]` the decoded responses come too, as the object column `text`.
+        `meta_info["failed"]` counts the rows whose function raised or took too long.
+        With `meta_info[WITH_TEXTS]` in `batch` the decoded responses come too, as the object column `text`.
         """
-        responses = [row.tolist() for row in rows(batch.get("responses"))]
+        responses = [row.tolist() for row in rows(sampled.get("responses"))]
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
         results = self.pool.score(self._rows(batch, texts))
         scores = torch.tensor([result.score for result in results], dtype=torch.float32)  # (B,)
         return DataProto.from_dict(
             tensors={
-                "token_level_scores": _on_last_token(scores, parts(batch.get("responses"))[1]),
+                "token_level_scores": _on_last_token(scores, parts(sampled.get("responses"))[1]),
                 "score": scores,
                 "acc": torch.tensor([_accuracy(result) for result in results], dtype=torch.float32),
             },

@@ -82,7 +82,7 @@ class RolloutWorker(Worker):
         dtype = resolve_dtype(self.spec.rollout.dtype, self.process.device_type)
         self.engine.update_weights(read_weights(config, self.spec.model, head="policy", dtype=dtype, field="model").items())
 
-    @register(dispatch_mode=mesh_mode("rollout"), read_only=True)
+    @register(dispatch_mode=mesh_mode("rollout"), blocking=False, read_only=True)
     def generate(self, batch: DataProto) -> DataProto:
         """Samples as `meta_info["sampling"]` says: B prompts in, B * n trajectories out."""
         order: SampleOrder = batch.meta_info["sampling"]

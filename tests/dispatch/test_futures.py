@@ -47,6 +47,18 @@ def test_a_group_of_one_feeds_a_group_of_two(groups: dict[int, WorkerGroup], bat
     assert groups[2].role("probe").call(Probe.sum_of, made, key="y") == {"sum": metrics.total(2.0)}
 
 
+def test_columns_of_a_future_are_passed_on_alone(groups: dict[int, WorkerGroup], batch_of: BatchOf) -> None:
+    one = groups[1].role("probe")
+    made = groups[2].role("probe").call(Probe.double_later, batch_of(4))
+    assert "y" in one.call(Probe.apply, _itself, made).keys()
+    chosen = one.call(Probe.apply, _itself, made.columns("y"))
+    assert list(chosen.keys()) == ["y"] and one.fetch(chosen).get("y").tolist() == [0, 2, 4, 6]
+
+
+def _itself(data: DataProto) -> DataProto:
+    return data
+
+
 def test_a_future_of_metrics_is_no_batch(pair: RoleGroup, batch_of: BatchOf) -> None:
     future = pair.call(Probe.tokens_later, batch_of(4))
     assert metrics.values(future.get()) == {"tokens": 1 + 2 + 3 + 4}
