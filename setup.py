@@ -39,9 +39,9 @@ EXTRAS = {
     "vllm": ["vllm"],
     "flash-attn": ["flash-attn"],
     "megatron": ["megatron-core>=0.16"],
-    "wandb": ["wandb"],
-    "mlflow": ["mlflow"],
-    "swanlab": ["swanlab"],
+    "wandb": ["wandb>=0.22"],
+    "mlflow": ["mlflow-skinny>=3.5", "sqlalchemy>=2.0", "alembic>=1.13"],
+    "swanlab": ["swanlab>=0.10"],
 }
 
 setup(

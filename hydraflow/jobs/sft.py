@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from hydraflow.batch_plan.sft import resolve_sft_plan
 from hydraflow.batch_plan.table import print_plan
+from hydraflow.checkup.preflight import require_trackers
 from hydraflow.data.conversations import ConversationDataset
 from hydraflow.data.loader import PromptLoader
 from hydraflow.jobs.restarts import Restarts, with_restarts
@@ -35,6 +36,7 @@ def _run(config: SFTConfig, origins: Mapping[str, str] | None, restarts: Restart
         plan = resolve_sft_plan(config, conversations=len(train), devices_per_node=session.machine.processes_per_node, origins=origins)
         print_plan(plan)
         require_metric(config.trainer.keep_best, ["val/loss", "val/accuracy"] if val else [])
+        require_trackers(config.trainer)
         wanted = Wanted(identity_of(config, plan), sft_roles(config), plan.total_steps)
         if not session.begin(wanted):
             return

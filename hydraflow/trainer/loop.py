@@ -79,7 +79,8 @@ class Loop:
         if self.validator is None:
             return {}
         with self.trainer.timer.phase("testing"):
-            metrics, samples = self.validator.run()
+            metrics, samples = self.validator.run(step)
         if samples:
             self.folder.write_samples(step, samples)
+            self.trackers.log_samples(samples, step)
         return metrics | self.trainer.timer.drain()
