@@ -10,6 +10,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,8 @@ class GenerationDump:
                 file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
             os.replace(unfinished, target)
         except OSError as error:
-            unfinished.unlink(missing_ok=True)
+            with suppress(OSError):
+                unfinished.unlink()
             if not self._warned:
                 logger.warning("%s: %s cannot be written (%s); training goes on without", self.key, target, error.strerror)
             self._warned = True

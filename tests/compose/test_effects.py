@@ -50,6 +50,9 @@ CASES = [
     ("reward.custom_reward_function.name=f", [], "reward.custom_reward_function.path=r.py"),
     ("recipe.warm_start_steps=5", [], "recipe.name=arithmetic actor_rollout_ref.model.path=null data.train_files=null"),
     ("trainer.total_epochs=2", ["trainer.total_training_steps=5"], "trainer.total_training_steps=null"),
+    ("trainer.wandb_proxy=http://host:1", ["trainer.logger=[file]"], "trainer.logger=[file,wandb]"),
+    ("trainer.rollout_data_dir=x", ["trainer.val_only=true", "data.val_files=v"], "trainer.val_only=false"),
+    ("trainer.validation_data_dir=x", [], "data.val_files=v"),
     ("ray_init.num_cpus=5", ["ray_init.address=auto"], "ray_init.address=local"),
 ]
 
