@@ -20,6 +20,7 @@ from hydraflow.jobs.run_start import RunStart
 from hydraflow.logging_setup import set_up_logging
 from hydraflow.tracking.base import About
 from hydraflow.tracking.curve import draw_curve
+from hydraflow.tracking.endings import DONE
 from hydraflow.tracking.history import seconds_of
 from hydraflow.tracking.provenance import facts_of_start
 from hydraflow.tracking.redact import public
@@ -29,7 +30,6 @@ from hydraflow.tracking.trackers import Trackers, open_trackers
 from hydraflow.trainer.checkpoint_store import CheckpointStore
 from hydraflow.trainer.clock import Clock, parse_duration
 from hydraflow.trainer.config import LoopConfig
-from hydraflow.trainer.loop import DONE
 from hydraflow.trainer.machine import Machine, open_runtime, resolve_machine, scoring_pool, training_pool
 from hydraflow.trainer.resume import Wanted
 from hydraflow.trainer.signals import StopSignals

@@ -15,8 +15,8 @@ from hydraflow.jobs.session import Session
 from hydraflow.models.loading import load_config, load_tokenizer, require_weights
 from hydraflow.protocol.batch import DataProto
 from hydraflow.schema import SFTConfig
+from hydraflow.tracking.endings import DONE
 from hydraflow.trainer.identity import identity_of
-from hydraflow.trainer.loop import DONE
 from hydraflow.trainer.resume import Wanted
 from hydraflow.trainer.sft import SFTTrainer
 

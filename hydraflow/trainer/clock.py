@@ -11,9 +11,8 @@ import time
 import psutil
 
 from hydraflow.errors import ConfigError
+from hydraflow.tracking.endings import OUT_OF_TIME, RECEIVED
 from hydraflow.trainer.signals import StopSignals
-
-OUT_OF_TIME = "trainer.max_wall_time reached"
 
 _UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}
 
@@ -64,7 +63,7 @@ class Clock:
     def why_to_stop(self) -> str:
         """For people; empty while there is time left."""
         if self.preempted:
-            return f"{self.signals.received} received"
+            return f"{self.signals.received}{RECEIVED}"
         return OUT_OF_TIME if self.limit is not None and self.seconds() >= self.limit else ""
 
     def is_over(self) -> bool:
