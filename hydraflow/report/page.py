@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -54,7 +55,8 @@ def render(runs: Sequence[Run]) -> str:
         key_numbers=tables.key_numbers(runs),
         groups=grouped(charts),
         folded=FOLDED,
-        thinned=thinned(axes, most),
+        thinned=thinned({axes.listed[one["x"]]["w"] for chart in charts for one in chart["curves"]}, most),
+        bar_widths=[axes.listed[data["x"]]["w"] if data else 1 for data in phase_data],
         phase_rows=phase_rows,
         samples=samples,
         samples_shown=(tables.SHOWN_VALIDATIONS, tables.SHOWN_SAMPLES),
@@ -69,15 +71,16 @@ def render(runs: Sequence[Run]) -> str:
 
 
 def name_apart(runs: Sequence[Run]) -> None:
-    """Gives runs of the same name the names of their parents too; the same folder twice gets a number."""
-    for at_first in {run.name for run in runs}:
-        same = [run for run in runs if run.name == at_first]
-        for number, run in enumerate(same, 1) if len(same) > 1 else ():
-            others = {other.folder for other in same if other is not run}
-            run.name = f"{run.folder.parent.name}/{run.name}" if run.folder not in others else f"{run.name} ({number})"
-    if len({run.name for run in runs}) < len(runs):
-        for number, run in enumerate(runs, 1):
-            run.name = f"{run.name} ({number})"
+    """Gives runs of the same name their parents' names too; what is still the same, such as one folder twice, gets numbers."""
+    for run in _namesakes(runs):
+        run.name = f"{run.folder.parent.name}/{run.name}"
+    for run in _namesakes(runs):
+        run.name = f"{run.name} ({runs.index(run) + 1})"
+
+
+def _namesakes(runs: Sequence[Run]) -> list[Run]:
+    counts = Counter(run.name for run in runs)
+    return [run for run in runs if counts[run.name] > 1]
 
 
 def chart_data(runs: Sequence[Run], axes: Axes) -> tuple[list[dict[str, Any]], int]:
@@ -133,9 +136,9 @@ def constant_value(curves: Sequence[dict[str, Any]]) -> str | None:
     return f"{values.pop():g}" if len(values) == 1 and None not in values and points > len(curves) else None
 
 
-def thinned(axes: Axes, most: int) -> str:
+def thinned(spans_used: Iterable[int], most: int) -> str:
     """What the page says of points that stand for several steps; empty where none does."""
-    widths = sorted({axis["w"] for axis in axes.listed if axis["w"] > 1})
+    widths = sorted(width for width in spans_used if width > 1)
     if not widths:
         return ""
     spans = f"{widths[0]} steps" if len(widths) == 1 else f"{widths[0]} to {widths[-1]} steps"

@@ -35,7 +35,7 @@ class Column:
     """float64, NaN and infinities as they were logged."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Run:
     """What a folder told."""
 
