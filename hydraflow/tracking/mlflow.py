@@ -18,6 +18,8 @@ from hydraflow.tracking.base import SAMPLE_COLUMNS, RunInfo, Sample, rows_of
 
 URI = "MLFLOW_TRACKING_URI"
 TAG = "hydraflow.run_id"
+RETRIES = ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+"""Where nobody says otherwise: a server that is gone is told within seconds. `guarded.py` tries again, too."""
 LONGEST_VALUE, MOST_PARAMS, MOST_METRICS = 6000, 100, 1000
 """What MLflow takes: characters of a parameter, parameters and metrics of one call."""
 
@@ -34,6 +36,7 @@ class MlflowTracker:
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
 
+        os.environ.setdefault(*RETRIES)
         self._metric: Any = Metric
         self._client: Any = MlflowClient(tracking_uri=tracking_uri(os.environ, run.folder))
         experiment = self._experiment(run)
