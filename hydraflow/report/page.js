@@ -31,7 +31,7 @@
   const ticks = (low, high, count) => {
     const raw = (high - low) / count;
     const power = 10 ** Math.floor(Math.log10(raw));
-    const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= raw * 0.999);
+    const step = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((size) => size >= raw * 0.999);
     const found = [];
     for (let value = Math.ceil(low / step - 1e-9) * step; value <= high + step * 1e-6; value += step) found.push(Math.abs(value) < step * 1e-6 ? 0 : value);
     return found;
@@ -196,7 +196,7 @@
   };
 
   const phaseNames = [...new Set(data.phases.flatMap((one) => (one.parts || []).map((part) => part.name)))];
-  const phaseLook = (name) => `run-${Math.max(0, phaseNames.indexOf(name)) % 8}`;
+  const phaseLook = (name) => (name === "others" ? "run-7" : `run-${phaseNames.filter((other) => other !== "others").indexOf(name) % 7}`);
 
   const drawPhases = (figure) => {
     const { x, parts } = data.phases[Number(figure.dataset.phases)];

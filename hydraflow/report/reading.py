@@ -93,7 +93,7 @@ def samples_of(run: Run, step: int) -> list[dict[str, Any]]:
     """A validation's samples; what cannot be read is noted in `run.unread`."""
     file = run.samples[step]
     found = []
-    for line in _lines(run, file):
+    for line in filter(str.strip, _lines(run, file)):
         sample = _parsed(line)
         if isinstance(sample, dict):
             found.append(sample)

@@ -21,8 +21,8 @@ SHOWN_VALIDATIONS, SHOWN_SAMPLES, LONGEST_TEXT = 5, 20, 2000
 """Validations, samples of each, and characters of a text on the page."""
 OUTSIDE = ("testing", "save_checkpoint")
 """Phases that are not part of timing_s/step."""
-SMALL_SHARE = 0.005
-"""Phases that take less of the time than this are drawn together."""
+SMALL_SHARE, MOST_PHASES = 0.005, 7
+"""Phases that take less of the time than this, and those after the seven longest, are drawn together: there are eight colours."""
 NO_VALUE = "–"
 
 
@@ -109,7 +109,7 @@ def phases(run: Run, axes: Axes, most: int) -> tuple[dict[str, Any], list[dict[s
         totals["rest of the step"] = max(0.0, float(step.values[np.isfinite(step.values)].sum()) - inside_total)
     whole = sum(totals.values()) or 1.0
     order = sorted(means, key=lambda name: -totals[name])
-    large = [name for name in order if totals[name] / whole >= SMALL_SHARE]
+    large = [name for name in order if totals[name] / whole >= SMALL_SHARE][:MOST_PHASES]
     small = [name for name in order if name not in large]
     parts = [{"name": name, "y": rounded(means[name])} for name in large]
     if small:
@@ -118,7 +118,7 @@ def phases(run: Run, axes: Axes, most: int) -> tuple[dict[str, Any], list[dict[s
     rows = [
         {
             "name": name,
-            "total": duration(totals[name]),
+            "total": duration(totals[name]) if totals[name] >= 60 else f"{totals[name]:.3g} s",
             "share": f"{100 * totals[name] / whole:.1f} %",
             "mean": f"{totals[name] / max(1, len(base.steps)):.3g}",
         }

@@ -22,7 +22,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert column.values[1] == 1 - math.exp(-2 / 50)
     assert (run.last_step, run.seconds, run.missing_steps, run.unread) == (3, 4.5, 0, [])
     assert run.settings == {"trainer.seed": ("1", "default"), "data.train_batch_size": ("64", "command line")}
-    assert samples_of(run, 2) == [{"output": "a"}]
+    assert samples_of(run, 2) == [{"output": "a"}] and run.unread == []
     assert "step" not in run.columns and "seconds" not in run.columns
 
 

@@ -25,7 +25,7 @@ def test_phases_fill_the_step_and_the_longest_comes_first(tmp_path: Path) -> Non
         "rest of the step": [0.125] * 2,
     }
     assert [row["name"] for row in table][:2] == ["testing", "gen"]
-    assert table[0] == {"name": "testing", "total": "2s", "share": "50.0 %", "mean": "1"}
+    assert table[0] == {"name": "testing", "total": "2 s", "share": "50.0 %", "mean": "1"}
 
 
 def test_phases_of_a_run_without_times(tmp_path: Path) -> None:
