@@ -71,7 +71,7 @@
     }
     const marks = ticks(box.x0, box.x1, Math.max(4, Math.round(width / 110))).filter((value) => axis === "t" || Number.isInteger(value));
     for (const value of marks) make("text", { x: toX(value), y: HEIGHT - BOTTOM + 15, "text-anchor": "middle" }, svg, shown(value));
-    make("text", { x: (LEFT + width - RIGHT) / 2, y: HEIGHT - 2, "text-anchor": "middle" }, svg, axis === "s" ? "training step" : "minutes");
+    make("text", { x: (LEFT + width - RIGHT) / 2, y: HEIGHT - 4, "text-anchor": "middle" }, svg, axis === "s" ? "training step" : "minutes");
     return { toX, toY };
   };
 

@@ -23,10 +23,10 @@ PAUSES = (1.0, 10.0)
 """Seconds before the second and the third try of a call."""
 HELD_CALLS = 2000
 """Calls that wait for a slow tracker; more are left out."""
-FLUSH_SECONDS = 10.0
-"""What a checkpoint waits for a tracker."""
-CLOSE_SECONDS = 60.0
-"""What the end of a run waits for a tracker."""
+FLUSH_SECONDS = 5.0
+"""What a checkpoint waits for a tracker; not again until that one has caught up."""
+CLOSE_SECONDS = 30.0
+"""What the end of a run waits for its trackers, all together: batch systems give a run that they stop a minute or two."""
 
 logger = logging.getLogger(__name__)
 Call = Callable[[Tracker], None]
@@ -49,6 +49,9 @@ class Background:
         self._flush_seconds, self._close_seconds = flush_seconds, close_seconds
         self._calls: SimpleQueue[Call | None] = SimpleQueue()
         self._ending = threading.Event()
+        self._last_moment = 0.0
+        self._flushed = threading.Event()
+        self._flushed.set()
         self._failing = False
         """The last call failed for good: others are tried once."""
         self._lost = 0
@@ -68,20 +71,26 @@ class Background:
         self._hand_over(lambda tracker: tracker.log_samples(kept, step))
 
     def flush(self) -> None:
-        """Waits until the tracker has taken and written everything, `flush_seconds` at most; not for one that fails."""
-        if self._failing or not self._thread.is_alive():
+        """Waits until the tracker has taken and written everything, `flush_seconds` at most; not for one that fails or lags."""
+        if self._failing or not self._flushed.is_set() or not self._thread.is_alive():
             return
-        done = threading.Event()
+        self._flushed = done = threading.Event()
         self._calls.put(lambda tracker: tracker.flush())
         self._calls.put(lambda tracker: done.set())
         done.wait(self._flush_seconds)
 
-    def close(self, *, failed: bool = False) -> None:
-        """Waits for what is under way, `close_seconds` at most, and says what did not get there."""
+    def begin_closing(self, *, failed: bool = False) -> None:
+        """Tells the tracker to end once it has taken what is held; the wait of `close` counts from here."""
         self._calls.put(lambda tracker: tracker.close(failed=failed))
         self._calls.put(None)
         self._ending.set()
-        self._thread.join(self._close_seconds)
+        self._last_moment = time.monotonic() + self._close_seconds
+
+    def close(self, *, failed: bool = False) -> None:
+        """Waits for what is under way, `close_seconds` at most, and says what did not get there."""
+        if not self._ending.is_set():
+            self.begin_closing(failed=failed)
+        self._thread.join(max(0.0, self._last_moment - time.monotonic()))
         if self._thread.is_alive():
             text = "%s: waited %g seconds for it to take what was logged, and gave up; metrics.jsonl has everything"
             logger.warning(text, self.name, self._close_seconds)

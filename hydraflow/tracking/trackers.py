@@ -55,6 +55,9 @@ class Trackers:
 
     def close(self, *, failed: bool = False) -> None:
         """Closes every tracker, the last one first; a second call does nothing. `failed`: the run did not end well."""
+        for tracker in self._trackers:
+            if isinstance(tracker, Background):
+                tracker.begin_closing(failed=failed)  # all at once: a second one that hangs costs no second wait
         while self._trackers:
             self._trackers.pop().close(failed=failed)
 

@@ -84,13 +84,25 @@ def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_the_end(tmp_path: Path
     began = time.monotonic()
     for step in range(1, guarded.HELD_CALLS + 10):
         tracker.log({}, step)
-    tracker.flush()
+    for _ in range(100):
+        tracker.flush()  # only the first one waits
     tracker.close()
     assert time.monotonic() - began < 2
     told = warnings(caplog)
     assert len(told) == 2
     assert "it is too slow: 2000 calls wait" in told[0]
     assert told[1].startswith("memory: waited 0.2 seconds for it to take what was logged, and gave up")
+    release.set()
+
+
+def test_several_that_hang_are_waited_for_together(tmp_path: Path) -> None:
+    release = threading.Event()
+    opened = [background(Memory(hangs=release), tmp_path, close_seconds=0.5) for _ in range(5)]
+    together = trackers.Trackers(opened)
+    together.log({}, 1)
+    began = time.monotonic()
+    together.close()
+    assert 0.4 < time.monotonic() - began < 1.5
     release.set()
 
 
