@@ -34,11 +34,20 @@ REQUIRES = [
     "matplotlib>=3.9",
 ]
 
+TRACKERS = {
+    "wandb": ["wandb>=0.22"],
+    "mlflow": ["mlflow-skinny>=3.5", "sqlalchemy>=2.0", "alembic>=1.13"],
+    "swanlab": ["swanlab>=0.10"],
+}
 EXTRAS = {
-    "dev": ["pytest>=8.3", "pytest-timeout>=2.3", "hypothesis>=6.115", "ruff>=0.9", "mypy>=1.14"],
+    "dev": [
+        *("pytest>=8.3", "pytest-timeout>=2.3", "hypothesis>=6.115", "ruff>=0.9", "mypy>=1.14"),
+        *(package for packages in TRACKERS.values() for package in packages),
+    ],
     "vllm": ["vllm"],
     "flash-attn": ["flash-attn"],
     "megatron": ["megatron-core>=0.16"],
+    **TRACKERS,
 }
 
 setup(
@@ -51,7 +60,7 @@ setup(
     python_requires=">=3.11",
     packages=[*find_packages(include=["hydraflow", "hydraflow.*"]), "hydraflow.config"],
     package_dir={"hydraflow": "hydraflow", "hydraflow.config": "config"},
-    package_data={"hydraflow.config": ["*.yaml", "**/*.yaml"]},
+    package_data={"hydraflow.config": ["*.yaml", "**/*.yaml"], "hydraflow.report": ["page.*"]},
     install_requires=REQUIRES,
     extras_require=EXTRAS,
     classifiers=[

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -84,8 +85,13 @@ SIZE = Rule("must be above 0 and finite", lambda value: 0 < value < math.inf)
 GIBIBYTES = Rule("must be above 0 and at most a million", lambda value: 0 < value <= 10**6)
 FILES = Rule("must be a file or a list of files", _is_text_or_list, example="/path/to/file.parquet")
 DECAYS = Rule("must be two numbers from 0 to below 1", lambda value: len(value) == 2 and all(0 <= beta < 1 for beta in value))
-LOGGERS = ("console", "file", "tensorboard")
+LOGGERS = ("console", "file", "tensorboard", "wandb", "mlflow", "swanlab")
 KNOWN_LOGGERS = Rule(f"may list {', '.join(LOGGERS)}", lambda value: set(value) <= set(LOGGERS))
+PROXY = Rule(
+    "must be the address of a proxy, http://host:port",
+    lambda value: re.fullmatch(r"https?://([^/\s@]+@)?[^/\s@:]+:\d{1,5}/?", value) is not None,
+    example="http://host:3128",
+)
 KEPT_DTYPE = one_of("fp32", "bf16", "fp16", "fp64")
 COMPUTE_DTYPE = one_of("auto", "fp32", "bf16", "fp16", "fp64")
 ENGINES = one_of("fsdp2", "megatron")
@@ -186,6 +192,7 @@ FIELD_RULES: dict[type, dict[str, Rule]] = {
         "max_wall_time": TIME,
         "test_freq": NEVER_OR_COUNT,
         "logger": KNOWN_LOGGERS,
+        "wandb_proxy": PROXY,
         "save_freq": NEVER_OR_COUNT,
         "resume_mode": one_of("auto", "disable", "resume_path"),
         "max_skipped_steps": at_least(1),
@@ -381,6 +388,15 @@ def _best_is_measured(config: PPOConfig) -> Iterator[Problem]:
         yield Problem("trainer.keep_best", trainer.keep_best, rule, "data.val_files=... or trainer.keep_best=null")
 
 
+def _dumps_lie_apart(config: PPOConfig) -> Iterator[Problem]:
+    trainer = config.trainer
+    if trainer.rollout_data_dir is not None and trainer.rollout_data_dir == trainer.validation_data_dir:
+        rule = "trainer.rollout_data_dir is the same folder, and both write <step>.jsonl"
+        yield Problem(
+            "trainer.validation_data_dir", trainer.validation_data_dir, rule, f"trainer.validation_data_dir={trainer.rollout_data_dir}-val"
+        )
+
+
 CROSS_RULES: dict[type, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
     PPOConfig: (
         _recipe_makes_model_and_data,
@@ -395,6 +411,7 @@ CROSS_RULES: dict[type, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
         _resume_path_is_given,
         _loads_what_was_saved,
         _best_is_measured,
+        _dumps_lie_apart,
     ),
     SFTConfig: (_resume_path_is_given, _loads_what_was_saved),
 }

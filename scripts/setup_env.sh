@@ -79,7 +79,7 @@ prepare_environment() {
         return
     fi
     install_torch
-    say "installing hydraflow${extras:+ with [$extras]} and what it needs into $VENV; about 300 MB the first time, one to five minutes"
+    say "installing hydraflow${extras:+ with [$extras]} and what it needs into $VENV; about 300 MB the first time (with [dev] 400), one to five minutes"
     "$PYTHON" -m pip install --quiet --constraint "$ROOT/constraints.txt" --editable "$ROOT${extras:+[$extras]}"
     printf '%s %s\n' "$now" "$extras" >"$stamp"
     say "the environment is ready after $((SECONDS - started)) s"

@@ -55,6 +55,8 @@ def test_every_rule_names_a_field():
         ("data", "train_files", [1]),
         ("trainer", "nnodes", 0),
         ("trainer", "logger", ["console", "wand"]),
+        ("trainer", "wandb_proxy", "host:3128"),
+        ("trainer", "wandb_proxy", "http://host"),
         ("trainer", "test_freq", 0),
         ("trainer", "save_freq", 0),
         ("trainer", "resume_mode", "always"),
@@ -172,3 +174,10 @@ def test_a_remedy_is_legal(key, value, said):
     (problem,) = problems(config, planning=True)
     assert said in str(problem)
     assert problem.remedy.startswith(f"{key}=")
+
+
+def test_two_dumps_in_one_folder_are_refused():
+    config = valid()
+    config.trainer.rollout_data_dir = config.trainer.validation_data_dir = "out"
+    [problem] = problems(config)
+    assert (problem.field, problem.remedy) == ("trainer.validation_data_dir", "trainer.validation_data_dir=out-val")

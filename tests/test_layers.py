@@ -29,6 +29,9 @@ DOORS = {
     "torch.distributed": ["engine/*", "model_merger/split.py"],
     "torch.utils.tensorboard": ["tracking/tensorboard.py"],
     "tensorboard": ["tracking/tensorboard.py"],
+    "wandb": ["tracking/wandb.py"],
+    "mlflow": ["tracking/mlflow.py"],
+    "swanlab": ["tracking/swanlab.py"],
     "vllm": ["generation/vllm.py"],
     "megatron": ["engine/megatron/*"],
 }

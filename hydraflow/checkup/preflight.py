@@ -7,13 +7,15 @@ Left out on purpose: whatever takes longer than milliseconds; `python -m hydrafl
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from hydraflow.checkup.facts import Facts
 from hydraflow.checkup.finding import State
-from hydraflow.checkup.table import CHECKS, Check, Result, run_checks
+from hydraflow.checkup.table import CHECKS, Check, Result, run_checks, within
+from hydraflow.checkup.trackers import look_at
 from hydraflow.errors import ConfigError, Problem
+from hydraflow.trainer.config import LoopConfig
 
 SECONDS = 5.0
 """After so long a fast check is given up: a network drive that hangs must be said before the run hangs on it."""
@@ -24,13 +26,23 @@ log = logging.getLogger(__name__)
 def require_healthy(facts: Facts, checks: Iterable[Check] = CHECKS) -> None:
     """Raises ConfigError with every problem of the fast checks; logs their warnings."""
     fast = [replace(check, seconds=lambda facts: SECONDS) for check in checks if check.fast]
-    results = list(run_checks(facts, fast))
+    _judge(list(run_checks(facts, fast)))
+
+
+def _judge(results: Sequence[Result]) -> None:
     for result in results:
         for finding in result.findings:
             if finding.state is State.WARNING:
                 log.warning("%s: %s%s", result.name, finding.evidence, f"\n      -> {finding.remedy}" if finding.remedy else "")
     if problems := [problem for result in results for problem in _problems(result)]:
         raise ConfigError(problems)
+
+
+def require_trackers(trainer: LoopConfig) -> None:
+    """The same for the trackers alone, for commands that the other checks do not know."""
+    looked = Check("trackers", lambda facts: look_at(trainer))
+    findings = within(SECONDS, looked, None)
+    _judge([Result(looked.name, tuple(findings), 0.0)])
 
 
 def _problems(result: Result) -> list[Problem]:

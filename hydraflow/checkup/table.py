@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
+from typing import Any
 
 from hydraflow.checkup import (
     compiling,
@@ -40,7 +41,8 @@ class Check:
     """One thing that is looked at."""
 
     name: str
-    look: Callable[[Facts], Iterable[Finding]]
+    look: Callable[[Any], Iterable[Finding]]
+    """From `Facts` to what is found."""
     fast: bool = False
     """Takes milliseconds: main_ppo makes it at every start."""
     seconds: Callable[[Facts], float] = lambda facts: SECONDS
@@ -101,7 +103,7 @@ def run_checks(facts: Facts, checks: Iterable[Check] = CHECKS) -> Iterator[Resul
         yield Result(check.name, tuple(findings), time.monotonic() - began)
 
 
-def within(seconds: float, check: Check, facts: Facts) -> list[Finding]:
+def within(seconds: float, check: Check, facts: Facts | None) -> list[Finding]:
     """The findings, or a problem when they take too long. What still runs then is left behind in a thread that no exit waits for."""
     answers: SimpleQueue[list[Finding]] = SimpleQueue()
     threading.Thread(target=lambda: answers.put(_guarded(check, facts)), name=check.name, daemon=True).start()
@@ -115,7 +117,7 @@ def within(seconds: float, check: Check, facts: Facts) -> list[Finding]:
         ]
 
 
-def _guarded(check: Check, facts: Facts) -> list[Finding]:
+def _guarded(check: Check, facts: Facts | None) -> list[Finding]:
     """What the check finds. Whatever it raises is a finding too: it opens files of any kind and runs the model's own code."""
     found: list[Finding] = []
     try:

@@ -6,33 +6,46 @@ In: `trainer.logger`. Out: findings, one per tracker. A new tracker is a line in
 from __future__ import annotations
 
 import importlib.util
+import os
+import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from hydraflow.checkup.facts import Facts
-from hydraflow.checkup.finding import Finding, of_problem, ok, problem
+from hydraflow.checkup.finding import Finding, of_problem, ok, problem, warning
 from hydraflow.errors import ConfigError
+from hydraflow.tracking import mlflow, swanlab, wandb
 from hydraflow.tracking.base import RunInfo
 from hydraflow.tracking.run_folder import RunFolder
 from hydraflow.tracking.trackers import TRACKERS
-from hydraflow.trainer.config import TrainerConfig
+from hydraflow.trainer.config import LoopConfig, TrainerConfig
 
 ON_SCREEN = ("console",)
 """Trackers that write no file."""
+ON_SERVERS = ("wandb", "mlflow", "swanlab")
+"""Trackers that others see, which a check must not fill with trials."""
+CONNECT_SECONDS = 2.0
 
 
 def check_trackers(facts: Facts) -> Iterator[Finding]:
-    """Asks each tracker that the run uses; the file is always among them."""
+    """Asks each tracker that the run uses; the file is always among them. Then the folders for generated responses."""
     trainer = facts.config.trainer
+    yield from look_at(trainer)
+    yield from _dumps(trainer)
+
+
+def look_at(trainer: LoopConfig) -> Iterator[Finding]:
+    """Asks each tracker of a training command."""
     for name in dict.fromkeys(["file", *trainer.logger]):
         yield TRACKER_CHECKS[name](trainer)
 
 
 def check_writing(facts: Facts) -> Iterator[Finding]:
-    """Has each tracker that writes files take one number, in a folder that goes away."""
+    """Has each tracker that writes files here take one number, in a folder that goes away."""
     for name in dict.fromkeys(["file", *facts.config.trainer.logger]):
-        if name in ON_SCREEN:
+        if name in (*ON_SCREEN, *ON_SERVERS):
             continue
         with tempfile.TemporaryDirectory() as folder:
             tracker = TRACKERS[name](RunInfo(Path(folder), "doctor", total_steps=1))
@@ -42,7 +55,20 @@ def check_writing(facts: Facts) -> Iterator[Finding]:
         yield ok(f"{name} took a number and wrote {size} bytes") if size else problem(f"{name} took a number and wrote nothing")
 
 
-def _check_file(trainer: TrainerConfig) -> Finding:
+def _dumps(trainer: TrainerConfig) -> Iterator[Finding]:
+    folders = {"trainer.rollout_data_dir": trainer.rollout_data_dir, "trainer.validation_data_dir": trainer.validation_data_dir}
+    for key, folder in folders.items():
+        if folder is None:
+            continue
+        try:
+            RunFolder.prove_writable(folder, key)
+        except ConfigError as error:
+            yield of_problem(error.problems[0])
+        else:
+            yield ok(f"{key}: {Path(folder).expanduser()} can be written")
+
+
+def _check_file(trainer: LoopConfig) -> Finding:
     try:
         RunFolder.prove_writable(trainer.default_local_dir)
     except ConfigError as error:
@@ -50,20 +76,88 @@ def _check_file(trainer: TrainerConfig) -> Finding:
     return ok(f"metrics.jsonl goes to {Path(trainer.default_local_dir or 'runs').expanduser()}, which can be written")
 
 
-def _check_tensorboard(trainer: TrainerConfig) -> Finding:
-    if importlib.util.find_spec("tensorboard") is None:
-        kept = ",".join(name for name in trainer.logger if name != "tensorboard")
-        return problem("trainer.logger has tensorboard, which is not installed", f"pip install tensorboard, or trainer.logger=[{kept}]")
-    return ok("tensorboard is installed")
+def _check_tensorboard(trainer: LoopConfig) -> Finding:
+    return _missing("tensorboard", trainer, "pip install tensorboard") or ok("tensorboard is installed")
 
 
-def _check_console(trainer: TrainerConfig) -> Finding:
+def _check_console(trainer: LoopConfig) -> Finding:
     return ok("the console needs nothing")
 
 
-TRACKER_CHECKS: dict[str, Callable[[TrainerConfig], Finding]] = {
+def _check_wandb(trainer: LoopConfig) -> Finding:
+    missing = _missing("wandb", trainer, "pip install 'hydraflow-trainer[wandb]'")
+    return missing or judge_login("wandb", wandb.offline_because(os.environ), "wandb login, or WANDB_API_KEY=..., or WANDB_MODE=offline")
+
+
+def _check_swanlab(trainer: LoopConfig) -> Finding:
+    missing = _missing("swanlab", trainer, "pip install 'hydraflow-trainer[swanlab]'")
+    remedy = "swanlab login, or SWANLAB_API_KEY=..., or SWANLAB_MODE=offline"
+    return missing or judge_login("swanlab", swanlab.offline_because(os.environ), remedy)
+
+
+def judge_login(name: str, offline: str | None, remedy: str) -> Finding:
+    """`offline`: why the run is kept in its folder; None: it is sent. Asked for: fine; not asked for: a warning, and the run starts."""
+    if offline is None:
+        return ok(f"{name} is installed, and somebody is logged in")
+    if "=" in offline:
+        return ok(f"{name} is installed; {offline}")
+    kept = f"the run is kept offline in <run folder>/{name}, and `{name} sync` sends it later"
+    return warning(f"{name} is installed, but {offline}: {kept}", remedy)
+
+
+def _check_mlflow(trainer: LoopConfig) -> Finding:
+    missing = _missing("mlflow", trainer, "pip install 'hydraflow-trainer[mlflow]'")
+    return missing or judge_mlflow(os.environ, without=_without("mlflow", trainer))
+
+
+def judge_mlflow(environ: Mapping[str, str], *, without: str) -> Finding:
+    """Whether the place of MLFLOW_TRACKING_URI answers. `without`: the override that leaves MLflow out."""
+    folder = Path("<run folder>")
+    uri = mlflow.tracking_uri(environ, folder)
+    scheme = urlsplit(uri).scheme
+    if scheme in ("http", "https"):
+        reason = _silent(uri)
+        if reason is None:
+            return ok(f"mlflow is installed, and a server answers at {uri}")
+        return problem(f"{mlflow.URI}={uri}: nothing answers there ({reason})", f"start it, or unset {mlflow.URI}, or {without}")
+    if scheme in ("", "file") and environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() not in ("1", "true"):
+        rule = f"{mlflow.URI}={uri}: MLflow has given up stores of plain files"
+        return problem(rule, f"{mlflow.URI}=sqlite:////path/mlflow.db, or MLFLOW_ALLOW_FILE_STORE=true, or {without}")
+    lacking = [name for name in ("sqlalchemy", "alembic") if scheme.startswith("sqlite") and importlib.util.find_spec(name) is None]
+    if lacking:
+        rule = f"mlflow is installed, but not {' and '.join(lacking)}, which {uri} needs"
+        return problem(rule, "pip install 'hydraflow-trainer[mlflow]'")
+    return ok(f"mlflow is installed; runs go to {uri}")
+
+
+def _silent(uri: str) -> str | None:
+    """Why nothing listens at an address; None: something does."""
+    address = urlsplit(uri)
+    try:
+        port = address.port or (443 if address.scheme == "https" else 80)
+        socket.create_connection((address.hostname or "", port), timeout=CONNECT_SECONDS).close()
+    except (OSError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def _missing(name: str, trainer: LoopConfig, install: str) -> Finding | None:
+    """A problem where the tracker's package is not installed."""
+    if importlib.util.find_spec(name) is not None:
+        return None
+    return problem(f"trainer.logger has {name}, which is not installed", f"{install}, or {_without(name, trainer)}")
+
+
+def _without(name: str, trainer: LoopConfig) -> str:
+    return f"trainer.logger=[{','.join(other for other in trainer.logger if other != name)}]"
+
+
+TRACKER_CHECKS: dict[str, Callable[[LoopConfig], Finding]] = {
     "file": _check_file,
     "tensorboard": _check_tensorboard,
+    "wandb": _check_wandb,
+    "mlflow": _check_mlflow,
+    "swanlab": _check_swanlab,
     "console": _check_console,
 }
 """Name in trainer.logger -> what it needs. One that needs a login says here what it falls back to without."""

@@ -255,7 +255,7 @@ _GENERATION = (
         f"{ROLLOUT}.val_kwargs.do_sample=true",
     ),
     Idle(
-        f"{{{ROLLOUT}.val_kwargs.*,trainer.test_freq,trainer.val_before_train,trainer.log_val_generations}}",
+        f"{{{ROLLOUT}.val_kwargs.*,trainer.test_freq,trainer.val_before_train,trainer.log_val_generations,trainer.validation_data_dir}}",
         lambda c: not _validates(c),
         "there is no validation without data.val_files",
         "data.val_files=...",
@@ -301,10 +301,19 @@ _RUN = (
         "trainer.resume_mode=resume_path",
     ),
     Idle("trainer.restart_backoff", lambda c: c.trainer.max_restarts == 0, "trainer.max_restarts=0", "trainer.max_restarts=3"),
+    Idle("trainer.wandb_proxy", lambda c: "wandb" not in c.trainer.logger, "trainer.logger has no wandb", "trainer.logger=[console,wandb]"),
     Idle("ray_init.num_cpus", lambda c: c.ray_init.address != "local", "the running cluster counts its own", "ray_init.address=local"),
 )
 RULES: dict[type, tuple[Idle, ...]] = {
-    PPOConfig: (*_ROLES, *_BATCHES, *_MATHEMATICS, *_GENERATION, _FILTERED, *_RUN),
+    PPOConfig: (
+        *_ROLES,
+        *_BATCHES,
+        *_MATHEMATICS,
+        *_GENERATION,
+        _FILTERED,
+        *_RUN,
+        Idle("trainer.rollout_data_dir", lambda c: c.trainer.val_only, "trainer.val_only=true trains nothing", "trainer.val_only=false"),
+    ),
     SFTConfig: (
         Idle(
             "data.micro_batch_size_per_gpu",

@@ -307,9 +307,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
     # --- the loop
     "trainer.{del_local_ckpt_after_load,default_hdfs_dir}": Unsupported("keep checkpoints elsewhere"),
     "trainer.{remove_previous_ckpt_in_save,checkpoint_callback_class}": Unsupported("manage checkpoints", (False, None)),
-    "trainer.{rollout_data_dir,validation_data_dir}": Unsupported(
-        "write generated responses to this folder", instead="trainer.log_val_generations=10"
-    ),
     "trainer.v1.{trainer_mode,sync}": Unsupported(
         "train beside generation", ({},), instead="async_training.staleness_threshold=... async_training.trigger_parameter_sync_step=..."
     ),
@@ -362,7 +359,7 @@ DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp3
 STRATEGIES = {"fsdp": "fsdp2"}
 ENGINES = {"hf": "native"}
 FILTER_METRICS = {"reward": "score", "seq_final_reward": "seq_reward"}
-VERL_TRACKERS = ("wandb", "mlflow", "swanlab", "vemlp_wandb", "clearml", "trackio", "rl_insight")
+VERL_TRACKERS = ("vemlp_wandb", "clearml", "trackio", "rl_insight")
 """Trackers of verl's that there are not here; metrics.jsonl is always written."""
 
 CONFIG_NAMES: dict[str, str] = {"ppo_trainer": "dp", "ppo_megatron_trainer": "megatron"}

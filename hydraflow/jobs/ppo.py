@@ -27,10 +27,11 @@ from hydraflow.protocol.batch import DataProto
 from hydraflow.recipes import arithmetic
 from hydraflow.rewards.custom import check_reward
 from hydraflow.schema import PPOConfig
+from hydraflow.tracking.endings import DONE
 from hydraflow.tracking.trackers import Trackers
 from hydraflow.trainer.config import ClusterConfig
 from hydraflow.trainer.identity import Identity, identity_of
-from hydraflow.trainer.loop import DONE, Loop
+from hydraflow.trainer.loop import Loop
 from hydraflow.trainer.ppo import PPOTrainer
 from hydraflow.trainer.resume import Wanted, load_roles
 from hydraflow.trainer.roles import Roles, build_roles, critic_model

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hydraflow.errors import ConfigError
+from hydraflow.tracking.endings import DONE
 from hydraflow.tracking.run_folder import FIELD, RunFolder
 from hydraflow.tracking.run_lock import RunLock
 from hydraflow.trainer.checkpoint_store import BEST, CheckpointStore
 from hydraflow.trainer.config import LoopConfig
-from hydraflow.trainer.loop import DONE
 from hydraflow.trainer.resume import Resumption, Wanted, find, newest
 from hydraflow.trainer.run_state import RunState
 

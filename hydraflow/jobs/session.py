@@ -19,15 +19,18 @@ from hydraflow.jobs import run_start
 from hydraflow.jobs.restarts import Restarts
 from hydraflow.jobs.run_start import RunStart
 from hydraflow.logging_setup import set_up_logging
+from hydraflow.tracking.base import About
 from hydraflow.tracking.curve import draw_curve
+from hydraflow.tracking.endings import DONE
 from hydraflow.tracking.history import seconds_of
+from hydraflow.tracking.provenance import facts_of_start
+from hydraflow.tracking.redact import public
 from hydraflow.tracking.run_folder import RunFolder
 from hydraflow.tracking.summary import print_summary, summarise
 from hydraflow.tracking.trackers import Trackers, open_trackers
 from hydraflow.trainer.checkpoint_store import CheckpointStore
 from hydraflow.trainer.clock import Clock, parse_duration
 from hydraflow.trainer.config import LoopConfig
-from hydraflow.trainer.loop import DONE
 from hydraflow.trainer.machine import Machine, open_runtime, resolve_machine, scoring_pool, training_pool
 from hydraflow.trainer.resume import Wanted
 from hydraflow.trainer.signals import StopSignals
@@ -61,6 +64,7 @@ class Session:
         self._seconds_before = 0.0
         self._runtime: Runtime | None = None
         self._trackers: Trackers | None = None
+        self._about = About()
 
     def begin(self, wanted: Wanted) -> bool:
         """Settles and locks the run folder, and finds the checkpoint to go on from; False: the run is done already.
@@ -98,9 +102,21 @@ class Session:
         return self._runtime
 
     def keep(self, config: DataclassInstance, plan: Plan, origins: Mapping[str, str]) -> None:
-        """Writes to the run folder the configuration as it was asked for, where its values are from, and the plan."""
-        self.folder.write_config(asdict(config) | {"trainer": asdict(self.restarts.trainer)}, origins)
-        self.folder.plan.write_text(plan.to_json())
+        """Writes to the run folder the configuration as it was asked for, where its values are from, the plan, and what this start is
+        made with: command line, commit, versions. The trackers get them, too."""
+        folder, kept = self.folder, asdict(config) | {"trainer": asdict(self.restarts.trainer)}
+        facts = facts_of_start(self.start.step)
+        folder.write_config(kept, origins)
+        folder.plan.write_text(plan.to_json())
+        folder.note_start(facts)
+        self._about = About(
+            project=self.trainer.project_name,
+            experiment=self.trainer.experiment_name,
+            config=public(kept),
+            facts=facts,
+            files=(folder.plan, folder.run),
+            wandb_proxy=self.trainer.wandb_proxy,
+        )
 
     def open_trackers(self, total_steps: int) -> Trackers:
         """The trackers of the run, closed with the session."""
@@ -108,7 +124,13 @@ class Session:
         start = self.start
         self._seconds_before = seconds_of(self.folder.path)
         self._trackers = open_trackers(
-            self.trainer.logger, self.folder.path, title=title, total_steps=total_steps, run_id=start.run_id, done_steps=start.step
+            self.trainer.logger,
+            self.folder.path,
+            title=title,
+            total_steps=total_steps,
+            run_id=start.run_id,
+            done_steps=start.step,
+            about=self._about,
         )
         return self._trackers
 
@@ -122,7 +144,7 @@ class Session:
         elif isinstance(error, Exception):
             self.why = f"{type(error).__name__}: {error}".splitlines()[0]
         if self._trackers is not None:
-            self._trackers.close()
+            self._trackers.close(failed=error is not None)
         if self._runtime is not None:
             self._runtime.stop()
         try:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from hydraflow.batch_plan.sft import resolve_sft_plan
 from hydraflow.batch_plan.table import print_plan
+from hydraflow.checkup.preflight import require_trackers
 from hydraflow.data.conversations import ConversationDataset
 from hydraflow.data.loader import PromptLoader
 from hydraflow.jobs.restarts import Restarts, with_restarts
@@ -14,8 +15,8 @@ from hydraflow.jobs.session import Session
 from hydraflow.models.loading import load_config, load_tokenizer, require_weights
 from hydraflow.protocol.batch import DataProto
 from hydraflow.schema import SFTConfig
+from hydraflow.tracking.endings import DONE
 from hydraflow.trainer.identity import identity_of
-from hydraflow.trainer.loop import DONE
 from hydraflow.trainer.resume import Wanted
 from hydraflow.trainer.sft import SFTTrainer
 
@@ -35,6 +36,7 @@ def _run(config: SFTConfig, origins: Mapping[str, str] | None, restarts: Restart
         plan = resolve_sft_plan(config, conversations=len(train), devices_per_node=session.machine.processes_per_node, origins=origins)
         print_plan(plan)
         require_metric(config.trainer.keep_best, ["val/loss", "val/accuracy"] if val else [])
+        require_trackers(config.trainer)
         wanted = Wanted(identity_of(config, plan), sft_roles(config), plan.total_steps)
         if not session.begin(wanted):
             return

@@ -50,6 +50,7 @@ SCORING = {
     "score": Field("float32 (B,)", "the same score, per response"),
     "acc": Field("float32 (B,)", "what the reward function calls acc, else its score"),
     "text": Field("str per row", "the decoded response"),
+    "prompt_text": Field("str per row", "the decoded prompt"),
     "token_level_rewards": Field("ragged float32 (B, R)", "the scores less the KL penalty, if the algorithm puts it into the reward"),
 }
 """Made by scoring."""

@@ -31,7 +31,7 @@ from hydraflow.models.loading import load_tokenizer
 from hydraflow.models.tiny import make_model
 from hydraflow.recipes.config import RecipeConfig
 from hydraflow.schema import PPOConfig, SFTConfig
-from hydraflow.tracking.trackers import open_trackers
+from hydraflow.tracking.trackers import LOCAL, open_trackers
 from hydraflow.trainer.clock import Clock
 from hydraflow.trainer.config import SFTTrainerConfig
 from hydraflow.trainer.machine import Machine
@@ -155,7 +155,8 @@ def _warm_up(
     held_out = [val.batch(range(len(val)))]
     trainer = SFTTrainer(config, plan, runtime, skipped=scratch / "skipped")
     scratch.mkdir(parents=True, exist_ok=True)
-    with open_trackers(logger, scratch, title="warm start", total_steps=plan.total_steps) as trackers:
+    local = [name for name in logger if name in LOCAL]
+    with open_trackers(local, scratch, title="warm start", total_steps=plan.total_steps) as trackers:
         trainer.fit(
             loader.next_batch, held_out, trackers, clock, stop_when=lambda found: found["val/accuracy"] >= recipe.warm_start_accuracy
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rich.console import Console, Group
@@ -16,7 +17,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from hydraflow.tracking.base import RunInfo, Tracker
+from hydraflow.tracking.base import RunInfo, Sample, Tracker
 from hydraflow.tracking.history import validation_accuracy
 from hydraflow.tracking.summary import duration
 
@@ -88,10 +89,13 @@ class PlainConsole:
         values = "  ".join(f"{label} {value}" for label, value in self._progress.shown.items())
         print(f"{self._progress.position()}  {values}".rstrip(), flush=True)
 
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        """The run folder has them; here is no room."""
+
     def flush(self) -> None:
         """Nothing is held."""
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Nothing is held."""
 
 
@@ -110,10 +114,13 @@ class LiveConsole:
         self._progress.note(metrics, step, time.monotonic())
         self._live.update(self._render(), refresh=True)
 
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        """The run folder has them; here is no room."""
+
     def flush(self) -> None:
         """Nothing is held."""
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Gives the terminal back: cursor visible, on a line of its own."""
         self._live.stop()
 

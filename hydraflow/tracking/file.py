@@ -14,9 +14,10 @@ import logging
 import math
 import os
 import time
+from collections.abc import Sequence
 
 from hydraflow.errors import EnvironmentFault
-from hydraflow.tracking.base import RunInfo
+from hydraflow.tracking.base import RunInfo, Sample
 
 METRICS_FILE = "metrics.jsonl"
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -48,12 +49,15 @@ class FileTracker:
             if not told:
                 logger.warning("%s: %s; what was measured is held back until there is room", self._path, error.strerror)
 
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        """They have files of their own: `RunFolder.write_samples`."""
+
     def flush(self) -> None:
         """Writes what is held and has the disk confirm it. OSError while it cannot: a checkpoint must not be ahead of its metrics."""
         self._write()
         os.fsync(self._file.fileno())
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Writes what is held, or says that it is lost, and closes the file."""
         try:
             self._write()

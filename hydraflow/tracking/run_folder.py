@@ -35,9 +35,13 @@ RUN_FILES = (
     "config.yaml",
     "config_origins.json",
     "plan.json",
+    "run.json",
     "summary.json",
     "curve.png",
     "tensorboard",
+    "wandb",
+    "mlflow",
+    "swanlab",
     "samples",
     "skipped",
     "warm_start",
@@ -58,6 +62,7 @@ class RunFolder:
         self.config = path / "config.yaml"
         self.config_origins = path / "config_origins.json"
         self.plan = path / "plan.json"
+        self.run = path / "run.json"
         self.summary = path / "summary.json"
         self.curve = path / "curve.png"
         self.final_model = path / "final_model"
@@ -129,14 +134,25 @@ class RunFolder:
             return "", 0
 
     @staticmethod
-    def prove_writable(directory: str | None) -> None:
-        """Raises ConfigError when `create` could not make that folder; leaves nothing behind."""
+    def prove_writable(directory: str | None, field: str = FIELD) -> None:
+        """Raises ConfigError when `create` could not make that folder; leaves nothing behind. `field`: the key that names it."""
         path = Path(directory).expanduser() if directory else RUNS
         existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
         try:
             _write_something(existing)
         except OSError as error:
-            raise _unwritable(path, error) from error
+            raise _unwritable(path, error, field) from error
+
+    def note_start(self, facts: Mapping[str, Any]) -> None:
+        """Adds a start of the run to run.json: what it was made with each time (`provenance.facts_of_start`)."""
+        self._write(self.run, json.dumps({"starts": [*self.starts(), dict(facts)]}, indent=1, ensure_ascii=False) + "\n")
+
+    def starts(self) -> list[dict[str, Any]]:
+        """The starts in run.json, the oldest first."""
+        try:
+            return list(json.loads(self.run.read_text(encoding="utf-8"))["starts"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return []
 
     def write_config(self, config: Mapping[str, Any], origins: Mapping[str, str]) -> None:
         """Writes the whole configuration, as plain dicts, lists and scalars, to config.yaml: `--config-dir <this folder>
@@ -186,9 +202,9 @@ def _write_something(folder: Path) -> None:
         pass
 
 
-def _unwritable(path: Path, error: OSError) -> ConfigError:
-    rule = f"the run folder cannot be written ({error.strerror})"
-    return ConfigError.one(FIELD, path, rule, f"{FIELD}=<a folder that you may write to>")
+def _unwritable(path: Path, error: OSError, field: str = FIELD) -> ConfigError:
+    what = "the run folder" if field == FIELD else "the folder"
+    return ConfigError.one(field, path, f"{what} cannot be written ({error.strerror})", f"{field}=<a folder that you may write to>")
 
 
 def _stamped(name: str) -> str:

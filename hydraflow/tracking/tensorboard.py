@@ -1,4 +1,4 @@
-"""TensorBoard: every metric as a scalar, in the run folder's tensorboard/.
+"""TensorBoard: every metric as a scalar and validation samples as text, in the run folder's tensorboard/.
 
 In: numbers of a step. Out: an event file; look at it with `tensorboard --logdir <run folder>`.
 A disk that is full costs points of these curves and a warning, never the run: metrics.jsonl is the record.
@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from hydraflow.tracking.base import RunInfo
+from hydraflow.tracking.base import SAMPLE_COLUMNS, RunInfo, Sample, rows_of
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 logger = logging.getLogger(__name__)
 
+TABLE = "val/generations"
 PAUSE = 60.0
 """Seconds after a failure in which nothing is tried: every try makes a file."""
 
@@ -44,12 +45,16 @@ class TensorboardTracker:
 
         self._attempt(add)
 
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        """Adds the samples as a table of the text dashboard."""
+        self._attempt(lambda writer: writer.add_text(TABLE, markdown(samples), global_step=step))
+
     def flush(self) -> None:
         """Writes what is queued."""
         if self._writer is not None:
             self._attempt(lambda writer: writer.flush())
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Writes what is queued and closes the event file."""
         if self._writer is not None:
             self._attempt(lambda writer: writer.close())
@@ -66,3 +71,22 @@ class TensorboardTracker:
         except OSError as error:
             self._writer, self._next_try = None, time.monotonic() + PAUSE
             logger.warning("%s: %s; its curves lack what comes until there is room", self._folder, error.strerror)
+
+
+def markdown(samples: Sequence[Sample]) -> str:
+    """The samples as a table, their text as it is and not as Markdown.
+
+    >>> print(markdown([{"input": "1+1=", "output": "<b>2|", "score": 1.0, "ground_truth": "2"}]))
+    | input | output | score | ground_truth |
+    |---|---|---|---|
+    | `1+1=` | `<b>2\\|` | `1.0` | `2` |
+    """
+    lines = [f"| {' | '.join(SAMPLE_COLUMNS)} |", "|---" * len(SAMPLE_COLUMNS) + "|"]
+    lines += [f"| {' | '.join(map(_code, row))} |" for row in rows_of(samples)]
+    return "\n".join(lines)
+
+
+def _code(value: str | float) -> str:
+    text = str(value).replace("|", "\\|").replace("\r", "").replace("\n", " ⏎ ")
+    fence = "``" if "`" in text else "`"
+    return f"{fence}{text}{fence}" if text.strip() else ""

@@ -9,18 +9,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from hydraflow.tracking.base import RunInfo, Tracker, TrackerFactory
+from hydraflow.tracking.base import About, RunInfo, Sample, Tracker, TrackerFactory
 from hydraflow.tracking.console import open_console
 from hydraflow.tracking.file import FileTracker
+from hydraflow.tracking.guarded import Background, Forgiving
 from hydraflow.tracking.history import seconds_of
+from hydraflow.tracking.mlflow import MlflowTracker
+from hydraflow.tracking.swanlab import SwanlabTracker
 from hydraflow.tracking.tensorboard import TensorboardTracker
+from hydraflow.tracking.wandb import WandbTracker
 
 TRACKERS: dict[str, TrackerFactory] = {
     "file": FileTracker,
     "tensorboard": TensorboardTracker,
+    "wandb": WandbTracker,
+    "mlflow": MlflowTracker,
+    "swanlab": SwanlabTracker,
     "console": open_console,
 }
 """Name in trainer.logger -> what opens it. The order is that in which they are called: the file first, it must not miss a step."""
+LOCAL = ("file", "tensorboard", "console")
+"""Those that nobody else sees: they also show what comes before a run, such as a recipe's warm start."""
 
 
 class Trackers:
@@ -34,32 +43,56 @@ class Trackers:
         for tracker in self._trackers:
             tracker.log(metrics, step)
 
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        """Passes a validation's samples to every tracker."""
+        for tracker in self._trackers:
+            tracker.log_samples(samples, step)
+
     def flush(self) -> None:
         """Has what was logged outlast a kill of this process."""
         for tracker in self._trackers:
             tracker.flush()
 
-    def close(self) -> None:
-        """Closes every tracker, the last one first; a second call does nothing."""
+    def close(self, *, failed: bool = False) -> None:
+        """Closes every tracker, the last one first; a second call does nothing. `failed`: the run did not end well."""
+        for tracker in self._trackers:
+            if isinstance(tracker, Background):
+                tracker.begin_closing(failed=failed)  # all at once: a second one that hangs costs no second wait
         while self._trackers:
-            self._trackers.pop().close()
+            self._trackers.pop().close(failed=failed)
 
     def __enter__(self) -> Trackers:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        self.close(failed=error is not None)
 
 
 def open_trackers(
-    names: Sequence[str], folder: Path, *, title: str = "", total_steps: int | None = None, run_id: str = "", done_steps: int = 0
+    names: Sequence[str],
+    folder: Path,
+    *,
+    title: str = "",
+    total_steps: int | None = None,
+    run_id: str = "",
+    done_steps: int = 0,
+    about: About | None = None,
 ) -> Trackers:
     """Opens the trackers of `trainer.logger`; the file is always among them. Makes `folder` where it is not there yet.
 
-    The names are known ones: `checks.py` has seen to that. `run_id`, `done_steps`: see `RunInfo`.
+    The names are known ones: `checks.py` has seen to that. `run_id`, `done_steps`, `about`: see `RunInfo`. But for the file, a tracker
+    that fails costs a warning, never the run.
     """
     assert set(names) <= set(TRACKERS), names
     folder.mkdir(parents=True, exist_ok=True)
-    run = RunInfo(folder, title, total_steps, run_id, done_steps, seconds_of(folder))
+    run = RunInfo(folder, title, total_steps, run_id, done_steps, seconds_of(folder), about or About())
     wanted = {"file", *names}
-    return Trackers([factory(run) for name, factory in TRACKERS.items() if name in wanted])
+    return Trackers([_open(name, run) for name in TRACKERS if name in wanted])
+
+
+def _open(name: str, run: RunInfo) -> Tracker:
+    """The file must not miss a step; the terminal is drawn here; all others work beside training."""
+    factory = TRACKERS[name]
+    if name == "file":
+        return factory(run)
+    return Forgiving(name, factory(run)) if name == "console" else Background(name, factory, run)

@@ -10,9 +10,8 @@ import time
 import psutil
 
 from hydraflow.durations import seconds_of
+from hydraflow.tracking.endings import OUT_OF_TIME, RECEIVED
 from hydraflow.trainer.signals import StopSignals
-
-OUT_OF_TIME = "trainer.max_wall_time reached"
 
 
 def parse_duration(value: object) -> float | None:
@@ -54,7 +53,7 @@ class Clock:
     def why_to_stop(self) -> str:
         """For people; empty while there is time left."""
         if self.preempted:
-            return f"{self.signals.received} received"
+            return f"{self.signals.received}{RECEIVED}"
         return OUT_OF_TIME if self.limit is not None and self.seconds() >= self.limit else ""
 
     def is_over(self) -> bool:

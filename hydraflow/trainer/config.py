@@ -45,7 +45,9 @@ class LoopConfig(RunConfig):
     test_freq: int = -1
     """Steps between validations; -1: only at the end (and before the first step, if val_before_train)."""
     logger: list[str] = field(default_factory=lambda: ["console", "file", "tensorboard"])
-    """Where metrics go: console, file, tensorboard; the file metrics.jsonl is always written."""
+    """Where metrics go: console, file, tensorboard, wandb, mlflow, swanlab; the file metrics.jsonl is always written."""
+    wandb_proxy: str | None = None
+    """Proxy through which Weights & Biases alone is reached, http://host:port; the environment and everything else stay as they are."""
     save_final_model: bool = True
     """Write the trained weights as a Hugging Face directory at the end."""
     save_freq: int = -1
@@ -81,7 +83,11 @@ class TrainerConfig(LoopConfig):
     val_only: bool = False
     """Validate and stop."""
     log_val_generations: int = 0
-    """Validation samples that are written to the run folder each time."""
+    """Validation samples that are written to the run folder, and as a table to the trackers, each time."""
+    rollout_data_dir: str | None = None
+    """Folder for all responses of each training step, <step>.jsonl with prompt, response, score and reference; null: none."""
+    validation_data_dir: str | None = None
+    """The same for all responses of each validation."""
     max_actor_ckpt_to_keep: int | None = None
     """Checkpoints of the actor that stay, those of earlier starts of the run included; null: all."""
     max_critic_ckpt_to_keep: int | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hydraflow.protocol.batch import DataProto
+from hydraflow.tracking.endings import DONE, VALIDATED
 from hydraflow.tracking.run_folder import RunFolder
 from hydraflow.tracking.trackers import Trackers
 from hydraflow.trainer.checkpoint import Checkpointer
@@ -15,8 +16,6 @@ from hydraflow.trainer.clock import Clock
 from hydraflow.trainer.config import TrainerConfig
 from hydraflow.trainer.ppo import PPOTrainer
 from hydraflow.trainer.validation import Validator
-
-DONE = "all steps done"
 
 
 class Loop:
@@ -63,7 +62,7 @@ class Loop:
         """Validates once, the model as it was after `step`; returns why it ended."""
         self.trainer.sync_weights().get()
         self.trackers.log(self._validate(step), step=step)
-        return "trainer.val_only"
+        return VALIDATED
 
     def _position(self, step: int) -> dict[str, float]:
         return {
@@ -79,7 +78,8 @@ class Loop:
         if self.validator is None:
             return {}
         with self.trainer.timer.phase("testing"):
-            metrics, samples = self.validator.run()
+            metrics, samples = self.validator.run(step)
         if samples:
             self.folder.write_samples(step, samples)
+            self.trackers.log_samples(samples, step)
         return metrics | self.trainer.timer.drain()

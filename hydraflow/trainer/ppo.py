@@ -33,6 +33,7 @@ from hydraflow.errors import GuardStop
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import RemoteBatch
 from hydraflow.schema import PPOConfig
+from hydraflow.trainer.generations import GenerationDump, read_scored
 from hydraflow.trainer.mini_batches import mini_batch_order
 from hydraflow.trainer.roles import Roles, rollout_is_exact
 from hydraflow.trainer.timing import PhaseTimer
@@ -40,7 +41,7 @@ from hydraflow.workers.actor import ActorWorker
 from hydraflow.workers.advantage import AdvantageWorker
 from hydraflow.workers.critic import CriticWorker
 from hydraflow.workers.reference import ReferenceWorker
-from hydraflow.workers.reward import RewardWorker
+from hydraflow.workers.reward import WITH_TEXTS, RewardWorker
 from hydraflow.workers.rollout import RolloutWorker, SampleOrder
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class PPOTrainer:
 
     def __init__(self, config: PPOConfig, plan: BatchPlan, roles: Roles, runtime: Runtime):
         self.config, self.plan, self.roles, self.runtime = config, plan, roles, runtime
+        self.dump = GenerationDump.to(config.trainer.rollout_data_dir, "trainer.rollout_data_dir")
         self.timer = PhaseTimer()
         self.metrics: dict[str, float] = {}
         self._compared = False
@@ -79,7 +81,7 @@ class PPOTrainer:
                 batch = self.critic_values(batch)
             estimating = self.advantages(batch, scoring)  # behind the scores
             with phase("reward"):
-                self.note_failures(scoring.get(), step)
+                self.note_scores(prompts, scoring.get(), step)
             with phase("adv"):
                 batch = batch.union(self.noted(estimating.get()))
             with phase("update_critic"):
@@ -110,12 +112,17 @@ class PPOTrainer:
         return batch
 
     def score(self, prompts: DataProto, sampling: Future) -> Future:
-        """The reward function's scores."""
+        """The reward function's scores; with the texts where they are kept."""
         objects = scoring_objects(prompts, self.plan.samples_per_prompt)
-        return self.roles.reward.call(RewardWorker.score, objects, sampling.columns("responses"))
+        objects.meta_info[WITH_TEXTS] = self.dump is not None
+        names = ["prompts", "responses"] if self.dump else ["responses"]
+        return self.roles.reward.call(RewardWorker.score, objects, sampling.columns(*names))
 
-    def note_failures(self, scored: RemoteBatch, step: int) -> None:
-        """Counts the rows that the reward function could not score, and says so."""
+    def note_scores(self, prompts: DataProto, scored: RemoteBatch, step: int) -> None:
+        """Counts the rows that the reward function could not score, and says so; keeps the responses where that is asked for."""
+        if self.dump is not None:
+            read = read_scored(self.runtime, prompts, self.plan.samples_per_prompt, scored)
+            self.dump.write(step, list(read.rows(step)))
         self.metrics["reward/failed_rows"] = float(scored.meta_info["failed"])
         warn_of_failures(scored, f"step {step}")
 

@@ -19,10 +19,10 @@ from hydraflow.dispatch.worker import RoleSpec
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.ragged import parts
 from hydraflow.schema import SFTConfig
+from hydraflow.tracking.endings import DONE
 from hydraflow.tracking.trackers import Trackers
 from hydraflow.trainer.checkpoint import Checkpointer
 from hydraflow.trainer.clock import Clock
-from hydraflow.trainer.loop import DONE
 from hydraflow.trainer.machine import TRAIN
 from hydraflow.trainer.mini_batches import mini_batch_order
 from hydraflow.trainer.timing import PhaseTimer

@@ -6,7 +6,6 @@ In: the held-out prompts. Out: `val-core/<data_source>/acc/mean@n`, `val-core/<d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,23 +13,11 @@ from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.protocol.batch import DataProto
 from hydraflow.schema import PPOConfig
-from hydraflow.trainer.ppo import columns, sample, scoring_objects, warn_of_failures
+from hydraflow.trainer.generations import GenerationDump, Scored, read_scored
+from hydraflow.trainer.ppo import sample, scoring_objects, warn_of_failures
 from hydraflow.trainer.roles import Roles
 from hydraflow.workers.reward import WITH_TEXTS, RewardWorker
 from hydraflow.workers.rollout import SampleOrder
-
-
-@dataclass(frozen=True)
-class Scored:
-    """One validation call's rows, as arrays of equal length."""
-
-    sources: np.ndarray
-    scores: np.ndarray
-    accuracies: np.ndarray
-    prompts: list[object]
-    """Chat messages."""
-    texts: list[str]
-    truths: list[object]
 
 
 def metric_names(batches: Sequence[DataProto], plan: BatchPlan) -> set[str]:
@@ -45,10 +32,13 @@ class Validator:
 
     def __init__(self, config: PPOConfig, plan: BatchPlan, roles: Roles, runtime: Runtime, batches: Sequence[DataProto]):
         self.config, self.plan, self.roles, self.runtime, self.batches = config, plan, roles, runtime, batches
+        self.dump = GenerationDump.to(config.trainer.validation_data_dir, "trainer.validation_data_dir")
 
-    def run(self) -> tuple[dict[str, float], list[dict[str, object]]]:
-        """Metrics over all held-out prompts, and the first `trainer.log_val_generations` samples."""
+    def run(self, step: int) -> tuple[dict[str, float], list[dict[str, object]]]:
+        """Metrics over all held-out prompts after a step, and the first `trainer.log_val_generations` samples."""
         parts = [self._score(batch) for batch in self.batches]
+        if self.dump is not None:
+            self.dump.write(step, [row for part in parts for row in part.rows(step)])
         sources = np.concatenate([part.sources for part in parts])
         found = {
             "acc": np.concatenate([part.accuracies for part in parts]),
@@ -68,17 +58,9 @@ class Validator:
         sampling = sample(self.roles.rollout, prompts, order)
         objects = scoring_objects(prompts, order.n)
         objects.meta_info[WITH_TEXTS] = True
-        scored = self.roles.reward.call(RewardWorker.score, objects, sampling.columns("responses")).get()
+        scored = self.roles.reward.call(RewardWorker.score, objects, sampling.columns("prompts", "responses")).get()
         warn_of_failures(scored, "validation")
-        read = self.runtime.fetch(columns(scored, ["score", "acc", "text"]))
-        return Scored(
-            sources=objects.non_tensor_batch["data_source"].astype(str),
-            scores=read.get("score").double().numpy(),
-            accuracies=read.get("acc").double().numpy(),
-            prompts=list(np.repeat(prompts.non_tensor_batch["raw_prompt"], order.n)),
-            texts=list(read.non_tensor_batch["text"]),
-            truths=[row.get("ground_truth") for row in objects.non_tensor_batch["reward_model"]],
-        )
+        return read_scored(self.runtime, prompts, order.n, scored)
 
     def _samples(self, parts: Sequence[Scored]) -> list[dict[str, object]]:
         samples: list[dict[str, object]] = []
@@ -86,5 +68,5 @@ class Validator:
             for prompt, text, truth, score in zip(part.prompts, part.texts, part.truths, part.scores.tolist(), strict=True):
                 if len(samples) == self.config.trainer.log_val_generations:
                     return samples
-                samples.append({"prompt": prompt, "output": text, "ground_truth": truth, "score": score})
+                samples.append({"input": prompt, "output": text, "ground_truth": truth, "score": score})
         return samples

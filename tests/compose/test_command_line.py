@@ -184,7 +184,7 @@ def test_the_plans_rules_stand_in_the_same_report(tmp_path):
         "data.train_batch_size=96",
         "actor_rollout_ref.actor.ppo_mini_batch_size=36",
         "actor_rollout_ref.rollout.name=vllm",
-        "trainer.rollout_data_dir=x",
+        "trainer.default_hdfs_dir=x",
     ]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "hydraflow.main_ppo", *wrong]

@@ -59,6 +59,9 @@ CASES = [
     ("data.truncation=left", ["data.filter_overlong_prompts=true"], "data.filter_overlong_prompts=false"),
     ("trainer.resume_from_path=x", [], "trainer.resume_mode=resume_path"),
     ("trainer.restart_backoff=5.0", [], "trainer.max_restarts=3"),
+    ("trainer.wandb_proxy=http://host:1", ["trainer.logger=[file]"], "trainer.logger=[file,wandb]"),
+    ("trainer.rollout_data_dir=x", ["trainer.val_only=true", "data.val_files=v"], "trainer.val_only=false"),
+    ("trainer.validation_data_dir=x", [], "data.val_files=v"),
     ("ray_init.num_cpus=5", ["ray_init.address=auto"], "ray_init.address=local"),
 ]
 

@@ -98,7 +98,8 @@ def test_the_page_is_made_from_the_tables():
         (f"{ACTOR}.optim.lr_warmup_steps", None, f"{ACTOR}.optim.lr_warmup_steps", -1),
         (f"{ROLLOUT}.name", "hf", f"{ROLLOUT}.name", "native"),
         ("trainer.logger", "console", "trainer.logger", ["console"]),
-        ("trainer.logger", ["console", "wandb"], "trainer.logger", ["console", "file", "tensorboard"]),
+        ("trainer.logger", ["console", "clearml"], "trainer.logger", ["console", "file", "tensorboard"]),
+        ("trainer.val_generations_to_log_to_wandb", 4, "trainer.log_val_generations", 4),
         ("trainer.test_freq", 0, "trainer.test_freq", -1),
     ],
 )
@@ -146,7 +147,7 @@ def test_a_size_over_all_ranks_that_cannot_be_divided_is_refused():
         ("actor_rollout_ref.actor._target_", "verl.X", "never did anything: it names a class of verl's"),
         ("data.dataloader_num_workers", 2, "has no effect: it changes speed only"),
         ("actor_rollout_ref.hybrid_engine", True, "asks for nothing: it is off, or what is done anyway"),
-        ("trainer.rollout_data_dir", None, "asks for nothing: it is off, or what is done anyway"),
+        ("trainer.default_hdfs_dir", None, "asks for nothing: it is off, or what is done anyway"),
         (f"{ACTOR}.profiler.enable", False, "asks for nothing: it is off, or what is done anyway"),
         ("reward_model.reward_manager", "naive", "asks for nothing: it is off, or what is done anyway"),
     ],
@@ -160,7 +161,7 @@ def test_a_key_without_effect_is_accepted_and_said(key, value, said):
     ("key", "value", "would"),
     [
         ("actor_rollout_ref.hybrid_engine", False, "give the actor and the rollout engines of their own when false"),
-        ("trainer.rollout_data_dir", "out", "write generated responses to this folder"),
+        ("trainer.default_hdfs_dir", "out", "keep checkpoints elsewhere"),
         ("ray_kwargs.timeline_json_file", "t.json", "write Ray's timeline to this file"),
         (f"{ROLLOUT}.multi_turn.enable", True, "hold conversations of several turns"),
         ("reward_model.reward_kwargs.overlong_buffer_cfg.len", 4096, "be handed to the reward manager"),

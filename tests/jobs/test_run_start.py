@@ -12,6 +12,7 @@ from hydraflow.engine.base import CHECKPOINT_FACTS
 from hydraflow.errors import ConfigError
 from hydraflow.jobs import run_start
 from hydraflow.jobs.run_start import RunStart
+from hydraflow.tracking.endings import DONE
 from hydraflow.tracking.run_folder import RunFolder
 from hydraflow.tracking.summary import Summary
 from hydraflow.trainer import checkpoint_store
@@ -19,7 +20,6 @@ from hydraflow.trainer.checkpoint import RoleCheckpoints
 from hydraflow.trainer.checkpoint_store import CheckpointStore
 from hydraflow.trainer.config import TrainerConfig
 from hydraflow.trainer.identity import Identity
-from hydraflow.trainer.loop import DONE
 from hydraflow.trainer.resume import Wanted
 from hydraflow.trainer.run_state import RunState
 from hydraflow.workers.config import CheckpointConfig

@@ -31,7 +31,7 @@ except KeyboardInterrupt:
 
 def test_plain_lines_in_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with open_trackers(["console"], tmp_path, total_steps=3) as trackers:
-        assert isinstance(trackers._trackers[-1], PlainConsole)
+        assert isinstance(trackers._trackers[-1].tracker, PlainConsole)  # type: ignore[attr-defined]
         trackers.log({"val-core/sums/acc/mean@1": 0.25}, 0)
         trackers.log({"critic/score/mean": 0.5, "perf/throughput": 1234.4, "unknown/name": 1.0}, 1)
     first, second = capsys.readouterr().out.splitlines()

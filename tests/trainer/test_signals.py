@@ -6,7 +6,8 @@ import signal
 
 import pytest
 
-from hydraflow.trainer.clock import OUT_OF_TIME, Clock
+from hydraflow.tracking.endings import OUT_OF_TIME
+from hydraflow.trainer.clock import Clock
 from hydraflow.trainer.signals import StopSignals
 
 

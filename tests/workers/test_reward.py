@@ -40,14 +40,16 @@ def worker(path: str, reward: RewardConfig) -> Iterator[RewardWorker]:
 
 
 def make_batch(texts: list[str], truths: list[str], **columns: Any) -> DataProto:
-    """Responses of one token per character; `.` stands for the end token."""
+    """Responses of one token per character, `.` standing for the end token, each to the prompt 1+1=."""
     ids = [torch.tensor([TOKEN("<|end|>" if c == "." else c) for c in text], dtype=torch.int64) for text in texts]
+    prompts = [torch.tensor([TOKEN(c) for c in "1+1="], dtype=torch.int64) for _ in texts]
     objects = {
         "data_source": ["arithmetic"] * len(texts),
         "reward_model": [{"ground_truth": truth} for truth in truths],
         "extra_info": columns.get("extra_info", [{}] * len(texts)),
     }
-    return DataProto.from_dict({"responses": ragged.from_rows(ids)}, objects, {"texts": True})
+    tensors = {"prompts": ragged.from_rows(prompts), "responses": ragged.from_rows(ids)}
+    return DataProto.from_dict(tensors, objects, {"texts": True})
 
 
 def token_scores(batch: DataProto) -> list[list[float]]:
@@ -61,6 +63,7 @@ def test_the_score_stands_on_the_last_token(tiny: str) -> None:
     assert token_scores(scored) == [[0, 0, 1], [1], [0, 0, 0], [0, 0, 1]]
     assert scored.get("score").tolist() == scored.get("acc").tolist() == [1, 1, 0, 1]
     assert list(scored.get("text")) == ["42", "7", "41", "012"]
+    assert list(scored.get("prompt_text")) == ["1+1="] * 4
     assert scored.meta_info == {"failed": 0, "why_failed": None}
 
 

@@ -1,0 +1,1 @@
+"""One page about a run, or about several side by side: `python -m hydraflow.report`."""

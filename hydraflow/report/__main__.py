@@ -1,0 +1,58 @@
+"""python -m hydraflow.report RUN [RUN2 ...] [--output FILE]: one HTML page that needs nothing but itself.
+
+In: run folders, also of runs that are under way or were cut off. Out: curves, phase times, samples, configuration with origins, plan,
+faults and versions; with several runs side by side, and what differs between them. Exit code 2 for a folder that holds no run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydraflow.errors import ConfigError, HydraflowError
+
+MOST_RUNS = 32
+"""Lines that can be told apart: eight colours, each drawn in four ways."""
+NAME = "report.html"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the page and says where it is; returns the exit code."""
+    parser = argparse.ArgumentParser("python -m hydraflow.report", description="One HTML page about training runs.")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder; several are compared")
+    parser.add_argument("--output", metavar="FILE", help=f"the page to write; by default RUN/{NAME}, and {NAME} here for several runs")
+    arguments = parser.parse_args(argv)
+    try:
+        return _report(arguments.runs, arguments.output)
+    except HydraflowError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+
+
+def _report(folders: Sequence[str], output: str | None) -> int:
+    # Imported here so that --help and mistakes are answered at once.
+    from hydraflow.report.page import render
+    from hydraflow.report.reading import read_run
+
+    began = time.monotonic()
+    if len(folders) > MOST_RUNS:
+        raise ConfigError.one("RUN", f"{len(folders)} folders", f"a page shows at most {MOST_RUNS} runs", "name fewer folders")
+    runs = [read_run(Path(folder)) for folder in folders]
+    target = Path(output).expanduser() if output else (runs[0].folder if len(runs) == 1 else Path()) / NAME
+    page = render(runs)
+    unfinished = target.with_name(f".{target.name}.tmp")
+    try:
+        unfinished.write_text(page, encoding="utf-8")
+        os.replace(unfinished, target)
+    except OSError as error:
+        raise ConfigError.one("--output", target, f"cannot be written ({error.strerror})", "--output <another file>") from error
+    print(f"{target}: {len(page.encode()) / 1000:.0f} kB, {time.monotonic() - began:.2f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""What metrics are called on the page, in which unit, and where they stand.
+
+In: a metric's name. Out: its title, unit and group. A name that is not listed is shown as it is, in the group of its prefix.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+GROUPS = (
+    "Validation",
+    "Reward",
+    "Policy",
+    "Critic",
+    "Supervised training",
+    "Lengths",
+    "Generation against training",
+    "Speed",
+    "Faults",
+    "Other metrics",
+)
+"""In the order of the page."""
+FOLDED = ("Other metrics",)
+"""Groups that are closed at first."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """How a metric is shown."""
+
+    title: str
+    unit: str
+    group: str
+    rank: int
+    """Place within its group."""
+
+
+_ROWS = (
+    ("Reward", "critic/score/mean", "Score, mean", "score"),
+    ("Reward", "critic/rewards/mean", "Reward with penalties, mean", "reward"),
+    ("Reward", "critic/score/max", "Score, greatest", "score"),
+    ("Reward", "critic/score/min", "Score, least", "score"),
+    ("Reward", "critic/advantages/mean", "Advantage, mean", "advantage"),
+    ("Reward", "critic/advantages/max", "Advantage, greatest", "advantage"),
+    ("Reward", "critic/advantages/min", "Advantage, least", "advantage"),
+    ("Reward", "critic/returns/mean", "Return, mean", "return"),
+    ("Policy", "actor/pg_loss", "Policy loss", "loss"),
+    ("Policy", "actor/entropy", "Entropy", "nats per token"),
+    ("Policy", "actor/ppo_kl", "KL of one update", "nats per token"),
+    ("Policy", "actor/kl_loss", "KL to the reference, in the loss", "nats per token"),
+    ("Policy", "actor/kl_coef", "KL coefficient of the loss", "factor"),
+    ("Policy", "actor/reward_kl_penalty", "KL to the reference, in the reward", "nats per token"),
+    ("Policy", "actor/reward_kl_penalty_coeff", "KL coefficient of the reward", "factor"),
+    ("Policy", "actor/pg_clipfrac", "Clip fraction", "share of tokens"),
+    ("Policy", "actor/pg_clipfrac_lower", "Clip fraction, lower bound", "share of tokens"),
+    ("Policy", "actor/grad_norm", "Gradient norm, mean", "norm"),
+    ("Policy", "actor/grad_norm_max", "Gradient norm, greatest", "norm"),
+    ("Policy", "actor/lr", "Learning rate", "per optimizer step"),
+    ("Critic", "critic/vf_loss", "Value loss", "loss"),
+    ("Critic", "critic/vf_explained_var", "Explained variance of the values", "share"),
+    ("Critic", "critic/vf_clipfrac", "Value clip fraction", "share of tokens"),
+    ("Critic", "critic/vpred_mean", "Value, mean", "return"),
+    ("Critic", "critic/values/mean", "Old value, mean", "return"),
+    ("Critic", "critic/grad_norm", "Gradient norm, mean", "norm"),
+    ("Critic", "critic/grad_norm_max", "Gradient norm, greatest", "norm"),
+    ("Critic", "critic/lr", "Learning rate", "per optimizer step"),
+    ("Supervised training", "train/loss", "Training loss", "nats per token"),
+    ("Supervised training", "train/grad_norm", "Gradient norm, mean", "norm"),
+    ("Supervised training", "train/grad_norm_max", "Gradient norm, greatest", "norm"),
+    ("Supervised training", "train/lr", "Learning rate", "per optimizer step"),
+    ("Validation", "val/accuracy", "Held-out accuracy", "share of conversations"),
+    ("Validation", "val/loss", "Held-out loss", "nats per token"),
+    ("Lengths", "response_length/mean", "Response length, mean", "tokens"),
+    ("Lengths", "response_length/max", "Response length, greatest", "tokens"),
+    ("Lengths", "response_length/min", "Response length, least", "tokens"),
+    ("Lengths", "response_length/clip_ratio", "Responses cut off at the limit", "share of responses"),
+    ("Lengths", "prompt_length/mean", "Prompt length, mean", "tokens"),
+    ("Lengths", "prompt_length/max", "Prompt length, greatest", "tokens"),
+    ("Generation against training", "training/rollout_probs_diff_mean", "Difference of probabilities, mean", "probability"),
+    ("Generation against training", "training/rollout_probs_diff_max", "Difference of probabilities, greatest", "probability"),
+    ("Speed", "perf/throughput", "Throughput", "tokens per second and device"),
+    ("Speed", "timing_s/step", "Time of a step", "seconds"),
+    ("Speed", "perf/total_num_tokens", "Tokens of a step", "tokens"),
+    ("Speed", "perf/dispatch_share", "Time without a worker at work", "share of the step"),
+    ("Speed", "perf/controller_bytes_per_trajectory", "Through the controller", "bytes per trajectory"),
+    ("Faults", "reward/failed_rows", "Rows without a score", "rows"),
+    ("Faults", "actor/skipped_steps", "Skipped optimizer steps of the actor", "optimizer steps"),
+    ("Faults", "critic/skipped_steps", "Skipped optimizer steps of the critic", "optimizer steps"),
+    ("Faults", "train/skipped_steps", "Skipped optimizer steps", "optimizer steps"),
+    ("Faults", "actor/oom_splits", "Splits after out-of-memory, actor", "splits"),
+    ("Faults", "critic/oom_splits", "Splits after out-of-memory, critic", "splits"),
+    ("Faults", "train/oom_splits", "Splits after out-of-memory", "splits"),
+    ("Faults", "training/restarts", "Restarts after a worker failed", "restarts"),
+)
+_KNOWN = {name: Metric(title, unit, group, rank) for rank, (group, name, title, unit) in enumerate(_ROWS)}
+_PREFIXES = (
+    ("val", "Validation"),
+    ("critic/score", "Reward"),
+    ("critic/rewards", "Reward"),
+    ("critic/advantages", "Reward"),
+    ("critic/returns", "Reward"),
+    ("actor/", "Policy"),
+    ("critic/", "Critic"),
+    ("train/", "Supervised training"),
+    ("prompt_length/", "Lengths"),
+    ("response_length/", "Lengths"),
+)
+HIDDEN = ("training/global_step", "perf/time_per_step", "perf/seconds_since_launch")
+"""The step itself, and what another metric or the page's other axis says too."""
+_VALIDATION = re.compile(r"val-core/(?P<source>.+)/(?P<what>acc|reward)/mean@(?P<n>\d+)")
+
+
+def metric(name: str) -> Metric:
+    """How the metric is shown.
+
+    >>> metric("val-core/gsm8k/acc/mean@4")
+    Metric(title='gsm8k: accuracy, mean of 4', unit='share of responses', group='Validation', rank=-2)
+    """
+    if name in _KNOWN:
+        return _KNOWN[name]
+    if found := _VALIDATION.fullmatch(name):
+        accuracy = found["what"] == "acc"
+        of = "" if found["n"] == "1" else f" of {found['n']}"
+        title = f"{found['source']}: {'accuracy' if accuracy else 'reward'}, mean{of}"
+        return Metric(title, "share of responses" if accuracy else "score", "Validation", -2 if accuracy else -1)
+    group = next((group for prefix, group in _PREFIXES if name.startswith(prefix)), "Other metrics")
+    return Metric(name, "", group, len(_ROWS))
+
+
+def is_shown(name: str) -> bool:
+    """Whether a metric has a curve of its own; phase times have a picture together."""
+    return name not in HIDDEN and (not name.startswith("timing_s/") or name == "timing_s/step")

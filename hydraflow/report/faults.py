@@ -1,0 +1,144 @@
+"""What went wrong in a run, or was out of the ordinary, in sentences.
+
+In: a `Run`. Out: findings with a weight. Left out on purpose: causes; the logs and docs/faults.md have them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+
+import numpy as np
+
+from hydraflow.report.reading import Column, Run
+from hydraflow.tracking.endings import DONE, is_orderly
+
+SHOWN_STEPS = 12
+SERIOUS, NOTABLE, FINE = "serious", "notable", "fine"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the page's list."""
+
+    weight: str
+    """serious, notable or fine."""
+    what: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the run ended, as far as its folder says."""
+
+    weight: str
+    label: str
+    """One or two words."""
+    detail: str
+
+
+def ending(run: Run) -> Ending:
+    """From summary.json, which is written when a run ends in whatever way but a kill."""
+    why = run.summary.get("why_it_ended")
+    if isinstance(why, str) and why:
+        weight = FINE if why == DONE else NOTABLE if is_orderly(why) else SERIOUS
+        return Ending(weight, "done" if why == DONE else "stopped" if weight == NOTABLE else "failed", why)
+    written = f"; last written {_when(run.last_written)}" if run.last_written else ""
+    return Ending(NOTABLE, "no end noted", f"it is under way, or was cut off without a word{written}")
+
+
+def findings(run: Run) -> list[Finding]:
+    """All there is to tell, the ending first."""
+    end = ending(run)
+    found = [Finding(end.weight, f"Ended: {end.detail}" if end.label != "no end noted" else end.detail.capitalize())]
+    for look in (_requeue, _starts, _counts, _not_finite, _checkpoints, _set_aside, _unread):
+        found += look(run)
+    return found
+
+
+def _requeue(run: Run) -> Iterator[Finding]:
+    file = run.folder / "requeue"
+    try:
+        note = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+    except (OSError, ValueError):
+        note = {}
+    if isinstance(note, dict):
+        yield Finding(NOTABLE, f"Waits to go on after step {note.get('step', '?')}", str(note.get("why", "")))
+
+
+def _starts(run: Run) -> Iterator[Finding]:
+    for number, start in enumerate(run.starts[1:], 2):
+        detail = f"{start.get('started', 'time unknown')} on {start.get('host', 'an unknown host')}"
+        yield Finding(NOTABLE, f"Start {number}: went on after step {start.get('after_step', '?')}", detail)
+    restarts = run.columns.get("training/restarts")
+    if restarts is not None and _largest(restarts) > 0:
+        count = int(_largest(restarts))
+        yield Finding(SERIOUS, f"Went on by itself after a worker failed, {_times(count)} in one start", "metric training/restarts")
+
+
+_COUNTED = (
+    ("skipped_steps", SERIOUS, "Optimizer steps skipped for a gradient that is not finite"),
+    ("oom_splits", NOTABLE, "Forward passes split after running out of memory"),
+    ("reward/failed_rows", SERIOUS, "Rows that the reward function could not score"),
+)
+
+
+def _counts(run: Run) -> Iterator[Finding]:
+    for ending_, weight, what in _COUNTED:
+        for name, column in sorted(run.columns.items()):
+            if name != ending_ and not name.endswith(f"/{ending_}"):
+                continue
+            values = np.where(np.isfinite(column.values), column.values, 0.0)
+            if (total := float(values.sum())) > 0:
+                yield Finding(weight, f"{what}: {total:g}", f"{name}, {_in_steps(column.steps[values > 0])}")
+
+
+def _not_finite(run: Run) -> Iterator[Finding]:
+    for name, column in sorted(run.columns.items()):
+        broken = column.steps[~np.isfinite(column.values)]
+        if len(broken):
+            yield Finding(SERIOUS, f"{name} was not a finite number, {_times(len(broken))}", _in_steps(broken))
+
+
+def _checkpoints(run: Run) -> Iterator[Finding]:
+    for path in sorted(run.folder.glob("*.damaged*")):
+        yield Finding(SERIOUS, f"Damaged checkpoint: {path.name}", "it was passed over; an older one was taken")
+    for path in sorted(run.folder.glob("*.unfinished")):
+        yield Finding(NOTABLE, f"Checkpoint that was never finished: {path.name}", "the next start removes it")
+    kept = len([path for path in (run.folder / "skipped").glob("*") if path.is_file()]) if (run.folder / "skipped").is_dir() else 0
+    if kept:
+        yield Finding(NOTABLE, f"Rows of skipped steps are kept in skipped/: {kept} files")
+
+
+def _set_aside(run: Run) -> Iterator[Finding]:
+    for path in sorted(run.folder.glob("earlier-*")):
+        yield Finding(FINE, f"An earlier run of this folder lies in {path.name}/")
+    if run.missing_steps:
+        yield Finding(NOTABLE, f"metrics.jsonl has no line for {run.missing_steps} steps between its first and its last")
+
+
+def _unread(run: Run) -> Iterator[Finding]:
+    for text in run.unread:
+        yield Finding(NOTABLE, "Could not be read", text)
+
+
+def _largest(column: Column) -> float:
+    finite = column.values[np.isfinite(column.values)]
+    return float(finite.max()) if len(finite) else 0.0
+
+
+def _in_steps(steps: np.ndarray) -> str:
+    """The steps, the first ones of many."""
+    shown = ", ".join(str(step) for step in steps[:SHOWN_STEPS].tolist())
+    more = len(steps) - SHOWN_STEPS
+    return f"{'step' if len(steps) == 1 else 'steps'} {shown}" + (f" and {more} more" if more > 0 else "")
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _when(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")

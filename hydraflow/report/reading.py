@@ -1,0 +1,221 @@
+"""A run folder, read as far as it can be read: runs that are under way, were cut off, or were damaged.
+
+In: a folder. Out: a `Run`: columns of metrics, summary, configuration, plan, starts, samples, and what could not be read.
+Left out on purpose: judging (`faults.py`) and drawing (`page.py`). ConfigError only for a folder that holds no run at all.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hydraflow.errors import ConfigError
+from hydraflow.tracking.redact import public
+
+Numbers = np.ndarray
+MARKS = ("metrics.jsonl", "config.yaml", "plan.json", "run.json", "summary.json", ".lock")
+"""A folder with one of these is a run's."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One metric: its value at the steps that have one, by rising step."""
+
+    steps: Numbers
+    """int64"""
+    seconds: Numbers
+    """float64, wall time of the run."""
+    values: Numbers
+    """float64, NaN and infinities as they were logged."""
+
+
+@dataclass(eq=False)
+class Run:
+    """What a folder told."""
+
+    name: str
+    folder: Path
+    columns: dict[str, Column] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Configuration key -> value as text, origin."""
+    plan: dict[str, Any] = field(default_factory=dict)
+    starts: list[dict[str, Any]] = field(default_factory=list)
+    samples: dict[int, Path] = field(default_factory=dict)
+    """Step of a validation -> its file."""
+    unread: list[str] = field(default_factory=list)
+    """What could not be read, in sentences."""
+    missing_steps: int = 0
+    """Steps between the first and the last of which metrics.jsonl has no line."""
+    last_written: float | None = None
+    """When metrics.jsonl was last written to, in seconds since 1970."""
+
+    @property
+    def last_step(self) -> int:
+        """The last step that metrics.jsonl knows; 0 without any."""
+        return max((int(column.steps[-1]) for column in self.columns.values()), default=0)
+
+    @property
+    def seconds(self) -> float:
+        """Wall time up to the last step."""
+        return max((float(column.seconds[-1]) for column in self.columns.values()), default=0.0)
+
+
+def read_run(folder: Path) -> Run:
+    """Reads what is there. Raises ConfigError when it is no run folder."""
+    path = folder.expanduser().resolve()
+    if not path.is_dir():
+        raise ConfigError.one("RUN", folder, "is no folder", "name a run folder, such as runs/ppo-20250131-120000")
+    if not any((path / name).exists() for name in MARKS):
+        inside = sorted(mark.parent.name for mark in path.glob("*/metrics.jsonl"))
+        remedy = f"{folder / inside[-1]}" if inside else "name a run folder, such as runs/ppo-20250131-120000"
+        raise ConfigError.one("RUN", folder, f"holds no run: neither {' nor '.join(MARKS[:3])} is in it", remedy)
+    run = Run(path.name, path)
+    _read_metrics(run)
+    run.summary = _mapping(run, "summary.json")
+    run.plan = _mapping(run, "plan.json")
+    starts = _mapping(run, "run.json").get("starts", [])
+    run.starts = [start for start in starts if isinstance(start, dict)] if isinstance(starts, list) else []
+    run.settings = _settings(run)
+    for file in path.glob("samples/step_*.jsonl"):
+        if file.stem[5:].isdigit():
+            run.samples[int(file.stem[5:])] = file
+    return run
+
+
+def samples_of(run: Run, step: int) -> list[dict[str, Any]]:
+    """A validation's samples; what cannot be read is noted in `run.unread`."""
+    file = run.samples[step]
+    found = []
+    for line in filter(str.strip, _lines(run, file)):
+        sample = _parsed(line)
+        if isinstance(sample, dict):
+            found.append(sample)
+        else:
+            run.unread.append(f"{file.relative_to(run.folder)}: a line that is no JSON object")
+    return found
+
+
+def _read_metrics(run: Run) -> None:
+    file = run.folder / "metrics.jsonl"
+    if not file.exists():
+        return
+    run.last_written = file.stat().st_mtime
+    records: dict[int, dict[str, Any]] = {}
+    wrong = 0
+    lines = _lines(run, file)
+    for number, line in enumerate(lines, 1):
+        record = _parsed(line)
+        step = record.get("step") if isinstance(record, dict) else None
+        if isinstance(step, (int, float)) and not isinstance(step, bool) and math.isfinite(step) and isinstance(record, dict):
+            records.setdefault(int(step), {}).update(record)
+        elif number < len(lines):
+            wrong += 1  # the last line may be half written: the run is under way, or was killed
+    if wrong:
+        run.unread.append(f"metrics.jsonl: {wrong} of {len(lines)} lines are no records")
+    steps = sorted(records)
+    run.missing_steps = steps[-1] - steps[0] + 1 - len(steps) if steps else 0
+    run.columns = _columns(steps, records)
+
+
+def _columns(steps: list[int], records: Mapping[int, Mapping[str, Any]]) -> dict[str, Column]:
+    found: dict[str, tuple[list[int], list[float], list[float]]] = {}
+    last = 0.0
+    for step in steps:
+        record = records[step]
+        last = seconds = max(last, _number(record.get("seconds")) or 0.0)
+        for name, value in record.items():
+            number = value if type(value) is float else _number(value)
+            if number is None:
+                continue
+            column = found.get(name)
+            if column is None:
+                column = found[name] = ([], [], [])
+            column[0].append(step)
+            column[1].append(seconds)
+            column[2].append(number)
+    return {
+        name: Column(np.array(at, dtype=np.int64), np.array(times), np.array(values, dtype=np.float64))
+        for name, (at, times, values) in found.items()
+        if name not in ("step", "seconds")
+    }
+
+
+def _number(value: Any) -> float | None:
+    """A number, or one of the strings for those that JSON has not; None: neither."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return None
+
+
+def _settings(run: Run) -> dict[str, tuple[str, str]]:
+    """From config_origins.json, which has every key with its origin; else from config.yaml, which has the values alone."""
+    facts = _mapping(run, "config_origins.json")
+    if facts:
+        rows = ((key, fact.get("value"), str(fact.get("from", ""))) for key, fact in facts.items() if isinstance(fact, dict))
+    else:
+        rows = ((key, value, "") for key, value in _flat(_yaml(run)))
+    return {key: (_shown(public(value, key.rpartition(".")[2])), origin) for key, value, origin in rows}
+
+
+def _yaml(run: Run) -> dict[str, Any]:
+    file = run.folder / "config.yaml"
+    if not file.exists():
+        return {}
+    import yaml  # a tenth of a second that most reports do not need
+
+    try:
+        found = yaml.safe_load(file.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, yaml.YAMLError, ValueError) as error:
+        run.unread.append(f"config.yaml: {str(error).splitlines()[0]}")
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _flat(section: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in section.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _mapping(run: Run, name: str) -> dict[str, Any]:
+    """A JSON object of the run folder; empty where there is none."""
+    file = run.folder / name
+    if not file.exists():
+        return {}
+    text = "\n".join(_lines(run, file))
+    found = _parsed(text)
+    if isinstance(found, dict):
+        return found
+    run.unread.append(f"{name}: {'is no JSON object' if text.strip() else 'is empty'}")
+    return {}
+
+
+def _lines(run: Run, file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError as error:
+        run.unread.append(f"{file.relative_to(run.folder)}: {error.strerror}")
+        return []
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,113 @@
+"""Curves of a size that a page can hold: every point while they are few, else mean, least and greatest of equal spans of steps.
+
+In: columns of one or more runs. Out: plain values for the page's script. Nothing is smoothed or left out unseen: a span's least and
+greatest value are drawn with its mean, and a page says how long its spans are. Numbers are rounded to four digits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hydraflow.report.reading import Column, Numbers
+
+POINTS = 12_000
+"""Points of a whole page, each of which takes about 25 bytes."""
+MOST, LEAST = 400, 40
+"""Points of one curve."""
+
+
+def points_per_curve(curves: int) -> int:
+    """How many points each of a page's curves may have.
+
+    >>> points_per_curve(3), points_per_curve(60), points_per_curve(1000)
+    (400, 200, 40)
+    """
+    return max(LEAST, min(MOST, POINTS // max(1, curves)))
+
+
+@dataclass
+class Axes:
+    """The positions that curves share; most metrics of a run have the same."""
+
+    known: dict[tuple[bytes, bytes, int], int] = field(default_factory=dict)
+    listed: list[dict[str, Any]] = field(default_factory=list)
+    """`s`: steps, `t`: minutes, `w`: steps that a point stands for."""
+
+    def place(self, steps: Numbers, seconds: Numbers, width: int) -> int:
+        """The number of these positions."""
+        key = (steps.tobytes(), seconds.tobytes(), width)
+        if key not in self.known:
+            self.known[key] = len(self.listed)
+            self.listed.append({"s": steps.tolist(), "t": rounded(seconds / 60), "w": width})
+        return self.known[key]
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Which points of a column belong together."""
+
+    starts: Numbers
+    """Index of each span's first point."""
+    width: int
+    """Steps of a span; 1: every point stands for itself."""
+
+
+def spans_of(steps: Numbers, most: int) -> Spans:
+    """At most `most` spans of equally many steps.
+
+    >>> spans_of(np.arange(10, 20), 3)
+    Spans(starts=array([0, 4, 8]), width=4)
+    """
+    if len(steps) <= most:
+        return Spans(np.arange(len(steps)), 1)
+    first, last = int(steps[0]), int(steps[-1])
+    width = -(-(last - first + 1) // most)
+    numbers = (steps - first) // width
+    return Spans(np.flatnonzero(np.diff(numbers, prepend=-1)), width)
+
+
+def curve(column: Column, axes: Axes, most: int) -> dict[str, Any]:
+    """`x`: number of its axis, `y`: values, with `lo` and `hi` where a point stands for several; null where none is finite."""
+    spans = spans_of(column.steps, most)
+    finite = np.isfinite(column.values)
+    if spans.width == 1:
+        x = axes.place(column.steps, column.seconds, 1)
+        return {"x": x, "y": rounded(column.values)}
+    counts = np.add.reduceat(finite, spans.starts)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        means = np.add.reduceat(np.where(finite, column.values, 0.0), spans.starts) / counts
+    least = np.minimum.reduceat(np.where(finite, column.values, np.inf), spans.starts)
+    most_ = np.maximum.reduceat(np.where(finite, column.values, -np.inf), spans.starts)
+    x = axes.place(column.steps[spans.starts], column.seconds[spans.starts], spans.width)
+    return {"x": x, "y": rounded(means), "lo": rounded(least), "hi": rounded(most_)}
+
+
+def mean_at(column: Column, steps: Numbers, spans: Spans) -> Numbers:
+    """Means of a column over spans of `steps`; 0 where it has no finite value."""
+    values = np.zeros(len(steps))
+    at = np.searchsorted(steps, column.steps)
+    inside = (at < len(steps)) & np.isfinite(column.values)
+    inside[inside] = steps[at[inside]] == column.steps[inside]
+    values[at[inside]] = column.values[inside]
+    ends = np.append(spans.starts[1:], len(steps))
+    return np.add.reduceat(values, spans.starts) / (ends - spans.starts)
+
+
+def rounded(values: Numbers | Sequence[float]) -> list[float | None]:
+    """Four digits, null for what JSON has not.
+
+    >>> rounded([0.123456, float("nan"), 12345.6, 2.0])
+    [0.1235, None, 12350.0, 2]
+    """
+    found: list[float | None] = []
+    for value in np.asarray(values, dtype=np.float64).tolist():
+        if value - value != 0.0:  # NaN and infinities alone
+            found.append(None)
+            continue
+        short = float(f"{value:.4g}")
+        found.append(int(short) if short.is_integer() and abs(short) < 10_000 else short)
+    return found

@@ -1,0 +1,236 @@
+"""The page's tables: key numbers, phase times, configuration and what differs, plan, versions, samples.
+
+In: runs. Out: rows of text for the template. Left out on purpose: how they look.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hydraflow.report.reading import Column, Run, samples_of
+from hydraflow.report.series import Axes, mean_at, rounded, spans_of
+from hydraflow.tracking.base import SAMPLE_COLUMNS
+from hydraflow.tracking.summary import duration
+
+SHOWN_VALIDATIONS, SHOWN_SAMPLES, LONGEST_TEXT = 5, 20, 2000
+"""Validations, samples of each, and characters of a text on the page."""
+OUTSIDE = ("testing", "save_checkpoint")
+"""Phases that are not part of timing_s/step."""
+SMALL_SHARE, MOST_PHASES = 0.005, 7
+"""Phases that take less of the time than this, and those after the seven longest, are drawn together: there are eight colours."""
+NO_VALUE = "–"
+
+
+@dataclass(frozen=True)
+class KeyNumber:
+    """A number that says how a run went; the same for every run of a page."""
+
+    title: str
+    of: Callable[[Run], str]
+
+
+def _accuracy(run: Run) -> Column | None:
+    """Held-out accuracy over all sources; where a reward function reports none, its reward."""
+    for what in ("/acc/mean@", "/reward/mean@"):
+        columns = [column for name, column in run.columns.items() if name.startswith("val-core/") and what in name]
+        if columns:
+            same = [column for column in columns if len(column.steps) == len(columns[0].steps)]
+            first = columns[0]
+            return Column(first.steps, first.seconds, np.mean([column.values for column in same], axis=0))
+    return run.columns.get("val/accuracy")
+
+
+def first_and_last(column: Column | None) -> str:
+    """The first, last and best of a curve's values.
+
+    >>> first_and_last(Column(np.array([0, 5, 9]), np.zeros(3), np.array([0.25, 1.0, 0.5])))
+    '0.25 → 0.5 (best 1)'
+    """
+    values = column.values[np.isfinite(column.values)] if column is not None else np.array([])
+    if not len(values):
+        return NO_VALUE
+    return f"{values[0]:.4g} → {values[-1]:.4g} (best {values.max():.4g})"
+
+
+def _mean(name: str, unit: str) -> Callable[[Run], str]:
+    def text(run: Run) -> str:
+        column = run.columns.get(name)
+        values = column.values[np.isfinite(column.values)] if column is not None else np.array([])
+        return f"{np.median(values):.4g} {unit}" if len(values) else NO_VALUE
+
+    return text
+
+
+def _steps(run: Run) -> str:
+    total = run.plan.get("total_steps")
+    return f"{run.last_step} of {total}" if isinstance(total, int) and total else str(run.last_step)
+
+
+KEY_NUMBERS = (
+    KeyNumber("Validation accuracy", lambda run: first_and_last(_accuracy(run))),
+    KeyNumber("Held-out loss", lambda run: first_and_last(run.columns.get("val/loss")).partition(" (")[0]),
+    KeyNumber("Training reward", lambda run: first_and_last(run.columns.get("critic/score/mean"))),
+    KeyNumber("Training loss", lambda run: first_and_last(run.columns.get("train/loss")).partition(" (")[0]),
+    KeyNumber("Training steps", _steps),
+    KeyNumber("Wall time", lambda run: duration(run.seconds) if run.columns else NO_VALUE),
+    KeyNumber("Time of a step, median", _mean("timing_s/step", "s")),
+    KeyNumber("Throughput, median", _mean("perf/throughput", "tokens/s per device")),
+)
+
+
+def key_numbers(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """Title, and each run's value; without those that no run has."""
+    rows = [(number.title, [number.of(run) for run in runs]) for number in KEY_NUMBERS]
+    return [row for row in rows if any(value != NO_VALUE for value in row[1])]
+
+
+# --- phases ------------------------------------------------------------------------------------------------------------
+
+
+def phases(run: Run, axes: Axes, most: int) -> tuple[dict[str, Any], list[dict[str, str]]]:
+    """The picture's data, and the table's rows, the longest phase first. Empty where the run has no times."""
+    step = run.columns.get("timing_s/step")
+    columns = {name[9:]: column for name, column in run.columns.items() if name.startswith("timing_s/") and name != "timing_s/step"}
+    base = step or max(columns.values(), key=lambda column: len(column.steps), default=None)
+    if base is None:
+        return {}, []
+    spans = spans_of(base.steps, most)
+    means = {name: mean_at(column, base.steps, spans) for name, column in columns.items()}
+    totals = {name: float(column.values[np.isfinite(column.values)].sum()) for name, column in columns.items()}
+    if step is not None:
+        inside = sum((values for name, values in means.items() if name not in OUTSIDE), np.zeros(len(spans.starts)))
+        means["rest of the step"] = np.maximum(0.0, mean_at(step, base.steps, spans) - inside)
+        inside_total = sum(total for name, total in totals.items() if name not in OUTSIDE)
+        totals["rest of the step"] = max(0.0, float(step.values[np.isfinite(step.values)].sum()) - inside_total)
+    whole = sum(totals.values()) or 1.0
+    order = sorted(means, key=lambda name: -totals[name])
+    large = [name for name in order if totals[name] / whole >= SMALL_SHARE][:MOST_PHASES]
+    small = [name for name in order if name not in large]
+    parts = [{"name": name, "y": rounded(means[name])} for name in large]
+    if small:
+        parts.append({"name": "others", "y": rounded(sum((means[name] for name in small), np.zeros(len(spans.starts))))})
+    x = axes.place(base.steps[spans.starts], base.seconds[spans.starts], spans.width)
+    rows = [
+        {
+            "name": name,
+            "total": duration(totals[name]) if totals[name] >= 60 else f"{totals[name]:.3g} s",
+            "share": f"{100 * totals[name] / whole:.1f} %",
+            "mean": f"{totals[name] / max(1, len(base.steps)):.3g}",
+        }
+        for name in order
+    ]
+    return {"x": x, "parts": parts}, rows
+
+
+# --- configuration -----------------------------------------------------------------------------------------------------
+
+
+def configuration(run: Run) -> list[dict[str, Any]]:
+    """Every key with value and origin; `set`: somebody chose it."""
+    rows = sorted(run.settings.items())
+    return [{"key": key, "value": value, "origin": origin, "set": origin not in ("default", "")} for key, (value, origin) in rows]
+
+
+def differences(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Keys whose values are not the same in all runs that have a configuration; a run without the key shows none."""
+    told = [run for run in runs if run.settings]
+    if len(told) < 2:
+        return []
+    keys = sorted({key for run in told for key in run.settings})
+    rows = []
+    for key in keys:
+        values = [run.settings[key][0] if key in run.settings else NO_VALUE for run in runs]
+        if len({value for run, value in zip(runs, values) if run.settings}) > 1:
+            rows.append({"key": key, "values": values})
+    return rows
+
+
+# --- plan, versions, starts --------------------------------------------------------------------------------------------
+
+
+def plan(run: Run) -> tuple[list[dict[str, str]], list[str]]:
+    """The plan's quantities and notes."""
+    quantities = run.plan.get("quantities")
+    rows = [row for row in quantities if isinstance(row, dict)] if isinstance(quantities, list) else []
+    names = ("name", "value", "unit", "formula", "provenance")
+    notes = run.plan.get("notes")
+    told = [{name: _text(row.get(name, "")) for name in names} for row in rows]
+    return told, [_text(note) for note in notes] if isinstance(notes, list) else []
+
+
+def versions(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Library -> its version in each run's last start; `differs`: not the same in all that say it."""
+    last = [run.starts[-1] if run.starts else {} for run in runs]
+    found = [start["versions"] if isinstance(start.get("versions"), dict) else {} for start in last]
+    names = list(dict.fromkeys(name for one in found for name in one))
+    rows = [{"name": name, "values": [_text(one.get(name, NO_VALUE)) for one in found]} for name in names]
+    rows += [_row(what, last) for what in ("git", "platform", "host")] if any(last) else []
+    return [row | {"differs": len({value for value in row["values"] if value != NO_VALUE}) > 1} for row in rows]
+
+
+def _row(what: str, starts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    return {"name": what, "values": [commit(start.get(what)) if what == "git" else _text(start.get(what) or NO_VALUE) for start in starts]}
+
+
+def commit(git: Any) -> str:
+    """A commit as people say it.
+
+    >>> commit({"commit": "abb04da7ec053e58", "branch": "main", "changed_files": 2})
+    'abb04da7ec on main, 2 files changed since'
+    """
+    if not isinstance(git, Mapping) or not git.get("commit"):
+        return NO_VALUE
+    changed = git.get("changed_files")
+    branch = f" on {git['branch']}" if git.get("branch") not in (None, "HEAD") else ""
+    since = f", {changed} {'file' if changed == 1 else 'files'} changed since" if changed else ""
+    return f"{str(git['commit'])[:10]}{branch}{since}"
+
+
+def starts(run: Run) -> list[dict[str, str]]:
+    """Each start of the run: when, where, after which step, by which command."""
+    return [
+        {
+            "started": _text(start.get("started", "")),
+            "after_step": _text(start.get("after_step", "")),
+            "host": _text(start.get("host", "")),
+            "command": _text(start.get("command", "")),
+            "commit": commit(start.get("git")),
+        }
+        for start in run.starts
+    ]
+
+
+# --- samples -----------------------------------------------------------------------------------------------------------
+
+
+def samples(run: Run) -> list[dict[str, Any]]:
+    """Samples of up to `SHOWN_VALIDATIONS` validations, spread over the run, the last one first."""
+    steps = sorted(run.samples)
+    if len(steps) > SHOWN_VALIDATIONS:
+        steps = [steps[round(index)] for index in np.linspace(0, len(steps) - 1, SHOWN_VALIDATIONS)]
+    shown = []
+    for step in reversed(steps):
+        rows = samples_of(run, step)
+        names = [name for name in SAMPLE_COLUMNS if any(name in row for row in rows)]
+        cells = [[cut(row.get(name)) for name in names] for row in rows[:SHOWN_SAMPLES]]
+        shown.append({"step": step, "names": names, "rows": cells, "count": len(rows)})
+    return shown
+
+
+def cut(value: object) -> str:
+    """A text, cut to what a page can hold.
+
+    >>> cut(None), cut(1.0), len(cut("a" * 5000))
+    ('', '1.0', 2025)
+    """
+    text = "" if value is None else _text(value)
+    return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]} … ({len(text) - LONGEST_TEXT} more characters)"
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

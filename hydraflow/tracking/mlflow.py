@@ -1,0 +1,110 @@
+"""MLflow: metrics, validation tables, configuration, plan and run.json, on the server of MLFLOW_TRACKING_URI.
+
+In: numbers of a step. Out: a run of the experiment `trainer.project_name`. A run that goes on is found again by its tag. Without
+MLFLOW_TRACKING_URI all goes to the run folder: `mlflow ui --backend-store-uri sqlite:///<run folder>/mlflow/mlflow.db`.
+Left out on purpose: models, which are in the run folder.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydraflow.tracking.base import SAMPLE_COLUMNS, RunInfo, Sample, rows_of
+
+URI = "MLFLOW_TRACKING_URI"
+TAG = "hydraflow.run_id"
+RETRIES = ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+"""Where nobody says otherwise: a server that is gone is told within seconds. `guarded.py` tries again, too."""
+LONGEST_VALUE, MOST_PARAMS, MOST_METRICS = 6000, 100, 1000
+"""What MLflow takes: characters of a parameter, parameters and metrics of one call."""
+
+
+def tracking_uri(environ: Mapping[str, str], folder: Path) -> str:
+    """Where runs are kept."""
+    return environ.get(URI) or f"sqlite:///{folder / 'mlflow' / 'mlflow.db'}"
+
+
+class MlflowTracker:
+    """One run of an experiment. Raises what MLflow raises; `guarded.py` is around it."""
+
+    def __init__(self, run: RunInfo):
+        from mlflow.entities import Metric, Param
+        from mlflow.tracking import MlflowClient
+
+        os.environ.setdefault(*RETRIES)
+        self._metric: Any = Metric
+        self._client: Any = MlflowClient(tracking_uri=tracking_uri(os.environ, run.folder))
+        experiment = self._experiment(run)
+        self._id, is_new = self._find_or_make(run, experiment)
+        if is_new:  # MLflow refuses another value for a parameter: those of the first start stay
+            params = [Param(key, str(value)[:LONGEST_VALUE]) for key, value in flat(run.about.config) if str(value) != ""]
+            for start in range(0, len(params), MOST_PARAMS):
+                self._client.log_batch(self._id, params=params[start : start + MOST_PARAMS])
+        for key, value in flat(run.about.facts):
+            self._client.set_tag(self._id, f"start.{key}", str(value)[:LONGEST_VALUE])
+        for path in run.about.files:
+            self._client.log_artifact(self._id, str(path))
+
+    def _experiment(self, run: RunInfo) -> str:
+        found = self._client.get_experiment_by_name(run.about.project)
+        if found is not None:
+            return str(found.experiment_id)
+        artifacts = None
+        if not os.environ.get(URI):
+            (run.folder / "mlflow").mkdir(exist_ok=True)
+            artifacts = (run.folder / "mlflow" / "artifacts").as_uri()
+        return str(self._client.create_experiment(run.about.project, artifact_location=artifacts))
+
+    def _find_or_make(self, run: RunInfo, experiment: str) -> tuple[str, bool]:
+        asked = f"tags.`{TAG}` = '{run.run_id.replace(chr(39), '')}'"
+        found = self._client.search_runs([experiment], filter_string=asked, max_results=1) if run.run_id else []
+        if found:
+            self._client.update_run(found[0].info.run_id, status="RUNNING")
+            return str(found[0].info.run_id), False
+        made = self._client.create_run(experiment, run_name=run.about.experiment, tags={TAG: run.run_id.replace("'", "")})
+        return str(made.info.run_id), True
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """Adds one point to each metric's curve."""
+        now = int(time.time() * 1000)
+        points = [self._metric(metric_name(name), float(value), now, step) for name, value in metrics.items()]
+        for start in range(0, len(points), MOST_METRICS):
+            self._client.log_batch(self._id, metrics=points[start : start + MOST_METRICS])
+
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        """Keeps the table of this validation as validation/step_<step>.json, which MLflow shows as a table."""
+        columns = dict(zip(SAMPLE_COLUMNS, map(list, zip(*rows_of(samples)))))
+        self._client.log_table(self._id, columns, f"validation/step_{step:06d}.json")
+
+    def flush(self) -> None:
+        """Each call has been answered before it returned."""
+
+    def close(self, *, failed: bool = False) -> None:
+        """Ends the run."""
+        self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
+
+
+def metric_name(name: str) -> str:
+    """The name in characters that MLflow takes.
+
+    >>> metric_name("val-core/sums/acc/mean@4")
+    'val-core/sums/acc/mean_at_4'
+    """
+    return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"))
+
+
+def flat(section: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Leaves by key.
+
+    >>> flat({"a": {"b": 1}, "c": {}})
+    [('a.b', 1), ('c', {})]
+    """
+    found: list[tuple[str, Any]] = []
+    for name, value in section.items():
+        found += flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) and value else [(f"{prefix}{name}", value)]
+    return found

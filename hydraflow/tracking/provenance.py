@@ -1,0 +1,85 @@
+"""What a run was made with: command line, source, versions, machine. One entry per start of the run, in run.json.
+
+In: this process and its folders. Out: plain values for JSON. Left out on purpose: the configuration and the plan, which have files
+of their own, and the environment, which holds secrets.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from hydraflow.tracking.redact import public_text
+
+LIBRARIES = ("torch", "ray", "transformers", "tensordict", "hydra-core", "numpy", "pyarrow", "datasets", "safetensors", "peft")
+EXTRAS = ("vllm", "flash-attn", "megatron-core", "triton", "wandb", "mlflow", "mlflow-skinny", "swanlab", "tensorboard")
+"""Named only where they are installed."""
+OURS = "hydraflow-trainer"
+GIT_SECONDS = 5.0
+"""After so long git is given up: a repository on a network drive that hangs must not hold a run."""
+
+
+def facts_of_start(step: int, *, words: Sequence[str] | None = None) -> dict[str, Any]:
+    """This start of a run that has done `step` steps. `words`: the command, that of this process by default."""
+    source = Path(__file__).resolve().parents[2]
+    return {
+        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "after_step": step,
+        "command": shlex.join(map(public_text, sys.orig_argv if words is None else words)),
+        "folder": os.getcwd(),
+        "host": socket.gethostname(),
+        "process": os.getpid(),
+        "platform": platform.platform(),
+        "git": commit_of(source),
+        "git_of_folder": commit_of(Path.cwd()),
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Python and the libraries that matter, by name."""
+    found = {"python": platform.python_version()}
+    for name in (OURS, *LIBRARIES, *EXTRAS):
+        version = _version(name)
+        if version or name not in EXTRAS:
+            found[name] = version or "not installed"
+    return found
+
+
+def commit_of(folder: Path) -> dict[str, Any] | None:
+    """Commit and state of the repository that `folder` is in; None: it is in none, or git is not there."""
+    told = _git(folder, "rev-parse", "HEAD", "--show-toplevel")
+    if told is None or len(told.splitlines()) != 2:
+        return None
+    commit, top = told.splitlines()
+    changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    branch = _git(folder, "rev-parse", "--abbrev-ref", "HEAD")
+    return {"commit": commit, "branch": branch, "changed_files": None if changed is None else len(changed.splitlines()), "folder": top}
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    environ = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # asking for the state must not write into the repository
+    command = ["git", "-C", str(folder), *words]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=GIT_SECONDS, check=False, env=environ, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,88 @@
+"""SwanLab: metrics, validation tables, configuration, on its server or in the run folder's swanlab/.
+
+In: numbers of a step. Out: an experiment of the project `trainer.project_name`. A run that goes on goes on in the same experiment.
+Without a login everything stays in the run folder, until `swanlab sync <run folder>/swanlab/run-*`.
+Left out on purpose: what SwanLab catches by itself; the run folder has it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydraflow.tracking.base import SAMPLE_COLUMNS, RunInfo, Sample, rows_of
+
+TABLE = "val/generations"
+ID_LENGTH = 21
+"""SwanLab's identities have so many letters and digits."""
+MODES = ("offline", "local", "disabled")
+
+
+def offline_because(environ: Mapping[str, str]) -> str | None:
+    """Why a run would be kept in its folder; None: it goes to the server."""
+    if (mode := environ.get("SWANLAB_MODE", "")) in MODES:
+        return f"SWANLAB_MODE={mode}"
+    home = Path(environ.get("HOME") or Path.home())
+    saved = Path(environ.get("SWANLAB_SAVE_DIR") or home / ".swanlab") / ".netrc"
+    if environ.get("SWANLAB_API_KEY") or saved.is_file() or Path(".swanlab/.netrc").is_file():
+        return None
+    return "nobody is logged in"
+
+
+class SwanlabTracker:
+    """One experiment of a project. Raises what SwanLab raises; `guarded.py` is around it."""
+
+    def __init__(self, run: RunInfo):
+        import swanlab
+
+        self._swanlab: Any = swanlab
+        offline = offline_because(os.environ)
+        mode = offline.partition("=")[2] or "offline" if offline else "online"
+        hook = sys.excepthook
+        self._run: Any = swanlab.init(
+            mode=mode,
+            log_dir=str(run.folder / "swanlab"),
+            project=run.about.project,
+            name=run.about.experiment,
+            id=run_id(run),
+            resume="allow",
+            reinit=True,
+            settings=swanlab.Settings(terminal={"proxy_type": "none"}, interactive=False),
+            config={**run.about.config, "start": dict(run.about.facts)},
+        )
+        for path in run.about.files:
+            self._run.save(str(path), base_path=str(run.folder), policy="now")
+        sys.excepthook = hook  # SwanLab puts its own in its place, and ours prints what went wrong
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """Adds one point to each metric's curve."""
+        self._run.log({name: float(value) for name, value in metrics.items()}, step=step)
+
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        """Adds the table of this validation."""
+        table = self._swanlab.echarts.Table()
+        table.add(list(SAMPLE_COLUMNS), rows_of(samples))
+        self._run.log({TABLE: table}, step=step)
+
+    def flush(self) -> None:
+        """SwanLab has no call for it; it writes within seconds."""
+
+    def close(self, *, failed: bool = False) -> None:
+        """Ends the experiment, as crashed where it failed."""
+        if failed:
+            self._run.finish(state="crashed", error="the run failed; its summary.json says why")
+        else:
+            self._run.finish()
+
+
+def run_id(run: RunInfo) -> str | None:
+    """The run's identity in SwanLab's form; None: SwanLab chooses.
+
+    >>> run_id(RunInfo(Path("."), "", None, run_id="ppo-1-ff00"))
+    '1ba9b3f8baec2fbc2efdc'
+    """
+    return hashlib.sha256(run.run_id.encode()).hexdigest()[:ID_LENGTH] if run.run_id else None

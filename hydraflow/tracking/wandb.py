@@ -1,0 +1,119 @@
+"""Weights & Biases: metrics, validation tables, configuration and run.json, on its server or in the run folder's wandb/.
+
+In: numbers of a step. Out: a run of the project `trainer.project_name`, whose identity is the run's own, so that a run that goes on
+goes on there. Without a login everything stays in the run folder, until `wandb sync <run folder>/wandb/offline-run-*`.
+Left out on purpose: what W&B catches by itself (console output, code), which the run folder has.
+"""
+
+from __future__ import annotations
+
+import logging
+import netrc
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from hydraflow.tracking.base import SAMPLE_COLUMNS, RunInfo, Sample, rows_of
+
+STEP = "training/global_step"
+"""The x axis. W&B's own step can not go back, and steps that were logged after the last checkpoint are done again."""
+TABLE = "val/generations"
+SERVER = "https://api.wandb.ai"
+INIT_SECONDS = 60.0
+"""What the server may take to answer; then the run is kept offline."""
+LONGEST_ID = 64
+
+logger = logging.getLogger(__name__)
+
+
+def offline_because(environ: Mapping[str, str]) -> str | None:
+    """Why a run would be kept in its folder; None: it goes to the server.
+
+    >>> offline_because({"WANDB_API_KEY": "abc"}) is None, offline_because({"WANDB_MODE": "offline"})
+    (True, 'WANDB_MODE=offline')
+    """
+    if (mode := environ.get("WANDB_MODE", "")) in ("offline", "dryrun", "disabled"):
+        return f"WANDB_MODE={mode}"
+    if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE") or _in_netrc(environ):
+        return None
+    return "nobody is logged in"
+
+
+def _in_netrc(environ: Mapping[str, str]) -> bool:
+    """Whether `wandb login` has left a key for the server."""
+    home = Path(environ.get("HOME") or Path.home())
+    file = Path(environ.get("NETRC") or home / ".netrc").expanduser()
+    host = urlsplit(environ.get("WANDB_BASE_URL") or SERVER).hostname or ""
+    try:
+        found = netrc.netrc(file).authenticators(host)
+        return found is not None and bool(found[2])
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+class WandbTracker:
+    """One run of a project. Raises what W&B raises; `guarded.py` is around it."""
+
+    def __init__(self, run: RunInfo):
+        import os
+
+        import wandb
+
+        self._wandb: Any = wandb
+        offline = offline_because(os.environ)
+        mode = None if offline is None or offline.startswith("WANDB_MODE") else "offline"
+        try:
+            self._run = self._open(run, mode)
+        except wandb.errors.Error as error:
+            if mode == "offline" or offline is not None:
+                raise
+            why = str(error).splitlines()[0]
+            logger.warning("wandb: %s; the run is kept in %s, wandb sync sends it later", why, run.folder / "wandb")
+            wandb.teardown()  # W&B's own process still holds the identity for the attempt that failed
+            self._run = self._open(run, "offline")
+        self._run.define_metric(STEP)
+        self._run.define_metric("*", step_metric=STEP)
+        for path in run.about.files:
+            self._run.save(str(path), base_path=str(run.folder), policy="now")
+
+    def _open(self, run: RunInfo, mode: str | None) -> Any:
+        about, proxy = run.about, run.about.wandb_proxy
+        proxies: dict[str, Any] = {"http_proxy": proxy, "https_proxy": proxy} if proxy else {}
+        return self._wandb.init(
+            project=about.project,
+            name=about.experiment,
+            id=run_id(run),
+            resume=None if mode == "offline" else "allow",
+            reinit="create_new",
+            dir=str(run.folder),
+            mode=mode,
+            config={**about.config, "start": dict(about.facts)},
+            settings=self._wandb.Settings(console="off", quiet=True, disable_code=True, init_timeout=INIT_SECONDS, **proxies),
+        )
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """Adds one row to the run's history."""
+        self._run.log({**metrics, STEP: step})
+
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        """Adds the table of this validation; W&B keeps those of earlier steps."""
+        rows = [[step, *row] for row in rows_of(samples)]
+        self._run.log({STEP: step, TABLE: self._wandb.Table(columns=["step", *SAMPLE_COLUMNS], data=rows)})
+
+    def flush(self) -> None:
+        """W&B's own process writes each row at once; it outlives this one."""
+
+    def close(self, *, failed: bool = False) -> None:
+        """Ends the run, as crashed where it failed."""
+        self._run.finish(exit_code=1 if failed else 0)
+
+
+def run_id(run: RunInfo) -> str | None:
+    """The run's identity, as W&B allows it; None: W&B chooses.
+
+    >>> run_id(RunInfo(Path("."), "", None, run_id="a run:1/2-ff00"))
+    'a-run-1-2-ff00'
+    """
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", run.run_id)[-LONGEST_ID:] or None

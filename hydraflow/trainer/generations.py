@@ -1,0 +1,96 @@
+"""What was generated, as people and other programs read it: prompt, response, score, reference, one JSON object a line.
+
+In: a scored batch. Out: `<folder>/<step>.jsonl` under the names that verl's dumps have (`input`, `output`, `gts`, `score`, `step`), and
+`acc`, `data_source`, `uid`. Left out on purpose: token ids and log-probabilities; the batch of a step is in the workers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hydraflow.dispatch.runtime import Runtime
+from hydraflow.protocol.batch import DataProto
+from hydraflow.protocol.remote import RemoteBatch
+
+TEXT_COLUMNS = ("score", "acc", "text", "prompt_text")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Scored responses, as arrays and lists of equal length."""
+
+    sources: np.ndarray
+    scores: np.ndarray
+    accuracies: np.ndarray
+    prompts: list[str]
+    texts: list[str]
+    truths: list[object]
+    uids: list[object]
+
+    def rows(self, step: int) -> Iterator[dict[str, Any]]:
+        """One JSON object for each response."""
+        for row, text in enumerate(self.texts):
+            yield {
+                "step": step,
+                "uid": str(self.uids[row]),
+                "data_source": str(self.sources[row]),
+                "input": self.prompts[row],
+                "output": text,
+                "gts": self.truths[row],
+                "score": float(self.scores[row]),
+                "acc": float(self.accuracies[row]),
+            }
+
+
+def read_scored(runtime: Runtime, prompts: DataProto, n: int, scored: RemoteBatch) -> Scored:
+    """Brings scores and texts of `n` responses to each prompt, which were scored with their texts, to the controller."""
+    read = runtime.fetch(scored.select(list(TEXT_COLUMNS), [], []))
+    return Scored(
+        sources=np.repeat(prompts.non_tensor_batch["data_source"], n).astype(str),
+        scores=read.get("score").double().numpy(),
+        accuracies=read.get("acc").double().numpy(),
+        prompts=list(read.non_tensor_batch["prompt_text"]),
+        texts=list(read.non_tensor_batch["text"]),
+        truths=[row.get("ground_truth") for row in np.repeat(prompts.non_tensor_batch["reward_model"], n)],
+        uids=list(np.repeat(prompts.non_tensor_batch["uid"], n)),
+    )
+
+
+class GenerationDump:
+    """Writes one file a step. A disk that is full costs a warning, not the run: what is trained on does not depend on it."""
+
+    def __init__(self, folder: Path, key: str):
+        self.folder, self.key = folder, key
+        self._warned = False
+
+    @classmethod
+    def to(cls, folder: str | None, key: str) -> GenerationDump | None:
+        """The dump that the configuration `key` asks for, if it does."""
+        return cls(Path(folder).expanduser(), key) if folder else None
+
+    def write(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
+        """Writes <step>.jsonl, whole or not at all. A step that is done again after a stop replaces its file."""
+        target = self.folder / f"{step}.jsonl"
+        unfinished = self.folder / f".{step}.jsonl.tmp"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with unfinished.open("w", encoding="utf-8", errors="replace") as file:
+                file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+            os.replace(unfinished, target)
+        except OSError as error:
+            with suppress(OSError):
+                unfinished.unlink()
+            if not self._warned:
+                logger.warning("%s: %s cannot be written (%s); training goes on without", self.key, target, error.strerror)
+            self._warned = True

@@ -1,0 +1,129 @@
+"""Trackers that fail, hang or cannot be opened: one warning each, and training never waits long."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from hydraflow.tracking import guarded, trackers
+from hydraflow.tracking.base import RunInfo
+from hydraflow.tracking.guarded import Background, Forgiving
+from hydraflow.tracking.history import read_metrics
+from hydraflow.tracking.trackers import open_trackers
+
+
+class Memory:
+    """Remembers what it got. `fails`: steps of which logging fails, with how often."""
+
+    def __init__(self, fails: dict[int, int] | None = None, opens: bool = True, hangs: threading.Event | None = None):
+        if not opens:
+            raise RuntimeError("no such server")
+        self.fails, self.hangs = dict(fails or {}), hangs
+        self.got: list[int] = []
+        self.closed: list[bool] = []
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        if self.hangs is not None:
+            self.hangs.wait()
+        if self.fails.get(step, 0) > 0:
+            self.fails[step] -= 1
+            raise ConnectionError("broken pipe")
+        self.got.append(step)
+
+    def log_samples(self, samples: object, step: int) -> None:
+        self.got.append(-step)
+
+    def flush(self) -> None:
+        self.got.append(0)
+
+    def close(self, *, failed: bool = False) -> None:
+        self.closed.append(failed)
+
+
+def background(memory: Memory, tmp_path: Path, **limits: float) -> Background:
+    return Background("memory", lambda run: memory, RunInfo(tmp_path, "", None), pauses=(0.01, 0.01), **limits)  # type: ignore[arg-type]
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_calls_come_in_their_order_and_a_passing_fault_is_not_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    memory = Memory({2: 2})
+    tracker = background(memory, tmp_path)
+    for step in (1, 2, 3):
+        tracker.log({}, step)
+    tracker.log_samples([], 3)
+    tracker.flush()
+    assert memory.got == [1, 2, 3, -3, 0], "a flush has waited for all"
+    tracker.close(failed=True)
+    assert memory.closed == [True]
+    assert warnings(caplog) == []
+
+
+def test_a_lasting_fault_costs_one_warning_and_a_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    memory = Memory({step: 99 for step in range(3, 9)})
+    tracker = background(memory, tmp_path)
+    for step in range(1, 11):
+        tracker.log({}, step)
+    tracker.close()
+    assert memory.got == [1, 2, 9, 10], "it is tried again with every step"
+    assert warnings(caplog) == [
+        "tracker memory does not take what is logged (ConnectionError: broken pipe); training goes on, and metrics.jsonl has everything",
+        "memory: 6 calls did not get there in all; metrics.jsonl has everything",
+    ]
+
+
+def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    release = threading.Event()
+    tracker = background(Memory(hangs=release), tmp_path, flush_seconds=0.1, close_seconds=0.2)
+    began = time.monotonic()
+    for step in range(1, guarded.HELD_CALLS + 10):
+        tracker.log({}, step)
+    for _ in range(100):
+        tracker.flush()  # only the first one waits
+    tracker.close()
+    assert time.monotonic() - began < 2
+    told = warnings(caplog)
+    assert len(told) == 2
+    assert "it is too slow: 2000 calls wait" in told[0]
+    assert told[1].startswith("memory: waited 0.2 seconds for it to take what was logged, and gave up")
+    release.set()
+
+
+def test_several_that_hang_are_waited_for_together(tmp_path: Path) -> None:
+    release = threading.Event()
+    opened = [background(Memory(hangs=release), tmp_path, close_seconds=0.5) for _ in range(5)]
+    together = trackers.Trackers(opened)
+    together.log({}, 1)
+    began = time.monotonic()
+    together.close()
+    assert 0.4 < time.monotonic() - began < 1.5
+    release.set()
+
+
+def test_a_run_whose_trackers_cannot_be_opened_is_logged_to_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(guarded, "PAUSES", ())
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", lambda run: Memory(opens=False))
+    monkeypatch.setitem(trackers.TRACKERS, "mlflow", lambda run: Memory({1: 99, 2: 99}))
+    with open_trackers(["wandb", "mlflow"], tmp_path) as opened:
+        opened.log({"a": 1.0}, 1)
+        opened.log({"a": 2.0}, 2)
+    assert [record["a"] for record in read_metrics(tmp_path)] == [1.0, 2.0]
+    told = warnings(caplog)
+    assert sum("wandb could not be opened (RuntimeError: no such server)" in line for line in told) == 1
+    assert sum("mlflow does not take what is logged" in line for line in told) == 1
+
+
+def test_a_terminal_that_is_gone_costs_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    tracker = Forgiving("console", Memory({1: 1, 2: 1}))
+    for step in (1, 2, 3):
+        tracker.log({}, step)
+    assert tracker.tracker.got == [3]  # type: ignore[attr-defined]
+    assert warnings(caplog) == ["console: broken pipe; training goes on, and metrics.jsonl has everything"]

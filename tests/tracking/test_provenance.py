@@ -1,0 +1,54 @@
+"""What a run was made with: commit and state of a real repository, versions, the command without its secrets."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+from pathlib import Path
+
+from hydraflow.tracking.provenance import commit_of, facts_of_start, versions
+from hydraflow.tracking.run_folder import RunFolder
+
+
+def git(folder: Path, *words: str) -> str:
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+    return subprocess.run(["git", "-C", str(folder), *identity, *words], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_commit_branch_and_changed_files_of_a_repository(tmp_path: Path) -> None:
+    git(tmp_path, "init", "-q", "-b", "trunk")
+    (tmp_path / "reward.py").write_text("a = 1\n")
+    git(tmp_path, "add", "reward.py")
+    git(tmp_path, "commit", "-qm", "first")
+    commit = git(tmp_path, "rev-parse", "HEAD")
+    inside = tmp_path / "deep"
+    inside.mkdir()
+    assert commit_of(inside) == {"commit": commit, "branch": "trunk", "changed_files": 0, "folder": str(tmp_path)}
+    (tmp_path / "reward.py").write_text("a = 2\n")
+    found = commit_of(tmp_path)
+    assert found is not None and found["changed_files"] == 1
+
+
+def test_no_repository_is_no_mistake(tmp_path: Path) -> None:
+    assert commit_of(tmp_path) is None
+    git(tmp_path, "init", "-q")
+    assert commit_of(tmp_path) is None, "there is no commit yet"
+
+
+def test_versions_and_command(tmp_path: Path) -> None:
+    found = facts_of_start(7, words=["python", "-m", "hydraflow.main_ppo", "+ray_init.env.WANDB_API_KEY=abc", "data.path=a b"])
+    assert found["command"] == "python -m hydraflow.main_ppo '+ray_init.env.WANDB_API_KEY=(hidden)' 'data.path=a b'"
+    assert found["after_step"] == 7
+    assert found["versions"]["torch"] == importlib.metadata.version("torch")
+    assert "vllm" not in versions() or importlib.metadata.version("vllm")
+
+
+def test_every_start_of_a_run_is_noted(tmp_path: Path) -> None:
+    folder = RunFolder.make(str(tmp_path / "run"), "e")
+    assert folder.starts() == []
+    folder.note_start({"after_step": 0})
+    folder.note_start({"after_step": 5})
+    assert json.loads((tmp_path / "run" / "run.json").read_text()) == {"starts": [{"after_step": 0}, {"after_step": 5}]}
+    folder.run.write_text("{")
+    assert folder.starts() == []

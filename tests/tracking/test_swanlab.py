@@ -1,0 +1,66 @@
+"""SwanLab offline: what lies in its file afterwards is what was logged."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tracking.samples import ACCURACY, SAMPLES, about
+
+from hydraflow.tracking.swanlab import offline_because
+from hydraflow.tracking.trackers import open_trackers
+
+pytest.importorskip("swanlab", reason="swanlab is not installed: pip install -c constraints.txt -e '.[dev]'")
+
+
+@pytest.fixture(autouse=True)
+def _nobody_is_logged_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("SWANLAB_API_KEY", "SWANLAB_MODE", "SWANLAB_SAVE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+
+def records(folder: Path) -> list[Any]:
+    """Everything in the run's file."""
+    from swanlab.proto.swanlab.record.v1.record_pb2 import Record
+    from swanlab.sdk.internal.core_python.store import DataStoreReader
+
+    (file,) = folder.glob("swanlab/run-*/*.swanlab")
+    reader = DataStoreReader()
+    reader.open(file)
+    found = []
+    for data in reader:
+        record = Record()
+        record.ParseFromString(data)
+        found.append(record)
+    return found
+
+
+def test_metrics_table_and_configuration_are_kept(tmp_path: Path) -> None:
+    hook, out = sys.excepthook, sys.stdout
+    with open_trackers(["swanlab"], tmp_path, run_id="ppo-1", about=about(tmp_path)) as trackers:
+        for step in (1, 2, 3):
+            trackers.log({ACCURACY: step / 4}, step)
+        trackers.log_samples(SAMPLES, 3)
+    assert (sys.excepthook, sys.stdout) == (hook, out), "what SwanLab puts in their place is gone"
+    scalars = [record.scalar for record in records(tmp_path) if record.WhichOneof("record_type") == "scalar"]
+    assert [(scalar.step, scalar.value.number) for scalar in scalars if scalar.key == ACCURACY] == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    (table,) = tmp_path.glob("swanlab/run-*/media/echarts/*.json")
+    assert json.loads(table.read_text())["rowData"][1]["output"] == SAMPLES[1]["output"]
+    (config,) = tmp_path.glob("swanlab/run-*/files/config.yaml")
+    kept = yaml.safe_load(config.read_text())
+    assert (kept["trainer"]["value"]["seed"], kept["start"]["value"]["git"]["commit"]) == (3, "abc")
+
+
+def test_why_a_run_is_kept_offline(tmp_path: Path) -> None:
+    home = tmp_path / "somewhere"
+    (home / ".swanlab").mkdir(parents=True)
+    assert offline_because({"HOME": str(home)}) == "nobody is logged in"
+    assert offline_because({"HOME": str(home), "SWANLAB_API_KEY": "k"}) is None
+    assert offline_because({"HOME": str(home), "SWANLAB_MODE": "local"}) == "SWANLAB_MODE=local"
+    (home / ".swanlab" / ".netrc").write_text("machine api.swanlab.cn login x password y\n")
+    assert offline_because({"HOME": str(home)}) is None
