@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from hydraflow.allocation import allocation
 from hydraflow.batch_plan.roles import needs_critic, needs_reference
 from hydraflow.compose.patterns import fits
 from hydraflow.engine.config import OptimConfig
@@ -276,7 +277,13 @@ _RUN = (
         "trainer.total_training_steps is given",
         "trainer.total_training_steps=null",
     ),
-    Idle("ray_init.num_cpus", lambda c: c.ray_init.address != "local", "the running cluster counts its own", "ray_init.address=local"),
+    Idle(
+        "ray_init.num_cpus",
+        # in a Slurm job it is what hydraflow.slurm starts Ray with
+        lambda c: c.ray_init.address != "local" and allocation() is None,
+        "the running cluster counts its own",
+        "ray_init.address=local",
+    ),
 )
 RULES: dict[type, tuple[Idle, ...]] = {
     PPOConfig: (*_ROLES, *_BATCHES, *_MATHEMATICS, *_GENERATION, *_RUN),
