@@ -41,7 +41,7 @@ def interface_of(address: str) -> str | None:
 
 def node_address(peer: str = "", environ: Mapping[str, str] = os.environ) -> str:
     """The address by which other nodes reach this one: of HYDRAFLOW_NETWORK_INTERFACE, else of the interface that leads to `peer`
-    (a host name or address), else of the default route, else of this machine's own name.
+    (a host name or address), else of the default route, else of the first interface that is not the loopback.
 
     ConfigError when the variable names an interface that is not here.
     """
@@ -52,7 +52,8 @@ def node_address(peer: str = "", environ: Mapping[str, str] = os.environ) -> str
             remedy = " or ".join(f"{VARIABLE}={name}" for name in found if name != "lo")
             raise ConfigError.one(VARIABLE, wanted, f"{socket.gethostname()} has no such interface with an address; it has {here}", remedy)
         return found[wanted]
-    return _way_to(peer) or _way_to(ANYWHERE) or socket.gethostbyname(socket.gethostname())
+    others = [address for address in interfaces().values() if not address.startswith("127.")]
+    return _way_to(peer) or _way_to(ANYWHERE) or next(iter(others), "127.0.0.1")
 
 
 def _way_to(host: str) -> str | None:
