@@ -89,6 +89,8 @@ def node_names(nodelist: str) -> list[str]:
     >>> node_names("gpu[01-03,7],login")
     ['gpu01', 'gpu02', 'gpu03', 'gpu7', 'login']
     """
+    if nodelist.count("[") != nodelist.count("]"):
+        raise ValueError(f"{nodelist!r} is no list of nodes")
     names: list[str] = []
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
         names += _expanded(part)
@@ -99,8 +101,6 @@ def _expanded(part: str) -> list[str]:
     """One part, with all its brackets; the first bracket is written out, then the rest."""
     match = re.fullmatch(r"([^\[\]]*)\[([^\[\]]+)\](.*)", part)
     if match is None:
-        if "[" in part or "]" in part:
-            raise ValueError(f"{part!r} is no list of nodes")
         return [part]
     head, ranges, tail = match.groups()
     names = []

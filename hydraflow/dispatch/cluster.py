@@ -12,10 +12,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
+import ray._raylet
 from ray.core.generated import gcs_pb2, gcs_service_pb2, gcs_service_pb2_grpc
 
 from hydraflow.errors import EnvironmentFault
 
+MESSAGES: Any = gcs_service_pb2
+NODES: Any = gcs_pb2
+"""Made by the protocol compiler, which writes no types."""
 CALL_SECONDS = 5.0
 POLL_SECONDS = 0.5
 
@@ -32,7 +36,7 @@ def refusal(address: str) -> str | None:
 
 def alive(address: str) -> set[str]:
     """Names of the nodes that are in the cluster; raises grpc.RpcError when it does not answer."""
-    return {node.node_name for node in _nodes(address) if node.state == gcs_pb2.GcsNodeInfo.ALIVE}
+    return {node.node_name for node in _nodes(address) if node.state == NODES.GcsNodeInfo.ALIVE}
 
 
 def lost(address: str) -> set[str]:
@@ -68,14 +72,13 @@ def _missing(address: str, names: Sequence[str]) -> list[str]:
 def _nodes(address: str) -> list[Any]:
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         service = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
-        return list(service.GetAllNodeInfo(gcs_service_pb2.GetAllNodeInfoRequest(), timeout=CALL_SECONDS, metadata=_token()).node_info_list)
+        return list(service.GetAllNodeInfo(MESSAGES.GetAllNodeInfoRequest(), timeout=CALL_SECONDS, metadata=_token()).node_info_list)
 
 
 def _token() -> tuple[tuple[str, str], ...]:
     """What goes with each request; empty: authentication is off."""
-    try:
-        from ray._raylet import AuthenticationTokenLoader
-    except ImportError:  # a Ray without tokens
+    kind = getattr(ray._raylet, "AuthenticationTokenLoader", None)
+    if kind is None:  # a Ray before tokens
         return ()
-    loader = AuthenticationTokenLoader.instance()
+    loader = kind.instance()
     return tuple(loader.get_token_for_http_header().items()) if loader.has_token() else ()

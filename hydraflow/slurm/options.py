@@ -126,15 +126,16 @@ def _problems(given: Submission) -> Iterator[Problem]:
     for option, (value, floor) in least.items():
         if value < floor:
             yield Problem(f"{option} {value}", None, f"must be at least {floor}", f"{option} {floor}")
-    for option, value, form, example in (
+    forms = (
         ("--time", given.time, _TIME, "24:00:00"),
         ("--mem", given.mem, _SIZE, "512G"),
         ("--container", given.container, _CONTAINER, "apptainer:/path/image.sif"),
         ("--job-name", given.job_name, _NAME, "my-run"),
         ("--interface", given.interface, _NAME, "eth0"),
-    ):
-        if value is not None and not form.fullmatch(value):
-            yield Problem(f"{option} {value}", None, f"is not of the form {example}", f"{option} {example}")
+    )
+    for option, text, form, example in forms:
+        if text is not None and not form.fullmatch(text):
+            yield Problem(f"{option} {text}", None, f"is not of the form {example}", f"{option} {example}")
     for line in given.sbatch:
         if not line.startswith("--"):
             yield Problem(f"--sbatch={line}", None, "must be an option of sbatch", f"--sbatch=--{line.lstrip('-')}")

@@ -33,9 +33,7 @@ def fill(template: str, directives: Mapping[str, str | None], settings: Mapping[
     for option, value in directives.items():
         template = _with_directive(template, option, value)
     for name, text in settings.items():
-        line, count = re.subn(rf"^(?:# )?(export )?{name}=.*$", lambda found: f"{found[1] or ''}{name}={shlex.quote(text)}", template, flags=re.M)
-        assert count == 1, f"the template has {count} lines for {name}"
-        template = line
+        template = _with_setting(template, name, text)
     block = _arguments(sweep[0]) if len(sweep) == 1 else _cases(sweep)
     filled, count = _ARGUMENTS.subn(lambda _: block, template)
     assert count == 1, "the template has one list of arguments"
@@ -52,6 +50,13 @@ def _with_directive(template: str, option: str, value: str | None) -> str:
         return pattern.sub(f"{line}\n", template)
     last = [found.end() for found in re.finditer(r"^#SBATCH .*$\n", template, re.MULTILINE)][-1]
     return f"{template[:last]}{line}\n{template[last:]}"
+
+
+def _with_setting(template: str, name: str, value: str) -> str:
+    """The template with `export name=value` in place of its own line, which may be a comment."""
+    filled, count = re.subn(rf"^(?:# )?export {name}=.*$", lambda _: f"export {name}={shlex.quote(value)}", template, flags=re.MULTILINE)
+    assert count == 1, f"the template has {count} lines for {name}"
+    return filled
 
 
 def _arguments(words: Sequence[str]) -> str:

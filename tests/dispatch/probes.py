@@ -200,8 +200,9 @@ class Troubled(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def join_collective(self) -> int:
-        address = f"tcp://{self.process.master_addr}:{self.process.master_port}"
-        torch.distributed.init_process_group("gloo", init_method=address, rank=self.process.rank, world_size=self.process.world_size)
+        at = self.process
+        store = torch.distributed.TCPStore(at.master_addr, at.master_port, at.world_size, at.rank == 0, master_listen_fd=at.listen_fd)
+        torch.distributed.init_process_group("gloo", store=store, rank=at.rank, world_size=at.world_size)
         ones = torch.ones(1)
         torch.distributed.all_reduce(ones)
         return int(ones)

@@ -60,7 +60,7 @@ SlurmctldHost=$(hostname)($net.254)
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-# cred_expire: a job that is put back into the queue waits so many seconds; the default is 120.
+# cred_expire: a job that is put back waits so many seconds, or its nodes would refuse it; the default is 120.
 AuthInfo=cred_expire=12
 StateSaveLocation=$dir/state
 SlurmdSpoolDir=$dir/spool/%n
