@@ -57,10 +57,11 @@ def _await(words: Sequence[str]) -> int:
 
 
 def _lost(words: Sequence[str]) -> int:
-    """lost FOLDER: prints the nodes that were in the cluster and are no more."""
+    """lost FOLDER: prints the nodes that were in the cluster and are no more; nothing where there are none."""
     from hydraflow.dispatch.cluster import lost
 
-    print(" ".join(sorted(lost((Path(words[0]) / ADDRESS).read_text().strip()))))
+    if gone := lost((Path(words[0]) / ADDRESS).read_text().strip()):
+        print(" ".join(sorted(gone)))
     return 0
 
 

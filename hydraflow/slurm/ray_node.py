@@ -25,12 +25,14 @@ ADDRESS, FACTS = "address", "facts"
 STORE_SHARE, SHM_SHARE, STORE_LEAST = 0.3, 0.9, 80 * 2**20
 """Of the job's memory, of /dev/shm; Ray takes no smaller object store."""
 DEFAULTS = {
-    # A node that is gone is noticed after 5 * (3 + 6) s at the latest; Ray's own numbers make that 65.
+    # A node that is gone is noticed after 4 * (3 + 6) s at the latest; Ray's own numbers make that 65.
     "RAY_health_check_period_ms": "3000",
     "RAY_health_check_timeout_ms": "6000",
-    "RAY_health_check_failure_threshold": "5",
+    "RAY_health_check_failure_threshold": "4",
     # A node whose head is gone ends after so many seconds, not after 60.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "30",
+    # Nothing is left to finish when Ray is told to end; it would wait for half a minute.
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
 }
 """Ray's settings, where the user's environment says nothing else."""
 

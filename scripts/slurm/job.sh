@@ -67,7 +67,8 @@ end_step() {
     [[ -n "$step" ]] && kill -0 "$step" 2>/dev/null || return 0
     kill -TERM "$step" 2>/dev/null || true
     local left=$GRACE
-    while ((left-- > 0)) && kill -0 "$step" 2>/dev/null; do sleep 1; done
+    [[ ! -s "$folder/lost" ]] || left=5 # srun would wait for the lost node
+    while ((left-- > 0)) && kill -0 "$step" 2>/dev/null; do sleep 1 || true; done
     kill -KILL "$step" 2>/dev/null || true
 }
 
@@ -80,11 +81,14 @@ leave() {
 wait_for_step() {
     local left=$GRACE
     while kill -0 "$step" 2>/dev/null; do
-        if [[ -s "$folder/exit_code" ]] && ((left-- <= 0)); then
+        if [[ -s "$folder/exit_code" && -s "$folder/lost" ]]; then
+            tell "lost: $(<"$folder/lost"). It no longer answers: its machine or its network is gone"
+            break
+        elif [[ -s "$folder/exit_code" ]] && ((left-- <= 0)); then
             tell "some nodes have not left $GRACE s after the end: they are not waited for"
             break
         fi
-        sleep 1
+        sleep 1 || true
     done
 }
 
@@ -96,7 +100,8 @@ requeue() { # why
         tell "$1; it was put back $count times already (HYDRAFLOW_MAX_REQUEUES): the same command goes on from the last checkpoint"
     elif scontrol requeue "$SLURM_JOB_ID"; then
         tell "$1; back into the queue, for the $((count + 1)). time"
-        sleep 60 # Slurm ends this script
+        sleep 60 >/dev/null 2>&1 & # Slurm ends this script, and a shell hears signals while it waits, not while it runs something
+        wait "$!" || true
     else
         tell "$1; Slurm does not put it back: the same command goes on from the last checkpoint"
     fi
@@ -106,7 +111,7 @@ run_job() { # arguments of the run
     local words=() code=1
     make_folder
     trap leave EXIT
-    trap 'exit 143' TERM
+    trap 'tell "SIGTERM: Slurm ends the job (cancelled, put back, pre-empted, or a node failed)"; exit 143' TERM
     trap 'exit 130' INT
     trap ask_to_save USR1
     build_step "$@"
@@ -114,17 +119,16 @@ run_job() { # arguments of the run
     "${words[@]}" &
     step=$!
     wait_for_step
+    end_step
     if [[ -s "$folder/exit_code" ]]; then
         code="$(<"$folder/exit_code")"
     else
         wait "$step" && code=1 || code=$?
         tell "the nodes ended without an exit code of the training; srun: $code"
     fi
-    end_step
     if [[ "$code" == 0 && -e "$folder/requeue" ]]; then
         requeue "it was told to stop, and saved"
     elif [[ "$code" != 0 && -s "$folder/lost" ]]; then
-        tell "lost: $(<"$folder/lost")"
         requeue "a node was lost"
     fi
     tell "ended with $code"

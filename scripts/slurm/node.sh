@@ -8,7 +8,7 @@ here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 name="${SLURMD_NODENAME:-$(hostname)}"
 # Short, and on a disk of the node: Ray's sockets are in it.
 temporary="${HYDRAFLOW_NODE_TMP:-/tmp}/hydraflow-$UID/$SLURM_JOB_ID"
-ray=""
+ray="" training=""
 
 hydraflow_slurm() { "$HYDRAFLOW_PYTHON" -m hydraflow.slurm "$@"; }
 
@@ -18,19 +18,25 @@ keep_logs() {
     [[ -z "$logs" ]] || cp -r "$logs" "$folder/ray-logs-$name" 2>/dev/null || true
 }
 
+# Ends a process that this script started, with everything below it: it ends its own, and Ray has a reaper for when it cannot.
+end() { # pid, seconds
+    local left=$(($2 * 2))
+    kill -TERM "$1" 2>/dev/null || return 0
+    while ((left-- > 0)); do
+        kill -0 "$1" 2>/dev/null || return 0
+        sleep 0.5 || true
+    done
+    kill -KILL "$1" 2>/dev/null || true
+}
+
 leave() {
     local code=$?
-    trap '' TERM
-    if [[ -n "$ray" ]] && kill -0 "$ray" 2>/dev/null; then
-        kill -TERM "$ray" || true
-        for _ in {1..30}; do
-            kill -0 "$ray" 2>/dev/null || break
-            sleep 0.5
-        done
-        kill -KILL "$ray" 2>/dev/null || true
-    fi
+    trap '' TERM INT
+    [[ -z "$training" ]] || end "$training" 7
+    [[ -z "$ray" ]] || end "$ray" 5
     ((code == 0)) || keep_logs
-    rm -rf "$temporary" 2>/dev/null || { sleep 2; rm -rf "$temporary" || true; } # its processes may write until their end
+    # its last processes may write until their end
+    rm -rf "$temporary" 2>/dev/null || { sleep 2 && rm -rf "$temporary"; } || true
 }
 
 start_ray() {
@@ -45,7 +51,10 @@ lead() {
     start_ray
     watch_ray &
     hydraflow_slurm await "$folder" || { code=$?; sed 's/^/    /' "$temporary/ray.log" | tail -n 20; return "$code"; }
-    bash "$here/train.sh" "$@" || code=$?
+    bash "$here/train.sh" "$@" & # in the background: else this shell would hear a signal only after the training
+    training=$!
+    wait "$training" || code=$?
+    training=""
     if ((code != 0)); then
         hydraflow_slurm lost "$folder" >"$folder/lost" 2>/dev/null || true
     fi
@@ -55,7 +64,7 @@ lead() {
 # Says so where Ray ends before the job does: the first node would wait for a node that never comes.
 watch_ray() {
     local pid=$ray
-    while kill -0 "$pid" 2>/dev/null; do sleep 1; done
+    while kill -0 "$pid" 2>/dev/null; do sleep 1 || true; done
     [[ -e "$folder/exit_code" ]] && return
     mkdir -p "$folder/failed"
     tail -n 5 "$temporary/ray.log" >"$folder/failed/$name" 2>/dev/null || true
@@ -67,7 +76,7 @@ follow() {
     watch_ray &
     while kill -0 "$ray" 2>/dev/null; do
         [[ ! -e "$folder/exit_code" ]] || return 0
-        sleep 1
+        sleep 1 || true
     done
     [[ -e "$folder/exit_code" ]] && return
     printf '%s: Ray has ended; its last lines:\n' "$name" >&2
@@ -77,6 +86,7 @@ follow() {
 
 trap leave EXIT
 trap 'exit 143' TERM
+trap 'exit 130' INT
 mkdir -p "$temporary"
 chmod 700 "$temporary"
 if [[ "$SLURM_NODEID" == 0 ]]; then

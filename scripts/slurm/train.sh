@@ -17,13 +17,26 @@ words=("$@" "ray_init.address=$(<"$folder/address")")
     exec "$HYDRAFLOW_PYTHON" -m "$HYDRAFLOW_MODULE" "${words[@]}"
 ) &
 training=$!
-trap 'kill -TERM "$training" 2>/dev/null || true' TERM
-trap 'kill -INT "$training" 2>/dev/null || true' INT
+
+# Whatever ends this script ends the training. It has a few seconds: when Slurm ends a job its workers are gone already.
+# shellcheck disable=SC2317 # called by a trap
+leave() {
+    trap '' TERM INT
+    kill -TERM "$training" 2>/dev/null || true
+    for _ in {1..10}; do
+        kill -0 "$training" 2>/dev/null || return 0
+        sleep 0.5 || true
+    done
+    kill -KILL "$training" 2>/dev/null || true
+}
+trap leave EXIT
+trap 'exit 143' TERM
+trap 'exit 130' INT
 
 while kill -0 "$training" 2>/dev/null; do
     # again and again: the first may come before the training listens, and only the first that it hears counts
     [[ ! -e "$folder/signal" ]] || kill -USR1 "$training" 2>/dev/null || true
-    sleep 1
+    sleep 1 || true
 done
 code=0
 wait "$training" || code=$?

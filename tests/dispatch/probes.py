@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -266,3 +267,16 @@ class Misconfigured(Worker):
         super().__init__(process)
         time.sleep(0.2 * (process.world_size - process.rank))
         raise ConfigError.one("model.path", f"/nowhere/{process.rank}", "there is no such directory", "model.path=<directory>")
+
+
+class Described(Worker):
+    """Tells what is around it."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def surroundings(self) -> dict[str, str]:
+        try:
+            socket.create_server(("", self.process.master_port)).close()
+            port = "free"
+        except OSError:
+            port = "held"
+        return {**os.environ, "port": port}

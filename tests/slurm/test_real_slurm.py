@@ -95,16 +95,26 @@ def test_a_lost_node_ends_the_run_with_its_name_within_a_minute(cluster: Cluster
     begun = time.monotonic()
     cluster.script("lose", "2")
     try:
-        cluster.wait_for(lambda: "lost: node2" in job.said(), 60, "the message", job.said)
-        print(f"told after {time.monotonic() - begun:.0f} s")
-        assert re.search(r"^actor rank 1 on node node2 failed in \w+: ", job.said(), re.MULTILINE), job.said()[-4000:]
-        job.await_state("PENDING", "COMPLETING", seconds=30)
-        assert "a node was lost; back into the queue" in job.said()
+        cluster.wait_for(lambda: "] lost: node2." in job.said(), 60, "the message", job.said)
+        seconds = time.monotonic() - begun
+        assert re.search(r"^\w+ rank 1 on node node2 failed in \w+: the process died", job.said(), re.MULTILINE), job.said()[-4000:]
+        cluster.wait_for(lambda: "a node was lost; back into the queue" in job.said(), 30, "the job to be put back", job.said)
+        assert job.await_state("PENDING", "COMPLETING", seconds=30)
         assert "Traceback" not in job.said()
+        print(f"a lost node is told after {seconds:.0f} s")
     finally:
         job.cancel()
         cluster.script("start", "2")
-        cluster.wait_for(lambda: cluster.nodes() == {"node1": "idle", "node2": "idle"}, 90, "node2 to come back", cluster.logs)
+        cluster.wait_for(lambda: cluster.nodes() == {"node1": "idle", "node2": "idle"}, 120, "node2 to come back", cluster.logs)
+
+
+def test_a_run_that_fails_by_itself_hands_its_exit_code_on_and_is_not_put_back(cluster: Cluster, home: Path) -> None:
+    job = cluster.submit(*arguments(cluster, "trainer.keep_best=val-core/none"), home=home)  # only the run itself knows its metrics
+    job.await_state("RUNNING", seconds=30)
+    assert job.await_state("FAILED", "COMPLETED", "PENDING", seconds=LONG) == "FAILED", job.said()[-4000:]
+    assert (job.fact("ExitCode"), job.fact("Restarts")) == ("2:0", "0")
+    assert "all 2 nodes have joined Ray" in job.said() and "ended with 2" in job.said()
+    assert "no validation of this run measures it" in job.said()
 
 
 def test_a_job_for_more_nodes_than_there_are_is_refused(cluster: Cluster, home: Path) -> None:
