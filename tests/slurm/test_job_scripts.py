@@ -17,7 +17,7 @@ printf '%s\\n' "$@" >"$HOME/srun.words"
 cp "$HYDRAFLOW_JOB_FOLDER/token" "$HOME/token" && stat -c %a "$HYDRAFLOW_JOB_FOLDER/token" >"$HOME/token.mode"
 env | grep '^RAY_AUTH' | sort >"$HOME/srun.environment"
 """
-SCONTROL = '#!/usr/bin/env bash\necho "$@" >>"$HOME/scontrol.words"\nkill -TERM "$PPID"\n'
+SCONTROL = '#!/usr/bin/env bash\necho "$@" >>"$HOME/scontrol.words"\n(sleep 1 && kill -TERM "$PPID") >/dev/null 2>&1 &\n'
 ENDS_WITH = 'echo {0} >"$HYDRAFLOW_JOB_FOLDER/exit_code"; exit {0}'
 
 
