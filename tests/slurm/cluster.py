@@ -76,7 +76,7 @@ class Cluster:
         self.environ = {
             **os.environ,
             "SLURM_CONF": str(self.folder / "slurm.conf"),
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
             "OMP_NUM_THREADS": "1",
             "HYDRAFLOW_DASHBOARD": "0",
         }
