@@ -26,10 +26,8 @@ def arguments(cluster: Cluster, *more: str, steps: int = STEPS) -> list[str]:
 
 def numbers(job: Job) -> list[dict[str, float]]:
     """What it logged, without what depends on the clock."""
-    return [
-        {key: value for key, value in line.items() if not re.match(r"timing|perf|training/restarts", key)}
-        for line in read_steps(job.folder)
-    ]
+    clock = re.compile(r"timing_s/|perf/|seconds$|training/restarts$")
+    return [{key: value for key, value in line.items() if not clock.match(key)} for line in read_steps(job.folder)]
 
 
 def weights(job: Job) -> dict[str, torch.Tensor]:
