@@ -67,10 +67,10 @@ class ProcessContext:
     """cpu or cuda."""
     timeout_s: float
     """How long one call may take; whoever waits for other ranks need not wait longer."""
-    listen_fd: int | None = None
-    """On rank 0: a socket that holds master_port; whoever listens there takes it over."""
     roles: dict[str, Worker] = field(default_factory=dict)
     """Workers of this process by role, in the order in which they are built."""
+    listen_fd: int | None = None
+    """On rank 0: a socket that holds master_port; whoever listens there takes it over."""
 
 
 class Worker:
