@@ -33,14 +33,15 @@ leave() {
     local code=$?
     trap '' TERM INT
     [[ -z "$training" ]] || end "$training" 7
-    [[ -z "$ray" ]] || end "$ray" 5
+    [[ -z "$ray" ]] || end "$ray" 10
     ((code == 0)) || keep_logs
     # its last processes may write until their end
     rm -rf "$temporary" 2>/dev/null || { sleep 2 && rm -rf "$temporary"; } || true
 }
 
 start_ray() {
-    hydraflow_slurm start "$folder" "$temporary" >"$temporary/ray.log" 2>&1 &
+    # not by the function above: its number would be that of a shell that waits for Ray, not Ray's
+    "$HYDRAFLOW_PYTHON" -m hydraflow.slurm start "$folder" "$temporary" >"$temporary/ray.log" 2>&1 &
     ray=$!
 }
 

@@ -171,3 +171,41 @@ def test_cancelling_ends_what_was_started_and_nothing_else(tmp_path: Path) -> No
     assert not Path(f"/proc/{step}").exists() and bystander.poll() is None
     bystander.kill()
     bystander.wait()
+
+
+PYTHON = """#!/usr/bin/env bash
+shift 2 # -m hydraflow.slurm
+case "$1" in
+    check) echo 'HF_RUN_FOLDER=""' >"$HYDRAFLOW_JOB_FOLDER/facts" ;;
+    start) echo 10.0.0.1:6379 >"$HYDRAFLOW_JOB_FOLDER/address"; echo $$ >"$HYDRAFLOW_JOB_FOLDER/ray"; exec sleep 60 ;;
+    await) until [[ -s "$HYDRAFLOW_JOB_FOLDER/ray" ]]; do sleep 0.1; done ;;
+    lost) ;;
+    *) printf '%s\\n' "$@" >"$HYDRAFLOW_JOB_FOLDER/training"; exit "$CODE" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("code", [0, 4])
+def test_the_first_node_trains_and_ends_its_ray(tmp_path: Path, code: int) -> None:
+    """node.sh and train.sh with a Python that only notes how it was called."""
+    program(tmp_path, "python", PYTHON)
+    folder = tmp_path / "job"
+    folder.mkdir()
+    environ = {
+        **os.environ,
+        "HYDRAFLOW_PYTHON": str(tmp_path / "bin" / "python"),
+        "HYDRAFLOW_MODULE": "hydraflow.main_ppo",
+        "HYDRAFLOW_JOB_FOLDER": str(folder),
+        "HYDRAFLOW_NODE_TMP": str(tmp_path),
+        "SLURM_JOB_ID": "78",
+        "SLURM_NODEID": "0",
+        "CODE": str(code),
+    }
+    words = ["bash", str(ROOT / "scripts" / "slurm" / "node.sh"), "trainer.seed=3"]
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == code, done.stderr
+    assert (folder / "exit_code").read_text() == f"{code}\n"
+    assert (folder / "training").read_text().split() == ["trainer.seed=3", "ray_init.address=10.0.0.1:6379"]
+    assert not Path(f"/proc/{(folder / 'ray').read_text().strip()}").exists(), "Ray outlives its node's script"
+    assert not (folder / "lost").exists() or not (folder / "lost").read_text()
+    assert not list(tmp_path.glob("hydraflow-*/78")), "its temporary folder is gone"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs.command import SMALL_RECIPE, SMALL_STEPS, read_steps
+from jobs.command import SMALL_RECIPE, SMALL_STEPS, processes_with, read_steps
 from safetensors.torch import load_file
 from slurm.cluster import Cluster, Job
 
@@ -59,6 +59,10 @@ def test_the_jobs_folder_is_the_users_alone_and_its_token_is_gone(whole: Job) ->
     folder = whole.home / "runs" / "slurm" / f"job-{whole.number}"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert not (folder / "token").exists()
+
+
+def test_no_process_of_a_job_outlives_it(whole: Job) -> None:
+    assert not processes_with([f"/tmp/hydraflow-0/{whole.number}/"]), "Ray of the first of the two jobs is still there"
 
 
 def test_two_jobs_on_the_same_nodes_took_ports_of_their_own(whole: Job) -> None:
