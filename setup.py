@@ -1,6 +1,7 @@
 """The distribution: name, versions of what it needs, and the configuration files that travel with it.
 
-In a clone and in an editable install `config/` stands beside `hydraflow/`; in a wheel it is `hydraflow/config/`.
+In a clone and in an editable install `config/` stands beside `hydraflow/`; in a wheel it is `hydraflow/config/`. The same holds for
+what a job on a cluster needs, `scripts/slurm/` and `examples/slurm/`.
 Left out on purpose: pinned versions; those are in constraints.txt, which the scripts hand to pip.
 """
 
@@ -41,14 +42,18 @@ TRACKERS = {
 }
 EXTRAS = {
     "dev": [
-        *("pytest>=8.3", "pytest-timeout>=2.3", "hypothesis>=6.115", "ruff>=0.9", "mypy>=1.14"),
+        *("pytest>=8.3", "pytest-timeout>=2.3", "hypothesis>=6.115", "ruff>=0.9", "mypy>=1.14", "hydra-submitit-launcher>=1.2"),
         *(package for packages in TRACKERS.values() for package in packages),
     ],
+    "slurm": ["hydra-submitit-launcher>=1.2"],
     "vllm": ["vllm"],
     "flash-attn": ["flash-attn"],
     "megatron": ["megatron-core>=0.16"],
     **TRACKERS,
 }
+
+BESIDE = {"hydraflow.config": "config", "hydraflow.scripts.slurm": "scripts/slurm", "hydraflow.examples.slurm": "examples/slurm"}
+"""Folders that travel with the package, by the name that they have in it."""
 
 setup(
     name="hydraflow-trainer",
@@ -58,9 +63,14 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=[*find_packages(include=["hydraflow", "hydraflow.*"]), "hydraflow.config"],
-    package_dir={"hydraflow": "hydraflow", "hydraflow.config": "config"},
-    package_data={"hydraflow.config": ["*.yaml", "**/*.yaml"], "hydraflow.report": ["page.*"]},
+    packages=[*find_packages(include=["hydraflow", "hydraflow.*"]), *BESIDE],
+    package_dir={"hydraflow": "hydraflow", **BESIDE},
+    package_data={
+        "hydraflow.config": ["*.yaml", "**/*.yaml"],
+        "hydraflow.report": ["page.*"],
+        "hydraflow.scripts.slurm": ["*.sh"],
+        "hydraflow.examples.slurm": ["*.sbatch"],
+    },
     install_requires=REQUIRES,
     extras_require=EXTRAS,
     classifiers=[

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 # A test run in the background inherits that SIGINT is ignored, and would hand that on to the commands that it interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# Inside of a Slurm job its variables would fill in keys that the tests leave open.
+for _name in [name for name in os.environ if name.startswith("SLURM_")]:
+    del os.environ[_name]
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from hydraflow.models.tiny import make_model
 from hydraflow.schema import PPOConfig
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-NAMES = sorted(folder.name for folder in EXAMPLES.iterdir() if folder.is_dir())
+NAMES = sorted(file.stem for file in EXAMPLES.glob("*/*.yaml") if file.stem == file.parent.name)
 
 
 def composed(name: str, monkeypatch: pytest.MonkeyPatch) -> PPOConfig:

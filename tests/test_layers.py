@@ -9,7 +9,7 @@ import pytest
 from source_tree import FILES, MODULES, imports, label, module_name, top_part, tree_of
 
 LAYERS = (
-    {"schema", "errors", "device", "durations", "logging_setup", "checks", "paths", "runnable"},
+    {"schema", "errors", "device", "durations", "network", "allocation", "logging_setup", "checks", "paths", "runnable"},
     {"batch_plan", "memory", "metrics", "protocol", "algorithms", "models"},
     {"dispatch", "engine", "generation", "data", "rewards", "tracking"},
     {"workers"},

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from hydraflow.allocation import allocation
 from hydraflow.checkup.facts import Facts
 from hydraflow.checkup.finding import Finding, Skip, ok, problem, warning
 from hydraflow.checkup.probe import run_python
@@ -56,9 +57,11 @@ class HostMemory:
 
 
 def host_memory(cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> HostMemory:
-    """What the machine has, or the control group allows, where that is less."""
+    """What the machine has, or the control group or Slurm allows, where that is less."""
     machine = psutil.virtual_memory()
     total, available = machine.total, machine.available
+    if (given := allocation()) and given.memory_bytes:
+        total, available = min(total, given.memory_bytes), min(available, given.memory_bytes)
     for folder in cgroup_folders("memory", cgroups, membership):
         for limit_file, used_file in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
             limit, used = _number(folder / limit_file), _number(folder / used_file)

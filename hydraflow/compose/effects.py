@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from hydraflow.allocation import allocation
 from hydraflow.batch_plan.roles import needs_critic, needs_reference
 from hydraflow.compose.patterns import fits
 from hydraflow.engine.config import OptimConfig
@@ -302,7 +303,13 @@ _RUN = (
     ),
     Idle("trainer.restart_backoff", lambda c: c.trainer.max_restarts == 0, "trainer.max_restarts=0", "trainer.max_restarts=3"),
     Idle("trainer.wandb_proxy", lambda c: "wandb" not in c.trainer.logger, "trainer.logger has no wandb", "trainer.logger=[console,wandb]"),
-    Idle("ray_init.num_cpus", lambda c: c.ray_init.address != "local", "the running cluster counts its own", "ray_init.address=local"),
+    Idle(
+        "ray_init.num_cpus",
+        # in a Slurm job it is what hydraflow.slurm starts Ray with
+        lambda c: c.ray_init.address != "local" and allocation() is None,
+        "the running cluster counts its own",
+        "ray_init.address=local",
+    ),
 )
 RULES: dict[type, tuple[Idle, ...]] = {
     PPOConfig: (

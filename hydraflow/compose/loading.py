@@ -24,6 +24,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hydraflow import checks
+from hydraflow.allocation import allocation
+from hydraflow.compose import allocated
 from hydraflow.compose import origins as provenance
 from hydraflow.compose.arguments import Arguments
 from hydraflow.compose.command import DEFAULT, Command, Counts
@@ -108,6 +110,7 @@ def finish(
     tree = OmegaConf.to_container(composed, resolve=False)
     assert isinstance(tree, dict)
     judged = judge(entry.schema, {str(name): value for name, value in tree.items()}, origins, lambda key: _resolved(composed, key))
+    allocated.take(entry.schema, judged.leaves, judged.origins, allocation())
     judged.doubts.keys |= prepared.doubts.keys
     judged.doubts.everything |= prepared.doubts.everything
     unsupported = judged.translation.unsupported
@@ -198,6 +201,7 @@ def _value_problems(entry: Entry[Any], config: Any, command: Command, judged: Ju
     problems = checks.problems(config, planning=entry.tolerant)
     problems += _open_mappings(judged)[0]
     problems += idle if _refuses_idle_keys(config) else []
+    problems += [] if entry.tolerant else allocated.contradictions(config, allocation())
     problems = [problem for problem in problems if not judged.doubts.touch(problem)]
     doubts = Doubts(judged.doubts.keys | {problem.field for problem in problems}, judged.doubts.everything)
     if doubts.hide_the_plan:

@@ -322,7 +322,9 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "async_training.{use_dynamic_resource_scheduling,checkpoint_engine.**,compute_prox_log_prob,use_rollout_log_probs}": Unsupported(
         "shape asynchronous training", (False,)
     ),
-    "ray_init.runtime_env.**": Unsupported("set the environment of Ray's workers", (None,)),
+    "ray_init.runtime_env.{py_executable,working_dir,py_modules,excludes,pip,uv,conda,container,image_uri,config,nsight}": Unsupported(
+        "set up Ray's workers", (None,), "ray_init.runtime_env.env_vars={...}"
+    ),
     "ray_init.{num_gpus,resources,labels,object_store_memory,namespace,local_mode,ignore_reinit_error,_temp_dir}": Unsupported(
         "be handed to ray.init", (None, False)
     ),

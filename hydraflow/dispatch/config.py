@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+
+@dataclass
+class RuntimeEnvConfig:
+    """What worker processes find around them."""
+
+    env_vars: dict[str, str] = field(default_factory=dict)
+    """Environment variables of all worker processes, by name; they are kept with the run."""
 
 
 @dataclass
@@ -13,3 +21,4 @@ class RayInitConfig:
     """local starts a cluster of this run's own; else the address of a running one, or auto."""
     num_cpus: int | None = None
     """CPUs that a local cluster counts; null: those this process may use, and at least what the worker groups ask for."""
+    runtime_env: RuntimeEnvConfig = field(default_factory=RuntimeEnvConfig)

@@ -59,7 +59,15 @@ class WorkerGroup:
     that is being built is raised as it is.
     """
 
-    def __init__(self, reservation: Reservation, roles: Mapping[str, RoleSpec], channel: Channel, *, device_type: str = "cpu"):
+    def __init__(
+        self,
+        reservation: Reservation,
+        roles: Mapping[str, RoleSpec],
+        channel: Channel,
+        *,
+        device_type: str = "cpu",
+        env_vars: Mapping[str, str] | None = None,
+    ):
         self.seats = reservation.seats
         self.roles = dict(roles)
         self.channel = channel
@@ -67,7 +75,8 @@ class WorkerGroup:
         self._meshes: dict[tuple[str, str], list[Coordinates]] = {}
         host: Any = ray.remote(WorkerHost)
         shared = (device_type, reservation.pool.threads, channel.limits.call, sys.path)
-        self._hosts: list[Any] = [host.options(**reservation.actor_options(seat.rank)).remote(seat, *shared) for seat in self.seats]
+        options = [reservation.actor_options(seat.rank, env_vars) for seat in self.seats]
+        self._hosts: list[Any] = [host.options(**given).remote(seat, *shared) for given, seat in zip(options, self.seats, strict=True)]
         self._logs: dict[int, str] = {}
         self._starting = self._build()
         self._ready = False

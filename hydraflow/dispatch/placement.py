@@ -101,17 +101,18 @@ class Reservation:
     bundles: list[int]
     """Bundle of the placement group by rank."""
 
-    def actor_options(self, rank: int) -> dict[str, Any]:
-        """Ray's options for the process of a rank."""
+    def actor_options(self, rank: int, env_vars: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """Ray's options for the process of a rank, with these environment variables."""
         pool = self.pool
         options: dict[str, Any] = dict(
             num_cpus=pool.cpus_per_process / pool.groups,
             num_gpus=pool.gpus_per_process / pool.groups,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundles[rank]),
         )
-        if pool.threads > 1:
-            # Ray itself says 1 for a process of one CPU; a runtime_env costs 0.4 s at the start, so only where it is needed.
-            options["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": str(pool.threads)}}
+        # Ray itself says 1 for a process of one CPU; a runtime_env costs 0.4 s at the start, so only where it is needed.
+        threads = {"OMP_NUM_THREADS": str(pool.threads)} if pool.threads > 1 else {}
+        if variables := threads | dict(env_vars or {}):
+            options["runtime_env"] = {"env_vars": variables}
         return options
 
 
@@ -158,7 +159,8 @@ def _seated(pool: ResourcePool, group: PlacementGroup) -> Reservation:
     bundles = [bundle for bundle in order for _ in range(pool.processes_on_nodes[bundle])]
     local = [number for bundle in order for number in range(pool.processes_on_nodes[bundle])]
     names = [nodes[placed[bundle]]["NodeManagerHostname"] for bundle in bundles]
-    seats = [Seat(rank, pool.size, local[rank], names[rank]) for rank in range(pool.size)]
+    several = len(order) > 1
+    seats = [Seat(rank, pool.size, local[rank], names[rank], several) for rank in range(pool.size)]
     return Reservation(pool, group, seats, bundles)
 
 

@@ -19,8 +19,10 @@ from typing import Any
 
 import ray
 from ray._private.services import canonicalize_bootstrap_address
+from ray.exceptions import AuthenticationError
 
 from hydraflow.device import usable_cores
+from hydraflow.dispatch.cluster import refusal
 from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.group import Channel, Limits, WorkerGroup, fetch
 from hydraflow.dispatch.head import Head, end_without_head
@@ -75,22 +77,32 @@ def _local_cpus(config: RayInitConfig, needed: int) -> int:
 
 def _join(address: str, options: dict[str, Any]) -> None:
     try:
-        _probe(address)
-        ray.init(address=address, **options)
+        found = _probe(address)
+        reason = refusal(found) if found else None
+        if reason is None:
+            ray.init(address=address, **options)
+            return
+    except AuthenticationError as error:  # a token is wanted, and its file is not there
+        reason = str(error).partition(". ")[0]
     except (OSError, ValueError) as error:
         raise ConfigError.one("ray_init.address", address, f"no Ray cluster answers there: {error}", "ray_init.address=local") from None
+    remedy = "RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=<the file with the cluster's token> in the environment of this command"
+    raise ConfigError.one("ray_init.address", address, f"a Ray cluster answers there, but {reason}", remedy)
 
 
-def _probe(address: str) -> None:
-    """Raises OSError when nobody listens at the address, ValueError when it is none. Ray itself would try for over a minute.
+def _probe(address: str) -> str | None:
+    """The host:port that an address stands for, where somebody listens; None: Ray has to find it. Raises OSError when nobody listens,
+    ValueError when it is no address. Ray itself would try for over a minute.
 
-    Ray's own function says what `auto` stands for; RAY_ADDRESS or a file may name a cluster that is gone.
+    Ray's own function says what `auto` stands for; RAY_ADDRESS or a file may name a cluster that is gone. A client's address (ray://)
+    is that of another service, which cannot be asked whether it takes our token.
     """
     found = canonicalize_bootstrap_address(address.removeprefix("ray://"))
     if found is None:
-        return
+        return None
     host, _, port = found.rpartition(":")
     socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_SECONDS).close()
+    return None if address.startswith("ray://") else found
 
 
 def stop_ray() -> None:
@@ -127,7 +139,8 @@ class Runtime:
 
     def group(self, pool: str, roles: Mapping[str, RoleSpec]) -> WorkerGroup:
         """A group in a reserved pool; its processes start while the caller goes on (`await_ready`)."""
-        self.groups.append(WorkerGroup(self._reservations[pool], roles, self.channel, device_type=self.device_type))
+        env_vars = self.ray_init.runtime_env.env_vars
+        self.groups.append(WorkerGroup(self._reservations[pool], roles, self.channel, device_type=self.device_type, env_vars=env_vars))
         return self.groups[-1]
 
     def await_ready(self) -> None:

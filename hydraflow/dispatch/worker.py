@@ -23,6 +23,7 @@ import ray
 import torch
 from ray import ObjectRef
 
+from hydraflow.dispatch.environment import settle
 from hydraflow.dispatch.modes import Coordinates
 from hydraflow.dispatch.shards import LateShard, Shard, part_of, real_rows
 from hydraflow.dispatch.transport import Parcel, Receipt, join, opened, pack, put_batch, read_columns, unpack
@@ -47,6 +48,8 @@ class Seat:
     """Number among the group's processes on its node."""
     node: str
     """Host name."""
+    spans_nodes: bool = False
+    """Whether the group has processes on several nodes."""
 
 
 @dataclass
@@ -66,6 +69,8 @@ class ProcessContext:
     """How long one call may take; whoever waits for other ranks need not wait longer."""
     roles: dict[str, Worker] = field(default_factory=dict)
     """Workers of this process by role, in the order in which they are built."""
+    listen_fd: int | None = None
+    """On rank 0: a socket that holds master_port; whoever listens there takes it over."""
 
 
 class Worker:
@@ -123,22 +128,31 @@ class WorkerHost:
         self.device_type = device_type
         self.timeout_s = timeout_s
         self.workers: dict[str, Worker] = {}
+        self._listener: socket.socket | None = None
+        settle(seat.rank, node_ip=ray.util.get_node_ip_address() if seat.spans_nodes else None)
         # Ray hands on only the controller's working folder and script folder.
         sys.path += [folder for folder in import_path if folder not in sys.path]
         logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         torch.set_num_threads(threads)
 
     def rendezvous(self) -> tuple[str, int]:
-        """This node's address, and a port that is free now."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+        """This node's address, and a port that is held until a worker of this process takes it over."""
+        self._listener = socket.create_server(("", 0), backlog=1024)
+        return ray.util.get_node_ip_address(), self._listener.getsockname()[1]
 
     def build(self, roles: Parcel | ObjectRef, rendezvous: tuple[str, int]) -> Parcel:
         """Makes the workers, in order; answers with the path of this process's log."""
         where = self.seat
         process = ProcessContext(
-            where.rank, where.world_size, where.local_rank, where.node, *rendezvous, self.device_type, self.timeout_s, self.workers
+            where.rank,
+            where.world_size,
+            where.local_rank,
+            where.node,
+            *rendezvous,
+            self.device_type,
+            self.timeout_s,
+            listen_fd=self._listener.detach() if self._listener is not None else None,
+            roles=self.workers,
         )
         guard = _Guard(where, "worker process", "__init__", as_it_is=(*AS_THEY_ARE, ConfigError))
         with guard:

@@ -15,21 +15,18 @@ import torch.distributed as dist
 from hydraflow.device import collective_backend
 
 
-def start(*, rank: int, world_size: int, address: str, port: int, device_type: str, timeout_s: float) -> None:
+def start(*, rank: int, world_size: int, address: str, port: int, device_type: str, timeout_s: float, listen_fd: int | None = None) -> None:
     """Waits until all ranks are there, at most `timeout_s` seconds; a second call of the same process does nothing.
 
+    listen_fd: on rank 0, a bound socket that has held the port until now; it is taken over.
     Raises torch's DistStoreError or DistNetworkError when the others do not come, and any collective raises after `timeout_s`.
     """
     if dist.is_initialized():
         assert (dist.get_rank(), dist.get_world_size()) == (rank, world_size), "a process has one place among its ranks"
         return
-    dist.init_process_group(
-        collective_backend(device_type),
-        init_method=f"tcp://{address}:{port}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    timeout = timedelta(seconds=timeout_s)
+    store = dist.TCPStore(address, port, world_size, rank == 0, timeout, master_listen_fd=listen_fd)
+    dist.init_process_group(collective_backend(device_type), store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def stop() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from hydraflow.allocation import allocation
 from hydraflow.device import CPU_PROCESSES, cgroup_folders, cpu_has_bf16, listed_gpus
 from hydraflow.engine.config import FSDPConfig
 from hydraflow.schema import PPOConfig
@@ -93,8 +94,10 @@ def machine_limits(trainer: RunConfig, cluster: ClusterConfig) -> Limits:
 
 
 def host_memory() -> int:
-    """Bytes that the processes of this machine may have: what is built in, or what a control group leaves of it."""
+    """Bytes that the processes of this machine may have: what is built in, or what a control group or Slurm leaves of it."""
     sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    if (given := allocation()) and given.memory_bytes:
+        sizes.append(given.memory_bytes)
     for folder in cgroup_folders("memory"):
         for file in (folder / "memory.max", folder / "memory.limit_in_bytes"):
             text = file.read_text().strip() if file.is_file() else "max"

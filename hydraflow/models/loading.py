@@ -20,6 +20,7 @@ from hydraflow.errors import ConfigError
 from hydraflow.models.attention import NAME, register_attention
 from hydraflow.models.config import ModelConfig, ModelSourceConfig
 from hydraflow.models.heads import PolicyModel, ValueModel
+from hydraflow.models.once import resolving
 from hydraflow.paths import model_problems
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ def load_config(model: ModelSourceConfig, *, field: str = "actor_rollout_ref.mod
 
     path = _require_path(model, field)
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+        with resolving(path, model):
+            config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError.one(f"{field}.path", path, f"cannot be read as a model: {_first_line(error)}", _hint(error, field)) from error
     unknown = [name for name in model.override_config if not hasattr(config, name)]
@@ -67,7 +69,8 @@ def load_tokenizer(model: ModelSourceConfig, *, field: str = "actor_rollout_ref.
         # transformers would make an empty tokenizer of the model's kind and say nothing
         raise ConfigError.one(f"{field}.{key}", path, "holds no tokenizer: there is no tokenizer.json in it", remedy)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+        with resolving(path, model):
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
         rule = f"holds no tokenizer that can be read: {_first_line(error)}"
         raise ConfigError.one(f"{field}.{key}", path, rule, remedy) from error
@@ -109,7 +112,8 @@ def causal_class(config: PreTrainedConfig, model: ModelSourceConfig) -> Any:
     if "AutoModelForCausalLM" in auto_map and model.trust_remote_code:
         from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-        return get_class_from_dynamic_module(auto_map["AutoModelForCausalLM"], os.path.expanduser(str(model.path)))
+        with resolving(str(model.path), model):
+            return get_class_from_dynamic_module(auto_map["AutoModelForCausalLM"], os.path.expanduser(str(model.path)))
     known = AutoModelForCausalLM._model_mapping
     if type(config) not in known:
         raise ConfigError.one("model.path", model.path, f"a {config.model_type} model is not a causal language model")
@@ -136,7 +140,9 @@ def empty_model(
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention, trust_remote_code=model.trust_remote_code)
+        with resolving(str(model.path), model):
+            trust = model.trust_remote_code
+            lm = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust)
         lm.config.dtype = dtype
         if head == "policy":
             return PolicyModel(lm, chunk_tokens=chunk_tokens)
@@ -159,7 +165,8 @@ def read_weights(
     Raises ConfigError when other weights are missing.
     """
     path = _require_path(model, field)
-    lm, absent = _load_lm(path, config, dtype, trust=model.trust_remote_code, field=field)
+    with resolving(path, model):
+        lm, absent = _load_lm(path, config, dtype, trust=model.trust_remote_code, field=field)
     missing = sorted(name for name in absent if head == "policy" or name.startswith(lm.base_model_prefix + "."))
     if missing:
         rule = f"{len(missing)} weights are not in its files, the first {missing[0]}"

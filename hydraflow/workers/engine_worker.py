@@ -53,6 +53,7 @@ class EngineWorker(Worker):
             port=process.master_port,
             device_type=process.device_type,
             timeout_s=process.timeout_s,
+            listen_fd=process.listen_fd,
         )
         self._portions: list[Portions] = []
         self._skips: Skips | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -200,8 +201,9 @@ class Troubled(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def join_collective(self) -> int:
-        address = f"tcp://{self.process.master_addr}:{self.process.master_port}"
-        torch.distributed.init_process_group("gloo", init_method=address, rank=self.process.rank, world_size=self.process.world_size)
+        at = self.process
+        store = torch.distributed.TCPStore(at.master_addr, at.master_port, at.world_size, at.rank == 0, master_listen_fd=at.listen_fd)
+        torch.distributed.init_process_group("gloo", store=store, rank=at.rank, world_size=at.world_size)
         ones = torch.ones(1)
         torch.distributed.all_reduce(ones)
         return int(ones)
@@ -265,3 +267,16 @@ class Misconfigured(Worker):
         super().__init__(process)
         time.sleep(0.2 * (process.world_size - process.rank))
         raise ConfigError.one("model.path", f"/nowhere/{process.rank}", "there is no such directory", "model.path=<directory>")
+
+
+class Described(Worker):
+    """Tells what is around it."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def surroundings(self) -> dict[str, str]:
+        try:
+            socket.create_server(("", self.process.master_port)).close()
+            port = "free"
+        except OSError:
+            port = "held"
+        return {**os.environ, "port": port}

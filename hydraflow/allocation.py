@@ -1,0 +1,111 @@
+"""What a batch system gave this job: nodes, GPUs, cores and memory, as Slurm's environment variables say.
+
+In: the environment. Out: an `Allocation`, or None outside of a job. Everybody who wants to know asks here. Standard library only.
+Left out on purpose: what a run needs (`batch_plan`), and how the two are compared (`compose/allocated.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+JOB = "SLURM_JOB_ID"
+MEBIBYTE = 2**20
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A job's share of a cluster; None where Slurm does not say. Numbers are of one node, as this process sees it."""
+
+    job: str
+    nodes: int | None = None
+    gpus: int | None = None
+    cpus: int | None = None
+    memory_bytes: int | None = None
+    sources: Mapping[str, str] | None = None
+    """Field -> the variable that says so, with its value."""
+
+    def source(self, field: str) -> str:
+        """`SLURM_GPUS_ON_NODE=8`, for messages."""
+        return (self.sources or {}).get(field, "Slurm")
+
+
+def allocation(environ: Mapping[str, str] = os.environ) -> Allocation | None:
+    """The job that this process belongs to.
+
+    >>> allocation({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "4", "SLURM_GPUS_PER_NODE": "h100:8"}).gpus
+    8
+    """
+    if not environ.get(JOB):
+        return None
+    found = {
+        "nodes": _first(environ, ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")),
+        "gpus": _gpus(environ),
+        "cpus": _first(environ, ("SLURM_CPUS_ON_NODE",)),
+        "memory": _memory(environ),
+    }
+    sources = {field: f"{name}={environ[name]}" for field, (name, _) in found.items() if name}
+    values = {field: value for field, (_, value) in found.items()}
+    return Allocation(environ[JOB], values["nodes"], values["gpus"], values["cpus"], values["memory"], sources)
+
+
+def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, int | None]:
+    """The first variable that holds a number above 0."""
+    for name in names:
+        text = environ.get(name, "")
+        if text.isdigit() and int(text) > 0:
+            return name, int(text)
+    return "", None
+
+
+def _gpus(environ: Mapping[str, str]) -> tuple[str, int | None]:
+    """`8`, `h100:8`, `a100:2,h100:6`, or a list of device numbers."""
+    for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
+        if counts := re.findall(r"(?:^|[:,])(\d+)(?=,|$)", environ.get(name, "")):
+            return name, sum(map(int, counts))
+    for name in ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS"):
+        if listed := environ.get(name, "").strip():
+            return name, len(listed.split(","))
+    return "", None
+
+
+def _memory(environ: Mapping[str, str]) -> tuple[str, int | None]:
+    """Slurm counts in mebibytes; 0 stands for all that the node has."""
+    name, mebibytes = _first(environ, ("SLURM_MEM_PER_NODE",))
+    if mebibytes:
+        return name, mebibytes * MEBIBYTE
+    name, mebibytes = _first(environ, ("SLURM_MEM_PER_CPU",))
+    _, cpus = _first(environ, ("SLURM_CPUS_ON_NODE",))
+    if mebibytes and cpus:
+        return name, mebibytes * cpus * MEBIBYTE
+    return "", None
+
+
+def node_names(nodelist: str) -> list[str]:
+    """The hosts of a list as Slurm writes it, in its order. ValueError for a list that cannot be read.
+
+    >>> node_names("gpu[01-03,7],login")
+    ['gpu01', 'gpu02', 'gpu03', 'gpu7', 'login']
+    """
+    if nodelist.count("[") != nodelist.count("]"):
+        raise ValueError(f"{nodelist!r} is no list of nodes")
+    names: list[str] = []
+    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
+        names += _expanded(part)
+    return names
+
+
+def _expanded(part: str) -> list[str]:
+    """One part, with all its brackets; the first bracket is written out, then the rest."""
+    match = re.fullmatch(r"([^\[\]]*)\[([^\[\]]+)\](.*)", part)
+    if match is None:
+        return [part]
+    head, ranges, tail = match.groups()
+    names = []
+    for piece in ranges.split(","):
+        low, _, high = piece.partition("-")
+        for number in range(int(low), int(high or low) + 1):
+            names += _expanded(f"{head}{number:0{len(low)}d}{tail}")
+    return names

@@ -1,0 +1,46 @@
+"""The command lines of a sweep, written out.
+
+In: overrides, some of which list values (`key=a,b`, `key=range(1,4)`). Out: one list of words for each combination, as `--multirun`
+would run them. Left out on purpose: other sweepers than Hydra's basic one, which run their jobs themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from hydraflow.errors import ConfigError
+
+MOST = 1000
+"""Combinations beyond which it is more likely a slip of the hand."""
+
+
+def combinations(words: Sequence[str]) -> list[list[str]]:
+    """Every combination, the last word varying fastest. Options (`--config-name ...`) go to each. Raises ConfigError.
+
+    >>> combinations(["trainer.seed=1,2", "data.shuffle=false"])
+    [['trainer.seed=1', 'data.shuffle=false'], ['trainer.seed=2', 'data.shuffle=false']]
+    """
+    choices = [_values(word) for word in words]
+    count = 1
+    for values in choices:
+        count *= len(values)
+    if count > MOST:
+        raise ConfigError.one("--multirun", None, f"{count} jobs, and at most {MOST} are submitted at once", "list fewer values")
+    return [list(words) for words in product(*choices)]
+
+
+def _values(word: str) -> list[str]:
+    if word.startswith("-") or "=" not in word:
+        return [word]
+    try:
+        override = OverridesParser.create().parse_override(word)
+    except HydraException:
+        return [word]  # told by whoever takes the word
+    if not override.is_sweep_override():
+        return [word]
+    key = word.partition("=")[0]
+    return [f"{key}={value}" for value in override.sweep_string_iterator()]

@@ -1,0 +1,50 @@
+"""Environment variables of a worker process, set before any library reads them.
+
+In: rank, whether the group spans nodes. Out: caches of compilers that no other rank writes, a cache of models' own code that no other
+node writes, and the interface for collectives. What the user's environment says is kept, but for a folder per rank below it.
+Left out on purpose: `ray_init.runtime_env.env_vars`, which Ray sets when it starts the process.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from hydraflow.network import VARIABLE, interface_of, node_address
+
+COMPILER_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+"""Two ranks that compile the same kernel at the same time would write the same files; on a network drive that breaks both."""
+MODULES = "HF_MODULES_CACHE"
+"""Where transformers copies a model's own code; by default in the home folder, which nodes often share."""
+
+
+def node_folder() -> Path:
+    """This user's folder on a disk of this node."""
+    return Path(tempfile.gettempdir()) / f"hydraflow-{os.getuid()}"
+
+
+def variables(rank: int, *, node_ip: str | None, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What is to be set in the process of a rank. `node_ip`: how other nodes reach this one; None: the group is on one node.
+
+    ConfigError when HYDRAFLOW_NETWORK_INTERFACE names an interface that is not here.
+    """
+    found = {}
+    for name, folder in COMPILER_CACHES.items():
+        base = Path(environ[name]) if environ.get(name) else node_folder() / folder
+        found[name] = str(base / f"rank_{rank}")
+    if not environ.get(MODULES):
+        found[MODULES] = str(node_folder() / "hf_modules")
+    named = environ.get(VARIABLE)
+    address = node_address(environ=environ) if named else node_ip
+    if address and (interface := interface_of(address)):
+        # gloo would look up this host's own name, which need not lead to an address that others reach
+        found |= {"GLOO_SOCKET_IFNAME": interface} if not environ.get("GLOO_SOCKET_IFNAME") else {}
+        found |= {"NCCL_SOCKET_IFNAME": f"={interface}"} if named and not environ.get("NCCL_SOCKET_IFNAME") else {}
+    return found
+
+
+def settle(rank: int, *, node_ip: str | None) -> None:
+    """Sets them in this process."""
+    os.environ.update(variables(rank, node_ip=node_ip))

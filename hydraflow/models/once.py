@@ -1,0 +1,43 @@
+"""One process of a node at a time: for downloads and for a model's own code, which transformers copies without a lock.
+
+In: what is being resolved. Out: a lock file on a disk of this node. Whoever comes later finds everything there.
+Left out on purpose: other nodes, which have caches of their own (`dispatch/environment.py`), and folders without code, which nobody writes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from hydraflow.errors import EnvironmentFault
+from hydraflow.models.config import ModelSourceConfig
+
+SECONDS = 3600.0
+"""How long a download by another process may take."""
+
+
+@contextmanager
+def resolving(path: str, model: ModelSourceConfig) -> Iterator[None]:
+    """While something is read that may have to be fetched first. EnvironmentFault when another process holds it for an hour."""
+    if Path(path).is_dir() and not model.trust_remote_code:
+        yield
+        return
+    lock = lock_file(path)
+    lock.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        with FileLock(lock, timeout=SECONDS):
+            yield
+    except Timeout:
+        raise EnvironmentFault(f"waited {SECONDS:g} s for another process of this node that resolves {path} (it holds {lock})") from None
+
+
+def lock_file(path: str) -> Path:
+    """The lock of a model."""
+    name = hashlib.sha256(str(path).encode()).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"hydraflow-{os.getuid()}" / "locks" / f"{name}.lock"

@@ -1,0 +1,67 @@
+"""Network interfaces of this machine, and which of them leads to the other nodes. Standard library only.
+
+In: HYDRAFLOW_NETWORK_INTERFACE, or a peer's address. Out: names and IPv4 addresses.
+Left out on purpose: ports (`slurm/ports.py`, `dispatch/worker.py`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Mapping
+
+from hydraflow.errors import ConfigError
+
+VARIABLE = "HYDRAFLOW_NETWORK_INTERFACE"
+SIOCGIFADDR = 0x8915
+"""The request of ioctl for an interface's IPv4 address (netdevice(7))."""
+ANYWHERE = "192.0.2.1"
+"""An address that exists nowhere (RFC 5737): asking for the way there gives the default route, and sends nothing."""
+
+
+def interfaces() -> dict[str, str]:
+    """Name of each interface that has an IPv4 address -> that address."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue  # it has none
+            found[name] = socket.inet_ntoa(answer[20:24])
+    return found
+
+
+def interface_of(address: str) -> str | None:
+    """The interface that has the address; None: no one of this machine."""
+    return next((name for name, own in interfaces().items() if own == address), None)
+
+
+def node_address(peer: str = "", environ: Mapping[str, str] = os.environ) -> str:
+    """The address by which other nodes reach this one: of HYDRAFLOW_NETWORK_INTERFACE, else of the interface that leads to `peer`
+    (a host name or address), else of the default route, else of the first interface that is not the loopback.
+
+    ConfigError when the variable names an interface that is not here.
+    """
+    if wanted := environ.get(VARIABLE, ""):
+        found = interfaces()
+        if wanted not in found:
+            here = ", ".join(f"{name} ({address})" for name, address in found.items())
+            remedy = " or ".join(f"{VARIABLE}={name}" for name in found if name != "lo")
+            raise ConfigError.one(VARIABLE, wanted, f"{socket.gethostname()} has no such interface with an address; it has {here}", remedy)
+        return found[wanted]
+    others = [address for address in interfaces().values() if not address.startswith("127.")]
+    return _way_to(peer) or _way_to(ANYWHERE) or next(iter(others), "127.0.0.1")
+
+
+def _way_to(host: str) -> str | None:
+    """This machine's end of the way to a host; None where there is none, or only the loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 1))  # sends nothing
+        except OSError:
+            return None
+        own = str(probe.getsockname()[0])
+    return None if own.startswith("127.") or own == "0.0.0.0" else own

@@ -1,0 +1,100 @@
+"""What a job's nodes must know of its configuration: composed and compared with what Slurm gave, before anything starts.
+
+In: the arguments of main_ppo, main_sft or main_generate, and Slurm's variables. Out: `Facts`, as lines that a shell can read;
+or every contradiction between configuration, batch plan and allocation at once, with exit code 2.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hydraflow.allocation import Allocation, allocation
+from hydraflow.compose.allocated import BESIDE, CPU_PROCESSES
+from hydraflow.compose.command import Command
+from hydraflow.compose.judges import judge_ppo, judge_sft
+from hydraflow.compose.launch import launch
+from hydraflow.compose.loading import Judge
+from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
+
+Config = PPOConfig | SFTConfig | GenerateConfig
+JOBS: dict[str, tuple[type[Config], tuple[Judge, ...]]] = {
+    "ppo": (PPOConfig, (judge_ppo,)),
+    "sft": (SFTConfig, (judge_sft,)),
+    "generate": (GenerateConfig, ()),
+}
+"""Name -> what its arguments compose to, and what the plan says to it."""
+AFTERWARDS = ["ray_init.address=auto"]
+"""The job starts a cluster before the command runs."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the scripts read."""
+
+    nodes: int
+    """Machines that the run uses."""
+    cpus: int
+    """CPUs that Ray counts on each: at least one for each process, whatever cores there are."""
+    gpus: int
+    """GPUs that Ray counts on each; -1: as many as it finds."""
+    run_folder: str
+    """Empty: the command makes none."""
+    start_timeout: int
+    """Seconds that nodes may take to join."""
+
+    def to_shell(self) -> str:
+        """One assignment a line."""
+        return "".join(f"HF_{name.upper()}={shlex.quote(str(value))}\n" for name, value in asdict(self).items())
+
+    @classmethod
+    def from_shell(cls, text: str) -> Facts:
+        """What `to_shell` wrote.
+
+        >>> facts = Facts(nodes=2, cpus=9, gpus=8, run_folder="/my runs/1", start_timeout=300)
+        >>> Facts.from_shell(facts.to_shell()) == facts
+        True
+        """
+        found = {}
+        for line in text.splitlines():
+            name, _, value = line.partition("=")
+            found[name.removeprefix("HF_").lower()] = shlex.split(value)[0] if value else ""
+        numbers = {name: int(value) for name, value in found.items() if name != "run_folder"}
+        return cls(run_folder=found["run_folder"], **numbers)
+
+
+def check(job: str, arguments: Sequence[str], *, write_to: Path | None = None) -> int:
+    """Composes, plans and compares; returns the exit code. The facts go to `write_to`."""
+    schema, judges = JOBS[job]
+
+    def tell(config: Config, command: Command) -> None:
+        if write_to is not None:
+            write_to.write_text(facts_of(config, allocation()).to_shell())
+
+    given = sys.argv[1:]
+    try:
+        sys.argv[1:] = [*arguments, *AFTERWARDS]
+        return launch(job, schema, tell, judges=judges)
+    finally:
+        sys.argv[1:] = given
+
+
+def facts_of(config: Config, given: Allocation | None) -> Facts:
+    """What the nodes must know; `given` is what Slurm gave."""
+    trainer = config.trainer
+    on_cpus = trainer.device == "cpu"
+    gpus = given.gpus if given else None
+    processes = trainer.n_gpus_per_node or (None if on_cpus else gpus) or CPU_PROCESSES
+    cpus = config.ray_init.num_cpus or max((given.cpus if given else None) or 0, processes + BESIDE)
+    folder = "" if isinstance(config, GenerateConfig) else _run_folder(config, given)
+    return Facts(trainer.nnodes, cpus, 0 if on_cpus else -1 if gpus is None else gpus, folder, round(trainer.start_timeout))
+
+
+def _run_folder(config: PPOConfig | SFTConfig, given: Allocation | None) -> str:
+    """A job that is put back into the queue must find its own folder again, and no other job's."""
+    named = config.trainer.default_local_dir
+    own = f"runs/{config.trainer.experiment_name}-job{given.job if given else '0'}"
+    return str(Path(named or own).expanduser().absolute())

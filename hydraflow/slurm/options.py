@@ -1,0 +1,146 @@
+"""The options of `python -m hydraflow.slurm submit`, and what is wrong with them.
+
+In: a command line. Out: a `Submission`, or one ConfigError with every mistake.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from hydraflow.errors import ConfigError, Problem
+
+SEPARATOR = "--"
+CORES_PER_GPU, CORES_WITHOUT = 8, 4
+"""Cores that are asked for on each node where the user says nothing: Slurm's own default is one."""
+_TIME = re.compile(r"\d+(-\d+(:\d+){0,2}|(:\d+){0,2})")
+_SIZE = re.compile(r"\d+[KMGT]?")
+_CONTAINER = re.compile(r"(apptainer|pyxis):.+")
+_NAME = re.compile(r"[\w.-]+")
+
+
+@dataclass
+class Submission:
+    """One job, as it was asked for."""
+
+    job: str = "ppo"
+    nodes: int = 1
+    gpus_per_node: int = 0
+    cpus_per_task: int | None = None
+    mem: str | None = None
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    job_name: str | None = None
+    exclusive: bool = False
+    requeue: bool = True
+    warning: int = 120
+    """Seconds before the end of its time at which the job saves."""
+    container: str | None = None
+    interface: str | None = None
+    python: str = field(default_factory=lambda: sys.executable)
+    sbatch: list[str] = field(default_factory=list)
+    multirun: bool = False
+    dry_run: bool = False
+    wait: bool = False
+    arguments: list[str] = field(default_factory=list)
+    """Of main_ppo, main_sft or main_generate."""
+
+    @property
+    def cores(self) -> int | None:
+        """Cores of a node that are asked for; None: all that it has."""
+        if self.cpus_per_task is None and not self.exclusive:
+            return max(CORES_WITHOUT, CORES_PER_GPU * self.gpus_per_node)
+        return self.cpus_per_task
+
+    @property
+    def name(self) -> str:
+        """What Slurm calls the job."""
+        return self.job_name or f"hydraflow-{self.job}"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in the words of the other commands."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError.one("python -m hydraflow.slurm submit", None, message, "python -m hydraflow.slurm submit --help")
+
+
+def parse(argv: Sequence[str]) -> Submission:
+    """The submission that a command line asks for; what follows `--` goes to the command. Raises ConfigError.
+
+    >>> parse(["--nodes", "4", "--gpus-per-node=8", "--", "data.train_batch_size=512"]).arguments
+    ['data.train_batch_size=512']
+    """
+    own, arguments = list(argv), []
+    if SEPARATOR in own:
+        cut = own.index(SEPARATOR)
+        own, arguments = own[:cut], own[cut + 1 :]
+    submission = _parser().parse_args(own, namespace=Submission(arguments=arguments))
+    if problems := list(_problems(submission)):
+        raise ConfigError(problems)
+    return submission
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m hydraflow.slurm submit",
+        description="Checks a run against what is asked of Slurm, fills examples/slurm/ppo.sbatch and submits it.",
+        usage="%(prog)s [options] -- [key=value ...]",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--job", choices=("ppo", "sft", "generate"), help="main_ppo (the default), main_sft or main_generate")
+    add("--nodes", type=int, metavar="N", help="machines (1)")
+    add("--gpus-per-node", type=int, metavar="N", help="GPUs of each (0: the run is on CPUs)")
+    add("--cpus-per-task", type=int, metavar="N", help=f"cores of each node ({CORES_PER_GPU} for each GPU)")
+    add("--mem", metavar="SIZE", help="memory of each node, such as 512G (0: all that it has)")
+    add("--time", metavar="TIME", help="limit, such as 24:00:00; shortly before it the job saves and goes back into the queue")
+    add("--partition", metavar="NAME")
+    add("--account", metavar="NAME")
+    add("--qos", metavar="NAME")
+    add("--job-name", metavar="NAME")
+    add("--exclusive", action="store_true", help="whole nodes")
+    add("--no-requeue", action="store_false", dest="requeue", help="a pre-empted job, or one that lost a node, ends")
+    add("--warning", type=int, metavar="SECONDS", help="how long before its limit the job saves (120)")
+    add("--container", metavar="KIND:IMAGE", help="apptainer:FILE.sif or pyxis:IMAGE; what runs on the nodes runs in it")
+    add("--interface", metavar="NAME", help="network interface on which nodes reach each other")
+    add("--python", metavar="PATH", help="the Python with hydraflow on the nodes, or in the container (this one)")
+    add("--sbatch", action="append", metavar="OPTION", help="another line for sbatch, such as --sbatch=--reservation=x")
+    add("--multirun", action="store_true", help="key=a,b: a job array with a job for each combination")
+    add("--wait", action="store_true", help="come back when the job has ended, with its exit code")
+    add("--dry-run", action="store_true", help="print the batch script and submit nothing")
+    return parser
+
+
+def _problems(given: Submission) -> Iterator[Problem]:
+    least = {"--nodes": (given.nodes, 1), "--gpus-per-node": (given.gpus_per_node, 0), "--warning": (given.warning, 1)}
+    if given.cpus_per_task is not None:
+        least["--cpus-per-task"] = (given.cpus_per_task, 1)
+    for option, (value, floor) in least.items():
+        if value < floor:
+            yield Problem(f"{option} {value}", None, f"must be at least {floor}", f"{option} {floor}")
+    forms = (
+        ("--time", given.time, _TIME, "24:00:00"),
+        ("--mem", given.mem, _SIZE, "512G"),
+        ("--container", given.container, _CONTAINER, "apptainer:/path/image.sif"),
+        ("--job-name", given.job_name, _NAME, "my-run"),
+        ("--interface", given.interface, _NAME, "eth0"),
+    )
+    for option, text, form, example in forms:
+        if text is not None and not form.fullmatch(text):
+            yield Problem(f"{option} {text}", None, f"is not of the form {example}", f"{option} {example}")
+    for line in given.sbatch:
+        if not line.startswith("--"):
+            yield Problem(f"--sbatch={line}", None, "must be an option of sbatch", f"--sbatch=--{line.lstrip('-')}")
+    if given.dry_run and given.wait:
+        yield Problem("--wait", None, "--dry-run submits nothing that could be waited for", "leave out --wait or leave out --dry-run")
+    for word in given.arguments:
+        if word in ("--multirun", "-m"):
+            yield Problem(word, None, "the sweep is made when it is submitted", "submit --multirun ... -- key=a,b")

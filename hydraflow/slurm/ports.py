@@ -1,0 +1,111 @@
+"""TCP ports for one job on one node, held from their choice until the process that uses them opens them.
+
+In: how many. Out: `Held`. Two jobs on a node never get the same port: for each, a socket with the port's name in the abstract
+namespace of Unix sockets (unix(7)) is bound as a lock. It belongs to the network, as ports do, so it counts across users and containers,
+and the system takes it back when its last holder ends. Programs that do not know the lock are kept away by a bound TCP socket until
+shortly before the use, and by taking ports that the system does not hand out by itself.
+Left out on purpose: ports that Ray lets the system choose, and torch's (`dispatch/worker.py`).
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydraflow.errors import EnvironmentFault
+
+LOWEST, HIGHEST = 20000, 65535
+RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""Ports that the system hands out to whoever asks for any."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Ports that nobody else gets."""
+
+    ports: Sequence[int]
+    locks: Sequence[socket.socket]
+    """To be kept until the ports are not used any more; a program that this process becomes (exec) inherits them."""
+    sockets: Sequence[socket.socket]
+    """Bound to the ports."""
+
+    def open_up(self) -> None:
+        """The next program that opens a port gets it; the locks stay."""
+        for held in self.sockets:
+            held.close()
+
+    def release(self) -> None:
+        """Gives everything back."""
+        self.open_up()
+        for lock in self.locks:
+            lock.close()
+
+
+def hold(count: int, candidates: Sequence[int] | None = None) -> Held:
+    """So many ports that are free on every address of this machine. EnvironmentFault when there are not so many.
+
+    >>> held = hold(2)
+    >>> len(set(held.ports)), held.ports[0] in hold(1, candidates=[*held.ports, held.ports[0] + 1]).ports
+    (2, False)
+    """
+    candidates = _candidates() if candidates is None else candidates
+    ports: list[int] = []
+    locks: list[socket.socket] = []
+    sockets: list[socket.socket] = []
+    for port in candidates:
+        if len(ports) == count:
+            break
+        if (lock := _lock(port)) is None:
+            continue
+        if (held := _bound(port)) is None:
+            lock.close()
+            continue
+        ports.append(port)
+        locks.append(lock)
+        sockets.append(held)
+    found = Held(ports, locks, sockets)
+    if len(ports) < count:
+        found.release()
+        raise EnvironmentFault(f"{count} free ports are needed, and {socket.gethostname()} has {len(ports)} (ss -ltn shows who holds them)")
+    return found
+
+
+def _lock(port: int) -> socket.socket | None:
+    lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        lock.bind(f"\0hydraflow-port-{port}")
+    except OSError:
+        lock.close()
+        return None
+    lock.set_inheritable(True)
+    return lock
+
+
+def _bound(port: int) -> socket.socket | None:
+    for family in (socket.AF_INET6, socket.AF_INET):
+        try:
+            held = socket.socket(family, socket.SOCK_STREAM)
+        except OSError:
+            continue  # a machine without IPv6
+        try:
+            if family == socket.AF_INET6:
+                held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # IPv4, too
+            held.bind(("", port))
+            return held
+        except OSError:
+            held.close()
+            return None
+    return None
+
+
+def _candidates() -> list[int]:
+    """Ports outside of the system's range, in an order of their own for each process."""
+    try:
+        low, high = (int(number) for number in RANGE_FILE.read_text().split())
+    except (OSError, ValueError):
+        low, high = 32768, 60999
+    outside = [port for port in range(LOWEST, HIGHEST + 1) if not low <= port <= high]
+    return random.sample(outside or range(LOWEST, HIGHEST + 1), min(2000, len(outside) or 2000))

@@ -1,0 +1,156 @@
+"""Starts Ray on one node of a job: this process becomes `ray start --block`, so that whoever ends it ends exactly this Ray.
+
+In: the job's folder, Slurm's variables, the facts of the job. Out: a file `address` in the folder (first node), and Ray.
+The other nodes wait for that file and for the port behind it, with a limit that says what it waited for.
+Left out on purpose: ending (`scripts/slurm/node.sh`), and whether all nodes are there (`dispatch/cluster.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from hydraflow.allocation import Allocation, allocation, node_names
+from hydraflow.errors import EnvironmentFault
+from hydraflow.network import VARIABLE, interface_of, node_address
+from hydraflow.slurm.facts import Facts
+from hydraflow.slurm.ports import Held, hold
+
+ADDRESS, FACTS = "address", "facts"
+STORE_SHARE, SHM_SHARE, STORE_LEAST = 0.3, 0.9, 80 * 2**20
+"""Of the job's memory, of /dev/shm; Ray takes no smaller object store."""
+DEFAULTS = {
+    # A node that is gone is noticed after 4 * (3 + 6) s at the latest; Ray's own numbers make that 65.
+    "RAY_health_check_period_ms": "3000",
+    "RAY_health_check_timeout_ms": "6000",
+    "RAY_health_check_failure_threshold": "4",
+    # A node whose head is gone ends after so many seconds, not after 60.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "30",
+    # Nothing is left to finish when Ray is told to end; it would wait for half a minute.
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+}
+"""Ray's settings, where the user's environment says nothing else."""
+
+
+def own_name(environ: Mapping[str, str] = os.environ) -> str:
+    """What Slurm calls this node."""
+    return environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def job_nodes(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """What Slurm calls the nodes of the job; the first is where Ray's head runs."""
+    return node_names(environ.get("SLURM_JOB_NODELIST", "")) or [own_name(environ)]
+
+
+def start(folder: Path, temporary: Path, *, dashboard: bool) -> None:
+    """Becomes Ray; returns never. EnvironmentFault when the head does not come, ConfigError for a wrong interface."""
+    nodes = job_nodes()
+    head = own_name() == nodes[0]
+    address = "" if head else await_head(folder / ADDRESS, nodes[0])
+    facts = Facts.from_shell((folder / FACTS).read_text())
+    # srun was called on the first node: this is an address of its own, by which Slurm reaches it
+    own = node_address(os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "") if head else address.rpartition(":")[0])
+    environment = {**DEFAULTS, **os.environ, **_interface(own)}
+    words = [*_common(own, temporary, facts)]
+    if head:
+        held = hold(4)
+        words += _head(held, dashboard)
+        _write(folder / ADDRESS, f"{own}:{held.ports[0]}")
+        held.open_up()
+    else:
+        held = hold(1)
+        words += [f"--address={address}", f"--dashboard-agent-listen-port={held.ports[0]}"]
+        held.open_up()
+    print(f"{own_name()}: Ray's {'head' if head else 'node'} at {own}, {facts.cpus} CPUs", flush=True)
+    os.execve(sys.executable, [sys.executable, "-m", "ray.scripts.scripts", "start", *words, "--block"], environment)
+
+
+def _common(own: str, temporary: Path, facts: Facts) -> list[str]:
+    given = allocation()
+    words = [
+        f"--node-ip-address={own}",
+        f"--node-name={own_name()}",
+        f"--num-cpus={facts.cpus}",
+        f"--temp-dir={temporary}",
+        # the system chooses: a range, Ray's default, would be the same for two jobs on a node
+        "--min-worker-port=0",
+        "--max-worker-port=0",
+        "--disable-usage-stats",
+    ]
+    if facts.gpus >= 0:
+        words.append(f"--num-gpus={facts.gpus}")
+    if store := object_store(given, shutil.disk_usage("/dev/shm").free):
+        words.append(f"--object-store-memory={store}")
+    return words
+
+
+def _head(held: Held, dashboard: bool) -> list[str]:
+    ray_port, client_port, dashboard_port, agent_port = held.ports
+    return [
+        "--head",
+        f"--port={ray_port}",
+        f"--ray-client-server-port={client_port}",
+        f"--include-dashboard={str(dashboard).lower()}",
+        "--dashboard-host=127.0.0.1",
+        f"--dashboard-port={dashboard_port}",
+        f"--dashboard-agent-listen-port={agent_port}",
+    ]
+
+
+def object_store(given: Allocation | None, shared_memory: int) -> int | None:
+    """Bytes of Ray's object store: of the job's memory, not of the machine's, of which Ray would take its share.
+
+    >>> object_store(Allocation("1", memory_bytes=10 * 2**30), 2**40) == int(3 * 2**30)
+    True
+    """
+    if given is None or given.memory_bytes is None:
+        return None
+    return max(STORE_LEAST, int(min(given.memory_bytes * STORE_SHARE, shared_memory * SHM_SHARE)))
+
+
+def _interface(own: str) -> dict[str, str]:
+    """Which interface collectives use. gloo would look up the host's name, which need not lead to the address that others reach."""
+    name = interface_of(own)
+    if name is None:
+        return {}
+    found = {} if "GLOO_SOCKET_IFNAME" in os.environ else {"GLOO_SOCKET_IFNAME": name}
+    if os.environ.get(VARIABLE) and "NCCL_SOCKET_IFNAME" not in os.environ:
+        found["NCCL_SOCKET_IFNAME"] = f"={name}"
+    return found
+
+
+def await_head(file: Path, head: str, seconds: float = 300.0) -> str:
+    """The address in `file`, once something listens there. EnvironmentFault after so many seconds."""
+    deadline = time.monotonic() + seconds
+    told, reason = "", "it wrote no address"
+    while time.monotonic() < deadline:
+        told = file.read_text().strip() if file.is_file() else ""
+        if told:
+            reason = _closed(told)
+            if not reason:
+                return told
+        time.sleep(0.5)
+    where = f"{head} at {told}" if told else head
+    raise EnvironmentFault(f"{own_name()}: waited {seconds:g} s for Ray's head on {where}: {reason}")
+
+
+def _closed(address: str) -> str:
+    """Why nothing can be reached there; empty: something can."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def _write(file: Path, text: str) -> None:
+    """In one go: a reader sees all of it or nothing."""
+    unfinished = file.with_suffix(".unfinished")
+    unfinished.write_text(text + "\n")
+    unfinished.replace(file)

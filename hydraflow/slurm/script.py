@@ -1,0 +1,69 @@
+"""The batch script of a submission: examples/slurm/ppo.sbatch with its lines filled in.
+
+In: the example's text, directives for sbatch, settings. Out: the text of a script that runs without this package on the submitting side.
+Left out on purpose: judging what is asked for (`submit.py`), and what the script does (`scripts/slurm/job.sh`).
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hydraflow.errors import ConfigError
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_ARGUMENTS = re.compile(r"^ARGUMENTS=\(\n.*?^\)\n", re.MULTILINE | re.DOTALL)
+
+
+def shipped(name: str) -> Path:
+    """A file or folder of ours, `scripts/slurm` or `examples/slurm/...`: in the package when installed, else beside it in a clone."""
+    candidates = [_PACKAGE / name, _PACKAGE.parent / name]
+    for path in candidates:
+        if path.exists():
+            return path
+    raise ConfigError.one(name, None, f"is neither in {candidates[0].parent} nor in {candidates[1].parent}", "install hydraflow again")
+
+
+def fill(template: str, directives: Mapping[str, str | None], settings: Mapping[str, str], sweep: Sequence[Sequence[str]]) -> str:
+    """The script. directives: option of sbatch -> its value, empty for one without, None to leave it out.
+    settings: variable -> value. sweep: the arguments of each job; of an array, if they are several.
+    """
+    for option, value in directives.items():
+        template = _with_directive(template, option, value)
+    for name, text in settings.items():
+        template = _with_setting(template, name, text)
+    block = _arguments(sweep[0]) if len(sweep) == 1 else _cases(sweep)
+    filled, count = _ARGUMENTS.subn(lambda _: block, template)
+    assert count == 1, "the template has one list of arguments"
+    return filled
+
+
+def _with_directive(template: str, option: str, value: str | None) -> str:
+    """The template with `#SBATCH option=value` in place of its own line, or after its last one."""
+    line = f"#SBATCH {option}={value}" if value else f"#SBATCH {option}"
+    pattern = re.compile(rf"^#SBATCH {re.escape(option)}(?:[= ].*)?$\n?", re.MULTILINE)
+    if value is None:
+        return pattern.sub("", template)
+    if pattern.search(template):
+        return pattern.sub(f"{line}\n", template)
+    last = [found.end() for found in re.finditer(r"^#SBATCH .*$\n", template, re.MULTILINE)][-1]
+    return f"{template[:last]}{line}\n{template[last:]}"
+
+
+def _with_setting(template: str, name: str, value: str) -> str:
+    """The template with `export name=value` in place of its own line, which may be a comment."""
+    filled, count = re.subn(rf"^(?:# )?export {name}=.*$", lambda _: f"export {name}={shlex.quote(value)}", template, flags=re.MULTILINE)
+    assert count == 1, f"the template has {count} lines for {name}"
+    return filled
+
+
+def _arguments(words: Sequence[str]) -> str:
+    lines = "".join(f"    {shlex.quote(word)}\n" for word in words)
+    return f"ARGUMENTS=(\n{lines})\n"
+
+
+def _cases(sweep: Sequence[Sequence[str]]) -> str:
+    cases = "".join(f"    {number}) ARGUMENTS=({shlex.join(words)}) ;;\n" for number, words in enumerate(sweep))
+    return f'case "$SLURM_ARRAY_TASK_ID" in\n{cases}esac\n'

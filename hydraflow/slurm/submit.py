@@ -1,0 +1,179 @@
+"""Submits a run to Slurm: checks it against what is asked of the cluster, fills the batch script, hands it to sbatch.
+
+In: a `Submission`. Out: an exit code; 2 with every contradiction between options, configuration, batch plan and cluster.
+Left out on purpose: what happens in the job (`scripts/slurm/`).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydraflow.allocation import JOB
+from hydraflow.compose.sweep import combinations
+from hydraflow.errors import ConfigError, EnvironmentFault, Problem
+from hydraflow.slurm.facts import check
+from hydraflow.slurm.options import Submission
+from hydraflow.slurm.script import fill, shipped
+
+LOGS = Path("runs/slurm")
+SECONDS = 60.0
+"""How long Slurm's commands may take to answer."""
+MODULES = {"ppo": "hydraflow.main_ppo", "sft": "hydraflow.main_sft", "generate": "hydraflow.main_generate"}
+
+
+def submit(given: Submission) -> int:
+    """Submits, or prints the script with --dry-run; returns the exit code. Raises ConfigError and EnvironmentFault."""
+    sweep = combinations(given.arguments) if given.multirun else [given.arguments]
+    with _as_in_the_job(given):
+        for arguments in sweep:
+            if code := check(given.job, arguments):
+                return code
+    if given.dry_run:
+        print(script_of(given, sweep), end="")
+        return 0
+    _require_room(given)
+    LOGS.mkdir(parents=True, exist_ok=True)
+    return _hand_over(given, script_of(given, sweep))
+
+
+def script_of(given: Submission, sweep: Sequence[Sequence[str]]) -> str:
+    """The filled batch script."""
+    array = len(sweep) > 1
+    log = f"{LOGS}/%x-%{'A_%a' if array else 'j'}.log"
+    directives: dict[str, str | None] = {
+        "--job-name": given.name,
+        "--nodes": str(given.nodes),
+        "--gpus-per-node": str(given.gpus_per_node) if given.gpus_per_node else None,
+        "--cpus-per-task": str(given.cores) if given.cores else None,
+        "--mem": given.mem,
+        "--exclusive": "" if given.exclusive else None,
+        "--time": given.time,
+        "--signal": f"B:USR1@{given.warning}",
+        "--output": log,
+        "--array": f"0-{len(sweep) - 1}" if array else None,
+        "--partition": given.partition,
+        "--account": given.account,
+        "--qos": given.qos,
+    }
+    if not given.requeue:
+        directives |= {"--requeue": None, "--no-requeue": ""}
+    for line in given.sbatch:
+        option, _, value = line.partition("=")
+        directives[option] = value
+    settings = {
+        "HYDRAFLOW_PYTHON": given.python,
+        "HYDRAFLOW_MODULE": MODULES[given.job],
+        "HYDRAFLOW_SCRIPTS": str(shipped("scripts/slurm")),
+    }
+    if given.container:
+        settings["HYDRAFLOW_CONTAINER"] = given.container
+    if given.interface:
+        settings["HYDRAFLOW_NETWORK_INTERFACE"] = given.interface
+    return fill(shipped("examples/slurm/ppo.sbatch").read_text(), directives, settings, sweep)
+
+
+@contextmanager
+def _as_in_the_job(given: Submission) -> Iterator[None]:
+    """Slurm's variables as they will be, so that the run is judged here as it will be there."""
+    future = {JOB: "(to be submitted)", "SLURM_JOB_NUM_NODES": str(given.nodes)}
+    if given.gpus_per_node:
+        future["SLURM_GPUS_ON_NODE"] = str(given.gpus_per_node)
+    if given.cores:
+        future["SLURM_CPUS_ON_NODE"] = str(given.cores)
+    before = dict(os.environ)
+    for name in [name for name in os.environ if name.startswith("SLURM_") and name != "SLURM_CONF"]:
+        del os.environ[name]
+    os.environ.update(future)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """What sinfo says of a partition."""
+
+    nodes: int
+    cpus: int
+    """Of its largest node."""
+
+
+def _require_room(given: Submission) -> None:
+    """ConfigError where the partition never has what is asked for; whether it is free now is for Slurm to say."""
+    for program in ("sbatch", "sinfo"):
+        if shutil.which(program) is None:
+            raise ConfigError.one(program, None, "is not on PATH: this is no machine of a Slurm cluster", "submit ... --dry-run")
+    partitions, default = _partitions(_ask("sinfo", "--noheader", "--format=%P|%D|%c"))
+    name = given.partition or default
+    if given.partition and given.partition not in partitions:
+        rule = f"there are {', '.join(partitions)}"
+        raise ConfigError.one(f"--partition {name}", None, rule, " or ".join(f"--partition {one}" for one in partitions))
+    if name is None:
+        return
+    there, problems = partitions[name], []
+    if given.nodes > there.nodes:
+        rule = f"partition {name} has {there.nodes}" + (" node" if there.nodes == 1 else " nodes")
+        problems.append(Problem(f"--nodes {given.nodes}", None, rule, f"--nodes {there.nodes}"))
+    if given.cores and given.cores > there.cpus:
+        rule = f"the largest node of partition {name} has {there.cpus} CPUs"
+        problems.append(Problem(f"--cpus-per-task {given.cores}", None, rule, f"--cpus-per-task {there.cpus}"))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _partitions(listed: str) -> tuple[dict[str, Partition], str | None]:
+    """Partitions by name, and the default one's name.
+
+    >>> _partitions("main*|2|8\\nbig|1|64\\nbig|3|128+\\n")
+    ({'main': Partition(nodes=2, cpus=8), 'big': Partition(nodes=4, cpus=128)}, 'main')
+    """
+    found: dict[str, Partition] = {}
+    default = None
+    for line in listed.splitlines():
+        name, nodes, cpus = line.strip().split("|")
+        if name.endswith("*"):
+            name = default = name[:-1]
+        earlier = found.get(name, Partition(0, 0))
+        found[name] = Partition(earlier.nodes + int(nodes), max(earlier.cpus, int(cpus.rstrip("+"))))
+    return found, default
+
+
+def _hand_over(given: Submission, script: str) -> int:
+    options = ["--parsable", *(["--wait"] if given.wait else [])]
+    limit = None if given.wait else SECONDS
+    done = subprocess.run(["sbatch", *options], input=script, capture_output=True, text=True, timeout=limit, check=False)
+    number = done.stdout.strip().partition(";")[0]
+    if not number:
+        reason = done.stderr.strip().removeprefix("sbatch: error: ")
+        raise ConfigError.one("sbatch", None, f"Slurm refuses the job: {reason}", "submit ... --dry-run shows what was asked for")
+    array = given.multirun
+    log = LOGS / f"{given.name}-{number}{'_*' if array else ''}.log"
+    print(f"{'array' if array else 'job'} {number} submitted; its log: {log}")
+    print(f"squeue --job {number} shows where it is, scancel {number} ends it")
+    if given.wait and done.returncode:
+        print(f"job {number} ended with {done.returncode}; the last lines of {log}:\n{_tail(log)}", file=sys.stderr)
+    return done.returncode
+
+
+def _tail(log: Path, lines: int = 20) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:]) if log.is_file() else ""
+
+
+def _ask(*words: str, environ: Mapping[str, str] | None = None) -> str:
+    """What one of Slurm's commands prints. EnvironmentFault where it fails or does not answer."""
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS, check=False, env=environ)
+    except subprocess.TimeoutExpired:
+        raise EnvironmentFault(f"{words[0]} has not answered for {SECONDS:g} s: Slurm's controller is down or busy") from None
+    if done.returncode:
+        raise EnvironmentFault(f"{words[0]} fails: {done.stderr.strip()}")
+    return done.stdout

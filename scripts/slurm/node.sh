@@ -1,0 +1,99 @@
+#!/usr/bin/env bash
+# One node's part in a job; srun starts it once on every node. It starts Ray there and ends exactly that Ray. On the first node it also
+# checks the run against what Slurm gave, waits until all nodes have joined, and trains. Arguments: those of the run.
+set -euo pipefail
+
+folder="$HYDRAFLOW_JOB_FOLDER"
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+name="${SLURMD_NODENAME:-$(hostname)}"
+# Short, and on a disk of the node: Ray's sockets are in it.
+temporary="${HYDRAFLOW_NODE_TMP:-/tmp}/hydraflow-$UID/$SLURM_JOB_ID"
+ray="" training=""
+
+hydraflow_slurm() { "$HYDRAFLOW_PYTHON" -m hydraflow.slurm "$@"; }
+
+keep_logs() {
+    local logs
+    logs="$(find "$temporary" -maxdepth 2 -name logs -type d 2>/dev/null | head -n 1)"
+    [[ -z "$logs" ]] || cp -r "$logs" "$folder/ray-logs-$name" 2>/dev/null || true
+}
+
+# Ends a process that this script started, with everything below it: it ends its own, and Ray has a reaper for when it cannot.
+end() { # pid, seconds
+    local left=$(($2 * 2))
+    kill -TERM "$1" 2>/dev/null || return 0
+    while ((left-- > 0)); do
+        kill -0 "$1" 2>/dev/null || return 0
+        sleep 0.5 || true
+    done
+    kill -KILL "$1" 2>/dev/null || true
+}
+
+leave() {
+    local code=$?
+    trap '' TERM INT
+    [[ -z "$training" ]] || end "$training" 7
+    [[ -z "$ray" ]] || end "$ray" 10
+    ((code == 0)) || keep_logs
+    # its last processes may write until their end
+    rm -rf "$temporary" 2>/dev/null || { sleep 2 && rm -rf "$temporary"; } || true
+}
+
+start_ray() {
+    # not by the function above: its number would be that of a shell that waits for Ray, not Ray's
+    "$HYDRAFLOW_PYTHON" -m hydraflow.slurm start "$folder" "$temporary" >"$temporary/ray.log" 2>&1 &
+    ray=$!
+}
+
+# On the first node.
+lead() {
+    local code=0
+    hydraflow_slurm check "$folder" "${HYDRAFLOW_MODULE#hydraflow.main_}" "$@" || return
+    start_ray
+    watch_ray &
+    hydraflow_slurm await "$folder" || { code=$?; sed 's/^/    /' "$temporary/ray.log" | tail -n 20; return "$code"; }
+    bash "$here/train.sh" "$@" & # in the background: else this shell would hear a signal only after the training
+    training=$!
+    wait "$training" || code=$?
+    training=""
+    if ((code != 0)); then
+        hydraflow_slurm lost "$folder" >"$folder/lost" 2>/dev/null || true
+    fi
+    return "$code"
+}
+
+# Says so where Ray ends before the job does: the first node would wait for a node that never comes.
+watch_ray() {
+    local pid=$ray
+    while kill -0 "$pid" 2>/dev/null; do sleep 1 || true; done
+    [[ -e "$folder/exit_code" ]] && return
+    mkdir -p "$folder/failed"
+    tail -n 5 "$temporary/ray.log" >"$folder/failed/$name" 2>/dev/null || true
+}
+
+# On the others: until the training has ended, or Ray here.
+follow() {
+    start_ray
+    watch_ray &
+    while kill -0 "$ray" 2>/dev/null; do
+        [[ ! -e "$folder/exit_code" ]] || return 0
+        sleep 1 || true
+    done
+    [[ -e "$folder/exit_code" ]] && return
+    printf '%s: Ray has ended; its last lines:\n' "$name" >&2
+    tail -n 20 "$temporary/ray.log" >&2 || true
+    return 1
+}
+
+trap leave EXIT
+trap 'exit 143' TERM
+trap 'exit 130' INT
+mkdir -p "$temporary"
+chmod 700 "$temporary"
+if [[ "$SLURM_NODEID" == 0 ]]; then
+    code=0
+    lead "$@" || code=$?
+    echo "$code" >"$folder/exit_code"
+    exit "$code"
+fi
+follow

@@ -1,0 +1,111 @@
+"""A running cluster with a token, looked at from outside by processes that have the right one, a wrong one and none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from hydraflow.slurm.ports import hold
+
+ROOT = Path(__file__).parents[2]
+LOOK = """
+import sys, time
+from hydraflow.dispatch import cluster
+from hydraflow.dispatch.config import RayInitConfig
+from hydraflow.dispatch.runtime import start_ray, stop_ray
+from hydraflow.errors import HydraflowError
+address, what = sys.argv[1:3]
+begun = time.monotonic()
+try:
+    if what == "join":
+        print("joined", start_ray(RayInitConfig(address=address), 1))
+        stop_ray()
+    elif what == "look":
+        print(cluster.refusal(address), sorted(cluster.alive(address)), sorted(cluster.lost(address)))
+    else:
+        cluster.await_nodes(address, what.split(","), 2.0, ended=lambda: sys.argv[3] if len(sys.argv) > 3 else None)
+        print("all are there")
+except HydraflowError as error:
+    print(error)
+print("SECONDS", time.monotonic() - begun)
+"""
+
+
+@dataclass(frozen=True)
+class Head:
+    """A cluster of one node, `first`, that takes a token."""
+
+    address: str
+    token: Path
+
+    def tell(self, *words: str, mode: str = "token", token: Path | None = None) -> tuple[str, float]:
+        """What a process with this authentication sees, and how long it looked."""
+        environ = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": mode, "RAY_AUTH_TOKEN_PATH": str(token or self.token)}
+        done = subprocess.run([sys.executable, "-c", LOOK, self.address, *words], env=environ, capture_output=True, text=True, check=False)
+        said, _, seconds = done.stdout.partition("SECONDS ")
+        assert seconds, done.stderr[-3000:]
+        return said, float(seconds)
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
+    folder = tmp_path_factory.mktemp("head")
+    token = folder / "token"
+    token.write_text("0123456789abcdef" * 4)
+    held = hold(3)
+    port, client, agent = held.ports
+    environ = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_TMPDIR": f"/tmp/hft{os.getpid()}"}
+    words = ["start", "--head", "--node-ip-address=127.0.0.1", f"--port={port}", f"--ray-client-server-port={client}", "--node-name=first"]
+    words += [f"--dashboard-agent-listen-port={agent}", "--include-dashboard=false", "--num-cpus=2", "--disable-usage-stats", "--block"]
+    held.open_up()
+    with open(folder / "log", "w") as log:
+        process = subprocess.Popen([sys.executable, "-m", "ray.scripts.scripts", *words], env=environ, stdout=log, stderr=log)
+    made = Head(f"127.0.0.1:{port}", token)
+    deadline = time.monotonic() + 120
+    while "all are there" not in made.tell("first")[0]:
+        assert time.monotonic() < deadline and process.poll() is None, (folder / "log").read_text()
+    yield made
+    process.terminate()
+    process.wait(timeout=60)
+    held.release()
+
+
+def test_who_has_the_token_sees_the_nodes_and_joins(head: Head) -> None:
+    assert head.tell("look")[0] == "None ['first'] []\n"
+    assert head.tell("join")[0] == "joined True\n"
+
+
+def test_a_wrong_token_is_told_at_once(head: Head, tmp_path: Path) -> None:
+    wrong = tmp_path / "token"
+    wrong.write_text("f" * 64)
+    said, seconds = head.tell("join", token=wrong)
+    assert f"ray_init.address={head.address}: a Ray cluster answers there, but it refuses our token" in said
+    assert "-> RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=<the file with the cluster's token>" in said
+    assert seconds < 5, "Ray's own client tries for 20 s and more"
+    said, seconds = head.tell("first", token=wrong)
+    assert f"Ray at {head.address} refuses our token" in said and seconds < 2
+
+
+def test_no_token_is_told_at_once(head: Head, tmp_path: Path) -> None:
+    said, seconds = head.tell("join", mode="disabled")
+    assert "it wants a token, and we have none (RAY_AUTH_MODE is not token)" in said and seconds < 5
+    said, seconds = head.tell("join", token=tmp_path / "nowhere")
+    assert f"RAY_AUTH_TOKEN_PATH is set but file cannot be opened or is empty: {tmp_path}/nowhere" in said and seconds < 5
+
+
+def test_nodes_that_do_not_come_are_named_after_the_limit(head: Head) -> None:
+    said, seconds = head.tell("first,second,third")
+    assert f"2 of 3 nodes have not joined Ray at {head.address}: second, third (waited 2 s)" in said
+    assert 2 <= seconds < 8
+
+
+def test_a_reason_that_they_will_never_come_ends_the_wait(head: Head) -> None:
+    said, seconds = head.tell("first,second", "second: no room in /dev/shm")
+    assert "second (second: no room in /dev/shm)" in said and seconds < 2

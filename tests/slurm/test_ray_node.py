@@ -1,0 +1,81 @@
+"""How Ray is started on a node: its options, its share of memory, and waiting for the head."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from hydraflow.allocation import Allocation
+from hydraflow.errors import EnvironmentFault
+from hydraflow.schema import GenerateConfig, PPOConfig
+from hydraflow.slurm.facts import Facts, facts_of
+from hydraflow.slurm.ports import hold
+from hydraflow.slurm.ray_node import _common, _head, await_head, job_nodes, object_store, own_name
+
+FACTS = Facts(nodes=2, cpus=9, gpus=8, run_folder="/runs/1", start_timeout=300)
+
+
+def test_every_option_is_one_of_ray_start_and_no_port_is_left_to_rays_defaults() -> None:
+    from ray.scripts.scripts import start
+
+    known = {option for parameter in start.params for option in parameter.opts}
+    held = hold(4)
+    words = [*_common("10.0.0.1", Path("/tmp/x"), FACTS), *_head(held, dashboard=True), "--address=a", "--block"]
+    held.release()
+    options = {word.partition("=")[0] for word in words}
+    assert options <= known
+    fixed_by_ray = {
+        "--port",
+        "--ray-client-server-port",
+        "--dashboard-port",
+        "--dashboard-agent-listen-port",
+        "--min-worker-port",
+        "--max-worker-port",
+    }
+    assert fixed_by_ray <= options
+    assert {"--num-cpus=9", "--num-gpus=8", "--dashboard-host=127.0.0.1", "--node-ip-address=10.0.0.1"} <= set(words)
+
+
+def test_gpus_that_slurm_does_not_count_are_found_by_ray() -> None:
+    assert not [word for word in _common("10.0.0.1", Path("/tmp/x"), Facts(1, 3, -1, "", 300)) if word.startswith("--num-gpus")]
+
+
+def test_the_object_store_is_a_share_of_the_jobs_memory_and_fits_into_shared_memory() -> None:
+    given = Allocation("1", memory_bytes=100 * 2**30)
+    assert object_store(given, 2**50) == 30 * 2**30
+    assert object_store(given, 10 * 2**30) == 9 * 2**30
+    assert object_store(Allocation("1", memory_bytes=2**20), 2**50) == 80 * 2**20, "the least that Ray takes"
+    assert object_store(Allocation("1"), 2**50) is None and object_store(None, 2**50) is None
+
+
+def test_what_the_nodes_must_know() -> None:
+    config = PPOConfig()
+    config.trainer.nnodes, config.trainer.default_local_dir = 4, "/shared/a b"
+    given = Allocation("12", nodes=4, gpus=8, cpus=64)
+    assert facts_of(config, given) == Facts(nodes=4, cpus=64, gpus=8, run_folder="/shared/a b", start_timeout=300)
+    config.trainer.device, config.trainer.n_gpus_per_node, config.trainer.default_local_dir = "cpu", 96, None
+    found = facts_of(config, given)
+    assert (found.cpus, found.gpus) == (97, 0), "a CPU for each process and one beside them, whatever cores there are"
+    assert found.run_folder == str(Path("runs/ppo-job12").absolute()), "a job that is put back finds its folder, and no other job's"
+    config.ray_init.num_cpus = 5
+    assert facts_of(config, given).cpus == 5
+    assert facts_of(GenerateConfig(), None) == Facts(nodes=1, cpus=3, gpus=-1, run_folder="", start_timeout=300)
+
+
+def test_names_are_slurms() -> None:
+    environ = {"SLURMD_NODENAME": "n2", "SLURM_JOB_NODELIST": "n[1-2]"}
+    assert (own_name(environ), job_nodes(environ)) == ("n2", ["n1", "n2"])
+    assert job_nodes({}) == [socket.gethostname()]
+
+
+def test_the_head_is_there_when_something_listens(tmp_path: Path) -> None:
+    file = tmp_path / "address"
+    with pytest.raises(EnvironmentFault, match=r"waited 0.6 s for Ray's head on node1: it wrote no address"):
+        await_head(file, "node1", 0.6)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        file.write_text(f"127.0.0.1:{server.getsockname()[1]}\n")
+        assert await_head(file, "node1", 5) == file.read_text().strip()
+    with pytest.raises(EnvironmentFault, match=r"for Ray's head on node1 at 127.0.0.1:\d+: .*refused"):
+        await_head(file, "node1", 0.6)

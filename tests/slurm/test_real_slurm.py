@@ -1,0 +1,140 @@
+"""Runs on a real Slurm of two nodes: training over both, two jobs at once, pre-emption, a lost node."""
+
+from __future__ import annotations
+
+import re
+import stat
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from jobs.command import SMALL_RECIPE, SMALL_STEPS, processes_with, read_steps
+from safetensors.torch import load_file
+from slurm.cluster import Cluster, Job
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+STEPS = 40
+LONG = 300.0
+
+
+def arguments(cluster: Cluster, *more: str, steps: int = STEPS) -> list[str]:
+    """The default recipe, small; one process on each node."""
+    fixed = [f"recipe.cache_dir={cluster.cache}", f"trainer.total_training_steps={steps}", "trainer.save_freq=4", "trainer.test_freq=-1"]
+    return ["--", *SMALL_RECIPE, *SMALL_STEPS, "trainer.n_gpus_per_node=1", *fixed, *more]
+
+
+def numbers(job: Job) -> list[dict[str, float]]:
+    """What it logged, without what depends on the clock."""
+    clock = re.compile(r"timing_s/|perf/|seconds$|training/restarts$")
+    return [{key: value for key, value in line.items() if not clock.match(key)} for line in read_steps(job.folder)]
+
+
+def weights(job: Job) -> dict[str, torch.Tensor]:
+    return load_file(job.folder / "final_model" / "actor" / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def whole(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A run that nothing stopped, after another one that ran on the same nodes at the same time."""
+    home = tmp_path_factory.mktemp("whole")
+    first = cluster.submit(*arguments(cluster), home=home, name="first")
+    first.await_step(1, LONG)  # the recipe is made
+    other = cluster.submit(*arguments(cluster, "trainer.seed=2"), home=home, name="other")
+    assert first.await_state("COMPLETED", "FAILED", seconds=LONG) == "COMPLETED", first.said()[-4000:]
+    assert other.await_state("COMPLETED", "FAILED", seconds=LONG) == "COMPLETED", other.said()[-4000:]
+    return first
+
+
+def test_the_default_recipe_trains_over_two_nodes(whole: Job) -> None:
+    assert "all 2 nodes have joined Ray: node1, node2" in whole.said()
+    assert [line["step"] for line in read_steps(whole.folder)] == list(range(STEPS + 1))
+    assert "trainer: machines                          2" in whole.said() and "follows SLURM_JOB_NUM_NODES=2" in whole.said()
+    shards = whole.folder / f"global_step_{STEPS}" / "actor" / "dcp"
+    assert {"__0_0.distcp", "__1_0.distcp"} <= {file.name for file in shards.iterdir()}, "each node wrote its half"
+    assert "ended with 0" in whole.said()
+
+
+def test_the_jobs_folder_is_the_users_alone_and_its_token_is_gone(whole: Job) -> None:
+    folder = whole.home / "runs" / "slurm" / f"job-{whole.number}"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert not (folder / "token").exists()
+
+
+def test_no_process_of_a_job_outlives_it(whole: Job) -> None:
+    assert not processes_with([f"/tmp/hydraflow-0/{whole.number}/"]), "Ray of the first of the two jobs is still there"
+
+
+def test_two_jobs_on_the_same_nodes_took_ports_of_their_own(whole: Job) -> None:
+    files = sorted((whole.home / "runs" / "slurm").glob("job-*/address"))
+    assert len(files) == 2 and len({file.read_text() for file in files}) == 2
+
+
+def test_a_job_that_was_told_to_stop_and_then_killed_ends_with_the_same_numbers(cluster: Cluster, whole: Job, home: Path) -> None:
+    job = cluster.submit(*arguments(cluster), home=home)
+    job.await_step(5)
+    cluster.ask("scancel", "--signal=USR1", "--batch", job.number)  # what --signal=B:USR1@120 sends ahead of the limit
+    job.await_state("PENDING", seconds=60)
+    assert "it was told to stop, and saved; back into the queue, for the 1. time" in job.said()
+    saved = max(job.steps())
+    assert saved < STEPS - 4, "it was too fast for this test"
+
+    job.await_step(saved + 6)
+    assert f"continues after step {saved} of {STEPS}" in job.said()
+    cluster.ask("scontrol", "requeue", job.number)  # at once, without a word to the training
+    job.await_state("PENDING", seconds=60)
+
+    assert job.await_state("COMPLETED", "FAILED", seconds=LONG) == "COMPLETED", job.said()[-4000:]
+    assert job.fact("Restarts") == "2"
+    assert numbers(job) == numbers(whole)
+    mine, theirs = weights(job), weights(whole)
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_a_lost_node_ends_the_run_with_its_name_within_a_minute(cluster: Cluster, home: Path) -> None:
+    job = cluster.submit(*arguments(cluster, steps=100000), home=home)
+    job.await_step(3)
+    begun = time.monotonic()
+    cluster.script("lose", "2")
+    try:
+        cluster.wait_for(lambda: "] lost: node2." in job.said(), 60, "the message", job.said)
+        seconds = time.monotonic() - begun
+        assert re.search(r"^\w+ rank 1 on node node2 failed in \w+: the process died", job.said(), re.MULTILINE), job.said()[-4000:]
+        cluster.wait_for(lambda: "a node was lost; back into the queue" in job.said(), 30, "the job to be put back", job.said)
+        assert job.await_state("PENDING", "COMPLETING", seconds=30)
+        assert "Traceback" not in job.said()
+        print(f"a lost node is told after {seconds:.0f} s")
+    finally:
+        job.cancel()
+        cluster.script("start", "2")
+        cluster.wait_for(lambda: cluster.nodes() == {"node1": "idle", "node2": "idle"}, 120, "node2 to come back", cluster.logs)
+
+
+def test_a_run_that_fails_by_itself_hands_its_exit_code_on_and_is_not_put_back(cluster: Cluster, home: Path) -> None:
+    job = cluster.submit(*arguments(cluster, "trainer.keep_best=val-core/none"), home=home)  # only the run itself knows its metrics
+    job.await_state("RUNNING", seconds=30)
+    assert job.await_state("FAILED", "COMPLETED", "PENDING", seconds=LONG) == "FAILED", job.said()[-4000:]
+    assert (job.fact("ExitCode"), job.fact("Restarts")) == ("2:0", "0")
+    assert "all 2 nodes have joined Ray" in job.said() and "ended with 2" in job.said()
+    assert "no validation of this run measures it" in job.said()
+
+
+def test_a_job_for_more_nodes_than_there_are_is_refused(cluster: Cluster, home: Path) -> None:
+    done = cluster.hydraflow("slurm", "submit", "--nodes", "4", *arguments(cluster), home=home)
+    assert done.returncode == 2
+    assert "--nodes 4: partition main has 2 nodes" in done.stderr and "-> --nodes 2" in done.stderr
+    assert not cluster.ask("squeue", "--noheader").strip()
+
+
+def test_a_run_that_contradicts_the_allocation_is_refused_on_the_nodes_too(cluster: Cluster, home: Path) -> None:
+    """The file was edited after it was made: the job itself looks again, before Ray starts."""
+    done = cluster.hydraflow("slurm", "submit", "--nodes", "2", "--cpus-per-task", "4", "--dry-run", *arguments(cluster), home=home)
+    script = home / "edited.sbatch"
+    script.write_text(done.stdout.replace("ARGUMENTS=(", "ARGUMENTS=(\n    trainer.nnodes=3").replace("runs/slurm/%x-%j.log", "log"))
+    number = cluster.ask("sbatch", "--parsable", f"--chdir={home}", str(script)).strip()
+    job = Job(cluster, number, home, "edited")
+    assert job.await_state("FAILED", "COMPLETED", seconds=90) == "FAILED"
+    assert job.fact("ExitCode") == "2:0"
+    said = (home / "log").read_text()
+    assert f"trainer.nnodes=3: Slurm gave job {number} 2 nodes (SLURM_JOB_NUM_NODES=2)" in said
+    assert "joined Ray" not in said

@@ -1,0 +1,158 @@
+"""What `submit` makes of a command line: options, the script, sweeps; no Slurm is needed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hydraflow.compose.sweep import combinations
+from hydraflow.errors import ConfigError
+from hydraflow.slurm.options import parse
+from hydraflow.slurm.script import fill, shipped
+
+ROOT = Path(__file__).parents[2]
+CPU = ["--", "trainer.device=cpu"]
+
+
+def submit(*words: str, home: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hydraflow.slurm", "submit", *words]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=home, env=environ, capture_output=True, text=True, timeout=60, check=False)
+
+
+def directives(script: str) -> dict[str, str]:
+    lines = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+    return {line.partition("=")[0]: line.partition("=")[2] for line in lines}
+
+
+def test_a_dry_run_prints_the_script_and_makes_nothing(tmp_path: Path) -> None:
+    asked = ["--nodes", "4", "--gpus-per-node", "8", "--time", "8:00:00", "--partition", "gpu", "--sbatch=--reservation=r1"]
+    own = ["--python", "/opt/venv/bin/python", "--interface", "ib0", "--container", "apptainer:/images/hf.sif", "--dry-run"]
+    done = submit(*asked, *own, "--", "data.train_batch_size=128", "trainer.experiment_name=$HOME a", home=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = directives(done.stdout)
+    assert {name: found[name] for name in ("--nodes", "--gpus-per-node", "--cpus-per-task", "--time", "--partition", "--reservation")} == {
+        "--nodes": "4",
+        "--gpus-per-node": "8",
+        "--cpus-per-task": "64",
+        "--time": "8:00:00",
+        "--partition": "gpu",
+        "--reservation": "r1",
+    }
+    assert found["--signal"] == "B:USR1@120" and "--requeue" in found and found["--ntasks-per-node"] == "1"
+    said = bash(done.stdout.partition("source ")[0] + 'printf "%s\\n" "$HYDRAFLOW_CONTAINER" "$HYDRAFLOW_PYTHON" "${ARGUMENTS[@]}"')
+    assert said == ["apptainer:/images/hf.sif", "/opt/venv/bin/python", "data.train_batch_size=128", "trainer.experiment_name=$HOME a"]
+    assert not list(tmp_path.iterdir())
+
+
+def bash(script: str, **environ: str) -> list[str]:
+    done = subprocess.run(["bash", "-c", script], env={**os.environ, **environ}, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def test_what_is_not_asked_for_is_left_to_slurm(tmp_path: Path) -> None:
+    found = directives(submit("--exclusive", "--no-requeue", "--dry-run", *CPU, home=tmp_path).stdout)
+    assert found["--nodes"] == "1" and "--exclusive" in found and "--no-requeue" in found
+    assert not {"--gpus-per-node", "--cpus-per-task", "--time", "--mem", "--requeue", "--array", "--partition"} & found.keys()
+
+
+def test_the_run_is_judged_as_it_will_be_in_the_job(tmp_path: Path) -> None:
+    words = ["--nodes", "2", "--gpus-per-node", "3", "--dry-run", "--", "trainer.nnodes=4"]
+    done = submit(*words, home=tmp_path)
+    assert done.returncode == 2 and not done.stdout
+    assert "trainer.nnodes=4: Slurm gave job (to be submitted) 2 nodes (SLURM_JOB_NUM_NODES=2)" in done.stderr
+    done = submit("--nodes", "2", "--gpus-per-node", "3", "--dry-run", home=tmp_path)
+    assert done.returncode == 2
+    assert "which 6 data ranks of the actor cannot share equally" in done.stderr, "the plan knows the GPUs"
+
+
+def test_an_unknown_key_is_found_before_the_queue(tmp_path: Path) -> None:
+    done = submit("--dry-run", "--", "data.train_batchsize=4", home=tmp_path)
+    assert done.returncode == 2 and "data.train_batch_size=4" in done.stderr
+
+
+def test_a_sweep_becomes_an_array(tmp_path: Path) -> None:
+    words = ["--multirun", "--dry-run", "--", "trainer.device=cpu", "trainer.seed=1,2", "actor_rollout_ref.actor.optim.lr=1e-5,1e-6"]
+    done = submit(*words, home=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert directives(done.stdout)["--array"] == "0-3"
+    script = done.stdout.partition("# shellcheck source")[0] + 'printf "%s\\n" "${ARGUMENTS[@]}"'
+    seeds = [bash(script, SLURM_ARRAY_TASK_ID=str(task))[1] for task in range(4)]
+    assert seeds == ["trainer.seed=1", "trainer.seed=1", "trainer.seed=2", "trainer.seed=2"]
+    rates = [float(bash(script, SLURM_ARRAY_TASK_ID=str(task))[2].partition("=")[2]) for task in range(4)]
+    assert rates == [1e-5, 1e-6, 1e-5, 1e-6]
+
+
+def test_each_combination_of_a_sweep_is_judged(tmp_path: Path) -> None:
+    done = submit("--multirun", "--dry-run", "--", "trainer.device=cpu", "data.train_batch_size=64,63", home=tmp_path)
+    assert done.returncode == 2 and "63" in done.stderr
+
+
+def test_combinations_write_out_lists_ranges_and_nothing_else() -> None:
+    assert combinations(["a=range(1,3)", "--config-name", "mine", "b=[1,2]"]) == [
+        ["a=1", "--config-name", "mine", "b=[1,2]"],
+        ["a=2", "--config-name", "mine", "b=[1,2]"],
+    ]
+    with pytest.raises(ConfigError, match="1001 jobs"):
+        combinations(["a=range(0,1001)"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--nodes", "0"], "--nodes 0: must be at least 1"),
+        (["--nodes", "two"], "argument --nodes: invalid int value"),
+        (["--time", "soon"], "--time soon: is not of the form 24:00:00"),
+        (["--mem", "1.5G"], "--mem 1.5G: is not of the form 512G"),
+        (["--container", "image.sif"], "is not of the form apptainer:/path/image.sif"),
+        (["--sbatch=reservation=x"], "-> --sbatch=--reservation=x"),
+        (["--dry-run", "--wait"], "submits nothing that could be waited for"),
+        (["--", "--multirun"], "the sweep is made when it is submitted"),
+        (["--node", "2"], "unrecognized arguments"),
+        (["data.shuffle=false"], "unrecognized arguments: data.shuffle=false"),
+    ],
+)
+def test_wrong_options(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(words)
+    assert said in str(caught.value)
+
+
+def test_all_wrong_options_come_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(["--nodes", "0", "--mem", "lots", "--time", "soon"])
+    assert len(caught.value.problems) == 3
+
+
+@pytest.mark.parametrize("time", ["30", "90:00", "24:00:00", "2-12", "2-12:30:00"])
+def test_times_as_sbatch_takes_them(time: str) -> None:
+    assert parse(["--time", time]).time == time
+
+
+def test_without_slurm_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    done = submit(*CPU, home=tmp_path)
+    assert done.returncode == 2 and "sbatch: is not on PATH: this is no machine of a Slurm cluster" in done.stderr
+
+
+def test_the_example_is_a_whole_script_by_itself() -> None:
+    text = shipped("examples/slurm/ppo.sbatch").read_text()
+    assert {"--nodes", "--gpus-per-node", "--cpus-per-task", "--signal", "--requeue", "--time"} <= directives(text).keys()
+    done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert fill(text, {"--nodes": "9", "--time": None}, {}, [["a=b"]]).count("#SBATCH --nodes=9\n") == 1
+
+
+def test_neither_torch_nor_ray_is_imported() -> None:
+    code = "import sys, hydraflow.slurm.__main__; print(*sorted({'torch', 'ray', 'transformers'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+
+
+def test_ci_installs_what_the_tests_need() -> None:
+    said = (ROOT / ".ci" / "run").read_text()
+    assert all(package in said for package in ("slurm-wlm", "munge", "tini", "shellcheck"))
