@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -20,8 +21,13 @@ from ray import ObjectRef
 from hydraflow.dispatch.future import Future, Ledger, Ticket, Work
 from hydraflow.dispatch.modes import Coordinates, Registration, registration
 from hydraflow.dispatch.placement import Reservation
+from hydraflow.dispatch.profile import Profile
+from hydraflow.dispatch.profiler import nsight_options
 from hydraflow.dispatch.shards import is_batch, split
+from hydraflow.dispatch.stacks import ProcessFacts
+from hydraflow.dispatch.timeline import Timeline
 from hydraflow.dispatch.transport import Outbox, Receipt, Traffic, read_columns
+from hydraflow.dispatch.watch import Watch
 from hydraflow.dispatch.worker import Call, RoleSpec, WorkerHost
 from hydraflow.errors import HydraflowError, WorkerError
 from hydraflow.protocol.batch import DataProto
@@ -42,13 +48,15 @@ class Limits:
 
 @dataclass
 class Channel:
-    """What all groups of a runtime share: calls under way, bytes counted, limits."""
+    """What all groups of a runtime share: calls under way, bytes counted, limits, and what watches them."""
 
     limits: Limits = field(default_factory=Limits)
     traffic: Traffic = field(default_factory=Traffic)
+    watch: Watch = field(default_factory=Watch)
+    timeline: Timeline = field(default_factory=Timeline)
 
     def __post_init__(self) -> None:
-        self.ledger = Ledger(self.traffic)
+        self.ledger = Ledger(self.traffic, self.timeline)
 
 
 class WorkerGroup:
@@ -66,9 +74,15 @@ class WorkerGroup:
         self.error: HydraflowError | None = None
         self._meshes: dict[tuple[str, str], list[Coordinates]] = {}
         host: Any = ray.remote(WorkerHost)
-        shared = (device_type, reservation.pool.threads, channel.limits.call, sys.path)
-        self._hosts: list[Any] = [host.options(**reservation.actor_options(seat.rank)).remote(seat, *shared) for seat in self.seats]
-        self._logs: dict[int, str] = {}
+        watch = channel.watch
+        shared = (device_type, reservation.pool.threads, channel.limits.call, sys.path, watch, next(iter(roles)))
+        options = [
+            reservation.actor_options(seat.rank, watch.environment(), nsight_options(watch, "+".join(roles), seat.rank, device_type))
+            for seat in self.seats
+        ]
+        self._hosts: list[Any] = [host.options(**told).remote(seat, *shared) for seat, told in zip(self.seats, options, strict=True)]
+        self.processes: dict[int, ProcessFacts] = {}
+        """Those that have said where they run, by rank."""
         self._starting = self._build()
         self._ready = False
 
@@ -78,15 +92,18 @@ class WorkerGroup:
         return len(self.seats)
 
     def _build(self) -> list[ObjectRef]:
+        identified = {rank: host.identify.remote() for rank, host in enumerate(self._hosts)}
         rendezvous = self._hosts[0].rendezvous.remote()
         roles = Outbox(self.channel.traffic).slot(self.roles)
-        refs = [host.build.remote(roles, rendezvous) for host in self._hosts]
-        self._owe(refs, WORKER_PROCESS, "__init__", self.channel.limits.start, self._logs)
-        return refs
+        built = {rank: host.build.remote(roles, rendezvous) for rank, host in enumerate(self._hosts)}
+        self._owe(identified, WORKER_PROCESS, "__init__", self.channel.limits.start, self.processes)
+        self._owe(built, WORKER_PROCESS, "__init__", self.channel.limits.start, {})
+        return [*identified.values(), *built.values()]
 
-    def _owe(self, refs: Sequence[ObjectRef], role: str, method: str, seconds: float, answers: dict[int, Any]) -> None:
+    def _owe(self, refs: Mapping[int, ObjectRef], role: str, method: str, seconds: float, answers: dict[int, Any]) -> None:
         deadline, work = time.monotonic() + seconds, Work()
-        for ref, seat in zip(refs, self.seats, strict=False):
+        for rank, ref in refs.items():
+            seat = self.seats[rank]
             ticket = Ticket(self, role, seat.rank, seat.node, method, seconds, deadline, answers, work)
             self.channel.ledger.pending[ref] = ticket
 
@@ -105,9 +122,14 @@ class WorkerGroup:
         assert name in self.roles, f"no role {name!r} in this group; there are {', '.join(self.roles)}"
         return RoleGroup(self, name)
 
-    def log_of(self, rank: int) -> str:
+    def log_of(self, rank: int, role: str) -> str:
         """Path of a rank's log on its node; empty while unknown."""
-        return self._logs.get(rank, "")
+        logs = self.channel.watch.logs
+        if logs is None:
+            return self.processes[rank].log if rank in self.processes else ""
+        names = [role] if role in self.roles else list(self.roles)
+        files = [path for name in names if (path := Path(logs.folder) / f"{name}-{rank}.log").exists()]
+        return str(max(files, key=lambda path: path.stat().st_mtime)) if files else ""
 
     def require_alive(self) -> None:
         """Raises what ended the group, if something did."""
@@ -133,9 +155,9 @@ class WorkerGroup:
         """Places of all ranks in a mesh, asked once and kept. ValueError when they contradict each other."""
         if (role, name) not in self._meshes:
             answers: dict[int, Any] = {}
-            refs = [host.coordinates.remote(role, name) for host in self._hosts]
+            refs = {rank: host.coordinates.remote(role, name) for rank, host in enumerate(self._hosts)}
             self._owe(refs, role, f"mesh_coordinates({name!r})", self.channel.limits.call, answers)
-            self.channel.ledger.settle(refs)
+            self.channel.ledger.settle(list(refs.values()))
             self._meshes[role, name] = _checked([answers[rank] for rank in range(self.world_size)], name)
         return self._meshes[role, name]
 
@@ -144,8 +166,22 @@ class WorkerGroup:
         refs = {rank: self._hosts[rank].invoke.remote(call) for rank, call in calls.items()}
         call = next(iter(calls.values()))
         self.channel.traffic.calls += 1
-        self._owe(list(refs.values()), call.role, call.method, self.channel.limits.call, answers)
+        self._owe(refs, call.role, call.method, self.channel.limits.call, answers)
         return refs
+
+    def start_profile(self, tool: str, folder: str, ranks: Sequence[int] | None) -> None:
+        """Begins a profile in the processes of those ranks; None: all. WorkerError when one cannot."""
+        profile = Profile(tool, folder, "+".join(self.roles))
+        self._on(ranks, "start_profile", lambda host: host.start_profile.remote(profile))
+
+    def stop_profile(self, ranks: Sequence[int] | None) -> None:
+        """Ends and writes it."""
+        self._on(ranks, "stop_profile", lambda host: host.stop_profile.remote())
+
+    def _on(self, ranks: Sequence[int] | None, method: str, ask: Callable[[Any], ObjectRef]) -> None:
+        refs = {rank: ask(host) for rank, host in enumerate(self._hosts) if ranks is None or rank in ranks}
+        self._owe(refs, next(iter(self.roles)), method, self.channel.limits.call, {})
+        self.channel.ledger.settle(list(refs.values()))
 
 
 def _checked(places: list[Coordinates], mesh: str) -> list[Coordinates]:

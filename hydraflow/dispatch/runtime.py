@@ -12,7 +12,8 @@ import math
 import signal
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -25,26 +26,32 @@ from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.group import Channel, Limits, WorkerGroup, fetch
 from hydraflow.dispatch.head import Head, end_without_head
 from hydraflow.dispatch.placement import Reservation, ResourcePool, cpus_needed, release, reserve
+from hydraflow.dispatch.stacks import Named, names_of, write_stacks
+from hydraflow.dispatch.timeline import Timeline, ray_events
 from hydraflow.dispatch.transport import Traffic
+from hydraflow.dispatch.watch import Watch
 from hydraflow.dispatch.worker import RoleSpec
 from hydraflow.errors import ConfigError
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import RemoteBatch
 
+log = logging.getLogger(__name__)
+
 PROBE_SECONDS = 5.0
 """How long a cluster's address may take to accept a connection."""
 
 
-def start_ray(config: RayInitConfig, cpus: float, gpus: int | None = None) -> bool:
+def start_ray(config: RayInitConfig, cpus: float, gpus: int | None = None, *, console: bool = False) -> bool:
     """Starts or joins Ray; True when it is ours to stop. A Ray that this process already uses is used as it is.
 
     cpus: logical CPUs that the pools need; a local cluster counts at least so many, whatever the machine has.
-    gpus: GPUs that a local cluster counts; None: all that Ray finds. ConfigError when there is no cluster at the address.
+    gpus: GPUs that a local cluster counts; None: all that Ray finds. console: show here what processes write to Ray's files, of
+    equal lines one (RAY_DEDUP_LOGS=0 in the environment shows all). ConfigError when there is no cluster at the address.
     """
     if ray.is_initialized():
         return False
     handler = signal.getsignal(signal.SIGTERM)
-    quiet: dict[str, Any] = dict(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    quiet: dict[str, Any] = dict(include_dashboard=False, log_to_driver=console, logging_level=logging.ERROR)
     if config.address == "local":
         ray.init(address="local", num_cpus=_local_cpus(config, math.ceil(cpus)), num_gpus=gpus, **quiet)
     else:
@@ -98,10 +105,12 @@ class Runtime:
     >>> runtime.await_ready()  # doctest: +SKIP
     """
 
-    def __init__(self, ray_init: RayInitConfig, limits: Limits, *, device_type: str = "cpu"):
+    def __init__(self, ray_init: RayInitConfig, limits: Limits, *, device_type: str = "cpu", watch: Watch | None = None):
         self.ray_init = ray_init
         self.device_type = device_type
-        self.channel = Channel(limits)
+        self.timeline = Timeline(ray_init.timeline_file)
+        self.watch = replace(watch or Watch(), traced=self.timeline.wanted)
+        self.channel = Channel(limits, watch=self.watch, timeline=self.timeline)
         self.groups: list[WorkerGroup] = []
         self._reservations: dict[str, Reservation] = {}
         self._owns_ray = False
@@ -111,7 +120,9 @@ class Runtime:
 
         May be called again for more pools; a local cluster counts its CPUs at the first call.
         """
-        self._owns_ray = start_ray(self.ray_init, cpus_needed(pools)) or self._owns_ray
+        console = self.watch.logs is not None and self.watch.logs.console is not None
+        self._owns_ray = start_ray(self.ray_init, cpus_needed(pools), console=console) or self._owns_ray
+        self.channel.ledger.stacks = self._write_stacks
         self.channel.ledger.head = self.channel.ledger.head or Head.of_this_process()
         growing = self.ray_init.address != "local"
         self._reservations |= reserve(pools, timeout=self.channel.limits.start, growing=growing)
@@ -139,11 +150,28 @@ class Runtime:
         """Calls and bytes through the controller so far; subtract two to get those between."""
         return replace(self.channel.traffic)
 
+    @contextmanager
+    def profiled(self, step: int) -> Iterator[None]:
+        """Its body is training step `step`, which is profiled if `global_profiler` asks for it."""
+        profiler = self.watch.profiler
+        if profiler is None or profiler.tool is None or step not in (profiler.steps or ()):
+            yield
+            return
+        folder = f"{self.watch.profiles}/step_{step}"
+        for group in self.groups:
+            group.start_profile(profiler.tool, folder, profiler.ranks)
+        yield
+        for group in self.groups:
+            group.stop_profile(profiler.ranks)
+        log.info("profile of step %d: %s", step, folder)
+
     def stop(self) -> None:
-        """Ends all groups, gives the pools back and, if Ray was started here, ends Ray. May be called twice."""
+        """Writes the timeline, ends all groups, gives the pools back and, if Ray was started here, ends Ray. May be called twice."""
+        gone = self.channel.ledger.head is not None and self.channel.ledger.head.is_gone
+        self._write_timeline(with_ray=ray.is_initialized() and not gone)
         if not ray.is_initialized():
             return
-        if self.channel.ledger.head is not None and self.channel.ledger.head.is_gone:
+        if gone:
             end_without_head()
             return
         for group in self.groups:
@@ -152,6 +180,19 @@ class Runtime:
         self.groups, self._reservations = [], {}
         if self._owns_ray:
             stop_ray()
+
+    def _processes(self) -> list[Named]:
+        return names_of([group.processes for group in self.groups], [list(group.roles) for group in self.groups])
+
+    def _write_stacks(self, why: str) -> str:
+        return write_stacks(self.watch.stacks_folder(), why, self._processes())
+
+    def _write_timeline(self, *, with_ray: bool) -> None:
+        if not self.timeline.wanted:
+            return
+        workers = {process.facts.worker_id: process.name for process in self._processes()}
+        self.timeline.write(ray_events() if with_ray else [], workers)
+        self.timeline.path = None  # a second call of `stop` has nothing to add
 
     def __enter__(self) -> Runtime:
         return self
