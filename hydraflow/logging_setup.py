@@ -1,6 +1,6 @@
 """What people see of the log: our notes and warnings as plain lines on standard error, other libraries' only from warnings up.
 
-In: nothing. Out: Python's logging, set up once per process.
+In: `log.level`. Out: Python's logging, set up once per process.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import sys
 from typing import TextIO
+
+from hydraflow.role_logs import apply_level
 
 NOISY = ("datasets", "filelock", "urllib3", "torch", "transformers", "ray")
 
@@ -24,12 +26,13 @@ class CurrentStderr(logging.StreamHandler):
         return sys.stderr
 
 
-def set_up_logging() -> None:
-    """Sets up the controller's log. Worker processes set up their own, whose lines go to their log files."""
+def set_up_logging(level: str = "info") -> None:
+    """Sets up the controller's log. Worker processes set up their own, whose lines go to their log files (`role_logs.py`)."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    logging.basicConfig(level=logging.INFO, handlers=[CurrentStderr()], format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(handlers=[CurrentStderr()], format="%(levelname)s %(name)s: %(message)s")
+    apply_level(level)
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.getLogger("torch.fx").setLevel(logging.ERROR)  # a note to torch's own developers

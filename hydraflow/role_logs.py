@@ -192,6 +192,11 @@ class RoleLogs(logging.Handler):
             os.dup2(file.number, number)
 
 
+def log_of_this_process() -> RoleLogs | None:
+    """The handler that Python's logging has, if there is one."""
+    return next((handler for handler in logging.getLogger().handlers if isinstance(handler, RoleLogs)), None)
+
+
 class PrintedLines(io.TextIOBase):
     """Stands for sys.stdout or sys.stderr: whole lines get a tag; of a line that is overwritten (progress bars) the last state."""
 

@@ -9,8 +9,8 @@ import pytest
 from source_tree import FILES, MODULES, imports, label, module_name, top_part, tree_of
 
 LAYERS = (
-    {"schema", "errors", "device", "logging_setup", "checks", "runnable"},
-    {"batch_plan", "memory", "metrics", "protocol", "algorithms", "models"},
+    {"schema", "errors", "device", "logging_setup", "role_logs", "checks", "runnable", "debugging"},
+    {"batch_plan", "memory", "metrics", "spans", "protocol", "algorithms", "models"},
     {"dispatch", "engine", "generation", "data", "rewards", "tracking"},
     {"workers"},
     {"trainer"},

@@ -268,6 +268,32 @@ _GENERATION = (
         "reward.custom_reward_function.path=...",
     ),
 )
+_PARTS = (
+    Idle(
+        "{actor_rollout_ref.actor.optim.**,critic.**,trainer.{save_freq,save_final_model,critic_warmup}}",
+        lambda c: c.trainer.debug.rollout_only,
+        "trainer.debug.rollout_only=true trains nothing",
+        "trainer.debug.rollout_only=false",
+    ),
+    Idle(
+        "trainer.{test_freq,val_before_train,log_val_generations}",
+        lambda c: c.trainer.debug.train_only,
+        "trainer.debug.train_only=true does not validate",
+        "trainer.debug.train_only=false",
+    ),
+    Idle(
+        "reward.{num_workers,timeout,failure_score,custom_reward_function.*}",
+        lambda c: c.trainer.debug.train_only,
+        "trainer.debug.train_only=true takes the scores of trainer.debug.load_rollouts",
+        "trainer.debug.train_only=false",
+    ),
+    Idle(
+        "reward.timeout",
+        lambda c: c.reward.num_workers == 0 or c.debug or c.trainer.debug.local,
+        "rows that are scored in the process that asks have no time limit",
+        "reward.num_workers=1",
+    ),
+)
 _RUN = (
     Idle("recipe.*", lambda c: c.recipe.name == "none", "recipe=none makes nothing", "recipe=arithmetic"),
     Idle(
@@ -276,10 +302,29 @@ _RUN = (
         "trainer.total_training_steps is given",
         "trainer.total_training_steps=null",
     ),
+    Idle("ray_init.{address,num_cpus}", lambda c: c.trainer.debug.local, "trainer.debug.local=true does without Ray"),
+    Idle(
+        "log.console",
+        lambda c: c.trainer.debug.local,
+        "trainer.debug.local=true has one process, whose lines are on the console",
+        "trainer.debug.local=false",
+    ),
+    Idle(
+        "trainer.{rpc_timeout,start_timeout}",
+        lambda c: c.debug or c.trainer.debug.local,
+        "nothing has a deadline while it is debugged",
+        "debug=false trainer.debug.local=false",
+    ),
+    Idle(
+        "global_profiler.{steps,save_path,ranks}",
+        lambda c: c.global_profiler.tool is None,
+        "global_profiler.tool=null",
+        "global_profiler.tool=torch",
+    ),
     Idle("ray_init.num_cpus", lambda c: c.ray_init.address != "local", "the running cluster counts its own", "ray_init.address=local"),
 )
 RULES: dict[type, tuple[Idle, ...]] = {
-    PPOConfig: (*_ROLES, *_BATCHES, *_MATHEMATICS, *_GENERATION, *_RUN),
+    PPOConfig: (*_ROLES, *_BATCHES, *_MATHEMATICS, *_GENERATION, *_PARTS, *_RUN),
     SFTConfig: (
         Idle(
             "data.micro_batch_size_per_gpu",

@@ -12,6 +12,7 @@ from dataclasses import replace
 from hydraflow.batch_plan.resolve import resolve_plan
 from hydraflow.batch_plan.sft import resolve_sft_plan
 from hydraflow.compose.command import Command
+from hydraflow.debugging import applied
 from hydraflow.device import listed_gpus
 from hydraflow.errors import ConfigError, Problem
 from hydraflow.runnable import problems as not_runnable
@@ -24,6 +25,7 @@ _CPU_PROCESSES = 2
 
 def judge_ppo(config: PPOConfig, command: Command) -> Sequence[Problem]:
     """Broken rules of the batch plan, and what can be planned but not run yet."""
+    config = applied(config)
     prompts = config.recipe.train_problems if config.recipe.name != "none" else None
     not_yet = not_runnable(config)
     here = replace(config, cluster=ClusterConfig())  # cluster.* is for python -m hydraflow.plan alone
@@ -36,6 +38,7 @@ def judge_ppo(config: PPOConfig, command: Command) -> Sequence[Problem]:
 
 def judge_sft(config: SFTConfig, command: Command) -> Sequence[Problem]:
     """Broken rules of the batch plan."""
+    config = applied(config)
     try:
         resolve_sft_plan(config, conversations=None, devices_per_node=_devices(config.trainer), origins=command.origins)
     except ConfigError as error:

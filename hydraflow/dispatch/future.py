@@ -198,7 +198,7 @@ def _first_lines(error: Exception) -> str:
 
 
 class Future(Promised):
-    """The result of a call that may still run. As an argument of another call it is passed on without being awaited."""
+    """The result of a call to worker processes."""
 
     def __init__(
         self,
@@ -213,7 +213,6 @@ class Future(Promised):
         self._ledger, self._crew, self._refs, self._answers = ledger, crew, refs, answers
         self._collectors, self._collect = list(collectors), collect
         self.joins = joins
-        """Whether it can be passed on before it is made: the mode joins batches."""
 
     def get(self) -> Any:
         """Waits for the result. WorkerError as in `WorkerGroup`."""

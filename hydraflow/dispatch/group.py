@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,7 @@ from hydraflow.dispatch.modes import Coordinates, Registration, registration
 from hydraflow.dispatch.placement import Reservation
 from hydraflow.dispatch.profile import Profile
 from hydraflow.dispatch.profiler import nsight_options
-from hydraflow.dispatch.shards import is_batch, split
+from hydraflow.dispatch.shards import Promised, is_batch, split
 from hydraflow.dispatch.stacks import ProcessFacts
 from hydraflow.dispatch.timeline import Timeline
 from hydraflow.dispatch.transport import Outbox, Receipt, Traffic, read_columns
@@ -59,7 +60,46 @@ class Channel:
         self.ledger = Ledger(self.traffic, self.timeline)
 
 
-class WorkerGroup:
+class Group(ABC):
+    """Workers that hold the same roles, wherever they run."""
+
+    roles: dict[str, RoleSpec]
+    channel: Channel
+    processes: dict[int, ProcessFacts]
+    """Those that have said where they run, by rank."""
+
+    @property
+    @abstractmethod
+    def world_size(self) -> int:
+        """Ranks."""
+
+    @abstractmethod
+    def await_ready(self) -> None:
+        """Waits until all workers are built. ConfigError when one finds a mistake of the user's, WorkerError when it cannot otherwise."""
+
+    @abstractmethod
+    def perform(self, role: str, method: str, plan: Registration, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Makes a call as its declaration says; returns its result or what promises it."""
+
+    @abstractmethod
+    def start_profile(self, tool: str, folder: str, ranks: Sequence[int] | None) -> None:
+        """Begins a profile in the processes of those ranks; None: all. WorkerError when one cannot."""
+
+    @abstractmethod
+    def stop_profile(self, ranks: Sequence[int] | None) -> None:
+        """Ends and writes it."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Ends the workers."""
+
+    def role(self, name: str) -> RoleGroup:
+        """The workers of one role."""
+        assert name in self.roles, f"no role {name!r} in this group; there are {', '.join(self.roles)}"
+        return RoleGroup(self, name)
+
+
+class WorkerGroup(Group):
     """Processes of one pool that hold the same roles.
 
     The constructor returns at once, so that several groups start at the same time; `await_ready` waits.
@@ -81,8 +121,7 @@ class WorkerGroup:
             for seat in self.seats
         ]
         self._hosts: list[Any] = [host.options(**told).remote(seat, *shared) for seat, told in zip(self.seats, options, strict=True)]
-        self.processes: dict[int, ProcessFacts] = {}
-        """Those that have said where they run, by rank."""
+        self.processes = {}
         self._starting = self._build()
         self._ready = False
 
@@ -117,10 +156,28 @@ class WorkerGroup:
             self.channel.ledger.settle(self._starting)
             self._ready = True
 
-    def role(self, name: str) -> RoleGroup:
-        """The workers of one role."""
-        assert name in self.roles, f"no role {name!r} in this group; there are {', '.join(self.roles)}"
-        return RoleGroup(self, name)
+    def perform(self, role: str, method: str, plan: Registration, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """WorkerError when a rank fails; ValueError when rows do not divide and the method takes no padding."""
+        self.await_ready()
+        site = _Site(self, role, method, plan.padding)
+        settled = [_settled(value) for value in args]
+        positional, named = plan.mode.dispatch_fn(site, *settled, **{name: _settled(value) for name, value in kwargs.items()})
+        future = self._sent(plan, site, positional, named)
+        return future.get() if plan.blocking else future
+
+    def _sent(self, plan: Registration, site: _Site, positional: Sequence[Sequence[Any]], named: Mapping[str, Sequence[Any]]) -> Future:
+        outbox = _Batches(Outbox(self.channel.traffic))
+        collectors = plan.mode.collectors(site)
+        # The process writes where it stands shortly before the controller gives up, so that the log tail shows it.
+        seconds = max(0.1, self.channel.limits.call * 0.98 - 0.2)
+        calls = {}
+        for rank in [0] if plan.mode.rank_zero else range(self.world_size):
+            args = [outbox.slot(values[rank]) for values in positional]
+            kwargs = {name: outbox.slot(values[rank]) for name, values in named.items()}
+            calls[rank] = Call(site.role, site.method, args, kwargs, plan.read_only, rank in collectors, seconds)
+        answers: dict[int, Any] = {}
+        refs = self.send(calls, answers)
+        return Future(self.channel.ledger, self, refs, answers, collectors, _collector(plan, site), plan.mode.joins)
 
     def log_of(self, rank: int, role: str) -> str:
         """Path of a rank's log on its node; empty while unknown."""
@@ -212,7 +269,7 @@ class _Site:
 class RoleGroup:
     """The workers of one role, one in each process of the group."""
 
-    def __init__(self, group: WorkerGroup, name: str):
+    def __init__(self, group: Group, name: str):
         self.group = group
         self.name = name
 
@@ -227,34 +284,13 @@ class RoleGroup:
         DataProto, RemoteBatch and Future arguments are divided by the method's mode; others go to every rank.
         WorkerError when a rank fails; ValueError when rows do not divide and the method takes no padding.
         """
-        plan = self._plan(method)
-        self.group.await_ready()
-        site = _Site(self.group, self.name, method.__name__, plan.padding)
-        settled = [_settled(value) for value in args]
-        positional, named = plan.mode.dispatch_fn(site, *settled, **{name: _settled(value) for name, value in kwargs.items()})
-        future = self._sent(plan, site, positional, named)
-        return future.get() if plan.blocking else future
+        return self.group.perform(self.name, method.__name__, self._plan(method), args, kwargs)
 
     def _plan(self, method: Callable[..., Any]) -> Registration:
         cls = self.group.roles[self.name].cls
         if not any(vars(base).get(method.__name__) is method for base in cls.__mro__):
             raise TypeError(f"{method.__qualname__} is no method of {cls.__qualname__}, the class of role {self.name!r}")
         return registration(method)
-
-    def _sent(self, plan: Registration, site: _Site, positional: Sequence[Sequence[Any]], named: Mapping[str, Sequence[Any]]) -> Future:
-        outbox = _Batches(Outbox(self.group.channel.traffic))
-        collectors = plan.mode.collectors(site)
-        # The process writes where it stands shortly before the controller gives up, so that the log tail shows it.
-        seconds = max(0.1, self.group.channel.limits.call * 0.98 - 0.2)
-        calls = {}
-        for rank in [0] if plan.mode.rank_zero else range(self.world_size):
-            args = [outbox.slot(values[rank]) for values in positional]
-            kwargs = {name: outbox.slot(values[rank]) for name, values in named.items()}
-            calls[rank] = Call(self.name, site.method, args, kwargs, plan.read_only, rank in collectors, seconds)
-        answers: dict[int, Any] = {}
-        refs = self.group.send(calls, answers)
-        collect = _collector(plan, site)
-        return Future(self.group.channel.ledger, self.group, refs, answers, collectors, collect, plan.mode.joins)
 
     def fetch(self, batch: RemoteBatch, keys: Sequence[str] | None = None) -> DataProto:
         """Reads columns into the controller; None: all."""
@@ -278,7 +314,7 @@ class _Batches:
 
 
 def _settled(value: Any) -> Any:
-    return value.get() if isinstance(value, Future) and not value.joins else value
+    return value.get() if isinstance(value, Promised) and not value.joins else value
 
 
 def _collector(plan: Registration, site: _Site) -> Callable[[list[Any]], Any]:

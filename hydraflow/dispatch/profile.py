@@ -7,12 +7,11 @@ Left out on purpose: which steps and ranks are profiled (`profiler.py`).
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import profiler
 
 from hydraflow.device import begin_range, end_range, keep_allocations, write_allocations
@@ -68,6 +67,6 @@ class Profile:
         return "self_cpu_time_total" if self._device == "cpu" else "self_device_time_total"
 
 
-def region(profile: Profile | None, name: str) -> AbstractContextManager[Any]:
+def region(name: str) -> AbstractContextManager[Any]:
     """Its body has a name in the profile under way, if there is one."""
-    return nullcontext() if profile is None else torch.profiler.record_function(name)
+    return profiler.record_function(name)

@@ -23,7 +23,7 @@ from ray._private.services import canonicalize_bootstrap_address
 
 from hydraflow.device import usable_cores
 from hydraflow.dispatch.config import RayInitConfig
-from hydraflow.dispatch.group import Channel, Limits, WorkerGroup, fetch
+from hydraflow.dispatch.group import Channel, Group, Limits, WorkerGroup, fetch
 from hydraflow.dispatch.head import Head, end_without_head
 from hydraflow.dispatch.placement import Reservation, ResourcePool, cpus_needed, release, reserve
 from hydraflow.dispatch.stacks import Named, names_of, write_stacks
@@ -111,7 +111,7 @@ class Runtime:
         self.timeline = Timeline(ray_init.timeline_file)
         self.watch = replace(watch or Watch(), traced=self.timeline.wanted)
         self.channel = Channel(limits, watch=self.watch, timeline=self.timeline)
-        self.groups: list[WorkerGroup] = []
+        self.groups: list[Group] = []
         self._reservations: dict[str, Reservation] = {}
         self._owns_ray = False
 
@@ -127,7 +127,7 @@ class Runtime:
         growing = self.ray_init.address != "local"
         self._reservations |= reserve(pools, timeout=self.channel.limits.start, growing=growing)
 
-    def group(self, pool: str, roles: Mapping[str, RoleSpec]) -> WorkerGroup:
+    def group(self, pool: str, roles: Mapping[str, RoleSpec]) -> Group:
         """A group in a reserved pool; its processes start while the caller goes on (`await_ready`)."""
         self.groups.append(WorkerGroup(self._reservations[pool], roles, self.channel, device_type=self.device_type))
         return self.groups[-1]
@@ -137,7 +137,7 @@ class Runtime:
         for group in self.groups:
             group.await_ready()
 
-    def end(self, group: WorkerGroup) -> None:
+    def end(self, group: Group) -> None:
         """Ends one group and makes room in its pool."""
         group.stop()
         self.groups.remove(group)

@@ -64,10 +64,10 @@ class Watch:
         return {"RAY_DEBUG": debugger()} if self.debug else {}
 
 
-def watch_of(run: Path, log: LogConfig, profiler: ProfilerConfig, *, traced: bool, debug: bool) -> Watch:
+def watch_of(run: Path, log: LogConfig, profiler: ProfilerConfig, *, debug: bool) -> Watch:
     """What watches a run with that folder."""
     profiles = Path(profiler.save_path).expanduser().resolve() if profiler.save_path else run / "profile"
-    return Watch(log_settings(run, log), str(run / "stacks"), profiler, str(profiles), traced, debug)
+    return Watch(log_settings(run, log), str(run / "stacks"), profiler, str(profiles), debug=debug)
 
 
 def log_settings(run: Path, log: LogConfig) -> LogSettings:

@@ -82,6 +82,9 @@ class Worker:
         """Where this worker stands in a named mesh; by default every rank is a data rank of its own."""
         return Coordinates(self.process.rank, self.process.world_size, True)
 
+    def close(self) -> None:
+        """Ends what the worker started, where its process goes on without it."""
+
 
 @dataclass(frozen=True)
 class RoleSpec:
@@ -208,7 +211,7 @@ class WorkerHost:
             ready = [_read(value, copy=not call.read_only) if isinstance(value, Shard) else value for value in values]
         named = dict(zip(call.kwargs, ready[len(call.args) :], strict=True))
         started = time.perf_counter()
-        with span(call.method), region(self.profile, f"{call.role}.{call.method}"):
+        with span(call.method), region(f"{call.role}.{call.method}"):
             answer = getattr(self.workers[call.role], call.method)(*ready[: len(call.args)], **named)
         seconds = time.perf_counter() - started
         with span("write"):

@@ -17,17 +17,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-
-import numpy as np
+from functools import partial
 
 from hydraflow import metrics as reductions
-from hydraflow.algorithms.groups import group_ids
 from hydraflow.batch_plan.parts import RolePlan
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.batch_plan.roles import needs_reference
-from hydraflow.dispatch.future import Future
 from hydraflow.dispatch.group import RoleGroup
 from hydraflow.dispatch.runtime import Runtime
+from hydraflow.dispatch.shards import Promised, Ready
 from hydraflow.dispatch.transport import Traffic
 from hydraflow.errors import GuardStop
 from hydraflow.protocol.batch import DataProto
@@ -35,18 +33,17 @@ from hydraflow.protocol.remote import RemoteBatch
 from hydraflow.schema import PPOConfig
 from hydraflow.trainer.mini_batches import mini_batch_order
 from hydraflow.trainer.roles import Roles, rollout_is_exact
+from hydraflow.trainer.rollouts import Rollouts
 from hydraflow.trainer.timing import PhaseTimer
 from hydraflow.workers.actor import ActorWorker
 from hydraflow.workers.advantage import AdvantageWorker
 from hydraflow.workers.critic import CriticWorker
 from hydraflow.workers.reference import ReferenceWorker
-from hydraflow.workers.reward import RewardWorker
-from hydraflow.workers.rollout import RolloutWorker, SampleOrder
+from hydraflow.workers.rollout import RolloutWorker
 
 logger = logging.getLogger(__name__)
 
 MODEL_INPUTS = ["prompts", "responses", "response_mask"]
-SCORING_OBJECTS = ["data_source", "reward_model", "extra_info"]
 ACTOR_COLUMNS = [*MODEL_INPUTS, "old_log_probs", "advantages"]
 CRITIC_COLUMNS = [*MODEL_INPUTS, "values", "returns"]
 
@@ -54,22 +51,22 @@ CRITIC_COLUMNS = [*MODEL_INPUTS, "values", "returns"]
 class PPOTrainer:
     """The step of PPO, GRPO, RLOO and REINFORCE++; they differ in the advantage estimator and in whether there is a critic."""
 
-    def __init__(self, config: PPOConfig, plan: BatchPlan, roles: Roles, runtime: Runtime):
-        self.config, self.plan, self.roles, self.runtime = config, plan, roles, runtime
-        self.timer = PhaseTimer()
+    def __init__(self, config: PPOConfig, plan: BatchPlan, roles: Roles, runtime: Runtime, rollouts: Rollouts):
+        self.config, self.plan, self.roles, self.runtime, self.rollouts = config, plan, roles, runtime, rollouts
+        self.timer = PhaseTimer(runtime.timeline)
         self.metrics: dict[str, float] = {}
         self._compared = False
         """Whether the generation engine's log-probabilities were compared with the trainer's since the start."""
 
     def step(self, prompts: DataProto, step: int) -> dict[str, float]:
         """Trains on one batch of prompts; `step` counts from 1."""
-        phase = self.timer.phase
+        phase = partial(self.timer.phase, step=step)
         self.metrics = {}
         before = self.runtime.traffic()
         with phase("step"):
             with phase("gen"):
-                batch = self.generate(prompts, step)
-            scoring = self.score(batch)  # beside the passes of the models
+                batch = self.rollouts.generate(prompts, step)
+            scoring = self.rollouts.score(batch, step)  # beside the passes of the models
             with phase("old_log_prob"):
                 batch = self.old_log_probs(batch, step)
             with phase("ref"):
@@ -91,22 +88,9 @@ class PPOTrainer:
                 syncing.get()
         return self.metrics | self._throughput(self.timer.drain(), before)
 
-    def sync_weights(self) -> Future:
-        """Gives the generation engine the actor's weights, those after all updates that were called before."""
-        return self.roles.rollout.call(RolloutWorker.sync_from_actor)
-
-    def generate(self, prompts: DataProto, step: int) -> RemoteBatch:
-        """Samples `rollout.n` trajectories for every prompt, prompt-major; the row objects stay here."""
-        rollout = self.config.actor_rollout_ref.rollout
-        n = self.plan.samples_per_prompt
-        order = SampleOrder(step, n, rollout.temperature, rollout.top_k, rollout.top_p)
-        batch = sample(self.roles.rollout, prompts, order)
-        batch.columns |= RemoteBatch.from_local(_group_numbers(prompts, n)).columns
-        return batch
-
-    def score(self, batch: RemoteBatch) -> Future:
-        """The reward function's scores."""
-        return self.roles.reward.call(RewardWorker.score, batch.select(["responses"], SCORING_OBJECTS, []))
+    def sync_weights(self) -> Promised:
+        """Gives the generation engine, if there is one, the actor's weights, those after all updates that were called before."""
+        return Ready(None) if self.roles.rollout is None else self.roles.rollout.call(RolloutWorker.sync_from_actor)
 
     def note_failures(self, scored: RemoteBatch, step: int) -> None:
         """Counts the rows that the reward function could not score, and says so."""
@@ -144,7 +128,7 @@ class PPOTrainer:
             return batch
         return batch.union(self.roles.critic.call(CriticWorker.compute_values, columns(batch, MODEL_INPUTS)))
 
-    def advantages(self, batch: RemoteBatch, scored: Future) -> Future:
+    def advantages(self, batch: RemoteBatch, scored: Promised) -> Promised:
         """Rewards, advantages and returns."""
         names = ["prompts", "response_mask", "group"]
         names += ["values"] if self.roles.critic else []
@@ -164,19 +148,19 @@ class PPOTrainer:
             self._update(self.roles.critic, CriticWorker.update, columns(batch, CRITIC_COLUMNS + ["lengths"]), self.plan.critic, step)
         )
 
-    def update_actor(self, batch: RemoteBatch, step: int) -> Future | None:
+    def update_actor(self, batch: RemoteBatch, step: int) -> Promised | None:
         """Takes the actor's optimizer steps, once the critic has warmed up."""
         if step <= self.config.trainer.critic_warmup:
             return None
         names = ACTOR_COLUMNS + (["ref_log_prob"] if self.config.actor_rollout_ref.actor.use_kl_loss else [])
         return self._update(self.roles.actor, ActorWorker.update, columns(batch, names + ["lengths"]), self.plan.actor, step)
 
-    def note_update(self, updating: Future | None) -> None:
+    def note_update(self, updating: Promised | None) -> None:
         """Waits for an update and keeps its metrics."""
         if updating is not None:
             self.metrics |= reductions.values(updating.get())
 
-    def _update(self, role: RoleGroup, method: Callable, batch: RemoteBatch, plan: RolePlan, step: int) -> Future:
+    def _update(self, role: RoleGroup, method: Callable, batch: RemoteBatch, plan: RolePlan, step: int) -> Promised:
         lengths = self.runtime.fetch(columns(batch, ["lengths"])).get("lengths").numpy()
         order = mini_batch_order(
             lengths,
@@ -236,17 +220,3 @@ def _taken_from_rollout(batch: RemoteBatch) -> RemoteBatch:
     taken = RemoteBatch(dict(batch.columns), batch.objects, batch.meta_info)
     taken.columns["old_log_probs"] = batch.columns["rollout_log_probs"]
     return taken
-
-
-def sample(rollout: RoleGroup, prompts: DataProto, order: SampleOrder) -> RemoteBatch:
-    """Samples `order.n` responses per prompt; row objects are repeated here, columns stay with the workers."""
-    inputs = prompts.select(batch_keys=["prompts"], non_tensor_batch_keys=["uid"])
-    inputs.meta_info["sampling"] = order
-    sampled = rollout.call(RolloutWorker.generate, inputs)
-    sampled.objects |= {name: np.repeat(column, order.n) for name, column in prompts.non_tensor_batch.items()}
-    return sampled
-
-
-def _group_numbers(prompts: DataProto, n: int) -> DataProto:
-    """`group` (S,) int64: trajectories of the same prompt have the same number."""
-    return DataProto.from_dict(tensors={"group": group_ids(prompts.non_tensor_batch["uid"]).repeat_interleave(n)})

@@ -44,7 +44,7 @@ class SFTTrainer:
         self.group = runtime.group(TRAIN, roles)
         runtime.await_ready()
         self.role: RoleGroup = self.group.role("sft")
-        self.timer = PhaseTimer()
+        self.timer = PhaseTimer(runtime.timeline)
 
     def fit(
         self,
@@ -66,7 +66,8 @@ class SFTTrainer:
         if clock.preempted:
             return clock.why_to_stop()
         for step in range(done + 1, self.plan.total_steps + 1):
-            metrics = self._step(next_batch(), step)
+            with self.runtime.profiled(step):
+                metrics = self._step(next_batch(), step)
             why = DONE if step == self.plan.total_steps else clock.why_to_stop()
             ends_here = why == DONE or (why and not clock.preempted)
             if held_out and (ends_here or self._validation_is_due(step)):
@@ -101,7 +102,7 @@ class SFTTrainer:
     def _step(self, batch: DataProto, step: int) -> dict[str, float]:
         lengths = (parts(batch.get("prompts"))[1] + parts(batch.get("responses"))[1]).numpy()
         order = mini_batch_order(lengths, self.plan.role, 1, balance=True, shuffle_key=None)
-        with self.timer.phase("step"):
+        with self.timer.phase("step", step):
             metrics = self.role.call(SFTWorker.update, batch.select_idxs(order), step)
         seconds = self.timer.drain()
         perf = {"perf/throughput": float(lengths.sum()) / seconds["timing_s/step"] / self.plan.role.data_ranks}

@@ -14,8 +14,9 @@ from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.protocol.batch import DataProto
 from hydraflow.schema import PPOConfig
-from hydraflow.trainer.ppo import SCORING_OBJECTS, columns, sample, warn_of_failures
-from hydraflow.trainer.roles import Roles
+from hydraflow.trainer.ppo import columns, warn_of_failures
+from hydraflow.trainer.roles import Roles, SamplingRoles
+from hydraflow.trainer.rollouts import SCORING_OBJECTS, sample
 from hydraflow.workers.reward import WITH_TEXTS, RewardWorker
 from hydraflow.workers.rollout import SampleOrder
 
@@ -41,7 +42,7 @@ def metric_names(batches: Sequence[DataProto], plan: BatchPlan) -> set[str]:
 class Validator:
     """Runs the held-out prompts through the generation engine and the reward function."""
 
-    def __init__(self, config: PPOConfig, plan: BatchPlan, roles: Roles, runtime: Runtime, batches: Sequence[DataProto]):
+    def __init__(self, config: PPOConfig, plan: BatchPlan, roles: Roles | SamplingRoles, runtime: Runtime, batches: Sequence[DataProto]):
         self.config, self.plan, self.roles, self.runtime, self.batches = config, plan, roles, runtime, batches
 
     def run(self) -> tuple[dict[str, float], list[dict[str, object]]]:
@@ -63,6 +64,7 @@ class Validator:
     def _score(self, prompts: DataProto) -> Scored:
         val = self.config.actor_rollout_ref.rollout.val_kwargs
         order = SampleOrder(-1, self.plan.validation.samples_per_prompt, val.temperature if val.do_sample else 0.0, val.top_k, val.top_p)
+        assert self.roles.rollout is not None, "a run that validates has a generation engine"
         batch = sample(self.roles.rollout, prompts, order)
         inputs = batch.select(["responses"], SCORING_OBJECTS, [])
         inputs.meta_info[WITH_TEXTS] = True
