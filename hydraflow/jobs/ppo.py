@@ -126,9 +126,14 @@ class PPOJob:
             session.clock,
             runtime=lambda: session.runtime,
             scratch=session.folder.path / "warm_start",
-            logger=self.config.trainer.logger,
+            logger=self._loggers(),
         )
         self.config = arithmetic.pointed_at(self.config, assets)
+
+    def _loggers(self) -> list[str]:
+        """The recipe's; none draws on a terminal at which somebody types at a debugger."""
+        debugged = self.config.debug or self.config.trainer.debug.local
+        return [name for name in self.config.trainer.logger if not (debugged and name == "console")]
 
     def _read(self) -> Prompts:
         """Opens every file that the run will use. Raises ConfigError for what is missing or does not fit."""

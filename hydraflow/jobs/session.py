@@ -132,7 +132,13 @@ class Session:
         start = self.start
         self._seconds_before = seconds_of(self.folder.path)
         self._trackers = open_trackers(
-            self.trainer.logger, self.folder.path, title=title, total_steps=total_steps, run_id=start.run_id, done_steps=start.step
+            self.trainer.logger,
+            self.folder.path,
+            title=title,
+            total_steps=total_steps,
+            run_id=start.run_id,
+            done_steps=start.step,
+            redraws=not (self.debug or self.trainer.debug.local),
         )
         return self._trackers
 

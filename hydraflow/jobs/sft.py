@@ -56,6 +56,7 @@ def _run(config: SFTConfig, origins: Mapping[str, str] | None, restarts: Restart
                 checkpoints=checkpoints,
                 done=session.start.step,
                 restarts=restarts.done,
+                profiled=True,
             )
         if config.trainer.save_final_model and (session.why == DONE or not session.clock.preempted):
             trainer.save(session.folder.final_model)

@@ -41,6 +41,8 @@ class RunInfo:
     """Training steps of the run before this start; what was logged after them is void."""
     seconds_before: float = 0.0
     """Wall time of the run before this start."""
+    redraws: bool = True
+    """Whether the console may draw its display in place; false: somebody types at a debugger there."""
 
 
 TrackerFactory = Callable[[RunInfo], Tracker]

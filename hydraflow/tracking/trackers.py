@@ -52,14 +52,21 @@ class Trackers:
 
 
 def open_trackers(
-    names: Sequence[str], folder: Path, *, title: str = "", total_steps: int | None = None, run_id: str = "", done_steps: int = 0
+    names: Sequence[str],
+    folder: Path,
+    *,
+    title: str = "",
+    total_steps: int | None = None,
+    run_id: str = "",
+    done_steps: int = 0,
+    redraws: bool = True,
 ) -> Trackers:
     """Opens the trackers of `trainer.logger`; the file is always among them. Makes `folder` where it is not there yet.
 
-    The names are known ones: `checks.py` has seen to that. `run_id`, `done_steps`: see `RunInfo`.
+    The names are known ones: `checks.py` has seen to that. `run_id`, `done_steps`, `redraws`: see `RunInfo`.
     """
     assert set(names) <= set(TRACKERS), names
     folder.mkdir(parents=True, exist_ok=True)
-    run = RunInfo(folder, title, total_steps, run_id, done_steps, seconds_of(folder))
+    run = RunInfo(folder, title, total_steps, run_id, done_steps, seconds_of(folder), redraws)
     wanted = {"file", *names}
     return Trackers([factory(run) for name, factory in TRACKERS.items() if name in wanted])

@@ -7,6 +7,7 @@ start of embedded recipes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -57,16 +58,17 @@ class SFTTrainer:
         checkpoints: Checkpointer | None = None,
         done: int = 0,
         restarts: int = 0,
+        profiled: bool = False,
     ) -> str:
         """Trains until the steps or the time are used up or `stop_when` holds; returns why it ended.
 
-        `checkpoints` None: nothing is saved. `done`: steps before this start of the run, the
+        `checkpoints` None: nothing is saved. `profiled`: `global_profiler.steps` are steps of this training. `done`: steps before this start of the run, the
         `restarts`-th one after a failure.
         """
         if clock.preempted:
             return clock.why_to_stop()
         for step in range(done + 1, self.plan.total_steps + 1):
-            with self.runtime.profiled(step):
+            with self.runtime.profiled(step) if profiled else nullcontext():
                 metrics = self._step(next_batch(), step)
             why = DONE if step == self.plan.total_steps else clock.why_to_stop()
             ends_here = why == DONE or (why and not clock.preempted)
