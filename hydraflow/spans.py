@@ -27,6 +27,8 @@ class Span(NamedTuple):
     seconds: float
     step: int | None = None
     """Training step, where it is known."""
+    role: str = ""
+    """Whose it is; empty: of the role whose call it was."""
 
 
 def now() -> float:
@@ -54,13 +56,13 @@ class Recorder:
         self._spans.append(span)
 
     @contextmanager
-    def span(self, name: str, step: int | None = None) -> Iterator[None]:
+    def span(self, name: str, role: str = "") -> Iterator[None]:
         """Its body is a span, however it ends."""
         start = now()
         try:
             yield
         finally:
-            self.add(Span(name, start, now() - start, step))
+            self.add(Span(name, start, now() - start, None, role))
 
     def drain(self) -> list[Span]:
         """The spans so far, in the order in which they ended, and a new start."""
@@ -79,10 +81,10 @@ def record_into(recorder: Recorder | None) -> None:
 
 
 @contextmanager
-def span(name: str) -> Iterator[None]:
+def span(name: str, role: str = "") -> Iterator[None]:
     """A span of this process, if somebody keeps them."""
     if _recorder is None:
         yield
         return
-    with _recorder.span(name):
+    with _recorder.span(name, role):
         yield

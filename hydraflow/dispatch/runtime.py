@@ -34,6 +34,8 @@ from hydraflow.dispatch.worker import RoleSpec
 from hydraflow.errors import ConfigError
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import RemoteBatch
+from hydraflow.role_logs import CONTROLLER
+from hydraflow.spans import Span, now
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +116,8 @@ class Runtime:
         self.groups: list[Group] = []
         self._reservations: dict[str, Reservation] = {}
         self._owns_ray = False
+        self._ended: list[Named] = []
+        """Processes of groups that were ended."""
 
     def start(self, pools: Sequence[ResourcePool]) -> None:
         """Starts or joins Ray and reserves the pools. ConfigError naming what the cluster lacks, before any process starts.
@@ -134,11 +138,14 @@ class Runtime:
 
     def await_ready(self) -> None:
         """Waits until the workers of all groups are built. ConfigError or WorkerError when one cannot be, as in `WorkerGroup`."""
+        start = now()
         for group in self.groups:
             group.await_ready()
+        self.timeline.note(CONTROLLER, 0, [Span("start workers", start, now() - start)])
 
     def end(self, group: Group) -> None:
         """Ends one group and makes room in its pool."""
+        self._ended += names_of(group.processes, list(group.roles))
         group.stop()
         self.groups.remove(group)
 
@@ -182,7 +189,7 @@ class Runtime:
             stop_ray()
 
     def _processes(self) -> list[Named]:
-        return names_of([group.processes for group in self.groups], [list(group.roles) for group in self.groups])
+        return [process for group in self.groups for process in names_of(group.processes, list(group.roles))]
 
     def _write_stacks(self, why: str) -> str:
         return write_stacks(self.watch.stacks_folder(), why, self._processes())
@@ -190,7 +197,7 @@ class Runtime:
     def _write_timeline(self, *, with_ray: bool) -> None:
         if not self.timeline.wanted:
             return
-        workers = {process.facts.worker_id: process.name for process in self._processes()}
+        workers = {process.facts.worker_id: process.name for process in [*self._ended, *self._processes()]}
         self.timeline.write(ray_events() if with_ray else [], workers)
         self.timeline.path = None  # a second call of `stop` has nothing to add
 

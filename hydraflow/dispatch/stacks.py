@@ -143,10 +143,6 @@ def _written_by_itself(process: ProcessFacts, why: str) -> str:
     return f"{why}; and the process wrote nothing in {SIGNAL_SECONDS:g} seconds: it is stopped"
 
 
-def names_of(groups: Sequence[Mapping[int, ProcessFacts]], roles: Sequence[Sequence[str]]) -> list[Named]:
-    """Every process that has told about itself, named by its roles and rank."""
-    return [
-        Named(f"{'+'.join(held)} rank {rank}", facts)
-        for group, held in zip(groups, roles, strict=True)
-        for rank, facts in sorted(group.items())
-    ]
+def names_of(processes: Mapping[int, ProcessFacts], roles: Sequence[str]) -> list[Named]:
+    """The processes of a group that have told about themselves, named by its roles and their rank."""
+    return [Named(f"{'+'.join(roles)} rank {rank}", facts) for rank, facts in sorted(processes.items())]

@@ -51,7 +51,7 @@ class Timeline:
         """Keeps what a rank of a role did."""
         for span in spans if self.wanted else ():
             self._dropped += len(self._rows) == MOST_SPANS
-            self._rows.append((role, rank, span))
+            self._rows.append((span.role or role, rank, span))
 
     def write(self, ray_events: Sequence[Event], workers: Mapping[str, str]) -> None:
         """Writes the file, whole or not at all; a warning when it cannot. `workers`: Ray's worker id -> what people call it."""
@@ -79,10 +79,9 @@ def _our_events(rows: list[tuple[str, int, Span]]) -> Iterator[Event]:
     for pid, role in enumerate(roles, 1):
         yield from _named(pid, role, sort=pid)
         for rank in sorted({rank for named, rank, _ in rows if named == role}):
-            yield _metadata("thread_name", pid, rank, name="phases" if role == CONTROLLER else f"rank {rank}")
+            yield _metadata("thread_name", pid, rank, name=f"rank {rank}")
             spans = [span for named, number, span in rows if (named, number) == (role, rank)]
-            if role == CONTROLLER:
-                spans += _gaps(spans)
+            spans += _gaps(spans)
             yield from (_complete(span, role, pid, rank) for span in sorted(spans, key=_outermost_first))
 
 

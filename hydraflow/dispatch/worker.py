@@ -163,7 +163,7 @@ class WorkerHost:
         guard = _Guard(where, "worker process", "__init__", as_it_is=(*AS_THEY_ARE, ConfigError))
         with guard:
             for guard.role, spec in opened([roles])[0].items():
-                with of_role(self.logs, guard.role), span("start"):
+                with of_role(self.logs, guard.role), span("start", guard.role):
                     self.workers[guard.role] = spec.cls(process, *spec.args, **spec.kwargs)
         return self._with_spans(guard.answer)
 

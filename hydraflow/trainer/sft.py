@@ -19,6 +19,7 @@ from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.worker import RoleSpec
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.ragged import parts
+from hydraflow.role_logs import CONTROLLER
 from hydraflow.schema import SFTConfig
 from hydraflow.tracking.trackers import Trackers
 from hydraflow.trainer.checkpoint import Checkpointer
@@ -35,9 +36,12 @@ StopRule = Callable[[dict[str, float]], bool]
 
 
 class SFTTrainer:
-    """A worker group that learns from conversations. `skipped`: the folder for rows of skipped steps."""
+    """A worker group that learns from conversations.
 
-    def __init__(self, config: SFTConfig, plan: SFTPlan, runtime: Runtime, *, skipped: Path):
+    `skipped`: the folder for rows of skipped steps. `row`: whose its phases are in the timeline.
+    """
+
+    def __init__(self, config: SFTConfig, plan: SFTPlan, runtime: Runtime, *, skipped: Path, row: str = CONTROLLER):
         self.config, self.plan, self.runtime = config, plan, runtime
         skips = SkipLimits(config.trainer.max_skipped_steps, str(skipped))
         spec = SFTSpec(config.model, config.optim, config.fsdp_config, plan.role, plan.total_steps, config.trainer.seed, skips)
@@ -45,7 +49,7 @@ class SFTTrainer:
         self.group = runtime.group(TRAIN, roles)
         runtime.await_ready()
         self.role: RoleGroup = self.group.role("sft")
-        self.timer = PhaseTimer(runtime.timeline)
+        self.timer = PhaseTimer(runtime.timeline, row)
 
     def fit(
         self,
@@ -62,8 +66,8 @@ class SFTTrainer:
     ) -> str:
         """Trains until the steps or the time are used up or `stop_when` holds; returns why it ended.
 
-        `checkpoints` None: nothing is saved. `profiled`: `global_profiler.steps` are steps of this training. `done`: steps before this start of the run, the
-        `restarts`-th one after a failure.
+        `checkpoints` None: nothing is saved. `profiled`: `global_profiler.steps` are steps of this training.
+        `done`: steps before this start of the run, the `restarts`-th one after a failure.
         """
         if clock.preempted:
             return clock.why_to_stop()

@@ -25,8 +25,9 @@ class PhaseTimer:
     ['timing_s/gen']
     """
 
-    def __init__(self, timeline: Timeline | None = None) -> None:
-        self._timeline = timeline or Timeline()
+    def __init__(self, timeline: Timeline | None = None, row: str = CONTROLLER) -> None:
+        """`row`: whose phases they are in the timeline."""
+        self._timeline, self._row = timeline or Timeline(), row
         self._seconds: dict[str, float] = {}
 
     @contextmanager
@@ -39,7 +40,7 @@ class PhaseTimer:
         finally:
             key, seconds = f"timing_s/{name}", timer.stop()
             self._seconds[key] = self._seconds.get(key, 0.0) + seconds
-            self._timeline.note(CONTROLLER, 0, [Span(name, start, seconds, step)])
+            self._timeline.note(self._row, 0, [Span(name, start, seconds, step)])
 
     def drain(self) -> dict[str, float]:
         """The seconds so far, and a new start."""

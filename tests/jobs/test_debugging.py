@@ -84,7 +84,7 @@ def test_training_on_a_dump_gives_the_same_weights(with_ray: Path, home: Path, r
     run = train(home, recipe_cache, name, where, "trainer.debug.train_only=true", "trainer.debug.load_rollouts=dump")
     assert weights(run) == weights(with_ray)
     trained = [{key: value for key, value in line.items() if not key.startswith("val-")} for line in numbers(with_ray)[1:]]
-    assert numbers(run) == trained, "no validation, and the same steps"
+    assert numbers(run)[1:] == trained, "no validation, and the same steps"
 
 
 def test_replayed_rollouts_beside_validation(with_ray: Path, home: Path, recipe_cache: Path) -> None:
