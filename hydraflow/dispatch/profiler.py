@@ -6,6 +6,7 @@ In: `global_profiler`. Out: ConfigError before anything starts, or nothing. Left
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -24,6 +25,9 @@ def require_profiler(config: ProfilerConfig) -> None:
     if config.tool == NSYS and shutil.which("nsys") is None:
         rule = "the program nsys is not found on PATH; every machine of the run needs NVIDIA Nsight Systems"
         raise ConfigError.one(f"{KEY}.tool", config.tool, rule, f"{KEY}.tool=torch")
+    if config.tool == NSYS and Path(shutil.which("python") or "/").parent != Path(sys.executable).parent:
+        rule = f"Ray starts profiled workers with the first `python` on PATH, which is not that of {sys.prefix}"
+        raise ConfigError.one(f"{KEY}.tool", config.tool, rule, f"source {sys.prefix}/bin/activate or {KEY}.tool=torch")
     if config.save_path is None:
         return
     path = Path(config.save_path).expanduser()

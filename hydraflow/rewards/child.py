@@ -62,7 +62,7 @@ def main(socket: int, shared: int) -> None:
     try:
         settings = json.loads(parent.recv_bytes())
         try:
-            call = _load(settings)
+            call = load(settings)
         except ConfigError as error:
             parent.send_bytes(json.dumps({"refused": [p.rule for p in error.problems]}).encode())
             return
@@ -73,7 +73,7 @@ def main(socket: int, shared: int) -> None:
         return  # the parent has closed the pool or is gone
 
 
-def _load(settings: dict[str, Any]) -> Callable[..., Any]:
+def load(settings: dict[str, Any]) -> Callable[..., Any]:
     """The function to call with (data_source, solution_str, ground_truth, extra_info)."""
     if settings["path"] is None:
         return _built_in
@@ -133,9 +133,8 @@ def score_row(call: Callable[..., Any], row: Sequence[Any], limit: float) -> Res
     return read_value(value)
 
 
-def score_here(settings: dict[str, Any], rows: Sequence[Any]) -> list[Result]:
+def score_here(call: Callable[..., Any], rows: Sequence[Any]) -> list[Result]:
     """Scores rows in this process, without a time limit. A row whose function raises fails; leaving a debugger ends the run."""
-    call = _load(settings)
     results: list[Result] = []
     for row in rows:
         try:

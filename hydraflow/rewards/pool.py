@@ -19,14 +19,14 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, NamedTuple
 
 from hydraflow.errors import EnvironmentFault
-from hydraflow.rewards.child import NO_ROW, Progress, score_here
+from hydraflow.rewards.child import NO_ROW, Progress, load, score_here
 from hydraflow.rewards.config import RewardConfig
 
 logger = logging.getLogger(__name__)
@@ -75,6 +75,8 @@ class RewardPool:
     def __init__(self, config: RewardConfig):
         self.config = config
         self._workers: list[_Worker] = []
+        self._function: Callable[..., Any] | None = None
+        """Of a pool without processes, once it was needed."""
 
     def start(self) -> None:
         """Starts the processes without waiting for them."""
@@ -84,7 +86,8 @@ class RewardPool:
     def score(self, rows: Sequence[RewardRow]) -> list[RewardResult]:
         """Results in the order of `rows`. Raises `EnvironmentFault` when a process cannot start."""
         if self.config.num_workers == 0:
-            return [self._result(*result) for result in score_here(settings_of(self.config), rows)]
+            self._function = self._function or load(settings_of(self.config))
+            return [self._result(*result) for result in score_here(self._function, rows)]
         self.start()
         queue = deque(range(len(rows)))
         results: dict[int, RewardResult] = {}
