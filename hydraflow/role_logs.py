@@ -121,11 +121,14 @@ class RoleLogs(logging.Handler):
         self._guard = threading.RLock()
         self._file()
 
-    def capture(self) -> None:
-        """Takes over this process's standard output and error. What a crash leaves there lands in the role's file, too."""
+    def capture(self, *, below_python: bool = True) -> None:
+        """Takes over this process's standard output and error. What a crash leaves there lands in the role's file, too.
+
+        below_python: also what is written to the file numbers, past Python's sys.stdout and sys.stderr.
+        """
         if self.settings.console is not None:
             self._console = os.dup(STANDARD_ERROR)
-        self._captures = True
+        self._captures = below_python
         sys.stdout, sys.stderr = PrintedLines(self, STANDARD_OUTPUT), PrintedLines(self, STANDARD_ERROR)  # type: ignore[assignment]
         self._point(self._file())
 
@@ -153,7 +156,7 @@ class RoleLogs(logging.Handler):
         tagged = f"{stamp(time.time() if at is None else at)} {level} {self.role}-{self.rank} {text}"
         with suppress(OSError), self._guard:
             file = self._file()
-            if file.write(tagged) and self._captures:
+            if file.write(tagged):
                 self._point(file)
             if self._console is not None and LEVELS[level] >= LEVELS[(self.settings.console or "").upper()]:
                 os.write(self._console, f"{tagged}\n".encode(errors="replace"))
@@ -184,10 +187,11 @@ class RoleLogs(logging.Handler):
                 if isinstance(stream, PrintedLines):
                     stream.end_line()
             self.role = role
-            if self._captures:
-                self._point(self._file())
+            self._point(self._file())
 
     def _point(self, file: RoleFile) -> None:
+        if not self._captures:
+            return
         for number in (STANDARD_OUTPUT, STANDARD_ERROR):
             os.dup2(file.number, number)
 

@@ -47,7 +47,7 @@ class Watch:
         except OSError as error:
             logging.getLogger(__name__).warning("no log files in %s (%s): lines go to Ray's", self.logs.folder, error)
             return None
-        logs.capture()
+        logs.capture(below_python=not self.debug)  # Ray's debugger tells its address past sys.stderr, for the console
         root = logging.getLogger()
         root.handlers = [logs]
         apply_level(self.logs.level)
