@@ -7,11 +7,11 @@ doing it (`dispatch/`, `trainer/`).
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
 
-Config = TypeVar("Config", PPOConfig, SFTConfig, GenerateConfig)
+Config = TypeVar("Config", bound=PPOConfig | SFTConfig | GenerateConfig)
 
 NO_DEADLINE = 30 * 86400.0
 """Seconds: who sits at a breakpoint for longer than a month starts again."""
@@ -26,11 +26,12 @@ def applied(config: Config) -> Config:
     """
     if not (config.debug or config.trainer.debug.local):
         return config
-    config = replace(config, trainer=replace(config.trainer, n_gpus_per_node=config.trainer.n_gpus_per_node or 1))
-    if isinstance(config, PPOConfig):
-        config = replace(config, reward=replace(config.reward, num_workers=0))
+    changed: Any = replace(config.trainer, n_gpus_per_node=config.trainer.n_gpus_per_node or 1)
     if config.debug:
-        config = replace(config, trainer=replace(config.trainer, rpc_timeout=NO_DEADLINE, start_timeout=NO_DEADLINE))
-        if not isinstance(config, GenerateConfig):
-            config = replace(config, log=replace(config.log, console=config.log.console or "info"))
-    return config
+        changed = replace(changed, rpc_timeout=NO_DEADLINE, start_timeout=NO_DEADLINE)
+    parts: dict[str, Any] = {"trainer": changed}
+    if isinstance(config, PPOConfig):
+        parts["reward"] = replace(config.reward, num_workers=0)
+    if config.debug and not isinstance(config, GenerateConfig):
+        parts["log"] = replace(config.log, console=config.log.console or "info")
+    return replace(config, **parts)

@@ -289,9 +289,15 @@ _PARTS = (
     ),
     Idle(
         "reward.timeout",
-        lambda c: c.reward.num_workers == 0 or c.debug or c.trainer.debug.local,
+        lambda c: c.reward.num_workers == 0,
         "rows that are scored in the process that asks have no time limit",
         "reward.num_workers=1",
+    ),
+    Idle(
+        "reward.{num_workers,timeout}",
+        lambda c: c.debug or c.trainer.debug.local,
+        "a run that is debugged scores in the process that asks, without a time limit",
+        "debug=false trainer.debug.local=false",
     ),
 )
 _RUN = (
