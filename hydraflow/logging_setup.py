@@ -9,7 +9,7 @@ import logging
 import sys
 from typing import TextIO
 
-from hydraflow.role_logs import apply_level
+from hydraflow.role_logs import apply_level, write_stacks_when_asked
 
 NOISY = ("datasets", "filelock", "urllib3", "torch", "transformers", "ray")
 
@@ -27,9 +27,13 @@ class CurrentStderr(logging.StreamHandler):
 
 
 def set_up_logging(level: str = "info") -> None:
-    """Sets up the controller's log. Worker processes set up their own, whose lines go to their log files (`role_logs.py`)."""
+    """Sets up the controller's log, and what the signal for stacks does.
+
+    Worker processes set up their own, whose lines go to their log files (`role_logs.py`).
+    """
     from transformers.utils import logging as transformers_logging
 
+    write_stacks_when_asked()
     transformers_logging.disable_progress_bar()
     logging.basicConfig(handlers=[CurrentStderr()], format="%(levelname)s %(name)s: %(message)s")
     apply_level(level)

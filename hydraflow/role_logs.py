@@ -11,10 +11,12 @@ Left out on purpose: reading them again (`logs.py`), and the controller's consol
 
 from __future__ import annotations
 
+import faulthandler
 import io
 import logging
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -32,6 +34,8 @@ LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z) ([A-Z]+) (\S+)-(\d+
 """Time, level, role, rank, text."""
 STANDARD_OUTPUT, STANDARD_ERROR = 1, 2
 """File numbers."""
+STACKS = signal.SIGUSR2
+"""With it a process writes the stacks of its threads to its standard error; SIGUSR1 is the batch systems'."""
 OURS = "hydraflow"
 """Logger of the package: with level debug, other libraries stay at info."""
 
@@ -57,6 +61,11 @@ def apply_level(level: str) -> None:
     number = LEVELS[level.upper()]
     logging.getLogger().setLevel(max(number, logging.INFO))
     logging.getLogger(OURS).setLevel(number)
+
+
+def write_stacks_when_asked() -> None:
+    """From now on the signal STACKS has this process write where its threads stand, whatever they do."""
+    faulthandler.register(STACKS, file=STANDARD_ERROR, all_threads=True)
 
 
 def stamp(seconds: float) -> str:

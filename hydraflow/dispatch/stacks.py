@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -24,10 +23,10 @@ from pathlib import Path
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from hydraflow.role_logs import STACKS
+
 log = logging.getLogger(__name__)
 
-SIGNAL = signal.SIGUSR2
-"""With it a worker writes the stacks of its threads into its log; SIGUSR1 is the batch systems'."""
 SPY_SECONDS = 10.0
 SIGNAL_SECONDS = 2.0
 NODE_SECONDS = 30.0
@@ -129,7 +128,7 @@ def _written_by_itself(process: ProcessFacts, why: str) -> str:
         return f"{why}; and it has no log file here"
     before = log_file.stat().st_size
     try:
-        os.kill(process.pid, SIGNAL)
+        os.kill(process.pid, STACKS)
     except OSError as error:
         return f"{why}; and the process cannot be signalled: {error}"
     deadline = time.monotonic() + SIGNAL_SECONDS

@@ -26,17 +26,16 @@ from ray import ObjectRef
 from hydraflow.dispatch.modes import Coordinates
 from hydraflow.dispatch.profile import Profile, region
 from hydraflow.dispatch.shards import LateShard, Shard, part_of, real_rows
-from hydraflow.dispatch.stacks import SIGNAL, ProcessFacts
+from hydraflow.dispatch.stacks import ProcessFacts
 from hydraflow.dispatch.transport import Parcel, Receipt, join, opened, pack, put_batch, read_columns, unpack
 from hydraflow.dispatch.watch import Watch, of_role
 from hydraflow.errors import ConfigError, DoesNotFit, GuardStop, HydraflowError, WorkerError
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import materialise
+from hydraflow.role_logs import STANDARD_ERROR, write_stacks_when_asked
 from hydraflow.spans import Recorder, record_into, span
 
 LOG_LINES = 30
-STANDARD_ERROR = 2
-"""File number; what is written there lands in the process's log."""
 FRAMES = 4
 """Innermost stack frames that an error message shows."""
 
@@ -140,7 +139,7 @@ class WorkerHost:
         sys.path += [folder for folder in import_path if folder not in sys.path]
         logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         self.logs = watch.open_logs(seat.rank, first_role)
-        faulthandler.register(SIGNAL, file=STANDARD_ERROR, all_threads=True)
+        write_stacks_when_asked()
         torch.set_num_threads(threads)
 
     def identify(self) -> Parcel:

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet
 import pytest
+from dispatch import trace_format
 from jobs.command import SMALL_RECIPE, SMALL_STEPS, assert_refused, hydraflow, read_steps
 
 from hydraflow.protocol.columns import first_difference
@@ -150,3 +152,23 @@ def test_an_exception_of_a_worker_comes_with_its_stack(home: Path, recipe_cache:
     done = subprocess.run(command, cwd=home, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-3000:]
     assert "TypeError: 'NoneType' object is not callable" in done.stderr and "in update" in done.stderr
+
+
+def test_supervised_training_and_generation_in_one_process(tmp_path: Path, sft_keys: list[str], sft_run: Path, prompts: Path) -> None:
+    """Two ranks and one give the same numbers but for rounding; the responses are the same."""
+    here = ["trainer.debug.local=true", "trainer.default_local_dir=out", "ray_init.timeline_file=t.json"]
+    done = hydraflow("main_sft", *sft_keys, "trainer.total_training_steps=60", *here, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    last, reference = (read_steps(run)[-1] for run in (tmp_path / "out", sft_run))
+    assert last["val/accuracy"] == reference["val/accuracy"] == 1.0
+    assert last["val/loss"] == pytest.approx(reference["val/loss"], rel=0.05)
+    trace = json.loads((tmp_path / "t.json").read_text())
+    trace_format.check(trace)
+    assert len([event for event in trace_format.spans(trace, "sft") if event["name"] == "update"]) == 60
+    given = [f"model.path={sft_run / 'final_model'}", f"data.path={prompts}", "data.max_response_length=4", "rollout.temperature=0"]
+    for name, where in {"local": "trainer.debug.local=true", "ray": "trainer.n_gpus_per_node=1"}.items():
+        done = hydraflow("main_generate", *given, where, f"output.path={name}.parquet", f"ray_init.timeline_file={name}.json", cwd=tmp_path)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        trace_format.check(json.loads((tmp_path / f"{name}.json").read_text()))
+    local, ray = (pyarrow.parquet.read_table(tmp_path / f"{name}.parquet") for name in ("local", "ray"))
+    assert local.equals(ray)
