@@ -234,6 +234,11 @@ class PrintedLines(io.TextIOBase):
         """The file number that it stands for."""
         return self._number
 
+    @property
+    def buffer(self) -> io.RawIOBase:
+        """For those who write bytes: past the tags."""
+        return io.FileIO(self._number, "wb", closefd=False)
+
     def writable(self) -> bool:
         """Yes."""
         return True

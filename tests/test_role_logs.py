@@ -101,7 +101,7 @@ CAPTURED = """
     print("printed", "words")
     print("held", end=" ", flush=True); print("together")
     sys.stdout.write("10%\\r50%\\r100%\\n")
-    os.write(2, b"from C\\n")
+    sys.stderr.buffer.write(b"from C\\n")
     subprocess.run(["echo", "of a child"])
     logging.getLogger("hydraflow").warning("a warning")
     with logs.of("rollout"):

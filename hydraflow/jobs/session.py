@@ -149,9 +149,10 @@ class Session:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if isinstance(error, HydraflowError):
             self.why = str(error).splitlines()[0]
-            logging.getLogger(__name__).error("%s", error)
         elif isinstance(error, Exception):
             self.why = f"{type(error).__name__}: {error}".splitlines()[0]
+        if self._log_files is not None and error is not None:
+            self._log_files.line("ERROR", f"{__name__}: {error if isinstance(error, HydraflowError) else self.why}")  # the caller shows it
         if self._trackers is not None:
             self._trackers.close()
         if self._runtime is not None:
