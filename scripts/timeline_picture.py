@@ -18,7 +18,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 Event = dict[str, Any]
 RAY_PIDS = 10_000
-LEAST_LABEL = 0.035
+LEAST_LABEL = 0.07
 """Share of the step that a span must take for its name to fit."""
 
 
