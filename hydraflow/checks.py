@@ -18,7 +18,7 @@ from typing import Any
 from hydraflow.algorithms.config import AlgorithmConfig, FilterGroupsConfig, KLControlConfig, PolicyLossConfig
 from hydraflow.data.config import DataConfig, GenerateDataConfig, PromptConfig, SFTDataConfig
 from hydraflow.device import DEVICES
-from hydraflow.dispatch.config import RayInitConfig
+from hydraflow.dispatch.config import LogConfig, ProfilerConfig, RayInitConfig
 from hydraflow.durations import seconds_of
 from hydraflow.engine.config import FSDPConfig, MegatronConfig, OptimConfig, WrapPolicyConfig
 from hydraflow.errors import Problem, shown
@@ -85,6 +85,7 @@ SIZE = Rule("must be above 0 and finite", lambda value: 0 < value < math.inf)
 GIBIBYTES = Rule("must be above 0 and at most a million", lambda value: 0 < value <= 10**6)
 FILES = Rule("must be a file or a list of files", _is_text_or_list, example="/path/to/file.parquet")
 DECAYS = Rule("must be two numbers from 0 to below 1", lambda value: len(value) == 2 and all(0 <= beta < 1 for beta in value))
+LOG_LEVELS = ("debug", "info", "warning", "error")
 LOGGERS = ("console", "file", "tensorboard", "wandb", "mlflow", "swanlab")
 KNOWN_LOGGERS = Rule(f"may list {', '.join(LOGGERS)}", lambda value: set(value) <= set(LOGGERS))
 PROXY = Rule(
@@ -174,7 +175,7 @@ FIELD_RULES: dict[type, dict[str, Rule]] = {
         "truncation": one_of("error", "left", "right"),
         "train_max_samples": UNLIMITED_OR_COUNT,
     },
-    RewardConfig: {"num_workers": at_least(1), "timeout": SECONDS, "failure_score": FINITE},
+    RewardConfig: {"num_workers": at_least(0), "timeout": SECONDS, "failure_score": FINITE},
     AsyncTrainingConfig: {"staleness_threshold": within(0, 1000)},
     ClusterConfig: {"device_memory_gib": GIBIBYTES, "host_memory_gib": GIBIBYTES},
     RunConfig: {
@@ -208,6 +209,17 @@ FIELD_RULES: dict[type, dict[str, Rule]] = {
     SFTTrainerConfig: {"max_ckpt_to_keep": at_least(1)},
     CheckpointConfig: {"save_contents": saved_of("hf_model"), "load_contents": saved_of()},
     RayInitConfig: {"num_cpus": at_least(1)},
+    LogConfig: {
+        "level": one_of(*LOG_LEVELS),
+        "console": one_of(*LOG_LEVELS),
+        "max_megabytes": Rule("must be from 0.001 to 100000", lambda value: 0.001 <= value <= 100_000),
+        "keep": within(0, 1000),
+    },
+    ProfilerConfig: {
+        "tool": one_of("torch", "torch_memory", "nsys"),
+        "steps": Rule("must list training steps, the first of which is 1", lambda value: all(step >= 1 for step in value)),
+        "ranks": Rule("must list ranks, the first of which is 0", lambda value: bool(value) and all(rank >= 0 for rank in value)),
+    },
     RecipeConfig: {
         "name": one_of("none", "arithmetic"),
         "warm_start_steps": at_least(0),
@@ -397,6 +409,47 @@ def _dumps_lie_apart(config: PPOConfig) -> Iterator[Problem]:
         )
 
 
+def _one_process_is_debugged(config: PPOConfig | SFTConfig | GenerateConfig) -> Iterator[Problem]:
+    trainer, asked = config.trainer, "debug" if config.debug else "trainer.debug.local"
+    if not (config.debug or trainer.debug.local):
+        return
+    for name, count in {"nnodes": trainer.nnodes, "n_gpus_per_node": trainer.n_gpus_per_node or 1}.items():
+        if count > 1:
+            yield Problem(f"trainer.{name}", count, f"{asked}=true has one process per role", f"trainer.{name}=1 or {asked}=false")
+    if config.debug and trainer.debug.local:
+        rule = "trainer.debug.local=true runs without Ray, so Ray's debugger has nothing to do: breakpoint() opens pdb"
+        yield Problem("debug", "true", rule, "debug=false or trainer.debug.local=false")
+
+
+def _profiled_steps_are_named(config: PPOConfig | SFTConfig) -> Iterator[Problem]:
+    profiler, trainer = config.global_profiler, config.trainer
+    if profiler.tool is not None and not profiler.steps:
+        yield Problem("global_profiler.steps", shown(profiler.steps), f"must be given: tool={profiler.tool}", "global_profiler.steps=[2]")
+    if profiler.tool == "nsys" and trainer.debug.local:
+        rule = "Nsight Systems starts the processes that it watches; trainer.debug.local=true has none"
+        yield Problem("global_profiler.tool", "nsys", rule, "global_profiler.tool=torch or trainer.debug.local=false")
+
+
+def _parts_of_a_run(config: PPOConfig) -> Iterator[Problem]:
+    trainer, debug, key = config.trainer, config.trainer.debug, "trainer.debug"
+    if debug.train_only and debug.load_rollouts is None:
+        yield Problem(f"{key}.load_rollouts", "null", f"must be given: {key}.train_only=true samples nothing", f"{key}.load_rollouts=...")
+    if debug.rollout_only and debug.train_only:
+        yield Problem(f"{key}.rollout_only", "true", f"{key}.train_only=true is the other half of a step", f"{key}.rollout_only=false")
+    if debug.rollout_only and debug.load_rollouts is not None:
+        rule = f"{key}.rollout_only=true samples, and does nothing with trajectories that there are"
+        yield Problem(f"{key}.load_rollouts", debug.load_rollouts, rule, f"{key}.load_rollouts=null")
+    if trainer.val_only and (debug.rollout_only or debug.train_only or debug.load_rollouts or debug.save_rollouts):
+        yield Problem("trainer.val_only", "true", f"there are no steps that {key}.* could change", "trainer.val_only=false")
+    if debug.save_rollouts is not None and debug.save_rollouts == debug.load_rollouts:
+        rule = f"{key}.load_rollouts reads that folder"
+        yield Problem(f"{key}.save_rollouts", debug.save_rollouts, rule, f"{key}.save_rollouts=null")
+    if trainer.keep_best is not None and (debug.rollout_only or debug.train_only):
+        part = "rollout_only" if debug.rollout_only else "train_only"
+        rule = f"with {key}.{part}=true no checkpoint is judged by a validation"
+        yield Problem("trainer.keep_best", trainer.keep_best, rule, "trainer.keep_best=null")
+
+
 CROSS_RULES: dict[type, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
     PPOConfig: (
         _recipe_makes_model_and_data,
@@ -412,8 +465,12 @@ CROSS_RULES: dict[type, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
         _loads_what_was_saved,
         _best_is_measured,
         _dumps_lie_apart,
+        _one_process_is_debugged,
+        _profiled_steps_are_named,
+        _parts_of_a_run,
     ),
-    SFTConfig: (_resume_path_is_given, _loads_what_was_saved),
+    SFTConfig: (_resume_path_is_given, _loads_what_was_saved, _one_process_is_debugged, _profiled_steps_are_named),
+    GenerateConfig: (_one_process_is_debugged,),
 }
 """What fields must hold together."""
 NEEDED: dict[type, tuple[Callable[[Any], Iterator[Problem]], ...]] = {

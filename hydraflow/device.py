@@ -165,3 +165,36 @@ def cpu_has_bf16() -> bool:
     except OSError:
         return False
     return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def keep_allocations(device_type: str, most: int) -> None:
+    """Keeps the newest allocations of a GPU with their stacks, for `write_allocations`; on a CPU nothing."""
+    if device_type != "cpu":
+        import torch
+
+        torch.cuda.memory._record_memory_history(max_entries=most)
+
+
+def write_allocations(device_type: str, path: str) -> None:
+    """Writes what was kept, for pytorch.org/memory_viz, and keeps no more; on a CPU nothing."""
+    if device_type != "cpu":
+        import torch
+
+        torch.cuda.memory._dump_snapshot(path)
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def begin_range(device_type: str) -> None:
+    """Begins what a profiler outside of the process (Nsight Systems) collects; on a CPU it collects everything."""
+    if device_type != "cpu":
+        import torch
+
+        torch.cuda.profiler.start()
+
+
+def end_range(device_type: str) -> None:
+    """Ends it."""
+    if device_type != "cpu":
+        import torch
+
+        torch.cuda.profiler.stop()

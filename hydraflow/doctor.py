@@ -11,6 +11,7 @@ import sys
 from hydraflow.compose.arguments import Switch
 from hydraflow.compose.command import Command
 from hydraflow.compose.launch import launch
+from hydraflow.debugging import applied
 from hydraflow.schema import PPOConfig
 
 SWITCHES = (
@@ -28,7 +29,7 @@ def run(config: PPOConfig, command: Command) -> int:
     from hydraflow.checkup.table import run_checks
 
     facts = Facts(
-        config,
+        applied(config),
         origins=command.origins,
         notes=command.notes,
         unsupported=command.unsupported,

@@ -1,6 +1,6 @@
 """What people see of the log: our notes and warnings as plain lines on standard error, other libraries' only from warnings up.
 
-In: nothing. Out: Python's logging, set up once per process, and standard streams that outlive their readers.
+In: `log.level`. Out: Python's logging, set up once per process, and standard streams that outlive their readers.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
+
+from hydraflow.role_logs import apply_level, write_stacks_when_asked
 
 NOISY = ("datasets", "filelock", "urllib3", "torch", "transformers", "ray")
 
@@ -64,13 +66,18 @@ def _is_pipe(stream: io.TextIOWrapper) -> bool:
         return False
 
 
-def set_up_logging() -> None:
-    """Sets up the controller's log. Worker processes set up their own, whose lines go to their log files."""
+def set_up_logging(level: str = "info") -> None:
+    """Sets up the controller's log, and what the signal for stacks does.
+
+    Worker processes set up their own, whose lines go to their log files (`role_logs.py`).
+    """
     from transformers.utils import logging as transformers_logging
 
     outlive_readers()
+    write_stacks_when_asked()
     transformers_logging.disable_progress_bar()
-    logging.basicConfig(level=logging.INFO, handlers=[CurrentStderr()], format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(handlers=[CurrentStderr()], format="%(levelname)s %(name)s: %(message)s")
+    apply_level(level)
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.getLogger("torch.fx").setLevel(logging.ERROR)  # a note to torch's own developers

@@ -13,6 +13,7 @@ from pathlib import Path
 from hydraflow.compose.arguments import Switch
 from hydraflow.compose.command import Command
 from hydraflow.compose.launch import given_switches, launch
+from hydraflow.debugging import applied
 from hydraflow.errors import ConfigError, Problem
 from hydraflow.explain.report import Report, make_report
 from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
@@ -35,14 +36,14 @@ class Planning:
     def judge(self, config: Config, command: Command) -> list[Problem]:
         """What the plan and the files on this machine say against the configuration."""
         try:
-            self._report = make_report(config, command)
+            self._report = make_report(applied(config), command)
         except ConfigError as error:
             return error.problems
         return []
 
     def show(self, config: Config, command: Command) -> None:
         """Prints the report, and draws it where that was asked for."""
-        report = self._report or make_report(config, command)
+        report = self._report or make_report(applied(config), command)
         if path := command.switches.get("--svg"):
             _draw(report, Path(str(path)))
         try:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from hydraflow.algorithms.config import AlgorithmConfig
 from hydraflow.data.config import DataConfig, GenerateDataConfig, SFTDataConfig
-from hydraflow.dispatch.config import RayInitConfig
+from hydraflow.dispatch.config import LogConfig, ProfilerConfig, RayInitConfig
 from hydraflow.engine.config import FSDPConfig, OptimConfig
 from hydraflow.generation.config import SamplingConfig
 from hydraflow.models.config import ModelConfig, ModelSourceConfig
@@ -25,6 +25,8 @@ class PPOConfig:
 
     strict: bool = False
     """Refuse keys that are given and have no effect, instead of only saying so."""
+    debug: bool = False
+    """One process per role, no deadlines, and Ray's debugger: breakpoint() in a worker waits for it. docs/debugging.md"""
     actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     reward: ModelRewardConfig = field(default_factory=ModelRewardConfig)
@@ -35,6 +37,8 @@ class PPOConfig:
     batch: BatchConfig = field(default_factory=BatchConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     ray_init: RayInitConfig = field(default_factory=RayInitConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    global_profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     recipe: RecipeConfig = field(default_factory=RecipeConfig)
 
 
@@ -44,6 +48,8 @@ class SFTConfig:
 
     strict: bool = False
     """Refuse keys that are given and have no effect, instead of only saying so."""
+    debug: bool = False
+    """One process per role, no deadlines, and Ray's debugger: breakpoint() in a worker waits for it. docs/debugging.md"""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: SFTDataConfig = field(default_factory=SFTDataConfig)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
@@ -51,6 +57,8 @@ class SFTConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     trainer: SFTTrainerConfig = field(default_factory=SFTTrainerConfig)
     ray_init: RayInitConfig = field(default_factory=RayInitConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    global_profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
 
 
 @dataclass
@@ -67,6 +75,8 @@ class GenerateConfig:
 
     strict: bool = False
     """Refuse keys that are given and have no effect, instead of only saying so."""
+    debug: bool = False
+    """One process per role, no deadlines, and Ray's debugger: breakpoint() in a worker waits for it. docs/debugging.md"""
     model: ModelSourceConfig = field(default_factory=ModelSourceConfig)
     rollout: SamplingConfig = field(default_factory=SamplingConfig)
     data: GenerateDataConfig = field(default_factory=GenerateDataConfig)

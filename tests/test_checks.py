@@ -66,8 +66,13 @@ def test_every_rule_names_a_field():
         ("actor_rollout_ref.actor.checkpoint", "load_contents", ["model", "hf_model"]),
         ("reward", "timeout", 0.0),
         ("reward", "timeout", math.inf),
-        ("reward", "num_workers", 0),
+        ("reward", "num_workers", -1),
         ("reward", "failure_score", math.nan),
+        ("log", "level", "loud"),
+        ("log", "console", "INFO"),
+        ("log", "max_megabytes", 0.0),
+        ("log", "keep", -1),
+        ("global_profiler", "ranks", []),
         ("algorithm", "gamma", 1.5),
     ],
 )
@@ -123,6 +128,42 @@ def test_fields_that_depend_on_each_other(change, field):
     config = valid()
     change(config)
     assert [problem.field for problem in problems(config)] == [field]
+
+
+DEBUG = "trainer.debug"
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"debug": True}, []),
+        ({"debug": True, "trainer.n_gpus_per_node": 2}, ["trainer.n_gpus_per_node"]),
+        ({f"{DEBUG}.local": True, "trainer.nnodes": 2, "trainer.n_gpus_per_node": 4}, ["trainer.nnodes", "trainer.n_gpus_per_node"]),
+        ({f"{DEBUG}.local": True, "debug": True}, ["debug"]),
+        ({f"{DEBUG}.train_only": True}, [f"{DEBUG}.load_rollouts"]),
+        ({f"{DEBUG}.train_only": True, f"{DEBUG}.load_rollouts": "dump"}, []),
+        (
+            {f"{DEBUG}.train_only": True, f"{DEBUG}.load_rollouts": "dump", f"{DEBUG}.rollout_only": True},
+            [f"{DEBUG}.rollout_only", f"{DEBUG}.load_rollouts"],
+        ),
+        ({f"{DEBUG}.save_rollouts": "dump", f"{DEBUG}.load_rollouts": "dump"}, [f"{DEBUG}.save_rollouts"]),
+        ({f"{DEBUG}.rollout_only": True, "trainer.keep_best": "x", "data.val_files": "val.parquet"}, ["trainer.keep_best"]),
+        ({f"{DEBUG}.save_rollouts": "dump", "trainer.val_only": True, "data.val_files": "val.parquet"}, ["trainer.val_only"]),
+        ({"global_profiler.tool": "torch"}, ["global_profiler.steps"]),
+        ({"global_profiler.tool": "npu", "global_profiler.steps": [1]}, ["global_profiler.tool"]),
+        ({"global_profiler.tool": "torch", "global_profiler.steps": []}, ["global_profiler.steps"]),
+        ({"global_profiler.tool": "torch", "global_profiler.steps": [0]}, ["global_profiler.steps"]),
+        ({"global_profiler.tool": "nsys", "global_profiler.steps": [1], f"{DEBUG}.local": True}, ["global_profiler.tool"]),
+    ],
+)
+def test_debugging_keys_fit_each_other(given, found):
+    config = valid()
+    for key, value in given.items():
+        *path, name = key.split(".")
+        setattr(functools.reduce(getattr, path, config), name, value)
+    told = problems(config)
+    assert [problem.field for problem in told] == found
+    assert all(problem.remedy for problem in told)
 
 
 def test_a_critic_warm_up_needs_a_critic():

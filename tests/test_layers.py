@@ -9,8 +9,9 @@ import pytest
 from source_tree import FILES, MODULES, imports, label, module_name, top_part, tree_of
 
 LAYERS = (
-    {"schema", "errors", "device", "durations", "network", "allocation", "logging_setup", "checks", "paths", "runnable"},
-    {"batch_plan", "memory", "metrics", "protocol", "algorithms", "models"},
+    {"schema", "errors", "device", "durations", "network", "allocation", "checks", "paths", "runnable"}
+    | {"logging_setup", "role_logs", "debugging"},
+    {"batch_plan", "memory", "metrics", "spans", "protocol", "algorithms", "models"},
     {"dispatch", "engine", "generation", "data", "rewards", "tracking"},
     {"workers"},
     {"trainer"},

@@ -287,6 +287,38 @@ _FILTERED = Idle(
     "data.filter_overlong_prompts=true leaves longer prompts out",
     "data.filter_overlong_prompts=false",
 )
+_PARTS = (
+    Idle(
+        "{actor_rollout_ref.actor.optim.**,critic.**,trainer.{save_freq,save_final_model,critic_warmup}}",
+        lambda c: c.trainer.debug.rollout_only,
+        "trainer.debug.rollout_only=true trains nothing",
+        "trainer.debug.rollout_only=false",
+    ),
+    Idle(
+        "trainer.{test_freq,val_before_train,log_val_generations}",
+        lambda c: c.trainer.debug.train_only,
+        "trainer.debug.train_only=true does not validate",
+        "trainer.debug.train_only=false",
+    ),
+    Idle(
+        "reward.{num_workers,timeout,failure_score,custom_reward_function.*}",
+        lambda c: c.trainer.debug.train_only,
+        "trainer.debug.train_only=true takes the scores of trainer.debug.load_rollouts",
+        "trainer.debug.train_only=false",
+    ),
+    Idle(
+        "reward.timeout",
+        lambda c: c.reward.num_workers == 0,
+        "rows that are scored in the process that asks have no time limit",
+        "reward.num_workers=1",
+    ),
+    Idle(
+        "reward.{num_workers,timeout}",
+        lambda c: c.debug or c.trainer.debug.local,
+        "a run that is debugged scores in the process that asks, without a time limit",
+        "debug=false trainer.debug.local=false",
+    ),
+)
 _RUN = (
     Idle("recipe.*", lambda c: c.recipe.name == "none", "recipe=none makes nothing", "recipe=arithmetic"),
     Idle(
@@ -310,6 +342,25 @@ _RUN = (
         "the running cluster counts its own",
         "ray_init.address=local",
     ),
+    Idle("ray_init.{address,num_cpus}", lambda c: c.trainer.debug.local, "trainer.debug.local=true does without Ray"),
+    Idle(
+        "log.console",
+        lambda c: c.trainer.debug.local,
+        "trainer.debug.local=true has one process, whose lines are on the console",
+        "trainer.debug.local=false",
+    ),
+    Idle(
+        "trainer.{rpc_timeout,start_timeout}",
+        lambda c: c.debug or c.trainer.debug.local,
+        "nothing has a deadline while it is debugged",
+        "debug=false trainer.debug.local=false",
+    ),
+    Idle(
+        "global_profiler.{steps,save_path,ranks}",
+        lambda c: c.global_profiler.tool is None,
+        "global_profiler.tool=null",
+        "global_profiler.tool=torch",
+    ),
 )
 RULES: dict[type, tuple[Idle, ...]] = {
     PPOConfig: (
@@ -317,9 +368,16 @@ RULES: dict[type, tuple[Idle, ...]] = {
         *_BATCHES,
         *_MATHEMATICS,
         *_GENERATION,
+        *_PARTS,
         _FILTERED,
         *_RUN,
         Idle("trainer.rollout_data_dir", lambda c: c.trainer.val_only, "trainer.val_only=true trains nothing", "trainer.val_only=false"),
+        Idle(
+            "trainer.rollout_data_dir",
+            lambda c: c.trainer.debug.load_rollouts is not None,
+            "trainer.debug.load_rollouts has the responses of an earlier run",
+            "trainer.debug.load_rollouts=null",
+        ),
     ),
     SFTConfig: (
         Idle(

@@ -14,6 +14,7 @@ from hydraflow.batch_plan.resolve import resolve_plan
 from hydraflow.batch_plan.roles import needs_critic
 from hydraflow.batch_plan.sft import resolve_sft_plan
 from hydraflow.compose.command import Command
+from hydraflow.debugging import applied
 from hydraflow.device import planned_devices
 from hydraflow.errors import ConfigError, Problem
 from hydraflow.models.config import ModelSourceConfig
@@ -26,6 +27,7 @@ from hydraflow.trainer.config import ClusterConfig
 
 def judge_ppo(config: PPOConfig, command: Command) -> Sequence[Problem]:
     """Missing files, broken rules of the batch plan, and what can be planned but not run yet."""
+    config = applied(config)
     prompts = config.recipe.train_problems if config.recipe.name != "none" else None
     found = [*_missing_for_ppo(config), *not_runnable(config)]
     here = replace(config, cluster=ClusterConfig())  # cluster.* is for python -m hydraflow.plan alone
@@ -38,6 +40,7 @@ def judge_ppo(config: PPOConfig, command: Command) -> Sequence[Problem]:
 
 def judge_sft(config: SFTConfig, command: Command) -> Sequence[Problem]:
     """Missing files, and broken rules of the batch plan."""
+    config = applied(config)
     data = config.data
     found = [*_missing_model(config.model, "model"), *_missing({"data.train_files": data.train_files, "data.val_files": data.val_files})]
     try:

@@ -84,6 +84,8 @@ ALIASES: dict[str, Alias] = {
         "actor_rollout_ref.rollout.update_weights_bucket_megabytes"
     ),
     "data.seed": Alias("trainer.seed", SEED),
+    "{ray_kwargs,ray_init}.timeline_json_file": Alias("{ray_init,ray_init}.timeline_file"),
+    "trainer.profile_steps": Alias("global_profiler.steps"),
     "trainer.val_generations_to_log_to_wandb": Alias("trainer.log_val_generations"),
     "reward_model.num_workers": Alias("reward.num_workers"),
     "reward_model.{enable,enable_resource_pool,nnodes,n_gpus_per_node}": Alias(
@@ -313,9 +315,12 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "trainer.v1.{colocate_async,separate_async,sampler}.**": Unsupported(
         "shape asynchronous training", instead="async_training.staleness_threshold=... async_training.trigger_parameter_sync_step=..."
     ),
-    "trainer.{profile_steps,npu_profile.**,worker_nsight_options.**,controller_nsight_options.**}": Unsupported("profile steps", (None,)),
-    "global_profiler.**": Unsupported("profile steps"),
-    "skip.*.*": Unsupported("use responses of an earlier run again"),
+    "trainer.{npu_profile.**,worker_nsight_options.**,controller_nsight_options.**}": Unsupported("shape profiles", (None,)),
+    "global_profiler.{profile_continuous_steps,relocate_results,finish_hook_cmd,finish_hook_all_ranks,finish_hook_ranks}": Unsupported(
+        "shape profiles"
+    ),
+    "global_profiler.global_tool_config.**": Unsupported("shape profiles"),
+    "skip.*.*": Unsupported("use responses of an earlier run again", instead="trainer.debug.load_rollouts=..."),
     "rollout.{nnodes,n_gpus_per_node,n,total_rollout_steps,test_freq}": Unsupported(
         "set up fully asynchronous training", instead="actor_rollout_ref.rollout.nnodes=... actor_rollout_ref.rollout.n_gpus_per_node=..."
     ),
@@ -330,9 +335,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
     ),
     "ray_init.{include_dashboard,dashboard_host,dashboard_port,log_to_driver,logging_level,configure_logging}": Unsupported(
         "be handed to ray.init", (None, False)
-    ),
-    "{ray_kwargs.timeline_json_file,ray_init.timeline_json_file,ray_init.timeline_file}": Unsupported(
-        "write Ray's timeline to this file", (None,)
     ),
 }
 """What cannot be honoured yet."""

@@ -1,4 +1,4 @@
-"""Configuration of Ray. Standard library only."""
+"""Configuration of Ray, and of how its processes are watched. Standard library only."""
 
 from __future__ import annotations
 
@@ -22,3 +22,33 @@ class RayInitConfig:
     num_cpus: int | None = None
     """CPUs that a local cluster counts; null: those this process may use, and at least what the worker groups ask for."""
     runtime_env: RuntimeEnvConfig = field(default_factory=RuntimeEnvConfig)
+    timeline_file: str | None = None
+    """File for a Chrome trace of phases, calls and Ray's tasks, written at the end and on failure; opens in ui.perfetto.dev. null: none."""
+
+
+@dataclass
+class LogConfig:
+    """What is written to <run>/logs/, one file for each role and rank."""
+
+    level: str = "info"
+    """Least level that is written, on the console too: debug, info, warning or error; debug is for hydraflow's own lines."""
+    console: str | None = None
+    """Least level of the workers' lines that the console shows, too; of equal lines of many workers one. null: none."""
+    max_megabytes: float = 50.0
+    """Size at which a file is set aside (.log.1, .log.2, ...) and a new one begun."""
+    keep: int = 3
+    """Files set aside that stay, of each role and rank."""
+
+
+@dataclass
+class ProfilerConfig:
+    """Profiles of single training steps."""
+
+    tool: str | None = None
+    """torch (operators), torch_memory (allocations) or nsys (Nsight Systems); null: no profiles."""
+    steps: list[int] | None = None
+    """Training steps that are profiled; null: none."""
+    save_path: str | None = None
+    """Folder for the profiles, step_N/<roles>-<rank>.*; null: profile/ in the run folder."""
+    ranks: list[int] | None = field(default_factory=lambda: [0])
+    """Ranks of each worker group that are profiled; null: all."""

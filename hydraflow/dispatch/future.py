@@ -17,11 +17,11 @@ import ray
 from ray import ObjectRef
 
 from hydraflow.dispatch.head import Head
-from hydraflow.dispatch.shards import Chosen, LateShard, Promised
+from hydraflow.dispatch.shards import LateShard, Promised
+from hydraflow.dispatch.timeline import Timeline
 from hydraflow.dispatch.transport import Parcel, Traffic, unpack
 from hydraflow.dispatch.worker import DECISIONS, Failure, log_tail
 from hydraflow.errors import ConfigError, HydraflowError, WorkerError
-from hydraflow.protocol.remote import RemoteBatch
 
 SLICE = 0.25
 """Seconds of waiting for all ranks of a call, after which those that have answered are looked at: one may have failed."""
@@ -37,7 +37,7 @@ class Crew(Protocol):
     def end(self, error: HydraflowError) -> None:
         """Kills the processes and refuses further calls with `error`."""
 
-    def log_of(self, rank: int) -> str:
+    def log_of(self, rank: int, role: str) -> str:
         """Path of a rank's log; empty while unknown."""
 
 
@@ -67,15 +67,17 @@ class Ticket:
 
     def error(self, cause: str) -> WorkerError:
         """This call's error, with the end of the rank's log."""
-        tail = log_tail(self.crew.log_of(self.rank))
+        tail = log_tail(self.crew.log_of(self.rank, self.role))
         return WorkerError(role=self.role, rank=self.rank, node=self.node, method=self.method, cause=cause, log_tail=tail)
 
 
 class Ledger:
     """All calls under way. Used by one thread."""
 
-    def __init__(self, traffic: Traffic):
-        self.traffic = traffic
+    def __init__(self, traffic: Traffic, timeline: Timeline):
+        self.traffic, self.timeline = traffic, timeline
+        self.stacks: Callable[[str], str] | None = None
+        """Writes down where all workers stand, for the reason that it is given; returns the file. None: nobody does."""
         self.head: Head | None = None
         """Looked at while waiting; None: nobody does."""
         self.pending: dict[ObjectRef, Ticket] = {}
@@ -135,6 +137,7 @@ class Ledger:
 
     def _opened(self, ticket: Ticket, parcel: Parcel) -> Any:
         self.traffic.received += parcel.nbytes
+        self.timeline.note(ticket.role, ticket.rank, parcel.spans)
         self.traffic.worked += max(0.0, parcel.seconds - ticket.work.seconds)
         ticket.work.seconds = max(ticket.work.seconds, parcel.seconds)
         return unpack(parcel)
@@ -155,7 +158,11 @@ class Ledger:
         first = min(late, key=lambda ticket: (ticket.deadline, ticket.rank))
         ranks = sorted({ticket.rank for ticket in late if ticket.crew is first.crew})
         others = f" (nor from ranks {ranks[1:]})" if len(ranks) > 1 else ""
-        self._end({first.crew}, first.error(f"no answer in {first.seconds:g} seconds{others}"))
+        cause = f"no answer in {first.seconds:g} seconds{others}"
+        if self.stacks is not None:
+            self._keep(self._ready([], 0.0))  # who has told about itself meanwhile
+            cause += f"; stacks of all workers: {self.stacks(f'{first.role} rank {first.rank}, {first.method}: {cause}')}"
+        self._end({first.crew}, first.error(cause))
 
     def _end(self, crews: set[Crew], error: HydraflowError) -> None:
         """A group whose workers decided to stop keeps its processes: they may be writing a checkpoint still."""
@@ -191,7 +198,7 @@ def _first_lines(error: Exception) -> str:
 
 
 class Future(Promised):
-    """The result of a call that may still run. As an argument of another call it is passed on without being awaited."""
+    """The result of a call to worker processes."""
 
     def __init__(
         self,
@@ -206,7 +213,6 @@ class Future(Promised):
         self._ledger, self._crew, self._refs, self._answers = ledger, crew, refs, answers
         self._collectors, self._collect = list(collectors), collect
         self.joins = joins
-        """Whether it can be passed on before it is made: the mode joins batches."""
 
     def get(self) -> Any:
         """Waits for the result. WorkerError as in `WorkerGroup`."""
@@ -220,10 +226,6 @@ class Future(Promised):
         """Whether `get` would return at once. WorkerError when a call under way has failed."""
         self._ledger.peek()
         return len(self._answers) == len(self._refs) or self._crew.error is not None
-
-    def columns(self, *keys: str) -> Promised | RemoteBatch:
-        """To pass on these columns alone; awaited first where the mode does not join batches."""
-        return Chosen(self, keys) if self.joins else self.get().select(list(keys), [], [])
 
     def shards(self, parts: int, padding: bool) -> list[LateShard]:
         """Shards that the receiving workers cut themselves."""

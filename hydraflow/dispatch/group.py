@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -20,8 +22,13 @@ from ray import ObjectRef
 from hydraflow.dispatch.future import Future, Ledger, Ticket, Work
 from hydraflow.dispatch.modes import Coordinates, Registration, registration
 from hydraflow.dispatch.placement import Reservation
-from hydraflow.dispatch.shards import is_batch, split
+from hydraflow.dispatch.profile import Profile
+from hydraflow.dispatch.profiler import nsight_options
+from hydraflow.dispatch.shards import Promised, is_batch, split
+from hydraflow.dispatch.stacks import ProcessFacts
+from hydraflow.dispatch.timeline import Timeline
 from hydraflow.dispatch.transport import Outbox, Receipt, Traffic, read_columns
+from hydraflow.dispatch.watch import Watch
 from hydraflow.dispatch.worker import Call, RoleSpec, WorkerHost
 from hydraflow.errors import HydraflowError, WorkerError
 from hydraflow.protocol.batch import DataProto
@@ -42,16 +49,57 @@ class Limits:
 
 @dataclass
 class Channel:
-    """What all groups of a runtime share: calls under way, bytes counted, limits."""
+    """What all groups of a runtime share: calls under way, bytes counted, limits, and what watches them."""
 
     limits: Limits = field(default_factory=Limits)
     traffic: Traffic = field(default_factory=Traffic)
+    watch: Watch = field(default_factory=Watch)
+    timeline: Timeline = field(default_factory=Timeline)
 
     def __post_init__(self) -> None:
-        self.ledger = Ledger(self.traffic)
+        self.ledger = Ledger(self.traffic, self.timeline)
 
 
-class WorkerGroup:
+class Group(ABC):
+    """Workers that hold the same roles, wherever they run."""
+
+    roles: dict[str, RoleSpec]
+    channel: Channel
+    processes: dict[int, ProcessFacts]
+    """Those that have said where they run, by rank."""
+
+    @property
+    @abstractmethod
+    def world_size(self) -> int:
+        """Ranks."""
+
+    @abstractmethod
+    def await_ready(self) -> None:
+        """Waits until all workers are built. ConfigError when one finds a mistake of the user's, WorkerError when it cannot otherwise."""
+
+    @abstractmethod
+    def perform(self, role: str, method: str, plan: Registration, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Makes a call as its declaration says; returns its result or what promises it."""
+
+    @abstractmethod
+    def start_profile(self, tool: str, folder: str, ranks: Sequence[int] | None) -> None:
+        """Begins a profile in the processes of those ranks; None: all. WorkerError when one cannot."""
+
+    @abstractmethod
+    def stop_profile(self, ranks: Sequence[int] | None) -> None:
+        """Ends and writes it."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Ends the workers."""
+
+    def role(self, name: str) -> RoleGroup:
+        """The workers of one role."""
+        assert name in self.roles, f"no role {name!r} in this group; there are {', '.join(self.roles)}"
+        return RoleGroup(self, name)
+
+
+class WorkerGroup(Group):
     """Processes of one pool that hold the same roles.
 
     The constructor returns at once, so that several groups start at the same time; `await_ready` waits.
@@ -74,10 +122,15 @@ class WorkerGroup:
         self.error: HydraflowError | None = None
         self._meshes: dict[tuple[str, str], list[Coordinates]] = {}
         host: Any = ray.remote(WorkerHost)
-        shared = (device_type, reservation.pool.threads, channel.limits.call, sys.path)
-        options = [reservation.actor_options(seat.rank, env_vars) for seat in self.seats]
-        self._hosts: list[Any] = [host.options(**given).remote(seat, *shared) for given, seat in zip(options, self.seats, strict=True)]
-        self._logs: dict[int, str] = {}
+        watch = channel.watch
+        shared = (device_type, reservation.pool.threads, channel.limits.call, sys.path, watch, next(iter(roles)))
+        variables = dict(env_vars or {}) | watch.environment()
+        options = [
+            reservation.actor_options(seat.rank, variables, nsight_options(watch, "+".join(roles), seat.rank, device_type))
+            for seat in self.seats
+        ]
+        self._hosts: list[Any] = [host.options(**told).remote(seat, *shared) for seat, told in zip(self.seats, options, strict=True)]
+        self.processes = {}
         self._starting = self._build()
         self._ready = False
 
@@ -87,15 +140,18 @@ class WorkerGroup:
         return len(self.seats)
 
     def _build(self) -> list[ObjectRef]:
+        identified = {rank: host.identify.remote() for rank, host in enumerate(self._hosts)}
         rendezvous = self._hosts[0].rendezvous.remote()
         roles = Outbox(self.channel.traffic).slot(self.roles)
-        refs = [host.build.remote(roles, rendezvous) for host in self._hosts]
-        self._owe(refs, WORKER_PROCESS, "__init__", self.channel.limits.start, self._logs)
-        return refs
+        built = {rank: host.build.remote(roles, rendezvous) for rank, host in enumerate(self._hosts)}
+        self._owe(identified, WORKER_PROCESS, "__init__", self.channel.limits.start, self.processes)
+        self._owe(built, WORKER_PROCESS, "__init__", self.channel.limits.start, {})
+        return [*identified.values(), *built.values()]
 
-    def _owe(self, refs: Sequence[ObjectRef], role: str, method: str, seconds: float, answers: dict[int, Any]) -> None:
+    def _owe(self, refs: Mapping[int, ObjectRef], role: str, method: str, seconds: float, answers: dict[int, Any]) -> None:
         deadline, work = time.monotonic() + seconds, Work()
-        for ref, seat in zip(refs, self.seats, strict=False):
+        for rank, ref in refs.items():
+            seat = self.seats[rank]
             ticket = Ticket(self, role, seat.rank, seat.node, method, seconds, deadline, answers, work)
             self.channel.ledger.pending[ref] = ticket
 
@@ -109,14 +165,37 @@ class WorkerGroup:
             self.channel.ledger.settle(self._starting)
             self._ready = True
 
-    def role(self, name: str) -> RoleGroup:
-        """The workers of one role."""
-        assert name in self.roles, f"no role {name!r} in this group; there are {', '.join(self.roles)}"
-        return RoleGroup(self, name)
+    def perform(self, role: str, method: str, plan: Registration, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """WorkerError when a rank fails; ValueError when rows do not divide and the method takes no padding."""
+        self.await_ready()
+        site = _Site(self, role, method, plan.padding)
+        settled = [_settled(value) for value in args]
+        positional, named = plan.mode.dispatch_fn(site, *settled, **{name: _settled(value) for name, value in kwargs.items()})
+        future = self._sent(plan, site, positional, named)
+        return future.get() if plan.blocking else future
 
-    def log_of(self, rank: int) -> str:
+    def _sent(self, plan: Registration, site: _Site, positional: Sequence[Sequence[Any]], named: Mapping[str, Sequence[Any]]) -> Future:
+        outbox = _Batches(Outbox(self.channel.traffic))
+        collectors = plan.mode.collectors(site)
+        # The process writes where it stands shortly before the controller gives up, so that the log tail shows it.
+        seconds = max(0.1, self.channel.limits.call * 0.98 - 0.2)
+        calls = {}
+        for rank in [0] if plan.mode.rank_zero else range(self.world_size):
+            args = [outbox.slot(values[rank]) for values in positional]
+            kwargs = {name: outbox.slot(values[rank]) for name, values in named.items()}
+            calls[rank] = Call(site.role, site.method, args, kwargs, plan.read_only, rank in collectors, seconds)
+        answers: dict[int, Any] = {}
+        refs = self.send(calls, answers)
+        return Future(self.channel.ledger, self, refs, answers, collectors, _collector(plan, site), plan.mode.joins)
+
+    def log_of(self, rank: int, role: str) -> str:
         """Path of a rank's log on its node; empty while unknown."""
-        return self._logs.get(rank, "")
+        logs = self.channel.watch.logs
+        if logs is None:
+            return self.processes[rank].log if rank in self.processes else ""
+        names = [role] if role in self.roles else list(self.roles)
+        files = [path for name in names if (path := Path(logs.folder) / f"{name}-{rank}.log").exists()]
+        return str(max(files, key=lambda path: path.stat().st_mtime)) if files else ""
 
     def require_alive(self) -> None:
         """Raises what ended the group, if something did."""
@@ -142,9 +221,9 @@ class WorkerGroup:
         """Places of all ranks in a mesh, asked once and kept. ValueError when they contradict each other."""
         if (role, name) not in self._meshes:
             answers: dict[int, Any] = {}
-            refs = [host.coordinates.remote(role, name) for host in self._hosts]
+            refs = {rank: host.coordinates.remote(role, name) for rank, host in enumerate(self._hosts)}
             self._owe(refs, role, f"mesh_coordinates({name!r})", self.channel.limits.call, answers)
-            self.channel.ledger.settle(refs)
+            self.channel.ledger.settle(list(refs.values()))
             self._meshes[role, name] = _checked([answers[rank] for rank in range(self.world_size)], name)
         return self._meshes[role, name]
 
@@ -153,8 +232,22 @@ class WorkerGroup:
         refs = {rank: self._hosts[rank].invoke.remote(call) for rank, call in calls.items()}
         call = next(iter(calls.values()))
         self.channel.traffic.calls += 1
-        self._owe(list(refs.values()), call.role, call.method, self.channel.limits.call, answers)
+        self._owe(refs, call.role, call.method, self.channel.limits.call, answers)
         return refs
+
+    def start_profile(self, tool: str, folder: str, ranks: Sequence[int] | None) -> None:
+        """Begins a profile in the processes of those ranks; None: all. WorkerError when one cannot."""
+        profile = Profile(tool, folder, "+".join(self.roles))
+        self._on(ranks, "start_profile", lambda host: host.start_profile.remote(profile))
+
+    def stop_profile(self, ranks: Sequence[int] | None) -> None:
+        """Ends and writes it."""
+        self._on(ranks, "stop_profile", lambda host: host.stop_profile.remote())
+
+    def _on(self, ranks: Sequence[int] | None, method: str, ask: Callable[[Any], ObjectRef]) -> None:
+        refs = {rank: ask(host) for rank, host in enumerate(self._hosts) if ranks is None or rank in ranks}
+        self._owe(refs, next(iter(self.roles)), method, self.channel.limits.call, {})
+        self.channel.ledger.settle(list(refs.values()))
 
 
 def _checked(places: list[Coordinates], mesh: str) -> list[Coordinates]:
@@ -185,7 +278,7 @@ class _Site:
 class RoleGroup:
     """The workers of one role, one in each process of the group."""
 
-    def __init__(self, group: WorkerGroup, name: str):
+    def __init__(self, group: Group, name: str):
         self.group = group
         self.name = name
 
@@ -200,34 +293,13 @@ class RoleGroup:
         DataProto, RemoteBatch and Future arguments are divided by the method's mode; others go to every rank.
         WorkerError when a rank fails; ValueError when rows do not divide and the method takes no padding.
         """
-        plan = self._plan(method)
-        self.group.await_ready()
-        site = _Site(self.group, self.name, method.__name__, plan.padding)
-        settled = [_settled(value) for value in args]
-        positional, named = plan.mode.dispatch_fn(site, *settled, **{name: _settled(value) for name, value in kwargs.items()})
-        future = self._sent(plan, site, positional, named)
-        return future.get() if plan.blocking else future
+        return self.group.perform(self.name, method.__name__, self._plan(method), args, kwargs)
 
     def _plan(self, method: Callable[..., Any]) -> Registration:
         cls = self.group.roles[self.name].cls
         if not any(vars(base).get(method.__name__) is method for base in cls.__mro__):
             raise TypeError(f"{method.__qualname__} is no method of {cls.__qualname__}, the class of role {self.name!r}")
         return registration(method)
-
-    def _sent(self, plan: Registration, site: _Site, positional: Sequence[Sequence[Any]], named: Mapping[str, Sequence[Any]]) -> Future:
-        outbox = _Batches(Outbox(self.group.channel.traffic))
-        collectors = plan.mode.collectors(site)
-        # The process writes where it stands shortly before the controller gives up, so that the log tail shows it.
-        seconds = max(0.1, self.group.channel.limits.call * 0.98 - 0.2)
-        calls = {}
-        for rank in [0] if plan.mode.rank_zero else range(self.world_size):
-            args = [outbox.slot(values[rank]) for values in positional]
-            kwargs = {name: outbox.slot(values[rank]) for name, values in named.items()}
-            calls[rank] = Call(self.name, site.method, args, kwargs, plan.read_only, rank in collectors, seconds)
-        answers: dict[int, Any] = {}
-        refs = self.group.send(calls, answers)
-        collect = _collector(plan, site)
-        return Future(self.group.channel.ledger, self.group, refs, answers, collectors, collect, plan.mode.joins)
 
     def fetch(self, batch: RemoteBatch, keys: Sequence[str] | None = None) -> DataProto:
         """Reads columns into the controller; None: all."""
@@ -251,7 +323,7 @@ class _Batches:
 
 
 def _settled(value: Any) -> Any:
-    return value.get() if isinstance(value, Future) and not value.joins else value
+    return value.get() if isinstance(value, Promised) and not value.joins else value
 
 
 def _collector(plan: Registration, site: _Site) -> Callable[[list[Any]], Any]:

@@ -101,19 +101,18 @@ class Reservation:
     bundles: list[int]
     """Bundle of the placement group by rank."""
 
-    def actor_options(self, rank: int, env_vars: Mapping[str, str] | None = None) -> dict[str, Any]:
-        """Ray's options for the process of a rank, with these environment variables."""
+    def actor_options(self, rank: int, environment: Mapping[str, str], nsight: Mapping[str, str] | None) -> dict[str, Any]:
+        """Ray's options for the process of a rank. `environment`: variables that it gets. `nsight`: options of Nsight Systems."""
         pool = self.pool
         options: dict[str, Any] = dict(
             num_cpus=pool.cpus_per_process / pool.groups,
             num_gpus=pool.gpus_per_process / pool.groups,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundles[rank]),
         )
-        # Ray itself says 1 for a process of one CPU; a runtime_env costs 0.4 s at the start, so only where it is needed.
-        threads = {"OMP_NUM_THREADS": str(pool.threads)} if pool.threads > 1 else {}
-        if variables := threads | dict(env_vars or {}):
-            options["runtime_env"] = {"env_vars": variables}
-        return options
+        # Ray itself says 1 thread for a process of one CPU; a runtime_env costs 0.4 s at the start, so only where it is needed.
+        variables = ({"OMP_NUM_THREADS": str(pool.threads)} if pool.threads > 1 else {}) | dict(environment)
+        runtime_env = ({"env_vars": variables} if variables else {}) | ({"nsight": dict(nsight)} if nsight else {})
+        return options | ({"runtime_env": runtime_env} if runtime_env else {})
 
 
 def reserve(pools: Sequence[ResourcePool], *, timeout: float, growing: bool) -> dict[str, Reservation]:

@@ -12,7 +12,8 @@ import math
 import signal
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -24,24 +25,32 @@ from ray.exceptions import AuthenticationError
 from hydraflow.device import usable_cores
 from hydraflow.dispatch.cluster import refusal
 from hydraflow.dispatch.config import RayInitConfig
-from hydraflow.dispatch.group import Channel, Limits, WorkerGroup, fetch
+from hydraflow.dispatch.group import Channel, Group, Limits, WorkerGroup, fetch
 from hydraflow.dispatch.head import Head, end_without_head
 from hydraflow.dispatch.placement import Reservation, ResourcePool, cpus_needed, release, reserve
+from hydraflow.dispatch.stacks import Named, names_of, write_stacks
+from hydraflow.dispatch.timeline import Timeline, ray_events
 from hydraflow.dispatch.transport import Traffic
+from hydraflow.dispatch.watch import Watch
 from hydraflow.dispatch.worker import RoleSpec
 from hydraflow.errors import ConfigError
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import RemoteBatch
+from hydraflow.role_logs import CONTROLLER
+from hydraflow.spans import Span, now
+
+log = logging.getLogger(__name__)
 
 PROBE_SECONDS = 5.0
 """How long a cluster's address may take to accept a connection."""
 
 
-def start_ray(config: RayInitConfig, cpus: float, gpus: int | None = None) -> bool:
+def start_ray(config: RayInitConfig, cpus: float, gpus: int | None = None, *, console: bool = False) -> bool:
     """Starts or joins Ray; True when it is ours to stop. A Ray that this process already uses is used as it is.
 
     cpus: logical CPUs that the pools need; a local cluster counts at least so many, whatever the machine has.
-    gpus: GPUs that a local cluster counts; None: all that Ray finds. ConfigError when there is no cluster at the address.
+    gpus: GPUs that a local cluster counts; None: all that Ray finds. console: show here what processes write to Ray's files, of
+    equal lines one (RAY_DEDUP_LOGS=0 in the environment shows all). ConfigError when there is no cluster at the address.
     The processes of a local cluster are deaf to SIGUSR1, with which Slurm warns every process of a step: only this one shall act on it.
     """
     if ray.is_initialized():
@@ -49,7 +58,7 @@ def start_ray(config: RayInitConfig, cpus: float, gpus: int | None = None) -> bo
     handler = signal.getsignal(signal.SIGTERM)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     try:
-        _start(config, cpus, gpus)
+        _start(config, cpus, gpus, console)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if threading.current_thread() is threading.main_thread():
@@ -58,8 +67,8 @@ def start_ray(config: RayInitConfig, cpus: float, gpus: int | None = None) -> bo
     return True
 
 
-def _start(config: RayInitConfig, cpus: float, gpus: int | None) -> None:
-    quiet: dict[str, Any] = dict(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+def _start(config: RayInitConfig, cpus: float, gpus: int | None, console: bool) -> None:
+    quiet: dict[str, Any] = dict(include_dashboard=False, log_to_driver=console, logging_level=logging.ERROR)
     if config.address == "local":
         ray.init(address="local", num_cpus=_local_cpus(config, math.ceil(cpus)), num_gpus=gpus, **quiet)
     else:
@@ -119,25 +128,31 @@ class Runtime:
     >>> runtime.await_ready()  # doctest: +SKIP
     """
 
-    def __init__(self, ray_init: RayInitConfig, limits: Limits, *, device_type: str = "cpu"):
+    def __init__(self, ray_init: RayInitConfig, limits: Limits, *, device_type: str = "cpu", watch: Watch | None = None):
         self.ray_init = ray_init
         self.device_type = device_type
-        self.channel = Channel(limits)
-        self.groups: list[WorkerGroup] = []
+        self.timeline = Timeline(ray_init.timeline_file)
+        self.watch = replace(watch or Watch(), traced=self.timeline.wanted)
+        self.channel = Channel(limits, watch=self.watch, timeline=self.timeline)
+        self.groups: list[Group] = []
         self._reservations: dict[str, Reservation] = {}
         self._owns_ray = False
+        self._ended: list[Named] = []
+        """Processes of groups that were ended."""
 
     def start(self, pools: Sequence[ResourcePool]) -> None:
         """Starts or joins Ray and reserves the pools. ConfigError naming what the cluster lacks, before any process starts.
 
         May be called again for more pools; a local cluster counts its CPUs at the first call.
         """
-        self._owns_ray = start_ray(self.ray_init, cpus_needed(pools)) or self._owns_ray
+        console = self.watch.logs is not None and self.watch.logs.console is not None
+        self._owns_ray = start_ray(self.ray_init, cpus_needed(pools), console=console) or self._owns_ray
+        self.channel.ledger.stacks = self._write_stacks
         self.channel.ledger.head = self.channel.ledger.head or Head.of_this_process()
         growing = self.ray_init.address != "local"
         self._reservations |= reserve(pools, timeout=self.channel.limits.start, growing=growing)
 
-    def group(self, pool: str, roles: Mapping[str, RoleSpec]) -> WorkerGroup:
+    def group(self, pool: str, roles: Mapping[str, RoleSpec]) -> Group:
         """A group in a reserved pool; its processes start while the caller goes on (`await_ready`)."""
         env_vars = self.ray_init.runtime_env.env_vars
         self.groups.append(WorkerGroup(self._reservations[pool], roles, self.channel, device_type=self.device_type, env_vars=env_vars))
@@ -145,11 +160,14 @@ class Runtime:
 
     def await_ready(self) -> None:
         """Waits until the workers of all groups are built. ConfigError or WorkerError when one cannot be, as in `WorkerGroup`."""
+        start = now()
         for group in self.groups:
             group.await_ready()
+        self.timeline.note(CONTROLLER, 0, [Span("start workers", start, now() - start)])
 
-    def end(self, group: WorkerGroup) -> None:
+    def end(self, group: Group) -> None:
         """Ends one group and makes room in its pool."""
+        self._ended += names_of(group.processes, list(group.roles))
         group.stop()
         self.groups.remove(group)
 
@@ -161,11 +179,28 @@ class Runtime:
         """Calls and bytes through the controller so far; subtract two to get those between."""
         return replace(self.channel.traffic)
 
+    @contextmanager
+    def profiled(self, step: int) -> Iterator[None]:
+        """Its body is training step `step`, which is profiled if `global_profiler` asks for it."""
+        profiler = self.watch.profiler
+        if profiler is None or profiler.tool is None or step not in (profiler.steps or ()):
+            yield
+            return
+        folder = f"{self.watch.profiles}/step_{step}"
+        for group in self.groups:
+            group.start_profile(profiler.tool, folder, profiler.ranks)
+        yield
+        for group in self.groups:
+            group.stop_profile(profiler.ranks)
+        log.info("profile of step %d: %s", step, folder)
+
     def stop(self) -> None:
-        """Ends all groups, gives the pools back and, if Ray was started here, ends Ray. May be called twice."""
+        """Writes the timeline, ends all groups, gives the pools back and, if Ray was started here, ends Ray. May be called twice."""
+        gone = self.channel.ledger.head is not None and self.channel.ledger.head.is_gone
+        self._write_timeline(with_ray=ray.is_initialized() and not gone)
         if not ray.is_initialized():
             return
-        if self.channel.ledger.head is not None and self.channel.ledger.head.is_gone:
+        if gone:
             end_without_head()
             return
         for group in self.groups:
@@ -174,6 +209,19 @@ class Runtime:
         self.groups, self._reservations = [], {}
         if self._owns_ray:
             stop_ray()
+
+    def _processes(self) -> list[Named]:
+        return [process for group in self.groups for process in names_of(group.processes, list(group.roles))]
+
+    def _write_stacks(self, why: str) -> str:
+        return write_stacks(self.watch.stacks_folder(), why, self._processes())
+
+    def _write_timeline(self, *, with_ray: bool) -> None:
+        if not self.timeline.wanted:
+            return
+        workers = {process.facts.worker_id: process.name for process in [*self._ended, *self._processes()]}
+        self.timeline.write(ray_events() if with_ray else [], workers)
+        self.timeline.path = None  # a second call of `stop` has nothing to add
 
     def __enter__(self) -> Runtime:
         return self

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ray import ObjectRef
 
@@ -40,11 +41,43 @@ class LateShard:
 
 
 class Promised(ABC):
-    """A batch that is still being made."""
+    """The result of a call that may still run. As an argument of another call it is passed on without being awaited."""
+
+    joins: bool
+    """Whether it can be passed on before it is made: the mode joins batches."""
 
     @abstractmethod
-    def shards(self, parts: int, padding: bool) -> list[LateShard]:
-        """Shards that the receiving workers cut themselves."""
+    def get(self) -> Any:
+        """Waits for the result. WorkerError when its call, or another one under way, fails."""
+
+    @abstractmethod
+    def shards(self, parts: int, padding: bool) -> list[LateShard] | list[Shard]:
+        """One for each rank that receives a part; late ones are cut by the receiving workers themselves."""
+
+    def columns(self, *keys: str) -> Promised | RemoteBatch:
+        """To pass on these columns of a batch alone; awaited first where the mode does not join batches."""
+        return Chosen(self, keys) if self.joins else self.get().select(list(keys), [], [])
+
+
+class Ready(Promised):
+    """A result that is there already.
+
+    >>> Ready(7).get()
+    7
+    """
+
+    joins = False
+
+    def __init__(self, value: Any):
+        self._value = value
+
+    def get(self) -> Any:
+        """The result."""
+        return self._value
+
+    def shards(self, parts: int, padding: bool) -> list[LateShard] | list[Shard]:
+        """Those of the batch."""
+        return split(self._value, parts, padding=padding)
 
 
 @dataclass(frozen=True)
@@ -53,10 +86,18 @@ class Chosen(Promised):
 
     whole: Promised
     keys: tuple[str, ...]
+    joins = True
+
+    def get(self) -> RemoteBatch:
+        """Waits for the whole batch."""
+        batch: RemoteBatch = self.whole.get()
+        return batch.select(list(self.keys), [], [])
 
     def shards(self, parts: int, padding: bool) -> list[LateShard]:
         """Shards that the receiving workers cut themselves."""
-        return [replace(shard, keys=self.keys) for shard in self.whole.shards(parts, padding)]
+        late = [shard for shard in self.whole.shards(parts, padding) if isinstance(shard, LateShard)]
+        assert len(late) == parts, "what joins batches is cut by those who receive it"
+        return [replace(shard, keys=self.keys) for shard in late]
 
 
 def is_batch(value: object) -> bool:

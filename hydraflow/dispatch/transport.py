@@ -21,6 +21,7 @@ from hydraflow.errors import EnvironmentFault
 from hydraflow.protocol import wire
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import Column, ColumnRef, RemoteBatch
+from hydraflow.spans import Span
 
 BUNDLE_LIMIT = 256 * 1024
 """Bytes up to which all columns of an answer rest in one object."""
@@ -36,6 +37,8 @@ class Parcel(NamedTuple):
     refs: list[ObjectRef]
     seconds: float = 0.0
     """For an answer: how long the method ran, without transport."""
+    spans: tuple[Span, ...] = ()
+    """For an answer: what the process did since its last one, where that is wanted."""
 
     @property
     def nbytes(self) -> int:

@@ -25,15 +25,18 @@ from ray import ObjectRef
 
 from hydraflow.dispatch.environment import settle
 from hydraflow.dispatch.modes import Coordinates
+from hydraflow.dispatch.profile import Profile, region
 from hydraflow.dispatch.shards import LateShard, Shard, part_of, real_rows
+from hydraflow.dispatch.stacks import ProcessFacts
 from hydraflow.dispatch.transport import Parcel, Receipt, join, opened, pack, put_batch, read_columns, unpack
+from hydraflow.dispatch.watch import Watch, of_role
 from hydraflow.errors import ConfigError, DoesNotFit, GuardStop, HydraflowError, WorkerError
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import materialise
+from hydraflow.role_logs import STANDARD_ERROR, write_stacks_when_asked
+from hydraflow.spans import Recorder, record_into, span
 
 LOG_LINES = 30
-STANDARD_ERROR = 2
-"""File number; what is written there lands in the process's log."""
 FRAMES = 4
 """Innermost stack frames that an error message shows."""
 
@@ -83,6 +86,9 @@ class Worker:
         """Where this worker stands in a named mesh; by default every rank is a data rank of its own."""
         return Coordinates(self.process.rank, self.process.world_size, True)
 
+    def close(self) -> None:
+        """Ends what the worker started, where its process goes on without it."""
+
 
 @dataclass(frozen=True)
 class RoleSpec:
@@ -123,17 +129,30 @@ class Failure:
 class WorkerHost:
     """The actor. Every public method answers with a parcel."""
 
-    def __init__(self, seat: Seat, device_type: str, threads: int, timeout_s: float, import_path: Sequence[str]):
+    def __init__(
+        self, seat: Seat, device_type: str, threads: int, timeout_s: float, import_path: Sequence[str], watch: Watch, first_role: str
+    ):
         self.seat = seat
         self.device_type = device_type
         self.timeout_s = timeout_s
         self.workers: dict[str, Worker] = {}
         self._listener: socket.socket | None = None
         settle(seat.rank, node_ip=ray.util.get_node_ip_address() if seat.spans_nodes else None)
+        self.first_role = first_role
+        self.profile: Profile | None = None
+        self.recorder = Recorder()
+        record_into(self.recorder if watch.traced else None)
         # Ray hands on only the controller's working folder and script folder.
         sys.path += [folder for folder in import_path if folder not in sys.path]
         logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        self.logs = watch.open_logs(seat.rank, first_role)
+        write_stacks_when_asked()
         torch.set_num_threads(threads)
+
+    def identify(self) -> Parcel:
+        """Where this process runs, and where it writes."""
+        context = ray.get_runtime_context()
+        return pack(ProcessFacts(os.getpid(), context.get_node_id(), context.get_worker_id(), log_path()))
 
     def rendezvous(self) -> tuple[str, int]:
         """This node's address, and a port that is held until a worker of this process takes it over."""
@@ -141,7 +160,7 @@ class WorkerHost:
         return ray.util.get_node_ip_address(), self._listener.getsockname()[1]
 
     def build(self, roles: Parcel | ObjectRef, rendezvous: tuple[str, int]) -> Parcel:
-        """Makes the workers, in order; answers with the path of this process's log."""
+        """Makes the workers, in order."""
         where = self.seat
         process = ProcessContext(
             where.rank,
@@ -157,9 +176,9 @@ class WorkerHost:
         guard = _Guard(where, "worker process", "__init__", as_it_is=(*AS_THEY_ARE, ConfigError))
         with guard:
             for guard.role, spec in opened([roles])[0].items():
-                self.workers[guard.role] = spec.cls(process, *spec.args, **spec.kwargs)
-            guard.answer = pack(log_path())
-        return guard.answer
+                with of_role(self.logs, guard.role), span("start", guard.role):
+                    self.workers[guard.role] = spec.cls(process, *spec.args, **spec.kwargs)
+        return self._with_spans(guard.answer)
 
     def coordinates(self, role: str, mesh: str) -> Parcel:
         """A worker's place in a mesh."""
@@ -171,21 +190,45 @@ class WorkerHost:
     def invoke(self, call: Call) -> Parcel:
         """Runs one method."""
         guard = _Guard(self.seat, call.role, call.method)
-        faulthandler.dump_traceback_later(call.seconds, file=STANDARD_ERROR)
+        with of_role(self.logs, call.role):
+            faulthandler.dump_traceback_later(call.seconds, file=STANDARD_ERROR)
+            with guard:
+                guard.answer = self._run(call)
+            faulthandler.cancel_dump_traceback_later()
+        return self._with_spans(guard.answer)
+
+    def start_profile(self, profile: Profile) -> Parcel:
+        """Begins a profile of this process."""
+        guard = _Guard(self.seat, self.first_role, "start_profile")
         with guard:
-            guard.answer = self._run(call)
-        faulthandler.cancel_dump_traceback_later()
+            profile.start(self.device_type)
+            self.profile = profile
         return guard.answer
 
+    def stop_profile(self) -> Parcel:
+        """Ends and writes it."""
+        guard = _Guard(self.seat, self.first_role, "stop_profile")
+        with guard:
+            assert self.profile is not None, "a profile was begun"
+            self.profile.stop(self.seat.rank)
+            self.profile = None
+        return guard.answer
+
+    def _with_spans(self, answer: Parcel) -> Parcel:
+        return answer._replace(spans=tuple(self.recorder.drain()))
+
     def _run(self, call: Call) -> Parcel:
-        values = [_cut(value) for value in opened([*call.args, *call.kwargs.values()])]
-        shards = [value for value in values if isinstance(value, Shard)]
-        ready = [_read(value, copy=not call.read_only) if isinstance(value, Shard) else value for value in values]
+        with span("read"):  # and waits for batches that other workers are making
+            values = [_cut(value) for value in opened([*call.args, *call.kwargs.values()])]
+            shards = [value for value in values if isinstance(value, Shard)]
+            ready = [_read(value, copy=not call.read_only) if isinstance(value, Shard) else value for value in values]
         named = dict(zip(call.kwargs, ready[len(call.args) :], strict=True))
         started = time.perf_counter()
-        answer = getattr(self.workers[call.role], call.method)(*ready[: len(call.args)], **named)
+        with span(call.method), region(f"{call.role}.{call.method}"):
+            answer = getattr(self.workers[call.role], call.method)(*ready[: len(call.args)], **named)
         seconds = time.perf_counter() - started
-        return _reply(answer if call.wanted else None, shards)._replace(seconds=seconds)
+        with span("write"):
+            return _reply(answer if call.wanted else None, shards)._replace(seconds=seconds)
 
 
 def _reply(answer: Any, shards: Sequence[Shard]) -> Parcel:

@@ -12,8 +12,10 @@ import pyarrow.parquet
 from hydraflow.batch_plan.generate import GeneratePlan, resolve_generate_plan
 from hydraflow.data.files import Record
 from hydraflow.data.prompts import PromptDataset
+from hydraflow.debugging import applied
 from hydraflow.dispatch.group import RoleGroup
 from hydraflow.dispatch.runtime import Runtime
+from hydraflow.dispatch.watch import Watch, require_writable
 from hydraflow.dispatch.worker import RoleSpec
 from hydraflow.errors import ConfigError, EnvironmentFault
 from hydraflow.jobs.context import require_context
@@ -23,7 +25,7 @@ from hydraflow.models.loading import load_config, load_tokenizer
 from hydraflow.protocol.ragged import rows
 from hydraflow.schema import GenerateConfig
 from hydraflow.trainer.machine import TRAIN, Machine, open_runtime, resolve_machine, training_pool
-from hydraflow.trainer.ppo import sample
+from hydraflow.trainer.rollouts import sample
 from hydraflow.workers.rollout import RolloutSpec, RolloutWorker, SampleOrder
 
 logger = logging.getLogger(__name__)
@@ -34,8 +36,10 @@ RESPONSES = "responses"
 
 def run_generate(config: GenerateConfig) -> None:
     """Writes the input's rows with a column `responses`, a list of `rollout.n` texts."""
-    assert config.output.path is not None, "checks.py demands it"
     set_up_logging()
+    require_writable(config.ray_init.timeline_file)
+    config = applied(config)
+    assert config.output.path is not None, "checks.py demands it"
     with output_file(config.output.path, ending=".parquet") as unfinished:
         machine = resolve_machine(config.trainer)
         model = load_config(config.model, field="model")
@@ -84,7 +88,7 @@ def _write(table: pyarrow.Table, path: Path) -> None:
 def _sample_all(config: GenerateConfig, plan: GeneratePlan, machine: Machine, dataset: PromptDataset) -> list[list[int]]:
     """Token ids of `rollout.n` responses for each prompt, prompt-major."""
     spec = RolloutSpec(config.model, config.rollout, max_tokens=config.data.max_response_length, seed=config.trainer.seed)
-    runtime = open_runtime(config.trainer, config.ray_init, machine, [training_pool(machine)])
+    runtime = open_runtime(config.trainer, config.ray_init, machine, [training_pool(machine)], Watch(debug=config.debug))
     try:
         role = runtime.group(TRAIN, {"rollout": RoleSpec(RolloutWorker, (spec,))}).role("rollout")
         runtime.await_ready()

@@ -18,6 +18,9 @@ from hydraflow.checkup.preflight import require_healthy
 from hydraflow.data.files import Record
 from hydraflow.data.loader import PromptLoader
 from hydraflow.data.prompts import PromptDataset
+from hydraflow.debugging import applied
+from hydraflow.dispatch.group import RoleGroup
+from hydraflow.dispatch.runtime import Runtime
 from hydraflow.jobs.context import require_context
 from hydraflow.jobs.restarts import Restarts, with_restarts
 from hydraflow.jobs.saving import Saving, at_its_place, ppo_roles, require_metric, weights_only
@@ -30,11 +33,14 @@ from hydraflow.schema import PPOConfig
 from hydraflow.tracking.endings import DONE
 from hydraflow.tracking.trackers import Trackers
 from hydraflow.trainer.config import ClusterConfig
+from hydraflow.trainer.generations import GenerationDump
 from hydraflow.trainer.identity import Identity, identity_of
 from hydraflow.trainer.loop import Loop
 from hydraflow.trainer.ppo import PPOTrainer
 from hydraflow.trainer.resume import Wanted, load_roles
-from hydraflow.trainer.roles import Roles, build_roles, critic_model
+from hydraflow.trainer.roles import Roles, SamplingRoles, build_roles, build_sampling_roles, critic_model
+from hydraflow.trainer.rollout_only import RolloutTrainer
+from hydraflow.trainer.rollouts import Recorded, Replayed, Rollouts, Sampled, folder_of, require_dumps
 from hydraflow.trainer.validation import Validator, metric_names
 from hydraflow.workers.actor import ActorWorker
 from hydraflow.workers.critic import CriticWorker
@@ -66,12 +72,12 @@ class PPOJob:
     """One `main_ppo` run; `origins` says where each value is from, for the plan and for the run folder."""
 
     def __init__(self, config: PPOConfig, *, origins: Mapping[str, str] | None = None, restarts: Restarts | None = None):
-        self.config, self.asked, self.origins, self.restarts = config, config, origins or {}, restarts
+        self.config, self.asked, self.origins, self.restarts = applied(config), config, origins or {}, restarts
 
     def run(self) -> None:
         """Trains, or goes on; raises ConfigError before anything starts, other errors of `errors.py` later."""
         check_reward(self.config.reward)
-        with Session(self.config.trainer, self.config.ray_init, scoring=True, restarts=self.restarts) as session:
+        with Session(self.config, scoring=True, restarts=self.restarts) as session:
             recipe = self.config.recipe.name != "none"
             if recipe and not self._begin_with_recipe(session):
                 return
@@ -81,7 +87,7 @@ class PPOJob:
             print_plan(plan)
             if not recipe:
                 self._check_up(session, plan=plan, tokenizer=prompts.tokenizer, first_rows=prompts.first_rows())
-                if not session.begin(self._wanted(plan)):
+                if not self._begin(session, plan):
                     return
             session.keep(self.asked, plan, self.origins)
             self._train(session, plan, prompts)
@@ -90,17 +96,26 @@ class PPOJob:
         """Plans and begins the run before the recipe's model is made; False: there is nothing to do, or no time to do it."""
         plan = self._plan(session, self.config.recipe.train_problems)
         self._check_up(session, plan=plan)
-        if not session.begin(self._wanted(plan)):
+        if not self._begin(session, plan):
             return False
         self._make_recipe(session)
         if session.clock.preempted:
             session.why = session.clock.why_to_stop()
         return not session.clock.preempted
 
+    def _begin(self, session: Session, plan: BatchPlan) -> bool:
+        """Begins the run; False: there is nothing to do. ConfigError also when trajectories are missing that it shall train on."""
+        begun = session.begin(self._wanted(plan))
+        if begun:
+            require_dumps(self.config.trainer.debug, plan, first=session.start.step + 1)
+        return begun
+
     def _wanted(self, plan: BatchPlan) -> Wanted:
         """What the run asks of a checkpoint; one that only validates takes any model's weights."""
         if self.config.trainer.val_only:
             return Wanted(Identity({}), {"actor": weights_only("actor_rollout_ref.actor.checkpoint")}, 0, looks_only=True)
+        if self.config.trainer.debug.rollout_only:
+            return Wanted(Identity({}), {}, plan.total_steps, looks_only=True)
         roles = ppo_roles(self.config, critic=plan.critic is not None)
         return Wanted(identity_of(self.asked, plan), roles, plan.total_steps)
 
@@ -113,9 +128,14 @@ class PPOJob:
             session.clock,
             runtime=lambda: session.runtime,
             scratch=session.folder.path / "warm_start",
-            logger=self.config.trainer.logger,
+            logger=self._loggers(),
         )
         self.config = arithmetic.pointed_at(self.config, assets)
+
+    def _loggers(self) -> list[str]:
+        """The recipe's; none draws on a terminal at which somebody types at a debugger."""
+        debugged = self.config.debug or self.config.trainer.debug.local
+        return [name for name in self.config.trainer.logger if not (debugged and name == "console")]
 
     def _read(self) -> Prompts:
         """Opens every file that the run will use. Raises ConfigError for what is missing or does not fit."""
@@ -148,6 +168,9 @@ class PPOJob:
 
     def _train(self, session: Session, plan: BatchPlan, prompts: Prompts) -> None:
         loader = self._loader(session, plan, prompts.train) if prompts.train else None
+        if self.config.trainer.debug.rollout_only and loader is not None:
+            self._sample(session, plan, prompts, loader)
+            return
         roles = build_roles(self.config, plan, session.runtime, skipped=session.folder.skipped)
         if loader is None:
             self._look(session, plan, roles, prompts)
@@ -162,6 +185,30 @@ class PPOJob:
         if self.config.trainer.save_final_model and (session.why == DONE or not session.clock.preempted):
             save(roles, session)
 
+    def _sample(self, session: Session, plan: BatchPlan, prompts: Prompts, loader: PromptLoader) -> None:
+        """Samples and scores every step's prompts; nothing is trained or saved."""
+        roles = build_sampling_roles(self.config, session.runtime)
+        rollouts = self._rollouts(plan, session.runtime, roles.rollout, roles.reward)
+        trainer = RolloutTrainer(plan, session.runtime, rollouts, self._dump())
+        loop = self._around(session, plan, roles, trainer, prompts, session.open_trackers(plan.total_steps))
+        session.why = loop.fit(loader.next_batch, None, plan.total_steps)
+
+    def _rollouts(self, plan: BatchPlan, runtime: Runtime, rollout: RoleGroup | None, reward: RoleGroup) -> Rollouts:
+        """Where trajectories come from, and whether they are kept."""
+        debug, rollouts = self.config.trainer.debug, self.config.actor_rollout_ref.rollout
+        source: Rollouts
+        if debug.load_rollouts is not None:
+            source = Replayed(folder_of(debug.load_rollouts))
+        else:
+            assert rollout is not None, "a run that samples has a generation engine"
+            source = Sampled(rollouts, plan.samples_per_prompt, rollout, reward, with_texts=self._dump() is not None)
+        return source if debug.save_rollouts is None else Recorded(source, folder_of(debug.save_rollouts), runtime)
+
+    def _dump(self) -> GenerationDump | None:
+        """Where responses of training go for people to read; those of an earlier run are not written once more."""
+        trainer = self.config.trainer
+        return None if trainer.debug.load_rollouts else GenerationDump.to(trainer.rollout_data_dir, "trainer.rollout_data_dir")
+
     def _look(self, session: Session, plan: BatchPlan, roles: Roles, prompts: Prompts) -> None:
         """Validates once, the model or the checkpoint that was asked for."""
         start = session.start
@@ -175,9 +222,22 @@ class PPOJob:
         return at_its_place(loader, session.start)
 
     def _loop(self, session: Session, plan: BatchPlan, roles: Roles, prompts: Prompts, trackers: Trackers) -> Loop:
-        config, runtime = self.config, session.runtime
-        trainer = PPOTrainer(config, plan, roles, runtime)
-        validator = Validator(config, plan, roles, runtime, val_batches(prompts.val, plan)) if prompts.val else None
+        rollouts = self._rollouts(plan, session.runtime, roles.rollout, roles.reward)
+        trainer = PPOTrainer(self.config, plan, roles, session.runtime, rollouts, self._dump())
+        return self._around(session, plan, roles, trainer, prompts, trackers)
+
+    def _around(
+        self,
+        session: Session,
+        plan: BatchPlan,
+        roles: Roles | SamplingRoles,
+        trainer: PPOTrainer | RolloutTrainer,
+        prompts: Prompts,
+        trackers: Trackers,
+    ) -> Loop:
+        config, runtime, batches = self.config, session.runtime, val_batches(prompts.val, plan)
+        validates = prompts.val is not None and not config.trainer.debug.train_only
+        validator = Validator(config, plan, roles, runtime, batches) if validates else None
         return Loop(config.trainer, trainer, validator, trackers, session.folder, session.clock, restarts=session.restarts.done)
 
 

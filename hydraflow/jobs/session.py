@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 from hydraflow.dispatch.config import RayInitConfig
+from hydraflow.dispatch.profiler import require_profiler
 from hydraflow.dispatch.runtime import Runtime
+from hydraflow.dispatch.watch import Watch, log_settings, require_writable, watch_of
 from hydraflow.errors import EnvironmentFault, HydraflowError, WorkerError
 from hydraflow.jobs import run_start
 from hydraflow.jobs.restarts import Restarts
 from hydraflow.jobs.run_start import RunStart
 from hydraflow.logging_setup import set_up_logging
+from hydraflow.role_logs import CONTROLLER, RoleLogs
+from hydraflow.schema import PPOConfig, SFTConfig
 from hydraflow.tracking.base import About
 from hydraflow.tracking.curve import draw_curve
 from hydraflow.tracking.endings import DONE
@@ -51,9 +56,13 @@ class Plan(Protocol):
 class Session:
     """One run, from its folder to its summary. Ray starts when it is first asked for; `scoring` adds the pool for rewards."""
 
-    def __init__(self, trainer: LoopConfig, ray_init: RayInitConfig, *, scoring: bool, restarts: Restarts | None = None):
-        self.trainer, self.ray_init, self.scoring = trainer, ray_init, scoring
-        set_up_logging()
+    def __init__(self, config: PPOConfig | SFTConfig, *, scoring: bool, restarts: Restarts | None = None):
+        trainer, self.ray_init, self.scoring = config.trainer, config.ray_init, scoring
+        self.trainer: LoopConfig = trainer
+        self.log, self.profiler, self.debug = config.log, config.global_profiler, config.debug
+        set_up_logging(config.log.level)
+        require_writable(config.ray_init.timeline_file)
+        require_profiler(config.global_profiler)
         self.restarts = restarts or Restarts(trainer)
         self.signals = StopSignals()
         self.clock = Clock(parse_duration(trainer.max_wall_time), self.signals)
@@ -65,6 +74,7 @@ class Session:
         self._runtime: Runtime | None = None
         self._trackers: Trackers | None = None
         self._about = About()
+        self._log_files: RoleLogs | None = None
 
     def begin(self, wanted: Wanted) -> bool:
         """Settles and locks the run folder, and finds the checkpoint to go on from; False: the run is done already.
@@ -80,7 +90,18 @@ class Session:
             return False
         if self._start.found is not None:
             self._start = run_start.take_back(self._start)
+        self._open_log()
         return True
+
+    def _open_log(self) -> None:
+        """From now on the controller's lines go to the run folder, too."""
+        self._log_files = RoleLogs(log_settings(self.folder.path, self.log), 0, CONTROLLER)
+        logging.getLogger().addHandler(self._log_files)
+
+    def _close_log(self) -> None:
+        if self._log_files is not None:
+            logging.getLogger().removeHandler(self._log_files)
+            self._log_files.close()
 
     @property
     def start(self) -> RunStart:
@@ -98,8 +119,18 @@ class Session:
         """Ray, started on first use."""
         if self._runtime is None:
             pools = [training_pool(self.machine), *([scoring_pool()] if self.scoring else [])]
-            self._runtime = open_runtime(self.trainer, self.ray_init, self.machine, pools)
+            self._runtime = open_runtime(self.trainer, self._numbered(self.ray_init), self.machine, pools, self._watch())
         return self._runtime
+
+    def _watch(self) -> Watch:
+        return watch_of(self.folder.path, self.log, self.profiler, debug=self.debug)
+
+    def _numbered(self, ray_init: RayInitConfig) -> RayInitConfig:
+        """After a restart the timeline has a name of its own, so that the one of the failure stays."""
+        if ray_init.timeline_file is None or not self.restarts.done:
+            return ray_init
+        path = Path(ray_init.timeline_file)
+        return replace(ray_init, timeline_file=str(path.with_stem(f"{path.stem}-restart-{self.restarts.done}")))
 
     def keep(self, config: DataclassInstance, plan: Plan, origins: Mapping[str, str]) -> None:
         """Writes to the run folder the configuration as it was asked for, where its values are from, the plan, and what this start is
@@ -131,6 +162,7 @@ class Session:
             run_id=start.run_id,
             done_steps=start.step,
             about=self._about,
+            redraws=not (self.debug or self.trainer.debug.local),
         )
         return self._trackers
 
@@ -143,6 +175,8 @@ class Session:
             self.why = str(error).splitlines()[0]
         elif isinstance(error, Exception):
             self.why = f"{type(error).__name__}: {error}".splitlines()[0]
+        if self._log_files is not None and error is not None:
+            self._log_files.line("ERROR", f"{__name__}: {error if isinstance(error, HydraflowError) else self.why}")  # the caller shows it
         if self._trackers is not None:
             self._trackers.close(failed=error is not None)
         if self._runtime is not None:
@@ -154,6 +188,7 @@ class Session:
                 raise
             logger.error("%s", unwritten)  # what ended the run is told last
         finally:
+            self._close_log()
             if self._start is not None:
                 failed = error is not None and not isinstance(error, WorkerError)  # a signal to all processes ends workers, too
                 self._leave(self._start, preempted=self.clock.preempted and self.why != DONE and not failed)

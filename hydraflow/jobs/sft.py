@@ -9,6 +9,7 @@ from hydraflow.batch_plan.table import print_plan
 from hydraflow.checkup.preflight import require_trackers
 from hydraflow.data.conversations import ConversationDataset
 from hydraflow.data.loader import PromptLoader
+from hydraflow.debugging import applied
 from hydraflow.jobs.restarts import Restarts, with_restarts
 from hydraflow.jobs.saving import Saving, at_its_place, require_metric, sft_roles
 from hydraflow.jobs.session import Session
@@ -27,7 +28,8 @@ def run_sft(config: SFTConfig, *, origins: Mapping[str, str] | None = None) -> N
 
 
 def _run(config: SFTConfig, origins: Mapping[str, str] | None, restarts: Restarts) -> None:
-    with Session(config.trainer, config.ray_init, scoring=False, restarts=restarts) as session:
+    config = applied(config)
+    with Session(config, scoring=False, restarts=restarts) as session:
         load_config(config.model, field="model")
         require_weights(config.model, field="model")
         tokenizer = load_tokenizer(config.model, field="model")
@@ -56,6 +58,7 @@ def _run(config: SFTConfig, origins: Mapping[str, str] | None, restarts: Restart
                 checkpoints=checkpoints,
                 done=session.start.step,
                 restarts=restarts.done,
+                profiled=True,
             )
         if config.trainer.save_final_model and (session.why == DONE or not session.clock.preempted):
             trainer.save(session.folder.final_model)

@@ -153,7 +153,7 @@ def _warm_up(
     plan = resolve_sft_plan(here, conversations=len(train))
     loader = PromptLoader(train, plan.conversations_per_step, shuffle=True, seed=config.trainer.seed)
     held_out = [val.batch(range(len(val)))]
-    trainer = SFTTrainer(config, plan, runtime, skipped=scratch / "skipped")
+    trainer = SFTTrainer(config, plan, runtime, skipped=scratch / "skipped", row="warm start")
     scratch.mkdir(parents=True, exist_ok=True)
     local = [name for name in logger if name in LOCAL]
     with open_trackers(local, scratch, title="warm start", total_steps=plan.total_steps) as trackers:

@@ -13,6 +13,7 @@ import mmap
 import signal
 import struct
 import time
+from bdb import BdbQuit
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from types import FrameType
@@ -61,7 +62,7 @@ def main(socket: int, shared: int) -> None:
     try:
         settings = json.loads(parent.recv_bytes())
         try:
-            call = _load(settings)
+            call = load(settings)
         except ConfigError as error:
             parent.send_bytes(json.dumps({"refused": [p.rule for p in error.problems]}).encode())
             return
@@ -72,7 +73,7 @@ def main(socket: int, shared: int) -> None:
         return  # the parent has closed the pool or is gone
 
 
-def _load(settings: dict[str, Any]) -> Callable[..., Any]:
+def load(settings: dict[str, Any]) -> Callable[..., Any]:
     """The function to call with (data_source, solution_str, ground_truth, extra_info)."""
     if settings["path"] is None:
         return _built_in
@@ -130,6 +131,23 @@ def score_row(call: Callable[..., Any], row: Sequence[Any], limit: float) -> Res
     except BaseException as error:  # the user's code may raise anything, SystemExit included: the row fails, never the run
         return None, {}, f"{type(error).__name__}: {error}"[:500]
     return read_value(value)
+
+
+def score_here(call: Callable[..., Any], rows: Sequence[Any]) -> list[Result]:
+    """Scores rows in this process, without a time limit. A row whose function raises fails; leaving a debugger ends the run."""
+    results: list[Result] = []
+    for row in rows:
+        try:
+            value = call(*row)
+        except BdbQuit:
+            raise
+        except ConfigError as error:
+            results.append((None, {}, str(error.problems[0])))
+        except Exception as error:  # as in a process of its own: the row fails, never the run
+            results.append((None, {}, f"{type(error).__name__}: {error}"[:500]))
+        else:
+            results.append(read_value(value))
+    return results
 
 
 def read_value(value: Any) -> Result:

@@ -48,7 +48,7 @@ class RewardConfig:
 
     custom_reward_function: CustomRewardConfig = field(default_factory=CustomRewardConfig)
     num_workers: int = 1
-    """Processes that score, each one row at a time."""
+    """Processes that score, each one row at a time; 0: the process that asks, where no row has a time limit and breakpoint() works."""
     timeout: float = 10.0
     """Seconds a row may take; a row that takes longer scores failure_score and is counted."""
     failure_score: float = 0.0

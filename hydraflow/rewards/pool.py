@@ -19,14 +19,14 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, NamedTuple
 
 from hydraflow.errors import EnvironmentFault
-from hydraflow.rewards.child import NO_ROW, Progress
+from hydraflow.rewards.child import NO_ROW, Progress, load, score_here
 from hydraflow.rewards.config import RewardConfig
 
 logger = logging.getLogger(__name__)
@@ -75,6 +75,8 @@ class RewardPool:
     def __init__(self, config: RewardConfig):
         self.config = config
         self._workers: list[_Worker] = []
+        self._function: Callable[..., Any] | None = None
+        """Of a pool without processes, once it was needed."""
 
     def start(self) -> None:
         """Starts the processes without waiting for them."""
@@ -83,6 +85,9 @@ class RewardPool:
 
     def score(self, rows: Sequence[RewardRow]) -> list[RewardResult]:
         """Results in the order of `rows`. Raises `EnvironmentFault` when a process cannot start."""
+        if self.config.num_workers == 0:
+            self._function = self._function or load(settings_of(self.config))
+            return [self._result(*result) for result in score_here(self._function, rows)]
         self.start()
         queue = deque(range(len(rows)))
         results: dict[int, RewardResult] = {}
@@ -132,7 +137,10 @@ class RewardPool:
             self._replace(worker, f"ended its process ({worker.exit_reason()})", results, queue)
             return
         for row, (score, extra, failed) in answers:
-            results[row] = RewardResult(self.config.failure_score, {}, failed) if failed else RewardResult(score, extra)
+            results[row] = self._result(score, extra, failed)
+
+    def _result(self, score: float | None, extra: dict[str, float], failed: str | None) -> RewardResult:
+        return RewardResult(self.config.failure_score, {}, failed) if score is None else RewardResult(score, extra)
 
     def _replace(self, worker: _Worker, reason: str, results: dict[int, RewardResult], queue: deque[int]) -> None:
         """Fails the row that `worker` is at, puts its other unanswered rows back and starts another process in its place."""
@@ -145,6 +153,12 @@ class RewardPool:
         logger.warning("a reward function %s; its process was replaced", reason)
         queue.extendleft(row for row in reversed(worker.pending) if row != culprit)
         self._workers[self._workers.index(worker)] = _Worker(self.config)
+
+
+def settings_of(config: RewardConfig) -> dict[str, Any]:
+    """What a process that scores is told."""
+    custom = config.custom_reward_function
+    return {"path": custom.path, "name": custom.name, "reward_kwargs": custom.reward_kwargs, "timeout": config.timeout}
 
 
 def _take_chunk(queue: deque[int], workers: int) -> list[int]:
@@ -175,9 +189,7 @@ class _Worker:
         os.close(shared)
         self._progress.note(NO_ROW, self._started)
         self.connection = Connection(ours.detach())
-        custom = config.custom_reward_function
-        settings = {"path": custom.path, "name": custom.name, "reward_kwargs": custom.reward_kwargs, "timeout": config.timeout}
-        self.connection.send_bytes(json.dumps(settings).encode())
+        self.connection.send_bytes(json.dumps(settings_of(config)).encode())
 
     @property
     def busy(self) -> bool:

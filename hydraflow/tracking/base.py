@@ -66,6 +66,8 @@ class RunInfo:
     seconds_before: float = 0.0
     """Wall time of the run before this start."""
     about: About = field(default_factory=About)
+    redraws: bool = True
+    """Whether the console may draw its display in place; false: somebody types at a debugger there."""
 
 
 TrackerFactory = Callable[[RunInfo], Tracker]

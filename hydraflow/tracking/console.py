@@ -139,5 +139,5 @@ class LiveConsole:
 
 def open_console(run: RunInfo) -> Tracker:
     """The display where stdout is a terminal that can redraw, plain lines elsewhere."""
-    redraws = sys.stdout.isatty() and not Console().is_dumb_terminal
+    redraws = run.redraws and sys.stdout.isatty() and not Console().is_dumb_terminal
     return LiveConsole(run) if redraws else PlainConsole(run)

@@ -77,15 +77,16 @@ def open_trackers(
     run_id: str = "",
     done_steps: int = 0,
     about: About | None = None,
+    redraws: bool = True,
 ) -> Trackers:
     """Opens the trackers of `trainer.logger`; the file is always among them. Makes `folder` where it is not there yet.
 
-    The names are known ones: `checks.py` has seen to that. `run_id`, `done_steps`, `about`: see `RunInfo`. But for the file, a tracker
-    that fails costs a warning, never the run.
+    The names are known ones: `checks.py` has seen to that. `run_id`, `done_steps`, `about`, `redraws`: see `RunInfo`. But for the file, a
+    tracker that fails costs a warning, never the run.
     """
     assert set(names) <= set(TRACKERS), names
     folder.mkdir(parents=True, exist_ok=True)
-    run = RunInfo(folder, title, total_steps, run_id, done_steps, seconds_of(folder), about or About())
+    run = RunInfo(folder, title, total_steps, run_id, done_steps, seconds_of(folder), about or About(), redraws)
     wanted = {"file", *names}
     return Trackers([_open(name, run) for name in TRACKERS if name in wanted])
 

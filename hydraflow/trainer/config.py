@@ -7,6 +7,28 @@ from typing import Any
 
 
 @dataclass
+class LocalConfig:
+    """Where a run's processes are."""
+
+    local: bool = False
+    """Run everything in this process, without Ray: breakpoint() and pdb work anywhere, the numbers are those of one process per role."""
+
+
+@dataclass
+class DebugConfig(LocalConfig):
+    """Parts of a run alone."""
+
+    rollout_only: bool = False
+    """Sample and score each step's prompts with the weights of model.path, and train nothing."""
+    train_only: bool = False
+    """Train on the trajectories of load_rollouts, without a generation engine and without validation."""
+    save_rollouts: str | None = None
+    """Folder to which each step's trajectories and scores are written; the controller reads them for that. null: none."""
+    load_rollouts: str | None = None
+    """Folder that save_rollouts wrote: each step takes its trajectories and scores from there. null: they are sampled."""
+
+
+@dataclass
 class RunConfig:
     """What every entry point that starts workers may be told."""
 
@@ -24,6 +46,7 @@ class RunConfig:
     """Seconds that the controller waits for any one call to a worker."""
     start_timeout: float = 300.0
     """Seconds that the controller waits for resources and for worker processes to start."""
+    debug: LocalConfig = field(default_factory=LocalConfig)
 
 
 @dataclass
@@ -92,6 +115,7 @@ class TrainerConfig(LoopConfig):
     """Checkpoints of the actor that stay, those of earlier starts of the run included; null: all."""
     max_critic_ckpt_to_keep: int | None = None
     """The same for the critic."""
+    debug: DebugConfig = field(default_factory=DebugConfig)
 
 
 @dataclass

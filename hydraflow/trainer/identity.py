@@ -25,7 +25,8 @@ TOTAL = "trainer.total_training_steps"
 SHAPING_TRAINER_KEYS = ("trainer.seed", "trainer.critic_warmup")
 FREE = (
     # how the run is started, watched, judged and kept
-    *("strict", "trainer.*", "ray_init.*", "cluster.*", "recipe.cache_dir", "reward.num_workers", "*.checkpoint.*", "checkpoint.*"),
+    *("strict", "debug", "log.*", "global_profiler.*"),
+    *("trainer.*", "ray_init.*", "cluster.*", "recipe.cache_dir", "reward.num_workers", "*.checkpoint.*", "checkpoint.*"),
     *("data.val_*", "*.val_kwargs.*", "*.probs_diff_limit"),
     # where it runs and how the model lies on the devices: another number of ranks gives the same gradients but for rounding
     *("*.device_mapping", "*.nnodes", "*.n_gpus_per_node", "*parallel_size", "*.agent.num_workers", "*.enable_resource_pool"),

@@ -15,6 +15,7 @@ from hydraflow.trainer.checkpoint import Checkpointer
 from hydraflow.trainer.clock import Clock
 from hydraflow.trainer.config import TrainerConfig
 from hydraflow.trainer.ppo import PPOTrainer
+from hydraflow.trainer.rollout_only import RolloutTrainer
 from hydraflow.trainer.validation import Validator
 
 
@@ -24,7 +25,7 @@ class Loop:
     def __init__(
         self,
         config: TrainerConfig,
-        trainer: PPOTrainer,
+        trainer: PPOTrainer | RolloutTrainer,
         validator: Validator | None,
         trackers: Trackers,
         folder: RunFolder,
@@ -35,8 +36,9 @@ class Loop:
         self.config, self.trainer, self.validator = config, trainer, validator
         self.trackers, self.folder, self.clock, self.restarts = trackers, folder, clock, restarts
 
-    def fit(self, next_prompts: Callable[[], DataProto], checkpoints: Checkpointer, total_steps: int, *, done: int = 0) -> str:
+    def fit(self, next_prompts: Callable[[], DataProto], checkpoints: Checkpointer | None, total_steps: int, *, done: int = 0) -> str:
         """Trains until the steps or the time are used up; returns why it ended. `done`: steps before this start of the run.
+        `checkpoints` None: nothing is saved.
 
         A step is logged before it is saved: a checkpoint is never ahead of the metrics.
         """
@@ -46,14 +48,16 @@ class Loop:
         if self.clock.preempted:
             return self.clock.why_to_stop()
         for step in range(done + 1, total_steps + 1):
-            metrics = self.trainer.step(next_prompts(), step)
+            with self.trainer.runtime.profiled(step):
+                metrics = self.trainer.step(next_prompts(), step)
             why = DONE if step == total_steps else self.clock.why_to_stop()
             if why == DONE or (why and not self.clock.preempted) or self._validation_is_due(step):
                 metrics |= self._validate(step)
             self.trackers.log(metrics | self._position(step), step=step)
             preempted = self.clock.preempted
-            with self.trainer.timer.phase("save_checkpoint"):
-                checkpoints.after(step, metrics, last=bool(why), preempted=preempted)
+            if checkpoints is not None:
+                with self.trainer.timer.phase("save_checkpoint"):
+                    checkpoints.after(step, metrics, last=bool(why), preempted=preempted)
             if why or preempted:
                 return why or self.clock.why_to_stop()
         return DONE

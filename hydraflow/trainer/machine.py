@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from hydraflow.device import CPU_PROCESSES, gpu_count, resolve_device, usable_cores
 from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.group import Limits
+from hydraflow.dispatch.local import LocalRuntime
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
+from hydraflow.dispatch.watch import Watch
 from hydraflow.errors import ConfigError
 from hydraflow.trainer.config import RunConfig
 
@@ -60,9 +62,15 @@ def scoring_pool() -> ResourcePool:
     return ResourcePool(SCORE, [1])
 
 
-def open_runtime(trainer: RunConfig, ray_init: RayInitConfig, machine: Machine, pools: Sequence[ResourcePool]) -> Runtime:
-    """Ray with those pools reserved. ConfigError when the cluster has no room for them."""
+RUNTIMES: dict[bool, type[Runtime]] = {False: Runtime, True: LocalRuntime}
+"""By trainer.debug.local."""
+
+
+def open_runtime(
+    trainer: RunConfig, ray_init: RayInitConfig, machine: Machine, pools: Sequence[ResourcePool], watch: Watch | None = None
+) -> Runtime:
+    """Ray, or this process alone, with those pools reserved. ConfigError when there is no room for them."""
     limits = Limits(start=trainer.start_timeout, call=trainer.rpc_timeout)
-    runtime = Runtime(ray_init, limits, device_type=machine.device_type)
+    runtime = RUNTIMES[trainer.debug.local](ray_init, limits, device_type=machine.device_type, watch=watch)
     runtime.start(pools)
     return runtime

@@ -17,17 +17,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-
-import numpy as np
+from functools import partial
 
 from hydraflow import metrics as reductions
-from hydraflow.algorithms.groups import group_ids
 from hydraflow.batch_plan.parts import RolePlan
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.batch_plan.roles import needs_reference
-from hydraflow.dispatch.future import Future
 from hydraflow.dispatch.group import RoleGroup
 from hydraflow.dispatch.runtime import Runtime
+from hydraflow.dispatch.shards import Promised, Ready
 from hydraflow.dispatch.transport import Traffic
 from hydraflow.errors import GuardStop
 from hydraflow.protocol.batch import DataProto
@@ -36,18 +34,17 @@ from hydraflow.schema import PPOConfig
 from hydraflow.trainer.generations import GenerationDump, read_scored
 from hydraflow.trainer.mini_batches import mini_batch_order
 from hydraflow.trainer.roles import Roles, rollout_is_exact
+from hydraflow.trainer.rollouts import Rollouts
 from hydraflow.trainer.timing import PhaseTimer
 from hydraflow.workers.actor import ActorWorker
 from hydraflow.workers.advantage import AdvantageWorker
 from hydraflow.workers.critic import CriticWorker
 from hydraflow.workers.reference import ReferenceWorker
-from hydraflow.workers.reward import WITH_TEXTS, RewardWorker
-from hydraflow.workers.rollout import RolloutWorker, SampleOrder
+from hydraflow.workers.rollout import RolloutWorker
 
 logger = logging.getLogger(__name__)
 
 MODEL_INPUTS = ["prompts", "responses", "response_mask"]
-SCORING_OBJECTS = ["data_source", "reward_model", "extra_info"]
 ACTOR_COLUMNS = [*MODEL_INPUTS, "old_log_probs", "advantages"]
 CRITIC_COLUMNS = [*MODEL_INPUTS, "values", "returns"]
 
@@ -55,24 +52,23 @@ CRITIC_COLUMNS = [*MODEL_INPUTS, "values", "returns"]
 class PPOTrainer:
     """The step of PPO, GRPO, RLOO and REINFORCE++; they differ in the advantage estimator and in whether there is a critic."""
 
-    def __init__(self, config: PPOConfig, plan: BatchPlan, roles: Roles, runtime: Runtime):
-        self.config, self.plan, self.roles, self.runtime = config, plan, roles, runtime
-        self.dump = GenerationDump.to(config.trainer.rollout_data_dir, "trainer.rollout_data_dir")
-        self.timer = PhaseTimer()
+    def __init__(self, config: PPOConfig, plan: BatchPlan, roles: Roles, runtime: Runtime, rollouts: Rollouts, dump: GenerationDump | None):
+        self.config, self.plan, self.roles, self.runtime, self.rollouts, self.dump = config, plan, roles, runtime, rollouts, dump
+        self.timer = PhaseTimer(runtime.timeline)
         self.metrics: dict[str, float] = {}
         self._compared = False
         """Whether the generation engine's log-probabilities were compared with the trainer's since the start."""
 
     def step(self, prompts: DataProto, step: int) -> dict[str, float]:
         """Trains on one batch of prompts; `step` counts from 1."""
-        phase = self.timer.phase
+        phase = partial(self.timer.phase, step=step)
         self.metrics = {}
         before = self.runtime.traffic()
         with phase("step"):
             with phase("gen"):
-                sampling = self.sampling(prompts, step)
-                scoring = self.score(prompts, sampling)  # behind the samples, beside the passes of the models
-                batch = self.generated(prompts, sampling)
+                sampling = self.rollouts.sampling(prompts, step)
+                scoring = self.rollouts.score(prompts, sampling, step)  # behind the samples, beside the passes of the models
+                batch = self.rollouts.generated(prompts, sampling)
             with phase("old_log_prob"):
                 batch = self.old_log_probs(batch, step)
             with phase("ref"):
@@ -94,35 +90,14 @@ class PPOTrainer:
                 syncing.get()
         return self.metrics | self._throughput(self.timer.drain(), before)
 
-    def sync_weights(self) -> Future:
-        """Gives the generation engine the actor's weights, those after all updates that were called before."""
-        return self.roles.rollout.call(RolloutWorker.sync_from_actor)
-
-    def sampling(self, prompts: DataProto, step: int) -> Future:
-        """Samples `rollout.n` trajectories for every prompt, prompt-major."""
-        rollout = self.config.actor_rollout_ref.rollout
-        order = SampleOrder(step, self.plan.samples_per_prompt, rollout.temperature, rollout.top_k, rollout.top_p)
-        return sample(self.roles.rollout, prompts, order)
-
-    def generated(self, prompts: DataProto, sampling: Future) -> RemoteBatch:
-        """The trajectories, once they are there, with `group`."""
-        groups = _group_numbers(prompts, self.plan.samples_per_prompt)
-        batch = sampling.get()
-        batch.columns |= RemoteBatch.from_local(groups).columns
-        return batch
-
-    def score(self, prompts: DataProto, sampling: Future) -> Future:
-        """The reward function's scores; with the texts where they are kept."""
-        objects = scoring_objects(prompts, self.plan.samples_per_prompt)
-        objects.meta_info[WITH_TEXTS] = self.dump is not None
-        names = ["prompts", "responses"] if self.dump else ["responses"]
-        return self.roles.reward.call(RewardWorker.score, objects, sampling.columns(*names))
+    def sync_weights(self) -> Promised:
+        """Gives the generation engine, if there is one, the actor's weights, those after all updates that were called before."""
+        return Ready(None) if self.roles.rollout is None else self.roles.rollout.call(RolloutWorker.sync_from_actor)
 
     def note_scores(self, prompts: DataProto, scored: RemoteBatch, step: int) -> None:
         """Counts the rows that the reward function could not score, and says so; keeps the responses where that is asked for."""
         if self.dump is not None:
-            read = read_scored(self.runtime, prompts, self.plan.samples_per_prompt, scored)
-            self.dump.write(step, list(read.rows(step)))
+            self.dump.write(step, list(read_scored(self.runtime, prompts, self.plan.samples_per_prompt, scored).rows(step)))
         self.metrics["reward/failed_rows"] = float(scored.meta_info["failed"])
         warn_of_failures(scored, f"step {step}")
 
@@ -157,7 +132,7 @@ class PPOTrainer:
             return batch
         return batch.union(self.roles.critic.call(CriticWorker.compute_values, columns(batch, MODEL_INPUTS)))
 
-    def advantages(self, batch: RemoteBatch, scored: Future) -> Future:
+    def advantages(self, batch: RemoteBatch, scored: Promised) -> Promised:
         """Rewards, advantages and returns."""
         names = ["prompts", "response_mask", "group"]
         names += ["values"] if self.roles.critic else []
@@ -177,19 +152,19 @@ class PPOTrainer:
             self._update(self.roles.critic, CriticWorker.update, columns(batch, CRITIC_COLUMNS + ["lengths"]), self.plan.critic, step)
         )
 
-    def update_actor(self, batch: RemoteBatch, step: int) -> Future | None:
+    def update_actor(self, batch: RemoteBatch, step: int) -> Promised | None:
         """Takes the actor's optimizer steps, once the critic has warmed up."""
         if step <= self.config.trainer.critic_warmup:
             return None
         names = ACTOR_COLUMNS + (["ref_log_prob"] if self.config.actor_rollout_ref.actor.use_kl_loss else [])
         return self._update(self.roles.actor, ActorWorker.update, columns(batch, names + ["lengths"]), self.plan.actor, step)
 
-    def note_update(self, updating: Future | None) -> None:
+    def note_update(self, updating: Promised | None) -> None:
         """Waits for an update and keeps its metrics."""
         if updating is not None:
             self.metrics |= reductions.values(updating.get())
 
-    def _update(self, role: RoleGroup, method: Callable, batch: RemoteBatch, plan: RolePlan, step: int) -> Future:
+    def _update(self, role: RoleGroup, method: Callable, batch: RemoteBatch, plan: RolePlan, step: int) -> Promised:
         lengths = self.runtime.fetch(columns(batch, ["lengths"])).get("lengths").numpy()
         order = mini_batch_order(
             lengths,
@@ -249,20 +224,3 @@ def _taken_from_rollout(batch: RemoteBatch) -> RemoteBatch:
     taken = RemoteBatch(dict(batch.columns), batch.objects, batch.meta_info)
     taken.columns["old_log_probs"] = batch.columns["rollout_log_probs"]
     return taken
-
-
-def sample(rollout: RoleGroup, prompts: DataProto, order: SampleOrder) -> Future:
-    """Samples `order.n` responses per prompt; columns stay with the workers, row objects here."""
-    inputs = prompts.select(batch_keys=["prompts"], non_tensor_batch_keys=["uid"])
-    inputs.meta_info["sampling"] = order
-    return rollout.call(RolloutWorker.generate, inputs)
-
-
-def scoring_objects(prompts: DataProto, n: int) -> DataProto:
-    """What the reward function is told of each of `n` responses to every prompt."""
-    return DataProto.from_dict(non_tensors={name: np.repeat(prompts.non_tensor_batch[name], n) for name in SCORING_OBJECTS})
-
-
-def _group_numbers(prompts: DataProto, n: int) -> DataProto:
-    """`group` (S,) int64: trajectories of the same prompt have the same number."""
-    return DataProto.from_dict(tensors={"group": group_ids(prompts.non_tensor_batch["uid"]).repeat_interleave(n)})

@@ -34,11 +34,19 @@ class Roles:
     """The worker groups of a run; None where the run has no such role."""
 
     actor: RoleGroup
-    rollout: RoleGroup
+    rollout: RoleGroup | None
     reward: RoleGroup
     advantage: RoleGroup
     critic: RoleGroup | None
     ref: RoleGroup | None
+
+
+@dataclass
+class SamplingRoles:
+    """The worker groups of a run that samples and trains nothing."""
+
+    rollout: RoleGroup
+    reward: RoleGroup
 
 
 def rollout_is_exact(config: PPOConfig, device_type: str) -> bool:
@@ -60,12 +68,22 @@ def build_roles(config: PPOConfig, plan: BatchPlan, runtime: Runtime, *, skipped
     runtime.await_ready()
     return Roles(
         actor=train.role("actor"),
-        rollout=train.role("rollout"),
+        rollout=train.role("rollout") if "rollout" in train.roles else None,
         critic=train.role("critic") if plan.critic else None,
         ref=train.role("ref") if own_reference(config) else None,
         reward=score.role("reward"),
         advantage=score.role("advantage"),
     )
+
+
+def build_sampling_roles(config: PPOConfig, runtime: Runtime) -> SamplingRoles:
+    """Starts what `trainer.debug.rollout_only` needs; the generation engine has the weights of `model.path`."""
+    train = runtime.group(TRAIN, {"rollout": _rollout_role(config)})
+    score = runtime.group(SCORE, {"reward": _reward_role(config)})
+    runtime.await_ready()
+    roles = SamplingRoles(train.role("rollout"), score.role("reward"))
+    roles.rollout.call(RolloutWorker.load_weights)
+    return roles
 
 
 def _training_roles(config: PPOConfig, plan: BatchPlan, device_type: str, skips: SkipLimits) -> dict[str, RoleSpec]:
@@ -85,8 +103,9 @@ def _training_roles(config: PPOConfig, plan: BatchPlan, device_type: str, skips:
         seed=config.trainer.seed,
         skips=skips,
     )
-    rollout = RolloutSpec(policy.model, policy.rollout, max_tokens=tokens, seed=config.trainer.seed)
-    roles = {"actor": RoleSpec(ActorWorker, (actor,)), "rollout": RoleSpec(RolloutWorker, (rollout,))}
+    roles = {"actor": RoleSpec(ActorWorker, (actor,))}
+    if not config.trainer.debug.train_only:
+        roles["rollout"] = _rollout_role(config)
     if plan.critic:
         critic = replace(config.critic, model=critic_model(config))
         assert plan.values is not None, "a critic has a pass that computes values"
@@ -113,7 +132,16 @@ def critic_model(config: PPOConfig) -> ModelConfig:
     return critic if critic.path else replace(critic, path=config.actor_rollout_ref.model.path)
 
 
+def _rollout_role(config: PPOConfig) -> RoleSpec:
+    policy = config.actor_rollout_ref
+    spec = RolloutSpec(policy.model, policy.rollout, max_tokens=config.data.max_response_length, seed=config.trainer.seed)
+    return RoleSpec(RolloutWorker, (spec,))
+
+
+def _reward_role(config: PPOConfig) -> RoleSpec:
+    return RoleSpec(RewardWorker, (RewardSpec(config.actor_rollout_ref.model, config.reward),))
+
+
 def _scoring_roles(config: PPOConfig) -> dict[str, RoleSpec]:
-    reward = RewardSpec(config.actor_rollout_ref.model, config.reward)
     advantage = AdvantageSpec(config.algorithm, config.data.max_response_length)
-    return {"reward": RoleSpec(RewardWorker, (reward,)), "advantage": RoleSpec(AdvantageWorker, (advantage,))}
+    return {"reward": _reward_role(config), "advantage": RoleSpec(AdvantageWorker, (advantage,))}

@@ -7,6 +7,7 @@ start of embedded recipes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.worker import RoleSpec
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.ragged import parts
+from hydraflow.role_logs import CONTROLLER
 from hydraflow.schema import SFTConfig
 from hydraflow.tracking.endings import DONE
 from hydraflow.tracking.trackers import Trackers
@@ -34,9 +36,12 @@ StopRule = Callable[[dict[str, float]], bool]
 
 
 class SFTTrainer:
-    """A worker group that learns from conversations. `skipped`: the folder for rows of skipped steps."""
+    """A worker group that learns from conversations.
 
-    def __init__(self, config: SFTConfig, plan: SFTPlan, runtime: Runtime, *, skipped: Path):
+    `skipped`: the folder for rows of skipped steps. `row`: whose its phases are in the timeline.
+    """
+
+    def __init__(self, config: SFTConfig, plan: SFTPlan, runtime: Runtime, *, skipped: Path, row: str = CONTROLLER):
         self.config, self.plan, self.runtime = config, plan, runtime
         skips = SkipLimits(config.trainer.max_skipped_steps, str(skipped))
         spec = SFTSpec(config.model, config.optim, config.fsdp_config, plan.role, plan.total_steps, config.trainer.seed, skips)
@@ -44,7 +49,7 @@ class SFTTrainer:
         self.group = runtime.group(TRAIN, roles)
         runtime.await_ready()
         self.role: RoleGroup = self.group.role("sft")
-        self.timer = PhaseTimer()
+        self.timer = PhaseTimer(runtime.timeline, row)
 
     def fit(
         self,
@@ -57,16 +62,18 @@ class SFTTrainer:
         checkpoints: Checkpointer | None = None,
         done: int = 0,
         restarts: int = 0,
+        profiled: bool = False,
     ) -> str:
         """Trains until the steps or the time are used up or `stop_when` holds; returns why it ended.
 
-        `checkpoints` None: nothing is saved. `done`: steps before this start of the run, the
-        `restarts`-th one after a failure.
+        `checkpoints` None: nothing is saved. `profiled`: `global_profiler.steps` are steps of this training.
+        `done`: steps before this start of the run, the `restarts`-th one after a failure.
         """
         if clock.preempted:
             return clock.why_to_stop()
         for step in range(done + 1, self.plan.total_steps + 1):
-            metrics = self._step(next_batch(), step)
+            with self.runtime.profiled(step) if profiled else nullcontext():
+                metrics = self._step(next_batch(), step)
             why = DONE if step == self.plan.total_steps else clock.why_to_stop()
             ends_here = why == DONE or (why and not clock.preempted)
             if held_out and (ends_here or self._validation_is_due(step)):
@@ -101,7 +108,7 @@ class SFTTrainer:
     def _step(self, batch: DataProto, step: int) -> dict[str, float]:
         lengths = (parts(batch.get("prompts"))[1] + parts(batch.get("responses"))[1]).numpy()
         order = mini_batch_order(lengths, self.plan.role, 1, balance=True, shuffle_key=None)
-        with self.timer.phase("step"):
+        with self.timer.phase("step", step):
             metrics = self.role.call(SFTWorker.update, batch.select_idxs(order), step)
         seconds = self.timer.drain()
         perf = {"perf/throughput": float(lengths.sum()) / seconds["timing_s/step"] / self.plan.role.data_ranks}

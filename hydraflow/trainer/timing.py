@@ -1,6 +1,6 @@
 """Seconds of each phase of a step, under the names users know: `timing_s/gen`, `timing_s/update_actor`, ...
 
-In: phases as they run. Out: one number per phase and step.
+In: phases as they run. Out: one number per phase and step, and spans for the timeline.
 """
 
 from __future__ import annotations
@@ -9,6 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from codetiming import Timer
+
+from hydraflow.dispatch.timeline import Timeline
+from hydraflow.role_logs import CONTROLLER
+from hydraflow.spans import Span, now
 
 
 class PhaseTimer:
@@ -21,19 +25,22 @@ class PhaseTimer:
     ['timing_s/gen']
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timeline: Timeline | None = None, row: str = CONTROLLER) -> None:
+        """`row`: whose phases they are in the timeline."""
+        self._timeline, self._row = timeline or Timeline(), row
         self._seconds: dict[str, float] = {}
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str, step: int | None = None) -> Iterator[None]:
         """Times one phase; a phase that runs twice in a step adds up."""
-        timer = Timer(logger=None)
+        timer, start = Timer(logger=None), now()
         timer.start()
         try:
             yield
         finally:
-            key = f"timing_s/{name}"
-            self._seconds[key] = self._seconds.get(key, 0.0) + timer.stop()
+            key, seconds = f"timing_s/{name}", timer.stop()
+            self._seconds[key] = self._seconds.get(key, 0.0) + seconds
+            self._timeline.note(self._row, 0, [Span(name, start, seconds, step)])
 
     def drain(self) -> dict[str, float]:
         """The seconds so far, and a new start."""

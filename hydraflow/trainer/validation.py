@@ -14,9 +14,9 @@ from hydraflow.dispatch.runtime import Runtime
 from hydraflow.protocol.batch import DataProto
 from hydraflow.schema import PPOConfig
 from hydraflow.trainer.generations import GenerationDump, Scored, read_scored
-from hydraflow.trainer.ppo import sample, scoring_objects, warn_of_failures
-from hydraflow.trainer.roles import Roles
-from hydraflow.workers.reward import WITH_TEXTS, RewardWorker
+from hydraflow.trainer.ppo import warn_of_failures
+from hydraflow.trainer.roles import Roles, SamplingRoles
+from hydraflow.trainer.rollouts import sample, score_samples
 from hydraflow.workers.rollout import SampleOrder
 
 
@@ -30,7 +30,7 @@ def metric_names(batches: Sequence[DataProto], plan: BatchPlan) -> set[str]:
 class Validator:
     """Runs the held-out prompts through the generation engine and the reward function."""
 
-    def __init__(self, config: PPOConfig, plan: BatchPlan, roles: Roles, runtime: Runtime, batches: Sequence[DataProto]):
+    def __init__(self, config: PPOConfig, plan: BatchPlan, roles: Roles | SamplingRoles, runtime: Runtime, batches: Sequence[DataProto]):
         self.config, self.plan, self.roles, self.runtime, self.batches = config, plan, roles, runtime, batches
         self.dump = GenerationDump.to(config.trainer.validation_data_dir, "trainer.validation_data_dir")
 
@@ -55,10 +55,9 @@ class Validator:
     def _score(self, prompts: DataProto) -> Scored:
         val = self.config.actor_rollout_ref.rollout.val_kwargs
         order = SampleOrder(-1, self.plan.validation.samples_per_prompt, val.temperature if val.do_sample else 0.0, val.top_k, val.top_p)
+        assert self.roles.rollout is not None, "a run that validates has a generation engine"
         sampling = sample(self.roles.rollout, prompts, order)
-        objects = scoring_objects(prompts, order.n)
-        objects.meta_info[WITH_TEXTS] = True
-        scored = self.roles.reward.call(RewardWorker.score, objects, sampling.columns("prompts", "responses")).get()
+        scored = score_samples(self.roles.reward, prompts, sampling, order.n, with_texts=True).get()
         warn_of_failures(scored, "validation")
         return read_scored(self.runtime, prompts, order.n, scored)
 

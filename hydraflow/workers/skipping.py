@@ -10,20 +10,17 @@ Left out on purpose: what is skipped, and that weights and optimizer stay as the
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import safetensors.numpy
 import torch
 
 from hydraflow.errors import GuardStop
-from hydraflow.protocol import wire
 from hydraflow.protocol.batch import DataProto
+from hydraflow.protocol.stored import read_batch, write_batch
 
 logger = logging.getLogger(__name__)
 
@@ -79,26 +76,10 @@ class Skips:
 
 def write_skipped(path: Path, rows: DataProto, facts: Mapping[str, Any]) -> None:
     """Writes the tensor columns bit for bit, and the facts as JSON. OSError when it cannot."""
-    arrays: dict[str, np.ndarray] = {}
-    columns: dict[str, dict[str, str]] = {}
-    for name, column in rows.items():
-        if not isinstance(column, torch.Tensor):
-            continue
-        encoded = wire.encode(column, name)
-        columns[name] = {"kind": encoded.kind, "dtype": encoded.dtype}
-        arrays |= {f"{name}.{part}": array for part, array in enumerate(encoded.arrays)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(safetensors.numpy.save(arrays, {"columns": json.dumps(columns), "facts": json.dumps(dict(facts))}))
+    tensors = [name for name, column in rows.items() if isinstance(column, torch.Tensor)]
+    write_batch(path, rows.select(tensors, []), facts)
 
 
 def read_skipped(path: Path) -> tuple[DataProto, dict[str, Any]]:
     """The rows and the facts of a file in `skipped/`: step, role, optimizer_step, rank, grad_norm, and the role's metrics on this rank."""
-    with safetensors.safe_open(path, "numpy") as file:
-        columns, facts = (json.loads(file.metadata()[name]) for name in ("columns", "facts"))
-        tensors = {}
-        for name, told in columns.items():
-            arrays = tuple(file.get_tensor(f"{name}.{part}") for part in range(2 if told["kind"] == "ragged" else 1))
-            column = wire.decode(wire.Encoded(told["kind"], told["dtype"], (), arrays))
-            assert isinstance(column, torch.Tensor), "object columns are not written"
-            tensors[name] = column
-    return DataProto.from_dict(tensors), facts
+    return read_batch(path)

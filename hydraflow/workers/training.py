@@ -21,6 +21,7 @@ from hydraflow.engine.micro_batches import MicroBatches
 from hydraflow.metrics import Metric, largest, mean, merge
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.ragged import parts
+from hydraflow.spans import span
 from hydraflow.workers.portions import Portions
 from hydraflow.workers.skipping import Skips
 
@@ -52,8 +53,10 @@ class Learner:
         for number in range(len(mini_batches) * self.plan.epochs):
             rows = mini_batches[number % len(mini_batches)]
             loss = make_loss(denominators[number % len(mini_batches)], number == 0)
-            of_rows.append(self._gradient(rows, loss, temperature=temperature, entropy=entropy))
-            of_steps.append(self.engine.optimizer_step())
+            with span("gradient"):
+                of_rows.append(self._gradient(rows, loss, temperature=temperature, entropy=entropy))
+            with span("optimizer_step"):
+                of_steps.append(self.engine.optimizer_step())
             facts = reductions.values(of_rows[-1]) | of_steps[-1]
             self.skips.note(rows, skipped=bool(of_steps[-1]["skipped"]), step=step, number=number, facts=facts)
         self.engine.lr_step()

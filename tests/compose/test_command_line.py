@@ -150,7 +150,7 @@ def test_help_lists_groups_and_keys(tmp_path):
 
 def test_what_is_shown_is_what_keys_came_to(tmp_path):
     shown = call(tmp_path, "ppo", "--cfg", "job", "--package", "ray_init", "ray_kwargs.ray_init.num_cpus=8").stdout
-    assert shown == "# @package ray_init\naddress: local\nnum_cpus: 8\nruntime_env:\n  env_vars: {}\n"
+    assert shown == "# @package ray_init\naddress: local\nnum_cpus: 8\nruntime_env:\n  env_vars: {}\ntimeline_file: null\n"
     words = ["trainer.seed=${data.train_batch_size}", "data.train_batch_size=96", "--cfg=job", "-p", "trainer"]
     assert "seed: ${data.train_batch_size}\n" in call(tmp_path, "ppo", *words).stdout
     assert "seed: 96\n" in call(tmp_path, "ppo", *words, "--resolve").stdout

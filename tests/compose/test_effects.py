@@ -63,6 +63,20 @@ CASES = [
     ("trainer.rollout_data_dir=x", ["trainer.val_only=true", "data.val_files=v"], "trainer.val_only=false"),
     ("trainer.validation_data_dir=x", [], "data.val_files=v"),
     ("ray_init.num_cpus=5", ["ray_init.address=auto"], "ray_init.address=local"),
+    ("ray_init.num_cpus=5", ["trainer.debug.local=true"], "trainer.debug.local=false"),
+    ("log.console=info", ["trainer.debug.local=true"], "trainer.debug.local=false"),
+    ("trainer.rpc_timeout=5", ["debug=true"], "debug=false"),
+    ("global_profiler.save_path=x", [], "global_profiler.tool=torch global_profiler.steps=[1]"),
+    ("trainer.save_freq=5", ["trainer.debug.rollout_only=true"], "trainer.debug.rollout_only=false"),
+    (f"{ACTOR}.optim.lr=1", ["trainer.debug.rollout_only=true"], "trainer.debug.rollout_only=false"),
+    (
+        "trainer.test_freq=5",
+        ["data.val_files=v", "trainer.debug.train_only=true", "trainer.debug.load_rollouts=d"],
+        "trainer.debug.train_only=false",
+    ),
+    ("reward.failure_score=1", ["trainer.debug.train_only=true", "trainer.debug.load_rollouts=d"], "trainer.debug.train_only=false"),
+    ("reward.timeout=5", ["reward.num_workers=0"], "reward.num_workers=1"),
+    ("reward.num_workers=5", ["trainer.debug.local=true"], "trainer.debug.local=false"),
 ]
 
 

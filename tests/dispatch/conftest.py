@@ -9,7 +9,8 @@ import torch
 from dispatch.probes import Probe
 
 from hydraflow.dispatch.config import RayInitConfig
-from hydraflow.dispatch.group import Limits, RoleGroup, WorkerGroup
+from hydraflow.dispatch.group import Group, Limits, RoleGroup, WorkerGroup
+from hydraflow.dispatch.local import LocalRuntime
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.worker import RoleSpec
@@ -35,10 +36,18 @@ def groups(runtime: Runtime) -> dict[int, WorkerGroup]:
     return {group.world_size: group for group in runtime.groups}
 
 
-@pytest.fixture(params=SIZES)
-def probe(request: pytest.FixtureRequest, groups: dict[int, WorkerGroup]) -> RoleGroup:
+@pytest.fixture(scope="session")
+def local() -> Group:
+    """The same roles in this process."""
+    runtime = LocalRuntime(RayInitConfig(), Limits(start=120, call=60))
+    runtime.start([ResourcePool("here", [1])])
+    return runtime.group("here", {"probe": RoleSpec(Probe), "other": RoleSpec(Probe, (7,))})
+
+
+@pytest.fixture(params=[*SIZES, "local"])
+def probe(request: pytest.FixtureRequest, groups: dict[int, WorkerGroup], local: Group) -> RoleGroup:
     """The role `probe` of each group in turn."""
-    return groups[request.param].role("probe")
+    return (local if request.param == "local" else groups[request.param]).role("probe")
 
 
 @pytest.fixture(scope="session")

@@ -78,6 +78,7 @@ def test_a_process_hangs(tmp_path: Path, recipe_cache: Path) -> None:
     assert started.ended(40) == 4, started.said()[-3000:]
     assert time.monotonic() - begun > 5
     assert "no answer in 6 seconds" in started.said() and "Traceback" not in started.said()
+    assert "; stacks of all workers: " in started.said() and len(list((tmp_path / "out" / "stacks").iterdir())) == 1
 
 
 def test_a_gradient_that_is_never_finite(tmp_path: Path, sft_keys: list[str]) -> None:

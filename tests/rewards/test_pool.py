@@ -168,3 +168,19 @@ def test_cheap_rows_are_quick(tmp_path: Path) -> None:
             seconds.append(time.perf_counter() - began)
     # About 5 ms on a free core; one message a row, the mistake to catch, takes 45 ms and more.
     assert min(seconds) < 0.025
+
+
+def test_without_processes_the_scores_are_the_same_and_the_function_is_loaded_once(tmp_path: Path) -> None:
+    function = "calls = []\n\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+    function += "    calls.append(1)\n    if solution_str == 'bad':\n        raise ValueError('no')\n"
+    function += "    return {'score': 1 / 3, 'acc': solution_str == ground_truth, 'calls': len(calls)}\n"
+    (tmp_path / "here.py").write_text(function)
+    rows = [RewardRow("x", text, "good", {}) for text in ("good", "bad", "other")]
+    custom = CustomRewardConfig(path=str(tmp_path / "here.py"))
+    results = []
+    for workers in (0, 1):
+        with RewardPool(RewardConfig(custom_reward_function=custom, num_workers=workers, failure_score=-1.0)) as pool:
+            results.append([*pool.score(rows), *pool.score(rows)])
+    assert results[0] == results[1]
+    assert [result.extra.get("calls") for result in results[0]] == [1, None, 3, 4, None, 6]
+    assert results[0][1].failed == "ValueError: no" and results[0][1].score == -1.0

@@ -1,0 +1,37 @@
+"""What `+debug=true` and `trainer.debug.local=true` make of a configuration: one process per role, and nothing that a pause would break.
+
+In: a configuration as the user gave it. Out: the one that runs. Left out on purpose: refusing what contradicts it (`checks.py`), and
+doing it (`dispatch/`, `trainer/`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
+
+Config = TypeVar("Config", bound=PPOConfig | SFTConfig | GenerateConfig)
+
+NO_DEADLINE = 30 * 86400.0
+"""Seconds: who sits at a breakpoint for longer than a month starts again."""
+
+
+def applied(config: Config) -> Config:
+    """The configuration that runs; the same one where nothing is debugged.
+
+    >>> config = PPOConfig(debug=True)
+    >>> applied(config).trainer.n_gpus_per_node, applied(config).reward.num_workers, applied(config).trainer.rpc_timeout
+    (1, 0, 2592000.0)
+    """
+    if not (config.debug or config.trainer.debug.local):
+        return config
+    changed: Any = replace(config.trainer, n_gpus_per_node=config.trainer.n_gpus_per_node or 1)
+    if config.debug:
+        changed = replace(changed, rpc_timeout=NO_DEADLINE, start_timeout=NO_DEADLINE)
+    parts: dict[str, Any] = {"trainer": changed}
+    if isinstance(config, PPOConfig):
+        parts["reward"] = replace(config.reward, num_workers=0)
+    if config.debug and not isinstance(config, GenerateConfig):
+        parts["log"] = replace(config.log, console=config.log.console or "info")
+    return replace(config, **parts)

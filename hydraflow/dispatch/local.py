@@ -1,0 +1,194 @@
+"""A run in one process, without Ray: the same pools, groups and calls, so that `breakpoint()` and pdb work anywhere.
+
+In: what `Runtime` takes; every pool has one process. Out: the same results, bit by bit: arguments and answers are spread and collected
+by the same modes and are encoded as they are for the object store, and a method computes with as many threads as in its own process.
+A call runs at once, in the caller's thread, and an exception reaches the caller as it is, with its stack.
+Left out on purpose: several ranks. They wait for each other, so each needs a process of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import platform
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hydraflow.dispatch.config import RayInitConfig
+from hydraflow.dispatch.group import Channel, Group, Limits
+from hydraflow.dispatch.modes import Coordinates, Registration
+from hydraflow.dispatch.placement import ResourcePool
+from hydraflow.dispatch.profile import Profile, region
+from hydraflow.dispatch.runtime import Runtime
+from hydraflow.dispatch.shards import Promised, Ready, Shard, is_batch, split
+from hydraflow.dispatch.stacks import ProcessFacts
+from hydraflow.dispatch.watch import Watch, of_role
+from hydraflow.dispatch.worker import ProcessContext, RoleSpec, Worker
+from hydraflow.errors import ConfigError
+from hydraflow.protocol import wire
+from hydraflow.protocol.batch import DataProto
+from hydraflow.protocol.pieces import Column, LocalColumn
+from hydraflow.protocol.remote import RemoteBatch, materialise
+from hydraflow.role_logs import log_of_this_process
+from hydraflow.spans import Recorder, record_into, span
+
+KEY = "trainer.debug.local"
+
+
+class LocalRuntime(Runtime):
+    """A `Runtime` whose workers are objects of this process."""
+
+    def __init__(self, ray_init: RayInitConfig, limits: Limits, *, device_type: str = "cpu", watch: Watch | None = None):
+        super().__init__(ray_init, limits, device_type=device_type, watch=watch)
+        self._pools: dict[str, ResourcePool] = {}
+
+    def start(self, pools: Sequence[ResourcePool]) -> None:
+        """Takes the pools. ConfigError when one has several processes."""
+        for pool in pools:
+            if pool.size > 1:
+                rule = f"runs in one process, and the pool {pool.name} has {pool.size}"
+                raise ConfigError.one(KEY, True, rule, f"trainer.nnodes=1 trainer.n_gpus_per_node=1 or {KEY}=false")
+            self._pools[pool.name] = pool
+
+    def group(self, pool: str, roles: Mapping[str, RoleSpec]) -> Group:
+        """Builds the workers at once."""
+        self.groups.append(LocalGroup(self._pools[pool], roles, self.channel, device_type=self.device_type, first=not self.groups))
+        return self.groups[-1]
+
+    def stop(self) -> None:
+        """Writes the timeline and closes the workers."""
+        self._write_timeline(with_ray=False)
+        for group in self.groups:
+            group.stop()
+        self.groups = []
+
+
+class LocalGroup(Group):
+    """The workers of one pool: one for each role. Raises what a worker raises while it is built.
+
+    first: of the runtime's groups; the process has one profile, not one for each group.
+    """
+
+    def __init__(self, pool: ResourcePool, roles: Mapping[str, RoleSpec], channel: Channel, *, device_type: str, first: bool = True):
+        self.roles, self.channel, self.processes = dict(roles), channel, {0: _facts()}
+        self.device_type, self._first = device_type, first
+        self._threads = pool.threads
+        self._logs = log_of_this_process()
+        self._recorder = Recorder()
+        self._profile: Profile | None = None
+        self.workers: dict[str, Worker] = {}
+        where = ("127.0.0.1", _free_port(), device_type, channel.limits.call)
+        process = ProcessContext(0, 1, 0, platform.node(), *where, roles=self.workers)
+        for name, spec in self.roles.items():
+            spec = copy.deepcopy(spec)  # a process of its own would have its own
+            with self._as(name), span("start"):
+                self.workers[name] = spec.cls(process, *spec.args, **spec.kwargs)
+
+    @property
+    def world_size(self) -> int:
+        """One."""
+        return 1
+
+    def await_ready(self) -> None:
+        """The workers are built."""
+
+    def perform(self, role: str, method: str, plan: Registration, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Raises what the method raises."""
+        site = _Site(self, role, method, plan.padding)
+        settled = [_settled(value) for value in args]
+        positional, named = plan.mode.dispatch_fn(site, *settled, **{name: _settled(value) for name, value in kwargs.items()})
+        given = [_given(values[0], plan) for values in positional]
+        given_by_name = {name: _given(values[0], plan) for name, values in named.items()}
+        with self._as(role), region(f"{role}.{method}"):
+            started = time.perf_counter()
+            with span(method):
+                answer = getattr(self.workers[role], method)(*given, **given_by_name)
+            self.channel.traffic.worked += time.perf_counter() - started
+        self.channel.traffic.calls += 1
+        result = plan.mode.collect_fn(site, [_kept(answer)])
+        return result if plan.blocking else Ready(result)
+
+    def start_profile(self, tool: str, folder: str, ranks: Sequence[int] | None) -> None:
+        """Begins a profile of this process, with all that runs in it."""
+        if self._first:
+            self._profile = Profile(tool, folder, "all")
+            self._profile.start(self.device_type)
+
+    def stop_profile(self, ranks: Sequence[int] | None) -> None:
+        """Ends and writes it."""
+        if self._profile is not None:
+            self._profile.stop(0)
+            self._profile = None
+
+    def stop(self) -> None:
+        """Closes the workers."""
+        for worker in self.workers.values():
+            worker.close()
+        self.workers.clear()
+
+    def mesh(self, role: str, name: str) -> list[Coordinates]:
+        """The worker's place."""
+        return [Coordinates(*self.workers[role].mesh_coordinates(name))]
+
+    @contextmanager
+    def _as(self, role: str) -> Iterator[None]:
+        """Its body is work of that role: logs, spans and threads are those that its process would have."""
+        torch.set_num_threads(self._threads)
+        record_into(self._recorder if self.channel.watch.traced else None)
+        try:
+            with of_role(self._logs, role):
+                yield
+        finally:
+            record_into(None)
+            self.channel.timeline.note(role, 0, self._recorder.drain())
+
+
+class _Site:
+    """What a mode sees of a call."""
+
+    world_size = 1
+
+    def __init__(self, group: LocalGroup, role: str, method: str, padding: bool):
+        self.group, self.role, self.method, self.padding = group, role, method, padding
+
+    def mesh(self, name: str) -> list[Coordinates]:
+        return self.group.mesh(self.role, name)
+
+
+def _settled(value: Any) -> Any:
+    return value.get() if isinstance(value, Promised) else value
+
+
+def _given(value: Any, plan: Registration) -> Any:
+    """An argument as the method gets it."""
+    shard = split(value, 1)[0] if is_batch(value) else value
+    if not isinstance(shard, Shard):
+        return shard
+    return materialise(shard.batch, _nothing_is_far, copy=not plan.read_only)
+
+
+def _nothing_is_far(refs: Sequence[Any]) -> Sequence[wire.ColumnData]:
+    raise AssertionError("every column of a run in one process is here")
+
+
+def _kept(answer: Any) -> Any:
+    """An answer as the controller gets it: a batch's columns are copies, as if they had been in the object store."""
+    if not isinstance(answer, DataProto):
+        return answer
+    columns = {name: Column((LocalColumn(wire.decode(wire.encode(column, name))),)) for name, column in answer.items()}
+    return RemoteBatch(columns, {}, dict(answer.meta_info))
+
+
+def _facts() -> ProcessFacts:
+    return ProcessFacts(os.getpid(), "", "", "")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,72 @@
+"""Profiles of one process over one training step: operators and allocations with torch, or a range for Nsight Systems.
+
+In: the tool and a folder. Out: files there, named by roles and rank. torch: a Chrome trace and a table of operators; torch_memory: the
+same with allocations, on a GPU a snapshot for pytorch.org/memory_viz; nsys: the range of the report that Nsight Systems writes.
+Left out on purpose: which steps and ranks are profiled (`profiler.py`).
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import profiler
+
+from hydraflow.device import begin_range, end_range, keep_allocations, write_allocations
+
+TORCH, MEMORY, NSYS = TOOLS = ("torch", "torch_memory", "nsys")
+"""What global_profiler.tool may say."""
+ROWS = 40
+"""Operators in a table."""
+ALLOCATIONS = 100_000
+"""Allocations that are kept."""
+
+
+@dataclass
+class Profile:
+    """One process's profile; `start` and `stop` are called in it."""
+
+    tool: str
+    folder: str
+    """Of the step."""
+    name: str
+    """Roles of the process."""
+    _torch: Any = None
+    _device: str = "cpu"
+
+    def start(self, device_type: str) -> None:
+        """Begins it."""
+        self._device = device_type
+        Path(self.folder).mkdir(parents=True, exist_ok=True)
+        if self.tool == NSYS:
+            begin_range(device_type)
+            return
+        if self.tool == MEMORY:
+            keep_allocations(device_type, ALLOCATIONS)
+        self._torch = profiler.profile(profile_memory=self.tool == MEMORY, record_shapes=self.tool == MEMORY)
+        self._torch.start()
+
+    def stop(self, rank: int) -> None:
+        """Ends it and writes its files."""
+        if self.tool == NSYS:
+            end_range(self._device)
+            return
+        self._torch.stop()
+        stem = Path(self.folder) / f"{self.name}-{rank}"
+        self._torch.export_chrome_trace(f"{stem}.json")
+        Path(f"{stem}.txt").write_text(self._torch.key_averages().table(sort_by=self._order(), row_limit=ROWS))
+        if self.tool == MEMORY:
+            write_allocations(self._device, f"{stem}.pickle")
+        self._torch = None
+
+    def _order(self) -> str:
+        if self.tool == MEMORY:
+            return "self_cpu_memory_usage" if self._device == "cpu" else "self_device_memory_usage"
+        return "self_cpu_time_total" if self._device == "cpu" else "self_device_time_total"
+
+
+def region(name: str) -> AbstractContextManager[Any]:
+    """Its body has a name in the profile under way, if there is one."""
+    return profiler.record_function(name)

@@ -1,0 +1,147 @@
+"""Where every worker process stands, when a deadline has passed: the stacks of all its threads and of its child processes.
+
+In: the processes of a run. Out: a text file. py-spy reads a stack from outside, also that of a process that is stopped or stuck in C
+code; where it is not installed or not allowed, the process writes its own into its log when it gets a signal (faulthandler).
+Other machines are asked through Ray. Everything has a time limit, for the run has already waited long enough.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from hydraflow.role_logs import STACKS
+
+log = logging.getLogger(__name__)
+
+SPY_SECONDS = 10.0
+SIGNAL_SECONDS = 2.0
+NODE_SECONDS = 30.0
+"""For all machines together."""
+AT_ONCE = 8
+
+
+@dataclass(frozen=True)
+class ProcessFacts:
+    """A worker process, as it tells about itself."""
+
+    pid: int
+    node_id: str
+    """Ray's name of its machine."""
+    worker_id: str
+    """Ray's name of the process."""
+    log: str
+    """The file that its standard error goes to; not a file where there is none."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """A worker process with what people call it."""
+
+    name: str
+    facts: ProcessFacts
+
+
+def spy() -> str | None:
+    """The py-spy program; None where it is not installed."""
+    beside = Path(sys.executable).with_name("py-spy")
+    return str(beside) if beside.exists() else shutil.which("py-spy")
+
+
+def write_stacks(folder: Path, why: str, processes: Sequence[Named]) -> str:
+    """Writes the stacks of all processes to a new file in `folder`; returns its path, or why there is none."""
+    if not processes:
+        return "no worker process has said yet where it runs"
+    found = _of_all_nodes([process.facts for process in processes])
+    parts = [f"{why}\n"]
+    for process in sorted(processes, key=lambda process: process.name):
+        parts.append(f"=== {process.name}, pid {process.facts.pid}\n{found.get(process.facts.worker_id, 'its machine did not answer')}\n")
+    path = folder / f"{datetime.now().strftime('%Y%m%d-%H%M%S')}.txt"
+    try:
+        path.write_text("\n".join(parts))
+    except OSError as error:
+        return f"they cannot be written: {error}"
+    return str(path)
+
+
+def _of_all_nodes(processes: Sequence[ProcessFacts]) -> dict[str, str]:
+    """By worker id."""
+    here = ray.get_runtime_context().get_node_id()
+    by_node: dict[str, list[ProcessFacts]] = {}
+    for process in processes:
+        by_node.setdefault(process.node_id, []).append(process)
+    remote = ray.remote(num_cpus=0, max_retries=0)(stacks_here)
+    asked = [
+        remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(there)
+        for node, there in by_node.items()
+        if node != here
+    ]
+    found = stacks_here(by_node.get(here, []))
+    answered = ray.wait(asked, num_returns=len(asked), timeout=NODE_SECONDS)[0] if asked else []
+    for answer in answered:
+        with suppress(ray.exceptions.RayError):
+            found |= ray.get(answer)
+    return found
+
+
+def stacks_here(processes: Sequence[ProcessFacts]) -> dict[str, str]:
+    """The stacks of processes of this machine, by worker id."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return dict(zip((process.worker_id for process in processes), pool.map(_stack, processes), strict=True))
+
+
+def _stack(process: ProcessFacts) -> str:
+    program = spy()
+    if program is None:
+        return _written_by_itself(process, "py-spy is not installed")
+    for options in (["--subprocesses"], ["--nonblocking"]):  # a process that is stopped cannot be paused for reading
+        said = _run([program, "dump", *options, "--pid", str(process.pid)])
+        if said.returncode == 0:
+            return said.stdout
+    return _written_by_itself(process, said.stderr.strip().splitlines()[0] if said.stderr.strip() else "py-spy said nothing")
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=SPY_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return subprocess.CompletedProcess(command, 1, "", str(error))
+
+
+def _written_by_itself(process: ProcessFacts, why: str) -> str:
+    """What the process adds to its log when it gets the signal."""
+    log_file = Path(process.log)
+    if not log_file.is_file():
+        return f"{why}; and it has no log file here"
+    before = log_file.stat().st_size
+    try:
+        os.kill(process.pid, STACKS)
+    except OSError as error:
+        return f"{why}; and the process cannot be signalled: {error}"
+    deadline = time.monotonic() + SIGNAL_SECONDS
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+        with log_file.open("rb") as file:
+            file.seek(before)
+            text = file.read().decode(errors="replace")
+        if "(most recent call first)" in text:
+            return f"({why}; written by the process itself)\n{text}"
+    return f"{why}; and the process wrote nothing in {SIGNAL_SECONDS:g} seconds: it is stopped"
+
+
+def names_of(processes: Mapping[int, ProcessFacts], roles: Sequence[str]) -> list[Named]:
+    """The processes of a group that have told about themselves, named by its roles and their rank."""
+    return [Named(f"{'+'.join(roles)} rank {rank}", facts) for rank, facts in sorted(processes.items())]

@@ -1,0 +1,196 @@
+"""The timeline of a run: a Chrome trace that shows where each step's time went, for ui.perfetto.dev and chrome://tracing.
+
+In: phases of the controller, spans of every role and rank, and Ray's own task events. Out: one JSON file with a process per role, a
+thread per rank, and Ray's workers below them. Inside a step the time between two phases is a span of its own (`dispatch`), so that
+the spans of a step add up to it.
+Left out on purpose: who spends the time (`spans.py`), and when the file is written (`runtime.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from hydraflow.role_logs import CONTROLLER
+from hydraflow.spans import MOST_SPANS, Span
+
+log = logging.getLogger(__name__)
+
+STEP, REST = "step", "dispatch"
+"""Names of the span around a step, and of the time in it that belongs to no phase."""
+RAY_SECONDS = 15.0
+"""How long Ray may take to tell its events."""
+SLACK = 1e-6
+"""Seconds by which a span may reach out of the one around it: rounding to microseconds."""
+Event = dict[str, Any]
+"""One entry of a Chrome trace."""
+
+
+class Timeline:
+    """Collects spans and writes them. Keeps the newest `MOST_SPANS`; without a file it keeps none."""
+
+    def __init__(self, path: str | None = None):
+        self.path = Path(path).expanduser() if path else None
+        self._rows: deque[tuple[str, int, Span]] = deque(maxlen=MOST_SPANS)
+        self._dropped = 0
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there will be a file."""
+        return self.path is not None
+
+    def note(self, role: str, rank: int, spans: Iterable[Span]) -> None:
+        """Keeps what a rank of a role did."""
+        for span in spans if self.wanted else ():
+            self._dropped += len(self._rows) == MOST_SPANS
+            self._rows.append((span.role or role, rank, span))
+
+    def write(self, ray_events: Sequence[Event], workers: Mapping[str, str]) -> None:
+        """Writes the file, whole or not at all; a warning when it cannot. `workers`: Ray's worker id -> what people call it."""
+        if self.path is None:
+            return
+        trace = {
+            "traceEvents": [*_our_events(list(self._rows)), *_rays_events(ray_events, workers)],
+            "displayTimeUnit": "ms",
+            "otherData": {"program": "hydraflow", "spans_dropped": self._dropped},
+        }
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(trace))
+            temporary.replace(self.path)
+        except OSError as error:
+            log.warning("the timeline cannot be written to %s: %s", self.path, error)
+        else:
+            log.info("timeline: %s (open it in ui.perfetto.dev)", self.path)
+
+
+def _our_events(rows: list[tuple[str, int, Span]]) -> Iterator[Event]:
+    """Roles as processes, the controller first, then in the order in which they first did something."""
+    roles = sorted({role for role, _, _ in rows}, key=lambda role: (role != CONTROLLER, _begin_of(role, rows)))
+    for pid, role in enumerate(roles, 1):
+        yield from _named(pid, role, sort=pid)
+        for rank in sorted({rank for named, rank, _ in rows if named == role}):
+            yield _metadata("thread_name", pid, rank, name=f"rank {rank}")
+            spans = [span for named, number, span in rows if (named, number) == (role, rank)]
+            spans += _gaps(spans)
+            yield from (_complete(span, role, pid, rank) for span in sorted(spans, key=_outermost_first))
+
+
+def _begin_of(role: str, rows: list[tuple[str, int, Span]]) -> float:
+    return min(span.start for named, _, span in rows if named == role)
+
+
+def _outermost_first(span: Span) -> tuple[float, float]:
+    return span.start, -span.seconds
+
+
+def _gaps(spans: Sequence[Span]) -> list[Span]:
+    """The time of each step between its phases."""
+    found = []
+    for step in (span for span in spans if span.name == STEP):
+        end = step.start + step.seconds
+        inside = [span for span in spans if span is not step and step.start <= span.start <= span.start + span.seconds <= end + SLACK]
+        at = step.start
+        for span in sorted(inside, key=_outermost_first):
+            if span.start > at:
+                found.append(Span(REST, at, span.start - at, step.step))
+            at = max(at, span.start + span.seconds)
+        if end > at:
+            found.append(Span(REST, at, end - at, step.step))
+    return found
+
+
+def _complete(span: Span, role: str, pid: int, rank: int) -> Event:
+    name = f"{STEP} {span.step}" if span.name == STEP and span.step is not None else span.name
+    args = {} if span.step is None else {"step": span.step}
+    return {"name": name, "cat": role, "ph": "X", "ts": span.start * 1e6, "dur": span.seconds * 1e6, "pid": pid, "tid": rank, "args": args}
+
+
+def _metadata(kind: str, pid: int, tid: int, **args: object) -> Event:
+    return {"name": kind, "ph": "M", "ts": 0, "pid": pid, "tid": tid, "args": args}
+
+
+def _named(pid: int, name: str, *, sort: int) -> Iterator[Event]:
+    yield _metadata("process_name", pid, 0, name=name)
+    yield _metadata("process_sort_index", pid, 0, sort_index=sort)
+
+
+# --- Ray's ------------------------------------------------------------------------------------------------------------
+
+RAY_PIDS = 10_000
+"""Number of the first of Ray's processes in the trace, above all of ours."""
+LANES = 1000
+"""Threads that one of Ray's workers may take up."""
+
+
+def _rays_events(events: Sequence[Event], workers: Mapping[str, str]) -> Iterator[Event]:
+    """Ray names processes and threads by texts; viewers want numbers. Spans of one thread that overlap get a thread each."""
+    for node, pid in _numbers((event["pid"] for event in events), RAY_PIDS).items():
+        yield from _named(pid, f"Ray on {node}", sort=pid)
+        here = [event for event in events if event["pid"] == node]
+        for worker, tid in _numbers((event["tid"] for event in here), 1).items():
+            name = workers.get(str(worker).partition(":")[2], str(worker)[:20])
+            for lane, inside in enumerate(_lanes([event for event in here if event["tid"] == worker])):
+                number = tid * LANES + lane
+                yield _metadata("thread_name", pid, number, name=name if not lane else f"{name} ({lane + 1})")
+                for event in inside:
+                    yield {**event, "dur": max(0.0, event["dur"]), "pid": pid, "tid": number}
+
+
+def _numbers(names: Iterable[object], first: int) -> dict[object, int]:
+    return {name: number for number, name in enumerate(dict.fromkeys(names), first)}
+
+
+def _lanes(events: Sequence[Event]) -> list[list[Event]]:
+    """The events in as few rows as the first that fits gives: in a row two are one inside the other, or apart.
+
+    >>> [[event["ts"] for event in lane] for lane in _lanes([{"ts": 0, "dur": 5}, {"ts": 1, "dur": 2}, {"ts": 4, "dur": 3}])]
+    [[0, 1], [4]]
+    """
+    lanes: list[list[Event]] = []
+    open_ends: list[list[float]] = []
+    for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
+        end = event["ts"] + event["dur"]
+        for lane, ends in zip(lanes, open_ends, strict=True):
+            while ends and ends[-1] <= event["ts"]:
+                ends.pop()
+            if not ends or end <= ends[-1]:
+                lane.append(event)
+                ends.append(end)
+                break
+        else:
+            lanes.append([event])
+            open_ends.append([end])
+    return lanes
+
+
+def ray_events() -> list[Event]:
+    """Ray's events of all nodes; none, with a warning, when it does not tell them in time. Takes a second: Ray waits for late ones."""
+    found: list[Event] = []
+    talk = logging.getLogger("ray._private.state")
+    level = talk.level
+
+    def ask() -> None:
+        try:
+            found.extend(ray.timeline())
+        except (ray.exceptions.RayError, RuntimeError, OSError) as error:
+            log.warning("Ray's own events are missing in the timeline: %s", str(error).splitlines()[0])
+
+    talk.setLevel(logging.ERROR)  # it announces where the events will come from in a later version
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(RAY_SECONDS)
+    talk.setLevel(level)
+    if asking.is_alive():
+        log.warning("Ray's own events are missing in the timeline: no answer in %g seconds", RAY_SECONDS)
+        return []
+    return found

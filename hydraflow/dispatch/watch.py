@@ -1,0 +1,106 @@
+"""What watches a run's processes: log files, spans for the timeline, folders for stacks and profiles, the debugger.
+
+In: the run folder and its settings. Out: a `Watch`, which every process of the run is told. Without a run folder (`main_generate`)
+processes write to Ray's own files, and stacks go to a folder for temporary files.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from hydraflow.dispatch.config import LogConfig, ProfilerConfig
+from hydraflow.errors import ConfigError
+from hydraflow.role_logs import LogSettings, RoleLogs, apply_level
+
+FIELD = "ray_init.timeline_file"
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Told to every process; the default watches nothing."""
+
+    logs: LogSettings | None = None
+    """Log files; None: what the process was started with."""
+    stacks: str | None = None
+    """Folder for the stacks of all processes, should a deadline pass; None: one for temporary files."""
+    profiler: ProfilerConfig | None = None
+    profiles: str = "profile"
+    """Folder for profiles."""
+    traced: bool = False
+    """Whether methods note spans."""
+    debug: bool = False
+    """Whether Ray's debugger is on."""
+
+    def open_logs(self, rank: int, role: str) -> RoleLogs | None:
+        """This process's log files; from now on they take everything that it writes. Where they cannot be made, a warning."""
+        if self.logs is None:
+            return None
+        try:
+            logs = RoleLogs(self.logs, rank, role)
+        except OSError as error:
+            logging.getLogger(__name__).warning("no log files in %s (%s): lines go to Ray's", self.logs.folder, error)
+            return None
+        logs.capture(below_python=not self.debug)  # Ray's debugger tells its address past sys.stderr, for the console
+        root = logging.getLogger()
+        root.handlers = [logs]
+        apply_level(self.logs.level)
+        return logs
+
+    def stacks_folder(self) -> Path:
+        """Where stacks go; made."""
+        folder = Path(self.stacks or tempfile.mkdtemp(prefix="hydraflow-stacks-"))
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def environment(self) -> dict[str, str]:
+        """Environment variables of worker processes."""
+        return {"RAY_DEBUG": debugger()} if self.debug else {}
+
+
+def watch_of(run: Path, log: LogConfig, profiler: ProfilerConfig, *, debug: bool) -> Watch:
+    """What watches a run with that folder."""
+    profiles = Path(profiler.save_path).expanduser().resolve() if profiler.save_path else run / "profile"
+    return Watch(log_settings(run, log), str(run / "stacks"), profiler, str(profiles), debug=debug)
+
+
+def log_settings(run: Path, log: LogConfig) -> LogSettings:
+    """Where and how a run's processes write their lines."""
+    return LogSettings(str(run / "logs"), log.level, max(1, int(log.max_megabytes * 2**20)), log.keep, log.console)
+
+
+@contextmanager
+def of_role(logs: RoleLogs | None, role: str) -> Iterator[None]:
+    """What is written in its body is of this role."""
+    if logs is None:
+        yield
+        return
+    with logs.of(role):
+        yield
+
+
+def debugger() -> str:
+    """Ray's name for the debugger there is: the one for editors where debugpy is installed, else that of `ray debug`."""
+    return os.environ.get("RAY_DEBUG") or ("1" if find_spec("debugpy") else "legacy")
+
+
+def require_writable(timeline_file: str | None) -> None:
+    """Raises ConfigError when no timeline could be written to that file; leaves nothing behind."""
+    if timeline_file is None:
+        return
+    path = Path(timeline_file).expanduser()
+    existing = next(parent for parent in path.absolute().parents if parent.exists())
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(None, "it is a folder")
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        rule = f"cannot be written ({error.strerror})"
+        raise ConfigError.one(FIELD, timeline_file, rule, f"{FIELD}=<a file you may write>") from error

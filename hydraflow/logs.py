@@ -1,0 +1,216 @@
+"""python -m hydraflow.logs RUN: the log files of a run as one, in the order of time; of one role or rank, filtered, or as they grow.
+
+In: `<run>/logs/`, which `role_logs.py` writes. Out: lines on standard output. Lines without a tag belong to the line before them, and
+are shown or left out with it. Imports the standard library only, so it answers at once.
+Left out on purpose: files of machines that do not share the run folder; each has its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import os
+import re
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydraflow.role_logs import LEVELS, LINE
+
+POLL_SECONDS = 0.2
+QUIET_POLLS = 5
+"""Looks without a new line after which a run that has ended is over for `--follow`."""
+ENDED = "summary.json"
+"""What a run writes when it ends."""
+FILE = re.compile(r"(.+)-(\d+)\.log(?:\.(\d+))?")
+"""Role, rank, and how many files were begun after this one."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One tagged line, with the untagged ones below it."""
+
+    time: str
+    level: str
+    role: str
+    rank: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.time} {self.level} {self.role}-{self.rank} {self.text}"
+
+
+Wanted = Callable[[Record], bool]
+
+
+class Parser:
+    """Makes records of the lines of one file, as far as it has them: a record is whole when the next one begins, or at `rest`."""
+
+    def __init__(self, role: str, rank: int):
+        self._role, self._rank = role, rank
+        self._held: list[str] = []
+        self._head = ("", "OUT")
+
+    def feed(self, line: str) -> Iterator[Record]:
+        """Takes a line; gives the record before it, if one ends there."""
+        found = LINE.fullmatch(line)
+        if found and found[2] in LEVELS:
+            yield from self.rest()
+            self._head, self._held = (found[1], found[2]), [found[5]]
+        else:
+            self._held.append(line)
+
+    def rest(self) -> Iterator[Record]:
+        """What is held, as a record."""
+        if self._held:
+            yield Record(*self._head, self._role, self._rank, "\n".join(self._held))
+        self._held = []
+
+
+def log_files(folder: Path) -> dict[tuple[str, int], list[Path]]:
+    """The files of each role and rank, the oldest first."""
+    found: dict[tuple[str, int], list[tuple[int, Path]]] = {}
+    for path in folder.iterdir():
+        if match := FILE.fullmatch(path.name):
+            found.setdefault((match[1], int(match[2])), []).append((int(match[3] or 0), path))
+    return {key: [path for _, path in sorted(files, reverse=True)] for key, files in sorted(found.items())}
+
+
+def read(folder: Path, roles: Sequence[str], ranks: Sequence[int]) -> Iterator[Record]:
+    """The records of those roles and ranks (none: all), by time; those of one file stay in their order."""
+    files = [(key, paths) for key, paths in log_files(folder).items() if _is_chosen(key, roles, ranks)]
+    return heapq.merge(*(_records(key, paths) for key, paths in files), key=lambda record: record.time)
+
+
+def _is_chosen(key: tuple[str, int], roles: Sequence[str], ranks: Sequence[int]) -> bool:
+    return (not roles or key[0] in roles) and (not ranks or key[1] in ranks)
+
+
+def _records(key: tuple[str, int], paths: Sequence[Path]) -> Iterator[Record]:
+    parser = Parser(*key)
+    for path in paths:
+        with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+            for line in file:
+                yield from parser.feed(line.removesuffix("\n"))
+    yield from parser.rest()
+
+
+class Follower:
+    """Files as they grow. A file that was set aside is read to its end, and so is the one that took its place."""
+
+    def __init__(self, folder: Path, roles: Sequence[str], ranks: Sequence[int]):
+        self._folder, self._roles, self._ranks = folder, roles, ranks
+        self._parsers: dict[tuple[str, int], Parser] = {}
+        self._read: dict[int, tuple[int, bytes]] = {}
+        """By inode: bytes that were read, and the beginning of a line whose end has not come."""
+
+    def new(self) -> list[Record]:
+        """The records that have come since it was asked last, by time."""
+        found = [record for key, paths in log_files(self._folder).items() if self._chosen(key) for record in self._of(key, paths)]
+        return sorted(found, key=lambda record: record.time)
+
+    def _chosen(self, key: tuple[str, int]) -> bool:
+        return _is_chosen(key, self._roles, self._ranks)
+
+    def _of(self, key: tuple[str, int], paths: Sequence[Path]) -> Iterator[Record]:
+        parser = self._parsers.setdefault(key, Parser(*key))
+        for path in paths:
+            for line in self._lines(path):
+                yield from parser.feed(line)
+        yield from parser.rest()
+
+    def _lines(self, path: Path) -> list[str]:
+        try:
+            with path.open("rb") as file:
+                inode = os.fstat(file.fileno()).st_ino
+                at, begun = self._read.get(inode, (0, b""))
+                file.seek(at)
+                fresh = file.read()
+        except FileNotFoundError:
+            return []  # it was set aside since the folder was listed
+        *lines, begun = (begun + fresh).split(b"\n")
+        self._read[inode] = (at + len(fresh), begun)
+        return [line.decode(errors="replace") for line in lines]
+
+
+def wanted_by(pattern: str | None, level: str | None) -> Wanted:
+    """Whether a record is to be shown."""
+    found = re.compile(pattern) if pattern is not None else None
+    least = LEVELS[level.upper()] if level else 0
+    return lambda record: LEVELS[record.level] >= least and (found is None or found.search(str(record)) is not None)
+
+
+def show(folder: Path, options: argparse.Namespace, wanted: Wanted) -> None:
+    """Prints what there is, and with `--follow` what comes, until the run has ended."""
+    if not options.follow:
+        records: Iterator[Record] | deque[Record] = (record for record in read(folder, options.role, options.rank) if wanted(record))
+        for record in deque(records, options.lines) if options.lines is not None else records:
+            print(record)
+        return
+    follower = Follower(folder, options.role, options.rank)
+    there = [record for record in follower.new() if wanted(record)]
+    for record in there if options.lines is None else there[len(there) - min(len(there), options.lines) :]:
+        print(record, flush=True)
+    quiet = 0
+    while not ((folder.parent / ENDED).exists() and quiet >= QUIET_POLLS):
+        time.sleep(POLL_SECONDS)
+        fresh = follower.new()
+        quiet = 0 if fresh else quiet + 1
+        for record in filter(wanted, fresh):
+            print(record, flush=True)
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m hydraflow.logs", description="The log lines of a run, of all roles and ranks.")
+    parser.add_argument("run", metavar="RUN", type=Path, help="run folder")
+    parser.add_argument("--role", action="append", default=[], help="controller, actor, rollout, reward, ...; may be given again")
+    parser.add_argument("--rank", action="append", default=[], type=int, help="may be given again")
+    parser.add_argument("--level", choices=[level.lower() for level in LEVELS if level != "OUT"], help="least level that is shown")
+    parser.add_argument("--grep", metavar="PATTERN", help="regular expression that a record must hold, its tag and all its lines looked at")
+    parser.add_argument("-n", "--lines", type=int, metavar="N", help="the last N records only")
+    parser.add_argument("-f", "--follow", action="store_true", help="go on with what comes, until the run ends or Ctrl-C")
+    return parser.parse_args(argv)
+
+
+def _problem(options: argparse.Namespace, folder: Path) -> str:
+    """What is wrong with what was asked for, and what would do; empty when nothing is."""
+    if not folder.is_dir():
+        return f"{options.run}: no logs/ in it\n      -> the folder of a run, such as runs/ppo-20260101-120000"
+    if options.lines is not None and options.lines < 0:
+        return f"--lines={options.lines}: must be at least 0\n      -> --lines 100"
+    there = log_files(folder)
+    if unknown := [role for role in options.role if role not in {name for name, _ in there}]:
+        return (
+            f"--role={unknown[0]}: no such role in this run\n      -> --role {' or --role '.join(dict.fromkeys(name for name, _ in there))}"
+        )
+    if missing := [rank for rank in options.rank if rank not in {number for _, number in there}]:
+        return f"--rank={missing[0]}: no such rank in this run\n      -> --rank 0 to --rank {max(number for _, number in there)}"
+    try:
+        re.compile(options.grep or "")
+    except re.error as error:
+        return f"--grep={options.grep}: no regular expression: {error}\n      -> --grep '{re.escape(options.grep)}'"
+    return ""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    options = _arguments(argv)
+    folder = options.run.expanduser() / "logs"
+    if problem := _problem(options, folder):
+        print(problem, file=sys.stderr)
+        return 2
+    try:
+        show(folder, options, wanted_by(options.grep, options.level))
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough; Python must not complain at exit either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,253 @@
+"""Log files of a run: one for each role and rank, `<run>/logs/actor-1.log`, with a tag on every line, and rotation.
+
+In: log records, what is printed, and what libraries below Python write; and which role is at work at the moment. Out: lines such as
+
+    2026-11-21T08:47:24.123Z WARNING actor-1 hydraflow.workers.skipping: step 12: optimizer step 1 of the actor is skipped
+
+in UTC, so that the files of several machines can be merged. A line without a tag goes on from the line before: stack traces, and what
+C code writes. A process of several roles has several files; what it writes goes to the file of the role whose method runs.
+Left out on purpose: reading them again (`logs.py`), and the controller's console (`logging_setup.py`).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import logging
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+CONTROLLER = "controller"
+"""Role name of the process that runs the loop; its rank is 0."""
+PRINTED = "OUT"
+"""Level of lines that were printed; counts as INFO."""
+LEVELS = {"DEBUG": 10, "INFO": 20, PRINTED: 20, "WARNING": 30, "ERROR": 40, "CRITICAL": 50}
+LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z) ([A-Z]+) (\S+)-(\d+) (.*)")
+"""Time, level, role, rank, text."""
+STANDARD_OUTPUT, STANDARD_ERROR = 1, 2
+"""File numbers."""
+STACKS = signal.SIGUSR2
+"""With it a process writes the stacks of its threads to its standard error; SIGUSR1 is the batch systems'."""
+OURS = "hydraflow"
+"""Logger of the package: with level debug, other libraries stay at info."""
+
+
+@dataclass(frozen=True)
+class LogSettings:
+    """What every process of a run is told about logs."""
+
+    folder: str
+    """Made where it is missing."""
+    level: str = "info"
+    """Least level that is written: debug, info, warning or error."""
+    max_bytes: int = 50 * 2**20
+    """Size at which a file is set aside as .log.1."""
+    keep: int = 3
+    """Files set aside that stay."""
+    console: str | None = None
+    """Least level of lines that go to the process's first standard error, too, which Ray shows on the console; None: none do."""
+
+
+def apply_level(level: str) -> None:
+    """Sets what this process's loggers pass on; other libraries say at most what is of level info."""
+    number = LEVELS[level.upper()]
+    logging.getLogger().setLevel(max(number, logging.INFO))
+    logging.getLogger(OURS).setLevel(number)
+
+
+def write_stacks_when_asked() -> None:
+    """From now on the signal STACKS has this process write where its threads stand, whatever they do."""
+    faulthandler.register(STACKS, file=STANDARD_ERROR, all_threads=True)
+
+
+def stamp(seconds: float) -> str:
+    """A Unix time as the lines have it.
+
+    >>> stamp(0.25)
+    '1970-01-01T00:00:00.250Z'
+    """
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{int(seconds % 1 * 1000):03d}Z"
+
+
+class RoleFile:
+    """One file that is appended to and rotated."""
+
+    def __init__(self, path: Path, max_bytes: int, keep: int):
+        self.path, self._max_bytes, self._keep = path, max_bytes, keep
+        self.number = self._opened()
+
+    def write(self, line: str) -> bool:
+        """Appends a line; True when the file was set aside for it, and `number` is another one now."""
+        turned = os.fstat(self.number).st_size >= self._max_bytes
+        if turned:
+            self._turn()
+        os.write(self.number, f"{line}\n".encode(errors="replace"))
+        return turned
+
+    def close(self) -> None:
+        """Gives the file number back."""
+        os.close(self.number)
+
+    def _opened(self) -> int:
+        return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def _turn(self) -> None:
+        """.log becomes .log.1, that .log.2, and so on; the oldest goes."""
+        os.close(self.number)
+        for number in range(self._keep, 0, -1):
+            older = self.path.with_name(f"{self.path.name}.{number}")
+            newer = self.path.with_name(f"{self.path.name}.{number - 1}") if number > 1 else self.path
+            if newer.exists():
+                newer.replace(older)
+        self.path.unlink(missing_ok=True)
+        self.number = self._opened()
+
+
+class RoleLogs(logging.Handler):
+    """A process's log files, one for each of its roles, made when a role first writes.
+
+    A handler for Python's logging; with `capture`, whatever else the process writes to its standard output and error comes, too.
+    OSError when the folder cannot be made or written.
+    """
+
+    def __init__(self, settings: LogSettings, rank: int, role: str):
+        super().__init__()
+        self.settings, self.rank, self.role = settings, rank, role
+        self._folder = Path(settings.folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._files: dict[str, RoleFile] = {}
+        self._captures = False
+        self._console: int | None = None
+        self._threshold = LEVELS[settings.level.upper()]
+        self._guard = threading.RLock()
+        self._file()
+
+    def capture(self, *, below_python: bool = True) -> None:
+        """Takes over this process's standard output and error. What a crash leaves there lands in the role's file, too.
+
+        below_python: also what is written to the file numbers, past Python's sys.stdout and sys.stderr.
+        """
+        if self.settings.console is not None:
+            self._console = os.dup(STANDARD_ERROR)
+        self._captures = below_python
+        sys.stdout, sys.stderr = PrintedLines(self, STANDARD_OUTPUT), PrintedLines(self, STANDARD_ERROR)  # type: ignore[assignment]
+        self._point(self._file())
+
+    @contextmanager
+    def of(self, role: str) -> Iterator[None]:
+        """What is written in its body is of this role."""
+        before = self.role
+        self._switch(role)
+        try:
+            yield
+        finally:
+            self._switch(before)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """A record of Python's logging."""
+        text = f"{record.name}: {record.getMessage()}"
+        if record.exc_info:
+            text += "\n" + logging.Formatter().formatException(record.exc_info)
+        self.line(record.levelname if record.levelname in LEVELS else "INFO", text, record.created)
+
+    def line(self, level: str, text: str, at: float | None = None) -> None:
+        """Writes one tagged line, which may have more lines below it. What the disk has no room for is lost, never the run."""
+        if LEVELS[level] < self._threshold:
+            return
+        tagged = f"{stamp(time.time() if at is None else at)} {level} {self.role}-{self.rank} {text}"
+        with suppress(OSError), self._guard:
+            file = self._file()
+            if file.write(tagged):
+                self._point(file)
+            if self._console is not None and LEVELS[level] >= LEVELS[(self.settings.console or "").upper()]:
+                os.write(self._console, f"{tagged}\n".encode(errors="replace"))
+
+    def path(self) -> Path:
+        """The file that is written to now."""
+        return self._file().path
+
+    def close(self) -> None:
+        """Closes the files; only for a process that goes on without them."""
+        with self._guard:
+            for file in self._files.values():
+                file.close()
+            self._files = {}
+        super().close()
+
+    def _file(self) -> RoleFile:
+        if self.role not in self._files:
+            path = self._folder / f"{self.role}-{self.rank}.log"
+            self._files[self.role] = RoleFile(path, self.settings.max_bytes, self.settings.keep)
+        return self._files[self.role]
+
+    def _switch(self, role: str) -> None:
+        with self._guard:
+            if role == self.role:
+                return
+            for stream in (sys.stdout, sys.stderr):
+                if isinstance(stream, PrintedLines):
+                    stream.end_line()
+            self.role = role
+            self._point(self._file())
+
+    def _point(self, file: RoleFile) -> None:
+        if not self._captures:
+            return
+        for number in (STANDARD_OUTPUT, STANDARD_ERROR):
+            os.dup2(file.number, number)
+
+
+def log_of_this_process() -> RoleLogs | None:
+    """The handler that Python's logging has, if there is one."""
+    return next((handler for handler in logging.getLogger().handlers if isinstance(handler, RoleLogs)), None)
+
+
+class PrintedLines(io.TextIOBase):
+    """Stands for sys.stdout or sys.stderr: whole lines get a tag; of a line that is overwritten (progress bars) the last state."""
+
+    def __init__(self, logs: RoleLogs, number: int):
+        self._logs, self._number, self._held = logs, number, ""
+
+    def write(self, text: str) -> int:
+        """Takes text; lines are written when they end."""
+        *lines, self._held = (self._held + text).split("\n")
+        self._held = self._held.rsplit("\r", 1)[-1] if not self._held.endswith("\r") else self._held
+        for line in lines:
+            self._logs.line(PRINTED, line.rstrip("\r").rsplit("\r", 1)[-1])
+        return len(text)
+
+    def end_line(self) -> None:
+        """Writes what has no end yet."""
+        held, self._held = self._held.strip("\r"), ""
+        if held:
+            self._logs.line(PRINTED, held.rsplit("\r", 1)[-1])
+
+    def fileno(self) -> int:
+        """The file number that it stands for."""
+        return self._number
+
+    @property
+    def buffer(self) -> io.RawIOBase:
+        """For those who write bytes: past the tags."""
+        return io.FileIO(self._number, "wb", closefd=False)
+
+    def writable(self) -> bool:
+        """Yes."""
+        return True
+
+    def isatty(self) -> bool:
+        """No."""
+        return False
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """UTF-8."""
+        return "utf-8"

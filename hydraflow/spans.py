@@ -1,0 +1,90 @@
+"""What a process did and when: named spans of time, kept for the timeline.
+
+In: `with span("optimizer_step"):` anywhere. Out: `Span`s, drained by whoever keeps the process's recorder; nothing is kept, and next
+to nothing is spent, in a process without one. Start times are Unix times that advance with a monotonic clock, so spans nest exactly.
+Left out on purpose: the file that people open (`dispatch/timeline.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+MOST_SPANS = 300_000
+"""A recorder keeps the newest; a trace viewer can hardly open more."""
+_UNIX_MINUS_MONOTONIC = time.time() - time.perf_counter()
+
+
+class Span(NamedTuple):
+    """Some time spent."""
+
+    name: str
+    start: float
+    """Unix time in seconds."""
+    seconds: float
+    step: int | None = None
+    """Training step, where it is known."""
+    role: str = ""
+    """Whose it is; empty: of the role whose call it was."""
+
+
+def now() -> float:
+    """Unix time in seconds, which never goes back in this process."""
+    return time.perf_counter() + _UNIX_MINUS_MONOTONIC
+
+
+class Recorder:
+    """Keeps spans. Used by one thread.
+
+    >>> recorder = Recorder()
+    >>> with recorder.span("gen"):
+    ...     pass
+    >>> [span.name for span in recorder.drain()]
+    ['gen']
+    """
+
+    def __init__(self) -> None:
+        self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
+        self.dropped = 0
+
+    def add(self, span: Span) -> None:
+        """Keeps one span."""
+        self.dropped += len(self._spans) == MOST_SPANS
+        self._spans.append(span)
+
+    @contextmanager
+    def span(self, name: str, role: str = "") -> Iterator[None]:
+        """Its body is a span, however it ends."""
+        start = now()
+        try:
+            yield
+        finally:
+            self.add(Span(name, start, now() - start, None, role))
+
+    def drain(self) -> list[Span]:
+        """The spans so far, in the order in which they ended, and a new start."""
+        spans = list(self._spans)
+        self._spans.clear()
+        return spans
+
+
+_recorder: Recorder | None = None
+
+
+def record_into(recorder: Recorder | None) -> None:
+    """Where this process's spans go from now on; None: nowhere."""
+    global _recorder
+    _recorder = recorder
+
+
+@contextmanager
+def span(name: str, role: str = "") -> Iterator[None]:
+    """A span of this process, if somebody keeps them."""
+    if _recorder is None:
+        yield
+        return
+    with _recorder.span(name, role):
+        yield

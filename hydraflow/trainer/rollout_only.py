@@ -1,0 +1,62 @@
+"""Steps that sample and score, and train nothing: `trainer.debug.rollout_only`.
+
+In: a batch of prompts. Out: the metrics of its trajectories. Each step samples what the first step of a training run would sample for
+the same prompts and step number, for the weights stay those of model.path.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from hydraflow.batch_plan.resolve import BatchPlan
+from hydraflow.dispatch.runtime import Runtime
+from hydraflow.dispatch.shards import Promised, Ready
+from hydraflow.protocol.batch import DataProto
+from hydraflow.protocol.ragged import lengths
+from hydraflow.protocol.remote import RemoteBatch
+from hydraflow.trainer.generations import GenerationDump, read_scored
+from hydraflow.trainer.ppo import columns, warn_of_failures
+from hydraflow.trainer.rollouts import Rollouts
+from hydraflow.trainer.timing import PhaseTimer
+
+
+class RolloutTrainer:
+    """Does what the loop asks of a trainer, with the generation engine and the reward function alone."""
+
+    def __init__(self, plan: BatchPlan, runtime: Runtime, rollouts: Rollouts, dump: GenerationDump | None):
+        self.plan, self.runtime, self.rollouts, self.dump = plan, runtime, rollouts, dump
+        self.timer = PhaseTimer(runtime.timeline)
+
+    def sync_weights(self) -> Promised:
+        """There are no new ones."""
+        return Ready(None)
+
+    def step(self, prompts: DataProto, step: int) -> dict[str, float]:
+        """Samples and scores one batch of prompts; `step` counts from 1."""
+        phase = partial(self.timer.phase, step=step)
+        with phase("step"):
+            with phase("gen"):
+                sampling = self.rollouts.sampling(prompts, step)
+                scoring = self.rollouts.score(prompts, sampling, step)
+                batch = self.rollouts.generated(prompts, sampling)
+            with phase("reward"):
+                scored = scoring.get()
+        if self.dump is not None:
+            self.dump.write(step, list(read_scored(self.runtime, prompts, self.plan.samples_per_prompt, scored).rows(step)))
+        warn_of_failures(scored, f"step {step}")
+        metrics = self._measured(batch, scored) | self.timer.drain()
+        tokens, seconds = metrics["perf/total_num_tokens"], metrics["timing_s/step"]
+        return metrics | {"perf/time_per_step": seconds, "perf/throughput": tokens / seconds / self.plan.rollout_ranks}
+
+    def _measured(self, batch: RemoteBatch, scored: RemoteBatch) -> dict[str, float]:
+        scores = self.runtime.fetch(columns(scored, ["score"])).get("score").float()
+        read = self.runtime.fetch(columns(batch, ["lengths", "response_mask"]))
+        responses = lengths(read.get("response_mask")).float()
+        found = {"reward/failed_rows": float(scored.meta_info["failed"]), "perf/total_num_tokens": float(read.get("lengths").sum())}
+        return found | _spread("critic/score", scores) | _spread("response_length", responses)
+
+
+def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
+    return {f"{name}/mean": float(values.mean()), f"{name}/max": float(values.max()), f"{name}/min": float(values.min())}

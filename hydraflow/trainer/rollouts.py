@@ -1,0 +1,191 @@
+"""Where a step's trajectories come from: sampled and scored, or read from files that an earlier run wrote.
+
+In: a batch of prompts. Out: trajectories and their scores. A step that reads a dump computes what the step that wrote it computed, bit
+by bit: the file holds every column as it was.
+
+    <folder>/step_12.safetensors     prompts, responses, response_mask, rollout_log_probs, lengths, group, scores, row objects
+
+Left out on purpose: JSON for people to read, and what is done with the trajectories (`ppo.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import safetensors
+
+from hydraflow.algorithms.groups import group_ids
+from hydraflow.batch_plan.resolve import BatchPlan
+from hydraflow.dispatch.group import RoleGroup
+from hydraflow.dispatch.runtime import Runtime
+from hydraflow.dispatch.shards import Promised, Ready
+from hydraflow.errors import ConfigError, EnvironmentFault, Problem
+from hydraflow.generation.config import SamplingConfig
+from hydraflow.protocol.batch import DataProto
+from hydraflow.protocol.remote import RemoteBatch
+from hydraflow.protocol.stored import read_batch, write_batch
+from hydraflow.trainer.config import DebugConfig
+from hydraflow.workers.reward import WITH_TEXTS, RewardWorker
+from hydraflow.workers.rollout import RolloutWorker, SampleOrder
+
+SCORING_OBJECTS = ["data_source", "reward_model", "extra_info"]
+TEXTS = ("text", "prompt_text")
+"""Columns of scores that people read; a file of trajectories does without."""
+LOAD = "trainer.debug.load_rollouts"
+
+
+class Rollouts(Protocol):
+    """A source of trajectories. Samples are passed on while they are being made: whoever scores them waits for them, not the controller."""
+
+    def sampling(self, prompts: DataProto, step: int) -> Promised:
+        """Begins on `rollout.n` trajectories for every prompt, prompt-major."""
+        ...
+
+    def score(self, prompts: DataProto, sampling: Promised, step: int) -> Promised:
+        """A batch of `token_level_scores`, `score` and `acc`, perhaps `text` and `prompt_text`; facts `failed` and `why_failed`."""
+        ...
+
+    def generated(self, prompts: DataProto, sampling: Promised) -> RemoteBatch:
+        """The trajectories, once they are there, with `group`."""
+        ...
+
+
+class Sampled:
+    """Samples with the generation engine and scores with the reward function; `with_texts`: the scores come with prompts and responses."""
+
+    def __init__(self, config: SamplingConfig, samples_per_prompt: int, rollout: RoleGroup, reward: RoleGroup, *, with_texts: bool):
+        self.config, self.n, self.rollout, self.reward, self.with_texts = config, samples_per_prompt, rollout, reward, with_texts
+
+    def sampling(self, prompts: DataProto, step: int) -> Promised:
+        """The row objects stay with the controller, the columns with the workers."""
+        return sample(self.rollout, prompts, SampleOrder(step, self.n, self.config.temperature, self.config.top_k, self.config.top_p))
+
+    def score(self, prompts: DataProto, sampling: Promised, step: int) -> Promised:
+        """The reward process waits for the samples itself."""
+        return score_samples(self.reward, prompts, sampling, self.n, with_texts=self.with_texts)
+
+    def generated(self, prompts: DataProto, sampling: Promised) -> RemoteBatch:
+        """Waits for the samples."""
+        groups = _group_numbers(prompts, self.n)
+        batch: RemoteBatch = sampling.get()
+        batch.columns |= RemoteBatch.from_local(groups).columns
+        return batch
+
+
+class Recorded:
+    """Another source, whose trajectories are also written to a folder. The controller reads all of them for that."""
+
+    def __init__(self, source: Rollouts, folder: Path, runtime: Runtime):
+        self.source, self.folder, self.runtime = source, folder, runtime
+
+    def sampling(self, prompts: DataProto, step: int) -> Promised:
+        """What the source samples."""
+        return self.source.sampling(prompts, step)
+
+    def generated(self, prompts: DataProto, sampling: Promised) -> RemoteBatch:
+        """What the source sampled."""
+        return self.source.generated(prompts, sampling)
+
+    def score(self, prompts: DataProto, sampling: Promised, step: int) -> Promised:
+        """Waits for the scores and writes the file. EnvironmentFault when it cannot."""
+        scored: RemoteBatch = self.source.score(prompts, sampling, step).get()
+        batch = self.generated(prompts, sampling)
+        names = [name for name in scored.columns if name not in TEXTS]
+        facts = {"step": step, "scores": names, "failed": scored.meta_info["failed"], "why_failed": scored.meta_info["why_failed"]}
+        objects = batch.objects or _repeated(prompts, list(prompts.non_tensor_batch), len(batch) // len(prompts))
+        rows = RemoteBatch(dict(batch.columns), objects).union(scored.select(names, [], []))
+        try:
+            write_batch(dump_file(self.folder, step), self.runtime.fetch(rows), facts)
+        except OSError as error:
+            raise EnvironmentFault(f"the trajectories of step {step} cannot be written to {self.folder}: {error.strerror}") from error
+        return Ready(scored)
+
+
+class Replayed:
+    """Reads what `Recorded` wrote."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._scored: RemoteBatch | None = None
+
+    def sampling(self, prompts: DataProto, step: int) -> Promised:
+        """The trajectories of that step; the prompts are those of the file."""
+        rows, facts = read_batch(dump_file(self.folder, step))
+        batch = RemoteBatch.from_local(rows)
+        self._scored = batch.select(facts["scores"], [], [])
+        self._scored.meta_info |= {name: facts[name] for name in ("failed", "why_failed")}
+        return Ready(batch.select([name for name in batch.columns if name not in facts["scores"]], None, []))
+
+    def score(self, prompts: DataProto, sampling: Promised, step: int) -> Promised:
+        """The scores of the file."""
+        assert self._scored is not None, "trajectories are sampled before they are scored"
+        return Ready(self._scored)
+
+    def generated(self, prompts: DataProto, sampling: Promised) -> RemoteBatch:
+        """The trajectories, with their row objects."""
+        batch: RemoteBatch = sampling.get()
+        return batch
+
+
+def dump_file(folder: Path, step: int) -> Path:
+    """Where the trajectories of a step are."""
+    return folder / f"step_{step}.safetensors"
+
+
+def folder_of(path: str) -> Path:
+    """A folder as the user named it."""
+    return Path(path).expanduser()
+
+
+def require_dumps(debug: DebugConfig, plan: BatchPlan, *, first: int) -> None:
+    """Raises ConfigError when steps `first` to the last have no dump, or the first one has other sizes than the plan."""
+    if debug.load_rollouts is None:
+        return
+    folder = folder_of(debug.load_rollouts)
+    missing = [step for step in range(first, plan.total_steps + 1) if not dump_file(folder, step).is_file()]
+    if missing:
+        there = sorted(int(path.stem.split("_")[1]) for path in folder.glob("step_*.safetensors") if path.stem.split("_")[1].isdigit())
+        rule = f"has no trajectories of step {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+        run = next((number - 1 for number in range(first, plan.total_steps + 2) if number not in there), 0)
+        remedy = f"trainer.total_training_steps={run}" if run >= first else f"{LOAD}=<a folder that trainer.debug.save_rollouts wrote>"
+        raise ConfigError.one(LOAD, debug.load_rollouts, rule, remedy)
+    try:
+        rows, _ = read_batch(dump_file(folder, first))
+    except (OSError, safetensors.SafetensorError, KeyError) as error:
+        raise ConfigError.one(LOAD, dump_file(folder, first), f"cannot be read: {error}") from error
+    trajectories, prompts = len(rows), len(np.unique(rows.get("group").numpy()))
+    wanted = (plan.prompts_per_step, plan.samples_per_prompt)
+    if (prompts, trajectories // prompts) != wanted:
+        rule = f"holds {prompts} prompts with {trajectories // prompts} samples each; the plan has {wanted[0]} with {wanted[1]}"
+        remedy = f"data.train_batch_size={prompts} actor_rollout_ref.rollout.n={trajectories // prompts}"
+        raise ConfigError([Problem(LOAD, debug.load_rollouts, rule, remedy)])
+
+
+def sample(rollout: RoleGroup, prompts: DataProto, order: SampleOrder) -> Promised:
+    """Samples `order.n` responses per prompt; columns stay with the workers, row objects here."""
+    inputs = prompts.select(batch_keys=["prompts"], non_tensor_batch_keys=["uid"])
+    inputs.meta_info["sampling"] = order
+    sampling: Promised = rollout.call(RolloutWorker.generate, inputs)
+    return sampling
+
+
+def score_samples(reward: RoleGroup, prompts: DataProto, sampling: Promised, n: int, *, with_texts: bool) -> Promised:
+    """Has `n` responses to each prompt scored, once they are sampled. `with_texts`: prompts and responses come as text, too."""
+    objects = DataProto.from_dict(non_tensors=_repeated(prompts, SCORING_OBJECTS, n))
+    objects.meta_info[WITH_TEXTS] = with_texts
+    names = ["prompts", "responses"] if with_texts else ["responses"]
+    scoring: Promised = reward.call(RewardWorker.score, objects, sampling.columns(*names))
+    return scoring
+
+
+def _repeated(prompts: DataProto, names: Sequence[str], n: int) -> dict[str, np.ndarray]:
+    """Row objects of `n` trajectories for every prompt."""
+    return {name: np.repeat(prompts.non_tensor_batch[name], n) for name in names}
+
+
+def _group_numbers(prompts: DataProto, n: int) -> DataProto:
+    """`group` (S,) int64: trajectories of the same prompt have the same number."""
+    return DataProto.from_dict(tensors={"group": group_ids(prompts.non_tensor_batch["uid"]).repeat_interleave(n)})
