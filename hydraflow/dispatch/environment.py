@@ -2,7 +2,7 @@
 
 In: rank, whether the group spans nodes. Out: caches of compilers that no other rank writes, a cache of models' own code that no other
 node writes, and the interface for collectives. What the user's environment says is kept, but for a folder per rank below it.
-Left out on purpose: `ray_init.runtime_env.env_vars`, which Ray sets when it starts the process.
+Left out on purpose: `ray_init.runtime_env.env_vars` where Ray starts the process and sets them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from hydraflow.network import VARIABLE, interface_of, node_address
 
@@ -45,6 +46,7 @@ def variables(rank: int, *, node_ip: str | None, environ: Mapping[str, str] = os
     return found
 
 
-def settle(rank: int, *, node_ip: str | None) -> None:
-    """Sets them in this process."""
+def settle(rank: int, *, node_ip: str | None, given: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Sets them in this process, after those of `given`."""
+    os.environ.update(given)
     os.environ.update(variables(rank, node_ip=node_ip))

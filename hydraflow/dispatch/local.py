@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from hydraflow.dispatch.config import RayInitConfig
+from hydraflow.dispatch.environment import settle
 from hydraflow.dispatch.group import Channel, Group, Limits
 from hydraflow.dispatch.modes import Coordinates, Registration
 from hydraflow.dispatch.placement import ResourcePool
@@ -48,12 +49,13 @@ class LocalRuntime(Runtime):
         self._pools: dict[str, ResourcePool] = {}
 
     def start(self, pools: Sequence[ResourcePool]) -> None:
-        """Takes the pools. ConfigError when one has several processes."""
+        """Takes the pools and sets the workers' environment variables. ConfigError when a pool has several processes."""
         for pool in pools:
             if pool.size > 1:
                 rule = f"runs in one process, and the pool {pool.name} has {pool.size}"
                 raise ConfigError.one(KEY, True, rule, f"trainer.nnodes=1 trainer.n_gpus_per_node=1 or {KEY}=false")
             self._pools[pool.name] = pool
+        settle(0, node_ip=None, given=self.ray_init.runtime_env.env_vars)
 
     def group(self, pool: str, roles: Mapping[str, RoleSpec]) -> Group:
         """Builds the workers at once."""
@@ -82,8 +84,9 @@ class LocalGroup(Group):
         self._recorder = Recorder()
         self._profile: Profile | None = None
         self.workers: dict[str, Worker] = {}
-        where = ("127.0.0.1", _free_port(), device_type, channel.limits.call)
-        process = ProcessContext(0, 1, 0, platform.node(), *where, roles=self.workers)
+        listener = socket.create_server(("127.0.0.1", 0))
+        where = ("127.0.0.1", listener.getsockname()[1], device_type, channel.limits.call)
+        process = ProcessContext(0, 1, 0, platform.node(), *where, roles=self.workers, listen_fd=listener.detach())
         for name, spec in self.roles.items():
             spec = copy.deepcopy(spec)  # a process of its own would have its own
             with self._as(name), span("start"):
@@ -186,9 +189,3 @@ def _kept(answer: Any) -> Any:
 
 def _facts() -> ProcessFacts:
     return ProcessFacts(os.getpid(), "", "", "")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
