@@ -31,6 +31,8 @@ def take(schema: type, leaves: dict[str, Any], origins: dict[str, str], given: A
         del found[NODES]  # a cluster of this run's own is one machine, whatever else the job was given
     if leaves.get("trainer.device") == "cpu":
         del found[DEVICES]
+    if leaves.get("debug") or leaves.get("trainer.debug.local"):
+        found = {key: field for key, field in found.items() if key == CPUS}  # what is debugged has one process for each role
     for key, field in found.items():
         value = getattr(given, field)
         if value is None or key in origins or (key == CPUS and not (local and value >= _processes(leaves) + BESIDE)):

@@ -295,7 +295,7 @@ _PARTS = (
         "trainer.debug.rollout_only=false",
     ),
     Idle(
-        "trainer.{test_freq,val_before_train,log_val_generations}",
+        "trainer.{test_freq,val_before_train,log_val_generations,validation_data_dir}",
         lambda c: c.trainer.debug.train_only,
         "trainer.debug.train_only=true does not validate",
         "trainer.debug.train_only=false",

@@ -61,7 +61,13 @@ CASES = [
     ("trainer.restart_backoff=5.0", [], "trainer.max_restarts=3"),
     ("trainer.wandb_proxy=http://host:1", ["trainer.logger=[file]"], "trainer.logger=[file,wandb]"),
     ("trainer.rollout_data_dir=x", ["trainer.val_only=true", "data.val_files=v"], "trainer.val_only=false"),
+    ("trainer.rollout_data_dir=x", ["trainer.debug.load_rollouts=d"], "trainer.debug.load_rollouts=null"),
     ("trainer.validation_data_dir=x", [], "data.val_files=v"),
+    (
+        "trainer.validation_data_dir=x",
+        ["data.val_files=v", "trainer.debug.train_only=true", "trainer.debug.load_rollouts=d"],
+        "trainer.debug.train_only=false",
+    ),
     ("ray_init.num_cpus=5", ["ray_init.address=auto"], "ray_init.address=local"),
     ("ray_init.num_cpus=5", ["trainer.debug.local=true"], "trainer.debug.local=false"),
     ("log.console=info", ["trainer.debug.local=true"], "trainer.debug.local=false"),

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from dispatch import trace_format
-from dispatch.probes import Misconfigured, Probe, Troubled
+from dispatch.probes import Described, Misconfigured, Probe, Troubled
 
-from hydraflow.dispatch.config import RayInitConfig
+from hydraflow.dispatch.config import RayInitConfig, RuntimeEnvConfig
 from hydraflow.dispatch.group import Group, Limits
 from hydraflow.dispatch.local import LocalRuntime
 from hydraflow.dispatch.modes import Dispatch, register
@@ -81,6 +81,26 @@ def test_a_call_that_would_not_wait_is_made_at_once_and_can_be_passed_on(local: 
     assert isinstance(later, Ready) and role.fetch(later.get()).get("y").tolist() == [0, 2]
     assert role.fetch(role.call(Probe.apply, lambda data: data, later)).get("y").tolist() == [0, 2]
     assert [group_of for group_of in role.call(Probe.peer_offset, "other")] == [7]
+
+
+def test_columns_of_a_batch_that_is_there_are_passed_on(local: Group, batch_of: BatchOf) -> None:
+    """As on Ray, where whoever needs the columns waits for them."""
+    role = local.role("probe")
+    later = role.call(Probe.double_later, batch_of(2))
+    chosen = later.columns("y")
+    assert list(chosen.keys()) == ["y"] and set(later.get().keys()) > {"y"}
+    assert role.fetch(role.call(Probe.apply, lambda data: data, chosen)).get("y").tolist() == [0, 2]
+
+
+def test_variables_are_set_and_the_port_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HYDRAFLOW_TEST_COLOUR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "HF_MODULES_CACHE"):
+        monkeypatch.setenv(name, "red")  # what the runtime sets is taken back after the test
+    runtime = LocalRuntime(RayInitConfig(runtime_env=RuntimeEnvConfig({"HYDRAFLOW_TEST_COLOUR": "green"})), Limits(start=60, call=60))
+    runtime.start([ResourcePool("pool", [1])])
+    role = runtime.group("pool", {"described": RoleSpec(Described)}).role("described")
+    (found,) = role.call(Described.surroundings)
+    assert found["HYDRAFLOW_TEST_COLOUR"] == "green" and found["port"] == "held"
+    assert Path(found["TRITON_CACHE_DIR"]).name == "rank_0"
 
 
 def test_each_pool_computes_with_its_own_threads() -> None:

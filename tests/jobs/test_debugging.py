@@ -96,6 +96,7 @@ def test_replayed_rollouts_beside_validation(with_ray: Path, home: Path, recipe_
 
 def test_sampling_alone(with_ray: Path, home: Path, recipe_cache: Path) -> None:
     only = ["trainer.debug.rollout_only=true", "trainer.debug.save_rollouts=dump_only", "trainer.debug.local=true"]
+    only += ["trainer.rollout_data_dir=responses"]
     run = train(home, recipe_cache, "rollout_only", *only)
     assert_same_rows(home / "dump_only" / "step_1.safetensors", home / "dump" / "step_1.safetensors")
     assert not (run / "final_model").exists()
@@ -103,6 +104,8 @@ def test_sampling_alone(with_ray: Path, home: Path, recipe_cache: Path) -> None:
     assert first["critic/score/mean"] == pytest.approx(reference["critic/score/mean"])
     assert first["response_length/max"] == reference["response_length/max"]
     assert "actor/grad_norm" not in first
+    told = [json.loads(line) for line in (home / "responses" / "1.jsonl").read_text().splitlines()]
+    assert np.mean([row["score"] for row in told]) == pytest.approx(first["critic/score/mean"]) and len(told) == 32
     stale, _ = read_batch(home / "dump_only" / "step_3.safetensors")
     assert len(stale) == 32 and len(np.unique(stale.get("group").numpy())) == 8
 
