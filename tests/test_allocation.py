@@ -99,6 +99,12 @@ def test_what_the_user_says_wins(job: pytest.MonkeyPatch) -> None:
     assert load("ppo", PPOConfig, [JOIN, "trainer.device=cpu", "trainer.n_gpus_per_node=16"]).trainer.n_gpus_per_node == 16
 
 
+@pytest.mark.parametrize("debugged", ["trainer.debug.local=true", "+debug=true"])
+def test_what_is_debugged_has_one_process_whatever_slurm_gave(job: pytest.MonkeyPatch, debugged: str) -> None:
+    config = load("ppo", PPOConfig, [debugged, "trainer.device=auto"])
+    assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (1, None)
+
+
 def test_contradictions_name_both_sides_and_come_together(job: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError) as caught:
         load("ppo", PPOConfig, [JOIN, "trainer.nnodes=5", "trainer.n_gpus_per_node=9", "algorithm.lam=2"])

@@ -32,7 +32,8 @@ def of(module: str) -> list[list[str]]:
     return [words[3:] for words in commands() if words[:3] == ["python", "-m", f"hydraflow.{module}"]]
 
 
-KNOWN = {f"hydraflow.{name}" for name in ("plan", "doctor", "main_ppo", "main_sft", "main_generate", "main_eval", "model_merger")}
+RUNS = ("main_ppo", "main_sft", "main_generate", "main_eval")
+KNOWN = {f"hydraflow.{name}" for name in (*RUNS, "plan", "doctor", "logs", "report", "slurm", "model_merger")}
 SCRIPTS = {"scripts/quickstart.sh", "scripts/test.sh", "scripts/prepare_gsm8k.py", "scripts/bench/grpo_step.py", "scripts/bench/vs_trl.py"}
 
 
@@ -61,6 +62,31 @@ def test_the_gsm8k_run_composes_and_can_be_planned(tmp_path: Path) -> None:
     done = hydraflow("plan", *arguments, "trainer.n_gpus_per_node=8", "cluster=h100", "cluster.nodes=1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "256·8" in done.stdout
+
+
+def test_the_job_for_slurm_is_planned_and_printed(tmp_path: Path) -> None:
+    (tmp_path / "data" / "gsm8k").mkdir(parents=True)
+    write_rows(tmp_path / "data" / "gsm8k" / "train.parquet", [{"prompt": "1+1=", "reward_model": {"ground_truth": "2"}}])
+    (arguments,) = of("slurm")
+    done = hydraflow("slurm", arguments[0], "--dry-run", *arguments[1:], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "#SBATCH --nodes=4" in done.stdout and "data.train_batch_size=512" in done.stdout
+
+
+@pytest.mark.slow
+def test_seeing_what_happens(tmp_path: Path, recipe_cache: Path) -> None:
+    """The commands of that section, in their order, on a run of three steps."""
+    small = [*SMALL_RECIPE, *SMALL_STEPS, f"recipe.cache_dir={recipe_cache}", "trainer.total_training_steps=3"]
+    seen, local = [words for words in of("main_ppo") if any(word.startswith(("ray_init.", "trainer.debug.")) for word in words)]
+    for arguments, run in ((seen, "RUN"), (local, "LOCAL")):
+        done = hydraflow("main_ppo", *arguments, *small, f"trainer.default_local_dir={run}", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr[-3000:]
+    for command in ("logs", "report"):
+        (arguments,) = of(command)
+        done = hydraflow(command, *arguments, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    made = ("timeline.json", "RUN/profile/step_3", "RUN/logs/actor-1.log", "RUN/report.html", "LOCAL/summary.json")
+    assert [name for name in made if not (tmp_path / name).exists()] == []
 
 
 @pytest.mark.slow
