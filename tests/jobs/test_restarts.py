@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.errors import GuardStop, HydraflowError, WorkerError
 from hydraflow.jobs.restarts import Restarts, with_restarts
 from hydraflow.jobs.session import Session
@@ -66,7 +65,7 @@ def test_a_worker_that_fails_after_the_run_was_told_to_stop(tmp_path: Path) -> N
 
     def run(config: SFTConfig, restarts: Restarts) -> None:
         begun.append(config)
-        with Session(config.trainer, RayInitConfig(), scoring=False, restarts=restarts) as session:
+        with Session(config, scoring=False, restarts=restarts) as session:
             session.begin(Wanted(Identity({}), {}, 8))
             os.kill(os.getpid(), signal.SIGTERM)
             raise DIED
