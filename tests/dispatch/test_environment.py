@@ -42,9 +42,9 @@ def test_collectives_between_nodes_use_the_interface_by_which_ray_knows_the_node
 @pytest.fixture
 def described(ray_session: None) -> list[dict[str, str]]:
     """The environments of two processes, and what happens to somebody who wants their port."""
-    env = RuntimeEnvConfig({"HYDRAFLOW_TEST_COLOUR": "green"})
+    env = RuntimeEnvConfig({"HYDRAFLOW_TEST_COLOUR": "green", "OMP_NUM_THREADS": "1"})
     with Runtime(RayInitConfig(runtime_env=env), Limits(start=120, call=60)) as runtime:
-        runtime.start([ResourcePool("pool", [2])])
+        runtime.start([ResourcePool("pool", [2], threads=2)])
         role = runtime.group("pool", {"described": RoleSpec(Described)}).role("described")
         runtime.await_ready()
         return role.call(Described.surroundings)
@@ -52,6 +52,7 @@ def described(ray_session: None) -> list[dict[str, str]]:
 
 def test_variables_reach_every_process_and_the_port_of_rank_0_is_held(described: list[dict[str, str]]) -> None:
     assert [found["HYDRAFLOW_TEST_COLOUR"] for found in described] == ["green", "green"]
+    assert [found["OMP_NUM_THREADS"] for found in described] == ["1", "1"], "the user's word, not the pool's"
     assert [Path(found["TRITON_CACHE_DIR"]).name for found in described] == ["rank_0", "rank_1"]
     assert described[0]["port"] == "held" and described[1]["port"] == "held"
     assert "HYDRAFLOW_TEST_COLOUR" not in os.environ
