@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from engine.pool import Ranks
 
 # A test run in the background inherits that SIGINT is ignored, and would hand that on to the commands that it interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+settings.register_profile("hydraflow", deadline=None)  # how long an example takes depends on what else the machine does
+settings.load_profile("hydraflow")
 
 
 @pytest.fixture(scope="session")
