@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from engine.pool import Ranks
@@ -18,6 +19,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Inside of a Slurm job its variables would fill in keys that the tests leave open.
 for _name in [name for name in os.environ if name.startswith("SLURM_")]:
     del os.environ[_name]
+
+# How long an example takes depends on what else the machine does. CI draws the same examples every time.
+settings.register_profile("hydraflow", deadline=None, derandomize="CI" in os.environ)
+settings.load_profile("hydraflow")
 
 
 @pytest.fixture(scope="session")

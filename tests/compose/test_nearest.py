@@ -91,14 +91,15 @@ def test_of_a_hundred_typos_ninety_five_are_answered_with_the_right_key(seed):
 
 
 @given(st.sampled_from(LEAVES), st.data())
-def test_one_wrong_letter_in_the_last_name_keeps_the_key_first(key, data):
+def test_one_wrong_letter_in_the_last_name_finds_the_key(key, data):
+    """First, or beside one as near: clip_ratio_q is one letter from clip_ratio_c and from clip_ratio."""
     name = key.rpartition(".")[2]
     if len(name) < 8:
         return
     at = data.draw(st.sampled_from([len(key) - len(name) + i for i, char in enumerate(name) if char.isalpha()]))
     typo = key[:at] + "q" + key[at + 1 :]
     if typo != key:
-        assert nearest_keys(PPOConfig, typo)[0] == key
+        assert key in nearest_keys(PPOConfig, typo)[:2]
 
 
 def test_what_resembles_nothing_gets_no_answer():

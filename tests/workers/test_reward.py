@@ -39,8 +39,8 @@ def worker(path: str, reward: RewardConfig) -> Iterator[RewardWorker]:
         made.close()
 
 
-def make_batch(texts: list[str], truths: list[str], **columns: Any) -> DataProto:
-    """Responses of one token per character, `.` standing for the end token, each to the prompt 1+1=."""
+def make_batch(texts: list[str], truths: list[str], **columns: Any) -> tuple[DataProto, DataProto]:
+    """Row objects, and responses to the prompt 1+1= of one token per character; `.` stands for the end token."""
     ids = [torch.tensor([TOKEN("<|end|>" if c == "." else c) for c in text], dtype=torch.int64) for text in texts]
     prompts = [torch.tensor([TOKEN(c) for c in "1+1="], dtype=torch.int64) for _ in texts]
     objects = {
@@ -48,8 +48,8 @@ def make_batch(texts: list[str], truths: list[str], **columns: Any) -> DataProto
         "reward_model": [{"ground_truth": truth} for truth in truths],
         "extra_info": columns.get("extra_info", [{}] * len(texts)),
     }
-    tensors = {"prompts": ragged.from_rows(prompts), "responses": ragged.from_rows(ids)}
-    return DataProto.from_dict(tensors, objects, {"texts": True})
+    sampled = {"prompts": ragged.from_rows(prompts), "responses": ragged.from_rows(ids)}
+    return DataProto.from_dict({}, objects, {"texts": True}), DataProto.from_dict(sampled)
 
 
 def token_scores(batch: DataProto) -> list[list[float]]:
@@ -58,7 +58,7 @@ def token_scores(batch: DataProto) -> list[list[float]]:
 
 def test_the_score_stands_on_the_last_token(tiny: str) -> None:
     with worker(tiny, RewardConfig()) as reward:
-        scored = reward.score(make_batch(["42.", "7", "41.", "012"], ["42", "7", "42", "012"]))
+        scored = reward.score(*make_batch(["42.", "7", "41.", "012"], ["42", "7", "42", "012"]))
     assert_as_documented(scored)
     assert token_scores(scored) == [[0, 0, 1], [1], [0, 0, 0], [0, 0, 1]]
     assert scored.get("score").tolist() == scored.get("acc").tolist() == [1, 1, 0, 1]
@@ -72,7 +72,7 @@ def test_rows_that_fail_are_counted_and_cost_only_themselves(tiny: str, tmp_path
     config = RewardConfig(CustomRewardConfig(path=str(tmp_path / "mine.py")), failure_score=-3.0)
     batch = make_batch(["1.", "22.", "", "333"], ["", "raise", "", ""], extra_info=[{"acc": 1}, {}, {"acc": 0}, {"acc": 1}])
     with worker(tiny, config) as reward:
-        scored = reward.score(batch)
+        scored = reward.score(*batch)
     assert token_scores(scored) == [[0, 0.5], [0, 0, -3], [], [0, 0, 1.5]]  # a response without tokens has no place for a score
     assert scored.get("score").tolist() == [0.5, -3, 0, 1.5]
     assert scored.get("acc").tolist() == [1, -3, 0, 1]
