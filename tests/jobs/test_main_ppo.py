@@ -47,8 +47,8 @@ def test_a_sample_shows_the_prompt_with_the_answer_to_it(run: Path) -> None:
     assert len(samples) == 4
     for sample in samples:
         first, second = sample["input"].rstrip("=").split("+")  # such as 17+25=, whose ground truth is 042
-        assert int(first) + int(second) == int(sample["gts"])
-        assert sample["score"] == float(sample["output"] == sample["gts"])
+        assert int(first) + int(second) == int(sample["ground_truth"])
+        assert sample["score"] == float(sample["output"] == sample["ground_truth"])
 
 
 def test_metrics_have_the_names_that_users_know(run: Path) -> None:
