@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from jobs.command import has_lines, hydraflow, processes_with, start, wait_for
@@ -117,19 +118,28 @@ def test_another_number_of_processes_goes_on(
             assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-8), (step, name)
 
 
-@pytest.mark.parametrize("number", [1, 3, 5])
-def test_a_killed_run_goes_on(tmp_path: Path, recipe_cache: Path, matrix: ModuleType, number: int) -> None:
-    """Three of the twenty moments: a controller, a rollout worker, and the middle of a save."""
-    moment = matrix.draw_moments(number, seed=1)[-1]
-    (outcome,) = matrix.run_matrix([moment], tmp_path, recipe_cache)
-    assert outcome.same, outcome
-    assert outcome.exit_code == (-signal.SIGKILL if moment.target == "controller" else 4)
+KILLED = (1, 3, 5)
+"""Three of the twenty moments: a controller, a rollout worker, and the middle of a save."""
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory, recipe_cache: Path, matrix: ModuleType) -> dict[int, Any]:
+    """What came of each, all compared with one run that nothing stopped."""
+    moments = [moment for moment in matrix.draw_moments(max(KILLED), seed=1) if moment.number in KILLED]
+    return {outcome.number: outcome for outcome in matrix.run_matrix(moments, tmp_path_factory.mktemp("matrix"), recipe_cache)}
+
+
+@pytest.mark.timeout(900)  # seven runs one after the other
+@pytest.mark.parametrize("number", KILLED)
+def test_a_killed_run_goes_on(outcomes: dict[int, Any], number: int) -> None:
+    assert outcomes[number].same, outcomes[number]
+    assert outcomes[number].exit_code == (-signal.SIGKILL if outcomes[number].moment.startswith("controller ") else 4)
 
 
 def test_a_supervised_run_goes_on_after_a_warning_signal(tmp_path: Path, sft_keys: list[str]) -> None:
     """Slurm sends it to every process of a step."""
     keys = [*sft_keys, "optim.lr_scheduler_type=linear", "optim.lr_warmup_steps=4", "trainer.keep_best=val/loss", "trainer.logger=[file]"]
-    keys += ["trainer.total_training_steps=400", "trainer.save_freq=50", "trainer.test_freq=50", "trainer.max_ckpt_to_keep=1"]
+    keys += ["trainer.total_training_steps=160", "trainer.save_freq=50", "trainer.test_freq=50", "trainer.max_ckpt_to_keep=1"]
     whole = hydraflow("main_sft", *keys, "trainer.default_local_dir=whole", cwd=tmp_path)
     assert whole.returncode == 0, whole.stderr[-3000:]
     started = start("main_sft", *keys, "trainer.default_local_dir=out", cwd=tmp_path)
@@ -141,22 +151,22 @@ def test_a_supervised_run_goes_on_after_a_warning_signal(tmp_path: Path, sft_key
     assert started.ended(60) == 0, started.said()[-3000:]
     assert "SIGUSR1: saves after this step, then ends" in started.said()
     step = json.loads((tmp_path / "out" / "requeue").read_text())["step"]
-    assert 0 < step < 400
+    assert 0 < step < 160
 
     again = hydraflow("main_sft", *keys, "trainer.default_local_dir=out", cwd=tmp_path)
     assert again.returncode == 0, again.stderr[-3000:]
-    assert f"continues after step {step} of 400" in again.stdout and "model: weights, optimizer, place in the schedule" in again.stdout
+    assert f"continues after step {step} of 160" in again.stdout and "model: weights, optimizer, place in the schedule" in again.stdout
     rows = {name: [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()] for name in ("whole", "out")}
     for mine, theirs in zip(rows["out"], rows["whole"], strict=True):
         for name in ("step", "train/loss", "train/grad_norm", "train/lr", "val/loss", "val/accuracy"):
             assert mine.get(name) == theirs.get(name), (mine["step"], name)
     weights = [(tmp_path / name / "final_model" / "model.safetensors").read_bytes() for name in ("whole", "out")]
     assert weights[0] == weights[1]
-    assert [path.name for path in (tmp_path / "out").glob("global_step_*")] == ["global_step_400"]
+    assert [path.name for path in (tmp_path / "out").glob("global_step_*")] == ["global_step_160"]
     best = json.loads((tmp_path / "out" / "best" / "best.json").read_text())
     assert best["value"] == min(row["val/loss"] for row in rows["whole"] if "val/loss" in row)
 
     done = hydraflow("main_sft", *keys, "trainer.default_local_dir=out", cwd=tmp_path)
-    assert done.returncode == 0 and "all 400 steps are done; nothing was started" in done.stdout
+    assert done.returncode == 0 and "all 160 steps are done; nothing was started" in done.stdout
     other = hydraflow("main_sft", *keys, "trainer.default_local_dir=out", "optim.lr=0.5", cwd=tmp_path)
     assert other.returncode == 2 and "optim.lr=0.5: " in other.stderr and "was trained with 0.01" in other.stderr
