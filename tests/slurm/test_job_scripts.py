@@ -210,6 +210,7 @@ def first_node(tmp_path: Path, code: int = 0, facts: str = 'HF_RUN_FOLDER=""') -
     words = ["bash", str(ROOT / "scripts" / "slurm" / "node.sh"), "trainer.seed=3"]
     done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == code, done.stderr
+    (folder / "said").write_text(done.stderr)
     return folder
 
 
@@ -242,3 +243,12 @@ def test_a_job_that_was_put_back_goes_on_even_where_it_was_told_to_begin_anew(tm
     assert facts.goes_on == goes_on
     told = (first_node(tmp_path, facts=facts.to_shell()) / "training").read_text().splitlines()
     assert ("trainer.resume_mode=auto" in told) == goes_on
+
+
+def test_a_folder_on_the_node_that_somebody_else_made_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / f"hydraflow-{os.getuid()}").symlink_to(tmp_path / "elsewhere")
+    folder = first_node(tmp_path, code=3)
+    assert (folder / "exit_code").read_text() == "3\n" and not list((tmp_path / "elsewhere").iterdir())
+    assert "somebody else made it; HYDRAFLOW_NODE_TMP names another place" in (folder / "said").read_text()
+    assert len(list((folder / "failed").iterdir())) == 1
