@@ -20,6 +20,7 @@ tell() { printf '[job %s] %s\n' "$SLURM_JOB_ID" "$*"; }
 make_folder() {
     folder="$(realpath -m "${HYDRAFLOW_JOB_DIR:-runs/slurm}")/job-$SLURM_JOB_ID"
     rm -rf "$folder" # of an earlier start of this job
+    mkdir -p "$(dirname "$folder")" # as open as the user has it; the job's own is the user's alone
     (
         umask 077
         mkdir -p "$folder"
