@@ -46,7 +46,7 @@ def test_collectives_between_nodes_use_the_interface_by_which_ray_knows_the_node
 @pytest.fixture
 def described(ray_session: None) -> list[dict[str, str]]:
     """The environments of two processes, and what happens to somebody who wants their port."""
-    env = RuntimeEnvConfig({"HYDRAFLOW_TEST_COLOUR": "green", "OMP_NUM_THREADS": "1"})
+    env = RuntimeEnvConfig({"HYDRAFLOW_TEST_COLOUR": "green", "OMP_NUM_THREADS": 1})
     with Runtime(RayInitConfig(runtime_env=env), Limits(start=120, call=60)) as runtime:
         runtime.start([ResourcePool("pool", [2], threads=2)])
         role = runtime.group("pool", {"described": RoleSpec(Described)}).role("described")
