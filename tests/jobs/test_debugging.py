@@ -125,9 +125,9 @@ def test_dumps_that_do_not_fit_are_refused_before_anything_starts(with_ray: Path
 def debugged(home: Path, typed: str, *overrides: str) -> subprocess.CompletedProcess[str]:
     """A run at whose debugger somebody types."""
     command = [sys.executable, "-m", "hydraflow.main_ppo", *SMALL_RECIPE, *SMALL_STEPS, *overrides]
-    return subprocess.run(
-        command, cwd=home, input=typed, capture_output=True, text=True, timeout=240, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environ.pop("PYTHONBREAKPOINT", None)  # Ray in the process of the tests has set it
+    return subprocess.run(command, cwd=home, input=typed, capture_output=True, text=True, timeout=240, check=False, env=environ)
 
 
 def test_a_breakpoint_in_a_reward_function_opens_pdb(home: Path, recipe_cache: Path) -> None:

@@ -46,8 +46,7 @@ def test_a_sample_shows_the_prompt_with_the_answer_to_it(run: Path) -> None:
     samples = [json.loads(line) for line in (run / "samples" / "step_000002.jsonl").read_text().splitlines()]
     assert len(samples) == 4
     for sample in samples:
-        [message] = sample["prompt"]  # such as 17+25=, whose ground truth is 042
-        first, second = message["content"].rstrip("=").split("+")
+        first, second = sample["input"].rstrip("=").split("+")  # such as 17+25=, whose ground truth is 042
         assert int(first) + int(second) == int(sample["ground_truth"])
         assert sample["score"] == float(sample["output"] == sample["ground_truth"])
 
