@@ -39,7 +39,10 @@ def submit(given: Submission) -> int:
                 return code
     _require_folders(sweep)
     if given.dry_run:
-        print(script_of(given, sweep), end="")
+        try:
+            print(script_of(given, sweep), end="", flush=True)
+        except BrokenPipeError:  # the reader, such as `head`, has seen enough; Python must not complain at exit either
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     _require_room(given)
     LOGS.mkdir(parents=True, exist_ok=True)

@@ -50,6 +50,16 @@ def test_a_dry_run_prints_the_script_and_makes_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "hydraflow.slurm", "submit", "--dry-run", *CPU]
+    with subprocess.Popen(
+        words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait(60)) == (b"", 0)
+
+
 def bash(script: str, **environ: str) -> list[str]:
     done = subprocess.run(["bash", "-c", script], env={**os.environ, **environ}, capture_output=True, text=True, check=True)
     return done.stdout.splitlines()
