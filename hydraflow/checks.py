@@ -18,7 +18,7 @@ from typing import Any
 from hydraflow.algorithms.config import AlgorithmConfig, FilterGroupsConfig, KLControlConfig, PolicyLossConfig
 from hydraflow.data.config import DataConfig, GenerateDataConfig, PromptConfig, SFTDataConfig
 from hydraflow.device import DEVICES
-from hydraflow.dispatch.config import LogConfig, ProfilerConfig, RayInitConfig
+from hydraflow.dispatch.config import LogConfig, ProfilerConfig, RayInitConfig, RuntimeEnvConfig
 from hydraflow.durations import seconds_of
 from hydraflow.engine.config import FSDPConfig, MegatronConfig, OptimConfig, WrapPolicyConfig
 from hydraflow.errors import Problem, shown
@@ -73,6 +73,11 @@ def _is_text_or_list(value: Any) -> bool:
     return isinstance(names, list) and bool(names) and all(isinstance(name, str) and bool(name.strip()) for name in names)
 
 
+def _are_variables(value: Mapping[Any, Any]) -> bool:
+    named = all(isinstance(name, str) and name and not set("=\0") & set(name) for name in value)
+    return named and all(isinstance(one, str | int | float) and not isinstance(one, bool) for one in value.values())
+
+
 POSITIVE = Rule("must be above 0", lambda value: value > 0)
 FINITE = Rule("must be finite", math.isfinite)
 SECONDS = Rule("must be a number of seconds above 0", lambda value: 0 < value < math.inf)
@@ -85,6 +90,7 @@ SIZE = Rule("must be above 0 and finite", lambda value: 0 < value < math.inf)
 GIBIBYTES = Rule("must be above 0 and at most a million", lambda value: 0 < value <= 10**6)
 FILES = Rule("must be a file or a list of files", _is_text_or_list, example="/path/to/file.parquet")
 DECAYS = Rule("must be two numbers from 0 to below 1", lambda value: len(value) == 2 and all(0 <= beta < 1 for beta in value))
+VARIABLES = Rule("must be names with text or numbers, true and false in quotes", _are_variables, example="{A: INFO, B: 1, C: 'true'}")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOGGERS = ("console", "file", "tensorboard", "wandb", "mlflow", "swanlab")
 KNOWN_LOGGERS = Rule(f"may list {', '.join(LOGGERS)}", lambda value: set(value) <= set(LOGGERS))
@@ -209,6 +215,7 @@ FIELD_RULES: dict[type, dict[str, Rule]] = {
     SFTTrainerConfig: {"max_ckpt_to_keep": at_least(1)},
     CheckpointConfig: {"save_contents": saved_of("hf_model"), "load_contents": saved_of()},
     RayInitConfig: {"num_cpus": at_least(1)},
+    RuntimeEnvConfig: {"env_vars": VARIABLES},
     LogConfig: {
         "level": one_of(*LOG_LEVELS),
         "console": one_of(*LOG_LEVELS),

@@ -10,11 +10,13 @@ import sys
 from hydraflow.compose.command import Command
 from hydraflow.compose.judges import judge_generate
 from hydraflow.compose.launch import launch
+from hydraflow.node_folder import keep_modules_here
 from hydraflow.schema import GenerateConfig
 
 
 def run(config: GenerateConfig, command: Command) -> None:
     """Samples as `config` says. The import is here so that configuration mistakes are answered in a second."""
+    keep_modules_here()
     from hydraflow.jobs.generate import run_generate
 
     run_generate(config)

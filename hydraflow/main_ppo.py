@@ -10,11 +10,13 @@ import sys
 from hydraflow.compose.command import Command
 from hydraflow.compose.judges import judge_ppo
 from hydraflow.compose.launch import launch
+from hydraflow.node_folder import keep_modules_here
 from hydraflow.schema import PPOConfig
 
 
 def run(config: PPOConfig, command: Command) -> None:
     """Trains as `config` says. The import is here so that configuration mistakes are answered in a second."""
+    keep_modules_here()
     from hydraflow.jobs.ppo import run_ppo
 
     run_ppo(config, origins=command.origins)

@@ -10,11 +10,13 @@ import sys
 from hydraflow.compose.command import Command
 from hydraflow.compose.judges import judge_sft
 from hydraflow.compose.launch import launch
+from hydraflow.node_folder import keep_modules_here
 from hydraflow.schema import SFTConfig
 
 
 def run(config: SFTConfig, command: Command) -> None:
     """Trains as `config` says. The import is here so that configuration mistakes are answered in a second."""
+    keep_modules_here()
     from hydraflow.jobs.sft import run_sft
 
     run_sft(config, origins=command.origins)

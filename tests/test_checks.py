@@ -73,6 +73,9 @@ def test_every_rule_names_a_field():
         ("log", "max_megabytes", 0.0),
         ("log", "keep", -1),
         ("global_profiler", "ranks", []),
+        ("ray_init.runtime_env", "env_vars", {"A": True}),
+        ("ray_init.runtime_env", "env_vars", {"A": None}),
+        ("ray_init.runtime_env", "env_vars", {"A=B": "c"}),
         ("algorithm", "gamma", 1.5),
     ],
 )

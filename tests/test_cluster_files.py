@@ -22,7 +22,7 @@ RAY_JOB = {"entrypoint", "backoffLimit", "shutdownAfterJobFinishes", "ttlSeconds
 """Those of the fields in KubeRay 1.6's API reference that are used here; below, of RayClusterSpec and its groups."""
 RAY_CLUSTER = {"rayVersion", "authOptions", "headGroupSpec", "workerGroupSpecs"}
 WORKER_GROUP = {"groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"}
-SKY_TASK = {"name", "num_nodes", "resources", "workdir", "file_mounts", "secrets", "setup", "run"}
+SKY_TASK = {"name", "num_nodes", "resources", "workdir", "volumes", "secrets", "setup", "run"}
 """Fields of SkyPilot's task YAML."""
 
 

@@ -9,7 +9,7 @@ import pytest
 from source_tree import FILES, MODULES, imports, label, module_name, top_part, tree_of
 
 LAYERS = (
-    {"schema", "errors", "device", "durations", "network", "allocation", "checks", "paths", "runnable"}
+    {"schema", "errors", "device", "durations", "network", "allocation", "checks", "paths", "runnable", "node_folder"}
     | {"logging_setup", "role_logs", "debugging"},
     {"batch_plan", "memory", "metrics", "spans", "protocol", "algorithms", "models"},
     {"dispatch", "engine", "generation", "data", "rewards", "tracking"},

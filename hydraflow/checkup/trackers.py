@@ -57,6 +57,7 @@ def check_writing(facts: Facts) -> Iterator[Finding]:
 
 def _dumps(trainer: TrainerConfig) -> Iterator[Finding]:
     folders = {"trainer.rollout_data_dir": trainer.rollout_data_dir, "trainer.validation_data_dir": trainer.validation_data_dir}
+    folders["trainer.debug.save_rollouts"] = trainer.debug.save_rollouts
     for key, folder in folders.items():
         if folder is None:
             continue

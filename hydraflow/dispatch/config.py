@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
 class RuntimeEnvConfig:
     """What worker processes find around them."""
 
-    env_vars: dict[str, str] = field(default_factory=dict)
-    """Environment variables of all worker processes, by name; they are kept with the run."""
+    env_vars: dict[str, Any] = field(default_factory=dict)
+    """Environment variables of all worker processes, by name: text or numbers; they are kept with the run."""
+
+    def as_text(self) -> dict[str, str]:
+        """The variables as an environment holds them.
+
+        >>> RuntimeEnvConfig({"NCCL_DEBUG": "INFO", "NCCL_IB_DISABLE": 1}).as_text()
+        {'NCCL_DEBUG': 'INFO', 'NCCL_IB_DISABLE': '1'}
+        """
+        return {name: str(value) for name, value in self.env_vars.items()}
 
 
 @dataclass

@@ -8,22 +8,15 @@ Left out on purpose: `ray_init.runtime_env.env_vars` where Ray starts the proces
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
 from hydraflow.network import VARIABLE, interface_of, node_address
+from hydraflow.node_folder import MODULES, make_node_folder, node_folder
 
 COMPILER_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 """Two ranks that compile the same kernel at the same time would write the same files; on a network drive that breaks both."""
-MODULES = "HF_MODULES_CACHE"
-"""Where transformers copies a model's own code; by default in the home folder, which nodes often share."""
-
-
-def node_folder() -> Path:
-    """This user's folder on a disk of this node."""
-    return Path(tempfile.gettempdir()) / f"hydraflow-{os.getuid()}"
 
 
 def variables(rank: int, *, node_ip: str | None, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -47,6 +40,7 @@ def variables(rank: int, *, node_ip: str | None, environ: Mapping[str, str] = os
 
 
 def settle(rank: int, *, node_ip: str | None, given: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Sets them in this process, after those of `given`."""
+    """Sets them in this process, after those of `given`. EnvironmentFault when the folder for caches is another user's."""
+    make_node_folder()
     os.environ.update(given)
     os.environ.update(variables(rank, node_ip=node_ip))

@@ -154,7 +154,7 @@ class Runtime:
 
     def group(self, pool: str, roles: Mapping[str, RoleSpec]) -> Group:
         """A group in a reserved pool; its processes start while the caller goes on (`await_ready`)."""
-        env_vars = self.ray_init.runtime_env.env_vars
+        env_vars = self.ray_init.runtime_env.as_text()
         self.groups.append(WorkerGroup(self._reservations[pool], roles, self.channel, device_type=self.device_type, env_vars=env_vars))
         return self.groups[-1]
 

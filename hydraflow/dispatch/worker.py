@@ -137,7 +137,12 @@ class WorkerHost:
         self.timeout_s = timeout_s
         self.workers: dict[str, Worker] = {}
         self._listener: socket.socket | None = None
-        settle(seat.rank, node_ip=ray.util.get_node_ip_address() if seat.spans_nodes else None)
+        self._unfit: HydraflowError | None = None
+        """What is wrong with this process's surroundings; told when it is built, for Ray says little of an actor that cannot begin."""
+        try:
+            settle(seat.rank, node_ip=ray.util.get_node_ip_address() if seat.spans_nodes else None)
+        except HydraflowError as error:
+            self._unfit = error
         self.first_role = first_role
         self.profile: Profile | None = None
         self.recorder = Recorder()
@@ -175,6 +180,8 @@ class WorkerHost:
         )
         guard = _Guard(where, "worker process", "__init__", as_it_is=(*AS_THEY_ARE, ConfigError))
         with guard:
+            if self._unfit is not None:
+                raise self._unfit
             for guard.role, spec in opened([roles])[0].items():
                 with of_role(self.logs, guard.role), span("start", guard.role):
                     self.workers[guard.role] = spec.cls(process, *spec.args, **spec.kwargs)

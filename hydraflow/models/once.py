@@ -7,8 +7,6 @@ Left out on purpose: other nodes, which have caches of their own (`dispatch/envi
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +15,7 @@ from filelock import FileLock, Timeout
 
 from hydraflow.errors import EnvironmentFault
 from hydraflow.models.config import ModelSourceConfig
+from hydraflow.node_folder import make_node_folder, node_folder
 
 SECONDS = 3600.0
 """How long a download by another process may take."""
@@ -28,8 +27,9 @@ def resolving(path: str, model: ModelSourceConfig) -> Iterator[None]:
     if Path(path).is_dir() and not model.trust_remote_code:
         yield
         return
+    make_node_folder()
     lock = lock_file(path)
-    lock.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    lock.parent.mkdir(exist_ok=True)
     try:
         with FileLock(lock, timeout=SECONDS):
             yield
@@ -40,4 +40,4 @@ def resolving(path: str, model: ModelSourceConfig) -> Iterator[None]:
 def lock_file(path: str) -> Path:
     """The lock of a model."""
     name = hashlib.sha256(str(path).encode()).hexdigest()[:16]
-    return Path(tempfile.gettempdir()) / f"hydraflow-{os.getuid()}" / "locks" / f"{name}.lock"
+    return node_folder() / "locks" / f"{name}.lock"

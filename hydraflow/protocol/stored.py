@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,14 @@ def write_batch(path: Path, batch: DataProto, facts: Mapping[str, Any]) -> None:
         arrays |= {f"{name}.{part}": array for part, array in enumerate(encoded.arrays)}
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(safetensors.numpy.save(arrays, {"columns": json.dumps(columns), "facts": json.dumps(dict(facts))}))
-    temporary.replace(path)
+    whole = safetensors.numpy.save(arrays, {"columns": json.dumps(columns), "facts": json.dumps(dict(facts))})
+    try:
+        temporary.write_bytes(whole)
+        temporary.replace(path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def read_batch(path: Path) -> tuple[DataProto, dict[str, Any]]:

@@ -15,16 +15,18 @@ from pathlib import Path
 from hydraflow.allocation import Allocation, allocation
 from hydraflow.compose.allocated import BESIDE, CPU_PROCESSES
 from hydraflow.compose.command import Command
-from hydraflow.compose.judges import judge_ppo, judge_sft
+from hydraflow.compose.judges import judge_generate, judge_ppo, judge_sft
 from hydraflow.compose.launch import launch
 from hydraflow.compose.loading import Judge
 from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
+from hydraflow.tracking.provenance import SLURM_JOB
+from hydraflow.tracking.run_folder import RunFolder
 
 Config = PPOConfig | SFTConfig | GenerateConfig
 JOBS: dict[str, tuple[type[Config], tuple[Judge, ...]]] = {
     "ppo": (PPOConfig, (judge_ppo,)),
     "sft": (SFTConfig, (judge_sft,)),
-    "generate": (GenerateConfig, ()),
+    "generate": (GenerateConfig, (judge_generate,)),
 }
 """Name -> what its arguments compose to, and what the plan says to it."""
 AFTERWARDS = ["ray_init.address=auto"]
@@ -45,6 +47,8 @@ class Facts:
     """Empty: the command makes none."""
     start_timeout: int
     """Seconds that nodes may take to join."""
+    goes_on: int = 0
+    """1: the run was begun by an earlier start of this job, which trainer.resume_mode=disable must not throw away."""
 
     def to_shell(self) -> str:
         """One assignment a line."""
@@ -90,7 +94,15 @@ def facts_of(config: Config, given: Allocation | None) -> Facts:
     processes = trainer.n_gpus_per_node or (None if on_cpus else gpus) or CPU_PROCESSES
     cpus = config.ray_init.num_cpus or max((given.cpus if given else None) or 0, processes + BESIDE)
     folder = "" if isinstance(config, GenerateConfig) else _run_folder(config, given)
-    return Facts(trainer.nnodes, cpus, 0 if on_cpus else -1 if gpus is None else gpus, folder, round(trainer.start_timeout))
+    counted = 0 if on_cpus else -1 if gpus is None else gpus
+    return Facts(trainer.nnodes, cpus, counted, folder, round(trainer.start_timeout), int(_goes_on(config, folder, given)))
+
+
+def _goes_on(config: Config, folder: str, given: Allocation | None) -> bool:
+    """`disable` means the runs before this job: what the job itself did before it was put back counts."""
+    if isinstance(config, GenerateConfig) or config.trainer.resume_mode != "disable" or given is None:
+        return False
+    return any(start.get(SLURM_JOB) == given.job for start in RunFolder(Path(folder)).starts())
 
 
 def _run_folder(config: PPOConfig | SFTConfig, given: Allocation | None) -> str:

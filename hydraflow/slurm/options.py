@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
+from hydraflow.compose.arguments import split
 from hydraflow.errors import ConfigError, Problem
 
 SEPARATOR = "--"
@@ -144,3 +146,23 @@ def _problems(given: Submission) -> Iterator[Problem]:
     for word in given.arguments:
         if word in ("--multirun", "-m"):
             yield Problem(word, None, "the sweep is made when it is submitted", "submit --multirun ... -- key=a,b")
+    if not split(given.arguments).runs or split(given.arguments).has("--help", "-h"):
+        command = f"python -m hydraflow.main_{given.job} {shlex.join(given.arguments)}"
+        yield Problem(f"-- {shlex.join(given.arguments)}", None, "shows something and runs nothing, so there is nothing to submit", command)
+    limit = _seconds(given.time) if given.time and _TIME.fullmatch(given.time) else 0
+    if 0 < limit <= given.warning:
+        rule = f"the job would be told to save {given.warning} s before its end (--warning), so at its very beginning"
+        yield Problem(f"--time {given.time}", None, rule, f"--time {given.warning // 60 + 60} or --warning {max(1, limit // 2)}")
+
+
+def _seconds(time: str) -> int:
+    """A limit of time as Slurm reads it; 0: none.
+
+    >>> _seconds("90"), _seconds("90:30"), _seconds("24:00:00"), _seconds("2-12"), _seconds("2-12:30")
+    (5400, 5430, 86400, 216000, 217800)
+    """
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    hours_first = bool(dash) or len(parts) == 3
+    units = (3600, 60, 1) if hours_first else (60, 1)
+    return int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=False))

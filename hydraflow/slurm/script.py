@@ -47,7 +47,7 @@ def _with_directive(template: str, option: str, value: str | None) -> str:
     if value is None:
         return pattern.sub("", template)
     if pattern.search(template):
-        return pattern.sub(f"{line}\n", template)
+        return pattern.sub(lambda _: f"{line}\n", template)
     last = [found.end() for found in re.finditer(r"^#SBATCH .*$\n", template, re.MULTILINE)][-1]
     return f"{template[:last]}{line}\n{template[last:]}"
 

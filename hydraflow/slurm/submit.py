@@ -7,10 +7,11 @@ Left out on purpose: what happens in the job (`scripts/slurm/`).
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from hydraflow.slurm.options import Submission
 from hydraflow.slurm.script import fill, shipped
 
 LOGS = Path("runs/slurm")
+FOLDER = "trainer.default_local_dir"
 SECONDS = 60.0
 """How long Slurm's commands may take to answer."""
 MODULES = {"ppo": "hydraflow.main_ppo", "sft": "hydraflow.main_sft", "generate": "hydraflow.main_generate"}
@@ -35,12 +37,25 @@ def submit(given: Submission) -> int:
         for arguments in sweep:
             if code := check(given.job, arguments):
                 return code
+    _require_folders(sweep)
     if given.dry_run:
-        print(script_of(given, sweep), end="")
+        try:
+            print(script_of(given, sweep), end="", flush=True)
+        except BrokenPipeError:  # the reader, such as `head`, has seen enough; Python must not complain at exit either
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     _require_room(given)
     LOGS.mkdir(parents=True, exist_ok=True)
     return _hand_over(given, script_of(given, sweep))
+
+
+def _require_folders(sweep: Sequence[Sequence[str]]) -> None:
+    """ConfigError where jobs of a sweep share a run folder: the first to come would lock the others out."""
+    named = [[word.partition("=")[2] for word in words if word.lstrip("+").startswith(f"{FOLDER}=")][-1:] for words in sweep]
+    shared = next((folder for folder, *_ in filter(None, named) if named.count([folder]) > 1), None)
+    if shared is not None:
+        rule = f"is the folder of {named.count([shared])} of the {len(sweep)} jobs, and one run at a time may be in it"
+        raise ConfigError.one(FOLDER, shared, rule, f"leave out {FOLDER}: each job has a folder of its own, runs/<experiment>-job<id>")
 
 
 def script_of(given: Submission, sweep: Sequence[Sequence[str]]) -> str:
@@ -88,14 +103,21 @@ def _as_in_the_job(given: Submission) -> Iterator[None]:
     if given.cores:
         future["SLURM_CPUS_ON_NODE"] = str(given.cores)
     before = dict(os.environ)
-    for name in [name for name in os.environ if name.startswith("SLURM_") and name != "SLURM_CONF"]:
-        del os.environ[name]
-    os.environ.update(future)
+    outside = _outside_of_jobs()
+    os.environ.clear()
+    os.environ.update(outside | future)
     try:
         yield
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def _outside_of_jobs() -> dict[str, str]:
+    """This environment without the job that this process may itself be in. A job inherits the environment that it is submitted from,
+    and what Slurm does not set anew for it, srun would take from the outer one: memory for each CPU, cores for each task."""
+    kept = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
+    return {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name in kept}
 
 
 @dataclass(frozen=True)
@@ -112,22 +134,24 @@ def _require_room(given: Submission) -> None:
     for program in ("sbatch", "sinfo"):
         if shutil.which(program) is None:
             raise ConfigError.one(program, None, "is not on PATH: this is no machine of a Slurm cluster", "submit ... --dry-run")
-    partitions, default = _partitions(_ask("sinfo", "--noheader", "--format=%P|%D|%c"))
-    name = given.partition or default
-    if given.partition and given.partition not in partitions:
-        rule = f"there are {', '.join(partitions)}"
-        raise ConfigError.one(f"--partition {name}", None, rule, " or ".join(f"--partition {one}" for one in partitions))
-    if name is None:
-        return
-    there, problems = partitions[name], []
+    partitions, default = _partitions(_ask("sinfo", "--all", "--noheader", "--format=%P|%D|%c"))
+    names = given.partition.split(",") if given.partition else [default] if default else []  # of several Slurm takes the first free one
+    for name in names:
+        if name not in partitions:
+            rule = f"there are {', '.join(partitions)}"
+            raise ConfigError.one(f"--partition {given.partition}", None, rule, " or ".join(f"--partition {one}" for one in partitions))
+    problems = [list(_lacks(given, name, partitions[name])) for name in names]
+    if names and all(problems):
+        raise ConfigError(problems[0])
+
+
+def _lacks(given: Submission, name: str, there: Partition) -> Iterator[Problem]:
     if given.nodes > there.nodes:
         rule = f"partition {name} has {there.nodes}" + (" node" if there.nodes == 1 else " nodes")
-        problems.append(Problem(f"--nodes {given.nodes}", None, rule, f"--nodes {there.nodes}"))
+        yield Problem(f"--nodes {given.nodes}", None, rule, f"--nodes {there.nodes}")
     if given.cores and given.cores > there.cpus:
         rule = f"the largest node of partition {name} has {there.cpus} CPUs"
-        problems.append(Problem(f"--cpus-per-task {given.cores}", None, rule, f"--cpus-per-task {there.cpus}"))
-    if problems:
-        raise ConfigError(problems)
+        yield Problem(f"--cpus-per-task {given.cores}", None, rule, f"--cpus-per-task {there.cpus}")
 
 
 def _partitions(listed: str) -> tuple[dict[str, Partition], str | None]:
@@ -148,15 +172,13 @@ def _partitions(listed: str) -> tuple[dict[str, Partition], str | None]:
 
 
 def _hand_over(given: Submission, script: str) -> int:
-    options = ["--parsable", *(["--wait"] if given.wait else [])]
-    limit = None if given.wait else SECONDS
-    done = subprocess.run(["sbatch", *options], input=script, capture_output=True, text=True, timeout=limit, check=False)
+    words = ["sbatch", "--parsable", *(["--wait"] if given.wait else [])]
+    done = _run(words, None if given.wait else SECONDS, script)
     number = done.stdout.strip().partition(";")[0]
     if not number:
         reason = done.stderr.strip().removeprefix("sbatch: error: ")
         raise ConfigError.one("sbatch", None, f"Slurm refuses the job: {reason}", "submit ... --dry-run shows what was asked for")
-    array = given.multirun
-    log = LOGS / f"{given.name}-{number}{'_*' if array else ''}.log"
+    array, log = "#SBATCH --array=" in script, _log(script, number)
     print(f"{'array' if array else 'job'} {number} submitted; its log: {log}")
     print(f"squeue --job {number} shows where it is, scancel {number} ends it")
     if given.wait and done.returncode:
@@ -164,16 +186,28 @@ def _hand_over(given: Submission, script: str) -> int:
     return done.returncode
 
 
+def _log(script: str, number: str) -> Path:
+    """Where Slurm writes what the script says: of its last directives, `*` for the task of an array."""
+    found = dict(re.findall(r"^#SBATCH (--output|--job-name)=(.*)$", script, re.MULTILINE))
+    text = found["--output"].replace("%x", found["--job-name"]).replace("%a", "*")
+    return Path(text.replace("%A", number).replace("%j", number))
+
+
 def _tail(log: Path, lines: int = 20) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:]) if log.is_file() else ""
 
 
-def _ask(*words: str, environ: Mapping[str, str] | None = None) -> str:
+def _ask(*words: str) -> str:
     """What one of Slurm's commands prints. EnvironmentFault where it fails or does not answer."""
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS, check=False, env=environ)
-    except subprocess.TimeoutExpired:
-        raise EnvironmentFault(f"{words[0]} has not answered for {SECONDS:g} s: Slurm's controller is down or busy") from None
+    done = _run(words, SECONDS)
     if done.returncode:
         raise EnvironmentFault(f"{words[0]} fails: {done.stderr.strip()}")
     return done.stdout
+
+
+def _run(words: Sequence[str], seconds: float | None, script: str | None = None) -> subprocess.CompletedProcess[str]:
+    """One of Slurm's commands, with `script` as its input. EnvironmentFault where it does not answer in so many seconds."""
+    try:
+        return subprocess.run(words, input=script, capture_output=True, text=True, timeout=seconds, check=False, env=_outside_of_jobs())
+    except subprocess.TimeoutExpired:
+        raise EnvironmentFault(f"{words[0]} has not answered for {seconds:g} s: Slurm's controller is down or busy") from None

@@ -18,12 +18,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from hydraflow.allocation import allocation
 from hydraflow.tracking.redact import public_text
 
 LIBRARIES = ("torch", "ray", "transformers", "tensordict", "hydra-core", "numpy", "pyarrow", "datasets", "safetensors", "peft")
 EXTRAS = ("vllm", "flash-attn", "megatron-core", "triton", "wandb", "mlflow", "mlflow-skinny", "swanlab", "tensorboard")
 """Named only where they are installed."""
 OURS = "hydraflow-trainer"
+SLURM_JOB = "slurm_job"
+"""Key of the Slurm job that a start belongs to; only there in one."""
 GIT_SECONDS = 5.0
 """After so long git is given up: a repository on a network drive that hangs must not hold a run."""
 
@@ -31,6 +34,7 @@ GIT_SECONDS = 5.0
 def facts_of_start(step: int, *, words: Sequence[str] | None = None) -> dict[str, Any]:
     """This start of a run that has done `step` steps. `words`: the command, that of this process by default."""
     source = Path(__file__).resolve().parents[2]
+    given = allocation()
     return {
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "after_step": step,
@@ -42,6 +46,7 @@ def facts_of_start(step: int, *, words: Sequence[str] | None = None) -> dict[str
         "git": commit_of(source),
         "git_of_folder": commit_of(Path.cwd()),
         "versions": versions(),
+        **({SLURM_JOB: given.job} if given else {}),
     }
 
 

@@ -10,9 +10,9 @@ Left out on purpose: JSON for people to read, and what is done with the trajecto
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import safetensors
@@ -34,6 +34,8 @@ from hydraflow.workers.rollout import RolloutWorker, SampleOrder
 SCORING_OBJECTS = ["data_source", "reward_model", "extra_info"]
 TEXTS = ("text", "prompt_text")
 """Columns of scores that people read; a file of trajectories does without."""
+DUMPED, FACTS = ("prompts", "responses", "response_mask", "group", "score"), ("scores", "failed", "why_failed")
+"""What a file of trajectories holds at least."""
 LOAD = "trainer.debug.load_rollouts"
 
 
@@ -113,7 +115,7 @@ class Replayed:
 
     def sampling(self, prompts: DataProto, step: int) -> Promised:
         """The trajectories of that step; the prompts are those of the file."""
-        rows, facts = read_batch(dump_file(self.folder, step))
+        rows, facts = read_dump(dump_file(self.folder, step))
         batch = RemoteBatch.from_local(rows)
         self._scored = batch.select(facts["scores"], [], [])
         self._scored.meta_info |= {name: facts[name] for name in ("failed", "why_failed")}
@@ -135,6 +137,17 @@ def dump_file(folder: Path, step: int) -> Path:
     return folder / f"step_{step}.safetensors"
 
 
+def read_dump(file: Path) -> tuple[DataProto, Mapping[str, Any]]:
+    """Trajectories with their scores, and facts. EnvironmentFault when the file is damaged, or is something else."""
+    try:
+        rows, facts = read_batch(file)
+    except (OSError, safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise EnvironmentFault(f"{file} cannot be read as trajectories: {error or type(error).__name__}") from error
+    if lacking := [name for name in DUMPED if name not in rows.keys()] + [name for name in FACTS if name not in facts]:
+        raise EnvironmentFault(f"{file} cannot be read as trajectories: it has no {', '.join(lacking)}")
+    return rows, facts
+
+
 def folder_of(path: str) -> Path:
     """A folder as the user named it."""
     return Path(path).expanduser()
@@ -153,9 +166,9 @@ def require_dumps(debug: DebugConfig, plan: BatchPlan, *, first: int) -> None:
         remedy = f"trainer.total_training_steps={run}" if run >= first else f"{LOAD}=<a folder that trainer.debug.save_rollouts wrote>"
         raise ConfigError.one(LOAD, debug.load_rollouts, rule, remedy)
     try:
-        rows, _ = read_batch(dump_file(folder, first))
-    except (OSError, safetensors.SafetensorError, KeyError) as error:
-        raise ConfigError.one(LOAD, dump_file(folder, first), f"cannot be read: {error}") from error
+        rows, _ = read_dump(dump_file(folder, first))
+    except EnvironmentFault as error:
+        raise ConfigError.one(LOAD, debug.load_rollouts, str(error), f"{LOAD}=<a folder that trainer.debug.save_rollouts wrote>") from error
     trajectories, prompts = len(rows), len(np.unique(rows.get("group").numpy()))
     wanted = (plan.prompts_per_step, plan.samples_per_prompt)
     if (prompts, trajectories // prompts) != wanted:

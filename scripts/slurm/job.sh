@@ -20,6 +20,7 @@ tell() { printf '[job %s] %s\n' "$SLURM_JOB_ID" "$*"; }
 make_folder() {
     folder="$(realpath -m "${HYDRAFLOW_JOB_DIR:-runs/slurm}")/job-$SLURM_JOB_ID"
     rm -rf "$folder" # of an earlier start of this job
+    mkdir -p "$(dirname "$folder")" # as open as the user has it; the job's own is the user's alone
     (
         umask 077
         mkdir -p "$folder"
@@ -37,6 +38,7 @@ build_step() {
     scripts="$(realpath "$HYDRAFLOW_SCRIPTS")"
     mounts="$PWD:$PWD,$folder:$folder,$scripts:$scripts${HYDRAFLOW_CONTAINER_MOUNTS:+,$HYDRAFLOW_CONTAINER_MOUNTS}"
     words=(srun "--nodes=$SLURM_JOB_NUM_NODES" "--ntasks=$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0)
+    words+=(--export=ALL) # where the job was submitted with --export=NONE, srun would start the nodes without our variables, too
     [[ -z "${SLURM_CPUS_PER_TASK:-}" ]] || words+=("--cpus-per-task=$SLURM_CPUS_PER_TASK") # srun does not take it from sbatch
     case "${HYDRAFLOW_CONTAINER:-}" in
         "") words+=(bash) ;;

@@ -9,7 +9,10 @@ source "$folder/facts"
 export PYTHONUNBUFFERED=1
 
 words=("$@" "ray_init.address=$(<"$folder/address")")
-[[ -z "$HF_RUN_FOLDER" ]] || words+=("trainer.default_local_dir=$HF_RUN_FOLDER")
+# quoted for Hydra: a folder may have a comma or brackets in its name
+[[ -z "$HF_RUN_FOLDER" ]] || words+=("trainer.default_local_dir='${HF_RUN_FOLDER//\'/\\\'}'")
+# the job goes back into the queue with the same arguments, and must not begin anew each time
+[[ "${HF_GOES_ON:-0}" == 0 ]] || words+=("trainer.resume_mode=auto")
 
 # Ignored until the training listens: Python does nothing about a signal that was ignored when it started.
 (
@@ -40,5 +43,5 @@ while kill -0 "$training" 2>/dev/null; do
 done
 code=0
 wait "$training" || code=$?
-[[ ! -e "$HF_RUN_FOLDER/requeue" ]] || cp "$HF_RUN_FOLDER/requeue" "$folder/requeue"
+[[ -z "$HF_RUN_FOLDER" || ! -e "$HF_RUN_FOLDER/requeue" ]] || cp "$HF_RUN_FOLDER/requeue" "$folder/requeue"
 exit "$code"

@@ -83,6 +83,8 @@ def test_mlflow_stores(without_packages: None) -> None:
 def test_a_folder_for_responses_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     keys = {"trainer__rollout_data_dir": str(tmp_path / "file" / "deep"), "trainer__validation_data_dir": str(tmp_path / "val")}
-    *_, rollouts, validations = findings(Facts(configured(**keys)), "trackers")
+    keys["trainer__debug__save_rollouts"] = keys["trainer__rollout_data_dir"]
+    *_, rollouts, validations, dumps = findings(Facts(configured(**keys)), "trackers")
     assert rollouts.state is State.PROBLEM and "trainer.rollout_data_dir=<a folder" in rollouts.remedy
+    assert dumps.state is State.PROBLEM and "trainer.debug.save_rollouts=<a folder" in dumps.remedy
     assert validations.state is State.OK and not (tmp_path / "val").exists()

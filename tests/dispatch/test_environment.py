@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+import stat
+import tempfile
 from pathlib import Path
 
 import pytest
 from dispatch.probes import Described
 
 from hydraflow.dispatch.config import RayInitConfig, RuntimeEnvConfig
-from hydraflow.dispatch.environment import node_folder, variables
+from hydraflow.dispatch.environment import variables
 from hydraflow.dispatch.group import Limits
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.worker import RoleSpec
+from hydraflow.errors import ConfigError, EnvironmentFault
 from hydraflow.network import interfaces
+from hydraflow.node_folder import keep_modules_here, make_node_folder, node_folder
 
 
 def test_each_rank_has_caches_of_its_own_and_each_node_one_for_models_code() -> None:
@@ -42,7 +46,7 @@ def test_collectives_between_nodes_use_the_interface_by_which_ray_knows_the_node
 @pytest.fixture
 def described(ray_session: None) -> list[dict[str, str]]:
     """The environments of two processes, and what happens to somebody who wants their port."""
-    env = RuntimeEnvConfig({"HYDRAFLOW_TEST_COLOUR": "green", "OMP_NUM_THREADS": "1"})
+    env = RuntimeEnvConfig({"HYDRAFLOW_TEST_COLOUR": "green", "OMP_NUM_THREADS": 1})
     with Runtime(RayInitConfig(runtime_env=env), Limits(start=120, call=60)) as runtime:
         runtime.start([ResourcePool("pool", [2], threads=2)])
         role = runtime.group("pool", {"described": RoleSpec(Described)}).role("described")
@@ -56,3 +60,36 @@ def test_variables_reach_every_process_and_the_port_of_rank_0_is_held(described:
     assert [Path(found["TRITON_CACHE_DIR"]).name for found in described] == ["rank_0", "rank_1"]
     assert described[0]["port"] == "held" and described[1]["port"] == "held"
     assert "HYDRAFLOW_TEST_COLOUR" not in os.environ
+
+
+def test_an_interface_that_is_not_there_is_told_in_the_users_words(ray_session: None) -> None:
+    env = RuntimeEnvConfig({"HYDRAFLOW_NETWORK_INTERFACE": "ib77"})
+    with Runtime(RayInitConfig(runtime_env=env), Limits(start=120, call=60)) as runtime:
+        runtime.start([ResourcePool("pool", [1])])
+        runtime.group("pool", {"described": RoleSpec(Described)})
+        with pytest.raises(ConfigError, match="HYDRAFLOW_NETWORK_INTERFACE=ib77: .* has no such interface with an address; it has lo"):
+            runtime.await_ready()
+
+
+def test_the_folder_on_the_node_is_the_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name can be guessed, and code is run from it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("HF_MODULES_CACHE", "")
+    keep_modules_here()
+    assert os.environ["HF_MODULES_CACHE"] == str(tmp_path / f"hydraflow-{os.getuid()}" / "hf_modules")
+    node_folder().chmod(0o777)
+    assert stat.S_IMODE(make_node_folder().stat().st_mode) == 0o700
+    node_folder().rmdir()
+    (tmp_path / "elsewhere").mkdir()
+    node_folder().symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(EnvironmentFault, match="is not a folder of this user's: somebody else made it; TMPDIR=<a folder of your own>"):
+        make_node_folder()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a folder to somebody else")
+def test_a_folder_that_somebody_else_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    node_folder().mkdir()
+    os.chown(node_folder(), 65534, -1)
+    with pytest.raises(EnvironmentFault, match="somebody else made it"):
+        make_node_folder()

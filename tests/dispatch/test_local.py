@@ -95,11 +95,11 @@ def test_columns_of_a_batch_that_is_there_are_passed_on(local: Group, batch_of: 
 def test_variables_are_set_and_the_port_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HYDRAFLOW_TEST_COLOUR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "HF_MODULES_CACHE"):
         monkeypatch.setenv(name, "red")  # what the runtime sets is taken back after the test
-    runtime = LocalRuntime(RayInitConfig(runtime_env=RuntimeEnvConfig({"HYDRAFLOW_TEST_COLOUR": "green"})), Limits(start=60, call=60))
+    runtime = LocalRuntime(RayInitConfig(runtime_env=RuntimeEnvConfig({"HYDRAFLOW_TEST_COLOUR": 7})), Limits(start=60, call=60))
     runtime.start([ResourcePool("pool", [1])])
     role = runtime.group("pool", {"described": RoleSpec(Described)}).role("described")
     (found,) = role.call(Described.surroundings)
-    assert found["HYDRAFLOW_TEST_COLOUR"] == "green" and found["port"] == "held"
+    assert found["HYDRAFLOW_TEST_COLOUR"] == "7" and found["port"] == "held"
     assert Path(found["TRITON_CACHE_DIR"]).name == "rank_0"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import stat
@@ -10,6 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+
+from hydraflow.allocation import Allocation
+from hydraflow.compose.loading import load
+from hydraflow.schema import PPOConfig
+from hydraflow.slurm.facts import Facts, facts_of
 
 ROOT = Path(__file__).parents[2]
 SRUN = """#!/usr/bin/env bash
@@ -67,7 +73,7 @@ def test_without_a_training_it_is_sruns(tmp_path: Path) -> None:
 def test_nodes_are_started_once_with_the_runs_arguments_as_they_are(tmp_path: Path) -> None:
     ended(batch(tmp_path, ENDS_WITH.format(0), "data.train_files=a b.parquet", "trainer.experiment_name=$HOME", SLURM_CPUS_PER_TASK="64"))
     words = (tmp_path / "srun.words").read_text().splitlines()
-    assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=64"} <= set(words)
+    assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=64", "--export=ALL"} <= set(words)
     assert words[-4:] == ["bash", str(ROOT / "scripts/slurm/node.sh"), "data.train_files=a b.parquet", "trainer.experiment_name=$HOME"]
 
 
@@ -176,7 +182,7 @@ def test_cancelling_ends_what_was_started_and_nothing_else(tmp_path: Path) -> No
 PYTHON = """#!/usr/bin/env bash
 shift 2 # -m hydraflow.slurm
 case "$1" in
-    check) echo 'HF_RUN_FOLDER=""' >"$HYDRAFLOW_JOB_FOLDER/facts" ;;
+    check) echo "$FACTS" >"$HYDRAFLOW_JOB_FOLDER/facts" ;;
     start) echo 10.0.0.1:6379 >"$HYDRAFLOW_JOB_FOLDER/address"; echo $$ >"$HYDRAFLOW_JOB_FOLDER/ray"; exec sleep 60 ;;
     await) until [[ -s "$HYDRAFLOW_JOB_FOLDER/ray" ]]; do sleep 0.1; done ;;
     lost) ;;
@@ -185,9 +191,8 @@ esac
 """
 
 
-@pytest.mark.parametrize("code", [0, 4])
-def test_the_first_node_trains_and_ends_its_ray(tmp_path: Path, code: int) -> None:
-    """node.sh and train.sh with a Python that only notes how it was called."""
+def first_node(tmp_path: Path, code: int = 0, facts: str = 'HF_RUN_FOLDER=""') -> Path:
+    """node.sh and train.sh with a Python that only notes how it was called; the job's folder."""
     program(tmp_path, "python", PYTHON)
     folder = tmp_path / "job"
     folder.mkdir()
@@ -200,12 +205,50 @@ def test_the_first_node_trains_and_ends_its_ray(tmp_path: Path, code: int) -> No
         "SLURM_JOB_ID": "78",
         "SLURM_NODEID": "0",
         "CODE": str(code),
+        "FACTS": facts,
     }
     words = ["bash", str(ROOT / "scripts" / "slurm" / "node.sh"), "trainer.seed=3"]
     done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == code, done.stderr
+    (folder / "said").write_text(done.stderr)
+    return folder
+
+
+@pytest.mark.parametrize("code", [0, 4])
+def test_the_first_node_trains_and_ends_its_ray(tmp_path: Path, code: int) -> None:
+    folder = first_node(tmp_path, code)
     assert (folder / "exit_code").read_text() == f"{code}\n"
     assert (folder / "training").read_text().split() == ["trainer.seed=3", "ray_init.address=10.0.0.1:6379"]
     assert not Path(f"/proc/{(folder / 'ray').read_text().strip()}").exists(), "Ray outlives its node's script"
     assert not (folder / "lost").exists() or not (folder / "lost").read_text()
     assert not list(tmp_path.glob("hydraflow-*/78")), "its temporary folder is gone"
+
+
+def test_a_run_folder_with_any_name_reaches_the_training(tmp_path: Path) -> None:
+    """Hydra would read brackets, commas and quotes in it."""
+    run = tmp_path / "it's [mine], (2)" / "a=b"
+    given = Facts(nodes=1, cpus=1, gpus=0, run_folder=str(run), start_timeout=1)
+    told = (first_node(tmp_path, facts=given.to_shell()) / "training").read_text().splitlines()
+    assert load("ppo", PPOConfig, told).trainer.default_local_dir == str(run)
+
+
+@pytest.mark.parametrize(("job", "goes_on"), [("77", True), ("76", False)])
+def test_a_job_that_was_put_back_goes_on_even_where_it_was_told_to_begin_anew(tmp_path: Path, job: str, goes_on: bool) -> None:
+    """But an earlier job's run in the same folder is not gone on with."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.json").write_text(json.dumps({"starts": [{"slurm_job": job}]}))
+    config = load("ppo", PPOConfig, ["trainer.resume_mode=disable", f"trainer.default_local_dir={run}", "trainer.device=cpu"])
+    facts = facts_of(config, Allocation("77"))
+    assert facts.goes_on == goes_on
+    told = (first_node(tmp_path, facts=facts.to_shell()) / "training").read_text().splitlines()
+    assert ("trainer.resume_mode=auto" in told) == goes_on
+
+
+def test_a_folder_on_the_node_that_somebody_else_made_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / f"hydraflow-{os.getuid()}").symlink_to(tmp_path / "elsewhere")
+    folder = first_node(tmp_path, code=3)
+    assert (folder / "exit_code").read_text() == "3\n" and not list((tmp_path / "elsewhere").iterdir())
+    assert "somebody else made it; HYDRAFLOW_NODE_TMP names another place" in (folder / "said").read_text()
+    assert len(list((folder / "failed").iterdir())) == 1

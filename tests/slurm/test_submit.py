@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from hydraflow.compose.sweep import combinations
-from hydraflow.errors import ConfigError
+from hydraflow.errors import ConfigError, EnvironmentFault
 from hydraflow.slurm.options import parse
 from hydraflow.slurm.script import fill, shipped
+from hydraflow.slurm.submit import submit as slurm_submit
 
 ROOT = Path(__file__).parents[2]
 CPU = ["--", "trainer.device=cpu"]
@@ -47,6 +48,16 @@ def test_a_dry_run_prints_the_script_and_makes_nothing(tmp_path: Path) -> None:
     said = bash(done.stdout.partition("source ")[0] + 'printf "%s\\n" "$HYDRAFLOW_CONTAINER" "$HYDRAFLOW_PYTHON" "${ARGUMENTS[@]}"')
     assert said == ["apptainer:/images/hf.sif", "/opt/venv/bin/python", "data.train_batch_size=128", "trainer.experiment_name=$HOME a"]
     assert not list(tmp_path.iterdir())
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "hydraflow.slurm", "submit", "--dry-run", *CPU]
+    with subprocess.Popen(
+        words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait(60)) == (b"", 0)
 
 
 def bash(script: str, **environ: str) -> list[str]:
@@ -112,6 +123,10 @@ def test_combinations_write_out_lists_ranges_and_nothing_else() -> None:
         (["--sbatch=reservation=x"], "-> --sbatch=--reservation=x"),
         (["--dry-run", "--wait"], "submits nothing that could be waited for"),
         (["--", "--multirun"], "the sweep is made when it is submitted"),
+        (["--", "--help"], "shows something and runs nothing"),
+        (["--", "--cfg", "job", "trainer.seed=1"], "-> python -m hydraflow.main_ppo --cfg job trainer.seed=1"),
+        (["--time", "2"], "the job would be told to save 120 s before its end"),
+        (["--time", "1:00:00", "--warning", "3600"], "-> --time 120 or --warning 1800"),
         (["--node", "2"], "unrecognized arguments"),
         (["data.shuffle=false"], "unrecognized arguments: data.shuffle=false"),
     ],
@@ -131,6 +146,67 @@ def test_all_wrong_options_come_at_once() -> None:
 @pytest.mark.parametrize("time", ["30", "90:00", "24:00:00", "2-12", "2-12:30:00"])
 def test_times_as_sbatch_takes_them(time: str) -> None:
     assert parse(["--time", time]).time == time
+
+
+def test_files_that_are_missing_are_found_for_every_kind_of_job(tmp_path: Path) -> None:
+    done = submit("--dry-run", "--job", "generate", "--", "model.path=/no/model", "data.path=no.parquet", "output.path=x", home=tmp_path)
+    assert done.returncode == 2 and "model.path=/no/model" in done.stderr and "data.path=no.parquet" in done.stderr
+
+
+def test_jobs_of_a_sweep_do_not_share_a_run_folder(tmp_path: Path) -> None:
+    words = ["--multirun", "--dry-run", "--", "trainer.device=cpu", "trainer.seed=1,2"]
+    done = submit(*words, "trainer.default_local_dir=runs/mine", home=tmp_path)
+    assert done.returncode == 2 and "trainer.default_local_dir=runs/mine: is the folder of 2 of the 2 jobs" in done.stderr
+    assert submit("--multirun", "--dry-run", *CPU, "trainer.default_local_dir=runs/a,runs/b", home=tmp_path).returncode == 0
+
+
+def test_a_backslash_in_an_option_is_no_pattern(tmp_path: Path) -> None:
+    done = submit("--dry-run", r"--sbatch=--output=a\1b-%j.log", *CPU, home=tmp_path)
+    assert directives(done.stdout)["--output"] == r"a\1b-%j.log", done.stderr
+
+
+def slurm(home: Path, monkeypatch: pytest.MonkeyPatch, *, sinfo: str = "main*|2|8", sbatch: str = "echo 41") -> None:
+    """Slurm's commands, which print what they are told to."""
+    programs = home / "bin"
+    programs.mkdir()
+    for name, does in {"sinfo": f"echo '{sinfo}'", "sbatch": f"env >{home}/environment; cat >{home}/script; {sbatch}"}.items():
+        (programs / name).write_text(f"#!/usr/bin/env bash\n{does}\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+
+
+def test_what_is_submitted_is_told_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm(tmp_path, monkeypatch)
+    assert "job 41 submitted; its log: runs/slurm/hydraflow-ppo-41.log" in submit(*CPU, home=tmp_path).stdout
+    said = submit("--multirun", *CPU, "trainer.seed=1,2", home=tmp_path).stdout
+    assert "array 41 submitted; its log: runs/slurm/hydraflow-ppo-41_*.log" in said
+    said = submit("--multirun", "--sbatch=--output=mine/%x.%j", "--sbatch=--job-name=x", *CPU, home=tmp_path).stdout
+    assert "job 41 submitted; its log: mine/x.41" in said, "a sweep of one is no array"
+
+
+def test_a_job_does_not_inherit_the_job_that_it_is_submitted_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm(tmp_path, monkeypatch)
+    for name in ("SLURM_JOB_ID", "SLURM_MEM_PER_CPU", "SLURM_CPUS_PER_TASK", "SLURM_CONF"):
+        monkeypatch.setenv(name, "7")
+    assert submit(*CPU, home=tmp_path).returncode == 0
+    found = (tmp_path / "environment").read_text().splitlines()
+    assert [line for line in found if line.startswith("SLURM_")] == ["SLURM_CONF=7"]
+
+
+def test_several_partitions_may_be_named_if_one_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm(tmp_path, monkeypatch, sinfo="small|1|8\nlarge|9|8")
+    asked = ["--nodes", "4", *CPU]
+    assert submit("--partition", "small,large", *asked, home=tmp_path).returncode == 0
+    assert "--nodes 4: partition small has 1 node" in submit("--partition", "small", *asked, home=tmp_path).stderr
+    assert "--partition small,larg: there are small, large" in submit("--partition", "small,larg", *asked, home=tmp_path).stderr
+
+
+def test_a_controller_that_does_not_answer_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm(tmp_path, monkeypatch, sbatch="sleep 5")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("hydraflow.slurm.submit.SECONDS", 0.5)
+    with pytest.raises(EnvironmentFault, match="sbatch has not answered for 0.5 s"):
+        slurm_submit(parse(CPU))
 
 
 def test_without_slurm_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,42 @@
+"""This user's folder on a disk of this machine: caches that nodes must not share, locks, models' own code that is run from there.
+
+In: the folder for temporary files, TMPDIR or /tmp. Out: a folder below it that belongs to this user alone. Its name can be guessed, and
+whoever made it first could put code into it: a folder of somebody else's is refused. Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from hydraflow.errors import EnvironmentFault
+
+MODULES = "HF_MODULES_CACHE"
+"""Where transformers copies a model's own code; by default in the home folder, which nodes often share."""
+
+
+def node_folder() -> Path:
+    """Where it is."""
+    return Path(tempfile.gettempdir()) / f"hydraflow-{os.getuid()}"
+
+
+def make_node_folder() -> Path:
+    """Makes it, for this user alone. EnvironmentFault when it is another user's, or cannot be made."""
+    folder = node_folder()
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
+            folder.chmod(0o700)
+            return folder
+    except OSError as error:
+        raise EnvironmentFault(f"{folder} cannot be made: {error.strerror}; TMPDIR=<a folder that you may write> helps") from error
+    raise EnvironmentFault(f"{folder} is not a folder of this user's: somebody else made it; TMPDIR=<a folder of your own> helps")
+
+
+def keep_modules_here() -> None:
+    """Has this process keep models' own code on this machine; nothing where the user says where. Before transformers is imported."""
+    if not os.environ.get(MODULES):
+        os.environ[MODULES] = str(make_node_folder() / "hf_modules")
