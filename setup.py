@@ -42,7 +42,8 @@ TRACKERS = {
 }
 EXTRAS = {
     "dev": [
-        *("pytest>=8.3", "pytest-timeout>=2.3", "hypothesis>=6.115", "ruff>=0.9", "mypy>=1.14", "hydra-submitit-launcher>=1.2"),
+        *("pytest>=8.3", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.115", "ruff>=0.9", "mypy>=1.14"),
+        "hydra-submitit-launcher>=1.2",
         *(package for packages in TRACKERS.values() for package in packages),
     ],
     "slurm": ["hydra-submitit-launcher>=1.2"],

@@ -3,6 +3,7 @@
 #
 #   scripts/test.sh                       everything
 #   scripts/test.sh -m "not slow"         without the tests that train
+#   scripts/test.sh -n 0 --pdb FILE       in one process, at the debugger
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
@@ -27,7 +28,8 @@ check() { # name, how long it takes, command
 check ruff "a second" "$PYTHON" -m ruff check .
 check formatting "a second" "$PYTHON" -m ruff format --check .
 check mypy "up to a minute the first time" "$PYTHON" -m mypy
-check pytest "some minutes" "$PYTHON" -m pytest -q "$@"
+# Two test processes: much of a test that trains is waiting for processes to start. Each takes a file at a time.
+check pytest "some minutes" "$PYTHON" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder "$@"
 
 if ((${#failed[@]})); then
     fail "failed: ${failed[*]}"

@@ -2,6 +2,7 @@
 # A real Slurm of two nodes on one machine. Each node is a network, UTS, PID and mount namespace with a slurmd in it; the controller
 # runs outside of them. Run as root.
 #
+#   two_nodes.sh probe DIR      whether this machine lets it make such namespaces
 #   two_nodes.sh up DIR         then: export SLURM_CONF=DIR/slurm.conf
 #   two_nodes.sh lose DIR N     node N is gone at once, with its cable: nobody is told
 #   two_nodes.sh start DIR N    a lost node comes back
@@ -86,6 +87,17 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 CONF
 }
 
+probe() { # the steps of a node that need rights, without Slurm
+    down
+    mkdir -p "$dir/tmp1" /tmp/hydraflow-0
+    trap down EXIT
+    ip link add "$bridge" type bridge && ip addr add "$net.254/24" dev "$bridge" && ip link set "$bridge" up
+    plug_in 1
+    nsenter --net=/run/netns/hf1 unshare --uts --pid --fork --mount-proc --kill-child sh -c "
+        hostname node1 && mount --bind $dir/tmp1 /tmp/hydraflow-0 && mount -t tmpfs -o size=4g tmpfs /dev/shm"
+    runuser -u munge -- true
+}
+
 down() {
     if [[ -f "$dir/ctld.pid" ]]; then kill "$(<"$dir/ctld.pid")" 2>/dev/null || true; fi
     for node in 1 2; do kill_node "$node"; done
@@ -109,6 +121,7 @@ up() {
 }
 
 case "$command" in
+    probe) probe ;;
     up) up ;;
     down) down ;;
     lose)
