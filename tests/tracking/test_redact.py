@@ -7,7 +7,9 @@ import pytest
 from hydraflow.tracking.redact import HIDDEN, public, public_text
 
 
-@pytest.mark.parametrize("name", ["WANDB_API_KEY", "api_key", "HF_TOKEN", "token", "aws_secret", "db.password", "credentials", "AWS_SECRET_ACCESS_KEY"])
+@pytest.mark.parametrize(
+    "name", ["WANDB_API_KEY", "api_key", "HF_TOKEN", "token", "aws_secret", "db.password", "credentials", "AWS_SECRET_ACCESS_KEY"]
+)
 def test_secret_values_are_hidden(name: str) -> None:
     assert public({"env_vars": {name: "s3cr3t"}}) == {"env_vars": {name: HIDDEN}}
     assert public({name: {"inner": ["s3cr3t", 12345]}}) == {name: {"inner": [HIDDEN, HIDDEN]}}
