@@ -71,6 +71,17 @@ def test_metrics_tables_configuration_and_files_are_kept(tmp_path: Path) -> None
     assert {path.name for path in tmp_path.glob("wandb/offline-run-*/files/*.json")} >= {"plan.json", "run.json"}
 
 
+def test_references_of_several_types_make_a_table(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A table's columns have one type there: references are text, whatever the data have."""
+    samples = [{"input": "a", "output": "b", "score": 1.0, "ground_truth": truth} for truth in (5, "x", ["y"], None)]
+    with open_trackers(["wandb"], tmp_path, run_id="x", about=about(tmp_path)) as trackers:
+        trackers.log_samples([*samples, {"input": "a", "output": "b", "score": None}], 1)
+    list(records(tmp_path))
+    (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/val/*.table.json")
+    assert [row[4] for row in json.loads(table.read_text())["data"]] == ["5", "x", "['y']", "", ""]
+    assert "does not take" not in caplog.text
+
+
 def test_a_run_that_goes_on_has_the_same_identity_and_a_failure_is_told(tmp_path: Path) -> None:
     for steps, failed in (((1, 2, 3), False), ((3, 4), True)):
         trackers = open_trackers(["wandb"], tmp_path, run_id="ppo-1", about=about(tmp_path))
