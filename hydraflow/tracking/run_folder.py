@@ -49,6 +49,7 @@ RUN_FILES = (
     "logs",
     "stacks",
     "profile",
+    "report.html",
     "latest_checkpointed_iteration.txt",
     "global_step_*",
     "best",
