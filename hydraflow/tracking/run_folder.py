@@ -166,6 +166,10 @@ class RunFolder:
         facts = {key: {"value": _value_at(config, key), "from": origin} for key, origin in origins.items()}
         self._write(self.config_origins, json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
 
+    def write_plan(self, text: str) -> None:
+        """Writes plan.json."""
+        self._write(self.plan, text)
+
     def write_summary(self, summary: Summary) -> None:
         """Writes summary.json: a reader sees the whole file or none."""
         fields = {name: json_number(value) if isinstance(value, float) else value for name, value in asdict(summary).items()}
