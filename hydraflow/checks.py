@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -407,9 +408,14 @@ def _best_is_measured(config: PPOConfig) -> Iterator[Problem]:
         yield Problem("trainer.keep_best", trainer.keep_best, rule, "data.val_files=... or trainer.keep_best=null")
 
 
+def _is_same_place(one: str, other: str | None) -> bool:
+    """Whether two paths name the same folder, however they are written, made yet or not."""
+    return other is not None and os.path.realpath(os.path.expanduser(one)) == os.path.realpath(os.path.expanduser(other))
+
+
 def _dumps_lie_apart(config: PPOConfig) -> Iterator[Problem]:
     trainer = config.trainer
-    if trainer.rollout_data_dir is not None and trainer.rollout_data_dir == trainer.validation_data_dir:
+    if trainer.rollout_data_dir is not None and _is_same_place(trainer.rollout_data_dir, trainer.validation_data_dir):
         rule = "trainer.rollout_data_dir is the same folder, and both write <step>.jsonl"
         yield Problem(
             "trainer.validation_data_dir", trainer.validation_data_dir, rule, f"trainer.validation_data_dir={trainer.rollout_data_dir}-val"
@@ -448,7 +454,7 @@ def _parts_of_a_run(config: PPOConfig) -> Iterator[Problem]:
         yield Problem(f"{key}.load_rollouts", debug.load_rollouts, rule, f"{key}.load_rollouts=null")
     if trainer.val_only and (debug.rollout_only or debug.train_only or debug.load_rollouts or debug.save_rollouts):
         yield Problem("trainer.val_only", "true", f"there are no steps that {key}.* could change", "trainer.val_only=false")
-    if debug.save_rollouts is not None and debug.save_rollouts == debug.load_rollouts:
+    if debug.save_rollouts is not None and _is_same_place(debug.save_rollouts, debug.load_rollouts):
         rule = f"{key}.load_rollouts reads that folder"
         yield Problem(f"{key}.save_rollouts", debug.save_rollouts, rule, f"{key}.save_rollouts=null")
     if trainer.keep_best is not None and (debug.rollout_only or debug.train_only):

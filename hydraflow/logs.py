@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import json
 import os
 import re
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from hydraflow.role_logs import LEVELS, LINE
+from hydraflow.tracking.endings import DONE, is_orderly
+from hydraflow.tracking.run_lock import is_at_work
 
 POLL_SECONDS = 0.2
 QUIET_POLLS = 5
@@ -73,9 +77,9 @@ class Parser:
 def log_files(folder: Path) -> dict[tuple[str, int], list[Path]]:
     """The files of each role and rank, the oldest first."""
     found: dict[tuple[str, int], list[tuple[int, Path]]] = {}
-    for path in folder.iterdir():
-        if match := FILE.fullmatch(path.name):
-            found.setdefault((match[1], int(match[2])), []).append((int(match[3] or 0), path))
+    for name in os.listdir(folder) if folder.is_dir() else ():
+        if match := FILE.fullmatch(name):
+            found.setdefault((match[1], int(match[2])), []).append((int(match[3] or 0), folder / name))
     return {key: [path for _, path in sorted(files, reverse=True)] for key, files in sorted(found.items())}
 
 
@@ -92,8 +96,8 @@ def _is_chosen(key: tuple[str, int], roles: Sequence[str], ranks: Sequence[int])
 def _records(key: tuple[str, int], paths: Sequence[Path]) -> Iterator[Record]:
     parser = Parser(*key)
     for path in paths:
-        with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
-            for line in file:
+        with suppress(FileNotFoundError), path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+            for line in file:  # a file that is not there any more was set aside since the folder was listed
                 yield from parser.feed(line.removesuffix("\n"))
     yield from parser.rest()
 
@@ -125,8 +129,11 @@ class Follower:
     def _lines(self, path: Path) -> list[str]:
         try:
             with path.open("rb") as file:
-                inode = os.fstat(file.fileno()).st_ino
+                status = os.fstat(file.fileno())
+                inode = status.st_ino
                 at, begun = self._read.get(inode, (0, b""))
+                if status.st_size < at:  # the file that was read is gone, and its inode has been given to this one
+                    at, begun = 0, b""
                 file.seek(at)
                 fresh = file.read()
         except FileNotFoundError:
@@ -155,12 +162,29 @@ def show(folder: Path, options: argparse.Namespace, wanted: Wanted) -> None:
     for record in there if options.lines is None else there[len(there) - min(len(there), options.lines) :]:
         print(record, flush=True)
     quiet = 0
-    while not ((folder.parent / ENDED).exists() and quiet >= QUIET_POLLS):
+    while quiet < QUIET_POLLS or not has_ended(folder.parent):
         time.sleep(POLL_SECONDS)
         fresh = follower.new()
         quiet = 0 if fresh else quiet + 1
         for record in filter(wanted, fresh):
             print(record, flush=True)
+
+
+def has_ended(run: Path) -> bool:
+    """Whether nothing more will come: the run said so in good order, or its process is gone, killed or not.
+
+    While the process lives, a failure may be followed by a restart (`trainer.max_restarts`). Of a process on another machine nothing is
+    known but what it wrote last.
+    """
+    said = (run / ENDED).exists()
+    try:
+        why = str(json.loads((run / ENDED).read_text(encoding="utf-8"))["why_it_ended"])
+    except (OSError, ValueError, KeyError, TypeError):
+        why = ""
+    if why == DONE or is_orderly(why):
+        return True
+    lives = is_at_work(run)
+    return said if lives is None else not lives
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -176,23 +200,36 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _problem(options: argparse.Namespace, folder: Path) -> str:
-    """What is wrong with what was asked for, and what would do; empty when nothing is."""
+    """What is wrong with what was asked for, and what would do; empty when nothing is. A role that is followed may yet come."""
     if not folder.is_dir():
         return f"{options.run}: no logs/ in it\n      -> the folder of a run, such as runs/ppo-20260101-120000"
     if options.lines is not None and options.lines < 0:
         return f"--lines={options.lines}: must be at least 0\n      -> --lines 100"
-    there = log_files(folder)
-    if unknown := [role for role in options.role if role not in {name for name, _ in there}]:
-        return (
-            f"--role={unknown[0]}: no such role in this run\n      -> --role {' or --role '.join(dict.fromkeys(name for name, _ in there))}"
-        )
-    if missing := [rank for rank in options.rank if rank not in {number for _, number in there}]:
-        return f"--rank={missing[0]}: no such rank in this run\n      -> --rank 0 to --rank {max(number for _, number in there)}"
+    if absent := _absent(options, folder):
+        if not options.follow or has_ended(folder.parent):
+            return "\n      -> ".join(absent)
+        print(f"{absent[0]} yet; waiting for it", file=sys.stderr)
     try:
         re.compile(options.grep or "")
     except re.error as error:
         return f"--grep={options.grep}: no regular expression: {error}\n      -> --grep '{re.escape(options.grep)}'"
     return ""
+
+
+def _absent(options: argparse.Namespace, folder: Path) -> tuple[str, str] | None:
+    """The first role or rank that was asked for and has no file, and those that have."""
+    there = log_files(folder)
+    roles, ranks = list(dict.fromkeys(name for name, _ in there)), {number for _, number in there}
+    for role in options.role:
+        if role not in roles:
+            return (
+                f"--role={role}: no such role in this run",
+                f"--role {' or --role '.join(roles)}" if roles else "nobody has written a line",
+            )
+    for rank in options.rank:
+        if rank not in ranks:
+            return f"--rank={rank}: no such rank in this run", f"--rank 0 to --rank {max(ranks)}" if ranks else "nobody has written a line"
+    return None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -207,6 +244,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
+    except PermissionError as error:
+        print(f"{error.filename}: cannot be read ({error.strerror})", file=sys.stderr)
+        return 2
     except BrokenPipeError:  # the reader, such as `head`, has seen enough; Python must not complain at exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0

@@ -86,9 +86,11 @@ class RoleFile:
 
     def write(self, line: str) -> bool:
         """Appends a line; True when the file was set aside for it, and `number` is another one now."""
-        turned = os.fstat(self.number).st_size >= self._max_bytes
-        if turned:
-            self._turn()
+        turned = False
+        if os.fstat(self.number).st_size >= self._max_bytes:
+            with suppress(OSError):  # no room for another file: this one grows
+                self._turn()
+                turned = True
         os.write(self.number, f"{line}\n".encode(errors="replace"))
         return turned
 
@@ -100,15 +102,23 @@ class RoleFile:
         return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def _turn(self) -> None:
-        """.log becomes .log.1, that .log.2, and so on; the oldest goes."""
+        """.log becomes .log.1, that .log.2, and so on; the oldest goes.
+
+        The new file is opened first, under another name: where that fails (OSError), nothing has moved, and `number` stays what it was.
+        """
+        fresh = self.path.with_name(f".{self.path.name}.new")
+        number = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            for older in range(self._keep, 0, -1):
+                newer = self.path.with_name(f"{self.path.name}.{older - 1}") if older > 1 else self.path
+                if newer.exists():
+                    newer.replace(self.path.with_name(f"{self.path.name}.{older}"))
+            fresh.replace(self.path)
+        except OSError:
+            os.close(number)
+            raise
         os.close(self.number)
-        for number in range(self._keep, 0, -1):
-            older = self.path.with_name(f"{self.path.name}.{number}")
-            newer = self.path.with_name(f"{self.path.name}.{number - 1}") if number > 1 else self.path
-            if newer.exists():
-                newer.replace(older)
-        self.path.unlink(missing_ok=True)
-        self.number = self._opened()
+        self.number = number
 
 
 class RoleLogs(logging.Handler):

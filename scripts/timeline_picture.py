@@ -1,6 +1,7 @@
 """docs/timeline.png from a timeline: python scripts/timeline_picture.py TIMELINE STEP PICTURE
 
-In: a file of `ray_init.timeline_file` and a training step in it. Out: a picture of that step, a line for each row of the trace.
+In: a file of `ray_init.timeline_file` and a training step in it. Out: a picture of that step, a line for each row of the trace, and a
+legend for spans too short for their names.
 Left out on purpose: everything that a trace viewer does better; this is for the documentation.
 """
 
@@ -15,6 +16,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
+from matplotlib.patches import Patch  # noqa: E402
 
 Event = dict[str, Any]
 RAY_PIDS = 10_000
@@ -43,6 +45,7 @@ def draw(around: Event, rows: list[tuple[str, list[Event]]], path: Path) -> None
     """Writes the picture."""
     kinds = sorted({span["name"] for _, spans in rows for span in spans})
     colours = dict(zip(kinds, plt.get_cmap("tab20").colors * 3, strict=False))
+    named = set()
     figure, axes = plt.subplots(figsize=(12, 0.5 * len(rows) + 1))
     for number, (_, spans) in enumerate(rows):
         for span in spans:
@@ -53,6 +56,11 @@ def draw(around: Event, rows: list[tuple[str, list[Event]]], path: Path) -> None
             )
             if span["dur"] > LEAST_LABEL * around["dur"] and not inner:
                 axes.text(begin + length / 2, number, span["name"], ha="center", va="center", fontsize=7)
+                named.add(span["name"])
+    unnamed = [kind for kind in kinds if kind not in named]
+    axes.legend(
+        [Patch(color=colours[kind]) for kind in unnamed], unnamed, ncols=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), frameon=False
+    )
     axes.set_yticks(range(len(rows)), [label for label, _ in rows])
     axes.invert_yaxis()
     axes.set_xlim(0, around["dur"] / 1000)

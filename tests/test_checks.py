@@ -220,8 +220,10 @@ def test_a_remedy_is_legal(key, value, said):
     assert problem.remedy.startswith(f"{key}=")
 
 
-def test_two_dumps_in_one_folder_are_refused():
+@pytest.mark.parametrize("again", ["out", "./out", "out/", "../{here}/out"])
+def test_two_dumps_in_one_folder_are_refused(again, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     config = valid()
-    config.trainer.rollout_data_dir = config.trainer.validation_data_dir = "out"
+    config.trainer.rollout_data_dir, config.trainer.validation_data_dir = "out", again.format(here=tmp_path.name)
     [problem] = problems(config)
     assert (problem.field, problem.remedy) == ("trainer.validation_data_dir", "trainer.validation_data_dir=out-val")

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -127,3 +132,75 @@ def test_following_a_run_to_its_end(tmp_path: Path) -> None:
     assert follower.returncode == 0
     assert sorted(int(text.split()[-1]) for text in said.splitlines()) == list(range(40))
     assert len(list(folder.glob("actor-0.log.*"))) > 3
+
+
+def owned(run: Path, pid: int) -> None:
+    (run / ".lock").write_text(json.dumps({"pid": pid, "host": socket.gethostname(), "user": "me", "since": "now"}))
+
+
+def summary(run: Path, why: str) -> None:
+    (run / "summary.json").write_text(json.dumps({"why_it_ended": why, "steps": 3}))
+
+
+def test_when_a_run_has_ended(run: Path) -> None:
+    """A failure is no end while the process lives, for it may begin again; a process that was killed writes no summary."""
+    assert not logs.has_ended(run), "nobody knows"
+    owned(run, os.getpid())
+    assert not logs.has_ended(run)
+    summary(run, "actor rank 0 on node a failed in update: the process died")
+    assert not logs.has_ended(run)
+    summary(run, "SIGTERM received")
+    assert logs.has_ended(run)
+    (run / "summary.json").unlink()
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    owned(run, gone.pid)
+    assert logs.has_ended(run)
+
+
+def test_following_a_run_that_is_killed(run: Path) -> None:
+    worker = subprocess.Popen(["sleep", "100"])
+    owned(run, worker.pid)
+    command = [sys.executable, "-m", "hydraflow.logs", str(run), "--follow", "-n", "1"]
+    follower = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert follower.stdout is not None and follower.stdout.readline().endswith("ends\n")
+    worker.send_signal(signal.SIGKILL)
+    worker.wait()
+    assert follower.communicate(timeout=30)[0] == "" and follower.returncode == 0
+
+
+def test_following_a_role_that_has_not_written_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As right after the start of a run; and its folder is set aside meanwhile, as when it starts anew."""
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    owned(tmp_path, os.getpid())
+
+    def write() -> None:
+        folder.rename(tmp_path / "aside")
+        time.sleep(0.5)
+        RoleLogs(LogSettings(str(folder)), 0, "actor").line("INFO", "at last")
+        summary(tmp_path, "all steps done")
+
+    late = threading.Timer(0.5, write)
+    late.start()
+    assert logs.main([str(tmp_path), "--follow", "--role", "actor", "--rank", "0"]) == 0
+    late.join()
+    out, err = capsys.readouterr()
+    assert out.endswith("INFO actor-0 at last\n") and err == "--role=actor: no such role in this run yet; waiting for it\n"
+
+
+@pytest.mark.parametrize("asked", [["--role", "actor"], ["--rank", "0"]])
+def test_a_run_in_which_nobody_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: list[str]) -> None:
+    (tmp_path / "logs").mkdir()
+    assert said(capsys, str(tmp_path)) == []
+    assert "nobody has written a line" in "\n".join(said(capsys, str(tmp_path), *asked, code=2))
+
+
+def test_a_file_that_got_the_inode_of_one_that_is_gone_is_read_from_its_beginning(tmp_path: Path) -> None:
+    """File systems give the number of a deleted file to the next one, and rotation deletes a file right before it makes one."""
+    file = tmp_path / "actor-0.log"
+    file.write_text(line(1, "INFO", "actor-0", "a long line of the file that goes"))
+    follower = logs.Follower(tmp_path, [], [])
+    assert len(follower.new()) == 1
+    file.write_text(line(2, "INFO", "actor-0", "new"))  # the same inode
+    assert [record.text for record in follower.new()] == ["new"]

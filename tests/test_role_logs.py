@@ -142,3 +142,26 @@ def test_a_full_disk_costs_lines_and_nothing_else(tmp_path: Path, monkeypatch: p
     monkeypatch.undo()
     logs.line("ERROR", "there is room again")
     assert len(lines(tmp_path / "actor-0.log")) == 1
+
+
+def test_a_file_that_cannot_be_set_aside_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No room for another file, or too many open: no line is lost, no older file, and nothing is written to a file of somebody else."""
+    logs = RoleLogs(LogSettings(str(tmp_path), max_bytes=100, keep=2), 0, "actor")
+    for number in range(4):
+        logs.line("INFO", f"{number} {'x' * 60}")
+    before = sorted(path.name for path in tmp_path.iterdir())
+
+    def refused(*args: object, **kwargs: object) -> int:
+        raise OSError(24, "Too many open files")
+
+    opened = set(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "open", refused)
+    for number in range(4, 8):
+        logs.line("INFO", f"{number} {'x' * 60}")
+    monkeypatch.undo()
+    assert set(os.listdir("/proc/self/fd")) == opened, "the file is still open, and no other is"
+    assert sorted(path.name for path in tmp_path.iterdir()) == before == ["actor-0.log", "actor-0.log.1", "actor-0.log.2"]
+    held = [text.split()[3] for name in reversed(before) for text in lines(tmp_path / name)]
+    assert held[-5:] == ["3", "4", "5", "6", "7"]
+    logs.line("INFO", "8")
+    assert lines(tmp_path / "actor-0.log")[0].endswith(" 8"), "set aside as soon as it can be"

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from hydraflow.checkup.facts import Facts
 from hydraflow.checkup.finding import Finding, of_problem, ok, problem, warning
@@ -132,9 +133,12 @@ def judge_mlflow(environ: Mapping[str, str], *, without: str) -> Finding:
 
 
 def _silent(uri: str) -> str | None:
-    """Why nothing listens at an address; None: something does."""
+    """Why nothing listens at an address, or at the proxy through which it is reached; None: something does."""
     address = urlsplit(uri)
     try:
+        proxy = getproxies().get(address.scheme)
+        if proxy and not proxy_bypass(address.hostname or ""):
+            address = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
         port = address.port or (443 if address.scheme == "https" else 80)
         socket.create_connection((address.hostname or "", port), timeout=CONNECT_SECONDS).close()
     except (OSError, ValueError) as error:

@@ -45,6 +45,7 @@ ROLES = "{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}"
 TRAINED = "{actor_rollout_ref.actor,critic}"
 MODELS = "{actor_rollout_ref.model,critic.model}"
 ROLLOUT = "actor_rollout_ref.rollout"
+PROFILED = f"{{{ROLLOUT},actor_rollout_ref.actor,actor_rollout_ref.ref,critic,reward_model,actor_rollout_ref}}"
 SEED = "trainer.seed governs all randomness here"
 HEAD = "logits are always computed in chunks of fsdp_config.head_chunk_tokens here"
 
@@ -127,6 +128,9 @@ IGNORED: dict[str, Ignored] = {
 """Keys that verl itself ignores: they never did anything."""
 
 NOT_NEEDED: dict[str, Ignored] = {
+    f"{PROFILED}.profiler.{{enable,all_ranks,ranks,tool,save_path}}": Ignored(
+        "global_profiler.{tool,steps,ranks} profile all roles of a process together"
+    ),
     f"{ROLES}.fsdp_config.{{forward_prefetch,use_orig_params,use_torch_compile,use_no_sync_for_gradient_accumulation}}": Ignored(
         "it changes speed only"
     ),
@@ -198,8 +202,8 @@ UNSUPPORTED: dict[str, Unsupported] = {
     ),
     f"{TRAINED}.optim.{{muon_coefficient_type,muon_num_ns_steps,muon_tp_mode,muon_fp32_matmul_prec}}": Unsupported("train with Muon"),
     f"{TRAINED}.optim.{{muon_extra_scale_factor,muon_scalar_optimizer,muon_match_adamw_update_rms}}": Unsupported("train with Muon"),
-    f"{{{ROLLOUT},actor_rollout_ref.actor,actor_rollout_ref.ref,critic,reward_model,actor_rollout_ref}}.profiler.**": Unsupported(
-        "profile this role"
+    f"{PROFILED}.profiler.{{relocate_results,finish_hook_cmd,finish_hook_all_ranks,finish_hook_ranks,tool_config.**}}": Unsupported(
+        "shape this role's profiles"
     ),
     # --- the mathematics
     "actor_rollout_ref.actor.{tau_pos,tau_neg}": Unsupported("shape the sapo loss"),

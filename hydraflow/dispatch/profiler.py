@@ -48,6 +48,7 @@ def nsight_options(watch: Watch, name: str, rank: int, device_type: str) -> dict
     profiler = watch.profiler
     if profiler is None or profiler.tool != NSYS or not profiler.steps or not (profiler.ranks is None or rank in profiler.ranks):
         return None
+    Path(watch.profiles).mkdir(parents=True, exist_ok=True)  # nsys makes none
     options = {"o": f"{watch.profiles}/{name}-{rank}", "force-overwrite": "true"}
     if device_type == "cpu":
         return options | {"t": "osrt,nvtx"}

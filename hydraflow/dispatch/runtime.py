@@ -186,12 +186,17 @@ class Runtime:
         if profiler is None or profiler.tool is None or step not in (profiler.steps or ()):
             yield
             return
-        folder = f"{self.watch.profiles}/step_{step}"
-        for group in self.groups:
-            group.start_profile(profiler.tool, folder, profiler.ranks)
+        folder, ranks = f"{self.watch.profiles}/step_{step}", profiler.ranks
+        groups = [group for group in self.groups if ranks is None or min(ranks) < group.world_size]
+        if not groups:
+            log.warning("step %d is not profiled: global_profiler.ranks=%s, and no worker group has such a rank", step, ranks)
+        for group in groups:
+            group.start_profile(profiler.tool, folder, ranks)
         yield
-        for group in self.groups:
-            group.stop_profile(profiler.ranks)
+        for group in groups:
+            group.stop_profile(ranks)
+        if not groups:
+            return
         log.info("profile of step %d: %s", step, folder)
 
     def stop(self) -> None:

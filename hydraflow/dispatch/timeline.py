@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import threading
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -58,7 +59,7 @@ class Timeline:
         if self.path is None:
             return
         trace = {
-            "traceEvents": [*_our_events(list(self._rows)), *_rays_events(ray_events, workers)],
+            "traceEvents": [*_our_events(self._rows), *_rays_events(ray_events, workers)],
             "displayTimeUnit": "ms",
             "otherData": {"program": "hydraflow", "spans_dropped": self._dropped},
         }
@@ -73,20 +74,18 @@ class Timeline:
             log.info("timeline: %s (open it in ui.perfetto.dev)", self.path)
 
 
-def _our_events(rows: list[tuple[str, int, Span]]) -> Iterator[Event]:
+def _our_events(rows: Iterable[tuple[str, int, Span]]) -> Iterator[Event]:
     """Roles as processes, the controller first, then in the order in which they first did something."""
-    roles = sorted({role for role, _, _ in rows}, key=lambda role: (role != CONTROLLER, _begin_of(role, rows)))
-    for pid, role in enumerate(roles, 1):
+    by_role: dict[str, dict[int, list[Span]]] = {}
+    for role, rank, span in rows:
+        by_role.setdefault(role, {}).setdefault(rank, []).append(span)
+    first = {role: min(span.start for spans in ranks.values() for span in spans) for role, ranks in by_role.items()}
+    for pid, role in enumerate(sorted(by_role, key=lambda role: (role != CONTROLLER, first[role])), 1):
         yield from _named(pid, role, sort=pid)
-        for rank in sorted({rank for named, rank, _ in rows if named == role}):
+        for rank, spans in sorted(by_role[role].items()):
             yield _metadata("thread_name", pid, rank, name=f"rank {rank}")
-            spans = [span for named, number, span in rows if (named, number) == (role, rank)]
             spans += _gaps(spans)
             yield from (_complete(span, role, pid, rank) for span in sorted(spans, key=_outermost_first))
-
-
-def _begin_of(role: str, rows: list[tuple[str, int, Span]]) -> float:
-    return min(span.start for named, _, span in rows if named == role)
 
 
 def _outermost_first(span: Span) -> tuple[float, float]:
@@ -96,11 +95,13 @@ def _outermost_first(span: Span) -> tuple[float, float]:
 def _gaps(spans: Sequence[Span]) -> list[Span]:
     """The time of each step between its phases."""
     found = []
+    in_order = sorted((span for span in spans if span.name != STEP), key=_outermost_first)
+    starts = [span.start for span in in_order]
     for step in (span for span in spans if span.name == STEP):
-        end = step.start + step.seconds
-        inside = [span for span in spans if span is not step and step.start <= span.start <= span.start + span.seconds <= end + SLACK]
-        at = step.start
-        for span in sorted(inside, key=_outermost_first):
+        at, end = step.start, step.start + step.seconds
+        for span in in_order[bisect_left(starts, at) : bisect_right(starts, end)]:
+            if span.start + span.seconds > end + SLACK:
+                continue
             if span.start > at:
                 found.append(Span(REST, at, span.start - at, step.step))
             at = max(at, span.start + span.seconds)
@@ -134,20 +135,22 @@ LANES = 1000
 
 def _rays_events(events: Sequence[Event], workers: Mapping[str, str]) -> Iterator[Event]:
     """Ray names processes and threads by texts; viewers want numbers. Spans of one thread that overlap get a thread each."""
-    for node, pid in _numbers((event["pid"] for event in events), RAY_PIDS).items():
+    for pid, (node, here) in enumerate(_grouped(events, "pid").items(), RAY_PIDS):
         yield from _named(pid, f"Ray on {node}", sort=pid)
-        here = [event for event in events if event["pid"] == node]
-        for worker, tid in _numbers((event["tid"] for event in here), 1).items():
+        for tid, (worker, done) in enumerate(_grouped(here, "tid").items(), 1):
             name = workers.get(str(worker).partition(":")[2], str(worker)[:20])
-            for lane, inside in enumerate(_lanes([event for event in here if event["tid"] == worker])):
+            for lane, inside in enumerate(_lanes(done)):
                 number = tid * LANES + lane
                 yield _metadata("thread_name", pid, number, name=name if not lane else f"{name} ({lane + 1})")
                 for event in inside:
                     yield {**event, "dur": max(0.0, event["dur"]), "pid": pid, "tid": number}
 
 
-def _numbers(names: Iterable[object], first: int) -> dict[object, int]:
-    return {name: number for number, name in enumerate(dict.fromkeys(names), first)}
+def _grouped(events: Iterable[Event], key: str) -> dict[object, list[Event]]:
+    found: dict[object, list[Event]] = {}
+    for event in events:
+        found.setdefault(event[key], []).append(event)
+    return found
 
 
 def _lanes(events: Sequence[Event]) -> list[list[Event]]:

@@ -40,12 +40,8 @@ class Watch:
 
     def open_logs(self, rank: int, role: str) -> RoleLogs | None:
         """This process's log files; from now on they take everything that it writes. Where they cannot be made, a warning."""
-        if self.logs is None:
-            return None
-        try:
-            logs = RoleLogs(self.logs, rank, role)
-        except OSError as error:
-            logging.getLogger(__name__).warning("no log files in %s (%s): lines go to Ray's", self.logs.folder, error)
+        logs = made(self.logs, rank, role) if self.logs is not None else None
+        if self.logs is None or logs is None:
             return None
         logs.capture(below_python=not self.debug)  # Ray's debugger tells its address past sys.stderr, for the console
         root = logging.getLogger()
@@ -73,6 +69,15 @@ def watch_of(run: Path, log: LogConfig, profiler: ProfilerConfig, *, debug: bool
 def log_settings(run: Path, log: LogConfig) -> LogSettings:
     """Where and how a run's processes write their lines."""
     return LogSettings(str(run / "logs"), log.level, max(1, int(log.max_megabytes * 2**20)), log.keep, log.console)
+
+
+def made(settings: LogSettings, rank: int, role: str) -> RoleLogs | None:
+    """A process's log files; a warning where they cannot be made, for a run can do without."""
+    try:
+        return RoleLogs(settings, rank, role)
+    except OSError as error:
+        logging.getLogger(__name__).warning("no log files in %s: %s", settings.folder, error)
+        return None
 
 
 @contextmanager

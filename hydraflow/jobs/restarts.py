@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from hydraflow.dispatch.watch import log_settings, made
 from hydraflow.errors import WorkerError
+from hydraflow.role_logs import CONTROLLER
 from hydraflow.schema import PPOConfig, SFTConfig
 from hydraflow.tracking.run_folder import RunFolder
 from hydraflow.trainer.checkpoint_store import CheckpointStore
@@ -78,10 +81,27 @@ def with_restarts(config: Config, run: Callable[[Config, Restarts], None]) -> No
         except WorkerError as error:
             restarts.require_another(error)
             told = str(error).splitlines()[0]
-        if not _wait(restarts, told):
-            return None
+        with _logged(config, restarts):
+            if not _wait(restarts, told):
+                return None
         restarts.done += 1
         config = replace(config, trainer=restarts.next_trainer(config.trainer))
+
+
+@contextmanager
+def _logged(config: PPOConfig | SFTConfig, restarts: Restarts) -> Iterator[None]:
+    """What is said in its body, between two starts, is in the controller's log file, too."""
+    assert restarts.folder is not None
+    logs = made(log_settings(restarts.folder.path, config.log), 0, CONTROLLER)
+    if logs is None:
+        yield
+        return
+    logging.getLogger().addHandler(logs)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(logs)
+        logs.close()
 
 
 def _wait(restarts: Restarts, told: str) -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.profiler import require_profiler
 from hydraflow.dispatch.runtime import Runtime
-from hydraflow.dispatch.watch import Watch, log_settings, require_writable, watch_of
+from hydraflow.dispatch.watch import Watch, log_settings, made, require_writable, watch_of
 from hydraflow.errors import EnvironmentFault, HydraflowError, WorkerError
 from hydraflow.jobs import run_start
 from hydraflow.jobs.restarts import Restarts
@@ -91,12 +91,15 @@ class Session:
         if self._start.found is not None:
             self._start = run_start.take_back(self._start)
         self._open_log()
+        if beyond := [step for step in self.profiler.steps or () if self.profiler.tool and step > wanted.total_steps]:
+            logger.warning("global_profiler.steps: the run has %d steps, so it never comes to %s", wanted.total_steps, beyond)
         return True
 
     def _open_log(self) -> None:
         """From now on the controller's lines go to the run folder, too."""
-        self._log_files = RoleLogs(log_settings(self.folder.path, self.log), 0, CONTROLLER)
-        logging.getLogger().addHandler(self._log_files)
+        self._log_files = made(log_settings(self.folder.path, self.log), 0, CONTROLLER)
+        if self._log_files is not None:
+            logging.getLogger().addHandler(self._log_files)
 
     def _close_log(self) -> None:
         if self._log_files is not None:
@@ -138,7 +141,7 @@ class Session:
         folder, kept = self.folder, asdict(config) | {"trainer": asdict(self.restarts.trainer)}
         facts = facts_of_start(self.start.step)
         folder.write_config(kept, origins)
-        folder.plan.write_text(plan.to_json())
+        folder.write_plan(plan.to_json())
         folder.note_start(facts)
         self._about = About(
             project=self.trainer.project_name,

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from hydraflow.errors import ConfigError, HydraflowError
@@ -41,14 +42,18 @@ def _report(folders: Sequence[str], output: str | None) -> int:
     began = time.monotonic()
     if len(folders) > MOST_RUNS:
         raise ConfigError.one("RUN", f"{len(folders)} folders", f"a page shows at most {MOST_RUNS} runs", "name fewer folders")
+    if output and Path(output).expanduser().is_dir():
+        raise ConfigError.one("--output", output, "is a folder", f"--output {Path(output) / NAME}")
     runs = [read_run(Path(folder)) for folder in folders]
     target = Path(output).expanduser() if output else (runs[0].folder if len(runs) == 1 else Path()) / NAME
     page = render(runs)
-    unfinished = target.with_name(f".{target.name}.tmp")
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         unfinished.write_text(page, encoding="utf-8")
         os.replace(unfinished, target)
     except OSError as error:
+        with suppress(OSError):
+            unfinished.unlink()
         raise ConfigError.one("--output", target, f"cannot be written ({error.strerror})", "--output <another file>") from error
     print(f"{target}: {len(page.encode()) / 1000:.0f} kB, {time.monotonic() - began:.2f} s")
     return 0

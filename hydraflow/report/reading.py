@@ -7,7 +7,6 @@ Left out on purpose: judging (`faults.py`) and drawing (`page.py`). ConfigError 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,8 @@ from hydraflow.tracking.redact import public
 Numbers = np.ndarray
 MARKS = ("metrics.jsonl", "config.yaml", "plan.json", "run.json", "summary.json", ".lock")
 """A folder with one of these is a run's."""
+LARGEST_STEP = 10**15
+"""A step above it is damage."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def _read_metrics(run: Run) -> None:
     for number, line in enumerate(lines, 1):
         record = _parsed(line)
         step = record.get("step") if isinstance(record, dict) else None
-        if isinstance(step, (int, float)) and not isinstance(step, bool) and math.isfinite(step) and isinstance(record, dict):
+        if isinstance(record, dict) and isinstance(step, (int, float)) and not isinstance(step, bool) and abs(step) <= LARGEST_STEP:
             records.setdefault(int(step), {}).update(record)
         elif number < len(lines):
             wrong += 1  # the last line may be half written: the run is under way, or was killed

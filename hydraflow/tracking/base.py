@@ -6,6 +6,7 @@ log, a line on a terminal, a run on a server. Left out on purpose: images, weigh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,15 +75,17 @@ TrackerFactory = Callable[[RunInfo], Tracker]
 
 
 def rows_of(samples: Sequence[Sample]) -> list[list[str | float]]:
-    """The samples as a table's rows: text, but for the score.
+    """The samples as a table's rows: every column is text, but for the score, which is a number. Some trackers refuse what is mixed.
 
-    >>> rows_of([{"input": "1+1=", "output": "2", "score": 1.0, "ground_truth": None}])
-    [['1+1=', '2', 1.0, '']]
+    >>> rows_of([{"input": "1+1=", "output": "2", "score": 1, "ground_truth": 2}, {"input": "?", "output": "", "ground_truth": None}])
+    [['1+1=', '2', 1.0, '2'], ['?', '', nan, '']]
     """
-    return [[_cell(sample.get(name)) for name in SAMPLE_COLUMNS] for sample in samples]
+    return [[_score(sample.get(name)) if name == "score" else _text(sample.get(name)) for name in SAMPLE_COLUMNS] for sample in samples]
 
 
-def _cell(value: object) -> str | float:
-    if isinstance(value, (int, float)):
-        return float(value)
+def _score(value: object) -> float:
+    return float(value) if isinstance(value, (int, float)) else math.nan
+
+
+def _text(value: object) -> str:
     return "" if value is None else str(value)

@@ -95,7 +95,8 @@ class Background:
             text = "%s: waited %g seconds for it to take what was logged, and gave up; metrics.jsonl has everything"
             logger.warning(text, self.name, self._close_seconds)
         elif self._lost:
-            logger.warning("%s: %d calls did not get there in all; metrics.jsonl has everything", self.name, self._lost)
+            text = "%s: %d %s did not get there in all; metrics.jsonl has everything"
+            logger.warning(text, self.name, self._lost, "call" if self._lost == 1 else "calls")
 
     def _hand_over(self, call: Call) -> None:
         if self._calls.qsize() >= HELD_CALLS:

@@ -21,12 +21,17 @@ TAG = "hydraflow.run_id"
 RETRIES = ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
 """Where nobody says otherwise: a server that is gone is told within seconds. `guarded.py` tries again, too."""
 LONGEST_VALUE, MOST_PARAMS, MOST_METRICS = 6000, 100, 1000
-"""What MLflow takes: characters of a parameter, parameters and metrics of one call."""
+LONGEST_NAME = 250
+"""What MLflow takes: characters of a parameter's value, parameters and metrics of one call, characters of a name."""
 
 
 def tracking_uri(environ: Mapping[str, str], folder: Path) -> str:
-    """Where runs are kept."""
-    return environ.get(URI) or f"sqlite:///{folder / 'mlflow' / 'mlflow.db'}"
+    """Where runs are kept. ValueError for a run folder that a store's address cannot name: the store would lie somewhere else."""
+    if given := environ.get(URI):
+        return given
+    if set(str(folder)) & set("%?#"):
+        raise ValueError(f"its database cannot lie in {folder}: the address of one has no %, ? or #; set {URI}")
+    return f"sqlite:///{folder / 'mlflow' / 'mlflow.db'}"
 
 
 class MlflowTracker:
@@ -42,11 +47,11 @@ class MlflowTracker:
         experiment = self._experiment(run)
         self._id, is_new = self._find_or_make(run, experiment)
         if is_new:  # MLflow refuses another value for a parameter: those of the first start stay
-            params = [Param(key, str(value)[:LONGEST_VALUE]) for key, value in flat(run.about.config) if str(value) != ""]
+            params = [Param(allowed_name(key), str(value)[:LONGEST_VALUE]) for key, value in flat(run.about.config) if str(value) != ""]
             for start in range(0, len(params), MOST_PARAMS):
                 self._client.log_batch(self._id, params=params[start : start + MOST_PARAMS])
         for key, value in flat(run.about.facts):
-            self._client.set_tag(self._id, f"start.{key}", str(value)[:LONGEST_VALUE])
+            self._client.set_tag(self._id, allowed_name(f"start.{key}"), str(value)[:LONGEST_VALUE])
         for path in run.about.files:
             self._client.log_artifact(self._id, str(path))
 
@@ -72,7 +77,7 @@ class MlflowTracker:
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Adds one point to each metric's curve."""
         now = int(time.time() * 1000)
-        points = [self._metric(metric_name(name), float(value), now, step) for name, value in metrics.items()]
+        points = [self._metric(allowed_name(name), float(value), now, step) for name, value in metrics.items()]
         for start in range(0, len(points), MOST_METRICS):
             self._client.log_batch(self._id, metrics=points[start : start + MOST_METRICS])
 
@@ -89,13 +94,15 @@ class MlflowTracker:
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
 
-def metric_name(name: str) -> str:
-    """The name in characters that MLflow takes.
+def allowed_name(name: str) -> str:
+    """The name of a metric or parameter in characters that MLflow takes. One that could be another file's path is refused there, with
+    all that is logged beside it: no part of it is empty, `.` or `..`.
 
-    >>> metric_name("val-core/sums/acc/mean@4")
-    'val-core/sums/acc/mean_at_4'
+    >>> allowed_name("val-core/sums/acc/mean@4"), allowed_name("val-core/../my (set)//acc")
+    ('val-core/sums/acc/mean_at_4', 'val-core/_/my _set_/_/acc')
     """
-    return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"))
+    parts = re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_")).split("/")
+    return "/".join("_" if part in ("", ".", "..") else part for part in parts)[:LONGEST_NAME].rstrip("/")
 
 
 def flat(section: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -43,7 +43,7 @@ def facts_of_start(step: int, *, words: Sequence[str] | None = None) -> dict[str
         "host": socket.gethostname(),
         "process": os.getpid(),
         "platform": platform.platform(),
-        "git": commit_of(source),
+        "git": commit_of(source) if _is_kept_by_git(source) else None,
         "git_of_folder": commit_of(Path.cwd()),
         "versions": versions(),
         **({SLURM_JOB: given.job} if given else {}),
@@ -69,6 +69,11 @@ def commit_of(folder: Path) -> dict[str, Any] | None:
     changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
     branch = _git(folder, "rev-parse", "--abbrev-ref", "HEAD")
     return {"commit": commit, "branch": branch, "changed_files": None if changed is None else len(changed.splitlines()), "folder": top}
+
+
+def _is_kept_by_git(source: Path) -> bool:
+    """Whether this file is in the repository around it. An installed hydraflow may lie in an environment inside of a user's repository."""
+    return _git(source, "ls-files", "--error-unmatch", str(Path(__file__).resolve())) is not None
 
 
 def _git(folder: Path, *words: str) -> str | None:

@@ -49,6 +49,7 @@ RUN_FILES = (
     "logs",
     "stacks",
     "profile",
+    "report.html",
     "latest_checkpointed_iteration.txt",
     "global_step_*",
     "best",
@@ -165,6 +166,10 @@ class RunFolder:
         facts = {key: {"value": _value_at(config, key), "from": origin} for key, origin in origins.items()}
         self._write(self.config_origins, json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
 
+    def write_plan(self, text: str) -> None:
+        """Writes plan.json."""
+        self._write(self.plan, text)
+
     def write_summary(self, summary: Summary) -> None:
         """Writes summary.json: a reader sees the whole file or none."""
         fields = {name: json_number(value) if isinstance(value, float) else value for name, value in asdict(summary).items()}
@@ -176,7 +181,7 @@ class RunFolder:
 
     def write_samples(self, step: int, samples: Iterable[Mapping[str, object]]) -> None:
         """Writes validation samples, one JSON object a line, to samples/step_<step>.jsonl; a warning when it cannot."""
-        lines = [json.dumps(dict(sample), ensure_ascii=False) + "\n" for sample in samples]
+        lines = [json.dumps(dict(sample), ensure_ascii=False, default=str) + "\n" for sample in samples]
         try:
             self.samples.mkdir(exist_ok=True)
             self._write(self.samples / f"step_{step:06d}.jsonl", "".join(lines))
@@ -187,7 +192,7 @@ class RunFolder:
         """Writes under a temporary name and renames."""
         temporary = path.with_name(f".{path.name}.tmp")
         try:
-            temporary.write_text(text, encoding="utf-8")
+            temporary.write_text(text, encoding="utf-8", errors="replace")  # half of a character pair, in what somebody's data say
             os.replace(temporary, path)
         except OSError as error:
             raise EnvironmentFault(f"cannot write {path}: {error.strerror}") from error

@@ -40,6 +40,19 @@ class RunLock:
         self._file = -1
 
 
+def is_at_work(folder: Path) -> bool | None:
+    """Whether the process that took the folder last still lives; None: it is on another machine, or nobody has taken it.
+
+    It does not try the lock: a run that starts in that moment would be refused.
+    """
+    try:
+        owner = json.loads((folder / LOCK_FILE).read_text())
+        pid, host = int(owner["pid"]), owner["host"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return Path(f"/proc/{pid}").exists() if host == socket.gethostname() else None
+
+
 def _owner(folder: Path) -> str:
     try:
         owner = json.loads((folder / LOCK_FILE).read_text())

@@ -1,13 +1,14 @@
 """SwanLab: metrics, validation tables, configuration, on its server or in the run folder's swanlab/.
 
 In: numbers of a step. Out: an experiment of the project `trainer.project_name`. A run that goes on goes on in the same experiment.
-Without a login everything stays in the run folder, until `swanlab sync <run folder>/swanlab/run-*`.
+Without a login, or where the server does not take it, everything stays in the run folder, until `swanlab sync <run folder>/swanlab/run-*`.
 Left out on purpose: what SwanLab catches by itself; the run folder has it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,8 @@ TABLE = "val/generations"
 ID_LENGTH = 21
 """SwanLab's identities have so many letters and digits."""
 MODES = ("offline", "local", "disabled")
+
+logger = logging.getLogger(__name__)
 
 
 def offline_because(environ: Mapping[str, str]) -> str | None:
@@ -38,12 +41,28 @@ class SwanlabTracker:
 
     def __init__(self, run: RunInfo):
         import swanlab
+        from requests.exceptions import RequestException
+        from swanlab.exceptions import ApiError, AuthenticationError
 
         self._swanlab: Any = swanlab
         offline = offline_because(os.environ)
         mode = offline.partition("=")[2] or "offline" if offline else "online"
         hook = sys.excepthook
-        self._run: Any = swanlab.init(
+        try:
+            self._run = self._open(run, mode)
+        except (ApiError, AuthenticationError, RequestException) as error:
+            if mode != "online":
+                raise
+            why = str(error).splitlines()[0]
+            logger.warning("swanlab: %s The run is kept in %s, swanlab sync sends it later", why, run.folder / "swanlab")
+            self._run = self._open(run, "offline")
+        finally:
+            sys.excepthook = hook  # SwanLab puts its own in its place, and ours prints what went wrong
+        for path in run.about.files:
+            self._run.save(str(path), base_path=str(run.folder), policy="now")
+
+    def _open(self, run: RunInfo, mode: str) -> Any:
+        return self._swanlab.init(
             mode=mode,
             log_dir=str(run.folder / "swanlab"),
             project=run.about.project,
@@ -51,12 +70,9 @@ class SwanlabTracker:
             id=run_id(run),
             resume="allow",
             reinit=True,
-            settings=swanlab.Settings(terminal={"proxy_type": "none"}, interactive=False),
+            settings=self._swanlab.Settings(terminal={"proxy_type": "none"}, interactive=False),
             config={**run.about.config, "start": dict(run.about.facts)},
         )
-        for path in run.about.files:
-            self._run.save(str(path), base_path=str(run.folder), policy="now")
-        sys.excepthook = hook  # SwanLab puts its own in its place, and ours prints what went wrong
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Adds one point to each metric's curve."""

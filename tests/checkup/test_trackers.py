@@ -64,12 +64,22 @@ def test_a_missing_login_is_a_warning_unless_offline_was_asked_for() -> None:
     assert judge_login("wandb", None, "wandb login").state is State.OK
 
 
-def test_mlflow_servers_that_answer_and_that_do_not() -> None:
+def test_mlflow_servers_that_answer_and_that_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "*")
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
         assert judge_mlflow({"MLFLOW_TRACKING_URI": address}, without=REMEDY).state is State.OK
     silent = judge_mlflow({"MLFLOW_TRACKING_URI": address}, without=REMEDY)
     assert silent.state is State.PROBLEM and "nothing answers there" in silent.evidence and REMEDY in silent.remedy
+
+
+def test_an_mlflow_server_behind_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but the proxy can be reached from here; what lies behind it is seen when the run begins."""
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        monkeypatch.setenv("http_proxy", f"127.0.0.1:{proxy.getsockname()[1]}")
+        monkeypatch.setenv("no_proxy", "inside.invalid")
+        assert judge_mlflow({"MLFLOW_TRACKING_URI": "http://mlflow.invalid"}, without=REMEDY).state is State.OK
+        assert judge_mlflow({"MLFLOW_TRACKING_URI": "http://inside.invalid"}, without=REMEDY).state is State.PROBLEM
 
 
 def test_mlflow_stores(without_packages: None) -> None:

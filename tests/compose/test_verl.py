@@ -152,7 +152,7 @@ def test_a_size_over_all_ranks_that_cannot_be_divided_is_refused():
         ("data.dataloader_num_workers", 2, "has no effect: it changes speed only"),
         ("actor_rollout_ref.hybrid_engine", True, "asks for nothing: it is off, or what is done anyway"),
         ("trainer.default_hdfs_dir", None, "asks for nothing: it is off, or what is done anyway"),
-        (f"{ACTOR}.profiler.enable", False, "asks for nothing: it is off, or what is done anyway"),
+        (f"{ACTOR}.profiler.all_ranks", True, "has no effect: global_profiler.{tool,steps,ranks} profile all roles of a process together"),
         ("reward_model.reward_manager", "naive", "asks for nothing: it is off, or what is done anyway"),
     ],
 )

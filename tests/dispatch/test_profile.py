@@ -68,6 +68,17 @@ def test_allocations_on_a_cpu(tmp_path: Path) -> None:
     assert "CPU Mem" in trace.with_suffix(".txt").read_text()
 
 
+def test_a_rank_that_no_group_has_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    runtime = LocalRuntime(RayInitConfig(), Limits(), watch=watched(tmp_path, "torch", ranks=[7]))
+    runtime.start([ResourcePool("pool", [1])])
+    runtime.group("pool", {"probe": RoleSpec(Probe)})
+    train(runtime)
+    assert [record.getMessage() for record in caplog.records] == [
+        "step 2 is not profiled: global_profiler.ranks=[7], and no worker group has such a rank"
+    ]
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_step_that_fails_is_not_covered_by_its_profile(tmp_path: Path) -> None:
     runtime = LocalRuntime(RayInitConfig(), Limits(), watch=watched(tmp_path, "torch"))
     with pytest.raises(ZeroDivisionError), runtime.profiled(2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,26 @@ def test_the_spans_of_a_step_add_up_to_it(tmp_path: Path) -> None:
         ("testing", 102.5, 1.0),
     ]
     assert sum(seconds for name, _, seconds in shown if name in ("dispatch", "gen", "update_actor")) == 2.0
+
+
+def test_a_long_run_is_written_at_once(tmp_path: Path) -> None:
+    """As many spans as are kept, of steps and of ranks: the end of a run that is told to stop has seconds, not minutes."""
+    timeline = Timeline(str(tmp_path / "t.json"))
+    phases = [f"phase {number}" for number in range(9)]
+    for step in range(15_000):
+        begin = 10.0 * step
+        timeline.note(
+            "controller", 0, [*(Span(name, begin + k, 0.5, step) for k, name in enumerate(phases)), Span("step", begin, 10.0, step)]
+        )
+    for rank in range(150):
+        timeline.note("actor", rank, [Span("update", float(number), 0.5) for number in range(1000)])
+    began = time.monotonic()
+    timeline.write([], {})
+    assert time.monotonic() - began < 60
+    assert timeline.path is not None
+    events = json.loads(timeline.path.read_text())["traceEvents"]
+    assert sum(event["name"] == "dispatch" for event in events) == 15_000 * 9
+    assert sum(event["name"] == "update" for event in events) == 150_000
 
 
 def test_roles_are_processes_and_ranks_are_threads(tmp_path: Path) -> None:

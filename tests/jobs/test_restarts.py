@@ -43,6 +43,15 @@ def test_as_often_as_it_may_and_in_its_folder(tmp_path: Path) -> None:
     assert [trainer.resume_mode for trainer in job.seen] == ["disable", "auto", "auto"], "anew means the first time"
 
 
+def test_the_restart_is_said_in_the_log_of_the_run(tmp_path: Path) -> None:
+    """Between two starts no session is open."""
+    job = Failing(tmp_path, DIED, max_restarts=1)
+    with pytest.raises(WorkerError):
+        with_restarts(job.config, job.run)
+    said = (tmp_path / "logs" / "controller-0.log").read_text()
+    assert "model rank 0 on node here failed in update: the process died -- RESTART 1 of 1 in 0 seconds" in said
+
+
 def test_guards_are_final(tmp_path: Path) -> None:
     job = Failing(tmp_path, GuardStop("enough"), max_restarts=2)
     with pytest.raises(GuardStop):

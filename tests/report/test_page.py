@@ -39,6 +39,8 @@ def test_mistakes_are_answered_with_2(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main([str(tmp_path / "none")]) == 2
     assert main([folder, "--output", str(tmp_path / "no" / "such" / "folder.html")]) == 2
     assert main([folder] * 33) == 2
+    for place in (".", "/", str(tmp_path)):
+        assert main([folder, "--output", place]) == 2
     told = capsys.readouterr().err
     assert "is no folder" in told and "cannot be written" in told and "at most 32 runs" in told
 

@@ -39,13 +39,13 @@ def test_a_half_written_run_and_rubbish_in_the_middle(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", [record(1)], why=None)
     with (folder / "metrics.jsonl").open("ab") as file:
         file.write(
-            b'{"step": 2, "sec\n\xff\xfe\x00\n[1, 2]\n{"step": "x"}\n{"step": NaN}\n'
+            b'{"step": 2, "sec\n\xff\xfe\x00\n[1, 2]\n{"step": "x"}\n{"step": NaN}\n{"step": 1e30, "a": 1}\n'
             + json.dumps(record(4)).encode()
             + b'\n{"step": 5, "se'
         )
     run = read_run(folder)
     assert run.columns[SCORE].steps.tolist() == [1, 4]
-    assert run.unread == ["metrics.jsonl: 5 of 8 lines are no records"], "the torn last line is no fault"
+    assert run.unread == ["metrics.jsonl: 6 of 9 lines are no records"], "the torn last line is no fault"
     assert "it is under way" in render([run]).lower()
 
 

@@ -68,3 +68,28 @@ def test_two_runs_share_the_store_that_the_environment_names(tmp_path: Path, mon
     client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/shared.db")
     runs = client.search_runs([client.get_experiment_by_name("sums").experiment_id])
     assert sorted(run.data.tags["hydraflow.run_id"] for run in runs) == ["a", "b"]
+
+
+def test_names_and_rows_that_mlflow_would_refuse(tmp_path: Path) -> None:
+    """A name that could be another path, or is too long, would cost the numbers beside it; a table's columns have one type."""
+    from dataclasses import replace
+
+    long = "val-core/" + "x" * 300
+    asked = replace(about(tmp_path), config={"reward": {"a(b)": 1, "": 2, "..": 3}}, facts={"versions": {"//": "1"}})
+    with open_trackers(["mlflow"], tmp_path, run_id="x", about=asked) as trackers:
+        trackers.log({"val-core//acc": 0.5, "val-core/./../x": 0.5, long: 0.25, "loss": 1.0}, 1)
+        trackers.log_samples([{"input": 1, "output": "a", "score": 1, "ground_truth": 5}, {"score": None, "ground_truth": ["x"]}], 1)
+    client, run = only_run(f"sqlite:///{tmp_path}/mlflow/mlflow.db")
+    assert run.data.metrics == {"val-core/_/acc": 0.5, "val-core/_/_/x": 0.5, long[:250]: 0.25, "loss": 1.0}
+    assert run.data.params == {"reward.a_b_": "1", "reward.": "2", "reward...": "3"}
+    table = json.loads((tmp_path / "mlflow" / "artifacts" / run.info.run_id / "artifacts" / "validation" / "step_000001.json").read_text())
+    assert table["data"] == [["1", "a", 1.0, "5"], ["", "", None, "['x']"]]
+
+
+def test_a_folder_that_no_address_can_name(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hydraflow.tracking.guarded.PAUSES", ())
+    folder = tmp_path / "100%41?"
+    with open_trackers(["mlflow"], folder, run_id="x", about=about(tmp_path)) as trackers:
+        trackers.log({"loss": 1.0}, 1)
+    assert "its database cannot lie in" in caplog.text
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["100%41?"], "nothing lies beside the run folder"

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
+import hydraflow
 from hydraflow.tracking.provenance import commit_of, facts_of_start, versions
 from hydraflow.tracking.run_folder import RunFolder
 
@@ -34,6 +38,21 @@ def test_no_repository_is_no_mistake(tmp_path: Path) -> None:
     assert commit_of(tmp_path) is None
     git(tmp_path, "init", "-q")
     assert commit_of(tmp_path) is None, "there is no commit yet"
+
+
+def test_an_installed_package_has_no_commit_of_the_repository_around_it(tmp_path: Path) -> None:
+    """As in an environment inside of a user's repository, which git ignores."""
+    git(tmp_path, "init", "-q")
+    (tmp_path / ".gitignore").write_text("env\n")
+    git(tmp_path, "add", ".gitignore")
+    git(tmp_path, "commit", "-qm", "first")
+    shutil.copytree(Path(hydraflow.__file__).parent, tmp_path / "env" / "hydraflow")
+    program = "import json, sys; from hydraflow.tracking import provenance as p; print(json.dumps([p.__file__, p.facts_of_start(0)]))"
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path / "env")}
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environ, check=True, capture_output=True, text=True)
+    file, facts = json.loads(done.stdout)
+    assert file.startswith(str(tmp_path))
+    assert facts["git"] is None and facts["git_of_folder"]["folder"] == str(tmp_path)
 
 
 def test_versions_and_command(tmp_path: Path) -> None:

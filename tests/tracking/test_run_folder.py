@@ -2,6 +2,7 @@
 
 import json
 import re
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -119,3 +120,11 @@ def test_checkpoints_of_an_earlier_run_are_set_aside_with_it(tmp_path: Path) -> 
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("4\n")
     RunFolder.create(str(tmp_path), "ppo")
     assert sorted(path.name for path in (tmp_path / "earlier-1").iterdir()) == ["global_step_4", "latest_checkpointed_iteration.txt"]
+
+
+def test_samples_of_whatever_the_data_have(tmp_path: Path) -> None:
+    """A reference from Parquet may be a date or bytes, one from JSON half of a character pair; neither ends a run."""
+    folder = RunFolder.make(str(tmp_path / "run"), "e")
+    folder.write_samples(3, [{"input": "a", "ground_truth": date(2026, 1, 2)}, {"input": "\ud800", "ground_truth": b"x"}])
+    rows = [json.loads(line) for line in (folder.samples / "step_000003.jsonl").read_text().splitlines()]
+    assert rows == [{"input": "a", "ground_truth": "2026-01-02"}, {"input": "?", "ground_truth": "b'x'"}]

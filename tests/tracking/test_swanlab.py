@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,19 @@ def _nobody_is_logged_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     for name in ("SWANLAB_API_KEY", "SWANLAB_MODE", "SWANLAB_SAVE_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+
+class Refusing(BaseHTTPRequestHandler):
+    """Answers everything with 401."""
+
+    def do_GET(self) -> None:
+        """As said."""
+        self.send_error(401)
+
+    do_POST = do_PUT = do_GET
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Says nothing."""
 
 
 def records(folder: Path) -> list[Any]:
@@ -54,6 +69,23 @@ def test_metrics_table_and_configuration_are_kept(tmp_path: Path) -> None:
     (config,) = tmp_path.glob("swanlab/run-*/files/config.yaml")
     kept = yaml.safe_load(config.read_text())
     assert (kept["trainer"]["value"]["seed"], kept["start"]["value"]["git"]["commit"]) == (3, "abc")
+
+
+def test_a_server_that_lets_nobody_in_means_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hook = sys.excepthook
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("SWANLAB_API_KEY", "no such key")
+        monkeypatch.setenv("SWANLAB_API_HOST", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        with open_trackers(["swanlab"], tmp_path, run_id="ppo-1", about=about(tmp_path)) as trackers:
+            trackers.log({"loss": 0.5}, 1)
+        server.shutdown()
+    assert f"The run is kept in {tmp_path}/swanlab" in caplog.text
+    assert sys.excepthook is hook
+    assert any("loss" in path.read_bytes().decode(errors="replace") for path in tmp_path.glob("swanlab/run-*/*.swanlab"))
 
 
 def test_why_a_run_is_kept_offline(tmp_path: Path) -> None:

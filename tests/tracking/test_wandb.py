@@ -1,4 +1,4 @@
-"""Weights & Biases offline: what lies in its file afterwards is what was logged."""
+"""Weights & Biases: what lies in its file afterwards, or has come to a server, is what was logged."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tracking.samples import ACCURACY, SAMPLES, about
+from tracking.wandb_server import serving
 
 from hydraflow.tracking.base import RunInfo
 from hydraflow.tracking.trackers import open_trackers
@@ -71,6 +72,17 @@ def test_metrics_tables_configuration_and_files_are_kept(tmp_path: Path) -> None
     assert {path.name for path in tmp_path.glob("wandb/offline-run-*/files/*.json")} >= {"plan.json", "run.json"}
 
 
+def test_references_of_several_types_make_a_table(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A table's columns have one type there: references are text, whatever the data have."""
+    samples = [{"input": "a", "output": "b", "score": 1.0, "ground_truth": truth} for truth in (5, "x", ["y"], None)]
+    with open_trackers(["wandb"], tmp_path, run_id="x", about=about(tmp_path)) as trackers:
+        trackers.log_samples([*samples, {"input": "a", "output": "b", "score": None}], 1)
+    list(records(tmp_path))
+    (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/val/*.table.json")
+    assert [row[4] for row in json.loads(table.read_text())["data"]] == ["5", "x", "['y']", "", ""]
+    assert "does not take" not in caplog.text
+
+
 def test_a_run_that_goes_on_has_the_same_identity_and_a_failure_is_told(tmp_path: Path) -> None:
     for steps, failed in (((1, 2, 3), False), ((3, 4), True)):
         trackers = open_trackers(["wandb"], tmp_path, run_id="ppo-1", about=about(tmp_path))
@@ -81,6 +93,21 @@ def test_a_run_that_goes_on_has_the_same_identity_and_a_failure_is_told(tmp_path
     assert {record.run.run_id for kind, record in kinds if kind == "run"} == {"ppo-1"}
     assert [record.exit.exit_code for kind, record in kinds if kind == "exit"] == [0, 1]
     assert [row[STEP] for row in history(tmp_path)] == [1, 2, 3, 3, 4], "W&B takes a step that is done again"
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_what_is_logged_comes_to_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed: bool) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with serving() as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.address)
+        trackers = open_trackers(["wandb"], tmp_path, run_id="x", about=about(tmp_path))
+        for step in (1, 2, 3):
+            trackers.log({ACCURACY: step / 4}, step)
+        trackers.close(failed=failed)
+        assert [(row[STEP], row[ACCURACY]) for row in server.rows] == [(1, 0.25), (2, 0.5), (3, 0.75)]
+        assert server.exit_code == int(failed)
+    assert not list(tmp_path.glob("wandb/offline-*"))
 
 
 def test_why_a_run_is_kept_offline(tmp_path: Path) -> None:
