@@ -6,7 +6,7 @@ command ended, where it went on, and whether weights and metrics are those of th
 one is not.
 
     python scripts/kill_matrix.py                       20 moments, about a quarter of an hour on two cores
-    python scripts/kill_matrix.py --moments 3 --json    the first three; CI runs these (tests/jobs/test_resume.py)
+    python scripts/kill_matrix.py --moments 3 --json    the first three; two moments are tests (tests/jobs/test_resume.py)
 
 `timing_s/*`, `perf/*` and the wall time of a record are left out of the comparison: they are never the same twice.
 """

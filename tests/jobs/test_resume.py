@@ -118,8 +118,8 @@ def test_another_number_of_processes_goes_on(
             assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-8), (step, name)
 
 
-KILLED = (1, 3, 5)
-"""Three of the twenty moments: a controller, a rollout worker, and the middle of a save."""
+KILLED = (1, 5)
+"""Two of the twenty moments: a controller, and the middle of a save; test_faults.py kills workers."""
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, recipe_cache: Path, matri
     return {outcome.number: outcome for outcome in matrix.run_matrix(moments, tmp_path_factory.mktemp("matrix"), recipe_cache)}
 
 
-@pytest.mark.timeout(900)  # seven runs one after the other
+@pytest.mark.timeout(900)  # five runs one after the other
 @pytest.mark.parametrize("number", KILLED)
 def test_a_killed_run_goes_on(outcomes: dict[int, Any], number: int) -> None:
     assert outcomes[number].same, outcomes[number]
