@@ -100,12 +100,14 @@ requeue() { # why
         tell "$1; HYDRAFLOW_REQUEUE=0: the same command goes on from the last checkpoint"
     elif ((count >= most)); then
         tell "$1; it was put back $count times already (HYDRAFLOW_MAX_REQUEUES): the same command goes on from the last checkpoint"
-    elif scontrol requeue "$SLURM_JOB_ID"; then
-        tell "$1; back into the queue, for the $((count + 1)). time"
-        sleep 60 >/dev/null 2>&1 & # Slurm ends this script, and a shell hears signals while it waits, not while it runs something
-        wait "$!" || true
     else
-        tell "$1; Slurm does not put it back: the same command goes on from the last checkpoint"
+        tell "$1; back into the queue, for the $((count + 1)). time" # first: Slurm may end this script before scontrol comes back
+        if scontrol requeue "$SLURM_JOB_ID"; then
+            sleep 60 >/dev/null 2>&1 & # Slurm ends this script, and a shell hears signals while it waits, not while it runs something
+            wait "$!" || true
+        else
+            tell "Slurm does not put it back: the same command goes on from the last checkpoint"
+        fi
     fi
 }
 

@@ -28,6 +28,7 @@ def test_all_trackers_follow_a_run_that_goes_on(tmp_path: Path, recipe_cache: Pa
     given = [*SMALL_RECIPE, *SMALL_STEPS, f"recipe.cache_dir={recipe_cache}", "trainer.default_local_dir=run", "trainer.save_freq=2"]
     given += ["trainer.logger=[console,file,tensorboard,wandb,mlflow,swanlab]", "trainer.log_val_generations=3", "trainer.test_freq=2"]
     given += ["trainer.rollout_data_dir=rollouts", "trainer.validation_data_dir=validations", "trainer.save_final_model=false"]
+    given += ["ray_init.runtime_env.env_vars={HYDRAFLOW_TEST_NOTE:kept}"]
     given += ["actor_rollout_ref.actor.optim.lr_scheduler_type=constant", "actor_rollout_ref.actor.optim.lr_warmup_steps=0"]
     first = hydraflow("main_ppo", *given, "trainer.total_training_steps=2", cwd=tmp_path)
     assert first.returncode == 0, first.stdout[-3000:] + first.stderr[-3000:]
@@ -54,6 +55,7 @@ def test_all_trackers_follow_a_run_that_goes_on(tmp_path: Path, recipe_cache: Pa
     assert sum(row["score"] for row in rows) / len(rows) == pytest.approx(scores[3])
     assert all(len({row["input"] for row in rows if row["uid"] == uid}) == 1 for uid in {row["uid"] for row in rows})
 
+    assert "HYDRAFLOW_TEST_NOTE: kept\n" in (run / "config.yaml").read_text()
     starts = json.loads((run / "run.json").read_text())["starts"]
     assert [start["after_step"] for start in starts] == [0, 2]
     assert "hydraflow.main_ppo" in starts[1]["command"] and "trainer.total_training_steps=4" in starts[1]["command"]

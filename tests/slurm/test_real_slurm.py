@@ -99,23 +99,30 @@ def test_a_job_that_was_told_to_stop_and_then_killed_ends_with_the_same_numbers(
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-def test_a_lost_node_ends_the_run_with_its_name_within_a_minute(cluster: Cluster, home: Path) -> None:
+def test_a_lost_node_ends_the_run_with_its_name_within_a_minute_and_the_job_goes_on(cluster: Cluster, home: Path) -> None:
     job = cluster.submit(*arguments(cluster, steps=100000), home=home)
-    job.await_step(3)
+    job.await_step(5)  # step 4 is saved
+    try:
+        without_node2(cluster, job)
+        cluster.wait_for(lambda: re.search(r"continues after step [1-9]\d* of 100000", job.said()), LONG, "the job to go on", job.said)
+    finally:
+        job.cancel()
+        cluster.wait_for(lambda: cluster.nodes() == {"node1": "idle", "node2": "idle"}, 120, "node2 to come back", cluster.logs)
+
+
+def without_node2(cluster: Cluster, job: Job) -> None:
+    """The node is lost, the run ends, the job is put back, the node is there again."""
     begun = time.monotonic()
     cluster.script("lose", "2")
     try:
         cluster.wait_for(lambda: "] lost: node2." in job.said(), 60, "the message", job.said)
-        seconds = time.monotonic() - begun
+        print(f"a lost node is told after {time.monotonic() - begun:.0f} s")
         assert re.search(r"^\w+ rank 1 on node node2 failed in \w+: the process died", job.said(), re.MULTILINE), job.said()[-4000:]
         cluster.wait_for(lambda: "a node was lost; back into the queue" in job.said(), 30, "the job to be put back", job.said)
         assert job.await_state("PENDING", "COMPLETING", seconds=30)
         assert "Traceback" not in job.said()
-        print(f"a lost node is told after {seconds:.0f} s")
     finally:
-        job.cancel()
         cluster.script("start", "2")
-        cluster.wait_for(lambda: cluster.nodes() == {"node1": "idle", "node2": "idle"}, 120, "node2 to come back", cluster.logs)
 
 
 def test_a_run_that_fails_by_itself_hands_its_exit_code_on_and_is_not_put_back(cluster: Cluster, home: Path) -> None:
