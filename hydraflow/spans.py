@@ -48,11 +48,9 @@ class Recorder:
 
     def __init__(self) -> None:
         self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
-        self.dropped = 0
 
     def add(self, span: Span) -> None:
         """Keeps one span."""
-        self.dropped += len(self._spans) == MOST_SPANS
         self._spans.append(span)
 
     @contextmanager

@@ -8,7 +8,6 @@ Left out on purpose: adapters and their optimizer state, which are small.
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from hydraflow.models.config import ModelConfig
 from hydraflow.recipes import arithmetic
 from hydraflow.schema import PPOConfig
 from hydraflow.trainer.config import TrainerConfig
+from hydraflow.whole_files import prove_writable
 from hydraflow.workers.config import ActorConfig, CriticConfig
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -62,10 +62,8 @@ def check_recipe(facts: Facts) -> Iterator[Finding]:
     if arithmetic.is_made(folder):
         yield ok(f"{folder} is made already")
         return
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
-        with tempfile.TemporaryFile(dir=existing):
-            pass
+        prove_writable(folder)
     except OSError as error:
         rule = f"{folder} cannot be made ({error.strerror})"
         yield problem(rule, f"{arithmetic.KEY}=<a folder that you may write to>, or set HYDRAFLOW_CACHE")

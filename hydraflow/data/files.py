@@ -14,6 +14,7 @@ from typing import Any
 
 from hydraflow.errors import ConfigError, Problem
 from hydraflow.paths import file_problems, listed
+from hydraflow.whole_files import replacing
 
 SHOWN_PROBLEMS = 5
 
@@ -89,9 +90,8 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    unfinished = path.with_name(path.name + ".tmp")
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), unfinished)
-    unfinished.replace(path)
+    with replacing(path) as unfinished:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), unfinished)
 
 
 def _read_file(path: Path, key: str) -> list[Record]:

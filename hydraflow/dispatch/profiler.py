@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 from hydraflow.dispatch.config import ProfilerConfig
 from hydraflow.dispatch.profile import NSYS
 from hydraflow.dispatch.watch import Watch
 from hydraflow.errors import ConfigError
+from hydraflow.whole_files import prove_writable
 
 KEY = "global_profiler"
 
@@ -31,10 +31,8 @@ def require_profiler(config: ProfilerConfig) -> None:
     if config.save_path is None:
         return
     path = Path(config.save_path).expanduser()
-    existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     try:
-        with tempfile.TemporaryFile(dir=existing):
-            pass
+        prove_writable(path)
     except OSError as error:
         rule = f"the folder cannot be written ({error.strerror})"
         raise ConfigError.one(f"{KEY}.save_path", config.save_path, rule, f"{KEY}.save_path=<a folder you may write to>") from error

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import threading
 from bisect import bisect_left, bisect_right
 from collections import deque
@@ -22,6 +21,7 @@ import ray
 
 from hydraflow.role_logs import CONTROLLER
 from hydraflow.spans import MOST_SPANS, Span
+from hydraflow.whole_files import replacing
 
 log = logging.getLogger(__name__)
 
@@ -63,11 +63,10 @@ class Timeline:
             "displayTimeUnit": "ms",
             "otherData": {"program": "hydraflow", "spans_dropped": self._dropped},
         }
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(trace))
-            temporary.replace(self.path)
+            with replacing(self.path) as unfinished:
+                unfinished.write_text(json.dumps(trace))
         except OSError as error:
             log.warning("the timeline cannot be written to %s: %s", self.path, error)
         else:

@@ -18,6 +18,7 @@ from pathlib import Path
 from hydraflow.dispatch.config import LogConfig, ProfilerConfig
 from hydraflow.errors import ConfigError
 from hydraflow.role_logs import LogSettings, RoleLogs, apply_level
+from hydraflow.whole_files import prove_writable
 
 FIELD = "ray_init.timeline_file"
 
@@ -100,12 +101,10 @@ def require_writable(timeline_file: str | None) -> None:
     if timeline_file is None:
         return
     path = Path(timeline_file).expanduser()
-    existing = next(parent for parent in path.absolute().parents if parent.exists())
     try:
         if path.is_dir():
             raise IsADirectoryError(None, "it is a folder")
-        with tempfile.TemporaryFile(dir=existing):
-            pass
+        prove_writable(path.absolute().parent)
     except OSError as error:
         rule = f"cannot be written ({error.strerror})"
         raise ConfigError.one(FIELD, timeline_file, rule, f"{FIELD}=<a file you may write>") from error

@@ -5,12 +5,12 @@ In: `output.path`. Out: a temporary file beside it, which takes its name in the 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from hydraflow.errors import ConfigError
+from hydraflow.whole_files import replacing
 
 
 @contextmanager
@@ -24,17 +24,13 @@ def output_file(path: str, *, ending: str = "") -> Iterator[Path]:
         raise _unwritable(path, "it is a folder")
     if ending and target.suffix != ending:
         raise ConfigError.one("output.path", path, f"must end in {ending}", f"output.path={target.with_suffix(ending)}")
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.touch()
-    except OSError as error:
-        raise _unwritable(path, error.strerror) from error
-    try:
+    with replacing(target) as unfinished:
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            unfinished.touch()
+        except OSError as error:
+            raise _unwritable(path, error.strerror) from error
         yield unfinished
-        unfinished.replace(target)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _unwritable(path: str, reason: str | None) -> ConfigError:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import safetensors.numpy
 
 from hydraflow.protocol import wire
 from hydraflow.protocol.batch import DataProto
+from hydraflow.whole_files import replacing
 
 
 def write_batch(path: Path, batch: DataProto, facts: Mapping[str, Any]) -> None:
@@ -27,15 +27,9 @@ def write_batch(path: Path, batch: DataProto, facts: Mapping[str, Any]) -> None:
         columns[name] = {"kind": encoded.kind, "dtype": encoded.dtype, "shape": list(encoded.shape), "parts": len(encoded.arrays)}
         arrays |= {f"{name}.{part}": array for part, array in enumerate(encoded.arrays)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
     whole = safetensors.numpy.save(arrays, {"columns": json.dumps(columns), "facts": json.dumps(dict(facts))})
-    try:
-        temporary.write_bytes(whole)
-        temporary.replace(path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
+    with replacing(path) as unfinished:
+        unfinished.write_bytes(whole)
 
 
 def read_batch(path: Path) -> tuple[DataProto, dict[str, Any]]:

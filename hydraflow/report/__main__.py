@@ -7,14 +7,13 @@ faults and versions; with several runs side by side, and what differs between th
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from hydraflow.errors import ConfigError, HydraflowError
+from hydraflow.whole_files import replacing
 
 MOST_RUNS = 32
 """Lines that can be told apart: eight colours, each drawn in four ways."""
@@ -47,13 +46,10 @@ def _report(folders: Sequence[str], output: str | None) -> int:
     runs = [read_run(Path(folder)) for folder in folders]
     target = Path(output).expanduser() if output else (runs[0].folder if len(runs) == 1 else Path()) / NAME
     page = render(runs)
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        unfinished.write_text(page, encoding="utf-8")
-        os.replace(unfinished, target)
+        with replacing(target) as unfinished:
+            unfinished.write_text(page, encoding="utf-8")
     except OSError as error:
-        with suppress(OSError):
-            unfinished.unlink()
         raise ConfigError.one("--output", target, f"cannot be written ({error.strerror})", "--output <another file>") from error
     print(f"{target}: {len(page.encode()) / 1000:.0f} kB, {time.monotonic() - began:.2f} s")
     return 0

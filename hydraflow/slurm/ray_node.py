@@ -20,6 +20,7 @@ from hydraflow.errors import EnvironmentFault
 from hydraflow.network import VARIABLE, interface_of, node_address
 from hydraflow.slurm.facts import Facts
 from hydraflow.slurm.ports import Held, hold
+from hydraflow.whole_files import replacing
 
 ADDRESS, FACTS = "address", "facts"
 STORE_SHARE, SHM_SHARE, STORE_LEAST = 0.3, 0.9, 80 * 2**20
@@ -151,6 +152,5 @@ def _closed(address: str) -> str:
 
 def _write(file: Path, text: str) -> None:
     """In one go: a reader sees all of it or nothing."""
-    unfinished = file.with_suffix(".unfinished")
-    unfinished.write_text(text + "\n")
-    unfinished.replace(file)
+    with replacing(file) as unfinished:
+        unfinished.write_text(text + "\n")

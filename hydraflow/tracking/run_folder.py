@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from datetime import datetime
@@ -24,6 +22,7 @@ import yaml
 from hydraflow.errors import ConfigError, EnvironmentFault
 from hydraflow.tracking.file import METRICS_FILE, json_number
 from hydraflow.tracking.summary import Summary
+from hydraflow.whole_files import prove_writable, replacing
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +82,7 @@ class RunFolder:
         path = Path(directory).expanduser() if directory else RUNS / _stamped(experiment_name)
         try:
             path = _make(path) if directory else _make_unused(path)
-            _write_something(path)
+            prove_writable(path)
         except OSError as error:
             raise _unwritable(path, error) from error
         return cls(path.resolve())
@@ -141,9 +140,8 @@ class RunFolder:
     def prove_writable(directory: str | None, field: str = FIELD) -> None:
         """Raises ConfigError when `create` could not make that folder; leaves nothing behind. `field`: the key that names it."""
         path = Path(directory).expanduser() if directory else RUNS
-        existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
         try:
-            _write_something(existing)
+            prove_writable(path)
         except OSError as error:
             raise _unwritable(path, error, field) from error
 
@@ -190,10 +188,9 @@ class RunFolder:
 
     def _write(self, path: Path, text: str) -> None:
         """Writes under a temporary name and renames."""
-        temporary = path.with_name(f".{path.name}.tmp")
         try:
-            temporary.write_text(text, encoding="utf-8", errors="replace")  # half of a character pair, in what somebody's data say
-            os.replace(temporary, path)
+            with replacing(path) as unfinished:
+                unfinished.write_text(text, encoding="utf-8", errors="replace")  # half of a character pair, in what somebody's data say
         except OSError as error:
             raise EnvironmentFault(f"cannot write {path}: {error.strerror}") from error
 
@@ -203,11 +200,6 @@ def _value_at(config: Mapping[str, Any], key: str) -> Any:
     for name in key.split("."):
         value = value[name]
     return value
-
-
-def _write_something(folder: Path) -> None:
-    with tempfile.TemporaryFile(dir=folder):
-        pass
 
 
 def _unwritable(path: Path, error: OSError, field: str = FIELD) -> ConfigError:

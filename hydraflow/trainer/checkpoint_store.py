@@ -24,6 +24,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from hydraflow.whole_files import replacing
 from hydraflow.workers.saving import PARTS, FileFacts, expect_part, file_facts
 
 FORMAT = 1
@@ -213,12 +214,10 @@ def flush_folder(folder: Path) -> None:
 
 def write_whole(path: Path, text: str) -> None:
     """Replaces a small file in one go, and has the disk confirm it."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w") as file:
+    with replacing(path) as unfinished, unfinished.open("w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    temporary.replace(path)
     flush_folder(path.parent)
 
 

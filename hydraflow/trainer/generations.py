@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ import numpy as np
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import RemoteBatch
+from hydraflow.whole_files import replacing
 
 TEXT_COLUMNS = ("score", "acc", "text", "prompt_text")
 
@@ -82,15 +81,11 @@ class GenerationDump:
     def write(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
         """Writes <step>.jsonl, whole or not at all. A step that is done again after a stop replaces its file."""
         target = self.folder / f"{step}.jsonl"
-        unfinished = self.folder / f".{step}.jsonl.tmp"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with unfinished.open("w", encoding="utf-8", errors="replace") as file:
+            with replacing(target) as unfinished, unfinished.open("w", encoding="utf-8", errors="replace") as file:
                 file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-            os.replace(unfinished, target)
         except OSError as error:
-            with suppress(OSError):
-                unfinished.unlink()
             if not self._warned:
                 logger.warning("%s: %s cannot be written (%s); training goes on without", self.key, target, error.strerror)
             self._warned = True

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from hydraflow.engine.base import Snapshot
 from hydraflow.errors import EnvironmentFault
+from hydraflow.whole_files import replacing
 
 logger = logging.getLogger(__name__)
 
@@ -104,9 +105,8 @@ def _save(snapshot: Snapshot, checkpoint: Path, role: str, rank: int) -> None:
 def _tell(part: Part, checkpoint: Path, role: str, rank: int) -> None:
     report = _report(checkpoint, role, rank)
     try:
-        temporary = report.with_suffix(".tmp")
-        temporary.write_text(json.dumps(asdict(part)))
-        temporary.rename(report)
+        with replacing(report) as unfinished:
+            unfinished.write_text(json.dumps(asdict(part)))
     except OSError:
         logger.exception("cannot say that %s", part.error or "the part is written")
     finally:
