@@ -11,7 +11,7 @@ from setuptools import find_packages, setup
 
 REQUIRES = [
     "torch>=2.13",
-    "ray[default]>=2.50",
+    "ray[default]>=2.60",
     "hydra-core>=1.3.2",
     "tensordict>=0.11",
     "transformers>=5.0",

@@ -1,7 +1,7 @@
-"""This user's folder on a disk of this machine: caches that nodes must not share, locks, models' own code that is run from there.
+"""This user's folder on a disk of this machine: caches that nodes must not share, locks, Ray's sockets and token, models' own code.
 
-In: the folder for temporary files, TMPDIR or /tmp. Out: a folder below it that belongs to this user alone. Its name can be guessed, and
-whoever made it first could put code into it: a folder of somebody else's is refused. Standard library only.
+In: the folder for temporary files, TMPDIR or /tmp. Out: a folder below it that only this user can enter. Its name can be guessed, and
+whoever made it first could put code into it, so another user's folder is refused. Standard library only.
 """
 
 from __future__ import annotations
@@ -15,16 +15,23 @@ from hydraflow.errors import EnvironmentFault
 
 MODULES = "HF_MODULES_CACHE"
 """Where transformers copies a model's own code; by default in the home folder, which nodes often share."""
+RAY_BASE = "RAY_TMPDIR"
+"""Variable with which the user puts Ray's temporary files on another disk."""
 
 
 def node_folder() -> Path:
     """Where it is."""
-    return Path(tempfile.gettempdir()) / f"hydraflow-{os.getuid()}"
+    return _below(Path(tempfile.gettempdir()))
 
 
 def make_node_folder() -> Path:
     """Makes it, for this user alone. EnvironmentFault when it is another user's, or cannot be made."""
-    folder = node_folder()
+    return own_folder_below(Path(tempfile.gettempdir()))
+
+
+def own_folder_below(base: Path) -> Path:
+    """Makes the user's folder below another folder for temporary files. EnvironmentFault as above."""
+    folder = _below(base)
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
@@ -34,6 +41,10 @@ def make_node_folder() -> Path:
     except OSError as error:
         raise EnvironmentFault(f"{folder} cannot be made: {error.strerror}; TMPDIR=<a folder that you may write> helps") from error
     raise EnvironmentFault(f"{folder} is not a folder of this user's: somebody else made it; TMPDIR=<a folder of your own> helps")
+
+
+def _below(base: Path) -> Path:
+    return base / f"hydraflow-{os.getuid()}"
 
 
 def keep_modules_here() -> None:

@@ -28,11 +28,12 @@ settings.load_profile("hydraflow")
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
     """A local Ray that counts 8 CPUs. `Runtime.start` finds it running, uses it and leaves it running."""
-    import ray
+    from hydraflow.dispatch.config import RayInitConfig
+    from hydraflow.dispatch.runtime import start_ray, stop_ray
 
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    start_ray(RayInitConfig(num_cpus=8), cpus=8)
     yield
-    ray.shutdown()
+    stop_ray()
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from hydraflow.checkup.facts import Facts
 from hydraflow.checkup.finding import Finding, Skip, ok, problem, warning
 from hydraflow.checkup.memory import host_memory
 from hydraflow.memory.report import size_text
+from hydraflow.node_folder import RAY_BASE
 
 STORE_SHARE, STORE_MOST, STORE_FLOOR = 0.3, 200 * 10**9, 10**10
 """Ray's object store takes this share of the memory, at most so many bytes, and below the floor does not shrink with /dev/shm."""
@@ -87,7 +89,7 @@ def _limit(value: int) -> str:
 
 def check_temporary_files(facts: Facts) -> Iterator[Finding]:
     """Ray's sessions and spilled objects."""
-    yield judge_temporary_files(Path(os.environ.get("RAY_TMPDIR") or "/tmp"))
+    yield judge_temporary_files(Path(os.environ.get(RAY_BASE) or tempfile.gettempdir()))
 
 
 def judge_temporary_files(folder: Path, *, full: float = DISK_FULL) -> Finding:

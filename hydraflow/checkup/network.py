@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hydraflow.checkup.facts import Facts
 from hydraflow.checkup.finding import Finding, Skip, note, ok, problem
+from hydraflow.node_folder import RAY_BASE
 
 CONNECT_SECONDS = 2.0
 FRAME_HEAD, SETTINGS_FRAME = 9, b"\x04"
@@ -66,7 +67,7 @@ def free_ports(network: Path = Path("/proc")) -> int:
 
 def check_ray(facts: Facts) -> Iterator[Finding]:
     """Which cluster the run will use, and whether it answers."""
-    folder = Path(os.environ.get("RAY_TMPDIR") or "/tmp")
+    folder = Path(os.environ.get(RAY_BASE) or "/tmp")
     yield judge_ray(facts.config.ray_init.address, environ=os.environ, folder=folder)
 
 

@@ -77,8 +77,5 @@ def _nodes(address: str) -> list[Any]:
 
 def _token() -> tuple[tuple[str, str], ...]:
     """What goes with each request; empty: authentication is off."""
-    kind = getattr(ray._raylet, "AuthenticationTokenLoader", None)
-    if kind is None:  # a Ray before tokens
-        return ()
-    loader = kind.instance()
+    loader = ray._raylet.AuthenticationTokenLoader.instance()
     return tuple(loader.get_token_for_http_header().items()) if loader.has_token() else ()

@@ -20,6 +20,7 @@ import ray
 from ray import ObjectRef
 
 from hydraflow.dispatch.future import Future, Ledger, Ticket, Work
+from hydraflow.dispatch.host import WorkerHost
 from hydraflow.dispatch.modes import Coordinates, Registration, registration
 from hydraflow.dispatch.placement import Reservation
 from hydraflow.dispatch.profile import Profile
@@ -29,7 +30,7 @@ from hydraflow.dispatch.stacks import ProcessFacts
 from hydraflow.dispatch.timeline import Timeline
 from hydraflow.dispatch.transport import Outbox, Receipt, Traffic, read_columns
 from hydraflow.dispatch.watch import Watch
-from hydraflow.dispatch.worker import Call, RoleSpec, WorkerHost
+from hydraflow.dispatch.worker import Call, RoleSpec
 from hydraflow.errors import HydraflowError, WorkerError
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import RemoteBatch, materialise
@@ -123,10 +124,9 @@ class WorkerGroup(Group):
         self._meshes: dict[tuple[str, str], list[Coordinates]] = {}
         host: Any = ray.remote(WorkerHost)
         watch = channel.watch
-        shared = (device_type, reservation.pool.threads, channel.limits.call, sys.path, watch, next(iter(roles)))
-        variables = dict(env_vars or {}) | watch.environment()
+        shared = (env_vars or {}, device_type, reservation.pool.threads, channel.limits.call, sys.path, watch, next(iter(roles)))
         options = [
-            reservation.actor_options(seat.rank, variables, nsight_options(watch, "+".join(roles), seat.rank, device_type))
+            reservation.actor_options(seat.rank, watch.environment(), nsight_options(watch, "+".join(roles), seat.rank, device_type))
             for seat in self.seats
         ]
         self._hosts: list[Any] = [host.options(**told).remote(seat, *shared) for seat, told in zip(self.seats, options, strict=True)]

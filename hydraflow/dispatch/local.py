@@ -55,7 +55,7 @@ class LocalRuntime(Runtime):
                 rule = f"runs in one process, and the pool {pool.name} has {pool.size}"
                 raise ConfigError.one(KEY, True, rule, f"trainer.nnodes=1 trainer.n_gpus_per_node=1 or {KEY}=false")
             self._pools[pool.name] = pool
-        settle(0, node_ip=None, given=self.ray_init.runtime_env.as_text())
+        settle(0, given=self.ray_init.runtime_env.as_text())
 
     def group(self, pool: str, roles: Mapping[str, RoleSpec]) -> Group:
         """Builds the workers at once."""

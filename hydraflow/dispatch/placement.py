@@ -15,7 +15,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from hydraflow.dispatch.worker import Seat
+from hydraflow.dispatch.host import Seat
 from hydraflow.errors import ConfigError, Problem
 
 log = logging.getLogger(__name__)

@@ -28,6 +28,7 @@ from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.group import Channel, Group, Limits, WorkerGroup, fetch
 from hydraflow.dispatch.head import Head, end_without_head
 from hydraflow.dispatch.placement import Reservation, ResourcePool, cpus_needed, release, reserve
+from hydraflow.dispatch.private import close_to_others
 from hydraflow.dispatch.stacks import Named, names_of, write_stacks
 from hydraflow.dispatch.timeline import Timeline, ray_events
 from hydraflow.dispatch.transport import Traffic
@@ -70,7 +71,8 @@ def start_ray(config: RayInitConfig, cpus: float, gpus: int | None = None, *, co
 def _start(config: RayInitConfig, cpus: float, gpus: int | None, console: bool) -> None:
     quiet: dict[str, Any] = dict(include_dashboard=False, log_to_driver=console, logging_level=logging.ERROR)
     if config.address == "local":
-        ray.init(address="local", num_cpus=_local_cpus(config, math.ceil(cpus)), num_gpus=gpus, **quiet)
+        cores = _local_cpus(config, math.ceil(cpus))
+        ray.init(address="local", num_cpus=cores, num_gpus=gpus, _temp_dir=str(close_to_others()), **quiet)
     else:
         _join(config.address, quiet)
 

@@ -1,8 +1,9 @@
-"""A worker process: one Ray actor that holds the workers of several roles and runs one method of one of them at a time.
+"""What a worker process does: it holds the workers of several roles and runs one method of one of them at a time.
 
 In: the roles' classes, then calls with their arguments. Out: answers; a DataProto stays here, column by column in the object store.
 An exception becomes a `Failure` that is returned like an answer, so that it can be passed on to whoever depends on it.
-Left out on purpose: what workers do (`hydraflow.workers`), and torch.distributed, which engines start at the given address.
+Left out on purpose: the Ray actor around it (`host.py`), what workers do (`hydraflow.workers`), and torch.distributed, which engines
+start at the given address.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import ray
 import torch
 from ray import ObjectRef
 
-from hydraflow.dispatch.environment import settle
+from hydraflow.dispatch.environment import LOOPBACK, settle
+from hydraflow.dispatch.host import Seat
 from hydraflow.dispatch.modes import Coordinates
 from hydraflow.dispatch.profile import Profile, region
 from hydraflow.dispatch.shards import LateShard, Shard, part_of, real_rows
@@ -39,20 +41,6 @@ from hydraflow.spans import Recorder, record_into, span
 LOG_LINES = 30
 FRAMES = 4
 """Innermost stack frames that an error message shows."""
-
-
-@dataclass(frozen=True)
-class Seat:
-    """Where a process sits in its group."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    """Number among the group's processes on its node."""
-    node: str
-    """Host name."""
-    spans_nodes: bool = False
-    """Whether the group has processes on several nodes."""
 
 
 @dataclass
@@ -126,8 +114,8 @@ class Failure:
     """The process is gone."""
 
 
-class WorkerHost:
-    """The actor. Every public method answers with a parcel."""
+class WorkerProcess:
+    """Every public method answers with a parcel."""
 
     def __init__(
         self, seat: Seat, device_type: str, threads: int, timeout_s: float, import_path: Sequence[str], watch: Watch, first_role: str
@@ -140,7 +128,7 @@ class WorkerHost:
         self._unfit: HydraflowError | None = None
         """What is wrong with this process's surroundings; told when it is built, for Ray says little of an actor that cannot begin."""
         try:
-            settle(seat.rank, node_ip=ray.util.get_node_ip_address() if seat.spans_nodes else None)
+            settle(seat.rank, node_ip=ray.util.get_node_ip_address() if seat.spans_nodes else LOOPBACK)
         except HydraflowError as error:
             self._unfit = error
         self.first_role = first_role
@@ -160,9 +148,14 @@ class WorkerHost:
         return pack(ProcessFacts(os.getpid(), context.get_node_id(), context.get_worker_id(), log_path()))
 
     def rendezvous(self) -> tuple[str, int]:
-        """This node's address, and a port that is held until a worker of this process takes it over."""
-        self._listener = socket.create_server(("", 0), backlog=1024)
-        return ray.util.get_node_ip_address(), self._listener.getsockname()[1]
+        """An address of this node that the group's other processes reach, and a port of it that is held until a worker takes it over.
+
+        torch's rendezvous and gloo ask nobody for a token, so they listen at this address only.
+        """
+        address = ray.util.get_node_ip_address() if self.seat.spans_nodes else LOOPBACK
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.create_server((address, 0), family=family, backlog=1024)
+        return address, self._listener.getsockname()[1]
 
     def build(self, roles: Parcel | ObjectRef, rendezvous: tuple[str, int]) -> Parcel:
         """Makes the workers, in order."""

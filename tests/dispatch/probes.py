@@ -279,4 +279,4 @@ class Described(Worker):
             port = "free"
         except OSError:
             port = "held"
-        return {**os.environ, "port": port}
+        return {**os.environ, "port": port, "scripting": str(torch.jit._state._enabled.enabled)}

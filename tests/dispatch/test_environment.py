@@ -22,7 +22,7 @@ from hydraflow.node_folder import keep_modules_here, make_node_folder, node_fold
 
 
 def test_each_rank_has_caches_of_its_own_and_each_node_one_for_models_code() -> None:
-    first, second = (variables(rank, node_ip=None, environ={}) for rank in (0, 1))
+    first, second = (variables(rank, node_ip="198.51.100.7", environ={}) for rank in (0, 1))
     assert first["TRITON_CACHE_DIR"] == str(node_folder() / "triton" / "rank_0")
     assert second["TORCHINDUCTOR_CACHE_DIR"] == str(node_folder() / "inductor" / "rank_1")
     assert first["HF_MODULES_CACHE"] == second["HF_MODULES_CACHE"]

@@ -1,0 +1,73 @@
+"""The Ray actor around a worker process: it sets environment variables before any library reads them, then passes calls on.
+
+In: `ray_init.runtime_env.env_vars` as an argument. Ray's own way to hand variables to a process writes them into a log and onto a command
+line, where they could be read by others. Out: what `WorkerProcess` answers.
+Left out on purpose: torch and whatever imports it. Ray imports this module first, so variables that torch reads when it is imported count.
+Those that the dynamic loader reads (LD_PRELOAD) belong in the environment of the command that starts Ray.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
+    from hydraflow.dispatch.profile import Profile
+    from hydraflow.dispatch.transport import Parcel
+    from hydraflow.dispatch.worker import Call
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a process sits in its group."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    """Number among the group's processes on its node."""
+    node: str
+    """Host name."""
+    spans_nodes: bool = False
+    """Whether the group has processes on several nodes."""
+
+
+class WorkerHost:
+    """The actor; `WorkerProcess` describes its methods."""
+
+    def __init__(self, seat: Seat, variables: Mapping[str, str], *settings: Any):
+        os.environ.update(variables)
+        from hydraflow.dispatch.worker import WorkerProcess
+
+        self._process = WorkerProcess(seat, *settings)
+
+    def identify(self) -> Parcel:
+        """Where this process runs, and where it writes."""
+        return self._process.identify()
+
+    def rendezvous(self) -> tuple[str, int]:
+        """Where torch.distributed of the group is to meet."""
+        return self._process.rendezvous()
+
+    def build(self, roles: Parcel | ObjectRef, rendezvous: tuple[str, int]) -> Parcel:
+        """Makes the workers."""
+        return self._process.build(roles, rendezvous)
+
+    def coordinates(self, role: str, mesh: str) -> Parcel:
+        """A worker's place in a mesh."""
+        return self._process.coordinates(role, mesh)
+
+    def invoke(self, call: Call) -> Parcel:
+        """Runs one method."""
+        return self._process.invoke(call)
+
+    def start_profile(self, profile: Profile) -> Parcel:
+        """Begins a profile of this process."""
+        return self._process.start_profile(profile)
+
+    def stop_profile(self) -> Parcel:
+        """Ends and writes it."""
+        return self._process.stop_profile()

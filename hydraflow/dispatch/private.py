@@ -1,0 +1,70 @@
+"""A local Ray cluster that no other user of this machine can read or reach.
+
+In: the folder of the user's own on this machine (`node_folder.py`). Out: a token that every process of the cluster asks for, a session
+folder below one that only this user can enter, and addresses of the loopback interface alone. By itself Ray would write its token to
+~/.ray/auth_token with mode 0644, keep sockets and logs in /tmp/ray with mode 0777, and listen on every interface.
+Left out on purpose: clusters that are joined, whose owner chooses (docs/cluster.md).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from ray._private import ray_constants
+
+from hydraflow.errors import ConfigError
+from hydraflow.node_folder import RAY_BASE, make_node_folder, own_folder_below
+
+MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+LONGEST_SOCKET = 107
+"""Bytes in the path of a Unix socket."""
+SOCKET = "/session_2026-11-22_05-35-18_170953_4194304/sockets/plasma_store.1"
+"""What Ray adds to its folder."""
+
+log = logging.getLogger(__name__)
+
+
+def close_to_others() -> Path:
+    """Sets this process up to start such a cluster; returns the folder for its sessions.
+
+    A token that the user's environment names is kept, and so is RAY_AUTH_MODE=disabled, with a warning. ConfigError when RAY_TMPDIR is
+    too long for sockets, EnvironmentFault when the user's folder is somebody else's.
+    """
+    if os.environ.get(MODE, "token").lower() != "token":
+        log.warning("%s=%s: every user of this machine can run code in this run's Ray", MODE, os.environ[MODE])
+    elif not os.environ.get(TOKEN) and not os.environ.get(TOKEN_PATH):
+        os.environ[TOKEN_PATH] = str(token_file())
+    # Ray's switch for systems on which it runs on one machine only; there it listens on the loopback interface.
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False  # Ray's processes read the variable, this one has read it already
+    return session_folder()
+
+
+def token_file() -> Path:
+    """The user's token on this machine, made when it is missing; all local runs of the user share it."""
+    folder = make_node_folder()
+    file = folder / "ray-token"
+    if not file.exists():
+        with tempfile.NamedTemporaryFile("w", dir=folder) as new:  # mode 0600
+            new.write(secrets.token_hex(32))
+            new.flush()
+            with suppress(FileExistsError):  # another run of the user's was first
+                os.link(new.name, file)
+    os.utime(file)  # temporary folders are cleared of what is old
+    return file
+
+
+def session_folder() -> Path:
+    """Where Ray keeps sockets, logs and spilled objects: `ray/` in the user's folder below RAY_TMPDIR, else below TMPDIR, else /tmp."""
+    named = os.environ.get(RAY_BASE)
+    for base in [named] if named else [tempfile.gettempdir(), "/tmp"]:
+        folder = own_folder_below(Path(base)) / "ray"
+        if len(os.fsencode(folder)) + len(SOCKET) <= LONGEST_SOCKET:
+            return folder
+    most = LONGEST_SOCKET - len(SOCKET) - len(f"/hydraflow-{os.getuid()}/ray")
+    raise ConfigError.one(RAY_BASE, named, f"is too long for the sockets below it: at most {most} characters", f"{RAY_BASE}=/tmp")
