@@ -2,10 +2,11 @@
 """Kills runs with SIGKILL at random moments, starts them again, and compares them with runs that nothing stopped.
 
 In: nothing but a number of moments and a seed. Out: a table (or JSON) with one line per moment: whom the signal hit and when, how the
-command ended, where it went on, and whether weights and metrics are those of the run without a stop, bit by bit. Exit code 1 when
-one is not.
+command ended, where it resumed, and whether weights and metrics are those of the run without a stop, bit by bit. Exit code 1 when one is
+not, when a run ended without a word (a stack trace, another exit code than 0, 3 or 4), or when a process of it outlived it.
 
     python scripts/kill_matrix.py                       20 moments, about a quarter of an hour on two cores
+    python scripts/kill_matrix.py --random 20           any process of the run, Ray's own included, at any time, the start included
     python scripts/kill_matrix.py --moments 3 --json    the first three; two moments are tests (tests/jobs/test_resume.py)
 
 `timing_s/*`, `perf/*` and the wall time of a record are left out of the comparison: they are never the same twice.
@@ -24,8 +25,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,10 @@ ENDS = 90.0
 """Seconds that a run may take to end once a process of it was killed."""
 STARTS = 240.0
 """Seconds that a run may take until the moment has come, or until it is done."""
-LEFTOVERS = 30.0
+LEFTOVERS = 10.0
 """Seconds in which every process of an ended run must be gone."""
+TOLD = (0, 3, 4)
+"""Exit codes of a run that lost a process: it did not matter, something of Ray's, a worker."""
 MARK = "HYDRAFLOW_KILL_MATRIX"
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -86,6 +89,20 @@ class Moment:
         return f"{whom} after step {self.steps - 1} + {1000 * self.delay:.0f} ms"
 
 
+@dataclass(frozen=True)
+class Chance:
+    """Any process, at any time."""
+
+    number: int
+    method: str
+    at: float
+    """Share of the time that the run without a stop took, from its launch."""
+    kind: float
+    """Which kind of process, as a share of those that there are then in the order of their names."""
+    which: float
+    """Which process of that kind, likewise."""
+
+
 @dataclass
 class Outcome:
     """What came of a moment."""
@@ -102,6 +119,15 @@ class Outcome:
     same: bool
     """Whether metrics and weights are those of the run without a stop."""
     differences: str = ""
+    fault: str = ""
+    """What is wrong with how the run ended; empty: nothing."""
+    said: str = ""
+    """The last line of its output."""
+
+    @property
+    def passed(self) -> bool:
+        """Bit-identical, and ended as it should."""
+        return self.same and not self.fault
 
 
 def draw_moments(count: int, seed: int) -> list[Moment]:
@@ -118,6 +144,13 @@ def draw_moments(count: int, seed: int) -> list[Moment]:
             steps, delay, rank = chance.randint(1, 3), chance.uniform(0.0, 0.12), chance.choice((-1, 0, 1))
         moments.append(Moment(number + 1, target, method, steps, delay, rank))
     return moments
+
+
+def draw_chances(count: int, seed: int) -> list[Chance]:
+    """So many; the methods in turn."""
+    chance = random.Random(seed)
+    drawn = [(chance.random(), chance.random(), chance.random()) for _ in range(count)]
+    return [Chance(number + 1, list(METHODS)[number % len(METHODS)], *shares) for number, shares in enumerate(drawn)]
 
 
 class Run:
@@ -156,15 +189,45 @@ class Run:
         workers = [process for process in self.family() if _title(process).startswith("ray::WorkerHost")]
         return sorted((process for process in workers if not process.children()), key=lambda process: process.pid)
 
+    def kinds(self) -> dict[str, list[psutil.Process]]:
+        """Its processes by what they are: controller, gcs_server, raylet, ray::WorkerHost and so on, reward processes as python -c."""
+        found: dict[str, list[psutil.Process]] = {}
+        for process in self.family():
+            kind = "controller" if process.pid == self.process.pid else _kind(process)
+            if kind:
+                found.setdefault(kind, []).append(process)
+        return dict(sorted(found.items()))
+
     def finish(self, seconds: float) -> int:
         """Exit code, once the command and all its processes have ended."""
         code = self.process.wait(timeout=seconds)
         wait_until(lambda: not self.family(), LEFTOVERS, f"the processes of {self.mark} to end")
         return code
 
+    def ending(self, seconds: float) -> tuple[int, str]:
+        """Exit code, and what is wrong with how it ended; what it left behind is killed."""
+        try:
+            code = self.process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = self.process.wait()
+            return code, f"had not ended after {seconds:g} s"
+        try:
+            wait_until(lambda: not self.family(), LEFTOVERS, "its processes to end")
+        except TimeoutError:
+            left = self.kinds()
+            for process in self.family():
+                process.kill()
+            return code, f"left behind: {', '.join(left)}"
+        return code, "a stack trace" if "Traceback (most recent call last)" in self.log.read_text() else ""
+
     def said(self) -> str:
         """The end of what it printed."""
         return self.log.read_text()[-3000:]
+
+    def last_line(self) -> str:
+        """Of what it printed."""
+        return next(reversed(self.log.read_text().split("\n")[:-1]), "")
 
 
 def _title(process: psutil.Process) -> str:
@@ -172,6 +235,18 @@ def _title(process: psutil.Process) -> str:
         return " ".join(process.cmdline())
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
         return ""
+
+
+def _kind(process: psutil.Process) -> str:
+    """The program's name; for Python the script, the module or -c; empty: it is gone."""
+    title = _title(process)
+    if title.startswith("ray::"):
+        return title.split()[0].partition(".")[0].partition("(")[0]
+    words = title.split()[1:]
+    if not process.name().startswith("python") or not words:
+        return process.name()
+    script = next((word for word in words if word == "-c" or not word.startswith("-")), "")
+    return f"python {Path(script).name}"
 
 
 def wait_until(condition: Callable[[], object], seconds: float, what: str) -> None:
@@ -204,21 +279,56 @@ def strike(run: Run, moment: Moment) -> None:
         trainers[moment.rank].kill()
 
 
-def carry_out(moment: Moment, home: Path, cache: Path, wanted: Result) -> Outcome:
-    """Kills one run and starts it again."""
+def strike_anywhere(run: Run, chance: Chance, whole: float) -> str:
+    """Waits for the moment and kills; returns whom and when. `whole`: seconds that the run without a stop took."""
+    seconds = chance.at * whole
+    try:
+        run.process.wait(timeout=seconds)
+        return f"nobody after {seconds:.1f} s: it was over"
+    except subprocess.TimeoutExpired:
+        kinds = run.kinds()
+    kind = list(kinds)[int(chance.kind * len(kinds))]
+    victim = kinds[kind][int(chance.which * len(kinds[kind]))]
+    steps = run.lines()
+    try:
+        victim.kill()
+    except psutil.NoSuchProcess:
+        return f"{kind} after {seconds:.1f} s: it was gone"
+    return f"{kind} after {seconds:.1f} s, {f'step {steps - 1}' if steps else 'while starting'}"
+
+
+def carry_out(moment: Moment | Chance, home: Path, cache: Path, wanted: Result) -> Outcome:
+    """Kills a process of a run, and starts the run again where it did not come to its end."""
     run = Run(home, moment.method, cache)
-    strike(run, moment)
+    if isinstance(moment, Moment):
+        words = moment.words()
+        strike(run, moment)
+    else:
+        words = strike_anywhere(run, moment, wanted.seconds)
     struck = time.monotonic()
-    code = run.finish(ENDS)
-    seconds = time.monotonic() - struck
-    if code == 0:
+    code, fault = run.ending(ENDS if isinstance(moment, Moment) else STARTS)
+    outcome = Outcome(moment.number, words, moment.method, code, time.monotonic() - struck, 0, False, fault=fault, said=run.last_line())
+    if isinstance(moment, Moment) and code == 0:
         raise RuntimeError(f"moment {moment.number} came too late: {run.said()}")
-    again = Run(home, moment.method, cache)
-    if again.finish(STARTS) != 0:
-        return Outcome(moment.number, moment.words(), moment.method, code, seconds, -1, False, f"the second start failed: {again.said()}")
-    told = re.findall(r"continues after step (\d+)", again.log.read_text())
-    different = "; ".join(differences(read_result(run.folder), wanted))
-    return Outcome(moment.number, moment.words(), moment.method, code, seconds, int(told[-1]) if told else 0, not different, different)
+    if code not in TOLD and not (code == -signal.SIGKILL and whom_is_controller(words)):
+        outcome.fault = outcome.fault or f"ended with {code}"
+    if code != 0:
+        again = Run(home, moment.method, cache)
+        code, fault = again.ending(STARTS)
+        if code != 0:
+            outcome.differences = f"the second start failed: {again.said()}"
+            return outcome
+        outcome.fault = outcome.fault or (fault and f"the second start: {fault}")
+        resumed = re.findall(r"continues after step (\d+)", again.log.read_text())
+        outcome.went_on_from = int(resumed[-1]) if resumed else 0
+    outcome.differences = "; ".join(differences(read_result(run.folder), wanted))
+    outcome.same = not outcome.differences
+    return outcome
+
+
+def whom_is_controller(words: str) -> bool:
+    """Whether the signal hit the command itself."""
+    return words.startswith("controller")
 
 
 # --- results -------------------------------------------------------------------------------------------------------------
@@ -232,6 +342,8 @@ class Result:
     """Every line: step and values, in the order of the file."""
     weights: dict[str, Any]
     """Every trained tensor, actor's and critic's."""
+    seconds: float = 0.0
+    """From the launch to the end, where it was measured."""
 
 
 def read_result(folder: Path) -> Result:
@@ -267,23 +379,27 @@ def differences(found: Result, wanted: Result) -> Iterator[str]:
 
 def table(outcomes: list[Outcome]) -> str:
     """For people, as Markdown."""
-    lines = ["| # | method | killed | command ended with | after | went on from | bit-identical |", "|---|---|---|---|---|---|---|"]
+    lines = ["| # | method | killed | command ended with | after | resumed from | bit-identical |", "|---|---|---|---|---|---|---|"]
     for one in outcomes:
         end = "SIGKILL" if one.exit_code == -signal.SIGKILL else str(one.exit_code)
         verdict = "yes" if one.same else f"NO: {one.differences}"
-        start = f"step {one.went_on_from}" if one.went_on_from else "the start"
+        verdict += f"; FAULT: {one.fault}; {one.said}" if one.fault else ""
+        start = "it did not stop" if one.exit_code == 0 else f"step {one.went_on_from}" if one.went_on_from else "the start"
         lines.append(f"| {one.number} | {one.method} | {one.moment} | {end} | {one.ended_after:.1f} s | {start} | {verdict} |")
     return "\n".join(lines)
 
 
-def run_matrix(moments: list[Moment], home: Path, cache: Path) -> list[Outcome]:
+def run_matrix(moments: Sequence[Moment | Chance], home: Path, cache: Path) -> list[Outcome]:
     """Carries out the moments, one after the other, telling on stderr how it goes."""
     wanted = {}
     for method in sorted({moment.method for moment in moments}):
+        if not any(cache.glob("*/model")):  # a run that makes the recipe's model takes longer than those that find it
+            Run(home / f"first-{method}", method, cache).finish(STARTS)
+        begun = time.monotonic()
         whole = Run(home / f"whole-{method}", method, cache)
         if whole.finish(STARTS) != 0:
             raise RuntimeError(f"the run without a stop failed: {whole.said()}")
-        wanted[method] = read_result(whole.folder)
+        wanted[method] = replace(read_result(whole.folder), seconds=time.monotonic() - begun)
         print(f"{method}: {len(wanted[method].metrics)} records, {len(wanted[method].weights)} tensors to compare", file=sys.stderr)
     outcomes = []
     for moment in moments:
@@ -293,9 +409,10 @@ def run_matrix(moments: list[Moment], home: Path, cache: Path) -> list[Outcome]:
 
 
 def main() -> int:
-    """Runs the matrix; 0 when all are bit-identical."""
+    """Runs the matrix; 0 when all are bit-identical and ended as they should."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--moments", type=int, default=20, help="how many")
+    parser.add_argument("--random", type=int, metavar="COUNT", help="so many moments at which any process may be hit, instead")
     parser.add_argument("--seed", type=int, default=1, help="of the moments")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the moments to carry out")
     parser.add_argument("--folder", type=Path, help="where the runs are kept; default: a temporary folder")
@@ -303,12 +420,14 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args()
     home = options.folder or Path(tempfile.mkdtemp(prefix="kill-matrix-"))
-    moments = [moment for moment in draw_moments(options.moments, options.seed) if not options.only or moment.number in options.only]
+    drawn: Sequence[Moment | Chance]
+    drawn = draw_moments(options.moments, options.seed) if options.random is None else draw_chances(options.random, options.seed)
+    moments = [moment for moment in drawn if not options.only or moment.number in options.only]
     outcomes = run_matrix(moments, home.resolve(), (options.cache or home / "cache").resolve())
     print(json.dumps([asdict(one) for one in outcomes], indent=1) if options.json else table(outcomes))
     if options.folder is None:
         shutil.rmtree(home)
-    return 0 if all(one.same for one in outcomes) else 1
+    return 0 if all(one.passed for one in outcomes) else 1
 
 
 if __name__ == "__main__":

@@ -65,6 +65,11 @@ class PromptLoader:
         self.position += 1
         return self.dataset.batch(self.order()[start : start + self.batch_size])
 
+    def put_back(self) -> None:
+        """The next batch is the one that `next_batch` gave last."""
+        assert self.position > 0, "a batch was handed out"
+        self.position -= 1
+
     def order(self) -> np.ndarray:
         """Row numbers of the current epoch in the order in which they are drawn, (rows,) int64."""
         if self._order is None or self._order[0] != self.epoch:

@@ -20,6 +20,8 @@ from hydraflow.errors import EnvironmentFault
 MESSAGES: Any = gcs_service_pb2
 NODES: Any = gcs_pb2
 """Made by the protocol compiler, which writes no types."""
+RAYLET: Any = ray._raylet
+"""Compiled; its stub does not have all of it."""
 CALL_SECONDS = 5.0
 POLL_SECONDS = 0.5
 
@@ -77,5 +79,5 @@ def _nodes(address: str) -> list[Any]:
 
 def _token() -> tuple[tuple[str, str], ...]:
     """What goes with each request; empty: authentication is off."""
-    loader = ray._raylet.AuthenticationTokenLoader.instance()
+    loader = RAYLET.AuthenticationTokenLoader.instance()
     return tuple(loader.get_token_for_http_header().items()) if loader.has_token() else ()

@@ -80,6 +80,8 @@ class Ledger:
         """Writes down where all workers stand, for the reason that it is given; returns the file. None: nobody does."""
         self.head: Head | None = None
         """Looked at while waiting; None: nobody does."""
+        self.interrupt: Callable[[], None] | None = None
+        """Called a few times a second while waiting; what it raises ends the wait, and the calls stay under way."""
         self.pending: dict[ObjectRef, Ticket] = {}
 
     def settle(self, refs: Sequence[ObjectRef]) -> None:
@@ -87,6 +89,8 @@ class Ledger:
         while owed := [ref for ref in refs if ref in self.pending]:
             if self.head is not None:
                 self.head.look()
+            if self.interrupt is not None:
+                self.interrupt()
             left = min(ticket.deadline for ticket in self.pending.values()) - time.monotonic()
             ready = self._ready(owed, max(0.0, min(left, SLICE)))
             if not ready and left <= 0:

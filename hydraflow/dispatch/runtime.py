@@ -12,7 +12,7 @@ import math
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
@@ -180,6 +180,18 @@ class Runtime:
     def traffic(self) -> Traffic:
         """Calls and bytes through the controller so far; subtract two to get those between."""
         return replace(self.channel.traffic)
+
+    @contextmanager
+    def interruptible(self, check: Callable[[], None]) -> Iterator[None]:
+        """In its body every wait for worker processes calls `check` a few times a second; what that raises ends the wait.
+
+        The calls that were waited for stay under way.
+        """
+        self.channel.ledger.interrupt = check
+        try:
+            yield
+        finally:
+            self.channel.ledger.interrupt = None
 
     @contextmanager
     def profiled(self, step: int) -> Iterator[None]:

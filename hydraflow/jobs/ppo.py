@@ -179,9 +179,10 @@ class PPOJob:
         saving = Saving(self.config.trainer, self._wanted(plan), session.start, groups, loader, roles.advantage)
         saving.restore()
         trackers = session.open_trackers(plan.total_steps)
-        loop = self._loop(session, plan, roles, prompts, trackers)
-        with saving.checkpointer(trackers) as checkpoints:
-            session.why = loop.fit(loader.next_batch, checkpoints, plan.total_steps, done=session.start.step)
+        trainer = self._trainer(session, plan, roles)
+        loop = self._around(session, plan, roles, trainer, prompts, trackers)
+        with saving.checkpointer(trackers, kl=lambda: trainer.kl) as checkpoints:
+            session.why = loop.fit(loader, checkpoints, plan.total_steps, done=session.start.step)
         if self.config.trainer.save_final_model and (session.why == DONE or not session.clock.preempted):
             save(roles, session)
 
@@ -191,7 +192,7 @@ class PPOJob:
         rollouts = self._rollouts(plan, session.runtime, roles.rollout, roles.reward)
         trainer = RolloutTrainer(plan, session.runtime, rollouts, self._dump())
         loop = self._around(session, plan, roles, trainer, prompts, session.open_trackers(plan.total_steps))
-        session.why = loop.fit(loader.next_batch, None, plan.total_steps)
+        session.why = loop.fit(loader, None, plan.total_steps)
 
     def _rollouts(self, plan: BatchPlan, runtime: Runtime, rollout: RoleGroup | None, reward: RoleGroup) -> Rollouts:
         """Where trajectories come from, and whether they are kept."""
@@ -214,17 +215,17 @@ class PPOJob:
         start = session.start
         if start.found is not None:
             load_roles(start.found, {"actor": roles.actor}, self._wanted(plan).roles)
-        loop = self._loop(session, plan, roles, prompts, session.open_trackers(plan.total_steps))
+        trainer = self._trainer(session, plan, roles)
+        loop = self._around(session, plan, roles, trainer, prompts, session.open_trackers(plan.total_steps))
         session.why = loop.validate_only(start.step)
 
     def _loader(self, session: Session, plan: BatchPlan, train: PromptDataset) -> PromptLoader:
         loader = PromptLoader(train, plan.prompts_per_step, shuffle=self.config.data.shuffle, seed=self.config.trainer.seed)
         return at_its_place(loader, session.start)
 
-    def _loop(self, session: Session, plan: BatchPlan, roles: Roles, prompts: Prompts, trackers: Trackers) -> Loop:
+    def _trainer(self, session: Session, plan: BatchPlan, roles: Roles) -> PPOTrainer:
         rollouts = self._rollouts(plan, session.runtime, roles.rollout, roles.reward)
-        trainer = PPOTrainer(self.config, plan, roles, session.runtime, rollouts, self._dump())
-        return self._around(session, plan, roles, trainer, prompts, trackers)
+        return PPOTrainer(self.config, plan, roles, session.runtime, rollouts, self._dump())
 
     def _around(
         self,

@@ -5,7 +5,7 @@ In: a job's parts. Out: its `Checkpointer`, and a report of what was restored. S
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,15 +84,15 @@ class Saving:
     advantage: RoleGroup | None = None
     """Holds the KL controller; None: the run has none."""
 
-    def checkpointer(self, trackers: Trackers) -> Checkpointer:
+    def checkpointer(self, trackers: Trackers, kl: Callable[[], dict[str, float]] = dict) -> Checkpointer:
         """What saves this run; the disk has room for it. ConfigError when it has not.
 
-        `trackers` are flushed before each save: a checkpoint is never ahead of the metrics.
+        `trackers` are flushed before each save: a checkpoint is never ahead of the metrics. `kl`: the KL controller's state.
         """
 
         def describe(step: int) -> dict[str, Any]:
             trackers.flush()
-            return self._describe(step)
+            return self._describe(step, kl())
 
         made = Checkpointer(self.trainer, CheckpointStore(self.start.folder.path), self.groups, self.wanted.roles, describe)
         made.require_space(self.wanted.total_steps, self.start.step)
@@ -115,7 +115,7 @@ class Saving:
         for line in [*told, *self.start.notes]:
             print(f"  {line}")
 
-    def _describe(self, step: int) -> dict[str, Any]:
+    def _describe(self, step: int, kl: dict[str, float]) -> dict[str, Any]:
         state = RunState(
             step=step,
             total_steps=self.wanted.total_steps,
@@ -123,7 +123,7 @@ class Saving:
             loader=self.loader.state_dict(),
             configuration=self.wanted.identity.values,
             configuration_hash=self.wanted.identity.hash,
-            kl=self.advantage.call(AdvantageWorker.state_dict) if self.advantage is not None else {},
+            kl=kl,
             skipped_in_a_row={name: group.call(EngineWorker.skipped_in_a_row) for name, group in self.groups.items()},
             origin=self._origin(),
         )

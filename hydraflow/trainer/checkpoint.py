@@ -99,6 +99,11 @@ class Checkpointer:
         if wrong:
             logger.warning("%s; training goes on, and %s", wrong, self._what_is_left())
 
+    def has(self, step: int) -> bool:
+        """Whether the newest checkpoint is of that step. EnvironmentFault as in `settle`."""
+        self.settle()
+        return self.store.pointer() == step
+
     def require_space(self, total_steps: int, done: int) -> None:
         """Raises ConfigError when the disk has no room for two checkpoints, or for all where fewer are planned."""
         planned = math.ceil((total_steps - done) / self.trainer.save_freq) if self.trainer.save_freq > 0 else 0

@@ -29,6 +29,14 @@ def parse_duration(value: object) -> float | None:
     return seconds
 
 
+PATIENCE = 3.0
+"""Seconds after a SIGTERM in which the step may still come to the point from which it is finished; batch systems kill after ten or more."""
+
+
+class OutOfPatience(Exception):
+    """The run must end, and the step cannot be waited for."""
+
+
 class Clock:
     """Counts from its making; `limit` is in seconds, None for no limit. `signals`: those that end the run, too."""
 
@@ -49,6 +57,12 @@ class Clock:
     def preempted(self) -> bool:
         """Whether a signal asked the run to save and end."""
         return bool(self.signals.received)
+
+    def require_patience(self) -> None:
+        """Raises OutOfPatience from PATIENCE seconds after a SIGTERM on."""
+        asked = self.signals.terminated_at
+        if asked is not None and time.monotonic() - asked > PATIENCE:
+            raise OutOfPatience
 
     def why_to_stop(self) -> str:
         """For people; empty while there is time left."""

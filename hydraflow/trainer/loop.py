@@ -5,18 +5,20 @@ In: a trainer, a stream of prompts, trackers. Out: why the training ended. The s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
 
-from hydraflow.protocol.batch import DataProto
+from hydraflow.data.loader import PromptLoader
 from hydraflow.tracking.endings import DONE, VALIDATED
 from hydraflow.tracking.run_folder import RunFolder
 from hydraflow.tracking.trackers import Trackers
 from hydraflow.trainer.checkpoint import Checkpointer
-from hydraflow.trainer.clock import Clock
+from hydraflow.trainer.clock import Clock, OutOfPatience
 from hydraflow.trainer.config import TrainerConfig
 from hydraflow.trainer.ppo import PPOTrainer
 from hydraflow.trainer.rollout_only import RolloutTrainer
 from hydraflow.trainer.validation import Validator
+
+logger = logging.getLogger(__name__)
 
 
 class Loop:
@@ -36,20 +38,25 @@ class Loop:
         self.config, self.trainer, self.validator = config, trainer, validator
         self.trackers, self.folder, self.clock, self.restarts = trackers, folder, clock, restarts
 
-    def fit(self, next_prompts: Callable[[], DataProto], checkpoints: Checkpointer | None, total_steps: int, *, done: int = 0) -> str:
+    def fit(self, loader: PromptLoader, checkpoints: Checkpointer | None, total_steps: int, *, done: int = 0) -> str:
         """Trains until the steps or the time are used up; returns why it ended. `done`: steps before this start of the run.
         `checkpoints` None: nothing is saved.
 
         A step is logged before it is saved: a checkpoint is never ahead of the metrics.
         """
         self.trainer.sync_weights().get()
-        if self.config.val_before_train and not done:
-            self.trackers.log(self._validate(0), step=0)
+        if self.config.val_before_train and not done and (metrics := self._validate(0)):
+            self.trackers.log(metrics, step=0)
         if self.clock.preempted:
             return self.clock.why_to_stop()
         for step in range(done + 1, total_steps + 1):
-            with self.trainer.runtime.profiled(step):
-                metrics = self.trainer.step(next_prompts(), step)
+            try:
+                with self.trainer.runtime.profiled(step):
+                    metrics = self.trainer.step(loader.next_batch(), step, self.clock.require_patience)
+            except OutOfPatience:
+                loader.put_back()
+                self._give_up(step, checkpoints, done=done)
+                return self.clock.why_to_stop()
             why = DONE if step == total_steps else self.clock.why_to_stop()
             if why == DONE or (why and not self.clock.preempted) or self._validation_is_due(step):
                 metrics |= self._validate(step)
@@ -65,8 +72,18 @@ class Loop:
     def validate_only(self, step: int = 0) -> str:
         """Validates once, the model as it was after `step`; returns why it ended."""
         self.trainer.sync_weights().get()
-        self.trackers.log(self._validate(step), step=step)
+        metrics = self._validate(step)
+        if self.clock.preempted:
+            return self.clock.why_to_stop()
+        self.trackers.log(metrics, step=step)
         return VALIDATED
+
+    def _give_up(self, step: int, checkpoints: Checkpointer | None, *, done: int) -> None:
+        """Leaves a step undone, and saves what was trained before it, unless that is saved."""
+        logger.warning("step %d is given up: its rewards are late, and the run must end", step)
+        before = step - 1
+        if checkpoints is not None and before > done and not checkpoints.has(before):
+            checkpoints.after(before, {}, last=True, preempted=True)
 
     def _position(self, step: int) -> dict[str, float]:
         return {
@@ -81,8 +98,12 @@ class Loop:
     def _validate(self, step: int) -> dict[str, float]:
         if self.validator is None:
             return {}
-        with self.trainer.timer.phase("testing"):
-            metrics, samples = self.validator.run(step)
+        try:
+            with self.trainer.timer.phase("testing"), self.trainer.runtime.interruptible(self.clock.require_patience):
+                metrics, samples = self.validator.run(step)
+        except OutOfPatience:
+            logger.warning("the validation after step %d is given up: its rewards are late, and the run must end", step)
+            return {}
         if samples:
             self.folder.write_samples(step, samples)
             self.trackers.log_samples(samples, step)

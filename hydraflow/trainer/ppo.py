@@ -56,30 +56,22 @@ class PPOTrainer:
         self.config, self.plan, self.roles, self.runtime, self.rollouts, self.dump = config, plan, roles, runtime, rollouts, dump
         self.timer = PhaseTimer(runtime.timeline)
         self.metrics: dict[str, float] = {}
+        self.kl: dict[str, float] = {}
+        """The KL controller's state after the last step."""
         self._compared = False
         """Whether the generation engine's log-probabilities were compared with the trainer's since the start."""
 
-    def step(self, prompts: DataProto, step: int) -> dict[str, float]:
-        """Trains on one batch of prompts; `step` counts from 1."""
+    def step(self, prompts: DataProto, step: int, interrupt: Callable[[], None]) -> dict[str, float]:
+        """Trains on one batch of prompts; `step` counts from 1.
+
+        What `interrupt` raises ends the step, before anything was learned from it.
+        """
         phase = partial(self.timer.phase, step=step)
         self.metrics = {}
         before = self.runtime.traffic()
         with phase("step"):
-            with phase("gen"):
-                sampling = self.rollouts.sampling(prompts, step)
-                scoring = self.rollouts.score(prompts, sampling, step)  # behind the samples, beside the passes of the models
-                batch = self.rollouts.generated(prompts, sampling)
-            with phase("old_log_prob"):
-                batch = self.old_log_probs(batch, step)
-            with phase("ref"):
-                batch = self.reference_log_probs(batch)
-            with phase("values"):
-                batch = self.critic_values(batch)
-            estimating = self.advantages(batch, scoring)  # behind the scores
-            with phase("reward"):
-                self.note_scores(prompts, scoring.get(), step)
-            with phase("adv"):
-                batch = batch.union(self.noted(estimating.get()))
+            with self.runtime.interruptible(interrupt):  # reward functions may sleep or hang
+                batch = self.experience(prompts, step)
             with phase("update_critic"):
                 self.update_critic(batch, step)
             updating = self.update_actor(batch, step)
@@ -89,6 +81,26 @@ class PPOTrainer:
             with phase("update_weights"):
                 syncing.get()
         return self.metrics | self._throughput(self.timer.drain(), before)
+
+    def experience(self, prompts: DataProto, step: int) -> RemoteBatch:
+        """What the updates learn from. Nothing that lasts has changed before it is whole, so it can be given up."""
+        phase = partial(self.timer.phase, step=step)
+        with phase("gen"):
+            sampling = self.rollouts.sampling(prompts, step)
+            scoring = self.rollouts.score(prompts, sampling, step)  # behind the samples, beside the passes of the models
+            batch = self.rollouts.generated(prompts, sampling)
+        with phase("old_log_prob"):
+            batch = self.old_log_probs(batch, step)
+        with phase("ref"):
+            batch = self.reference_log_probs(batch)
+        with phase("values"):
+            batch = self.critic_values(batch)
+        estimating = self.advantages(batch, scoring)  # behind the scores
+        with phase("reward"):
+            self.note_scores(prompts, scoring.get(), step)
+        with phase("adv"):
+            batch = batch.union(self.noted(estimating.get()))
+        return batch
 
     def sync_weights(self) -> Promised:
         """Gives the generation engine, if there is one, the actor's weights, those after all updates that were called before."""
@@ -140,8 +152,9 @@ class PPOTrainer:
         return self.roles.advantage.call(AdvantageWorker.compute, columns(batch, names), scored)
 
     def noted(self, output: RemoteBatch) -> RemoteBatch:
-        """The output, once its metrics are kept."""
+        """The output, once its metrics and the KL controller's state are kept."""
         self.metrics |= output.meta_info["metrics"]
+        self.kl = output.meta_info["kl"]
         return output
 
     def update_critic(self, batch: RemoteBatch, step: int) -> None:

@@ -6,6 +6,7 @@ the same prompts and step number, for the weights stay those of model.path.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -33,10 +34,10 @@ class RolloutTrainer:
         """There are no new ones."""
         return Ready(None)
 
-    def step(self, prompts: DataProto, step: int) -> dict[str, float]:
-        """Samples and scores one batch of prompts; `step` counts from 1."""
+    def step(self, prompts: DataProto, step: int, interrupt: Callable[[], None]) -> dict[str, float]:
+        """Samples and scores one batch of prompts; `step` counts from 1. What `interrupt` raises ends the step."""
         phase = partial(self.timer.phase, step=step)
-        with phase("step"):
+        with phase("step"), self.runtime.interruptible(interrupt):
             with phase("gen"):
                 sampling = self.rollouts.sampling(prompts, step)
                 scoring = self.rollouts.score(prompts, sampling, step)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -23,6 +24,8 @@ class StopSignals:
     def __init__(self) -> None:
         self.received = ""
         """Name of the signal; empty while none has come."""
+        self.terminated_at: float | None = None
+        """time.monotonic() of the first SIGTERM."""
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -38,3 +41,5 @@ class StopSignals:
         if not self.received:
             self.received = signal.Signals(number).name
             logger.warning("%s: saves after this step, then ends", self.received)
+        if number == signal.SIGTERM and self.terminated_at is None:
+            self.terminated_at = time.monotonic()

@@ -41,7 +41,10 @@ class AdvantageWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False, read_only=True)
     def compute(self, batch: DataProto, scored: DataProto) -> DataProto:
-        """From `token_level_scores` in `scored`: `advantages` and `returns`; `meta_info["metrics"]` describes the step's data."""
+        """From `token_level_scores` in `scored`: `advantages` and `returns`.
+
+        `meta_info["metrics"]` describes the step's data, `meta_info["kl"]` is the KL controller's state after it.
+        """
         algorithm = self.spec.algorithm
         lengths = parts(batch.get("response_mask"))[1]
         padded = {name: to_padded(batch.get(name)) for name in batch.keys() if name not in ("prompts", "group")}
@@ -65,7 +68,8 @@ class AdvantageWorker(Worker):
         metrics |= _length_metrics(parts(batch.get("prompts"))[1], lengths, self.spec.response_tokens)
         columns = {"token_level_rewards": rewards, "advantages": advantages, "returns": returns}
         return DataProto.from_dict(
-            tensors={name: from_padded(column.float(), lengths) for name, column in columns.items()}, meta_info={"metrics": metrics}
+            tensors={name: from_padded(column.float(), lengths) for name, column in columns.items()},
+            meta_info={"metrics": metrics, "kl": self.kl.state_dict()},
         )
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, read_only=True)
@@ -75,11 +79,6 @@ class AdvantageWorker(Worker):
         mask = padded["response_mask"].bool()
         entropy = {"actor/entropy": float(padded["entropys"][mask].mean())}
         return rollout_probs_diff(padded["old_log_probs"], padded["rollout_log_probs"], mask) | entropy
-
-    @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def state_dict(self) -> dict[str, float]:
-        """The KL controller's state."""
-        return self.kl.state_dict()
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def load_state_dict(self, state: dict[str, float]) -> None:

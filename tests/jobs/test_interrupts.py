@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from jobs.command import SMALL_RECIPE, SMALL_STEPS, Started, has_lines, start, wait_for
+from jobs.command import SMALL_RECIPE, SMALL_STEPS, Started, has_lines, hydraflow, read_steps, start, wait_for
 
 from hydraflow.trainer.checkpoint_store import CheckpointStore
 
@@ -74,3 +74,45 @@ def test_a_killed_process_ends_a_run_on_a_cache_that_an_interrupted_one_left(tmp
     assert told is not None and told[2] == socket.gethostname(), started.said()[-3000:]
     assert "Traceback" not in started.said()
     assert why_it_ended(tmp_path).startswith(told[0])
+
+
+SLEEPY = """
+import time
+from pathlib import Path
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    while Path(__file__).with_name("asleep").exists():
+        time.sleep(0.05)
+    return sum(said == right for said, right in zip(solution_str, ground_truth)) / len(ground_truth)
+"""
+
+
+def test_sigterm_does_not_wait_for_rewards_that_sleep(tmp_path: Path, recipe_cache: Path) -> None:
+    """The step that cannot be finished is given up, what was trained before it is saved, and the rest comes to the same numbers."""
+    (tmp_path / "reward.py").write_text(SLEEPY)
+    given = [*SMALL_RECIPE, *SMALL_STEPS, "trainer.total_training_steps=8", "trainer.save_freq=100", "reward.timeout=600"]
+    given += [f"recipe.cache_dir={recipe_cache}", f"reward.custom_reward_function.path={tmp_path}/reward.py"]
+    started = start("main_ppo", *given, "trainer.default_local_dir=out", cwd=tmp_path)
+    wait_for(lambda: has_lines(tmp_path / "out" / "metrics.jsonl", 4), 180, "the first steps")
+    (tmp_path / "asleep").touch()
+    lines = 0
+    while lines != (lines := len(read_steps(tmp_path / "out"))):
+        time.sleep(3)
+    begun = time.monotonic()
+    started.process.send_signal(signal.SIGTERM)
+    assert started.ended(60) == 0, started.said()[-3000:]
+    assert time.monotonic() - begun < 30, "10 s on a machine with nothing else to do"
+    assert f"step {lines} is given up: its rewards are late" in started.said() and "Traceback" not in started.said()
+    assert CheckpointStore(tmp_path / "out").pointer() == lines - 1
+    assert why_it_ended(tmp_path) == "SIGTERM received"
+
+    (tmp_path / "asleep").unlink()
+    assert hydraflow("main_ppo", *given, "trainer.default_local_dir=out", cwd=tmp_path).returncode == 0
+    assert hydraflow("main_ppo", *given, "trainer.default_local_dir=whole", cwd=tmp_path).returncode == 0
+    assert _values(tmp_path / "out") == _values(tmp_path / "whole")
+
+
+def _values(folder: Path) -> list[dict[str, float]]:
+    """Metrics that do not measure time."""
+    timed = ("timing_s/", "perf/", "seconds")
+    return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in read_steps(folder)]
