@@ -5,12 +5,13 @@ In: Parquet with responses, as main_generate writes it. Out: averages by data so
 
 from __future__ import annotations
 
-import sys
+from typing import TYPE_CHECKING
 
-from hydraflow.compose.command import Command
-from hydraflow.compose.judges import judge_eval
-from hydraflow.compose.launch import launch
-from hydraflow.schema import EvalConfig
+from hydraflow.interrupts import command
+
+if TYPE_CHECKING:
+    from hydraflow.compose.command import Command
+    from hydraflow.schema import EvalConfig
 
 
 def run(config: EvalConfig, command: Command) -> None:
@@ -20,5 +21,14 @@ def run(config: EvalConfig, command: Command) -> None:
     run_eval(config)
 
 
+def main() -> int:
+    """Composes the configuration and runs; returns the exit code."""
+    from hydraflow.compose.judges import judge_eval
+    from hydraflow.compose.launch import launch
+    from hydraflow.schema import EvalConfig
+
+    return launch("eval", EvalConfig, run, judges=(judge_eval,))
+
+
 if __name__ == "__main__":
-    sys.exit(launch("eval", EvalConfig, run, judges=(judge_eval,)))
+    command(main)

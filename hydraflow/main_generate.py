@@ -5,13 +5,14 @@ In: a model directory and prompts. Out: the prompts' rows with a column `respons
 
 from __future__ import annotations
 
-import sys
+from typing import TYPE_CHECKING
 
-from hydraflow.compose.command import Command
-from hydraflow.compose.judges import judge_generate
-from hydraflow.compose.launch import launch
+from hydraflow.interrupts import command
 from hydraflow.node_folder import keep_modules_here
-from hydraflow.schema import GenerateConfig
+
+if TYPE_CHECKING:
+    from hydraflow.compose.command import Command
+    from hydraflow.schema import GenerateConfig
 
 
 def run(config: GenerateConfig, command: Command) -> None:
@@ -22,5 +23,14 @@ def run(config: GenerateConfig, command: Command) -> None:
     run_generate(config)
 
 
+def main() -> int:
+    """Composes the configuration and runs; returns the exit code."""
+    from hydraflow.compose.judges import judge_generate
+    from hydraflow.compose.launch import launch
+    from hydraflow.schema import GenerateConfig
+
+    return launch("generate", GenerateConfig, run, judges=(judge_generate,))
+
+
 if __name__ == "__main__":
-    sys.exit(launch("generate", GenerateConfig, run, judges=(judge_generate,)))
+    command(main)

@@ -5,13 +5,14 @@ In: the configuration. Out: a run folder. Everything that can be wrong is found 
 
 from __future__ import annotations
 
-import sys
+from typing import TYPE_CHECKING
 
-from hydraflow.compose.command import Command
-from hydraflow.compose.judges import judge_ppo
-from hydraflow.compose.launch import launch
+from hydraflow.interrupts import command
 from hydraflow.node_folder import keep_modules_here
-from hydraflow.schema import PPOConfig
+
+if TYPE_CHECKING:
+    from hydraflow.compose.command import Command
+    from hydraflow.schema import PPOConfig
 
 
 def run(config: PPOConfig, command: Command) -> None:
@@ -22,5 +23,14 @@ def run(config: PPOConfig, command: Command) -> None:
     run_ppo(config, origins=command.origins)
 
 
+def main() -> int:
+    """Composes the configuration and runs; returns the exit code."""
+    from hydraflow.compose.judges import judge_ppo
+    from hydraflow.compose.launch import launch
+    from hydraflow.schema import PPOConfig
+
+    return launch("ppo", PPOConfig, run, judges=(judge_ppo,))
+
+
 if __name__ == "__main__":
-    sys.exit(launch("ppo", PPOConfig, run, judges=(judge_ppo,)))
+    command(main)

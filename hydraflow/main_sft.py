@@ -5,13 +5,14 @@ In: the configuration. Out: a run folder with the trained model. Everything that
 
 from __future__ import annotations
 
-import sys
+from typing import TYPE_CHECKING
 
-from hydraflow.compose.command import Command
-from hydraflow.compose.judges import judge_sft
-from hydraflow.compose.launch import launch
+from hydraflow.interrupts import command
 from hydraflow.node_folder import keep_modules_here
-from hydraflow.schema import SFTConfig
+
+if TYPE_CHECKING:
+    from hydraflow.compose.command import Command
+    from hydraflow.schema import SFTConfig
 
 
 def run(config: SFTConfig, command: Command) -> None:
@@ -22,5 +23,14 @@ def run(config: SFTConfig, command: Command) -> None:
     run_sft(config, origins=command.origins)
 
 
+def main() -> int:
+    """Composes the configuration and runs; returns the exit code."""
+    from hydraflow.compose.judges import judge_sft
+    from hydraflow.compose.launch import launch
+    from hydraflow.schema import SFTConfig
+
+    return launch("sft", SFTConfig, run, judges=(judge_sft,))
+
+
 if __name__ == "__main__":
-    sys.exit(launch("sft", SFTConfig, run, judges=(judge_sft,)))
+    command(main)

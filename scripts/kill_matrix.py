@@ -266,7 +266,8 @@ def strike(run: Run, moment: Moment) -> None:
         trainers = run.trainers()
     if moment.target == "middle of a save":
         step = 2 * moment.steps
-        wait_until(lambda: run.process.poll() is not None or (run.folder / f"global_step_{step}.unfinished").exists(), STARTS, "a save")
+        begun = f"global_step_{step}.*.unfinished"
+        wait_until(lambda: run.process.poll() is not None or any(run.folder.glob(begun)), STARTS, "a save")
     else:
         wait_until(lambda: run.process.poll() is not None or run.lines() >= moment.steps, STARTS, f"{moment.steps} lines")
     raylets = [process for process in run.family() if process.name() == "raylet"] if moment.target == "raylet" else []

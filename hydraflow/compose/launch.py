@@ -30,12 +30,11 @@ from hydraflow.compose.overrides import Prepared, config_folder, groups_in, prep
 from hydraflow.compose.own_files import missing_files, unreadable
 from hydraflow.compose.verl import config_file
 from hydraflow.errors import ConfigError, HydraflowError, Problem
+from hydraflow.interrupts import INTERRUPTED, TERMINATED, say_interrupted
 
 Config = TypeVar("Config")
 Run = Callable[[Config, Command], int | None]
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, which also ends a sweep."""
 _QUIET = {
     "hydra/job_logging": "none",
     "hydra/hydra_logging": "none",
@@ -60,7 +59,7 @@ def launch(
     `config_name` is a file of the config folder without its ending. `switches`: options of the entry point's own. `judges`: what it
     has to say against a configuration, in the same report as everything else. `tolerant`: it runs nothing, so what could not be
     honoured is told instead of refused; such an entry point prints the notes itself.
-    Use: `sys.exit(launch("ppo", PPOConfig, run))`.
+    Use: `command(lambda: launch("ppo", PPOConfig, run))`, of `interrupts.py`; `sys.exit` where nothing is to be ended.
     """
     arguments = split(sys.argv[1:], switches)
     if arguments.has("--help", "-h"):
@@ -103,8 +102,7 @@ def run_guarded(work: Callable[[], int | None]) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return say_interrupted()
 
 
 def help_text(config_name: str, schema: type, switches: Sequence[Switch] = ()) -> str:
@@ -147,8 +145,8 @@ def _hydra_main(entry: Entry[Config], arguments: Arguments, job: Callable[[Compo
         if shown is not None:
             return _show(finished(only_keys=True), shown)
         codes.append(run_guarded(lambda: job(finished())))
-        if codes[-1] == INTERRUPTED:
-            sys.exit(INTERRUPTED)
+        if codes[-1] in (INTERRUPTED, TERMINATED):
+            sys.exit(codes[-1])
         return codes[-1]
 
     _call_hydra(entry, arguments, prepared, compose)

@@ -27,6 +27,8 @@ SLICE = 0.25
 """Seconds of waiting for all ranks of a call, after which those that have answered are looked at: one may have failed."""
 GRACE = 1.0
 """Seconds in which the other ranks of a failed call may report too, so that the first cause is found."""
+FETCH = 10.0
+"""Seconds in which an answer that is there must arrive, after the answers of all ranks together have not."""
 
 
 class Crew(Protocol):
@@ -125,14 +127,16 @@ class Ledger:
     def _read(self, refs: Sequence[ObjectRef]) -> list[tuple[Ticket, Any]]:
         tickets = [self.pending.pop(ref) for ref in refs]
         try:
-            parcels = ray.get(list(refs)) if refs else []
+            parcels = ray.get(list(refs), timeout=max(ticket.seconds for ticket in tickets)) if refs else []
         except ray.exceptions.RayError:
             return [(ticket, self._read_one(ref, ticket)) for ref, ticket in zip(refs, tickets, strict=True)]
         return [(ticket, self._opened(ticket, parcel)) for ticket, parcel in zip(tickets, parcels, strict=True)]
 
     def _read_one(self, ref: ObjectRef, ticket: Ticket) -> Any:
         try:
-            parcel = ray.get(ref)
+            parcel = ray.get(ref, timeout=FETCH)
+        except ray.exceptions.GetTimeoutError:
+            return Failure(ticket.error("its answer is there, but does not arrive: the network to its node may be gone"), time.time())
         except ray.exceptions.RayActorError as error:
             return Failure(ticket.error(f"the process died: {_how_it_died(error)}"), time.time(), died=True)
         except ray.exceptions.RayError as error:

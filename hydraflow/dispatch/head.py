@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import socket
 import time
-from contextlib import suppress
 
-import psutil
 import ray
 
+from hydraflow.dispatch.processes import end_processes, own_ray_processes
 from hydraflow.errors import EnvironmentFault
 
 PERIOD = 2.0
@@ -66,7 +65,5 @@ def _answers(address: str) -> bool:
 
 def end_without_head() -> None:
     """Leaves Ray, and ends the processes that this one started: workers would look for the head for a minute before they end."""
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
+    end_processes(own_ray_processes(), grace=0.0)
     ray.shutdown()

@@ -11,6 +11,7 @@ import logging
 import math
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,12 +30,14 @@ from hydraflow.dispatch.group import Channel, Group, Limits, WorkerGroup, fetch
 from hydraflow.dispatch.head import Head, end_without_head
 from hydraflow.dispatch.placement import Reservation, ResourcePool, cpus_needed, release, reserve
 from hydraflow.dispatch.private import close_to_others
+from hydraflow.dispatch.processes import end_processes, own_ray_processes
 from hydraflow.dispatch.stacks import Named, names_of, write_stacks
 from hydraflow.dispatch.timeline import Timeline, ray_events
 from hydraflow.dispatch.transport import Traffic
 from hydraflow.dispatch.watch import Watch
 from hydraflow.dispatch.worker import RoleSpec
 from hydraflow.errors import ConfigError
+from hydraflow.interrupts import ending
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import RemoteBatch
 from hydraflow.role_logs import CONTROLLER
@@ -118,7 +121,9 @@ def _probe(address: str) -> str | None:
 
 def stop_ray() -> None:
     """Leaves Ray; a cluster that this process started ends with all its processes."""
+    processes = own_ray_processes()
     ray.shutdown()
+    end_processes(processes)
 
 
 class Runtime:
@@ -215,6 +220,10 @@ class Runtime:
 
     def stop(self) -> None:
         """Writes the timeline, ends all groups, gives the pools back and, if Ray was started here, ends Ray. May be called twice."""
+        with ending(sys.exc_info()[1]):
+            self._stop()
+
+    def _stop(self) -> None:
         gone = self.channel.ledger.head is not None and self.channel.ledger.head.is_gone
         self._write_timeline(with_ray=ray.is_initialized() and not gone)
         if not ray.is_initialized():

@@ -7,8 +7,9 @@ run folder holds metrics, curve and summary. Nothing is written before `begin`, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
@@ -18,6 +19,7 @@ from hydraflow.dispatch.profiler import require_profiler
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.watch import Watch, log_settings, made, require_writable, watch_of
 from hydraflow.errors import EnvironmentFault, HydraflowError, WorkerError
+from hydraflow.interrupts import ending
 from hydraflow.jobs import run_start
 from hydraflow.jobs.restarts import Restarts
 from hydraflow.jobs.run_start import RunStart
@@ -174,34 +176,54 @@ class Session:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Ends what the session began. What ended the run is what is reported: a fault of the end costs a warning then."""
+        self._note_why(error)
+        with ending(error):
+            faults = [fault for what, step in self._steps(error).items() if (fault := _fault_of(what, step)) is not None]
+            self.restarts.told_to_stop = self.clock.preempted
+            self.signals.__exit__(kind, error, trace)
+        decisive = [fault for fault in faults if isinstance(fault, EnvironmentFault | KeyboardInterrupt)]
+        if error is None and decisive:
+            raise decisive[0]
+
+    def _note_why(self, error: BaseException | None) -> None:
         if isinstance(error, HydraflowError):
             self.why = str(error).splitlines()[0]
         elif isinstance(error, Exception):
             self.why = f"{type(error).__name__}: {error}".splitlines()[0]
+        elif error is not None and self.signals.insisted:
+            self.why = self.clock.why_to_stop()
         if self._log_files is not None and error is not None:
             self._log_files.line("ERROR", f"{__name__}: {error if isinstance(error, HydraflowError) else self.why}")  # the caller shows it
+
+    def _steps(self, error: BaseException | None) -> dict[str, Callable[[], None]]:
+        """The end of the run, in order."""
+        return {
+            "closing the trackers": partial(self._close_trackers, failed=error is not None),
+            "ending the workers": self._stop_runtime,
+            "writing the summary": self._summarise,
+            "closing the log": self._close_log,
+            "leaving the run folder": partial(self._leave, error),
+        }
+
+    def _close_trackers(self, *, failed: bool) -> None:
         if self._trackers is not None:
-            self._trackers.close(failed=error is not None)
+            self._trackers.close(failed=failed)
+
+    def _stop_runtime(self) -> None:
         if self._runtime is not None:
             self._runtime.stop()
-        try:
-            self._summarise()
-        except EnvironmentFault as unwritten:
-            if error is None:
-                raise
-            logger.error("%s", unwritten)  # what ended the run is told last
-        finally:
-            self._close_log()
-            if self._start is not None:
-                failed = error is not None and not isinstance(error, WorkerError)  # a signal to all processes ends workers, too
-                self._leave(self._start, preempted=self.clock.preempted and self.why != DONE and not failed)
-            self.restarts.told_to_stop = self.clock.preempted
-            self.signals.__exit__(kind, error, trace)
 
-    def _leave(self, start: RunStart, *, preempted: bool) -> None:
-        if preempted:
-            start.folder.write_requeue(CheckpointStore(start.folder.path).pointer() or 0, self.clock.why_to_stop())
-        start.lock.release()
+    def _leave(self, error: BaseException | None) -> None:
+        if self._start is None:
+            return
+        # a signal to all processes ends workers, too, and one that was repeated ends a step
+        failed = error is not None and not isinstance(error, WorkerError) and not self.signals.insisted
+        try:
+            if self.clock.preempted and self.why != DONE and not failed:
+                self.folder.write_requeue(CheckpointStore(self.folder.path).pointer() or 0, self.clock.why_to_stop())
+        finally:
+            self._start.lock.release()
 
     def _summarise(self) -> None:
         if self._trackers is None:
@@ -210,3 +232,13 @@ class Session:
         self.folder.write_summary(summary)
         draw_curve(self.folder.path, self.folder.curve, title=self.trainer.experiment_name)
         print_summary(summary, self.folder.path)
+
+
+def _fault_of(what: str, step: Callable[[], None]) -> BaseException | None:
+    """What a step of the end raised. Libraries raise whatever they like, and no fault may keep the steps after it from being taken."""
+    try:
+        step()
+    except (Exception, KeyboardInterrupt) as fault:
+        logger.warning("%s: %s", what, fault if isinstance(fault, HydraflowError) else f"{type(fault).__name__}: {fault}")
+        return fault
+    return None

@@ -60,10 +60,12 @@ class FileTracker:
     def close(self, *, failed: bool = False) -> None:
         """Writes what is held, or says that it is lost, and closes the file."""
         try:
-            self._write()
+            try:
+                self._write()
+            finally:
+                self._file.close()  # a network file system may say only here that there was no room
         except OSError as error:
             logger.error("%s: %s; its last lines are lost", self._path, error.strerror)
-        self._file.close()
 
     def _write(self) -> None:
         while self._held:

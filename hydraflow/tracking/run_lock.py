@@ -1,6 +1,9 @@
 """One run at a time in a run folder, and who it is.
 
 In: a folder. Out: a lock that the kernel gives back when the process ends, however it ends; the file `.lock` names its owner.
+Some file systems have no such lock (Lustre without `-o flock`, NFS without lockd). There the owner's name is all there is: a run starts,
+with a warning, unless the process that `.lock` names may still live; the name is removed when the run ends.
+Left out on purpose: two runs that start in the same moment on such a file system, and file systems that lock per machine (`localflock`).
 """
 
 from __future__ import annotations
@@ -8,33 +11,67 @@ from __future__ import annotations
 import fcntl
 import getpass
 import json
+import logging
 import os
 import socket
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from hydraflow.errors import ConfigError
 
 LOCK_FILE = ".lock"
 
+logger = logging.getLogger(__name__)
+
 
 class RunLock:
-    """Held until `release`. Raises ConfigError, naming the owner, when another process holds it."""
+    """Held until `release`. Raises ConfigError, naming the owner, when another process holds it, and when `.lock` cannot be written."""
 
     def __init__(self, folder: Path, *, field: str):
-        self._file = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+        self._path = folder / LOCK_FILE
+        self._file = -1
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            rule = f"another run is at work there: {_owner(folder)}"
-            os.close(self._file)
-            raise ConfigError.one(field, folder, rule, f"{field}=<another folder>, or wait for it to end") from None
-        me = {"pid": os.getpid(), "host": socket.gethostname(), "user": _user(), "since": datetime.now().isoformat(timespec="seconds")}
-        os.truncate(self._file, 0)
-        os.pwrite(self._file, json.dumps(me).encode(), 0)
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+            self._is_kernels = self._take(field)
+            os.truncate(self._file, 0)
+            os.pwrite(self._file, json.dumps(_me()).encode(), 0)
+        except ConfigError:
+            self._close()
+            raise
+        except OSError as error:
+            self._close()
+            rule = f"{LOCK_FILE} in it cannot be written ({error.strerror}); it names {_in_words(_owner(folder))}"
+            raise ConfigError.one(field, folder, rule, self._remedy(field)) from None
 
     def release(self) -> None:
         """Lets others have the folder. A second call does nothing."""
+        if self._file >= 0 and not self._is_kernels:
+            self._path.unlink(missing_ok=True)
+        self._close()
+
+    def _take(self, field: str) -> bool:
+        """Whether the kernel keeps others out; False: this file system has no locks, and no other process is known to be there."""
+        folder = self._path.parent
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            rule = f"another run is at work there: {_in_words(_owner(folder))}"
+            raise ConfigError.one(field, folder, rule, f"{field}=<another folder>, or wait for it to end") from None
+        except OSError as error:
+            owner = _owner(folder)
+            if owner and _lives(owner) is not False:
+                rule = f"another run may be at work there, and this file system has no locks ({error.strerror}): {_in_words(owner)}"
+                raise ConfigError.one(field, folder, rule, self._remedy(field)) from None
+            text = "%s: this file system has no locks (%s), so a run that starts there in the same moment is not noticed"
+            logger.warning(text, folder, error.strerror)
+            return False
+        return True
+
+    def _remedy(self, field: str) -> str:
+        return f"{field}=<another folder>, or rm {self._path} once that run has ended"
+
+    def _close(self) -> None:
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
@@ -45,20 +82,47 @@ def is_at_work(folder: Path) -> bool | None:
 
     It does not try the lock: a run that starts in that moment would be refused.
     """
+    return _lives(_owner(folder))
+
+
+def _owner(folder: Path) -> dict[str, Any]:
+    """What `.lock` says; empty when that is nothing that can be read."""
     try:
         owner = json.loads((folder / LOCK_FILE).read_text())
-        pid, host = int(owner["pid"]), owner["host"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError):
+        return {}
+    return owner if isinstance(owner, dict) else {}
+
+
+def _lives(owner: dict[str, Any]) -> bool | None:
+    """Whether the process lives that `.lock` names; None: it does not say which, or one on another machine.
+
+    A number that the kernel has given to another process since then is told by when that one started.
+    """
+    pid = owner.get("pid")
+    if not isinstance(pid, int) or owner.get("host") != socket.gethostname():
         return None
-    return Path(f"/proc/{pid}").exists() if host == socket.gethostname() else None
+    ticks = _start_ticks(pid)
+    return ticks is not None and owner.get("start_ticks", ticks) == ticks
 
 
-def _owner(folder: Path) -> str:
+def _me() -> dict[str, Any]:
+    pid, since = os.getpid(), datetime.now().isoformat(timespec="seconds")
+    return {"pid": pid, "start_ticks": _start_ticks(pid), "host": socket.gethostname(), "user": _user(), "since": since}
+
+
+def _start_ticks(pid: int) -> int | None:
+    """When a process of this machine started, in clock ticks since the machine did; None: there is none with that number."""
     try:
-        owner = json.loads((folder / LOCK_FILE).read_text())
-        return f"process {owner['pid']} on {owner['host']}, of {owner['user']}, since {owner['since']}"
-    except (OSError, ValueError, KeyError):
-        return "it has not said yet who it is"
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, IndexError):
+        return None
+
+
+def _in_words(owner: dict[str, Any]) -> str:
+    if not {"pid", "host", "user", "since"} <= owner.keys():
+        return "a process that has not said who it is"
+    return f"process {owner['pid']} on {owner['host']}, of {owner['user']}, since {owner['since']}"
 
 
 def _user() -> str:

@@ -5,10 +5,13 @@ In: `trainer.logger` and what the run is. Out: one Tracker that passes each call
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
+from hydraflow.errors import HydraflowError
 from hydraflow.tracking.base import About, RunInfo, Sample, Tracker, TrackerFactory
 from hydraflow.tracking.console import open_console
 from hydraflow.tracking.file import FileTracker
@@ -18,6 +21,8 @@ from hydraflow.tracking.mlflow import MlflowTracker
 from hydraflow.tracking.swanlab import SwanlabTracker
 from hydraflow.tracking.tensorboard import TensorboardTracker
 from hydraflow.tracking.wandb import WandbTracker
+
+logger = logging.getLogger(__name__)
 
 TRACKERS: dict[str, TrackerFactory] = {
     "file": FileTracker,
@@ -54,12 +59,14 @@ class Trackers:
             tracker.flush()
 
     def close(self, *, failed: bool = False) -> None:
-        """Closes every tracker, the last one first; a second call does nothing. `failed`: the run did not end well."""
+        """Closes every tracker, the last one first, whatever one of them raises; a second call does nothing. `failed`: the run did not
+        end well."""
         for tracker in self._trackers:
             if isinstance(tracker, Background):
                 tracker.begin_closing(failed=failed)  # all at once: a second one that hangs costs no second wait
-        while self._trackers:
-            self._trackers.pop().close(failed=failed)
+        with ExitStack() as closing:  # also when a Ctrl-C ends the wait for one of them
+            while self._trackers:
+                closing.callback(_close, self._trackers.pop(0), failed=failed)
 
     def __enter__(self) -> Trackers:
         return self
@@ -89,6 +96,13 @@ def open_trackers(
     run = RunInfo(folder, title, total_steps, run_id, done_steps, seconds_of(folder), about or About(), redraws)
     wanted = {"file", *names}
     return Trackers([_open(name, run) for name in TRACKERS if name in wanted])
+
+
+def _close(tracker: Tracker, *, failed: bool) -> None:
+    try:
+        tracker.close(failed=failed)
+    except (OSError, ValueError, RuntimeError, HydraflowError) as error:
+        logger.warning("a tracker could not be closed (%s: %s); what it shows may lack the end", type(tracker).__name__, error)
 
 
 def _open(name: str, run: RunInfo) -> Tracker:

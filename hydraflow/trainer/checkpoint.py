@@ -13,7 +13,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -26,11 +26,15 @@ from hydraflow.trainer.checkpoint_store import CheckpointStore
 from hydraflow.trainer.config import LoopConfig
 from hydraflow.workers.config import CheckpointConfig
 from hydraflow.workers.engine_worker import EngineWorker
-from hydraflow.workers.saving import FileFacts, read_part
+from hydraflow.workers.saving import FileFacts, Part, read_part
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.05
+LEAVE_SECONDS = 10.0
+"""What the end of a run whose workers are gone waits for a disk."""
+DOUBT_SECONDS = 35.0
+"""How long a part that cannot be read is read again: NFS may repeat what it knew of a folder for 30 seconds."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ class Checkpointer:
         """Waits for the checkpoint at work. What went wrong is said; EnvironmentFault with trainer.stop_on_failed_save."""
         if self._at_work is None:
             return
-        wrong, self._at_work = self._at_work.result(), None
+        wrong, self._at_work = self._result(self._at_work), None
         if wrong:
             self._best = self.store.best()
         if wrong and self.trainer.stop_on_failed_save:
@@ -103,6 +107,15 @@ class Checkpointer:
         """Whether the newest checkpoint is of that step. EnvironmentFault as in `settle`."""
         self.settle()
         return self.store.pointer() == step
+
+    def _result(self, saving: Future[str]) -> str:
+        """What went wrong with a save. It waits for parts as long as for any call, and as long again for the disk."""
+        limit = 2 * self.trainer.rpc_timeout
+        try:
+            return saving.result(limit)
+        except TimeoutError:
+            text = f"a checkpoint in {self.store.folder} is not on the disk after {limit:g} seconds: the disk does not answer"
+            raise EnvironmentFault(f"{text} (twice trainer.rpc_timeout)") from None
 
     def require_space(self, total_steps: int, done: int) -> None:
         """Raises ConfigError when the disk has no room for two checkpoints, or for all where fewer are planned."""
@@ -131,8 +144,10 @@ class Checkpointer:
         try:
             if error is None:
                 self.settle()
+            elif self._at_work is not None:
+                wait([self._at_work], 2 * self.trainer.rpc_timeout if workers_live else LEAVE_SECONDS)
         finally:
-            self._thread.shutdown(wait=True)
+            self._thread.shutdown(wait=False)
 
     def _record(self, metrics: Mapping[str, float]) -> Score | None:
         """The validation's value when it is the best so far."""
@@ -167,8 +182,8 @@ class Checkpointer:
 
     def _finish(self, unfinished: Path, step: int, ranks: Mapping[str, int], regular: bool, score: Score | None) -> str:
         """Waits for all parts and makes them a checkpoint; returns what went wrong."""
-        wrong, files = self._wait(unfinished, ranks)
         try:
+            wrong, files = self._wait(unfinished, ranks)
             if not wrong:
                 self.store.seal(unfinished, step, files)
                 self._publish(unfinished, step, regular, score)
@@ -182,11 +197,12 @@ class Checkpointer:
     def _wait(self, unfinished: Path, ranks: Mapping[str, int]) -> tuple[str, dict[str, FileFacts]]:
         missing = [(role, rank) for role, size in ranks.items() for rank in range(size)]
         files: dict[str, FileFacts] = {}
+        doubts: dict[tuple[str, int], float] = {}
         deadline = time.monotonic() + self.trainer.rpc_timeout
         wrong = ""
         while missing:
             for role, rank in list(missing):
-                part = read_part(unfinished, role, rank)
+                part = self._part(unfinished, role, rank, doubts)
                 if part is not None:
                     missing.remove((role, rank))
                     files |= part.files
@@ -198,6 +214,16 @@ class Checkpointer:
             if missing:
                 self._given_up.wait(POLL_SECONDS)
         return wrong, files
+
+    def _part(self, unfinished: Path, role: str, rank: int, doubts: dict[tuple[str, int], float]) -> Part | None:
+        """A rank's part; None while it is at work, and while what cannot be read may be a moment's fault. `doubts`: since when."""
+        try:
+            return read_part(unfinished, role, rank)
+        except (OSError, ValueError) as error:
+            since = doubts.setdefault((role, rank), time.monotonic())
+            if time.monotonic() - since < DOUBT_SECONDS:
+                return None
+            return Part({}, f"{role} rank {rank}: {error}")
 
     def _publish(self, sealed: Path, step: int, regular: bool, score: Score | None) -> None:
         """The pointer moves last, so that a run that is cut off before does all of it again."""

@@ -4,7 +4,7 @@ In: parts that workers have written, and what the controller knows. Out:
 
     latest_checkpointed_iteration.txt   the step to go on from; replaced last, in one go
     global_step_12/                     manifest.json (every file with size and checksum), trainer.json, a folder for each role
-    global_step_14.unfinished/          being written, or left by a run that was cut off
+    global_step_14.5f1c09be.unfinished/ being written, or left by a run that was cut off; each attempt has a name of its own
     best/global_step_6/                 the best by a metric, and best/best.json with its value
 
 A reader finds a checkpoint whole or not at all: files and folders are flushed before the rename, the rename before the pointer.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -86,8 +87,8 @@ class CheckpointStore:
 
     def begin(self, step: int, ranks: Mapping[str, int], state: Mapping[str, Any]) -> Path:
         """A folder for the parts of `ranks` ranks of each role, with the run's state in it. OSError when it cannot be made."""
-        unfinished = self.path(step).with_name(self.path(step).name + UNFINISHED)
-        shutil.rmtree(unfinished, ignore_errors=True)
+        # a name of its own: a rank of an earlier start, on a machine that was taken for lost, may still be writing this step
+        unfinished = self.path(step).with_name(f"{self.path(step).name}.{secrets.token_hex(4)}{UNFINISHED}")
         unfinished.mkdir(parents=True)
         for role, size in ranks.items():
             for rank in range(size):
@@ -149,7 +150,7 @@ class CheckpointStore:
     def clear_leftovers(self) -> None:
         """Removes what a run that was cut off had not finished."""
         for leftover in [*self.folder.glob(f"global_step_*{UNFINISHED}"), *self.folder.glob(f"{BEST}/*{UNFINISHED}")]:
-            shutil.rmtree(leftover)
+            shutil.rmtree(leftover, ignore_errors=True)  # a rank that was taken for lost may add to it still; nobody else will
 
     def set_aside(self, step: int, damaged: Collection[int]) -> list[Path]:
         """Gives other names to what does not lead to `step`: damaged checkpoints, and newer ones. Returns where they are now."""

@@ -1,6 +1,7 @@
 """Signals that ask a run to save and end: SIGTERM, and SIGUSR1, which Slurm sends ahead of a time limit if asked to.
 
-In: a signal to this process. Out: its name, which the loop looks at between steps. SIGINT is not among them: it ends at once.
+In: a signal to this process. Out: its name, which the loop looks at between steps. A SIGTERM that is repeated no longer waits for a
+step, which may hang: it ends the run as Ctrl-C does (`interrupts.py`), with an exit code of its own.
 Left out on purpose: signals to worker processes. Whoever signals a whole job kills its workers; the checkpoint before it counts then.
 """
 
@@ -13,9 +14,14 @@ import time
 from types import FrameType, TracebackType
 from typing import Any
 
+from hydraflow.interrupts import ENDS, TERMINATED
+
 logger = logging.getLogger(__name__)
 
 WATCHED = (signal.SIGTERM, signal.SIGUSR1)
+REPEATED = 5.0
+"""Seconds after which another SIGTERM is a second one. One request often comes twice: timeout(1) signals its child and then the group,
+a batch script passes on what its step got, too. SIGUSR1 only warns, and a SIGTERM after it is a first one: a save may be at work."""
 
 
 class StopSignals:
@@ -24,6 +30,8 @@ class StopSignals:
     def __init__(self) -> None:
         self.received = ""
         """Name of the signal; empty while none has come."""
+        self.insisted = False
+        """Whether SIGTERM was repeated."""
         self.terminated_at: float | None = None
         """time.monotonic() of the first SIGTERM."""
         self._before: dict[signal.Signals, Any] = {}
@@ -40,6 +48,12 @@ class StopSignals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self.received:
             self.received = signal.Signals(number).name
-            logger.warning("%s: saves after this step, then ends", self.received)
-        if number == signal.SIGTERM and self.terminated_at is None:
-            self.terminated_at = time.monotonic()
+            logger.warning("%s: saves after this step, then ends; SIGTERM after %g s more ends at once", self.received, REPEATED)
+        if number != signal.SIGTERM:
+            return
+        now = time.monotonic()
+        if self.terminated_at is None:
+            self.terminated_at = now
+        elif now - self.terminated_at >= REPEATED:
+            self.insisted = True
+            ENDS.interrupt(TERMINATED)

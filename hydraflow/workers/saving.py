@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from hydraflow.engine.base import Snapshot
 from hydraflow.errors import EnvironmentFault
@@ -67,13 +68,25 @@ def expect_part(checkpoint: Path, role: str, rank: int) -> None:
 
 
 def read_part(checkpoint: Path, role: str, rank: int) -> Part | None:
-    """What a rank has written; None while it is at work."""
+    """What a rank has written; None while it is at work.
+
+    OSError or ValueError when its report cannot be read, or is not there though the rank has ended: of a file system that several
+    machines see, neither need be true a moment later.
+    """
     at_work = _pending(checkpoint, role, rank).exists()  # looked at first: it goes after the report has come
     report = _report(checkpoint, role, rank)
     if report.exists():
-        told = json.loads(report.read_text())
-        return Part({name: FileFacts(**facts) for name, facts in told["files"].items()}, told["error"])
-    return None if at_work else Part({}, f"{role} rank {rank} wrote nothing and could not say why; its log may")
+        return _told(json.loads(report.read_text()))
+    if not at_work:
+        raise FileNotFoundError("it wrote nothing and could not say why; its log may")
+    return None
+
+
+def _told(report: Any) -> Part:
+    try:
+        return Part({name: FileFacts(**facts) for name, facts in report["files"].items()}, report["error"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"its report is none: {str(report)[:100]}") from error
 
 
 def save_part(snapshot: Snapshot, checkpoint: Path, role: str, rank: int, *, background: bool) -> None:

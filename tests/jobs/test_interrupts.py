@@ -8,13 +8,27 @@ import re
 import signal
 import socket
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
-from jobs.command import SMALL_RECIPE, SMALL_STEPS, Started, has_lines, hydraflow, read_steps, start, wait_for
+from jobs.command import (
+    SMALL_RECIPE,
+    SMALL_STEPS,
+    Started,
+    has_lines,
+    hydraflow,
+    processes_with,
+    read_steps,
+    start,
+    wait_for,
+)
 
+from hydraflow.tracking.run_lock import RunLock
 from hydraflow.trainer.checkpoint_store import CheckpointStore
+from hydraflow.trainer.signals import REPEATED
 
 pytestmark = pytest.mark.slow
 
@@ -36,6 +50,70 @@ def busy_training_processes(started: Started) -> list[psutil.Process]:
     family = psutil.Process(started.process.pid).children(recursive=True)
     at_work = [process for process in family if "ray::WorkerHost.invoke" in " ".join(process.cmdline())]
     return [process for process in at_work if not process.children()]
+
+
+def interrupt_again_and_again(started: Started) -> None:
+    """Six times within half a second, as an impatient hand does."""
+    for _ in range(6):
+        with suppress(ProcessLookupError):
+            os.killpg(started.process.pid, signal.SIGINT)
+        time.sleep(0.1)
+
+
+def ray_starts(started: Started) -> bool:
+    """Whether the first of Ray's own processes is there; the connection to it is not yet."""
+    return any("gcs_server" in Path(f"/proc/{pid}/cmdline").read_text() for pid in processes_with([started.mark]))
+
+
+def imports(started: Started) -> bool:
+    """Whether Python has come to our own code: torch is among the first libraries after that."""
+    return "libtorch" in Path(f"/proc/{started.process.pid}/maps").read_text()
+
+
+def trains(started: Started) -> bool:
+    return has_lines(started.log.parent / "out" / "metrics.jsonl", 4)
+
+
+def begins_to_end(started: Started) -> bool:
+    """Interrupts it once, when it trains."""
+    if trains(started):
+        os.killpg(started.process.pid, signal.SIGINT)
+        time.sleep(0.3)
+    return trains(started)
+
+
+@pytest.mark.parametrize("moment", [imports, ray_starts, trains, begins_to_end])
+def test_ctrl_c_again_and_again(tmp_path: Path, recipe_cache: Path, moment: Callable[[Started], bool]) -> None:
+    started = start("main_ppo", *ENDLESS, "trainer.save_freq=1", f"recipe.cache_dir={recipe_cache}", cwd=tmp_path)
+    wait_for(lambda: moment(started), 180, moment.__name__)
+    interrupt_again_and_again(started)
+    assert started.process.wait(timeout=30) == 130, started.said()[-3000:]
+    wait_for(lambda: not processes_with([started.mark]), 10, "all processes to end")
+    assert "Traceback" not in started.said() and started.said().endswith("interrupted\n"), started.said()[-3000:]
+    if moment in (trains, begins_to_end):
+        RunLock(tmp_path / "out", field="trainer.default_local_dir").release()
+        assert why_it_ended(tmp_path) == "interrupted"
+
+
+def test_a_second_sigterm_does_not_wait_for_a_step_that_hangs(tmp_path: Path, recipe_cache: Path) -> None:
+    """The first one only asks; a copy of it right after it changes nothing."""
+    started = start("main_ppo", *ENDLESS, "trainer.save_freq=2", f"recipe.cache_dir={recipe_cache}", cwd=tmp_path)
+    wait_for(lambda: trains(started), 180, "the first steps")
+    for process in psutil.Process(started.process.pid).children(recursive=True):
+        if "ray::WorkerHost" in " ".join(process.cmdline()):
+            process.send_signal(signal.SIGSTOP)
+    for _ in range(2):
+        started.process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+    time.sleep(REPEATED)
+    assert started.process.poll() is None, "the step that hangs may still end"
+    started.process.send_signal(signal.SIGTERM)
+    assert started.process.wait(timeout=30) == 143, started.said()[-3000:]
+    wait_for(lambda: not processes_with([started.mark]), 10, "all processes to end")
+    assert "Traceback" not in started.said() and started.said().endswith("ended by a repeated SIGTERM\n")
+    assert why_it_ended(tmp_path) == "SIGTERM received"
+    assert json.loads((tmp_path / "out" / "requeue").read_text())["why"] == "SIGTERM received"
+    RunLock(tmp_path / "out", field="trainer.default_local_dir").release()
 
 
 @pytest.fixture(scope="module")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from hydraflow.dispatch.config import ProfilerConfig
+from hydraflow.errors import EnvironmentFault, GuardStop
 from hydraflow.jobs.session import Session
 from hydraflow.role_logs import LogSettings
 from hydraflow.schema import SFTConfig
+from hydraflow.tracking.run_lock import RunLock
 from hydraflow.trainer.config import SFTTrainerConfig
 from hydraflow.trainer.identity import Identity
 from hydraflow.trainer.resume import Wanted
@@ -33,3 +37,84 @@ def test_a_run_can_do_without_log_files(tmp_path: Path, caplog: pytest.LogCaptur
     monkeypatch.setattr("hydraflow.jobs.session.log_settings", lambda run, log: LogSettings("/proc/nowhere"))
     begun(tmp_path)
     assert "no log files in /proc/nowhere" in caplog.text
+
+
+class Stopped:
+    """A runtime that counts its stops and raises `fault` in them."""
+
+    def __init__(self, fault: BaseException | None = None):
+        self.fault, self.stops = fault, 0
+
+    def stop(self) -> None:
+        self.stops += 1
+        if self.fault is not None:
+            raise self.fault
+
+
+def raising(fault: BaseException) -> Callable[..., None]:
+    def close(**options: object) -> None:
+        raise fault
+
+    return close
+
+
+def ended(folder: Path, error: BaseException | None, *, runtime: Stopped, closing: BaseException | None = None) -> None:
+    """Begins a run, logs one step, and ends with `error`; `closing`: what the trackers raise then."""
+    config = SFTConfig(trainer=SFTTrainerConfig(default_local_dir=str(folder), logger=["file"]))
+    with Session(config, scoring=False) as session:
+        assert session.begin(Wanted(Identity({}), {}, 8))
+        trackers = session.open_trackers(8)
+        trackers.log({"train/loss": 1.0}, 1)
+        session.why = "all steps done"
+        session._runtime = runtime  # type: ignore[assignment]
+        if closing is not None:
+            trackers.close = raising(closing)  # type: ignore[method-assign]
+        if error is not None:
+            raise error
+
+
+def assert_left(folder: Path, runtime: Stopped) -> None:
+    """Workers were ended, the folder is free, and the summary is there."""
+    assert runtime.stops == 1
+    RunLock(folder, field="trainer.default_local_dir").release()
+    assert (folder / "summary.json").exists()
+
+
+FAULTS = [OSError(122, "Disk quota exceeded"), RuntimeError("a library"), KeyboardInterrupt()]
+
+
+@pytest.mark.parametrize("closing", FAULTS, ids=lambda fault: type(fault).__name__)
+@pytest.mark.parametrize("stopping", [None, *FAULTS], ids=lambda fault: type(fault).__name__)
+def test_every_step_of_the_end_is_taken_and_what_ended_the_run_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, closing: BaseException, stopping: BaseException | None
+) -> None:
+    runtime = Stopped(stopping)
+    with pytest.raises(GuardStop, match="too many"):
+        ended(tmp_path, GuardStop("too many"), runtime=runtime, closing=closing)
+    assert_left(tmp_path, runtime)
+    assert f"closing the trackers: {type(closing).__name__}" in caplog.text
+    assert json.loads((tmp_path / "summary.json").read_text())["why_it_ended"] == "too many"
+
+
+def test_a_tracker_that_cannot_be_closed_does_not_fail_a_run_that_is_done(tmp_path: Path) -> None:
+    runtime = Stopped(OSError(5, "Input/output error"))
+    ended(tmp_path, None, runtime=runtime, closing=OSError(122, "Disk quota exceeded"))
+    assert_left(tmp_path, runtime)
+
+
+def test_a_ctrl_c_during_the_end_of_a_run_that_was_done_is_not_lost(tmp_path: Path) -> None:
+    runtime = Stopped()
+    with pytest.raises(KeyboardInterrupt):
+        ended(tmp_path, None, runtime=runtime, closing=KeyboardInterrupt())
+    assert_left(tmp_path, runtime)
+
+
+def test_a_summary_that_cannot_be_written_fails_a_run_that_is_done_and_frees_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hydraflow.jobs.session.RunFolder.write_summary", lambda folder, summary: raising(EnvironmentFault("full"))())
+    with pytest.raises(EnvironmentFault, match="full"):
+        ended(tmp_path, None, runtime=Stopped())
+    RunLock(tmp_path, field="trainer.default_local_dir").release()
+    with pytest.raises(GuardStop):
+        ended(tmp_path, GuardStop("too many"), runtime=Stopped())

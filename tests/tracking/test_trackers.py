@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from hydraflow.tracking.trackers import open_trackers
+from hydraflow.errors import EnvironmentFault
+from hydraflow.tracking.trackers import Trackers, open_trackers
 
 
 def test_the_file_is_written_without_being_asked_for(tmp_path: Path) -> None:
@@ -28,3 +29,30 @@ def test_an_interrupt_closes_every_tracker(tmp_path: Path) -> None:
         raise KeyboardInterrupt
     assert file.closed
     trackers.close()
+
+
+class Closing:
+    """A tracker that notes that it is closed, and raises then."""
+
+    def __init__(self, fault: BaseException | None = None):
+        self.fault, self.closed = fault, False
+
+    def close(self, *, failed: bool = False) -> None:
+        self.closed = True
+        if self.fault is not None:
+            raise self.fault
+
+
+@pytest.mark.parametrize("fault", [OSError(122, "Disk quota exceeded"), RuntimeError("a library"), EnvironmentFault("no room")])
+def test_one_that_cannot_be_closed_costs_a_warning(fault: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    all_of_them = [Closing(), Closing(fault), Closing()]
+    Trackers(all_of_them).close()  # type: ignore[arg-type]
+    assert all(one.closed for one in all_of_them)
+    assert f"a tracker could not be closed (Closing: {fault})" in caplog.text
+
+
+def test_a_ctrl_c_in_one_leaves_none_open() -> None:
+    all_of_them = [Closing(), Closing(KeyboardInterrupt()), Closing()]
+    with pytest.raises(KeyboardInterrupt):
+        Trackers(all_of_them).close()  # type: ignore[arg-type]
+    assert all(one.closed for one in all_of_them)

@@ -139,8 +139,31 @@ def test_a_rank_that_cannot_even_say_so_is_noticed(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(Path, "write_text", full)
     save_part(Broken(), unfinished, "actor", 1, background=False)
-    part = read_part(unfinished, "actor", 1)
-    assert part is not None and "wrote nothing" in part.error
+    with pytest.raises(FileNotFoundError, match="wrote nothing"):
+        read_part(unfinished, "actor", 1)
+
+
+@pytest.mark.parametrize("report", ["", "{", "null", "[]", '{"files": 1, "error": ""}', '{"files": {"a": {}}, "error": ""}'])
+def test_a_report_that_is_none(tmp_path: Path, report: str) -> None:
+    unfinished = CheckpointStore(tmp_path).begin(2, RANKS, {})
+    (unfinished / "parts" / "actor-1.json").write_text(report)
+    with pytest.raises(ValueError):
+        read_part(unfinished, "actor", 1)
+
+
+def test_two_attempts_at_a_step_do_not_mix(tmp_path: Path) -> None:
+    """A rank of the first one, on a machine that was taken for lost, writes still."""
+    first = CheckpointStore(tmp_path).begin(2, RANKS, {})
+    CheckpointStore(tmp_path).clear_leftovers()
+    second = CheckpointStore(tmp_path).begin(2, RANKS, {})
+    (first / "actor").mkdir(parents=True)
+    save_part(Written(b"late"), first, "actor", 1, background=False)
+    assert read_part(second, "actor", 1) is None and not list((second / "actor").iterdir())
+    store = CheckpointStore(tmp_path)
+    save(store, 2)
+    assert damage(store.path(2), ["actor", "critic"]) == ""
+    store.clear_leftovers()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_2", POINTER]
 
 
 def test_the_oldest_go_also_those_of_an_earlier_start(tmp_path: Path) -> None:

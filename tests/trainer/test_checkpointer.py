@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 
 from hydraflow.dispatch.head import HeadLost
 from hydraflow.errors import ConfigError, EnvironmentFault, WorkerError
+from hydraflow.trainer import checkpoint
 from hydraflow.trainer.checkpoint import Checkpointer, RoleCheckpoints, Score
 from hydraflow.trainer.checkpoint_store import CheckpointStore
 from hydraflow.trainer.config import TrainerConfig
@@ -157,6 +160,65 @@ def test_workers_that_do_not_finish_are_named(tmp_path: Path, group: Group, capl
     group.silent = True
     run(checkpointer(tmp_path, group, save_freq=1, rpc_timeout=0.2), [0.0])
     assert "actor rank 0 did not finish in 0.2 seconds" in caplog.text
+
+
+class Stale:
+    """A file system on which some files cannot be read: all reports, so many times."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, times: int):
+        self.left, self._read = times, Path.read_text
+        monkeypatch.setattr(Path, "read_text", lambda path, **options: self.read(path, **options))
+
+    def read(self, path: Path, **options: Any) -> str:
+        if path.parent.name == "parts" and self.left:
+            self.left -= 1
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return self._read(path, **options)
+
+
+def test_a_read_error_of_a_moment_costs_nothing(tmp_path: Path, group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    stale = Stale(monkeypatch, times=5)
+    run(checkpointer(tmp_path, group, save_freq=1), [0.0])
+    assert stale.left == 0 and CheckpointStore(tmp_path).pointer() == 1
+
+
+@pytest.mark.parametrize("report", ["", "[1]"])
+def test_a_report_that_stays_unreadable_costs_the_save(
+    tmp_path: Path, group: Group, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, report: str
+) -> None:
+    monkeypatch.setattr(checkpoint, "DOUBT_SECONDS", 0.2)
+    group.silent = True
+    with checkpointer(tmp_path, group, save_freq=1) as checkpoints:
+        checkpoints.after(1, {}, last=False, preempted=False)
+        parts = next(tmp_path.glob("global_step_1.*.unfinished/parts"))
+        for rank in range(group.world_size):
+            (parts / f"actor-{rank}.json").write_text(report)
+        checkpoints.settle()
+        assert "the checkpoint of step 1 could not be saved: actor rank 0: " in caplog.text
+        group.silent = False
+        checkpoints.after(2, {}, last=True, preempted=False)
+    assert CheckpointStore(tmp_path).steps() == [2]
+
+
+def test_a_rank_that_wrote_nothing_is_looked_at_again_first(tmp_path: Path, group: Group) -> None:
+    group.silent = True
+    with checkpointer(tmp_path, group, save_freq=1) as checkpoints:
+        checkpoints.after(1, {}, last=True, preempted=False)
+        parts = next(tmp_path.glob("global_step_1.*.unfinished/parts"))
+        for rank in range(group.world_size):
+            (parts / f"actor-{rank}.pending").unlink()
+        time.sleep(0.3)
+        for rank in range(group.world_size):
+            save_part(group.snapshot, parts.parent, "actor", rank, background=False)
+    assert CheckpointStore(tmp_path).steps() == [1]
+
+
+def test_a_disk_that_does_not_answer_is_not_waited_for_without_end(tmp_path: Path, group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(CheckpointStore, "seal", lambda *args: answers.wait(60))
+    with pytest.raises(EnvironmentFault, match="is not on the disk after 1 seconds: the disk does not answer"):
+        run(checkpointer(tmp_path, group, save_freq=1, rpc_timeout=0.5), [0.0])
+    answers.set()
 
 
 @pytest.mark.parametrize(("free", "keep", "verdict"), [(100, None, "refused"), (250, None, "warned"), (250, 1, ""), (2000, None, "")])

@@ -7,6 +7,7 @@ import signal
 import pytest
 
 from hydraflow.tracking.endings import OUT_OF_TIME
+from hydraflow.trainer import signals
 from hydraflow.trainer.clock import Clock
 from hydraflow.trainer.signals import StopSignals
 
@@ -14,14 +15,33 @@ from hydraflow.trainer.signals import StopSignals
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_the_first_one_counts(number: signal.Signals) -> None:
     before = signal.getsignal(number)
-    with StopSignals() as signals:
-        clock = Clock(1000.0, signals)
+    with StopSignals() as stop:
+        clock = Clock(1000.0, stop)
         assert not clock.is_over() and clock.why_to_stop() == ""
         signal.raise_signal(number)
         signal.raise_signal(signal.SIGTERM)
         assert clock.is_over() and clock.preempted
         assert clock.why_to_stop() == f"{number.name} received"
     assert signal.getsignal(number) == before
+
+
+def test_a_sigterm_that_is_repeated_later_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "REPEATED", 0.0)
+    with StopSignals() as received:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGUSR1)
+        assert not received.insisted
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        assert received.insisted and received.received == "SIGTERM"
+
+
+def test_a_sigterm_after_sigusr1_is_a_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "REPEATED", 0.0)
+    with StopSignals() as received:
+        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGTERM)
+        assert received.received == "SIGUSR1" and not received.insisted
 
 
 def test_a_clock_that_ran_out_is_not_preempted() -> None:

@@ -1,0 +1,53 @@
+"""Ray's processes on this machine: which this process started, and that none is left when it leaves Ray.
+
+In: this process's Ray. Out: its processes, with everything below them: workers, agents, what workers started.
+Left out on purpose: processes of a cluster that was started elsewhere; they end with that cluster.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+import psutil
+from ray._private import worker as ray_worker
+
+GRACE = 3.0
+"""Seconds in which processes may end by themselves once Ray has told them to: its agents would look for it for a minute."""
+KILL_SECONDS = 5.0
+"""What the end of killed processes is waited for."""
+
+
+def own_ray_processes() -> list[psutil.Process]:
+    """Those that live. To be asked for while Ray runs: what is below a process that has ended belongs to nobody."""
+    node = ray_worker._global_node
+    if node is None:
+        return []
+    found = []
+    for pid in [info.process.pid for infos in node.all_processes.values() for info in infos]:
+        with suppress(psutil.NoSuchProcess):
+            found += [one := psutil.Process(pid), *one.children(recursive=True)]
+    return found
+
+
+def end_processes(processes: Sequence[psutil.Process], grace: float = GRACE) -> None:
+    """Waits until they have ended, and kills those that have not after `grace` seconds."""
+    _wait(processes, grace)
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    _wait(processes, KILL_SECONDS)
+
+
+def _wait(processes: Sequence[psutil.Process], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while any(map(_lives, processes)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _lives(process: psutil.Process) -> bool:
+    """A zombie is gone: its parent may never ask for it."""
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False

@@ -1,0 +1,171 @@
+"""How a command ends: what one Ctrl-C does, what more of them do, and that no end lasts for ever. Each command here is a process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hydraflow.errors import GuardStop
+
+HEAD = """
+import subprocess, sys, threading, time
+from hydraflow import interrupts
+from hydraflow.compose.launch import run_guarded
+from hydraflow.errors import GuardStop
+from hydraflow.interrupts import ENDS, command, ending
+
+def say(*words):
+    print(*words, flush=True)
+
+def clean_up(seconds, error):
+    with ending(error):
+        say("ending")
+        time.sleep(seconds)
+        say("cleaned up")
+
+"""
+WORKS = """
+def work():
+    child = subprocess.Popen(["sh", "-c", "sleep 300 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
+    try:
+        say("works", child.pid, child.stdout.readline().strip())
+        time.sleep(300)
+    except KeyboardInterrupt as error:
+        clean_up({seconds}, error)
+        raise
+ENDS.patience = {patience}
+interrupts.LIMIT = {limit}
+command(lambda: run_guarded(work))
+"""
+
+
+class Command:
+    """A process that runs a program; both of its streams are read as one."""
+
+    def __init__(self, program: str):
+        words = [sys.executable, "-c", textwrap.dedent(HEAD) + program]
+        self.process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+        assert self.process.stdout is not None
+        self.stdout = self.process.stdout
+
+    def line(self) -> str:
+        return self.stdout.readline().rstrip("\n")
+
+    def rest(self) -> str:
+        return self.stdout.read()
+
+    def interrupt(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.process.send_signal(signal.SIGINT)
+            time.sleep(0.1)
+
+
+@pytest.fixture
+def commands() -> Iterator[list[Command]]:
+    """Those that a test starts; none outlives it."""
+    started: list[Command] = []
+    yield started
+    for one in started:
+        one.process.kill()
+        one.process.wait()
+        one.stdout.close()
+
+
+def begin(commands: list[Command], program: str) -> Command:
+    commands.append(Command(program))
+    return commands[-1]
+
+
+def begin_to_work(commands: list[Command], *, seconds: float, patience: float = 60.0, limit: float = 60.0) -> tuple[Command, list[int]]:
+    """A command that works, and its processes; once it is interrupted, it cleans up for so many seconds."""
+    one = begin(commands, WORKS.format(seconds=seconds, patience=patience, limit=limit))
+    word, *pids = one.line().split()
+    assert word == "works"
+    return one, [int(pid) for pid in pids]
+
+
+def assert_gone(pids: list[int]) -> None:
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=10)
+    assert len(pids) == 2 and all(one.status() == psutil.STATUS_ZOMBIE for one in alive)
+
+
+def test_more_of_them_do_not_cut_the_end_short(commands: list[Command]) -> None:
+    one, pids = begin_to_work(commands, seconds=1.5)
+    one.interrupt(6)
+    assert one.rest() == "ending\ncleaned up\ninterrupted\n"
+    assert one.process.wait(30) == 130
+    assert_gone(pids)
+
+
+def test_an_end_that_hangs_can_be_interrupted(commands: list[Command]) -> None:
+    one, pids = begin_to_work(commands, seconds=300, patience=0.5)
+    one.interrupt()
+    assert one.line() == "ending"
+    time.sleep(1.0)
+    one.interrupt()
+    assert one.rest() == "the end was interrupted: ended at once\n"
+    assert one.process.wait(30) == 130
+    assert_gone(pids)
+
+
+def test_an_end_that_hangs_has_a_limit(commands: list[Command]) -> None:
+    one, pids = begin_to_work(commands, seconds=300, limit=1.0)
+    one.interrupt()
+    assert one.rest() == "ending\nthe end took more than 1 seconds: ended at once\n"
+    assert one.process.wait(30) == 130
+    assert_gone(pids)
+
+
+def test_what_ended_the_run_is_said_and_decides_the_code(commands: list[Command]) -> None:
+    one = begin(
+        commands,
+        """
+def work():
+    error = GuardStop("too many bad steps")
+    clean_up(300, error)
+    raise error
+interrupts.LIMIT = 0.5
+command(lambda: run_guarded(work))
+""",
+    )
+    assert one.rest() == "ending\ntoo many bad steps\nthe end took more than 0.5 seconds: ended at once\n"
+    assert one.process.wait(30) == GuardStop.exit_code
+
+
+def test_a_thread_that_hangs_does_not_keep_the_process(commands: list[Command]) -> None:
+    one = begin(
+        commands,
+        """
+threading.Thread(target=time.sleep, args=(300,)).start()
+interrupts.EXIT_LIMIT = 0.5
+command(lambda: 3)
+""",
+    )
+    assert one.rest() == "Python has not left in 0.5 seconds: ended at once\n"
+    assert one.process.wait(30) == 3
+
+
+@pytest.mark.parametrize(
+    ("main", "code", "said"),
+    [("lambda: 5", 5, ""), ("lambda: sys.exit(4)", 4, ""), ("lambda: sys.exit()", 0, ""), ("lambda: sys.exit('no')", 1, "no\n")],
+)
+def test_the_code_is_handed_on(commands: list[Command], main: str, code: int, said: str) -> None:
+    one = begin(commands, f"command({main})")
+    assert (one.rest(), one.process.wait(30)) == (said, code)
+
+
+def test_a_job_in_the_background_stays_deaf(commands: list[Command]) -> None:
+    """A shell has SIGINT ignored in what it starts with `&`."""
+    program = "import signal\ncommand(lambda: int(signal.getsignal(signal.SIGINT) is signal.SIG_IGN) + 5)"
+    shell = f"trap '' INT; exec {sys.executable} -c \"$0\""
+    done = subprocess.run(["sh", "-c", shell, HEAD + program], check=False, timeout=60, env=dict(os.environ), cwd=Path.cwd())
+    assert done.returncode == 6
