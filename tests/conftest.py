@@ -29,7 +29,7 @@ settings.load_profile("hydraflow")
 def ray_session() -> Iterator[None]:
     """A local Ray that counts 8 CPUs. `Runtime.start` finds it running, uses it and leaves it running."""
     from hydraflow.dispatch.config import RayInitConfig
-    from hydraflow.dispatch.runtime import start_ray, stop_ray
+    from hydraflow.dispatch.start import start_ray, stop_ray
 
     start_ray(RayInitConfig(num_cpus=8), cpus=8)
     yield

@@ -42,11 +42,11 @@ def end_processes(processes: Sequence[psutil.Process], grace: float = GRACE) -> 
 
 def _wait(processes: Sequence[psutil.Process], seconds: float) -> None:
     deadline = time.monotonic() + seconds
-    while any(map(_lives, processes)) and time.monotonic() < deadline:
+    while any(map(lives, processes)) and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
-def _lives(process: psutil.Process) -> bool:
+def lives(process: psutil.Process) -> bool:
     """A zombie is gone: its parent may never ask for it."""
     with suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

@@ -8,35 +8,27 @@ Left out on purpose: what the groups do.
 from __future__ import annotations
 
 import logging
-import math
-import signal
-import socket
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
 
 import ray
-from ray._private.services import canonicalize_bootstrap_address
-from ray.exceptions import AuthenticationError
 
-from hydraflow.device import usable_cores
-from hydraflow.dispatch.cluster import refusal
 from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.group import Channel, Group, Limits, WorkerGroup, fetch
+from hydraflow.dispatch.guard import RayGuard
 from hydraflow.dispatch.head import Head, end_without_head
 from hydraflow.dispatch.placement import Reservation, ResourcePool, cpus_needed, release, reserve
-from hydraflow.dispatch.private import close_to_others
-from hydraflow.dispatch.processes import end_processes, own_ray_processes
+from hydraflow.dispatch.processes import end_processes
 from hydraflow.dispatch.stacks import Named, names_of, write_stacks
+from hydraflow.dispatch.start import start_ray, stop_ray
 from hydraflow.dispatch.timeline import Timeline, ray_events
 from hydraflow.dispatch.transport import Traffic
 from hydraflow.dispatch.watch import Watch
 from hydraflow.dispatch.worker import RoleSpec
-from hydraflow.errors import ConfigError
+from hydraflow.errors import EnvironmentFault, HydraflowError
 from hydraflow.interrupts import ending
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import RemoteBatch
@@ -44,86 +36,6 @@ from hydraflow.role_logs import CONTROLLER
 from hydraflow.spans import Span, now
 
 log = logging.getLogger(__name__)
-
-PROBE_SECONDS = 5.0
-"""How long a cluster's address may take to accept a connection."""
-
-
-def start_ray(config: RayInitConfig, cpus: float, gpus: int | None = None, *, console: bool = False) -> bool:
-    """Starts or joins Ray; True when it is ours to stop. A Ray that this process already uses is used as it is.
-
-    cpus: logical CPUs that the pools need; a local cluster counts at least so many, whatever the machine has.
-    gpus: GPUs that a local cluster counts; None: all that Ray finds. console: show here what processes write to Ray's files, of
-    equal lines one (RAY_DEDUP_LOGS=0 in the environment shows all). ConfigError when there is no cluster at the address.
-    The processes of a local cluster are deaf to SIGUSR1, with which Slurm warns every process of a step: only this one shall act on it.
-    """
-    if ray.is_initialized():
-        return False
-    handler = signal.getsignal(signal.SIGTERM)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-    try:
-        _start(config, cpus, gpus, console)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    if threading.current_thread() is threading.main_thread():
-        # ray.init puts its own handler in place of the one with which a run saves before it ends.
-        signal.signal(signal.SIGTERM, handler)
-    return True
-
-
-def _start(config: RayInitConfig, cpus: float, gpus: int | None, console: bool) -> None:
-    quiet: dict[str, Any] = dict(include_dashboard=False, log_to_driver=console, logging_level=logging.ERROR)
-    if config.address == "local":
-        cores = _local_cpus(config, math.ceil(cpus))
-        ray.init(address="local", num_cpus=cores, num_gpus=gpus, _temp_dir=str(close_to_others()), **quiet)
-    else:
-        _join(config.address, quiet)
-
-
-def _local_cpus(config: RayInitConfig, needed: int) -> int:
-    if config.num_cpus is None:
-        return max(usable_cores(), needed)
-    if config.num_cpus < needed:
-        rule = f"must be at least {needed}, which the worker groups need"
-        raise ConfigError.one("ray_init.num_cpus", config.num_cpus, rule, f"ray_init.num_cpus={needed}")
-    return config.num_cpus
-
-
-def _join(address: str, options: dict[str, Any]) -> None:
-    try:
-        found = _probe(address)
-        reason = refusal(found) if found else None
-        if reason is None:
-            ray.init(address=address, **options)
-            return
-    except AuthenticationError as error:  # a token is wanted, and its file is not there
-        reason = str(error).partition(". ")[0]
-    except (OSError, ValueError) as error:
-        raise ConfigError.one("ray_init.address", address, f"no Ray cluster answers there: {error}", "ray_init.address=local") from None
-    remedy = "RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=<the file with the cluster's token> in the environment of this command"
-    raise ConfigError.one("ray_init.address", address, f"a Ray cluster answers there, but {reason}", remedy)
-
-
-def _probe(address: str) -> str | None:
-    """The host:port that an address stands for, where somebody listens; None: Ray has to find it. Raises OSError when nobody listens,
-    ValueError when it is no address. Ray itself would try for over a minute.
-
-    Ray's own function says what `auto` stands for; RAY_ADDRESS or a file may name a cluster that is gone. A client's address (ray://)
-    is that of another service, which cannot be asked whether it takes our token.
-    """
-    found = canonicalize_bootstrap_address(address.removeprefix("ray://"))
-    if found is None:
-        return None
-    host, _, port = found.rpartition(":")
-    socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_SECONDS).close()
-    return None if address.startswith("ray://") else found
-
-
-def stop_ray() -> None:
-    """Leaves Ray; a cluster that this process started ends with all its processes."""
-    processes = own_ray_processes()
-    ray.shutdown()
-    end_processes(processes)
 
 
 class Runtime:
@@ -144,20 +56,55 @@ class Runtime:
         self.groups: list[Group] = []
         self._reservations: dict[str, Reservation] = {}
         self._owns_ray = False
+        self._guard: RayGuard | None = None
+        """Of a cluster that is started here."""
         self._ended: list[Named] = []
         """Processes of groups that were ended."""
 
     def start(self, pools: Sequence[ResourcePool]) -> None:
-        """Starts or joins Ray and reserves the pools. ConfigError naming what the cluster lacks, before any process starts.
+        """Starts or joins Ray and reserves the pools. ConfigError naming what the cluster lacks, before any process starts;
+        EnvironmentFault when Ray does not come up. Nothing of it is left then.
 
         May be called again for more pools; a local cluster counts its CPUs at the first call.
         """
+        if self.ray_init.address == "local" and not ray.is_initialized():
+            self._guard = RayGuard()
+            self._guard.watch()
+        try:
+            self._start(pools)
+        except BaseException as error:
+            told = self.fault_behind(error)
+            self._abandon()
+            if told is not None:
+                raise told from error
+            if isinstance(error, HydraflowError) or not isinstance(error, Exception):
+                raise
+            # Ray raises RuntimeError, OSError, errors of its own and plain Exception when one of its processes fails to start
+            raise EnvironmentFault(f"Ray could not be started: {str(error).strip().splitlines()[0]}") from error
+        if self._guard is not None:
+            self._guard.started()
+
+    def _start(self, pools: Sequence[ResourcePool]) -> None:
         console = self.watch.logs is not None and self.watch.logs.console is not None
         self._owns_ray = start_ray(self.ray_init, cpus_needed(pools), console=console) or self._owns_ray
         self.channel.ledger.stacks = self._write_stacks
         self.channel.ledger.head = self.channel.ledger.head or Head.of_this_process()
         growing = self.ray_init.address != "local"
         self._reservations |= reserve(pools, timeout=self.channel.limits.start, growing=growing)
+
+    def fault_behind(self, error: BaseException | None) -> EnvironmentFault | None:
+        """A process of Ray's that has ended, where an error is not one for users already; None: none of this run's own has."""
+        if self._guard is None or not isinstance(error, Exception) or isinstance(error, HydraflowError):
+            return None
+        return self._guard.fault()
+
+    def _abandon(self) -> None:
+        """Ends a Ray that did not come up."""
+        if ray.is_initialized():
+            self.stop()
+        if self._guard is not None:
+            self._guard.stop()
+            end_processes(self._guard.children(), grace=0.0)
 
     def group(self, pool: str, roles: Mapping[str, RoleSpec]) -> Group:
         """A group in a reserved pool; its processes start while the caller goes on (`await_ready`)."""
@@ -224,7 +171,10 @@ class Runtime:
             self._stop()
 
     def _stop(self) -> None:
-        gone = self.channel.ledger.head is not None and self.channel.ledger.head.is_gone
+        lost = self._guard.fault() if self._guard is not None else None
+        gone = lost is not None or (self.channel.ledger.head is not None and self.channel.ledger.head.is_gone)
+        if self._guard is not None:
+            self._guard.stop()
         self._write_timeline(with_ray=ray.is_initialized() and not gone)
         if not ray.is_initialized():
             return
@@ -255,4 +205,7 @@ class Runtime:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        told = self.fault_behind(error)
         self.stop()
+        if told is not None:
+            raise told from error

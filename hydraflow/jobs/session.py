@@ -177,12 +177,15 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Ends what the session began. What ended the run is what is reported: a fault of the end costs a warning then."""
-        self._note_why(error)
-        with ending(error):
+        cause = self._runtime.fault_behind(error) if self._runtime is not None else None
+        self._note_why(cause or error)
+        with ending(cause or error):
             faults = [fault for what, step in self._steps(error).items() if (fault := _fault_of(what, step)) is not None]
             self.restarts.told_to_stop = self.clock.preempted
             self.signals.__exit__(kind, error, trace)
         decisive = [fault for fault in faults if isinstance(fault, EnvironmentFault | KeyboardInterrupt)]
+        if cause is not None:
+            raise cause from error
         if error is None and decisive:
             raise decisive[0]
 

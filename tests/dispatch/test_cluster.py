@@ -19,7 +19,7 @@ LOOK = """
 import sys, time
 from hydraflow.dispatch import cluster
 from hydraflow.dispatch.config import RayInitConfig
-from hydraflow.dispatch.runtime import start_ray, stop_ray
+from hydraflow.dispatch.start import start_ray, stop_ray
 from hydraflow.errors import HydraflowError
 address, what = sys.argv[1:3]
 begun = time.monotonic()

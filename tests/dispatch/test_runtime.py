@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from hydraflow.dispatch.config import RayInitConfig
-from hydraflow.dispatch.runtime import _join, _local_cpus
+from hydraflow.dispatch.start import _join, _local_cpus
 from hydraflow.errors import ConfigError
 
 TESTS = Path(__file__).parents[1]

@@ -1,0 +1,88 @@
+"""Watches the two processes of Ray's without which a cluster of our own is nothing: its control service and its node process.
+
+In: this process's children. Out: the name of one that has ended. Where Ray's client waits for it inside its own code (up to a minute, after
+which it ends the process with exit code 1), the command is ended from here.
+Left out on purpose: clusters that were joined (`head.py` asks their control service), and workers (`future.py`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+
+import psutil
+
+from hydraflow.dispatch.private import session_folder
+from hydraflow.dispatch.processes import lives
+from hydraflow.errors import EnvironmentFault
+from hydraflow.interrupts import ENDS, end_at_once
+
+VITAL = {"gcs_server": "control service", "raylet": "node process"}
+PERIOD = 0.25
+START_PATIENCE = 3.0
+"""Seconds that Ray's own code may take to report it while it starts."""
+PATIENCE = 30.0
+"""Seconds that the run may take to begin its end otherwise: workers that died with it are reported first."""
+
+
+class RayGuard:
+    """From `watch` to `stop`, in a thread."""
+
+    def __init__(self) -> None:
+        self.patience = START_PATIENCE
+        self._seen: dict[str, psutil.Process] = {}
+        self._stopped = threading.Event()
+        self._before = _children()
+
+    def watch(self) -> None:
+        """Begins; to be called before Ray starts."""
+        threading.Thread(target=self._run, name="ray-guard", daemon=True).start()
+
+    def started(self) -> None:
+        """From now on the run notices by itself."""
+        self.patience = PATIENCE
+
+    def stop(self) -> None:
+        """Ray may end."""
+        self._stopped.set()
+
+    def fault(self) -> EnvironmentFault | None:
+        """What has ended, in words; None: nothing."""
+        for name, process in self._seen.items():
+            if not lives(process):
+                text = f"Ray's {VITAL[name]} ({name}) has ended: it was killed, or it failed ({session_folder()}/session_latest/logs)"
+                return EnvironmentFault(f"{text}. The same command continues from the last checkpoint.")
+        return None
+
+    def children(self) -> list[psutil.Process]:
+        """Processes that were started since, with all below them."""
+        found = []
+        for process in _children() - self._before:
+            with suppress(psutil.NoSuchProcess):
+                found += [process, *process.children(recursive=True)]
+        return found
+
+    def _run(self) -> None:
+        since: float | None = None
+        while not self._stopped.wait(PERIOD):
+            self._look_for()
+            fault = self.fault()
+            since = None if fault is None else since or time.monotonic()
+            if fault is None or since is None or time.monotonic() - since < self.patience:
+                continue
+            if ENDS.commanded and ENDS.since is None:
+                ENDS.told = str(fault)
+                end_at_once(fault.exit_code, "Ray's client does not come back")
+            return
+
+    def _look_for(self) -> None:
+        if len(self._seen) < len(VITAL):
+            for process in _children() - self._before:
+                with suppress(psutil.NoSuchProcess):
+                    if process.name() in VITAL:
+                        self._seen.setdefault(process.name(), process)
+
+
+def _children() -> set[psutil.Process]:
+    return set(psutil.Process().children())

@@ -1,0 +1,105 @@
+"""Starts Ray, or joins a cluster, and leaves it.
+
+In: the Ray section of the configuration. Out: a Ray that this process may use. A cluster that was started here is the user's alone
+(`private.py`). Left out on purpose: what happens when it does not come up (`runtime.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+import socket
+import threading
+from typing import Any
+
+import ray
+from ray._private.services import canonicalize_bootstrap_address
+from ray.exceptions import AuthenticationError
+
+from hydraflow.device import usable_cores
+from hydraflow.dispatch.cluster import refusal
+from hydraflow.dispatch.config import RayInitConfig
+from hydraflow.dispatch.private import close_to_others
+from hydraflow.dispatch.processes import end_processes, own_ray_processes
+from hydraflow.errors import ConfigError
+
+PROBE_SECONDS = 5.0
+"""How long a cluster's address may take to accept a connection."""
+
+
+def start_ray(config: RayInitConfig, cpus: float, gpus: int | None = None, *, console: bool = False) -> bool:
+    """Starts or joins Ray; True when it is ours to stop. A Ray that this process already uses is used as it is.
+
+    cpus: logical CPUs that the pools need; a local cluster counts at least so many, whatever the machine has.
+    gpus: GPUs that a local cluster counts; None: all that Ray finds. console: show here what processes write to Ray's files, of
+    equal lines one (RAY_DEDUP_LOGS=0 in the environment shows all). ConfigError when there is no cluster at the address.
+    The processes of a local cluster are deaf to SIGUSR1, with which Slurm warns every process of a step: only this one shall act on it.
+    """
+    if ray.is_initialized():
+        return False
+    handler = signal.getsignal(signal.SIGTERM)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    try:
+        _start(config, cpus, gpus, console)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    if threading.current_thread() is threading.main_thread():
+        # ray.init puts its own handler in place of the one with which a run saves before it ends.
+        signal.signal(signal.SIGTERM, handler)
+    return True
+
+
+def _start(config: RayInitConfig, cpus: float, gpus: int | None, console: bool) -> None:
+    quiet: dict[str, Any] = dict(include_dashboard=False, log_to_driver=console, logging_level=logging.ERROR)
+    if config.address == "local":
+        cores = _local_cpus(config, math.ceil(cpus))
+        ray.init(address="local", num_cpus=cores, num_gpus=gpus, _temp_dir=str(close_to_others()), **quiet)
+    else:
+        _join(config.address, quiet)
+
+
+def _local_cpus(config: RayInitConfig, needed: int) -> int:
+    if config.num_cpus is None:
+        return max(usable_cores(), needed)
+    if config.num_cpus < needed:
+        rule = f"must be at least {needed}, which the worker groups need"
+        raise ConfigError.one("ray_init.num_cpus", config.num_cpus, rule, f"ray_init.num_cpus={needed}")
+    return config.num_cpus
+
+
+def _join(address: str, options: dict[str, Any]) -> None:
+    try:
+        found = _probe(address)
+        reason = refusal(found) if found else None
+        if reason is None:
+            ray.init(address=address, **options)
+            return
+    except AuthenticationError as error:  # a token is wanted, and its file is not there
+        reason = str(error).partition(". ")[0]
+    except (OSError, ValueError) as error:
+        raise ConfigError.one("ray_init.address", address, f"no Ray cluster answers there: {error}", "ray_init.address=local") from None
+    remedy = "RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=<the file with the cluster's token> in the environment of this command"
+    raise ConfigError.one("ray_init.address", address, f"a Ray cluster answers there, but {reason}", remedy)
+
+
+def _probe(address: str) -> str | None:
+    """The host:port that an address stands for, where somebody listens; None: Ray has to find it. Raises OSError when nobody listens,
+    ValueError when it is no address. Ray itself would try for over a minute.
+
+    Ray's own function says what `auto` stands for; RAY_ADDRESS or a file may name a cluster that is gone. A client's address (ray://)
+    is that of another service, which cannot be asked whether it takes our token.
+    """
+    found = canonicalize_bootstrap_address(address.removeprefix("ray://"))
+    if found is None:
+        return None
+    host, _, port = found.rpartition(":")
+    socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_SECONDS).close()
+    return None if address.startswith("ray://") else found
+
+
+def stop_ray() -> None:
+    """Leaves Ray; a cluster that this process started ends with all its processes."""
+    processes = own_ray_processes()
+    ray.shutdown()
+    end_processes(processes)

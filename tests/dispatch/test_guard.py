@@ -1,0 +1,70 @@
+"""A process of Ray's is killed while Ray starts: the command ends soon, says so, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+from hydraflow.compose.launch import run_guarded
+from hydraflow.dispatch.config import RayInitConfig
+from hydraflow.dispatch.group import Limits
+from hydraflow.dispatch.placement import ResourcePool
+from hydraflow.dispatch.runtime import Runtime
+from hydraflow.interrupts import command
+
+def work():
+    with Runtime(RayInitConfig(), Limits(start=60, call=60)) as runtime:
+        runtime.start([ResourcePool("pool", [1])])
+    return 0
+
+command(lambda: run_guarded(work))
+"""
+MARK = "HYDRAFLOW_GUARD_TEST"
+
+
+def family(mark: str) -> list[psutil.Process]:
+    """Living processes with that mark in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def named(mark: str, name: str) -> list[psutil.Process]:
+    found = []
+    for process in family(mark):
+        with suppress(psutil.Error):
+            found += [process] if process.name() == name else []
+    return found
+
+
+@pytest.mark.parametrize("name, words", [("gcs_server", "control service"), ("raylet", "node process")])
+def test_a_process_that_ray_needs_is_killed_while_it_starts(tmp_path: Path, name: str, words: str) -> None:
+    mark = str(tmp_path)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), MARK: mark}
+    with open(tmp_path / "log", "w") as log:
+        process = subprocess.Popen([sys.executable, "-c", PROGRAM], env=environ, stdout=log, stderr=log)
+    deadline = time.monotonic() + 120
+    while not (found := named(mark, name)):
+        assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
+        time.sleep(0.02)
+    time.sleep(0.5)  # the guard has seen it, and Ray's client has connected to it, or has not
+    found[0].kill()
+    assert process.wait(timeout=60) == 3, (tmp_path / "log").read_text()
+    said = (tmp_path / "log").read_text()
+    assert f"Ray's {words} ({name}) has ended: it was killed, or it failed" in said and "Traceback" not in said
+    deadline = time.monotonic() + 10
+    while left := family(mark):
+        assert time.monotonic() < deadline, [process.name() for process in left]
+        time.sleep(0.1)
