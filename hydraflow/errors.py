@@ -4,7 +4,7 @@ In: facts from whoever finds a fault. Out: one message without a stack trace and
 Left out on purpose: faults of our own; those are `assert`s and propagate with their stack traces.
 
 Exit codes: 0 done, 2 anything found before something starts, 3 an environment fault found later, 4 a worker failed,
-5 training stopped by a guard, 130 interrupted.
+5 training stopped by a guard, 130 interrupted, 143 ended by a repeated SIGTERM.
 """
 
 from __future__ import annotations

@@ -16,10 +16,12 @@ from dispatch.probes import Probe
 from ray._private.internal_api import memory_summary
 
 from hydraflow import metrics
-from hydraflow.dispatch.future import Future
+from hydraflow.dispatch.future import FETCH, Future, Ledger, Ticket, Work
 from hydraflow.dispatch.group import RoleGroup, WorkerGroup
 from hydraflow.dispatch.runtime import Runtime
-from hydraflow.dispatch.transport import INLINE_LIMIT
+from hydraflow.dispatch.timeline import Timeline
+from hydraflow.dispatch.transport import INLINE_LIMIT, Traffic
+from hydraflow.errors import HydraflowError, WorkerError
 from hydraflow.protocol.batch import DataProto
 
 BatchOf = Callable[[int], DataProto]
@@ -142,3 +144,29 @@ def test_an_empty_call_is_cheap(pair: RoleGroup) -> None:
     print(f"no-op call on 2 workers: median {1e3 * median(times):.2f} ms")
     # 2 to 3 ms on an idle machine; the bound only catches a mistake that makes every call wait for something.
     assert median(times) < 0.05
+
+
+def test_an_answer_that_does_not_arrive_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a node whose network is gone after it has answered; a network cannot be taken away here."""
+    asked = []
+
+    def get(refs: object, *, timeout: float) -> None:
+        asked.append(timeout)
+        raise ray.exceptions.GetTimeoutError("late")
+
+    class Crew:
+        error: HydraflowError | None = None
+
+        def end(self, error: HydraflowError) -> None:
+            self.error = error
+
+        def log_of(self, rank: int, role: str) -> str:
+            return ""
+
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "wait", lambda refs, **options: (refs, []))
+    ledger, crew, ref = Ledger(Traffic(), Timeline(None)), Crew(), object()
+    ledger.pending[ref] = Ticket(crew, "actor", 1, "there", "update", 7.0, time.monotonic() + 7.0, {}, Work())  # type: ignore[index]
+    with pytest.raises(WorkerError, match="actor rank 1 on node there failed in update: its answer is there, but does not arrive"):
+        ledger.settle([ref])  # type: ignore[list-item]
+    assert asked == [7.0, FETCH] and crew.error is not None
