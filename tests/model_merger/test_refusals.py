@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine.foreign import REFUSED, Payload, put_into_index, put_into_shard
 from model_merger.directories import merge, read
 
 from hydraflow.errors import EnvironmentFault
@@ -42,16 +43,6 @@ def split(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> C
 def broken(split: Callable[..., Path], tmp_path: Path) -> Callable[[str], Path]:
     """A copy of a checkpoint, to be spoilt."""
     return lambda layout: Path(shutil.copytree(split(layout), tmp_path / "checkpoint"))
-
-
-class Payload:
-    """What a hostile file would run."""
-
-    def __init__(self, file: Path):
-        self.file = file
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.file),)
 
 
 @LAYOUTS
@@ -92,6 +83,42 @@ def test_a_foreign_shard_is_not_executed(broken: Callable[[str], Path], refused:
         assert "holds a dict, not the index" in refused(*command, target=tmp_path / "out")
         (checkpoint / "dcp" / ".metadata").unlink()
         assert "index is missing" in refused(*command, target=tmp_path / "out")
+    assert not (tmp_path / "hacked").exists()
+
+
+COMMANDS = {
+    "merge": ("--local_dir", "{checkpoint}", "--target_dir", "{out}"),
+    "test": ("--local_dir", "{checkpoint}", "--test_hf_dir", "{model}"),
+    "info": ("--local_dir", "{checkpoint}"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_command_runs_what_an_index_names(
+    broken: Callable[[str], Path], models: dict[str, str], refused: Refused, tmp_path: Path, command: str
+) -> None:
+    checkpoint = broken("hydraflow")
+    put_into_index(checkpoint, tmp_path / "hacked")
+    given = {"checkpoint": checkpoint, "out": tmp_path / "out", "model": models["tied"]}
+    said = refused(command, *(word.format(**given) for word in COMMANDS[command]), target=tmp_path / "out")
+    assert f"{checkpoint}/dcp/.metadata: " in said and REFUSED in said
+    assert not (tmp_path / "hacked").exists()
+
+
+def test_an_object_where_a_weight_was_is_not_unpickled(broken: Callable[[str], Path], refused: Refused, tmp_path: Path) -> None:
+    checkpoint = broken("hydraflow")
+    put_into_shard(checkpoint, tmp_path / "hacked", as_object=True)
+    command = ("merge", "--local_dir", checkpoint, "--target_dir", tmp_path / "out")
+    assert "1 tensors missing: model.norm.weight" in refused(*command, target=tmp_path / "out")
+    assert not (tmp_path / "hacked").exists()
+
+
+def test_pickled_weights_of_a_foreign_model_are_not_run(models: dict[str, str], refused: Refused, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(models["tied"], tmp_path / "model"))
+    (model / "model.safetensors").unlink()
+    torch.save({"w": Payload(tmp_path / "hacked")}, model / "pytorch_model.bin")
+    told = refused("split", "--hf_dir", model, "--target_dir", tmp_path / "out", "--world_size", 2, target=tmp_path / "out")
+    assert f"--hf_dir={model}: its weights hold more than tensors, which was not executed" in told
     assert not (tmp_path / "hacked").exists()
 
 
