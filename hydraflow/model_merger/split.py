@@ -68,7 +68,7 @@ def split(
             _write_verl(folder, weights, world_size, advance)
         else:
             _write_dcp(folder, weights, world_size, head, advance)
-        target.copy_settings(source, folder / "huggingface")
+        target.copy_settings(target.settings(source), folder / "huggingface")
     return [f"{Path(target_dir).absolute()}: {len(weights)} tensors, {nbytes / 1e9:.3f} GB, {world_size} ranks, layout {layout}"]
 
 
