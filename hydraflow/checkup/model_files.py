@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 from hydraflow.checkup.facts import CRITIC, MODEL, Facts
 from hydraflow.checkup.finding import Finding, Skip, note, ok, problem, warning
+from hydraflow.errors import ConfigError
 from hydraflow.memory.report import size_text
 from hydraflow.models.cache import cached_snapshot
 from hydraflow.models.config import ModelConfig
+from hydraflow.models.weight_map import INDEX, read_weight_map
 from hydraflow.paths import is_hub_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-INDEX = "model.safetensors.index.json"
 LFS = b"version https://git-lfs"
 LARGEST_HEADER = 100 * 2**20
 """safetensors allows no larger one."""
@@ -85,9 +86,9 @@ def weight_faults(directory: Path) -> list[str]:
     if not index.is_file():
         return [fault for file in files if (fault := file_fault(file))]
     try:
-        places: dict[str, str] = json.loads(index.read_text())["weight_map"]
-    except (OSError, ValueError, KeyError) as error:
-        return [f"{index} cannot be read: {error}"]
+        places = read_weight_map(index)
+    except ConfigError as error:
+        return [f"{index} {error.problems[0].rule}"]
     promised = sorted(set(places.values()))
     absent = [name for name in promised if not (directory / name).is_file()]
     if absent:
@@ -125,7 +126,7 @@ def read_header(file: Path) -> tuple[dict[str, Any], int] | None:
             return None
         try:
             described = json.loads(opened.read(size))
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
     if not isinstance(described, dict):
         return None

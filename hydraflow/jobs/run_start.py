@@ -113,7 +113,7 @@ def _may_go_on(folder: RunFolder, wanted: Wanted) -> bool:
         return False
     try:
         state = RunState.read(store.path(store.steps()[-1]))
-    except (OSError, ValueError, TypeError):
+    except ConfigError:
         return True  # damaged; there may be a whole one before it
     why, steps = folder.ended_with()
     return not wanted.identity.differences(state.configuration, where="") and not (why == DONE and steps >= wanted.total_steps)

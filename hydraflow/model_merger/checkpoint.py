@@ -116,7 +116,7 @@ def read_json(file: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ConfigError.one(str(file), None, f"is no JSON: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError.one(str(file), None, "holds no JSON object")

@@ -49,6 +49,8 @@ def merge(
     outputs = outputs_of(open_checkpoint(local_dir, backend), wishes)
     forms = outputs.forms
     nbytes = sum(form.nbytes for form in forms.values())
+    settings = target.settings(outputs.checkpoint.huggingface)
+    target.require_inside(settings, outputs.checkpoint.directory)
     if upload is not None:
         _make_repo(upload)
     with target.unfinished(Path(target_dir), outputs.checkpoint.huggingface, nbytes=nbytes, overwrite=overwrite) as folder:
@@ -59,7 +61,7 @@ def merge(
         writer.finish()
         if wishes.lora == "adapter":
             _export_adapter(outputs, folder / ADAPTER, target_dir)
-        target.copy_settings(outputs.checkpoint.huggingface, folder)
+        target.copy_settings(settings, folder)
         target.write_config(outputs.checkpoint.huggingface, folder, outputs.architecture, outputs.main_dtype)
     lines = [
         f"{Path(target_dir).absolute()}: {len(forms)} tensors, {nbytes / 1e9:.3f} GB, {str(outputs.main_dtype).removeprefix('torch.')}"

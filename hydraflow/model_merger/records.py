@@ -1,7 +1,7 @@
-"""Stand-ins for the types that pickled checkpoints name: they keep what the file says and do nothing.
+"""Has torch's weights_only reader make inert stand-ins of the types a shard names, and refuse all others.
 
-In: names that a file may use. Out: records with the file's values. Nothing of torch.distributed is imported or run, so files of
-other versions can be read, and a name that is not on a list is refused.
+In: stand-ins (`engine/inert.py`) and the names they stand for. Out: a reader that runs nothing of
+torch.distributed.
 """
 
 from __future__ import annotations
@@ -12,31 +12,7 @@ from typing import Any
 
 import torch
 
-
-class Record:
-    """What a pickle made of some type: arguments and state, by name where they have names."""
-
-    def __new__(cls, *args: Any, **_: Any) -> Record:
-        """Takes any arguments."""
-        made = super().__new__(cls)
-        made.args = args
-        return made
-
-    args: tuple[Any, ...]
-    """What it was made with."""
-    state: Any = None
-    """Its state when that has no names."""
-
-    def __setstate__(self, state: Any) -> None:
-        """What pickle calls."""
-        if isinstance(state, dict):
-            self.__dict__.update(state)
-        else:
-            self.state = state
-
-    def __getattr__(self, name: str) -> Any:
-        """Only for what the file does not say."""
-        raise AttributeError(name)
+from hydraflow.engine.inert import Record
 
 
 class ShardedTensor(torch.Tensor):
@@ -62,8 +38,3 @@ def only(types: Sequence[Any]) -> Iterator[None]:
     finally:
         torch.serialization.clear_safe_globals()
         torch.serialization.add_safe_globals(before)
-
-
-def record_type(name: str) -> type[Record]:
-    """A record type of that name."""
-    return type(name, (Record,), {})

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +19,10 @@ from typing import Any
 import torch
 
 from hydraflow.errors import ConfigError
-from hydraflow.model_merger.checkpoint import read_json
 from hydraflow.model_merger.pieces import Extent, Piece, Shape, StoredTensor
+from hydraflow.models.weight_map import INDEX, read_weight_map
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -56,10 +57,7 @@ class Form:
 def read_directory(directory: Path, *, field: str) -> dict[str, StoredTensor]:
     """All tensors of a directory. Raises ConfigError, under the name `field`, when there are none or a file is broken."""
     if (directory / INDEX).is_file():
-        named = read_json(directory / INDEX).get("weight_map")
-        if not isinstance(named, dict):
-            raise ConfigError.one(str(directory / INDEX), None, "names no files: it has no weight_map")
-        files = sorted(set(named.values()))
+        files = sorted(set(read_weight_map(directory / INDEX).values()))
     else:
         files = [SINGLE] if (directory / SINGLE).is_file() else sorted(file.name for file in directory.glob("*.safetensors"))
     if not files:
@@ -78,7 +76,7 @@ def read_file(file: Path) -> Iterator[StoredTensor]:
         length = int.from_bytes(opened.read(8), "little")
         try:
             header = json.loads(opened.read(length)) if length <= _LONGEST_HEADER else None
-        except ValueError:
+        except (ValueError, RecursionError):
             header = None
     if not isinstance(header, dict):
         raise ConfigError.one(str(file), None, "is no safetensors file: it has no header")
@@ -86,8 +84,10 @@ def read_file(file: Path) -> Iterator[StoredTensor]:
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        if not isinstance(entry, dict) or entry.get("dtype") not in DTYPES:
-            raise ConfigError.one(str(file), None, f"{name} is of a type that cannot be read: {entry}")
+        dtype = entry.get("dtype") if isinstance(entry, dict) else None
+        if not isinstance(dtype, str) or dtype not in DTYPES:
+            rule = f"{name} is of a type that cannot be read: {reprlib.repr(entry)}"
+            raise ConfigError.one(str(file), None, rule)
         form, begin = _form(file, name, entry)
         begin += 8 + length
         if begin + form.nbytes > size:
@@ -100,11 +100,12 @@ def _form(file: Path, name: str, entry: Mapping[str, Any]) -> tuple[Form, int]:
     """What a header says of a tensor, and where its numbers begin behind the header."""
     try:
         form, (begin, end) = Form(DTYPES[entry["dtype"]], tuple(entry["shape"])), entry["data_offsets"]
-        if begin >= 0 and end - begin == form.nbytes and all(size >= 0 for size in form.shape):
+        sizes = (*form.shape, begin, end)
+        if all(type(size) is int and size >= 0 for size in sizes) and end - begin == form.nbytes:
             return form, begin
     except (KeyError, TypeError, ValueError):
         pass
-    raise ConfigError.one(str(file), None, f"{name} cannot be what the header says: {dict(entry)}")
+    raise ConfigError.one(str(file), None, f"{name} cannot be what the header says: {reprlib.repr(entry)}")
 
 
 class Writer:

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from hydraflow.engine.dcp_index import INDEX, SHARDS
 from hydraflow.errors import ConfigError, Problem
 from hydraflow.model_merger import dcp, target, verl
 from hydraflow.model_merger.outputs import DTYPES
@@ -67,7 +68,7 @@ def split(
             _write_verl(folder, weights, world_size, advance)
         else:
             _write_dcp(folder, weights, world_size, head, advance)
-        target.copy_settings(source, folder / "huggingface")
+        target.copy_settings(target.settings(source), folder / "huggingface")
     return [f"{Path(target_dir).absolute()}: {len(weights)} tensors, {nbytes / 1e9:.3f} GB, {world_size} ranks, layout {layout}"]
 
 
@@ -97,7 +98,7 @@ def _shards(tensor: torch.Tensor, world_size: int) -> Iterator[tuple[int, torch.
 
 def _write_dcp(folder: Path, weights: Mapping[str, torch.Tensor], world_size: int, head: str, advance: Advance) -> None:
     """torch's distributed checkpoint, as so many ranks write it. A tied tensor is in it once."""
-    (folder / "dcp").mkdir()
+    (folder / SHARDS).mkdir()
     entries: dict[str, TensorStorageMetadata] = {}
     chunks: dict[str, list[ChunkStorageMetadata]] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
@@ -105,7 +106,7 @@ def _write_dcp(folder: Path, weights: Mapping[str, torch.Tensor], world_size: in
     once = {name: tensor for name, tensor in weights.items() if firsts[tensor.data_ptr()] == name}
     for rank in range(world_size):
         file_name = f"__{rank}_0.distcp"
-        with (folder / "dcp" / file_name).open("wb") as file:
+        with (folder / SHARDS / file_name).open("wb") as file:
             for name, tensor in once.items():
                 found = list(_shards(tensor, world_size))
                 if rank >= len(found):
@@ -119,7 +120,7 @@ def _write_dcp(folder: Path, weights: Mapping[str, torch.Tensor], world_size: in
                 entries[key] = TensorStorageMetadata(TensorProperties(tensor.dtype), tensor.shape, chunks[key])
                 advance(rows.nbytes)
     planned = {key: ("model", key.removeprefix(dcp.MODEL)) for key in entries}
-    with (folder / "dcp" / dcp.INDEX).open("wb") as file:
+    with (folder / SHARDS / INDEX).open("wb") as file:
         pickle.dump(Metadata(dict(entries), planner_data=planned, storage_data=places, version="1.0.0"), file)
     facts = {"engine": "fsdp2", "world_size": world_size, "head": head, "contents": ["model"], "lora_rank": 0}
     target.write_json(folder / dcp.FACTS, {**facts, "tied": len(once) < len(weights), "module_prefix": _PREFIX[head]})

@@ -9,15 +9,16 @@ from __future__ import annotations
 import errno
 import json
 import os
+import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hydraflow.errors import ConfigError, EnvironmentFault
+from hydraflow.errors import ConfigError, EnvironmentFault, Problem
 from hydraflow.model_merger.architecture import Architecture
 from hydraflow.model_merger.checkpoint import UNFINISHED, read_json
 
@@ -36,8 +37,8 @@ def unfinished(target: Path, source: Path, *, nbytes: int, overwrite: bool) -> I
     """
     target = require_free(target, source, overwrite=overwrite)
     _require_space(target, nbytes)
-    folder = target.with_name(target.name + UNFINISHED)
-    shutil.rmtree(folder, ignore_errors=True)
+    own = f"{target.name}.{secrets.token_hex(4)}"  # a name that is there already is not ours to remove
+    folder, old = target.with_name(f"{own}{UNFINISHED}"), target.with_name(f"{own}.old")
     try:
         folder.mkdir(parents=True)
     except OSError as error:
@@ -45,7 +46,7 @@ def unfinished(target: Path, source: Path, *, nbytes: int, overwrite: bool) -> I
     try:
         yield folder
         _flush(folder)
-        _replace(folder, target)
+        _replace(folder, target, old)
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -55,12 +56,27 @@ def unfinished(target: Path, source: Path, *, nbytes: int, overwrite: bool) -> I
         raise
 
 
-def copy_settings(source: Path, folder: Path) -> None:
-    """Copies configuration, tokenizer, chat template and code: every file but weights."""
+def settings(source: Path) -> list[Path]:
+    """Configuration, tokenizer, chat template and code: every file but weights."""
+    return [file for file in sorted(source.iterdir()) if file.is_file() and not file.name.endswith(_WEIGHTS)]
+
+
+def copy_settings(files: Iterable[Path], folder: Path) -> None:
+    """Copies files, and what links among them stand for."""
     folder.mkdir(exist_ok=True)
-    for file in sorted(source.iterdir()):
-        if file.is_file() and not file.name.endswith(_WEIGHTS):
-            shutil.copyfile(file, folder / file.name)
+    for file in files:
+        shutil.copyfile(file, folder / file.name)
+
+
+def require_inside(files: Iterable[Path], directory: Path) -> None:
+    """Raises ConfigError for links out of the directory: what they lead to may be private, and a model is not."""
+    problems = []
+    for file in files:
+        if not file.resolve().is_relative_to(directory.resolve()):
+            rule = f"is a link to {file.resolve()}, outside of the checkpoint, and would be copied"
+            problems.append(Problem(str(file), None, rule, f"rm {file}, or put a copy in its place"))
+    if problems:
+        raise ConfigError(problems)
 
 
 def write_config(source: Path, folder: Path, found: Architecture, dtype: torch.dtype) -> None:
@@ -119,12 +135,17 @@ def _require_space(target: Path, nbytes: int) -> None:
         raise ConfigError.one("--target_dir", str(target), rule)
 
 
-def _replace(folder: Path, target: Path) -> None:
-    old = target.with_name(target.name + ".old")
-    if target.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        target.rename(old)
-    folder.rename(target)
+def _replace(folder: Path, target: Path, old: Path) -> None:
+    """Gives the directory its name; what had that name is `old` until then, and is removed."""
+    if not target.exists():
+        folder.rename(target)
+        return
+    target.rename(old)
+    try:
+        folder.rename(target)
+    except OSError:
+        old.rename(target)
+        raise
     shutil.rmtree(old, ignore_errors=True)
 
 

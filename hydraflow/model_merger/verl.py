@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
+from hydraflow.engine.inert import record_type
 from hydraflow.errors import ConfigError, Problem
 from hydraflow.model_merger.checkpoint import Checkpoint, read_json
 from hydraflow.model_merger.pieces import Piece, StoredTensor, numbers_of, odd_strides
-from hydraflow.model_merger.records import ShardedTensor, only, record_type
+from hydraflow.model_merger.records import ShardedTensor, only
 
 CONFIG = "fsdp_config.json"
 LORA = "lora_train_meta.json"

@@ -6,9 +6,9 @@ Left out on purpose: sharding and broadcasting (`engine/fsdp/build.py`), saving 
 
 from __future__ import annotations
 
-import json
 import logging
 import os
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from hydraflow.models.attention import NAME, register_attention
 from hydraflow.models.config import ModelConfig, ModelSourceConfig
 from hydraflow.models.heads import PolicyModel, ValueModel
 from hydraflow.models.once import resolving
+from hydraflow.models.weight_map import INDEX, PICKLED_INDEX, read_weight_map
 from hydraflow.paths import model_problems
 
 if TYPE_CHECKING:
@@ -191,8 +192,17 @@ def _load_lm(path: str, config: PreTrainedConfig, dtype: torch.dtype, *, trust: 
     hf_logging.set_verbosity_error()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, output_loading_info=True, trust_remote_code=trust, ignore_mismatched_sizes=True
+            path,
+            config=config,
+            dtype=dtype,
+            output_loading_info=True,
+            trust_remote_code=trust,
+            ignore_mismatched_sizes=True,
+            weights_only=True,
         )
+    except pickle.UnpicklingError as error:  # torch goes on with advice to trust the file
+        rule = f"its weights hold more than tensors, which was not executed: {_first_line(error)}"
+        raise ConfigError.one(f"{field}.path", path, rule) from error
     except (OSError, SafetensorError) as error:
         raise ConfigError.one(f"{field}.path", path, f"its weights cannot be read: {_first_line(error)}") from error
     finally:
@@ -214,20 +224,26 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def require_weights(model: ModelConfig, *, field: str) -> None:
-    """Raises ConfigError for a directory on this machine that holds no weights; a hub name is not looked up."""
+    """Raises ConfigError for a directory on this machine that has no weights, or names some outside of it.
+
+    A hub name is not looked up.
+    """
     directory = Path(_require_path(model, field))
     if directory.is_dir() and not any(next(directory.glob(pattern), None) for pattern in ("*.safetensors", "*.bin")):
         rule = "this directory has no weights (*.safetensors or *.bin)"
         raise ConfigError.one(f"{field}.path", model.path, rule, f"{field}.path=<directory with weights>")
+    for index in (directory / INDEX, directory / PICKLED_INDEX):
+        if index.is_file():
+            read_weight_map(index)
 
 
 def stored_tensor(directory: Path, name: str) -> torch.Tensor | None:
     """One tensor of a directory's safetensors files; None when there is none of that name."""
     from safetensors import safe_open
 
-    index = directory / "model.safetensors.index.json"
+    index = directory / INDEX
     if index.is_file():
-        shard = json.loads(index.read_text())["weight_map"].get(name)
+        shard = read_weight_map(index).get(name)
         files = [directory / shard] if shard else []
     else:
         files = [file for file in [directory / "model.safetensors"] if file.is_file()]

@@ -6,6 +6,7 @@ In: the run folder. Out: one record per step and curves of (step, seconds, value
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,18 +29,32 @@ class Point:
 def read_metrics(folder: Path) -> list[dict[str, float]]:
     """The records of metrics.jsonl by rising step, several lines of one step merged; [] without the file.
 
-    A last line without its end (the process was killed while it wrote) is left out.
+    Torn lines are left out: the process was killed while it wrote, or the machine was.
     """
     path = folder / METRICS_FILE
     if not path.exists():
         return []
     steps: dict[int, dict[str, float]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if not line.endswith("\n"):
-            break
-        record = {name: float(value) for name, value in json.loads(line).items()}
-        steps.setdefault(int(record["step"]), {}).update(record)
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        if record := record_of(line):
+            steps.setdefault(int(record["step"]), {}).update(record)
     return [steps[step] for step in sorted(steps)]
+
+
+def record_of(line: str) -> dict[str, float] | None:
+    """The numbers of a line of metrics.jsonl; None: it is torn, or something else.
+
+    >>> record_of('{"step": 1, "seconds": 2.5, "critic/score/mean": "nan"}' + chr(10))
+    {'step': 1.0, 'seconds': 2.5, 'critic/score/mean': nan}
+    >>> record_of('{"step": 1, "seconds": 2.5}'), record_of('{"step": 1, "sec' + chr(10))
+    (None, None)
+    """
+    try:
+        record = {name: float(value) for name, value in json.loads(line).items()}
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
+        return None
+    whole = line.endswith("\n") and math.isfinite(record.get("step", math.nan)) and "seconds" in record
+    return record if whole else None
 
 
 def seconds_of(folder: Path) -> float:

@@ -21,6 +21,7 @@ import yaml
 
 from hydraflow.errors import ConfigError, EnvironmentFault
 from hydraflow.tracking.file import METRICS_FILE, json_number
+from hydraflow.tracking.history import record_of
 from hydraflow.tracking.summary import Summary
 from hydraflow.whole_files import prove_writable, replacing
 
@@ -119,12 +120,17 @@ class RunFolder:
         self.summary.unlink(missing_ok=True)
         self.requeue.unlink(missing_ok=True)
         for noted in [*self.samples.glob("step_*.jsonl"), *self.skipped.glob("step_*.safetensors")]:
-            if int(noted.stem.split("_")[1]) > step:
+            number = re.match(r"step_(\d+)(?:_|$)", noted.stem)  # others are the user's
+            if number and int(number[1]) > step:
                 noted.unlink()
         if not self.metrics.exists():
             return 0
-        lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        lines = self.metrics.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        records = [record_of(line) for line in lines]
+        if torn := records[:-1].count(None):  # a last line may be: the run was cut off
+            logger.warning("%s: %d of %d lines are torn; they are dropped", self.metrics, torn, len(lines))
+        both = zip(lines, records, strict=True)
+        kept = [line for line, record in both if record and record["step"] <= step]
         self._write(self.metrics, "".join(kept))
         return len(lines) - len(kept)
 

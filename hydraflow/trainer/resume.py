@@ -2,6 +2,7 @@
 
 In: resume_mode, the run folder, what shapes the run. Out: a `Resumption`, or None for a run that starts anew; ConfigError, before
 anything starts, for a checkpoint of another configuration, a path that holds none, and a folder in which none is whole.
+A checkpoint may be anybody's: nothing in it is run (`engine/dcp_index.py`).
 Left out on purpose: which folder that is (`jobs/run_start.py`).
 """
 
@@ -15,6 +16,7 @@ from typing import Any
 
 from hydraflow.dispatch.group import RoleGroup
 from hydraflow.engine.base import CHECKPOINT_FACTS
+from hydraflow.engine.dcp_index import read_tensors_alone
 from hydraflow.errors import ConfigError, Problem
 from hydraflow.trainer.checkpoint import RoleCheckpoints
 from hydraflow.trainer.checkpoint_store import CheckpointStore, damage
@@ -25,6 +27,7 @@ from hydraflow.workers.engine_worker import EngineWorker
 
 MODE, PATH, FOLDER = "trainer.resume_mode", "trainer.resume_from_path", "trainer.default_local_dir"
 ANEW = f"{FOLDER}=<another folder> or {MODE}=disable"
+OTHER = f"{PATH}=<another checkpoint>, or start over: {ANEW}"
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,8 @@ def _checked(found: Resumption | None, wanted: Wanted) -> Resumption | None:
         raise ConfigError(problems)
     if missing := [problem for role in wanted.roles for problem in _missing_contents(found.checkpoint, role, wanted.roles[role])]:
         raise ConfigError(missing)
+    for role in wanted.roles:
+        read_tensors_alone(found.checkpoint / role)  # as its workers will, but before anything starts
     return found
 
 
@@ -140,4 +145,12 @@ WORDS = {"model": "weights", "optimizer": "optimizer", "extra": "place in the sc
 
 
 def _facts(checkpoint: Path, role: str) -> dict[str, Any]:
-    return json.loads((checkpoint / role / CHECKPOINT_FACTS).read_text())
+    file = checkpoint / role / CHECKPOINT_FACTS
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError.one(str(file), None, f"cannot be read: {error}", OTHER) from error
+    says = isinstance(found, dict) and isinstance(found.get("contents"), list) and "world_size" in found
+    if not says:
+        raise ConfigError.one(str(file), None, "does not say the checkpoint's contents and world_size", OTHER)
+    return found

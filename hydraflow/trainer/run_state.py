@@ -8,11 +8,14 @@ called anew for every row, so their processes have no state either, and no rollo
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from hydraflow.errors import ConfigError
 from hydraflow.trainer.checkpoint_store import RUN_STATE
+
+REMEDY = "the version of hydraflow that wrote it (run.json of its run folder), or trainer.resume_mode=disable"
 
 
 @dataclass(frozen=True)
@@ -42,5 +45,18 @@ class RunState:
 
     @classmethod
     def read(cls, checkpoint: Path) -> RunState:
-        """The state in a checkpoint that is whole."""
-        return cls(**json.loads((checkpoint / RUN_STATE).read_text()))
+        """The state in a checkpoint. Raises ConfigError when it cannot be read, or is of another version."""
+        file = checkpoint / RUN_STATE
+        try:
+            found = json.loads(file.read_text())
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError.one(str(file), None, f"cannot be read: {error}", REMEDY) from error
+        if not isinstance(found, dict):
+            raise ConfigError.one(str(file), None, "holds no JSON object", REMEDY)
+        if unknown := sorted(found.keys() - {field.name for field in fields(cls)}):
+            rule = f"has {', '.join(unknown)}, which this version of hydraflow does not know"
+            raise ConfigError.one(str(file), None, rule, REMEDY)
+        try:
+            return cls(**found)
+        except TypeError as error:
+            raise ConfigError.one(str(file), None, f"is of another version: {error}", REMEDY) from error

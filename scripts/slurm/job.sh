@@ -23,7 +23,10 @@ make_folder() {
     mkdir -p "$(dirname "$folder")" # as open as the user has it; the job's own is the user's alone
     (
         umask 077
-        mkdir -p "$folder"
+        if ! mkdir "$folder"; then # whoever made it since it was removed would read the token
+            tell "HYDRAFLOW_JOB_DIR=$(dirname "$folder"): others write to it; name a folder of your own" >&2
+            exit 3
+        fi
         od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$folder/token"
     )
     export HYDRAFLOW_JOB_FOLDER="$folder"

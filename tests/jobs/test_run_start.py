@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
+from engine.foreign import REFUSED, Payload, seal
+from torch.distributed.checkpoint.metadata import Metadata
 
 from hydraflow.engine.base import CHECKPOINT_FACTS
+from hydraflow.engine.dcp_index import INDEX, SHARDS
 from hydraflow.errors import ConfigError
 from hydraflow.jobs import run_start
 from hydraflow.jobs.run_start import RunStart
@@ -35,7 +39,9 @@ class Snapshot:
 
     def write(self, directory: Path) -> list[Path]:
         (directory / CHECKPOINT_FACTS).write_text(json.dumps({"contents": self.contents, "world_size": 1}))
-        return [directory / CHECKPOINT_FACTS]
+        (directory / SHARDS).mkdir()
+        (directory / SHARDS / INDEX).write_bytes(pickle.dumps(Metadata({}, storage_data={})))
+        return [directory / CHECKPOINT_FACTS, directory / SHARDS / INDEX]
 
 
 def save(folder: Path, step: int, *, contents: list[str] = CONTENTS, **state: Any) -> Path:
@@ -142,6 +148,57 @@ def test_a_pointer_that_was_set_back_is_obeyed(out: Path) -> None:
     start = begin(default_local_dir=str(out))
     assert start.step == 2
     assert (out / "earlier-1" / "global_step_4").is_dir(), "newer checkpoints would be mistaken for this run's"
+
+
+def rewrite(file: Path, content: str | bytes) -> None:
+    """Changes a file of a checkpoint, and the manifest with it."""
+    file.write_bytes(content.encode() if isinstance(content, str) else content)
+    seal(next(folder for folder in file.parents if folder.name.startswith("global_step_")))
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"of_the_future": 1}, "has of_the_future, which this version of hydraflow does not know"),
+        ({"run_id": None}, "is of another version: .*'run_id'"),
+        ("[]", "holds no JSON object"),
+        (DEEP, "cannot be read"),
+    ],
+    ids=["newer", "lacks", "list", "deep"],
+)
+def test_a_state_of_another_version_is_refused(out: Path, change: Any, message: str) -> None:
+    state = out / "global_step_4" / "trainer.json"
+    if isinstance(change, dict):
+        found = {**json.loads(state.read_text()), **change}
+        change = json.dumps({name: value for name, value in found.items() if value is not None or name == "origin"})
+    rewrite(state, change)
+    with pytest.raises(ConfigError, match=message) as caught:
+        begin(default_local_dir=str(out))
+    assert caught.value.exit_code == 2 and f"{state}: " in str(caught.value) and "trainer.resume_mode=disable" in str(caught.value)
+    assert begin(default_local_dir=str(out), resume_mode="disable").found is None
+
+
+@pytest.mark.parametrize("content", [DEEP, "{}", '{"contents": 3, "world_size": 1}', "[]"])
+def test_facts_that_say_nothing_are_refused(out: Path, content: str) -> None:
+    file = out / "global_step_4" / "actor" / CHECKPOINT_FACTS
+    rewrite(file, content)
+    with pytest.raises(ConfigError, match=f"{file}: (cannot be read|does not say the checkpoint's contents)"):
+        begin(default_local_dir=str(out))
+
+
+@pytest.mark.parametrize("way", ["auto", "resume_path", "validated"])
+def test_a_foreign_index_is_refused_before_anything_starts(out: Path, tmp_path: Path, way: str) -> None:
+    index = out / "global_step_4" / "actor" / SHARDS / INDEX
+    rewrite(index, pickle.dumps(Payload(tmp_path / "hacked")))
+    given: dict[str, Any] = {"default_local_dir": str(out if way == "auto" else tmp_path / "other")}
+    if way != "auto":
+        given |= {"resume_mode": "resume_path", "resume_from_path": str(out / "global_step_4")}
+    with pytest.raises(ConfigError, match=REFUSED) as caught:
+        begin(wanted({}, looks_only=way == "validated"), **given)
+    assert caught.value.exit_code == 2 and not (tmp_path / "hacked").exists()
 
 
 def test_a_checkpoint_without_the_optimizer_cannot_give_one(out: Path) -> None:

@@ -136,6 +136,25 @@ def test_broken_safetensors_files(tmp_path: Path) -> None:
         file.write_bytes(whole_file.replace(right, wrong))
         with pytest.raises(ConfigError, match="w cannot be what the header says"):
             list(safetensors_files.read_file(file))
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": []}')
-    with pytest.raises(ConfigError, match="it has no weight_map"):
-        safetensors_files.read_directory(tmp_path, field="x")
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (f'{{"w": {DEEP}}}', "has no header"),
+        (f'{{"w": {"9" * 5000}}}', "has no header"),
+        ('{"w": {"dtype": ["F32"], "shape": [4], "data_offsets": [0, 16]}}', "a type that cannot be read"),
+        ('{"w": {"dtype": "F32", "shape": [4.0], "data_offsets": [0, 16]}}', "cannot be what the header says"),
+        ('{"w": {"dtype": "F32", "shape": 4, "data_offsets": [0, 16]}}', "cannot be what the header says"),
+        ('{"w": {"dtype": "F32", "shape": [4], "data_offsets": [-8, 8]}}', "cannot be what the header says"),
+    ],
+    ids=["deep", "long number", "type", "fraction", "shape", "before the file"],
+)
+def test_headers_that_make_no_sense(tmp_path: Path, header: str, message: str) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(16))
+    with pytest.raises(ConfigError, match=message):
+        list(safetensors_files.read_file(file))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine.foreign import REFUSED, Payload, put_into_index, put_into_shard
 from model_merger.directories import merge, read
 
 from hydraflow.errors import EnvironmentFault
@@ -42,16 +43,6 @@ def split(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> C
 def broken(split: Callable[..., Path], tmp_path: Path) -> Callable[[str], Path]:
     """A copy of a checkpoint, to be spoilt."""
     return lambda layout: Path(shutil.copytree(split(layout), tmp_path / "checkpoint"))
-
-
-class Payload:
-    """What a hostile file would run."""
-
-    def __init__(self, file: Path):
-        self.file = file
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.file),)
 
 
 @LAYOUTS
@@ -92,6 +83,42 @@ def test_a_foreign_shard_is_not_executed(broken: Callable[[str], Path], refused:
         assert "holds a dict, not the index" in refused(*command, target=tmp_path / "out")
         (checkpoint / "dcp" / ".metadata").unlink()
         assert "index is missing" in refused(*command, target=tmp_path / "out")
+    assert not (tmp_path / "hacked").exists()
+
+
+COMMANDS = {
+    "merge": ("--local_dir", "{checkpoint}", "--target_dir", "{out}"),
+    "test": ("--local_dir", "{checkpoint}", "--test_hf_dir", "{model}"),
+    "info": ("--local_dir", "{checkpoint}"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_command_runs_what_an_index_names(
+    broken: Callable[[str], Path], models: dict[str, str], refused: Refused, tmp_path: Path, command: str
+) -> None:
+    checkpoint = broken("hydraflow")
+    put_into_index(checkpoint, tmp_path / "hacked")
+    given = {"checkpoint": checkpoint, "out": tmp_path / "out", "model": models["tied"]}
+    said = refused(command, *(word.format(**given) for word in COMMANDS[command]), target=tmp_path / "out")
+    assert f"{checkpoint}/dcp/.metadata: " in said and REFUSED in said
+    assert not (tmp_path / "hacked").exists()
+
+
+def test_an_object_where_a_weight_was_is_not_unpickled(broken: Callable[[str], Path], refused: Refused, tmp_path: Path) -> None:
+    checkpoint = broken("hydraflow")
+    put_into_shard(checkpoint, tmp_path / "hacked", as_object=True)
+    command = ("merge", "--local_dir", checkpoint, "--target_dir", tmp_path / "out")
+    assert "1 tensors missing: model.norm.weight" in refused(*command, target=tmp_path / "out")
+    assert not (tmp_path / "hacked").exists()
+
+
+def test_pickled_weights_of_a_foreign_model_are_not_run(models: dict[str, str], refused: Refused, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(models["tied"], tmp_path / "model"))
+    (model / "model.safetensors").unlink()
+    torch.save({"w": Payload(tmp_path / "hacked")}, model / "pytorch_model.bin")
+    told = refused("split", "--hf_dir", model, "--target_dir", tmp_path / "out", "--world_size", 2, target=tmp_path / "out")
+    assert f"--hf_dir={model}: its weights hold more than tensors, which was not executed" in told
     assert not (tmp_path / "hacked").exists()
 
 
@@ -209,6 +236,70 @@ def test_a_target_that_is_there_is_not_touched(split: Callable[..., Path], refus
     assert main([*map(str, command), "--overwrite"]) == 0
     assert not (target / "mine.txt").exists() and (target / "model.safetensors").is_file()
     assert not list(tmp_path.glob("out.*"))
+
+
+def test_only_what_it_made_is_removed(split: Callable[..., Path], tmp_path: Path) -> None:
+    """Folders beside the target may be the user's, whatever their names."""
+    mine = [tmp_path / name / "mine.txt" for name in ("out.old", "out.unfinished")]
+    for file in mine:
+        file.parent.mkdir()
+        file.write_text("keep")
+    for _ in range(2):
+        assert main(["merge", "--local_dir", str(split("hydraflow")), "--target_dir", str(tmp_path / "out"), "--overwrite"]) == 0
+    assert [file.read_text() for file in mine] == ["keep", "keep"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.old", "out.unfinished"]
+
+
+def test_an_earlier_model_stays_when_the_new_one_cannot_take_its_place(
+    split: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["merge", "--local_dir", str(split("hydraflow")), "--target_dir", str(tmp_path / "out"), "--overwrite"]
+    assert main(command) == 0
+    before = read(tmp_path / "out")
+    whole = Path.rename
+
+    def rename(self: Path, target: Path) -> Path:
+        if self.name.endswith(".unfinished"):
+            raise OSError(5, "Input/output error")
+        return whole(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    assert main(command) == EnvironmentFault.exit_code
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] and read(tmp_path / "out").keys() == before.keys()
+
+
+@pytest.mark.parametrize("link", ["file", "folder"])
+def test_links_out_of_a_checkpoint_are_not_published(broken: Callable[[str], Path], refused: Refused, tmp_path: Path, link: str) -> None:
+    checkpoint, private = broken("hydraflow"), tmp_path / "private"
+    if link == "file":
+        private.mkdir()
+        (private / "id_rsa").write_text("secret")
+        (checkpoint / "huggingface" / "notes.txt").symlink_to(private / "id_rsa")
+    else:
+        (checkpoint / "huggingface").rename(private)
+        (checkpoint / "huggingface").symlink_to(private)
+    told = refused("merge", "--local_dir", checkpoint, "--target_dir", tmp_path / "out", target=tmp_path / "out")
+    assert f"{checkpoint}/huggingface/{'notes.txt' if link == 'file' else 'config.json'}: is a link to {private}/" in told
+
+
+def test_links_within_a_checkpoint_are_copied_as_what_they_stand_for(broken: Callable[[str], Path], tmp_path: Path) -> None:
+    checkpoint = broken("hydraflow")
+    (checkpoint / "notes.txt").write_text("mine")
+    (checkpoint / "huggingface" / "notes.txt").symlink_to("../notes.txt")
+    merge(checkpoint, tmp_path / "out")
+    assert not (tmp_path / "out" / "notes.txt").is_symlink() and (tmp_path / "out" / "notes.txt").read_text() == "mine"
+
+
+def test_a_model_in_the_hubs_cache_is_split(models: dict[str, str], tmp_path: Path) -> None:
+    """It is made of links to files elsewhere."""
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    shutil.copytree(models["tied"], tmp_path / "blobs")
+    for file in (tmp_path / "blobs").iterdir():
+        (snapshot / file.name).symlink_to(file)
+    assert main(["split", "--hf_dir", str(snapshot), "--target_dir", str(tmp_path / "checkpoint"), "--world_size", "2"]) == 0
+    assert not any(path.is_symlink() for path in (tmp_path / "checkpoint").rglob("*"))
+    assert main(["test", "--local_dir", str(tmp_path / "checkpoint"), "--test_hf_dir", str(snapshot)]) == 0
 
 
 @pytest.mark.parametrize("target", ["checkpoint", "checkpoint/huggingface", "."])

@@ -89,6 +89,14 @@ def test_each_job_has_a_token_of_its_own_that_only_the_user_reads_and_that_goes_
     assert (tmp_path / "srun.environment").read_text() == f"RAY_AUTH_MODE=token\nRAY_AUTH_TOKEN_PATH={folder}/token\n"
 
 
+def test_a_job_folder_that_somebody_else_made_in_between_is_not_used(tmp_path: Path) -> None:
+    program(tmp_path, "rm", '#!/usr/bin/env bash\n/bin/rm "$@" && mkdir -p -m 777 "${@: -1}"\n')
+    code, said = ended(batch(tmp_path, ENDS_WITH.format(0)))
+    assert code == 3 and f"HYDRAFLOW_JOB_DIR={tmp_path}/runs/slurm: others write to it" in said
+    assert not list((tmp_path / "runs" / "slurm" / "job-77").iterdir()), "no token"
+    assert not (tmp_path / "srun.words").exists(), "nothing was started"
+
+
 def test_a_container_by_apptainer(tmp_path: Path) -> None:
     variables = {"HYDRAFLOW_CONTAINER": "apptainer:/images/hf.sif", "HYDRAFLOW_CONTAINER_MOUNTS": "/data:/data", "SLURM_GPUS_ON_NODE": "8"}
     ended(batch(tmp_path, ENDS_WITH.format(0), **variables))

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from hydraflow.errors import ConfigError, EnvironmentFault
+from hydraflow.tracking.history import read_metrics
 from hydraflow.tracking.run_folder import RunFolder
 from hydraflow.tracking.summary import Summary
 
@@ -104,6 +105,34 @@ def test_going_back_forgets_what_came_after(tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.samples.iterdir()) == ["step_000000.jsonl", "step_000003.jsonl"]
     assert not folder.requeue.exists()
     assert folder.ended_with() == ("", 0)
+
+
+def test_torn_lines_are_dropped_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As a machine that lost its power leaves them, in the middle of what is gone on from."""
+    folder = RunFolder.create(str(tmp_path), "ppo")
+    lines = [json.dumps({"step": step, "seconds": 1.0 * step}) + "\n" for step in range(4)]
+    torn = ['{"step": 1, "sec\n', "\0" * 40 + "\n", "[" * 100_000 + "\n", "3\n", '{"step": "nan", "seconds": 1}\n']
+    folder.metrics.write_text("".join([*lines[:2], *torn, *lines[2:]]))
+    with folder.metrics.open("ab") as file:
+        file.write(b"\xff\xfe\n" + lines[3].encode())
+    assert [record["step"] for record in read_metrics(folder.path)] == [0, 1, 2, 3]
+    assert folder.go_back_to(2) == 8
+    assert folder.metrics.read_text() == "".join(lines[:3])
+    assert "6 of 11 lines are torn; they are dropped" in caplog.text
+
+
+def test_files_that_only_look_like_a_steps_are_kept(tmp_path: Path) -> None:
+    folder = RunFolder.create(str(tmp_path), "ppo")
+    names = ["step_old.jsonl", "step_.jsonl", "step_9x.jsonl", "step_000009.jsonl"]
+    folder.samples.mkdir()
+    folder.skipped.mkdir()
+    for name in names:
+        (folder.samples / name).touch()
+    for name in ("step_9_actor_1_rank_0.safetensors", "step_mine.safetensors"):
+        (folder.skipped / name).touch()
+    folder.go_back_to(3)
+    assert {path.name for path in folder.samples.iterdir()} == {*names[:3]}
+    assert [path.name for path in folder.skipped.iterdir()] == ["step_mine.safetensors"]
 
 
 def test_the_folders_of_an_experiment_come_newest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

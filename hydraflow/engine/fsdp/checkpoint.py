@@ -9,6 +9,7 @@ Left out on purpose: directories, checksums and everything else that makes up a 
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,15 +22,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hydraflow.engine.base import CHECKPOINT_FACTS, EXTRA, HF_MODEL, MODEL, OPTIMIZER
+from hydraflow.engine.dcp_index import SHARDS
 from hydraflow.engine.fsdp import export
+from hydraflow.engine.fsdp.reader import Reader
 from hydraflow.engine.process_group import host_group
 from hydraflow.errors import ConfigError, EnvironmentFault
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.heads import PolicyModel, ValueModel
 from hydraflow.models.loading import persistent_buffers
 
-SHARDS, HUGGING_FACE = "dcp", "huggingface"
-"""Folders of a role's checkpoint."""
+HUGGING_FACE = "huggingface"
+"""Folder of a role's checkpoint."""
 SCHEDULE_STEP = "extra.schedule_step"
 
 Module = PolicyModel | ValueModel
@@ -81,11 +84,11 @@ def snapshot(
 @torch.no_grad()
 def load(module: Module, optimizer: torch.optim.Optimizer, directory: Path, contents: Collection[str]) -> int | None:
     """Fills model and optimizer with what `contents` names; returns the schedule's step, None when `extra` is not among it."""
-    reader = dcp.FileSystemReader(directory / SHARDS)
-    stored = set(reader.read_metadata().state_dict_metadata)
+    reader = Reader(directory)
+    stored = reader.index.tensors.keys()
     wanted = _parts(module, optimizer, 0, [MODEL, EXTRA])
     wanted = {name: tensor for name, tensor in wanted.items() if name.partition(".")[0] in contents}
-    if missing := sorted(set(wanted) - stored):
+    if missing := sorted(wanted.keys() - stored):
         rule = f"holds no {missing[0]} ({len(missing)} tensors of this model are missing): it is of another model"
         raise ConfigError.one("trainer.resume_from_path", directory, rule)
     if OPTIMIZER in contents:
@@ -139,6 +142,9 @@ def _empty_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, 
 def _first_failure(error: dcp.CheckpointException) -> str:
     """What the lowest rank that failed says."""
     rank, (cause, _) = min(error.failures.items())
+    if isinstance(cause, pickle.UnpicklingError):  # torch goes on with advice to trust the file
+        why = str(cause).splitlines()[0]
+        return f"rank {rank}: a shard holds more than tensors, which was not executed: {why}"
     return f"rank {rank}: {type(cause).__name__}: {cause}"
 
 

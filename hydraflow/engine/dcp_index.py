@@ -1,0 +1,211 @@
+"""The index of a distributed checkpoint, `dcp/.metadata`: a pickle, read without running what it names.
+
+In: a role's checkpoint. Out: its tensors and the places of their pieces, as plain values that were checked
+one by one. Every type that an index holds becomes an inert `Record`; any other name is refused. torch's own
+reader would unpickle the file: `fsdp/reader.py` hands it an index made from these values instead.
+Left out on purpose: the pieces themselves; torch.distributed, which `model_merger` does without.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hydraflow.engine.inert import record_type
+from hydraflow.errors import ConfigError
+
+SHARDS, INDEX = "dcp", ".metadata"
+"""Folder of a role's checkpoint, and the file in it."""
+LARGEST = 2**31
+"""Bytes of an index; one of a million pieces has 150 MB."""
+
+Shape = tuple[int, ...]
+
+_INERT = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+    "pathlib._local": {"Path", "PosixPath", "PurePosixPath"},
+    "builtins": {"getattr"},  # Python 3.11.0 to 3.11.4 write an enum's member as getattr(its type, its name)
+}
+"""All that torch writes into an index besides types of numbers and sizes."""
+_NO_INDEX = "is no index of a distributed checkpoint"
+_BROKEN = (AttributeError, TypeError, ValueError, LookupError)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What torch.save wrote into a range of a file."""
+
+    file: str
+    """Its name, in the folder of the index."""
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor, and where its numbers are."""
+
+    start: Shape
+    shape: Shape
+    place: Place
+
+
+@dataclass(frozen=True)
+class IndexedTensor:
+    """A tensor as the index describes it."""
+
+    dtype: torch.dtype
+    shape: Shape
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class Index:
+    """What a checkpoint holds."""
+
+    tensors: dict[str, IndexedTensor]
+    objects: dict[str, int]
+    """Pickled objects that are no tensors, which nothing here reads -> their bytes."""
+    ends: dict[str, int]
+    """File -> the least number of bytes that it has."""
+
+
+def read_index(checkpoint: Path) -> Index:
+    """The index of a role's checkpoint.
+
+    Raises ConfigError when it is missing, damaged, or names what no index holds.
+    """
+    file = checkpoint / SHARDS / INDEX
+    if not file.is_file():
+        raise ConfigError.one(str(file), None, "the checkpoint's index is missing")
+    found = _unpickled(file)
+    if not hasattr(found, "state_dict_metadata") or not hasattr(found, "storage_data"):
+        rule = f"holds a {type(found).__name__}, not the index of a distributed checkpoint"
+        raise ConfigError.one(str(file), None, rule)
+    try:
+        return _checked(found)
+    except _BROKEN as error:  # a record without what an index says of every tensor
+        raise ConfigError.one(str(file), None, f"is damaged: {error or type(error).__name__}") from error
+
+
+def read_tensors_alone(checkpoint: Path) -> Index:
+    """As `read_index`; also raises ConfigError for pickled objects, which torch would unpickle."""
+    index = read_index(checkpoint)
+    if index.objects:
+        what = f"calls {min(index.objects)} a pickled object"
+        rule = f"{what}, where a run saves tensors alone; nothing was executed"
+        raise ConfigError.one(str(checkpoint / SHARDS / INDEX), None, rule)
+    return index
+
+
+def _unpickled(file: Path) -> Any:
+    """The file's records."""
+    if (size := file.stat().st_size) > LARGEST:
+        raise ConfigError.one(str(file), None, f"{_NO_INDEX}: it has {size} bytes")
+    data = file.read_bytes()
+    try:
+        _require_small_memo(data)
+        return _Reader(io.BytesIO(data)).load()
+    except (*_BROKEN, pickle.UnpicklingError, EOFError, MemoryError, OverflowError) as error:
+        raise ConfigError.one(str(file), None, f"{_NO_INDEX}: {error}") from error
+
+
+def _require_small_memo(data: bytes) -> None:
+    """Raises UnpicklingError for a number in pickle's memo that the file is too short for.
+
+    Nine bytes can ask for 64 GB: pickle fills its table of values up to that number.
+    """
+    for opcode, argument, _ in pickletools.genops(data):
+        if opcode.name.endswith("PUT") and isinstance(argument, int) and argument > len(data):
+            raise pickle.UnpicklingError(f"it numbers a value {argument}, and has {len(data)} bytes")
+
+
+class _Reader(pickle.Unpickler):
+    """Makes nothing but records, tuples and types of numbers."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What stands for the named type."""
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if name in _INERT.get(module, ()):
+            return record_type(name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no index holds; nothing was executed")
+
+
+def _checked(found: Any) -> Index:
+    places: dict[str, dict[Shape, Place]] = {}
+    ends: dict[str, int] = {}
+    for key, info in found.storage_data.items():
+        place = _place(info)
+        places.setdefault(key.fqn, {})[_shape(getattr(key, "offset", None) or ())] = place
+        ends[place.file] = max(ends.get(place.file, 0), place.offset + place.length)
+    tensors: dict[str, IndexedTensor] = {}
+    objects: dict[str, int] = {}
+    for name, entry in found.state_dict_metadata.items():
+        held = places.get(name, {})
+        if not isinstance(name, str):
+            raise ValueError(f"a tensor's name is a {type(name).__name__}")
+        if hasattr(entry, "chunks"):
+            tensors[name] = _tensor(name, entry, held)
+        else:
+            objects[name] = sum(place.length for place in held.values())
+    return Index(tensors, objects, ends)
+
+
+def _place(info: Any) -> Place:
+    name = info.relative_path
+    if not isinstance(name, str):
+        raise ValueError(f"it names a file by a {type(name).__name__}")
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise ValueError(f"it names the file {name[:80]!r}, which is not beside it")
+    if getattr(info, "transform_descriptors", None):
+        raise ValueError(f"{name} is compressed or otherwise transformed, which cannot be read")
+    return Place(name, _count(info.offset), _count(info.length))
+
+
+def _tensor(name: str, entry: Any, places: Mapping[Shape, Place]) -> IndexedTensor:
+    dtype, chunks = entry.properties.state[0], []
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name} has a {type(dtype).__name__} for its type of numbers")
+    for chunk in entry.chunks:
+        start = _shape(chunk.offsets)
+        place = places.get(start) or places.get(())  # a whole tensor may be filed without an offset
+        if place is None:
+            raise ValueError(f"{name} has a piece at {list(start)} that is in no file")
+        chunks.append(Chunk(start, _shape(chunk.sizes), place))
+    return IndexedTensor(dtype, _shape(entry.size), tuple(chunks))
+
+
+def _shape(value: Any) -> Shape:
+    if not isinstance(value, tuple):
+        raise ValueError(f"a {type(value).__name__} stands where a shape must be")
+    return tuple(map(_count, value))
+
+
+def _count(value: Any) -> int:
+    """A size. What else stands there is not shown: tuples that hold one another would make endless text."""
+    if type(value) is not int or value < 0:
+        what = "negative number" if type(value) is int else type(value).__name__
+        raise ValueError(f"a {what} stands where a size must be")
+    return value

@@ -1,0 +1,54 @@
+"""torch's reader of distributed checkpoints, without its unpickling.
+
+torch unpickles the index, and then whatever the index calls a pickled object, so a checkpoint from elsewhere
+could run code. Here `engine/dcp_index.py` reads the index, and torch is handed one made from the checked
+values, with nothing but tensors in it. Their pieces torch reads with weights_only.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from hydraflow.engine.dcp_index import SHARDS, Index, IndexedTensor, read_tensors_alone
+
+
+class Reader(dcp.FileSystemReader):
+    """Reads the checkpoint of a role. Raises ConfigError as `read_tensors_alone` does."""
+
+    def __init__(self, checkpoint: Path):
+        super().__init__(checkpoint / SHARDS)
+        self.index = read_tensors_alone(checkpoint)
+        self._metadata = _metadata(self.index)
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """What torch is given, in place of a rank's own index, too."""
+        return self._metadata
+
+
+def _metadata(index: Index) -> Metadata:
+    entries: dict[str, STORAGE_TYPES] = {name: _entry(tensor) for name, tensor in index.tensors.items()}
+    places = {}
+    for name, tensor in index.tensors.items():
+        for chunk in tensor.chunks:
+            place = chunk.place
+            places[MetadataIndex(name, chunk.start)] = _StorageInfo(place.file, place.offset, place.length)
+    return Metadata(entries, storage_data=places)
+
+
+def _entry(tensor: IndexedTensor) -> TensorStorageMetadata:
+    boxes = ((torch.Size(chunk.start), torch.Size(chunk.shape)) for chunk in tensor.chunks)
+    chunks = [ChunkStorageMetadata(start, shape) for start, shape in boxes]
+    return TensorStorageMetadata(TensorProperties(tensor.dtype), torch.Size(tensor.shape), chunks)

@@ -1,0 +1,40 @@
+"""Stand-ins for the types that pickled checkpoints name: they keep what the file says and do nothing.
+
+In: names that a file may use. Out: records with the file's values. Nothing of torch.distributed is imported
+or run, so files of other versions can be read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Record:
+    """What a pickle made of some type: arguments and state, by name where they have names."""
+
+    def __new__(cls, *args: Any, **_: Any) -> Record:
+        """Takes any arguments."""
+        made = super().__new__(cls)
+        made.args = args
+        return made
+
+    args: tuple[Any, ...]
+    """What it was made with."""
+    state: Any = None
+    """Its state when that has no names."""
+
+    def __setstate__(self, state: Any) -> None:
+        """What pickle calls."""
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+        else:
+            self.state = state
+
+    def __getattr__(self, name: str) -> Any:
+        """Only for what the file does not say."""
+        raise AttributeError(name)
+
+
+def record_type(name: str) -> type[Record]:
+    """A record type of that name."""
+    return type(name, (Record,), {})

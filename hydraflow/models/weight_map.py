@@ -1,0 +1,36 @@
+"""Which file of a Hugging Face directory holds which weight, as the index of a model in several files says.
+
+In: the index. Out: file names by weight. A name that leads out of the directory is refused; the file itself
+may be a link, as all are in the hub's cache. Left out on purpose: whether the files are there.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from pathlib import Path, PurePosixPath
+
+from hydraflow.errors import ConfigError
+
+INDEX, PICKLED_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """File by name of weight. Raises ConfigError for an index that is none, or that names files elsewhere."""
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError.one(str(index), None, f"cannot be read: {error}") from error
+    files = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(files, dict):
+        raise ConfigError.one(str(index), None, "names no files: it has no weight_map")
+    for weight, file in files.items():
+        if not isinstance(file, str) or not _stays_inside(file):
+            rule = f"says that {weight} is in {reprlib.repr(file)}, which is no file of this directory"
+            raise ConfigError.one(str(index), None, rule)
+    return files
+
+
+def _stays_inside(name: str) -> bool:
+    parts = PurePosixPath(name)
+    return bool(parts.parts) and not parts.is_absolute() and ".." not in parts.parts and "\0" not in name
