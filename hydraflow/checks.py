@@ -182,7 +182,13 @@ FIELD_RULES: dict[type, dict[str, Rule]] = {
         "truncation": one_of("error", "left", "right"),
         "train_max_samples": UNLIMITED_OR_COUNT,
     },
-    RewardConfig: {"num_workers": at_least(0), "timeout": SECONDS, "failure_score": FINITE},
+    RewardConfig: {
+        "num_workers": at_least(0),
+        "timeout": SECONDS,
+        "max_memory": GIBIBYTES,
+        "failure_score": FINITE,
+        "max_failed_share": within(0, 1),
+    },
     AsyncTrainingConfig: {"staleness_threshold": within(0, 1000)},
     ClusterConfig: {"device_memory_gib": GIBIBYTES, "host_memory_gib": GIBIBYTES},
     RunConfig: {

@@ -168,14 +168,18 @@ class RoleLogs(logging.Handler):
             text += "\n" + logging.Formatter().formatException(record.exc_info)
         self.line(record.levelname if record.levelname in LEVELS else "INFO", text, record.created)
 
-    def line(self, level: str, text: str, at: float | None = None) -> None:
-        """Writes one tagged line, which may have more lines below it. What the disk has no room for is lost, never the run."""
+    def line(self, level: str, text: str, at: float | None = None, *, role: str | None = None) -> None:
+        """Writes one tagged line, which may have more lines below it. What the disk has no room for is lost, never the run.
+
+        `role`: whose line it is; None: that of the role whose method runs.
+        """
         if LEVELS[level] < self._threshold:
             return
-        tagged = f"{stamp(time.time() if at is None else at)} {level} {self.role}-{self.rank} {text}"
         with suppress(OSError), self._guard:
-            file = self._file()
-            if file.write(tagged):
+            role = role or self.role
+            tagged = f"{stamp(time.time() if at is None else at)} {level} {role}-{self.rank} {_untagged(text)}"
+            file = self._file(role)
+            if file.write(tagged) and role == self.role:
                 self._point(file)
             if self._console is not None and LEVELS[level] >= LEVELS[(self.settings.console or "").upper()]:
                 os.write(self._console, f"{tagged}\n".encode(errors="replace"))
@@ -192,11 +196,12 @@ class RoleLogs(logging.Handler):
             self._files = {}
         super().close()
 
-    def _file(self) -> RoleFile:
-        if self.role not in self._files:
-            path = self._folder / f"{self.role}-{self.rank}.log"
-            self._files[self.role] = RoleFile(path, self.settings.max_bytes, self.settings.keep)
-        return self._files[self.role]
+    def _file(self, role: str | None = None) -> RoleFile:
+        role = role or self.role
+        if role not in self._files:
+            path = self._folder / f"{role}-{self.rank}.log"
+            self._files[role] = RoleFile(path, self.settings.max_bytes, self.settings.keep)
+        return self._files[role]
 
     def _switch(self, role: str) -> None:
         with self._guard:
@@ -213,6 +218,12 @@ class RoleLogs(logging.Handler):
             return
         for number in (STANDARD_OUTPUT, STANDARD_ERROR):
             os.dup2(file.number, number)
+
+
+def _untagged(text: str) -> str:
+    """Text whose further lines cannot be taken for tagged ones: such a line begins with a space."""
+    first, *more = text.split("\n")
+    return "\n".join([first, *(f" {line}" if LINE.match(line) else line for line in more)])
 
 
 def log_of_this_process() -> RoleLogs | None:

@@ -68,6 +68,8 @@ def test_every_rule_names_a_field():
         ("reward", "timeout", math.inf),
         ("reward", "num_workers", -1),
         ("reward", "failure_score", math.nan),
+        ("reward", "max_memory", 0.0),
+        ("reward", "max_failed_share", 1.5),
         ("log", "level", "loud"),
         ("log", "console", "INFO"),
         ("log", "max_megabytes", 0.0),

@@ -16,14 +16,16 @@ from hydraflow.data.config import DataConfig
 from hydraflow.data.files import Record
 from hydraflow.errors import EnvironmentFault
 from hydraflow.rewards.config import RewardConfig
-from hydraflow.rewards.pool import GRACE_SECONDS, START_SECONDS, RewardPool, RewardResult, RewardRow
+from hydraflow.rewards.pool import RewardPool, RewardResult, RewardRow
+from hydraflow.rewards.row_time import MOST
+from hydraflow.rewards.worker import GRACE_SECONDS, START_SECONDS
 
 ROWS = 3
 
 
 def seconds(config: RewardConfig) -> float:
     """What the check may take: the pool's own limits end it before."""
-    return START_SECONDS + 2 * ROWS * (config.timeout + GRACE_SECONDS) + 10.0
+    return START_SECONDS + 2 * ROWS * (MOST * config.timeout + GRACE_SECONDS) + 10.0
 
 
 def check_reward(facts: Facts) -> Iterator[Finding]:
@@ -35,6 +37,7 @@ def check_reward(facts: Facts) -> Iterator[Finding]:
     reward = facts.config.reward
     try:
         with RewardPool(replace(reward, num_workers=1)) as pool:
+            pool.require_loaded()
             results = pool.score(rows)
     except EnvironmentFault as error:
         yield problem(str(error), "correct the function in reward.custom_reward_function.path")

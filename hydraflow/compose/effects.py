@@ -301,21 +301,21 @@ _PARTS = (
         "trainer.debug.train_only=false",
     ),
     Idle(
-        "reward.{num_workers,timeout,failure_score,custom_reward_function.*}",
+        "reward.{num_workers,timeout,max_memory,failure_score,custom_reward_function.*}",
         lambda c: c.trainer.debug.train_only,
         "trainer.debug.train_only=true takes the scores of trainer.debug.load_rollouts",
         "trainer.debug.train_only=false",
     ),
     Idle(
-        "reward.timeout",
+        "reward.{timeout,max_memory}",
         lambda c: c.reward.num_workers == 0,
-        "rows that are scored in the process that asks have no time limit",
+        "rows that are scored in the process that asks have no limits",
         "reward.num_workers=1",
     ),
     Idle(
-        "reward.{num_workers,timeout}",
+        "reward.{num_workers,timeout,max_memory}",
         lambda c: c.debug or c.trainer.debug.local,
-        "a run that is debugged scores in the process that asks, without a time limit",
+        "a run that is debugged scores in the process that asks, without limits",
         "debug=false trainer.debug.local=false",
     ),
 )

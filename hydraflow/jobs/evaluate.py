@@ -13,7 +13,8 @@ import numpy as np
 from hydraflow.data.files import Record, raise_problems, read_records
 from hydraflow.errors import EnvironmentFault, Problem
 from hydraflow.jobs.output import output_file
-from hydraflow.rewards.custom import check_reward
+from hydraflow.rewards.custom import check_sources
+from hydraflow.rewards.failures import require_scored
 from hydraflow.rewards.pool import RewardPool, RewardResult, RewardRow
 from hydraflow.schema import EvalConfig, EvalDataConfig
 
@@ -21,20 +22,28 @@ logger = logging.getLogger(__name__)
 
 
 def run_eval(config: EvalConfig) -> None:
-    """Prints the report of `evaluate` as JSON, and writes it to `output.path` where one is named."""
+    """Prints the report of `averages` as JSON, and writes it to `output.path` where one is named.
+
+    With more failed rows than `reward.max_failed_share` allows the report is there all the same, but GuardStop is raised.
+    """
     with output_file(config.output.path) if config.output.path else nullcontext() as unfinished:
-        text = json.dumps(evaluate(config), indent=2)
-        print(text)
-        if unfinished is None:
-            return
-        try:
-            unfinished.write_text(text + "\n")
-        except OSError as error:
-            raise EnvironmentFault(f"{config.output.path} cannot be written: {error.strerror}") from error
+        scored = score(config)
+        text = json.dumps(averages(scored), indent=2)
+        print(text, flush=True)
+        if unfinished is not None:
+            try:
+                unfinished.write_text(text + "\n")
+            except OSError as error:
+                raise EnvironmentFault(f"{config.output.path} cannot be written: {error.strerror}") from error
+    _require_scored(config, scored)
 
 
-def evaluate(config: EvalConfig) -> dict[str, dict[str, Any]]:
-    """`{data_source: {score/mean@n, acc/mean@n, score/best@n, prompts, responses, failed}}`; n is the responses per prompt.
+Scored = dict[str, list[list[RewardResult]]]
+"""By data source, for each prompt: the results of its responses."""
+
+
+def score(config: EvalConfig) -> Scored:
+    """Scores every response of the file.
 
     Raises ConfigError for an unusable file, rows that cannot be scored and data sources without a reward function.
     """
@@ -45,10 +54,23 @@ def evaluate(config: EvalConfig) -> dict[str, dict[str, Any]]:
     for record in records:
         sources.setdefault(str(record.values[data.data_source_key]), []).append(_rows(record, data))
     raise_problems([problem for source, prompts in sources.items() for problem in _count_problems(source, prompts, data)])
-    check_reward(config.reward, sources)
+    check_sources(config.reward, sources)
     with RewardPool(config.reward) as pool:
+        pool.require_loaded()
         results = iter(pool.score([row for prompts in sources.values() for responses in prompts for row in responses]))
-    return {source: _averages(source, [[next(results) for _ in prompt] for prompt in sources[source]]) for source in sources}
+    return {source: [[next(results) for _ in prompt] for prompt in prompts] for source, prompts in sources.items()}
+
+
+def averages(scored: Scored) -> dict[str, dict[str, Any]]:
+    """`{data_source: {score/mean@n, acc/mean@n, score/best@n, prompts, responses, failed}}`; n is the responses per prompt."""
+    return {source: _averages(source, prompts) for source, prompts in scored.items()}
+
+
+def _require_scored(config: EvalConfig, scored: Scored) -> None:
+    results = [result for prompts in scored.values() for responses in prompts for result in responses]
+    failures = [result.failed for result in results if result.failed is not None]
+    most, so = config.reward.max_failed_share, f"they count with reward.failure_score={config.reward.failure_score:g} in the averages"
+    require_scored(len(failures), len(results), next(iter(failures), None), most, where=str(config.data.path), so=so)
 
 
 def _texts(record: Record, data: EvalDataConfig) -> list[Any]:

@@ -28,7 +28,8 @@ from hydraflow.jobs.session import Session
 from hydraflow.models.loading import load_config, load_tokenizer, require_weights
 from hydraflow.protocol.batch import DataProto
 from hydraflow.recipes import arithmetic
-from hydraflow.rewards.custom import check_reward
+from hydraflow.rewards.custom import check_sources
+from hydraflow.rewards.pool import check_function
 from hydraflow.schema import PPOConfig
 from hydraflow.tracking.endings import DONE
 from hydraflow.tracking.trackers import Trackers
@@ -76,7 +77,7 @@ class PPOJob:
 
     def run(self) -> None:
         """Trains, or goes on; raises ConfigError before anything starts, other errors of `errors.py` later."""
-        check_reward(self.config.reward)
+        check_function(self.config.reward)
         with Session(self.config, scoring=True, restarts=self.restarts) as session:
             recipe = self.config.recipe.name != "none"
             if recipe and not self._begin_with_recipe(session):
@@ -153,7 +154,7 @@ class PPOJob:
         if data.val_files:
             val = PromptDataset(data, data.val_files, tokenizer, key="data.val_files", max_samples=data.val_max_samples)
         datasets = [dataset for dataset in (train, val) if dataset is not None]
-        check_reward(self.config.reward, sorted({source for dataset in datasets for source in dataset.data_sources()}))
+        check_sources(self.config.reward, sorted({source for dataset in datasets for source in dataset.data_sources()}))
         for dataset in datasets:
             require_context(dataset, data.max_response_length, config)
         return Prompts(train, val, tokenizer)
@@ -190,7 +191,7 @@ class PPOJob:
         """Samples and scores every step's prompts; nothing is trained or saved."""
         roles = build_sampling_roles(self.config, session.runtime)
         rollouts = self._rollouts(plan, session.runtime, roles.rollout, roles.reward)
-        trainer = RolloutTrainer(plan, session.runtime, rollouts, self._dump())
+        trainer = RolloutTrainer(plan, session.runtime, rollouts, self._dump(), self.config.reward.max_failed_share)
         loop = self._around(session, plan, roles, trainer, prompts, session.open_trackers(plan.total_steps))
         session.why = loop.fit(loader, None, plan.total_steps)
 

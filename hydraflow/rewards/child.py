@@ -1,31 +1,41 @@
-"""What runs inside a reward process: rows in, scores out, a clock per row.
+"""What runs inside a reward process: rows in, scores out, a clock per row, a limit on memory.
 
-In: chunks of rows over a socket, as JSON. Out: their results, as JSON, after at most `FLUSH_SECONDS` of work.
-Before each row the process notes the row and the time in shared memory, so that the parent knows at which row it died or hangs.
+In: chunks of rows over a socket. Out: their results, after at most `FLUSH_SECONDS` of work.
+Before each row the process notes the row and the time in shared memory, so that the pool knows at which row it died or hangs.
 Imports are light on purpose: no torch, no Ray, so that a process is ready in a tenth of a second.
 """
 
 from __future__ import annotations
 
-import json
+import io
 import math
 import mmap
+import os
+import resource
 import signal
+import socket
 import struct
+import sys
 import time
 from bdb import BdbQuit
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any
 
-from hydraflow.errors import ConfigError
-from hydraflow.rewards.custom import load_function
+from hydraflow.errors import ConfigError, Problem, shown
+from hydraflow.rewards.custom import line_of, load_function
+from hydraflow.rewards.frames import Frames
 from hydraflow.rewards.functions import find_scorer
+from hydraflow.rewards.row_time import QueueTime, over_at
 
 FLUSH_SECONDS = 0.02
 NO_ROW = -1
 """The row before the first one of a chunk: functions are being loaded."""
+
+_PROGRESS = struct.Struct("qdd")
+PROGRESS_BYTES = _PROGRESS.size
+MOST_CAUSE = 500
+"""Characters of an error that are passed on."""
 
 Result = tuple[float | None, dict[str, float], str | None]
 """(score, more numbers, why it failed); no score when it failed."""
@@ -36,41 +46,129 @@ class RowTimeout(BaseException):
 
 
 class Progress:
-    """The row a process is at and since when, in 16 bytes of memory shared with the parent."""
+    """The row a process is at and since when, in memory shared with the pool."""
 
     def __init__(self, descriptor: int):
-        self._memory = mmap.mmap(descriptor, 16)
+        self._memory = mmap.mmap(descriptor, PROGRESS_BYTES)
 
-    def note(self, row: int, now: float) -> None:
-        """Notes that `row` (number in the chunk) began at `now` (time.monotonic, one clock for all processes)."""
-        struct.pack_into("d", self._memory, 8, now)  # time first: a reader in between sees an old row with a new time
+    def note(self, row: int, now: float, waited: float = 0.0) -> None:
+        """Notes that `row` (number in the chunk) began at `now` (time.monotonic, one clock for all processes), when the process had
+        `waited` so many seconds for a processor.
+        """
+        struct.pack_into("dd", self._memory, 8, now, waited)  # times first: a reader in between sees an old row with a new time
         struct.pack_into("q", self._memory, 0, row)
 
-    def read(self) -> tuple[int, float]:
-        """(row, since when)."""
-        return struct.unpack_from("qd", self._memory, 0)  # type: ignore[return-value]
+    def read(self) -> tuple[int, float, float]:
+        """(row, since when, seconds waited before)."""
+        return _PROGRESS.unpack_from(self._memory, 0)  # type: ignore[return-value]
 
     def close(self) -> None:
         """Gives the memory back."""
         self._memory.close()
 
 
-def main(socket: int, shared: int) -> None:
-    """Serves chunks from `socket` until the parent closes it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C reaches the whole process group; the parent ends its children
-    parent, progress = Connection(socket), Progress(shared)
-    try:
-        settings = json.loads(parent.recv_bytes())
+class RowAlarm:
+    """Raises RowTimeout in the row that has used up its time."""
+
+    def __init__(self, limit: float):
+        self.limit = limit
+        self._queue_time = QueueTime(os.getpid())
+        self.began = self.waited = 0.0
+
+    def start(self) -> None:
+        """Notes when a row begins."""
+        self.began, self.waited = time.monotonic(), self._queue_time.seconds()
+
+    def arm(self) -> None:
+        """For each row again: a reward function may itself have used the alarm clock."""
+        signal.signal(signal.SIGALRM, self._ring)
+        signal.setitimer(signal.ITIMER_REAL, self.limit)
+
+    def disarm(self) -> None:
+        """The row is over."""
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def _ring(self, signal_number: int, frame: FrameType | None) -> None:
+        left = over_at(self.began, self.limit, self._queue_time.seconds() - self.waited) - time.monotonic()
+        if left <= 0:
+            raise RowTimeout
+        signal.setitimer(signal.ITIMER_REAL, left)
+
+
+class Caller:
+    """The user's function, or the built-in ones, and what limits them."""
+
+    def __init__(self, settings: dict[str, Any]):
+        self.path: str | None = settings["path"]
+        self.max_memory: float = settings["max_memory"]
+        self.call = load(settings)
+
+    def score_row(self, row: Sequence[Any], alarm: RowAlarm) -> Result:
+        """Calls the function for as long as `alarm` lets it, and reads what it returned."""
         try:
-            call = load(settings)
+            alarm.arm()
+            try:
+                value = self.call(*row)
+            finally:
+                alarm.disarm()
+        except RowTimeout:
+            return None, {}, f"took longer than {alarm.limit:g} seconds"
         except ConfigError as error:
-            parent.send_bytes(json.dumps({"refused": [p.rule for p in error.problems]}).encode())
+            return None, {}, str(error.problems[0])
+        except MemoryError as error:
+            return None, {}, f"{_cause(error, self.path)}; {_memory_limit(self.max_memory)}"
+        except BaseException as error:  # the user's code may raise anything, SystemExit included: the row fails, never the run
+            return None, {}, _cause(error, self.path)
+        return read_value(value)
+
+
+def main(socket_number: int, shared: int) -> None:
+    """Serves chunks from the socket until the pool closes it."""
+    os.set_inheritable(socket_number, False)  # what the function starts must not hold them open
+    os.set_inheritable(shared, False)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what it printed must be out when it hangs or dies
+        sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
+    pool, progress = Frames(socket.socket(fileno=socket_number)), Progress(shared)
+    try:
+        settings = pool.receive()
+        _limit_memory(settings["max_memory"])
+        try:
+            caller = Caller(settings)
+        except ConfigError as error:
+            pool.send({"refused": [_in_words(problem, error, settings["max_memory"]) for problem in error.problems]})
             return
-        parent.send_bytes(json.dumps({"ready": True}).encode())
+        alarm = RowAlarm(settings["timeout"])
+        pool.send({"pid": os.getpid()})
         while True:
-            _score_chunk(json.loads(parent.recv_bytes()), call, settings["timeout"], parent, progress)
+            _score_chunk(pool.receive(), caller, alarm, pool, progress)
     except (EOFError, ConnectionError):
-        return  # the parent has closed the pool or is gone
+        return  # the pool is closed, or its process is gone
+
+
+def _limit_memory(gib: float) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    most = int(gib * 2**30) if hard == resource.RLIM_INFINITY else min(int(gib * 2**30), hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
+
+def _memory_limit(gib: float) -> str:
+    return f"the limit is reward.max_memory={gib:g} GiB"
+
+
+def _in_words(problem: Problem, error: ConfigError, max_memory: float) -> list[str]:
+    """(field, value, rule, remedy) of a problem."""
+    limit = f"; {_memory_limit(max_memory)}" if isinstance(error.__cause__, MemoryError) else ""
+    return [problem.field, shown(problem.value), problem.rule + limit, problem.remedy]
+
+
+def _cause(error: BaseException, path: str | None) -> str:
+    """An exception, and where in the user's file it was raised."""
+    try:
+        said = f"{type(error).__name__}: {error}"
+    except Exception:  # the text is made by the user's code, too
+        said = type(error).__name__
+    line = line_of(error, path) if path is not None else ""
+    return said[:MOST_CAUSE] + (f" ({os.path.basename(path)}, {line})" if path is not None and line else "")
 
 
 def load(settings: dict[str, Any]) -> Callable[..., Any]:
@@ -90,19 +188,19 @@ def _built_in(data_source: str, solution_str: str, ground_truth: Any, extra_info
     return find_scorer(data_source)(solution_str, ground_truth)
 
 
-def _score_chunk(rows: Sequence[Any], call: Callable[..., Any], limit: float, parent: Connection, progress: Progress) -> None:
-    if call is _built_in:
+def _score_chunk(rows: Sequence[Any], caller: Caller, alarm: RowAlarm, pool: Frames, progress: Progress) -> None:
+    if caller.path is None:
         _preload({row[0] for row in rows})
     results: list[Result] = []
     flushed = time.monotonic()
     for number, row in enumerate(rows):
-        now = time.monotonic()
-        if results and now - flushed > FLUSH_SECONDS:
-            parent.send_bytes(json.dumps(results).encode())
-            results, flushed = [], now
-        progress.note(number, now)
-        results.append(score_row(call, row, limit))
-    parent.send_bytes(json.dumps(results).encode())
+        alarm.start()
+        if results and alarm.began - flushed > FLUSH_SECONDS:
+            pool.send(results)
+            results, flushed = [], alarm.began
+        progress.note(number, alarm.began, alarm.waited)
+        results.append(caller.score_row(row, alarm))
+    pool.send(results)
 
 
 def _preload(data_sources: set[str]) -> None:
@@ -114,27 +212,10 @@ def _preload(data_sources: set[str]) -> None:
             continue
 
 
-def score_row(call: Callable[..., Any], row: Sequence[Any], limit: float) -> Result:
-    """Calls the function for at most `limit` seconds and reads what it returned. Never raises."""
-    try:
-        # Armed anew for each row: a reward function may itself have used the alarm clock.
-        signal.signal(signal.SIGALRM, _on_alarm)
-        signal.setitimer(signal.ITIMER_REAL, limit)
-        try:
-            value = call(*row)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-    except RowTimeout:
-        return None, {}, f"took longer than {limit:g} seconds"
-    except ConfigError as error:
-        return None, {}, str(error.problems[0])
-    except BaseException as error:  # the user's code may raise anything, SystemExit included: the row fails, never the run
-        return None, {}, f"{type(error).__name__}: {error}"[:500]
-    return read_value(value)
-
-
-def score_here(call: Callable[..., Any], rows: Sequence[Any]) -> list[Result]:
-    """Scores rows in this process, without a time limit. A row whose function raises fails; leaving a debugger ends the run."""
+def score_here(call: Callable[..., Any], rows: Sequence[Any], path: str | None) -> list[Result]:
+    """Scores rows in this process, without limits. A row whose function raises fails, also with SystemExit; leaving a debugger ends the
+    run.
+    """
     results: list[Result] = []
     for row in rows:
         try:
@@ -143,8 +224,8 @@ def score_here(call: Callable[..., Any], rows: Sequence[Any]) -> list[Result]:
             raise
         except ConfigError as error:
             results.append((None, {}, str(error.problems[0])))
-        except Exception as error:  # as in a process of its own: the row fails, never the run
-            results.append((None, {}, f"{type(error).__name__}: {error}"[:500]))
+        except (Exception, SystemExit) as error:  # as in a process of its own: the row fails, never the run
+            results.append((None, {}, _cause(error, path)))
         else:
             results.append(read_value(value))
     return results
@@ -181,7 +262,3 @@ def _number(value: Any) -> float | None:
         return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # arrays and tensors with dimensions
         return None
-
-
-def _on_alarm(signal_number: int, frame: FrameType | None) -> None:
-    raise RowTimeout

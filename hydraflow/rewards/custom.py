@@ -1,6 +1,7 @@
-"""The user's own reward function: found, imported and checked before anything starts.
+"""The user's own reward function: found, imported and checked.
 
-In: path and name of the function and its keyword arguments. Out: a callable, or a `ConfigError` that says what is wrong.
+In: path and name of the function and its keyword arguments. Out: a callable, or a `ConfigError` that says what is wrong. Importing runs
+the user's code, which may hang or end the process: before a run starts it happens in a process of a pool (`RewardPool.require_loaded`).
 Left out on purpose: asynchronous functions. Each reward process scores one row at a time, so there is nothing to await beside.
 """
 
@@ -27,14 +28,9 @@ ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 RewardFunction = Callable[..., Any]
 
 
-def check_reward(config: RewardConfig, data_sources: Iterable[str] = ()) -> None:
-    """Raises `ConfigError` for a custom function that cannot be used, or, without one, for each of `data_sources` that no
-    built-in function is for. The user's file is imported for this.
-    """
-    custom = config.custom_reward_function
-    if custom.path is not None:
-        load_function(custom.path, custom.name, custom.reward_kwargs)
-    elif problems := _unknown_sources(data_sources):
+def check_sources(config: RewardConfig, data_sources: Iterable[str]) -> None:
+    """Raises `ConfigError` for each of `data_sources` that no built-in function is for. A custom function may take any."""
+    if config.custom_reward_function.path is None and (problems := _unknown_sources(data_sources)):
         raise ConfigError(problems)
 
 
@@ -43,7 +39,7 @@ def load_function(path: str | Path, name: str, reward_kwargs: Mapping[str, Any])
 
     It must accept data_source, solution_str, ground_truth and extra_info by name, and `reward_kwargs`. Raises `ConfigError`.
     """
-    module = _import_file(Path(path).expanduser().absolute())
+    module = _import_file(_absolute(path))
     if not hasattr(module, name):
         defined = [n for n, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
         raise ConfigError.one(NAME_KEY, name, f"{path} defines no such function; it has {', '.join(defined) or 'none'}")
@@ -84,16 +80,22 @@ def _import_file(path: Path) -> ModuleType:
         with redirect_stdout(sys.stderr):  # the standard output of a command is its report
             spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # the user's file may raise anything; it becomes the user's message
-        raise ConfigError.one(PATH_KEY, path, f"cannot be imported: {type(error).__name__}: {error}{_line_of(error, path)}") from error
+        where = f" ({line})" if (line := line_of(error, path)) else ""
+        raise ConfigError.one(PATH_KEY, path, f"cannot be imported: {type(error).__name__}: {error}{where}") from error
     return module
 
 
-def _line_of(error: BaseException, path: Path) -> str:
-    """Where in the user's file it happened."""
+def line_of(error: BaseException, path: str | Path) -> str:
+    """Where in the user's file it happened, such as `line 7: return table[key]`; empty where that file has no part in it."""
     if isinstance(error, SyntaxError):
         return ""  # its message names file and line
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path]
-    return f" (line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
+    file = _absolute(path)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == file]
+    return f"line {frames[-1].lineno}: {frames[-1].line}" if frames else ""
+
+
+def _absolute(path: str | Path) -> Path:
+    return Path(path).expanduser().absolute()
 
 
 def _unknown_sources(data_sources: Iterable[str]) -> list[Problem]:

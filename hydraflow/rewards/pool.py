@@ -2,42 +2,29 @@
 
 In: rows of (data source, response text, ground truth, extra info). Out: one result per row, in the order of the rows.
 A row that raises, takes too long, ends its process or returns no finite number scores `failure_score`, with the reason.
-The time limit is kept twice: by an alarm inside the process, and, where code never returns to Python, by the parent, which
-kills the process some grace after the limit and starts another.
-Left out on purpose: `multiprocessing.Process`, which imports the main program again in every child. A child here starts from
-`rewards/child.py` alone and speaks JSON over a socket.
+The time limit is kept twice: by an alarm inside the process, and, where code never returns to Python, by the pool, which
+ends the process some grace after the limit and starts another. The processes themselves are in `worker.py`.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import os
-import socket
-import subprocess
-import sys
+import select
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from hydraflow.errors import EnvironmentFault
-from hydraflow.rewards.child import NO_ROW, Progress, load, score_here
+from hydraflow.errors import ConfigError, EnvironmentFault
+from hydraflow.rewards.child import load, score_here
 from hydraflow.rewards.config import RewardConfig
+from hydraflow.rewards.printed import in_one_line
+from hydraflow.rewards.worker import GRACE_SECONDS, RewardProcess, settings_of
 
 logger = logging.getLogger(__name__)
-
-GRACE_SECONDS = 1.0
-"""What a process gets beyond a row's limit to notice its own alarm."""
-START_SECONDS = 120.0
-"""What a process gets to start and to import a reward function."""
-STANDARD_ERROR = 2
-"""File number."""
-_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from hydraflow.rewards.child import main; main(*map(int, sys.argv[2:]))"
 
 
 class RewardRow(NamedTuple):
@@ -74,20 +61,35 @@ class RewardPool:
 
     def __init__(self, config: RewardConfig):
         self.config = config
-        self._workers: list[_Worker] = []
+        self._workers: list[RewardProcess] = []
         self._function: Callable[..., Any] | None = None
         """Of a pool without processes, once it was needed."""
 
     def start(self) -> None:
         """Starts the processes without waiting for them."""
         while len(self._workers) < self.config.num_workers:
-            self._workers.append(_Worker(self.config))
+            self._workers.append(RewardProcess(self.config))
+
+    def require_loaded(self) -> None:
+        """Raises ConfigError when the custom function cannot be loaded, also when its file hangs or ends the process that imports it.
+
+        A pool without processes tries it in one that ends again; any other goes on with the process that has loaded it.
+        """
+        if self.config.custom_reward_function.path is None:
+            return
+        if self.config.num_workers == 0:
+            check_function(self.config)
+            return
+        self.start()
+        if problems := self._workers[0].problems():
+            self.close()
+            raise ConfigError(problems)
 
     def score(self, rows: Sequence[RewardRow]) -> list[RewardResult]:
         """Results in the order of `rows`. Raises `EnvironmentFault` when a process cannot start."""
         if self.config.num_workers == 0:
             self._function = self._function or load(settings_of(self.config))
-            return [self._result(*result) for result in score_here(self._function, rows)]
+            return [self._result(*result) for result in score_here(self._function, rows, self.config.custom_reward_function.path)]
         self.start()
         queue = deque(range(len(rows)))
         results: dict[int, RewardResult] = {}
@@ -101,7 +103,9 @@ class RewardPool:
         return [results[row] for row in range(len(rows))]
 
     def close(self) -> None:
-        """Ends the processes."""
+        """Ends the processes, and what the function has started in them."""
+        for worker in self._workers:
+            worker.let_go()  # all of them, before any of them is waited for
         for worker in self._workers:
             worker.end()
         self._workers = []
@@ -119,46 +123,52 @@ class RewardPool:
 
     def _collect(self, results: dict[int, RewardResult], queue: deque[int]) -> None:
         """Waits for answers, or for the first time limit that a process breaks."""
-        busy = {worker.connection: worker for worker in self._workers if worker.busy}
-        patience = min(worker.deadline() for worker in busy.values()) - time.monotonic()
+        busy = [worker for worker in self._workers if worker.busy]
+        patience = min(worker.deadline() for worker in busy) - time.monotonic()
         # A deadline moves closer when a process goes from loading to its first row, so never wait for longer than a row may take.
-        answered = wait(list(busy), max(0.0, min(patience, self.config.timeout + GRACE_SECONDS)))
-        for connection in answered:
-            self._receive(busy[connection], results, queue)  # type: ignore[index]
-        for connection, worker in busy.items():
-            if connection not in answered and worker.deadline() < time.monotonic():
+        answered = _readable(busy, max(0.0, min(patience, self.config.timeout + GRACE_SECONDS)))
+        for worker in answered:
+            self._receive(worker, results, queue)
+        for worker in busy:
+            if worker in self._workers and worker.busy and worker.deadline() < time.monotonic():
                 reason = f"took longer than {self.config.timeout:g} seconds and could not be interrupted"
                 self._replace(worker, reason, results, queue)
 
-    def _receive(self, worker: _Worker, results: dict[int, RewardResult], queue: deque[int]) -> None:
+    def _receive(self, worker: RewardProcess, results: dict[int, RewardResult], queue: deque[int]) -> None:
         try:
             answers = worker.receive()
         except (EOFError, ConnectionError):
-            self._replace(worker, f"ended its process ({worker.exit_reason()})", results, queue)
+            self._replace(worker, worker.exit_reason(), results, queue)
+            return
+        except ValueError:
+            self._replace(worker, "wrote into the connection that its process answers on", results, queue)
             return
         for row, (score, extra, failed) in answers:
             results[row] = self._result(score, extra, failed)
 
     def _result(self, score: float | None, extra: dict[str, float], failed: str | None) -> RewardResult:
-        return RewardResult(self.config.failure_score, {}, failed) if score is None else RewardResult(score, extra)
+        return RewardResult(score, extra) if score is not None else self._failure(failed or "")
 
-    def _replace(self, worker: _Worker, reason: str, results: dict[int, RewardResult], queue: deque[int]) -> None:
+    def _failure(self, reason: str) -> RewardResult:
+        return RewardResult(self.config.failure_score, {}, in_one_line(reason))
+
+    def _replace(self, worker: RewardProcess, reason: str, results: dict[int, RewardResult], queue: deque[int]) -> None:
         """Fails the row that `worker` is at, puts its other unanswered rows back and starts another process in its place."""
         culprit = worker.current_row()
         worker.end()
         if culprit is None and not worker.proven:
             raise EnvironmentFault(f"a reward process {reason} before it scored a row, while it was starting or loading its function")
         if culprit is not None:
-            results[culprit] = RewardResult(self.config.failure_score, {}, reason)
+            results[culprit] = self._failure(reason)
         logger.warning("a reward function %s; its process was replaced", reason)
         queue.extendleft(row for row in reversed(worker.pending) if row != culprit)
-        self._workers[self._workers.index(worker)] = _Worker(self.config)
+        self._workers[self._workers.index(worker)] = RewardProcess(self.config)
 
 
-def settings_of(config: RewardConfig) -> dict[str, Any]:
-    """What a process that scores is told."""
-    custom = config.custom_reward_function
-    return {"path": custom.path, "name": custom.name, "reward_kwargs": custom.reward_kwargs, "timeout": config.timeout}
+def check_function(config: RewardConfig) -> None:
+    """`RewardPool.require_loaded` of a pool that is closed again."""
+    with RewardPool(replace(config, num_workers=1)) as pool:
+        pool.require_loaded()
 
 
 def _take_chunk(queue: deque[int], workers: int) -> list[int]:
@@ -167,85 +177,10 @@ def _take_chunk(queue: deque[int], workers: int) -> list[int]:
     return [queue.popleft() for _ in range(size)]
 
 
-class _Worker:
-    """One process: its socket, the memory in which it notes its progress, and the rows it has not answered yet."""
-
-    def __init__(self, config: RewardConfig):
-        self.pending: list[int] = []
-        self._limit = config.timeout
-        self._ready = False
-        self.proven = False
-        """Whether it has scored a row: then its death while it was idle is an accident, not a fault of the set-up."""
-        self._offset = 0  # rows of the chunk that are answered
-        self._started = time.monotonic()
-        shared = os.memfd_create("hydraflow-reward")
-        os.truncate(shared, 16)
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(theirs.fileno()), str(shared)]
-        with theirs:
-            # What a function prints goes to standard error: the standard output of a command is its report.
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=STANDARD_ERROR, pass_fds=[theirs.fileno(), shared])
-        self._progress = Progress(shared)
-        os.close(shared)
-        self._progress.note(NO_ROW, self._started)
-        self.connection = Connection(ours.detach())
-        self.connection.send_bytes(json.dumps(settings_of(config)).encode())
-
-    @property
-    def busy(self) -> bool:
-        """Whether rows are out that it has not answered."""
-        return bool(self.pending)
-
-    def send(self, chunk: list[int], rows: Sequence[RewardRow]) -> None:
-        """Sends the rows with these numbers; waits for the process to be ready first."""
-        self._wait_until_ready()
-        self.pending, self._offset = chunk, 0
-        self._progress.note(NO_ROW, time.monotonic())
-        try:
-            self.connection.send_bytes(json.dumps([rows[i] for i in chunk]).encode())
-        except ConnectionError:
-            return  # it died meanwhile: reading from it says so
-
-    def receive(self) -> list[tuple[int, Any]]:
-        """The (row, result) pairs that have come. Raises EOFError or ConnectionError when the process is gone."""
-        answers = json.loads(self.connection.recv_bytes())
-        answered, self.pending = self.pending[: len(answers)], self.pending[len(answers) :]
-        self._offset += len(answers)
-        self.proven = True
-        return list(zip(answered, answers, strict=True))
-
-    def current_row(self) -> int | None:
-        """Number of the row that it is at; None before the first row of a chunk."""
-        number, _ = self._progress.read()
-        return None if number == NO_ROW else self.pending[number - self._offset]
-
-    def deadline(self) -> float:
-        """When (time.monotonic) it should have gone on to another row."""
-        number, since = self._progress.read()
-        return since + (START_SECONDS if number == NO_ROW else self._limit + GRACE_SECONDS)
-
-    def exit_reason(self) -> str:
-        """How the process ended."""
-        code = self._process.wait()
-        return f"signal {-code}" if code < 0 else f"exit code {code}"
-
-    def end(self) -> None:
-        """Ends the process and gives back what it held."""
-        self.connection.close()
-        self._process.kill()
-        self._process.wait()
-        self._progress.close()
-
-    def _wait_until_ready(self) -> None:
-        if self._ready:
-            return
-        remaining = self._started + START_SECONDS - time.monotonic()
-        if not self.connection.poll(max(0.0, remaining)):
-            raise EnvironmentFault(f"a reward process was not ready after {START_SECONDS:g} seconds")
-        try:
-            greeting = json.loads(self.connection.recv_bytes())
-        except (EOFError, ConnectionError) as error:
-            raise EnvironmentFault(f"a reward process ended while it was starting ({self.exit_reason()})") from error
-        if "refused" in greeting:
-            raise EnvironmentFault(f"a reward process cannot load the reward function: {'; '.join(greeting['refused'])}")
-        self._ready = True
+def _readable(workers: Sequence[RewardProcess], seconds: float) -> list[RewardProcess]:
+    """Those that have something to read, after waiting for the first at most so long."""
+    poll = select.poll()
+    by_number = {worker.frames.fileno(): worker for worker in workers}
+    for number in by_number:
+        poll.register(number, select.POLLIN)
+    return [by_number[number] for number, _ in poll.poll(seconds * 1000)]

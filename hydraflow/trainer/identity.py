@@ -26,7 +26,9 @@ SHAPING_TRAINER_KEYS = ("trainer.seed", "trainer.critic_warmup")
 FREE = (
     # how the run is started, watched, judged and kept
     *("strict", "debug", "log.*", "global_profiler.*"),
-    *("trainer.*", "ray_init.*", "cluster.*", "recipe.cache_dir", "reward.num_workers", "*.checkpoint.*", "checkpoint.*"),
+    *("trainer.*", "ray_init.*", "cluster.*", "recipe.cache_dir", "*.checkpoint.*", "checkpoint.*"),
+    # what limits a reward function: a run that ended for a limit goes on with another one
+    *("reward.num_workers", "reward.timeout", "reward.max_memory", "reward.max_failed_share"),
     *("data.val_*", "*.val_kwargs.*", "*.probs_diff_limit"),
     # where it runs and how the model lies on the devices: another number of ranks gives the same gradients but for rounding
     *("*.device_mapping", "*.nnodes", "*.n_gpus_per_node", "*parallel_size", "*.agent.num_workers", "*.enable_resource_pool"),

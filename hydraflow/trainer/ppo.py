@@ -30,6 +30,7 @@ from hydraflow.dispatch.transport import Traffic
 from hydraflow.errors import GuardStop
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import RemoteBatch
+from hydraflow.rewards.failures import require_scored
 from hydraflow.schema import PPOConfig
 from hydraflow.trainer.generations import GenerationDump, read_scored
 from hydraflow.trainer.mini_batches import mini_batch_order
@@ -107,11 +108,14 @@ class PPOTrainer:
         return Ready(None) if self.roles.rollout is None else self.roles.rollout.call(RolloutWorker.sync_from_actor)
 
     def note_scores(self, prompts: DataProto, scored: RemoteBatch, step: int) -> None:
-        """Counts the rows that the reward function could not score, and says so; keeps the responses where that is asked for."""
+        """Counts the rows that the reward function could not score, and says so; keeps the responses where that is asked for.
+
+        GuardStop where too many could not be scored: the step has changed no weight yet.
+        """
         if self.dump is not None:
             self.dump.write(step, list(read_scored(self.runtime, prompts, self.plan.samples_per_prompt, scored).rows(step)))
         self.metrics["reward/failed_rows"] = float(scored.meta_info["failed"])
-        warn_of_failures(scored, f"step {step}")
+        judge_failures([scored], self.config.reward.max_failed_share, f"step {step}", "nothing was trained on them")
 
     def old_log_probs(self, batch: RemoteBatch, step: int) -> RemoteBatch:
         """Adds the sampling policy's log-probabilities.
@@ -221,10 +225,15 @@ class PPOTrainer:
         return seconds | perf
 
 
-def warn_of_failures(scored: RemoteBatch, when: str) -> None:
-    """Says how many rows the reward function could not score, and what went wrong with the first."""
-    if failed := scored.meta_info["failed"]:
-        logger.warning("%s: the reward function failed on %d of %d rows: %s", when, failed, len(scored), scored.meta_info["why_failed"])
+def judge_failures(scored: Sequence[RemoteBatch], most: float, where: str, so: str) -> None:
+    """Says how many rows the reward function could not score, and what went wrong with the first; GuardStop when it is more than the
+    share `most` of them. `so`: what is not done with the others.
+    """
+    failed, rows = sum(batch.meta_info["failed"] for batch in scored), sum(map(len, scored))
+    first = next((batch.meta_info["why_failed"] for batch in scored if batch.meta_info["failed"]), None)
+    require_scored(failed, rows, first, most, where=where, so=so)
+    if failed:
+        logger.warning("%s: the reward function failed on %d of %d rows: %s", where, failed, rows, first)
 
 
 def columns(batch: RemoteBatch, names: Sequence[str]) -> RemoteBatch:

@@ -18,7 +18,7 @@ from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.ragged import lengths
 from hydraflow.protocol.remote import RemoteBatch
 from hydraflow.trainer.generations import GenerationDump, read_scored
-from hydraflow.trainer.ppo import columns, warn_of_failures
+from hydraflow.trainer.ppo import columns, judge_failures
 from hydraflow.trainer.rollouts import Rollouts
 from hydraflow.trainer.timing import PhaseTimer
 
@@ -26,8 +26,8 @@ from hydraflow.trainer.timing import PhaseTimer
 class RolloutTrainer:
     """Does what the loop asks of a trainer, with the generation engine and the reward function alone."""
 
-    def __init__(self, plan: BatchPlan, runtime: Runtime, rollouts: Rollouts, dump: GenerationDump | None):
-        self.plan, self.runtime, self.rollouts, self.dump = plan, runtime, rollouts, dump
+    def __init__(self, plan: BatchPlan, runtime: Runtime, rollouts: Rollouts, dump: GenerationDump | None, max_failed_share: float):
+        self.plan, self.runtime, self.rollouts, self.dump, self.max_failed_share = plan, runtime, rollouts, dump, max_failed_share
         self.timer = PhaseTimer(runtime.timeline)
 
     def sync_weights(self) -> Promised:
@@ -46,7 +46,7 @@ class RolloutTrainer:
                 scored = scoring.get()
         if self.dump is not None:
             self.dump.write(step, list(read_scored(self.runtime, prompts, self.plan.samples_per_prompt, scored).rows(step)))
-        warn_of_failures(scored, f"step {step}")
+        judge_failures([scored], self.max_failed_share, f"step {step}", "no more are sampled")
         metrics = self._measured(batch, scored) | self.timer.drain()
         tokens, seconds = metrics["perf/total_num_tokens"], metrics["timing_s/step"]
         return metrics | {"perf/time_per_step": seconds, "perf/throughput": tokens / seconds / self.plan.rollout_ranks}

@@ -12,9 +12,10 @@ import numpy as np
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.protocol.batch import DataProto
+from hydraflow.protocol.remote import RemoteBatch
 from hydraflow.schema import PPOConfig
 from hydraflow.trainer.generations import GenerationDump, Scored, read_scored
-from hydraflow.trainer.ppo import warn_of_failures
+from hydraflow.trainer.ppo import judge_failures
 from hydraflow.trainer.roles import Roles, SamplingRoles
 from hydraflow.trainer.rollouts import sample, score_samples
 from hydraflow.workers.rollout import SampleOrder
@@ -36,15 +37,18 @@ class Validator:
 
     def run(self, step: int) -> tuple[dict[str, float], list[dict[str, object]]]:
         """Metrics over all held-out prompts after a step, and the first `trainer.log_val_generations` samples."""
-        parts = [self._score(batch) for batch in self.batches]
+        scored = [self._score(batch) for batch in self.batches]
+        n = self.plan.validation.samples_per_prompt
+        parts = [read_scored(self.runtime, prompts, n, part) for prompts, part in zip(self.batches, scored, strict=True)]
         if self.dump is not None:
             self.dump.write(step, [row for part in parts for row in part.rows(step)])
+        most = self.config.reward.max_failed_share
+        judge_failures(scored, most, f"validation after step {step}", "its averages would say nothing")
         sources = np.concatenate([part.sources for part in parts])
         found = {
             "acc": np.concatenate([part.accuracies for part in parts]),
             "reward": np.concatenate([part.scores for part in parts]),
         }
-        n = self.plan.validation.samples_per_prompt
         metrics = {
             f"val-core/{source}/{name}/mean@{n}": float(column[sources == source].mean())
             for source in np.unique(sources)
@@ -52,14 +56,13 @@ class Validator:
         }
         return metrics, self._samples(parts)
 
-    def _score(self, prompts: DataProto) -> Scored:
+    def _score(self, prompts: DataProto) -> RemoteBatch:
         val = self.config.actor_rollout_ref.rollout.val_kwargs
         order = SampleOrder(-1, self.plan.validation.samples_per_prompt, val.temperature if val.do_sample else 0.0, val.top_k, val.top_p)
         assert self.roles.rollout is not None, "a run that validates has a generation engine"
         sampling = sample(self.roles.rollout, prompts, order)
-        scored = score_samples(self.roles.reward, prompts, sampling, order.n, with_texts=True).get()
-        warn_of_failures(scored, "validation")
-        return read_scored(self.runtime, prompts, order.n, scored)
+        scored: RemoteBatch = score_samples(self.roles.reward, prompts, sampling, order.n, with_texts=True).get()
+        return scored
 
     def _samples(self, parts: Sequence[Scored]) -> list[dict[str, object]]:
         samples: list[dict[str, object]] = []

@@ -82,6 +82,7 @@ CASES = [
     ),
     ("reward.failure_score=1", ["trainer.debug.train_only=true", "trainer.debug.load_rollouts=d"], "trainer.debug.train_only=false"),
     ("reward.timeout=5", ["reward.num_workers=0"], "reward.num_workers=1"),
+    ("reward.max_memory=5", ["reward.num_workers=0"], "reward.num_workers=1"),
     ("reward.num_workers=5", ["trainer.debug.local=true"], "trainer.debug.local=false"),
 ]
 

@@ -13,7 +13,7 @@ from jobs.conftest import write_lines
 from hydraflow.compose.loading import load
 from hydraflow.data.files import write_rows
 from hydraflow.errors import ConfigError
-from hydraflow.jobs.evaluate import evaluate
+from hydraflow.jobs.evaluate import averages, score
 from hydraflow.schema import EvalConfig
 
 
@@ -22,7 +22,7 @@ def row(responses: Any, truth: Any = "002", source: str = "arithmetic") -> dict[
 
 
 def scored(path: Path, *overrides: str) -> dict[str, Any]:
-    return evaluate(load("eval", EvalConfig, [f"data.path={path}", *overrides]))
+    return averages(score(load("eval", EvalConfig, [f"data.path={path}", *overrides])))
 
 
 SUMS = [row(["002", "003"]), row(["005", " 005 "], "005"), row(["8", "10"], "009")]

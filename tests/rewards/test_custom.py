@@ -8,7 +8,8 @@ import pytest
 
 from hydraflow.errors import ConfigError
 from hydraflow.rewards.config import CustomRewardConfig, RewardConfig
-from hydraflow.rewards.custom import check_reward, load_function
+from hydraflow.rewards.custom import check_sources, load_function
+from hydraflow.rewards.pool import check_function
 
 GOOD = "def compute_score(data_source, solution_str, ground_truth, extra_info, scale=1.0):\n    return scale * len(solution_str)\n"
 
@@ -75,15 +76,15 @@ def test_async_functions_are_refused(file: Path) -> None:
     assert "is an async function, which is not supported" in message(file, "async def compute_score(**kwargs):\n    return 0\n")
 
 
-def test_check_reward_looks_at_the_users_file(tmp_path: Path) -> None:
+def test_check_function_looks_at_the_users_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="custom_reward_function.path=.*no such file"):
-        check_reward(RewardConfig(CustomRewardConfig(path=str(tmp_path / "nowhere.py"))))
+        check_function(RewardConfig(CustomRewardConfig(path=str(tmp_path / "nowhere.py"))))
 
 
-def test_check_reward_names_every_unknown_data_source(file: Path) -> None:
+def test_check_sources_names_every_unknown_data_source(file: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_reward(RewardConfig(), ["b/other", "arithmetic", "a/other", "b/other"])
+        check_sources(RewardConfig(), ["b/other", "arithmetic", "a/other", "b/other"])
     assert [p.value for p in caught.value.problems] == ["a/other", "b/other"]
-    check_reward(RewardConfig(), ["arithmetic", "openai/gsm8k"])
+    check_sources(RewardConfig(), ["arithmetic", "openai/gsm8k"])
     file.write_text(GOOD)
-    check_reward(RewardConfig(CustomRewardConfig(path=str(file))), ["a/other"])
+    check_sources(RewardConfig(CustomRewardConfig(path=str(file))), ["a/other"])

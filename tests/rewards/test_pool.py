@@ -94,8 +94,8 @@ def test_results_keep_the_order_of_rows_over_several_processes(config: RewardCon
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [
-        ("raise", "KeyError: 'no such thing'"),
-        ("sys.exit", "SystemExit: 3"),
+        ("raise", "KeyError: 'no such thing' (mischief.py, line 7: raise KeyError(\"no such thing\"))"),
+        ("sys.exit", "SystemExit: 3 (mischief.py, line 20: sys.exit(3))"),
         ("sleep", "took longer than 0.4 seconds"),
         ("swallow", "took longer than 0.4 seconds"),
         ("nan", "returned nan, not a finite number"),
@@ -145,7 +145,7 @@ def test_a_function_that_does_not_load_ends_the_run_with_its_reason(config: Rewa
     with RewardPool(config) as pool, pytest.raises(EnvironmentFault, match="No module named 'not_there'"):
         pool.score([row(1)])
     Path(str(config.custom_reward_function.path)).write_text("import os; os._exit(4)\n")
-    with RewardPool(config) as pool, pytest.raises(EnvironmentFault, match=r"ended while it was starting \(exit code 4\)"):
+    with RewardPool(config) as pool, pytest.raises(EnvironmentFault, match=r"while it was imported, it ended its process \(exit code 4\)"):
         pool.score([row(1)])
 
 
@@ -183,4 +183,4 @@ def test_without_processes_the_scores_are_the_same_and_the_function_is_loaded_on
             results.append([*pool.score(rows), *pool.score(rows)])
     assert results[0] == results[1]
     assert [result.extra.get("calls") for result in results[0]] == [1, None, 3, 4, None, 6]
-    assert results[0][1].failed == "ValueError: no" and results[0][1].score == -1.0
+    assert results[0][1].failed == "ValueError: no (here.py, line 6: raise ValueError('no'))" and results[0][1].score == -1.0

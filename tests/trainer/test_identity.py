@@ -54,6 +54,7 @@ def more_room(config: PPOConfig) -> None:
     config.trainer.n_gpus_per_node, config.trainer.save_freq, config.trainer.test_freq = 1, 5, 9
     config.trainer.default_local_dir, config.data.val_files, config.trainer.max_wall_time = "elsewhere", "more.parquet", "1h"
     actor.checkpoint.async_save = False
+    config.reward.timeout, config.reward.max_memory, config.reward.max_failed_share = 99.0, 99.0, 1.0
 
 
 def written_otherwise(config: PPOConfig) -> None:

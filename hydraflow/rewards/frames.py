@@ -1,0 +1,72 @@
+"""Messages between a pool and its processes: JSON over a socket, each behind its length in eight bytes.
+
+In: values that JSON can hold. Out: the same on the other end. The pool never waits for the rest of a message that has begun: it takes
+the bytes that are there and keeps them until the message is whole.
+Left out on purpose: `multiprocessing.connection`, whose reads wait for the end of a message without a limit.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from typing import Any
+
+_LENGTH = struct.Struct(">Q")
+MOST_BYTES = 2**30
+"""A longer message is none of ours: something else has written into the socket."""
+
+
+class Frames:
+    """One end of the socket. The socket's own timeout limits how long a message may take to send."""
+
+    def __init__(self, end: socket.socket):
+        self.socket = end
+        self._held = bytearray()
+
+    def fileno(self) -> int:
+        """For waiting until something arrives."""
+        return self.socket.fileno()
+
+    def send(self, message: Any) -> None:
+        """OSError when the other end is gone, TimeoutError among them when it does not read."""
+        body = json.dumps(message).encode()
+        self.socket.sendall(_LENGTH.pack(len(body)) + body)
+
+    def arrived(self) -> list[Any]:
+        """The messages that are whole after one read. EOFError when the other end is closed, OSError when it is gone, ValueError when
+        the bytes are no message.
+        """
+        received = self.socket.recv(2**20)
+        if not received:
+            raise EOFError
+        self._held += received
+        messages = []
+        while (body := self._body()) is not None:
+            messages.append(json.loads(body))
+        return messages
+
+    def receive(self) -> Any:
+        """Waits for one message; for the end that has nothing else to do. Messages never overtake a question, so one comes at a time."""
+        messages: list[Any] = []
+        while not messages:
+            messages = self.arrived()
+        (message,) = messages
+        return message
+
+    def close(self) -> None:
+        """Closes this end."""
+        self.socket.close()
+
+    def _body(self) -> bytes | None:
+        if len(self._held) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._held)
+        if length > MOST_BYTES:
+            raise ValueError(f"a message of {length} bytes")
+        end = _LENGTH.size + length
+        if len(self._held) < end:
+            return None
+        body = bytes(self._held[_LENGTH.size : end])
+        del self._held[:end]
+        return body

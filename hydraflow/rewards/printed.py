@@ -1,0 +1,137 @@
+"""What a reward function prints, on its way into the log: as lines of text, without control characters, and only so many a second.
+
+In: a pipe that the function's process and what it starts write to. Out: tagged lines in the process's log file, which is rotated, or,
+in a process without log files, lines on standard error. The pipe is always read to its end, so that nobody who prints has to wait; what
+comes faster than the limit is dropped, and the log says how much it was.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from hydraflow.role_logs import PRINTED, log_of_this_process
+
+BYTES_PER_SECOND = 100_000.0
+BURST_BYTES = 1_000_000.0
+"""What may come at once after a quiet time."""
+LINE_BYTES = 16_384
+"""A longer line is broken."""
+TAG_BYTES = 64
+"""What a line costs besides its text."""
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_])")
+"""Sequences that terminals act on: colours, moves of the cursor, window titles."""
+_CONTROLS = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+"""Other characters that are not shown, or change what is shown; not the tab."""
+
+Write = Callable[[str], None]
+
+
+def readable(line: bytes) -> str:
+    r"""A line as text that a terminal shows and does not act on; of a line that is overwritten (progress bars) the last state.
+
+    >>> readable(b"10 %\r\x1b[31m20 %\x1b[0m\x00\r")
+    '20 %'
+    """
+    return _shown(line.decode(errors="replace").rstrip("\r").rsplit("\r", 1)[-1])
+
+
+def in_one_line(text: str) -> str:
+    r"""Text of the user's code for a message of ours.
+
+    >>> in_one_line("no \x1b[31msuch\nkey")
+    'no such key'
+    """
+    return _shown(" ".join(text.splitlines()))
+
+
+def _shown(text: str) -> str:
+    return _CONTROLS.sub("", _ESCAPES.sub("", text))
+
+
+class Lines:
+    """Makes lines of bytes as they come, within a budget that grows with time."""
+
+    def __init__(self, write: Write, share: float, clock: Callable[[], float] = time.monotonic):
+        """`share`: the part of the limits that is this process's, where several print."""
+        self._write, self._clock = write, clock
+        self._rate, self._most = BYTES_PER_SECOND * share, BURST_BYTES * share
+        self._budget, self._since = self._most, clock()
+        self._held = b""
+        self._dropped = 0
+        """Bytes that were dropped and not yet reported. Above 0 everything is dropped, until a second's worth may be written again."""
+
+    def feed(self, data: bytes) -> None:
+        """Takes bytes; lines are written when they end."""
+        self._refill()
+        if self._dropped:
+            skipped, newline, data = data.partition(b"\n") if self._budget >= self._rate else (data, b"", b"")
+            self._dropped += len(skipped) + len(newline)
+            if not newline:
+                return
+            self._report()
+        *lines, held = (self._held + data).split(b"\n")
+        while len(held) > LINE_BYTES:
+            lines, held = [*lines, held[:LINE_BYTES]], held[LINE_BYTES:]
+        self._held = held
+        for number, line in enumerate(lines):
+            if self._budget < 0:
+                self._dropped = sum(len(left) + 1 for left in lines[number:]) + len(held)
+                self._held = b""
+                return
+            self._line(line)
+
+    def end(self) -> None:
+        """Writes what has no end, and how much was dropped."""
+        if self._held:
+            self._line(self._held)
+        if self._dropped:
+            self._report()
+
+    def _line(self, line: bytes) -> None:
+        for start in range(0, len(line) or 1, LINE_BYTES):
+            part = line[start : start + LINE_BYTES]
+            self._budget -= len(part) + TAG_BYTES
+            self._write(readable(part))
+
+    def _report(self) -> None:
+        self._write(f"({self._dropped} bytes that the reward function printed were dropped: more than {self._rate:.0f} a second)")
+        self._dropped = 0
+
+    def _refill(self) -> None:
+        now = self._clock()
+        self._budget, self._since = min(self._most, self._budget + (now - self._since) * self._rate), now
+
+
+class PrintedReader(threading.Thread):
+    """Reads a pipe until nobody can write to it any more; then closes it."""
+
+    def __init__(self, pipe: int, share: float):
+        super().__init__(name="reward-output", daemon=True)
+        self._pipe, self._lines = pipe, Lines(_destination(), share)
+
+    def run(self) -> None:
+        """Until the end of the pipe."""
+        while data := os.read(self._pipe, 65_536):
+            self._lines.feed(data)
+        self._lines.end()
+        os.close(self._pipe)
+
+
+def _destination() -> Write:
+    """The log file of the role that is running now, for the thread may write while another one is."""
+    logs = log_of_this_process()
+    if logs is None:
+        return _to_standard_error
+    role = logs.role
+    return lambda text: logs.line(PRINTED, text, role=role)
+
+
+def _to_standard_error(text: str) -> None:
+    with suppress(OSError, ValueError):  # a full disk or a closed stream costs the line, never the run
+        print(text, file=sys.stderr, flush=True)

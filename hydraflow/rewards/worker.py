@@ -1,0 +1,193 @@
+"""One process of a pool: how it is started, spoken to and ended, and which row it is at.
+
+In: the configuration, then chunks of rows. Out: their results as they come, the time at which it should have been done, and why it ended.
+Every wait has a limit. Between here and the function's process stands a supervisor (`supervisor.py`), which ends everything with it.
+Left out on purpose: `multiprocessing.Process`, which imports the main program again in every child.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from hydraflow.errors import EnvironmentFault, Problem
+from hydraflow.rewards.child import NO_ROW, PROGRESS_BYTES, Progress
+from hydraflow.rewards.config import RewardConfig
+from hydraflow.rewards.custom import PATH_KEY
+from hydraflow.rewards.frames import Frames
+from hydraflow.rewards.printed import PrintedReader, in_one_line
+from hydraflow.rewards.row_time import QueueTime, over_at
+
+logger = logging.getLogger(__name__)
+
+GRACE_SECONDS = 1.0
+"""What a process gets beyond a row's limit to notice its own alarm."""
+START_SECONDS = 120.0
+"""What a process gets to start and to import a reward function."""
+SEND_SECONDS = 30.0
+"""What it gets to read a chunk of rows."""
+EXIT_SECONDS = 5.0
+"""What a process gets to be gone after it has closed its connection."""
+END_SECONDS = 10.0
+"""What its supervisor gets to end it; longer than the supervisor itself waits."""
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from hydraflow.rewards.supervisor import main; main(*map(int, sys.argv[2:]))"
+)
+
+
+def settings_of(config: RewardConfig) -> dict[str, Any]:
+    """What a process that scores needs to know."""
+    custom = config.custom_reward_function
+    function = {"path": custom.path, "name": custom.name, "reward_kwargs": custom.reward_kwargs}
+    return function | {"timeout": config.timeout, "max_memory": config.max_memory}
+
+
+class RewardProcess:
+    """Its socket, the memory in which it notes its progress, and the rows that it has not answered yet."""
+
+    def __init__(self, config: RewardConfig):
+        self.pending: list[int] = []
+        self.proven = False
+        """Whether it has scored a row: then its death while it was idle is an accident, not a fault of the set-up."""
+        self._path, self._limit = config.custom_reward_function.path, config.timeout
+        self._queue_time: QueueTime | None = None
+        """Of the function's process, once it is ready."""
+        self._offset = 0  # rows of the chunk that are answered
+        self._started = time.monotonic()
+        shared = os.memfd_create("hydraflow-reward")
+        os.truncate(shared, PROGRESS_BYTES)
+        self._progress = Progress(shared)
+        self._progress.note(NO_ROW, self._started)
+        ours, theirs = socket.socketpair()
+        ours.settimeout(SEND_SECONDS)
+        self.frames = Frames(ours)
+        self._leash, held = socket.socketpair()
+        printed, printer = os.pipe()
+        handed = [theirs.fileno(), shared, held.fileno()]
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _BOOT, json.dumps(sys.path), *map(str, handed)],
+            stdin=subprocess.DEVNULL,
+            stdout=printer,  # not our own standard output: that of a command is its report
+            stderr=printer,
+            pass_fds=handed,
+            start_new_session=True,
+        )
+        theirs.close()
+        held.close()
+        os.close(shared)
+        os.close(printer)
+        self._printed = PrintedReader(printed, 1 / max(1, config.num_workers))
+        self._printed.start()
+        with suppress(OSError):  # it has died already: waiting for its greeting says why
+            self.frames.send(settings_of(config))
+
+    @property
+    def busy(self) -> bool:
+        """Whether rows are out that it has not answered."""
+        return bool(self.pending)
+
+    def problems(self) -> list[Problem]:
+        """Why it cannot score; empty when it can. Waits until it is ready, at most START_SECONDS from its start."""
+        if self._queue_time is not None:
+            return []
+        try:
+            greeting = self._greeting()
+        except (EOFError, OSError, ValueError):
+            rule = f"while it was imported, it {self.exit_reason()}"
+            return [Problem(PATH_KEY, self._path, rule, "correct what the file does when it is imported")]
+        if greeting is None:
+            rule = f"its import was not over after {START_SECONDS:g} seconds"
+            return [Problem(PATH_KEY, self._path, rule, "correct what the file does when it is imported")]
+        if "refused" in greeting:
+            return [Problem(*map(in_one_line, fields)) for fields in greeting["refused"]]
+        self._queue_time = QueueTime(greeting["pid"])
+        return []
+
+    def send(self, chunk: list[int], rows: Sequence[Any]) -> None:
+        """Sends the rows with these numbers; waits for the process to be ready first, and raises EnvironmentFault when it cannot score."""
+        if problems := self.problems():
+            raise EnvironmentFault(f"a reward process cannot load the reward function: {'; '.join(problem.rule for problem in problems)}")
+        self.pending, self._offset = chunk, 0
+        self._progress.note(NO_ROW, time.monotonic())
+        try:
+            self.frames.send([rows[i] for i in chunk])
+        except OSError:
+            return  # it has died: reading says so; or it does not read: then its deadline passes
+
+    def receive(self) -> list[tuple[int, Any]]:
+        """The (row, result) pairs that have come. EOFError or ConnectionError when the process is gone, ValueError when something else
+        than its answers has come.
+        """
+        answers = [answer for message in self.frames.arrived() for answer in _results_in(message)]
+        if len(answers) > len(self.pending):
+            raise ValueError(f"{len(answers)} answers to {len(self.pending)} rows")
+        answered, self.pending = self.pending[: len(answers)], self.pending[len(answers) :]
+        self._offset += len(answers)
+        self.proven = self.proven or bool(answers)
+        return list(zip(answered, answers, strict=True))
+
+    def current_row(self) -> int | None:
+        """Number of the row that it is at; None before the first row of a chunk."""
+        number, _, _ = self._progress.read()
+        position = number - self._offset  # negative: its answers are here, and it was not at the next row yet
+        return self.pending[position] if number != NO_ROW and 0 <= position < len(self.pending) else None
+
+    def deadline(self) -> float:
+        """When (time.monotonic) it should have gone on to another row."""
+        number, since, waited = self._progress.read()
+        if number == NO_ROW or self._queue_time is None:
+            return since + START_SECONDS
+        return over_at(since, self._limit, self._queue_time.seconds() - waited) + GRACE_SECONDS
+
+    def exit_reason(self) -> str:
+        """What it did when its connection is closed, as the end of a sentence about it."""
+        try:
+            code = self._process.wait(EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "closed the connection of its process"
+        return f"ended its process ({f'signal {-code}' if code < 0 else f'exit code {code}'})"
+
+    def let_go(self) -> None:
+        """Has its supervisor end it and everything that it has started."""
+        self._leash.close()
+
+    def end(self) -> None:
+        """Ends it and gives back what it held."""
+        self.let_go()
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            logger.warning("the supervisor of a reward process did not end it in %g seconds; it is killed", END_SECONDS)
+            self._process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_SECONDS)
+        self._printed.join(END_SECONDS)  # what it printed last is in the log then
+        self.frames.close()
+        self._progress.close()
+        if self._queue_time is not None:
+            self._queue_time.close()
+
+    def _greeting(self) -> Any:
+        """Its first message; None when there is none in time."""
+        poll = select.poll()
+        poll.register(self.frames.fileno(), select.POLLIN)
+        while (left := self._started + START_SECONDS - time.monotonic()) > 0:
+            if poll.poll(left * 1000) and (messages := self.frames.arrived()):
+                return messages[0]
+        return None
+
+
+def _results_in(message: Any) -> list[Any]:
+    """The results in a message of the function's process, which could write anything."""
+    if not isinstance(message, list) or not all(isinstance(result, list) and len(result) == 3 for result in message):
+        raise ValueError("not a list of results")
+    return message
