@@ -30,6 +30,7 @@ class RunLock:
             os.close(self._file)
             raise ConfigError.one(field, folder, rule, f"{field}=<another folder>, or wait for it to end") from None
         me = {"pid": os.getpid(), "host": socket.gethostname(), "user": _user(), "since": datetime.now().isoformat(timespec="seconds")}
+        me["started"] = _started(os.getpid())
         os.truncate(self._file, 0)
         os.pwrite(self._file, json.dumps(me).encode(), 0)
 
@@ -47,10 +48,22 @@ def is_at_work(folder: Path) -> bool | None:
     """
     try:
         owner = json.loads((folder / LOCK_FILE).read_text())
-        pid, host = int(owner["pid"]), owner["host"]
-    except (OSError, ValueError, KeyError, TypeError):
+        pid, host, started = int(owner["pid"]), owner["host"], owner.get("started")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return Path(f"/proc/{pid}").exists() if host == socket.gethostname() else None
+    if host != socket.gethostname():
+        return None
+    now = _started(pid)
+    return now is not None and started in (None, now)  # else its number has been given to another process
+
+
+def _started(pid: int) -> int | None:
+    """When a process began, in the kernel's ticks since the machine did; None: there is no such process."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # the name before it may hold anything
+    except OSError:
+        return None
+    return int(fields[19])
 
 
 def _owner(folder: Path) -> str:
