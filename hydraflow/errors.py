@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from hydraflow.redact import public, public_text, public_word
+
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake: where it is, what stands there, the rule it breaks, and what to do."""
+    """One mistake: where it is, what stands there, the rule it breaks, and what to do. Its text has no secrets."""
 
     field: str
     """Configuration key or file, as the user writes it."""
@@ -27,25 +29,35 @@ class Problem:
     """What would repair it, as an override to paste where there is one."""
 
     def __str__(self) -> str:
-        head = self.field if self.value is None else f"{self.field}={shown(self.value)}"
-        tail = f"\n      -> {self.remedy}" if self.remedy else ""
-        return f"{head}: {self.rule}{tail}"
+        return self.fault + (f"\n      -> {public_text(self.remedy)}" if self.remedy else "")
+
+    @property
+    def fault(self) -> str:
+        """The message without the remedy."""
+        head = public_word(self.field) if self.value is None else f"{self.field}={shown(self.value, self.field)}"
+        return f"{head}: {public_text(self.rule)}"
 
 
-def shown(value: object) -> str:
-    """A value as an override writes it.
+def shown(value: object, key: str = "") -> str:
+    """A value as an override writes it, without secrets; `key`: whose value it is.
 
     >>> shown(None), shown(False), shown(["0-3", 8]), shown({"a": [1]})
     ('null', 'false', '[0-3,8]', '{a: [1]}')
+    >>> shown("s3cr3t", "judge.api_key"), shown({"HF_TOKEN": "s3cr3t"})
+    ('(hidden)', '{HF_TOKEN: (hidden)}')
     """
+    return _written(public(value, key))
+
+
+def _written(value: object) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):
-        return f"[{','.join(map(shown, value))}]"
+        return f"[{','.join(map(_written, value))}]"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{name}: {shown(item)}' for name, item in value.items())}}}"
+        return f"{{{', '.join(f'{name}: {_written(item)}' for name, item in value.items())}}}"
     return str(value)
 
 

@@ -20,7 +20,7 @@ def run(config: PPOConfig, command: Command) -> None:
     keep_modules_here()
     from hydraflow.jobs.ppo import run_ppo
 
-    run_ppo(config, origins=command.origins)
+    run_ppo(config, command=command)
 
 
 def main() -> int:

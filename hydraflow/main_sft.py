@@ -20,7 +20,7 @@ def run(config: SFTConfig, command: Command) -> None:
     keep_modules_here()
     from hydraflow.jobs.sft import run_sft
 
-    run_sft(config, origins=command.origins)
+    run_sft(config, command=command)
 
 
 def main() -> int:

@@ -10,7 +10,7 @@ from source_tree import FILES, MODULES, imports, label, module_name, top_part, t
 
 LAYERS = (
     {"schema", "errors", "device", "durations", "network", "allocation", "checks", "paths", "runnable", "node_folder"}
-    | {"logging_setup", "role_logs", "debugging", "whole_files", "interrupts"},
+    | {"logging_setup", "role_logs", "debugging", "whole_files", "redact", "interrupts"},
     {"batch_plan", "memory", "metrics", "spans", "protocol", "algorithms", "models"},
     {"dispatch", "engine", "generation", "data", "rewards", "tracking"},
     {"workers"},

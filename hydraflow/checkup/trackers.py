@@ -17,6 +17,7 @@ from urllib.request import getproxies, proxy_bypass
 from hydraflow.checkup.facts import Facts
 from hydraflow.checkup.finding import Finding, of_problem, ok, problem, warning
 from hydraflow.errors import ConfigError
+from hydraflow.redact import public_text
 from hydraflow.tracking import mlflow, swanlab, wandb
 from hydraflow.tracking.base import RunInfo
 from hydraflow.tracking.run_folder import RunFolder
@@ -115,10 +116,10 @@ def _check_mlflow(trainer: LoopConfig) -> Finding:
 def judge_mlflow(environ: Mapping[str, str], *, without: str) -> Finding:
     """Whether the place of MLFLOW_TRACKING_URI answers. `without`: the override that leaves MLflow out."""
     folder = Path("<run folder>")
-    uri = mlflow.tracking_uri(environ, folder)
-    scheme = urlsplit(uri).scheme
+    address = mlflow.tracking_uri(environ, folder)
+    uri, scheme = public_text(address), urlsplit(address).scheme
     if scheme in ("http", "https"):
-        reason = _silent(uri)
+        reason = _silent(address)
         if reason is None:
             return ok(f"mlflow is installed, and a server answers at {uri}")
         return problem(f"{mlflow.URI}={uri}: nothing answers there ({reason})", f"start it, or unset {mlflow.URI}, or {without}")

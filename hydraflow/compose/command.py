@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from hydraflow.errors import Problem
 
@@ -48,6 +49,10 @@ class Command:
     """Keys of verl's that cannot be honoured; only a tolerant entry point sees any, others refuse them."""
     switches: Mapping[str, str | bool] = field(default_factory=dict)
     """The entry point's own options that were given: a flag -> True, others -> their value."""
+    words: tuple[str, ...] = ()
+    """The command line of the process, without its secrets; empty where the overrides came from elsewhere."""
+    written: Mapping[str, Any] = field(default_factory=dict)
+    """Those leaves whose values are from the environment, with `${oc.env:NAME}` in place of what it holds."""
 
     @property
     def given(self) -> frozenset[str]:

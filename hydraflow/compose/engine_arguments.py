@@ -66,7 +66,7 @@ def _unknown_names(key: str, content: Mapping[str, Any], library: Library, known
     for name, value in content.items():
         if name not in known:
             near = nearest(str(name), sorted(known))
-            remedy = " or ".join(f"{key}.{one}={shown(value)}" for one in near) or f"leave out {key}.{name}"
+            remedy = " or ".join(f"{key}.{one}={shown(value, f'{key}.{name}')}" for one in near) or f"leave out {key}.{name}"
             yield Problem(f"{key}.{name}", shown(value), f"{library.name} has no such argument", remedy)
 
 

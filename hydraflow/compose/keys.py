@@ -19,6 +19,7 @@ from typing import Any
 
 from hydraflow.compose.nearest import nearest
 from hydraflow.errors import Problem, shown
+from hydraflow.redact import public
 
 _SWITCHED = {"yes": True, "on": True, "y": True, "t": True, "no": False, "off": False, "n": False, "f": False}
 """Words that some read as true or false."""
@@ -82,6 +83,8 @@ def field_docs(section: type) -> dict[str, str]:
 def unknown_key(schema: type, path: str, value: Any) -> Problem:
     """The report of a key that the schema does not have, with the nearest that it has."""
     near = nearest_keys(schema, path)
+    for key in (path, *near):  # what is secret under one of these names is so in the whole report
+        value = public(value, key)
     remedy = " or ".join(f"{key}={shown(value)}" for key in near) or "--help lists every key"
     return Problem(path, shown(value), "unknown key", remedy)
 

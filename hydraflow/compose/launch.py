@@ -12,18 +12,22 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import hydra
 import yaml
+from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hydraflow.compose import completion
 from hydraflow.compose.arguments import Arguments, Switch, split
 from hydraflow.compose.command import Command
+from hydraflow.compose.command_words import public_words
 from hydraflow.compose.keys import describe
 from hydraflow.compose.loading import VERSION_BASE, Composed, Entry, Judge, finish, register, translated
 from hydraflow.compose.overrides import Prepared, config_folder, groups_in, prepare
@@ -67,7 +71,7 @@ def launch(
         return 0
     if arguments.has("--shell-completion", "-sc") and completion.install(arguments.overrides):
         return 0
-    entry = Entry(config_name, schema, judges, tolerant, arguments.switches)
+    entry = Entry(config_name, schema, judges, tolerant, arguments.switches, tuple(public_words(sys.orig_argv)))
     codes: list[int] = []
 
     def job(one: Composed[Config]) -> int:
@@ -141,6 +145,7 @@ def _hydra_main(entry: Entry[Config], arguments: Arguments, job: Callable[[Compo
 
     def compose(composed: DictConfig) -> int:
         facts = HydraConfig.get()
+        _keep_private(facts)
         finished = partial(finish, entry, composed, prepared, str(facts.job.config_name), _words(facts.overrides.task))
         if shown is not None:
             return _show(finished(only_keys=True), shown)
@@ -150,6 +155,13 @@ def _hydra_main(entry: Entry[Config], arguments: Arguments, job: Callable[[Compo
         return codes[-1]
 
     _call_hydra(entry, arguments, prepared, compose)
+
+
+def _keep_private(facts: HydraConf) -> None:
+    """Hydra has written the overrides of a sweep, secrets and all, to its multirun.yaml."""
+    file = Path(facts.sweep.dir) / "multirun.yaml"
+    if facts.mode == RunMode.MULTIRUN and file.is_file():
+        file.chmod(0o600)
 
 
 def _words(overrides: list[str] | ListConfig) -> list[str]:

@@ -31,6 +31,7 @@ from hydraflow.compose.arguments import Arguments
 from hydraflow.compose.command import DEFAULT, Command, Counts
 from hydraflow.compose.effects import idle_keys
 from hydraflow.compose.engine_arguments import check_names
+from hydraflow.compose.environment import unread_environment
 from hydraflow.compose.keys import fitted, known_keys
 from hydraflow.compose.overrides import Prepared, config_folder, groups_in, prepare
 from hydraflow.compose.tree import Doubts, Judged, judge, nested
@@ -55,6 +56,8 @@ class Entry(Generic[Config]):
     """Nothing will run: what could not be honoured is told, not refused."""
     switches: Mapping[str, str | bool] = field(default_factory=dict)
     """The entry point's own options that were given."""
+    words: tuple[str, ...] = ()
+    """The command line of the process, without its secrets."""
 
 
 @dataclass(frozen=True)
@@ -107,16 +110,17 @@ def finish(
     the configuration is only to be shown.
     """
     origins = _find_origins(entry, config_name, words)
-    tree = OmegaConf.to_container(composed, resolve=False)
-    assert isinstance(tree, dict)
-    judged = judge(entry.schema, {str(name): value for name, value in tree.items()}, origins, lambda key: _resolved(composed, key))
+    content = OmegaConf.to_container(composed, resolve=False)
+    assert isinstance(content, dict)
+    tree = {str(name): value for name, value in content.items()}
+    judged = judge(entry.schema, tree, origins, lambda key: _resolved(composed, key))
     allocated.take(entry.schema, judged.leaves, judged.origins, allocation())
     judged.doubts.keys |= prepared.doubts.keys
     judged.doubts.everything |= prepared.doubts.everything
     unsupported = judged.translation.unsupported
     problems = prepared.problems + [one for one in judged.problems if not (entry.tolerant and one in unsupported)]
     config = _build(entry.schema, judged.leaves)
-    command, idle = _describe(entry, config, judged)
+    command, idle = _describe(entry, config, judged, from_environment(entry.schema, composed, tree, origins))
     if not only_keys:
         problems += _value_problems(entry, config, command, judged, idle)
     if problems:
@@ -139,6 +143,19 @@ def _find_origins(entry: Entry[Any], config_name: str, words: Sequence[str]) -> 
     return provenance.find(entry.schema, loader, config_name, words, groups_in([ours, *folders], entry.schema), ours)
 
 
+def from_environment(schema: type, composed: DictConfig, tree: Mapping[str, Any], origins: Mapping[str, str]) -> dict[str, Any]:
+    """The leaves whose values are from the environment, directly or by way of other keys, as `Command.written` has them.
+
+    They are found by composing once more with names in place of what the environment holds.
+    """
+    if "oc.env" not in str(tree):
+        return {}
+    with unread_environment() as named:
+        leaves = judge(schema, tree, origins, lambda key: _resolved(composed, key)).leaves
+    found = {key: named.put_back(value) for key, value in leaves.items()}
+    return {key: value for key, value in found.items() if value != leaves[key]}
+
+
 def _resolved(composed: DictConfig, key: str) -> Any:
     """A value with its interpolations replaced. Raises ConfigError where they lead nowhere."""
     try:
@@ -159,10 +176,10 @@ def _build(schema: type[Config], leaves: Mapping[str, Any]) -> Config:
     return config
 
 
-def _describe(entry: Entry[Any], config: Any, judged: Judged) -> tuple[Command, list[Problem]]:
-    """What there is to say about a configuration, and the keys that have no effect in it."""
+def _describe(entry: Entry[Any], config: Any, judged: Judged, written: Mapping[str, Any]) -> tuple[Command, list[Problem]]:
+    """What there is to say about a configuration, and the keys that have no effect in it. `written`: see `Command`."""
     schema: type = entry.schema
-    given = [(key, judged.leaves[key]) for key in _keys_of_the_user(schema, judged)]
+    given = [(key, written.get(key, judged.leaves[key])) for key in _keys_of_the_user(schema, judged)]
     idle = [*judged.translation.ignored, *idle_keys(config, given, planning=entry.tolerant)]
     unsupported = judged.translation.unsupported
     notes = [*judged.translation.notes, *(str(one).partition("\n")[0] for one in idle), *_open_mappings(judged)[1]]
@@ -172,7 +189,8 @@ def _describe(entry: Entry[Any], config: Any, judged: Judged) -> tuple[Command, 
     counts = Counts(len(given) - (without_effect - len(judged.translation.ignored)), without_effect, len(unsupported))
     origins = {key.path: DEFAULT for key in known_keys(schema).values() if not key.is_section} | judged.origins
     told = tuple(unsupported) if entry.tolerant else ()
-    return Command(entry.config_name, origins, tuple(dict.fromkeys(notes)), counts, told, entry.switches), idle
+    said = tuple(dict.fromkeys(notes))
+    return Command(entry.config_name, origins, said, counts, told, entry.switches, entry.words, written), idle
 
 
 def _open_mappings(judged: Judged) -> tuple[list[Problem], list[str]]:

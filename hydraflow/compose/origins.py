@@ -20,6 +20,7 @@ from hydra.types import RunMode
 from hydraflow.compose.command import COMMAND_LINE, DEFAULT
 from hydraflow.compose.overrides import Groups, overridden
 from hydraflow.compose.tree import flatten, leaf_of, nested
+from hydraflow.redact import fingerprinted
 
 OURS = "config/"
 """How the names of our own YAML files begin, wherever they are installed."""
@@ -67,7 +68,8 @@ def _origins_in(schema: type, file: Path, package: str, label: str) -> dict[str,
     found: dict[str, str] = {}
     for key, value in flatten(schema, nested({section: inside}) if section else inside):
         fact = kept.get(key)
-        found[leaf_of(schema, key)] = fact["from"] if fact and fact["value"] == value else label
+        same = fact is not None and fingerprinted(fact["value"], key) == fingerprinted(value, key)
+        found[leaf_of(schema, key)] = fact["from"] if fact and same else label
     return {key: origin for key, origin in found.items() if origin != DEFAULT}
 
 

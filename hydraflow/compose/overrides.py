@@ -15,10 +15,11 @@ from typing import Any
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Override, QuotedString
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from hydraflow.compose.arguments import Arguments
+from hydraflow.compose.command_words import plain, unparsed, values
 from hydraflow.compose.keys import Key, known_keys, nearest_keys, unknown_key
 from hydraflow.compose.tree import Doubts, value_problems
 from hydraflow.compose.verl import group_override
@@ -104,17 +105,6 @@ def is_hydras(override: Override) -> bool:
     return override.is_delete() or override.package is not None or key.startswith(("hydra.", "hydra/"))
 
 
-def plain(value: Any) -> Any:
-    """A parsed value without the parser's own classes."""
-    if isinstance(value, QuotedString):
-        return value.text
-    if isinstance(value, list):
-        return [plain(item) for item in value]
-    if isinstance(value, dict):
-        return {str(plain(name)): plain(item) for name, item in value.items()}
-    return value
-
-
 def _parse(word: str, prepared: Prepared) -> Override | None:
     key, equals, value = word.lstrip("+~").partition("=")
     if word.startswith("~") or (key and equals):
@@ -130,6 +120,8 @@ def _parse(word: str, prepared: Prepared) -> Override | None:
 
 
 def _unreadable(word: str, key: str, value: str, reason: str) -> Problem:
+    if unparsed(word) != word:  # what Hydra says of it quotes it
+        return Problem(unparsed(word), None, "cannot be read", f"quote the value, and all of it for the shell: '{key}=\"...\"'")
     if not _KEY.fullmatch(key):
         return Problem(word, None, f"{key} is no key: its parts are names with dots between", "--help lists every key")
     inner = value.strip("'\"").replace("'", "").replace('"', "")
@@ -142,19 +134,19 @@ def _problems(override: Override, schema: type, groups: Groups, *, multirun: boo
     if is_hydras(override):
         return []
     if override.is_sweep_override() and not multirun:
-        values = (override.input_line or "").partition("=")[2]
-        return [Problem(key, values, "several values need --multirun", f"{key}=[{values}] for one list, or --multirun for several runs")]
+        listed = unparsed(override.input_line or "").partition("=")[2]
+        return [Problem(key, listed, "several values need --multirun", f"{key}=[{listed}] for one list, or --multirun for several runs")]
     if _is_choice(override, groups):
-        unknown = [value for value in _values(override) if value not in groups[key]]
+        unknown = [value for value in values(override) if value not in groups[key]]
         return [_no_such_choice(key, value, groups[key]) for value in unknown]
     if problem := _breaks_the_tree(override, schema):
         return [problem]
-    return [problem for value in _values(override) for problem in value_problems(schema, key, value)] if multirun else []
+    return [problem for value in values(override) for problem in value_problems(schema, key, value)] if multirun else []
 
 
 def _is_choice(override: Override, groups: Groups) -> bool:
     """Whether it chooses a file of a group. `group={a: 1}` sets keys instead."""
-    return override.key_or_group in groups and not any(isinstance(value, dict) for value in _values(override))
+    return override.key_or_group in groups and not any(isinstance(value, dict) for value in values(override))
 
 
 def _no_such_choice(key: str, value: Any, choices: Sequence[str]) -> Problem:
@@ -164,7 +156,7 @@ def _no_such_choice(key: str, value: Any, choices: Sequence[str]) -> Problem:
 
 def _breaks_the_tree(override: Override, schema: type) -> Problem | None:
     """A group of keys that is given a value, or a key below one that holds a value."""
-    key, keys, value = override.key_or_group, known_keys(schema), _values(override)[:1]
+    key, keys, value = override.key_or_group, known_keys(schema), values(override)[:1]
     known = keys.get(key)
     if known and known.is_section and value and not isinstance(value[0], Mapping):
         first = next(name for name in keys if name.startswith(f"{key}."))
@@ -184,16 +176,6 @@ def _doubt(doubts: Doubts, override: Override, schema: type, groups: Groups) -> 
     """A choice of files that was left out may have set anything."""
     doubts.add(override.key_or_group, *nearest_keys(schema, override.key_or_group, 1))
     doubts.everything |= _is_choice(override, groups)
-
-
-def _values(override: Override) -> list[Any]:
-    """The values that an override sets: one, or those of a sweep; ranges and globs are left to Hydra."""
-    if override.is_delete():
-        return []
-    if not override.is_sweep_override():
-        return [plain(override.value())]
-    sweep = override.value()
-    return [plain(value) for value in sweep.list] if isinstance(sweep, ChoiceSweep) else []
 
 
 def _normalised(override: Override, groups: Groups, chosen: frozenset[str], *, own_file: bool) -> list[str]:

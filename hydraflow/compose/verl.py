@@ -35,6 +35,7 @@ from hydraflow.compose.verl_table import (
     Unsupported,
 )
 from hydraflow.errors import Problem, shown
+from hydraflow.redact import public
 from hydraflow.schema import PPOConfig
 
 Row = Alias | Ignored | Unsupported
@@ -254,18 +255,18 @@ def _take(old: str, new: str, value: Any, origin: str, leaves: dict[str, Any], o
         return
     here = origins.get(new, DEFAULT)
     if _rank(here) > _rank(origin):
-        result.notes.append(f"{old}={shown(value)}: {new}={shown(leaves[new])} goes first ({here})")
+        result.notes.append(f"{old}={shown(value, old)}: {new}={shown(leaves[new], new)} goes first ({here})")
         return
     if _rank(here) == _rank(origin) and leaves.get(new) != value:
-        rule = f"is another name of {new}, which is set to {shown(leaves.get(new))}"
-        result.problems.append(Problem(old, shown(value), rule, f"leave out {old} or {new}={shown(value)}"))
+        rule = f"is another name of {new}, which is set to {shown(leaves.get(new), new)}"
+        result.problems.append(Problem(old, shown(value), rule, f"leave out {old} or {new}={shown(value, old)}"))
         return
     _set(new, value, leaves)
     origins[new] = origin
     result.honoured.add(new)
     row = classify(old)
     why = f" ({row.why})" if isinstance(row, Alias) and row.why else ""
-    result.notes.append(f"{old}: taken as {new}={shown(value)}{why}")
+    result.notes.append(f"{old}: taken as {new}={shown(public(value, old), new)}{why}")
 
 
 def _set(new: str, value: Any, leaves: dict[str, Any]) -> None:

@@ -6,7 +6,6 @@ made before the recipe's model is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from hydraflow.batch_plan.roles import needs_critic
 from hydraflow.batch_plan.table import print_plan
 from hydraflow.checkup.facts import Facts
 from hydraflow.checkup.preflight import require_healthy
+from hydraflow.compose.command import Command
 from hydraflow.data.files import Record
 from hydraflow.data.loader import PromptLoader
 from hydraflow.data.prompts import PromptDataset
@@ -64,16 +64,17 @@ class Prompts:
         return dataset.records[:3] if dataset else []
 
 
-def run_ppo(config: PPOConfig, *, origins: Mapping[str, str] | None = None) -> None:
+def run_ppo(config: PPOConfig, *, command: Command | None = None) -> None:
     """`PPOJob.run`, again where a worker fails and `trainer.max_restarts` allows it."""
-    with_restarts(config, lambda given, restarts: PPOJob(given, origins=origins, restarts=restarts).run())
+    with_restarts(config, lambda given, restarts: PPOJob(given, command=command, restarts=restarts).run())
 
 
 class PPOJob:
-    """One `main_ppo` run; `origins` says where each value is from, for the plan and for the run folder."""
+    """One `main_ppo` run; `command` says where each value is from, for the plan and for the run folder."""
 
-    def __init__(self, config: PPOConfig, *, origins: Mapping[str, str] | None = None, restarts: Restarts | None = None):
-        self.config, self.asked, self.origins, self.restarts = applied(config), config, origins or {}, restarts
+    def __init__(self, config: PPOConfig, *, command: Command | None = None, restarts: Restarts | None = None):
+        self.config, self.asked, self.restarts = applied(config), config, restarts
+        self.command = command or Command("ppo")
 
     def run(self) -> None:
         """Trains, or goes on; raises ConfigError before anything starts, other errors of `errors.py` later."""
@@ -90,7 +91,7 @@ class PPOJob:
                 self._check_up(session, plan=plan, tokenizer=prompts.tokenizer, first_rows=prompts.first_rows())
                 if not self._begin(session, plan):
                     return
-            session.keep(self.asked, plan, self.origins)
+            session.keep(self.asked, plan, self.command)
             self._train(session, plan, prompts)
 
     def _begin_with_recipe(self, session: Session) -> bool:
@@ -161,7 +162,7 @@ class PPOJob:
 
     def _plan(self, session: Session, prompts: int | None) -> BatchPlan:
         per_node, here = session.machine.processes_per_node, replace(self.config, cluster=ClusterConfig())
-        return resolve_plan(here, prompts=prompts, devices_per_node=per_node, origins=self.origins)
+        return resolve_plan(here, prompts=prompts, devices_per_node=per_node, origins=self.command.origins)
 
     def _check_up(self, session: Session, **opened: Any) -> None:
         """Looks at this machine for what the run needs; `opened` is what the run has opened already (`Facts`)."""

@@ -7,13 +7,15 @@ run folder holds metrics, curve and summary. Nothing is written before `begin`, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, replace
-from functools import partial
+from functools import partial, reduce
+from operator import getitem
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
+from hydraflow.compose.command import Command
 from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.profiler import require_profiler
 from hydraflow.dispatch.runtime import Runtime
@@ -24,6 +26,7 @@ from hydraflow.jobs import run_start
 from hydraflow.jobs.restarts import Restarts
 from hydraflow.jobs.run_start import RunStart
 from hydraflow.logging_setup import set_up_logging
+from hydraflow.redact import public
 from hydraflow.role_logs import CONTROLLER, RoleLogs
 from hydraflow.schema import PPOConfig, SFTConfig
 from hydraflow.tracking.base import About
@@ -31,7 +34,6 @@ from hydraflow.tracking.curve import draw_curve
 from hydraflow.tracking.endings import DONE
 from hydraflow.tracking.history import seconds_of
 from hydraflow.tracking.provenance import facts_of_start
-from hydraflow.tracking.redact import public
 from hydraflow.tracking.run_folder import RunFolder
 from hydraflow.tracking.summary import print_summary, summarise
 from hydraflow.tracking.trackers import Trackers, open_trackers
@@ -137,12 +139,15 @@ class Session:
         path = Path(ray_init.timeline_file)
         return replace(ray_init, timeline_file=str(path.with_stem(f"{path.stem}-restart-{self.restarts.done}")))
 
-    def keep(self, config: DataclassInstance, plan: Plan, origins: Mapping[str, str]) -> None:
+    def keep(self, config: DataclassInstance, plan: Plan, command: Command) -> None:
         """Writes to the run folder the configuration as it was asked for, where its values are from, the plan, and what this start is
         made with: command line, commit, versions. The trackers get them, too."""
         folder, kept = self.folder, asdict(config) | {"trainer": asdict(self.restarts.trainer)}
-        facts = facts_of_start(self.start.step)
-        folder.write_config(kept, origins)
+        for key, value in command.written.items():
+            *sections, name = key.split(".")
+            reduce(getitem, sections, kept)[name] = value
+        facts = facts_of_start(self.start.step, command.words)
+        folder.write_config(kept, command.origins)
         folder.write_plan(plan.to_json())
         folder.note_start(facts)
         self._about = About(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from hydraflow.batch_plan.sft import resolve_sft_plan
 from hydraflow.batch_plan.table import print_plan
 from hydraflow.checkup.preflight import require_trackers
+from hydraflow.compose.command import Command
 from hydraflow.data.conversations import ConversationDataset
 from hydraflow.data.loader import PromptLoader
 from hydraflow.debugging import applied
@@ -22,13 +21,13 @@ from hydraflow.trainer.resume import Wanted
 from hydraflow.trainer.sft import SFTTrainer
 
 
-def run_sft(config: SFTConfig, *, origins: Mapping[str, str] | None = None) -> None:
-    """Trains; raises ConfigError before anything starts, other errors of `errors.py` later. `origins`: where each value is from."""
-    with_restarts(config, lambda given, restarts: _run(given, origins, restarts))
+def run_sft(config: SFTConfig, *, command: Command | None = None) -> None:
+    """Trains; raises ConfigError before anything starts, other errors of `errors.py` later. `command`: where each value is from."""
+    with_restarts(config, lambda given, restarts: _run(given, command or Command("sft"), restarts))
 
 
-def _run(config: SFTConfig, origins: Mapping[str, str] | None, restarts: Restarts) -> None:
-    config = applied(config)
+def _run(config: SFTConfig, command: Command, restarts: Restarts) -> None:
+    config, origins = applied(config), command.origins
     with Session(config, scoring=False, restarts=restarts) as session:
         load_config(config.model, field="model")
         require_weights(config.model, field="model")
@@ -42,7 +41,7 @@ def _run(config: SFTConfig, origins: Mapping[str, str] | None, restarts: Restart
         wanted = Wanted(identity_of(config, plan), sft_roles(config), plan.total_steps)
         if not session.begin(wanted):
             return
-        session.keep(config, plan, origins or {})
+        session.keep(config, plan, command)
         loader = PromptLoader(train, plan.conversations_per_step, shuffle=config.data.shuffle, seed=config.trainer.seed)
         loader = at_its_place(loader, session.start)
         trainer = SFTTrainer(config, plan, session.runtime, skipped=session.folder.skipped)

@@ -12,6 +12,7 @@ from datetime import datetime
 
 import numpy as np
 
+from hydraflow.redact import public_text
 from hydraflow.report.reading import Column, Run
 from hydraflow.tracking.endings import DONE, is_orderly
 
@@ -65,7 +66,8 @@ def _requeue(run: Run) -> Iterator[Finding]:
     except (OSError, ValueError):
         note = {}
     if isinstance(note, dict):
-        yield Finding(NOTABLE, f"Waits to go on after step {note.get('step', '?')}", str(note.get("why", "")))
+        why = public_text(str(note.get("why", "")))
+        yield Finding(NOTABLE, f"Waits to go on after step {note.get('step', '?')}", why)
 
 
 def _starts(run: Run) -> Iterator[Finding]:

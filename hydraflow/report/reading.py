@@ -7,6 +7,7 @@ Left out on purpose: judging (`faults.py`) and drawing (`page.py`). ConfigError 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,13 +16,15 @@ from typing import Any
 import numpy as np
 
 from hydraflow.errors import ConfigError
-from hydraflow.tracking.redact import public
+from hydraflow.redact import public, public_command
 
 Numbers = np.ndarray
 MARKS = ("metrics.jsonl", "config.yaml", "plan.json", "run.json", "summary.json", ".lock")
 """A folder with one of these is a run's."""
 LARGEST_STEP = 10**15
 """A step above it is damage."""
+DEEPEST = 50
+"""Mappings and lists in each other."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +82,10 @@ def read_run(folder: Path) -> Run:
         raise ConfigError.one("RUN", folder, f"holds no run: neither {' nor '.join(MARKS[:3])} is in it", remedy)
     run = Run(path.name, path)
     _read_metrics(run)
-    run.summary = _mapping(run, "summary.json")
+    run.summary = public(_mapping(run, "summary.json"))  # runs of earlier versions have secrets there
     run.plan = _mapping(run, "plan.json")
     starts = _mapping(run, "run.json").get("starts", [])
-    run.starts = [start for start in starts if isinstance(start, dict)] if isinstance(starts, list) else []
+    run.starts = [_public_start(start) for start in starts if isinstance(start, dict)] if isinstance(starts, list) else []
     run.settings = _settings(run)
     for file in path.glob("samples/step_*.jsonl"):
         if file.stem[5:].isdigit():
@@ -130,7 +133,7 @@ def _columns(steps: list[int], records: Mapping[int, Mapping[str, Any]]) -> dict
     last = 0.0
     for step in steps:
         record = records[step]
-        last = seconds = max(last, _number(record.get("seconds")) or 0.0)
+        last = seconds = max(last, _finite(record.get("seconds")))
         for name, value in record.items():
             number = value if type(value) is float else _number(value)
             if number is None:
@@ -158,6 +161,12 @@ def _number(value: Any) -> float | None:
         return None
 
 
+def _finite(value: Any) -> float:
+    """A number that can be drawn; 0 for what is none."""
+    number = _number(value)
+    return number if number is not None and math.isfinite(number) else 0.0
+
+
 def _settings(run: Run) -> dict[str, tuple[str, str]]:
     """From config_origins.json, which has every key with its origin; else from config.yaml, which has the values alone."""
     facts = _mapping(run, "config_origins.json")
@@ -165,7 +174,12 @@ def _settings(run: Run) -> dict[str, tuple[str, str]]:
         rows = ((key, fact.get("value"), str(fact.get("from", ""))) for key, fact in facts.items() if isinstance(fact, dict))
     else:
         rows = ((key, value, "") for key, value in _flat(_yaml(run)))
-    return {key: (_shown(public(value, key.rpartition(".")[2])), origin) for key, value, origin in rows}
+    return {key: (_shown(public(value, key)), origin) for key, value, origin in rows}
+
+
+def _public_start(start: dict[str, Any]) -> dict[str, Any]:
+    command = start.get("command")
+    return public(start) | ({"command": public_command(command)} if isinstance(command, str) else {})
 
 
 def _yaml(run: Run) -> dict[str, Any]:
@@ -175,8 +189,13 @@ def _yaml(run: Run) -> dict[str, Any]:
     import yaml  # a tenth of a second that most reports do not need
 
     try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8", errors="replace"))
-    except (OSError, yaml.YAMLError, ValueError) as error:
+        text = file.read_text(encoding="utf-8", errors="replace")
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
+            raise ValueError("has YAML aliases (*name), which no run writes")  # a few can stand for more than a page can hold
+        found = yaml.safe_load(text)
+        if _is_deep(found):
+            raise ValueError(f"is nested deeper than {DEEPEST} levels")
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
         run.unread.append(f"config.yaml: {str(error).splitlines()[0]}")
         return {}
     return found if isinstance(found, dict) else {}
@@ -201,10 +220,18 @@ def _mapping(run: Run, name: str) -> dict[str, Any]:
         return {}
     text = "\n".join(_lines(run, file))
     found = _parsed(text)
-    if isinstance(found, dict):
+    if isinstance(found, dict) and not _is_deep(found):
         return found
-    run.unread.append(f"{name}: {'is no JSON object' if text.strip() else 'is empty'}")
+    run.unread.append(f"{name}: {'is no JSON object of a run' if text.strip() else 'is empty'}")
     return {}
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether it is nested deeper than `DEEPEST`, as no run writes it: whoever walks it would not come back."""
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [inner for one in level if isinstance(one, (dict, list)) for inner in (one.values() if isinstance(one, dict) else one)]
+    return bool(level)
 
 
 def _lines(run: Run, file: Path) -> list[str]:

@@ -20,7 +20,7 @@ from hydraflow.compose.launch import launch
 from hydraflow.compose.loading import Judge
 from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
 from hydraflow.tracking.provenance import SLURM_JOB
-from hydraflow.tracking.run_folder import RunFolder
+from hydraflow.tracking.run_folder import RUNS, RunFolder, slug
 
 Config = PPOConfig | SFTConfig | GenerateConfig
 JOBS: dict[str, tuple[type[Config], tuple[Judge, ...]]] = {
@@ -62,10 +62,8 @@ class Facts:
         >>> Facts.from_shell(facts.to_shell()) == facts
         True
         """
-        found = {}
-        for line in text.splitlines():
-            name, _, value = line.partition("=")
-            found[name.removeprefix("HF_").lower()] = shlex.split(value)[0] if value else ""
+        words = (word.partition("=") for word in shlex.split(text))
+        found = {name.removeprefix("HF_").lower(): value for name, _, value in words}
         numbers = {name: int(value) for name, value in found.items() if name != "run_folder"}
         return cls(run_folder=found["run_folder"], **numbers)
 
@@ -108,5 +106,5 @@ def _goes_on(config: Config, folder: str, given: Allocation | None) -> bool:
 def _run_folder(config: PPOConfig | SFTConfig, given: Allocation | None) -> str:
     """A job that is put back into the queue must find its own folder again, and no other job's."""
     named = config.trainer.default_local_dir
-    own = f"runs/{config.trainer.experiment_name}-job{given.job if given else '0'}"
+    own = RUNS / f"{slug(config.trainer.experiment_name)}-job{given.job if given else '0'}"
     return str(Path(named or own).expanduser().absolute())

@@ -23,6 +23,7 @@ _TIME = re.compile(r"\d+(-\d+(:\d+){0,2}|(:\d+){0,2})")
 _SIZE = re.compile(r"\d+[KMGT]?")
 _CONTAINER = re.compile(r"(apptainer|pyxis):.+")
 _NAME = re.compile(r"[\w.-]+")
+_OPTION = re.compile(r"--[a-z][a-z0-9-]*(=.*)?")
 
 
 @dataclass
@@ -114,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--container", metavar="KIND:IMAGE", help="apptainer:FILE.sif or pyxis:IMAGE; what runs on the nodes runs in it")
     add("--interface", metavar="NAME", help="network interface on which nodes reach each other")
     add("--python", metavar="PATH", help="the Python with hydraflow on the nodes, or in the container (this one)")
-    add("--sbatch", action="append", metavar="OPTION", help="another line for sbatch, such as --sbatch=--reservation=x")
+    add("--sbatch", action="append", metavar="OPTION", help="another option of sbatch, such as --sbatch=--reservation=x")
     add("--multirun", action="store_true", help="key=a,b: a job array with a job for each combination")
     add("--wait", action="store_true", help="come back when the job has ended, with its exit code")
     add("--dry-run", action="store_true", help="print the batch script and submit nothing")
@@ -138,9 +139,7 @@ def _problems(given: Submission) -> Iterator[Problem]:
     for option, text, form, example in forms:
         if text is not None and not form.fullmatch(text):
             yield Problem(f"{option} {text}", None, f"is not of the form {example}", f"{option} {example}")
-    for line in given.sbatch:
-        if not line.startswith("--"):
-            yield Problem(f"--sbatch={line}", None, "must be an option of sbatch", f"--sbatch=--{line.lstrip('-')}")
+    yield from _script_problems(given)
     if given.dry_run and given.wait:
         yield Problem("--wait", None, "--dry-run submits nothing that could be waited for", "leave out --wait or leave out --dry-run")
     for word in given.arguments:
@@ -153,6 +152,21 @@ def _problems(given: Submission) -> Iterator[Problem]:
     if 0 < limit <= given.warning:
         rule = f"the job would be told to save {given.warning} s before its end (--warning), so at its very beginning"
         yield Problem(f"--time {given.time}", None, rule, f"--time {given.warning // 60 + 60} or --warning {max(1, limit // 2)}")
+
+
+def _script_problems(given: Submission) -> Iterator[Problem]:
+    """What would be more than one line of the batch script, or more than one option in a line."""
+    for line in given.sbatch:
+        if not line.startswith("--"):
+            yield Problem(f"--sbatch={line}", None, "must be an option of sbatch", f"--sbatch=--{line.lstrip('-')}")
+        elif not _OPTION.fullmatch(line) and line.isprintable():
+            rule = "must be one option, with = before its value"
+            yield Problem(f"--sbatch='{line}'", None, rule, "--sbatch=--exclusive --sbatch='--comment=two words'")
+    named = [("--partition", given.partition), ("--account", given.account), ("--qos", given.qos), ("--python", given.python)]
+    named += [("--container", given.container), *(("--sbatch", line) for line in given.sbatch)]
+    for option, text in named:
+        if text is not None and not text.isprintable():
+            yield Problem(f"{option} {text!r}", None, "has line feeds or other characters that are not printed", f"{option} ...")
 
 
 def _seconds(time: str) -> int:

@@ -14,6 +14,8 @@ from pathlib import Path
 from hydraflow.errors import ConfigError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
+_PLAIN = re.compile(r"[^\s'\"#\\]+")
+_QUOTED = re.compile(r"""\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'""")
 _ARGUMENTS = re.compile(r"^ARGUMENTS=\(\n.*?^\)\n", re.MULTILINE | re.DOTALL)
 
 
@@ -42,7 +44,7 @@ def fill(template: str, directives: Mapping[str, str | None], settings: Mapping[
 
 def _with_directive(template: str, option: str, value: str | None) -> str:
     """The template with `#SBATCH option=value` in place of its own line, or after its last one."""
-    line = f"#SBATCH {option}={value}" if value else f"#SBATCH {option}"
+    line = f"#SBATCH {option}={quoted(value)}" if value else f"#SBATCH {option}"
     pattern = re.compile(rf"^#SBATCH {re.escape(option)}(?:[= ].*)?$\n?", re.MULTILINE)
     if value is None:
         return pattern.sub("", template)
@@ -50,6 +52,28 @@ def _with_directive(template: str, option: str, value: str | None) -> str:
         return pattern.sub(lambda _: f"{line}\n", template)
     last = [found.end() for found in re.finditer(r"^#SBATCH .*$\n", template, re.MULTILINE)][-1]
     return f"{template[:last]}{line}\n{template[last:]}"
+
+
+def quoted(value: str) -> str:
+    """A value as sbatch reads it from a script: in double quotes where it has spaces, quotes or a #. In and out of quotes a backslash
+    stands for what follows it.
+
+    >>> print(quoted("gpu,long"), quoted("two words"), quoted('say "no"'))
+    gpu,long "two words" "say \\"no\\""
+    """
+    if _PLAIN.fullmatch(value):
+        return value
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def unquoted(value: str) -> str:
+    """A value that somebody wrote as it would stand in a script.
+
+    >>> unquoted('"say \\\\"no\\\\""'), unquoted("two words")
+    ('say "no"', 'two words')
+    """
+    return re.sub(r"\\(.)", r"\1", value[1:-1]) if _QUOTED.fullmatch(value) else value
 
 
 def _with_setting(template: str, name: str, value: str) -> str:

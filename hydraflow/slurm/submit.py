@@ -7,11 +7,10 @@ Left out on purpose: what happens in the job (`scripts/slurm/`).
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from hydraflow.compose.sweep import combinations
 from hydraflow.errors import ConfigError, EnvironmentFault, Problem
 from hydraflow.slurm.facts import check
 from hydraflow.slurm.options import Submission
-from hydraflow.slurm.script import fill, shipped
+from hydraflow.slurm.script import fill, shipped, unquoted
 
 LOGS = Path("runs/slurm")
 FOLDER = "trainer.default_local_dir"
@@ -46,7 +45,7 @@ def submit(given: Submission) -> int:
         return 0
     _require_room(given)
     LOGS.mkdir(parents=True, exist_ok=True)
-    return _hand_over(given, script_of(given, sweep))
+    return _hand_over(given, sweep)
 
 
 def _require_folders(sweep: Sequence[Sequence[str]]) -> None:
@@ -58,9 +57,9 @@ def _require_folders(sweep: Sequence[Sequence[str]]) -> None:
         raise ConfigError.one(FOLDER, shared, rule, f"leave out {FOLDER}: each job has a folder of its own, runs/<experiment>-job<id>")
 
 
-def script_of(given: Submission, sweep: Sequence[Sequence[str]]) -> str:
-    """The filled batch script."""
-    array = len(sweep) > 1
+def directives_of(given: Submission, *, jobs: int) -> dict[str, str | None]:
+    """Options of sbatch with their values, as `fill` takes them; several jobs are an array."""
+    array = jobs > 1
     log = f"{LOGS}/%x-%{'A_%a' if array else 'j'}.log"
     directives: dict[str, str | None] = {
         "--job-name": given.name,
@@ -72,7 +71,7 @@ def script_of(given: Submission, sweep: Sequence[Sequence[str]]) -> str:
         "--time": given.time,
         "--signal": f"B:USR1@{given.warning}",
         "--output": log,
-        "--array": f"0-{len(sweep) - 1}" if array else None,
+        "--array": f"0-{jobs - 1}" if array else None,
         "--partition": given.partition,
         "--account": given.account,
         "--qos": given.qos,
@@ -81,7 +80,12 @@ def script_of(given: Submission, sweep: Sequence[Sequence[str]]) -> str:
         directives |= {"--requeue": None, "--no-requeue": ""}
     for line in given.sbatch:
         option, _, value = line.partition("=")
-        directives[option] = value
+        directives[option] = unquoted(value)
+    return directives
+
+
+def script_of(given: Submission, sweep: Sequence[Sequence[str]]) -> str:
+    """The filled batch script."""
     settings = {
         "HYDRAFLOW_PYTHON": given.python,
         "HYDRAFLOW_MODULE": MODULES[given.job],
@@ -91,7 +95,7 @@ def script_of(given: Submission, sweep: Sequence[Sequence[str]]) -> str:
         settings["HYDRAFLOW_CONTAINER"] = given.container
     if given.interface:
         settings["HYDRAFLOW_NETWORK_INTERFACE"] = given.interface
-    return fill(shipped("examples/slurm/ppo.sbatch").read_text(), directives, settings, sweep)
+    return fill(shipped("examples/slurm/ppo.sbatch").read_text(), directives_of(given, jobs=len(sweep)), settings, sweep)
 
 
 @contextmanager
@@ -171,25 +175,25 @@ def _partitions(listed: str) -> tuple[dict[str, Partition], str | None]:
     return found, default
 
 
-def _hand_over(given: Submission, script: str) -> int:
+def _hand_over(given: Submission, sweep: Sequence[Sequence[str]]) -> int:
     words = ["sbatch", "--parsable", *(["--wait"] if given.wait else [])]
-    done = _run(words, None if given.wait else SECONDS, script)
+    done = _run(words, None if given.wait else SECONDS, script_of(given, sweep))
     number = done.stdout.strip().partition(";")[0]
     if not number:
         reason = done.stderr.strip().removeprefix("sbatch: error: ")
         raise ConfigError.one("sbatch", None, f"Slurm refuses the job: {reason}", "submit ... --dry-run shows what was asked for")
-    array, log = "#SBATCH --array=" in script, _log(script, number)
-    print(f"{'array' if array else 'job'} {number} submitted; its log: {log}")
+    directives = directives_of(given, jobs=len(sweep))
+    log = _log(directives, number)
+    print(f"{'array' if directives['--array'] else 'job'} {number} submitted; its log: {log}")
     print(f"squeue --job {number} shows where it is, scancel {number} ends it")
     if given.wait and done.returncode:
         print(f"job {number} ended with {done.returncode}; the last lines of {log}:\n{_tail(log)}", file=sys.stderr)
     return done.returncode
 
 
-def _log(script: str, number: str) -> Path:
-    """Where Slurm writes what the script says: of its last directives, `*` for the task of an array."""
-    found = dict(re.findall(r"^#SBATCH (--output|--job-name)=(.*)$", script, re.MULTILINE))
-    text = found["--output"].replace("%x", found["--job-name"]).replace("%a", "*")
+def _log(directives: Mapping[str, str | None], number: str) -> Path:
+    """Where Slurm writes what the script says; `*` for the task of an array."""
+    text = (directives["--output"] or "").replace("%x", directives["--job-name"] or "").replace("%a", "*")
     return Path(text.replace("%A", number).replace("%j", number))
 
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
+from hydraflow.redact import public_text
 from hydraflow.tracking.base import RunInfo, Sample, Tracker, TrackerFactory
 
 PAUSES = (1.0, 10.0)
@@ -131,8 +132,8 @@ class Background:
     def _attempt(self, call: Callable[..., None]) -> str | None:
         try:
             call(self._tracker)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        except BaseException as error:  # SystemExit, too: it would end the thread, and the rest of the run would get nowhere in silence
+            return public_text(f"{type(error).__name__}: {error}".splitlines()[0][:300])
         return None
 
     def _lose(self, why: str) -> None:
@@ -169,7 +170,7 @@ class Forgiving:
     def _tried(self, call: Callable[[], None]) -> None:
         try:
             call()
-        except (OSError, ValueError) as error:  # ValueError: a stream that somebody closed
+        except Exception as error:  # a full disk, a stream that somebody closed, whatever the library makes of it
             if self._warned_at is None:
                 self._warned_at = time.monotonic()
                 logger.warning("%s: %s; training goes on, and metrics.jsonl has everything", self.name, error)

@@ -12,14 +12,12 @@ import platform
 import shlex
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from hydraflow.allocation import allocation
-from hydraflow.tracking.redact import public_text
 
 LIBRARIES = ("torch", "ray", "transformers", "tensordict", "hydra-core", "numpy", "pyarrow", "datasets", "safetensors", "peft")
 EXTRAS = ("vllm", "flash-attn", "megatron-core", "triton", "wandb", "mlflow", "mlflow-skinny", "swanlab", "tensorboard")
@@ -27,18 +25,20 @@ EXTRAS = ("vllm", "flash-attn", "megatron-core", "triton", "wandb", "mlflow", "m
 OURS = "hydraflow-trainer"
 SLURM_JOB = "slurm_job"
 """Key of the Slurm job that a start belongs to; only there in one."""
+NO_PROGRAMS = ("-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}")
+"""Options of git's with which looking at a repository starts none of the programs that its configuration names for that."""
 GIT_SECONDS = 5.0
 """After so long git is given up: a repository on a network drive that hangs must not hold a run."""
 
 
-def facts_of_start(step: int, *, words: Sequence[str] | None = None) -> dict[str, Any]:
-    """This start of a run that has done `step` steps. `words`: the command, that of this process by default."""
+def facts_of_start(step: int, words: Sequence[str]) -> dict[str, Any]:
+    """This start of a run that has done `step` steps. `words`: the command line without its secrets (`Command.words`)."""
     source = Path(__file__).resolve().parents[2]
     given = allocation()
     return {
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "after_step": step,
-        "command": shlex.join(map(public_text, sys.orig_argv if words is None else words)),
+        "command": shlex.join(words),
         "folder": os.getcwd(),
         "host": socket.gethostname(),
         "process": os.getpid(),
@@ -78,7 +78,7 @@ def _is_kept_by_git(source: Path) -> bool:
 
 def _git(folder: Path, *words: str) -> str | None:
     environ = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # asking for the state must not write into the repository
-    command = ["git", "-C", str(folder), *words]
+    command = ["git", "-C", str(folder), *NO_PROGRAMS, *words]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=GIT_SECONDS, check=False, env=environ, stdin=subprocess.DEVNULL

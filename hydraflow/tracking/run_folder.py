@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from hydraflow.errors import ConfigError, EnvironmentFault
+from hydraflow.redact import fingerprinted
 from hydraflow.tracking.file import METRICS_FILE, json_number
 from hydraflow.tracking.history import record_of
 from hydraflow.tracking.summary import Summary
@@ -98,7 +99,7 @@ class RunFolder:
     @classmethod
     def of_experiment(cls, experiment_name: str) -> list[RunFolder]:
         """The folders that `make` made for this experiment, the newest first."""
-        pattern = re.compile(re.escape(_slug(experiment_name)) + r"-\d{8}-\d{6}(-\d+)?")
+        pattern = re.compile(re.escape(slug(experiment_name)) + r"-\d{8}-\d{6}(-\d+)?")
         found = [path for path in RUNS.glob("*") if pattern.fullmatch(path.name) and path.is_dir()]
         return [cls(path.resolve()) for path in sorted(found, key=lambda path: path.name, reverse=True)]
 
@@ -153,7 +154,8 @@ class RunFolder:
 
     def note_start(self, facts: Mapping[str, Any]) -> None:
         """Adds a start of the run to run.json: what it was made with each time (`provenance.facts_of_start`)."""
-        self._write(self.run, json.dumps({"starts": [*self.starts(), dict(facts)]}, indent=1, ensure_ascii=False) + "\n")
+        starts = [*self.starts(), dict(facts)]
+        self._write(self.run, json.dumps({"starts": starts}, indent=1, ensure_ascii=False) + "\n", private=True)
 
     def starts(self) -> list[dict[str, Any]]:
         """The starts in run.json, the oldest first."""
@@ -164,11 +166,12 @@ class RunFolder:
 
     def write_config(self, config: Mapping[str, Any], origins: Mapping[str, str]) -> None:
         """Writes the whole configuration, as plain dicts, lists and scalars, to config.yaml: `--config-dir <this folder>
-        --config-name config` runs it again. Beside it config_origins.json: each key of `origins` with its value and its origin.
+        --config-name config` runs it again, so it has the secrets that the user wrote there. Beside it config_origins.json: each key
+        of `origins` with its value, as far as it is public, and its origin.
         """
-        self._write(self.config, yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
-        facts = {key: {"value": _value_at(config, key), "from": origin} for key, origin in origins.items()}
-        self._write(self.config_origins, json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
+        self._write(self.config, yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True), private=True)
+        facts = {key: {"value": fingerprinted(_value_at(config, key), key), "from": origin} for key, origin in origins.items()}
+        self._write(self.config_origins, json.dumps(facts, indent=1, ensure_ascii=False) + "\n", private=True)
 
     def write_plan(self, text: str) -> None:
         """Writes plan.json."""
@@ -192,10 +195,14 @@ class RunFolder:
         except (OSError, EnvironmentFault) as error:
             logger.warning("the samples of step %d are lost: %s", step, error)
 
-    def _write(self, path: Path, text: str) -> None:
-        """Writes under a temporary name and renames."""
+    def _write(self, path: Path, text: str, *, private: bool = False) -> None:
+        """Writes under a temporary name and renames. `private`: for this user's eyes, since it holds secrets or may: no rule
+        knows every secret by its name.
+        """
         try:
             with replacing(path) as unfinished:
+                if private:
+                    unfinished.touch(mode=0o600)
                 unfinished.write_text(text, encoding="utf-8", errors="replace")  # half of a character pair, in what somebody's data say
         except OSError as error:
             raise EnvironmentFault(f"cannot write {path}: {error.strerror}") from error
@@ -214,10 +221,15 @@ def _unwritable(path: Path, error: OSError, field: str = FIELD) -> ConfigError:
 
 
 def _stamped(name: str) -> str:
-    return f"{_slug(name)}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
+    return f"{slug(name)}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
 
 
-def _slug(name: str) -> str:
+def slug(name: str) -> str:
+    """An experiment's name as the name of a folder.
+
+    >>> slug("../my run")
+    '..-my-run'
+    """
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name) or "run"
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from hydraflow.redact import public_text
 from hydraflow.tracking.history import curve, read_metrics, validation_accuracy
 
 
@@ -43,7 +44,7 @@ def summarise(folder: Path, *, seconds: float, why_it_ended: str) -> Summary:
         best_val_accuracy=max(numbers) if numbers else None,
         steps=int(records[-1]["step"]) if records else 0,
         seconds=round(seconds, 1),
-        why_it_ended=why_it_ended,
+        why_it_ended=public_text(why_it_ended),
     )
 
 

@@ -70,7 +70,8 @@ class SwanlabTracker:
             id=run_id(run),
             resume="allow",
             reinit=True,
-            settings=self._swanlab.Settings(terminal={"proxy_type": "none"}, interactive=False),
+            # runtime: the command line as it was typed; git: the remote's address, which may hold a token
+            settings=self._swanlab.Settings(terminal={"proxy_type": "none"}, probe={"runtime": False, "git": False}, interactive=False),
             config={**run.about.config, "start": dict(run.about.facts)},
         )
 

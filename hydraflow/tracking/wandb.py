@@ -2,7 +2,7 @@
 
 In: numbers of a step. Out: a run of the project `trainer.project_name`, whose identity is the run's own, so that a run that goes on
 goes on there. Without a login everything stays in the run folder, until `wandb sync <run folder>/wandb/offline-run-*`.
-Left out on purpose: what W&B catches by itself (console output, code), which the run folder has.
+Left out on purpose: what W&B catches by itself (console output, code, command line, machine), which the run folder has.
 """
 
 from __future__ import annotations
@@ -90,7 +90,14 @@ class WandbTracker:
             dir=str(run.folder),
             mode=mode,
             config={**about.config, "start": dict(about.facts)},
-            settings=self._wandb.Settings(console="off", quiet=True, disable_code=True, init_timeout=INIT_SECONDS, **proxies),
+            settings=self._wandb.Settings(
+                console="off",
+                quiet=True,
+                disable_code=True,
+                x_disable_meta=True,  # the command line as it was typed; `start` has what can be shown of it
+                init_timeout=INIT_SECONDS,
+                **proxies,
+            ),
         )
 
     def log(self, metrics: dict[str, float], step: int) -> None:

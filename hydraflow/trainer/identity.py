@@ -19,6 +19,7 @@ from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.batch_plan.sft import SFTPlan
 from hydraflow.engine.config import OptimConfig
 from hydraflow.errors import Problem
+from hydraflow.redact import fingerprinted, public
 from hydraflow.schema import PPOConfig, SFTConfig
 
 TOTAL = "trainer.total_training_steps"
@@ -48,9 +49,10 @@ SIZES = ("batch.*", "*.ppo_mini_batch_size", "*.ppo_epochs", "*.shuffle", "*.rol
 
 @dataclass(frozen=True)
 class Identity:
-    """What shapes a run's training, as plain values by key."""
+    """What shapes a run's training."""
 
     values: dict[str, Any]
+    """Plain values by key; of a secret what tells it from another one (`redact.fingerprinted`), since checkpoints carry them."""
 
     @property
     def hash(self) -> str:
@@ -65,10 +67,10 @@ class Identity:
     def differences(self, stored: Mapping[str, Any], *, where: str) -> list[Problem]:
         """What this run has otherwise than the checkpoint `where`. Keys that only one of the two knows are of another version."""
         mine = json.loads(json.dumps(self.values, default=str))
-        return [
-            Problem(key, _shown(mine[key]), f"{where} was trained with {_shown(stored[key])}", f"{key}={_shown(stored[key])}")
+        return [  # checkpoints of earlier versions have secrets as they were given
+            _difference(key, mine[key], stored[key], where)
             for key in mine
-            if key in stored and mine[key] != stored[key]
+            if key in stored and mine[key] != fingerprinted(stored[key], key)
         ]
 
 
@@ -86,7 +88,16 @@ def identity_of(config: PPOConfig | SFTConfig, plan: BatchPlan | SFTPlan) -> Ide
         rates = [config.optim]
     if any(map(_follows_the_total, rates)):
         values[TOTAL] = plan.total_steps
-    return Identity(values)
+    return Identity({key: fingerprinted(value, key) for key, value in values.items()})
+
+
+def _difference(key: str, mine: Any, stored: Any, where: str) -> Problem:
+    known = public(stored, key)
+    if known != stored:
+        return Problem(
+            key, _shown(public(mine, key)), f"{where} was trained with another value, which is hidden", f"{key}=<its value then>"
+        )
+    return Problem(key, _shown(mine), f"{where} was trained with {_shown(stored)}", f"{key}={_shown(stored)}")
 
 
 def _ppo_sizes(plan: BatchPlan) -> dict[str, Any]:

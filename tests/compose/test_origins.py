@@ -5,11 +5,14 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 
 import pytest
 
 from hydraflow.compose.command import Command
+from hydraflow.compose.command_words import public_words
 from hydraflow.compose.keys import known_keys
 from hydraflow.compose.launch import launch
 from hydraflow.compose.loading import load_command
@@ -112,3 +115,91 @@ def test_each_run_of_a_sweep_has_its_own_origins(tmp_path):
     assert [json.loads(line)["given"] for line in result.stdout.splitlines()] == [
         ["actor_rollout_ref.actor.optim.clip_grad", "trainer.seed"]
     ] * 2
+
+
+def test_what_is_from_the_environment_is_written_as_a_reference(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("MY_TOKEN", "it's-s3cr3t")
+    monkeypatch.setenv("MY_SEED", "7")
+    section = "reward.custom_reward_function.reward_kwargs"
+    words = [
+        "trainer.wandb_proxy=http://me:${oc.env:MY_TOKEN}@${oc.env:NO_HOST,'a:1'}",
+        "trainer.project_name=of-${trainer.wandb_proxy}",
+        "trainer.seed=${oc.env:MY_SEED}",
+        f"+{section}={{key: '${{oc.env:MY_TOKEN}}', other: '${{.key}}', count: '${{oc.decode:${{oc.env:MY_SEED}}}}', n: 2}}",
+        "+ray_kwargs.ray_init.runtime_env.env_vars.A=${oc.env:MY_TOKEN}",
+    ]
+    config, command = launched(monkeypatch, *words)
+    proxy = "http://me:${oc.env:MY_TOKEN}@${oc.env:NO_HOST,'a:1'}"
+    reference = "${oc.env:MY_TOKEN}"
+    assert command.written == {
+        "trainer.wandb_proxy": proxy,
+        "trainer.project_name": f"of-{proxy}",
+        section: {"key": reference, "other": reference, "count": "${oc.decode:'${oc.env:MY_SEED}'}", "n": 2},
+        "ray_init.runtime_env.env_vars": {"A": reference},
+    }
+    assert config.trainer.wandb_proxy == "http://me:it's-s3cr3t@a:1" and config.trainer.seed == 7
+    kept = asdict(config)
+    for key, value in command.written.items():
+        *sections, name = key.split(".")
+        reduce(getitem, sections, kept)[name] = value
+    folder = RunFolder.create(str(tmp_path), "ppo")
+    folder.write_config(kept, command.origins)
+    assert "s3cr3t" not in folder.config.read_text() + folder.config_origins.read_text()
+    again, after = launched(monkeypatch, "--config-dir", str(tmp_path), "--config-name", "config")
+    assert again == config
+    assert after.origins == {key: origin for key, origin in command.origins.items() if "env_vars." not in key}
+    assert "s3cr3t" not in capsys.readouterr().err, "nor in a note about a key without effect"
+    monkeypatch.setenv("MY_TOKEN", "another")
+    again, _ = launched(monkeypatch, "--config-dir", str(tmp_path), "--config-name", "config")
+    assert again.trainer.wandb_proxy == "http://me:another@a:1"
+
+
+def test_secrets_of_a_saved_configuration_are_private_and_keep_their_origins(tmp_path, monkeypatch):
+    config, command = load_command("ppo", PPOConfig, ["+trainer.wandb_proxy=http://me:s3cr3t@host:1"])
+    folder = RunFolder.create(str(tmp_path), "ppo")
+    folder.write_config(asdict(config), command.origins)
+    folder.note_start({"after_step": 0})
+    assert "s3cr3t" in folder.config.read_text() and "s3cr3t" not in folder.config_origins.read_text()
+    for file in (folder.config, folder.config_origins, folder.run):
+        assert file.stat().st_mode & 0o777 == 0o600
+    own = ["--config-dir", str(tmp_path), "--config-name", "config"]
+    assert launched(monkeypatch, *own)[1].origins["trainer.wandb_proxy"] == "command line"
+    folder.config.write_text(folder.config.read_text().replace("s3cr3t", "t00"))
+    assert launched(monkeypatch, *own)[1].origins["trainer.wandb_proxy"].endswith("config.yaml"), "the secret is another one"
+
+
+def test_the_command_is_kept_without_its_secrets(monkeypatch):
+    words = ["+ray_init.runtime_env.env_vars={HF_TOKEN: s3cr3t, A: s3cr3t}", "trainer.wandb_proxy=http://me:s3cr3t@h:1", "trainer.seed=2"]
+    words += ["+reward.custom_reward_function.reward_kwargs={url: 'https://h/?api_key=s3cr3t', PASS: two s3cr3t, n: 1}"]
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "hydraflow.main_ppo", *words])
+    said = launched(monkeypatch, *words)[1].words
+    assert said == (
+        "python",
+        "-m",
+        "hydraflow.main_ppo",
+        "+ray_init.runtime_env.env_vars={HF_TOKEN: (hidden), A: (hidden)}",
+        "trainer.wandb_proxy=http://(hidden)@h:1",
+        "trainer.seed=2",
+        "+reward.custom_reward_function.reward_kwargs={url: https://h/?api_key=(hidden), PASS: (hidden), n: 1}",
+    )
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("a={PASSWORD: two s3cr3t}", "a={DB_PASSWORD:ab's3cr3t}", "a={HF_TOKEN : s3cr3t}", r"a.PASSWORD=a\,s3cr3t", "a.PASS='it s3cr3t"),
+        *("a={HF_TOKEN: [s3cr3t, {b: s3cr3t}]}", "a.api_key=s3cr3t,s3cr3t", "a={x: 'Authorization: Bearer s3cr3t.s3cr3t'}"),
+        *("a={x: 'https://h/?n=1&sig=s3cr3t'}", "a='user:s3cr3t@host:1'", "a={MY_KEYS: s3cr3t", "--hf-token=s3cr3t"),
+        *("a.env_vars={B: [s3cr3t]}", "hydra.job.env_set.B=s3cr3t", "a={x: \"{'password': 's3cr3t'}\"}"),
+    ],
+)
+def test_however_it_is_written_a_secret_is_found(word):
+    [shown] = public_words([word])
+    assert "s3cr3t" not in shown and "(hidden)" in shown
+
+
+@pytest.mark.parametrize(
+    "word", ["a=1,2", "a=range(1,3)", "~a", "a={b: 'x y', c: [1]}", "--cfg", "job", "a=${oc.env:B}", "a={api_key: '${oc.env:B}'}"]
+)
+def test_words_without_secrets_stay_as_they_were_typed(word):
+    assert public_words([word]) == [word]

@@ -67,6 +67,7 @@ def test_nothing_is_fetched_and_only_the_pages_own_script_may_run(tmp_path: Path
     assert [address for address in tags.addresses if not address.startswith(("#", "data:,"))] == []
     assert tags.scripts == 2, "the data and the page's own"
     assert tags.policy.startswith("default-src 'none'; style-src 'sha256-") and "unsafe" not in tags.policy
+    assert {"base-uri 'none'", "form-action 'none'"} <= set(tags.policy.split("; ")), "default-src does not speak for these"
 
 
 def test_hostile_text_is_text(tmp_path: Path) -> None:

@@ -81,3 +81,46 @@ def test_folders_that_hold_no_run(tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "ppo-1", [record(1)])
     with pytest.raises(ConfigError, match=r"holds no run.*\n.*runs/ppo-1"):
         read_run(tmp_path / "runs")
+
+
+def test_what_runs_of_earlier_versions_wrote_down_is_hidden_too(tmp_path: Path) -> None:
+    start = {"command": "python -m hydraflow.main_ppo 'judge.PASSWORD=s3cr3t s3cr3t' +env_vars={A:s3cr3t} seed=1", "host": "a"}
+    why = "ValueError: https://host/?token=s3cr3t is gone"
+    run = read_run(write_run(tmp_path / "run", [record(1)], why=why, starts=[start], settings={"e.env_vars.A": ("s3cr3t", "x")}))
+    (run.folder / "requeue").write_text(json.dumps({"step": 1, "why": "lost http://me:s3cr3t@host"}))
+    page = render([run])
+    assert "s3cr3t" not in page
+    assert (
+        "judge.PASSWORD=(hidden)" in page and "seed=1" in page and "token=(hidden) is gone" in page and "lost http://(hidden)@host" in page
+    )
+
+
+@pytest.mark.parametrize("seconds", ["inf", "-inf", "nan", 10**400, None, "soon"])
+def test_times_that_are_none_are_left_out(tmp_path: Path, seconds: object) -> None:
+    folder = write_run(tmp_path / "run", [])
+    lines = [{"step": 1, "seconds": 2.0, "a": 1}, {"step": 2, "seconds": seconds, "a": 2}, {"step": 3, "seconds": 4.0, "a": 3}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = read_run(folder)
+    assert run.columns["a"].seconds.tolist() == [2.0, 2.0, 4.0] and run.seconds == 4.0
+    assert "</html>" in render([run])
+
+
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]\n" for level in range(1, 8)
+)
+
+
+@pytest.mark.parametrize("content", ["a: &a [*a]\n", BOMB, "a: " + "[" * 3000, "a: " + "{b: " * 60 + "1" + "}" * 60])
+def test_a_configuration_that_stands_for_more_than_a_page_is_not_followed(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.yaml").write_text(content)
+    run = read_run(tmp_path)
+    assert run.settings == {} and len(run.unread) == 1 and run.unread[0].startswith("config.yaml: ")
+    assert "</html>" in render([run])
+
+
+@pytest.mark.parametrize("name", ["summary.json", "run.json", "config_origins.json", "plan.json"])
+def test_json_that_is_nested_too_deeply_is_not_followed(tmp_path: Path, name: str) -> None:
+    folder = write_run(tmp_path / "run", [record(1)])
+    (folder / name).write_text('{"starts": ' + "[" * 400 + "]" * 400 + "}")
+    run = read_run(folder)
+    assert f"{name}: is no JSON object of a run" in run.unread and "</html>" in render([run])

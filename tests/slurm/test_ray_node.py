@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -79,3 +80,23 @@ def test_the_head_is_there_when_something_listens(tmp_path: Path) -> None:
         assert await_head(file, "node1", 5) == file.read_text().strip()
     with pytest.raises(EnvironmentFault, match=r"for Ray's head on node1 at 127.0.0.1:\d+: .*refused"):
         await_head(file, "node1", 0.6)
+
+
+@pytest.mark.parametrize("folder", ["/my runs/1", "/a\nb", '/it\'s "quoted"', "", "/a=b", "/$HOME;x\ty"])
+def test_facts_come_through_a_shell_as_they_were(folder: str) -> None:
+    facts = Facts(nodes=2, cpus=9, gpus=-1, run_folder=folder, start_timeout=300, goes_on=1)
+    assert Facts.from_shell(facts.to_shell()) == facts
+    script = facts.to_shell() + 'printf "%s." "$HF_RUN_FOLDER"'
+    assert subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout == f"{folder}."
+
+
+@pytest.mark.parametrize("name", ["../../x", "/etc/x", "a b\nc", "..", "ok-1.2"])
+def test_the_run_folder_of_a_job_is_in_runs_whatever_the_experiment_is_called(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = PPOConfig()
+    config.trainer.experiment_name = name
+    folder = Path(facts_of(config, Allocation("7")).run_folder)
+    assert folder.parent == tmp_path / "runs" and folder.name.endswith("-job7") and "\n" not in folder.name
+    assert name != "ok-1.2" or folder.name == "ok-1.2-job7"

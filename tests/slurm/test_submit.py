@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -160,9 +162,49 @@ def test_jobs_of_a_sweep_do_not_share_a_run_folder(tmp_path: Path) -> None:
     assert submit("--multirun", "--dry-run", *CPU, "trainer.default_local_dir=runs/a,runs/b", home=tmp_path).returncode == 0
 
 
-def test_a_backslash_in_an_option_is_no_pattern(tmp_path: Path) -> None:
-    done = submit("--dry-run", r"--sbatch=--output=a\1b-%j.log", *CPU, home=tmp_path)
-    assert directives(done.stdout)["--output"] == r"a\1b-%j.log", done.stderr
+def as_slurm_reads_it(script: str, home: Path) -> list[str]:
+    """The options that sbatch itself finds in a script. It then ends, since the last one does not exist."""
+    (home / "slurm.conf").write_text("ClusterName=x\nSlurmctldHost=localhost\n")
+    lines = script.splitlines()
+    last = max(number for number, line in enumerate(lines) if line.startswith("#SBATCH "))
+    (home / "job.sh").write_text("\n".join([*lines[: last + 1], "#SBATCH --no-such-option", *lines[last + 1 :]]))
+    environ = {**os.environ, "SLURM_CONF": str(home / "slurm.conf")}
+    words = ["sbatch", "-vvv", str(home / "job.sh")]
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0 and "no-such-option" in done.stderr, done.stderr
+    return re.findall(r'Found in script, argument "(.*)"$', done.stderr, re.MULTILINE)[:-1]
+
+
+@pytest.mark.skipif(shutil.which("sbatch") is None, reason="Slurm is not installed: apt install slurm-wlm")
+def test_values_come_to_slurm_as_they_were_given(tmp_path: Path) -> None:
+    odd = {"--comment": "two words, \"one\" in 'quotes' # and \\ a backslash", "--output": r"a\1b $HOME-%j.log", "--mail-user": "me"}
+    own = ["--account", "our team", "--partition", "a#b,c", "--qos", "it's", "--sbatch=--reservation='my own'"]
+    done = submit("--dry-run", *own, *(f"--sbatch={name}={value}" for name, value in odd.items()), *CPU, home=tmp_path)
+    assert done.returncode == 0, done.stderr
+    wanted = odd | {"--account": "our team", "--partition": "a#b,c", "--qos": "it's", "--reservation": "my own"}
+    found = {name: value for name, _, value in (word.partition("=") for word in as_slurm_reads_it(done.stdout, tmp_path))}
+    assert {name: found[name] for name in wanted} == wanted
+    assert found["--nodes"] == "1" and found["--signal"] == "B:USR1@120" and "--requeue" in found
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--partition", "main\ntouch X #"],
+        ["--account", "a\rb"],
+        ["--qos", "a\x1b[31m"],
+        ["--python", "/bin/python\n"],
+        ["--container", "pyxis:a\tb"],
+        ["--sbatch=--comment=x\necho INJECTED"],
+        ["--sbatch=--comment\necho INJECTED"],
+        ["--sbatch=--comment two words"],
+        ["--sbatch=--exclusive --overcommit"],
+    ],
+)
+def test_options_that_would_be_more_than_one_line_or_option(words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse([*words, "--dry-run"])
+    assert len(caught.value.problems) == 1 and not {"\r", "\x1b"} & set(str(caught.value)) and "\necho" not in str(caught.value)
 
 
 def slurm(home: Path, monkeypatch: pytest.MonkeyPatch, *, sinfo: str = "main*|2|8", sbatch: str = "echo 41") -> None:
@@ -182,6 +224,7 @@ def test_what_is_submitted_is_told_with_its_log(tmp_path: Path, monkeypatch: pyt
     assert "array 41 submitted; its log: runs/slurm/hydraflow-ppo-41_*.log" in said
     said = submit("--multirun", "--sbatch=--output=mine/%x.%j", "--sbatch=--job-name=x", *CPU, home=tmp_path).stdout
     assert "job 41 submitted; its log: mine/x.41" in said, "a sweep of one is no array"
+    assert "its log: my logs/41.log" in submit('--sbatch=--output="my logs/%j.log"', *CPU, home=tmp_path).stdout
 
 
 def test_a_job_does_not_inherit_the_job_that_it_is_submitted_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

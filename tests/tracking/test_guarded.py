@@ -127,3 +127,34 @@ def test_a_terminal_that_is_gone_costs_one_warning(caplog: pytest.LogCaptureFixt
         tracker.log({}, step)
     assert tracker.tracker.got == [3]  # type: ignore[attr-defined]
     assert warnings(caplog) == ["console: broken pipe; training goes on, and metrics.jsonl has everything"]
+
+
+@pytest.mark.parametrize("leaves", [SystemExit, KeyboardInterrupt])
+def test_a_library_that_leaves_is_told_like_any_other_fault(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, leaves: type[BaseException]
+) -> None:
+    class Leaving(Memory):
+        def log(self, metrics: dict[str, float], step: int) -> None:
+            if step == 1:
+                raise leaves("http://me:s3cr3t@host does not answer")
+            super().log(metrics, step)
+
+    memory = Leaving()
+    tracker = background(memory, tmp_path)
+    for step in (1, 2):
+        tracker.log({}, step)
+    tracker.close()
+    assert memory.got == [2] and memory.closed == [False], "the thread goes on"
+    told = warnings(caplog)
+    assert len(told) == 2 and f"({leaves.__name__}: http://(hidden)@host does not answer)" in told[0]
+
+
+def test_whatever_draws_on_the_terminal_raises_costs_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    class Odd(Memory):
+        def log(self, metrics: dict[str, float], step: int) -> None:
+            raise LookupError("no such style")
+
+    tracker = Forgiving("console", Odd())
+    for step in (1, 2):
+        tracker.log({}, step)
+    assert warnings(caplog) == ["console: no such style; training goes on, and metrics.jsonl has everything"]

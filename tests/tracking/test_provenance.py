@@ -1,4 +1,4 @@
-"""What a run was made with: commit and state of a real repository, versions, the command without its secrets."""
+"""What a run was made with: commit and state of a real repository, versions, the command."""
 
 from __future__ import annotations
 
@@ -34,6 +34,23 @@ def test_commit_branch_and_changed_files_of_a_repository(tmp_path: Path) -> None
     assert found is not None and found["changed_files"] == 1
 
 
+def test_looking_at_a_repository_runs_none_of_its_programs(tmp_path: Path) -> None:
+    """A folder that somebody unpacked may have a .git of somebody else's."""
+    git(tmp_path, "init", "-q")
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+    program.chmod(0o755)
+    git(tmp_path, "commit", "-q", "--allow-empty", "-m", "first")
+    git(tmp_path, "config", "core.fsmonitor", str(program))
+    (tmp_path / ".git" / "hooks").mkdir(exist_ok=True)
+    shutil.copy(program, tmp_path / ".git" / "hooks" / "post-index-change")
+    git(tmp_path, "status")
+    assert (tmp_path / "ran").exists(), "git itself does run it"
+    (tmp_path / "ran").unlink()
+    assert commit_of(tmp_path) is not None
+    assert not (tmp_path / "ran").exists()
+
+
 def test_no_repository_is_no_mistake(tmp_path: Path) -> None:
     assert commit_of(tmp_path) is None
     git(tmp_path, "init", "-q")
@@ -47,7 +64,7 @@ def test_an_installed_package_has_no_commit_of_the_repository_around_it(tmp_path
     git(tmp_path, "add", ".gitignore")
     git(tmp_path, "commit", "-qm", "first")
     shutil.copytree(Path(hydraflow.__file__).parent, tmp_path / "env" / "hydraflow")
-    program = "import json, sys; from hydraflow.tracking import provenance as p; print(json.dumps([p.__file__, p.facts_of_start(0)]))"
+    program = "import json, sys; from hydraflow.tracking import provenance as p; print(json.dumps([p.__file__, p.facts_of_start(0, [])]))"
     environ = {**os.environ, "PYTHONPATH": str(tmp_path / "env")}
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environ, check=True, capture_output=True, text=True)
     file, facts = json.loads(done.stdout)
@@ -56,8 +73,8 @@ def test_an_installed_package_has_no_commit_of_the_repository_around_it(tmp_path
 
 
 def test_versions_and_command(tmp_path: Path) -> None:
-    found = facts_of_start(7, words=["python", "-m", "hydraflow.main_ppo", "+ray_init.env.WANDB_API_KEY=abc", "data.path=a b"])
-    assert found["command"] == "python -m hydraflow.main_ppo '+ray_init.env.WANDB_API_KEY=(hidden)' 'data.path=a b'"
+    found = facts_of_start(7, ["python", "-m", "hydraflow.main_ppo", "data.path=a b"])
+    assert found["command"] == "python -m hydraflow.main_ppo 'data.path=a b'"
     assert found["after_step"] == 7
     assert found["versions"]["torch"] == importlib.metadata.version("torch")
     assert "vllm" not in versions() or importlib.metadata.version("vllm")

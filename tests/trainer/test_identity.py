@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import asdict
 
@@ -9,6 +10,7 @@ import pytest
 
 from hydraflow.batch_plan.resolve import resolve_plan
 from hydraflow.batch_plan.sft import resolve_sft_plan
+from hydraflow.errors import ConfigError
 from hydraflow.schema import PPOConfig, SFTConfig
 from hydraflow.trainer import identity
 from hydraflow.trainer.identity import Identity, identity_of
@@ -72,6 +74,33 @@ def test_what_shapes_training_is_named_with_both_values() -> None:
         "actor_rollout_ref.actor.optim.lr=3e-06: out/global_step_4 was trained with 1e-06\n      -> actor_rollout_ref.actor.optim.lr=1e-06"
     )
     assert ppo(set_lr).hash != ppo().hash
+
+
+def judged_with(key: str) -> Change:
+    def change(config: PPOConfig) -> None:
+        config.reward.custom_reward_function.reward_kwargs = {"api_key": key, "url": f"https://host/?token={key}", "n": 1}
+
+    return change
+
+
+def test_secrets_are_neither_kept_nor_told_but_a_change_is_noticed() -> None:
+    old, new = ppo(judged_with("s3cr3t")), ppo(judged_with("t00s3cr3t"))
+    section = "reward.custom_reward_function.reward_kwargs"
+    assert "s3cr3t" not in json.dumps(old.values) and old.values[f"{section}.n"] == 1
+    assert differing(ppo(judged_with("s3cr3t")), old) == [] and ppo(judged_with("s3cr3t")).hash == old.hash != new.hash
+    problems = new.differences(json.loads(json.dumps(old.values)), where="out/global_step_4")
+    assert [problem.field for problem in problems] == [f"{section}.api_key", f"{section}.url"]
+    assert "s3cr3t" not in str(ConfigError(problems))
+    assert f"{section}.api_key=(hidden): out/global_step_4 was trained with another value, which is hidden" in str(problems[0])
+
+
+def test_checkpoints_of_earlier_versions_have_secrets_as_they_were() -> None:
+    values = ppo(judged_with("s3cr3t")).values
+    section = "reward.custom_reward_function.reward_kwargs"
+    stored = values | {f"{section}.api_key": "s3cr3t", f"{section}.url": "https://host/?token=s3cr3t"}
+    assert ppo(judged_with("s3cr3t")).differences(stored, where="x") == []
+    problems = ppo(judged_with("other")).differences(stored, where="x")
+    assert len(problems) == 2 and "s3cr3t" not in str(ConfigError(problems))
 
 
 @pytest.mark.parametrize("change", [more_room, written_otherwise, set_steps, change_the_critic], ids=lambda change: change.__name__)

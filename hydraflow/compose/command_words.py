@@ -1,0 +1,66 @@
+"""A command line without its secrets, for run.json, trackers and messages.
+
+In: its words. Out: the same words; an override that holds a secret is written again without it. Values are taken apart by Hydra's own
+parser, so what is hidden does not depend on how somebody quoted it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Override, QuotedString
+from hydra.errors import HydraException
+
+from hydraflow.errors import shown
+from hydraflow.redact import HIDDEN, public, public_word
+
+
+def public_words(words: Sequence[str]) -> list[str]:
+    """The words, those of Python and options among them.
+
+    >>> public_words(["python", "-m", "hydraflow.main_ppo", "judge={url: 'https://host/?sig=abc', pass: two words}", "--cfg", "job"])
+    ['python', '-m', 'hydraflow.main_ppo', 'judge={url: https://host/?sig=(hidden), pass: (hidden)}', '--cfg', 'job']
+    """
+    return [_public(word) for word in words]
+
+
+def unparsed(word: str) -> str:
+    """A word that is no override, or one that Hydra cannot read. Where a secret may be in it, nothing of the value is left."""
+    told = public_word(word)
+    return told if told == word or word.startswith("-") else f"{word.partition('=')[0]}={HIDDEN}"
+
+
+def values(override: Override) -> list[Any]:
+    """The values that an override sets: one, or those of a sweep; none where it deletes, or sweeps over a range or a glob."""
+    if override.is_delete():
+        return []
+    if not override.is_sweep_override():
+        return [plain(override.value())]
+    sweep = override.value()
+    return [plain(value) for value in sweep.list] if isinstance(sweep, ChoiceSweep) else []
+
+
+def plain(value: Any) -> Any:
+    """A parsed value without the parser's own classes."""
+    if isinstance(value, QuotedString):
+        return value.text
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(plain(name)): plain(item) for name, item in value.items()}
+    return value
+
+
+def _public(word: str) -> str:
+    if word.startswith("-") or "=" not in word:
+        return unparsed(word)
+    try:
+        override = OverridesParser.create().parse_override(word)
+    except HydraException:
+        return unparsed(word)
+    key, found = override.key_or_group, values(override)
+    if all(public(value, key) == value for value in found):
+        return word
+    return f"{word.partition('=')[0]}={','.join(shown(value, key) for value in found)}"
