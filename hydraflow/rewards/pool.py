@@ -64,6 +64,8 @@ class RewardPool:
         self._workers: list[RewardProcess] = []
         self._function: Callable[..., Any] | None = None
         """Of a pool without processes, once it was needed."""
+        self._tried_again: set[int] = set()
+        """Rows of this call whose process was killed."""
 
     def start(self) -> None:
         """Starts the processes without waiting for them."""
@@ -91,6 +93,7 @@ class RewardPool:
             self._function = self._function or load(settings_of(self.config))
             return [self._result(*result) for result in score_here(self._function, rows, self.config.custom_reward_function.path)]
         self.start()
+        self._tried_again = set()
         queue = deque(range(len(rows)))
         results: dict[int, RewardResult] = {}
         try:
@@ -153,11 +156,16 @@ class RewardPool:
         return RewardResult(self.config.failure_score, {}, in_one_line(reason))
 
     def _replace(self, worker: RewardProcess, reason: str, results: dict[int, RewardResult], queue: deque[int]) -> None:
-        """Fails the row that `worker` is at, puts its other unanswered rows back and starts another process in its place."""
-        culprit = worker.current_row()
+        """Ends `worker` and starts another process in its place. The row that it is at fails, unless it is to be tried again; the others
+        go back into the queue.
+        """
+        culprit, killed = worker.current_row(), worker.was_killed()
         worker.end()
-        if culprit is None and not worker.proven:
+        if culprit is None and not worker.proven and not killed:
             raise EnvironmentFault(f"a reward process {reason} before it scored a row, while it was starting or loading its function")
+        if killed and culprit is not None and culprit not in self._tried_again:
+            self._tried_again.add(culprit)
+            culprit = None
         if culprit is not None:
             results[culprit] = self._failure(reason)
         logger.warning("a reward function %s; its process was replaced", reason)

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -155,6 +156,10 @@ class RewardProcess:
         except subprocess.TimeoutExpired:
             return "closed the connection of its process"
         return f"ended its process ({f'signal {-code}' if code < 0 else f'exit code {code}'})"
+
+    def was_killed(self) -> bool:
+        """Whether it ended by SIGKILL."""
+        return self._process.returncode == -signal.SIGKILL
 
     def let_go(self) -> None:
         """Has its supervisor end it and everything that it has started."""
