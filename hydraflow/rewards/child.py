@@ -1,7 +1,8 @@
 """What runs inside a reward process: rows in, scores out, a clock per row, a limit on memory.
 
 In: chunks of rows over a socket. Out: their results, after at most `FLUSH_SECONDS` of work.
-Before each row the process notes the row and the time in shared memory, so that the pool knows at which row it died or hangs.
+Before each row the process notes the row and the time in shared memory, so that the pool knows at which row
+it died or hangs.
 Imports are light on purpose: no torch, no Ray, so that a process is ready in a tenth of a second.
 """
 
@@ -52,8 +53,8 @@ class Progress:
         self._memory = mmap.mmap(descriptor, PROGRESS_BYTES)
 
     def note(self, row: int, now: float, waited: float = 0.0) -> None:
-        """Notes that `row` (number in the chunk) began at `now` (time.monotonic, one clock for all processes), when the process had
-        `waited` so many seconds for a processor.
+        """Notes that `row` (number in the chunk) began at `now` (time.monotonic, one clock for all processes), when
+        the process had `waited` so many seconds for a processor.
         """
         struct.pack_into("dd", self._memory, 8, now, waited)  # times first: a reader in between sees an old row with a new time
         struct.pack_into("q", self._memory, 0, row)
@@ -213,8 +214,8 @@ def _preload(data_sources: set[str]) -> None:
 
 
 def score_here(call: Callable[..., Any], rows: Sequence[Any], path: str | None) -> list[Result]:
-    """Scores rows in this process, without limits. A row whose function raises fails, also with SystemExit; leaving a debugger ends the
-    run.
+    """Scores rows in this process, without limits. A row whose function raises fails, also with SystemExit;
+    leaving a debugger ends the run.
     """
     results: list[Result] = []
     for row in rows:

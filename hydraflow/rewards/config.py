@@ -48,17 +48,19 @@ class RewardConfig:
 
     custom_reward_function: CustomRewardConfig = field(default_factory=CustomRewardConfig)
     num_workers: int = 1
-    """Processes that score, each one row at a time; 0: the process that asks, where breakpoint() works and no row has limits."""
+    """Processes that score, each one row at a time; 0: the process that asks, where breakpoint() works and no
+    row has limits."""
     timeout: float = 10.0
-    """Seconds a row may take, without those in which its process was ready to run and had no processor; never more than four times as
-    many by the clock. A row that takes longer scores failure_score and is counted."""
+    """Seconds a row may take, without those in which its process was ready to run and had no processor; never
+    more than four times as many by the clock. A row that takes longer scores failure_score and is counted."""
     max_memory: float = 16.0
-    """GiB of data that a reward process, and each process that it starts, may allocate, used or not (RLIMIT_DATA); a row that asks for
-    more raises MemoryError."""
+    """GiB of data that a reward process, and each process that it starts, may allocate, used or not
+    (RLIMIT_DATA); a row that asks for more raises MemoryError. Threads of numerical libraries each take some."""
     failure_score: float = 0.0
     """Score of a row whose function raised or took too long."""
     max_failed_share: float = 0.5
-    """Share of failed rows in a step, a validation or a file of main_eval above which the run ends with exit code 5; 1.0: never."""
+    """Share of failed rows in a step, a validation or a file of main_eval above which the run ends with exit
+    code 5; 1.0: never."""
 
 
 @dataclass

@@ -1,8 +1,10 @@
 """The user's own reward function: found, imported and checked.
 
-In: path and name of the function and its keyword arguments. Out: a callable, or a `ConfigError` that says what is wrong. Importing runs
-the user's code, which may hang or end the process: before a run starts it happens in a process of a pool (`RewardPool.require_loaded`).
-Left out on purpose: asynchronous functions. Each reward process scores one row at a time, so there is nothing to await beside.
+In: path and name of the function and its keyword arguments. Out: a callable, or a `ConfigError` that says
+what is wrong. Importing runs the user's code, which may hang or end the process: before a run starts it
+happens in a process of a pool (`RewardPool.require_loaded`).
+Left out on purpose: asynchronous functions. Each reward process scores one row at a time, so there is nothing
+to await beside.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ RewardFunction = Callable[..., Any]
 
 
 def check_sources(config: RewardConfig, data_sources: Iterable[str]) -> None:
-    """Raises `ConfigError` for each of `data_sources` that no built-in function is for. A custom function may take any."""
+    """Raises `ConfigError` for each of `data_sources` that no built-in function is for. A custom function may
+    take any."""
     if config.custom_reward_function.path is None and (problems := _unknown_sources(data_sources)):
         raise ConfigError(problems)
 
@@ -86,7 +89,8 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def line_of(error: BaseException, path: str | Path) -> str:
-    """Where in the user's file it happened, such as `line 7: return table[key]`; empty where that file has no part in it."""
+    """Where in the user's file it happened, such as `line 7: return table[key]`; empty where that file has no
+    part in it."""
     if isinstance(error, SyntaxError):
         return ""  # its message names file and line
     file = _absolute(path)

@@ -1,6 +1,6 @@
-"""When too many rows could not be scored: scores that say nothing must not be trained on, nor pass as a result.
+"""When too many rows could not be scored: such scores must not be trained on, nor pass as a result.
 
-In: how many rows failed, and why the first did. Out: nothing, or a GuardStop that ends the run with exit code 5.
+In: how many rows failed, and why the first did. Out: nothing, or a GuardStop (exit code 5).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ KEY = "reward.max_failed_share"
 
 
 def require_scored(failed: int, rows: int, first_cause: str | None, most: float, *, where: str, so: str) -> None:
-    """Raises GuardStop when more than the share `most` of the rows failed. `so` says what is not done with the others.
+    """Raises GuardStop when more than the share `most` of the rows failed. `so` says what follows for the others.
 
     >>> require_scored(2, 4, "KeyError: 'x'", 0.5, where="step 3", so="nothing was trained on them")
     >>> require_scored(3, 4, "KeyError: 'x'", 0.5, where="step 3", so="nothing was trained on them")

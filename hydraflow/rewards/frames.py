@@ -1,7 +1,7 @@
 """Messages between a pool and its processes: JSON over a socket, each behind its length in eight bytes.
 
-In: values that JSON can hold. Out: the same on the other end. The pool never waits for the rest of a message that has begun: it takes
-the bytes that are there and keeps them until the message is whole.
+In: values that JSON can hold. Out: the same on the other end. The pool never waits for the rest of a message
+that has begun: it takes the bytes that are there and keeps them until the message is whole.
 Left out on purpose: `multiprocessing.connection`, whose reads wait for the end of a message without a limit.
 """
 
@@ -34,8 +34,8 @@ class Frames:
         self.socket.sendall(_LENGTH.pack(len(body)) + body)
 
     def arrived(self) -> list[Any]:
-        """The messages that are whole after one read. EOFError when the other end is closed, OSError when it is gone, ValueError when
-        the bytes are no message.
+        """The messages that are whole after one read. EOFError when the other end is closed, OSError when it is
+        gone, ValueError when the bytes are no message.
         """
         received = self.socket.recv(2**20)
         if not received:
@@ -47,7 +47,8 @@ class Frames:
         return messages
 
     def receive(self) -> Any:
-        """Waits for one message; for the end that has nothing else to do. Messages never overtake a question, so one comes at a time."""
+        """Waits for one message; for the end that has nothing else to do. Messages never overtake a question,
+        so one comes at a time."""
         messages: list[Any] = []
         while not messages:
             messages = self.arrived()

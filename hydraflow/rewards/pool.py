@@ -1,9 +1,12 @@
 """Scores rows in processes of their own, so that no reward function can hang or end a run.
 
-In: rows of (data source, response text, ground truth, extra info). Out: one result per row, in the order of the rows.
-A row that raises, takes too long, ends its process or returns no finite number scores `failure_score`, with the reason.
-The time limit is kept twice: by an alarm inside the process, and, where code never returns to Python, by the pool, which
-ends the process some grace after the limit and starts another. The processes themselves are in `worker.py`.
+In: rows of (data source, response text, ground truth, extra info). Out: one result per row, in the order of
+the rows.
+A row that raises, takes too long, ends its process or returns no finite number scores `failure_score`, with
+the reason.
+The time limit is kept twice: by an alarm inside the process, and, where code never returns to Python, by the
+pool, which ends the process some grace after the limit and starts another. The processes themselves are in
+`worker.py`.
 """
 
 from __future__ import annotations
@@ -156,12 +159,12 @@ class RewardPool:
         return RewardResult(self.config.failure_score, {}, in_one_line(reason))
 
     def _replace(self, worker: RewardProcess, reason: str, results: dict[int, RewardResult], queue: deque[int]) -> None:
-        """Ends `worker` and starts another process in its place. The row that it is at fails, unless it is to be tried again; the others
-        go back into the queue.
+        """Ends `worker` and starts another process in its place. The row that it is at fails, unless it is to
+        be tried again; the others go back into the queue.
         """
         culprit, killed = worker.current_row(), worker.was_killed()
         worker.end()
-        if culprit is None and not worker.proven and not killed:
+        if culprit is None and not worker.proven:
             raise EnvironmentFault(f"a reward process {reason} before it scored a row, while it was starting or loading its function")
         if killed and culprit is not None and culprit not in self._tried_again:
             self._tried_again.add(culprit)
@@ -180,7 +183,8 @@ def check_function(config: RewardConfig) -> None:
 
 
 def _take_chunk(queue: deque[int], workers: int) -> list[int]:
-    """The next rows for one of `workers`: all for one alone, else half of a fair share, so that slow rows even out."""
+    """The next rows for one of `workers`: all for one alone, else half of a fair share, so that slow rows
+    even out."""
     size = len(queue) if workers == 1 else math.ceil(len(queue) / (2 * workers))
     return [queue.popleft() for _ in range(size)]
 

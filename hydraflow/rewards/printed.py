@@ -1,8 +1,10 @@
-"""What a reward function prints, on its way into the log: as lines of text, without control characters, and only so many a second.
+"""What a reward function prints, on its way into the log: as lines of text, without control characters, and
+only so many a second.
 
-In: a pipe that the function's process and what it starts write to. Out: tagged lines in the process's log file, which is rotated, or,
-in a process without log files, lines on standard error. The pipe is always read to its end, so that nobody who prints has to wait; what
-comes faster than the limit is dropped, and the log says how much it was.
+In: a pipe that the function's process and what it starts write to. Out: tagged lines in the process's log
+file, which is rotated, or, in a process without log files, lines on standard error. The pipe is always read
+to its end, so that nobody who prints has to wait; what comes faster than the limit is dropped, and the log
+says how much it was.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ Write = Callable[[str], None]
 
 
 def readable(line: bytes) -> str:
-    r"""A line as text that a terminal shows and does not act on; of a line that is overwritten (progress bars) the last state.
+    r"""A line as text that a terminal shows and does not act on; of one that is overwritten (progress bars) the
+    last state.
 
     >>> readable(b"10 %\r\x1b[31m20 %\x1b[0m\x00\r")
     '20 %'
@@ -64,7 +67,8 @@ class Lines:
         self._budget, self._since = self._most, clock()
         self._held = b""
         self._dropped = 0
-        """Bytes that were dropped and not yet reported. Above 0 everything is dropped, until a second's worth may be written again."""
+        """Bytes that were dropped and not yet reported. Above 0 everything is dropped, until a second's worth
+        may be written again."""
 
     def feed(self, data: bytes) -> None:
         """Takes bytes; lines are written when they end."""

@@ -1,7 +1,9 @@
-"""How long a row has taken, without the time its process waited for a processor: a loaded machine must not fail a row.
+"""How long a row has taken, without the time its process waited for a processor: a loaded machine must not
+fail a row.
 
-In: a process number. Out: when a row's time is over. Linux counts per thread how long it was ready to run and did not (the second number
-of /proc/<pid>/schedstat); only the main thread's is looked at, which is where a reward function runs.
+In: a process number. Out: when a row's time is over. Linux counts per thread how long it was ready to run and
+did not (the second number of /proc/<pid>/schedstat); only the main thread's is looked at, which is where a
+reward function runs.
 Left out on purpose: the waits of processes that a function starts itself.
 """
 
@@ -14,7 +16,8 @@ MOST = 4.0
 
 
 class QueueTime:
-    """Seconds that a process's main thread was ready to run and had no processor; always 0.0 where the kernel does not count them."""
+    """Seconds that a process's main thread was ready to run and had no processor; always 0.0 where the kernel
+    does not count them."""
 
     def __init__(self, pid: int):
         try:

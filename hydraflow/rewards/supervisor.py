@@ -1,11 +1,13 @@
-"""A small process between a pool and each process that runs a reward function, so that nothing the function starts outlives the pool.
+"""A small process between a pool and each process that runs a reward function, so that nothing the function
+starts outlives the pool.
 
-In: the numbers of a socket to the pool, of shared memory, and of a leash: a socket whose other end only the pool's process holds. Out:
-the function's own exit code or signal. The supervisor adopts whatever the function leaves behind (PR_SET_CHILD_SUBREAPER), whichever
-session or group it moved to, and kills all of it when the function's process ends, or when the leash goes: then the pool has closed it, or
-the pool's process is gone, SIGKILL included. Should the supervisor itself be killed, the function's process goes with it.
-Left out on purpose: a death signal from the pool's process to the supervisor. It comes when the thread that started it ends, and a pool may
-outlive that thread; the leash is tied to the process.
+In: the numbers of a socket to the pool, of shared memory, and of a leash: a socket whose other end only the
+pool's process holds. Out: the function's own exit code or signal. The supervisor adopts whatever the function
+leaves behind (PR_SET_CHILD_SUBREAPER), whichever session or group it moved to, and kills all of it when the
+function's process ends, or when the leash goes: then the pool has closed it, or the pool's process is gone,
+SIGKILL included. Should the supervisor itself be killed, the function's process goes with it.
+Left out on purpose: a death signal from the pool's process to the supervisor. It comes when the thread that
+started it ends, and a pool may outlive that thread; the leash is tied to the process.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from types import FrameType
 from hydraflow.rewards import child
 
 END_SECONDS = 5.0
-"""After so long it no longer waits for processes that it has killed: they hang in the kernel, and end as soon as that lets them."""
+"""After so long it no longer waits for processes that it has killed: they hang in the kernel, and end as soon
+as that lets them."""
 _DEATH_SIGNAL, _CHILD_SUBREAPER = 1, 36
 """Of prctl(2)."""
 

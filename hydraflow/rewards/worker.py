@@ -1,7 +1,9 @@
 """One process of a pool: how it is started, spoken to and ended, and which row it is at.
 
-In: the configuration, then chunks of rows. Out: their results as they come, the time at which it should have been done, and why it ended.
-Every wait has a limit. Between here and the function's process stands a supervisor (`supervisor.py`), which ends everything with it.
+In: the configuration, then chunks of rows. Out: their results as they come, the time at which it should have
+been done, and why it ended.
+Every wait has a limit. Between here and the function's process stands a supervisor (`supervisor.py`), which
+ends everything with it.
 Left out on purpose: `multiprocessing.Process`, which imports the main program again in every child.
 """
 
@@ -58,7 +60,8 @@ class RewardProcess:
     def __init__(self, config: RewardConfig):
         self.pending: list[int] = []
         self.proven = False
-        """Whether it has scored a row: then its death while it was idle is an accident, not a fault of the set-up."""
+        """Whether it has scored a row: then its death while it was idle is an accident, not a fault of the
+        set-up."""
         self._path, self._limit = config.custom_reward_function.path, config.timeout
         self._queue_time: QueueTime | None = None
         """Of the function's process, once it is ready."""
@@ -97,7 +100,8 @@ class RewardProcess:
         return bool(self.pending)
 
     def problems(self) -> list[Problem]:
-        """Why it cannot score; empty when it can. Waits until it is ready, at most START_SECONDS from its start."""
+        """Why it cannot score; empty when it can. Waits until it is ready, at most START_SECONDS from its
+        start."""
         if self._queue_time is not None:
             return []
         try:
@@ -114,7 +118,8 @@ class RewardProcess:
         return []
 
     def send(self, chunk: list[int], rows: Sequence[Any]) -> None:
-        """Sends the rows with these numbers; waits for the process to be ready first, and raises EnvironmentFault when it cannot score."""
+        """Sends the rows with these numbers; waits for the process to be ready first, and raises
+        EnvironmentFault when it cannot score."""
         if problems := self.problems():
             raise EnvironmentFault(f"a reward process cannot load the reward function: {'; '.join(problem.rule for problem in problems)}")
         self.pending, self._offset = chunk, 0
@@ -125,8 +130,8 @@ class RewardProcess:
             return  # it has died: reading says so; or it does not read: then its deadline passes
 
     def receive(self) -> list[tuple[int, Any]]:
-        """The (row, result) pairs that have come. EOFError or ConnectionError when the process is gone, ValueError when something else
-        than its answers has come.
+        """The (row, result) pairs that have come. EOFError or ConnectionError when the process is gone, ValueError
+        when something else than its answers has come.
         """
         answers = [answer for message in self.frames.arrived() for answer in _results_in(message)]
         if len(answers) > len(self.pending):
