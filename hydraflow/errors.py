@@ -17,7 +17,10 @@ from hydraflow.redact import public, public_text, public_word
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake: where it is, what stands there, the rule it breaks, and what to do. Its text has no secrets."""
+    """One mistake: where it is, what stands there, the rule it breaks, and what to do.
+
+    Its text has no secrets.
+    """
 
     field: str
     """Configuration key or file, as the user writes it."""

@@ -1,8 +1,8 @@
 """What may be shown of a configuration, a command line or a message: everything but its secrets.
 
-In: plain values or text. Out: the same with `(hidden)` in place of values whose key says that they are secret, of all environment
-variables, of passwords in addresses, and of what looks like a credential under any name. Standard library only.
-Left out on purpose: Hydra's grammar; `compose/command_words.py` takes a command line apart with Hydra's own parser.
+In: plain values or text. Out: the same with `(hidden)` in place of values whose key says that they are
+secret, of all environment variables, of passwords in addresses, and of what looks like a credential under any
+name. Standard library only. Left out on purpose: Hydra's grammar (`compose/command_words.py`).
 """
 
 from __future__ import annotations
@@ -16,34 +16,79 @@ from typing import Any
 
 HIDDEN = "(hidden)"
 ENVIRONMENTS = {"env_vars", "env_set"}
-"""Keys of mappings whose values are all hidden: nobody can say which of somebody's environment variables are secret."""
+"""Keys of mappings whose values are all hidden: nobody can say which environment variables are secret."""
 
 _PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 """The words of a name: openaiApiKey, OPENAI_API_KEY and openai-api-key have the same three."""
-_ANYWHERE = {"password", "passwords", "passwd", "passphrase", "secret", "secrets", "credential", "credentials"}
+_ANYWHERE = {
+    "password",
+    "passwords",
+    "passwd",
+    "passphrase",
+    "secret",
+    "secrets",
+    "credential",
+    "credentials",
+}
 _PAIRS = {("api", "key"), ("access", "key"), ("private", "key"), ("account", "key"), ("connection", "string")}
-_GLUED = ("token", "secret", "password", "passwd", "passphrase", "apikey", "secretkey", "accesskey", "privatekey")
+_GLUED = (
+    "token",
+    "secret",
+    "password",
+    "passwd",
+    "passphrase",
+    "apikey",
+    "secretkey",
+    "accesskey",
+    "privatekey",
+)
 _LAST = {"key", "auth", "authorization", "cookie", "cookies", "jwt", "pat", "pem", "signature"}
 _LAST_UNLESS_A_NUMBER = {"keys", "tokens", "pass", "sig"}
 """max_tokens=512 counts tokens."""
 _POINTERS = {"file", "path", "dir", "folder", "length", "len"}
 """The last word of a name that says where a secret is, or how long."""
 _COLUMNS = {
-    *("prompt_key", "response_key", "messages_key", "data_source_key", "reward_fn_key", "reward_model_key", "gdpo_reward_keys"),
-    *("input_key", "output_key", "question_key", "answer_key", "text_key", "label_key", "chosen_key", "rejected_key"),
+    *(
+        "prompt_key",
+        "response_key",
+        "messages_key",
+        "data_source_key",
+        "reward_fn_key",
+        "reward_model_key",
+        "gdpo_reward_keys",
+    ),
+    *(
+        "input_key",
+        "output_key",
+        "question_key",
+        "answer_key",
+        "text_key",
+        "label_key",
+        "chosen_key",
+        "rejected_key",
+    ),
     *("tools_key", "enable_thinking_key", "image_key", "video_key", "audio_key"),
 }
 """Keys that name a column of the data."""
 _OF_A_VOCABULARY = {
-    *("bos", "eos", "pad", "unk", "sep", "cls", "mask", "stop", "special", "image", "video", "audio", "vision", "begin", "end", "start"),
-    *("think", "thinking", "next", "first", "last", "new", "bad"),
+    *("bos", "eos", "pad", "unk", "sep", "cls", "mask", "stop", "special", "begin", "end", "start", "new"),
+    *("image", "video", "audio", "vision", "think", "thinking", "next", "first", "last", "bad"),
 }
 """Words before token or tokens in names of what a model reads and writes."""
 
-_ADDRESS = re.compile(r"(?P<before>[a-z][a-z0-9+.-]*://)(?:[^/\s:]*:(?!\d+(?:/|\s|$))[^\s'\"]*|[^/\s]+)@", re.IGNORECASE)
-_WHOLE_ADDRESS = re.compile(r"\A(?P<before>[a-z][a-z0-9+.-]*://)[^/:]*:(?!\d+(?:/|\Z)).*@", re.IGNORECASE | re.DOTALL)
+_ADDRESS = re.compile(
+    r"(?P<before>[a-z][a-z0-9+.-]*://)(?:[^/\s:]*:(?!\d+(?:/|\s|$))[^\s'\"]*|[^/\s]+)@",
+    re.IGNORECASE,
+)
+_WHOLE_ADDRESS = re.compile(
+    r"\A(?P<before>[a-z][a-z0-9+.-]*://)[^/:]*:(?!\d+(?:/|\Z)).*@",
+    re.IGNORECASE | re.DOTALL,
+)
 """A value that is an address and nothing else may have spaces in its password."""
-_WITHOUT_SCHEME = re.compile(r"(?<![\w/:.@%+-])[\w.%+-]+:(?!//)[^\s'\"{}\[\]=]+@(?!sha\d)(?=[\w.-]+(?::\d+)?(?:[/\s'\",\]})]|$))")
+_WITHOUT_SCHEME = re.compile(
+    r"(?<![\w/:.@%+-])[\w.%+-]+:(?!//)[^\s'\"{}\[\]=]+@(?!sha\d)"
+    r"(?=[\w.-]+(?::\d+)?(?:[/\s'\",\]})]|$))",
+)
 """user:password@host, as some write a proxy."""
 _LOOKS_SECRET = re.compile(
     r"""-----BEGIN\ [^-]+-----.*?(?:-----END\ [^-]+-----|\Z)
@@ -58,9 +103,12 @@ _LOOKS_SECRET = re.compile(
     |(?<=\bBearer\ )[\w.~+/=-]{6,}|(?<=\bBasic\ )[A-Za-z0-9+/=]{8,}""",
     re.VERBOSE | re.DOTALL,
 )
-"""What well-known services give out, whatever key it stands under; PEM blocks; the two usual Authorization headers."""
+"""What well-known services give out, whatever its key; PEM blocks; the two usual Authorization headers."""
 
-_ASSIGNED = re.compile(r"(?<!\w)(?P<quote>['\"]?)(?P<name>[A-Za-z_][\w.-]*)(?P=quote)(?P<sign>=(?!=)|[ \t]*:[ \t]*|[ \t]+=[ \t]+)")
+_ASSIGNED = re.compile(
+    r"(?<!\w)(?P<quote>['\"]?)(?P<name>[A-Za-z_][\w.-]*)(?P=quote)"
+    r"(?P<sign>=(?!=)|[ \t]*:[ \t]*|[ \t]+=[ \t]+)",
+)
 _QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 _REFERENCE = r"\$\{[^{}]*\}"
 _TIGHT = re.compile(rf"[\[{{][^\]}}]*[\]}}]?|(?:{_REFERENCE}|{_QUOTED}|\\.|[^\s,\]}})])+", re.DOTALL)
@@ -75,16 +123,19 @@ _FINGERPRINT = re.compile(r"(?P<public>.*\(hidden\).*) #[0-9a-f]{8}", re.DOTALL)
 def public(value: Any, key: str = "") -> Any:
     """The value of `key`, which may be dotted, as others may see it.
 
-    >>> public({"env_vars": {"A": "b"}, "wandb_proxy": "http://me:pw@host:3128", "hf": "${oc.env:HF_TOKEN}", "max_tokens": 5})
-    {'env_vars': {'A': '(hidden)'}, 'wandb_proxy': 'http://(hidden)@host:3128', 'hf': '${oc.env:HF_TOKEN}', 'max_tokens': 5}
+    >>> public({"env_vars": {"A": "b"}, "wandb_proxy": "http://me:pw@host:3128", "max_tokens": 5})
+    {'env_vars': {'A': '(hidden)'}, 'wandb_proxy': 'http://(hidden)@host:3128', 'max_tokens': 5}
+    >>> public("${oc.env:HF_TOKEN}", "hub.token"), public("abc", "hub.token")
+    ('${oc.env:HF_TOKEN}', '(hidden)')
     """
     return _each_leaf(value, key, _public_leaf)
 
 
 def fingerprinted(value: Any, key: str = "") -> Any:
-    """As `public`, but values that differ stay different: what is hidden leaves a few digits. What has them stays as it is.
+    """As `public`, but values that differ stay different: what is hidden leaves a few digits. Those stay.
 
-    The digits are too few to give a random secret away, and slow to compute, so that weak ones are not tried by the million.
+    They are too few to give a random secret away, and slow to compute, so that weak ones are not guessed by
+    the million.
 
     >>> fingerprinted({"api_key": "one", "seed": 1}, "judge")
     {'api_key': '(hidden) #bc3dad32', 'seed': 1}
@@ -95,8 +146,8 @@ def fingerprinted(value: Any, key: str = "") -> Any:
 def public_text(text: str) -> str:
     """A message, or any other text, without what looks secret in it.
 
-    >>> public_text("GET https://host/?n=1&token=abc failed"), public_text("data.prompt_key=prompt max_tokens=5")
-    ('GET https://host/?n=1&token=(hidden) failed', 'data.prompt_key=prompt max_tokens=5')
+    >>> public_text("https://host/?n=1&token=abc failed"), public_text("data.prompt_key=prompt max_tokens=5")
+    ('https://host/?n=1&token=(hidden) failed', 'data.prompt_key=prompt max_tokens=5')
     """
     text = _LOOKS_SECRET.sub(HIDDEN, text)
     text = _ADDRESS.sub(_without_user, text)
@@ -106,8 +157,8 @@ def public_text(text: str) -> str:
 def public_word(word: str) -> str:
     """One word of a command line.
 
-    >>> public_word("+x.WANDB_API_KEY=a b"), public_word("env_vars={A:b}"), public_word("data.prompt_key=prompt")
-    ('+x.WANDB_API_KEY=(hidden)', 'env_vars=(hidden)', 'data.prompt_key=prompt')
+    >>> public_word("+x.WANDB_API_KEY=a b"), public_word("env_vars={A:b}"), public_word("data.prompt_key=p")
+    ('+x.WANDB_API_KEY=(hidden)', 'env_vars=(hidden)', 'data.prompt_key=p')
     """
     whole = _WORD.fullmatch(word)
     if whole and _is_secret(whole["key"], whole["value"]):
@@ -129,7 +180,8 @@ def _without_user(found: re.Match[str]) -> str:
 
 def _each_leaf(value: Any, key: str, of: Callable[[Any, str], Any]) -> Any:
     if isinstance(value, Mapping):
-        return {str(name): _each_leaf(inner, f"{key}.{name}" if key else str(name), of) for name, inner in value.items()}
+        prefix = f"{key}." if key else ""
+        return {str(name): _each_leaf(inner, f"{prefix}{name}", of) for name, inner in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [_each_leaf(inner, key, of) for inner in value]
     return of(value, key)
@@ -152,16 +204,18 @@ def _fingerprinted_leaf(value: Any, key: str) -> Any:
 
 @cache
 def _digits(value: str, key: str) -> str:
-    return hashlib.pbkdf2_hmac("sha256", value.encode(errors="surrogatepass"), key.encode(errors="surrogatepass"), 20_000).hex()[:8]
+    password, salt = (text.encode(errors="surrogatepass") for text in (value, key))
+    return hashlib.pbkdf2_hmac("sha256", password, salt, 20_000).hex()[:8]
 
 
 def _is_secret(key: str, value: Any) -> bool:
     """Whether the key says so, by its own name or that of a section around it."""
-    if value is None or value == "" or isinstance(value, bool) or (isinstance(value, str) and _OPEN.fullmatch(value)):
+    if value in (None, "") or isinstance(value, bool) or (isinstance(value, str) and _OPEN.fullmatch(value)):
         return False
     *sections, name = key.split(".")
-    number = not isinstance(value, str) or _NUMBERS.fullmatch(value) is not None
-    return not ENVIRONMENTS.isdisjoint([*sections, name]) or any(map(_names_secret, sections)) or _names_secret(name, number=number)
+    if name in ENVIRONMENTS or not ENVIRONMENTS.isdisjoint(sections) or any(map(_names_secret, sections)):
+        return True
+    return _names_secret(name, number=not isinstance(value, str) or _NUMBERS.fullmatch(value) is not None)
 
 
 @cache
@@ -177,7 +231,9 @@ def _names_secret(name: str, *, number: bool = False) -> bool:
         return True
     if last in _LAST_UNLESS_A_NUMBER:
         return not number
-    return last in _LAST or last.endswith(_GLUED) or (last == "pwd" and bool(before))  # PWD itself is a folder
+    if last == "pwd":
+        return bool(before)  # PWD itself is a folder
+    return last in _LAST or last.endswith(_GLUED)
 
 
 def _without_assigned(text: str) -> str:
@@ -192,13 +248,14 @@ def _without_assigned(text: str) -> str:
 
 
 def _assigns_a_secret(found: re.Match[str], value: str) -> bool:
-    """`token: x` counts in a mapping, not in a sentence; HF_TOKEN: x and token=x count everywhere. key=x, as messages have it where
-    any key is meant, counts in the query of an address.
+    """`token: x` counts in a mapping, not in a sentence; HF_TOKEN: x and token=x count everywhere. key=x, as
+    messages have it where any key is meant, counts in the query of an address.
     """
     *sections, name = found["name"].split(".")
     before = found.string[: found.start()].rstrip(" \t")[-1:]
     in_a_sentence = found["sign"] != "=" and not found["quote"] and before not in ("", "{", ",", "\n")
-    if name in ENVIRONMENTS or (in_a_sentence and name.islower() and name.isalpha() and name not in _ANYWHERE):
+    is_a_plain_word = name.islower() and name.isalpha() and name not in _ANYWHERE
+    if name in ENVIRONMENTS or (in_a_sentence and is_a_plain_word):
         return False
     if name == "key" and not sections and found["sign"] == "=" and before not in ("?", "&"):
         return False

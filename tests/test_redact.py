@@ -10,14 +10,64 @@ from hydraflow.redact import HIDDEN, fingerprinted, public, public_command, publ
 from hydraflow.schema import EvalConfig, GenerateConfig, PPOConfig, SFTConfig
 
 SECRET_NAMES = [
-    *("WANDB_API_KEY", "api_key", "HF_TOKEN", "token", "aws_secret", "password", "credentials", "AWS_SECRET_ACCESS_KEY"),
-    *("MYSQL_PWD", "DB_PASS", "PASSPHRASE", "accessToken", "openaiApiKey", "HFTOKEN", "OPENAI_KEYS", "HF_TOKENS", "GITHUB_PAT"),
-    *("SLURM_JWT", "COOKIE", "TLS_PEM", "CONNECTION_STRING", "AWS_ACCESS_KEY_ID", "AWS_SESSION_TOKEN", "X-Amz-Signature", "x-api-key"),
+    *(
+        "WANDB_API_KEY",
+        "api_key",
+        "HF_TOKEN",
+        "token",
+        "aws_secret",
+        "password",
+        "credentials",
+        "AWS_SECRET_ACCESS_KEY",
+    ),
+    *(
+        "MYSQL_PWD",
+        "DB_PASS",
+        "PASSPHRASE",
+        "accessToken",
+        "openaiApiKey",
+        "HFTOKEN",
+        "OPENAI_KEYS",
+        "HF_TOKENS",
+        "GITHUB_PAT",
+    ),
+    *(
+        "SLURM_JWT",
+        "COOKIE",
+        "TLS_PEM",
+        "CONNECTION_STRING",
+        "AWS_ACCESS_KEY_ID",
+        "AWS_SESSION_TOKEN",
+        "X-Amz-Signature",
+        "x-api-key",
+    ),
     *("Authorization", "basic_auth", "ssh-private-key", "apikey", "client.secret", "token2"),
 ]
 PUBLIC_NAMES = [
-    *("prompt_key", "tokenizer", "tokenizer_path", "max_tokens", "monkey", "keep_best", "seed", "eos_token", "pad_token_id", "stop_tokens"),
-    *("num_key_value_heads", "keyboard", "PWD", "OLDPWD", "RAY_AUTH_TOKEN_PATH", "ssl_keyfile", "passes", "design", "path", "author"),
+    *(
+        "prompt_key",
+        "tokenizer",
+        "tokenizer_path",
+        "max_tokens",
+        "monkey",
+        "keep_best",
+        "seed",
+        "eos_token",
+        "pad_token_id",
+        "stop_tokens",
+    ),
+    *(
+        "num_key_value_heads",
+        "keyboard",
+        "PWD",
+        "OLDPWD",
+        "RAY_AUTH_TOKEN_PATH",
+        "ssl_keyfile",
+        "passes",
+        "design",
+        "path",
+        "author",
+    ),
 ]
 LOOK_SECRET = [
     "hf_" + "aB3" * 11,
@@ -58,11 +108,25 @@ def test_nothing_of_a_default_configuration_is_hidden(schema: type) -> None:
 
 def test_ordinary_keys_with_ordinary_values_stay() -> None:
     config = PPOConfig()
-    config.actor_rollout_ref.model.path, config.data.train_files = "Qwen/Qwen3-8B", ["/data/a.parquet", "s3://bucket/b"]
-    config.trainer.wandb_proxy, config.trainer.keep_best = "http://proxy:3128", "val-core/arithmetic/acc/mean@1"
+    config.actor_rollout_ref.model.path, config.data.train_files = (
+        "Qwen/Qwen3-8B",
+        ["/data/a.parquet", "s3://bucket/b"],
+    )
+    config.trainer.wandb_proxy, config.trainer.keep_best = (
+        "http://proxy:3128",
+        "val-core/arithmetic/acc/mean@1",
+    )
     config.actor_rollout_ref.actor.checkpoint.save_contents = ["model", "hf_model"]
-    config.actor_rollout_ref.model.override_config = {"pad_token_id": 0, "bos_token": "<s>", "num_key_value_heads": 2}
-    config.reward.custom_reward_function.reward_kwargs = {"max_tokens": 512, "sort_keys": True, "tokens": [1, 2]}
+    config.actor_rollout_ref.model.override_config = {
+        "pad_token_id": 0,
+        "bos_token": "<s>",
+        "num_key_value_heads": 2,
+    }
+    config.reward.custom_reward_function.reward_kwargs = {
+        "max_tokens": 512,
+        "sort_keys": True,
+        "tokens": [1, 2],
+    }
     assert public(asdict(config)) == asdict(config)
 
 
@@ -77,7 +141,11 @@ def test_below_environment_variables_everything_is_hidden() -> None:
 @pytest.mark.parametrize("value", LOOK_SECRET)
 @pytest.mark.parametrize("form", ["{}", "+reward.kwargs.judge={}", "failed with {} at once", "a={{b: {}}}", "https://host/{}/x"])
 def test_what_looks_like_a_credential_is_hidden_under_any_name(value: str, form: str) -> None:
-    for shown in (public_text(form.format(value)), public_word(form.format(value)), public({"judge": form.format(value)})["judge"]):
+    for shown in (
+        public_text(form.format(value)),
+        public_word(form.format(value)),
+        public({"judge": form.format(value)})["judge"],
+    ):
         assert HIDDEN in shown and value[8:] not in shown
 
 
@@ -128,7 +196,13 @@ def test_ordinary_text_stays(text: str) -> None:
 
 @pytest.mark.parametrize("name", ["WANDB_API_KEY", "password", "openaiApiKey"])
 @pytest.mark.parametrize(
-    "word", ["+a.{}=s3cr3t", "{}=s3cr3t and s3cr3t more", "++a.{}=[s3cr3t, s3cr3t]", "a={{b: 1, '{}': 's3cr3t and s3cr3t'}}"]
+    "word",
+    [
+        "+a.{}=s3cr3t",
+        "{}=s3cr3t and s3cr3t more",
+        "++a.{}=[s3cr3t, s3cr3t]",
+        "a={{b: 1, '{}': 's3cr3t and s3cr3t'}}",
+    ],
 )
 def test_the_words_of_a_command_say_no_secrets(word: str, name: str) -> None:
     shown = public_word(word.format(name))
@@ -136,7 +210,13 @@ def test_the_words_of_a_command_say_no_secrets(word: str, name: str) -> None:
 
 
 def test_lists_addresses_references_and_empty_values() -> None:
-    given = {"proxies": ["http://a:b@host:1", "http://host:1"], "token": None, "secret": "", "n": 3, "api_key": "${oc.env:KEY}"}
+    given = {
+        "proxies": ["http://a:b@host:1", "http://host:1"],
+        "token": None,
+        "secret": "",
+        "n": 3,
+        "api_key": "${oc.env:KEY}",
+    }
     assert public(given) == given | {"proxies": [f"http://{HIDDEN}@host:1", "http://host:1"]}
     assert public("${oc.env:KEY,s3cr3t}", "api_key") == HIDDEN, "a default may be one"
     assert public("http://me:it's s3/cr@et@host:1", "wandb_proxy") == f"http://{HIDDEN}@host:1"

@@ -1,7 +1,7 @@
 """A command line without its secrets, for run.json, trackers and messages.
 
-In: its words. Out: the same words; an override that holds a secret is written again without it. Values are taken apart by Hydra's own
-parser, so what is hidden does not depend on how somebody quoted it.
+In: its words. Out: the same words; an override that holds a secret is written again without it. Values are
+taken apart by Hydra's own parser, so what is hidden does not depend on how somebody quoted it.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from hydraflow.redact import HIDDEN, public, public_word
 def public_words(words: Sequence[str]) -> list[str]:
     """The words, those of Python and options among them.
 
-    >>> public_words(["python", "-m", "hydraflow.main_ppo", "judge={url: 'https://host/?sig=abc', pass: two words}", "--cfg", "job"])
-    ['python', '-m', 'hydraflow.main_ppo', 'judge={url: https://host/?sig=(hidden), pass: (hidden)}', '--cfg', 'job']
+    >>> public_words(["-m", "hydraflow.main_ppo", "judge={url: 'https://host/?sig=abc', pass: two words}"])
+    ['-m', 'hydraflow.main_ppo', 'judge={url: https://host/?sig=(hidden), pass: (hidden)}']
     """
     return [_public(word) for word in words]
 
 
 def unparsed(word: str) -> str:
-    """A word that is no override, or one that Hydra cannot read. Where a secret may be in it, nothing of the value is left."""
+    """A word that is no override, or that Hydra cannot read; without its value where that may be secret."""
     told = public_word(word)
     return told if told == word or word.startswith("-") else f"{word.partition('=')[0]}={HIDDEN}"
 
 
 def values(override: Override) -> list[Any]:
-    """The values that an override sets: one, or those of a sweep; none where it deletes, or sweeps over a range or a glob."""
+    """The values that an override sets: one, or those of a sweep; none of a deletion or a range."""
     if override.is_delete():
         return []
     if not override.is_sweep_override():

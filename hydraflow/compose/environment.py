@@ -1,6 +1,7 @@
 """`${oc.env:NAME}` that gives its own text back, so that what the environment holds need not be written down.
 
-In: values that are resolved while this is in force. Out: the same with `${oc.env:NAME}` where something from the environment would be.
+In: values that are resolved while this is in force. Out: the same with `${oc.env:NAME}` where something from
+the environment would be.
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ from hydraflow.compose.own_files import missing_files, unreadable
 from hydraflow.compose.verl import config_file
 from hydraflow.errors import ConfigError, HydraflowError, Problem
 from hydraflow.interrupts import INTERRUPTED, TERMINATED, say_interrupted
+from hydraflow.redact import public_text
 
 Config = TypeVar("Config")
 Run = Callable[[Config, Command], int | None]
@@ -102,7 +103,7 @@ def run_guarded(work: Callable[[], int | None]) -> int:
         return work() or 0
     except HydraflowError as error:
         if os.environ.get("HYDRAFLOW_FULL_ERROR") == "1":
-            traceback.print_exc()
+            print(public_text(traceback.format_exc()), end="", file=sys.stderr)
         print(error, file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:

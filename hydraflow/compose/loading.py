@@ -144,9 +144,9 @@ def _find_origins(entry: Entry[Any], config_name: str, words: Sequence[str]) -> 
 
 
 def from_environment(schema: type, composed: DictConfig, tree: Mapping[str, Any], origins: Mapping[str, str]) -> dict[str, Any]:
-    """The leaves whose values are from the environment, directly or by way of other keys, as `Command.written` has them.
+    """The leaves that get values from the environment, also by way of other keys, as in `Command.written`.
 
-    They are found by composing once more with names in place of what the environment holds.
+    They are found by resolving once more with names in place of what the environment holds.
     """
     if "oc.env" not in str(tree):
         return {}
@@ -177,7 +177,7 @@ def _build(schema: type[Config], leaves: Mapping[str, Any]) -> Config:
 
 
 def _describe(entry: Entry[Any], config: Any, judged: Judged, written: Mapping[str, Any]) -> tuple[Command, list[Problem]]:
-    """What there is to say about a configuration, and the keys that have no effect in it. `written`: see `Command`."""
+    """What there is to say about a configuration, and its keys without effect. `written`: see `Command`."""
     schema: type = entry.schema
     given = [(key, written.get(key, judged.leaves[key])) for key in _keys_of_the_user(schema, judged)]
     idle = [*judged.translation.ignored, *idle_keys(config, given, planning=entry.tolerant)]

@@ -22,7 +22,10 @@ from hydraflow.trainer.sft import SFTTrainer
 
 
 def run_sft(config: SFTConfig, *, command: Command | None = None) -> None:
-    """Trains; raises ConfigError before anything starts, other errors of `errors.py` later. `command`: where each value is from."""
+    """Trains; raises ConfigError before anything starts, other errors of `errors.py` later.
+
+    `command` says where each value is from.
+    """
     with_restarts(config, lambda given, restarts: _run(given, command or Command("sft"), restarts))
 
 

@@ -150,7 +150,7 @@ def thinned(spans_used: Iterable[int], most: int) -> str:
 
 
 def policy(style: str, script: str) -> str:
-    """The page's content security policy: its own style and script, by their hashes, and no request, form or <base> to anywhere."""
+    """The page's content security policy: its own style and script, by their hashes, and nothing else."""
     own = f"style-src 'sha256-{_hash(style)}'; script-src 'sha256-{_hash(script)}'; img-src data:"
     return f"default-src 'none'; {own}; base-uri 'none'; form-action 'none'"
 

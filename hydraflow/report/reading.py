@@ -191,7 +191,8 @@ def _yaml(run: Run) -> dict[str, Any]:
     try:
         text = file.read_text(encoding="utf-8", errors="replace")
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
-            raise ValueError("has YAML aliases (*name), which no run writes")  # a few can stand for more than a page can hold
+            # a few of them can stand for more than a page can hold
+            raise ValueError("has YAML aliases (*name), which no run writes")
         found = yaml.safe_load(text)
         if _is_deep(found):
             raise ValueError(f"is nested deeper than {DEEPEST} levels")
@@ -227,7 +228,7 @@ def _mapping(run: Run, name: str) -> dict[str, Any]:
 
 
 def _is_deep(value: Any) -> bool:
-    """Whether it is nested deeper than `DEEPEST`, as no run writes it: whoever walks it would not come back."""
+    """Whether it is nested deeper than `DEEPEST`, as no run writes it and Python's stack may not hold it."""
     level = [value]
     for _ in range(DEEPEST):
         level = [inner for one in level if isinstance(one, (dict, list)) for inner in (one.values() if isinstance(one, dict) else one)]

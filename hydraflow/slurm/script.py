@@ -55,8 +55,8 @@ def _with_directive(template: str, option: str, value: str | None) -> str:
 
 
 def quoted(value: str) -> str:
-    """A value as sbatch reads it from a script: in double quotes where it has spaces, quotes or a #. In and out of quotes a backslash
-    stands for what follows it.
+    """A value as sbatch reads it from a script: in double quotes where it has spaces, quotes or a #. A backslash,
+    in quotes or not, stands for what follows it.
 
     >>> print(quoted("gpu,long"), quoted("two words"), quoted('say "no"'))
     gpu,long "two words" "say \\"no\\""

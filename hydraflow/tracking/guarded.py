@@ -132,7 +132,7 @@ class Background:
     def _attempt(self, call: Callable[..., None]) -> str | None:
         try:
             call(self._tracker)
-        except BaseException as error:  # SystemExit, too: it would end the thread, and the rest of the run would get nowhere in silence
+        except BaseException as error:  # SystemExit, too: it would end this thread, and no one would hear of it
             return public_text(f"{type(error).__name__}: {error}".splitlines()[0][:300])
         return None
 

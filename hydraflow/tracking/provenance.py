@@ -26,13 +26,13 @@ OURS = "hydraflow-trainer"
 SLURM_JOB = "slurm_job"
 """Key of the Slurm job that a start belongs to; only there in one."""
 NO_PROGRAMS = ("-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}")
-"""Options of git's with which looking at a repository starts none of the programs that its configuration names for that."""
+"""Options with which git starts no monitor and no hook that the repository's own configuration names."""
 GIT_SECONDS = 5.0
 """After so long git is given up: a repository on a network drive that hangs must not hold a run."""
 
 
 def facts_of_start(step: int, words: Sequence[str]) -> dict[str, Any]:
-    """This start of a run that has done `step` steps. `words`: the command line without its secrets (`Command.words`)."""
+    """This start of a run that has done `step` steps. `words`: the command line without its secrets."""
     source = Path(__file__).resolve().parents[2]
     given = allocation()
     return {

@@ -166,8 +166,8 @@ class RunFolder:
 
     def write_config(self, config: Mapping[str, Any], origins: Mapping[str, str]) -> None:
         """Writes the whole configuration, as plain dicts, lists and scalars, to config.yaml: `--config-dir <this folder>
-        --config-name config` runs it again, so it has the secrets that the user wrote there. Beside it config_origins.json: each key
-        of `origins` with its value, as far as it is public, and its origin.
+        --config-name config` runs it again, so it has the secrets that the user typed. Beside it
+        config_origins.json: each key of `origins` with its value, as far as it is public, and its origin.
         """
         self._write(self.config, yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True), private=True)
         facts = {key: {"value": fingerprinted(_value_at(config, key), key), "from": origin} for key, origin in origins.items()}
@@ -196,8 +196,8 @@ class RunFolder:
             logger.warning("the samples of step %d are lost: %s", step, error)
 
     def _write(self, path: Path, text: str, *, private: bool = False) -> None:
-        """Writes under a temporary name and renames. `private`: for this user's eyes, since it holds secrets or may: no rule
-        knows every secret by its name.
+        """Writes under a temporary name and renames. `private`: only this user can read it, since it holds
+        secrets or may: no rule knows every secret by its name.
         """
         try:
             with replacing(path) as unfinished:

@@ -2,7 +2,7 @@
 
 In: numbers of a step. Out: a run of the project `trainer.project_name`, whose identity is the run's own, so that a run that goes on
 goes on there. Without a login everything stays in the run folder, until `wandb sync <run folder>/wandb/offline-run-*`.
-Left out on purpose: what W&B catches by itself (console output, code, command line, machine), which the run folder has.
+Left out on purpose: what W&B catches by itself (console output, code, command line): the run folder has it.
 """
 
 from __future__ import annotations

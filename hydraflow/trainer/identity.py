@@ -52,7 +52,7 @@ class Identity:
     """What shapes a run's training."""
 
     values: dict[str, Any]
-    """Plain values by key; of a secret what tells it from another one (`redact.fingerprinted`), since checkpoints carry them."""
+    """Plain values by key; of a secret what tells it from another one (`redact.fingerprinted`)."""
 
     @property
     def hash(self) -> str:

@@ -29,8 +29,19 @@ def given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sft_keys: list[str]) 
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("HF_TOKEN_OF_MINE", EXPORTED)
     variables = f"ray_init.runtime_env.env_vars={{JUDGE: {TYPED}, REFERRED: '${{oc.env:HF_TOKEN_OF_MINE}}'}}"
-    steps = ["trainer.total_training_steps=1", "trainer.save_freq=1", "trainer.save_final_model=false", "trainer.debug.local=true"]
-    return [*sft_keys, *steps, variables, f"+trainer.wandb_proxy=http://me:{IN_ADDRESS}@host:3128", "trainer.logger=[console,wandb]"]
+    steps = [
+        "trainer.total_training_steps=1",
+        "trainer.save_freq=1",
+        "trainer.save_final_model=false",
+        "trainer.debug.local=true",
+    ]
+    return [
+        *sft_keys,
+        *steps,
+        variables,
+        f"+trainer.wandb_proxy=http://me:{IN_ADDRESS}@host:3128",
+        "trainer.logger=[console,wandb]",
+    ]
 
 
 @pytest.mark.slow
@@ -79,7 +90,12 @@ def test_a_refusal_says_no_secrets(tmp_path: Path, word: str) -> None:
 
 def test_a_sweep_keeps_its_own_file_to_itself(tmp_path: Path) -> None:
     done = hydraflow(
-        "main_ppo", "-m", "trainer.seed=1,2", f"trainer.wandb_proxy=http://me:{TYPED}@host", "data.train_files=no", cwd=tmp_path
+        "main_ppo",
+        "-m",
+        "trainer.seed=1,2",
+        f"trainer.wandb_proxy=http://me:{TYPED}@host",
+        "data.train_files=no",
+        cwd=tmp_path,
     )
     assert done.returncode == 2 and TYPED not in done.stderr
     assert {mode(path) for path in tmp_path.rglob("multirun.yaml")} == {0o600}

@@ -12,7 +12,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"wandb": "wandb", "swanlab": "swanlab", "mlflow": "sqlalchemy", "tensorboard": "tensorboard"}
 """Tracker -> a package that it cannot do without."""
-SECRETS = {"in_a_mapping": "S3CRETMAPPING", "in_an_address": "S3CRETADDRESS", "of_the_remote": "S3CRETREMOTE", "proxy": "S3CRETPROXY"}
+SECRETS = {
+    "in_a_mapping": "S3CRETMAPPING",
+    "in_an_address": "S3CRETADDRESS",
+    "of_the_remote": "S3CRETREMOTE",
+    "proxy": "S3CRETPROXY",
+}
 LOGS_A_STEP = """
 import sys
 from dataclasses import replace
@@ -41,8 +46,16 @@ def test_no_secret_of_the_process_is_in_what_a_tracker_writes(tmp_path: Path, tr
     commit = ["-c", "user.name=a", "-c", "user.email=a@b.c", "commit", "-q", "--allow-empty", "-m", "first"]
     subprocess.run(["git", "-C", str(home), *commit], check=True)
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "MLFLOW_", "SWANLAB_"))}
-    environ |= {"HOME": str(home), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false"}
-    words = [f"+x.env_vars={{HF_TOKEN:{SECRETS['in_a_mapping']}}}", f"x.url=http://u:{SECRETS['in_an_address']}@h"]
+    environ |= {
+        "HOME": str(home),
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+        "WANDB_MODE": "offline",
+        "WANDB_ERROR_REPORTING": "false",
+    }
+    words = [
+        f"+x.env_vars={{HF_TOKEN:{SECRETS['in_a_mapping']}}}",
+        f"x.url=http://u:{SECRETS['in_an_address']}@h",
+    ]
     command = [sys.executable, "-c", LOGS_A_STEP, tracker, str(run), SECRETS["proxy"], *words]
     done = subprocess.run(command, cwd=home, env=environ, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
