@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from hydraflow.compose.command import Command
-from hydraflow.compose.judges import judge_eval
+from hydraflow.compose.judges import missing_for_eval
 from hydraflow.compose.launch import launch
 from hydraflow.schema import EvalConfig
 
@@ -21,4 +21,4 @@ def run(config: EvalConfig, command: Command) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(launch("eval", EvalConfig, run, judges=(judge_eval,)))
+    sys.exit(launch("eval", EvalConfig, run, judges=(missing_for_eval,)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from hydraflow.compose.command import Command
-from hydraflow.compose.judges import judge_generate
+from hydraflow.compose.judges import missing_for_generate
 from hydraflow.compose.launch import launch
 from hydraflow.node_folder import keep_modules_here
 from hydraflow.schema import GenerateConfig
@@ -23,4 +23,4 @@ def run(config: GenerateConfig, command: Command) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(launch("generate", GenerateConfig, run, judges=(judge_generate,)))
+    sys.exit(launch("generate", GenerateConfig, run, missing=missing_for_generate))

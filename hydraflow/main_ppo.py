@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from hydraflow.compose.command import Command
-from hydraflow.compose.judges import judge_ppo
+from hydraflow.compose.judges import judge_ppo, missing_for_ppo
 from hydraflow.compose.launch import launch
 from hydraflow.node_folder import keep_modules_here
 from hydraflow.schema import PPOConfig
@@ -23,4 +23,4 @@ def run(config: PPOConfig, command: Command) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(launch("ppo", PPOConfig, run, judges=(judge_ppo,)))
+    sys.exit(launch("ppo", PPOConfig, run, judges=(judge_ppo,), missing=missing_for_ppo))

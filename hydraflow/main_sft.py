@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from hydraflow.compose.command import Command
-from hydraflow.compose.judges import judge_sft
+from hydraflow.compose.judges import judge_sft, missing_for_sft
 from hydraflow.compose.launch import launch
 from hydraflow.node_folder import keep_modules_here
 from hydraflow.schema import SFTConfig
@@ -23,4 +23,4 @@ def run(config: SFTConfig, command: Command) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(launch("sft", SFTConfig, run, judges=(judge_sft,)))
+    sys.exit(launch("sft", SFTConfig, run, judges=(judge_sft,), missing=missing_for_sft))

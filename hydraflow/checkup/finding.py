@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from hydraflow.errors import Problem, shown
+from hydraflow.errors import Problem
 
 
 class State(StrEnum):
@@ -61,5 +61,4 @@ def problem(evidence: str, remedy: str = "") -> Finding:
 
 def of_problem(found: Problem) -> Finding:
     """A user's mistake as a finding."""
-    head = found.field if found.value is None else f"{found.field}={shown(found.value)}"
-    return problem(f"{head}: {found.rule}", found.remedy)
+    return problem(f"{found.head}: {found.rule}", found.remedy)

@@ -53,12 +53,14 @@ def launch(
     *,
     switches: Sequence[Switch] = (),
     judges: Sequence[Judge] = (),
+    missing: Judge | None = None,
     tolerant: bool = False,
 ) -> int:
     """Calls `run(config, command)` for the command line, or for each configuration of a sweep; returns the exit code.
 
     `config_name` is a file of the config folder without its ending. `switches`: options of the entry point's own. `judges`: what it
-    has to say against a configuration, in the same report as everything else. `tolerant`: it runs nothing, so what could not be
+    has to say against a configuration, in the same report as everything else. `missing`: of these, what `run` finds itself, with what
+    else is wrong with the machine; it is only asked where the configuration is wrong. `tolerant`: it runs nothing, so what could not be
     honoured is told instead of refused; such an entry point prints the notes itself.
     Use: `sys.exit(launch("ppo", PPOConfig, run))`.
     """
@@ -68,7 +70,7 @@ def launch(
         return 0
     if arguments.has("--shell-completion", "-sc") and completion.install(arguments.overrides):
         return 0
-    entry = Entry(config_name, schema, judges, tolerant, arguments.switches)
+    entry = Entry(config_name, schema, judges, missing, tolerant, arguments.switches)
     codes: list[int] = []
 
     def job(one: Composed[Config]) -> int:

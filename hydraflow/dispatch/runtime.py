@@ -33,7 +33,7 @@ from hydraflow.dispatch.timeline import Timeline, ray_events
 from hydraflow.dispatch.transport import Traffic
 from hydraflow.dispatch.watch import Watch
 from hydraflow.dispatch.worker import RoleSpec
-from hydraflow.errors import ConfigError
+from hydraflow.errors import ConfigError, after_the_start
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import RemoteBatch
 from hydraflow.role_logs import CONTROLLER
@@ -82,6 +82,18 @@ def _local_cpus(config: RayInitConfig, needed: int) -> int:
         rule = f"must be at least {needed}, which the worker groups need"
         raise ConfigError.one("ray_init.num_cpus", config.num_cpus, rule, f"ray_init.num_cpus={needed}")
     return config.num_cpus
+
+
+def require_room(config: RayInitConfig, pools: Sequence[ResourcePool]) -> None:
+    """Raises ConfigError when a cluster that the run starts itself could not hold the pools. What another cluster has is known once it
+    is joined."""
+    if config.address != "local" or ray.is_initialized():
+        return
+    nodes = max(len(pool.processes_on_nodes) for pool in pools)
+    if nodes > 1:
+        rule = f"needs {nodes} nodes, and ray_init.address=local starts Ray on this one alone"
+        raise ConfigError.one("trainer.nnodes", nodes, rule, "trainer.nnodes=1, or ray_init.address=auto where a Ray cluster is running")
+    _local_cpus(config, math.ceil(cpus_needed(pools)))
 
 
 def _join(address: str, options: dict[str, Any]) -> None:
@@ -150,7 +162,8 @@ class Runtime:
         self.channel.ledger.stacks = self._write_stacks
         self.channel.ledger.head = self.channel.ledger.head or Head.of_this_process()
         growing = self.ray_init.address != "local"
-        self._reservations |= reserve(pools, timeout=self.channel.limits.start, growing=growing)
+        with after_the_start():
+            self._reservations |= reserve(pools, timeout=self.channel.limits.start, growing=growing)
 
     def group(self, pool: str, roles: Mapping[str, RoleSpec]) -> Group:
         """A group in a reserved pool; its processes start while the caller goes on (`await_ready`)."""
