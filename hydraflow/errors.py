@@ -3,16 +3,20 @@
 In: facts from whoever finds a fault. Out: one message without a stack trace and the process's exit code.
 Left out on purpose: faults of our own; those are `assert`s and propagate with their stack traces.
 
-Exit codes: 0 done, 2 anything found before something starts, 3 an environment fault found later, 4 a worker failed,
-5 training stopped by a guard, 130 interrupted, 143 ended by a repeated SIGTERM.
+Exit codes: 0 done, 2 a mistake of the user's, which is nearly always found before something starts, 3 an environment fault found
+later, 4 a worker failed, 5 training stopped by a guard, 130 interrupted, 143 ended by a repeated SIGTERM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 from hydraflow.redact import public, public_text, public_word
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,12 @@ class Problem:
     @property
     def fault(self) -> str:
         """The message without the remedy."""
-        head = public_word(self.field) if self.value is None else f"{self.field}={shown(self.value, self.field)}"
-        return f"{head}: {public_text(self.rule)}"
+        return f"{self.head}: {public_text(self.rule)}"
+
+    @property
+    def head(self) -> str:
+        """What it is about: the key and its value, or the file."""
+        return public_word(self.field) if self.value is None else f"{self.field}={shown(self.value, self.field)}"
 
 
 def shown(value: object, key: str = "") -> str:
@@ -71,7 +79,7 @@ class HydraflowError(Exception):
 
 
 class ConfigError(HydraflowError, ValueError):
-    """Mistakes found before anything starts: configuration, data, paths, resources. Reported all at once.
+    """Mistakes of the user's: configuration, data, paths, resources. Reported all at once.
 
     >>> print(ConfigError([Problem("trainer.nnodes", 0, "must be at least 1", "trainer.nnodes=1")]))
     1 problem found before anything was started:
@@ -81,21 +89,76 @@ class ConfigError(HydraflowError, ValueError):
 
     exit_code = 2
 
-    def __init__(self, problems: Sequence[Problem]):
+    def __init__(self, problems: Sequence[Problem], *, started: bool = False):
         assert problems, "a ConfigError names at least one problem"
         self.problems = list(problems)
-        noun = "problem" if len(self.problems) == 1 else "problems"
-        lines = [f"{len(self.problems)} {noun} found before anything was started:"]
-        lines += [f"  {i}. {problem}" for i, problem in enumerate(self.problems, 1)]
-        super().__init__("\n".join(lines))
+        self.started = started
+        """Whether processes of the run were there already. Set where that is known, which is seldom where the mistake is found."""
+        super().__init__(self.problems)
 
-    def __reduce__(self) -> tuple[type, tuple[list[Problem]]]:
-        return type(self), (self.problems,)
+    def __str__(self) -> str:
+        noun = "problem" if len(self.problems) == 1 else "problems"
+        when = "after the run had started" if self.started else "before anything was started"
+        lines = [f"{len(self.problems)} {noun} found {when}:"]
+        return "\n".join(lines + [f"  {i}. {problem}" for i, problem in enumerate(self.problems, 1)])
+
+    def __reduce__(self) -> tuple[type, tuple[list[Problem]], dict[str, object]]:
+        return type(self), (self.problems,), {"started": self.started}
 
     @classmethod
     def one(cls, field: str, value: object, rule: str, remedy: str = "") -> ConfigError:
         """A report with a single problem."""
         return cls([Problem(field, value, rule, remedy)])
+
+
+@contextmanager
+def after_the_start() -> Iterator[None]:
+    """A ConfigError from its body says that the run had started."""
+    try:
+        yield
+    except ConfigError as error:
+        error.started = True
+        raise
+
+
+class Faults:
+    """Problems that are collected while as much as possible is still looked at.
+
+    What needs a result that could not be had is not looked at: its problems would only follow from the first.
+
+    >>> faults = Faults()
+    >>> faults.result(lambda: 7), faults.passes(lambda: None), faults.problems
+    (7, True, [])
+    """
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+
+    def result(self, work: Callable[[], T]) -> T | None:
+        """What `work` gives; None where it raised a ConfigError, whose problems are kept."""
+        try:
+            return work()
+        except ConfigError as error:
+            self.add(error.problems)
+            return None
+
+    def passes(self, check: Callable[[], object]) -> bool:
+        """Whether `check` raised no ConfigError; its problems are kept."""
+        try:
+            check()
+        except ConfigError as error:
+            self.add(error.problems)
+            return False
+        return True
+
+    def add(self, problems: Sequence[Problem]) -> None:
+        """Keeps problems, but for those that are known: two checks may open the same file."""
+        self.problems += [problem for problem in problems if problem not in self.problems]
+
+    def require_none(self) -> None:
+        """Raises one ConfigError with all problems, if there are any."""
+        if self.problems:
+            raise ConfigError(self.problems)
 
 
 class EnvironmentFault(HydraflowError):

@@ -23,11 +23,11 @@ def run(config: EvalConfig, command: Command) -> None:
 
 def main() -> int:
     """Composes the configuration and runs; returns the exit code."""
-    from hydraflow.compose.judges import judge_eval
+    from hydraflow.compose.judges import missing_for_eval
     from hydraflow.compose.launch import launch
     from hydraflow.schema import EvalConfig
 
-    return launch("eval", EvalConfig, run, judges=(judge_eval,))
+    return launch("eval", EvalConfig, run, judges=(missing_for_eval,))
 
 
 if __name__ == "__main__":

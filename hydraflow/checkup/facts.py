@@ -43,7 +43,8 @@ class Facts:
     """One configuration on this machine. `everything`: also look at what the configuration does not need (`--all`).
 
     `asked` is the configuration as it was given; `config` has what a recipe has made by now, and no machines of `cluster.*`: this one is
-    looked at. `opened` holds what the caller already has, by the names of the properties here: plan, machine, tokenizer, first_rows.
+    looked at. `opened` holds what the caller already has, by the names of the properties here: plan, machine, tokenizer, first_rows;
+    None: it could not be had, and the caller says so.
     """
 
     def __init__(
@@ -61,8 +62,8 @@ class Facts:
         self.origins = origins
         self.notes, self.unsupported = tuple(notes), tuple(unsupported)
         self.everything = everything
-        self._opened: dict[str, Any] = dict(opened or {})
-        self._broken: set[str] = set()
+        self._opened: dict[str, Any] = {name: found for name, found in (opened or {}).items() if found is not None}
+        self._broken = set(opened or ()) - set(self._opened)
 
     @property
     def device_type(self) -> str:

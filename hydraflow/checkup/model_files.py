@@ -6,29 +6,23 @@ or never downloaded shard is found within milliseconds instead of after minutes 
 
 from __future__ import annotations
 
-import json
 import os
-import struct
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hydraflow.checkup.facts import CRITIC, MODEL, Facts
-from hydraflow.checkup.finding import Finding, Skip, note, ok, problem, warning
-from hydraflow.errors import ConfigError
+from hydraflow.checkup.finding import Finding, Skip, note, of_problem, ok, problem, warning
 from hydraflow.memory.report import size_text
 from hydraflow.models.cache import cached_snapshot
 from hydraflow.models.config import ModelConfig
-from hydraflow.models.weight_map import INDEX, read_weight_map
-from hydraflow.paths import is_hub_name
+from hydraflow.models.fit import DOWNLOAD_AGAIN, require_weights
+from hydraflow.models.loading import load_config
+from hydraflow.models.weight_files import SHOWN, stored_types, weight_faults, weight_files
+from hydraflow.paths import is_hub_name, model_problems
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-
-LFS = b"version https://git-lfs"
-LARGEST_HEADER = 100 * 2**20
-"""safetensors allows no larger one."""
-SHOWN = 3
 
 
 def check_model(facts: Facts) -> Iterator[Finding]:
@@ -43,18 +37,18 @@ def check_model(facts: Facts) -> Iterator[Finding]:
 
 def _check_directory(model: ModelConfig, field: str) -> Iterator[Finding]:
     assert model.path is not None
+    if wrong := model_problems(model.path, f"{field}.path"):
+        yield from map(of_problem, wrong)
+        return
     hub = is_hub_name(model.path)
     directory = cached_snapshot(model.path) if hub else Path(model.path).expanduser()
     if directory is None:
         yield to_download(f"{field}.path={model.path} is not on this machine", model.path, offline=_is_offline())
         return
-    if not (directory / "config.json").is_file():
-        yield problem(f"{field}.path={model.path}: there is no config.json in it", f"{field}.path=<Hugging Face directory>")
-        return
     faults = weight_faults(directory)
     for fault in faults[:SHOWN]:
         evidence = f"{field}.path: {fault}"
-        yield to_download(evidence, model.path, offline=_is_offline()) if hub else problem(evidence, "download the model again, all of it")
+        yield to_download(evidence, model.path, offline=_is_offline()) if hub else problem(evidence, DOWNLOAD_AGAIN)
     if not faults:
         files = weight_files(directory)
         size = size_text(sum(file.stat().st_size for file in files))
@@ -72,72 +66,16 @@ def _is_offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
 
 
-def weight_files(directory: Path) -> list[Path]:
-    """The files with weights, safetensors before pickles."""
-    return sorted(directory.glob("*.safetensors")) or sorted(directory.glob("*.bin"))
-
-
-def weight_faults(directory: Path) -> list[str]:
-    """What keeps the weights from being loaded; empty when nothing is known to."""
-    files = weight_files(directory)
-    index = directory / INDEX
-    if not files:
-        return [f"{directory} has no weights (*.safetensors or *.bin)"]
-    if not index.is_file():
-        return [fault for file in files if (fault := file_fault(file))]
-    try:
-        places = read_weight_map(index)
-    except ConfigError as error:
-        return [f"{index} {error.problems[0].rule}"]
-    promised = sorted(set(places.values()))
-    absent = [name for name in promised if not (directory / name).is_file()]
-    if absent:
-        lost = sum(shard in absent for shard in places.values())
-        return [
-            f"{len(absent)} of {len(promised)} weight files are missing ({', '.join(absent[:SHOWN])}), with {lost} of {len(places)} weights"
-        ]
-    return [fault for name in promised if (fault := file_fault(directory / name, {key for key, shard in places.items() if shard == name}))]
-
-
-def file_fault(file: Path, names: Collection[str] = ()) -> str | None:
-    """What is wrong with a weight file that must hold `names`; None: nothing, as far as its header says."""
-    with file.open("rb") as opened:
-        if opened.read(len(LFS)) == LFS:
-            return f"{file.name} is a Git LFS pointer, not the file itself (git lfs pull)"
-    if file.suffix != ".safetensors":
-        return None if file.stat().st_size else f"{file.name} is empty"
-    header = read_header(file)
-    if header is None:
-        return f"{file.name} has no safetensors header: it is broken"
-    described, start = header
-    end = start + max((entry["data_offsets"][1] for entry in described.values()), default=0)
-    if file.stat().st_size < end:
-        return f"{file.name} is cut off: it has {file.stat().st_size} bytes of {end}"
-    lost = sorted(set(names) - set(described))
-    return f"{file.name} lacks {len(lost)} weights that the index promises, the first {lost[0]}" if lost else None
-
-
-def read_header(file: Path) -> tuple[dict[str, Any], int] | None:
-    """What a safetensors file says about each tensor, and the byte at which their data begins; None: it is no such file."""
-    with file.open("rb") as opened:
-        start = opened.read(8)
-        size = struct.unpack("<Q", start)[0] if len(start) == 8 else LARGEST_HEADER + 1
-        if size > LARGEST_HEADER:
-            return None
-        try:
-            described = json.loads(opened.read(size))
-        except (ValueError, RecursionError):
-            return None
-    if not isinstance(described, dict):
-        return None
-    described.pop("__metadata__", None)
-    return described, 8 + size
-
-
-def stored_types(files: list[Path]) -> list[str]:
-    """Types of the tensors in safetensors files, as their first file names them."""
-    header = read_header(files[0]) if files[0].suffix == ".safetensors" else None
-    return sorted({entry["dtype"] for entry in header[0].values()}) if header else ["pickled"]
+def check_weights(facts: Facts) -> Iterator[Finding]:
+    """The weights fill the model that config.json describes, by their names and shapes."""
+    policy, critic = facts.config.actor_rollout_ref.model, facts.config.critic.model
+    facts.own_model()  # Skip where there is none yet
+    if is_hub_name(str(policy.path)):
+        raise Skip("the weights are the hub's own")
+    require_weights(policy, facts.model_config, head="policy", field=MODEL)
+    if critic.path and facts.plan.critic is not None:
+        require_weights(critic, load_config(critic, field=CRITIC), head="value", field=CRITIC)
+    yield ok("names and shapes are those of config.json")
 
 
 def check_model_fits(facts: Facts) -> Iterator[Finding]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from hydraflow.checkup.facts import Facts
 from hydraflow.checkup.finding import Finding, Skip, note, ok, problem
 from hydraflow.node_folder import RAY_BASE
+from hydraflow.trainer.machine import require_room, scoring_pool, training_pool
 
 CONNECT_SECONDS = 2.0
 FRAME_HEAD, SETTINGS_FRAME = 9, b"\x04"
@@ -67,8 +68,9 @@ def free_ports(network: Path = Path("/proc")) -> int:
 
 def check_ray(facts: Facts) -> Iterator[Finding]:
     """Which cluster the run will use, and whether it answers."""
-    folder = Path(os.environ.get(RAY_BASE) or "/tmp")
-    yield judge_ray(facts.config.ray_init.address, environ=os.environ, folder=folder)
+    config, folder = facts.config, Path(os.environ.get(RAY_BASE) or "/tmp")
+    require_room(config.trainer, config.ray_init, [training_pool(facts.machine), scoring_pool()])
+    yield judge_ray(config.ray_init.address, environ=os.environ, folder=folder)
 
 
 def judge_ray(address: str, *, environ: Mapping[str, str], folder: Path) -> Finding:

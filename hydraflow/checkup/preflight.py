@@ -23,28 +23,30 @@ SECONDS = 5.0
 log = logging.getLogger(__name__)
 
 
-def require_healthy(facts: Facts, checks: Iterable[Check] = CHECKS) -> None:
-    """Raises ConfigError with every problem of the fast checks; logs their warnings."""
+def require_healthy(facts: Facts, checks: Iterable[Check] = CHECKS, *, known: Sequence[Problem] = ()) -> None:
+    """Raises ConfigError with every problem of the fast checks; logs their warnings. Of a key or a file about which something is
+    `known`, nothing more is said: two checks may open the same file."""
     fast = [replace(check, seconds=lambda facts: SECONDS) for check in checks if check.fast]
-    _judge(list(run_checks(facts, fast)))
+    _judge(list(run_checks(facts, fast)), known)
 
 
-def _judge(results: Sequence[Result]) -> None:
+def _judge(results: Sequence[Result], known: Sequence[Problem]) -> None:
     for result in results:
         for finding in result.findings:
             if finding.state is State.WARNING:
                 log.warning("%s: %s%s", result.name, finding.evidence, f"\n      -> {finding.remedy}" if finding.remedy else "")
-    if problems := [problem for result in results for problem in _problems(result)]:
+    said = tuple(problem.head for problem in known)
+    if problems := [problem for result in results for problem in _problems(result, said)]:
         raise ConfigError(problems)
 
 
-def require_trackers(trainer: LoopConfig) -> None:
+def require_trackers(trainer: LoopConfig, *, known: Sequence[Problem] = ()) -> None:
     """The same for the trackers alone, for commands that the other checks do not know."""
     looked = Check("trackers", lambda facts: look_at(trainer))
     findings = within(SECONDS, looked, None)
-    _judge([Result(looked.name, tuple(findings), 0.0)])
+    _judge([Result(looked.name, tuple(findings), 0.0)], known)
 
 
-def _problems(result: Result) -> list[Problem]:
-    found = [finding for finding in result.findings if finding.state is State.PROBLEM]
+def _problems(result: Result, said: tuple[str, ...]) -> list[Problem]:
+    found = [finding for finding in result.findings if finding.state is State.PROBLEM and not finding.evidence.startswith(said)]
     return [Problem(result.name, None, finding.evidence, finding.remedy) for finding in found]

@@ -5,13 +5,12 @@ In: a Parquet or JSONL file. Out: `Table`, or a few `Record`s. Raises ConfigErro
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hydraflow.data.files import Record
+from hydraflow.data.files import Record, parse_line
 from hydraflow.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -94,7 +93,7 @@ def _first_of(file: ParquetFile, path: Path, key: str, group: int, count: int) -
     try:
         batch = next(file.iter_batches(batch_size=count, row_groups=[group]), None)
         return batch.to_pylist() if batch is not None else []
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         rule = f"row group {group} cannot be read: {error}"
         raise ConfigError.one(key, path, rule, "write it again, or copy it again") from error
 
@@ -111,10 +110,4 @@ def _lines(path: Path, key: str) -> list[tuple[int, str]]:
 
 
 def _parse(path: Path, key: str, number: int, line: str) -> Record:
-    try:
-        values = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError.one(key, path, f"line {number} is not JSON: {error}", "write one JSON object a line") from error
-    if not isinstance(values, dict):
-        raise ConfigError.one(key, path, f"line {number} is a JSON {type(values).__name__}, not an object", "write one JSON object a line")
-    return Record(values, path, number - 1)
+    return Record(parse_line(path, key, number, line), path, number - 1)

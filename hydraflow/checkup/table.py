@@ -85,6 +85,7 @@ CHECKS = (
     Check("trackers", trackers.check_trackers, fast=True),
     Check("trackers, used", trackers.check_writing, seconds=_lasting(60.0)),
     Check("model files", model_files.check_model, fast=True),
+    Check("weights and model", model_files.check_weights, seconds=_lasting(60.0)),
     Check("model and tokenizer", model_files.check_model_fits, fast=True),
     Check("end of sequence", templates.check_end_tokens, fast=True),
     Check("data files", data_files.check_data, seconds=_lasting(60.0)),

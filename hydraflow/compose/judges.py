@@ -1,7 +1,7 @@
 """What each command says against its configuration, for the report that names every mistake at once.
 
-In: a composed configuration and where its values come from. Out: problems: files and folders that are not on this machine, broken rules
-of the batch plan, what `runnable.py` names. Standard library only, so that nothing waits for torch.
+In: a composed configuration and where its values come from. Out: problems: broken rules of the batch plan, what `runnable.py` names;
+and, apart from these, files and folders that are not on this machine. Standard library only, so that nothing waits for torch.
 Left out on purpose: what is in the files, models and devices; the jobs look at those.
 """
 
@@ -26,10 +26,10 @@ from hydraflow.trainer.config import ClusterConfig
 
 
 def judge_ppo(config: PPOConfig, command: Command) -> Sequence[Problem]:
-    """Missing files, broken rules of the batch plan, and what can be planned but not run yet."""
+    """Broken rules of the batch plan, and what can be planned but not run yet."""
     config = applied(config)
     prompts = config.recipe.train_problems if config.recipe.name != "none" else None
-    found = [*_missing_for_ppo(config), *not_runnable(config)]
+    found = list(not_runnable(config))
     here = replace(config, cluster=ClusterConfig())  # cluster.* is for python -m hydraflow.plan alone
     try:
         resolve_plan(here, prompts=prompts, devices_per_node=planned_devices(config.trainer.device), origins=command.origins)
@@ -39,28 +39,18 @@ def judge_ppo(config: PPOConfig, command: Command) -> Sequence[Problem]:
 
 
 def judge_sft(config: SFTConfig, command: Command) -> Sequence[Problem]:
-    """Missing files, and broken rules of the batch plan."""
+    """Broken rules of the batch plan."""
     config = applied(config)
-    data = config.data
-    found = [*_missing_model(config.model, "model"), *_missing({"data.train_files": data.train_files, "data.val_files": data.val_files})]
     try:
         resolve_sft_plan(config, conversations=None, devices_per_node=planned_devices(config.trainer.device), origins=command.origins)
     except ConfigError as error:
-        return [*error.problems, *found]
-    return found
+        return error.problems
+    return []
 
 
-def judge_generate(config: GenerateConfig, command: Command) -> Sequence[Problem]:
-    """Missing files."""
-    return [*_missing_model(config.model, "model"), *_missing({"data.path": config.data.path})]
-
-
-def judge_eval(config: EvalConfig, command: Command) -> Sequence[Problem]:
-    """Missing files."""
-    return [*_missing({"data.path": config.data.path}), *_missing_reward(config.reward)]
-
-
-def _missing_for_ppo(config: PPOConfig) -> Iterator[Problem]:
+def missing_for_ppo(config: PPOConfig, command: Command) -> Iterator[Problem]:
+    """Files that `main_ppo` needs and that are not there."""
+    config = applied(config)
     yield from _missing_reward(config.reward)
     if config.recipe.name != "none":
         return
@@ -69,6 +59,24 @@ def _missing_for_ppo(config: PPOConfig) -> Iterator[Problem]:
         yield from _missing_model(config.critic.model, "critic.model")
     files = {"data.val_files": config.data.val_files}
     yield from _missing(files if config.trainer.val_only else {"data.train_files": config.data.train_files, **files})
+
+
+def missing_for_sft(config: SFTConfig, command: Command) -> Iterator[Problem]:
+    """The same for `main_sft`."""
+    yield from _missing_model(config.model, "model")
+    yield from _missing({"data.train_files": config.data.train_files, "data.val_files": config.data.val_files})
+
+
+def missing_for_generate(config: GenerateConfig, command: Command) -> Iterator[Problem]:
+    """The same for `main_generate`."""
+    yield from _missing_model(config.model, "model")
+    yield from _missing({"data.path": config.data.path})
+
+
+def missing_for_eval(config: EvalConfig, command: Command) -> Iterator[Problem]:
+    """The same for `main_eval`."""
+    yield from _missing({"data.path": config.data.path})
+    yield from _missing_reward(config.reward)
 
 
 def _missing_model(model: ModelSourceConfig, field: str) -> Iterator[Problem]:

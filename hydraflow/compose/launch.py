@@ -57,12 +57,14 @@ def launch(
     *,
     switches: Sequence[Switch] = (),
     judges: Sequence[Judge] = (),
+    missing: Judge | None = None,
     tolerant: bool = False,
 ) -> int:
     """Calls `run(config, command)` for the command line, or for each configuration of a sweep; returns the exit code.
 
     `config_name` is a file of the config folder without its ending. `switches`: options of the entry point's own. `judges`: what it
-    has to say against a configuration, in the same report as everything else. `tolerant`: it runs nothing, so what could not be
+    has to say against a configuration, in the same report as everything else. `missing`: of these, what `run` finds itself, with what
+    else is wrong with the machine; it is only asked where the configuration is wrong. `tolerant`: it runs nothing, so what could not be
     honoured is told instead of refused; such an entry point prints the notes itself.
     Use: `command(lambda: launch("ppo", PPOConfig, run))`, of `interrupts.py`; `sys.exit` where nothing is to be ended.
     """
@@ -72,7 +74,7 @@ def launch(
         return 0
     if arguments.has("--shell-completion", "-sc") and completion.install(arguments.overrides):
         return 0
-    entry = Entry(config_name, schema, judges, tolerant, arguments.switches, tuple(public_words(sys.orig_argv)))
+    entry = Entry(config_name, schema, judges, missing, tolerant, arguments.switches, tuple(public_words(sys.orig_argv)))
     codes: list[int] = []
 
     def job(one: Composed[Config]) -> int:

@@ -52,6 +52,9 @@ class Entry(Generic[Config]):
     """A file of the config folder without its ending."""
     schema: type[Config]
     judges: Sequence[Judge] = ()
+    missing: Judge | None = None
+    """Names files that are not there. It speaks only beside other mistakes: alone, they are left to the job, which finds them with
+    everything else that is wrong with this machine, and reports all at once."""
     tolerant: bool = False
     """Nothing will run: what could not be honoured is told, not refused."""
     switches: Mapping[str, str | bool] = field(default_factory=dict)
@@ -81,10 +84,16 @@ def load(config_name: str, schema: type[Config], overrides: Sequence[str] = ()) 
 
 
 def load_command(
-    config_name: str, schema: type[Config], overrides: Sequence[str] = (), *, judges: Sequence[Judge] = (), tolerant: bool = False
+    config_name: str,
+    schema: type[Config],
+    overrides: Sequence[str] = (),
+    *,
+    judges: Sequence[Judge] = (),
+    missing: Judge | None = None,
+    tolerant: bool = False,
 ) -> tuple[Config, Command]:
     """The same, and what there is to say about it."""
-    entry = Entry(config_name, schema, judges, tolerant)
+    entry = Entry(config_name, schema, judges, missing, tolerant)
     prepared = prepare(config_name, schema, Arguments(overrides=list(overrides)))
     register(entry)
     with hydra.initialize_config_dir(str(config_folder(config_name)), version_base=VERSION_BASE):
@@ -122,7 +131,7 @@ def finish(
     config = _build(entry.schema, judged.leaves)
     command, idle = _describe(entry, config, judged, from_environment(entry.schema, composed, tree, origins))
     if not only_keys:
-        problems += _value_problems(entry, config, command, judged, idle)
+        problems += _value_problems(entry, config, command, judged, idle, refused=bool(problems))
     if problems:
         raise ConfigError(problems)
     written = {key: judged.written.get(key, value) for key, value in judged.leaves.items()}
@@ -214,8 +223,13 @@ def _refuses_idle_keys(config: PPOConfig | SFTConfig | GenerateConfig | EvalConf
     return config.strict
 
 
-def _value_problems(entry: Entry[Any], config: Any, command: Command, judged: Judged, idle: list[Problem]) -> list[Problem]:
-    """What is wrong with the values, as far as it can be said: problems that a doubtful value may cause are left out."""
+def _value_problems(
+    entry: Entry[Any], config: Any, command: Command, judged: Judged, idle: list[Problem], *, refused: bool
+) -> list[Problem]:
+    """What is wrong with the values, as far as it can be said: problems that a doubtful value may cause are left out.
+
+    `refused`: something else is wrong already.
+    """
     problems = checks.problems(config, planning=entry.tolerant)
     problems += _open_mappings(judged)[0]
     problems += idle if _refuses_idle_keys(config) else []
@@ -225,4 +239,7 @@ def _value_problems(entry: Entry[Any], config: Any, command: Command, judged: Ju
     if doubts.hide_the_plan:
         return problems
     judgement = [problem for one in entry.judges for problem in one(config, command)]
-    return problems + [problem for problem in judgement if not doubts.touch(problem)]
+    problems += [problem for problem in judgement if not doubts.touch(problem)]
+    if entry.missing is None or not (problems or refused):
+        return problems
+    return problems + [problem for problem in entry.missing(config, command) if not doubts.touch(problem)]

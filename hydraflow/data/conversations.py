@@ -61,8 +61,7 @@ class ConversationDataset:
     ):
         assert config.truncation in TRUNCATIONS, config.truncation
         require_template(tokenizer)
-        records = read_records(files, key=key, limit=max_samples)
-        chats = _read_chats(records, config)
+        records, chats = read_chats(config, files, key=key, max_samples=max_samples)
         conversations = tokenise_conversations(tokenizer, chats, records, config.apply_chat_template_kwargs)
         _check_lengths(conversations, records, config)
         cut = [_truncate(c, config.max_length, config.truncation) for c in conversations]
@@ -101,7 +100,9 @@ def tokenise_conversations(
     return conversations
 
 
-def _read_chats(records: Sequence[Record], config: SFTDataConfig) -> list[Messages]:
+def read_chats(config: SFTDataConfig, files: Any, *, key: str, max_samples: int) -> tuple[list[Record], list[Messages]]:
+    """Rows and their conversations, not tokenised yet. Raises ConfigError for unusable files and for rows that are no conversation."""
+    records = read_records(files, key=key, limit=max_samples)
     with_messages = [record for record in records if config.messages_key in record.values]
     pairs = [record for record in records if config.messages_key not in record.values]
     require_columns(with_messages, [config.messages_key])
@@ -111,7 +112,7 @@ def _read_chats(records: Sequence[Record], config: SFTDataConfig) -> list[Messag
     raise_problems([r.problem(rule) for r, chat in zip(records, chats, strict=True) if not _assistant_turns(chat)])
     rule, remedy = "begins with the assistant", "begin with a system or user message"
     raise_problems([r.problem(rule, remedy) for r, chat in zip(records, chats, strict=True) if chat[0]["role"] == "assistant"])
-    return chats
+    return records, chats
 
 
 def _read_chat(record: Record, config: SFTDataConfig) -> Messages:

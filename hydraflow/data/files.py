@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,10 @@ from hydraflow.paths import file_problems, listed
 from hydraflow.whole_files import replacing
 
 SHOWN_PROBLEMS = 5
+PARQUET_ROWS = 1024
+"""Rows of a Parquet file that are read at a time."""
+DEEPEST = 100
+"""Levels of lists and objects in a row: it will be written as JSON and shown in messages, which cannot go much deeper."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +49,9 @@ def read_records(
     """
     records: list[Record] = []
     for path in as_paths(files, key):
-        records += _read_file(path, key)
-    if limit >= 0:
-        records = records[:limit]
+        if len(records) == limit:
+            break
+        records += _read_file(path, key, limit - len(records) if limit >= 0 else None)
     if not records:
         raise ConfigError.one(key, files, f"a limit of {limit} leaves no rows", "use -1 for all rows")
     require_columns(records, columns)
@@ -94,41 +99,67 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), unfinished)
 
 
-def _read_file(path: Path, key: str) -> list[Record]:
+def _read_file(path: Path, key: str, limit: int | None) -> list[Record]:
+    """The first `limit` rows; None: all."""
     readers = {".parquet": _parquet_rows, ".jsonl": _json_rows, ".json": _json_rows}
     if path.suffix not in readers:
         raise ConfigError.one(key, path, f"ends in {path.suffix or 'nothing'}; known are {', '.join(readers)}")
-    records = [Record(values, path, row) for row, values in enumerate(readers[path.suffix](path, key))]
+    records = [Record(values, path, row) for row, values in enumerate(islice(readers[path.suffix](path, key, limit), limit))]
     if not records:
         raise ConfigError.one(key, path, "the file has no rows")
     return records
 
 
-def _parquet_rows(path: Path, key: str) -> list[dict[str, Any]]:
+def _parquet_rows(path: Path, key: str, limit: int | None) -> Iterator[dict[str, Any]]:
+    """A few rows at a time: as Python objects they may take ten thousand times the room that they have in the file."""
     import pyarrow
     import pyarrow.parquet
 
     try:
-        return pyarrow.parquet.read_table(path).to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=min(PARQUET_ROWS, limit or PARQUET_ROWS)):
+                yield from batch.to_pylist()
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # the latter two: values that Python cannot hold
         raise ConfigError.one(key, path, f"is not a readable Parquet file: {error}") from error
 
 
-def _json_rows(path: Path, key: str) -> Iterator[dict[str, Any]]:
+def _json_rows(path: Path, key: str, limit: int | None) -> Iterator[dict[str, Any]]:
     """One JSON object a line; blank lines are skipped."""
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
+        with path.open(encoding="utf-8-sig") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield parse_line(path, key, number, line)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError.one(key, path, f"cannot be read: {error}") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            values = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ConfigError.one(key, path, f"line {number} is not JSON: {error}", "write one JSON object a line") from error
-        if not isinstance(values, dict):
-            raise ConfigError.one(
-                key, path, f"line {number} is a JSON {type(values).__name__}, not an object", "write one JSON object a line"
-            )
-        yield values
+
+
+def parse_line(path: Path, key: str, number: int, line: str) -> dict[str, Any]:
+    """The JSON object in a line of a file. Raises ConfigError naming the line that is none, or that nothing after us could take."""
+    try:
+        values = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError.one(key, path, f"line {number} is not JSON: {error}", "write one JSON object a line") from error
+    except ValueError as error:  # Python reads no number of more than 4300 digits
+        raise ConfigError.one(key, path, f"line {number} cannot be read: {error}", "store long numbers as text") from error
+    except RecursionError:
+        raise _too_deep(path, key, number) from None
+    if line.count("[") + line.count("{") > DEEPEST and _depth(values) > DEEPEST:
+        raise _too_deep(path, key, number)
+    if not isinstance(values, dict):
+        raise ConfigError.one(key, path, f"line {number} is a JSON {type(values).__name__}, not an object", "write one JSON object a line")
+    return values
+
+
+def _too_deep(path: Path, key: str, number: int) -> ConfigError:
+    rule = f"line {number} is nested more than {DEEPEST} levels deep"
+    return ConfigError.one(key, path, rule, "store such a value as text")
+
+
+def _depth(values: Any) -> int:
+    """Levels of lists and objects within each other."""
+    depth, level = 0, [values]
+    while level := [one for one in level if isinstance(one, dict | list)]:
+        depth += 1
+        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+    return depth

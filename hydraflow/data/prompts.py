@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hydraflow.data.chat import as_messages, require_template, tokenise_chats
+from hydraflow.data.chat import Messages, as_messages, require_template, tokenise_chats
 from hydraflow.data.config import DataConfig, PromptConfig
 from hydraflow.data.files import Record, raise_problems, read_records
 from hydraflow.errors import ConfigError
@@ -51,12 +51,7 @@ class PromptDataset:
     ):
         assert config.truncation in TRUNCATIONS, config.truncation
         require_template(tokenizer)
-        source_key = config.reward_fn_key if isinstance(config, DataConfig) else None
-        needed = [config.prompt_key, *([source_key, "reward_model"] if source_key else [])]
-        records = read_records(files, key=key, columns=needed, limit=max_samples)
-        if source_key:
-            _require_ground_truth(records)
-        chats = [as_messages(record, config.prompt_key) for record in records]
+        records, chats = read_prompts(config, files, key=key, max_samples=max_samples)
         ids = tokenise_chats(tokenizer, chats, records, add_generation_prompt=True, template_kwargs=config.apply_chat_template_kwargs)
         ids = _limit_lengths(ids, records, config)
         kept = [i for i, tokens in enumerate(ids) if len(tokens) <= config.max_prompt_length]
@@ -64,7 +59,7 @@ class PromptDataset:
         self.records: list[Record] = [records[i] for i in kept]
         """Where each prompt came from, with all of its columns."""
         self._prompts = [torch.tensor(ids[i], dtype=torch.int64) for i in kept]
-        self._objects = _row_objects(records, chats, kept, source_key)
+        self._objects = _row_objects(records, chats, kept, _source_key(config))
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -78,6 +73,21 @@ class PromptDataset:
     def data_sources(self) -> list[str]:
         """The distinct data sources, sorted."""
         return sorted(set(self._objects["data_source"].tolist()))
+
+
+def read_prompts(config: PromptConfig, files: Any, *, key: str, max_samples: int) -> tuple[list[Record], list[Messages]]:
+    """Rows and their messages, not tokenised yet. Raises ConfigError for unusable files and rows without a needed column."""
+    source_key = _source_key(config)
+    needed = [config.prompt_key, *([source_key, "reward_model"] if source_key else [])]
+    records = read_records(files, key=key, columns=needed, limit=max_samples)
+    if source_key:
+        _require_ground_truth(records)
+    return records, [as_messages(record, config.prompt_key) for record in records]
+
+
+def _source_key(config: PromptConfig) -> str | None:
+    """The column with the data source; None: these prompts are not scored."""
+    return config.reward_fn_key if isinstance(config, DataConfig) else None
 
 
 def _require_ground_truth(records: Sequence[Record]) -> None:
@@ -144,7 +154,7 @@ def _require_json(records: Sequence[Record], objects: dict[str, list[Any]]) -> N
         for record, value in zip(records, values, strict=True):
             try:
                 json.dumps(value)
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, RecursionError) as error:
                 problems.append(record.problem(f"{name} cannot be written as JSON: {error}", "store it as text or numbers"))
     raise_problems(problems)
 

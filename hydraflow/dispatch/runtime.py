@@ -28,7 +28,7 @@ from hydraflow.dispatch.timeline import Timeline, ray_events
 from hydraflow.dispatch.transport import Traffic
 from hydraflow.dispatch.watch import Watch
 from hydraflow.dispatch.worker import RoleSpec
-from hydraflow.errors import EnvironmentFault, HydraflowError
+from hydraflow.errors import EnvironmentFault, HydraflowError, after_the_start
 from hydraflow.interrupts import ending
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import RemoteBatch
@@ -90,7 +90,8 @@ class Runtime:
         self.channel.ledger.stacks = self._write_stacks
         self.channel.ledger.head = self.channel.ledger.head or Head.of_this_process()
         growing = self.ray_init.address != "local"
-        self._reservations |= reserve(pools, timeout=self.channel.limits.start, growing=growing)
+        with after_the_start():
+            self._reservations |= reserve(pools, timeout=self.channel.limits.start, growing=growing)
 
     def fault_behind(self, error: BaseException | None) -> EnvironmentFault | None:
         """A process of Ray's that has ended, where an error is not one for users already; None: none of this run's own has."""

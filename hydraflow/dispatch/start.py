@@ -11,6 +11,7 @@ import math
 import signal
 import socket
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -20,6 +21,7 @@ from ray.exceptions import AuthenticationError
 from hydraflow.device import usable_cores
 from hydraflow.dispatch.cluster import refusal
 from hydraflow.dispatch.config import RayInitConfig
+from hydraflow.dispatch.placement import ResourcePool, cpus_needed
 from hydraflow.dispatch.private import close_to_others
 from hydraflow.dispatch.processes import end_processes, own_ray_processes
 from hydraflow.errors import ConfigError
@@ -66,6 +68,19 @@ def _local_cpus(config: RayInitConfig, needed: int) -> int:
         rule = f"must be at least {needed}, which the worker groups need"
         raise ConfigError.one("ray_init.num_cpus", config.num_cpus, rule, f"ray_init.num_cpus={needed}")
     return config.num_cpus
+
+
+def require_room(config: RayInitConfig, pools: Sequence[ResourcePool]) -> None:
+    """Raises ConfigError when a cluster that the run starts itself could not hold the pools. What another cluster
+    has is known once it is joined."""
+    if config.address != "local" or ray.is_initialized():
+        return
+    nodes = max(len(pool.processes_on_nodes) for pool in pools)
+    if nodes > 1:
+        rule = f"needs {nodes} nodes, and ray_init.address=local starts Ray on this one alone"
+        remedy = "trainer.nnodes=1, or ray_init.address=auto where a Ray cluster is running"
+        raise ConfigError.one("trainer.nnodes", nodes, rule, remedy)
+    _local_cpus(config, math.ceil(cpus_needed(pools)))
 
 
 def _join(address: str, options: dict[str, Any]) -> None:

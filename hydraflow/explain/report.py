@@ -8,10 +8,10 @@ Left out on purpose: how it looks (`show.py`, `svg.py`), and torch, Ray and tran
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from hydraflow import runnable
 from hydraflow.batch_plan.generate import GeneratePlan, resolve_generate_plan
@@ -19,7 +19,7 @@ from hydraflow.batch_plan.resolve import BatchPlan, resolve_plan
 from hydraflow.batch_plan.sft import SFTPlan, resolve_sft_plan
 from hydraflow.compose.command import Command, Counts
 from hydraflow.device import planned_devices
-from hydraflow.errors import ConfigError, Problem
+from hydraflow.errors import ConfigError, Faults, Problem
 from hydraflow.explain.counts import Count, count_rows, missing_notes
 from hydraflow.explain.models import Models, find_models, find_shape, numbers
 from hydraflow.explain.picture import picture
@@ -30,8 +30,6 @@ from hydraflow.memory.estimate import estimate
 from hydraflow.memory.limits import limits_of
 from hydraflow.memory.report import MemoryReport
 from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -83,33 +81,22 @@ def make_report(config: PPOConfig | SFTConfig | GenerateConfig, command: Command
     return _generate_report(config, command)
 
 
-class _Faults:
-    """Problems that are collected while as much as possible is still looked at."""
-
-    def __init__(self) -> None:
-        self.problems: list[Problem] = []
-
-    def guard(self, work: Callable[[], Result]) -> Result | None:
-        """The result of `work`; None where it found problems, which are kept."""
-        try:
-            return work()
-        except ConfigError as error:
-            self.problems += error.problems
-            return None
+class _Faults(Faults):
+    """Also those of counting rows."""
 
     def count(self, files: Any, *, key: str, limit: int = -1, filtered: bool = False) -> Count:
         """As `count_rows`; problems are kept."""
         found = count_rows(files, key=key, limit=limit, filtered=filtered)
-        self.problems += found.problems
+        self.add(found.problems)
         return found
 
 
 def _ppo_report(config: PPOConfig, command: Command) -> Report:
     faults = _Faults()
     prompts, held_out = _prompt_counts(config, faults)
-    models = faults.guard(lambda: find_models(config)) or Models(None)
+    models = faults.result(lambda: find_models(config)) or Models(None)
     limits = limits_of(config)
-    plan = faults.guard(
+    plan = faults.result(
         lambda: resolve_plan(
             config,
             prompts=prompts.rows,
@@ -139,8 +126,8 @@ def _ppo_report(config: PPOConfig, command: Command) -> Report:
 def _sft_report(config: SFTConfig, command: Command) -> Report:
     faults = _Faults()
     rows = faults.count(config.data.train_files, key="data.train_files", limit=config.data.train_max_samples)
-    shape = faults.guard(lambda: find_shape(config.model, field="model"))
-    plan = faults.guard(
+    shape = faults.result(lambda: find_shape(config.model, field="model"))
+    plan = faults.result(
         lambda: resolve_sft_plan(
             config,
             conversations=rows.rows,
@@ -159,7 +146,7 @@ def _generate_report(config: GenerateConfig, command: Command) -> Report:
     faults = _Faults()
     data = config.data
     rows = faults.count(data.path, key="data.path", limit=data.max_samples, filtered=data.filter_overlong_prompts)
-    plan = faults.guard(
+    plan = faults.result(
         lambda: resolve_generate_plan(
             config, prompts=rows.rows, devices_per_node=planned_devices(config.trainer.device), origins=command.origins
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hydraflow.data.prompts import PromptDataset
@@ -12,10 +13,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-def require_context(dataset: PromptDataset, max_response_length: int, config: PreTrainedConfig) -> None:
+def require_context(datasets: Sequence[PromptDataset], max_response_length: int, config: PreTrainedConfig) -> None:
     """Raises ConfigError when the longest prompt leaves too little of the model's context."""
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
-    longest = int(lengths(dataset.batch(range(len(dataset))).get("prompts")).max())
+    longest = max(int(lengths(dataset.batch(range(len(dataset))).get("prompts")).max()) for dataset in datasets)
     if context is None or longest + max_response_length <= context:
         return
     rule = f"the longest prompt has {longest} tokens; together that is more than the {context} positions of the model"

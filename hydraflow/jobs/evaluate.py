@@ -89,7 +89,7 @@ def _row_problems(record: Record, data: EvalDataConfig) -> Iterator[Problem]:
     for column in (data.reward_model_key, "extra_info"):
         try:  # rows go to the reward processes as JSON
             json.dumps(record.values.get(column))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             yield record.problem(f"column {column} cannot be written as JSON: {error}", "store it as text or numbers")
 
 

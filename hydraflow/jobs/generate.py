@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pyarrow
 import pyarrow.parquet
@@ -17,44 +19,75 @@ from hydraflow.dispatch.group import RoleGroup
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.watch import Watch, require_writable
 from hydraflow.dispatch.worker import RoleSpec
-from hydraflow.errors import ConfigError, EnvironmentFault
+from hydraflow.errors import ConfigError, EnvironmentFault, Faults, after_the_start
 from hydraflow.jobs.context import require_context
-from hydraflow.jobs.output import output_file
+from hydraflow.jobs.inputs import open_model, open_prompts, open_tokenizer
+from hydraflow.jobs.output import output_file, require_output
 from hydraflow.logging_setup import set_up_logging
-from hydraflow.models.loading import load_config, load_tokenizer
 from hydraflow.protocol.ragged import rows
 from hydraflow.schema import GenerateConfig
-from hydraflow.trainer.machine import TRAIN, Machine, open_runtime, resolve_machine, training_pool
+from hydraflow.trainer.machine import TRAIN, Machine, open_runtime, require_room, resolve_machine, training_pool
 from hydraflow.trainer.rollouts import sample
 from hydraflow.workers.rollout import RolloutSpec, RolloutWorker, SampleOrder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
 RESPONSES = "responses"
 """The column that is added."""
+ENDING = ".parquet"
 
 
 def run_generate(config: GenerateConfig) -> None:
     """Writes the input's rows with a column `responses`, a list of `rollout.n` texts."""
     set_up_logging()
-    require_writable(config.ray_init.timeline_file)
     config = applied(config)
+    asked = _checked(config)
     assert config.output.path is not None, "checks.py demands it"
-    with output_file(config.output.path, ending=".parquet") as unfinished:
-        machine = resolve_machine(config.trainer)
-        model = load_config(config.model, field="model")
-        tokenizer = load_tokenizer(config.model, field="model")
-        data = config.data
-        dataset = PromptDataset(data, data.path, tokenizer, key="data.path", max_samples=data.max_samples)
-        require_context(dataset, data.max_response_length, model)
-        plan = resolve_generate_plan(config, prompts=len(dataset), devices_per_node=machine.processes_per_node)
-        table = input_table(dataset.records)
-        _write(table, unfinished)  # what cannot be written is better found before the sampling than after it
-        texts = tokenizer.batch_decode(_sample_all(config, plan, machine, dataset), skip_special_tokens=True)
-        n = plan.samples_per_prompt
+    with output_file(config.output.path, ending=ENDING) as unfinished:
+        _write(asked.table, unfinished)  # what cannot be written is better found before the sampling than after it
+        texts = asked.tokenizer.batch_decode(_sample_all(config, asked), skip_special_tokens=True)
+        n = asked.plan.samples_per_prompt
         responses = [texts[start : start + n] for start in range(0, len(texts), n)]
-        _write(table.append_column(RESPONSES, pyarrow.array(responses, pyarrow.list_(pyarrow.string()))), unfinished)
+        _write(asked.table.append_column(RESPONSES, pyarrow.array(responses, pyarrow.list_(pyarrow.string()))), unfinished)
     print(f"{len(responses)} prompts, {n} {'response' if n == 1 else 'responses'} each: {config.output.path}")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be sampled, and with what."""
+
+    machine: Machine
+    tokenizer: PreTrainedTokenizerBase
+    prompts: PromptDataset
+    plan: GeneratePlan
+    table: pyarrow.Table
+    """The input's rows."""
+
+
+def _checked(config: GenerateConfig) -> Asked:
+    """Opens everything that is needed, and plans it. Raises ConfigError with everything that is missing or does not fit."""
+    faults, data, output = Faults(), config.data, str(config.output.path)
+    faults.passes(lambda: require_writable(config.ray_init.timeline_file))
+    faults.passes(lambda: require_output(output, ending=ENDING))
+    machine = faults.result(lambda: resolve_machine(config.trainer))
+    if machine is not None:
+        faults.passes(lambda: require_room(config.trainer, config.ray_init, [training_pool(machine)]))
+    described = open_model(config.model, faults, head="policy", field="model")
+    tokenizer = open_tokenizer(config.model, described, faults, field="model")
+    prompts = open_prompts(data, data.path, tokenizer, faults, key="data.path", max_samples=data.max_samples)
+    if described is not None and prompts is not None:
+        faults.passes(lambda: require_context([prompts], data.max_response_length, described))
+    table = faults.result(lambda: input_table(prompts.records)) if prompts is not None else None
+    plan = None
+    if machine is not None:
+        rows, per_node = len(prompts) if prompts is not None else None, machine.processes_per_node
+        plan = faults.result(lambda: resolve_generate_plan(config, prompts=rows, devices_per_node=per_node))
+    faults.require_none()
+    assert machine and tokenizer and prompts and plan and table is not None, "what could not be had is a fault"
+    return Asked(machine, tokenizer, prompts, plan, table)
 
 
 def input_table(records: Sequence[Record]) -> pyarrow.Table:
@@ -85,15 +118,17 @@ def _write(table: pyarrow.Table, path: Path) -> None:
         raise EnvironmentFault(f"the responses cannot be written: {error}") from error
 
 
-def _sample_all(config: GenerateConfig, plan: GeneratePlan, machine: Machine, dataset: PromptDataset) -> list[list[int]]:
+def _sample_all(config: GenerateConfig, asked: Asked) -> list[list[int]]:
     """Token ids of `rollout.n` responses for each prompt, prompt-major."""
+    plan, prompts = asked.plan, asked.prompts
     spec = RolloutSpec(config.model, config.rollout, max_tokens=config.data.max_response_length, seed=config.trainer.seed)
-    runtime = open_runtime(config.trainer, config.ray_init, machine, [training_pool(machine)], Watch(debug=config.debug))
+    runtime = open_runtime(config.trainer, config.ray_init, asked.machine, [training_pool(asked.machine)], Watch(debug=config.debug))
     try:
-        role = runtime.group(TRAIN, {"rollout": RoleSpec(RolloutWorker, (spec,))}).role("rollout")
-        runtime.await_ready()
+        with after_the_start():
+            role = runtime.group(TRAIN, {"rollout": RoleSpec(RolloutWorker, (spec,))}).role("rollout")
+            runtime.await_ready()
         role.call(RolloutWorker.load_weights)
-        return [ids for call in calls(len(dataset), plan.prompts_per_call) for ids in _sample(config, plan, runtime, role, dataset, call)]
+        return [ids for call in calls(len(prompts), plan.prompts_per_call) for ids in _sample(config, plan, runtime, role, prompts, call)]
     finally:
         runtime.stop()
 

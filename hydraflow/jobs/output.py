@@ -10,20 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hydraflow.errors import ConfigError
-from hydraflow.whole_files import replacing
+from hydraflow.whole_files import prove_writable, replacing
 
 
 @contextmanager
 def output_file(path: str, *, ending: str = "") -> Iterator[Path]:
-    """A file to write to. It is renamed to `path` when the block ends well, else removed.
-
-    Raises ConfigError when `path` has another `ending` or cannot be written.
-    """
+    """A file to write to. It is renamed to `path` when the block ends well, else removed. ConfigError as in `require_output`."""
+    require_output(path, ending=ending)
     target = Path(path).expanduser()
-    if target.is_dir():
-        raise _unwritable(path, "it is a folder")
-    if ending and target.suffix != ending:
-        raise ConfigError.one("output.path", path, f"must end in {ending}", f"output.path={target.with_suffix(ending)}")
     with replacing(target) as unfinished:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -31,6 +25,19 @@ def output_file(path: str, *, ending: str = "") -> Iterator[Path]:
         except OSError as error:
             raise _unwritable(path, error.strerror) from error
         yield unfinished
+
+
+def require_output(path: str, *, ending: str = "") -> None:
+    """Raises ConfigError when `path` has another `ending` or cannot be written; leaves nothing behind."""
+    target = Path(path).expanduser()
+    if target.is_dir():
+        raise _unwritable(path, "it is a folder")
+    if ending and target.suffix != ending:
+        raise ConfigError.one("output.path", path, f"must end in {ending}", f"output.path={target.with_suffix(ending)}")
+    try:
+        prove_writable(target.absolute().parent)
+    except OSError as error:
+        raise _unwritable(path, error.strerror) from error
 
 
 def _unwritable(path: str, reason: str | None) -> ConfigError:

@@ -1,31 +1,28 @@
 """Reinforcement learning from configuration to run folder: check, make ready, plan, start workers, train, save.
 
-Whatever can be wrong with configuration, data, paths and resources is found before a worker starts; with a recipe, the plan is
-made before the recipe's model is.
+Whatever can be wrong with configuration, data, paths and resources is found before a worker starts; with a recipe, before its model
+is made, on an untrained one of the same kind.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 from hydraflow.batch_plan.resolve import BatchPlan, resolve_plan
-from hydraflow.batch_plan.roles import needs_critic
 from hydraflow.batch_plan.table import print_plan
 from hydraflow.checkup.facts import Facts
 from hydraflow.checkup.preflight import require_healthy
 from hydraflow.compose.command import Command
-from hydraflow.data.files import Record
 from hydraflow.data.loader import PromptLoader
 from hydraflow.data.prompts import PromptDataset
 from hydraflow.debugging import applied
 from hydraflow.dispatch.group import RoleGroup
 from hydraflow.dispatch.runtime import Runtime
-from hydraflow.jobs.context import require_context
+from hydraflow.jobs.inputs import Prompts, open_inputs
 from hydraflow.jobs.restarts import Restarts, with_restarts
 from hydraflow.jobs.saving import Saving, at_its_place, ppo_roles, require_metric, weights_only
 from hydraflow.jobs.session import Session
-from hydraflow.models.loading import load_config, load_tokenizer, require_weights
 from hydraflow.protocol.batch import DataProto
 from hydraflow.recipes import arithmetic
 from hydraflow.rewards.custom import check_sources
@@ -39,29 +36,12 @@ from hydraflow.trainer.identity import Identity, identity_of
 from hydraflow.trainer.loop import Loop
 from hydraflow.trainer.ppo import PPOTrainer
 from hydraflow.trainer.resume import Wanted, load_roles
-from hydraflow.trainer.roles import Roles, SamplingRoles, build_roles, build_sampling_roles, critic_model
+from hydraflow.trainer.roles import Roles, SamplingRoles, build_roles, build_sampling_roles
 from hydraflow.trainer.rollout_only import RolloutTrainer
 from hydraflow.trainer.rollouts import Recorded, Replayed, Rollouts, Sampled, folder_of, require_dumps
 from hydraflow.trainer.validation import Validator, metric_names
 from hydraflow.workers.actor import ActorWorker
 from hydraflow.workers.critic import CriticWorker
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """What a run reads; None: it needs none."""
-
-    train: PromptDataset | None
-    val: PromptDataset | None
-    tokenizer: PreTrainedTokenizerBase
-
-    def first_rows(self) -> list[Record]:
-        """Three rows as they stand in the files."""
-        dataset = self.train or self.val
-        return dataset.records[:3] if dataset else []
 
 
 def run_ppo(config: PPOConfig, *, command: Command | None = None) -> None:
@@ -78,26 +58,40 @@ class PPOJob:
 
     def run(self) -> None:
         """Trains, or goes on; raises ConfigError before anything starts, other errors of `errors.py` later."""
-        check_function(self.config.reward)
         with Session(self.config, scoring=True, restarts=self.restarts) as session:
             recipe = self.config.recipe.name != "none"
             if recipe and not self._begin_with_recipe(session):
                 return
-            prompts = self._read()
-            plan = self._plan(session, len(prompts.train) if prompts.train else None)
-            require_metric(self.config.trainer.keep_best, metric_names(val_batches(prompts.val, plan), plan))
+            plan, prompts = self._checked(session, self.config)
             print_plan(plan)
-            if not recipe:
-                self._check_up(session, plan=plan, tokenizer=prompts.tokenizer, first_rows=prompts.first_rows())
-                if not self._begin(session, plan):
-                    return
+            if not recipe and not self._begin(session, plan):
+                return
             session.keep(self.asked, plan, self.command)
             self._train(session, plan, prompts)
 
+    def _checked(self, session: Session, config: PPOConfig, *, problems: int | None = None) -> tuple[BatchPlan, Prompts]:
+        """Opens every file that the run will use, and plans it. Raises ConfigError with everything that is missing or does not fit.
+
+        `problems`: training prompts of a recipe that is still to be made.
+        """
+        faults = session.faults
+        prompts = open_inputs(config, faults)
+        faults.passes(lambda: check_sources(config.reward, prompts.data_sources() if prompts else ()))
+        plan = self._plan(session, problems or (len(prompts.train) if prompts and prompts.train else None))
+        if plan and prompts:
+            measured = metric_names(val_batches(prompts.val, plan), plan)
+            faults.passes(lambda: require_metric(config.trainer.keep_best, measured))
+        if not session.has_begun:
+            faults.passes(lambda: check_function(config.reward))
+            self._check_up(session, plan, prompts)
+        faults.require_none()
+        assert plan is not None and prompts is not None, "what could not be had is a fault"
+        return plan, prompts
+
     def _begin_with_recipe(self, session: Session) -> bool:
         """Plans and begins the run before the recipe's model is made; False: there is nothing to do, or no time to do it."""
-        plan = self._plan(session, self.config.recipe.train_problems)
-        self._check_up(session, plan=plan)
+        with arithmetic.rehearsed(self.config) as config:
+            plan, _ = self._checked(session, config, problems=self.config.recipe.train_problems)
         if not self._begin(session, plan):
             return False
         self._make_recipe(session)
@@ -139,34 +133,20 @@ class PPOJob:
         debugged = self.config.debug or self.config.trainer.debug.local
         return [name for name in self.config.trainer.logger if not (debugged and name == "console")]
 
-    def _read(self) -> Prompts:
-        """Opens every file that the run will use. Raises ConfigError for what is missing or does not fit."""
-        data, model = self.config.data, self.config.actor_rollout_ref.model
-        config = load_config(model)
-        require_weights(model, field="actor_rollout_ref.model")
-        if needs_critic(self.config):
-            critic = critic_model(self.config)
-            load_config(critic, field="critic.model")
-            require_weights(critic, field="critic.model")
-        tokenizer = load_tokenizer(model)
-        train = val = None
-        if not self.config.trainer.val_only:
-            train = PromptDataset(data, data.train_files, tokenizer, max_samples=data.train_max_samples)
-        if data.val_files:
-            val = PromptDataset(data, data.val_files, tokenizer, key="data.val_files", max_samples=data.val_max_samples)
-        datasets = [dataset for dataset in (train, val) if dataset is not None]
-        check_sources(self.config.reward, sorted({source for dataset in datasets for source in dataset.data_sources()}))
-        for dataset in datasets:
-            require_context(dataset, data.max_response_length, config)
-        return Prompts(train, val, tokenizer)
+    def _plan(self, session: Session, prompts: int | None) -> BatchPlan | None:
+        """The plan; None where something is wrong with it, or with the machine that it is for."""
+        machine = session.found_machine
+        if machine is None:
+            return None
+        per_node, here = machine.processes_per_node, replace(self.config, cluster=ClusterConfig())
+        return session.faults.result(lambda: resolve_plan(here, prompts=prompts, devices_per_node=per_node, origins=self.command.origins))
 
-    def _plan(self, session: Session, prompts: int | None) -> BatchPlan:
-        per_node, here = session.machine.processes_per_node, replace(self.config, cluster=ClusterConfig())
-        return resolve_plan(here, prompts=prompts, devices_per_node=per_node, origins=self.command.origins)
-
-    def _check_up(self, session: Session, **opened: Any) -> None:
-        """Looks at this machine for what the run needs; `opened` is what the run has opened already (`Facts`)."""
-        require_healthy(Facts(self.config, opened={"machine": session.machine, **opened}))
+    def _check_up(self, session: Session, plan: BatchPlan | None, prompts: Prompts | None) -> None:
+        """Looks at this machine for what the run needs, besides what has been opened already."""
+        opened: dict[str, Any] = {"machine": session.found_machine, "plan": plan}
+        if self.config.recipe.name == "none":
+            opened |= {"tokenizer": prompts and prompts.tokenizer, "first_rows": prompts and prompts.first_rows()}
+        session.faults.passes(lambda: require_healthy(Facts(self.config, opened=opened), known=session.faults.problems))
 
     def _train(self, session: Session, plan: BatchPlan, prompts: Prompts) -> None:
         loader = self._loader(session, plan, prompts.train) if prompts.train else None

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from hydraflow.compose.command import Command
 from hydraflow.dispatch.config import RayInitConfig
+from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.profiler import require_profiler
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.watch import Watch, log_settings, made, require_writable, watch_of
-from hydraflow.errors import EnvironmentFault, HydraflowError, WorkerError
+from hydraflow.errors import ConfigError, EnvironmentFault, Faults, HydraflowError, WorkerError
 from hydraflow.interrupts import ending
 from hydraflow.jobs import run_start
 from hydraflow.jobs.restarts import Restarts
@@ -40,7 +41,7 @@ from hydraflow.tracking.trackers import Trackers, open_trackers
 from hydraflow.trainer.checkpoint_store import CheckpointStore
 from hydraflow.trainer.clock import Clock, parse_duration
 from hydraflow.trainer.config import LoopConfig
-from hydraflow.trainer.machine import Machine, open_runtime, resolve_machine, scoring_pool, training_pool
+from hydraflow.trainer.machine import Machine, open_runtime, require_room, resolve_machine, scoring_pool, training_pool
 from hydraflow.trainer.resume import Wanted
 from hydraflow.trainer.signals import StopSignals
 
@@ -65,13 +66,18 @@ class Session:
         self.trainer: LoopConfig = trainer
         self.log, self.profiler, self.debug = config.log, config.global_profiler, config.debug
         set_up_logging(config.log.level)
-        require_writable(config.ray_init.timeline_file)
-        require_profiler(config.global_profiler)
+        self.faults = Faults()
+        """What is wrong with the machine; the job adds what else it finds, and raises all of it before it begins."""
+        self.faults.passes(lambda: require_writable(config.ray_init.timeline_file))
+        self.faults.passes(lambda: require_profiler(config.global_profiler))
+        self.faults.passes(lambda: RunFolder.prove_writable(trainer.default_local_dir))
+        self.found_machine = self.faults.result(lambda: resolve_machine(trainer))
+        """None: what was asked for is not here."""
+        if self.found_machine is not None:
+            self.faults.passes(lambda: require_room(trainer, config.ray_init, self._pools()))
         self.restarts = restarts or Restarts(trainer)
         self.signals = StopSignals()
         self.clock = Clock(parse_duration(trainer.max_wall_time), self.signals)
-        self.machine: Machine = resolve_machine(trainer)
-        RunFolder.prove_writable(trainer.default_local_dir)
         self.why = "interrupted"
         self._start: RunStart | None = None
         self._seconds_before = 0.0
@@ -83,8 +89,9 @@ class Session:
     def begin(self, wanted: Wanted) -> bool:
         """Settles and locks the run folder, and finds the checkpoint to go on from; False: the run is done already.
 
-        ConfigError as in `run_start.begin`.
+        ConfigError with what `faults` holds, and as in `run_start.begin`.
         """
+        self.faults.require_none()
         self._start = run_start.begin(self.trainer, wanted)
         self.restarts.folder = self._start.folder
         if self._start.is_done(wanted.total_steps):
@@ -111,6 +118,11 @@ class Session:
             self._log_files.close()
 
     @property
+    def has_begun(self) -> bool:
+        """Whether there is a run folder."""
+        return self._start is not None
+
+    @property
     def start(self) -> RunStart:
         """Where the run began."""
         assert self._start is not None, "a session begins before it is used"
@@ -122,12 +134,20 @@ class Session:
         return self.start.folder
 
     @property
+    def machine(self) -> Machine:
+        """What the run stands on."""
+        assert self.found_machine is not None, "faults are raised before the machine is used"
+        return self.found_machine
+
+    @property
     def runtime(self) -> Runtime:
         """Ray, started on first use."""
         if self._runtime is None:
-            pools = [training_pool(self.machine), *([scoring_pool()] if self.scoring else [])]
-            self._runtime = open_runtime(self.trainer, self._numbered(self.ray_init), self.machine, pools, self._watch())
+            self._runtime = open_runtime(self.trainer, self._numbered(self.ray_init), self.machine, self._pools(), self._watch())
         return self._runtime
+
+    def _pools(self) -> list[ResourcePool]:
+        return [training_pool(self.machine), *([scoring_pool()] if self.scoring else [])]
 
     def _watch(self) -> Watch:
         return watch_of(self.folder.path, self.log, self.profiler, debug=self.debug)
@@ -182,6 +202,8 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Ends what the session began. What ended the run is what is reported: a fault of the end costs a warning then."""
+        if isinstance(error, ConfigError) and self._runtime is not None:
+            error.started = True
         cause = self._runtime.fault_behind(error) if self._runtime is not None else None
         self._note_why(cause or error)
         with ending(cause or error):

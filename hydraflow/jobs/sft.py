@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from hydraflow.batch_plan.sft import resolve_sft_plan
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hydraflow.batch_plan.sft import SFTPlan, resolve_sft_plan
 from hydraflow.batch_plan.table import print_plan
 from hydraflow.checkup.preflight import require_trackers
 from hydraflow.compose.command import Command
-from hydraflow.data.conversations import ConversationDataset
+from hydraflow.data.config import SFTDataConfig
+from hydraflow.data.conversations import ConversationDataset, read_chats
 from hydraflow.data.loader import PromptLoader
 from hydraflow.debugging import applied
+from hydraflow.errors import Faults
+from hydraflow.jobs.inputs import open_tokenizer, open_trained_model
 from hydraflow.jobs.restarts import Restarts, with_restarts
 from hydraflow.jobs.saving import Saving, at_its_place, require_metric, sft_roles
 from hydraflow.jobs.session import Session
-from hydraflow.models.loading import load_config, load_tokenizer, require_weights
 from hydraflow.protocol.batch import DataProto
 from hydraflow.schema import SFTConfig
 from hydraflow.tracking.endings import DONE
 from hydraflow.trainer.identity import identity_of
 from hydraflow.trainer.resume import Wanted
 from hydraflow.trainer.sft import SFTTrainer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def run_sft(config: SFTConfig, *, command: Command | None = None) -> None:
@@ -32,15 +40,8 @@ def run_sft(config: SFTConfig, *, command: Command | None = None) -> None:
 def _run(config: SFTConfig, command: Command, restarts: Restarts) -> None:
     config, origins = applied(config), command.origins
     with Session(config, scoring=False, restarts=restarts) as session:
-        load_config(config.model, field="model")
-        require_weights(config.model, field="model")
-        tokenizer = load_tokenizer(config.model, field="model")
-        train = ConversationDataset(config.data, config.data.train_files, tokenizer, max_samples=config.data.train_max_samples)
-        val = ConversationDataset(config.data, config.data.val_files, tokenizer, key="data.val_files") if config.data.val_files else None
-        plan = resolve_sft_plan(config, conversations=len(train), devices_per_node=session.machine.processes_per_node, origins=origins)
+        plan, train, val = _checked(config, session, origins)
         print_plan(plan)
-        require_metric(config.trainer.keep_best, ["val/loss", "val/accuracy"] if val else [])
-        require_trackers(config.trainer)
         wanted = Wanted(identity_of(config, plan), sft_roles(config), plan.total_steps)
         if not session.begin(wanted):
             return
@@ -64,6 +65,36 @@ def _run(config: SFTConfig, command: Command, restarts: Restarts) -> None:
             )
         if config.trainer.save_final_model and (session.why == DONE or not session.clock.preempted):
             trainer.save(session.folder.final_model)
+
+
+def _checked(
+    config: SFTConfig, session: Session, origins: Mapping[str, str]
+) -> tuple[SFTPlan, ConversationDataset, ConversationDataset | None]:
+    """Opens every file that the run will use, and plans it. Raises ConfigError with everything that is missing or does not fit."""
+    data, faults, machine = config.data, session.faults, session.found_machine
+    described = open_trained_model(config.model, faults, head="policy", field="model")
+    tokenizer = open_tokenizer(config.model, described, faults, field="model")
+    train = _open(data, data.train_files, tokenizer, faults, key="data.train_files", max_samples=data.train_max_samples)
+    val = _open(data, data.val_files, tokenizer, faults, key="data.val_files", max_samples=-1) if data.val_files else None
+    plan = None
+    if machine is not None:
+        rows, per_node = len(train) if train else None, machine.processes_per_node
+        plan = faults.result(lambda: resolve_sft_plan(config, conversations=rows, devices_per_node=per_node, origins=origins))
+    faults.passes(lambda: require_metric(config.trainer.keep_best, ["val/loss", "val/accuracy"] if data.val_files else []))
+    faults.passes(lambda: require_trackers(config.trainer, known=faults.problems))
+    faults.require_none()
+    assert plan is not None and train is not None, "what could not be had is a fault"
+    return plan, train, val
+
+
+def _open(
+    data: SFTDataConfig, files: Any, tokenizer: PreTrainedTokenizerBase | None, faults: Faults, *, key: str, max_samples: int
+) -> ConversationDataset | None:
+    """The conversations of files; without a tokenizer the files alone are looked at."""
+    if tokenizer is None:
+        faults.passes(lambda: read_chats(data, files, key=key, max_samples=max_samples))
+        return None
+    return faults.result(lambda: ConversationDataset(data, files, tokenizer, key=key, max_samples=max_samples))
 
 
 def held_out_batches(val: ConversationDataset | None, size: int) -> list[DataProto]:

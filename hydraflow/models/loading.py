@@ -9,26 +9,30 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from hydraflow.errors import ConfigError
+from hydraflow.errors import ConfigError, Problem
 from hydraflow.models.attention import NAME, register_attention
 from hydraflow.models.config import ModelConfig, ModelSourceConfig
 from hydraflow.models.heads import PolicyModel, ValueModel
 from hydraflow.models.once import resolving
-from hydraflow.models.weight_map import INDEX, PICKLED_INDEX, read_weight_map
-from hydraflow.paths import model_problems
+from hydraflow.models.weight_map import INDEX, read_weight_map
+from hydraflow.paths import is_hub_name, model_problems
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
+GENERATION_CONFIG = "generation_config.json"
 _TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json", "tokenization_*.py")
+SCORE = "score.weight"
+"""The value head's name in files."""
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -44,14 +48,18 @@ def load_config(model: ModelSourceConfig, *, field: str = "actor_rollout_ref.mod
     try:
         with resolving(path, model):
             config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError.one(f"{field}.path", path, f"cannot be read as a model: {_first_line(error)}", _hint(error, field)) from error
+    except _unreadable() as error:
+        raise ConfigError.one(f"{field}.path", path, f"cannot be read as a model: {first_line(error)}", _hint(error, field)) from error
     unknown = [name for name in model.override_config if not hasattr(config, name)]
     if unknown:
         rule = f"config.json of {path} knows no {', '.join(unknown)}"
         raise ConfigError.one(f"{field}.override_config", dict(model.override_config), rule, "remove it")
-    for name, value in model.override_config.items():
-        setattr(config, name, value)
+    try:
+        for name, value in model.override_config.items():
+            setattr(config, name, value)
+    except _unreadable() as error:
+        rule = f"{name}={value} is no value that a {config.model_type} model can have: {first_line(error)}"
+        raise ConfigError.one(f"{field}.override_config", dict(model.override_config), rule) from error
     text = config.get_text_config()
     for name, value in text.to_dict().items():
         if (name.endswith("dropout") or name.endswith("pdrop")) and isinstance(value, float):
@@ -66,14 +74,17 @@ def load_tokenizer(model: ModelSourceConfig, *, field: str = "actor_rollout_ref.
     key = "tokenizer_path" if model.tokenizer_path else "path"
     path = os.path.expanduser(model.tokenizer_path) if model.tokenizer_path else _require_path(model, field)
     remedy = f"{field}.tokenizer_path=<directory with the tokenizer>"
+    if not is_hub_name(path) and not Path(path).is_dir():
+        rule = "is a file, not a directory" if Path(path).exists() else "there is no such directory"
+        raise ConfigError.one(f"{field}.{key}", path, rule, remedy)
     if Path(path).is_dir() and not any(True for pattern in _TOKENIZER_FILES for _ in Path(path).glob(pattern)):
         # transformers would make an empty tokenizer of the model's kind and say nothing
         raise ConfigError.one(f"{field}.{key}", path, "holds no tokenizer: there is no tokenizer.json in it", remedy)
     try:
         with resolving(path, model):
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        rule = f"holds no tokenizer that can be read: {_first_line(error)}"
+    except Exception as error:  # the tokenizers library raises plain Exception for a file that it cannot read
+        rule = f"holds no tokenizer that can be read: {first_line(error)}"
         raise ConfigError.one(f"{field}.{key}", path, rule, remedy) from error
     if model.custom_chat_template is not None:
         tokenizer.chat_template = model.custom_chat_template
@@ -85,15 +96,22 @@ def load_tokenizer(model: ModelSourceConfig, *, field: str = "actor_rollout_ref.
     return tokenizer
 
 
-def load_generation_config(model: ModelSourceConfig) -> GenerationConfig | None:
-    """The directory's generation settings, where end tokens are named; None when it has none of its own."""
+def load_generation_config(model: ModelSourceConfig, *, field: str = "actor_rollout_ref.model") -> GenerationConfig | None:
+    """The directory's generation settings, where end tokens are named; None when it has none of its own.
+
+    Raises ConfigError when they cannot be read: without its end tokens a model would write on and on.
+    """
     from transformers import GenerationConfig
 
     assert model.path is not None
+    path = os.path.expanduser(model.path)
     try:
-        return GenerationConfig.from_pretrained(os.path.expanduser(model.path))
-    except OSError:
-        return None
+        return GenerationConfig.from_pretrained(path)
+    except _unreadable() as error:
+        if isinstance(error, OSError) and not (Path(path) / GENERATION_CONFIG).exists():
+            return None
+        rule = f"its {GENERATION_CONFIG} cannot be read: {first_line(error)}"
+        raise ConfigError.one(f"{field}.path", path, rule, f"correct or remove {GENERATION_CONFIG}") from error
 
 
 def packable(config: PreTrainedConfig, model_class: Any) -> bool:
@@ -105,7 +123,7 @@ def packable(config: PreTrainedConfig, model_class: Any) -> bool:
     return bool(model_class._supports_attention_backend) and plain and not capped and not sinks
 
 
-def causal_class(config: PreTrainedConfig, model: ModelSourceConfig) -> Any:
+def causal_class(config: PreTrainedConfig, model: ModelSourceConfig, *, field: str = "actor_rollout_ref.model") -> Any:
     """The class that transformers would build, found without building it. Raises ConfigError when it is no causal LM."""
     from transformers import AutoModelForCausalLM
 
@@ -117,7 +135,7 @@ def causal_class(config: PreTrainedConfig, model: ModelSourceConfig) -> Any:
             return get_class_from_dynamic_module(auto_map["AutoModelForCausalLM"], os.path.expanduser(str(model.path)))
     known = AutoModelForCausalLM._model_mapping
     if type(config) not in known:
-        raise ConfigError.one("model.path", model.path, f"a {config.model_type} model is not a causal language model")
+        raise ConfigError.one(f"{field}.path", model.path, f"a {config.model_type} model is not a causal language model")
     found = known[type(config)]
     return found[0] if isinstance(found, tuple) else found
 
@@ -167,52 +185,84 @@ def read_weights(
     """
     path = _require_path(model, field)
     with resolving(path, model):
-        lm, absent = _load_lm(path, config, dtype, trust=model.trust_remote_code, field=field)
-    missing = sorted(name for name in absent if head == "policy" or name.startswith(lm.base_model_prefix + "."))
-    if missing:
-        rule = f"{len(missing)} weights are not in its files, the first {missing[0]}"
-        raise ConfigError.one(f"{field}.path", path, rule)
+        lm, report = _load_lm(path, config, dtype, trust=model.trust_remote_code, field=field)
+    require_filled(report, path=path, head=head, prefix=lm.base_model_prefix, field=field)
     buffers = lm.named_buffers() if tables else persistent_buffers(lm)
     named = {**dict(lm.named_parameters(remove_duplicate=False)), **dict(buffers)}
     weights = {name: tensor.detach() for name, tensor in named.items()}
     if head == "value":
-        score = stored_tensor(Path(path), "score.weight")
+        score = stored_tensor(Path(path), SCORE)
+        if score is not None:
+            require_one_value(score, config, path=path, field=field)
         hidden = config.get_text_config().hidden_size
-        weights["score.weight"] = torch.zeros(1, hidden, dtype=dtype) if score is None else score.to(dtype)
+        weights[SCORE] = torch.zeros(1, hidden, dtype=dtype) if score is None else score.to(dtype)
     return weights
 
 
-def _load_lm(path: str, config: PreTrainedConfig, dtype: torch.dtype, *, trust: bool, field: str) -> tuple[Any, set[str]]:
-    """The causal LM with its weights, and the names of those that the files lack, without transformers' own words about them."""
+def _load_lm(path: str, config: PreTrainedConfig, dtype: torch.dtype, *, trust: bool, field: str) -> tuple[Any, Mapping[str, Any]]:
+    """The causal LM with its weights, and transformers' report of what did not fit, without its own words about that."""
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as hf_logging
 
-    level = hf_logging.get_verbosity()
-    hf_logging.set_verbosity_error()
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=config,
-            dtype=dtype,
-            output_loading_info=True,
-            trust_remote_code=trust,
-            ignore_mismatched_sizes=True,
-            weights_only=True,
-        )
+        with quiet_transformers():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                dtype=dtype,
+                output_loading_info=True,
+                trust_remote_code=trust,
+                ignore_mismatched_sizes=True,
+                weights_only=True,
+            )
     except pickle.UnpicklingError as error:  # torch goes on with advice to trust the file
-        rule = f"its weights hold more than tensors, which was not executed: {_first_line(error)}"
+        rule = f"its weights hold more than tensors, which was not executed: {first_line(error)}"
         raise ConfigError.one(f"{field}.path", path, rule) from error
     except (OSError, SafetensorError) as error:
-        raise ConfigError.one(f"{field}.path", path, f"its weights cannot be read: {_first_line(error)}") from error
+        raise ConfigError.one(f"{field}.path", path, f"its weights cannot be read: {first_line(error)}") from error
+    return loaded
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Without transformers' reports and progress bars."""
+    from transformers.utils import logging as hf_logging
+
+    level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
     finally:
         hf_logging.set_verbosity(level)
-    lm, report = loaded
-    if report["mismatched_keys"]:
-        name, stored, wanted = sorted(report["mismatched_keys"])[0]
-        rule = f"{len(report['mismatched_keys'])} of its weights are of another shape, the first {name}: {list(stored)}, not {list(wanted)}"
-        raise ConfigError.one(f"{field}.path", path, rule)
-    return lm, set(report["missing_keys"])
+        if bars:
+            hf_logging.enable_progress_bar()
+
+
+def require_filled(report: Mapping[str, Any], *, path: str, head: str, prefix: str, field: str) -> None:
+    """Raises ConfigError when weights that `head` needs are missing, or of another shape.
+
+    `report`: what transformers says of a load. `prefix`: the backbone's; a value model needs nothing else of a causal LM.
+    """
+
+    def needed(name: str) -> bool:
+        return head == "policy" or name.startswith(f"{prefix}.")
+
+    rules = []
+    if misshapen := sorted(entry for entry in report["mismatched_keys"] if needed(entry[0])):
+        name, stored, wanted = misshapen[0]
+        rules.append(f"{len(misshapen)} of its weights are of another shape, the first {name}: {list(stored)}, not {list(wanted)}")
+    if missing := sorted(filter(needed, report["missing_keys"])):
+        rules.append(f"{len(missing)} weights are not in its files, the first {missing[0]}")
+    if rules:
+        raise ConfigError([Problem(f"{field}.path", path, rule) for rule in rules])
+
+
+def require_one_value(score: torch.Tensor, config: PreTrainedConfig, *, path: str, field: str) -> None:
+    """Raises ConfigError when a stored value head gives something else than one value a token."""
+    wanted = [1, config.get_text_config().hidden_size]
+    if list(score.shape) != wanted:
+        raise ConfigError.one(f"{field}.path", path, f"its value head {SCORE} is {list(score.shape)}, not {wanted}")
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -221,20 +271,6 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for leaf, buffer in part.named_buffers(recurse=False):
             if leaf not in part._non_persistent_buffers_set:
                 yield f"{prefix}.{leaf}" if prefix else leaf, buffer
-
-
-def require_weights(model: ModelConfig, *, field: str) -> None:
-    """Raises ConfigError for a directory on this machine that has no weights, or names some outside of it.
-
-    A hub name is not looked up.
-    """
-    directory = Path(_require_path(model, field))
-    if directory.is_dir() and not any(next(directory.glob(pattern), None) for pattern in ("*.safetensors", "*.bin")):
-        rule = "this directory has no weights (*.safetensors or *.bin)"
-        raise ConfigError.one(f"{field}.path", model.path, rule, f"{field}.path=<directory with weights>")
-    for index in (directory / INDEX, directory / PICKLED_INDEX):
-        if index.is_file():
-            read_weight_map(index)
 
 
 def stored_tensor(directory: Path, name: str) -> torch.Tensor | None:
@@ -263,8 +299,17 @@ def _require_path(model: ModelSourceConfig, field: str) -> str:
     return os.path.expanduser(model.path)
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def first_line(error: BaseException) -> str:
+    """What an error says in short: its first line, and the next one where that is only a heading."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+
+
+def _unreadable() -> tuple[type[Exception], ...]:
+    """What transformers raises for JSON that is no configuration, or holds values that a model cannot have."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    return AttributeError, LookupError, OSError, RuntimeError, StrictDataclassError, TypeError, ValueError
 
 
 def _hint(error: BaseException, field: str) -> str:

@@ -12,7 +12,9 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -42,6 +44,8 @@ FORMAT = 2
 LOCK_SECONDS = 900.0
 """How long a run waits for another one that makes the same assets."""
 KEY = "recipe.cache_dir"
+REHEARSED = 64
+"""Problems that stand for all of them in a rehearsal: they differ in their digits only."""
 LEAST_ACCURACY = 0.3
 """Below it the reward of most groups is 0 throughout, and a warning says so."""
 
@@ -93,6 +97,24 @@ def with_made_assets(config: PPOConfig) -> PPOConfig:
         return config
     folder = cache_folder(config.recipe, config.trainer.seed)
     return pointed_at(config, _assets(folder, folder / "model")) if is_made(folder) else config
+
+
+@contextmanager
+def rehearsed(config: PPOConfig) -> Iterator[PPOConfig]:
+    """The configuration with what the recipe has made, or with a few problems and an untrained model that go away with the block.
+
+    With them everything can be looked at that depends on a model and data, before minutes go into making the real ones.
+    """
+    recipe, seed = config.recipe, config.trainer.seed
+    made = cache_folder(recipe, seed)
+    if is_made(made):
+        yield pointed_at(config, _assets(made, made / "model"))
+        return
+    with tempfile.TemporaryDirectory(prefix="hydraflow-recipe-") as name:
+        folder = Path(name)
+        few, held_out = min(REHEARSED, recipe.train_problems), min(REHEARSED, recipe.val_problems)
+        write_arithmetic(folder, train_problems=few, val_problems=held_out, seed=seed)
+        yield pointed_at(config, _assets(folder, make_model(folder / "model", seed=seed)))
 
 
 def prepare(

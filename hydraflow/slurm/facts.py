@@ -15,7 +15,7 @@ from pathlib import Path
 from hydraflow.allocation import Allocation, allocation
 from hydraflow.compose.allocated import BESIDE, CPU_PROCESSES
 from hydraflow.compose.command import Command
-from hydraflow.compose.judges import judge_generate, judge_ppo, judge_sft
+from hydraflow.compose.judges import judge_ppo, judge_sft, missing_for_generate, missing_for_ppo, missing_for_sft
 from hydraflow.compose.launch import launch
 from hydraflow.compose.loading import Judge
 from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
@@ -24,11 +24,11 @@ from hydraflow.tracking.run_folder import RUNS, RunFolder, slug
 
 Config = PPOConfig | SFTConfig | GenerateConfig
 JOBS: dict[str, tuple[type[Config], tuple[Judge, ...]]] = {
-    "ppo": (PPOConfig, (judge_ppo,)),
-    "sft": (SFTConfig, (judge_sft,)),
-    "generate": (GenerateConfig, (judge_generate,)),
+    "ppo": (PPOConfig, (judge_ppo, missing_for_ppo)),
+    "sft": (SFTConfig, (judge_sft, missing_for_sft)),
+    "generate": (GenerateConfig, (missing_for_generate,)),
 }
-"""Name -> what its arguments compose to, and what the plan says to it."""
+"""Name -> what its arguments compose to, and what is said against that: a job that waits in a queue had better not miss a file."""
 AFTERWARDS = ["ray_init.address=auto"]
 """The job starts a cluster before the command runs."""
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hydraflow.device import CPU_PROCESSES, gpu_count, resolve_device, usable_cores
+from hydraflow.dispatch import start
 from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.group import Limits
 from hydraflow.dispatch.local import LocalRuntime
@@ -62,6 +63,12 @@ def scoring_pool() -> ResourcePool:
     return ResourcePool(SCORE, [1])
 
 
+def require_room(trainer: RunConfig, ray_init: RayInitConfig, pools: Sequence[ResourcePool]) -> None:
+    """Raises ConfigError when it is known before the start that there is no room for the pools."""
+    if not trainer.debug.local:
+        start.require_room(ray_init, pools)
+
+
 RUNTIMES: dict[bool, type[Runtime]] = {False: Runtime, True: LocalRuntime}
 """By trainer.debug.local."""
 
@@ -71,6 +78,6 @@ def open_runtime(
 ) -> Runtime:
     """Ray, or this process alone, with those pools reserved. ConfigError when there is no room for them."""
     limits = Limits(start=trainer.start_timeout, call=trainer.rpc_timeout)
-    runtime = RUNTIMES[trainer.debug.local](ray_init, limits, device_type=machine.device_type, watch=watch)
-    runtime.start(pools)
-    return runtime
+    opened = RUNTIMES[trainer.debug.local](ray_init, limits, device_type=machine.device_type, watch=watch)
+    opened.start(pools)
+    return opened

@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 
 from hydraflow.checkup.facts import Facts
 from hydraflow.checkup.finding import Finding, State
-from hydraflow.checkup.model_files import file_fault, judge_positions, to_download, weight_faults
+from hydraflow.checkup.model_files import judge_positions, to_download
 from hydraflow.models.tiny import make_tokenizer
+from hydraflow.models.weight_files import file_fault, weight_faults
 from hydraflow.models.weight_map import INDEX
 
 

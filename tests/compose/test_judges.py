@@ -2,7 +2,7 @@
 
 import pytest
 
-from hydraflow.compose.judges import judge_eval, judge_generate, judge_ppo, judge_sft
+from hydraflow.compose.judges import judge_ppo, missing_for_eval, missing_for_generate, missing_for_ppo, missing_for_sft
 from hydraflow.compose.loading import load_command
 from hydraflow.errors import ConfigError
 from hydraflow.schema import EvalConfig, GenerateConfig, PPOConfig, SFTConfig
@@ -11,7 +11,7 @@ MACHINES = ["cluster=h100", "cluster.nodes=64"]
 
 
 def judged(*overrides):
-    return load_command("ppo", PPOConfig, ["trainer.device=cpu", *overrides], judges=(judge_ppo,))[1]
+    return load_command("ppo", PPOConfig, ["trainer.device=cpu", *overrides], judges=(judge_ppo, missing_for_ppo))[1]
 
 
 def test_machines_that_are_planned_for_change_nothing():
@@ -26,19 +26,27 @@ def test_machines_that_are_planned_for_change_nothing():
 NOWHERE = "/nowhere/at/all"
 MODEL, CUSTOM = "actor_rollout_ref.model.path", "reward.custom_reward_function.path"
 MISSING = [
-    ("ppo", PPOConfig, judge_ppo, [MODEL, "critic.model.path", "data.train_files", "data.val_files", CUSTOM]),
-    ("sft", SFTConfig, judge_sft, ["model.path", "data.train_files", "data.val_files"]),
-    ("generate", GenerateConfig, judge_generate, ["model.path", "data.path"]),
-    ("eval", EvalConfig, judge_eval, ["data.path", CUSTOM]),
+    ("ppo", PPOConfig, missing_for_ppo, [MODEL, "critic.model.path", "data.train_files", "data.val_files", CUSTOM]),
+    ("sft", SFTConfig, missing_for_sft, ["model.path", "data.train_files", "data.val_files"]),
+    ("generate", GenerateConfig, missing_for_generate, ["model.path", "data.path"]),
+    ("eval", EvalConfig, missing_for_eval, ["data.path", CUSTOM]),
 ]
 
 
-@pytest.mark.parametrize(("name", "schema", "judge", "keys"), MISSING, ids=[case[0] for case in MISSING])
-def test_everything_that_is_missing_comes_at_once_with_the_other_mistakes(name, schema, judge, keys):
+@pytest.mark.parametrize(("name", "schema", "missing", "keys"), MISSING, ids=[case[0] for case in MISSING])
+def test_everything_that_is_missing_comes_at_once_with_the_other_mistakes(name, schema, missing, keys):
     words = [f"{key}={NOWHERE}" for key in keys] + (["output.path=out.parquet"] if name == "generate" else [])
     with pytest.raises(ConfigError) as caught:
-        load_command(name, schema, [*words, "strict=perhaps"], judges=(judge,))
+        load_command(name, schema, [*words, "strict=perhaps"], missing=missing)
     assert sorted(problem.field for problem in caught.value.problems) == sorted([*keys, "strict"])
+    with pytest.raises(ConfigError) as caught:
+        load_command(name, schema, words, judges=(missing,))
+    assert sorted(problem.field for problem in caught.value.problems) == sorted(keys)
+
+
+def test_missing_files_alone_are_left_to_the_job():
+    config, _ = load_command("sft", SFTConfig, [f"model.path={NOWHERE}", f"data.train_files={NOWHERE}"], missing=missing_for_sft)
+    assert config.model.path == NOWHERE
 
 
 def test_files_that_a_run_does_not_read_need_not_be_there(tmp_path):

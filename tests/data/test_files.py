@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from hydraflow.data.files import read_records, write_rows
@@ -58,6 +61,9 @@ def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path) -> None:
         ("a.jsonl", '{"x": 1}\n{"x": \n', "line 2 is not JSON"),
         ("a.jsonl", "[1, 2]\n", "line 1 is a JSON list, not an object"),
         ("a.jsonl", "\n", "the file has no rows"),
+        ("a.jsonl", '{"x": 1}\n{"x": ' + "[" * 100_000 + "]" * 100_000 + "}", "line 2 is nested more than 100 levels deep"),
+        ("a.jsonl", '{"x": ' + "[" * 100 + "]" * 100 + "}", "line 1 is nested more than 100 levels deep"),
+        ("a.jsonl", '{"x": ' + "7" * 5000 + "}", "line 1 cannot be read: Exceeds the limit"),
         ("a.csv", "x\n1\n", "ends in .csv; known are .parquet, .jsonl, .json"),
     ],
 )
@@ -82,3 +88,38 @@ def test_only_the_first_problems_are_shown(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="4 more rows have such a problem") as caught:
         read_records(path, key="k", columns=["x"])
     assert len(caught.value.problems) == 6
+
+
+def test_rows_nested_as_deep_as_allowed(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"x": ' + "[" * 99 + "]" * 99 + ', "many": [' + ", ".join(["[]"] * 200) + "]}")
+    [record] = read_records(tmp_path / "a.jsonl", key="k")
+    assert len(record.values["many"]) == 200
+
+
+def test_what_python_cannot_hold_is_the_users_to_know(tmp_path: Path) -> None:
+    column = pyarrow.array([b"\xff\xfe"]).cast(pyarrow.string(), safe=False)
+    pyarrow.parquet.write_table(pyarrow.table({"x": column}), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match="is not a readable Parquet file"):
+        read_records(tmp_path / "a.parquet", key="k")
+
+
+def test_a_limit_reads_no_more_rows_than_it_allows(tmp_path: Path) -> None:
+    """200 kB in the file, 4 GB as Python objects: the same long text a million times."""
+    text = pyarrow.array(["x" * 4000])
+    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 1_000_000, pyarrow.int32()), text)
+    pyarrow.parquet.write_table(pyarrow.table({"x": column}), tmp_path / "a.parquet")
+    before = peak_megabytes()
+    assert len(read_records(tmp_path / "a.parquet", key="k", limit=3)) == 3
+    assert peak_megabytes() - before < 1000
+
+
+def peak_megabytes() -> float:
+    """The most memory that this process has held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def test_files_behind_the_limit_are_not_read(tmp_path: Path) -> None:
+    write_rows(tmp_path / "a.parquet", [{"x": number} for number in range(3000)])
+    (tmp_path / "b.jsonl").write_text("no JSON")
+    records = read_records([tmp_path / "a.parquet", tmp_path / "b.jsonl"], key="k", limit=2500)
+    assert [record.values["x"] for record in records] == list(range(2500))

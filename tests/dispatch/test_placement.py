@@ -7,7 +7,10 @@ import time
 import pytest
 import ray
 
+from hydraflow.dispatch.config import RayInitConfig
+from hydraflow.dispatch.group import Limits
 from hydraflow.dispatch.placement import ResourcePool, cpus_needed, release, reserve, shortfall
+from hydraflow.dispatch.runtime import Runtime
 from hydraflow.errors import ConfigError
 
 NODE = {"CPU": 8.0, "GPU": 2.0}
@@ -43,6 +46,12 @@ def test_too_large_for_the_cluster_fails_at_once(ray_session: None) -> None:
     with pytest.raises(ConfigError, match=r"resource pools train: need 9 CPUs together, the cluster has 8") as caught:
         reserve([ResourcePool("train", [9])], timeout=60, growing=False)
     assert caught.value.exit_code == 2 and time.monotonic() - begun < 5
+
+
+def test_what_only_a_joined_cluster_shows_is_not_said_to_be_before_the_start(ray_session: None) -> None:
+    runtime = Runtime(RayInitConfig(), Limits(start=60, call=60))
+    with pytest.raises(ConfigError, match=r"^1 problem found after the run had started:\n.*need 9 CPUs together, the cluster has 8"):
+        runtime.start([ResourcePool("train", [9])])
 
 
 def test_a_cluster_that_may_grow_is_given_its_time(ray_session: None) -> None:

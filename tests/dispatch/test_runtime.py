@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from hydraflow.dispatch.config import RayInitConfig
-from hydraflow.dispatch.start import _join, _local_cpus
+from hydraflow.dispatch.placement import ResourcePool
+from hydraflow.dispatch.start import _join, _local_cpus, require_room
 from hydraflow.errors import ConfigError
 
 TESTS = Path(__file__).parents[1]
@@ -73,6 +74,15 @@ def test_a_local_cluster_counts_the_cpus_that_the_pools_need() -> None:
     assert _local_cpus(RayInitConfig(num_cpus=6), 5) == 6
     with pytest.raises(ConfigError, match="ray_init.num_cpus=4: must be at least 5, which the worker groups need"):
         _local_cpus(RayInitConfig(num_cpus=4), 5)
+
+
+def test_a_local_cluster_has_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.is_initialized", lambda: False)  # other tests of this process may share one
+    pools = [ResourcePool("train", [2, 2]), ResourcePool("score", [1])]
+    with pytest.raises(ConfigError, match="before anything was started:\n.*trainer.nnodes=2: needs 2 nodes, and ray_init.address=local"):
+        require_room(RayInitConfig(), pools)
+    require_room(RayInitConfig(address="auto"), pools)
+    require_room(RayInitConfig(), pools[1:])
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,8 @@ def test_gpus_that_the_machine_does_not_have(tmp_path: Path, model: Path, data: 
 
 
 def test_more_nodes_than_there_are(tmp_path: Path, model: Path, data: Path) -> None:
-    assert_refused(ppo(tmp_path, model, data, "trainer.nnodes=2"), "needs 2 nodes")
+    assert_refused(ppo(tmp_path, model, data, "trainer.nnodes=2"), "before anything was started", "trainer.nnodes=2", "needs 2 nodes")
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_reward_file_that_does_not_import(tmp_path: Path, model: Path, data: Path) -> None:

@@ -108,3 +108,40 @@ def test_end_tokens_of_generation(tiny: Path) -> None:
     assert found is not None and found.eos_token_id == 1
     (tiny / "generation_config.json").unlink()
     assert loading.load_generation_config(ModelConfig(path=str(tiny))) is None
+
+
+JSON_OF_ANOTHER_FORM = ["", "[]", "3", "null", "{", "[" * 100_000]
+
+
+@pytest.mark.parametrize("text", [*JSON_OF_ANOTHER_FORM, '{"model_type": ["a"]}', '{"model_type": "qwen3", "hidden_size": "x"}'])
+def test_a_config_of_another_form(tiny: Path, text: str) -> None:
+    (tiny / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match="cannot be read as a model: "):
+        loading.load_config(ModelConfig(path=str(tiny)))
+
+
+def test_an_override_of_another_type(tiny: Path) -> None:
+    with pytest.raises(ConfigError, match="hidden_size=x is no value that a qwen3 model can have: .*expected int, got str"):
+        loading.load_config(ModelConfig(path=str(tiny), override_config={"hidden_size": "x"}))
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("text", [*JSON_OF_ANOTHER_FORM, '{"added_tokens": [], "model": {"type": "zz"}}'])
+def test_a_tokenizer_of_another_form(tiny: Path, file: str, text: str) -> None:
+    (tiny / file).write_text(text)
+    with pytest.raises(ConfigError, match="holds no tokenizer that can be read: "):
+        loading.load_tokenizer(ModelConfig(path=str(tiny)))
+
+
+def test_a_tokenizer_s_path_that_is_no_directory(tiny: Path) -> None:
+    for path, rule in ((tiny / "config.json", "is a file, not a directory"), (tiny / "gone", "there is no such directory")):
+        with pytest.raises(ConfigError) as error:
+            loading.load_tokenizer(ModelConfig(path=str(tiny), tokenizer_path=str(path)))
+        assert problem(error) == ("actor_rollout_ref.model.tokenizer_path", rule)
+
+
+@pytest.mark.parametrize("text", JSON_OF_ANOTHER_FORM)
+def test_broken_end_tokens_are_not_passed_over(tiny: Path, text: str) -> None:
+    (tiny / "generation_config.json").write_text(text)
+    with pytest.raises(ConfigError, match="its generation_config.json cannot be read: "):
+        loading.load_generation_config(ModelConfig(path=str(tiny)))

@@ -30,7 +30,7 @@ def build_model(
 ) -> tuple[PolicyModel | ValueModel, bool]:
     """The sharded model with its weights, and whether its rows must be padded. Raises ConfigError on every rank alike."""
     config = loading.load_config(model, field=field)
-    attention, padded = loading.choose_attention(config, model, loading.causal_class(config, model))
+    attention, padded = loading.choose_attention(config, model, loading.causal_class(config, model, field=field))
     dtype = resolve_dtype(fsdp.model_dtype, device.type)
     module = loading.empty_model(config, model, head=head, dtype=dtype, attention=attention, chunk_tokens=fsdp.head_chunk_tokens)
     if not trained:

@@ -8,6 +8,7 @@ Left out on purpose: adapters on embeddings, several adapters at a time, peft's 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,21 +23,48 @@ ADAPTER = "default"
 
 
 def add_adapters(hf: nn.Module, model: ModelConfig, dtype: torch.dtype, *, field: str) -> None:
-    """Puts adapters of type `dtype` into `hf` and freezes the rest of it. Raises ConfigError when target_modules names nothing."""
+    """Puts adapters of type `dtype` into `hf` and freezes the rest of it.
+
+    Raises ConfigError when target_modules, or a name in it, is of no linear layer. `hf` may be on the meta device, to find that out.
+    """
     from peft import LoraConfig, inject_adapter_in_model
 
     targets = model.target_modules if isinstance(model.target_modules, str) else list(model.target_modules)
+    key, all_linear = f"{field}.target_modules", f"{field}.target_modules=all-linear"
+    linear = linear_layers(hf)
+    if lost := _unmatched(targets, hf):  # peft passes over such names where others match
+        rule = f"the model has no module {' and no '.join(lost)}; its linear layers are {', '.join(linear)}"
+        raise ConfigError.one(key, targets, rule, all_linear)
     config = LoraConfig(r=model.lora_rank, lora_alpha=model.lora_alpha, target_modules=targets, lora_dropout=0.0, bias="none")
     try:
         inject_adapter_in_model(config, hf, adapter_name=ADAPTER)
-    except ValueError as error:
-        rule = f"names no linear layer of this model: {str(error).splitlines()[0]}"
-        raise ConfigError.one(f"{field}.target_modules", targets, rule, f"{field}.target_modules=all-linear") from error
+    except (ValueError, re.error) as error:
+        rule = f"names no linear layer of this model ({str(error).splitlines()[0]}); they are {', '.join(linear)}"
+        raise ConfigError.one(key, targets, rule, all_linear) from error
     if any(".lora_embedding_" in name for name, _ in hf.named_parameters()):
-        raise ConfigError.one(f"{field}.target_modules", targets, "embeddings get no adapters", f"{field}.target_modules=all-linear")
+        raise ConfigError.one(key, targets, "embeddings get no adapters", all_linear)
     for name, parameter in hf.named_parameters():
         parameter.requires_grad_(is_adapter(name))
         parameter.data = parameter.data.to(dtype)
+
+
+def linear_layers(hf: nn.Module) -> list[str]:
+    """The last parts of the names of linear layers, each once.
+
+    >>> linear_layers(nn.ModuleDict({"a": nn.ModuleDict({"up": nn.Linear(1, 1)}), "b": nn.ModuleDict({"up": nn.Linear(1, 1)})}))
+    ['up']
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    return list(dict.fromkeys(name.rpartition(".")[2] for name, part in hf.named_modules() if isinstance(part, nn.Linear | Conv1D)))
+
+
+def _unmatched(targets: str | list[str], hf: nn.Module) -> list[str]:
+    """Names of a list that no module ends in. A text is a pattern, or all-linear: peft says itself when nothing matches."""
+    if isinstance(targets, str):
+        return []
+    names = [f".{name}" for name, _ in hf.named_modules()]
+    return [target for target in targets if not any(name.endswith(f".{target}") for name in names)]
 
 
 def is_adapter(name: str) -> bool:

@@ -1,0 +1,121 @@
+"""What a job reads, opened before anything starts: models, tokenizers, prompts.
+
+In: a configuration, and `Faults` that take whatever is wrong. Out: what could be opened; None where something was wrong with it.
+Each part is looked at also where another one is broken, as far as it does not need that one.
+Left out on purpose: reward functions and the machine (`ppo.py`, `session.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hydraflow.batch_plan.roles import needs_critic
+from hydraflow.data.config import PromptConfig
+from hydraflow.data.files import Record
+from hydraflow.data.prompts import PromptDataset, read_prompts
+from hydraflow.engine.fsdp import lora
+from hydraflow.errors import Faults
+from hydraflow.jobs.context import require_context
+from hydraflow.models.config import ModelConfig, ModelSourceConfig
+from hydraflow.models.fit import require_model, require_weights
+from hydraflow.models.loading import load_config, load_generation_config, load_tokenizer
+from hydraflow.schema import PPOConfig
+from hydraflow.trainer.roles import critic_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+POLICY, CRITIC = "actor_rollout_ref.model", "critic.model"
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What a run reads; None: it needs none."""
+
+    train: PromptDataset | None
+    val: PromptDataset | None
+    tokenizer: PreTrainedTokenizerBase
+
+    def first_rows(self) -> list[Record]:
+        """Three rows as they stand in the files."""
+        dataset = self.train or self.val
+        return dataset.records[:3] if dataset else []
+
+    def data_sources(self) -> list[str]:
+        """Of all rows."""
+        return sorted({source for dataset in (self.train, self.val) if dataset for source in dataset.data_sources()})
+
+
+def open_model(model: ModelSourceConfig, faults: Faults, *, head: str, field: str) -> PreTrainedConfig | None:
+    """The model's configuration, which its weights fit, as far as that can be seen without loading them."""
+    config = faults.result(lambda: load_config(model, field=field))
+    if config is None or not faults.passes(lambda: require_model(model, config, head=head, field=field)):
+        return None
+    faults.passes(lambda: require_weights(model, config, head=head, field=field))
+    faults.passes(lambda: load_generation_config(model, field=field))
+    return config
+
+
+def open_trained_model(model: ModelConfig, faults: Faults, *, head: str, field: str) -> PreTrainedConfig | None:
+    """The same for a model that may get adapters."""
+    config = open_model(model, faults, head=head, field=field)
+    if config is not None and model.lora_rank > 0:
+        faults.passes(lambda: require_targets(model, config, head=head, field=field))
+    return config
+
+
+def require_targets(model: ModelConfig, config: PreTrainedConfig, *, head: str, field: str) -> None:
+    """Raises ConfigError when low-rank adapters could not be put where `target_modules` says."""
+    module = require_model(model, config, head=head, field=field)
+    if module is not None:
+        lora.add_adapters(module.hf, model, torch.float32, field=field)
+
+
+def open_tokenizer(
+    model: ModelSourceConfig, config: PreTrainedConfig | None, faults: Faults, *, field: str
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer; it is not looked for in a model's directory that is broken already."""
+    if config is None and not model.tokenizer_path:
+        return None
+    return faults.result(lambda: load_tokenizer(model, field=field))
+
+
+def open_prompts(
+    data: PromptConfig, files: Any, tokenizer: PreTrainedTokenizerBase | None, faults: Faults, *, key: str, max_samples: int
+) -> PromptDataset | None:
+    """The prompts of files; without a tokenizer the files alone are looked at."""
+    if tokenizer is None:
+        faults.passes(lambda: read_prompts(data, files, key=key, max_samples=max_samples))
+        return None
+    return faults.result(lambda: PromptDataset(data, files, tokenizer, key=key, max_samples=max_samples))
+
+
+def open_inputs(config: PPOConfig, faults: Faults) -> Prompts | None:
+    """Models, tokenizer and prompts of a run of reinforcement learning; None: not all could be opened."""
+    data, model = config.data, config.actor_rollout_ref.model
+    described = open_trained_model(model, faults, head="policy", field=POLICY)
+    if needs_critic(config):
+        _open_critic(config, faults)
+    tokenizer = open_tokenizer(model, described, faults, field=POLICY)
+    train = val = None
+    if not config.trainer.val_only:
+        train = open_prompts(data, data.train_files, tokenizer, faults, key="data.train_files", max_samples=data.train_max_samples)
+    if data.val_files:
+        val = open_prompts(data, data.val_files, tokenizer, faults, key="data.val_files", max_samples=data.val_max_samples)
+    datasets = [dataset for dataset in (train, val) if dataset is not None]
+    if described is not None and datasets:
+        faults.passes(lambda: require_context(datasets, data.max_response_length, described))
+    if tokenizer is None or len(datasets) < (not config.trainer.val_only) + bool(data.val_files):
+        return None
+    return Prompts(train, val, tokenizer)
+
+
+def _open_critic(config: PPOConfig, faults: Faults) -> None:
+    """The critic's directory is the policy's where it has none of its own: what is wrong with that is not said twice."""
+    known = {(str(problem.value), problem.rule) for problem in faults.problems}
+    critics = Faults()
+    open_trained_model(critic_model(config), critics, head="value", field=CRITIC)
+    faults.add([problem for problem in critics.problems if (str(problem.value), problem.rule) not in known])

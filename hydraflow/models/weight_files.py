@@ -1,0 +1,147 @@
+"""The weight files of a Hugging Face directory as their headers describe them: which there are, what is wrong with them, what they hold.
+
+In: a directory. Out: faults in words, names and shapes. Only headers are read, so that a missing, cut off or never downloaded shard
+is found within milliseconds instead of after minutes of loading.
+Left out on purpose: whether the tensors fill a model (`fit.py`), and numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zipfile
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import torch
+
+from hydraflow.errors import ConfigError
+from hydraflow.models.weight_map import INDEX, PICKLED_INDEX, read_weight_map
+
+SINGLE, PICKLE = "model.safetensors", "pytorch_model.bin"
+LFS = b"version https://git-lfs"
+LARGEST_HEADER = 100 * 2**20
+"""safetensors allows no larger one."""
+SHOWN = 3
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files with weights, safetensors before pickles."""
+    return sorted(directory.glob("*.safetensors")) or sorted(directory.glob("*.bin"))
+
+
+def weight_faults(directory: Path) -> list[str]:
+    """What keeps the weights from being loaded; empty when nothing is known to."""
+    files = weight_files(directory)
+    index = directory / INDEX
+    if not files:
+        return ["this directory has no weights (*.safetensors or *.bin)"]
+    if not index.is_file():
+        return [fault for file in files if (fault := file_fault(file))]
+    try:
+        places = read_weight_map(index)
+    except ConfigError as error:
+        return [f"{index} {error.problems[0].rule}"]
+    promised = sorted(set(places.values()))
+    absent = [name for name in promised if not (directory / name).is_file()]
+    if absent:
+        lost = sum(shard in absent for shard in places.values())
+        return [
+            f"{len(absent)} of {len(promised)} weight files are missing ({', '.join(absent[:SHOWN])}), with {lost} of {len(places)} weights"
+        ]
+    return [fault for name in promised if (fault := file_fault(directory / name, {key for key, shard in places.items() if shard == name}))]
+
+
+def file_fault(file: Path, names: Collection[str] = ()) -> str | None:
+    """What is wrong with a weight file that must hold `names`; None: nothing, as far as its header says."""
+    try:
+        with file.open("rb") as opened:
+            if opened.read(len(LFS)) == LFS:
+                return f"{file.name} is a Git LFS pointer, not the file itself (git lfs pull)"
+        if file.suffix != ".safetensors":
+            return None if file.stat().st_size else f"{file.name} is empty"
+        header = read_header(file)
+    except OSError as error:
+        return f"{file.name} cannot be read: {error.strerror}"
+    if header is None:
+        return f"{file.name} has no safetensors header: it is broken"
+    described, start = header
+    end = start + max((entry["data_offsets"][1] for entry in described.values()), default=0)
+    if file.stat().st_size < end:
+        return f"{file.name} is cut off: it has {file.stat().st_size} bytes of {end}"
+    lost = sorted(set(names) - set(described))
+    return f"{file.name} lacks {len(lost)} weights that the index promises, the first {lost[0]}" if lost else None
+
+
+def read_header(file: Path) -> tuple[dict[str, Any], int] | None:
+    """What a safetensors file says about each tensor (dtype, shape, data_offsets), and the byte at which their data begin; None: it
+    is no such file."""
+    with file.open("rb") as opened:
+        start = opened.read(8)
+        size = struct.unpack("<Q", start)[0] if len(start) == 8 else LARGEST_HEADER + 1
+        if size > LARGEST_HEADER:
+            return None
+        try:
+            described = json.loads(opened.read(size))
+        except (ValueError, RecursionError):
+            return None
+    if not isinstance(described, dict):
+        return None
+    described.pop("__metadata__", None)
+    return (described, 8 + size) if all(map(_is_tensor, described.values())) else None
+
+
+def _is_tensor(entry: Any) -> bool:
+    """Whether a header's entry describes a tensor."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+        return False
+    offsets = entry.get("data_offsets")
+    return _are_sizes(entry.get("shape")) and _are_sizes(offsets) and len(offsets) == 2
+
+
+def _are_sizes(values: Any) -> TypeGuard[list[int]]:
+    return isinstance(values, list) and all(isinstance(value, int) and value >= 0 for value in values)
+
+
+def stored_types(files: list[Path]) -> list[str]:
+    """Types of the tensors in safetensors files, as their first file names them."""
+    header = read_header(files[0]) if files[0].suffix == ".safetensors" else None
+    return sorted({entry["dtype"] for entry in header[0].values()}) if header else ["pickled"]
+
+
+def files_to_load(directory: Path) -> list[Path]:
+    """The files that transformers loads, whose choice this is; empty: it finds none under the names that it knows.
+
+    ConfigError for an index that names files elsewhere.
+    """
+    for single, index in ((SINGLE, INDEX), (PICKLE, PICKLED_INDEX)):
+        if (directory / single).is_file():
+            return [directory / single]
+        if (directory / index).is_file():
+            return [directory / name for name in sorted(set(read_weight_map(directory / index).values()))]
+    return []
+
+
+def empty_tensors(files: list[Path]) -> dict[str, torch.Tensor] | None:
+    """The tensors of weight files without `weight_faults`, on the meta device; None: the shapes cannot be had without loading them."""
+    found: dict[str, torch.Tensor] = {}
+    for file in files:
+        tensors = _from_header(file) if file.suffix == ".safetensors" else _from_pickle(file)
+        if tensors is None:
+            return None
+        found |= tensors
+    return found
+
+
+def _from_header(file: Path) -> dict[str, torch.Tensor] | None:
+    header = read_header(file)
+    return None if header is None else {name: torch.empty(entry["shape"], device="meta") for name, entry in header[0].items()}
+
+
+def _from_pickle(file: Path) -> dict[str, torch.Tensor] | None:
+    """Only from archives, which can be mapped into memory, and by torch's unpickler that makes tensors and nothing else."""
+    if not zipfile.is_zipfile(file):
+        return None
+    loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    return {str(name): tensor.to("meta") for name, tensor in loaded.items() if isinstance(tensor, torch.Tensor)}

@@ -1,0 +1,44 @@
+"""Modules for low-rank adapters that the model does not have."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from hydraflow.errors import ConfigError
+from hydraflow.jobs.inputs import require_targets
+from hydraflow.models.config import ModelConfig
+from hydraflow.models.loading import load_config
+
+LINEAR = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
+
+
+def look(tiny: str, targets: object, head: str) -> None:
+    model = ModelConfig(path=tiny, lora_rank=4, target_modules=targets)
+    require_targets(model, load_config(model), head=head, field="critic.model")
+
+
+@pytest.mark.parametrize("head", ["policy", "value"])
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "mlp.up_proj"], ".*_proj"])
+def test_modules_that_are_there(tiny: str, targets: object, head: str) -> None:
+    look(tiny, targets, head)
+
+
+@pytest.mark.parametrize(
+    ("targets", "rule"),
+    [
+        (["query", "c_attn"], f"the model has no module query and no c_attn; its linear layers are {LINEAR}"),
+        (["q_proj", "qv_proj"], f"the model has no module qv_proj; its linear layers are {LINEAR}"),
+        ("query", "names no linear layer of this model (Target modules query not found in the base model.* they are q_proj"),
+        ("*proj", "names no linear layer of this model (nothing to repeat at position 0); they are q_proj"),
+        (["norm"], "names no linear layer of this model"),
+        (["embed_tokens"], "embeddings get no adapters"),
+    ],
+)
+def test_modules_that_are_not_there(tiny: str, targets: object, rule: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        look(tiny, targets, "value")
+    [problem] = caught.value.problems
+    assert re.match(".*".join(map(re.escape, rule.split(".*"))), problem.rule), problem.rule
+    assert (problem.field, problem.remedy) == ("critic.model.target_modules", "critic.model.target_modules=all-linear")
