@@ -11,12 +11,18 @@ import stat
 import tempfile
 from pathlib import Path
 
-from hydraflow.errors import EnvironmentFault
+from hydraflow.errors import ConfigError, EnvironmentFault
 
 MODULES = "HF_MODULES_CACHE"
 """Where transformers copies a model's own code; by default in the home folder, which nodes often share."""
 RAY_BASE = "RAY_TMPDIR"
 """Variable with which the user puts Ray's temporary files on another disk."""
+LONGEST_SOCKET = 107
+"""Bytes in the path of a Unix socket."""
+SOCKET = "/session_2026-11-22_05-35-18_170953_4194304/sockets/plasma_store.1"
+"""What Ray adds to its folder."""
+SESSIONS = "ray"
+"""Ray opens this folder to everybody, so the one around it must be closed."""
 
 
 def node_folder() -> Path:
@@ -41,6 +47,32 @@ def own_folder_below(base: Path) -> Path:
     except OSError as error:
         raise EnvironmentFault(f"{folder} cannot be made: {error.strerror}; TMPDIR=<a folder that you may write> helps") from error
     raise EnvironmentFault(f"{folder} is not a folder of this user's: somebody else made it; TMPDIR=<a folder of your own> helps")
+
+
+def session_folder() -> Path:
+    """Where a local Ray keeps sockets, logs and spilled objects: in the user's folder below RAY_TMPDIR, else below TMPDIR, else /tmp; or
+    in RAY_TMPDIR itself, where that is longer than sockets allow and nobody but the user can enter it. ConfigError when it is too long.
+    """
+    named = os.environ.get(RAY_BASE)
+    for base in [named] if named else [tempfile.gettempdir(), "/tmp"]:
+        if _has_room(_below(Path(base)) / SESSIONS):
+            return own_folder_below(Path(base)) / SESSIONS
+    folder = Path(str(named))
+    if _has_room(folder / SESSIONS) and _is_closed(folder):
+        return folder / SESSIONS
+    most = LONGEST_SOCKET - len(SOCKET) - len(f"/{SESSIONS}")
+    private = most - len(f"/{_below(folder).name}")
+    rule = f"is too long for the sockets below it: at most {private} characters, or {most} for a folder of yours with mode 700"
+    raise ConfigError.one(RAY_BASE, named, rule, f"{RAY_BASE}=/tmp")
+
+
+def _has_room(folder: Path) -> bool:
+    return len(os.fsencode(folder)) + len(SOCKET) <= LONGEST_SOCKET
+
+
+def _is_closed(folder: Path) -> bool:
+    """Whether it is the user's, and nobody else can enter it."""
+    return folder.is_dir() and folder.stat().st_uid == os.getuid() and not stat.S_IMODE(folder.stat().st_mode) & 0o077
 
 
 def _below(base: Path) -> Path:

@@ -15,8 +15,9 @@ from pathlib import Path
 from hydraflow.checkup.facts import Facts
 from hydraflow.checkup.finding import Finding, Skip, ok, problem, warning
 from hydraflow.checkup.memory import host_memory
+from hydraflow.errors import EnvironmentFault
 from hydraflow.memory.report import size_text
-from hydraflow.node_folder import RAY_BASE
+from hydraflow.node_folder import RAY_BASE, session_folder
 
 STORE_SHARE, STORE_MOST, STORE_FLOOR = 0.3, 200 * 10**9, 10**10
 """Ray's object store takes this share of the memory, at most so many bytes, and below the floor does not shrink with /dev/shm."""
@@ -89,7 +90,14 @@ def _limit(value: int) -> str:
 
 def check_temporary_files(facts: Facts) -> Iterator[Finding]:
     """Ray's sessions and spilled objects."""
-    yield judge_temporary_files(Path(os.environ.get(RAY_BASE) or tempfile.gettempdir()))
+    base = Path(os.environ.get(RAY_BASE) or tempfile.gettempdir())
+    yield judge_temporary_files(base)
+    if facts.config.ray_init.address != "local" or not os.access(base, os.W_OK):
+        return
+    try:
+        session_folder()
+    except EnvironmentFault as error:
+        yield problem(str(error), "RAY_TMPDIR=<a folder of yours>")
 
 
 def judge_temporary_files(folder: Path, *, full: float = DISK_FULL) -> Finding:

@@ -13,10 +13,10 @@ from contextlib import suppress
 
 import psutil
 
-from hydraflow.dispatch.private import session_folder
 from hydraflow.dispatch.processes import lives
 from hydraflow.errors import EnvironmentFault
 from hydraflow.interrupts import ENDS, end_at_once
+from hydraflow.node_folder import session_folder
 
 VITAL = {"gcs_server": "control service", "raylet": "node process"}
 PERIOD = 0.25

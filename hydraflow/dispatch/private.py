@@ -17,15 +17,9 @@ from pathlib import Path
 
 from ray._private import ray_constants
 
-from hydraflow.errors import ConfigError
-from hydraflow.node_folder import RAY_BASE, make_node_folder, own_folder_below
+from hydraflow.node_folder import make_node_folder, session_folder
 
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
-LONGEST_SOCKET = 107
-"""Bytes in the path of a Unix socket."""
-SOCKET = "/session_2026-11-22_05-35-18_170953_4194304/sockets/plasma_store.1"
-"""What Ray adds to its folder."""
-
 log = logging.getLogger(__name__)
 
 
@@ -57,14 +51,3 @@ def token_file() -> Path:
                 os.link(new.name, file)
     os.utime(file)  # temporary folders are cleared of what is old
     return file
-
-
-def session_folder() -> Path:
-    """Where Ray keeps sockets, logs and spilled objects: `ray/` in the user's folder below RAY_TMPDIR, else below TMPDIR, else /tmp."""
-    named = os.environ.get(RAY_BASE)
-    for base in [named] if named else [tempfile.gettempdir(), "/tmp"]:
-        folder = own_folder_below(Path(base)) / "ray"
-        if len(os.fsencode(folder)) + len(SOCKET) <= LONGEST_SOCKET:
-            return folder
-    most = LONGEST_SOCKET - len(SOCKET) - len(f"/hydraflow-{os.getuid()}/ray")
-    raise ConfigError.one(RAY_BASE, named, f"is too long for the sockets below it: at most {most} characters", f"{RAY_BASE}=/tmp")

@@ -7,10 +7,17 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
+import pytest
+
+from hydraflow.checkup.facts import Facts
 from hydraflow.checkup.finding import State
-from hydraflow.checkup.limits import judge_open_files, judge_shared_memory, judge_temporary_files, object_store_bytes
+from hydraflow.checkup.limits import check_temporary_files, judge_open_files, judge_shared_memory, judge_temporary_files, object_store_bytes
+from hydraflow.compose.loading import load
+from hydraflow.errors import ConfigError
+from hydraflow.schema import PPOConfig
 
 
 def test_ray_takes_a_third_of_the_memory_but_not_more_than_shared_memory() -> None:
@@ -58,6 +65,23 @@ def test_a_tiny_ulimit_is_seen_by_the_doctor(tmp_path: Path) -> None:
     rows = {row["check"]: row for row in json.loads(done.stdout)}
     assert rows["open files"]["state"] == "problem"
     assert "60, can be raised to 60" in rows["open files"]["evidence"]
+
+
+def test_temporary_files_of_a_local_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path without room for sockets, and a folder in the place of the user's own; neither matters in a cluster that is joined."""
+    config = load("ppo", PPOConfig)
+    long = tmp_path / ("long" * 20)
+    long.mkdir()
+    monkeypatch.setenv("RAY_TMPDIR", str(long))
+    with pytest.raises(ConfigError, match="is too long for the sockets below it"):
+        list(check_temporary_files(Facts(config)))
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="h") as short:
+        monkeypatch.setenv("RAY_TMPDIR", short)
+        Path(short, f"hydraflow-{os.getuid()}").touch()
+        found = list(check_temporary_files(Facts(config)))
+        assert found[-1].state is State.PROBLEM and short in found[-1].evidence
+        config.ray_init.address = "auto"
+        assert all(one.state is not State.PROBLEM for one in check_temporary_files(Facts(config)))
 
 
 def test_temporary_files(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from hydraflow.dispatch import private
-from hydraflow.errors import ConfigError
 
 HERE = Path(__file__).parent
 SECRET = "s3cr3t-of-the-run"
@@ -82,13 +81,3 @@ def test_a_token_is_made_once_for_all_runs(tmp_path: Path, monkeypatch: pytest.M
     first = private.token_file().read_text()
     assert private.token_file().read_text() == first
     assert [path.name for path in private.token_file().parent.iterdir()] == ["ray-token"]
-
-
-def test_sockets_need_a_short_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_TMPDIR", raising=False)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 20)))
-    (tmp_path / ("long" * 20)).mkdir()
-    assert private.session_folder() == Path(f"/tmp/hydraflow-{os.getuid()}/ray")
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / ("long" * 20)))
-    with pytest.raises(ConfigError, match="RAY_TMPDIR=.* is too long for the sockets below it: at most .* characters"):
-        private.session_folder()
