@@ -35,9 +35,7 @@ def test_a_closed_folder_of_the_users_needs_no_other_one_in_it(short: Path, monk
     monkeypatch.setenv("RAY_TMPDIR", str(scratch))
     assert session_folder() == scratch / SESSIONS
     scratch.chmod(0o755)
-    with pytest.raises(
-        ConfigError, match=r"RAY_TMPDIR=.* is too long .* or \d+ for a folder of yours with mode 700"
-    ):
+    with pytest.raises(ConfigError, match=r"RAY_TMPDIR=.* is too long .* or \d+ for a folder of yours with mode 700"):
         session_folder()
     assert list(scratch.iterdir()) == []
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from hydraflow.dispatch import private
+from hydraflow.errors import ConfigError
 
 HERE = Path(__file__).parent
 SECRET = "s3cr3t-of-the-run"
@@ -81,3 +82,13 @@ def test_a_token_is_made_once_for_all_runs(tmp_path: Path, monkeypatch: pytest.M
     first = private.token_file().read_text()
     assert private.token_file().read_text() == first
     assert [path.name for path in private.token_file().parent.iterdir()] == ["ray-token"]
+
+
+@pytest.mark.parametrize(("name", "rule"), [("none", "cannot be read: No such file or directory"), ("empty", "the file is empty")])
+def test_a_named_file_without_a_token(name: str, rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "empty").touch()
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / name))
+    with pytest.raises(ConfigError, match=f"RAY_AUTH_TOKEN_PATH={tmp_path / name}: .*{rule}"):
+        private.close_to_others()
