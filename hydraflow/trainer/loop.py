@@ -80,7 +80,7 @@ class Loop:
 
     def _give_up(self, step: int, checkpoints: Checkpointer | None, *, done: int) -> None:
         """Leaves a step undone, and saves what was trained before it, unless that is saved."""
-        logger.warning("step %d is given up: its rewards are late, and the run must end", step)
+        logger.warning("step %d is given up: it has no samples or no rewards yet, and the run must end", step)
         before = step - 1
         if checkpoints is not None and before > done and not checkpoints.has(before):
             checkpoints.after(before, {}, last=True, preempted=True)
@@ -102,7 +102,7 @@ class Loop:
             with self.trainer.timer.phase("testing"), self.trainer.runtime.interruptible(self.clock.require_patience):
                 metrics, samples = self.validator.run(step)
         except OutOfPatience:
-            logger.warning("the validation after step %d is given up: its rewards are late, and the run must end", step)
+            logger.warning("the validation after step %d is given up: it has no samples or no rewards yet, and the run must end", step)
             return {}
         if samples:
             self.folder.write_samples(step, samples)
