@@ -6,6 +6,7 @@ taken apart by Hydra's own parser, so what is hidden does not depend on how some
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,9 @@ from hydra.core.override_parser.types import ChoiceSweep, Override, QuotedString
 from hydra.errors import HydraException
 
 from hydraflow.errors import shown
-from hydraflow.redact import HIDDEN, public, public_word
+from hydraflow.redact import ENVIRONMENTS, HIDDEN, public, public_word
+
+_NAMES = re.compile(r"\w+")
 
 
 def public_words(words: Sequence[str]) -> list[str]:
@@ -28,8 +31,11 @@ def public_words(words: Sequence[str]) -> list[str]:
 
 def unparsed(word: str) -> str:
     """A word that is no override, or that Hydra cannot read; without its value where that may be secret."""
-    told = public_word(word)
-    return told if told == word or word.startswith("-") else f"{word.partition('=')[0]}={HIDDEN}"
+    told, (key, equals, value) = public_word(word), word.partition("=")
+    if not equals or word.startswith("-") or public_word(key) != key:
+        return told
+    holds_variables = not ENVIRONMENTS.isdisjoint(_NAMES.findall(value))
+    return f"{key}={HIDDEN}" if told != word or holds_variables else told
 
 
 def values(override: Override) -> list[Any]:
@@ -61,6 +67,8 @@ def _public(word: str) -> str:
     except HydraException:
         return unparsed(word)
     key, found = override.key_or_group, values(override)
+    if not found:  # a deletion, which may say what it deletes, or a range
+        return unparsed(word)
     if all(public(value, key) == value for value in found):
         return word
     return f"{word.partition('=')[0]}={','.join(shown(value, key) for value in found)}"

@@ -70,8 +70,8 @@ def _require_fit(directory: Path, model: ModelSourceConfig, config: PreTrainedCo
         stored = empty_tensors(files)
     except ConfigError:
         raise
-    except pickle.UnpicklingError as error:  # torch goes on with advice to trust the file
-        rule = f"its weights hold more than tensors, which was not executed: {loading.first_line(error)}"
+    except pickle.UnpicklingError as error:
+        rule = f"its weights hold more than tensors, which was not executed: {loading.refused_content(error)}"
         raise ConfigError.one(f"{field}.path", model.path, rule) from error
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError.one(f"{field}.path", model.path, f"its weights cannot be read: {loading.first_line(error)}") from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -215,8 +216,8 @@ def _load_lm(path: str, config: PreTrainedConfig, dtype: torch.dtype, *, trust: 
                 ignore_mismatched_sizes=True,
                 weights_only=True,
             )
-    except pickle.UnpicklingError as error:  # torch goes on with advice to trust the file
-        rule = f"its weights hold more than tensors, which was not executed: {first_line(error)}"
+    except pickle.UnpicklingError as error:
+        rule = f"its weights hold more than tensors, which was not executed: {refused_content(error)}"
         raise ConfigError.one(f"{field}.path", path, rule) from error
     except (OSError, SafetensorError) as error:
         raise ConfigError.one(f"{field}.path", path, f"its weights cannot be read: {first_line(error)}") from error
@@ -303,6 +304,17 @@ def first_line(error: BaseException) -> str:
     """What an error says in short: its first line, and the next one where that is only a heading."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+
+
+def refused_content(error: pickle.UnpicklingError) -> str:
+    """What torch's unpickler refused, without its advice to trust the file.
+
+    >>> advice = "load it if you trust it. \\n\\tWeightsUnpickler error: Unsupported global: GLOBAL os.system was not an allowed global"
+    >>> refused_content(pickle.UnpicklingError(advice))
+    'Unsupported global: GLOBAL os.system'
+    """
+    found = re.search(r"WeightsUnpickler error: (.+?)(?: was not an allowed|\. |$)", str(error), re.MULTILINE)
+    return found[1] if found else "torch does not say what"
 
 
 def _unreadable() -> tuple[type[Exception], ...]:

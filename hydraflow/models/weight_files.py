@@ -23,6 +23,8 @@ SINGLE, PICKLE = "model.safetensors", "pytorch_model.bin"
 LFS = b"version https://git-lfs"
 LARGEST_HEADER = 100 * 2**20
 """safetensors allows no larger one."""
+LARGEST_SIZE = 2**63
+"""torch counts in 64 bits with a sign."""
 SHOWN = 3
 
 
@@ -101,7 +103,7 @@ def _is_tensor(entry: Any) -> bool:
 
 
 def _are_sizes(values: Any) -> TypeGuard[list[int]]:
-    return isinstance(values, list) and all(isinstance(value, int) and value >= 0 for value in values)
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < LARGEST_SIZE for value in values)
 
 
 def stored_types(files: list[Path]) -> list[str]:
@@ -144,4 +146,6 @@ def _from_pickle(file: Path) -> dict[str, torch.Tensor] | None:
     if not zipfile.is_zipfile(file):
         return None
     loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{file.name} holds a {type(loaded).__name__}, not tensors by name")
     return {str(name): tensor.to("meta") for name, tensor in loaded.items() if isinstance(tensor, torch.Tensor)}

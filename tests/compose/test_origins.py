@@ -190,6 +190,8 @@ def test_the_command_is_kept_without_its_secrets(monkeypatch):
         *("a={PASSWORD: two s3cr3t}", "a={DB_PASSWORD:ab's3cr3t}", "a={HF_TOKEN : s3cr3t}", r"a.PASSWORD=a\,s3cr3t", "a.PASS='it s3cr3t"),
         *("a={HF_TOKEN: [s3cr3t, {b: s3cr3t}]}", "a.api_key=s3cr3t,s3cr3t", "a={x: 'Authorization: Bearer s3cr3t.s3cr3t'}"),
         *("a={x: 'https://h/?n=1&sig=s3cr3t'}", "a='user:s3cr3t@host:1'", "a={MY_KEYS: s3cr3t", "--hf-token=s3cr3t"),
+        *("~a.api_key=s3cr3t", "a.api_key=glob(s3cr3t*)", "++a={env_vars:{B:s3cr3t}", "++a={c:1,env_vars: {B: 1, C: s3cr3t}"),
+        *("https://u:s3cr3t@h/x", "https://u:s3cr3t@h/?a=1", "hf_s3cr3ts3cr3ts3cr3t"),
         *("a.env_vars={B: [s3cr3t]}", "hydra.job.env_set.B=s3cr3t", "a={x: \"{'password': 's3cr3t'}\"}"),
     ],
 )

@@ -99,7 +99,16 @@ def test_a_pickle_that_would_run_code(copy: Path) -> None:
     (copy / SINGLE).unlink()
     torch.save({"model.norm.weight": Bomb(copy / "exploded")}, copy / PICKLE)
     [rule] = rules(copy)
-    assert rule.startswith("its weights cannot be read: ") and not (copy / "exploded").exists()
+    assert rule == "its weights hold more than tensors, which was not executed: Unsupported global: GLOBAL getattr"
+    assert not (copy / "exploded").exists()
+
+
+@pytest.mark.parametrize("content", [torch.ones(2), [torch.ones(2)]])
+def test_a_pickle_without_names(copy: Path, content: object) -> None:
+    (copy / SINGLE).unlink()
+    torch.save(content, copy / PICKLE)
+    [rule] = rules(copy)
+    assert rule.startswith("its weights cannot be read: pytorch_model.bin holds a ") and rule.endswith(", not tensors by name")
 
 
 class Bomb:
@@ -138,14 +147,25 @@ def test_files_of_other_names(copy: Path, name: str) -> None:
     assert "have no names that are loaded" in rules(copy)[0] or "header" in rules(copy)[0]
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", '{"weight_map": ["a"]}', '{"weight_map": {"a": 3}}', "[" * 100_000, "{"])
-def test_an_index_of_another_form(copy: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        *((text, "names no files: it has no weight_map") for text in ("[]", "{}", '{"weight_map": ["a"]}')),
+        ('{"weight_map": {"a": 3}}', "says that a is in 3, which is no file of this directory"),
+        *((text, "cannot be read: ") for text in ("[" * 100_000, "{")),
+    ],
+)
+def test_an_index_of_another_form(copy: Path, text: str, fault: str) -> None:
     (copy / INDEX).write_text(text)
-    assert "cannot be read" in rules(copy)[0]
+    assert rules(copy)[0].startswith(f"{copy / INDEX} {fault}")
 
 
 @pytest.mark.parametrize(
-    "entry", ["3", "[]", '{"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}', '{"dtype": "F32", "shape": 1}', "[" * 100_000]
+    "entry",
+    [
+        *("3", "[]", "[" * 100_000, '{"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}', '{"dtype": "F32", "shape": 1}'),
+        *(f'{{"dtype": "F32", "shape": [{size}], "data_offsets": [0, 4]}}' for size in (2**70, "true")),
+    ],
 )
 def test_a_header_of_another_form(copy: Path, entry: str) -> None:
     header = ('{"a": ' + entry + "}").encode()

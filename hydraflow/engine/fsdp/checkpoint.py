@@ -29,7 +29,7 @@ from hydraflow.engine.process_group import host_group
 from hydraflow.errors import ConfigError, EnvironmentFault
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.heads import PolicyModel, ValueModel
-from hydraflow.models.loading import persistent_buffers
+from hydraflow.models.loading import persistent_buffers, refused_content
 
 HUGGING_FACE = "huggingface"
 """Folder of a role's checkpoint."""
@@ -142,9 +142,8 @@ def _empty_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, 
 def _first_failure(error: dcp.CheckpointException) -> str:
     """What the lowest rank that failed says."""
     rank, (cause, _) = min(error.failures.items())
-    if isinstance(cause, pickle.UnpicklingError):  # torch goes on with advice to trust the file
-        why = str(cause).splitlines()[0]
-        return f"rank {rank}: a shard holds more than tensors, which was not executed: {why}"
+    if isinstance(cause, pickle.UnpicklingError):
+        return f"rank {rank}: a shard holds more than tensors, which was not executed: {refused_content(cause)}"
     return f"rank {rank}: {type(cause).__name__}: {cause}"
 
 
