@@ -320,8 +320,8 @@ def carry_out(moment: Moment | Chance, home: Path, cache: Path, wanted: Result) 
             outcome.differences = f"the second start failed: {again.said()}"
             return outcome
         outcome.fault = outcome.fault or (fault and f"the second start: {fault}")
-        resumed = re.findall(r"continues after step (\d+)", again.log.read_text())
-        outcome.went_on_from = int(resumed[-1]) if resumed else 0
+        resumed = re.findall(r"continues after step (\d+)|all (\d+) steps are done", again.log.read_text())
+        outcome.went_on_from = int("".join(resumed[-1])) if resumed else 0
     outcome.differences = "; ".join(differences(read_result(run.folder), wanted))
     outcome.same = not outcome.differences
     return outcome

@@ -45,8 +45,10 @@ class Loop:
         A step is logged before it is saved: a checkpoint is never ahead of the metrics.
         """
         self.trainer.sync_weights().get()
-        if self.config.val_before_train and not done and (metrics := self._validate(0)):
-            self.trackers.log(metrics, step=0)
+        if self.config.val_before_train and not done:
+            metrics = self._validate(0)
+            if metrics or not self.clock.preempted:  # there is nothing to log of a validation that was given up
+                self.trackers.log(metrics, step=0)
         if self.clock.preempted:
             return self.clock.why_to_stop()
         for step in range(done + 1, total_steps + 1):

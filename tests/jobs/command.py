@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,18 @@ from typing import Any
 SMALL_RECIPE = ["recipe.warm_start_steps=20", "recipe.warm_start_accuracy=1.0", "recipe.train_problems=600", "recipe.val_problems=32"]
 """Few problems and a short warm start: it learns next to nothing, but everything runs."""
 SMALL_STEPS = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=4"]
+
+STARTED: list[str] = []
+"""Marks of commands that were started in the background."""
+
+
+def end_leftovers() -> None:
+    """Kills what is left of them: a test that failed has not waited for its own."""
+    while STARTED:
+        for pid in processes_with([STARTED[-1]]):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        STARTED.pop()
 
 
 def hydraflow(command: str, *overrides: str, cwd: Path, timeout: float = 240.0) -> subprocess.CompletedProcess[str]:
@@ -56,6 +70,7 @@ def start(command: str, *overrides: str, cwd: Path) -> Started:
     words = [sys.executable, "-m", f"hydraflow.{command}", *overrides]
     env = {**os.environ, "OMP_NUM_THREADS": "1", **dict([mark.split("=")])}
     with open(cwd / "log", "w") as log:
+        STARTED.append(mark)
         return Started(subprocess.Popen(words, cwd=cwd, env=env, stdout=log, stderr=log, start_new_session=True), cwd / "log", mark)
 
 

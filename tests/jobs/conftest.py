@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jobs.command import hydraflow
+from jobs.command import end_leftovers, hydraflow
 
 LEARNT = {"1+1=": "002", "17+25=": "042", "60+60=": "120", "9+9=": "018"}
 """What the model learns in the first turn of a conversation."""
@@ -15,6 +16,13 @@ LEARNT = {"1+1=": "002", "17+25=": "042", "60+60=": "120", "9+9=": "018"}
 def write_lines(path: Path, rows: list[dict]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_leftovers() -> Iterator[None]:
+    """Runs that a failed test has left would take the processors from all later ones."""
+    yield
+    end_leftovers()
 
 
 @pytest.fixture(scope="session")

@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import PreTrainedConfig
 
 from hydraflow.errors import ConfigError
 from hydraflow.model_merger.safetensors_files import read_directory
 from hydraflow.models.config import ModelConfig
-from hydraflow.models.loading import require_weights, stored_tensor
+from hydraflow.models.fit import require_weights
+from hydraflow.models.loading import stored_tensor
+from hydraflow.models.weight_files import files_to_load
 from hydraflow.models.weight_map import INDEX, PICKLED_INDEX, read_weight_map
 
 OUTSIDE = ["../secret.safetensors", "/etc/passwd", "a/../../secret.safetensors", "", ".", "a\0b", 3, ["model.safetensors"], None]
@@ -35,7 +38,7 @@ def test_files_elsewhere_are_refused_by_every_reader(tmp_path: Path, named: obje
     for reader in (
         lambda: read_directory(folder, field="--test_hf_dir"),
         lambda: stored_tensor(folder, "score.weight"),
-        lambda: require_weights(ModelConfig(path=str(folder)), field="critic.model"),
+        lambda: require_weights(ModelConfig(path=str(folder)), PreTrainedConfig(), head="value", field="critic.model"),
     ):
         with pytest.raises(ConfigError, match="says that w is in .*, which is no file of this directory") as caught:
             reader()
@@ -44,8 +47,9 @@ def test_files_elsewhere_are_refused_by_every_reader(tmp_path: Path, named: obje
 
 def test_the_index_of_pickled_weights_is_looked_at_too(tmp_path: Path) -> None:
     folder = directory(tmp_path, "../pytorch_model.bin", PICKLED_INDEX)
+    (folder / "model.safetensors").unlink()  # it would be taken instead
     with pytest.raises(ConfigError, match="no file of this directory"):
-        require_weights(ModelConfig(path=str(folder)), field="critic.model")
+        files_to_load(folder)
 
 
 @pytest.mark.parametrize("named", ["model.safetensors", "./model.safetensors", "parts/model.safetensors"])
