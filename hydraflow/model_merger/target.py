@@ -69,10 +69,15 @@ def copy_settings(files: Iterable[Path], folder: Path) -> None:
 
 
 def require_inside(files: Iterable[Path], directory: Path) -> None:
-    """Raises ConfigError for links out of the directory: what they lead to may be private, and a model is not."""
+    """Raises ConfigError for links out of the directory: what they lead to may be private, and a model is not.
+
+    In the hub's cache a repository's files are links to its own blobs.
+    """
     problems = []
+    hub = next((above for above in directory.parents if (above / "blobs").is_dir() and (above / "snapshots").is_dir()), None)
+    inside = [directory.resolve(), *([hub.resolve() / "blobs"] if hub else [])]
     for file in files:
-        if not file.resolve().is_relative_to(directory.resolve()):
+        if not any(file.resolve().is_relative_to(folder) for folder in inside):
             rule = f"is a link to {file.resolve()}, outside of the checkpoint, and would be copied"
             problems.append(Problem(str(file), None, rule, f"rm {file}, or put a copy in its place"))
     if problems:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import select
 import signal
 import socket
@@ -20,6 +21,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from hydraflow.errors import EnvironmentFault, Problem
@@ -42,6 +44,10 @@ EXIT_SECONDS = 5.0
 """What a process gets to be gone after it has closed its connection."""
 END_SECONDS = 10.0
 """What its supervisor gets to end it; longer than the supervisor itself waits."""
+PRINTED_SECONDS = 1.0
+"""What its last words get to arrive in the log."""
+MARK = "HYDRAFLOW_REWARD_PROCESS"
+"""Variable that everything which a process starts inherits."""
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from hydraflow.rewards.supervisor import main; main(*map(int, sys.argv[2:]))"
 )
@@ -75,6 +81,7 @@ class RewardProcess:
         ours.settimeout(SEND_SECONDS)
         self.frames = Frames(ours)
         self._leash, held = socket.socketpair()
+        self._mark = secrets.token_hex(16)
         printed, printer = os.pipe()
         handed = [theirs.fileno(), shared, held.fileno()]
         self._process = subprocess.Popen(
@@ -84,6 +91,7 @@ class RewardProcess:
             stderr=printer,
             pass_fds=handed,
             start_new_session=True,
+            env={**os.environ, MARK: self._mark},
         )
         theirs.close()
         held.close()
@@ -180,7 +188,9 @@ class RewardProcess:
             self._process.kill()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(END_SECONDS)
-        self._printed.join(END_SECONDS)  # what it printed last is in the log then
+        if self.was_killed():
+            _kill_marked(self._mark)  # a supervisor that was killed could not
+        self._printed.join(PRINTED_SECONDS)
         self.frames.close()
         self._progress.close()
         if self._queue_time is not None:
@@ -194,6 +204,14 @@ class RewardProcess:
             if poll.poll(left * 1000) and (messages := self.frames.arrived()):
                 return messages[0]
         return None
+
+
+def _kill_marked(mark: str) -> None:
+    """Kills the processes that have the mark in their environment."""
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):  # it has ended, or is another user's
+            if entry.name.isdigit() and f"{MARK}={mark}".encode() in (entry / "environ").read_bytes():
+                os.kill(int(entry.name), signal.SIGKILL)
 
 
 def _results_in(message: Any) -> list[Any]:

@@ -75,14 +75,14 @@ class Loop:
         """Validates once, the model as it was after `step`; returns why it ended."""
         self.trainer.sync_weights().get()
         metrics = self._validate(step)
-        if self.clock.preempted:
+        if not metrics and self.clock.preempted:
             return self.clock.why_to_stop()
         self.trackers.log(metrics, step=step)
         return VALIDATED
 
     def _give_up(self, step: int, checkpoints: Checkpointer | None, *, done: int) -> None:
         """Leaves a step undone, and saves what was trained before it, unless that is saved."""
-        logger.warning("step %d is given up: it has no samples or no rewards yet, and the run must end", step)
+        logger.warning("step %d is given up: its rewards are late, and the run must end", step)
         before = step - 1
         if checkpoints is not None and before > done and not checkpoints.has(before):
             checkpoints.after(before, {}, last=True, preempted=True)

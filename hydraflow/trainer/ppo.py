@@ -71,8 +71,12 @@ class PPOTrainer:
         self.metrics = {}
         before = self.runtime.traffic()
         with phase("step"):
+            with phase("gen"):
+                sampling = self.rollouts.sampling(prompts, step)
+                scoring = self.rollouts.score(prompts, sampling, step)  # behind the samples, beside the passes of the models
+                batch = self.rollouts.generated(prompts, sampling)
             with self.runtime.interruptible(interrupt):  # reward functions may sleep or hang
-                batch = self.experience(prompts, step)
+                batch = self.experience(batch, scoring, prompts, step)
             with phase("update_critic"):
                 self.update_critic(batch, step)
             updating = self.update_actor(batch, step)
@@ -83,13 +87,9 @@ class PPOTrainer:
                 syncing.get()
         return self.metrics | self._throughput(self.timer.drain(), before)
 
-    def experience(self, prompts: DataProto, step: int) -> RemoteBatch:
+    def experience(self, batch: RemoteBatch, scoring: Promised, prompts: DataProto, step: int) -> RemoteBatch:
         """What the updates learn from. Nothing that lasts has changed before it is whole, so it can be given up."""
         phase = partial(self.timer.phase, step=step)
-        with phase("gen"):
-            sampling = self.rollouts.sampling(prompts, step)
-            scoring = self.rollouts.score(prompts, sampling, step)  # behind the samples, beside the passes of the models
-            batch = self.rollouts.generated(prompts, sampling)
         with phase("old_log_prob"):
             batch = self.old_log_probs(batch, step)
         with phase("ref"):

@@ -37,12 +37,12 @@ class RolloutTrainer:
     def step(self, prompts: DataProto, step: int, interrupt: Callable[[], None]) -> dict[str, float]:
         """Samples and scores one batch of prompts; `step` counts from 1. What `interrupt` raises ends the step."""
         phase = partial(self.timer.phase, step=step)
-        with phase("step"), self.runtime.interruptible(interrupt):
+        with phase("step"):
             with phase("gen"):
                 sampling = self.rollouts.sampling(prompts, step)
                 scoring = self.rollouts.score(prompts, sampling, step)
                 batch = self.rollouts.generated(prompts, sampling)
-            with phase("reward"):
+            with phase("reward"), self.runtime.interruptible(interrupt):
                 scored = scoring.get()
         if self.dump is not None:
             self.dump.write(step, list(read_scored(self.runtime, prompts, self.plan.samples_per_prompt, scored).rows(step)))

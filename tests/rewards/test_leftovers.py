@@ -156,6 +156,15 @@ def test_a_function_whose_supervisor_is_killed_ends_and_is_replaced(config: Rewa
         assert pool.score(rows("fine"))[0].score == 1.0
 
 
+def test_what_a_function_started_ends_even_where_its_supervisor_was_killed(config: RewardConfig) -> None:
+    with RewardPool(config) as pool:
+        (found,) = pool.score(rows("daemon"))
+        os.kill(int(found.extra["supervisor"]), signal.SIGKILL)
+        wait_until(lambda: not lives(found.extra["pid"]), "the function's process")
+        assert lives(found.extra["child"])
+    assert not lives(found.extra["child"])
+
+
 def test_a_pool_outlives_the_thread_that_started_it(config: RewardConfig) -> None:
     with RewardPool(config) as pool:
         found: list[RewardResult] = []

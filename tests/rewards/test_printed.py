@@ -74,8 +74,8 @@ def test_a_flood_is_rotated_and_cut_and_delays_nobody(tmp_path: Path, logs: Role
     assert score(config(tmp_path, "print(('x' * 99 + '\\n') * 100_000)"), rows=4) == [1.0] * 4
     sizes = [path.stat().st_size for path in (tmp_path / "logs").iterdir()]
     assert len(sizes) == 4 and max(sizes) < 50_000 + LINE_BYTES + 200
-    (said,) = [record.text for record in read(tmp_path / "logs", [], []) if "dropped" in record.text]
-    assert int(said.split()[0].lstrip("(")) > 30_000_000
+    said = [record.text for record in read(tmp_path / "logs", [], []) if "dropped" in record.text]
+    assert sum(int(text.split()[0].lstrip("(")) for text in said) > 30_000_000
 
 
 def test_a_function_that_prints_when_nobody_reads_fails_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ Left out on purpose: adapters on embeddings, several adapters at a time, peft's 
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Iterator
@@ -21,11 +22,14 @@ from hydraflow.models.config import ModelConfig
 
 ADAPTER = "default"
 
+log = logging.getLogger(__name__)
+
 
 def add_adapters(hf: nn.Module, model: ModelConfig, dtype: torch.dtype, *, field: str) -> None:
     """Puts adapters of type `dtype` into `hf` and freezes the rest of it.
 
-    Raises ConfigError when target_modules, or a name in it, is of no linear layer. `hf` may be on the meta device, to find that out.
+    Raises ConfigError when target_modules names no linear layer; of names among others a warning says that the model has none such.
+    `hf` may be on the meta device, to find that out.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -34,7 +38,9 @@ def add_adapters(hf: nn.Module, model: ModelConfig, dtype: torch.dtype, *, field
     linear = linear_layers(hf)
     if lost := _unmatched(targets, hf):  # peft passes over such names where others match
         rule = f"the model has no module {' and no '.join(lost)}; its linear layers are {', '.join(linear)}"
-        raise ConfigError.one(key, targets, rule, all_linear)
+        if len(lost) == len(targets):
+            raise ConfigError.one(key, targets, rule, all_linear)
+        log.warning("%s: %s", key, rule)
     config = LoraConfig(r=model.lora_rank, lora_alpha=model.lora_alpha, target_modules=targets, lora_dropout=0.0, bias="none")
     try:
         inject_adapter_in_model(config, hf, adapter_name=ADAPTER)
