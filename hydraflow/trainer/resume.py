@@ -150,7 +150,7 @@ def _facts(checkpoint: Path, role: str) -> dict[str, Any]:
         found = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError.one(str(file), None, f"cannot be read: {error}", OTHER) from error
-    says = isinstance(found, dict) and isinstance(found.get("contents"), list) and "world_size" in found
+    says = isinstance(found, dict) and {"contents", "world_size"} <= found.keys() and isinstance(found["contents"], list)
     if not says:
         raise ConfigError.one(str(file), None, "does not say the checkpoint's contents and world_size", OTHER)
     return found
