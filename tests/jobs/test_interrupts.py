@@ -165,6 +165,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
+@pytest.mark.timeout(600)  # three runs, one after the other
 def test_sigterm_does_not_wait_for_rewards_that_sleep(tmp_path: Path, recipe_cache: Path) -> None:
     """The step that cannot be finished is given up, what was trained before it is saved, and the rest comes to the same numbers."""
     (tmp_path / "reward.py").write_text(SLEEPY)

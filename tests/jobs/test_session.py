@@ -45,6 +45,9 @@ class Stopped:
     def __init__(self, fault: BaseException | None = None):
         self.fault, self.stops = fault, 0
 
+    def fault_behind(self, error: BaseException | None) -> None:
+        """No process of Ray's has ended."""
+
     def stop(self) -> None:
         self.stops += 1
         if self.fault is not None:
