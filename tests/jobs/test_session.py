@@ -40,13 +40,13 @@ def test_a_run_can_do_without_log_files(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 class Stopped:
-    """A runtime that counts its stops and raises `fault` in them."""
+    """A runtime that counts its stops and raises `fault` in them; `lost`: what ended of Ray, in words."""
 
-    def __init__(self, fault: BaseException | None = None):
-        self.fault, self.stops = fault, 0
+    def __init__(self, fault: BaseException | None = None, *, lost: EnvironmentFault | None = None):
+        self.fault, self.lost, self.stops = fault, lost, 0
 
-    def fault_behind(self, error: BaseException | None) -> None:
-        """No process of Ray's has ended."""
+    def fault_behind(self, error: BaseException | None) -> EnvironmentFault | None:
+        return self.lost
 
     def stop(self) -> None:
         self.stops += 1
@@ -97,6 +97,15 @@ def test_every_step_of_the_end_is_taken_and_what_ended_the_run_is_reported(
     assert_left(tmp_path, runtime)
     assert f"closing the trackers: {type(closing).__name__}" in caplog.text
     assert json.loads((tmp_path / "summary.json").read_text())["why_it_ended"] == "too many"
+
+
+def test_an_error_of_rays_is_told_by_the_process_that_ended(tmp_path: Path) -> None:
+    runtime = Stopped(lost=EnvironmentFault("Ray's node process (raylet) has ended"))
+    with pytest.raises(EnvironmentFault, match="node process") as caught:
+        ended(tmp_path, RuntimeError("Broken pipe"), runtime=runtime)
+    assert_left(tmp_path, runtime)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert json.loads((tmp_path / "summary.json").read_text())["why_it_ended"] == "Ray's node process (raylet) has ended"
 
 
 def test_a_tracker_that_cannot_be_closed_does_not_fail_a_run_that_is_done(tmp_path: Path) -> None:
