@@ -74,7 +74,8 @@ class Cluster:
         self.folder = folder / "cluster"
         self.cache = folder / "cache"
         self.environ = {
-            **os.environ,
+            # What the local Ray of other tests has set in this process would forbid Slurm's nodes to join one.
+            **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
             "SLURM_CONF": str(self.folder / "slurm.conf"),
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
             "OMP_NUM_THREADS": "1",
