@@ -1,7 +1,7 @@
 """The distribution: name, versions of what it needs, and the configuration files that travel with it.
 
-In a clone and in an editable install `config/` stands beside `hydraflow/`; in a wheel it is `hydraflow/config/`. The same holds for
-what a job on a cluster needs, `scripts/slurm/` and `examples/slurm/`.
+In a clone and in an editable install `config/` stands beside `hydraflow/`; in a wheel it is
+`hydraflow/config/`. The same holds for what a job on a cluster needs, `scripts/slurm/` and `examples/slurm/`.
 Left out on purpose: pinned versions; those are in constraints.txt, which the scripts hand to pip.
 """
 
@@ -42,7 +42,14 @@ TRACKERS = {
 }
 EXTRAS = {
     "dev": [
-        *("pytest>=8.3", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.115", "ruff>=0.9", "mypy>=1.14"),
+        *(
+            "pytest>=8.3",
+            "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",
+            "hypothesis>=6.115",
+            "ruff>=0.9",
+            "mypy>=1.14",
+        ),
         "hydra-submitit-launcher>=1.2",
         *(package for packages in TRACKERS.values() for package in packages),
     ],
@@ -53,13 +60,20 @@ EXTRAS = {
     **TRACKERS,
 }
 
-BESIDE = {"hydraflow.config": "config", "hydraflow.scripts.slurm": "scripts/slurm", "hydraflow.examples.slurm": "examples/slurm"}
+BESIDE = {
+    "hydraflow.config": "config",
+    "hydraflow.scripts.slurm": "scripts/slurm",
+    "hydraflow.examples.slurm": "examples/slurm",
+}
 """Folders that travel with the package, by the name that they have in it."""
 
 setup(
     name="hydraflow-trainer",
     version="0.1.0",
-    description="Reinforcement learning for language models: one readable loop, the same command on a laptop and on GPUs.",
+    description=(
+        "Reinforcement learning for language models: one readable loop, the same command on a laptop and on"
+        " GPUs."
+    ),
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

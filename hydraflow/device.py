@@ -1,7 +1,8 @@
-"""The one place that knows which device there is, what it computes in, and how many cores this process may use.
+"""The one place that knows which device there is, what it computes in, and how many cores this process may
+use.
 
-Everything else asks here; no other module names "cuda". torch is imported inside the functions, because configuration
-and planning ask for cores without needing it.
+Everything else asks here; no other module names "cuda". torch is imported inside the functions, because
+configuration and planning ask for cores without needing it.
 """
 
 from __future__ import annotations
@@ -27,23 +28,35 @@ def usable_cores() -> int:
 
 
 def core_limits(
-    *, cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup"), environ: Mapping[str, str] = os.environ
+    *,
+    cgroups: Path = Path("/sys/fs/cgroup"),
+    membership: Path = Path("/proc/self/cgroup"),
+    environ: Mapping[str, str] = os.environ,
 ) -> dict[str, float]:
-    """What limits the cores of this process -> to how many: affinity mask, cgroup quota (v1 and v2), Slurm's allocation.
+    """What limits the cores of this process -> to how many: affinity mask, cgroup quota (v1 and v2), Slurm's
+    allocation.
 
-    cgroups: where the control groups are mounted. membership: the file that says which ones this process is in.
+    cgroups: where the control groups are mounted. membership: the file that says which ones this process is
+    in.
     """
     limits = {"affinity mask": float(len(os.sched_getaffinity(0)))}
     slurm = environ.get("SLURM_CPUS_PER_TASK", "")
     if slurm.isdigit() and int(slurm) > 0:
         limits["SLURM_CPUS_PER_TASK"] = float(slurm)
-    if quotas := [quota for folder in cgroup_folders("cpu", cgroups, membership) if (quota := _quota(folder)) is not None]:
+    if quotas := [
+        quota
+        for folder in cgroup_folders("cpu", cgroups, membership)
+        if (quota := _quota(folder)) is not None
+    ]:
         limits["cgroup quota"] = min(quotas)
     return limits
 
 
-def cgroup_folders(controller: str, cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> list[Path]:
-    """Folders whose limits hold for this process, from its own control group up to the root; version 2 and version 1."""
+def cgroup_folders(
+    controller: str, cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+) -> list[Path]:
+    """Folders whose limits hold for this process, from its own control group up to the root; version 2 and
+    version 1."""
     folders = [cgroups, cgroups / controller]
     lines = membership.read_text().splitlines() if membership.is_file() else []
     for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
@@ -88,15 +101,20 @@ def gpu_name(index: int) -> str:
     return torch.cuda.get_device_name(index)
 
 
-def listed_gpus(driver: Path = Path("/proc/driver/nvidia/gpus"), environ: Mapping[str, str] = os.environ) -> int:
+def listed_gpus(
+    driver: Path = Path("/proc/driver/nvidia/gpus"), environ: Mapping[str, str] = os.environ
+) -> int:
     """GPUs that the driver lists and the environment leaves visible, for plans, which do without torch."""
     listed = len(list(driver.iterdir())) if driver.is_dir() else 0
     visible = environ.get("CUDA_VISIBLE_DEVICES")
-    return listed if visible is None else min(listed, len([name for name in visible.split(",") if name.strip()]))
+    return (
+        listed if visible is None else min(listed, len([name for name in visible.split(",") if name.strip()]))
+    )
 
 
 def planned_devices(device: str) -> int:
-    """Devices of this machine under a `trainer.device`, as far as that is known without torch: GPUs, or processes on a CPU."""
+    """Devices of this machine under a `trainer.device`, as far as that is known without torch: GPUs, or
+    processes on a CPU."""
     return (0 if device == "cpu" else listed_gpus()) or CPU_PROCESSES
 
 
@@ -125,7 +143,11 @@ def current_device(device_type: str, local_rank: int) -> torch.device:
     return device
 
 
-_OUT_OF_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+_OUT_OF_MEMORY = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
 """What RuntimeErrors say that mean it, too."""
 
 
@@ -133,7 +155,9 @@ def ran_out_of_memory(error: BaseException) -> bool:
     """Whether an error of torch means that the device or the host has no memory left."""
     import torch
 
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
+        text in str(error) for text in _OUT_OF_MEMORY
+    )
 
 
 def collective_backend(device_type: str) -> str:
@@ -185,7 +209,8 @@ def write_allocations(device_type: str, path: str) -> None:
 
 
 def begin_range(device_type: str) -> None:
-    """Begins what a profiler outside of the process (Nsight Systems) collects; on a CPU it collects everything."""
+    """Begins what a profiler outside of the process (Nsight Systems) collects; on a CPU it collects
+    everything."""
     if device_type != "cpu":
         import torch
 

@@ -1,7 +1,8 @@
-"""python -m hydraflow.doctor [--json] [--all] [overrides]: looks at this machine for what a main_ppo configuration needs.
+"""python -m hydraflow.doctor [--json] [--all] [overrides]: looks at this machine for what a main_ppo
+configuration needs.
 
-In: the configuration of `main_ppo`. Out: state, evidence and remedy of each check; exit code 2 when one found a problem.
-Nothing is started and nothing is left behind. The checks are the table in `checkup/table.py`.
+In: the configuration of `main_ppo`. Out: state, evidence and remedy of each check; exit code 2 when one found
+a problem. Nothing is started and nothing is left behind. The checks are the table in `checkup/table.py`.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import sys
 
 from hydraflow.compose.arguments import Switch
 from hydraflow.compose.command import Command
+from hydraflow.compose.debugging import applied
 from hydraflow.compose.launch import launch
-from hydraflow.debugging import applied
 from hydraflow.schema import PPOConfig
 
 SWITCHES = (

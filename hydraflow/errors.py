@@ -3,8 +3,9 @@
 In: facts from whoever finds a fault. Out: one message without a stack trace and the process's exit code.
 Left out on purpose: faults of our own; those are `assert`s and propagate with their stack traces.
 
-Exit codes: 0 done, 2 a mistake of the user's, which is nearly always found before something starts, 3 an environment fault found
-later, 4 a worker failed, 5 training stopped by a guard, 130 interrupted, 143 ended by a repeated SIGTERM.
+Exit codes: 0 done, 2 a mistake of the user's, which is nearly always found before something starts, 3 an
+environment fault found later, 4 a worker failed, 5 training stopped by a guard, 130 interrupted, 143 ended by
+a repeated SIGTERM.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class Problem:
     @property
     def head(self) -> str:
         """What it is about: the key and its value, or the file."""
-        return public_word(self.field) if self.value is None else f"{self.field}={shown(self.value, self.field)}"
+        return (
+            public_word(self.field) if self.value is None else f"{self.field}={shown(self.value, self.field)}"
+        )
 
 
 def shown(value: object, key: str = "") -> str:
@@ -93,7 +96,8 @@ class ConfigError(HydraflowError, ValueError):
         assert problems, "a ConfigError names at least one problem"
         self.problems = list(problems)
         self.started = started
-        """Whether processes of the run were there already. Set where that is known, which is seldom where the mistake is found."""
+        """Whether processes of the run were there already. Set where that is known, which is seldom where the
+        mistake is found."""
         super().__init__(self.problems)
 
     def __str__(self) -> str:
@@ -178,7 +182,14 @@ class WorkerError(HydraflowError):
 
     def __init__(self, *, role: str, rank: int, node: str, method: str, cause: str, log_tail: str = ""):
         self.facts = dict(role=role, rank=rank, node=node, method=method, cause=cause, log_tail=log_tail)
-        self.role, self.rank, self.node, self.method, self.cause, self.log_tail = role, rank, node, method, cause, log_tail
+        self.role, self.rank, self.node, self.method, self.cause, self.log_tail = (
+            role,
+            rank,
+            node,
+            method,
+            cause,
+            log_tail,
+        )
         tail = f"\n--- last lines of its log ---\n{log_tail}" if log_tail else ""
         super().__init__(f"{role} rank {rank} on node {node} failed in {method}: {cause}{tail}")
 

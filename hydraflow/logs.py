@@ -1,8 +1,9 @@
-"""python -m hydraflow.logs RUN: the log files of a run as one, in the order of time; of one role or rank, filtered, or as they grow.
+"""python -m hydraflow.logs RUN: the log files of a run as one, in the order of time; of one role or rank,
+filtered, or as they grow.
 
-In: `<run>/logs/`, which `role_logs.py` writes. Out: lines on standard output. Lines without a tag belong to the line before them, and
-are shown or left out with it. Imports the standard library only, so it answers at once.
-Left out on purpose: files of machines that do not share the run folder; each has its own.
+In: `<run>/logs/`, which `system/role_logs.py` writes. Out: lines on standard output. Lines without a tag
+belong to the line before them, and are shown or left out with it. Imports the standard library only, so it
+answers at once. Left out on purpose: files of machines that do not share the run folder; each has its own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hydraflow.role_logs import LEVELS, LINE
+from hydraflow.system.role_logs import LEVELS, LINE
 from hydraflow.tracking.endings import DONE, is_orderly
 from hydraflow.tracking.run_lock import is_at_work
 
@@ -51,7 +52,8 @@ Wanted = Callable[[Record], bool]
 
 
 class Parser:
-    """Makes records of the lines of one file, as far as it has them: a record is whole when the next one begins, or at `rest`."""
+    """Makes records of the lines of one file, as far as it has them: a record is whole when the next one
+    begins, or at `rest`."""
 
     def __init__(self, role: str, rank: int):
         self._role, self._rank = role, rank
@@ -103,7 +105,8 @@ def _records(key: tuple[str, int], paths: Sequence[Path]) -> Iterator[Record]:
 
 
 class Follower:
-    """Files as they grow. A file that was set aside is read to its end, and so is the one that took its place."""
+    """Files as they grow. A file that was set aside is read to its end, and so is the one that took its
+    place."""
 
     def __init__(self, folder: Path, roles: Sequence[str], ranks: Sequence[int]):
         self._folder, self._roles, self._ranks = folder, roles, ranks
@@ -113,7 +116,12 @@ class Follower:
 
     def new(self) -> list[Record]:
         """The records that have come since it was asked last, by time."""
-        found = [record for key, paths in log_files(self._folder).items() if self._chosen(key) for record in self._of(key, paths)]
+        found = [
+            record
+            for key, paths in log_files(self._folder).items()
+            if self._chosen(key)
+            for record in self._of(key, paths)
+        ]
         return sorted(found, key=lambda record: record.time)
 
     def _chosen(self, key: tuple[str, int]) -> bool:
@@ -132,7 +140,9 @@ class Follower:
                 status = os.fstat(file.fileno())
                 inode = status.st_ino
                 at, begun = self._read.get(inode, (0, b""))
-                if status.st_size < at:  # the file that was read is gone, and its inode has been given to this one
+                if (
+                    status.st_size < at
+                ):  # the file that was read is gone, and its inode has been given to this one
                     at, begun = 0, b""
                 file.seek(at)
                 fresh = file.read()
@@ -147,13 +157,17 @@ def wanted_by(pattern: str | None, level: str | None) -> Wanted:
     """Whether a record is to be shown."""
     found = re.compile(pattern) if pattern is not None else None
     least = LEVELS[level.upper()] if level else 0
-    return lambda record: LEVELS[record.level] >= least and (found is None or found.search(str(record)) is not None)
+    return lambda record: (
+        LEVELS[record.level] >= least and (found is None or found.search(str(record)) is not None)
+    )
 
 
 def show(folder: Path, options: argparse.Namespace, wanted: Wanted) -> None:
     """Prints what there is, and with `--follow` what comes, until the run has ended."""
     if not options.follow:
-        records: Iterator[Record] | deque[Record] = (record for record in read(folder, options.role, options.rank) if wanted(record))
+        records: Iterator[Record] | deque[Record] = (
+            record for record in read(folder, options.role, options.rank) if wanted(record)
+        )
         for record in deque(records, options.lines) if options.lines is not None else records:
             print(record)
         return
@@ -173,8 +187,8 @@ def show(folder: Path, options: argparse.Namespace, wanted: Wanted) -> None:
 def has_ended(run: Path) -> bool:
     """Whether nothing more will come: the run said so in good order, or its process is gone, killed or not.
 
-    While the process lives, a failure may be followed by a restart (`trainer.max_restarts`). Of a process on another machine nothing is
-    known but what it wrote last.
+    While the process lives, a failure may be followed by a restart (`trainer.max_restarts`). Of a process on
+    another machine nothing is known but what it wrote last.
     """
     said = (run / ENDED).exists()
     try:
@@ -188,21 +202,41 @@ def has_ended(run: Path) -> bool:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m hydraflow.logs", description="The log lines of a run, of all roles and ranks.")
+    parser = argparse.ArgumentParser(
+        prog="python -m hydraflow.logs", description="The log lines of a run, of all roles and ranks."
+    )
     parser.add_argument("run", metavar="RUN", type=Path, help="run folder")
-    parser.add_argument("--role", action="append", default=[], help="controller, actor, rollout, reward, ...; may be given again")
+    parser.add_argument(
+        "--role",
+        action="append",
+        default=[],
+        help="controller, actor, rollout, reward, ...; may be given again",
+    )
     parser.add_argument("--rank", action="append", default=[], type=int, help="may be given again")
-    parser.add_argument("--level", choices=[level.lower() for level in LEVELS if level != "OUT"], help="least level that is shown")
-    parser.add_argument("--grep", metavar="PATTERN", help="regular expression that a record must hold, its tag and all its lines looked at")
+    parser.add_argument(
+        "--level",
+        choices=[level.lower() for level in LEVELS if level != "OUT"],
+        help="least level that is shown",
+    )
+    parser.add_argument(
+        "--grep",
+        metavar="PATTERN",
+        help="regular expression that a record must hold, its tag and all its lines looked at",
+    )
     parser.add_argument("-n", "--lines", type=int, metavar="N", help="the last N records only")
-    parser.add_argument("-f", "--follow", action="store_true", help="go on with what comes, until the run ends or Ctrl-C")
+    parser.add_argument(
+        "-f", "--follow", action="store_true", help="go on with what comes, until the run ends or Ctrl-C"
+    )
     return parser.parse_args(argv)
 
 
 def _problem(options: argparse.Namespace, folder: Path) -> str:
-    """What is wrong with what was asked for, and what would do; empty when nothing is. A role that is followed may yet come."""
+    """What is wrong with what was asked for, and what would do; empty when nothing is. A role that is
+    followed may yet come."""
     if not folder.is_dir():
-        return f"{options.run}: no logs/ in it\n      -> the folder of a run, such as runs/ppo-20260101-120000"
+        return (
+            f"{options.run}: no logs/ in it\n      -> the folder of a run, such as runs/ppo-20260101-120000"
+        )
     if options.lines is not None and options.lines < 0:
         return f"--lines={options.lines}: must be at least 0\n      -> --lines 100"
     if absent := _absent(options, folder):
@@ -212,7 +246,10 @@ def _problem(options: argparse.Namespace, folder: Path) -> str:
     try:
         re.compile(options.grep or "")
     except re.error as error:
-        return f"--grep={options.grep}: no regular expression: {error}\n      -> --grep '{re.escape(options.grep)}'"
+        return (
+            f"--grep={options.grep}: no regular expression: {error}\n      -> --grep"
+            f" '{re.escape(options.grep)}'"
+        )
     return ""
 
 
@@ -228,7 +265,10 @@ def _absent(options: argparse.Namespace, folder: Path) -> tuple[str, str] | None
             )
     for rank in options.rank:
         if rank not in ranks:
-            return f"--rank={rank}: no such rank in this run", f"--rank 0 to --rank {max(ranks)}" if ranks else "nobody has written a line"
+            return (
+                f"--rank={rank}: no such rank in this run",
+                f"--rank 0 to --rank {max(ranks)}" if ranks else "nobody has written a line",
+            )
     return None
 
 
@@ -247,7 +287,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PermissionError as error:
         print(f"{error.filename}: cannot be read ({error.strerror})", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough; Python must not complain at exit either
+    except (
+        BrokenPipeError
+    ):  # the reader, such as `head`, has seen enough; Python must not complain at exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 

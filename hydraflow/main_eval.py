@@ -1,13 +1,14 @@
 """python -m hydraflow.main_eval [overrides]: scores a file of responses with a reward function.
 
-In: Parquet with responses, as main_generate writes it. Out: averages by data source, printed and written as JSON.
+In: Parquet with responses, as main_generate writes it. Out: averages by data source, printed and written as
+JSON.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hydraflow.interrupts import command
+from hydraflow.system.interrupts import command
 
 if TYPE_CHECKING:
     from hydraflow.compose.command import Command

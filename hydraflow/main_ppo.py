@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hydraflow.interrupts import command
-from hydraflow.node_folder import keep_modules_here
+from hydraflow.system.interrupts import command
+from hydraflow.system.node_folder import keep_modules_here
 
 if TYPE_CHECKING:
     from hydraflow.compose.command import Command

@@ -1,14 +1,15 @@
 """python -m hydraflow.main_sft [overrides]: supervised training on conversations.
 
-In: the configuration. Out: a run folder with the trained model. Everything that can be wrong is found before Ray starts.
+In: the configuration. Out: a run folder with the trained model. Everything that can be wrong is found before
+Ray starts.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hydraflow.interrupts import command
-from hydraflow.node_folder import keep_modules_here
+from hydraflow.system.interrupts import command
+from hydraflow.system.node_folder import keep_modules_here
 
 if TYPE_CHECKING:
     from hydraflow.compose.command import Command

@@ -29,7 +29,9 @@ class Metric:
             return Metric("mean", total / weight if weight else 0.0, weight)
         if self.how == "sum":
             return Metric("sum", self.value + other.value)
-        return Metric(self.how, max(self.value, other.value) if self.how == "max" else min(self.value, other.value))
+        return Metric(
+            self.how, max(self.value, other.value) if self.how == "max" else min(self.value, other.value)
+        )
 
 
 def mean(value: float, weight: float = 1.0) -> Metric:

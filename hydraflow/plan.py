@@ -1,7 +1,9 @@
-"""python -m hydraflow.plan [overrides] [--json] [--svg FILE] [--job ppo|sft|generate]: what the numbers of a command line will do.
+"""python -m hydraflow.plan [overrides] [--json] [--svg FILE] [--job ppo|sft|generate]: what the numbers of a
+command line will do.
 
-In: the overrides of main_ppo (or of main_sft, main_generate). Out: the batch plan with its formulas, which role runs where, one step
-in words, memory, notes; or every broken rule, with exit code 2. Starts nothing and needs no GPU, no model and no data.
+In: the overrides of main_ppo (or of main_sft, main_generate). Out: the batch plan with its formulas, which
+role runs where, one step in words, memory, notes; or every broken rule, with exit code 2. Starts nothing and
+needs no GPU, no model and no data.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ from pathlib import Path
 
 from hydraflow.compose.arguments import Switch
 from hydraflow.compose.command import Command
+from hydraflow.compose.debugging import applied
 from hydraflow.compose.launch import given_switches, launch
-from hydraflow.debugging import applied
 from hydraflow.errors import ConfigError, Problem
 from hydraflow.explain.report import Report, make_report
 from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
@@ -23,7 +25,12 @@ JOBS: dict[str, type[Config]] = {"ppo": PPOConfig, "sft": SFTConfig, "generate":
 SWITCHES = (
     Switch("--json", doc="Print one JSON object instead."),
     Switch("--svg", value="FILE", doc="Also draw the step, from prompts to optimizer steps, to FILE."),
-    Switch("--job", value="NAME", choices=tuple(JOBS), doc="Plan main_ppo (the default), main_sft or main_generate."),
+    Switch(
+        "--job",
+        value="NAME",
+        choices=tuple(JOBS),
+        doc="Plan main_ppo (the default), main_sft or main_generate.",
+    ),
 )
 
 
@@ -49,7 +56,9 @@ class Planning:
         try:
             _print(report, as_json=bool(command.switches.get("--json")))
             sys.stdout.flush()
-        except BrokenPipeError:  # the reader, such as `head`, has seen enough; Python must not complain at exit either
+        except (
+            BrokenPipeError
+        ):  # the reader, such as `head`, has seen enough; Python must not complain at exit either
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -63,22 +72,34 @@ def _print(report: Report, *, as_json: bool) -> None:
 
 
 def _draw(report: Report, path: Path) -> None:
-    """Writes the picture of a step. Raises ConfigError where there is no such picture, or it cannot be written there."""
+    """Writes the picture of a step. Raises ConfigError where there is no such picture, or it cannot be
+    written there."""
     from hydraflow.explain.svg import draw
 
     if report.step is None:
-        raise ConfigError.one("--svg", path, f"{report.job} makes no optimizer steps that could be drawn", "leave out --svg")
+        raise ConfigError.one(
+            "--svg", path, f"{report.job} makes no optimizer steps that could be drawn", "leave out --svg"
+        )
     try:
         path.write_text(draw(report.step), encoding="utf-8")
     except OSError as error:
-        raise ConfigError.one("--svg", path, f"the picture cannot be written: {error.strerror}", "--svg step.svg") from error
+        raise ConfigError.one(
+            "--svg", path, f"the picture cannot be written: {error.strerror}", "--svg step.svg"
+        ) from error
 
 
 def main() -> int:
     """Plans what the command line says; returns the exit code."""
     job = str(given_switches(SWITCHES).get("--job", "ppo"))
     planning = Planning()
-    return launch(job, JOBS.get(job, PPOConfig), planning.show, switches=SWITCHES, judges=(planning.judge,), tolerant=True)
+    return launch(
+        job,
+        JOBS.get(job, PPOConfig),
+        planning.show,
+        switches=SWITCHES,
+        judges=(planning.judge,),
+        tolerant=True,
+    )
 
 
 if __name__ == "__main__":

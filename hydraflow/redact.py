@@ -42,7 +42,20 @@ _GLUED = (
     "accesskey",
     "privatekey",
 )
-_LAST = {"key", "auth", "authorization", "bearer", "cookie", "cookies", "jwt", "passcode", "pat", "pem", "pw", "signature"}
+_LAST = {
+    "key",
+    "auth",
+    "authorization",
+    "bearer",
+    "cookie",
+    "cookies",
+    "jwt",
+    "passcode",
+    "pat",
+    "pem",
+    "pw",
+    "signature",
+}
 _LAST_UNLESS_A_NUMBER = {"keys", "tokens", "pass", "sig"}
 """max_tokens=512 counts tokens."""
 _POINTERS = {"file", "path", "dir", "folder", "length", "len"}

@@ -1,6 +1,7 @@
 """The whole configuration as dataclasses: what every entry point may be told. Standard library only.
 
-In: nothing. Out: one class per entry point, whose leaves are the known keys. Each part stands next to its reader.
+In: nothing. Out: one class per entry point, whose leaves are the known keys. Each part stands next to its
+reader.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ from hydraflow.generation.config import SamplingConfig
 from hydraflow.models.config import ModelConfig, ModelSourceConfig
 from hydraflow.recipes.config import RecipeConfig
 from hydraflow.rewards.config import ModelRewardConfig, RewardConfig
-from hydraflow.trainer.config import AsyncTrainingConfig, BatchConfig, ClusterConfig, RunConfig, SFTTrainerConfig, TrainerConfig
+from hydraflow.trainer.config import (
+    AsyncTrainingConfig,
+    BatchConfig,
+    ClusterConfig,
+    RunConfig,
+    SFTTrainerConfig,
+    TrainerConfig,
+)
 from hydraflow.workers.config import ActorRolloutRefConfig, CheckpointConfig, CriticConfig
 
 
@@ -26,7 +34,8 @@ class PPOConfig:
     strict: bool = False
     """Refuse keys that are given and have no effect, instead of only saying so."""
     debug: bool = False
-    """One process per role, no deadlines, and Ray's debugger: breakpoint() in a worker waits for it. docs/debugging.md"""
+    """One process per role, no deadlines, and Ray's debugger: breakpoint() in a worker waits for it.
+    docs/debugging.md"""
     actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     reward: ModelRewardConfig = field(default_factory=ModelRewardConfig)
@@ -49,7 +58,8 @@ class SFTConfig:
     strict: bool = False
     """Refuse keys that are given and have no effect, instead of only saying so."""
     debug: bool = False
-    """One process per role, no deadlines, and Ray's debugger: breakpoint() in a worker waits for it. docs/debugging.md"""
+    """One process per role, no deadlines, and Ray's debugger: breakpoint() in a worker waits for it.
+    docs/debugging.md"""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: SFTDataConfig = field(default_factory=SFTDataConfig)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
@@ -66,7 +76,8 @@ class OutputConfig:
     """Where results go."""
 
     path: str | None = None
-    """File to write: Parquet with responses (main_generate), or JSON with averages (main_eval; null: they are only printed)."""
+    """File to write: Parquet with responses (main_generate), or JSON with averages (main_eval; null: they are
+    only printed)."""
 
 
 @dataclass
@@ -76,7 +87,8 @@ class GenerateConfig:
     strict: bool = False
     """Refuse keys that are given and have no effect, instead of only saying so."""
     debug: bool = False
-    """One process per role, no deadlines, and Ray's debugger: breakpoint() in a worker waits for it. docs/debugging.md"""
+    """One process per role, no deadlines, and Ray's debugger: breakpoint() in a worker waits for it.
+    docs/debugging.md"""
     model: ModelSourceConfig = field(default_factory=ModelSourceConfig)
     rollout: SamplingConfig = field(default_factory=SamplingConfig)
     data: GenerateDataConfig = field(default_factory=GenerateDataConfig)

@@ -1,15 +1,18 @@
 #!/usr/bin/env python
-"""Kills runs with SIGKILL at random moments, starts them again, and compares them with runs that nothing stopped.
+"""Kills runs with SIGKILL at random moments, starts them again, and compares them with runs that nothing
+stopped.
 
-In: nothing but a number of moments and a seed. Out: a table (or JSON) with one line per moment: whom the signal hit and when, how the
-command ended, where it resumed, and whether weights and metrics are those of the run without a stop, bit by bit. Exit code 1 when one is
-not, when a run ended without a word (a stack trace, another exit code than 0, 3 or 4), or when a process of it outlived it.
+In: nothing but a number of moments and a seed. Out: a table (or JSON) with one line per moment: whom the
+signal hit and when, how the command ended, where it resumed, and whether weights and metrics are those of the
+run without a stop, bit by bit. Exit code 1 when one is not, when a run ended without a word (a stack trace,
+another exit code than 0, 3 or 4), or when a process of it outlived it.
 
     python scripts/kill_matrix.py                       20 moments, about a quarter of an hour on two cores
     python scripts/kill_matrix.py --random 20           any process of the run, Ray's own included, at any time, the start included
     python scripts/kill_matrix.py --moments 3 --json    the first three; two moments are tests (tests/jobs/test_resume.py)
 
-`timing_s/*`, `perf/*` and the wall time of a record are left out of the comparison: they are never the same twice.
+`timing_s/*`, `perf/*` and the wall time of a record are left out of the comparison: they are never the same
+twice.
 """
 
 from __future__ import annotations
@@ -49,17 +52,39 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 """Share of right digits: a model that has hardly been warmed up is never right as a whole."""
 COMMON = [
-    *("recipe.warm_start_steps=20", "recipe.warm_start_accuracy=1.0", "recipe.train_problems=600", "recipe.val_problems=32"),
-    *("data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=4"),
-    *("actor_rollout_ref.actor.shuffle=true", "actor_rollout_ref.actor.optim.lr=1e-3", "actor_rollout_ref.actor.optim.lr_warmup_steps=3"),
-    *(f"trainer.total_training_steps={STEPS}", "trainer.test_freq=3", "trainer.save_freq=2", "trainer.logger=[file]"),
+    *(
+        "recipe.warm_start_steps=20",
+        "recipe.warm_start_accuracy=1.0",
+        "recipe.train_problems=600",
+        "recipe.val_problems=32",
+    ),
+    *(
+        "data.train_batch_size=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.rollout.n=4",
+    ),
+    *(
+        "actor_rollout_ref.actor.shuffle=true",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=3",
+    ),
+    *(
+        f"trainer.total_training_steps={STEPS}",
+        "trainer.test_freq=3",
+        "trainer.save_freq=2",
+        "trainer.logger=[file]",
+    ),
     *("trainer.n_gpus_per_node=2", "trainer.max_actor_ckpt_to_keep=2", "reward.num_workers=1"),
 ]
 METHODS = {
     "grpo": ["algorithm.adv_estimator=grpo"],
     "ppo": [
         *("algorithm.adv_estimator=gae", "critic.optim.lr=1e-3", "trainer.max_critic_ckpt_to_keep=1"),
-        *("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=100"),
+        *(
+            "algorithm.use_kl_in_reward=true",
+            "algorithm.kl_ctrl.type=adaptive",
+            "algorithm.kl_ctrl.horizon=100",
+        ),
     ],
 }
 """What is trained: each twice as many optimizer steps as training steps, on two ranks."""
@@ -74,17 +99,23 @@ class Moment:
     target: str
     method: str
     steps: int
-    """Lines of metrics.jsonl to wait for; step 0, the validation before training, is the first. In the middle of a save: the save."""
+    """Lines of metrics.jsonl to wait for; step 0, the validation before training, is the first. In the middle
+    of a save: the save."""
     delay: float
     """Seconds to wait after that."""
     rank: int
-    """Which of the two training processes, where one is meant; -1: in the middle of a save, the controller."""
+    """Which of the two training processes, where one is meant; -1: in the middle of a save, the
+    controller."""
 
     def words(self) -> str:
         """For the table."""
-        whom = f"{self.target} {self.rank}" if self.target in ("actor rank", "rollout worker") else self.target
+        whom = (
+            f"{self.target} {self.rank}" if self.target in ("actor rank", "rollout worker") else self.target
+        )
         if self.target == "middle of a save":
-            whom = f"{'controller' if self.rank < 0 else f'rank {self.rank}'} in the middle of save {self.steps}"
+            whom = (
+                f"{'controller' if self.rank < 0 else f'rank {self.rank}'} in the middle of save {self.steps}"
+            )
             return f"{whom} + {1000 * self.delay:.0f} ms"
         return f"{whom} after step {self.steps - 1} + {1000 * self.delay:.0f} ms"
 
@@ -147,11 +178,18 @@ def draw_moments(count: int, seed: int) -> list[Moment]:
 
 
 def draw_chances(count: int, seed: int) -> list[Chance]:
-    """So many; the methods in turn. One in four hits the first half of the run's time, in which most often the controller is alone."""
+    """So many; the methods in turn. One in four hits the first half of the run's time, in which most often
+    the controller is alone."""
     chance = random.Random(seed)
     drawn = [(chance.random(), chance.random(), chance.random()) for _ in range(count)]
     return [
-        Chance(number + 1, list(METHODS)[number % len(METHODS)], at / 2 if number % 4 == 0 else (1 + at) / 2, kind, which)
+        Chance(
+            number + 1,
+            list(METHODS)[number % len(METHODS)],
+            at / 2 if number % 4 == 0 else (1 + at) / 2,
+            kind,
+            which,
+        )
         for number, (at, kind, which) in enumerate(drawn)
     ]
 
@@ -165,11 +203,20 @@ class Run:
         self.mark = f"{MARK}={home}"
         home.mkdir(parents=True, exist_ok=True)
         (home / "reward.py").write_text(REWARD)
-        words = [sys.executable, "-m", "hydraflow.main_ppo", *COMMON, *METHODS[method], f"trainer.default_local_dir={self.folder}"]
+        words = [
+            sys.executable,
+            "-m",
+            "hydraflow.main_ppo",
+            *COMMON,
+            *METHODS[method],
+            f"trainer.default_local_dir={self.folder}",
+        ]
         words += [f"recipe.cache_dir={cache}", f"reward.custom_reward_function.path={home}/reward.py"]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: str(home)}
         with self.log.open("a") as log:
-            self.process = subprocess.Popen(words, cwd=home, env=env, stdout=log, stderr=log, start_new_session=True)
+            self.process = subprocess.Popen(
+                words, cwd=home, env=env, stdout=log, stderr=log, start_new_session=True
+            )
 
     def lines(self) -> int:
         """Lines of metrics.jsonl."""
@@ -181,19 +228,26 @@ class Run:
         found = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get(MARK) == self.mark.partition("=")[2] and process.status() != psutil.STATUS_ZOMBIE:
+                if (
+                    process.environ().get(MARK) == self.mark.partition("=")[2]
+                    and process.status() != psutil.STATUS_ZOMBIE
+                ):
                     found.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
         return found
 
     def trainers(self) -> list[psutil.Process]:
-        """The training processes: workers of Ray without a child, that which scores having the reward processes as children."""
+        """The training processes: workers of Ray without a child, that which scores having the reward
+        processes as children."""
         workers = [process for process in self.family() if _title(process).startswith("ray::WorkerHost")]
-        return sorted((process for process in workers if not process.children()), key=lambda process: process.pid)
+        return sorted(
+            (process for process in workers if not process.children()), key=lambda process: process.pid
+        )
 
     def kinds(self) -> dict[str, list[psutil.Process]]:
-        """Its processes by what they are: controller, gcs_server, raylet, ray::WorkerHost and so on, reward processes as python -c."""
+        """Its processes by what they are: controller, gcs_server, raylet, ray::WorkerHost and so on, reward
+        processes as python -c."""
         found: dict[str, list[psutil.Process]] = {}
         for process in self.family():
             kind = "controller" if process.pid == self.process.pid else _kind(process)
@@ -265,15 +319,27 @@ def strike(run: Run, moment: Moment) -> None:
     """Waits for the moment and kills."""
     trainers = []
     if moment.target in ("actor rank", "rollout worker", "middle of a save"):
-        wait_until(lambda: run.process.poll() is not None or run.lines() >= 1, STARTS, "the validation before training")
+        wait_until(
+            lambda: run.process.poll() is not None or run.lines() >= 1,
+            STARTS,
+            "the validation before training",
+        )
         trainers = run.trainers()
     if moment.target == "middle of a save":
         step = 2 * moment.steps
         begun = f"global_step_{step}.*.unfinished"
         wait_until(lambda: run.process.poll() is not None or any(run.folder.glob(begun)), STARTS, "a save")
     else:
-        wait_until(lambda: run.process.poll() is not None or run.lines() >= moment.steps, STARTS, f"{moment.steps} lines")
-    raylets = [process for process in run.family() if process.name() == "raylet"] if moment.target == "raylet" else []
+        wait_until(
+            lambda: run.process.poll() is not None or run.lines() >= moment.steps,
+            STARTS,
+            f"{moment.steps} lines",
+        )
+    raylets = (
+        [process for process in run.family() if process.name() == "raylet"]
+        if moment.target == "raylet"
+        else []
+    )
     time.sleep(moment.delay)
     if moment.target == "raylet":
         raylets[0].kill()
@@ -284,7 +350,8 @@ def strike(run: Run, moment: Moment) -> None:
 
 
 def strike_anywhere(run: Run, chance: Chance, whole: float) -> str:
-    """Waits for the moment and kills; returns whom and when. `whole`: seconds that the run without a stop took."""
+    """Waits for the moment and kills; returns whom and when. `whole`: seconds that the run without a stop
+    took."""
     seconds = chance.at * whole
     try:
         run.process.wait(timeout=seconds)
@@ -311,7 +378,17 @@ def carry_out(moment: Moment | Chance, home: Path, cache: Path, wanted: Result) 
         words = strike_anywhere(run, moment, wanted.seconds)
     struck = time.monotonic()
     code, fault = run.ending(ENDS if isinstance(moment, Moment) else STARTS)
-    outcome = Outcome(moment.number, words, moment.method, code, time.monotonic() - struck, 0, False, fault=fault, said=run.last_line())
+    outcome = Outcome(
+        moment.number,
+        words,
+        moment.method,
+        code,
+        time.monotonic() - struck,
+        0,
+        False,
+        fault=fault,
+        said=run.last_line(),
+    )
     if isinstance(moment, Moment) and code == 0:
         raise RuntimeError(f"moment {moment.number} came too late: {run.said()}")
     if code not in TOLD and not (code == -signal.SIGKILL and whom_is_controller(words)):
@@ -335,7 +412,7 @@ def whom_is_controller(words: str) -> bool:
     return words.startswith("controller")
 
 
-# --- results -------------------------------------------------------------------------------------------------------------
+# --- results --------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -357,7 +434,11 @@ def read_result(folder: Path) -> Result:
     metrics = []
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
-        values = {name: value for name, value in record.items() if not name.startswith(("timing_s/", "perf/")) and name != "seconds"}
+        values = {
+            name: value
+            for name, value in record.items()
+            if not name.startswith(("timing_s/", "perf/")) and name != "seconds"
+        }
         metrics.append((record["step"], values))
     weights = {}
     for path in sorted((folder / "final_model").rglob("*.safetensors")):
@@ -373,23 +454,39 @@ def differences(found: Result, wanted: Result) -> Iterator[str]:
         yield f"steps {[step for step, _ in found.metrics]}"
         return
     for (step, mine), (_, theirs) in zip(found.metrics, wanted.metrics, strict=True):
-        if names := sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)):
+        if names := sorted(
+            name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)
+        ):
             yield f"step {step}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
     if not wanted.weights or found.weights.keys() != wanted.weights.keys():
         yield "other weights"
-    elif changed := [name for name in wanted.weights if not torch.equal(found.weights[name], wanted.weights[name])]:
+    elif changed := [
+        name for name in wanted.weights if not torch.equal(found.weights[name], wanted.weights[name])
+    ]:
         yield f"{len(changed)} of {len(wanted.weights)} tensors, the first {changed[0]}"
 
 
 def table(outcomes: list[Outcome]) -> str:
     """For people, as Markdown."""
-    lines = ["| # | method | killed | command ended with | after | resumed from | bit-identical |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| # | method | killed | command ended with | after | resumed from | bit-identical |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for one in outcomes:
         end = "SIGKILL" if one.exit_code == -signal.SIGKILL else str(one.exit_code)
         verdict = "yes" if one.same else f"NO: {one.differences}"
         verdict += f"; FAULT: {one.fault}; {one.said}" if one.fault else ""
-        start = "it did not stop" if one.exit_code == 0 else f"step {one.went_on_from}" if one.went_on_from else "the start"
-        lines.append(f"| {one.number} | {one.method} | {one.moment} | {end} | {one.ended_after:.1f} s | {start} | {verdict} |")
+        start = (
+            "it did not stop"
+            if one.exit_code == 0
+            else f"step {one.went_on_from}"
+            if one.went_on_from
+            else "the start"
+        )
+        lines.append(
+            f"| {one.number} | {one.method} | {one.moment} | {end} | {one.ended_after:.1f} s | {start} |"
+            f" {verdict} |"
+        )
     return "\n".join(lines)
 
 
@@ -397,14 +494,20 @@ def run_matrix(moments: Sequence[Moment | Chance], home: Path, cache: Path) -> l
     """Carries out the moments, one after the other, telling on stderr how it goes."""
     wanted = {}
     for method in sorted({moment.method for moment in moments}):
-        if not any(cache.glob("*/model")):  # a run that makes the recipe's model takes longer than those that find it
+        if not any(
+            cache.glob("*/model")
+        ):  # a run that makes the recipe's model takes longer than those that find it
             Run(home / f"first-{method}", method, cache).finish(STARTS)
         begun = time.monotonic()
         whole = Run(home / f"whole-{method}", method, cache)
         if whole.finish(STARTS) != 0:
             raise RuntimeError(f"the run without a stop failed: {whole.said()}")
         wanted[method] = replace(read_result(whole.folder), seconds=time.monotonic() - begun)
-        print(f"{method}: {len(wanted[method].metrics)} records, {len(wanted[method].weights)} tensors to compare", file=sys.stderr)
+        print(
+            f"{method}: {len(wanted[method].metrics)} records, {len(wanted[method].weights)} tensors to"
+            " compare",
+            file=sys.stderr,
+        )
     outcomes = []
     for moment in moments:
         outcomes.append(carry_out(moment, home / f"moment-{moment.number}", cache, wanted[moment.method]))
@@ -416,7 +519,9 @@ def main() -> int:
     """Runs the matrix; 0 when all are bit-identical and ended as they should."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--moments", type=int, default=20, help="how many")
-    parser.add_argument("--random", type=int, metavar="COUNT", help="so many moments at which any process may be hit, instead")
+    parser.add_argument(
+        "--random", type=int, metavar="COUNT", help="so many moments at which any process may be hit, instead"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the moments")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the moments to carry out")
     parser.add_argument("--folder", type=Path, help="where the runs are kept; default: a temporary folder")
@@ -425,7 +530,11 @@ def main() -> int:
     options = parser.parse_args()
     home = options.folder or Path(tempfile.mkdtemp(prefix="kill-matrix-"))
     drawn: Sequence[Moment | Chance]
-    drawn = draw_moments(options.moments, options.seed) if options.random is None else draw_chances(options.random, options.seed)
+    drawn = (
+        draw_moments(options.moments, options.seed)
+        if options.random is None
+        else draw_chances(options.random, options.seed)
+    )
     moments = [moment for moment in drawn if not options.only or moment.number in options.only]
     outcomes = run_matrix(moments, home.resolve(), (options.cache or home / "cache").resolve())
     print(json.dumps([asdict(one) for one in outcomes], indent=1) if options.json else table(outcomes))

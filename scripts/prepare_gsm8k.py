@@ -3,8 +3,9 @@
     python scripts/prepare_gsm8k.py --output data/gsm8k                                    # from the Hugging Face hub
     python scripts/prepare_gsm8k.py --train train.jsonl --test test.jsonl --output data/gsm8k    # from local copies
 
-In: rows with `question` and `answer` (worked out, ending in `#### 42`), from the hub or from local Parquet or JSONL files.
-Out: train.parquet and test.parquet with `prompt`, `data_source`, `ability`, `reward_model` and `extra_info`.
+In: rows with `question` and `answer` (worked out, ending in `#### 42`), from the hub or from local Parquet or
+JSONL files. Out: train.parquet and test.parquet with `prompt`, `data_source`, `ability`, `reward_model` and
+`extra_info`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ INSTRUCTION = 'Let\'s think step by step and output the final answer after "####
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code: 0, 2 for a mistake in the arguments or files, 3 when the hub cannot be read."""
+    """Runs the command; returns its exit code: 0, 2 for a mistake in the arguments or files, 3 when the hub
+    cannot be read."""
     options = _parser().parse_args(arguments)
     try:
         local = {"train": options.train, "test": options.test}
@@ -41,8 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def to_rows(records: Sequence[Record], split: str, instruction: str = INSTRUCTION) -> list[dict[str, Any]]:
     """Rows in hydraflow's schema. Raises an error naming the rows whose answer has no `####`."""
-    raise_problems([r.problem("its answer has no '#### number'") for r in records if "####" not in r.values["answer"]])
-    return [_to_row(record.values["question"], record.values["answer"], index, split, instruction) for index, record in enumerate(records)]
+    raise_problems(
+        [r.problem("its answer has no '#### number'") for r in records if "####" not in r.values["answer"]]
+    )
+    return [
+        _to_row(record.values["question"], record.values["answer"], index, split, instruction)
+        for index, record in enumerate(records)
+    ]
 
 
 def _to_row(question: str, answer: str, index: int, split: str, instruction: str) -> dict[str, Any]:
@@ -50,14 +57,19 @@ def _to_row(question: str, answer: str, index: int, split: str, instruction: str
         "data_source": HUB_NAME,
         "prompt": [{"role": "user", "content": f"{question} {instruction}".strip()}],
         "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": answer.rpartition("####")[2].strip().replace(",", "")},
+        "reward_model": {
+            "style": "rule",
+            "ground_truth": answer.rpartition("####")[2].strip().replace(",", ""),
+        },
         "extra_info": {"index": index, "split": split, "question": question, "answer": answer},
     }
 
 
 def _from_files(paths: dict[str, str | None]) -> dict[str, list[Record]]:
     columns = ["question", "answer"]
-    return {split: read_records(path, key=f"--{split}", columns=columns) for split, path in paths.items() if path}
+    return {
+        split: read_records(path, key=f"--{split}", columns=columns) for split, path in paths.items() if path
+    }
 
 
 def _from_hub() -> dict[str, list[Record]]:
@@ -68,13 +80,19 @@ def _from_hub() -> dict[str, list[Record]]:
     except (OSError, ValueError) as error:  # no network, no such data set, a broken cache
         remedy = "Give local copies with --train and --test."
         raise EnvironmentFault(f"{HUB_NAME} cannot be read from the hub: {error}\n{remedy}") from error
-    return {split: [Record(dict(row), Path(HUB_NAME), i) for i, row in enumerate(rows)] for split, rows in loaded.items()}
+    return {
+        split: [Record(dict(row), Path(HUB_NAME), i) for i, row in enumerate(rows)]
+        for split, rows in loaded.items()
+    }
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Makes GSM8K into files that hydraflow trains on.")
     parser.add_argument("--output", required=True, help="folder for train.parquet and test.parquet")
-    parser.add_argument("--train", help="local copy of the training split (Parquet or JSONL); without --train and --test: the hub")
+    parser.add_argument(
+        "--train",
+        help="local copy of the training split (Parquet or JSONL); without --train and --test: the hub",
+    )
     parser.add_argument("--test", help="local copy of the test split")
     parser.add_argument("--instruction", default=INSTRUCTION, help="what is appended to each question")
     return parser

@@ -1,8 +1,8 @@
 """docs/timeline.png from a timeline: python scripts/timeline_picture.py TIMELINE STEP PICTURE
 
-In: a file of `ray_init.timeline_file` and a training step in it. Out: a picture of that step, a line for each row of the trace, and a
-legend for spans too short for their names.
-Left out on purpose: everything that a trace viewer does better; this is for the documentation.
+In: a file of `ray_init.timeline_file` and a training step in it. Out: a picture of that step, a line for each
+row of the trace, and a legend for spans too short for their names. Left out on purpose: everything that a
+trace viewer does better; this is for the documentation.
 """
 
 from __future__ import annotations
@@ -27,8 +27,16 @@ LEAST_LABEL = 0.07
 def rows_of(trace: dict[str, Any], step: int) -> tuple[Event, list[tuple[str, list[Event]]]]:
     """The step's span, and (label, spans) of every row of ours that has something in it."""
     events = trace["traceEvents"]
-    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name" and event["pid"] < RAY_PIDS}
-    around = next(event for event in events if event["ph"] == "X" and event["pid"] == 1 and event["name"] == f"step {step}")
+    names = {
+        event["pid"]: event["args"]["name"]
+        for event in events
+        if event["name"] == "process_name" and event["pid"] < RAY_PIDS
+    }
+    around = next(
+        event
+        for event in events
+        if event["ph"] == "X" and event["pid"] == 1 and event["name"] == f"step {step}"
+    )
     rows: dict[tuple[int, int], list[Event]] = {}
     for event in events:
         begins_inside = event["ph"] == "X" and around["ts"] <= event["ts"] < around["ts"] + around["dur"]
@@ -52,14 +60,25 @@ def draw(around: Event, rows: list[tuple[str, list[Event]]], path: Path) -> None
             begin, length = (span["ts"] - around["ts"]) / 1000, span["dur"] / 1000
             inner = span["name"] in ("gradient", "optimizer_step")
             axes.barh(
-                number, length, left=begin, height=0.4 if inner else 0.8, color=colours[span["name"]], edgecolor="white", linewidth=0.5
+                number,
+                length,
+                left=begin,
+                height=0.4 if inner else 0.8,
+                color=colours[span["name"]],
+                edgecolor="white",
+                linewidth=0.5,
             )
             if span["dur"] > LEAST_LABEL * around["dur"] and not inner:
                 axes.text(begin + length / 2, number, span["name"], ha="center", va="center", fontsize=7)
                 named.add(span["name"])
     unnamed = [kind for kind in kinds if kind not in named]
     axes.legend(
-        [Patch(color=colours[kind]) for kind in unnamed], unnamed, ncols=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), frameon=False
+        [Patch(color=colours[kind]) for kind in unnamed],
+        unnamed,
+        ncols=8,
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.12),
+        frameon=False,
     )
     axes.set_yticks(range(len(rows)), [label for label, _ in rows])
     axes.invert_yaxis()

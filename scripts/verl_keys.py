@@ -1,6 +1,7 @@
 """docs/verl_keys.md from the tables of hydraflow/compose: python scripts/verl_keys.py > docs/verl_keys.md
 
-In: the tables. Out: the page on standard output. Left out on purpose: anything that is not in the tables; edit those, not the page.
+In: the tables. Out: the page on standard output. Left out on purpose: anything that is not in the tables;
+edit those, not the page.
 """
 
 from __future__ import annotations
@@ -69,11 +70,31 @@ def page() -> str:
     parts = [
         INTRODUCTION,
         _counts(),
-        _section("Defaults that differ", "What a key is when nobody sets it.", ("key", f"verl {VERSION}", "here"), _differences()),
+        _section(
+            "Defaults that differ",
+            "What a key is when nobody sets it.",
+            ("key", f"verl {VERSION}", "here"),
+            _differences(),
+        ),
         _section("Another name here", "", ("verl", "here", "remark"), _aliases()),
-        _section("Sections that moved", "Every key of them is looked up in the other.", ("verl", "here"), SECTIONS.items()),
-        _section("Never did anything", "Accepted with a note.", ("key", "why"), ((key, row.why) for key, row in IGNORED.items())),
-        _section("Not needed here", "Accepted with a note.", ("key", "why"), ((key, row.why) for key, row in NOT_NEEDED.items())),
+        _section(
+            "Sections that moved",
+            "Every key of them is looked up in the other.",
+            ("verl", "here"),
+            SECTIONS.items(),
+        ),
+        _section(
+            "Never did anything",
+            "Accepted with a note.",
+            ("key", "why"),
+            ((key, row.why) for key, row in IGNORED.items()),
+        ),
+        _section(
+            "Not needed here",
+            "Accepted with a note.",
+            ("key", "why"),
+            ((key, row.why) for key, row in NOT_NEEDED.items()),
+        ),
         _section(
             "Not supported yet",
             "Refused, except for verl's default and the values in the third column, which ask for nothing.",
@@ -82,7 +103,10 @@ def page() -> str:
         ),
         _section("Values that are written otherwise", "", ("key", "verl", "here"), _value_rows()),
         _section(
-            "Keys that follow another", "Where nobody sets the first, it has the value of the second.", ("key", "follows"), FOLLOWS.items()
+            "Keys that follow another",
+            "Where nobody sets the first, it has the value of the second.",
+            ("key", "follows"),
+            FOLLOWS.items(),
         ),
         _files(),
     ]
@@ -93,21 +117,31 @@ def _counts() -> str:
     counts = Counter(kind(key) for key in leaves())
     plain = len(leaves(megatron=False))
     rows = ((name, counts[name], MEANING[name]) for name in (KNOWN, ALIAS, NEVER, NOT_MISSED, REFUSED))
-    text = (
-        f"{plain} keys of verl's default configuration and {len(leaves()) - plain} more with `model_engine=megatron`, without `_target_`."
-    )
+    text = f"{plain} keys of verl's default configuration and {len(leaves()) - plain} more with `model_engine=megatron`, without `_target_`."
     return _section("Counts", text, ("class", "keys", "meaning"), rows)
 
 
 def _section(title: str, text: str, heads: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> str:
-    lines = [f"## {title}", "", *([text, ""] if text else []), f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
-    lines += [f"| {' | '.join(_cell(head, cell) for head, cell in zip(heads, row, strict=True))} |" for row in rows]
+    lines = [
+        f"## {title}",
+        "",
+        *([text, ""] if text else []),
+        f"| {' | '.join(heads)} |",
+        f"|{'---|' * len(heads)}",
+    ]
+    lines += [
+        f"| {' | '.join(_cell(head, cell) for head, cell in zip(heads, row, strict=True))} |" for row in rows
+    ]
     return "\n".join([*lines, ""])
 
 
 def _cell(head: str, cell: object) -> str:
     text = str(cell).replace("|", "\\|")
-    return f"`{text}`" if text and head in ("key", "verl", "here", "follows", "also accepted", "instead", f"verl {VERSION}") else text
+    return (
+        f"`{text}`"
+        if text and head in ("key", "verl", "here", "follows", "also accepted", "instead", f"verl {VERSION}")
+        else text
+    )
 
 
 def _differences() -> Iterator[tuple[str, str, str]]:

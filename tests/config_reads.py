@@ -1,11 +1,13 @@
 """Which fields of configuration classes the source reads, and which of those reads a command can get to.
 
-In: the syntax trees of the package. Out: `reads_below(definition)`: (class, field) of every `expression.field` where the annotations
-say that the expression is of that class, in all the code that the definition names, directly or through what it names.
+In: the syntax trees of the package. Out: `reads_below(definition)`: (class, field) of every
+`expression.field` where the annotations say that the expression is of that class, in all the code that the
+definition names, directly or through what it names.
 
-A type is what the annotations of parameters, fields and return values say, followed through attributes, assignments, loops and
-calls. House rules make that enough: every signature is typed, and options are read as attributes. Containers count as what they
-hold, and where there are two answers, both are taken. A class counts as reached when it is named, with all of its methods.
+A type is what the annotations of parameters, fields and return values say, followed through attributes,
+assignments, loops and calls. House rules make that enough: every signature is typed, and options are read as
+attributes. Containers count as what they hold, and where there are two answers, both are taken. A class
+counts as reached when it is named, with all of its methods.
 """
 
 from __future__ import annotations
@@ -21,8 +23,12 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 TREES = {module_name(path): tree_of(path) for path in FILES}
 SAME_TYPE = {"replace", "deepcopy", "copy"}
 """Calls that give what they are given."""
-LOOKERS = ("hydraflow.checks.", "hydraflow.compose.effects.")
-JUDGES = {"hydraflow.batch_plan.request.sizes", "hydraflow.batch_plan.topology.sizes", "hydraflow.batch_plan.sft._sizes"}
+LOOKERS = ("hydraflow.compose.rules.", "hydraflow.compose.effects.")
+JUDGES = {
+    "hydraflow.batch_plan.request.sizes",
+    "hydraflow.batch_plan.topology.sizes",
+    "hydraflow.batch_plan.sft._sizes",
+}
 """What only looks whether a value is legal, or has an effect: such a read makes nothing of the option."""
 
 
@@ -37,7 +43,7 @@ class Scope:
     """The functions around it, the innermost last."""
 
 
-# --- names -----------------------------------------------------------------------------------------------------------
+# --- names --------------------------------------------------
 
 
 @cache
@@ -55,9 +61,16 @@ def definitions(module: str) -> dict[str, ast.stmt]:
 
 @cache
 def imported(module: str) -> dict[str, str]:
-    """Name -> what it stands for, module or module.name, for what is imported from the package anywhere in the file."""
-    nodes = [node for node in ast.walk(TREES[module]) if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hydraflow")]
-    return {alias.asname or alias.name: f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
+    """Name -> what it stands for, module or module.name, for what is imported from the package anywhere in
+    the file."""
+    nodes = [
+        node
+        for node in ast.walk(TREES[module])
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hydraflow")
+    ]
+    return {
+        alias.asname or alias.name: f"{node.module}.{alias.name}" for node in nodes for alias in node.names
+    }
 
 
 def resolve(module: str, node: ast.AST) -> str:
@@ -93,7 +106,7 @@ def settled(find: Callable[..., set[str]]) -> Callable[..., set[str]]:
     return remembered
 
 
-# --- types -----------------------------------------------------------------------------------------------------------
+# --- types --------------------------------------------------
 
 
 def annotated(module: str, annotation: ast.expr | None) -> set[str]:
@@ -125,7 +138,9 @@ def variable_types(name: str, scope: Scope) -> set[str]:
         arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
         if name in ("self", "cls") and name in [argument.arg for argument in arguments]:
             return {scope.owner}
-        given = [annotated(scope.module, argument.annotation) for argument in arguments if argument.arg == name]
+        given = [
+            annotated(scope.module, argument.annotation) for argument in arguments if argument.arg == name
+        ]
         inside = Scope(scope.module, scope.owner, scope.functions[:depth])
         given += [types_of(value, inside) for value in bindings(function).get(name, [])]
         if given:
@@ -147,7 +162,9 @@ def member_types(class_key: str, name: str) -> set[str]:
                 found |= annotated(module, returns)
             case ast.FunctionDef():
                 inside = Scope(module, class_key, (node,))
-                found |= {key for value in bindings(node).get(f"self.{name}", []) for key in types_of(value, inside)}
+                found |= {
+                    key for value in bindings(node).get(f"self.{name}", []) for key in types_of(value, inside)
+                }
     return found or {key for base in bases(class_key) for key in member_types(base, name)}
 
 
@@ -166,12 +183,17 @@ def result_types(function: ast.expr, arguments: list[ast.expr], scope: Scope) ->
 def bases(class_key: str) -> list[str]:
     node = definition(class_key)
     module = class_key.rpartition(".")[0]
-    return [key for base in node.bases if (key := resolve(module, base))] if isinstance(node, ast.ClassDef) else []
+    return (
+        [key for base in node.bases if (key := resolve(module, base))]
+        if isinstance(node, ast.ClassDef)
+        else []
+    )
 
 
 @cache
 def bindings(function: Function) -> dict[str, list[ast.AST]]:
-    """Variable, or self.variable -> the expressions that are assigned to it or looped over, or its annotated assignment."""
+    """Variable, or self.variable -> the expressions that are assigned to it or looped over, or its annotated
+    assignment."""
     found: dict[str, list[ast.AST]] = {}
 
     def bind(target: ast.expr, value: ast.expr) -> None:
@@ -198,12 +220,13 @@ def bindings(function: Function) -> dict[str, list[ast.AST]]:
     return found
 
 
-# --- reads -----------------------------------------------------------------------------------------------------------
+# --- reads --------------------------------------------------
 
 
 @cache
 def reads_below(root: str) -> set[tuple[str, str]]:
-    """(class, attribute) of all reads in the definition `root` and in those that it gets to; classes as module.Class."""
+    """(class, attribute) of all reads in the definition `root` and in those that it gets to; classes as
+    module.Class."""
     found: set[tuple[str, str]] = set()
     reached, waiting = set[str](), [root]
     while waiting:

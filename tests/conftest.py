@@ -14,7 +14,8 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from engine.pool import Ranks
 
-# A test run in the background inherits that SIGINT is ignored, and would hand that on to the commands that it interrupts.
+# A test run in the background inherits that SIGINT is ignored, and would hand that on to the commands that it
+# interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # Inside of a Slurm job its variables would fill in keys that the tests leave open.
 for _name in [name for name in os.environ if name.startswith("SLURM_")]:
@@ -45,7 +46,9 @@ def one_rank() -> Iterator[None]:
     from hydraflow.engine import process_group
 
     torch.set_num_threads(1)
-    process_group.start(rank=0, world_size=1, address="127.0.0.1", port=free_port(), device_type="cpu", timeout_s=60)
+    process_group.start(
+        rank=0, world_size=1, address="127.0.0.1", port=free_port(), device_type="cpu", timeout_s=60
+    )
     yield
     process_group.stop()
 
@@ -65,11 +68,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Directory of a model of two layers with random weights."""
     from hydraflow.models.tiny import make_model
 
-    return str(make_model(tmp_path_factory.mktemp("model") / "tiny", hidden=32, layers=2, heads=2, kv_heads=1))
+    return str(
+        make_model(tmp_path_factory.mktemp("model") / "tiny", hidden=32, layers=2, heads=2, kv_heads=1)
+    )
 
 
 @pytest.fixture(scope="session")
 def recipe_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the arithmetic recipe keeps its assets during the test run ($HYDRAFLOW_TEST_CACHE keeps them between runs)."""
+    """Where the arithmetic recipe keeps its assets during the test run ($HYDRAFLOW_TEST_CACHE keeps them
+    between runs)."""
     kept = os.environ.get("HYDRAFLOW_TEST_CACHE")
     return Path(kept) if kept else tmp_path_factory.mktemp("cache")

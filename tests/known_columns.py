@@ -12,7 +12,11 @@ from hydraflow.protocol.fields import FIELDS
 
 def assert_as_documented(batch: DataProto) -> None:
     """Every column is in the table, with the type and shape that it has."""
-    wrong = {name: kind_of(column) for name, column in batch.items() if name not in FIELDS or kind_of(column) != told(name)}
+    wrong = {
+        name: kind_of(column)
+        for name, column in batch.items()
+        if name not in FIELDS or kind_of(column) != told(name)
+    }
     assert not wrong, f"not as in protocol/fields.py: {wrong}"
 
 

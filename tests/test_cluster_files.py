@@ -1,4 +1,5 @@
-"""The files for Kubernetes and SkyPilot: they are read, their fields are real, and the run in them composes and can be planned."""
+"""The files for Kubernetes and SkyPilot: they are read, their fields are real, and the run in them composes
+and can be planned."""
 
 from __future__ import annotations
 
@@ -18,8 +19,15 @@ from hydraflow.schema import PPOConfig
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 JOIN = ("address=", "nnodes=", "n_gpus_per_node=", "default_local_dir=", "save_freq=")
-RAY_JOB = {"entrypoint", "backoffLimit", "shutdownAfterJobFinishes", "ttlSecondsAfterFinished", "rayClusterSpec"}
-"""Those of the fields in KubeRay 1.6's API reference that are used here; below, of RayClusterSpec and its groups."""
+RAY_JOB = {
+    "entrypoint",
+    "backoffLimit",
+    "shutdownAfterJobFinishes",
+    "ttlSecondsAfterFinished",
+    "rayClusterSpec",
+}
+"""Those of the fields in KubeRay 1.6's API reference that are used here; below, of RayClusterSpec and its
+groups."""
 RAY_CLUSTER = {"rayVersion", "authOptions", "headGroupSpec", "workerGroupSpecs"}
 WORKER_GROUP = {"groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"}
 SKY_TASK = {"name", "num_nodes", "resources", "workdir", "volumes", "secrets", "setup", "run"}
@@ -53,10 +61,15 @@ def test_the_rayjob_is_what_kuberay_knows() -> None:
     assert cluster["headGroupSpec"].keys() == {"rayStartParams", "template"}
     for group in cluster["workerGroupSpecs"]:
         assert group.keys() == WORKER_GROUP
-    pods = [cluster["headGroupSpec"]["template"], *(group["template"] for group in cluster["workerGroupSpecs"])]
+    pods = [
+        cluster["headGroupSpec"]["template"],
+        *(group["template"] for group in cluster["workerGroupSpecs"]),
+    ]
     for pod in pods:
         (container,), volumes = pod["spec"]["containers"], pod["spec"]["volumes"]
-        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in volumes}
+        assert {mount["name"] for mount in container["volumeMounts"]} == {
+            volume["name"] for volume in volumes
+        }
 
 
 def test_the_rayjob_has_the_machines_that_its_run_asks_for() -> None:
@@ -83,11 +96,17 @@ def test_the_sky_task_is_what_skypilot_knows_and_its_run_can_be_planned() -> Non
         "SKYPILOT_NUM_GPUS_PER_NODE": task["resources"]["accelerators"].partition(":")[2],
     }
     config, plan = planned(overrides(task["run"]), own="10.0.0.1", **given)
-    assert (config.trainer.nnodes, config.trainer.n_gpus_per_node, config.ray_init.address) == (2, 8, "10.0.0.1:6379")
+    assert (config.trainer.nnodes, config.trainer.n_gpus_per_node, config.ray_init.address) == (
+        2,
+        8,
+        "10.0.0.1:6379",
+    )
     assert plan.trajectories_per_step == 4096
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs the program shellcheck (apt-get install shellcheck)")
+@pytest.mark.skipif(
+    shutil.which("shellcheck") is None, reason="needs the program shellcheck (apt-get install shellcheck)"
+)
 @pytest.mark.parametrize("part", ["setup", "run"])
 def test_the_sky_tasks_scripts_are_clean(part: str) -> None:
     script = "#!/usr/bin/env bash\n# shellcheck disable=SC1090\n" + read("skypilot", "ppo.yaml")[part]
@@ -100,6 +119,13 @@ def test_the_options_of_ray_start_are_rays_own() -> None:
 
     known = {option for parameter in start.params for option in parameter.opts}
     page = EXAMPLES.parent / "docs" / "cluster.md"
-    lines = [line for file in (EXAMPLES / "skypilot" / "ppo.yaml", page) for line in file.read_text().splitlines()]
-    used = {word for line in lines if "ray start --" in line or "common=(" in line for word in re.findall(r"--[a-z-]+", line)}
+    lines = [
+        line for file in (EXAMPLES / "skypilot" / "ppo.yaml", page) for line in file.read_text().splitlines()
+    ]
+    used = {
+        word
+        for line in lines
+        if "ray start --" in line or "common=(" in line
+        for word in re.findall(r"--[a-z-]+", line)
+    }
     assert {"--head", "--address", "--node-ip-address", "--block"} <= used <= known

@@ -33,7 +33,9 @@ def test_a_quota_of_version_2(tmp_path: Path) -> None:
 
 def test_no_quota(tmp_path: Path) -> None:
     write(tmp_path / "cpu.max", "max 100000\n")
-    assert core_limits(cgroups=tmp_path, membership=membership(tmp_path, "0::/"), environ={}) == {"affinity mask": ALLOWED}
+    assert core_limits(cgroups=tmp_path, membership=membership(tmp_path, "0::/"), environ={}) == {
+        "affinity mask": ALLOWED
+    }
 
 
 def test_the_tightest_quota_on_the_way_to_the_root_holds(tmp_path: Path) -> None:
@@ -48,27 +50,43 @@ def test_the_tightest_quota_on_the_way_to_the_root_holds(tmp_path: Path) -> None
 def test_a_quota_of_version_1(tmp_path: Path) -> None:
     write(tmp_path / "cpu,cpuacct" / "job" / "cpu.cfs_quota_us", "250000\n")
     write(tmp_path / "cpu,cpuacct" / "job" / "cpu.cfs_period_us", "100000\n")
-    found = core_limits(cgroups=tmp_path, membership=membership(tmp_path, "4:memory:/other", "3:cpu,cpuacct:/job"), environ={})
+    found = core_limits(
+        cgroups=tmp_path, membership=membership(tmp_path, "4:memory:/other", "3:cpu,cpuacct:/job"), environ={}
+    )
     assert found["cgroup quota"] == 2.5
 
 
 def test_version_1_without_a_quota(tmp_path: Path) -> None:
     write(tmp_path / "cpu" / "cpu.cfs_quota_us", "-1\n")
     write(tmp_path / "cpu" / "cpu.cfs_period_us", "100000\n")
-    assert "cgroup quota" not in core_limits(cgroups=tmp_path, membership=membership(tmp_path, "1:cpu:/"), environ={})
+    assert "cgroup quota" not in core_limits(
+        cgroups=tmp_path, membership=membership(tmp_path, "1:cpu:/"), environ={}
+    )
 
 
 def test_the_host_s_path_is_not_mounted_in_a_container(tmp_path: Path) -> None:
     root = tmp_path / "cgroup"
     write(root / "cpu" / "cpu.cfs_quota_us", "200000")
     write(root / "cpu" / "cpu.cfs_period_us", "100000")
-    assert core_limits(cgroups=root, membership=membership(tmp_path, "3:cpu:/docker/0123"), environ={})["cgroup quota"] == 2.0
+    assert (
+        core_limits(cgroups=root, membership=membership(tmp_path, "3:cpu:/docker/0123"), environ={})[
+            "cgroup quota"
+        ]
+        == 2.0
+    )
 
 
 def test_slurm_counts_and_nonsense_does_not(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
-    assert core_limits(cgroups=gone, membership=gone, environ={"SLURM_CPUS_PER_TASK": "1"})["SLURM_CPUS_PER_TASK"] == 1.0
-    assert "SLURM_CPUS_PER_TASK" not in core_limits(cgroups=gone, membership=gone, environ={"SLURM_CPUS_PER_TASK": "many"})
+    assert (
+        core_limits(cgroups=gone, membership=gone, environ={"SLURM_CPUS_PER_TASK": "1"})[
+            "SLURM_CPUS_PER_TASK"
+        ]
+        == 1.0
+    )
+    assert "SLURM_CPUS_PER_TASK" not in core_limits(
+        cgroups=gone, membership=gone, environ={"SLURM_CPUS_PER_TASK": "many"}
+    )
 
 
 def test_folders_of_a_controller_stay_below_the_mount(tmp_path: Path) -> None:

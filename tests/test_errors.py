@@ -16,7 +16,9 @@ def test_a_report_says_truly_whether_something_had_started() -> None:
     assert str(error).splitlines()[0] == "2 problems found before anything was started:"
     with pytest.raises(ConfigError) as caught, after_the_start():
         raise error
-    assert caught.value is error and str(error).splitlines()[0] == "2 problems found after the run had started:"
+    assert (
+        caught.value is error and str(error).splitlines()[0] == "2 problems found after the run had started:"
+    )
 
 
 @pytest.mark.parametrize("started", [False, True])

@@ -23,7 +23,9 @@ NAMES = sorted(file.stem for file in EXAMPLES.glob("*/*.yaml") if file.stem == f
 def composed(name: str, monkeypatch: pytest.MonkeyPatch) -> PPOConfig:
     """What `main_ppo --config-dir examples/NAME --config-name NAME` gets to run."""
     seen: list[PPOConfig] = []
-    monkeypatch.setattr(sys, "argv", ["main_ppo", "--config-dir", str(EXAMPLES / name), "--config-name", name])
+    monkeypatch.setattr(
+        sys, "argv", ["main_ppo", "--config-dir", str(EXAMPLES / name), "--config-name", name]
+    )
     assert launch("ppo", PPOConfig, lambda config, command: seen.append(config)) == 0
     return seen[0]
 
@@ -42,14 +44,22 @@ def test_arithmetic_ppo_has_a_critic(monkeypatch: pytest.MonkeyPatch) -> None:
     config = composed("arithmetic_ppo", monkeypatch)
     assert (config.recipe.name, needs_critic(config)) == ("arithmetic", True)
     plan = plan_of(config, processes=2, prompts=config.recipe.train_problems)
-    assert (plan.trajectories_per_step, plan.actor.optimizer_steps_per_step, plan.total_steps) == (512, 2, 200)
+    assert (plan.trajectories_per_step, plan.actor.optimizer_steps_per_step, plan.total_steps) == (
+        512,
+        2,
+        200,
+    )
 
 
 def test_gsm8k_grpo_fits_eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     config = composed("gsm8k_grpo", monkeypatch)
     assert (needs_critic(config), needs_reference(config)) == (False, True)
     plan = plan_of(config, processes=8, prompts=7473)
-    assert (plan.trajectories_per_step, plan.actor.mini_batch_trajectories, plan.actor.rows_per_rank) == (2048, 512, 64)
+    assert (plan.trajectories_per_step, plan.actor.mini_batch_trajectories, plan.actor.rows_per_rank) == (
+        2048,
+        512,
+        64,
+    )
     assert (plan.actor.optimizer_steps_per_step, plan.total_steps) == (4, 290)
 
 
@@ -58,14 +68,22 @@ def test_custom_reward_learns(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(EXAMPLES)
     make_model(tmp_path / "runs" / "tiny")
     given = ["--config-dir", "examples/custom_reward", "--config-name", "custom_reward"]
-    done = hydraflow("main_ppo", *given, "trainer.total_training_steps=15", "trainer.default_local_dir=out", cwd=tmp_path)
+    done = hydraflow(
+        "main_ppo", *given, "trainer.total_training_steps=15", "trainer.default_local_dir=out", cwd=tmp_path
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     rewards = [row["critic/score/mean"] for row in read_steps(tmp_path / "out") if row["step"] > 0]
     assert rewards[0] < 0.2 and rewards[-1] > 0.5
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["last_val_accuracy"] >= 0.5
 
-    files = ["data.path=examples/custom_reward/val.jsonl", "data.max_response_length=4", "output.path=runs/repeat.parquet"]
-    done = hydraflow("main_generate", "model.path=out/final_model/actor", *files, "rollout.temperature=0", cwd=tmp_path)
+    files = [
+        "data.path=examples/custom_reward/val.jsonl",
+        "data.max_response_length=4",
+        "output.path=runs/repeat.parquet",
+    ]
+    done = hydraflow(
+        "main_generate", "model.path=out/final_model/actor", *files, "rollout.temperature=0", cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     reward = ["reward.custom_reward_function.path=examples/custom_reward/repeat.py"]
     reward += ["+reward.custom_reward_function.reward_kwargs={times: 4}"]

@@ -19,7 +19,9 @@ def test_files_and_functions_are_short(path: Path) -> None:
     for node in ast.walk(tree_of(path)):
         if isinstance(node, FUNCTIONS):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert length <= MOST_FUNCTION_LINES, f"{label(path)}:{node.lineno}: {node.name} has {length} lines"
+            assert length <= MOST_FUNCTION_LINES, (
+                f"{label(path)}:{node.lineno}: {node.name} has {length} lines"
+            )
 
 
 @pytest.mark.parametrize("path", FILES, ids=label)
@@ -28,7 +30,8 @@ def test_a_file_opens_by_saying_what_it_is(path: Path) -> None:
 
 
 OFFERS_A_FUNCTION = {"hydraflow/model_merger/__init__.py"}
-"""Packages that users call by their own name. A definition does nothing at import: what it needs is imported when it is called."""
+"""Packages that users call by their own name. A definition does nothing at import: what it needs is imported
+when it is called."""
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if path.name == "__init__.py"], ids=label)
@@ -47,11 +50,17 @@ def is_for_types_only(node: ast.stmt) -> bool:
 
 
 CALLS_THE_USERS_CODE = {
-    *("hydraflow/rewards/child.py", "hydraflow/checkup/table.py", "hydraflow/tracking/guarded.py", "hydraflow/jobs/session.py"),
+    *(
+        "hydraflow/rewards/child.py",
+        "hydraflow/checkup/table.py",
+        "hydraflow/tracking/guarded.py",
+        "hydraflow/jobs/session.py",
+    ),
 }
-"""Where a broad except is right: a reward function may raise anything, and costs its row, not the run; a check of the doctor
-opens any file and runs the model's own code, and costs its line of the report; a tracker's library raises what it likes, and costs
-a warning; so does what the end of a run does, of which each step must be taken whatever became of the one before."""
+"""Where a broad except is right: a reward function may raise anything, and costs its row, not the run; a
+check of the doctor opens any file and runs the model's own code, and costs its line of the report; a
+tracker's library raises what it likes, and costs a warning; so does what the end of a run does, of which each
+step must be taken whatever became of the one before."""
 
 
 @pytest.mark.parametrize("path", FILES, ids=label)
@@ -61,7 +70,9 @@ def test_no_broad_except(path: Path) -> None:
             if isinstance(node.body[-1], ast.Raise) or label(path) in CALLS_THE_USERS_CODE:
                 continue
             caught = ast.unparse(node.type) if node.type else "everything"
-            assert caught not in ("everything", "Exception", "BaseException"), f"{label(path)}:{node.lineno} catches {caught}"
+            assert caught not in ("everything", "Exception", "BaseException"), (
+                f"{label(path)}:{node.lineno} catches {caught}"
+            )
 
 
 @pytest.mark.parametrize("path", FILES, ids=label)
@@ -76,6 +87,12 @@ def test_signatures_are_typed(path: Path) -> None:
         if not isinstance(node, FUNCTIONS):
             continue
         arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-        bare = [argument.arg for argument in arguments if argument.annotation is None and argument.arg not in ("self", "cls")]
+        bare = [
+            argument.arg
+            for argument in arguments
+            if argument.annotation is None and argument.arg not in ("self", "cls")
+        ]
         assert not bare, f"{label(path)}:{node.lineno}: {node.name} does not type {bare}"
-        assert node.returns or node.name == "__init__", f"{label(path)}:{node.lineno}: {node.name} does not say what it returns"
+        assert node.returns or node.name == "__init__", (
+            f"{label(path)}:{node.lineno}: {node.name} does not say what it returns"
+        )

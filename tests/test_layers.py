@@ -1,4 +1,5 @@
-"""The architecture, as a law: imports go down the layers, folders form no cycle, and each dependency has one door."""
+"""The architecture, as a law: imports go down the layers, folders form no cycle, and each dependency has one
+door."""
 
 import ast
 from fnmatch import fnmatch
@@ -9,9 +10,8 @@ import pytest
 from source_tree import FILES, MODULES, imports, label, module_name, top_part, tree_of
 
 LAYERS = (
-    {"schema", "errors", "device", "durations", "network", "allocation", "checks", "paths", "runnable", "node_folder"}
-    | {"logging_setup", "role_logs", "debugging", "whole_files", "redact", "interrupts"},
-    {"batch_plan", "memory", "metrics", "spans", "protocol", "algorithms", "models"},
+    {"schema", "errors", "device", "redact", "system"},
+    {"batch_plan", "memory", "metrics", "protocol", "algorithms", "models"},
     {"dispatch", "engine", "generation", "data", "rewards", "tracking"},
     {"workers"},
     {"trainer"},
@@ -71,7 +71,9 @@ def upward(module: str, imported: str) -> str | None:
 
 @pytest.mark.parametrize("path", FILES, ids=label)
 def test_imports_go_down(path: Path) -> None:
-    wrong = [problem for imported in sorted(our_imports(path)) if (problem := upward(module_name(path), imported))]
+    wrong = [
+        problem for imported in sorted(our_imports(path)) if (problem := upward(module_name(path), imported))
+    ]
     assert not wrong, f"{label(path)}: " + "; ".join(wrong)
 
 
@@ -81,7 +83,10 @@ def test_folders_form_no_cycle() -> None:
         module = module_name(path)
         if is_config(module):
             continue
-        others = {top_part(name) for name in our_imports(path) if not is_config(name)} - {top_part(module), ""}
+        others = {top_part(name) for name in our_imports(path) if not is_config(name)} - {
+            top_part(module),
+            "",
+        }
         graph.setdefault(top_part(module), set()).update(others)
     try:
         list(TopologicalSorter(graph).static_order())
@@ -91,7 +96,11 @@ def test_folders_form_no_cycle() -> None:
 
 @pytest.mark.parametrize("path", [path for path in FILES if is_config(module_name(path))], ids=label)
 def test_config_needs_the_standard_library_only(path: Path) -> None:
-    outside = {name for name in imports(path) if name.split(".")[0] not in ("hydraflow", "__future__", "dataclasses", "enum", "typing")}
+    outside = {
+        name
+        for name in imports(path)
+        if name.split(".")[0] not in ("hydraflow", "__future__", "dataclasses", "enum", "typing")
+    }
     ours = {name for name in our_imports(path) if not is_config(name)}
     assert not outside | ours
 
@@ -102,25 +111,38 @@ def test_each_dependency_has_one_door(path: Path) -> None:
     below = path.relative_to(MODULES["hydraflow"].parent).as_posix()
     for library, doors in DOORS.items():
         users = sorted(name for name in used if name == library or name.startswith(f"{library}."))
-        assert not users or any(fnmatch(below, door) for door in doors), f"{label(path)} uses {users}; only {doors} may"
+        assert not users or any(fnmatch(below, door) for door in doors), (
+            f"{label(path)} uses {users}; only {doors} may"
+        )
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if path.name != "device.py"], ids=label)
 def test_only_device_py_knows_cuda(path: Path) -> None:
     for node in ast.walk(tree_of(path)):
-        assert not names_cuda(node), f"{label(path)}:{getattr(node, 'lineno', '?')}: ask hydraflow.device instead"
+        assert not names_cuda(node), (
+            f"{label(path)}:{getattr(node, 'lineno', '?')}: ask hydraflow.device instead"
+        )
 
 
 def names_cuda(node: ast.AST) -> bool:
     """`x.cuda`, `x.cuda(...)`, "cuda", "cuda:0". Docstrings and messages may say the word."""
     if isinstance(node, ast.Attribute):
         return node.attr == "cuda"
-    return isinstance(node, ast.Constant) and isinstance(node.value, str) and (node.value == "cuda" or node.value.startswith("cuda:"))
+    return (
+        isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and (node.value == "cuda" or node.value.startswith("cuda:"))
+    )
 
 
 def attribute_chains(tree: ast.Module) -> set[str]:
-    """`torch.distributed.barrier()` without an import of its own -> torch.distributed, torch.distributed.barrier."""
-    return {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.")}
+    """`torch.distributed.barrier()` without an import of its own -> torch.distributed,
+    torch.distributed.barrier."""
+    return {
+        ast.unparse(node)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.")
+    }
 
 
 ENGINE = MODULES["hydraflow.engine"]
@@ -141,7 +163,8 @@ def test_the_law_sees_a_breach(source: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["from hydraflow.trainer.config import RunConfig", "from hydraflow import metrics", "from . import base"]
+    "source",
+    ["from hydraflow.trainer.config import RunConfig", "from hydraflow import metrics", "from . import base"],
 )
 def test_the_law_lets_pass_what_is_right(source: str) -> None:
     assert not [name for name in our_imports(ENGINE, ast.parse(source)) if upward("hydraflow.engine", name)]

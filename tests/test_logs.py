@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hydraflow import logs
-from hydraflow.role_logs import LogSettings, RoleLogs
+from hydraflow.system.role_logs import LogSettings, RoleLogs
 
 
 def line(second: int, level: str, who: str, text: str) -> str:
@@ -31,10 +31,14 @@ def run(tmp_path: Path) -> Path:
     folder.mkdir(parents=True)
     (folder / "actor-0.log.1").write_text(line(1, "INFO", "actor-0", "begins"))
     (folder / "actor-0.log").write_text(
-        line(4, "WARNING", "actor-0", "slow") + "  because of\n  the disk\n" + line(6, "INFO", "actor-0", "ends")
+        line(4, "WARNING", "actor-0", "slow")
+        + "  because of\n  the disk\n"
+        + line(6, "INFO", "actor-0", "ends")
     )
     (folder / "actor-1.log").write_text(
-        "written before any tag\n" + line(2, "OUT", "actor-1", "printed") + line(5, "ERROR", "actor-1", "broken")
+        "written before any tag\n"
+        + line(2, "OUT", "actor-1", "printed")
+        + line(5, "ERROR", "actor-1", "broken")
     )
     (folder / "controller-0.log").write_text(line(3, "DEBUG", "controller-0", "thinks"))
     (folder / "notes.txt").write_text("no log\n")
@@ -60,16 +64,24 @@ def test_all_of_it_in_the_order_of_time(run: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--role", "actor", "--rank", "1", "--level", "info"], ["OUT actor-1 written before any tag", "printed", "broken"]),
+        (
+            ["--role", "actor", "--rank", "1", "--level", "info"],
+            ["OUT actor-1 written before any tag", "printed", "broken"],
+        ),
         (["--rank", "0"], ["begins", "thinks", "slow", "because of", "the disk", "ends"]),
-        (["--role", "controller", "--role", "actor", "--level", "warning"], ["slow", "because of", "the disk", "broken"]),
+        (
+            ["--role", "controller", "--role", "actor", "--level", "warning"],
+            ["slow", "because of", "the disk", "broken"],
+        ),
         (["--grep", "d[ie]sk"], ["slow", "because of", "the disk"]),
         (["--grep", "^2026.*actor-0 b"], ["begins"]),
         (["--lines", "2"], ["broken", "ends"]),
         (["-n", "0"], []),
     ],
 )
-def test_what_is_chosen(run: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], expected: list[str]) -> None:
+def test_what_is_chosen(
+    run: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], expected: list[str]
+) -> None:
     assert texts(said(capsys, str(run), *arguments)) == expected
 
 
@@ -82,7 +94,9 @@ def test_what_is_chosen(run: Path, capsys: pytest.CaptureFixture[str], arguments
         (["--lines", "-1"], "must be at least 0"),
     ],
 )
-def test_what_is_not_there_is_refused(run: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+def test_what_is_not_there_is_refused(
+    run: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
     assert words in "\n".join(said(capsys, str(run), *arguments, code=2))
 
 
@@ -98,19 +112,28 @@ def test_merging_keeps_every_line_and_the_order_of_each_file(
     folder = tmp_path_factory.mktemp("logs")
     for rank in range(4):
         seconds = sorted(second for of, second in events if of == rank)
-        (folder / f"actor-{rank}.log").write_text("".join(line(s, "INFO", f"actor-{rank}", f"{n}") for n, s in enumerate(seconds)))
+        (folder / f"actor-{rank}.log").write_text(
+            "".join(line(s, "INFO", f"actor-{rank}", f"{n}") for n, s in enumerate(seconds))
+        )
     read = list(logs.read(folder, [], []))
-    assert [record.time for record in read] == sorted(record.time for record in read) and len(read) == len(events)
+    assert [record.time for record in read] == sorted(record.time for record in read) and len(read) == len(
+        events
+    )
     for rank in range(4):
-        assert [int(record.text) for record in read if record.rank == rank] == list(range(sum(of == rank for of, _ in events)))
+        assert [int(record.text) for record in read if record.rank == rank] == list(
+            range(sum(of == rank for of, _ in events))
+        )
 
 
 def test_it_answers_at_once_and_imports_nothing_large(run: Path) -> None:
     program = (
-        "import sys; from hydraflow import logs; logs.main(sys.argv[1:]); print(*(sys.modules.keys() & {'torch', 'ray', 'hydra', 'numpy'}))"
+        "import sys; from hydraflow import logs; logs.main(sys.argv[1:]); print(*(sys.modules.keys() &"
+        " {'torch', 'ray', 'hydra', 'numpy'}))"
     )
     begun = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", program, str(run), "-n", "0"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(run), "-n", "0"], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "" and time.monotonic() - begun < 5
 
 
@@ -135,7 +158,9 @@ def test_following_a_run_to_its_end(tmp_path: Path) -> None:
 
 
 def owned(run: Path, pid: int) -> None:
-    (run / ".lock").write_text(json.dumps({"pid": pid, "host": socket.gethostname(), "user": "me", "since": "now"}))
+    (run / ".lock").write_text(
+        json.dumps({"pid": pid, "host": socket.gethostname(), "user": "me", "since": "now"})
+    )
 
 
 def summary(run: Path, why: str) -> None:
@@ -143,7 +168,8 @@ def summary(run: Path, why: str) -> None:
 
 
 def test_when_a_run_has_ended(run: Path) -> None:
-    """A failure is no end while the process lives, for it may begin again; a process that was killed writes no summary."""
+    """A failure is no end while the process lives, for it may begin again; a process that was killed writes
+    no summary."""
     assert not logs.has_ended(run), "nobody knows"
     owned(run, os.getpid())
     assert not logs.has_ended(run)
@@ -169,7 +195,9 @@ def test_following_a_run_that_is_killed(run: Path) -> None:
     assert follower.communicate(timeout=30)[0] == "" and follower.returncode == 0
 
 
-def test_following_a_role_that_has_not_written_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_following_a_role_that_has_not_written_yet(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As right after the start of a run; and its folder is set aside meanwhile, as when it starts anew."""
     folder = tmp_path / "logs"
     folder.mkdir()
@@ -186,18 +214,24 @@ def test_following_a_role_that_has_not_written_yet(tmp_path: Path, capsys: pytes
     assert logs.main([str(tmp_path), "--follow", "--role", "actor", "--rank", "0"]) == 0
     late.join()
     out, err = capsys.readouterr()
-    assert out.endswith("INFO actor-0 at last\n") and err == "--role=actor: no such role in this run yet; waiting for it\n"
+    assert (
+        out.endswith("INFO actor-0 at last\n")
+        and err == "--role=actor: no such role in this run yet; waiting for it\n"
+    )
 
 
 @pytest.mark.parametrize("asked", [["--role", "actor"], ["--rank", "0"]])
-def test_a_run_in_which_nobody_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: list[str]) -> None:
+def test_a_run_in_which_nobody_wrote(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: list[str]
+) -> None:
     (tmp_path / "logs").mkdir()
     assert said(capsys, str(tmp_path)) == []
     assert "nobody has written a line" in "\n".join(said(capsys, str(tmp_path), *asked, code=2))
 
 
 def test_a_file_that_got_the_inode_of_one_that_is_gone_is_read_from_its_beginning(tmp_path: Path) -> None:
-    """File systems give the number of a deleted file to the next one, and rotation deletes a file right before it makes one."""
+    """File systems give the number of a deleted file to the next one, and rotation deletes a file right
+    before it makes one."""
     file = tmp_path / "actor-0.log"
     file.write_text(line(1, "INFO", "actor-0", "a long line of the file that goes"))
     follower = logs.Follower(tmp_path, [], [])

@@ -9,8 +9,26 @@ import pytest
 from source_tree import FILES, label, tree_of
 
 RUNS_CODE = (
-    *("pickle._Unpickler", "*pickle.load", "*pickle.loads", "*pickle._load", "*pickle._loads", "*pickle.Unpickler", "*.read_pickle"),
-    *("dill.*", "joblib.load", "shelve.*", "marshal.load*", "runpy.*", "eval", "exec", "builtins.eval", "builtins.exec"),
+    *(
+        "pickle._Unpickler",
+        "*pickle.load",
+        "*pickle.loads",
+        "*pickle._load",
+        "*pickle._loads",
+        "*pickle.Unpickler",
+        "*.read_pickle",
+    ),
+    *(
+        "dill.*",
+        "joblib.load",
+        "shelve.*",
+        "marshal.load*",
+        "runpy.*",
+        "eval",
+        "exec",
+        "builtins.eval",
+        "builtins.exec",
+    ),
     *("yaml.Loader", "yaml.*UnsafeLoader", "yaml.*FullLoader", "yaml.unsafe_load*", "yaml.full_load*"),
     *("torch.hub.*", "torch.package.*", "torch.jit.load", "torch.serialization.load"),
     *(
@@ -22,10 +40,22 @@ RUNS_CODE = (
 """Names of what unpickles or runs a file. torch.load and from_pretrained are looked at more closely."""
 
 ALLOWED = {
-    ("hydraflow/engine/dcp_index.py", "pickle.Unpickler"): "makes inert records of the few names that an index holds, refuses others",
-    ("hydraflow/dispatch/transport.py", "pickle.Unpickler"): "what processes of one run send each other; no file",
-    ("hydraflow/engine/fsdp/reader.py", "torch.distributed.checkpoint.FileSystemReader"): "its unpickling is overridden there",
-    ("hydraflow/engine/fsdp/checkpoint.py", "torch.distributed.checkpoint.load"): "with the reader of reader.py, which knows tensors alone",
+    (
+        "hydraflow/engine/dcp_index.py",
+        "pickle.Unpickler",
+    ): "makes inert records of the few names that an index holds, refuses others",
+    (
+        "hydraflow/dispatch/transport.py",
+        "pickle.Unpickler",
+    ): "what processes of one run send each other; no file",
+    (
+        "hydraflow/engine/fsdp/reader.py",
+        "torch.distributed.checkpoint.FileSystemReader",
+    ): "its unpickling is overridden there",
+    (
+        "hydraflow/engine/fsdp/checkpoint.py",
+        "torch.distributed.checkpoint.load",
+    ): "with the reader of reader.py, which knows tensors alone",
 }
 
 PICKLED_WEIGHTS = ("AutoModelForCausalLM", "AutoModelForTokenClassification", "AutoModel", "PreTrainedModel")
@@ -42,7 +72,11 @@ def found_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield node.lineno, name
         elif isinstance(node, ast.ImportFrom):
             named = (f"{node.module}.{alias.name}" for alias in node.names)
-            yield from ((node.lineno, name) for name in named if any(fnmatchcase(name, pattern) for pattern in RUNS_CODE))
+            yield from (
+                (node.lineno, name)
+                for name in named
+                if any(fnmatchcase(name, pattern) for pattern in RUNS_CODE)
+            )
         elif isinstance(node, ast.Call) and (name := unguarded(node, aliases)):
             yield node.lineno, name
 
@@ -65,18 +99,25 @@ def resolved(node: ast.expr, aliases: dict[str, str]) -> str:
 
 
 def unguarded(call: ast.Call, aliases: dict[str, str]) -> str | None:
-    """A call of torch.load or of a model's from_pretrained that does not say weights_only=True, or one that lets numpy unpickle."""
+    """A call of torch.load or of a model's from_pretrained that does not say weights_only=True, or one that
+    lets numpy unpickle."""
     name = resolved(call.func, aliases)
     given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg}
     if given.get("allow_pickle", "False") != "False":
         return f"{name} with allow_pickle"
-    reads = name == "torch.load" or (name.endswith(".from_pretrained") and name.split(".")[-2] in PICKLED_WEIGHTS)
+    reads = name == "torch.load" or (
+        name.endswith(".from_pretrained") and name.split(".")[-2] in PICKLED_WEIGHTS
+    )
     return f"{name} without weights_only=True" if reads and given.get("weights_only") != "True" else None
 
 
 @pytest.mark.parametrize("path", FILES, ids=label)
 def test_no_file_is_unpickled_or_run(path: Path) -> None:
-    wrong = [f"{label(path)}:{line}: {name}" for line, name in found_in(tree_of(path)) if (label(path), name) not in ALLOWED]
+    wrong = [
+        f"{label(path)}:{line}: {name}"
+        for line, name in found_in(tree_of(path))
+        if (label(path), name) not in ALLOWED
+    ]
     assert not wrong, wrong
 
 
@@ -118,7 +159,10 @@ def test_the_rule_sees_a_breach(source: str) -> None:
         "import pickle\npickle.dumps(value)",
         "import numpy as np\nnp.load(file)",
         "model.eval()",
-        "from transformers import AutoModelForCausalLM\nAutoModelForCausalLM.from_pretrained(path, weights_only=True)",
+        (
+            "from transformers import AutoModelForCausalLM\nAutoModelForCausalLM.from_pretrained(path,"
+            " weights_only=True)"
+        ),
         "import json\njson.load(file)",
     ],
 )

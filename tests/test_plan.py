@@ -1,4 +1,5 @@
-"""python -m hydraflow.plan: numbers that a person can compute, all mistakes at once, and nothing heavy is imported."""
+"""python -m hydraflow.plan: numbers that a person can compute, all mistakes at once, and nothing heavy is
+imported."""
 
 from __future__ import annotations
 
@@ -37,9 +38,9 @@ GRPO_64_NODES = [
     "trainer.total_training_steps=100",
 ]
 MOE = (
-    "+actor_rollout_ref.model.override_config={model_type: qwen3_moe, hidden_size: 2048, num_hidden_layers: 48, num_attention_heads: 32,"
-    " num_key_value_heads: 4, head_dim: 128, intermediate_size: 6144, moe_intermediate_size: 768, num_experts: 128,"
-    " num_experts_per_tok: 8, vocab_size: 151936}"
+    "+actor_rollout_ref.model.override_config={model_type: qwen3_moe, hidden_size: 2048, num_hidden_layers:"
+    " 48, num_attention_heads: 32, num_key_value_heads: 4, head_dim: 128, intermediate_size: 6144,"
+    " moe_intermediate_size: 768, num_experts: 128, num_experts_per_tok: 8, vocab_size: 151936}"
 )
 
 
@@ -63,7 +64,10 @@ def test_the_default_recipe(tmp_path: Path) -> None:
         "batch plan",
         "devices and roles: colocated",
         "64 prompts of at most 16 tokens are drawn",
-        "2 optimizer steps (2 mini-batches): each takes 32 prompts = 256 trajectories, on 2 data ranks of 128 rows",
+        (
+            "2 optimizer steps (2 mini-batches): each takes 32 prompts = 256 trajectories, on 2 data ranks of"
+            " 128 rows"
+        ),
         "400 training steps",
         "memory of one device",
         "1 key honoured",
@@ -78,13 +82,19 @@ def test_grpo_on_64_machines(tmp_path: Path) -> None:
     assert (plan["prompts_per_step"], plan["trajectories_per_step"]) == (1024, 16_384)
     actor = plan["actor"]
     assert actor["data_ranks"] == 512 // (4 * 2)  # experts never divide data ranks
-    assert (actor["mini_batch_trajectories"], actor["rows_per_rank"], actor["accumulation_steps"]) == (4096, 64, 32)
+    assert (actor["mini_batch_trajectories"], actor["rows_per_rank"], actor["accumulation_steps"]) == (
+        4096,
+        64,
+        32,
+    )
     assert (actor["optimizer_steps_per_step"], actor["total_optimizer_steps"]) == (4, 400)
     assert (plan["rollout"]["replicas"], plan["rollout"]["trajectories_per_engine"]) == (128, 128)
     assert report["placement"] == "colocated"
     assert ["0-511", "0-63", "512", "■", "■"] in [line.split() for line in report["picture"]]
     assert any("/cluster/train.parquet is not on this machine" in note for note in report["notes"])
-    assert {"actor_rollout_ref.actor.strategy", "actor_rollout_ref.rollout.name"} <= {one["field"] for one in report["not_runnable_yet"]}
+    assert {"actor_rollout_ref.actor.strategy", "actor_rollout_ref.rollout.name"} <= {
+        one["field"] for one in report["not_runnable_yet"]
+    }
     assert report["memory"] is not None
 
 
@@ -95,7 +105,12 @@ def test_a_model_of_unknown_shape_leaves_memory_out_and_says_what_is_missing(tmp
 
 
 def test_json_is_the_plans(tmp_path: Path) -> None:
-    overrides = ["recipe=arithmetic", "trainer.device=cpu", "data.train_batch_size=96", "trainer.n_gpus_per_node=4"]
+    overrides = [
+        "recipe=arithmetic",
+        "trainer.device=cpu",
+        "data.train_batch_size=96",
+        "trainer.n_gpus_per_node=4",
+    ]
     report = planned(*overrides, cwd=tmp_path)
     config, command = load_command("ppo", PPOConfig, overrides)
     plan = resolve_plan(config, prompts=9000, origins=command.origins)
@@ -107,7 +122,11 @@ def test_json_is_the_plans(tmp_path: Path) -> None:
 
 def test_prompts_are_counted_in_the_files(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"] * 1000}), tmp_path / "train.parquet")
-    own = ["actor_rollout_ref.model.path=somewhere/else", f"data.train_files={tmp_path}/train.parquet", "algorithm.adv_estimator=grpo"]
+    own = [
+        "actor_rollout_ref.model.path=somewhere/else",
+        f"data.train_files={tmp_path}/train.parquet",
+        "algorithm.adv_estimator=grpo",
+    ]
     sizes = ["data.train_batch_size=64", "data.train_max_samples=650", "data.filter_overlong_prompts=true"]
     report = planned(*own, *sizes, cwd=tmp_path)
     assert report["plan"]["steps_per_epoch"] == 10
@@ -118,20 +137,34 @@ def test_prompts_are_counted_in_the_files(tmp_path: Path) -> None:
     ("overrides", "words"),
     [
         (  # verl's train / mini / micro, three rules at once
-            ["data.train_batch_size=100", "actor_rollout_ref.actor.ppo_mini_batch_size=64", "trainer.n_gpus_per_node=7"],
+            [
+                "data.train_batch_size=100",
+                "actor_rollout_ref.actor.ppo_mini_batch_size=64",
+                "trainer.n_gpus_per_node=7",
+            ],
             ["data.train_batch_size=100", "7 data ranks"],
         ),
         (  # devices that do not add up, and a key that there is not
-            ["actor_rollout_ref.rollout.device_mapping=0-15", "data.train_batch_sise=64", "trainer.n_gpus_per_node=8"],
+            [
+                "actor_rollout_ref.rollout.device_mapping=0-15",
+                "data.train_batch_sise=64",
+                "trainer.n_gpus_per_node=8",
+            ],
             ["device_mapping", "data.train_batch_size=64"],
         ),
         (  # parallel sizes beyond the machines
-            [*GRPO_64_NODES, "actor_rollout_ref.actor.megatron.context_parallel_size=3", "data.max_response_length=100000"],
+            [
+                *GRPO_64_NODES,
+                "actor_rollout_ref.actor.megatron.context_parallel_size=3",
+                "data.max_response_length=100000",
+            ],
             ["context 3", "100000", "ppo_max_token_len_per_gpu"],
         ),
     ],
 )
-def test_all_mistakes_of_a_command_line_are_told_together(overrides: list[str], words: list[str], tmp_path: Path) -> None:
+def test_all_mistakes_of_a_command_line_are_told_together(
+    overrides: list[str], words: list[str], tmp_path: Path
+) -> None:
     done = hydraflow("plan", *overrides, cwd=tmp_path)
     assert_refused(done, *words)
     assert not done.stdout and "  2. " in done.stderr
@@ -153,14 +186,20 @@ def test_a_file_that_is_here_and_broken_is_told_with_the_rest(tmp_path: Path) ->
 def test_the_picture_of_a_step_is_a_file(tmp_path: Path) -> None:
     done = hydraflow("plan", "trainer.device=cpu", "--svg", "step.svg", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    words = [element.text for element in ElementTree.parse(tmp_path / "step.svg").iter() if element.tag.endswith("text")]
+    words = [
+        element.text
+        for element in ElementTree.parse(tmp_path / "step.svg").iter()
+        if element.tag.endswith("text")
+    ]
     assert {"64 prompts", "512 trajectories", "256 trajectories per optimizer step"} <= set(words)
     assert_refused(hydraflow("plan", "--job", "generate", "--svg", "x.svg", cwd=tmp_path), "--svg")
 
 
 @pytest.mark.parametrize("path", ["missing/step.svg", "."])
 def test_a_picture_that_cannot_be_written_is_the_users_mistake(path: str, tmp_path: Path) -> None:
-    assert_refused(hydraflow("plan", "--svg", path, cwd=tmp_path), f"--svg={path}: the picture cannot be written")
+    assert_refused(
+        hydraflow("plan", "--svg", path, cwd=tmp_path), f"--svg={path}: the picture cannot be written"
+    )
 
 
 def test_absurd_sizes_are_answered_at_once(tmp_path: Path) -> None:
@@ -176,10 +215,22 @@ def test_what_does_not_fit_is_said_with_what_to_change(tmp_path: Path) -> None:
 
 def test_the_other_commands(tmp_path: Path) -> None:
     (tmp_path / "talk.jsonl").write_text('{"prompt": "a", "response": "b"}\n' * 640)
-    sft = planned("--job", "sft", "data.train_files=talk.jsonl", "data.train_batch_size=64", "trainer.device=cpu", cwd=tmp_path)
+    sft = planned(
+        "--job",
+        "sft",
+        "data.train_files=talk.jsonl",
+        "data.train_batch_size=64",
+        "trainer.device=cpu",
+        cwd=tmp_path,
+    )
     assert (sft["job"], sft["plan"]["total_steps"], sft["plan"]["role"]["rows_per_rank"]) == ("sft", 10, 32)
     generate = planned(
-        "--job=generate", "data.path=talk.jsonl", "rollout.n=4", "rollout.max_num_seqs=100", "trainer.device=cpu", cwd=tmp_path
+        "--job=generate",
+        "data.path=talk.jsonl",
+        "rollout.n=4",
+        "rollout.max_num_seqs=100",
+        "trainer.device=cpu",
+        cwd=tmp_path,
     )
     assert (generate["plan"]["prompts"], generate["plan"]["prompts_per_call"]) == (640, 200)
     assert_refused(hydraflow("plan", "--job", "sift", cwd=tmp_path), "--job")
@@ -201,26 +252,42 @@ def test_verls_keys_are_counted_and_said(tmp_path: Path) -> None:
 
 def test_placements_are_named_and_drawn(tmp_path: Path) -> None:
     policy = "actor_rollout_ref"
-    own = ["cluster=h100", "cluster.nodes=2", "algorithm.adv_estimator=grpo", "data.train_batch_size=64", "recipe=none"]
-    mapped = [f"{policy}.actor.device_mapping=0-7", f"{policy}.rollout.device_mapping=8-15", f"{policy}.model.path=elsewhere"]
+    own = [
+        "cluster=h100",
+        "cluster.nodes=2",
+        "algorithm.adv_estimator=grpo",
+        "data.train_batch_size=64",
+        "recipe=none",
+    ]
+    mapped = [
+        f"{policy}.actor.device_mapping=0-7",
+        f"{policy}.rollout.device_mapping=8-15",
+        f"{policy}.model.path=elsewhere",
+    ]
     done = hydraflow("plan", *own, *mapped, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
     assert "devices and roles: disaggregated" in done.stdout
     assert ["device", *map(str, range(16))] in rows
-    assert [row[1:17] for row in rows if row[:1] == ["rollout"] and len(row) > 17] == [["·"] * 8 + [str(i) for i in range(8)]]
+    assert [row[1:17] for row in rows if row[:1] == ["rollout"] and len(row) > 17] == [
+        ["·"] * 8 + [str(i) for i in range(8)]
+    ]
 
 
 def test_nothing_heavy_is_imported(tmp_path: Path) -> None:
     program = (
-        "import runpy, sys\n"
-        "sys.argv = ['plan', 'trainer.device=cpu', *sys.argv[1:]]\n"
-        "try:\n    runpy.run_module('hydraflow.plan', run_name='__main__')\n"
-        "except SystemExit as end:\n    assert not end.code, end.code\n"
-        "heavy = {'torch', 'ray', 'transformers', 'numpy', 'pyarrow', 'matplotlib', 'datasets'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
-        "print('rich' in sys.modules, file=sys.stderr)\n"
+        "import runpy, sys\nsys.argv = ['plan', 'trainer.device=cpu', *sys.argv[1:]]\ntry:\n   "
+        " runpy.run_module('hydraflow.plan', run_name='__main__')\nexcept SystemExit as end:\n    assert not"
+        " end.code, end.code\nheavy = {'torch', 'ray', 'transformers', 'numpy', 'pyarrow', 'matplotlib',"
+        " 'datasets'} & set(sys.modules)\nassert not heavy, heavy\nprint('rich' in sys.modules,"
+        " file=sys.stderr)\n"
     )
     for switches, rich in (([], "True"), (["--json"], "False")):
-        done = subprocess.run([sys.executable, "-c", program, *switches], cwd=tmp_path, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", program, *switches],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert (done.returncode, done.stderr.split()[-1:]) == (0, [rich]), done.stderr

@@ -94,7 +94,9 @@ def test_numbers_under_secret_names_are_hidden_too(name: str) -> None:
 
 @pytest.mark.parametrize("name", PUBLIC_NAMES)
 def test_other_values_stay(name: str) -> None:
-    assert public({name: "prompt" if name != "max_tokens" else 512}) == {name: "prompt" if name != "max_tokens" else 512}
+    assert public({name: "prompt" if name != "max_tokens" else 512}) == {
+        name: "prompt" if name != "max_tokens" else 512
+    }
     value = "512" if name == "max_tokens" else "prompt"
     for word in (f"data.{name}={value}", f"data={{{name}:{value},a: b}}"):
         assert public_word(word) == public_text(word) == word
@@ -134,12 +136,17 @@ def test_below_environment_variables_everything_is_hidden() -> None:
     given = {"runtime_env": {"env_vars": {"NCCL_DEBUG": "INFO", "A": 1, "B": ""}}}
     assert public(given) == {"runtime_env": {"env_vars": {"NCCL_DEBUG": HIDDEN, "A": HIDDEN, "B": ""}}}
     assert public("INFO", "ray_init.runtime_env.env_vars.NCCL_DEBUG") == HIDDEN
-    assert public_word("+ray_init.runtime_env.env_vars.A=two words") == f"+ray_init.runtime_env.env_vars.A={HIDDEN}"
+    assert (
+        public_word("+ray_init.runtime_env.env_vars.A=two words")
+        == f"+ray_init.runtime_env.env_vars.A={HIDDEN}"
+    )
     assert public("abc", "hydra.job.env_set.A") == HIDDEN
 
 
 @pytest.mark.parametrize("value", LOOK_SECRET)
-@pytest.mark.parametrize("form", ["{}", "+reward.kwargs.judge={}", "failed with {} at once", "a={{b: {}}}", "https://host/{}/x"])
+@pytest.mark.parametrize(
+    "form", ["{}", "+reward.kwargs.judge={}", "failed with {} at once", "a={{b: {}}}", "https://host/{}/x"]
+)
 def test_what_looks_like_a_credential_is_hidden_under_any_name(value: str, form: str) -> None:
     for shown in (
         public_text(form.format(value)),
@@ -187,7 +194,10 @@ def test_secrets_inside_of_text(text: str, shown: str) -> None:
         "task-specific-1234-heads hf_model hf_modules",
         "set ray_init.runtime_env.env_vars={NCCL_DEBUG: INFO}",
         "WANDB_API_KEY=... or HF_TOKEN=${oc.env:HF_TOKEN}",
-        "python -m hydraflow.main_ppo data.train_batch_size=64 'trainer.logger=[console,wandb]' +a.b={c: 1, d: [e, f]}",
+        (
+            "python -m hydraflow.main_ppo data.train_batch_size=64 'trainer.logger=[console,wandb]' +a.b={c:"
+            " 1, d: [e, f]}"
+        ),
     ],
 )
 def test_ordinary_text_stays(text: str) -> None:
@@ -224,12 +234,17 @@ def test_lists_addresses_references_and_empty_values() -> None:
 
 
 def test_a_command_of_an_earlier_version() -> None:
-    assert public_command("main 'x.PASSWORD=two words' data.seed=1") == f"main 'x.PASSWORD={HIDDEN}' data.seed=1"
+    assert (
+        public_command("main 'x.PASSWORD=two words' data.seed=1") == f"main 'x.PASSWORD={HIDDEN}' data.seed=1"
+    )
     assert public_command("main 'x.PASSWORD=two") == f"main 'x.PASSWORD={HIDDEN}", "what no shell takes"
 
 
 def test_fingerprints_tell_secrets_apart_and_give_none_away() -> None:
-    one, other = (fingerprinted({"api_key": value, "seed": 1, "url": f"http://u:{value}@h"}, "judge") for value in ("s3cr3t", "t00"))
+    one, other = (
+        fingerprinted({"api_key": value, "seed": 1, "url": f"http://u:{value}@h"}, "judge")
+        for value in ("s3cr3t", "t00")
+    )
     assert one["api_key"] != other["api_key"] and one["url"] != other["url"] and one["seed"] == 1
     assert "s3cr3t" not in str(one) and one["url"].startswith(f"http://{HIDDEN}@h #")
     assert fingerprinted(one, "judge") == one, "once is enough"

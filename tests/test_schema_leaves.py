@@ -44,7 +44,8 @@ ALL_LEAVES = [(config, *leaf) for config in RUNS for leaf in leaves(config)]
 
 
 def is_read(run: str, kind: type, field: str) -> bool:
-    """Whether `run` gets to code that reads the field from this class or, knowing less, from one of its bases."""
+    """Whether `run` gets to code that reads the field from this class or, knowing less, from one of its
+    bases."""
     owners = [f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__]
     return any((owner, field) in config_reads.reads_below(root) for owner in owners for root in (run, LAUNCH))
 
@@ -55,16 +56,24 @@ def is_planned(key: str, kind: type, field: str) -> bool:
     return refused and any(is_read(planner, kind, field) for planner in PLANNERS)
 
 
-@pytest.mark.parametrize(("config", "key", "kind", "field"), ALL_LEAVES, ids=[f"{leaf[0].__name__}.{leaf[1]}" for leaf in ALL_LEAVES])
+@pytest.mark.parametrize(
+    ("config", "key", "kind", "field"),
+    ALL_LEAVES,
+    ids=[f"{leaf[0].__name__}.{leaf[1]}" for leaf in ALL_LEAVES],
+)
 def test_leaf_is_read(config: type, key: str, kind: type, field: str) -> None:
     planned = config is schema.PPOConfig and is_planned(key, kind, field)
-    assert planned or is_read(RUNS[config], kind, field), f"{RUNS[config]} gets to nothing that reads {key}: remove it, or do what it says"
+    assert planned or is_read(RUNS[config], kind, field), (
+        f"{RUNS[config]} gets to nothing that reads {key}: remove it, or do what it says"
+    )
 
 
 def test_every_command_is_looked_at() -> None:
-    assert {kind for name, kind in vars(schema).items() if name.endswith("Config") and (kind.__doc__ or "").startswith("python -m")} == set(
-        RUNS
-    )
+    assert {
+        kind
+        for name, kind in vars(schema).items()
+        if name.endswith("Config") and (kind.__doc__ or "").startswith("python -m")
+    } == set(RUNS)
     keys = {(config, key) for config, key, _, _ in ALL_LEAVES}
     assert (schema.PPOConfig, "actor_rollout_ref.actor.optim.lr") in keys
     assert (schema.PPOConfig, "trainer.seed") in keys  # declared two classes up
@@ -72,7 +81,10 @@ def test_every_command_is_looked_at() -> None:
 
 
 @pytest.mark.parametrize(
-    "field", sorted({field.name for field in fields(ModelConfig)} - {field.name for field in fields(ModelSourceConfig)})
+    "field",
+    sorted(
+        {field.name for field in fields(ModelConfig)} - {field.name for field in fields(ModelSourceConfig)}
+    ),
 )
 def test_an_option_that_only_another_command_reads_is_seen(field: str) -> None:
     assert is_read(RUNS[schema.PPOConfig], ModelConfig, field)

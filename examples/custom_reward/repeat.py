@@ -1,7 +1,9 @@
 """A reward function of one's own: the response should be the digit in the prompt, `times` times over."""
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict, times: int) -> dict[str, float]:
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict, times: int
+) -> dict[str, float]:
     """Share of positions that are right; `acc` is 1 when all are. `times` comes from reward_kwargs.
 
     >>> compute_score("repeat", "774", "7", {}, times=4)

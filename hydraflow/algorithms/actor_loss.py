@@ -1,7 +1,7 @@
 """The actor's whole loss: policy loss, less an entropy bonus, plus a KL penalty against the reference.
 
-In: a forward pass over a micro-batch and its columns, right padded to (B, R). Out: this micro-batch's part of the
-mini-batch's loss (parts add up), and metrics.
+In: a forward pass over a micro-batch and its columns, right padded to (B, R). Out: this micro-batch's part of
+the mini-batch's loss (parts add up), and metrics.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from hydraflow.metrics import Metric
 class ActorLoss:
     """loss = sum of weights * (policy loss - entropy_coeff * entropy + kl_coef * KL), for one mini-batch.
 
-    Columns read: response_mask, old_log_probs, advantages; ref_log_prob where `kl_coef` is given.
-    Metrics: actor/pg_loss and actor/kl_loss are sums (parts of the mini-batch's loss), the others means over tokens.
+    Columns read: response_mask, old_log_probs, advantages; ref_log_prob where `kl_coef` is given. Metrics:
+    actor/pg_loss and actor/kl_loss are sums (parts of the mini-batch's loss), the others means over tokens.
     """
 
     denominators: Denominators
@@ -46,14 +46,24 @@ class ActorLoss:
     kl_type: str = "low_var_kl"
     """A name of KL_ESTIMATORS."""
 
-    def __call__(self, output: PolicyOutput, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Metric]]:
+    def __call__(
+        self, output: PolicyOutput, columns: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Metric]]:
         assert output.log_probs is not None, "the actor's loss needs log-probabilities"
         mask = columns["response_mask"]
         logp = keep(output.log_probs, mask)  # (B, R)
         old_logp, advantages = keep(columns["old_log_probs"], mask), keep(columns["advantages"], mask)
         weights = token_weights(mask, self.agg_mode, self.denominators, self.scale_factor, dtype=logp.dtype)
         policy_loss = POLICY_LOSSES[self.loss_mode]
-        terms = policy_loss(logp, old_logp, advantages, mask, clip_low=self.clip_low, clip_high=self.clip_high, clip_c=self.clip_c)
+        terms = policy_loss(
+            logp,
+            old_logp,
+            advantages,
+            mask,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            clip_c=self.clip_c,
+        )
         loss = (terms.loss * weights).sum()
         stats, totals = dict(terms.stats), {"actor/pg_loss": loss}
         if output.entropy is not None:

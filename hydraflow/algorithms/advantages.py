@@ -1,8 +1,8 @@
 """The advantage estimators by name, as `algorithm.adv_estimator` chooses them.
 
-In: `AdvantageInputs`, what any estimator may need, for all rows of a step at once (whitening spans the batch and groups
-must be whole). Out: advantages and returns, (B, R) each, 0 where the mask is 0.
-Left out on purpose: the mathematics, one file each.
+In: `AdvantageInputs`, what any estimator may need, for all rows of a step at once (whitening spans the batch
+and groups must be whole). Out: advantages and returns, (B, R) each, 0 where the mask is 0. Left out on
+purpose: the mathematics, one file each.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""From losses per token to one loss: a weight for every token, such that `loss = (per_token * weights).sum()`.
+"""From losses per token to one loss: a weight for every token, such that `loss = (per_token *
+weights).sum()`.
 
-In: a micro-batch's mask and the counts of the whole mini-batch (all data ranks, all micro-batches), taken from the same
-mask. Out: weights. As the counts are global, losses and gradients of the parts add up to those of the whole, however the
-rows were split, ordered or padded.
-Left out on purpose: any mean over a micro-batch, and any factor for the number of ranks (gradients are summed).
+In: a micro-batch's mask and the counts of the whole mini-batch (all data ranks, all micro-batches), taken
+from the same mask. Out: weights. As the counts are global, losses and gradients of the parts add up to those
+of the whole, however the rows were split, ordered or padded. Left out on purpose: any mean over a
+micro-batch, and any factor for the number of ranks (gradients are summed).
 
-A sequence counts if at least one of its tokens is trained. (verl divides by all sequences, empty ones included.)
+A sequence counts if at least one of its tokens is trained. (verl divides by all sequences, empty ones
+included.)
 """
 
 from __future__ import annotations
@@ -64,11 +66,13 @@ LOSS_AGG_MODES: dict[str, Callable[[Tensor, Denominators, float], Tensor | float
 }
 
 
-def token_weights(mask: Tensor, mode: str, denominators: Denominators, scale_factor: float, *, dtype: torch.dtype) -> Tensor:
+def token_weights(
+    mask: Tensor, mode: str, denominators: Denominators, scale_factor: float, *, dtype: torch.dtype
+) -> Tensor:
     """Weights (B, R) of `dtype`, 0 where the mask is 0.
 
-    `mode` is one of LOSS_AGG_MODES. `scale_factor` divides in seq-mean-token-sum-norm only: actor.loss_scale_factor, by
-    default data.max_response_length, never a padded width.
+    `mode` is one of LOSS_AGG_MODES. `scale_factor` divides in seq-mean-token-sum-norm only:
+    actor.loss_scale_factor, by default data.max_response_length, never a padded width.
     """
     trained = mask.bool()
     return (trained.to(dtype) * LOSS_AGG_MODES[mode](trained, denominators, scale_factor)).to(dtype)

@@ -1,7 +1,7 @@
 """The critic's whole loss.
 
-In: a forward pass over a micro-batch and its columns, right padded to (B, R). Out: this micro-batch's part of the
-mini-batch's loss (parts add up), and metrics.
+In: a forward pass over a micro-batch and its columns, right padded to (B, R). Out: this micro-batch's part of
+the mini-batch's loss (parts add up), and metrics.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class ValueLoss:
     agg_mode: str = "token-mean"
     """A name of LOSS_AGG_MODES."""
 
-    def __call__(self, output: ValueOutput, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Metric]]:
+    def __call__(
+        self, output: ValueOutput, columns: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Metric]]:
         assert output.values is not None, "the critic's loss needs values"
         mask = columns["response_mask"]
         values = keep(output.values, mask)  # (B, R)

@@ -1,7 +1,7 @@
 """How far training's and generation's probabilities of the sampled tokens lie apart.
 
-In: both log-probabilities of all rows of a step. Out: numbers under verl's names. Wrong or stale weights in the
-generation engine show here first.
+In: both log-probabilities of all rows of a step. Out: numbers under verl's names. Wrong or stale weights in
+the generation engine show here first.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from torch import Tensor
 
 @torch.no_grad()
 def rollout_probs_diff(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, float]:
-    """Statistics of |exp(old) - exp(rollout)| over the trained tokens, and the two probabilities' correlation.
+    """Statistics of |exp(old) - exp(rollout)| over the trained tokens, and the two probabilities'
+    correlation.
 
-    All tensors (B, R). Nothing is returned if no token is trained. The standard deviation is unbiased (0 for one token).
-    Pearson's correlation is left out where it is not defined: where either probability is the same for all tokens.
+    All tensors (B, R). Nothing is returned if no token is trained. The standard deviation is unbiased (0 for
+    one token). Pearson's correlation is left out where it is not defined: where either probability is the
+    same for all tokens.
 
     >>> old = torch.tensor([[0.5, 0.2]]).log()
     >>> diff = rollout_probs_diff(old, torch.tensor([[0.25, 0.2]]).log(), torch.tensor([[1, 1]]))
@@ -23,13 +25,21 @@ def rollout_probs_diff(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: T
     (0.25, 0.125)
     """
     trained = mask.bool()
-    ours, theirs = old_log_probs[trained].double().exp(), rollout_log_probs[trained].double().exp()  # (tokens,)
+    ours, theirs = (
+        old_log_probs[trained].double().exp(),
+        rollout_log_probs[trained].double().exp(),
+    )  # (tokens,)
     if not len(ours):
         return {}
     gap = (ours - theirs).abs()
     spread = gap.std() if len(gap) > 1 else torch.zeros_like(gap[0])
     summary = torch.stack([gap.mean(), gap.max(), spread, *_correlation(ours, theirs)]).tolist()
-    names = ("rollout_probs_diff_mean", "rollout_probs_diff_max", "rollout_probs_diff_std", "rollout_actor_probs_pearson_corr")
+    names = (
+        "rollout_probs_diff_mean",
+        "rollout_probs_diff_max",
+        "rollout_probs_diff_std",
+        "rollout_actor_probs_pearson_corr",
+    )
     return {f"training/{name}": value for name, value in zip(names, summary)}
 
 

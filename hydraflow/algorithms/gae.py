@@ -4,9 +4,9 @@
     A_t     = delta_t + gamma * lam * A_next(t)
     return  = A_t + V_t
 
-`next(t)` is the next token that is trained (mask 1). Tokens with mask 0 between two turns (observations) are stepped
-over: they neither discount nor lend their values, and a reward that stands on one of them is not seen.
-After the last trained token the value is 0.
+`next(t)` is the next token that is trained (mask 1). Tokens with mask 0 between two turns (observations) are
+stepped over: they neither discount nor lend their values, and a reward that stands on one of them is not
+seen. After the last trained token the value is 0.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from hydraflow.algorithms.masked import keep, masked_whiten
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Whitened advantages and returns, (B, R) each, 0 where the mask is 0.
 
-    `rewards`, `values`, `mask`: (B, R), right padded. The returns are taken before the whitening, which spans all rows.
-    The loop runs over time only, on time-major copies.
+    `rewards`, `values`, `mask`: (B, R), right padded. The returns are taken before the whitening, which spans
+    all rows. The loop runs over time only, on time-major copies.
     """
     trained = mask.bool().T.contiguous()  # (R, B)
     rewards_t, values_t = rewards.T.contiguous(), values.T.contiguous()  # (R, B)

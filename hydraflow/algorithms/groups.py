@@ -1,7 +1,7 @@
 """Statistics over groups of rows: the trajectories that share a prompt.
 
-In: one score per row (B,) and one integer group id per row (B,), any integers, in any order. Out: per row (B,) the
-statistic of its group. No Python loop over rows or groups.
+In: one score per row (B,) and one integer group id per row (B,), any integers, in any order. Out: per row
+(B,) the statistic of its group. No Python loop over rows or groups.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class GroupScores:
 def group_scores(scores: Tensor, ids: Tensor) -> GroupScores:
     """Scores (B,) centred in their groups.
 
-    Each group is first moved so that its lowest score is 0. Without that, the rounding of the mean of equal scores
-    (0.1, 0.1, 0.1) leaves a difference near 1e-8, which a division by a standard deviation of 0 + 1e-6 makes a signal.
+    Each group is first moved so that its lowest score is 0. Without that, the rounding of the mean of equal
+    scores (0.1, 0.1, 0.1) leaves a difference near 1e-8, which a division by a standard deviation of 0 + 1e-6
+    makes a signal.
     """
     _, index, counts = torch.unique(ids, return_inverse=True, return_counts=True)
     count = counts.to(scores.dtype)

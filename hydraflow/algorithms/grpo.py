@@ -2,9 +2,9 @@
 
     A = (score - mean of the group) / (std of the group + 1e-6)
 
-with one score per trajectory, the sum of its token rewards, and the unbiased standard deviation. Without the division
-it is Dr. GRPO (Liu et al. 2025, https://arxiv.org/abs/2503.20783).
-A group of one has nothing to compare with: mean 0 and standard deviation 1 are taken, so its advantage is its score.
+with one score per trajectory, the sum of its token rewards, and the unbiased standard deviation. Without the
+division it is Dr. GRPO (Liu et al. 2025, https://arxiv.org/abs/2503.20783). A group of one has nothing to
+compare with: mean 0 and standard deviation 1 are taken, so its advantage is its score.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from hydraflow.algorithms.masked import keep
 
 
 @torch.no_grad()
-def grpo(rewards: Tensor, mask: Tensor, ids: Tensor, *, norm_by_std: bool = True, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+def grpo(
+    rewards: Tensor, mask: Tensor, ids: Tensor, *, norm_by_std: bool = True, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
     """Advantages and returns (the same numbers), (B, R) each, 0 where the mask is 0.
 
     `rewards`, `mask`: (B, R); `ids`: (B,) integer, equal for the trajectories of one prompt.

@@ -8,8 +8,8 @@ With `d = logp - ref`, per token:
     mse, k2        d^2 / 2              its gradient is that of the KL in expectation
     low_var_kl, k3 exp(-d) + d - 1      unbiased, never negative; -d clamped to +-20 and the result to 10
 
-A trailing `+` keeps the value of an estimator and takes the gradient of k2 (of use where the estimate is a loss:
-the gradient of k1 as a loss is zero in expectation, that of k3 is the one of the reversed KL).
+A trailing `+` keeps the value of an estimator and takes the gradient of k2 (of use where the estimate is a
+loss: the gradient of k1 as a loss is zero in expectation, that of k3 is the one of the reversed KL).
 """
 
 from __future__ import annotations
@@ -56,16 +56,28 @@ def with_k2_gradient(estimator: KLEstimator) -> KLEstimator:
     return estimate
 
 
-_PLAIN: dict[str, KLEstimator] = {"kl": k1, "k1": k1, "abs": absolute, "mse": k2, "k2": k2, "low_var_kl": k3, "k3": k3}
-KL_ESTIMATORS: dict[str, KLEstimator] = _PLAIN | {f"{name}+": with_k2_gradient(plain) for name, plain in _PLAIN.items()}
+_PLAIN: dict[str, KLEstimator] = {
+    "kl": k1,
+    "k1": k1,
+    "abs": absolute,
+    "mse": k2,
+    "k2": k2,
+    "low_var_kl": k3,
+    "k3": k3,
+}
+KL_ESTIMATORS: dict[str, KLEstimator] = _PLAIN | {
+    f"{name}+": with_k2_gradient(plain) for name, plain in _PLAIN.items()
+}
 
 
 @torch.no_grad()
-def apply_kl_penalty(scores: Tensor, logp: Tensor, ref: Tensor, mask: Tensor, *, kind: str, coefficient: float) -> tuple[Tensor, float]:
+def apply_kl_penalty(
+    scores: Tensor, logp: Tensor, ref: Tensor, mask: Tensor, *, kind: str, coefficient: float
+) -> tuple[Tensor, float]:
     """Rewards (B, R) = scores - coefficient * KL per trained token, and the KL that a controller steers by.
 
-    That KL is the mean over trajectories of each one's mean per trained token; trajectories without one do not count.
-    All tensors (B, R); `scores` outside the mask pass unchanged.
+    That KL is the mean over trajectories of each one's mean per trained token; trajectories without one do
+    not count. All tensors (B, R); `scores` outside the mask pass unchanged.
     """
     penalty = KL_ESTIMATORS[kind](keep(logp, mask), keep(ref, mask))  # (B, R), 0 where the mask is 0
     level = masked_mean(masked_mean(penalty, mask, dim=1), mask.bool().any(dim=1))

@@ -1,6 +1,7 @@
 """Controllers of the coefficient of the KL penalty in the reward.
 
-In: the KL of each step and its number of trajectories (padding not counted). Out: `value`, the coefficient to use.
+In: the KL of each step and its number of trajectories (padding not counted). Out: `value`, the coefficient to
+use.
 """
 
 from __future__ import annotations
@@ -76,4 +77,8 @@ KL_CONTROLLERS = ("fixed", "adaptive")
 def make_kl_controller(kind: str, *, kl_coef: float, target_kl: float, horizon: int) -> KLController:
     """The controller that `algorithm.kl_ctrl.type` names, one of KL_CONTROLLERS."""
     assert kind in KL_CONTROLLERS, kind
-    return FixedKLController(kl_coef) if kind == "fixed" else AdaptiveKLController(kl_coef, target_kl=target_kl, horizon=horizon)
+    return (
+        FixedKLController(kl_coef)
+        if kind == "fixed"
+        else AdaptiveKLController(kl_coef, target_kl=target_kl, horizon=horizon)
+    )

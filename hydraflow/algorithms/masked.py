@@ -1,7 +1,7 @@
 """Statistics over the tokens that a mask selects.
 
-In: values and a mask of the same shape (bool, or numbers 0 and 1). Out: statistics in the values' dtype.
-What stands where the mask is 0 never matters, NaN and infinity included: it is replaced, not multiplied by zero.
+In: values and a mask of the same shape (bool, or numbers 0 and 1). Out: statistics in the values' dtype. What
+stands where the mask is 0 never matters, NaN and infinity included: it is replaced, not multiplied by zero.
 Left out on purpose: weights other than 0 and 1; the weights of a loss are in `aggregate.py`.
 """
 
@@ -32,7 +32,8 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def masked_var(values: Tensor, mask: Tensor) -> Tensor:
-    """Unbiased variance of the selected values (divisor: their number less 1); 0 if fewer than two are selected."""
+    """Unbiased variance of the selected values (divisor: their number less 1); 0 if fewer than two are
+    selected."""
     count = mask.bool().sum()
     squares = (values - masked_mean(values, mask)) ** 2
     return masked_sum(squares, mask) / (count - 1).clamp(min=1)
@@ -41,7 +42,8 @@ def masked_var(values: Tensor, mask: Tensor) -> Tensor:
 def masked_whiten(values: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
     """The selected values moved to mean 0 and unbiased variance 1; 0 where the mask is 0.
 
-    `(x - mean) / sqrt(var + eps)`. A single selected value becomes 0 (its variance is not defined; nothing is raised).
+    `(x - mean) / sqrt(var + eps)`. A single selected value becomes 0 (its variance is not defined; nothing is
+    raised).
     """
     mean, var = masked_mean(values, mask), masked_var(values, mask)
     return keep((values - mean) * (var + eps).rsqrt(), mask)

@@ -1,8 +1,8 @@
 """Policy losses per token, as `actor.policy_loss.loss_mode` chooses them.
 
-In: log-probabilities, advantages and the mask, (B, R) each. Out: the loss per token, which `aggregate.py` weighs.
-A loss may look along a row (a ratio of whole sequences) but never across rows: that is what keeps its gradient the same
-however the rows are split.
+In: log-probabilities, advantages and the mask, (B, R) each. Out: the loss per token, which `aggregate.py`
+weighs. A loss may look along a row (a ratio of whole sequences) but never across rows: that is what keeps its
+gradient the same however the rows are split.
 """
 
 from __future__ import annotations
@@ -21,12 +21,27 @@ class PolicyLoss(Protocol):
     """What every policy loss may be given; tensors (B, R)."""
 
     def __call__(
-        self, logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float, clip_c: float
+        self,
+        logp: Tensor,
+        old_logp: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        *,
+        clip_low: float,
+        clip_high: float,
+        clip_c: float,
     ) -> TokenTerms: ...
 
 
 def vanilla(
-    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float, clip_c: float
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    clip_c: float,
 ) -> TokenTerms:
     """Clipped PPO (Schulman et al. 2017, https://arxiv.org/abs/1707.06347, equation 7) with a dual clip
     (Ye et al. 2020, https://arxiv.org/abs/1912.09729, equation 5).
@@ -34,8 +49,8 @@ def vanilla(
         ratio = exp(clamp(logp - old_logp, -20, 20))
         loss  = max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high)), at most -A clip_c where A < 0
 
-    Statistics: `actor/pg_clipfrac` tokens whose ratio was clipped, `actor/pg_clipfrac_lower` tokens at the dual clip,
-    `actor/ppo_kl` the mean of `old_logp - logp`.
+    Statistics: `actor/pg_clipfrac` tokens whose ratio was clipped, `actor/pg_clipfrac_lower` tokens at the
+    dual clip, `actor/ppo_kl` the mean of `old_logp - logp`.
     """
     log_ratio = (logp - old_logp).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio = log_ratio.exp()

@@ -1,10 +1,11 @@
-"""REINFORCE++ (Hu 2025, https://arxiv.org/abs/2501.03262): discounted return to go, whitened over the whole batch.
+"""REINFORCE++ (Hu 2025, https://arxiv.org/abs/2501.03262): discounted return to go, whitened over the whole
+batch.
 
     G_t = r_t + gamma * G_next(t)
     A   = whiten(G)
 
-`next(t)` is the next token that is trained (mask 1). Tokens with mask 0 between two turns are stepped over without a
-discount, and a reward that stands on one of them is not seen.
+`next(t)` is the next token that is trained (mask 1). Tokens with mask 0 between two turns are stepped over
+without a discount, and a reward that stands on one of them is not seen.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ def return_to_go(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
 
 
 def reinforce_plus_plus(rewards: Tensor, mask: Tensor, *, gamma: float) -> tuple[Tensor, Tensor]:
-    """Whitened advantages and unwhitened returns, (B, R) each, 0 where the mask is 0. `rewards`, `mask`: (B, R)."""
+    """Whitened advantages and unwhitened returns, (B, R) each, 0 where the mask is 0. `rewards`, `mask`: (B,
+    R)."""
     returns = return_to_go(rewards, mask, gamma=gamma)
     return masked_whiten(returns, mask), returns

@@ -4,8 +4,8 @@ The baseline of a trajectory is the mean score of the other k - 1 trajectories o
 
     A = score - mean of the others = k / (k - 1) * (score - mean of the group)
 
-A group of one has no others: its baseline is 0 and its advantage its score, as in GRPO. (verl's two variants disagree
-here: `rloo` leaves the score, `rloo_vectorized` gives 0.)
+A group of one has no others: its baseline is 0 and its advantage its score, as in GRPO. (verl's two variants
+disagree here: `rloo` leaves the score, `rloo_vectorized` gives 0.)
 """
 
 from __future__ import annotations

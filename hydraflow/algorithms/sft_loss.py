@@ -1,7 +1,8 @@
-"""The loss of supervised training: negative log-likelihood, mean over the trained tokens of the whole mini-batch.
+"""The loss of supervised training: negative log-likelihood, mean over the trained tokens of the whole
+mini-batch.
 
-In: a forward pass over a micro-batch and its `response_mask`, right padded to (B, R). Out: this micro-batch's part of
-the loss (parts add up), and a metric.
+In: a forward pass over a micro-batch and its `response_mask`, right padded to (B, R). Out: this micro-batch's
+part of the loss (parts add up), and a metric.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from hydraflow.metrics import Metric
 class SFTLoss:
     """loss = -sum of log-probabilities of trained tokens / trained tokens of the mini-batch.
 
-    Its metric is the mean per token, weighted by tokens: it merges exactly over micro-batches, ranks and steps.
+    Its metric is the mean per token, weighted by tokens: it merges exactly over micro-batches, ranks and
+    steps.
     """
 
     denominators: Denominators
@@ -29,7 +31,9 @@ class SFTLoss:
     metric: str = "train/loss"
     """Name of the metric; another one for validation."""
 
-    def __call__(self, output: PolicyOutput, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Metric]]:
+    def __call__(
+        self, output: PolicyOutput, columns: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Metric]]:
         assert output.log_probs is not None, "the loss needs log-probabilities"
         mask = columns["response_mask"]
         loss = -masked_sum(output.log_probs, mask) / max(self.denominators.tokens, 1.0)

@@ -48,7 +48,9 @@ class ValueOutput(Protocol):
 
 
 @torch.no_grad()
-def token_metrics(mask: Tensor, stats: Mapping[str, Tensor], totals: Mapping[str, Tensor]) -> dict[str, Metric]:
+def token_metrics(
+    mask: Tensor, stats: Mapping[str, Tensor], totals: Mapping[str, Tensor]
+) -> dict[str, Metric]:
     """Means over trained tokens of each of `stats` (B, R), and sums of each of `totals` (scalars).
 
     A `total` is a part of a loss whose parts add up. One transfer from the device for all of them.

@@ -1,6 +1,7 @@
 """The critic's loss per token.
 
-In: values now, values at the step's start, returns, (B, R) each. Out: the loss per token, which `aggregate.py` weighs.
+In: values now, values at the step's start, returns, (B, R) each. Out: the loss per token, which
+`aggregate.py` weighs.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from torch import Tensor
 from hydraflow.algorithms.token_terms import TokenTerms
 
 
-def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, cliprange: float) -> TokenTerms:
+def clipped_value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, *, cliprange: float
+) -> TokenTerms:
     """Squared error with the change of the values clipped, as in PPO's reference implementation.
 
         v_clip = clip(v, v_old - cliprange, v_old + cliprange)

@@ -1,12 +1,13 @@
 """Whether machines, devices and the sizes of roles add up.
 
-In: a `Topology`, and the models' shapes where they are known. Out: broken rules, and a `Layout` for each role that has none.
+In: a `Topology`, and the models' shapes where they are known. Out: broken rules, and a `Layout` for each role
+that has none.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from hydraflow.batch_plan.layout import Devices, Layout, Pool, ShapeNumbers
@@ -16,7 +17,13 @@ from hydraflow.batch_plan.repair import DIVISION, HOLES, MACHINES, MAPPING, Cure
 from hydraflow.batch_plan.topology import CLUSTER_NODES, CLUSTER_PER_NODE, SECTIONS, RoleDevices, Topology
 from hydraflow.errors import shown
 
-_PARTS = {"tensor": "tensor", "pipeline": "pipeline", "context": "sequence or context", "replica_data": "data", "expert": "expert"}
+_PARTS = {
+    "tensor": "tensor",
+    "pipeline": "pipeline",
+    "context": "sequence or context",
+    "replica_data": "data",
+    "expert": "expert",
+}
 _PARTS |= {"expert_tensor": "expert tensor"}
 ROW = ("tensor", "pipeline", "context")
 """Sizes whose product is the devices that one row needs."""
@@ -38,7 +45,9 @@ def judge_devices(topology: Topology, shapes: Mapping[str, ShapeNumbers]) -> Jud
     for role in topology.roles.values():
         misplaced = list(_mapping(role, topology))
         placed = placed and not misplaced
-        wrong = [] if misplaced else [*_division(role, topology), *_shape(role, topology, shapes.get(role.role))]
+        wrong = (
+            [] if misplaced else [*_division(role, topology), *_shape(role, topology, shapes.get(role.role))]
+        )
         judged.violations += misplaced if role.mapping is not None else []
         judged.violations += wrong if not _says_the_actor(role, topology) else []
         if not misplaced and not wrong:
@@ -61,7 +70,9 @@ def _own_shard(role: RoleDevices) -> Values:
 
 
 def _layout(role: RoleDevices) -> Layout:
-    shard = role.degree("shard") if role.degree("shard") > 0 and "shard" in role.degrees else len(role.devices)
+    shard = (
+        role.degree("shard") if role.degree("shard") > 0 and "shard" in role.degrees else len(role.devices)
+    )
     return Layout(
         role=role.role,
         engine=role.engine,
@@ -78,7 +89,7 @@ def _layout(role: RoleDevices) -> Layout:
     )
 
 
-# --- machines --------------------------------------------------------------------------------------------------------
+# --- machines --------------------------------------------------
 
 
 def _machines(topology: Topology) -> Iterator[Violation]:
@@ -87,7 +98,11 @@ def _machines(topology: Topology) -> Iterator[Violation]:
     if asked is not None and asked != topology.cluster.nodes:
         needs = " + ".join(f"{pool.name} {pool.nodes}" for pool in pools)
         needs += f" = {topology.cluster.nodes}" if len(pools) > 1 else ""
-        more = "more than there are" if topology.cluster.nodes > asked else f"{asked - topology.cluster.nodes} would stay unused"
+        more = (
+            "more than there are"
+            if topology.cluster.nodes > asked
+            else f"{asked - topology.cluster.nodes} would stay unused"
+        )
         text = f"machines, but {needs} are asked for: {more}"
         yield Violation("machines", MACHINES, CLUSTER_NODES, asked, text, lambda: _machine_cures(topology))
     per_node = topology.asked_per_node
@@ -95,9 +110,19 @@ def _machines(topology: Topology) -> Iterator[Violation]:
         if pool.devices_per_node == per_node:
             continue
         key = pool_keys(topology, pool)[1]
-        text = f"devices on each machine of the {pool.name} are not the {per_node} of {CLUSTER_PER_NODE}={per_node}"
+        text = (
+            f"devices on each machine of the {pool.name} are not the {per_node} of"
+            f" {CLUSTER_PER_NODE}={per_node}"
+        )
         cures = [{key: per_node}, {CLUSTER_PER_NODE: pool.devices_per_node}]
-        yield Violation(f"devices per machine:{pool.name}", MACHINES, key, pool.devices_per_node, text, lambda cures=cures: cures)  # type: ignore[misc]
+        yield Violation(
+            f"devices per machine:{pool.name}",
+            MACHINES,
+            key,
+            pool.devices_per_node,
+            text,
+            lambda cures=cures: cures,  # type: ignore[misc]
+        )
 
 
 def _machine_cures(topology: Topology) -> Iterator[Cure]:
@@ -112,9 +137,14 @@ def _machine_cures(topology: Topology) -> Iterator[Cure]:
 def _twofold(topology: Topology) -> Iterator[Violation]:
     for name in topology.twofold:
         role, section = topology.roles[name], SECTIONS[name]
-        key, off = (f"{section}.nnodes", 0) if name == "rollout" else (f"{section}.enable_resource_pool", False)
+        key, off = (
+            (f"{section}.nnodes", 0) if name == "rollout" else (f"{section}.enable_resource_pool", False)
+        )
         cures: list[Cure] = [{key: off}, {role.mapping_key: None}]
-        text = f"gives the {name} machines of its own, and {role.mapping_key}={_show(role.mapping)} devices of the trainer; only one can be"
+        text = (
+            f"gives the {name} machines of its own, and {role.mapping_key}={_show(role.mapping)} devices of"
+            " the trainer; only one can be"
+        )
         yield Violation(f"twofold:{name}", MACHINES, key, "given", text, lambda cures=cures: cures)  # type: ignore[misc]
 
 
@@ -144,7 +174,7 @@ def device_cures(topology: Topology, role: RoleDevices, unit: int) -> Iterator[C
             yield {per_node_key: per_node}
 
 
-# --- mappings --------------------------------------------------------------------------------------------------------
+# --- mappings --------------------------------------------------
 
 
 def _show(mapping: object) -> str:
@@ -152,7 +182,8 @@ def _show(mapping: object) -> str:
 
 
 def _mapping(role: RoleDevices, topology: Topology) -> Iterator[Violation]:
-    """A mapping can be read, names each device once, and only devices that there are. Who follows the actor's breaks them too."""
+    """A mapping can be read, names each device once, and only devices that there are. Who follows the actor's
+    breaks them too."""
     key, there = role.mapping_key, topology.cluster.devices
     make = _maker(role)
     if role.fault:
@@ -160,15 +191,20 @@ def _mapping(role: RoleDevices, topology: Topology) -> Iterator[Violation]:
         return
     beyond = role.devices - there
     if role.twice:
-        yield make("once", f"names devices {role.twice} twice", lambda: [{key: text_of(role.devices & there or there)}])
+        yield make(
+            "once",
+            f"names devices {role.twice} twice",
+            lambda: [{key: text_of(role.devices & there or there)}],
+        )
     elif beyond:
         text = f"names devices {beyond}, but {_machines_text(topology)} have only {there}"
         yield make("beyond", text, lambda: _beyond_cures(role, topology))
 
 
-def _maker(role: RoleDevices) -> Callable[[str, str, Callable[[], object]], Violation]:
-    def make(rule: str, text: str, cures: Callable[[], object]) -> Violation:
-        return Violation(f"mapping {rule}:{role.role}", MAPPING, role.mapping_key, _show(role.mapping), text, cures)  # type: ignore[arg-type]
+def _maker(role: RoleDevices) -> Callable[[str, str, Callable[[], Iterable[Cure]]], Violation]:
+    def make(rule: str, text: str, cures: Callable[[], Iterable[Cure]]) -> Violation:
+        shown = _show(role.mapping)
+        return Violation(f"mapping {rule}:{role.role}", MAPPING, role.mapping_key, shown, text, cures)
 
     return make
 
@@ -204,7 +240,9 @@ def _holes(topology: Topology) -> Iterator[Violation]:
         return
     key, value = mapped[0].mapping_key, _show(mapped[0].mapping)
     roles = ", ".join(f"{role.role} {role.devices}" for role in topology.roles.values())
-    text = f"no role uses devices {unused} of {topology.cluster.devices} ({_machines_text(topology)}; {roles})"
+    text = (
+        f"no role uses devices {unused} of {topology.cluster.devices} ({_machines_text(topology)}; {roles})"
+    )
 
     def cures() -> Iterator[Cure]:
         for role in mapped:
@@ -216,7 +254,7 @@ def _holes(topology: Topology) -> Iterator[Violation]:
     yield Violation("mapping holes", HOLES, key, value, text, cures)
 
 
-# --- sizes -----------------------------------------------------------------------------------------------------------
+# --- sizes --------------------------------------------------
 
 
 def _division(role: RoleDevices, topology: Topology) -> Iterator[Violation]:
@@ -229,7 +267,12 @@ def _division(role: RoleDevices, topology: Topology) -> Iterator[Violation]:
         if chunks.value > 1 and stages.value == 1:
             text = f"parts of the layers per stage need a pipeline, but {stages.key}=1"
             yield Violation(
-                f"interleaving:{role.role}", DIVISION, chunks.key, chunks.value, text, lambda: [{chunks.key: None}, {stages.key: 2}]
+                f"interleaving:{role.role}",
+                DIVISION,
+                chunks.key,
+                chunks.value,
+                text,
+                lambda: [{chunks.key: None}, {stages.key: 2}],
             )
     if "shard" in role.degrees:
         shard, count = role.degrees["shard"], len(role.devices)
@@ -241,7 +284,10 @@ def _division(role: RoleDevices, topology: Topology) -> Iterator[Violation]:
                 shard.key,
                 shard.value,
                 text,
-                lambda: [{shard.key: -1}, *({shard.key: size} for size in nearest(shard.value, divisors(count)))],
+                lambda: [
+                    {shard.key: -1},
+                    *({shard.key: size} for size in nearest(shard.value, divisors(count))),
+                ],
             )
 
 
@@ -252,7 +298,9 @@ def _divides(role: RoleDevices, topology: Topology, what: str, names: tuple[str,
         return
     key, value = next((degree.key, degree.value) for degree in given.values())
     factors = " x ".join(f"{_PARTS[name]} {degree.value}" for name, degree in given.items())
-    text = f"{factors} = {product} devices do not divide the {count} devices of the {role.role} ({role.devices})"
+    text = (
+        f"{factors} = {product} devices do not divide the {count} devices of the {role.role} ({role.devices})"
+    )
 
     def cures() -> Iterator[Cure]:
         for degree in given.values():
@@ -290,12 +338,18 @@ def _shape(role: RoleDevices, topology: Topology, shape: ShapeNumbers | None) ->
         yield from _stages(role, shape, topology)
 
 
-def _shares(role: RoleDevices, name: str, number: int, what: str, *, either_way: bool = False) -> Iterator[Violation]:
+def _shares(
+    role: RoleDevices, name: str, number: int, what: str, *, either_way: bool = False
+) -> Iterator[Violation]:
     size = role.degree(name)
     if size == 1 or (number and number % size == 0) or (either_way and number and size % number == 0):
         return
     key, count = role.degrees[name].key, len(role.devices)
-    text = f"must divide the {number} {what} of the {role.role}'s model" if number else f"divides {what}, and the model has none"
+    text = (
+        f"must divide the {number} {what} of the {role.role}'s model"
+        if number
+        else f"divides {what}, and the model has none"
+    )
 
     def cures() -> Iterator[Cure]:
         legal = divisors(number) if number else [1]
@@ -318,9 +372,14 @@ def _stages(role: RoleDevices, shape: ShapeNumbers, topology: Topology) -> Itera
         if chunks.value > 1:
             yield {chunks.key: None}
             if shape.layers % stages.value == 0:
-                yield from ({chunks.key: n if n > 1 else None} for n in nearest(chunks.value, divisors(shape.layers // stages.value)))
+                yield from (
+                    {chunks.key: n if n > 1 else None}
+                    for n in nearest(chunks.value, divisors(shape.layers // stages.value))
+                )
         if shape.layers % chunks.value == 0:
-            yield from ({stages.key: n} for n in nearest(stages.value, divisors(shape.layers // chunks.value)))
+            yield from (
+                {stages.key: n} for n in nearest(stages.value, divisors(shape.layers // chunks.value))
+            )
         yield {stages.key: 1, chunks.key: None}
 
     yield Violation(f"layers:{role.role}", DIVISION, stages.key, stages.value, text, cures)

@@ -2,10 +2,12 @@
 
     S = Q·n   G = M·n   Q = M·t   S = G·t   K = E·t   G = a·m·dp
 
-Q prompts and S trajectories per step, n trajectories per prompt, M prompts and G trajectories per optimizer step, t mini-batches per
-step, E passes, K optimizer steps per step, m rows per micro-batch, a micro-batches per optimizer step, dp data ranks.
+Q prompts and S trajectories per step, n trajectories per prompt, M prompts and G trajectories per optimizer
+step, t mini-batches per step, E passes, K optimizer steps per step, m rows per micro-batch, a micro-batches
+per optimizer step, dp data ranks.
 
-In: some of the numbers. Out: all of them, the free ones near what is preferred; or None where no whole numbers do.
+In: some of the numbers. Out: all of them, the free ones near what is preferred; or None where no whole
+numbers do.
 """
 
 from __future__ import annotations
@@ -71,7 +73,10 @@ def closure(known: Mapping[str, int], step: Step) -> dict[str, Fraction] | None:
     >>> follows["Q"], follows["M"]
     (Fraction(64, 1), Fraction(32, 1))
     """
-    values = {name: Fraction(value) for name, value in known.items()} | {"E": Fraction(step.epochs), "dp": Fraction(step.ranks)}
+    values = {name: Fraction(value) for name, value in known.items()} | {
+        "E": Fraction(step.epochs),
+        "dp": Fraction(step.ranks),
+    }
     if not step.static:
         values.pop("m", None)
         values.pop("a", None)
@@ -82,7 +87,9 @@ def closure(known: Mapping[str, int], step: Step) -> dict[str, Fraction] | None:
             unknown = [name for name in (*left, *right) if name not in values]
             if len(unknown) == 1:
                 mine, other = (left, right) if unknown[0] in left else (right, left)
-                values[unknown[0]] = _product(values, other) / _product(values, [name for name in mine if name != unknown[0]])
+                values[unknown[0]] = _product(values, other) / _product(
+                    values, [name for name in mine if name != unknown[0]]
+                )
                 grown = True
             elif not unknown and _product(values, left) != _product(values, right):
                 return None
@@ -90,7 +97,8 @@ def closure(known: Mapping[str, int], step: Step) -> dict[str, Fraction] | None:
 
 
 def explain(known: Mapping[str, int], step: Step) -> list[str]:
-    """How numbers that cannot hold together come to something that cannot be, one line for each number on the way.
+    """How numbers that cannot hold together come to something that cannot be, one line for each number on the
+    way.
 
     >>> explain({"G": 256, "n": 8, "Q": 100}, Step(epochs=1))
     ['256/8 = 32 prompts per optimizer step', '100/32 mini-batches per step is no whole number']
@@ -103,7 +111,10 @@ def explain(known: Mapping[str, int], step: Step) -> list[str]:
             return found
     for share in (step.ranks, *step.shares):
         if chain.values.get("G", 0) % share:
-            return [*chain.way_to("G"), f"{chain.values['G']} trajectories cannot be shared equally by {share} data ranks"]
+            return [
+                *chain.way_to("G"),
+                f"{chain.values['G']} trajectories cannot be shared equally by {share} data ranks",
+            ]
     return _no_mini_batch(chain.values, step)
 
 
@@ -168,9 +179,11 @@ def _product(values: Mapping[str, Fraction], names: Iterable[str]) -> Fraction:
 
 
 def solve(known: Mapping[str, int], step: Step) -> dict[str, int] | None:
-    """Whole Q, n, M (and m, P, R where they follow) that agree with `known` and that the data ranks can share.
+    """Whole Q, n, M (and m, P, R where they follow) that agree with `known` and that the data ranks can
+    share.
 
-    n follows from the equations, or is the preferred one: how many responses a prompt gets is no matter of divisibility.
+    n follows from the equations, or is the preferred one: how many responses a prompt gets is no matter of
+    divisibility.
 
     >>> solve({"G": 96, "n": 8}, Step(epochs=1, ranks=4, preferred={"Q": 1024, "n": 1, "M": 256}))["Q"]
     1020
@@ -193,7 +206,8 @@ def _shares(exact: Mapping[str, int], step: Step) -> list[int]:
 
 
 def prompts_unit(values: Mapping[str, int], step: Step) -> int:
-    """Prompts of the smallest mini-batch that all data ranks can share, with n of `values`; all others are multiples of it.
+    """Prompts of the smallest mini-batch that all data ranks can share, with n of `values`; all others are
+    multiples of it.
 
     >>> prompts_unit({"n": 2, "m": 3}, Step(epochs=1, ranks=4))
     6
@@ -206,7 +220,12 @@ def _with_samples(exact: Mapping[str, int], step: Step) -> Iterator[dict[str, in
     rounds = math.lcm(*(exact.get(name, 1) for name in ("P", "R"))) if "t" not in exact else exact["t"]
     for mini, q in _prompts(exact, step, unit, rounds):
         follows = closure({**exact, "Q": q, "M": mini}, step)
-        if q % mini or mini % unit or follows is None or any(value.denominator != 1 for value in follows.values()):
+        if (
+            q % mini
+            or mini % unit
+            or follows is None
+            or any(value.denominator != 1 for value in follows.values())
+        ):
             continue
         if q % step.whole or (q // mini) % rounds or ("t" in exact and q // mini != exact["t"]):
             continue
@@ -215,8 +234,12 @@ def _with_samples(exact: Mapping[str, int], step: Step) -> Iterator[dict[str, in
 
 def _prompts(exact: Mapping[str, int], step: Step, unit: int, rounds: int) -> Iterator[tuple[int, int]]:
     """Candidates for (M, Q), the preferred first."""
-    q = exact.get("Q") or (exact["S"] // exact["n"] if "S" in exact and exact["S"] % exact["n"] == 0 else None)
-    mini = exact.get("M") or (exact["G"] // exact["n"] if "G" in exact and exact["G"] % exact["n"] == 0 else None)
+    q = exact.get("Q") or (
+        exact["S"] // exact["n"] if "S" in exact and exact["S"] % exact["n"] == 0 else None
+    )
+    mini = exact.get("M") or (
+        exact["G"] // exact["n"] if "G" in exact and exact["G"] % exact["n"] == 0 else None
+    )
     if mini is not None:
         yield mini, q or _near_multiple(step.preferred["Q"], mini, step, rounds, exact)
     elif q is not None:
@@ -225,7 +248,9 @@ def _prompts(exact: Mapping[str, int], step: Step, unit: int, rounds: int) -> It
         below = [one for one in fitting if one <= step.preferred["M"]]
         yield from ((one, q) for one in (below[-1:] or fitting[:1]))
     else:
-        for one in sorted(multiples(step.preferred["M"], unit), key=lambda one: abs(one - step.preferred["M"])):
+        for one in sorted(
+            multiples(step.preferred["M"], unit), key=lambda one: abs(one - step.preferred["M"])
+        ):
             yield one, _near_multiple(step.preferred["Q"], one, step, rounds, exact)
 
 
@@ -237,7 +262,8 @@ def _near_multiple(q: int, mini: int, step: Step, rounds: int, exact: Mapping[st
 
 
 def _with_rounds(values: dict[str, int], exact: Mapping[str, int], step: Step) -> dict[str, int]:
-    """With the rounds of asynchronous training: one round after the other is weighed against larger rounds."""
+    """With the rounds of asynchronous training: one round after the other is weighed against larger
+    rounds."""
     if step.asynchronous and not {"P", "R"} <= set(values):
         values["P"] = exact.get("P", 1)
         values["R"] = values["t"] // values["P"]

@@ -1,6 +1,7 @@
 """The batch plan of generation alone: how the prompts of a file are shared by the processes that sample.
 
-In: the configuration, how many prompts there are. Out: one `GeneratePlan`, or one `ConfigError` with every broken rule.
+In: the configuration, how many prompts there are. Out: one `GeneratePlan`, or one `ConfigError` with every
+broken rule.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from hydraflow.errors import ConfigError
 from hydraflow.schema import GenerateConfig
 
 WAVES_PER_CALL = 4
-"""How often a call fills `rollout.max_num_seqs`. Bounded, so that long files show progress and no call meets `trainer.rpc_timeout`;
-more than one, so that prompts of similar length can share a wave."""
+"""How often a call fills `rollout.max_num_seqs`. Bounded, so that long files show progress and no call meets
+`trainer.rpc_timeout`; more than one, so that prompts of similar length can share a wave."""
 
 
 @dataclass(frozen=True)
@@ -43,15 +44,23 @@ class GeneratePlan:
 
     def to_json(self) -> str:
         """The content of `plan.json`; device ranges as [first, last + 1]."""
-        return json.dumps(asdict(self), indent=2, ensure_ascii=False, default=lambda part: [part.start, part.stop])
+        return json.dumps(
+            asdict(self), indent=2, ensure_ascii=False, default=lambda part: [part.start, part.stop]
+        )
 
 
 def resolve_generate_plan(
-    config: GenerateConfig, *, prompts: int | None, devices_per_node: int = 2, origins: Mapping[str, str] | None = None
+    config: GenerateConfig,
+    *,
+    prompts: int | None,
+    devices_per_node: int = 2,
+    origins: Mapping[str, str] | None = None,
 ) -> GeneratePlan:
-    """The plan of sampling for `prompts` prompts (None: not known). `origins`: where each key's value comes from.
+    """The plan of sampling for `prompts` prompts (None: not known). `origins`: where each key's value comes
+    from.
 
-    `devices_per_node` counts where `trainer.n_gpus_per_node` is null. Raises ConfigError with all broken rules.
+    `devices_per_node` counts where `trainer.n_gpus_per_node` is null. Raises ConfigError with all broken
+    rules.
 
     >>> config = GenerateConfig()
     >>> config.rollout.n, config.rollout.max_num_seqs = 4, 100
@@ -92,7 +101,9 @@ def _sizes(config: GenerateConfig) -> list[tuple[str, int | None]]:
     ]
 
 
-def _quantities(settings: Settings[GenerateConfig], prompts: int | None, replicas: int, per_call: int) -> Iterator[Quantity]:
+def _quantities(
+    settings: Settings[GenerateConfig], prompts: int | None, replicas: int, per_call: int
+) -> Iterator[Quantity]:
     n, concurrent = settings.config.rollout.n, settings.config.rollout.max_num_seqs
     if prompts is not None:
         yield Quantity("prompts", "prompts", prompts, "counted in the files", "derived")
@@ -100,7 +111,13 @@ def _quantities(settings: Settings[GenerateConfig], prompts: int | None, replica
     if prompts is not None:
         yield Quantity("responses", "responses", prompts * n, f"prompts·n = {prompts}·{n}", "derived")
     yield Quantity("replicas", "processes", replicas, "one per process", "derived")
-    yield Quantity("sequences at a time", "sequences per replica", concurrent, "", settings.origin("rollout.max_num_seqs"))
+    yield Quantity(
+        "sequences at a time",
+        "sequences per replica",
+        concurrent,
+        "",
+        settings.origin("rollout.max_num_seqs"),
+    )
     formula = f"⌊{WAVES_PER_CALL}·sequences·replicas/n⌋ = ⌊{WAVES_PER_CALL}·{concurrent}·{replicas}/{n}⌋"
     yield Quantity("prompts per call", "prompts", per_call, formula, "derived")
     if prompts is not None:

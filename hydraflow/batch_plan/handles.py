@@ -1,9 +1,12 @@
-"""The step's numbers from any consistent subset of them: prompts, samples, mini-batch, micro-batch, and handles for what follows.
+"""The step's numbers from any consistent subset of them: prompts, samples, mini-batch, micro-batch, and
+handles for what follows.
 
-In: settings, and what layouts say. Out: `Numbers`, and a broken rule where what was given cannot hold together.
+In: settings, and what layouts say. Out: `Numbers`, and a broken rule where what was given cannot hold
+together.
 
-Who yields: what was given binds; a default yields to it, and so does a number of a file to a handle on the command line. Of the
-weaker numbers as many as possible are kept, samples first, then the step, then the mini-batch. Equations: `batch_plan/equations.py`.
+Who yields: what was given binds; a default yields to it, and so does a number of a file to a handle on the
+command line. Of the weaker numbers as many as possible are kept, samples first, then the step, then the
+mini-batch. Equations: `batch_plan/equations.py`.
 """
 
 from __future__ import annotations
@@ -61,7 +64,8 @@ class Numbers:
     """The actor's; None: not known because devices do not add up."""
     notes: tuple[str, ...] = ()
     doubtful: frozenset[str] = frozenset()
-    """Keys of mini-batches that nobody gave, or that contradict each other: no rule need speak of them besides."""
+    """Keys of mini-batches that nobody gave, or that contradict each other: no rule need speak of them
+    besides."""
 
     def key(self, name: str) -> str:
         """The key that decides a number: its own, or that of the handle that it follows from."""
@@ -87,8 +91,8 @@ def is_asynchronous(config: PPOConfig) -> bool:
 def settle(
     settings: Settings[PPOConfig], *, ranks: int | None, group: int, shares: Sequence[int], whole: int
 ) -> tuple[Numbers, list[Violation]]:
-    """The numbers in force. `ranks`: the actor's data ranks, None if its devices do not add up; `group`: see `Step`; `shares`,
-    `whole`: what a critic asks of G and Q."""
+    """The numbers in force. `ranks`: the actor's data ranks, None if its devices do not add up; `group`: see
+    `Step`; `shares`, `whole`: what a critic asks of G and Q."""
     config: PPOConfig = settings.config
     actor = config.actor_rollout_ref.actor
     given = _given(config)
@@ -146,12 +150,17 @@ class _Settling:
         if not core & set(self.handles):
             violations = self._rounds_violation(core) or self._no_mini_batch_violation(core)
             return replace(settled, doubtful=frozenset(guessed if violations else ())), violations
-        return replace(settled, doubtful=frozenset([*guessed, *HANDLES.values()])), [self._contradiction(core, binding)]
+        return replace(settled, doubtful=frozenset([*guessed, *HANDLES.values()])), [
+            self._contradiction(core, binding)
+        ]
 
     def _guess(self, binding: Mapping[str, int]) -> dict[str, int]:
-        """Numbers to go on with where there is no solution: those that follow, and else those that stand there."""
+        """Numbers to go on with where there is no solution: those that follow, and else those that stand
+        there."""
         fixed = {name: value for name, value in binding.items() if name not in self.handles}
-        follows = closure({"n": self.given["n"]} | dict(binding), self.step) or closure(fixed, self.step) or {}
+        follows = (
+            closure({"n": self.given["n"]} | dict(binding), self.step) or closure(fixed, self.step) or {}
+        )
         whole = {name: int(value) for name, value in follows.items() if value.denominator == 1 and value >= 1}
         return {**self.given, **{name: whole[name] for name in KEYS if name in whole and name not in binding}}
 
@@ -159,9 +168,14 @@ class _Settling:
         return self.settings.strength(ALL_KEYS[name])
 
     def _binding(self) -> dict[str, int]:
-        """What does not yield: handles, numbers that were given, and those of files where no handle is on the command line."""
+        """What does not yield: handles, numbers that were given, and those of files where no handle is on the
+        command line."""
         least = 2 if any(self._strength(name) == 2 for name in self.handles) else 1
-        return {name: value for name, value in self.given.items() if name in self.handles or self._strength(name) >= least}
+        return {
+            name: value
+            for name, value in self.given.items()
+            if name in self.handles or self._strength(name) >= least
+        }
 
     def _keeping(self, binding: Mapping[str, int]) -> dict[str, int] | None:
         """A solution that keeps as many of the other numbers as it can, the stronger first."""
@@ -225,7 +239,12 @@ class _Settling:
             if (closure(fewer, self.step) is None) if contradicts else (solve(fewer, self.step) is None):
                 core = fewer
         follows = closure(core, self.step)
-        if follows is not None and "n" not in follows and {"S", "G", "a"} & set(core) and not explain(core, self.step):
+        if (
+            follows is not None
+            and "n" not in follows
+            and {"S", "G", "a"} & set(core)
+            and not explain(core, self.step)
+        ):
             core["n"] = self.given["n"]
         return set(core)
 
@@ -234,8 +253,12 @@ class _Settling:
         others = [name for name in ALL_KEYS if name in core and name != first]
         named = f" together with {', '.join(self._named(others))}" if others else ""
         shown = explain({name: self.given[name] for name in core}, self.step)
-        known = [f"{EPOCHS}={self.step.epochs}"] * ("K" in core) + [f"{self.step.ranks} data ranks"] * ("a" in core)
-        text = f"cannot hold{named}: {'; '.join(shown or [_TEXTS[first]])}" + (f" ({', '.join(known)})" if known else "")
+        known = [f"{EPOCHS}={self.step.epochs}"] * ("K" in core) + [f"{self.step.ranks} data ranks"] * (
+            "a" in core
+        )
+        text = f"cannot hold{named}: {'; '.join(shown or [_TEXTS[first]])}" + (
+            f" ({', '.join(known)})" if known else ""
+        )
 
         def cures() -> Iterator[Cure]:
             for name in [first, *others]:
@@ -258,12 +281,17 @@ class _Settling:
 
     def _possible(self, name: str, binding: Mapping[str, int]) -> list[int]:
         """Values near that a handle might have."""
-        follows = closure({key: value for key, value in binding.items() if key not in self.handles}, self.step) or {}
+        follows = (
+            closure({key: value for key, value in binding.items() if key not in self.handles}, self.step)
+            or {}
+        )
         value = self.given[name]
         if name == "K" and "Q" in follows:
             return [t * self.step.epochs for t in divisors(int(follows["Q"]))]
         if name == "a" and {"Q", "n"} <= set(follows):
-            return divisors(max(1, int(follows["Q"] * follows["n"]) // (self.step.ranks * int(follows.get("m", 1)))))
+            return divisors(
+                max(1, int(follows["Q"] * follows["n"]) // (self.step.ranks * int(follows.get("m", 1))))
+            )
         unit = int(follows.get("n", 1)) if name in ("S", "G") else 1
         unit = unit * self.step.ranks if name == "G" else unit
         return [max(1, value // unit) * unit, (value // unit + 1) * unit]
@@ -273,7 +301,10 @@ class _Settling:
         mini, q, rounds, batches = (self.given.get(name, 1) for name in "MQPR")
         if not core & {"P", "R"} or rounds * batches * mini == q:
             return []
-        text = f"x {KEYS['P']}={rounds} x {KEYS['M']}={mini} is not {KEYS['Q']}={q}, the prompts of so many rounds"
+        text = (
+            f"x {KEYS['P']}={rounds} x {KEYS['M']}={mini} is not {KEYS['Q']}={q}, the prompts of so many"
+            " rounds"
+        )
 
         def cures() -> Iterator[Cure]:
             for name, others in (("R", rounds * mini), ("P", batches * mini), ("M", rounds * batches)):
@@ -310,5 +341,8 @@ def _implied(solution: Mapping[str, int], step: Step) -> dict[str, int]:
 
 def _dynamic_accumulation(steps: int) -> Violation:
     key = HANDLES["a"]
-    text = f"cannot be fixed while {SWITCH}=true fills micro-batches by tokens: there are as many as the rows need"
+    text = (
+        f"cannot be fixed while {SWITCH}=true fills micro-batches by tokens: there are as many as the rows"
+        " need"
+    )
     return Violation("accumulation", MICRO, key, steps, text, lambda: [{key: None}, {SWITCH: False}])

@@ -1,7 +1,8 @@
-"""How the roles of a run lie on devices: which devices each has, and how they divide models, layers, rows and tokens.
+"""How the roles of a run lie on devices: which devices each has, and how they divide models, layers, rows and
+tokens.
 
-In: numbers as configured. Out: `Cluster` and, one per role, `Layout`. Standard library only, and no list as long as the cluster:
-a mapping of a hundred thousand devices is a handful of ranges.
+In: numbers as configured. Out: `Cluster` and, one per role, `Layout`. Standard library only, and no list as
+long as the cluster: a mapping of a hundred thousand devices is a handful of ranges.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Devices:
-    """A set of device numbers, as disjoint rising ranges. Device d of a cluster of equal machines stands on node
-    d // devices_per_node; `Cluster.node_of` knows it for all."""
+    """A set of device numbers, as disjoint rising ranges. Device d of a cluster of equal machines stands on
+    node d // devices_per_node; `Cluster.node_of` knows it for all."""
 
     ranges: tuple[range, ...]
 
@@ -46,7 +47,9 @@ class Devices:
 
     def parts(self) -> list[str]:
         """The short forms of the ranges: 0-3, 8-11."""
-        return [str(part.start) if len(part) == 1 else f"{part.start}-{part.stop - 1}" for part in self.ranges]
+        return [
+            str(part.start) if len(part) == 1 else f"{part.start}-{part.stop - 1}" for part in self.ranges
+        ]
 
     def first(self, count: int) -> Devices:
         """The `count` lowest of them."""
@@ -61,10 +64,16 @@ class Devices:
 
     def __and__(self, other: Devices) -> Devices:
         pairs = ((a, b) for a in self.ranges for b in other.ranges)
-        return Devices.of(range(max(a.start, b.start), max(max(a.start, b.start), min(a.stop, b.stop))) for a, b in pairs)
+        return Devices.of(
+            range(max(a.start, b.start), max(max(a.start, b.start), min(a.stop, b.stop))) for a, b in pairs
+        )
 
     def __sub__(self, other: Devices) -> Devices:
-        ends = [0, *(edge for part in other.ranges for edge in (part.start, part.stop)), max(self.stop, other.stop)]
+        ends = [
+            0,
+            *(edge for part in other.ranges for edge in (part.start, part.stop)),
+            max(self.stop, other.stop),
+        ]
         return self & Devices.of(range(*gap) for gap in zip(ends[::2], ends[1::2], strict=True))
 
 
@@ -174,8 +183,8 @@ class Layout:
 def placement_of(layouts: Mapping[str, Layout]) -> str:
     """How roles share devices: colocated, disaggregated, partial or overlapping.
 
-    Colocated: all have the same devices. Disaggregated: any two have the same devices or none in common. Partial: of two that
-    share some, one has all of the other's. Overlapping: anything else.
+    Colocated: all have the same devices. Disaggregated: any two have the same devices or none in common.
+    Partial: of two that share some, one has all of the other's. Overlapping: anything else.
 
     >>> on = lambda *devices: Layout("", "fsdp2", Devices.of([range(*devices)]), 8)
     >>> placement_of({"actor": on(0, 4), "rollout": on(0, 8)})

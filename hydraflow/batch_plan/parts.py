@@ -1,7 +1,8 @@
 """The pieces of a batch plan, and the arithmetic that its rules share. Standard library and the schema only.
 
-In: numbers that a user asked for. Out: `MicroPlan`, `RolePlan` and `Quantity`, which the running code and the tables use.
-Left out on purpose: which configuration keys the numbers come from (`batch_plan/request.py`, `batch_plan/sft.py`).
+In: numbers that a user asked for. Out: `MicroPlan`, `RolePlan` and `Quantity`, which the running code and the
+tables use. Left out on purpose: which configuration keys the numbers come from (`batch_plan/request.py`,
+`batch_plan/sft.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from hydraflow.engine.config import OptimConfig
 
 @dataclass(frozen=True)
 class MicroPlan:
-    """What one forward of one data rank holds: so many rows, or rows up to so many tokens. Exactly one is set."""
+    """What one forward of one data rank holds: so many rows, or rows up to so many tokens. Exactly one is
+    set."""
 
     rows: int | None
     max_tokens: int | None
@@ -52,7 +54,14 @@ class RolePlan:
     """Optimizer steps of the run; 0: not known."""
 
     @classmethod
-    def simple(cls, *, data_ranks: int = 1, mini_batch_trajectories: int, epochs: int = 1, micro: MicroPlan | None = None) -> RolePlan:
+    def simple(
+        cls,
+        *,
+        data_ranks: int = 1,
+        mini_batch_trajectories: int,
+        epochs: int = 1,
+        micro: MicroPlan | None = None,
+    ) -> RolePlan:
         """One response per prompt and one mini-batch per step, for examples and tests.
 
         >>> RolePlan.simple(data_ranks=2, mini_batch_trajectories=6).rows_per_rank
@@ -112,7 +121,8 @@ class MicroRequest:
     def plan(self, *, rows_per_rank: int, row_tokens: int, exact: bool) -> MicroPlan:
         """The micro-batch of a pass over `rows_per_rank` rows of at most `row_tokens` tokens.
 
-        `exact`: training micro-batches are equal, so a size that was not given is a divisor of `rows_per_rank`.
+        `exact`: training micro-batches are equal, so a size that was not given is a divisor of
+        `rows_per_rank`.
 
         >>> request = MicroRequest("update", None, "rows", False, 100, "tokens", "dynamic")
         >>> request.plan(rows_per_rank=12, row_tokens=20, exact=True)   # 5 rows fit, 4 divide 12
@@ -123,7 +133,9 @@ class MicroRequest:
         if self.rows is not None:
             return MicroPlan(rows=self.rows, max_tokens=None)
         fitting = max(1, min(self.budget // row_tokens, rows_per_rank))
-        rows = max((d for d in self.legal_rows(rows_per_rank) if d <= fitting), default=1) if exact else fitting
+        rows = (
+            max((d for d in self.legal_rows(rows_per_rank) if d <= fitting), default=1) if exact else fitting
+        )
         return MicroPlan(rows=rows, max_tokens=None)
 
     def legal_rows(self, rows_per_rank: int) -> list[int]:
@@ -131,7 +143,8 @@ class MicroRequest:
         return divisors(rows_per_rank // self.group) if rows_per_rank % self.group == 0 else []
 
     def token_budget_violations(self, longest_row: int, formula: str) -> Iterator[Violation]:
-        """A budget of tokens must hold the longest row; it counts when rows are filled by tokens or their number is not given."""
+        """A budget of tokens must hold the longest row; it counts when rows are filled by tokens or their
+        number is not given."""
         if (not self.dynamic and self.rows is not None) or self.budget >= longest_row:
             return
         shared = f" x {self.sharers} devices that share a row" if self.sharers > 1 else ""
@@ -141,13 +154,17 @@ class MicroRequest:
             field=self.tokens_key,
             value=self.max_tokens,
             text=f"tokens per device{shared} must hold the longest row, {formula} = {longest_row} tokens",
-            cures=lambda: [{self.tokens_key: -(-longest_row // self.sharers)}, {self.tokens_key: longest_row}],
+            cures=lambda: [
+                {self.tokens_key: -(-longest_row // self.sharers)},
+                {self.tokens_key: longest_row},
+            ],
         )
 
     def divisor_violations(self, rows_per_rank: int, row_tokens: int, formula: str) -> Iterator[Violation]:
         """Training micro-batches of a fixed size must divide a data rank's rows, and fill whole groups.
 
-        Filled by tokens, there are as many as the longest rows need, rounded up to whole groups: each needs a row.
+        Filled by tokens, there are as many as the longest rows need, rounded up to whole groups: each needs a
+        row.
         """
         if self.dynamic:
             needed = -(-rows_per_rank // max(1, self.budget // row_tokens))
@@ -161,7 +178,10 @@ class MicroRequest:
             yield self._rows_violation(rows_per_rank, text)
         elif rows_per_rank // self.rows % self.group:
             count = rows_per_rank // self.rows
-            text = f"makes {count} micro-batches of {rows_per_rank} rows; an interleaved pipeline needs a multiple of {self.group}"
+            text = (
+                f"makes {count} micro-batches of {rows_per_rank} rows; an interleaved pipeline needs a"
+                f" multiple of {self.group}"
+            )
             yield self._rows_violation(rows_per_rank, text)
 
     def _rows_violation(self, rows_per_rank: int, text: str) -> Violation:
@@ -174,7 +194,10 @@ class MicroRequest:
             yield {self.rows_key: None}
             if self.group > 1:
                 yield {self.group_key: None}
-                yield from ({self.group_key: None, self.rows_key: rows} for rows in nearest(asked, divisors(rows_per_rank)))
+                yield from (
+                    {self.group_key: None, self.rows_key: rows}
+                    for rows in nearest(asked, divisors(rows_per_rank))
+                )
 
         return Violation(f"micro-batch:{self.purpose}", MICRO, self.rows_key, asked, text, cures)
 
@@ -183,7 +206,9 @@ class MicroRequest:
             f"gives a data rank {formula} = {rows_per_rank} rows in one optimizer step; "
             f"an interleaved pipeline needs a multiple of its {self.group} stages as micro-batches"
         )
-        return Violation(f"micro-batch:{self.purpose}", MICRO, self.group_key, None, text, lambda: [{self.group_key: None}])
+        return Violation(
+            f"micro-batch:{self.purpose}", MICRO, self.group_key, None, text, lambda: [{self.group_key: None}]
+        )
 
     @property
     def deciding_key(self) -> str:
@@ -198,7 +223,8 @@ MOST_TRIED = 2**16
 
 
 def divisors(number: int) -> list[int]:
-    """Divisors of a positive number, in rising order: all of them up to 2^32, beyond that those up to 2^16 and their partners.
+    """Divisors of a positive number, in rising order: all of them up to 2^32, beyond that those up to 2^16
+    and their partners.
 
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]
@@ -227,8 +253,11 @@ def multiples(value: int, unit: int) -> list[int]:
 
 
 def no_sizes(numbers: Iterable[tuple[str, int | None]], default: Callable[[str], object]) -> list[Violation]:
-    """Sizes that were given and count less than one, or more than anybody has; null stands for a number to be derived."""
-    return [_size_violation(key, n, default(key)) for key, n in numbers if n is not None and not 1 <= n <= MOST]
+    """Sizes that were given and count less than one, or more than anybody has; null stands for a number to be
+    derived."""
+    return [
+        _size_violation(key, n, default(key)) for key, n in numbers if n is not None and not 1 <= n <= MOST
+    ]
 
 
 def _size_violation(key: str, value: int, default: object) -> Violation:
@@ -237,14 +266,16 @@ def _size_violation(key: str, value: int, default: object) -> Violation:
 
 
 def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
-    """Training steps of the warm-up: `lr_warmup_steps`, or with -1 the ratio's share of all steps, rounded down."""
+    """Training steps of the warm-up: `lr_warmup_steps`, or with -1 the ratio's share of all steps, rounded
+    down."""
     if optim.lr_warmup_steps >= 0:
         return optim.lr_warmup_steps
     return int(optim.lr_warmup_steps_ratio * total_steps) if math.isfinite(optim.lr_warmup_steps_ratio) else 0
 
 
 def warmup_violations(optim: OptimConfig, optim_key: str, total_steps: int) -> Iterator[Violation]:
-    """A warm-up must end within the run, and leave a step for a decay; not judged while the total is unknown (0)."""
+    """A warm-up must end within the run, and leave a step for a decay; not judged while the total is unknown
+    (0)."""
     decays = optim.lr_scheduler_type != "constant"
     latest, warmup = total_steps - 1 if decays else total_steps, warmup_steps(optim, total_steps)
     if total_steps == 0 or warmup <= max(latest, 0):

@@ -72,7 +72,8 @@ class AsyncPlan:
     prompts_per_round: int
     """R·M."""
     prompts_in_flight: int
-    """⌊(1 + staleness)·P·R·M⌋: prompts that may be sampled between two weight updates, those from older weights included."""
+    """⌊(1 + staleness)·P·R·M⌋: prompts that may be sampled between two weight updates, those from older
+    weights included."""
     trajectories_in_flight: int
     """The same in trajectories."""
     stale_trajectories: int

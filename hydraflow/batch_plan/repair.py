@@ -1,11 +1,13 @@
 """From broken rules to remedies that work together.
 
-In: a judge, which says for any overrides what is broken then. Out: one `Problem` per broken rule, each with overrides to paste.
+In: a judge, which says for any overrides what is broken then. Out: one `Problem` per broken rule, each with
+overrides to paste.
 
-Every rule proposes cures for itself; which of them helps is not guessed but asked of the judge. The search takes one broken rule
-after the other, in the order of their stages, and of its cures the one that leaves the least broken; a cure that breaks something
-further down is followed by a cure for that. What was changed is then told to the rules that it repairs: whoever applies the first
-remedy of every problem has exactly the configuration that the search ended in, and the judge has accepted it.
+Every rule proposes cures for itself; which of them helps is not guessed but asked of the judge. The search
+takes one broken rule after the other, in the order of their stages, and of its cures the one that leaves the
+least broken; a cure that breaks something further down is followed by a cure for that. What was changed is
+then told to the rules that it repairs: whoever applies the first remedy of every problem has exactly the
+configuration that the search ended in, and the judge has accepted it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ Cure = Mapping[str, object]
 """Overrides that may repair a rule."""
 
 SIZES, MACHINES, MAPPING, HOLES, DIVISION, BATCH, MICRO, BUDGET, SCHEDULE = STAGES = range(9)
-"""Stages, in the order in which rules depend on each other: a cure of one may break a later one, not an earlier one."""
+"""Stages, in the order in which rules depend on each other: a cure of one may break a later one, not an
+earlier one."""
 
 MOST_STEPS, MOST_REMEDIES, MOST_ALIKE, MOST_PAIRS = 24, 3, 2, 8
 _MACHINES = dict.fromkeys(("nnodes", "nodes", "n_gpus_per_node", "devices_per_node"), 12.0)
@@ -70,7 +73,8 @@ class _Step:
 
 
 def problems(judge: Judge, present: Callable[[str], object]) -> list[Problem]:
-    """Every broken rule with remedies, the first of which work together; `present` gives the value in force of a key."""
+    """Every broken rule with remedies, the first of which work together; `present` gives the value in force
+    of a key."""
     found = list(judge({}))
     cost = _Cost(present)
     steps = _pruned(judge, _search(judge, found, cost))
@@ -99,7 +103,12 @@ class _Cost:
 
 def _search(judge: Judge, found: Sequence[Violation], cost: _Cost) -> list[_Step]:
     """Steps until nothing is broken, or none helps."""
-    original, steps, changes, left = {violation.rule for violation in found}, list[_Step](), Values(), list(found)
+    original, steps, changes, left = (
+        {violation.rule for violation in found},
+        list[_Step](),
+        Values(),
+        list(found),
+    )
     owner = found[0].rule
     for _ in range(MOST_STEPS):
         if not left:
@@ -124,7 +133,8 @@ def _best_cure(
 ) -> tuple[Values, Sequence[Violation]] | None:
     """Of the cures that help, the one that asks least; what stays broken asks, too.
 
-    A cure helps if its rule holds then, and less is broken in the earliest stage where it makes a difference: so the search ends.
+    A cure helps if its rule holds then, and less is broken in the earliest stage where it makes a difference:
+    so the search ends.
     """
     before = _by_stage(left)
     best: tuple[float, Values, Sequence[Violation]] | None = None
@@ -159,7 +169,12 @@ def _by_stage(violations: Iterable[Violation]) -> tuple[int, ...]:
 
 
 def _distinct(cures: Iterable[Cure]) -> list[Values]:
-    return [dict(pairs) for pairs in dict.fromkeys(tuple(sorted(cure.items(), key=str)) for cure in map(_hashable, cures) if cure)]
+    return [
+        dict(pairs)
+        for pairs in dict.fromkeys(
+            tuple(sorted(cure.items(), key=str)) for cure in map(_hashable, cures) if cure
+        )
+    ]
 
 
 def _hashable(cure: Cure) -> Values:
@@ -175,7 +190,10 @@ def _pruned(judge: Judge, steps: list[_Step]) -> list[_Step]:
         fewer = {other: value for other, value in changes.items() if other != key}
         if not judge(fewer):
             changes = fewer
-    return [_Step(step.owner, {key: changes[key] for key in step.values if key in changes}, step.cured) for step in steps]
+    return [
+        _Step(step.owner, {key: changes[key] for key in step.values if key in changes}, step.cured)
+        for step in steps
+    ]
 
 
 def _together(steps: Iterable[_Step]) -> Values:
@@ -201,7 +219,12 @@ def _first_remedies(found: Sequence[Violation], steps: Sequence[_Step]) -> dict[
 def _problem(violation: Violation, remedies: Mapping[str, Values], judge: Judge, cost: _Cost) -> Problem:
     first = remedies.get(violation.rule, {})
     alternatives = [first] if first else []
-    others = {key: value for rule, values in remedies.items() for key, value in values.items() if rule != violation.rule}
+    others = {
+        key: value
+        for rule, values in remedies.items()
+        for key, value in values.items()
+        if rule != violation.rule
+    }
     rest = {key: value for key, value in others.items() if key not in first}
     for cure in sorted(_distinct(violation.cures()), key=cost):
         if len(alternatives) == MOST_REMEDIES:
@@ -209,5 +232,7 @@ def _problem(violation: Violation, remedies: Mapping[str, Values], judge: Judge,
         same_keys = sum(cure.keys() == other.keys() for other in alternatives)
         if cure not in alternatives and same_keys < MOST_ALIKE and not judge(rest | cure):
             alternatives.append(cure)
-    text = " or ".join(" ".join(f"{key}={shown(value)}" for key, value in values.items()) for values in alternatives)
+    text = " or ".join(
+        " ".join(f"{key}={shown(value)}" for key, value in values.items()) for values in alternatives
+    )
     return Problem(violation.field, violation.value, violation.text, text or violation.advice)

@@ -1,8 +1,10 @@
-"""What the configuration asks of the batches in reinforcement learning: the numbers, and the keys that they stand under.
+"""What the configuration asks of the batches in reinforcement learning: the numbers, and the keys that they
+stand under.
 
-In: settings, layouts, how many prompts there are. Out: one `Request`, in which nulls that follow another key are replaced. With
-`batch_plan/handles.py`, `batch_plan/topology.py` and `batch_plan/sft.py` the only reader of batch-size keys; a test proves it.
-Left out on purpose: whether the numbers fit each other (`batch_plan/rules.py`).
+In: settings, layouts, how many prompts there are. Out: one `Request`, in which nulls that follow another key
+are replaced. With `batch_plan/handles.py`, `batch_plan/topology.py` and `batch_plan/sft.py` the only reader
+of batch-size keys; a test proves it. Left out on purpose: whether the numbers fit each other
+(`batch_plan/rules.py`).
 """
 
 from __future__ import annotations
@@ -145,7 +147,12 @@ class Request:
 
 def sizes(config: PPOConfig) -> list[tuple[str, int | None]]:
     """Every size that must count at least one, where it is given."""
-    policy, critic, reward, batch = config.actor_rollout_ref, config.critic, config.reward.reward_model, config.batch
+    policy, critic, reward, batch = (
+        config.actor_rollout_ref,
+        config.critic,
+        config.reward.reward_model,
+        config.batch,
+    )
     actor, rollout, ref, training = policy.actor, policy.rollout, policy.ref, config.async_training
     return [
         (TRAIN_BATCH, config.data.train_batch_size),
@@ -186,11 +193,15 @@ def sizes(config: PPOConfig) -> list[tuple[str, int | None]]:
     ]
 
 
-def read(settings: Settings[PPOConfig], layouts: Mapping[str, Layout], prompts: int | None) -> tuple[Request, list[Violation]]:
+def read(
+    settings: Settings[PPOConfig], layouts: Mapping[str, Layout], prompts: int | None
+) -> tuple[Request, list[Violation]]:
     """What the configuration asks for, and the relations between its numbers that cannot hold."""
     config: PPOConfig = settings.config
     ranks, group = _ranks(layouts, "actor"), _group(layouts.get("actor"))
-    numbers, broken = settle(settings, ranks=ranks, group=group, shares=_critic_shares(config, layouts), whole=_critic_mini(config))
+    numbers, broken = settle(
+        settings, ranks=ranks, group=group, shares=_critic_shares(config, layouts), whole=_critic_mini(config)
+    )
     rollout = config.actor_rollout_ref.rollout
     critic = needs_critic(config)
     request = Request(
@@ -243,13 +254,18 @@ def _critic_shares(config: PPOConfig, layouts: Mapping[str, Layout]) -> list[int
     critic, layout = config.critic, layouts.get("critic")
     if not needs_critic(config) or critic.ppo_mini_batch_size is not None or layout is None:
         return []
-    dynamic = config.actor_rollout_ref.actor.use_dynamic_bsz if critic.use_dynamic_bsz is None else critic.use_dynamic_bsz
+    dynamic = (
+        config.actor_rollout_ref.actor.use_dynamic_bsz
+        if critic.use_dynamic_bsz is None
+        else critic.use_dynamic_bsz
+    )
     rows = 1 if dynamic else (critic.ppo_micro_batch_size_per_gpu or 1) * _group(layout)
     return [layout.data_ranks * rows]
 
 
 def _shared(micro: MicroRequest, layouts: Mapping[str, Layout], role: str) -> MicroRequest:
-    """With what the role's layout says: devices that share a row, and the groups of an interleaved pipeline."""
+    """With what the role's layout says: devices that share a row, and the groups of an interleaved
+    pipeline."""
     layout = layouts.get(role)
     if layout is None:
         return micro
@@ -312,11 +328,17 @@ def _read_critic(config: PPOConfig, numbers: Numbers, layouts: Mapping[str, Layo
     )
 
 
-def _read_log_prob(config: PPOConfig, numbers: Numbers, layouts: Mapping[str, Layout], prefix: str) -> MicroRequest:
-    """Log-probabilities of the actor (`rollout.log_prob_*`) or of the reference (`ref.log_prob_*`); nulls follow the actor."""
+def _read_log_prob(
+    config: PPOConfig, numbers: Numbers, layouts: Mapping[str, Layout], prefix: str
+) -> MicroRequest:
+    """Log-probabilities of the actor (`rollout.log_prob_*`) or of the reference (`ref.log_prob_*`); nulls
+    follow the actor."""
     actor = _read_actor(config, numbers, layouts).micro
     section = config.actor_rollout_ref.rollout if prefix == ROLLOUT else config.actor_rollout_ref.ref
-    own_switch, own_tokens = section.log_prob_use_dynamic_bsz is not None, section.log_prob_max_token_len_per_gpu is not None
+    own_switch, own_tokens = (
+        section.log_prob_use_dynamic_bsz is not None,
+        section.log_prob_max_token_len_per_gpu is not None,
+    )
     micro = MicroRequest(
         purpose="the old log-probabilities" if prefix == ROLLOUT else "the reference's log-probabilities",
         rows=section.log_prob_micro_batch_size_per_gpu,
@@ -332,7 +354,10 @@ def _read_log_prob(config: PPOConfig, numbers: Numbers, layouts: Mapping[str, La
 def _read_values(config: PPOConfig, numbers: Numbers, layouts: Mapping[str, Layout]) -> MicroRequest:
     """Values without an update; nulls follow the critic's update."""
     critic, update = config.critic, _read_critic(config, numbers, layouts).micro
-    own_rows, own_tokens = critic.forward_micro_batch_size_per_gpu is not None, critic.forward_max_token_len_per_gpu is not None
+    own_rows, own_tokens = (
+        critic.forward_micro_batch_size_per_gpu is not None,
+        critic.forward_max_token_len_per_gpu is not None,
+    )
     return replace(
         update,
         purpose="the values",
@@ -344,7 +369,8 @@ def _read_values(config: PPOConfig, numbers: Numbers, layouts: Mapping[str, Layo
 
 
 def _read_reward(config: PPOConfig) -> MicroRequest:
-    """The reward model fills its micro-batches by rows where their number is given, else by the tokens that fit."""
+    """The reward model fills its micro-batches by rows where their number is given, else by the tokens that
+    fit."""
     reward = config.reward.reward_model
     return MicroRequest(
         purpose="the reward model",
@@ -369,5 +395,7 @@ def _read_async(config: PPOConfig, numbers: Numbers) -> AsyncRequest | None:
     training = config.async_training
     if not numbers.asynchronous:
         return None
-    staleness = training.staleness_threshold if math.isfinite(training.staleness_threshold) else 0.0  # checks.py says it
+    staleness = (
+        training.staleness_threshold if math.isfinite(training.staleness_threshold) else 0.0
+    )  # checks.py says it
     return AsyncRequest(staleness, numbers.values["P"], numbers.values["R"], training.partial_rollout)

@@ -1,16 +1,18 @@
-"""The batch plan of reinforcement learning: every batch-size number of a run, resolved and checked before anything starts.
+"""The batch plan of reinforcement learning: every batch-size number of a run, resolved and checked before
+anything starts.
 
-In: the configuration, where its values come from, how many prompts there are. Out: one `BatchPlan`, or one `ConfigError` with
-every broken rule and remedies that work together.
+In: the configuration, where its values come from, how many prompts there are. Out: one `BatchPlan`, or one
+`ConfigError` with every broken rule and remedies that work together.
 
-Letters: Q prompts per step, n trajectories per prompt, S = Q·n; M prompts per optimizer step, G = M·n; W devices of a role, mp
-devices that one row needs, dp = W/mp data ranks, g = G/dp; m rows per data rank in one forward, a = g/m; L tokens per device;
-E passes; K = (Q/M)·E optimizer steps per step; P, R longest prompt and response.
+Letters: Q prompts per step, n trajectories per prompt, S = Q·n; M prompts per optimizer step, G = M·n; W
+devices of a role, mp devices that one row needs, dp = W/mp data ranks, g = G/dp; m rows per data rank in one
+forward, a = g/m; L tokens per device; E passes; K = (Q/M)·E optimizer steps per step; P, R longest prompt and
+response.
 
-The way: `topology.py` reads machines and devices, `device_rules.py` judges them; `handles.py` settles the step's numbers,
-`request.py` reads the rest, `rules.py` judges it; `repair.py` finds remedies; `quantities.py` explains. No step of it is longer for
-a larger cluster or more prompts. Left out on purpose: which rows go where (`trainer/mini_batches.py`), how tables look
-(`batch_plan/table.py`).
+The way: `topology.py` reads machines and devices, `device_rules.py` judges them; `handles.py` settles the
+step's numbers, `request.py` reads the rest, `rules.py` judges it; `repair.py` finds remedies; `quantities.py`
+explains. No step of it is longer for a larger cluster or more prompts. Left out on purpose: which rows go
+where (`trainer/mini_batches.py`), how tables look (`batch_plan/table.py`).
 """
 
 from __future__ import annotations
@@ -75,7 +77,9 @@ class BatchPlan:
 
     def to_json(self) -> str:
         """The content of `plan.json`; device ranges as [first, last + 1]."""
-        return json.dumps(asdict(self), indent=2, ensure_ascii=False, default=lambda part: [part.start, part.stop])
+        return json.dumps(
+            asdict(self), indent=2, ensure_ascii=False, default=lambda part: [part.start, part.stop]
+        )
 
 
 @dataclass(frozen=True)
@@ -108,9 +112,10 @@ def resolve_plan(
 ) -> BatchPlan:
     """The plan of a run over `prompts` training prompts (None: not known yet).
 
-    `devices_per_node`: devices of a machine where neither `cluster` nor `trainer` says it. `origins`: key -> default, a file or
-    command line; a default yields to what was given. `shape`: what the policy's model, and `critic_shape` the critic's, can be
-    divided into (None: not judged). Raises ConfigError with all broken rules and remedies.
+    `devices_per_node`: devices of a machine where neither `cluster` nor `trainer` says it. `origins`: key ->
+    default, a file or command line; a default yields to what was given. `shape`: what the policy's model, and
+    `critic_shape` the critic's, can be divided into (None: not judged). Raises ConfigError with all broken
+    rules and remedies.
 
     >>> config = PPOConfig()
     >>> config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size = 8, 4
@@ -134,17 +139,26 @@ def judge(settings: Settings[PPOConfig], facts: Facts) -> Verdict:
     config = settings.config
     small = no_sizes([*sizes(config), *device_sizes(config)], partial(value_at, settings.defaults))
     if small:
-        settings = settings.changed({violation.field: _legal_size(settings, violation.field) for violation in small})
+        settings = settings.changed(
+            {violation.field: _legal_size(settings, violation.field) for violation in small}
+        )
     topology = read_topology(settings, facts.devices_per_node)
     devices = judge_devices(topology, facts.shapes)
     request, relations = read(settings, devices.layouts, facts.prompts)
-    relations = [replace(one, cures=partial(_with_other_steps, one, request)) if one.stage == BATCH else one for one in relations]
+    relations = [
+        replace(one, cures=partial(_with_other_steps, one, request)) if one.stage == BATCH else one
+        for one in relations
+    ]
     broken = judge_batches(request)
     if any(one.stage in (BATCH, MICRO) for one in broken):
-        relations = [one for one in relations if one.rule != NO_MINI_BATCH]  # another rule speaks of the same numbers
+        relations = [
+            one for one in relations if one.rule != NO_MINI_BATCH
+        ]  # another rule speaks of the same numbers
     found = [*devices.violations, *relations, *broken]
     keys = {violation.field for violation in small}
-    return Verdict(topology, request, [*small, *(violation for violation in found if violation.field not in keys)])
+    return Verdict(
+        topology, request, [*small, *(violation for violation in found if violation.field not in keys)]
+    )
 
 
 def _with_other_steps(violation: Violation, request: Request) -> Iterator[Cure]:
@@ -178,7 +192,7 @@ def _in_force(settings: Settings[PPOConfig], verdict: Verdict, key: str) -> obje
     return value
 
 
-# --- the plan ------------------------------------------------------------------------------------------------------------
+# --- the plan --------------------------------------------------
 
 
 def _plan(request: Request, topology: Topology) -> BatchPlan:
@@ -188,7 +202,9 @@ def _plan(request: Request, topology: Topology) -> BatchPlan:
         if micro is None:
             return None
         layout = layouts.get(role, layouts["actor"])
-        return micro.plan(rows_per_rank=-(-s // layout.data_ranks), row_tokens=request.longest_row, exact=False)
+        return micro.plan(
+            rows_per_rank=-(-s // layout.data_ranks), row_tokens=request.longest_row, exact=False
+        )
 
     old_log_prob = forward(request.old_log_prob, "actor")
     assert old_log_prob is not None
@@ -221,7 +237,10 @@ def _plan(request: Request, topology: Topology) -> BatchPlan:
 def _left_over(request: Request) -> Iterator[str]:
     """Prompts that no step of an epoch takes."""
     if request.prompts is not None and (left := request.prompts % request.q):
-        yield f"{left} of {request.prompts} training prompts fill no step of {request.q}: an epoch leaves them out"
+        yield (
+            f"{left} of {request.prompts} training prompts fill no step of {request.q}: an epoch leaves"
+            " them out"
+        )
 
 
 def _role_plan(request: Request, role: RoleRequest) -> RolePlan:

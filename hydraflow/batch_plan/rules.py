@@ -1,6 +1,7 @@
 """What the numbers of a run must hold, once its devices add up.
 
-In: a `Request`. Out: broken rules, each with its numbers. A new rule is a function from the request to violations, in `RULES`.
+In: a `Request`. Out: broken rules, each with its numbers. A new rule is a function from the request to
+violations, in `RULES`.
 """
 
 from __future__ import annotations
@@ -24,14 +25,18 @@ def judge_batches(request: Request) -> list[Violation]:
     for rule in RULES:
         for violation in rule(request):
             found.setdefault(violation.rule, violation)
-    return [one for one in found.values() if one.field not in request.numbers.doubtful or one.stage not in (BATCH, MICRO)]
+    return [
+        one
+        for one in found.values()
+        if one.field not in request.numbers.doubtful or one.stage not in (BATCH, MICRO)
+    ]
 
 
 def _step(request: Request, rule: str, field: str, value: object, text: str) -> Violation:
     return Violation(rule, BATCH, field, value, text, partial(targets.cures, request))
 
 
-# --- a step ----------------------------------------------------------------------------------------------------------
+# --- a step --------------------------------------------------
 
 
 def _mini_batches_fill_the_step(request: Request) -> Iterator[Violation]:
@@ -48,7 +53,11 @@ def _at(request: Request, role: RoleRequest) -> int:
 
 
 def _means(request: Request, role: RoleRequest) -> str:
-    return "" if role.mini_key not in request.numbers.handles else f"makes {role.mini} prompts per optimizer step, which "
+    return (
+        ""
+        if role.mini_key not in request.numbers.handles
+        else f"makes {role.mini} prompts per optimizer step, which "
+    )
 
 
 def _q(request: Request) -> str:
@@ -78,7 +87,9 @@ def _ranks_share_a_mini_batch(request: Request) -> Iterator[Violation]:
 def _with_fewer_devices(request: Request, role: RoleRequest) -> Iterator[Cure]:
     yield from targets.cures(request)
     layout = request.layouts[role.name]
-    alone = len(layout.devices) == layout.devices_per_node and all(one.devices == layout.devices for one in request.layouts.values())
+    alone = len(layout.devices) == layout.devices_per_node and all(
+        one.devices == layout.devices for one in request.layouts.values()
+    )
     if not alone or role.ranks is None:
         return
     ranks = [d for d in divisors(role.mini * request.n) if d < role.ranks]
@@ -95,10 +106,15 @@ def _every_rank_has_rows(request: Request) -> Iterator[Violation]:
             continue
         key = request.filter.call_key if request.filter and role == "rollout" else request.numbers.key("Q")
         value = request.numbers.handles.get(key, calls)
-        text = f"times {_n(request)} is {rows} trajectories per {what}, fewer than {layout.data_ranks} data ranks of the {role}"
+        text = (
+            f"times {_n(request)} is {rows} trajectories per {what}, fewer than {layout.data_ranks} data"
+            f" ranks of the {role}"
+        )
         if key in request.numbers.handles:
             text = f"is fewer trajectories per {what} than {layout.data_ranks} data ranks of the {role}"
-        yield Violation(f"S >= dp:{role}", BATCH, key, value, text, partial(_larger_calls, request, layout.data_ranks))
+        yield Violation(
+            f"S >= dp:{role}", BATCH, key, value, text, partial(_larger_calls, request, layout.data_ranks)
+        )
 
 
 def _larger_calls(request: Request, ranks: int) -> Iterator[Cure]:
@@ -115,18 +131,24 @@ def _prompts_make_a_step(request: Request) -> Iterator[Violation]:
     text = f"is more than the {request.prompts} training prompts that there are, so no step can be taken"
     key = request.numbers.key("Q")
     if key != TRAIN_BATCH:
-        text = f"makes {request.q} prompts per step, more than the {request.prompts} that there are, so no step can be taken"
+        text = (
+            f"makes {request.q} prompts per step, more than the {request.prompts} that there are, so no step"
+            " can be taken"
+        )
     yield _step(request, "prompts >= Q", key, request.numbers.shown("Q"), text)
 
 
 def _groups_can_differ(request: Request) -> Iterator[Violation]:
     """A group of one response has no two different scores: dynamic sampling would never end."""
     if request.filter and request.n < 2:
-        text = "response per prompt: algorithm.filter_groups.enable=true keeps prompts whose responses score differently, so at least 2"
+        text = (
+            "response per prompt: algorithm.filter_groups.enable=true keeps prompts whose responses score"
+            " differently, so at least 2"
+        )
         yield _step(request, "n >= 2", request.numbers.key("n"), request.numbers.shown("n"), text)
 
 
-# --- micro-batches ---------------------------------------------------------------------------------------------------
+# --- micro-batches --------------------------------------------------
 
 
 def _micro_batches_fill_a_rank(request: Request) -> Iterator[Violation]:
@@ -134,7 +156,9 @@ def _micro_batches_fill_a_rank(request: Request) -> Iterator[Violation]:
     for role in request.roles:
         rows, left = divmod(role.mini * request.n, role.ranks) if role.ranks else (0, 1)
         if left == 0:
-            yield from role.micro.divisor_violations(rows, request.longest_row, f"{role.mini}·{request.n}/{role.ranks}")
+            yield from role.micro.divisor_violations(
+                rows, request.longest_row, f"{role.mini}·{request.n}/{role.ranks}"
+            )
 
 
 def _token_budgets_hold_a_row(request: Request) -> Iterator[Violation]:
@@ -144,26 +168,38 @@ def _token_budgets_hold_a_row(request: Request) -> Iterator[Violation]:
         yield from micro.token_budget_violations(request.longest_row, formula)
 
 
-# --- sampling --------------------------------------------------------------------------------------------------------
+# --- sampling --------------------------------------------------
 
 
 def _engine_holds_a_row(request: Request) -> Iterator[Violation]:
-    """vLLM refuses rows longer than max_model_len, and budgets below its sequences or, without chunks, below a prompt."""
+    """vLLM refuses rows longer than max_model_len, and budgets below its sequences or, without chunks, below
+    a prompt."""
     rollout = request.rollout
     if rollout.engine != "vllm":
         return
     longest, key = rollout.max_model_len, f"{ROLLOUT}.max_model_len"
     if longest is not None and longest < request.longest_row:
-        text = f"must hold the longest row, {request.longest_prompt} + {request.longest_response} = {request.longest_row} tokens"
-        yield Violation("max_model_len", BUDGET, key, longest, text, lambda: [{key: None}, {key: request.longest_row}])
+        text = (
+            f"must hold the longest row, {request.longest_prompt} + {request.longest_response} ="
+            f" {request.longest_row} tokens"
+        )
+        yield Violation(
+            "max_model_len", BUDGET, key, longest, text, lambda: [{key: None}, {key: request.longest_row}]
+        )
     tokens, tokens_key = rollout.max_num_batched_tokens, f"{ROLLOUT}.max_num_batched_tokens"
     row = longest or request.longest_row
     least = rollout.max_num_seqs if rollout.chunked_prefill else max(rollout.max_num_seqs, row)
     if tokens >= least:
         return
-    text = f"must be at least {ROLLOUT}.max_num_seqs={rollout.max_num_seqs}: vLLM decodes one token of each sequence at a time"
+    text = (
+        f"must be at least {ROLLOUT}.max_num_seqs={rollout.max_num_seqs}: vLLM decodes one token of each"
+        " sequence at a time"
+    )
     if tokens >= rollout.max_num_seqs:
-        text = f"must hold a whole row of {row} tokens, because {ROLLOUT}.engine_kwargs.vllm.enable_chunked_prefill=false"
+        text = (
+            f"must hold a whole row of {row} tokens, because"
+            f" {ROLLOUT}.engine_kwargs.vllm.enable_chunked_prefill=false"
+        )
     yield Violation("max_num_batched_tokens", BUDGET, tokens_key, tokens, text, lambda: [{tokens_key: least}])
 
 
@@ -171,17 +207,30 @@ def _filter_can_fill_a_step(request: Request) -> Iterator[Violation]:
     """The prompts that dynamic sampling may take are enough for a step, and there are so many."""
     if not request.filter:
         return
-    calls, size, key = request.filter.most_calls, request.filter.prompts_per_call, "algorithm.filter_groups.max_num_gen_batches"
+    calls, size, key = (
+        request.filter.most_calls,
+        request.filter.prompts_per_call,
+        "algorithm.filter_groups.max_num_gen_batches",
+    )
     if calls and calls * size < request.q:
         needed, larger = -(-request.q // size), -(-request.q // calls)
         text = f"batches of {size} prompts are {calls * size}, fewer than the {request.q} of a step"
-        yield Violation("filter", BUDGET, key, calls, text, lambda: [{key: needed}, {GEN_BATCH: larger}, {key: 0}])
+        yield Violation(
+            "filter", BUDGET, key, calls, text, lambda: [{key: needed}, {GEN_BATCH: larger}, {key: 0}]
+        )
     if request.filter.call_key == GEN_BATCH and request.prompts is not None and size > request.prompts:
         text = f"is more than the {request.prompts} training prompts that there are"
-        yield Violation("gen batch", BATCH, GEN_BATCH, size, text, lambda: [{GEN_BATCH: n} for n in (None, request.prompts)])
+        yield Violation(
+            "gen batch",
+            BATCH,
+            GEN_BATCH,
+            size,
+            text,
+            lambda: [{GEN_BATCH: n} for n in (None, request.prompts)],
+        )
 
 
-# --- the schedule ----------------------------------------------------------------------------------------------------
+# --- the schedule --------------------------------------------------
 
 
 def _warmups_end(request: Request) -> Iterator[Violation]:

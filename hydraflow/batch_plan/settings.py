@@ -1,6 +1,8 @@
-"""A configuration together with where each of its values comes from, and what it would be after a few overrides.
+"""A configuration together with where each of its values comes from, and what it would be after a few
+overrides.
 
-In: a configuration, origins of keys. Out: values, origins and their strength. Left out on purpose: what the values mean.
+In: a configuration, origins of keys. Out: values, origins and their strength. Left out on purpose: what the
+values mean.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ class Settings(Generic[Config]):
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def origin(self, key: str) -> str:
-        """default, a file or the command line; for a key of unknown origin the default's value counts as the default."""
+        """default, a file or the command line; for a key of unknown origin the default's value counts as the
+        default."""
         if key in self.origins:
             return self.origins[key]
         return DEFAULT if value_at(self.config, key) == value_at(self.defaults, key) else FILE

@@ -1,7 +1,8 @@
-"""The batch plan of supervised training: the smaller sister of `batch_plan/resolve.py`, and like it a reader of batch-size keys.
+"""The batch plan of supervised training: the smaller sister of `batch_plan/resolve.py`, and like it a reader
+of batch-size keys.
 
-In: the configuration, how many devices and conversations there are. Out: one `SFTPlan`, or one `ConfigError` with every
-broken rule and remedies that work together.
+In: the configuration, how many devices and conversations there are. Out: one `SFTPlan`, or one `ConfigError`
+with every broken rule and remedies that work together.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ class SFTPlan:
 
     def to_json(self) -> str:
         """The content of `plan.json`; device ranges as [first, last + 1]."""
-        return json.dumps(asdict(self), indent=2, ensure_ascii=False, default=lambda part: [part.start, part.stop])
+        return json.dumps(
+            asdict(self), indent=2, ensure_ascii=False, default=lambda part: [part.start, part.stop]
+        )
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,10 @@ class _Request:
 
     @property
     def total_steps(self) -> int:
-        return self.config.trainer.total_training_steps or self.steps_per_epoch * self.config.trainer.total_epochs
+        return (
+            self.config.trainer.total_training_steps
+            or self.steps_per_epoch * self.config.trainer.total_epochs
+        )
 
 
 def resolve_sft_plan(
@@ -104,8 +110,9 @@ def resolve_sft_plan(
 ) -> SFTPlan:
     """The plan of a run over so many training conversations (None: not known yet).
 
-    `devices_per_node`: devices of a machine where `trainer.n_gpus_per_node` does not say it; `origins`: key -> where its value is
-    from; `shape`: what the model can be divided into. Raises ConfigError with all broken rules and remedies.
+    `devices_per_node`: devices of a machine where `trainer.n_gpus_per_node` does not say it; `origins`: key
+    -> where its value is from; `shape`: what the model can be divided into. Raises ConfigError with all
+    broken rules and remedies.
 
     >>> config = SFTConfig()
     >>> config.data.train_batch_size = 8
@@ -205,7 +212,9 @@ def _batches(request: _Request) -> Iterator[Cure]:
 def _micro_batches_fill_a_rank(request: _Request) -> Iterator[Violation]:
     rows, left = divmod(request.batch, request.ranks)
     if left == 0:
-        yield from request.micro.divisor_violations(rows, request.config.data.max_length, f"{request.batch}/{request.ranks}")
+        yield from request.micro.divisor_violations(
+            rows, request.config.data.max_length, f"{request.batch}/{request.ranks}"
+        )
 
 
 def _token_budget_holds_a_row(request: _Request) -> Iterator[Violation]:
@@ -276,7 +285,10 @@ def _role_plan(request: _Request, rows: int, micro: MicroPlan) -> RolePlan:
 
 def _left_over(request: _Request) -> Iterator[str]:
     if request.conversations is not None and (left := request.conversations % request.batch):
-        yield f"{left} of {request.conversations} training conversations fill no step of {request.batch}: an epoch leaves them out"
+        yield (
+            f"{left} of {request.conversations} training conversations fill no step of {request.batch}: an"
+            " epoch leaves them out"
+        )
 
 
 def _quantities(request: _Request, role: RolePlan, layout: Layout) -> Iterator[Quantity]:
@@ -285,7 +297,9 @@ def _quantities(request: _Request, role: RolePlan, layout: Layout) -> Iterator[Q
     yield from layout_quantities(layout)
     yield Quantity("conversations per step", "conversations", batch, "", origin(_BATCH))
     yield Quantity("rows per data rank", "conversations", role.rows_per_rank, f"{batch}/{dp}", DERIVED)
-    yield from micro_quantities(request.micro, role.micro, origin(request.micro.deciding_key), config.data.max_length)
+    yield from micro_quantities(
+        request.micro, role.micro, origin(request.micro.deciding_key), config.data.max_length
+    )
     if role.accumulation_steps is not None:
         formula = f"{role.rows_per_rank}/{role.micro.rows}"
         yield Quantity("accumulation steps", "micro-batches", role.accumulation_steps, formula, DERIVED)
@@ -293,7 +307,13 @@ def _quantities(request: _Request, role: RolePlan, layout: Layout) -> Iterator[Q
         formula = f"⌊{request.conversations}/{batch}⌋"
         yield Quantity("steps per epoch", "steps", request.steps_per_epoch, formula, DERIVED)
     if trainer.total_training_steps is not None:
-        yield Quantity("training steps", "steps", trainer.total_training_steps, "", origin("trainer.total_training_steps"))
+        yield Quantity(
+            "training steps",
+            "steps",
+            trainer.total_training_steps,
+            "",
+            origin("trainer.total_training_steps"),
+        )
     elif request.total_steps:
         formula = f"steps per epoch · epochs = {request.steps_per_epoch}·{trainer.total_epochs}"
         yield Quantity("training steps", "steps", request.total_steps, formula, DERIVED)

@@ -51,5 +51,7 @@ def plan_table(plan: Explained) -> Table:
     for name in ("unit", "formula", "from"):
         table.add_column(name, overflow="fold")
     for quantity in plan.quantities:
-        table.add_row(quantity.name, str(quantity.value), quantity.unit, quantity.formula, quantity.provenance)
+        table.add_row(
+            quantity.name, str(quantity.value), quantity.unit, quantity.formula, quantity.provenance
+        )
     return table

@@ -1,7 +1,8 @@
-"""Other numbers for a step, near those that were asked for: what a broken rule of the batch may be cured with.
+"""Other numbers for a step, near those that were asked for: what a broken rule of the batch may be cured
+with.
 
-In: a `Request`. Out: overrides. All rules of a step share these cures, because its numbers hang together: which of them are legal
-the judge decides (`batch_plan/repair.py`).
+In: a `Request`. Out: overrides. All rules of a step share these cures, because its numbers hang together:
+which of them are legal the judge decides (`batch_plan/repair.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def cures(request: Request) -> Iterator[Cure]:
 
 
 def overrides(request: Request, target: Target) -> Values:
-    """What must be said so that the numbers become the target's: the keys that differ, and the handles that would contradict."""
+    """What must be said so that the numbers become the target's: the keys that differ, and the handles that
+    would contradict."""
     numbers = request.numbers
     values: Values = {}
     for name, wanted in (("Q", target.q), ("n", target.n), ("M", target.mini)):
@@ -125,7 +127,9 @@ class _Near:
 
     def _pairs(self) -> Iterator[Target]:
         for mini in multiples(self.mini, mini_batch_unit(self.ranks, self.n)):
-            critics = multiples(self.critic, mini_batch_unit(self.critic_ranks, self.n)) if self.critic else [0]
+            critics = (
+                multiples(self.critic, mini_batch_unit(self.critic_ranks, self.n)) if self.critic else [0]
+            )
             for critic in (*critics, *([mini] if self.critic else [])):
                 for q in multiples(min(self.q, self.limit), math.lcm(mini, critic or 1)):
                     yield Target(q, self.n, mini, critic)
@@ -138,12 +142,16 @@ class _Near:
                 yield Target(q, self.n, q, q if self.critic else 0)
         q = min(self.q, self.limit)
         unit = mini_batch_unit(all_ranks, q)
-        for n in (*multiples(max(self.n, self.samples), unit), -(-max(self.n, -(-max(self.most, default=1) // q)) // unit) * unit):
+        for n in (
+            *multiples(max(self.n, self.samples), unit),
+            -(-max(self.n, -(-max(self.most, default=1) // q)) // unit) * unit,
+        ):
             yield Target(q, n, q, q if self.critic else 0)
 
 
 def mini_batch_unit(ranks: Sequence[int], n: int) -> int:
-    """The fewest prompts whose n responses each can be shared equally by every one of these numbers of data ranks.
+    """The fewest prompts whose n responses each can be shared equally by every one of these numbers of data
+    ranks.
 
     >>> mini_batch_unit([8, 12], 4)
     6

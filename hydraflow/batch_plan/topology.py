@@ -1,7 +1,8 @@
-"""What the configuration asks of machines and devices: pools, the devices of each role, how each divides its model.
+"""What the configuration asks of machines and devices: pools, the devices of each role, how each divides its
+model.
 
-In: settings, and how many devices a machine has where nobody says. Out: one `Topology`. The only reader of these keys.
-Left out on purpose: whether it adds up (`batch_plan/device_rules.py`).
+In: settings, and how many devices a machine has where nobody says. Out: one `Topology`. The only reader of
+these keys. Left out on purpose: whether it adds up (`batch_plan/device_rules.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ from hydraflow.batch_plan.settings import Settings
 from hydraflow.engine.config import FSDPConfig, MegatronConfig
 from hydraflow.schema import PPOConfig
 
-ACTOR, CRITIC, REF, ROLLOUT = "actor_rollout_ref.actor", "critic", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
+ACTOR, CRITIC, REF, ROLLOUT = (
+    "actor_rollout_ref.actor",
+    "critic",
+    "actor_rollout_ref.ref",
+    "actor_rollout_ref.rollout",
+)
 REWARD = "reward.reward_model"
 SECTIONS = {"actor": ACTOR, "critic": CRITIC, "ref": REF, "rollout": ROLLOUT, "reward_model": REWARD}
 NODES, PER_NODE = "trainer.nnodes", "trainer.n_gpus_per_node"
@@ -48,7 +54,8 @@ class RoleDevices:
     fault: str
     """What is wrong with the mapping itself."""
     degrees: Mapping[str, Degree]
-    """tensor, pipeline, virtual_pipeline, context, expert, expert_tensor, shard, replica_data: those that the engine knows."""
+    """tensor, pipeline, virtual_pipeline, context, expert, expert_tensor, shard, replica_data: those that the
+    engine knows."""
 
     @property
     def mapping_key(self) -> str:
@@ -91,7 +98,8 @@ class Topology:
 
 
 def read_topology(settings: Settings[PPOConfig], devices_per_node: int) -> Topology:
-    """What is asked for; `devices_per_node` counts where neither `cluster` nor `trainer` says how many devices a machine has."""
+    """What is asked for; `devices_per_node` counts where neither `cluster` nor `trainer` says how many
+    devices a machine has."""
     reader = _Reader(settings, devices_per_node)
     pools = reader.pools()
     roles = {role: reader.role(role, {pool.name: pool for pool in pools}) for role in reader.names()}
@@ -137,9 +145,21 @@ class _Reader:
         rollout, reward = self.policy.rollout, self.config.reward.reward_model
         asked = []
         if rollout.nnodes > 0 and rollout.device_mapping is None:
-            asked.append(("rollout", rollout.nnodes, self._yielding(rollout.n_gpus_per_node, f"{ROLLOUT}.n_gpus_per_node")))
+            asked.append(
+                (
+                    "rollout",
+                    rollout.nnodes,
+                    self._yielding(rollout.n_gpus_per_node, f"{ROLLOUT}.n_gpus_per_node"),
+                )
+            )
         if reward.enable and reward.enable_resource_pool and reward.device_mapping is None:
-            asked.append(("reward_model", reward.nnodes, self._yielding(reward.n_gpus_per_node, f"{REWARD}.n_gpus_per_node")))
+            asked.append(
+                (
+                    "reward_model",
+                    reward.nnodes,
+                    self._yielding(reward.n_gpus_per_node, f"{REWARD}.n_gpus_per_node"),
+                )
+            )
         nodes = self._trainer_nodes(sum(count for _, count, _ in asked))
         pools = [Pool("trainer", nodes, self.per_node, 0)]
         for name, count, per_node in asked:
@@ -166,7 +186,8 @@ class _Reader:
     # --- roles
 
     def role(self, role: str, pools: Mapping[str, Pool]) -> RoleDevices:
-        """Where a role is: as its mapping says, on its own machines, with the actor, or on all of the trainer's devices."""
+        """Where a role is: as its mapping says, on its own machines, with the actor, or on all of the
+        trainer's devices."""
         mapping = self._mapping(role)
         follows_actor = role in ("ref", "rollout") and mapping is None and role not in pools
         if follows_actor:
@@ -217,7 +238,9 @@ class _Reader:
             rollout = self.policy.rollout
             return {
                 "tensor": Degree(rollout.tensor_model_parallel_size, f"{ROLLOUT}.tensor_model_parallel_size"),
-                "pipeline": Degree(rollout.pipeline_model_parallel_size, f"{ROLLOUT}.pipeline_model_parallel_size"),
+                "pipeline": Degree(
+                    rollout.pipeline_model_parallel_size, f"{ROLLOUT}.pipeline_model_parallel_size"
+                ),
                 "replica_data": Degree(rollout.data_parallel_size, f"{ROLLOUT}.data_parallel_size"),
             }
         if role == "reward_model":
@@ -227,7 +250,10 @@ class _Reader:
         if role != "ref":
             return own
         leader = self.trained_degrees("actor")
-        return {name: self._following(degree, leader[name]) if name != "shard" else degree for name, degree in own.items()}
+        return {
+            name: self._following(degree, leader[name]) if name != "shard" else degree
+            for name, degree in own.items()
+        }
 
     def _following(self, own: Degree, leader: Degree) -> Degree:
         """The reference divides its model as the actor does, where nothing else is said."""
@@ -235,7 +261,13 @@ class _Reader:
 
     def trained_degrees(self, role: str) -> dict[str, Degree]:
         """The sizes of a role with a training engine, as its own section says."""
-        section = self.config.critic if role == "critic" else self.policy.ref if role == "ref" else self.policy.actor
+        section = (
+            self.config.critic
+            if role == "critic"
+            else self.policy.ref
+            if role == "ref"
+            else self.policy.actor
+        )
         if self._engine(role) == "megatron":
             return megatron_degrees(section.megatron, f"{SECTIONS[role]}.megatron")
         return fsdp_degrees(section.fsdp_config, f"{SECTIONS[role]}.fsdp_config")
@@ -244,7 +276,13 @@ class _Reader:
         """Whether Megatron is told which layers each pipeline stage has."""
         if role not in ("actor", "critic", "ref") or self._engine(role) != "megatron":
             return False
-        section = self.config.critic if role == "critic" else self.policy.ref if role == "ref" else self.policy.actor
+        section = (
+            self.config.critic
+            if role == "critic"
+            else self.policy.ref
+            if role == "ref"
+            else self.policy.actor
+        )
         return any("pipeline" in key for key in section.megatron.override_transformer_config)
 
 
@@ -257,22 +295,32 @@ def fsdp_degrees(fsdp: FSDPConfig, prefix: str) -> dict[str, Degree]:
 
 
 def megatron_degrees(megatron: MegatronConfig, prefix: str) -> dict[str, Degree]:
-    """The sizes that Megatron-Core knows; experts are divided like the rest of a layer where nothing else is said."""
+    """The sizes that Megatron-Core knows; experts are divided like the rest of a layer where nothing else is
+    said."""
     tensor = Degree(megatron.tensor_model_parallel_size, f"{prefix}.tensor_model_parallel_size")
     own_tensor, chunks = megatron.expert_tensor_parallel_size, megatron.virtual_pipeline_model_parallel_size
     return {
         "tensor": tensor,
         "pipeline": Degree(megatron.pipeline_model_parallel_size, f"{prefix}.pipeline_model_parallel_size"),
-        "virtual_pipeline": Degree(1 if chunks is None else chunks, f"{prefix}.virtual_pipeline_model_parallel_size"),
+        "virtual_pipeline": Degree(
+            1 if chunks is None else chunks, f"{prefix}.virtual_pipeline_model_parallel_size"
+        ),
         "context": Degree(megatron.context_parallel_size, f"{prefix}.context_parallel_size"),
         "expert": Degree(megatron.expert_model_parallel_size, f"{prefix}.expert_model_parallel_size"),
-        "expert_tensor": tensor if own_tensor is None else Degree(own_tensor, f"{prefix}.expert_tensor_parallel_size"),
+        "expert_tensor": tensor
+        if own_tensor is None
+        else Degree(own_tensor, f"{prefix}.expert_tensor_parallel_size"),
     }
 
 
 def sizes(config: PPOConfig) -> list[tuple[str, int | None]]:
     """Every size of this file that must count at least one, where it is given and used."""
-    rollout, reward, trainer, cluster = config.actor_rollout_ref.rollout, config.reward.reward_model, config.trainer, config.cluster
+    rollout, reward, trainer, cluster = (
+        config.actor_rollout_ref.rollout,
+        config.reward.reward_model,
+        config.trainer,
+        config.cluster,
+    )
     found = [
         (NODES, trainer.nnodes),
         (PER_NODE, trainer.n_gpus_per_node),
@@ -283,7 +331,10 @@ def sizes(config: PPOConfig) -> list[tuple[str, int | None]]:
         (f"{ROLLOUT}.data_parallel_size", rollout.data_parallel_size),
     ]
     if rollout.nnodes > 0:
-        found += [(f"{ROLLOUT}.nnodes", rollout.nnodes), (f"{ROLLOUT}.n_gpus_per_node", rollout.n_gpus_per_node)]
+        found += [
+            (f"{ROLLOUT}.nnodes", rollout.nnodes),
+            (f"{ROLLOUT}.n_gpus_per_node", rollout.n_gpus_per_node),
+        ]
     if reward.enable:
         found += [
             (f"{REWARD}.tensor_model_parallel_size", reward.tensor_model_parallel_size),

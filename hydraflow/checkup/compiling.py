@@ -1,6 +1,8 @@
-"""A compiler that works: a C file against Python's headers (Triton needs both), and a kernel made by torch.compile.
+"""A compiler that works: a C file against Python's headers (Triton needs both), and a kernel made by
+torch.compile.
 
-In: nothing but this machine. Out: findings. Nothing of a run compiles today, so this is looked at only when asked for (`--all`).
+In: nothing but this machine. Out: findings. Nothing of a run compiles today, so this is looked at only when
+asked for (`--all`).
 """
 
 from __future__ import annotations
@@ -45,7 +47,12 @@ def compile_c(environ: Mapping[str, str]) -> Finding:
     """Builds and calls a function that includes Python.h. `environ`: where PATH and CC are looked up."""
     named = environ.get("CC")
     compiler = next(
-        (path for name in ([named] if named else COMPILERS) if (path := shutil.which(name, path=environ.get("PATH", "")))), None
+        (
+            path
+            for name in ([named] if named else COMPILERS)
+            if (path := shutil.which(name, path=environ.get("PATH", "")))
+        ),
+        None,
     )
     if compiler is None:
         tried = f"CC={named}" if named else ", ".join(COMPILERS)
@@ -54,7 +61,11 @@ def compile_c(environ: Mapping[str, str]) -> Finding:
         source, library = Path(folder) / "answer.c", Path(folder) / "answer.so"
         source.write_text(_SOURCE)
         headers = sysconfig.get_paths()["include"]
-        ended = run([compiler, "-shared", "-fPIC", f"-I{headers}", str(source), "-o", str(library)], seconds=C_SECONDS, environ=environ)
+        ended = run(
+            [compiler, "-shared", "-fPIC", f"-I{headers}", str(source), "-o", str(library)],
+            seconds=C_SECONDS,
+            environ=environ,
+        )
         if ended.code != 0:
             return problem(f"{compiler} cannot build against {headers}: {ended.reason}", _c_remedy(ended))
         answer = ctypes.CDLL(str(library)).answer()
@@ -63,7 +74,11 @@ def compile_c(environ: Mapping[str, str]) -> Finding:
 
 def _c_remedy(ended: Ended) -> str:
     version = sysconfig.get_python_version()
-    return f"apt-get install python{version}-dev" if "Python.h" in ended.output else "install a C compiler that works: apt-get install gcc"
+    return (
+        f"apt-get install python{version}-dev"
+        if "Python.h" in ended.output
+        else "install a C compiler that works: apt-get install gcc"
+    )
 
 
 def compile_kernel(device_type: str) -> Finding:
@@ -72,5 +87,8 @@ def compile_kernel(device_type: str) -> Finding:
         caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
         ended = run_python(_KERNEL, device_type, seconds=KERNEL_SECONDS, environ={**os.environ, **caches})
     if ended.code != 0:
-        return problem(f"torch.compile failed on {device_type}: {ended.reason}", "apt-get install g++ (CPU), pip install triton (GPU)")
+        return problem(
+            f"torch.compile failed on {device_type}: {ended.reason}",
+            "apt-get install g++ (CPU), pip install triton (GPU)",
+        )
     return ok(ended.last)

@@ -1,4 +1,5 @@
-"""Data files and their schema: are they there, can they be read, do the first rows hold what training and scoring need?
+"""Data files and their schema: are they there, can they be read, do the first rows hold what training and
+scoring need?
 
 In: the files that the configuration names. Out: findings, one per file and mistake.
 """
@@ -56,7 +57,11 @@ def row_problems(records: Sequence[Record], data: DataConfig) -> list[str]:
     """What is wrong with rows whose file has the columns that are needed."""
     found = []
     for record in records:
-        empty = [name for name in (data.prompt_key, data.reward_fn_key, REWARD_COLUMN) if record.values.get(name) is None]
+        empty = [
+            name
+            for name in (data.prompt_key, data.reward_fn_key, REWARD_COLUMN)
+            if record.values.get(name) is None
+        ]
         if empty:
             found.append(str(record.problem(f"has no value in column {', '.join(empty)}")))
             continue
@@ -67,7 +72,12 @@ def row_problems(records: Sequence[Record], data: DataConfig) -> list[str]:
         truth = record.values[REWARD_COLUMN]
         if not isinstance(truth, dict) or truth.get("ground_truth") is None:
             found.append(
-                str(record.problem(f'column {REWARD_COLUMN} must hold {{"style": ..., "ground_truth": ...}}, not {str(truth)[:60]}'))
+                str(
+                    record.problem(
+                        f'column {REWARD_COLUMN} must hold {{"style": ..., "ground_truth": ...}}, not'
+                        f" {str(truth)[:60]}"
+                    )
+                )
             )
     return found
 

@@ -1,8 +1,8 @@
-"""Free disk for what the run will write, computed from the plan and the models' shapes: checkpoints and the trained models; and
-the folder of a recipe.
+"""Free disk for what the run will write, computed from the plan and the models' shapes: checkpoints and the
+trained models; and the folder of a recipe.
 
-In: how often and how long checkpoints are kept, sizes of the models, the type in which they are kept. Out: findings.
-Left out on purpose: adapters and their optimizer state, which are small.
+In: how often and how long checkpoints are kept, sizes of the models, the type in which they are kept. Out:
+findings. Left out on purpose: adapters and their optimizer state, which are small.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from hydraflow.memory.shape import ModelShape
 from hydraflow.models.config import ModelConfig
 from hydraflow.recipes import arithmetic
 from hydraflow.schema import PPOConfig
+from hydraflow.system.whole_files import prove_writable
 from hydraflow.trainer.config import TrainerConfig
-from hydraflow.whole_files import prove_writable
 from hydraflow.workers.config import ActorConfig, CriticConfig
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -40,7 +40,11 @@ class Written:
     count: int = 1
 
     def __str__(self) -> str:
-        return f"{self.name} {size_text(self.size)}" if self.count == 1 else f"{self.count} times {self.name} {size_text(self.size)}"
+        return (
+            f"{self.name} {size_text(self.size)}"
+            if self.count == 1
+            else f"{self.count} times {self.name} {size_text(self.size)}"
+        )
 
 
 def check_disk(facts: Facts) -> Iterator[Finding]:
@@ -71,18 +75,35 @@ def check_recipe(facts: Facts) -> Iterator[Finding]:
     yield ok(f"{folder} will be made")
 
 
-def what_is_written(config: PPOConfig, plan: BatchPlan, shape: ModelShape, critic_shape: ModelShape | None) -> list[Written]:
+def what_is_written(
+    config: PPOConfig, plan: BatchPlan, shape: ModelShape, critic_shape: ModelShape | None
+) -> list[Written]:
     """Trained models and checkpoints of the roles that are trained."""
     trainer, policy, critic = config.trainer, config.actor_rollout_ref, config.critic
-    found = _of_role("actor", shape.parameters, policy.actor, policy.model, trainer, (plan.total_steps, trainer.max_actor_ckpt_to_keep))
+    found = _of_role(
+        "actor",
+        shape.parameters,
+        policy.actor,
+        policy.model,
+        trainer,
+        (plan.total_steps, trainer.max_actor_ckpt_to_keep),
+    )
     if plan.critic is not None:
-        weights, kept = (critic_shape or shape).value_parameters, (plan.total_steps, trainer.max_critic_ckpt_to_keep)
+        weights, kept = (
+            (critic_shape or shape).value_parameters,
+            (plan.total_steps, trainer.max_critic_ckpt_to_keep),
+        )
         found += _of_role("critic", weights, critic, critic.model, trainer, kept)
     return found
 
 
 def _of_role(
-    name: str, weights: int, role: ActorConfig | CriticConfig, model: ModelConfig, trainer: TrainerConfig, kept: tuple[int, int | None]
+    name: str,
+    weights: int,
+    role: ActorConfig | CriticConfig,
+    model: ModelConfig,
+    trainer: TrainerConfig,
+    kept: tuple[int, int | None],
 ) -> list[Written]:
     """`weights`: how many numbers. `kept`: training steps of the run, and checkpoints that stay."""
     full = weights * BYTES[role.fsdp_config.model_dtype]
@@ -91,12 +112,19 @@ def _of_role(
     count = checkpoints(kept[0], trainer.save_freq, kept[1])
     if count:
         best = trainer.keep_best is not None
-        found.append(Written(f"checkpoint of the {name}", sum(parts.get(part, 0) for part in role.checkpoint.save_contents), count + best))
+        found.append(
+            Written(
+                f"checkpoint of the {name}",
+                sum(parts.get(part, 0) for part in role.checkpoint.save_contents),
+                count + best,
+            )
+        )
     return found
 
 
 def checkpoints(total_steps: int, save_freq: int, keep: int | None) -> int:
-    """How many lie on the disk at one time: a new one is written before the oldest goes. An unknown number of steps counts as one save.
+    """How many lie on the disk at one time: a new one is written before the oldest goes. An unknown number of
+    steps counts as one save.
 
     >>> checkpoints(100, 20, None), checkpoints(100, 30, None), checkpoints(100, 20, 2), checkpoints(100, -1, None)
     (5, 4, 3, 0)
@@ -111,11 +139,19 @@ def judge(folder: Path, written: Sequence[Written], *, free: int) -> Finding:
     """`free`: bytes on the disk of `folder`. Not even one of each fits: a problem; not all: a warning."""
     least, most = sum(each.size for each in written), sum(each.size * each.count for each in written)
     parts = " + ".join(map(str, written))
-    seen = f"{folder}: {size_text(free)} free, " + (f"the run writes {size_text(most)} ({parts})" if written else "no model will be saved")
+    seen = f"{folder}: {size_text(free)} free, " + (
+        f"the run writes {size_text(most)} ({parts})" if written else "no model will be saved"
+    )
     elsewhere = "trainer.default_local_dir=<a folder on a larger disk>"
     if free < least:
         return problem(seen, f"{elsewhere} or trainer.save_final_model=false" if most == least else elsewhere)
     if free < most:
         fewer = max(1, (free - least) // max(each.size for each in written if each.count > 1))
-        return warning(f"{seen}: later checkpoints will fail", f"trainer.max_actor_ckpt_to_keep={fewer} or {elsewhere}")
-    return warning(f"{seen}; little is left for metrics and logs", elsewhere) if free < most + SPARE else ok(seen)
+        return warning(
+            f"{seen}: later checkpoints will fail", f"trainer.max_actor_ckpt_to_keep={fewer} or {elsewhere}"
+        )
+    return (
+        warning(f"{seen}; little is left for metrics and logs", elsewhere)
+        if free < most + SPARE
+        else ok(seen)
+    )

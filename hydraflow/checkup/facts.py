@@ -1,8 +1,9 @@
-"""What the checks look at: the configuration and everything that follows from it, opened once, when first asked for.
+"""What the checks look at: the configuration and everything that follows from it, opened once, when first
+asked for.
 
-In: a configuration, and what the caller has opened already. Out: plan, machine, model, tokenizer, sample rows. What cannot be
-opened is reported by the first check that asks (`ConfigError`); later ones are skipped (`Skip`).
-Left out on purpose: judging; each topic's file does that.
+In: a configuration, and what the caller has opened already. Out: plan, machine, model, tokenizer, sample
+rows. What cannot be opened is reported by the first check that asks (`ConfigError`); later ones are skipped
+(`Skip`). Left out on purpose: judging; each topic's file does that.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from hydraflow.memory.shape import ModelShape, read_shape
 from hydraflow.models.cache import cached_snapshot
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.loading import load_config, load_tokenizer
-from hydraflow.paths import is_hub_name
 from hydraflow.recipes import arithmetic
 from hydraflow.schema import PPOConfig
+from hydraflow.system.paths import is_hub_name
 from hydraflow.trainer.config import ClusterConfig
 from hydraflow.trainer.machine import Machine, resolve_machine
 
@@ -40,11 +41,12 @@ RECIPE_MAKES = "recipe={} makes its own when it first runs"
 
 
 class Facts:
-    """One configuration on this machine. `everything`: also look at what the configuration does not need (`--all`).
+    """One configuration on this machine. `everything`: also look at what the configuration does not need
+    (`--all`).
 
-    `asked` is the configuration as it was given; `config` has what a recipe has made by now, and no machines of `cluster.*`: this one is
-    looked at. `opened` holds what the caller already has, by the names of the properties here: plan, machine, tokenizer, first_rows;
-    None: it could not be had, and the caller says so.
+    `asked` is the configuration as it was given; `config` has what a recipe has made by now, and no machines
+    of `cluster.*`: this one is looked at. `opened` holds what the caller already has, by the names of the
+    properties here: plan, machine, tokenizer, first_rows; None: it could not be had, and the caller says so.
     """
 
     def __init__(
@@ -62,7 +64,9 @@ class Facts:
         self.origins = origins
         self.notes, self.unsupported = tuple(notes), tuple(unsupported)
         self.everything = everything
-        self._opened: dict[str, Any] = {name: found for name, found in (opened or {}).items() if found is not None}
+        self._opened: dict[str, Any] = {
+            name: found for name, found in (opened or {}).items() if found is not None
+        }
         self._broken = set(opened or ()) - set(self._opened)
 
     @property
@@ -104,8 +108,12 @@ class Facts:
 
     @property
     def first_rows(self) -> list[Record]:
-        """Three rows of the data that the run reads; for a recipe that has made none yet, those that it will make."""
-        return self._once("first_rows", lambda: self.sample(self.main_key, 3) if self.main_key else _recipe_rows(self.config))
+        """Three rows of the data that the run reads; for a recipe that has made none yet, those that it will
+        make."""
+        return self._once(
+            "first_rows",
+            lambda: self.sample(self.main_key, 3) if self.main_key else _recipe_rows(self.config),
+        )
 
     @property
     def main_key(self) -> str | None:
@@ -116,7 +124,8 @@ class Facts:
         return FILE_KEYS[0] if data.train_files else None
 
     def own_model(self) -> ModelConfig:
-        """The policy's model, its hub name replaced by where it lies in the cache. Skip when it is not on this machine yet."""
+        """The policy's model, its hub name replaced by where it lies in the cache. Skip when it is not on
+        this machine yet."""
         model = self.config.actor_rollout_ref.model
         if not model.path:
             raise Skip(self.nothing_yet())
@@ -128,7 +137,8 @@ class Facts:
         return replace(model, path=str(snapshot))
 
     def files(self, key: str) -> list[Path]:
-        """The files under a key of `FILE_KEYS`; empty when it names none. ConfigError for those that are missing."""
+        """The files under a key of `FILE_KEYS`; empty when it names none. ConfigError for those that are
+        missing."""
         named = {FILE_KEYS[0]: self.config.data.train_files, FILE_KEYS[1]: self.config.data.val_files}[key]
         return self._once(key, lambda: as_paths(named, key)) if named else []
 
@@ -147,18 +157,25 @@ class Facts:
 
     def _resolve(self) -> BatchPlan:
         devices = CPU_PROCESSES if self.device_type == "cpu" else gpu_count()
-        return resolve_plan(self.config, prompts=self._prompts(), devices_per_node=devices, origins=self.origins)
+        return resolve_plan(
+            self.config, prompts=self._prompts(), devices_per_node=devices, origins=self.origins
+        )
 
     def _prompts(self) -> int | None:
         """Training prompts; None: not known. What is wrong with their files is another check's to say."""
         files = self.config.data.train_files
         try:
-            return sum(sampling.look_at(path, FILE_KEYS[0]).rows for path in as_paths(files, FILE_KEYS[0])) if files else None
+            return (
+                sum(sampling.look_at(path, FILE_KEYS[0]).rows for path in as_paths(files, FILE_KEYS[0]))
+                if files
+                else None
+            )
         except ConfigError:
             return None
 
     def _once(self, name: str, make: Callable[[], T]) -> T:
-        """What `make` gives, made once. A second request for what could not be made raises Skip: it has been reported."""
+        """What `make` gives, made once. A second request for what could not be made raises Skip: it has been
+        reported."""
         if name in self._broken:
             raise Skip(f"needs {name.partition(' ')[0]}, which cannot be had: see above")
         if name not in self._opened:
@@ -186,4 +203,7 @@ def _recipe_rows(config: PPOConfig) -> list[Record]:
     if recipe.name == "none":
         raise Skip("no data file is configured")
     pairs = split_problems(recipe.train_problems, recipe.val_problems, config.trainer.seed)[0][:3]
-    return [Record(values, Path(f"recipe={recipe.name}"), row) for row, values in enumerate(prompt_rows(pairs, "train"))]
+    return [
+        Record(values, Path(f"recipe={recipe.name}"), row)
+        for row, values in enumerate(prompt_rows(pairs, "train"))
+    ]

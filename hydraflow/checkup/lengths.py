@@ -27,25 +27,49 @@ def check_lengths(facts: Facts) -> Iterator[Finding]:
             continue
         records = facts.sample(key, SAMPLE)
         chats = [as_messages(record, data.prompt_key) for record in records]
-        ids = tokenise_chats(tokenizer, chats, records, add_generation_prompt=True, template_kwargs=data.apply_chat_template_kwargs)
+        ids = tokenise_chats(
+            tokenizer,
+            chats,
+            records,
+            add_generation_prompt=True,
+            template_kwargs=data.apply_chat_template_kwargs,
+        )
         total = sum(sampling.look_at(path, key).rows for path in facts.files(key))
         yield from judge_lengths(sorted(map(len, ids)), data, key=key, total=total, positions=positions)
 
 
-def judge_lengths(lengths: Sequence[int], data: PromptConfig, *, key: str, total: int, positions: int | None) -> Iterator[Finding]:
-    """`lengths`: tokens of each prompt in the sample, rising. `total`: rows in the files. `positions`: what the model has."""
+def judge_lengths(
+    lengths: Sequence[int], data: PromptConfig, *, key: str, total: int, positions: int | None
+) -> Iterator[Finding]:
+    """`lengths`: tokens of each prompt in the sample, rising. `total`: rows in the files. `positions`: what
+    the model has."""
     limit, response = data.max_prompt_length, data.max_response_length
     longest, median = lengths[-1], lengths[len(lengths) // 2]
     whose = f"all {total} rows" if len(lengths) == total else f"a sample of {len(lengths)} of {total} rows"
     seen = f"{key}, {whose}: median {median} tokens, longest {longest}"
     over = sum(length > limit for length in lengths)
-    kept = [length for length in lengths if length <= limit] if data.filter_overlong_prompts else [min(length, limit) for length in lengths]
+    kept = (
+        [length for length in lengths if length <= limit]
+        if data.filter_overlong_prompts
+        else [min(length, limit) for length in lengths]
+    )
     if over:
-        yield _overlong(f"{seen}; {over} are longer than data.max_prompt_length={limit}", over == len(lengths), longest, data)
+        yield _overlong(
+            f"{seen}; {over} are longer than data.max_prompt_length={limit}",
+            over == len(lengths),
+            longest,
+            data,
+        )
     if positions is not None and kept and kept[-1] + response > positions:
-        evidence = f"{seen}; with data.max_response_length={response} that is more than the model's {positions} positions"
+        evidence = (
+            f"{seen}; with data.max_response_length={response} that is more than the model's {positions}"
+            " positions"
+        )
         room = positions - kept[-1]
-        yield problem(evidence, f"data.max_response_length={room}" if room > 0 else f"data.max_prompt_length={positions // 2}")
+        yield problem(
+            evidence,
+            f"data.max_response_length={room}" if room > 0 else f"data.max_prompt_length={positions // 2}",
+        )
     elif not over:
         yield ok(f"{seen}; data.max_prompt_length={limit}")
 
@@ -57,4 +81,6 @@ def _overlong(evidence: str, all_of_them: bool, longest: int, data: PromptConfig
         return found(f"{evidence} and are left out", remedy)
     if data.truncation == "error":
         return problem(evidence, f"{remedy} or data.filter_overlong_prompts=true or data.truncation=left")
-    return warning(f"{evidence} and lose their {data.truncation} part", f"{remedy} or data.filter_overlong_prompts=true")
+    return warning(
+        f"{evidence} and lose their {data.truncation} part", f"{remedy} or data.filter_overlong_prompts=true"
+    )

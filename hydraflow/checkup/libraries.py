@@ -1,7 +1,8 @@
 """Libraries that must fit each other: judged by what they ask of each other, and by using them.
 
-In: the configuration. Out: findings about our own requirements, tensordict with torch, vLLM with torch, and flash-attn.
-What may crash the interpreter (compiled code that was built for another torch) is imported in a process of its own.
+In: the configuration. Out: findings about our own requirements, tensordict with torch, vLLM with torch, and
+flash-attn. What may crash the interpreter (compiled code that was built for another torch) is imported in a
+process of its own.
 """
 
 from __future__ import annotations
@@ -21,8 +22,14 @@ from hydraflow.checkup.probe import run_python
 OURS = "hydraflow-trainer"
 PROBE_SECONDS = 180.0
 """What importing vLLM or flash-attn may take: cold disks are slow."""
-_FLASH = "from flash_attn import flash_attn_varlen_func; import flash_attn, torch; print(flash_attn.__version__, torch.__version__)"
-_VLLM = "import vllm, torch; from vllm import LLM, SamplingParams; SamplingParams(n=2); print(vllm.__version__, torch.__version__)"
+_FLASH = (
+    "from flash_attn import flash_attn_varlen_func; import flash_attn, torch; print(flash_attn.__version__,"
+    " torch.__version__)"
+)
+_VLLM = (
+    "import vllm, torch; from vllm import LLM, SamplingParams; SamplingParams(n=2); print(vllm.__version__,"
+    " torch.__version__)"
+)
 
 
 def check_versions(facts: Facts) -> Iterator[Finding]:
@@ -37,7 +44,8 @@ def check_versions(facts: Facts) -> Iterator[Finding]:
 
 
 def broken_requirements(distribution: str) -> list[str]:
-    """What an installed distribution asks for and does not find; empty where it is not installed as one (a clone without pip).
+    """What an installed distribution asks for and does not find; empty where it is not installed as one (a
+    clone without pip).
 
     >>> broken_requirements("no-such-distribution")
     []
@@ -53,9 +61,13 @@ def broken_requirements(distribution: str) -> list[str]:
             continue
         version = installed(requirement.name)
         if version is None:
-            found.append(f"{distribution} needs {requirement.name}{requirement.specifier}, which is not installed")
+            found.append(
+                f"{distribution} needs {requirement.name}{requirement.specifier}, which is not installed"
+            )
         elif not requirement.specifier.contains(version, prereleases=True):
-            found.append(f"{distribution} needs {requirement.name}{requirement.specifier}, installed is {version}")
+            found.append(
+                f"{distribution} needs {requirement.name}{requirement.specifier}, installed is {version}"
+            )
     return found
 
 
@@ -69,7 +81,8 @@ def _applies(line: str) -> Requirement | None:
 
 
 def installed(distribution: str) -> str | None:
-    """The version that is installed, without a build's own suffix (2.13.0+cpu counts as 2.13.0); None: there is none."""
+    """The version that is installed, without a build's own suffix (2.13.0+cpu counts as 2.13.0); None: there
+    is none."""
     try:
         return importlib.metadata.version(distribution).partition("+")[0]
     except importlib.metadata.PackageNotFoundError:
@@ -83,7 +96,8 @@ def _quoted(text: str) -> str:
 
 
 def check_tensordict(facts: Facts) -> Iterator[Finding]:
-    """Makes, indexes and joins a TensorDict: a tensordict built for another torch, or for another machine, fails here."""
+    """Makes, indexes and joins a TensorDict: a tensordict built for another torch, or for another machine,
+    fails here."""
     remedy = "pip install --force-reinstall 'tensordict>=0.11'"
     try:
         import torch
@@ -93,12 +107,21 @@ def check_tensordict(facts: Facts) -> Iterator[Finding]:
         joined: Any = torch.cat([rows[1:], rows[:1]])
         values = joined["a"].tolist()
     except (ImportError, AttributeError, TypeError, RuntimeError, NotImplementedError) as error:
-        yield problem(f"tensordict {installed('tensordict')} does not work with torch {installed('torch')}: {error}", remedy)
+        yield problem(
+            f"tensordict {installed('tensordict')} does not work with torch {installed('torch')}: {error}",
+            remedy,
+        )
         return
     if values != [[2, 3], [4, 5], [0, 1]]:
-        yield problem(f"tensordict {installed('tensordict')} gave {values} for rows 1, 2 and 0 of [[0, 1], [2, 3], [4, 5]]", remedy)
+        yield problem(
+            f"tensordict {installed('tensordict')} gave {values} for rows 1, 2 and 0 of [[0, 1], [2, 3],"
+            " [4, 5]]",
+            remedy,
+        )
         return
-    yield ok(f"tensordict {installed('tensordict')} and torch {installed('torch')}: made, indexed and joined rows")
+    yield ok(
+        f"tensordict {installed('tensordict')} and torch {installed('torch')}: made, indexed and joined rows"
+    )
 
 
 def check_vllm(facts: Facts) -> Iterator[Finding]:
@@ -109,14 +132,22 @@ def check_vllm(facts: Facts) -> Iterator[Finding]:
     if importlib.util.find_spec("vllm") is None:
         if not wanted:
             raise Skip("vLLM is not installed, and this configuration does not ask for it")
-        yield problem("actor_rollout_ref.rollout.name=vllm, but vLLM is not installed", f"pip install '{OURS}[vllm]'")
+        yield problem(
+            "actor_rollout_ref.rollout.name=vllm, but vLLM is not installed", f"pip install '{OURS}[vllm]'"
+        )
         return
     if broken := [text for text in broken_requirements("vllm") if " needs torch" in text]:
-        yield problem(broken[0], f"pip install {_quoted(broken[0])}, or the vLLM that was built for torch {installed('torch')}")
+        yield problem(
+            broken[0],
+            f"pip install {_quoted(broken[0])}, or the vLLM that was built for torch {installed('torch')}",
+        )
         return
     ended = run_python(_VLLM, seconds=PROBE_SECONDS)
     if ended.code != 0:
-        yield problem(f"vLLM {installed('vllm')} cannot be imported: {ended.reason}", f"pip install --force-reinstall '{OURS}[vllm]'")
+        yield problem(
+            f"vLLM {installed('vllm')} cannot be imported: {ended.reason}",
+            f"pip install --force-reinstall '{OURS}[vllm]'",
+        )
         return
     yield ok(f"vLLM and torch {ended.last}")
 

@@ -1,4 +1,5 @@
-"""Limits of the system that Ray runs into: shared memory, open files, room on the disk of its temporary files.
+"""Limits of the system that Ray runs into: shared memory, open files, room on the disk of its temporary
+files.
 
 In: this machine. Out: findings. Ray starts all the same in most cases, and is then slow or fails much later.
 """
@@ -17,16 +18,18 @@ from hydraflow.checkup.finding import Finding, Skip, ok, problem, warning
 from hydraflow.checkup.memory import host_memory
 from hydraflow.errors import EnvironmentFault
 from hydraflow.memory.report import size_text
-from hydraflow.node_folder import RAY_BASE, session_folder
+from hydraflow.system.node_folder import RAY_BASE, session_folder
 
 STORE_SHARE, STORE_MOST, STORE_FLOOR = 0.3, 200 * 10**9, 10**10
-"""Ray's object store takes this share of the memory, at most so many bytes, and below the floor does not shrink with /dev/shm."""
+"""Ray's object store takes this share of the memory, at most so many bytes, and below the floor does not
+shrink with /dev/shm."""
 SHM_USED = 0.95
 FILES_BASE, FILES_PER_PROCESS, FILES_ADVISED = 52, 6, 4096
-"""Descriptors that Ray's node process holds open, how many more per worker process, and what Ray advises (it warns below).
+"""Descriptors that Ray's node process holds open, how many more per worker process, and what Ray advises (it
+warns below).
 
-Measured: with 2 training processes Ray starts under a limit of 64 and fails under 52 (Failed to register worker to Raylet); with 8 it
-holds 97.
+Measured: with 2 training processes Ray starts under a limit of 64 and fails under 52 (Failed to register
+worker to Raylet); with 8 it holds 97.
 """
 DISK_FULL = 0.95
 """Ray stops storing objects when the disk of its temporary folder is fuller."""
@@ -35,21 +38,32 @@ DISK_FULL = 0.95
 def check_shared_memory(facts: Facts) -> Iterator[Finding]:
     """Ray keeps objects in /dev/shm, or in a slow file when it is too small."""
     if facts.config.ray_init.address != "local":
-        raise Skip(f"the object store belongs to the cluster at ray_init.address={facts.config.ray_init.address}")
+        raise Skip(
+            f"the object store belongs to the cluster at ray_init.address={facts.config.ray_init.address}"
+        )
     yield judge_shared_memory(Path("/dev/shm"), available_memory=host_memory().available)
 
 
 def judge_shared_memory(folder: Path, *, available_memory: int) -> Finding:
-    """`folder`: where shared memory is mounted. `available_memory`: bytes of host memory that Ray finds free."""
+    """`folder`: where shared memory is mounted. `available_memory`: bytes of host memory that Ray finds
+    free."""
     if not folder.is_dir():
-        return warning(f"there is no {folder}: Ray's object store goes to slow files in its temporary folder", "mount a tmpfs there")
+        return warning(
+            f"there is no {folder}: Ray's object store goes to slow files in its temporary folder",
+            "mount a tmpfs there",
+        )
     free = shutil.disk_usage(folder).free
     store = object_store_bytes(available_memory, free)
     if store <= free:
-        return ok(f"{folder} has {size_text(free)} free; Ray's object store will take up to {size_text(store)}")
+        return ok(
+            f"{folder} has {size_text(free)} free; Ray's object store will take up to {size_text(store)}"
+        )
     wish = f"{folder} has {size_text(free)} free, Ray's object store wants {size_text(store)}"
     evidence = f"{wish}: it will use slow files in Ray's temporary folder"
-    return warning(evidence, f"docker run --shm-size={store * 11 // 10 // 2**30 + 1}g, or mount -o remount,size=... {folder}")
+    return warning(
+        evidence,
+        f"docker run --shm-size={store * 11 // 10 // 2**30 + 1}g, or mount -o remount,size=... {folder}",
+    )
 
 
 def object_store_bytes(available_memory: int, shm_free: int) -> int:
@@ -64,7 +78,9 @@ def object_store_bytes(available_memory: int, shm_free: int) -> int:
 
 def check_open_files(facts: Facts) -> Iterator[Finding]:
     """Ray raises the soft limit to the hard one (65536 at most), so the hard limit counts."""
-    yield judge_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE), processes=facts.machine.processes_per_node)
+    yield judge_open_files(
+        *resource.getrlimit(resource.RLIMIT_NOFILE), processes=facts.machine.processes_per_node
+    )
 
 
 def judge_open_files(soft: int, hard: int, *, processes: int) -> Finding:
@@ -79,7 +95,8 @@ def judge_open_files(soft: int, hard: int, *, processes: int) -> Finding:
         )
     if most < FILES_ADVISED:
         return warning(
-            f"{seen}; below {FILES_ADVISED} Ray may lose connections", f"ulimit -n {FILES_ADVISED} as root, or nofile in limits.conf"
+            f"{seen}; below {FILES_ADVISED} Ray may lose connections",
+            f"ulimit -n {FILES_ADVISED} as root, or nofile in limits.conf",
         )
     return ok(seen)
 

@@ -1,6 +1,8 @@
-"""Devices and memory of this machine against the plan: GPUs there are, GPU memory, host memory while models are loaded.
+"""Devices and memory of this machine against the plan: GPUs there are, GPU memory, host memory while models
+are loaded.
 
-In: the plan, the models' shapes, what the machine has free. Out: findings; bytes are estimates (`hydraflow/memory/`).
+In: the plan, the models' shapes, what the machine has free. Out: findings; bytes are estimates
+(`hydraflow/memory/`).
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ from pathlib import Path
 
 import psutil
 
-from hydraflow.allocation import allocation
 from hydraflow.checkup.facts import Facts
 from hydraflow.checkup.finding import Finding, Skip, ok, problem, warning
 from hydraflow.checkup.probe import run_python
@@ -20,9 +21,11 @@ from hydraflow.device import cgroup_folders, gpu_count, gpu_runtime, listed_gpus
 from hydraflow.memory.estimate import estimate
 from hydraflow.memory.limits import limits_of
 from hydraflow.memory.report import MemoryReport, size_text
+from hydraflow.system.allocation import allocation
 
 MARGIN = 1.25
-"""Estimates are good to a fifth: up to this multiple of what there is, too much is a warning, above it a problem."""
+"""Estimates are good to a fifth: up to this multiple of what there is, too much is a warning, above it a
+problem."""
 NO_LIMIT = 2**60
 """Control groups of version 1 write their largest number where there is no limit."""
 
@@ -56,14 +59,19 @@ class HostMemory:
     available: int
 
 
-def host_memory(cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> HostMemory:
+def host_memory(
+    cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+) -> HostMemory:
     """What the machine has, or the control group or Slurm allows, where that is less."""
     machine = psutil.virtual_memory()
     total, available = machine.total, machine.available
     if (given := allocation()) and given.memory_bytes:
         total, available = min(total, given.memory_bytes), min(available, given.memory_bytes)
     for folder in cgroup_folders("memory", cgroups, membership):
-        for limit_file, used_file in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        for limit_file, used_file in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
             limit, used = _number(folder / limit_file), _number(folder / used_file)
             if limit is not None and limit < NO_LIMIT:
                 total, available = min(total, limit), min(available, limit - (used or 0))
@@ -102,23 +110,33 @@ def check_host_memory(facts: Facts) -> Iterator[Finding]:
 
 
 def check_gpus(facts: Facts) -> Iterator[Finding]:
-    """Computes on every GPU, in a process of its own so that none keeps memory, and compares what is free with the estimate."""
+    """Computes on every GPU, in a process of its own so that none keeps memory, and compares what is free
+    with the estimate."""
     if facts.machine.device_type == "cpu":
         raise Skip("no GPU is used")
     ended = run_python(_EACH_GPU, facts.device_type, seconds=GPU_SECONDS)
     if ended.code != 0:
-        remedy = "nvidia-smi shows driver and processes; a torch built for the driver's CUDA and for this kind of GPU is needed"
+        remedy = (
+            "nvidia-smi shows driver and processes; a torch built for the driver's CUDA and for this kind of"
+            " GPU is needed"
+        )
         yield problem(f"a GPU cannot be used: {ended.reason}", remedy)
         return
-    gpus = [Gpu(**json.loads(line)) for line in ended.output.splitlines() if line.startswith("{")][: facts.machine.processes_per_node]
+    gpus = [Gpu(**json.loads(line)) for line in ended.output.splitlines() if line.startswith("{")][
+        : facts.machine.processes_per_node
+    ]
     fullest = min(gpus, key=lambda gpu: gpu.free)
     kinds = ", ".join(dict.fromkeys(gpu.name for gpu in gpus))
-    where = f"of {len(gpus)} GPUs ({kinds}) the fullest has {size_text(fullest.free)} of {size_text(fullest.total)} free"
+    where = (
+        f"of {len(gpus)} GPUs ({kinds}) the fullest has {size_text(fullest.free)} of"
+        f" {size_text(fullest.total)} free"
+    )
     yield judge_device(_report(facts, device_bytes=fullest.free), fullest.free, where)
 
 
 def _report(facts: Facts, **measured: int) -> MemoryReport:
-    """The estimate, with what this machine was measured to have free in place of what is configured; so its advice is for that."""
+    """The estimate, with what this machine was measured to have free in place of what is configured; so its
+    advice is for that."""
     limits = replace(limits_of(facts.config), **measured)  # type: ignore[arg-type]
     return estimate(facts.plan, facts.config, facts.shape, limits=limits, critic_shape=facts.critic_shape)
 
@@ -126,7 +144,10 @@ def _report(facts: Facts, **measured: int) -> MemoryReport:
 def judge_device(report: MemoryReport, free: int, where: str) -> Finding:
     """The fullest device of the plan; `free` are the bytes that it could have."""
     fullest = max(report.groups, key=lambda group: group.peak)
-    evidence = f"the plan needs about {size_text(fullest.peak)} per device ({fullest.peak_phase}: {', '.join(fullest.roles)}); {where}"
+    evidence = (
+        f"the plan needs about {size_text(fullest.peak)} per device ({fullest.peak_phase}:"
+        f" {', '.join(fullest.roles)}); {where}"
+    )
     return _compared(evidence, fullest.peak, free, report, "device")
 
 

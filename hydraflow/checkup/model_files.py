@@ -1,7 +1,7 @@
 """A model directory, file by file: configuration, weights as the index promises them, tokenizer, lengths.
 
-In: the models that the configuration names. Out: findings. Only the headers of weight files are read, so that a missing, cut off
-or never downloaded shard is found within milliseconds instead of after minutes of loading.
+In: the models that the configuration names. Out: findings. Only the headers of weight files are read, so that
+a missing, cut off or never downloaded shard is found within milliseconds instead of after minutes of loading.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hydraflow.models.config import ModelConfig
 from hydraflow.models.fit import DOWNLOAD_AGAIN, require_weights
 from hydraflow.models.loading import load_config
 from hydraflow.models.weight_files import SHOWN, stored_types, weight_faults, weight_files
-from hydraflow.paths import is_hub_name, model_problems
+from hydraflow.system.paths import is_hub_name, model_problems
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -43,12 +43,18 @@ def _check_directory(model: ModelConfig, field: str) -> Iterator[Finding]:
     hub = is_hub_name(model.path)
     directory = cached_snapshot(model.path) if hub else Path(model.path).expanduser()
     if directory is None:
-        yield to_download(f"{field}.path={model.path} is not on this machine", model.path, offline=_is_offline())
+        yield to_download(
+            f"{field}.path={model.path} is not on this machine", model.path, offline=_is_offline()
+        )
         return
     faults = weight_faults(directory)
     for fault in faults[:SHOWN]:
         evidence = f"{field}.path: {fault}"
-        yield to_download(evidence, model.path, offline=_is_offline()) if hub else problem(evidence, DOWNLOAD_AGAIN)
+        yield (
+            to_download(evidence, model.path, offline=_is_offline())
+            if hub
+            else problem(evidence, DOWNLOAD_AGAIN)
+        )
     if not faults:
         files = weight_files(directory)
         size = size_text(sum(file.stat().st_size for file in files))
@@ -56,7 +62,8 @@ def _check_directory(model: ModelConfig, field: str) -> Iterator[Finding]:
 
 
 def to_download(evidence: str, name: str, *, offline: bool) -> Finding:
-    """What is missing of a model on the hub: it comes at the start of the run, unless Hugging Face is told to stay offline."""
+    """What is missing of a model on the hub: it comes at the start of the run, unless Hugging Face is told to
+    stay offline."""
     if offline:
         return problem(f"{evidence}, and HF_HUB_OFFLINE is set", f"unset HF_HUB_OFFLINE; hf download {name}")
     return note(f"{evidence}; it will be downloaded at the start", f"hf download {name}")
@@ -91,7 +98,10 @@ def judge_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfi
     """A token beyond the model's table would end the run with an index error."""
     model, known = config.get_text_config().vocab_size, len(tokenizer)
     if known > model:
-        evidence = f"the tokenizer has {known} tokens, the model {model}: the last {known - model} would be out of range"
+        evidence = (
+            f"the tokenizer has {known} tokens, the model {model}: the last {known - model} would be out of"
+            " range"
+        )
         return problem(evidence, f"{MODEL}.tokenizer_path=<the model's own tokenizer>")
     return ok(f"the tokenizer has {known} tokens, the model {model}")
 
@@ -99,9 +109,16 @@ def judge_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfi
 def judge_positions(prompt: int, response: int, positions: int) -> Finding:
     """Limits of prompt and response, in tokens, against the model's positions."""
     if response >= positions:
-        evidence = f"data.max_response_length={response} leaves no room for a prompt in the model's {positions} positions"
+        evidence = (
+            f"data.max_response_length={response} leaves no room for a prompt in the model's {positions}"
+            " positions"
+        )
         return problem(evidence, f"data.max_response_length={positions // 2}")
     if prompt + response > positions:
         evidence = f"a row of {prompt} + {response} tokens would pass the model's {positions} positions"
-        return warning(evidence, f"data.max_prompt_length={positions - response} or data.max_response_length={max(1, positions - prompt)}")
+        return warning(
+            evidence,
+            f"data.max_prompt_length={positions - response} or"
+            f" data.max_response_length={max(1, positions - prompt)}",
+        )
     return ok(f"rows of {prompt} + {response} tokens in {positions} positions")

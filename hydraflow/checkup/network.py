@@ -1,7 +1,8 @@
 """Ports that can be opened and reached, and Ray clusters that run, or are named and gone.
 
-In: this machine's sockets, RAY_ADDRESS, the file in which `ray start` leaves its address. Out: findings.
-A run takes free ports as it needs them; none is fixed. What fails is a machine's own address that does not lead back to it.
+In: this machine's sockets, RAY_ADDRESS, the file in which `ray start` leaves its address. Out: findings. A
+run takes free ports as it needs them; none is fixed. What fails is a machine's own address that does not lead
+back to it.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from pathlib import Path
 
 from hydraflow.checkup.facts import Facts
 from hydraflow.checkup.finding import Finding, Skip, note, ok, problem
-from hydraflow.node_folder import RAY_BASE
+from hydraflow.system.node_folder import RAY_BASE
 from hydraflow.trainer.machine import require_room, scoring_pool, training_pool
 
 CONNECT_SECONDS = 2.0
 FRAME_HEAD, SETTINGS_FRAME = 9, b"\x04"
 HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + SETTINGS_FRAME + bytes(5)
-"""How a client of gRPC begins (RFC 9113, 3.4): a fixed line and an empty SETTINGS frame. A server begins with such a frame, too."""
+"""How a client of gRPC begins (RFC 9113, 3.4): a fixed line and an empty SETTINGS frame. A server begins with
+such a frame, too."""
 CLUSTER_FILE = "ray/ray_current_cluster"
 PORTS_PER_PROCESS = 16
 """Ports that Ray and torch.distributed take for a worker process, rounded up."""
@@ -28,11 +30,19 @@ PORTS_PER_PROCESS = 16
 def check_ports(facts: Facts) -> Iterator[Finding]:
     """Opens a port on each of this machine's own addresses and connects to it."""
     if wrong := [reason for address in own_addresses() if (reason := unreachable(address))]:
-        yield problem("; ".join(wrong), "repair the machine's address in /etc/hosts, leave the VPN, or open the firewall for this machine")
+        yield problem(
+            "; ".join(wrong),
+            "repair the machine's address in /etc/hosts, leave the VPN, or open the firewall for this"
+            " machine",
+        )
         return
     free, needed = free_ports(), PORTS_PER_PROCESS * (facts.machine.processes_per_node + 2)
     seen = f"a port of {' and of '.join(own_addresses())} can be opened and reached; about {free} are free"
-    yield ok(seen) if free >= needed else problem(f"{seen}, and about {needed} are needed", "end what holds ports: ss -tan")
+    yield (
+        ok(seen)
+        if free >= needed
+        else problem(f"{seen}, and about {needed} are needed", "end what holds ports: ss -tan")
+    )
 
 
 def own_addresses() -> list[str]:
@@ -56,10 +66,15 @@ def unreachable(address: str) -> str | None:
 
 
 def free_ports(network: Path = Path("/proc")) -> int:
-    """Ports of the range that the system hands out and that no TCP socket holds; `network` is where proc is mounted."""
+    """Ports of the range that the system hands out and that no TCP socket holds; `network` is where proc is
+    mounted."""
     try:
         low, high = (int(port) for port in (network / "sys/net/ipv4/ip_local_port_range").read_text().split())
-        tables = [file.read_text().splitlines()[1:] for name in ("tcp", "tcp6") if (file := network / "net" / name).is_file()]
+        tables = [
+            file.read_text().splitlines()[1:]
+            for name in ("tcp", "tcp6")
+            if (file := network / "net" / name).is_file()
+        ]
     except (OSError, ValueError):
         return 65536 - 1024
     taken = {int(line.split()[1].rpartition(":")[2], 16) for table in tables for line in table}
@@ -74,14 +89,18 @@ def check_ray(facts: Facts) -> Iterator[Finding]:
 
 
 def judge_ray(address: str, *, environ: Mapping[str, str], folder: Path) -> Finding:
-    """`address`: ray_init.address. `folder`: Ray's temporary folder, in which `ray start` leaves the address of its cluster."""
+    """`address`: ray_init.address. `folder`: Ray's temporary folder, in which `ray start` leaves the address
+    of its cluster."""
     named = named_clusters(environ, folder)
     if address == "local":
         return _beside(named)
     if address != "auto":
         return _joined(address, "ray_init.address")
     if not named:
-        raise Skip("ray_init.address=auto, and neither RAY_ADDRESS nor a started cluster's file names an address: Ray looks by itself")
+        raise Skip(
+            "ray_init.address=auto, and neither RAY_ADDRESS nor a started cluster's file names an address:"
+            " Ray looks by itself"
+        )
     source, found = next(iter(named.items()))
     return _joined(found, source)
 
@@ -106,9 +125,14 @@ def _beside(named: Mapping[str, str]) -> Finding:
             continue
         if reason := _silent(address):
             gone = "unset RAY_ADDRESS" if source == "RAY_ADDRESS" else f"rm {source}"
-            return note(f"{source} names {address}, where no Ray answers ({reason}); not used, since ray_init.address=local", gone)
+            return note(
+                f"{source} names {address}, where no Ray answers ({reason}); not used, since"
+                " ray_init.address=local",
+                gone,
+            )
         return note(
-            f"a Ray cluster runs at {address} ({source}); this run starts one of its own beside it", "ray_init.address=auto joins it"
+            f"a Ray cluster runs at {address} ({source}); this run starts one of its own beside it",
+            "ray_init.address=auto joins it",
         )
     return ok("starts a cluster of its own; no other one is named")
 
@@ -123,7 +147,11 @@ def _joined(address: str, source: str) -> Finding:
 def _stale_remedy(source: str) -> str:
     if source == "RAY_ADDRESS":
         return "unset RAY_ADDRESS, or ray_init.address=local"
-    return "ray_init.address=local" if source == "ray_init.address" else f"rm {source}, or ray_init.address=local"
+    return (
+        "ray_init.address=local"
+        if source == "ray_init.address"
+        else f"rm {source}, or ray_init.address=local"
+    )
 
 
 def _silent(address: str) -> str | None:
@@ -137,4 +165,8 @@ def _silent(address: str) -> str | None:
             answer = connection.recv(FRAME_HEAD)
     except OSError as error:
         return str(error)
-    return None if answer[3:4] == SETTINGS_FRAME else "something listens there, but does not speak gRPC as Ray does"
+    return (
+        None
+        if answer[3:4] == SETTINGS_FRAME
+        else "something listens there, but does not speak gRPC as Ray does"
+    )

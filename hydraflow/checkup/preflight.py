@@ -1,7 +1,8 @@
 """The fast part of the check-up, which main_ppo makes before it starts anything.
 
-In: `Facts` with what the run has opened already. Out: warnings in the log, or one ConfigError with every problem.
-Left out on purpose: whatever takes longer than milliseconds; `python -m hydraflow.doctor` looks at that.
+In: `Facts` with what the run has opened already. Out: warnings in the log, or one ConfigError with every
+problem. Left out on purpose: whatever takes longer than milliseconds; `python -m hydraflow.doctor` looks at
+that.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from hydraflow.errors import ConfigError, Problem
 from hydraflow.trainer.config import LoopConfig
 
 SECONDS = 5.0
-"""After so long a fast check is given up: a network drive that hangs must be said before the run hangs on it."""
+"""After so long a fast check is given up: a network drive that hangs must be said before the run hangs on
+it."""
 
 log = logging.getLogger(__name__)
 
 
 def require_healthy(facts: Facts, checks: Iterable[Check] = CHECKS, *, known: Sequence[Problem] = ()) -> None:
-    """Raises ConfigError with every problem of the fast checks; logs their warnings. Of a key or a file about which something is
-    `known`, nothing more is said: two checks may open the same file."""
+    """Raises ConfigError with every problem of the fast checks; logs their warnings. Of a key or a file about
+    which something is `known`, nothing more is said: two checks may open the same file."""
     fast = [replace(check, seconds=lambda facts: SECONDS) for check in checks if check.fast]
     _judge(list(run_checks(facts, fast)), known)
 
@@ -34,7 +36,12 @@ def _judge(results: Sequence[Result], known: Sequence[Problem]) -> None:
     for result in results:
         for finding in result.findings:
             if finding.state is State.WARNING:
-                log.warning("%s: %s%s", result.name, finding.evidence, f"\n      -> {finding.remedy}" if finding.remedy else "")
+                log.warning(
+                    "%s: %s%s",
+                    result.name,
+                    finding.evidence,
+                    f"\n      -> {finding.remedy}" if finding.remedy else "",
+                )
     said = tuple(problem.head for problem in known)
     if problems := [problem for result in results for problem in _problems(result, said)]:
         raise ConfigError(problems)
@@ -48,5 +55,9 @@ def require_trackers(trainer: LoopConfig, *, known: Sequence[Problem] = ()) -> N
 
 
 def _problems(result: Result, said: tuple[str, ...]) -> list[Problem]:
-    found = [finding for finding in result.findings if finding.state is State.PROBLEM and not finding.evidence.startswith(said)]
+    found = [
+        finding
+        for finding in result.findings
+        if finding.state is State.PROBLEM and not finding.evidence.startswith(said)
+    ]
     return [Problem(result.name, None, finding.evidence, finding.remedy) for finding in found]

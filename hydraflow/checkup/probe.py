@@ -1,6 +1,8 @@
-"""Runs a piece of Python, or any command, in a process of its own: for what may crash, hang or leave something behind.
+"""Runs a piece of Python, or any command, in a process of its own: for what may crash, hang or leave
+something behind.
 
-In: a command and a time limit. Out: how it ended and what it printed last. The process and its children are gone afterwards.
+In: a command and a time limit. Out: how it ended and what it printed last. The process and its children are
+gone afterwards.
 """
 
 from __future__ import annotations
@@ -42,13 +44,16 @@ class Ended:
         return f"{how}: {self.last}" if self.last else how
 
 
-def run_python(source: str, *arguments: str, seconds: float, environ: Mapping[str, str] = os.environ) -> Ended:
+def run_python(
+    source: str, *arguments: str, seconds: float, environ: Mapping[str, str] = os.environ
+) -> Ended:
     """Runs Python source with this interpreter; `arguments` are its sys.argv[1:]."""
     return run([sys.executable, "-c", source, *arguments], seconds=seconds, environ=environ)
 
 
 def run(command: Sequence[str], *, seconds: float, environ: Mapping[str, str] = os.environ) -> Ended:
-    """Runs a command for at most `seconds`. What it prints goes to a file: a pipe would wait for grandchildren that hold it."""
+    """Runs a command for at most `seconds`. What it prints goes to a file: a pipe would wait for
+    grandchildren that hold it."""
     with tempfile.TemporaryFile() as printed:
         try:
             process = subprocess.Popen(

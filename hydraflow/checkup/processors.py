@@ -1,4 +1,5 @@
-"""CPUs that this process may really use, against the processes and threads that the run starts on this machine.
+"""CPUs that this process may really use, against the processes and threads that the run starts on this
+machine.
 
 In: affinity mask, control groups, Slurm's allocation; the run's processes. Out: findings.
 """
@@ -22,18 +23,28 @@ def judge(limits: Mapping[str, float], machine: Machine, *, ray_cpus: int | None
     """`limits`: what limits the cores -> to how many. `ray_cpus`: what the user lets Ray count."""
     source, least = min(limits.items(), key=lambda limit: limit[1])
     cores, each = max(1, int(least)), machine.threads
-    seen = f"{least:g} cores by {source} (" + ", ".join(f"{name} {amount:g}" for name, amount in limits.items()) + ")"
+    seen = (
+        f"{least:g} cores by {source} ("
+        + ", ".join(f"{name} {amount:g}" for name, amount in limits.items())
+        + ")"
+    )
     busy = f"{machine.processes_per_node} training processes of {_many(each, 'thread')}"
     if ray_cpus is not None and ray_cpus > cores:
         return warning(
-            f"ray_init.num_cpus={ray_cpus} is more than {seen}: Ray starts workers for all of them", f"ray_init.num_cpus={cores}"
+            f"ray_init.num_cpus={ray_cpus} is more than {seen}: Ray starts workers for all of them",
+            f"ray_init.num_cpus={cores}",
         )
     if machine.processes_per_node * each <= cores:
         return ok(f"{busy} on {seen}")
     if each == 1:
-        return note(f"{busy} on {seen}: they take turns", f"trainer.n_gpus_per_node={cores} uses each core once")
+        return note(
+            f"{busy} on {seen}: they take turns", f"trainer.n_gpus_per_node={cores} uses each core once"
+        )
     fitting = max(1, cores // machine.processes_per_node)
-    return warning(f"{busy} are more than {seen}: they will slow each other down", f"trainer.threads_per_process={fitting}")
+    return warning(
+        f"{busy} are more than {seen}: they will slow each other down",
+        f"trainer.threads_per_process={fitting}",
+    )
 
 
 def _many(count: int, noun: str) -> str:

@@ -17,7 +17,13 @@ from hydraflow.checkup.finding import State
 from hydraflow.checkup.table import Result
 from hydraflow.errors import ConfigError
 
-STYLES = {State.OK: "green", State.NOTE: "cyan", State.WARNING: "yellow", State.PROBLEM: "bold red", State.SKIPPED: "dim"}
+STYLES = {
+    State.OK: "green",
+    State.NOTE: "cyan",
+    State.WARNING: "yellow",
+    State.PROBLEM: "bold red",
+    State.SKIPPED: "dim",
+}
 FILE_WIDTH = 160
 """Columns where there is no terminal to measure."""
 
@@ -30,7 +36,9 @@ def print_report(results: Iterable[Result], console: Console) -> int:
     for result in results:
         kept.append(result)
         if console.is_terminal:
-            console.print(Text(f"looked at {result.name} ({result.seconds:.1f} s)", style="dim"), end="\x1b[K\r")
+            console.print(
+                Text(f"looked at {result.name} ({result.seconds:.1f} s)", style="dim"), end="\x1b[K\r"
+            )
     console.print(as_table(kept))
     counts = Counter(finding.state for result in kept for finding in result.findings)
     console.print(", ".join(f"{counts[state]} {state}" for state in State if counts[state]), highlight=False)
@@ -39,7 +47,12 @@ def print_report(results: Iterable[Result], console: Console) -> int:
 
 def as_table(results: Iterable[Result]) -> Table:
     """check, state, evidence and what to do, one line per finding."""
-    table = Table(title="check-up of this machine for this configuration", title_justify="left", box=None, padding=(0, 1, 0, 0))
+    table = Table(
+        title="check-up of this machine for this configuration",
+        title_justify="left",
+        box=None,
+        padding=(0, 1, 0, 0),
+    )
     table.add_column("check", no_wrap=True)
     table.add_column("state", no_wrap=True)
     table.add_column("evidence, and what would repair it", overflow="fold")
@@ -48,12 +61,15 @@ def as_table(results: Iterable[Result]) -> Table:
             said = Text(finding.evidence)
             if finding.remedy:
                 said.append(f"\n-> {finding.remedy}", style="bold")
-            table.add_row("" if number else result.name, Text(finding.state, style=STYLES[finding.state]), said)
+            table.add_row(
+                "" if number else result.name, Text(finding.state, style=STYLES[finding.state]), said
+            )
     return table
 
 
 def as_json(results: Iterable[Result]) -> str:
-    """A JSON list with an object per finding: check, state, evidence, remedy, and the seconds that the check took."""
+    """A JSON list with an object per finding: check, state, evidence, remedy, and the seconds that the check
+    took."""
     rows = [
         {
             "check": result.name,

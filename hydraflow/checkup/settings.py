@@ -1,16 +1,18 @@
-"""What the configuration says of itself: keys without effect, what cannot run yet, and the batch plan's rules.
+"""What the configuration says of itself: keys without effect, what cannot run yet, and the batch plan's
+rules.
 
-In: the configuration, and what composing it has noted. Out: findings. `python -m hydraflow.plan` explains the numbers.
+In: the configuration, and what composing it has noted. Out: findings. `python -m hydraflow.plan` explains the
+numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hydraflow import checks
 from hydraflow.checkup.facts import Facts
 from hydraflow.checkup.finding import Finding, note, of_problem, ok
-from hydraflow.runnable import problems
+from hydraflow.compose import rules as checks
+from hydraflow.compose.runnable import problems
 
 CLUSTER = "cluster.*: describes machines for python -m hydraflow.plan; the doctor looks at this one"
 
@@ -28,8 +30,11 @@ def check_settings(facts: Facts) -> Iterator[Finding]:
 def check_plan(facts: Facts) -> Iterator[Finding]:
     """The batch plan resolves; its broken rules are reported one by one."""
     plan = facts.plan
-    steps = f"{plan.total_steps} training steps" if plan.total_steps else "an unknown number of training steps"
+    steps = (
+        f"{plan.total_steps} training steps" if plan.total_steps else "an unknown number of training steps"
+    )
     devices = sum(pool.nodes * pool.devices_per_node for pool in plan.cluster.pools)
     yield ok(
-        f"{steps} of {plan.prompts_per_step} prompts and {plan.trajectories_per_step} trajectories on {devices} devices, {plan.placement}"
+        f"{steps} of {plan.prompts_per_step} prompts and {plan.trajectories_per_step} trajectories on"
+        f" {devices} devices, {plan.placement}"
     )

@@ -1,6 +1,8 @@
-"""The table of all checks, and the one place that runs them: each within its time, none able to end the program.
+"""The table of all checks, and the one place that runs them: each within its time, none able to end the
+program.
 
-In: `Facts`. Out: `Result`s in the order of the table. A new check is a function from facts to findings, and a line in `CHECKS`.
+In: `Facts`. Out: `Result`s in the order of the table. A new check is a function from facts to findings, and a
+line in `CHECKS`.
 """
 
 from __future__ import annotations
@@ -68,7 +70,11 @@ CHECKS = (
     Check("tensordict and torch", libraries.check_tensordict, fast=True),
     Check("vLLM and torch", libraries.check_vllm, seconds=_lasting(libraries.PROBE_SECONDS + SECONDS)),
     Check("flash-attn", libraries.check_flash_attention, seconds=_lasting(libraries.PROBE_SECONDS + SECONDS)),
-    Check("compiler", compiling.check_compiler, seconds=_lasting(compiling.C_SECONDS + compiling.KERNEL_SECONDS + SECONDS)),
+    Check(
+        "compiler",
+        compiling.check_compiler,
+        seconds=_lasting(compiling.C_SECONDS + compiling.KERNEL_SECONDS + SECONDS),
+    ),
     Check("configuration", settings.check_settings),
     Check("batch plan", settings.check_plan),
     Check("processors", processors.check_processors, fast=True),
@@ -91,7 +97,9 @@ CHECKS = (
     Check("data files", data_files.check_data, seconds=_lasting(60.0)),
     Check("chat template", templates.check_template, fast=True),
     Check("prompt lengths", lengths.check_lengths, seconds=_lasting(120.0)),
-    Check("reward function", scoring.check_reward, seconds=lambda facts: scoring.seconds(facts.config.reward)),
+    Check(
+        "reward function", scoring.check_reward, seconds=lambda facts: scoring.seconds(facts.config.reward)
+    ),
 )
 """In the order of the report; the first to open something broken reports it."""
 
@@ -105,7 +113,8 @@ def run_checks(facts: Facts, checks: Iterable[Check] = CHECKS) -> Iterator[Resul
 
 
 def within(seconds: float, check: Check, facts: Facts | None) -> list[Finding]:
-    """The findings, or a problem when they take too long. What still runs then is left behind in a thread that no exit waits for."""
+    """The findings, or a problem when they take too long. What still runs then is left behind in a thread
+    that no exit waits for."""
     answers: SimpleQueue[list[Finding]] = SimpleQueue()
     threading.Thread(target=lambda: answers.put(_guarded(check, facts)), name=check.name, daemon=True).start()
     try:
@@ -113,13 +122,15 @@ def within(seconds: float, check: Check, facts: Facts | None) -> list[Finding]:
     except Empty:
         return [
             problem(
-                f"gave no answer within {seconds:g} seconds", "look at what it looks at: a hanging network drive, or code of the model's"
+                f"gave no answer within {seconds:g} seconds",
+                "look at what it looks at: a hanging network drive, or code of the model's",
             )
         ]
 
 
 def _guarded(check: Check, facts: Facts | None) -> list[Finding]:
-    """What the check finds. Whatever it raises is a finding too: it opens files of any kind and runs the model's own code."""
+    """What the check finds. Whatever it raises is a finding too: it opens files of any kind and runs the
+    model's own code."""
     found: list[Finding] = []
     try:
         for finding in check.look(facts):
@@ -129,5 +140,10 @@ def _guarded(check: Check, facts: Facts | None) -> list[Finding]:
     except ConfigError as error:
         found += [of_problem(each) for each in error.problems]
     except (Exception, SystemExit) as error:
-        found.append(problem(f"the check itself failed: {type(error).__name__}: {error}"[:500], "please report it, with this line"))
+        found.append(
+            problem(
+                f"the check itself failed: {type(error).__name__}: {error}"[:500],
+                "please report it, with this line",
+            )
+        )
     return found

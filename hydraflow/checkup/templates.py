@@ -1,7 +1,8 @@
 """The chat template on three prompts, and the tokens that end a response.
 
-In: tokenizer, the model's configurations, three rows. Out: findings. A template that is missing, or rendered into the prompts
-already, and an end token that the generator does not know are the usual reasons why a run learns nothing.
+In: tokenizer, the model's configurations, three rows. Out: findings. A template that is missing, or rendered
+into the prompts already, and an end token that the generator does not know are the usual reasons why a run
+learns nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ from hydraflow.models.loading import load_generation_config
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MARKERS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "<|user|>", "<|assistant|>", "<｜User｜>", "[INST]")
+MARKERS = (
+    "<|im_start|>",
+    "<|start_header_id|>",
+    "<start_of_turn>",
+    "<|user|>",
+    "<|assistant|>",
+    "<｜User｜>",
+    "[INST]",
+)
 """How well-known templates open a turn. The tokenizer's own special tokens count, too."""
 SENTINEL = "ANSWER"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -31,7 +40,11 @@ def check_template(facts: Facts) -> Iterator[Finding]:
     tokenizer = facts.tokenizer
     if not tokenizer.chat_template:
         remedy = f"{MODEL}.custom_chat_template=<Jinja template>, or an instruct model"
-        yield problem(f"the tokenizer of {tokenizer.name_or_path} has no chat template, and prompts are lists of messages", remedy)
+        yield problem(
+            f"the tokenizer of {tokenizer.name_or_path} has no chat template, and prompts are lists of"
+            " messages",
+            remedy,
+        )
         return
     data = facts.config.data
     chats = [as_messages(record, data.prompt_key) for record in facts.first_rows]
@@ -39,31 +52,56 @@ def check_template(facts: Facts) -> Iterator[Finding]:
         found = list(judge_chats(tokenizer, chats, options=data.apply_chat_template_kwargs))
     except TemplateError as error:
         yield problem(
-            f"the chat template refuses a prompt: {error}", "correct the messages' roles and order, or data.apply_chat_template_kwargs"
+            f"the chat template refuses a prompt: {error}",
+            "correct the messages' roles and order, or data.apply_chat_template_kwargs",
         )
         return
     yield from found
 
 
-def judge_chats(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Messages], *, options: Mapping[str, Any]) -> Iterator[Finding]:
+def judge_chats(
+    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Messages], *, options: Mapping[str, Any]
+) -> Iterator[Finding]:
     """What rendering shows. Raises jinja2's TemplateError when the template refuses a prompt."""
     special = set(map(str, tokenizer.all_special_tokens)) | set(MARKERS)
-    rendered = [str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **options)) for chat in chats]
+    rendered = [
+        str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **options))
+        for chat in chats
+    ]
     complaints = []
     for chat, text in zip(chats, rendered, strict=True):
         if marks := sorted({mark for message in chat for mark in special if mark in str(message["content"])}):
-            evidence = f"a prompt holds {', '.join(marks)} already, so the template is applied twice: {_short(text)}"
+            evidence = (
+                f"a prompt holds {', '.join(marks)} already, so the template is applied twice: {_short(text)}"
+            )
             complaints.append(warning(evidence, "store plain messages, without the template's own markers"))
         elif str(chat[-1]["content"]).strip() not in text:
-            complaints.append(warning(f"the template drops the content of the last message: {_short(text)}", "another chat template"))
+            complaints.append(
+                warning(
+                    f"the template drops the content of the last message: {_short(text)}",
+                    "another chat template",
+                )
+            )
         elif chat[-1]["role"] == "assistant":
-            complaints.append(warning(f"a prompt ends with an assistant's message: {_short(text)}", "end prompts with a user's message"))
+            complaints.append(
+                warning(
+                    f"a prompt ends with an assistant's message: {_short(text)}",
+                    "end prompts with a user's message",
+                )
+            )
         elif tokenizer.bos_token and text.startswith(2 * str(tokenizer.bos_token)):
-            complaints.append(warning(f"the template begins with {tokenizer.bos_token} twice: {_short(text)}", "correct the template"))
+            complaints.append(
+                warning(
+                    f"the template begins with {tokenizer.bos_token} twice: {_short(text)}",
+                    "correct the template",
+                )
+            )
     yield from dict.fromkeys(complaints)
     if not complaints:
         yield ok(f"{len(chats)} prompts rendered, the first: {_short(rendered[0])}")
-    if rendered[0] == tokenizer.apply_chat_template(chats[0], tokenize=False, add_generation_prompt=False, **options):
+    if rendered[0] == tokenizer.apply_chat_template(
+        chats[0], tokenize=False, add_generation_prompt=False, **options
+    ):
         yield note("the template adds nothing with which an answer begins (no generation prompt)")
 
 
@@ -78,35 +116,52 @@ def check_end_tokens(facts: Facts) -> Iterator[Finding]:
     if rollout.ignore_eos and not rollout.stop_token_ids:
         yield note(f"{ROLLOUT}.ignore_eos=true: every response runs to data.max_response_length")
         return
-    own = () if rollout.ignore_eos else end_tokens(load_generation_config(facts.own_model()), facts.model_config)
+    own = (
+        ()
+        if rollout.ignore_eos
+        else end_tokens(load_generation_config(facts.own_model()), facts.model_config)
+    )
     ends = [*own, *rollout.stop_token_ids]
     yield from judge_ends(tokenizer, ends, vocabulary=facts.model_config.get_text_config().vocab_size)
 
 
-def judge_ends(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], *, vocabulary: int) -> Iterator[Finding]:
+def judge_ends(
+    tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], *, vocabulary: int
+) -> Iterator[Finding]:
     """`ends`: tokens at which generation stops. `vocabulary`: tokens that the model knows."""
     named = ", ".join(f"{token} {_token_text(tokenizer, token)}" for token in ends) or "none"
     if beyond := [token for token in ends if not 0 <= token < vocabulary]:
         yield problem(
-            f"end tokens {beyond} are not among the model's {vocabulary} tokens", "correct eos_token_id in generation_config.json"
+            f"end tokens {beyond} are not among the model's {vocabulary} tokens",
+            "correct eos_token_id in generation_config.json",
         )
         return
     closing, eos = turn_end(tokenizer), tokenizer.eos_token_id
     others = {"the chat template's end of an answer": closing, "the tokenizer's end token": eos}
     unknown = {words: token for words, token in others.items() if token is not None and token not in ends}
     if not ends and not unknown:
-        yield warning("no end token is known: every response runs to data.max_response_length", f"{ROLLOUT}.stop_token_ids=[...]")
+        yield warning(
+            "no end token is known: every response runs to data.max_response_length",
+            f"{ROLLOUT}.stop_token_ids=[...]",
+        )
     for token in dict.fromkeys(unknown.values()):
         words = " and ".join(words for words, found in unknown.items() if found == token)
         remedy = f"{ROLLOUT}.stop_token_ids=[{token}], or add it to eos_token_id in generation_config.json"
-        yield warning(f"generation stops at {named}, but {words} is {token} {_token_text(tokenizer, token)}", remedy)
+        yield warning(
+            f"generation stops at {named}, but {words} is {token} {_token_text(tokenizer, token)}", remedy
+        )
     if ends and not unknown:
-        closes = "the template closes an answer with one of them" if closing is not None else "the template closes an answer with none"
+        closes = (
+            "the template closes an answer with one of them"
+            if closing is not None
+            else "the template closes an answer with none"
+        )
         yield ok(f"generation stops at {named}; {closes}")
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The special token with which the chat template closes an assistant's message; None: with none, or it takes no such message."""
+    """The special token with which the chat template closes an assistant's message; None: with none, or it
+    takes no such message."""
     if not tokenizer.chat_template:
         return None
     chat = [{"role": "user", "content": "QUESTION"}, {"role": "assistant", "content": SENTINEL}]
@@ -116,7 +171,9 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
         return None
     tail = text.rpartition(SENTINEL)[2]
     special = set(tokenizer.all_special_ids)
-    return next((token for token in tokenizer.encode(tail, add_special_tokens=False) if token in special), None)
+    return next(
+        (token for token in tokenizer.encode(tail, add_special_tokens=False) if token in special), None
+    )
 
 
 def _token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:

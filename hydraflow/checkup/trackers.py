@@ -32,7 +32,8 @@ CONNECT_SECONDS = 2.0
 
 
 def check_trackers(facts: Facts) -> Iterator[Finding]:
-    """Asks each tracker that the run uses; the file is always among them. Then the folders for generated responses."""
+    """Asks each tracker that the run uses; the file is always among them. Then the folders for generated
+    responses."""
     trainer = facts.config.trainer
     yield from look_at(trainer)
     yield from _dumps(trainer)
@@ -54,11 +55,18 @@ def check_writing(facts: Facts) -> Iterator[Finding]:
             tracker.log({"doctor": 1.0}, step=1)
             tracker.close()
             size = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
-        yield ok(f"{name} took a number and wrote {size} bytes") if size else problem(f"{name} took a number and wrote nothing")
+        yield (
+            ok(f"{name} took a number and wrote {size} bytes")
+            if size
+            else problem(f"{name} took a number and wrote nothing")
+        )
 
 
 def _dumps(trainer: TrainerConfig) -> Iterator[Finding]:
-    folders = {"trainer.rollout_data_dir": trainer.rollout_data_dir, "trainer.validation_data_dir": trainer.validation_data_dir}
+    folders = {
+        "trainer.rollout_data_dir": trainer.rollout_data_dir,
+        "trainer.validation_data_dir": trainer.validation_data_dir,
+    }
     folders["trainer.debug.save_rollouts"] = trainer.debug.save_rollouts
     for key, folder in folders.items():
         if folder is None:
@@ -76,7 +84,10 @@ def _check_file(trainer: LoopConfig) -> Finding:
         RunFolder.prove_writable(trainer.default_local_dir)
     except ConfigError as error:
         return of_problem(error.problems[0])
-    return ok(f"metrics.jsonl goes to {Path(trainer.default_local_dir or 'runs').expanduser()}, which can be written")
+    return ok(
+        f"metrics.jsonl goes to {Path(trainer.default_local_dir or 'runs').expanduser()}, which can be"
+        " written"
+    )
 
 
 def _check_tensorboard(trainer: LoopConfig) -> Finding:
@@ -89,7 +100,9 @@ def _check_console(trainer: LoopConfig) -> Finding:
 
 def _check_wandb(trainer: LoopConfig) -> Finding:
     missing = _missing("wandb", trainer, "pip install 'hydraflow-trainer[wandb]'")
-    return missing or judge_login("wandb", wandb.offline_because(os.environ), "wandb login, or WANDB_API_KEY=..., or WANDB_MODE=offline")
+    return missing or judge_login(
+        "wandb", wandb.offline_because(os.environ), "wandb login, or WANDB_API_KEY=..., or WANDB_MODE=offline"
+    )
 
 
 def _check_swanlab(trainer: LoopConfig) -> Finding:
@@ -99,7 +112,8 @@ def _check_swanlab(trainer: LoopConfig) -> Finding:
 
 
 def judge_login(name: str, offline: str | None, remedy: str) -> Finding:
-    """`offline`: why the run is kept in its folder; None: it is sent. Asked for: fine; not asked for: a warning, and the run starts."""
+    """`offline`: why the run is kept in its folder; None: it is sent. Asked for: fine; not asked for: a
+    warning, and the run starts."""
     if offline is None:
         return ok(f"{name} is installed, and somebody is logged in")
     if "=" in offline:
@@ -122,11 +136,20 @@ def judge_mlflow(environ: Mapping[str, str], *, without: str) -> Finding:
         reason = _silent(address)
         if reason is None:
             return ok(f"mlflow is installed, and a server answers at {uri}")
-        return problem(f"{mlflow.URI}={uri}: nothing answers there ({reason})", f"start it, or unset {mlflow.URI}, or {without}")
+        return problem(
+            f"{mlflow.URI}={uri}: nothing answers there ({reason})",
+            f"start it, or unset {mlflow.URI}, or {without}",
+        )
     if scheme in ("", "file") and environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() not in ("1", "true"):
         rule = f"{mlflow.URI}={uri}: MLflow has given up stores of plain files"
-        return problem(rule, f"{mlflow.URI}=sqlite:////path/mlflow.db, or MLFLOW_ALLOW_FILE_STORE=true, or {without}")
-    lacking = [name for name in ("sqlalchemy", "alembic") if scheme.startswith("sqlite") and importlib.util.find_spec(name) is None]
+        return problem(
+            rule, f"{mlflow.URI}=sqlite:////path/mlflow.db, or MLFLOW_ALLOW_FILE_STORE=true, or {without}"
+        )
+    lacking = [
+        name
+        for name in ("sqlalchemy", "alembic")
+        if scheme.startswith("sqlite") and importlib.util.find_spec(name) is None
+    ]
     if lacking:
         rule = f"mlflow is installed, but not {' and '.join(lacking)}, which {uri} needs"
         return problem(rule, "pip install 'hydraflow-trainer[mlflow]'")
@@ -134,7 +157,8 @@ def judge_mlflow(environ: Mapping[str, str], *, without: str) -> Finding:
 
 
 def _silent(uri: str) -> str | None:
-    """Why nothing listens at an address, or at the proxy through which it is reached; None: something does."""
+    """Why nothing listens at an address, or at the proxy through which it is reached; None: something
+    does."""
     address = urlsplit(uri)
     try:
         proxy = getproxies().get(address.scheme)
@@ -151,7 +175,9 @@ def _missing(name: str, trainer: LoopConfig, install: str) -> Finding | None:
     """A problem where the tracker's package is not installed."""
     if importlib.util.find_spec(name) is not None:
         return None
-    return problem(f"trainer.logger has {name}, which is not installed", f"{install}, or {_without(name, trainer)}")
+    return problem(
+        f"trainer.logger has {name}, which is not installed", f"{install}, or {_without(name, trainer)}"
+    )
 
 
 def _without(name: str, trainer: LoopConfig) -> str:

@@ -1,1 +1,2 @@
-"""From a command line to a checked configuration: the only place, with the entry points, that knows Hydra and OmegaConf."""
+"""From a command line to a checked configuration: the only place, with the entry points, that knows Hydra and
+OmegaConf."""

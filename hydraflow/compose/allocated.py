@@ -1,8 +1,9 @@
 """What the batch system gave, put into the keys that were left open, and held against those that were not.
 
-In: the leaves of a composition, an `Allocation`. Out: more leaves, with the variable as their origin; or problems that name both sides.
-A key that the user set wins: less than the allocation is fine, more is a contradiction.
-Left out on purpose: reading the variables (`allocation.py`), and memory, which `memory/limits.py` compares.
+In: the leaves of a composition, an `Allocation`. Out: more leaves, with the variable as their origin; or
+problems that name both sides. A key that the user set wins: less than the allocation is fine, more is a
+contradiction. Left out on purpose: reading the variables (`system/allocation.py`), and memory, which
+`memory/limits.py` compares.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hydraflow.allocation import Allocation
 from hydraflow.errors import Problem
 from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
+from hydraflow.system.allocation import Allocation
 
 NODES, DEVICES, CPUS = "trainer.nnodes", "trainer.n_gpus_per_node", "ray_init.num_cpus"
 CPU_PROCESSES = 2
 """As `trainer/machine.py`: worker processes of a machine without GPUs, where no number is given."""
 BESIDE = 1
-"""Processes that Ray counts a CPU for besides the training processes of a machine: the one of rewards and advantages."""
+"""Processes that Ray counts a CPU for besides the training processes of a machine: the one of rewards and
+advantages."""
 
 
 def take(schema: type, leaves: dict[str, Any], origins: dict[str, str], given: Allocation | None) -> None:
@@ -32,10 +34,16 @@ def take(schema: type, leaves: dict[str, Any], origins: dict[str, str], given: A
     if leaves.get("trainer.device") == "cpu":
         del found[DEVICES]
     if leaves.get("debug") or leaves.get("trainer.debug.local"):
-        found = {key: field for key, field in found.items() if key == CPUS}  # what is debugged has one process for each role
+        found = {
+            key: field for key, field in found.items() if key == CPUS
+        }  # what is debugged has one process for each role
     for key, field in found.items():
         value = getattr(given, field)
-        if value is None or key in origins or (key == CPUS and not (local and value >= _processes(leaves) + BESIDE)):
+        if (
+            value is None
+            or key in origins
+            or (key == CPUS and not (local and value >= _processes(leaves) + BESIDE))
+        ):
             continue
         leaves[key], origins[key] = value, f"follows {given.source(field)}"
 
@@ -51,9 +59,14 @@ def contradictions(config: Any, given: Allocation | None) -> Iterator[Problem]:
     trainer, on_gpus = config.trainer, given.gpus is not None and config.trainer.device != "cpu"
     if given.nodes is not None and trainer.nnodes > given.nodes:
         rule = f"Slurm gave job {given.job} {_count(given.nodes, 'node')} ({given.source('nodes')})"
-        yield Problem(NODES, trainer.nnodes, rule, f"{NODES}={given.nodes} or sbatch --nodes={trainer.nnodes}")
+        yield Problem(
+            NODES, trainer.nnodes, rule, f"{NODES}={given.nodes} or sbatch --nodes={trainer.nnodes}"
+        )
     if on_gpus and trainer.n_gpus_per_node is not None and trainer.n_gpus_per_node > (given.gpus or 0):
-        rule = f"Slurm gave job {given.job} {_count(given.gpus or 0, 'GPU')} on this node ({given.source('gpus')})"
+        rule = (
+            f"Slurm gave job {given.job} {_count(given.gpus or 0, 'GPU')} on this node"
+            f" ({given.source('gpus')})"
+        )
         remedy = f"{DEVICES}={given.gpus} or sbatch --gpus-per-node={trainer.n_gpus_per_node}"
         yield Problem(DEVICES, trainer.n_gpus_per_node, rule, remedy)
     elif on_gpus and given.cpus is not None and config.ray_init.num_cpus is None:
@@ -61,11 +74,17 @@ def contradictions(config: Any, given: Allocation | None) -> Iterator[Problem]:
 
 
 def _cores(processes: int, given: Allocation) -> Iterator[Problem]:
-    """A process for each GPU on a single core, Slurm's default, would wait for its core and not for its GPU."""
+    """A process for each GPU on a single core, Slurm's default, would wait for its core and not for its
+    GPU."""
     assert given.cpus is not None
     if processes > given.cpus:
-        rule = f"as many processes share {_count(given.cpus, 'core')}: Slurm gave job {given.job} no more ({given.source('cpus')})"
-        remedy = f"sbatch --cpus-per-task={8 * processes} or {DEVICES}={given.cpus} or {CPUS}={processes + BESIDE}"
+        rule = (
+            f"as many processes share {_count(given.cpus, 'core')}: Slurm gave job {given.job} no more"
+            f" ({given.source('cpus')})"
+        )
+        remedy = (
+            f"sbatch --cpus-per-task={8 * processes} or {DEVICES}={given.cpus} or {CPUS}={processes + BESIDE}"
+        )
         yield Problem(DEVICES, processes, rule, remedy)
 
 

@@ -1,7 +1,7 @@
 """Tells options from overrides on a command line: Hydra's own, and those that an entry point declares.
 
-In: the arguments after the program's name. Out: `Arguments`, or one problem for each option that there is not.
-Left out on purpose: what overrides mean (`overrides.py`).
+In: the arguments after the program's name. Out: `Arguments`, or one problem for each option that there is
+not. Left out on purpose: what overrides mean (`overrides.py`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,31 @@ from dataclasses import dataclass, field
 
 from hydraflow.errors import Problem
 
-_SWITCHES = {"--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m", "--shell-completion", "-sc"}
-_WITH_VALUE = {"--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"}
+_SWITCHES = {
+    "--help",
+    "-h",
+    "--hydra-help",
+    "--version",
+    "--resolve",
+    "--run",
+    "-r",
+    "--multirun",
+    "-m",
+    "--shell-completion",
+    "-sc",
+}
+_WITH_VALUE = {
+    "--cfg",
+    "-c",
+    "--package",
+    "-p",
+    "--config-path",
+    "-cp",
+    "--config-name",
+    "-cn",
+    "--config-dir",
+    "-cd",
+}
 _INFO = {"--info", "-i"}
 _INFO_KINDS = {"all", "config", "defaults", "defaults-tree", "plugins", "searchpath"}
 _COMMANDS = {"--run", "-r", "--multirun", "-m", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
@@ -126,10 +149,14 @@ def _take_own(arguments: Arguments, switch: Switch, word: str, rest: list[str]) 
         missing = not rest or rest[0].startswith("-")
         value = "" if missing else rest.pop(0)
     if not value:
-        arguments.problems.append(Problem(switch.name, None, "needs a value", f"{switch.name} {switch.value}"))
+        arguments.problems.append(
+            Problem(switch.name, None, "needs a value", f"{switch.name} {switch.value}")
+        )
     elif switch.choices and value not in switch.choices:
         remedy = " or ".join(f"{switch.name} {choice}" for choice in switch.choices)
-        arguments.problems.append(Problem(f"{switch.name} {value}", None, f"there are {', '.join(switch.choices)}", remedy))
+        arguments.problems.append(
+            Problem(f"{switch.name} {value}", None, f"there are {', '.join(switch.choices)}", remedy)
+        )
     else:
         arguments.switches[switch.name] = value
 
@@ -152,4 +179,9 @@ def _unknown_option(word: str, rest: list[str], own: set[str]) -> Problem:
         return Problem(word, None, "unknown option", f"{near[0]}{equals}{value}")
     if not equals and rest and "=" not in rest[0] and not rest[0].startswith("-"):
         value = rest.pop(0)
-    return Problem(word, None, "unknown option; settings are written key=value, without dashes", f"{name.lstrip('-')}={value or '...'}")
+    return Problem(
+        word,
+        None,
+        "unknown option; settings are written key=value, without dashes",
+        f"{name.lstrip('-')}={value or '...'}",
+    )

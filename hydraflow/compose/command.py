@@ -1,4 +1,5 @@
-"""What a command line came to, besides the configuration itself: where each value is from, what must be said aloud, own options.
+"""What a command line came to, besides the configuration itself: where each value is from, what must be said
+aloud, own options.
 
 In: nothing. Out: `Command`, which `launch` hands to every `run`. Standard library only.
 """
@@ -31,7 +32,10 @@ class Counts:
 
     def __str__(self) -> str:
         noun = "key" if self.honoured == 1 else "keys"
-        return f"{self.honoured} {noun} honoured, {self.without_effect} accepted without effect, {self.unsupported} unsupported"
+        return (
+            f"{self.honoured} {noun} honoured, {self.without_effect} accepted without effect,"
+            f" {self.unsupported} unsupported"
+        )
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Tab completion in bash: `eval "$(python -m hydraflow.main_ppo -sc install=bash)"`.
 
-In: what follows `-sc`. Out: the script that teaches the shell. Hydra completes `python file.py` and installed programs; ours adds
-`python -m hydraflow.<name>`, and leaves the answers to Hydra.
+In: what follows `-sc`. Out: the script that teaches the shell. Hydra completes `python file.py` and installed
+programs; ours adds `python -m hydraflow.<name>`, and leaves the answers to Hydra.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Keys that have no effect under the options chosen, so that nobody waits for what a setting will never do.
 
-In: a composed configuration and the keys that its user set. Out: one problem for each that nothing will read, with the reason and
-what would make it count. `launch` says them aloud, or refuses them with `strict=true`.
-A new rule is a line of `RULES`. Left out on purpose: keys that are verl's alone (`verl.py`).
+In: a composed configuration and the keys that its user set. Out: one problem for each that nothing will read,
+with the reason and what would make it count. `launch` says them aloud, or refuses them with `strict=true`. A
+new rule is a line of `RULES`. Left out on purpose: keys that are verl's alone (`verl.py`).
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hydraflow.allocation import allocation
 from hydraflow.batch_plan.roles import needs_critic, needs_reference
 from hydraflow.compose.patterns import fits
 from hydraflow.engine.config import OptimConfig
 from hydraflow.errors import Problem, shown
 from hydraflow.models.config import ModelConfig
 from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
+from hydraflow.system.allocation import allocation
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,18 @@ def _adapters(prefix: str, of: Callable[[Any], ModelConfig]) -> Idle:
 def _engine(prefix: str, owner: str, of: Callable[[Any], str]) -> tuple[Idle, ...]:
     """The settings of the engine that was not chosen."""
     return (
-        Idle(f"{prefix}.megatron.**", lambda c: of(c) != "megatron", f"{owner}.strategy is not megatron", f"{owner}.strategy=megatron"),
-        Idle(f"{prefix}.fsdp_config.**", lambda c: of(c) == "megatron", f"{owner}.strategy=megatron", f"{owner}.strategy=fsdp2"),
+        Idle(
+            f"{prefix}.megatron.**",
+            lambda c: of(c) != "megatron",
+            f"{owner}.strategy is not megatron",
+            f"{owner}.strategy=megatron",
+        ),
+        Idle(
+            f"{prefix}.fsdp_config.**",
+            lambda c: of(c) == "megatron",
+            f"{owner}.strategy=megatron",
+            f"{owner}.strategy=fsdp2",
+        ),
     )
 
 
@@ -107,7 +117,10 @@ def _actor_engine(config: PPOConfig) -> str:
 _ROLES = (
     Idle("critic.**", lambda c: not needs_critic(c), "no critic runs", "critic.enable=true"),
     Idle(
-        f"{REF}.**", lambda c: not needs_reference(c), "no reference runs", f"{ACTOR}.use_kl_loss=true or algorithm.use_kl_in_reward=true"
+        f"{REF}.**",
+        lambda c: not needs_reference(c),
+        "no reference runs",
+        f"{ACTOR}.use_kl_loss=true or algorithm.use_kl_in_reward=true",
     ),
     Idle(
         f"{REF}.{{fsdp_config.**,megatron.**,device_mapping}}",
@@ -150,25 +163,39 @@ _BATCHES = (
     ),
     Idle(
         f"{ROLLOUT}.log_prob_max_token_len_per_gpu",
-        _static(lambda c: c.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu, lambda c: _is_dynamic(c, "rollout")),
+        _static(
+            lambda c: c.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu,
+            lambda c: _is_dynamic(c, "rollout"),
+        ),
         "micro-batches have a given number of rows",
         f"{ROLLOUT}.log_prob_use_dynamic_bsz=true",
     ),
     Idle(
         f"{REF}.log_prob_max_token_len_per_gpu",
-        _static(lambda c: c.actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu, lambda c: _is_dynamic(c, "ref")),
+        _static(
+            lambda c: c.actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu,
+            lambda c: _is_dynamic(c, "ref"),
+        ),
         "micro-batches have a given number of rows",
         f"{REF}.log_prob_use_dynamic_bsz=true",
     ),
     Idle(
         "critic.forward_max_token_len_per_gpu",
-        _static(lambda c: c.critic.forward_micro_batch_size_per_gpu or c.critic.ppo_micro_batch_size_per_gpu, _critic_is_dynamic),
+        _static(
+            lambda c: c.critic.forward_micro_batch_size_per_gpu or c.critic.ppo_micro_batch_size_per_gpu,
+            _critic_is_dynamic,
+        ),
         "micro-batches have a given number of rows",
         "critic.use_dynamic_bsz=true",
     ),
 )
 _MATHEMATICS = (
-    Idle("algorithm.lam", lambda c: _estimator(c) != "gae", "only algorithm.adv_estimator=gae reads it", "algorithm.adv_estimator=gae"),
+    Idle(
+        "algorithm.lam",
+        lambda c: _estimator(c) != "gae",
+        "only algorithm.adv_estimator=gae reads it",
+        "algorithm.adv_estimator=gae",
+    ),
     Idle(
         "algorithm.gamma",
         lambda c: _estimator(c) not in ("gae", "reinforce_plus_plus"),
@@ -219,7 +246,9 @@ _MATHEMATICS = (
     ),
     Idle(
         f"{ACTOR}.clip_ratio",
-        lambda c: None not in (c.actor_rollout_ref.actor.clip_ratio_low, c.actor_rollout_ref.actor.clip_ratio_high),
+        lambda c: (
+            None not in (c.actor_rollout_ref.actor.clip_ratio_low, c.actor_rollout_ref.actor.clip_ratio_high)
+        ),
         "clip_ratio_low and clip_ratio_high are both given",
         f"{ACTOR}.clip_ratio_low=null",
     ),
@@ -261,7 +290,11 @@ _GENERATION = (
         "there is no validation without data.val_files",
         "data.val_files=...",
     ),
-    Idle("data.{val_batch_size,val_max_samples}", lambda c: not _validates(c), "there is no validation without data.val_files"),
+    Idle(
+        "data.{val_batch_size,val_max_samples}",
+        lambda c: not _validates(c),
+        "there is no validation without data.val_files",
+    ),
     Idle(
         "reward.reward_model.*",
         lambda c: not c.reward.reward_model.enable,
@@ -333,8 +366,18 @@ _RUN = (
         "trainer.resume_mode is not resume_path",
         "trainer.resume_mode=resume_path",
     ),
-    Idle("trainer.restart_backoff", lambda c: c.trainer.max_restarts == 0, "trainer.max_restarts=0", "trainer.max_restarts=3"),
-    Idle("trainer.wandb_proxy", lambda c: "wandb" not in c.trainer.logger, "trainer.logger has no wandb", "trainer.logger=[console,wandb]"),
+    Idle(
+        "trainer.restart_backoff",
+        lambda c: c.trainer.max_restarts == 0,
+        "trainer.max_restarts=0",
+        "trainer.max_restarts=3",
+    ),
+    Idle(
+        "trainer.wandb_proxy",
+        lambda c: "wandb" not in c.trainer.logger,
+        "trainer.logger has no wandb",
+        "trainer.logger=[console,wandb]",
+    ),
     Idle(
         "ray_init.num_cpus",
         # in a Slurm job it is what hydraflow.slurm starts Ray with
@@ -342,7 +385,11 @@ _RUN = (
         "the running cluster counts its own",
         "ray_init.address=local",
     ),
-    Idle("ray_init.{address,num_cpus}", lambda c: c.trainer.debug.local, "trainer.debug.local=true does without Ray"),
+    Idle(
+        "ray_init.{address,num_cpus}",
+        lambda c: c.trainer.debug.local,
+        "trainer.debug.local=true does without Ray",
+    ),
     Idle(
         "log.console",
         lambda c: c.trainer.debug.local,
@@ -371,7 +418,12 @@ RULES: dict[type, tuple[Idle, ...]] = {
         *_PARTS,
         _FILTERED,
         *_RUN,
-        Idle("trainer.rollout_data_dir", lambda c: c.trainer.val_only, "trainer.val_only=true trains nothing", "trainer.val_only=false"),
+        Idle(
+            "trainer.rollout_data_dir",
+            lambda c: c.trainer.val_only,
+            "trainer.val_only=true trains nothing",
+            "trainer.val_only=false",
+        ),
         Idle(
             "trainer.rollout_data_dir",
             lambda c: c.trainer.debug.load_rollouts is not None,
@@ -394,7 +446,12 @@ RULES: dict[type, tuple[Idle, ...]] = {
         ),
         _adapters("model", lambda c: c.model),
         *_optimizer("optim", lambda c: c.optim),
-        Idle("trainer.test_freq", lambda c: not c.data.val_files, "there is no validation without data.val_files", "data.val_files=..."),
+        Idle(
+            "trainer.test_freq",
+            lambda c: not c.data.val_files,
+            "there is no validation without data.val_files",
+            "data.val_files=...",
+        ),
         *(rule for rule in _RUN if not rule.pattern.startswith("recipe")),
     ),
     GenerateConfig: (
@@ -407,11 +464,20 @@ RULES: dict[type, tuple[Idle, ...]] = {
         ),
     ),
 }
-"""Schema -> rules; of several that hold for a key the first is told. `recipe.name` itself is never without effect."""
+"""Schema -> rules; of several that hold for a key the first is told. `recipe.name` itself is never without
+effect."""
 
 PLANNED_ONLY = (
-    Idle("cluster.*", lambda c: True, "it describes machines for python -m hydraflow.plan; a run takes those of trainer.*"),
-    Idle(f"{ROLLOUT}.agent.*", lambda c: True, "no agents run yet; python -m hydraflow.plan shows what each of them would get"),
+    Idle(
+        "cluster.*",
+        lambda c: True,
+        "it describes machines for python -m hydraflow.plan; a run takes those of trainer.*",
+    ),
+    Idle(
+        f"{ROLLOUT}.agent.*",
+        lambda c: True,
+        "no agents run yet; python -m hydraflow.plan shows what each of them would get",
+    ),
 )
 """Keys that a plan shows and a run has no use for."""
 _DECIDES = {"recipe.name", "critic.enable", "reward.reward_model.enable", "critic.strategy"}
@@ -419,14 +485,19 @@ _DECIDES = {"recipe.name", "critic.enable", "reward.reward_model.enable", "criti
 
 
 def idle_keys(config: object, given: Iterable[tuple[str, Any]], *, planning: bool) -> Iterator[Problem]:
-    """One problem for each given key, of (key, value), that has no effect; `planning`: nothing is going to run.
+    """One problem for each given key, of (key, value), that has no effect; `planning`: nothing is going to
+    run.
 
     >>> config = PPOConfig()
     >>> print(*idle_keys(config, [("actor_rollout_ref.actor.kl_loss_coef", 0.1)], planning=True))
     actor_rollout_ref.actor.kl_loss_coef=0.1: has no effect: actor_rollout_ref.actor.use_kl_loss=false
           -> leave out actor_rollout_ref.actor.kl_loss_coef or actor_rollout_ref.actor.use_kl_loss=true
     """
-    rules = [rule for rule in (*RULES.get(type(config), ()), *(() if planning else PLANNED_ONLY)) if rule.when(config)]
+    rules = [
+        rule
+        for rule in (*RULES.get(type(config), ()), *(() if planning else PLANNED_ONLY))
+        if rule.when(config)
+    ]
     for key, value in given:
         rule = next((rule for rule in rules if _covers(rule, key)), None)
         if rule is not None:

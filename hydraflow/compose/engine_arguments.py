@@ -1,7 +1,9 @@
-"""Keys of open mappings whose names belong to another library: checked against it where it is installed, without importing it.
+"""Keys of open mappings whose names belong to another library: checked against it where it is installed,
+without importing it.
 
-In: values of open mappings. Out: a problem for each name that the library does not have, with the nearest; or a note that it was
-not asked. The names are read from the library's source, since importing vLLM takes seconds and needs a GPU's driver.
+In: values of open mappings. Out: a problem for each name that the library does not have, with the nearest; or
+a note that it was not asked. The names are read from the library's source, since importing vLLM takes seconds
+and needs a GPU's driver.
 """
 
 from __future__ import annotations
@@ -56,17 +58,24 @@ def check_names(leaves: Mapping[str, Any]) -> tuple[list[Problem], list[str]]:
             continue
         known = argument_names(library)
         if known is None:
-            notes.append(f"{key}: {', '.join(map(str, content))} not checked, {library.name} is not installed here")
+            notes.append(
+                f"{key}: {', '.join(map(str, content))} not checked, {library.name} is not installed here"
+            )
         else:
             problems += _unknown_names(key, content, library, known)
     return problems, notes
 
 
-def _unknown_names(key: str, content: Mapping[str, Any], library: Library, known: frozenset[str]) -> Iterator[Problem]:
+def _unknown_names(
+    key: str, content: Mapping[str, Any], library: Library, known: frozenset[str]
+) -> Iterator[Problem]:
     for name, value in content.items():
         if name not in known:
             near = nearest(str(name), sorted(known))
-            remedy = " or ".join(f"{key}.{one}={shown(value, f'{key}.{name}')}" for one in near) or f"leave out {key}.{name}"
+            remedy = (
+                " or ".join(f"{key}.{one}={shown(value, f'{key}.{name}')}" for one in near)
+                or f"leave out {key}.{name}"
+            )
             yield Problem(f"{key}.{name}", shown(value), f"{library.name} has no such argument", remedy)
 
 

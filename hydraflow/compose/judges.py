@@ -1,8 +1,9 @@
 """What each command says against its configuration, for the report that names every mistake at once.
 
-In: a composed configuration and where its values come from. Out: problems: broken rules of the batch plan, what `runnable.py` names;
-and, apart from these, files and folders that are not on this machine. Standard library only, so that nothing waits for torch.
-Left out on purpose: what is in the files, models and devices; the jobs look at those.
+In: a composed configuration and where its values come from. Out: problems: broken rules of the batch plan,
+what `runnable.py` names; and, apart from these, files and folders that are not on this machine. Standard
+library only, so that nothing waits for torch. Left out on purpose: what is in the files, models and devices;
+the jobs look at those.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from hydraflow.batch_plan.resolve import resolve_plan
 from hydraflow.batch_plan.roles import needs_critic
 from hydraflow.batch_plan.sft import resolve_sft_plan
 from hydraflow.compose.command import Command
-from hydraflow.debugging import applied
+from hydraflow.compose.debugging import applied
+from hydraflow.compose.runnable import problems as not_runnable
 from hydraflow.device import planned_devices
 from hydraflow.errors import ConfigError, Problem
 from hydraflow.models.config import ModelSourceConfig
-from hydraflow.paths import file_problems, model_problems
 from hydraflow.rewards.config import RewardConfig
-from hydraflow.runnable import problems as not_runnable
 from hydraflow.schema import EvalConfig, GenerateConfig, PPOConfig, SFTConfig
+from hydraflow.system.paths import file_problems, model_problems
 from hydraflow.trainer.config import ClusterConfig
 
 
@@ -32,7 +33,12 @@ def judge_ppo(config: PPOConfig, command: Command) -> Sequence[Problem]:
     found = list(not_runnable(config))
     here = replace(config, cluster=ClusterConfig())  # cluster.* is for python -m hydraflow.plan alone
     try:
-        resolve_plan(here, prompts=prompts, devices_per_node=planned_devices(config.trainer.device), origins=command.origins)
+        resolve_plan(
+            here,
+            prompts=prompts,
+            devices_per_node=planned_devices(config.trainer.device),
+            origins=command.origins,
+        )
     except ConfigError as error:
         return [*error.problems, *found]
     return found
@@ -42,7 +48,12 @@ def judge_sft(config: SFTConfig, command: Command) -> Sequence[Problem]:
     """Broken rules of the batch plan."""
     config = applied(config)
     try:
-        resolve_sft_plan(config, conversations=None, devices_per_node=planned_devices(config.trainer.device), origins=command.origins)
+        resolve_sft_plan(
+            config,
+            conversations=None,
+            devices_per_node=planned_devices(config.trainer.device),
+            origins=command.origins,
+        )
     except ConfigError as error:
         return error.problems
     return []
@@ -58,13 +69,17 @@ def missing_for_ppo(config: PPOConfig, command: Command) -> Iterator[Problem]:
     if needs_critic(config):
         yield from _missing_model(config.critic.model, "critic.model")
     files = {"data.val_files": config.data.val_files}
-    yield from _missing(files if config.trainer.val_only else {"data.train_files": config.data.train_files, **files})
+    yield from _missing(
+        files if config.trainer.val_only else {"data.train_files": config.data.train_files, **files}
+    )
 
 
 def missing_for_sft(config: SFTConfig, command: Command) -> Iterator[Problem]:
     """The same for `main_sft`."""
     yield from _missing_model(config.model, "model")
-    yield from _missing({"data.train_files": config.data.train_files, "data.val_files": config.data.val_files})
+    yield from _missing(
+        {"data.train_files": config.data.train_files, "data.val_files": config.data.val_files}
+    )
 
 
 def missing_for_generate(config: GenerateConfig, command: Command) -> Iterator[Problem]:

@@ -1,7 +1,8 @@
-"""The known keys of a configuration schema: what type each takes, which is nearest to a misspelt one, what each does.
+"""The known keys of a configuration schema: what type each takes, which is nearest to a misspelt one, what
+each does.
 
 In: a dataclass of `schema.py`, keys and values as a user wrote them. Out: problems, or text for `--help`.
-Left out on purpose: ranges and choices (`checks.py`), and whole trees (`tree.py`).
+Left out on purpose: ranges and choices (`rules.py`), and whole trees (`tree.py`).
 """
 
 from __future__ import annotations
@@ -74,7 +75,11 @@ def field_docs(section: type) -> dict[str, str]:
         body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
         assert isinstance(body, ast.ClassDef)
         for field, text in zip(body.body, body.body[1:], strict=False):
-            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(text, ast.Expr)
+                and isinstance(text.value, ast.Constant)
+            ):
                 assert isinstance(field.target, ast.Name)
                 docs[field.target.id] = str(text.value.value)
     return docs
@@ -143,7 +148,10 @@ def type_words(hint: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         return " or ".join(type_words(part) for part in arguments)
     if origin is list:
-        return f"a list of {'text' if arguments[0] is str else type_words(arguments[0]).removeprefix('a ') + 's'}"
+        return (
+            "a list of"
+            f" {'text' if arguments[0] is str else type_words(arguments[0]).removeprefix('a ') + 's'}"
+        )
     if origin is dict:
         return "a mapping such as {name: value}"
     return "null" if hint is type(None) else _WORDS[hint]
@@ -173,7 +181,9 @@ def wrong_type(schema: type, key: Key, value: Any) -> Problem:
     """The report of a value that a leaf cannot take, or of one where a section stands."""
     if key.is_section:
         first = next(name for name in known_keys(schema) if name.startswith(f"{key.path}."))
-        return Problem(key.path, shown(value), "is a group of keys, not a value", f"set a key of it, such as {first}=...")
+        return Problem(
+            key.path, shown(value), "is a group of keys, not a value", f"set a key of it, such as {first}=..."
+        )
     example = _as_meant(key, value)
     remedy = "" if example is None else f"{key.path}={shown(example)}"
     kind = "" if value is None or isinstance(value, list) else f", not {_kind(value)}"
@@ -182,7 +192,12 @@ def wrong_type(schema: type, key: Key, value: Any) -> Problem:
 
 def _as_meant(key: Key, value: Any) -> Any:
     """The value that was probably meant: 1e3 is the whole number 1000, yes is true; else the default."""
-    if isinstance(value, float) and value.is_integer() and abs(value) <= 2**53 and accepts(key.hint, int(value)):
+    if (
+        isinstance(value, float)
+        and value.is_integer()
+        and abs(value) <= 2**53
+        and accepts(key.hint, int(value))
+    ):
         return int(value)
     if isinstance(value, str) and accepts(key.hint, True) and value.lower() in _SWITCHED:
         return _SWITCHED[value.lower()]

@@ -1,7 +1,7 @@
 """Runs an entry point with the configuration that its command line asks for, or with each one of a sweep.
 
-In: the arguments of the process, a schema, what to run. Out: an exit code; every mistake at once as a message on stderr with exit
-code 2. Left out on purpose: how a configuration is composed and judged (`loading.py`).
+In: the arguments of the process, a schema, what to run. Out: an exit code; every mistake at once as a message
+on stderr with exit code 2. Left out on purpose: how a configuration is composed and judged (`loading.py`).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from hydraflow.compose.overrides import Prepared, config_folder, groups_in, prep
 from hydraflow.compose.own_files import missing_files, unreadable
 from hydraflow.compose.verl import config_file
 from hydraflow.errors import ConfigError, HydraflowError, Problem
-from hydraflow.interrupts import INTERRUPTED, TERMINATED, say_interrupted
 from hydraflow.redact import public_text
+from hydraflow.system.interrupts import INTERRUPTED, TERMINATED, say_interrupted
 
 Config = TypeVar("Config")
 Run = Callable[[Config, Command], int | None]
@@ -60,13 +60,15 @@ def launch(
     missing: Judge | None = None,
     tolerant: bool = False,
 ) -> int:
-    """Calls `run(config, command)` for the command line, or for each configuration of a sweep; returns the exit code.
+    """Calls `run(config, command)` for the command line, or for each configuration of a sweep; returns the
+    exit code.
 
-    `config_name` is a file of the config folder without its ending. `switches`: options of the entry point's own. `judges`: what it
-    has to say against a configuration, in the same report as everything else. `missing`: of these, what `run` finds itself, with what
-    else is wrong with the machine; it is only asked where the configuration is wrong. `tolerant`: it runs nothing, so what could not be
-    honoured is told instead of refused; such an entry point prints the notes itself.
-    Use: `command(lambda: launch("ppo", PPOConfig, run))`, of `interrupts.py`; `sys.exit` where nothing is to be ended.
+    `config_name` is a file of the config folder without its ending. `switches`: options of the entry point's
+    own. `judges`: what it has to say against a configuration, in the same report as everything else.
+    `missing`: of these, what `run` finds itself, with what else is wrong with the machine; it is only asked
+    where the configuration is wrong. `tolerant`: it runs nothing, so what could not be honoured is told
+    instead of refused; such an entry point prints the notes itself. Use: `command(lambda: launch("ppo",
+    PPOConfig, run))`, of `system/interrupts.py`; `sys.exit` where nothing is to be ended.
     """
     arguments = split(sys.argv[1:], switches)
     if arguments.has("--help", "-h"):
@@ -74,7 +76,9 @@ def launch(
         return 0
     if arguments.has("--shell-completion", "-sc") and completion.install(arguments.overrides):
         return 0
-    entry = Entry(config_name, schema, judges, missing, tolerant, arguments.switches, tuple(public_words(sys.orig_argv)))
+    entry = Entry(
+        config_name, schema, judges, missing, tolerant, arguments.switches, tuple(public_words(sys.orig_argv))
+    )
     codes: list[int] = []
 
     def job(one: Composed[Config]) -> int:
@@ -88,7 +92,8 @@ def launch(
 
 
 def given_switches(switches: Sequence[Switch], argv: Sequence[str] | None = None) -> dict[str, str | bool]:
-    """The entry point's own options on a command line, that of this process by default; mistakes are left to `launch`.
+    """The entry point's own options on a command line, that of this process by default; mistakes are left to
+    `launch`.
 
     >>> given_switches([Switch("--job", value="NAME")], ["data.shuffle=false", "--job", "sft"])
     {'--job': 'sft'}
@@ -97,7 +102,8 @@ def given_switches(switches: Sequence[Switch], argv: Sequence[str] | None = None
 
 
 def run_guarded(work: Callable[[], int | None]) -> int:
-    """Runs `work` and returns its exit code. Errors for the user become a message on stderr and their exit code.
+    """Runs `work` and returns its exit code. Errors for the user become a message on stderr and their exit
+    code.
 
     With HYDRAFLOW_FULL_ERROR=1 in the environment the stack trace comes first. Faults of our own propagate.
     """
@@ -113,14 +119,29 @@ def run_guarded(work: Callable[[], int | None]) -> int:
 
 
 def help_text(config_name: str, schema: type, switches: Sequence[Switch] = ()) -> str:
-    """What `--help` prints: how to call, the groups and their choices, every key with its default and meaning."""
-    groups = [f"  {group}={'|'.join(choices)}" for group, choices in groups_in([config_folder(config_name)], schema).items()]
-    own = [f"          {' '.join(filter(None, (switch.name, switch.value)))}  {switch.doc}" for switch in switches]
+    """What `--help` prints: how to call, the groups and their choices, every key with its default and
+    meaning."""
+    groups = [
+        f"  {group}={'|'.join(choices)}"
+        for group, choices in groups_in([config_folder(config_name)], schema).items()
+    ]
+    own = [
+        f"          {' '.join(filter(None, (switch.name, switch.value)))}  {switch.doc}"
+        for switch in switches
+    ]
     parts = [
         f"{_command() or schema.__doc__} [options] [key=value ...]",
-        "Settings: key=value, one for each key below; lists as key=[a,b]; +key=value and ++key=value mean the same.",
-        "Options:  --cfg job prints the configuration; --multirun runs key=a,b once for each value; --config-dir DIR and",
-        "          --config-name NAME take your own YAML file (start it with `defaults: [" + config_name + ", _self_]`);",
+        (
+            "Settings: key=value, one for each key below; lists as key=[a,b]; +key=value and ++key=value mean"
+            " the same."
+        ),
+        (
+            "Options:  --cfg job prints the configuration; --multirun runs key=a,b once for each value;"
+            " --config-dir DIR and"
+        ),
+        "          --config-name NAME take your own YAML file (start it with `defaults: ["
+        + config_name
+        + ", _self_]`);",
         "          --info shows where values come from; --hydra-help lists the rest.",
         *own,
         *(["\nGroups:", *groups] if groups else []),
@@ -135,7 +156,9 @@ def _command() -> str:
     return f"python -m {spec.name}" if spec and spec.name.startswith("hydraflow.") else ""
 
 
-def _hydra_main(entry: Entry[Config], arguments: Arguments, job: Callable[[Composed[Config]], int], codes: list[int]) -> None:
+def _hydra_main(
+    entry: Entry[Config], arguments: Arguments, job: Callable[[Composed[Config]], int], codes: list[int]
+) -> None:
     """Lets Hydra compose and call `job` for each configuration, or do what its options ask for."""
     _take_verls_files(entry, arguments)
     shown = _take_what_to_show(arguments)
@@ -149,7 +172,9 @@ def _hydra_main(entry: Entry[Config], arguments: Arguments, job: Callable[[Compo
     def compose(composed: DictConfig) -> int:
         facts = HydraConfig.get()
         _keep_private(facts)
-        finished = partial(finish, entry, composed, prepared, str(facts.job.config_name), _words(facts.overrides.task))
+        finished = partial(
+            finish, entry, composed, prepared, str(facts.job.config_name), _words(facts.overrides.task)
+        )
         if shown is not None:
             return _show(finished(only_keys=True), shown)
         codes.append(run_guarded(lambda: job(finished())))
@@ -168,14 +193,23 @@ def _keep_private(facts: HydraConf) -> None:
 
 
 def _words(overrides: list[str] | ListConfig) -> list[str]:
-    """The overrides as they were given: `${...}` in them is for the configuration to replace, not for this list."""
-    words = OmegaConf.to_container(overrides, resolve=False) if isinstance(overrides, ListConfig) else overrides
+    """The overrides as they were given: `${...}` in them is for the configuration to replace, not for this
+    list."""
+    words = (
+        OmegaConf.to_container(overrides, resolve=False) if isinstance(overrides, ListConfig) else overrides
+    )
     return [str(word) for word in words or ()]
 
 
-def _call_hydra(entry: Entry[Any], arguments: Arguments, prepared: Prepared, compose: Callable[[DictConfig], int]) -> None:
+def _call_hydra(
+    entry: Entry[Any], arguments: Arguments, prepared: Prepared, compose: Callable[[DictConfig], int]
+) -> None:
     keys = {word.partition("=")[0].lstrip("+") for word in prepared.words}
-    quiet = [f"{key}={value}" for key, value in (_QUIET | {"hydra.job.name": entry.config_name}).items() if key not in keys]
+    quiet = [
+        f"{key}={value}"
+        for key, value in (_QUIET | {"hydra.job.name": entry.config_name}).items()
+        if key not in keys
+    ]
     folder, reached = str(config_folder(entry.config_name)), []
 
     def composed(config: DictConfig) -> int:
@@ -206,8 +240,8 @@ def _take_verls_files(entry: Entry[Any], arguments: Arguments) -> None:
 
 
 def _take_what_to_show(arguments: Arguments) -> tuple[str, bool] | None:
-    """For `--cfg job`: the section to show (empty: all) and whether interpolations are to be replaced. Hydra would show verl's keys
-    as they were written; we show what they came to."""
+    """For `--cfg job`: the section to show (empty: all) and whether interpolations are to be replaced. Hydra
+    would show verl's keys as they were written; we show what they came to."""
     if arguments.value("--cfg", "-c") != "job":
         return None
     arguments.take("--cfg", "-c")
@@ -220,7 +254,9 @@ def _show(composed: Composed[Any], shown: tuple[str, bool]) -> int:
     whole = OmegaConf.create(asdict(composed.config) if resolve else composed.tree)
     section = OmegaConf.select(whole, package) if package not in ("", "_global_") else whole
     if section is None:
-        raise ConfigError([Problem(f"--package {package}", None, "there is no such section", "--package data")])
+        raise ConfigError(
+            [Problem(f"--package {package}", None, "there is no such section", "--package data")]
+        )
     header = f"# @package {package}\n" if package else ""
     _print(header + (OmegaConf.to_yaml(section) if OmegaConf.is_config(section) else f"{section}\n"), end="")
     return 0
@@ -231,4 +267,6 @@ def _print(text: str, end: str = "\n") -> None:
     try:
         print(text, end=end, flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains again when it ends
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # else Python complains again when it ends

@@ -1,11 +1,12 @@
 """From overrides and YAML files to a checked configuration, and what there is to say about it.
 
-In: what Hydra composed, or overrides to compose. Out: an instance of the schema's dataclass and a `Command`; or one ConfigError with
-every mistake: in options, overrides, keys, types, values, and in what the entry point's judges find.
+In: what Hydra composed, or overrides to compose. Out: an instance of the schema's dataclass and a `Command`;
+or one ConfigError with every mistake: in options, overrides, keys, types, values, and in what the entry
+point's judges find.
 
-The base of a composition is the schema's defaults as plain values, so that unknown keys and wrong types of all files and
-overrides are found by us, together, instead of by Hydra, one at a time.
-Left out on purpose: what values may be (`checks.py`), what keys mean (`tree.py`, `verl.py`, `effects.py`), processes (`launch.py`).
+The base of a composition is the schema's defaults as plain values, so that unknown keys and wrong types of
+all files and overrides are found by us, together, instead of by Hydra, one at a time. Left out on purpose:
+what values may be (`rules.py`), what keys mean (`tree.py`, `verl.py`, `effects.py`), processes (`launch.py`).
 """
 
 from __future__ import annotations
@@ -23,10 +24,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hydraflow import checks
-from hydraflow.allocation import allocation
 from hydraflow.compose import allocated
 from hydraflow.compose import origins as provenance
+from hydraflow.compose import rules as checks
 from hydraflow.compose.arguments import Arguments
 from hydraflow.compose.command import DEFAULT, Command, Counts
 from hydraflow.compose.effects import idle_keys
@@ -37,6 +37,7 @@ from hydraflow.compose.overrides import Prepared, config_folder, groups_in, prep
 from hydraflow.compose.tree import Doubts, Judged, judge, nested
 from hydraflow.errors import ConfigError, Problem
 from hydraflow.schema import EvalConfig, GenerateConfig, PPOConfig, SFTConfig
+from hydraflow.system.allocation import allocation
 
 Config = TypeVar("Config")
 Judge = Callable[[Any, Command], Iterable[Problem]]
@@ -53,8 +54,8 @@ class Entry(Generic[Config]):
     schema: type[Config]
     judges: Sequence[Judge] = ()
     missing: Judge | None = None
-    """Names files that are not there. It speaks only beside other mistakes: alone, they are left to the job, which finds them with
-    everything else that is wrong with this machine, and reports all at once."""
+    """Names files that are not there. It speaks only beside other mistakes: alone, they are left to the job,
+    which finds them with everything else that is wrong with this machine, and reports all at once."""
     tolerant: bool = False
     """Nothing will run: what could not be honoured is told, not refused."""
     switches: Mapping[str, str | bool] = field(default_factory=dict)
@@ -74,7 +75,8 @@ class Composed(Generic[Config]):
 
 
 def load(config_name: str, schema: type[Config], overrides: Sequence[str] = ()) -> Config:
-    """The configuration that a command line of these overrides gives, for tests and tools. Raises ConfigError.
+    """The configuration that a command line of these overrides gives, for tests and tools. Raises
+    ConfigError.
 
     >>> from hydraflow.schema import PPOConfig
     >>> load("ppo", PPOConfig, ["data.train_batch_size=96"]).data.train_batch_size
@@ -111,12 +113,19 @@ def register(entry: Entry[Any]) -> None:
 
 
 def finish(
-    entry: Entry[Config], composed: DictConfig, prepared: Prepared, config_name: str, words: Sequence[str], *, only_keys: bool = False
+    entry: Entry[Config],
+    composed: DictConfig,
+    prepared: Prepared,
+    config_name: str,
+    words: Sequence[str],
+    *,
+    only_keys: bool = False,
 ) -> Composed[Config]:
-    """The configuration, once everything about it has been found right; raises ConfigError with everything that is not.
+    """The configuration, once everything about it has been found right; raises ConfigError with everything
+    that is not.
 
-    `config_name` and `words` are the file and the overrides that this composition is of. `only_keys`: values are not judged, since
-    the configuration is only to be shown.
+    `config_name` and `words` are the file and the overrides that this composition is of. `only_keys`: values
+    are not judged, since the configuration is only to be shown.
     """
     origins = _find_origins(entry, config_name, words)
     content = OmegaConf.to_container(composed, resolve=False)
@@ -127,7 +136,9 @@ def finish(
     judged.doubts.keys |= prepared.doubts.keys
     judged.doubts.everything |= prepared.doubts.everything
     unsupported = judged.translation.unsupported
-    problems = prepared.problems + [one for one in judged.problems if not (entry.tolerant and one in unsupported)]
+    problems = prepared.problems + [
+        one for one in judged.problems if not (entry.tolerant and one in unsupported)
+    ]
     config = _build(entry.schema, judged.leaves)
     command, idle = _describe(entry, config, judged, from_environment(entry.schema, composed, tree, origins))
     if not only_keys:
@@ -143,16 +154,22 @@ def translated(error: HydraException | OmegaConfBaseException) -> ConfigError:
     key = getattr(error, "full_key", None) or "configuration"
     text = str(error).partition("Config search path:")[0]  # which repeats folders that the user did not name
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return ConfigError.one(key, None, " ".join(line for line in lines if not line.startswith(("full_key:", "object_type="))))
+    return ConfigError.one(
+        key, None, " ".join(line for line in lines if not line.startswith(("full_key:", "object_type=")))
+    )
 
 
 def _find_origins(entry: Entry[Any], config_name: str, words: Sequence[str]) -> dict[str, str]:
     loader, ours = GlobalHydra.instance().config_loader(), config_folder(entry.config_name)
     folders = [Path(source.path) for source in loader.get_sources() if source.scheme() == "file"]
-    return provenance.find(entry.schema, loader, config_name, words, groups_in([ours, *folders], entry.schema), ours)
+    return provenance.find(
+        entry.schema, loader, config_name, words, groups_in([ours, *folders], entry.schema), ours
+    )
 
 
-def from_environment(schema: type, composed: DictConfig, tree: Mapping[str, Any], origins: Mapping[str, str]) -> dict[str, Any]:
+def from_environment(
+    schema: type, composed: DictConfig, tree: Mapping[str, Any], origins: Mapping[str, str]
+) -> dict[str, Any]:
     """The leaves that get values from the environment, also by way of other keys, as in `Command.written`.
 
     They are found by resolving once more with names in place of what the environment holds.
@@ -185,30 +202,48 @@ def _build(schema: type[Config], leaves: Mapping[str, Any]) -> Config:
     return config
 
 
-def _describe(entry: Entry[Any], config: Any, judged: Judged, written: Mapping[str, Any]) -> tuple[Command, list[Problem]]:
+def _describe(
+    entry: Entry[Any], config: Any, judged: Judged, written: Mapping[str, Any]
+) -> tuple[Command, list[Problem]]:
     """What there is to say about a configuration, and its keys without effect. `written`: see `Command`."""
     schema: type = entry.schema
     given = [(key, written.get(key, judged.leaves[key])) for key in _keys_of_the_user(schema, judged)]
     idle = [*judged.translation.ignored, *idle_keys(config, given, planning=entry.tolerant)]
     unsupported = judged.translation.unsupported
-    notes = [*judged.translation.notes, *(str(one).partition("\n")[0] for one in idle), *_open_mappings(judged)[1]]
+    notes = [
+        *judged.translation.notes,
+        *(str(one).partition("\n")[0] for one in idle),
+        *_open_mappings(judged)[1],
+    ]
     if entry.tolerant:
         notes += [str(one).partition("\n")[0] for one in unsupported]
     without_effect = len(idle)
-    counts = Counts(len(given) - (without_effect - len(judged.translation.ignored)), without_effect, len(unsupported))
-    origins = {key.path: DEFAULT for key in known_keys(schema).values() if not key.is_section} | judged.origins
+    counts = Counts(
+        len(given) - (without_effect - len(judged.translation.ignored)), without_effect, len(unsupported)
+    )
+    origins = {
+        key.path: DEFAULT for key in known_keys(schema).values() if not key.is_section
+    } | judged.origins
     told = tuple(unsupported) if entry.tolerant else ()
     said = tuple(dict.fromkeys(notes))
     return Command(entry.config_name, origins, said, counts, told, entry.switches, entry.words, written), idle
 
 
 def _open_mappings(judged: Judged) -> tuple[list[Problem], list[str]]:
-    """What the libraries say to the names in open mappings; a mapping that follows another is not looked at twice."""
-    return check_names({key: value for key, value in judged.leaves.items() if not judged.origins.get(key, "").startswith("follows ")})
+    """What the libraries say to the names in open mappings; a mapping that follows another is not looked at
+    twice."""
+    return check_names(
+        {
+            key: value
+            for key, value in judged.leaves.items()
+            if not judged.origins.get(key, "").startswith("follows ")
+        }
+    )
 
 
 def _keys_of_the_user(schema: type, judged: Judged) -> list[str]:
-    """Keys that the command line sets, and those that a user's file sets to something else than the default."""
+    """Keys that the command line sets, and those that a user's file sets to something else than the
+    default."""
     keys = known_keys(schema)
     return [
         key
@@ -226,7 +261,8 @@ def _refuses_idle_keys(config: PPOConfig | SFTConfig | GenerateConfig | EvalConf
 def _value_problems(
     entry: Entry[Any], config: Any, command: Command, judged: Judged, idle: list[Problem], *, refused: bool
 ) -> list[Problem]:
-    """What is wrong with the values, as far as it can be said: problems that a doubtful value may cause are left out.
+    """What is wrong with the values, as far as it can be said: problems that a doubtful value may cause are
+    left out.
 
     `refused`: something else is wrong already.
     """

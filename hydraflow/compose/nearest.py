@@ -1,7 +1,8 @@
 """Which known keys a misspelt one may have meant.
 
-In: a key as a user wrote it, the keys that there are. Out: the likeliest, best first. A key is compared name by name: its last
-name must resemble, the sections before it may be missing, misspelt or wrong, each at a price. Case, dashes and underscores are free.
+In: a key as a user wrote it, the keys that there are. Out: the likeliest, best first. A key is compared name
+by name: its last name must resemble, the sections before it may be missing, misspelt or wrong, each at a
+price. Case, dashes and underscores are free.
 """
 
 from __future__ import annotations
@@ -54,7 +55,11 @@ def _section_price(given: Sequence[str], known: Sequence[str]) -> float:
         for column, other in enumerate(known):
             share = _share(name, other, _FAR)
             change = _WRONG_SECTION if share is None else share
-            row.append(min(above[column] + change, above[column + 1] + _EXTRA_SECTION, row[column] + _MISSING_SECTION))
+            row.append(
+                min(
+                    above[column] + change, above[column + 1] + _EXTRA_SECTION, row[column] + _MISSING_SECTION
+                )
+            )
     return row[-1]
 
 

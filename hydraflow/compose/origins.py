@@ -1,8 +1,8 @@
 """Where each value of a composition is from: which YAML file, or the command line.
 
-In: what Hydra composed, file by file, and the overrides. Out: key -> origin, for every key that somebody set, under the name that
-it was set by. A `config.yaml` that a run left has `config_origins.json` beside it: what still stands there as it was written keeps
-the origin it had then.
+In: what Hydra composed, file by file, and the overrides. Out: key -> origin, for every key that somebody set,
+under the name that it was set by. A `config.yaml` that a run left has `config_origins.json` beside it: what
+still stands there as it was written keeps the origin it had then.
 """
 
 from __future__ import annotations
@@ -26,10 +26,14 @@ OURS = "config/"
 """How the names of our own YAML files begin, wherever they are installed."""
 
 
-def find(schema: type, loader: ConfigLoader, config_name: str, words: Sequence[str], groups: Groups, ours: Path) -> dict[str, str]:
+def find(
+    schema: type, loader: ConfigLoader, config_name: str, words: Sequence[str], groups: Groups, ours: Path
+) -> dict[str, str]:
     """Key -> origin. `ours` is the folder of our own files, `words` the overrides as Hydra got them."""
     folders = [Path(source.path) for source in loader.get_sources() if source.scheme() == "file"]
-    defaults = loader.compute_defaults_list(config_name=config_name, overrides=list(words), run_mode=RunMode.RUN).defaults
+    defaults = loader.compute_defaults_list(
+        config_name=config_name, overrides=list(words), run_mode=RunMode.RUN
+    ).defaults
     origins: dict[str, str] = {}
     for default in defaults:
         if file := _file_of(default, folders):

@@ -1,8 +1,10 @@
-"""Overrides as a user writes them, judged before Hydra sees them and put into the form that Hydra takes for every key.
+"""Overrides as a user writes them, judged before Hydra sees them and put into the form that Hydra takes for
+every key.
 
-In: the words of a command line, the groups of YAML files, a schema. Out: `Prepared`: words for Hydra, and one problem for each word
-that it could not take. `key=v`, `+key=v` and `++key=v` mean the same for every key that there is.
-Left out on purpose: whether a key is known and its value fits, which is judged in the whole composed tree (`tree.py`).
+In: the words of a command line, the groups of YAML files, a schema. Out: `Prepared`: words for Hydra, and one
+problem for each word that it could not take. `key=v`, `+key=v` and `++key=v` mean the same for every key that
+there is. Left out on purpose: whether a key is known and its value fits, which is judged in the whole
+composed tree (`tree.py`).
 """
 
 from __future__ import annotations
@@ -45,17 +47,24 @@ class Prepared:
 
 
 def config_folder(config_name: str) -> Path:
-    """The folder with our YAML files: in the package when installed, else beside it in a clone. Raises ConfigError."""
+    """The folder with our YAML files: in the package when installed, else beside it in a clone. Raises
+    ConfigError."""
     package = Path(__file__).resolve().parents[1]
     candidates = [package / "config", package.parent / "config"]
     for folder in candidates:
         if (folder / f"{config_name}.yaml").is_file():
             return folder
-    raise ConfigError.one(f"{config_name}.yaml", None, f"is neither in {candidates[0]} nor in {candidates[1]}", "install hydraflow again")
+    raise ConfigError.one(
+        f"{config_name}.yaml",
+        None,
+        f"is neither in {candidates[0]} nor in {candidates[1]}",
+        "install hydraflow again",
+    )
 
 
 def groups_in(folders: Sequence[Path], schema: type) -> dict[str, list[str]]:
-    """Folders of YAML files and the choices in each; a folder of ours, the first, counts where the schema has such a section."""
+    """Folders of YAML files and the choices in each; a folder of ours, the first, counts where the schema has
+    such a section."""
     groups: dict[str, list[str]] = {}
     for number, folder in enumerate(folders):
         for file in sorted(folder.rglob("*.yaml")):
@@ -67,7 +76,10 @@ def groups_in(folders: Sequence[Path], schema: type) -> dict[str, list[str]]:
 
 def prepare(config_name: str, schema: type, arguments: Arguments) -> Prepared:
     """Words for Hydra, and what is wrong with those that it could not take."""
-    folders = [config_folder(config_name), *(Path(path) for path in [arguments.value("--config-dir", "-cd")] if path)]
+    folders = [
+        config_folder(config_name),
+        *(Path(path) for path in [arguments.value("--config-dir", "-cd")] if path),
+    ]
     groups = groups_in(folders, schema)
     chosen = _groups_of(folders[0] / f"{config_name}.yaml")
     own_file = arguments.has("--config-name", "-cn", "--config-path", "-cp")
@@ -89,7 +101,8 @@ def prepare(config_name: str, schema: type, arguments: Arguments) -> Prepared:
 
 
 def overridden(words: Sequence[str], groups: Groups) -> dict[str, Any]:
-    """Key -> value of each override that sets a key; choices of groups and Hydra's own settings are left out."""
+    """Key -> value of each override that sets a key; choices of groups and Hydra's own settings are left
+    out."""
     parser = OverridesParser.create()
     found: dict[str, Any] = {}
     for word in words:
@@ -121,27 +134,51 @@ def _parse(word: str, prepared: Prepared) -> Override | None:
 
 def _unreadable(word: str, key: str, value: str, reason: str) -> Problem:
     if unparsed(word) != word:  # what Hydra says of it quotes it
-        return Problem(unparsed(word), None, "cannot be read", f"quote the value, and all of it for the shell: '{key}=\"...\"'")
+        return Problem(
+            unparsed(word),
+            None,
+            "cannot be read",
+            f"quote the value, and all of it for the shell: '{key}=\"...\"'",
+        )
     if not _KEY.fullmatch(key):
-        return Problem(word, None, f"{key} is no key: its parts are names with dots between", "--help lists every key")
+        return Problem(
+            word, None, f"{key} is no key: its parts are names with dots between", "--help lists every key"
+        )
     inner = value.strip("'\"").replace("'", "").replace('"', "")
-    return Problem(word, None, f"cannot be read: {reason}", f"quote the value, and all of it for the shell: '{key}=\"{inner}\"'")
+    return Problem(
+        word,
+        None,
+        f"cannot be read: {reason}",
+        f"quote the value, and all of it for the shell: '{key}=\"{inner}\"'",
+    )
 
 
 def _problems(override: Override, schema: type, groups: Groups, *, multirun: bool) -> list[Problem]:
-    """Why Hydra could not take an override; in a sweep also what is wrong with each of its values, before the first of them runs."""
+    """Why Hydra could not take an override; in a sweep also what is wrong with each of its values, before the
+    first of them runs."""
     key = override.key_or_group
     if is_hydras(override):
         return []
     if override.is_sweep_override() and not multirun:
         listed = unparsed(override.input_line or "").partition("=")[2]
-        return [Problem(key, listed, "several values need --multirun", f"{key}=[{listed}] for one list, or --multirun for several runs")]
+        return [
+            Problem(
+                key,
+                listed,
+                "several values need --multirun",
+                f"{key}=[{listed}] for one list, or --multirun for several runs",
+            )
+        ]
     if _is_choice(override, groups):
         unknown = [value for value in values(override) if value not in groups[key]]
         return [_no_such_choice(key, value, groups[key]) for value in unknown]
     if problem := _breaks_the_tree(override, schema):
         return [problem]
-    return [problem for value in values(override) for problem in value_problems(schema, key, value)] if multirun else []
+    return (
+        [problem for value in values(override) for problem in value_problems(schema, key, value)]
+        if multirun
+        else []
+    )
 
 
 def _is_choice(override: Override, groups: Groups) -> bool:
@@ -160,7 +197,9 @@ def _breaks_the_tree(override: Override, schema: type) -> Problem | None:
     known = keys.get(key)
     if known and known.is_section and value and not isinstance(value[0], Mapping):
         first = next(name for name in keys if name.startswith(f"{key}."))
-        return Problem(key, shown(value[0]), "is a group of keys, not a value", f"set a key of it, such as {first}=...")
+        return Problem(
+            key, shown(value[0]), "is a group of keys, not a value", f"set a key of it, such as {first}=..."
+        )
     above = _leaf_above(keys, key)
     return unknown_key(schema, key, value[0] if value else None) if above and not above.is_open else None
 
@@ -179,8 +218,8 @@ def _doubt(doubts: Doubts, override: Override, schema: type, groups: Groups) -> 
 
 
 def _normalised(override: Override, groups: Groups, chosen: frozenset[str], *, own_file: bool) -> list[str]:
-    """The words for Hydra. It wants a + for a group that is not in the defaults list yet, and none for one that is: those of our
-    file are `chosen`; what the user's `own_file` has is the user's to know."""
+    """The words for Hydra. It wants a + for a group that is not in the defaults list yet, and none for one
+    that is: those of our file are `chosen`; what the user's `own_file` has is the user's to know."""
     word = override.input_line
     assert word is not None
     if (ours := group_override(override.key_or_group, override.package, override.value())) is not None:

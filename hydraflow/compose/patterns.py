@@ -37,7 +37,8 @@ def _choices(part: str) -> list[str]:
 
 
 def _split(text: str, *, at: str) -> list[str]:
-    """The text cut where no braces are open: at commas, or around outermost braces, which stay with what they hold."""
+    """The text cut where no braces are open: at commas, or around outermost braces, which stay with what they
+    hold."""
     parts, depth = [""], 0
     for letter in text:
         depth -= letter == "}"

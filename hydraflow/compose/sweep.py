@@ -1,7 +1,8 @@
 """The command lines of a sweep, written out.
 
-In: overrides, some of which list values (`key=a,b`, `key=range(1,4)`). Out: one list of words for each combination, as `--multirun`
-would run them. Left out on purpose: other sweepers than Hydra's basic one, which run their jobs themselves.
+In: overrides, some of which list values (`key=a,b`, `key=range(1,4)`). Out: one list of words for each
+combination, as `--multirun` would run them. Left out on purpose: other sweepers than Hydra's basic one, which
+run their jobs themselves.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ MOST = 1000
 
 
 def combinations(words: Sequence[str]) -> list[list[str]]:
-    """Every combination, the last word varying fastest. Options (`--config-name ...`) go to each. Raises ConfigError.
+    """Every combination, the last word varying fastest. Options (`--config-name ...`) go to each. Raises
+    ConfigError.
 
     >>> combinations(["trainer.seed=1,2", "data.shuffle=false"])
     [['trainer.seed=1', 'data.shuffle=false'], ['trainer.seed=2', 'data.shuffle=false']]
@@ -29,7 +31,9 @@ def combinations(words: Sequence[str]) -> list[list[str]]:
     for values in choices:
         count *= len(values)
     if count > MOST:
-        raise ConfigError.one("--multirun", None, f"{count} jobs, and at most {MOST} are submitted at once", "list fewer values")
+        raise ConfigError.one(
+            "--multirun", None, f"{count} jobs, and at most {MOST} are submitted at once", "list fewer values"
+        )
     return [list(words) for words in product(*choices)]
 
 

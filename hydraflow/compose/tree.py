@@ -1,8 +1,10 @@
-"""The composed tree, leaf by leaf: which keys are known, which are verl's under another name, which are mistakes.
+"""The composed tree, leaf by leaf: which keys are known, which are verl's under another name, which are
+mistakes.
 
-In: a nested mapping of everything that files and overrides set, a schema. Out: `Judged`: the known leaves with values that fit,
-and every problem; a leaf with a problem is left at its default and remembered in `Doubts`, so that the rules for values can still
-be asked. Left out on purpose: ranges and choices (`checks.py`), Hydra, and where the tree comes from (`loading.py`).
+In: a nested mapping of everything that files and overrides set, a schema. Out: `Judged`: the known leaves
+with values that fit, and every problem; a leaf with a problem is left at its default and remembered in
+`Doubts`, so that the rules for values can still be asked. Left out on purpose: ranges and choices
+(`rules.py`), Hydra, and where the tree comes from (`loading.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +21,12 @@ from hydraflow.compose.verl import Translation
 from hydraflow.errors import ConfigError, Problem
 from hydraflow.schema import PPOConfig
 
-_DECIDES_THE_PLAN = ("trainer.nnodes", "trainer.n_gpus_per_node", "actor_rollout_ref.actor.strategy", "critic.strategy")
+_DECIDES_THE_PLAN = (
+    "trainer.nnodes",
+    "trainer.n_gpus_per_node",
+    "actor_rollout_ref.actor.strategy",
+    "critic.strategy",
+)
 """Keys whose values stand in the rules of the plan without being named there."""
 
 Resolve = Callable[[str], Any]
@@ -66,7 +73,8 @@ class Judged:
 
 
 def judge(schema: type, tree: Mapping[str, Any], origins: Mapping[str, str], resolve: Resolve) -> Judged:
-    """Sorts every leaf of `tree`; `origins` names the keys that somebody set, under the names that they were set by."""
+    """Sorts every leaf of `tree`; `origins` names the keys that somebody set, under the names that they were
+    set by."""
     judged = Judged(origins={key: origin for key, origin in origins.items() if key in known_keys(schema)})
     foreign: dict[str, Any] = {}
     for key, value in flatten(schema, tree):
@@ -105,7 +113,8 @@ def _sort(schema: type, key: str, value: Any, judged: Judged, foreign: dict[str,
 
 
 def _as_typed(schema: type, key: str, value: Any) -> Any:
-    """The value of an interpolation as it would be without: text from the environment may stand for a number."""
+    """The value of an interpolation as it would be without: text from the environment may stand for a
+    number."""
     known = known_keys(schema).get(key)
     if known is None or known.is_section or not isinstance(value, str) or accepts(known.hint, value):
         return value
@@ -121,7 +130,10 @@ def value_problems(schema: type, key: str, value: Any) -> list[Problem]:
           -> trainer.seed=2
     """
     judged = judge(schema, nested({key: value}), {}, lambda key: None)
-    later = [*judged.translation.unsupported, *(one for one in judged.problems if verl.counts_all_ranks(verl.classify(one.field)))]
+    later = [
+        *judged.translation.unsupported,
+        *(one for one in judged.problems if verl.counts_all_ranks(verl.classify(one.field))),
+    ]
     return [problem for problem in judged.problems if problem not in later]
 
 

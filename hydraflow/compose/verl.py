@@ -1,7 +1,9 @@
-"""A verl command line, taken at its word: renamed keys, keys that never did anything, keys that we cannot honour yet.
+"""A verl command line, taken at its word: renamed keys, keys that never did anything, keys that we cannot
+honour yet.
 
-In: keys that are not ours with their values, and the known ones. Out: `Translation`, while values of renamed keys go to the known
-keys. The tables are in `verl_table.py`. Left out on purpose: verl's other commands (`sft_trainer` and such).
+In: keys that are not ours with their values, and the known ones. Out: `Translation`, while values of renamed
+keys go to the known keys. The tables are in `verl_table.py`. Left out on purpose: verl's other commands
+(`sft_trainer` and such).
 """
 
 from __future__ import annotations
@@ -40,7 +42,13 @@ from hydraflow.schema import PPOConfig
 
 Row = Alias | Ignored | Unsupported
 
-_ROLE_KEYS = ("actor_rollout_ref.actor.", "actor_rollout_ref.ref.", "actor_rollout_ref.rollout.", "critic.", "reward.reward_model.")
+_ROLE_KEYS = (
+    "actor_rollout_ref.actor.",
+    "actor_rollout_ref.ref.",
+    "actor_rollout_ref.rollout.",
+    "critic.",
+    "reward.reward_model.",
+)
 
 
 @dataclass
@@ -59,7 +67,7 @@ class Translation:
     """Keys that are not verl's either."""
 
 
-# --- tables ----------------------------------------------------------------------------------------------------------
+# --- tables --------------------------------------------------
 
 
 def classify(key: str) -> Row | None:
@@ -91,11 +99,13 @@ def _aliases() -> dict[str, Alias]:
     found: dict[str, Alias] = {}
     for pattern, alias in ALIASES.items():
         olds, news = expand(pattern), expand(alias.new)
-        found |= {old: Alias(new, alias.why) for old, new in zip(olds, news * (len(olds) // len(news)), strict=True)}
+        found |= {
+            old: Alias(new, alias.why) for old, new in zip(olds, news * (len(olds) // len(news)), strict=True)
+        }
     return found
 
 
-# --- one value -------------------------------------------------------------------------------------------------------
+# --- one value --------------------------------------------------
 
 
 def value_of(key: str, value: Any) -> tuple[Any, str | None]:
@@ -130,20 +140,30 @@ def _loggers(value: Any) -> tuple[Any, str | None]:
     if not absent:
         return kept, None
     kept += [name for name in ("file", "tensorboard") if name not in kept]
-    return kept, f"trainer.logger: there is no {' and no '.join(absent)} here yet; metrics go to {', '.join(kept)}"
+    return (
+        kept,
+        f"trainer.logger: there is no {' and no '.join(absent)} here yet; metrics go to {', '.join(kept)}",
+    )
 
 
-# --- a whole command -------------------------------------------------------------------------------------------------
+# --- a whole command --------------------------------------------------
 
 
 def translate(
-    foreign: Mapping[str, Any], leaves: dict[str, Any], origins: dict[str, str], found_origins: Mapping[str, str], result: Translation
+    foreign: Mapping[str, Any],
+    leaves: dict[str, Any],
+    origins: dict[str, str],
+    found_origins: Mapping[str, str],
+    result: Translation,
 ) -> None:
-    """Sorts the keys that are not ours into `result`. Values of renamed keys go to `leaves`, with their origin to `origins`.
+    """Sorts the keys that are not ours into `result`. Values of renamed keys go to `leaves`, with their
+    origin to `origins`.
 
     `found_origins` has the origins under the names that the user wrote.
     """
-    for key, value in sorted(foreign.items(), key=lambda item: counts_all_ranks(classify(item[0]))):  # those need the sizes of others
+    for key, value in sorted(
+        foreign.items(), key=lambda item: counts_all_ranks(classify(item[0]))
+    ):  # those need the sizes of others
         row = classify(key)
         origin = found_origins.get(key, COMMAND_LINE)
         if row is None:
@@ -155,7 +175,14 @@ def translate(
             effect = "never did anything" if is_never_read(key) else "has no effect"
             result.ignored.append(Problem(key, shown(value), f"{effect}: {row.why}", f"leave out {key}"))
         elif _is_harmless(key, value, row):
-            result.ignored.append(Problem(key, shown(value), "asks for nothing: it is off, or what is done anyway", f"leave out {key}"))
+            result.ignored.append(
+                Problem(
+                    key,
+                    shown(value),
+                    "asks for nothing: it is off, or what is done anyway",
+                    f"leave out {key}",
+                )
+            )
         else:
             result.unsupported.append(_unsupported(key, value, row))
     result.problems += result.unsupported
@@ -170,7 +197,10 @@ def is_never_read(key: str) -> bool:
 def _unsupported(key: str, value: Any, row: Unsupported) -> Problem:
     remedy = f"leave out {key}"
     return Problem(
-        key, shown(value), f"is not supported yet; in verl it would {row.would}", f"{remedy} or {row.instead}" if row.instead else remedy
+        key,
+        shown(value),
+        f"is not supported yet; in verl it would {row.would}",
+        f"{remedy} or {row.instead}" if row.instead else remedy,
     )
 
 
@@ -188,9 +218,16 @@ def _same(value: Any, other: Any) -> bool:
     return bool(str(value).lower() == str(other).lower() if isinstance(value, str) else value == other)
 
 
-def _renamed_values(old: str, value: Any, row: Alias, leaves: Mapping[str, Any], result: Translation) -> Iterator[tuple[str, Any]]:
-    """(our key, value) of a renamed one; nothing where it leaves the choice open, as null does in keys of older versions."""
-    if value is None and known_keys(PPOConfig).get(row.new) is not None and not accepts(known_keys(PPOConfig)[row.new].hint, None):
+def _renamed_values(
+    old: str, value: Any, row: Alias, leaves: Mapping[str, Any], result: Translation
+) -> Iterator[tuple[str, Any]]:
+    """(our key, value) of a renamed one; nothing where it leaves the choice open, as null does in keys of
+    older versions."""
+    if (
+        value is None
+        and known_keys(PPOConfig).get(row.new) is not None
+        and not accepts(known_keys(PPOConfig)[row.new].hint, None)
+    ):
         return
     if old == "model_engine":
         yield from _model_engine(value, result)
@@ -209,11 +246,15 @@ def _model_engine(value: Any, result: Translation) -> Iterator[tuple[str, Any]]:
     if value == "megatron":
         yield from (("actor_rollout_ref.actor.strategy", "megatron"), ("critic.strategy", "megatron"))
     elif value != "dp":
-        problem = Problem("model_engine", value, "there is no such engine here", "model_engine=dp or model_engine=megatron")
+        problem = Problem(
+            "model_engine", value, "there is no such engine here", "model_engine=dp or model_engine=megatron"
+        )
         result.problems.append(problem)
 
 
-def _per_rank(old: str, new: str, value: Any, leaves: Mapping[str, Any], result: Translation) -> Iterator[tuple[str, Any]]:
+def _per_rank(
+    old: str, new: str, value: Any, leaves: Mapping[str, Any], result: Translation
+) -> Iterator[tuple[str, Any]]:
     """A size that counts rows over all data ranks, divided by them."""
     if value is None:
         return
@@ -223,13 +264,18 @@ def _per_rank(old: str, new: str, value: Any, leaves: Mapping[str, Any], result:
         result.problems.append(Problem(old, shown(value), rule, f"{new}=... or trainer.n_gpus_per_node=..."))
     elif not isinstance(value, int) or isinstance(value, bool) or value % ranks:
         rule = f"counts rows over all data ranks, and {ranks} of them cannot share it"
-        result.problems.append(Problem(old, shown(value), rule, f"{new}={max(1, value // ranks) if isinstance(value, int) else 1}"))
+        result.problems.append(
+            Problem(
+                old, shown(value), rule, f"{new}={max(1, value // ranks) if isinstance(value, int) else 1}"
+            )
+        )
     else:
         yield new, value // ranks
 
 
 def _data_ranks(key: str, leaves: Mapping[str, Any]) -> int | None:
-    """Among how many ranks the rows of the role of `key` are split; None: the number of devices is not given."""
+    """Among how many ranks the rows of the role of `key` are split; None: the number of devices is not
+    given."""
     role = next(prefix for prefix in _ROLE_KEYS if key.startswith(prefix))
     role = "actor_rollout_ref.actor." if "rollout" in role.rpartition("_ref.")[2] else role
     engine = "critic.strategy" if role == "critic." else "actor_rollout_ref.actor.strategy"
@@ -247,7 +293,15 @@ def _data_ranks(key: str, leaves: Mapping[str, Any]) -> int | None:
     return max(1, int(total))
 
 
-def _take(old: str, new: str, value: Any, origin: str, leaves: dict[str, Any], origins: dict[str, str], result: Translation) -> None:
+def _take(
+    old: str,
+    new: str,
+    value: Any,
+    origin: str,
+    leaves: dict[str, Any],
+    origins: dict[str, str],
+    result: Translation,
+) -> None:
     """Gives a renamed key's value to our key, unless that was set by someone who goes first."""
     known = known_keys(PPOConfig).get(new)
     if known is not None and not accepts(known.hint, value):
@@ -259,7 +313,9 @@ def _take(old: str, new: str, value: Any, origin: str, leaves: dict[str, Any], o
         return
     if _rank(here) == _rank(origin) and leaves.get(new) != value:
         rule = f"is another name of {new}, which is set to {shown(leaves.get(new), new)}"
-        result.problems.append(Problem(old, shown(value), rule, f"leave out {old} or {new}={shown(value, old)}"))
+        result.problems.append(
+            Problem(old, shown(value), rule, f"leave out {old} or {new}={shown(value, old)}")
+        )
         return
     _set(new, value, leaves)
     origins[new] = origin
@@ -296,7 +352,7 @@ def _follow(leaves: dict[str, Any], origins: dict[str, str]) -> None:
             origins[key] = f"follows {leader}"
 
 
-# --- Hydra's options and groups --------------------------------------------------------------------------------------
+# --- Hydra's options and groups --------------------------------------------------
 
 
 def config_file(name: str) -> list[str] | None:
@@ -310,7 +366,8 @@ def config_file(name: str) -> list[str] | None:
 
 
 def group_override(group: str, package: str | None, value: Any) -> list[str] | None:
-    """The overrides that stand for verl's `actor@actor_rollout_ref.actor=megatron_actor` and its like; None: it is none.
+    """The overrides that stand for verl's `actor@actor_rollout_ref.actor=megatron_actor` and its like; None:
+    it is none.
 
     >>> group_override("critic", "critic", "megatron_critic")
     ['++critic.strategy=megatron']
@@ -318,7 +375,10 @@ def group_override(group: str, package: str | None, value: Any) -> list[str] | N
     match = re.fullmatch(r"(dp|megatron)_(actor|ref|critic)", str(value))
     if package is None or match is None or match[2] != group:
         return None
-    engine, role = match[1], {"actor": "actor_rollout_ref.actor", "ref": "actor_rollout_ref.ref", "critic": "critic"}[match[2]]
+    engine, role = (
+        match[1],
+        {"actor": "actor_rollout_ref.actor", "ref": "actor_rollout_ref.ref", "critic": "critic"}[match[2]],
+    )
     if role != package:
         return None
     return [f"++{role}.strategy=megatron"] if engine == "megatron" else []

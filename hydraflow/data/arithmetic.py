@@ -1,8 +1,9 @@
-"""Addition of two numbers of two digits: a task that a tiny model learns in minutes on a CPU, made on the spot.
+"""Addition of two numbers of two digits: a task that a tiny model learns in minutes on a CPU, made on the
+spot.
 
-In: how many problems and a seed. Out: Parquet files of training and held-out problems in the field's schema, and the training
-problems with their answers as conversations for a warm start.
-There are 10,000 problems. Held-out problems are drawn first, so they depend on the seed and their number alone.
+In: how many problems and a seed. Out: Parquet files of training and held-out problems in the field's schema,
+and the training problems with their answers as conversations for a warm start. There are 10,000 problems.
+Held-out problems are drawn first, so they depend on the seed and their number alone.
 """
 
 from __future__ import annotations
@@ -47,11 +48,22 @@ def answer(a: int, b: int) -> str:
     return f"{a + b:03d}"
 
 
-def split_problems(train_problems: int, val_problems: int, seed: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Training and held-out pairs of numbers, none in both. Raises `ConfigError` when more than 10,000 are asked for."""
+def split_problems(
+    train_problems: int, val_problems: int, seed: int
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Training and held-out pairs of numbers, none in both. Raises `ConfigError` when more than 10,000 are
+    asked for."""
     if train_problems < 1 or val_problems < 1 or train_problems + val_problems > PROBLEMS:
-        rule = f"it and recipe.val_problems={val_problems} must be at least 1 each and at most {PROBLEMS} together"
-        raise ConfigError.one("recipe.train_problems", train_problems, rule, "recipe.train_problems=9000 recipe.val_problems=500")
+        rule = (
+            f"it and recipe.val_problems={val_problems} must be at least 1 each and at most {PROBLEMS}"
+            " together"
+        )
+        raise ConfigError.one(
+            "recipe.train_problems",
+            train_problems,
+            rule,
+            "recipe.train_problems=9000 recipe.val_problems=500",
+        )
     drawn = np.random.default_rng(seed).permutation(PROBLEMS)[: val_problems + train_problems].tolist()
     pairs = [(number // 100, number % 100) for number in drawn]
     return pairs[val_problems:], pairs[:val_problems]
@@ -75,14 +87,19 @@ def conversation_rows(pairs: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
     """Rows for `ConversationDataset`."""
     return [
         {
-            "messages": [{"role": "user", "content": question(a, b)}, {"role": "assistant", "content": answer(a, b)}],
+            "messages": [
+                {"role": "user", "content": question(a, b)},
+                {"role": "assistant", "content": answer(a, b)},
+            ],
             "data_source": DATA_SOURCE,
         }
         for a, b in pairs
     ]
 
 
-def write_arithmetic(directory: str | Path, *, train_problems: int, val_problems: int, seed: int) -> ArithmeticFiles:
+def write_arithmetic(
+    directory: str | Path, *, train_problems: int, val_problems: int, seed: int
+) -> ArithmeticFiles:
     """Writes train.parquet, val.parquet and sft.parquet to `directory` (made if need be)."""
     train, val = split_problems(train_problems, val_problems, seed)
     folder = Path(directory)

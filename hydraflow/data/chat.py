@@ -1,7 +1,7 @@
 """Chat messages to tokens, many at once.
 
-In: messages or plain strings from data files, a tokenizer with a chat template. Out: token ids, or errors that name the row.
-Left out on purpose: images and audio; a message's content is text.
+In: messages or plain strings from data files, a tokenizer with a chat template. Out: token ids, or errors
+that name the row. Left out on purpose: images and audio; a message's content is text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 Messages = list[dict[str, Any]]
 
 TEMPLATE_FAULTS = (TypeError, ValueError, KeyError, AttributeError)
-"""What the code of a template may raise besides Jinja's own errors: it computes with messages and with template_kwargs."""
+"""What the code of a template may raise besides Jinja's own errors: it computes with messages and with
+template_kwargs."""
 
 
 def as_messages(record: Record, column: str) -> Messages:
@@ -30,13 +31,20 @@ def as_messages(record: Record, column: str) -> Messages:
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value or not all(_is_message(m) for m in value):
-        rule = f"column {column} must be a string or a list of messages with a role and a text as content, not {str(value)[:80]}"
+        rule = (
+            f"column {column} must be a string or a list of messages with a role and a text as content, not"
+            f" {str(value)[:80]}"
+        )
         raise ConfigError([record.problem(rule)])
     return [{name: part for name, part in message.items() if part is not None} for message in value]
 
 
 def _is_message(value: Any) -> bool:
-    return isinstance(value, Mapping) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
+    return (
+        isinstance(value, Mapping)
+        and isinstance(value.get("role"), str)
+        and isinstance(value.get("content"), str)
+    )
 
 
 def require_template(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -54,10 +62,16 @@ def tokenise_chats(
     add_generation_prompt: bool,
     template_kwargs: Mapping[str, Any],
 ) -> list[list[int]]:
-    """Token ids of each chat. `records[i]` is where `chats[i]` came from. Raises `ConfigError` naming a row the template refuses."""
+    """Token ids of each chat. `records[i]` is where `chats[i]` came from. Raises `ConfigError` naming a row
+    the template refuses."""
     from jinja2 import TemplateError
 
-    options = {**template_kwargs, "add_generation_prompt": add_generation_prompt, "tokenize": True, "return_dict": False}
+    options = {
+        **template_kwargs,
+        "add_generation_prompt": add_generation_prompt,
+        "tokenize": True,
+        "return_dict": False,
+    }
     if not chats:
         return []
     try:

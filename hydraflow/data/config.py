@@ -19,7 +19,8 @@ class PromptConfig:
     filter_overlong_prompts: bool = False
     """Leave out prompts that are longer than max_prompt_length, and say how many."""
     truncation: str = "error"
-    """What happens to a longer prompt that was not filtered: error, left, right or middle (the part that is cut)."""
+    """What happens to a longer prompt that was not filtered: error, left, right or middle (the part that is
+    cut)."""
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Extra variables for the tokenizer's chat template."""
 

@@ -1,11 +1,11 @@
 """Conversations for supervised training, with the loss on the assistant's tokens only.
 
-In: files with a `messages` column, or with a prompt and a response column. Out: `DataProto` of ragged `prompts` (all tokens
-before the first trained one), ragged `responses` (the rest) and `response_mask` (1 = trained), the engine's columns.
-What is the assistant's is decided by the chat template itself: by its `{% generation %}` markers where it has them, else by
-tokenising the conversation up to each assistant turn, without and with the turn, and checking token by token that both are
-beginnings of the whole.
-Left out on purpose: guessing. Where a template rewrites earlier turns, the beginnings differ, and that is an error.
+In: files with a `messages` column, or with a prompt and a response column. Out: `DataProto` of ragged
+`prompts` (all tokens before the first trained one), ragged `responses` (the rest) and `response_mask` (1 =
+trained), the engine's columns. What is the assistant's is decided by the chat template itself: by its `{%
+generation %}` markers where it has them, else by tokenising the conversation up to each assistant turn,
+without and with the turn, and checking token by token that both are beginnings of the whole. Left out on
+purpose: guessing. Where a template rewrites earlier turns, the beginnings differ, and that is an error.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ class Conversation:
 class ConversationDataset:
     """Tokenised conversations with their loss masks.
 
-    Raises `ConfigError` for unusable files, rows without a needed column, conversations without an assistant turn, overlong
-    ones under truncation=error, and chat templates under which the assistant's tokens cannot be told.
+    Raises `ConfigError` for unusable files, rows without a needed column, conversations without an assistant
+    turn, overlong ones under truncation=error, and chat templates under which the assistant's tokens cannot
+    be told.
     """
 
     def __init__(
@@ -74,11 +75,14 @@ class ConversationDataset:
         return len(self._conversations)
 
     def batch(self, rows: Sequence[int] | np.ndarray) -> DataProto:
-        """The conversations of `rows`: ragged int64 `prompts` (B, P), `responses` (B, R) and `response_mask` (B, R).
+        """The conversations of `rows`: ragged int64 `prompts` (B, P), `responses` (B, R) and `response_mask`
+        (B, R).
 
         A prompt has at least one token; the first response token is a trained one.
         """
-        picked = [(self._conversations[i], self._starts[i]) for i in np.asarray(rows, dtype=np.int64).tolist()]
+        picked = [
+            (self._conversations[i], self._starts[i]) for i in np.asarray(rows, dtype=np.int64).tolist()
+        ]
         columns = {
             "prompts": [c.ids[:start] for c, start in picked],
             "responses": [c.ids[start:] for c, start in picked],
@@ -88,20 +92,30 @@ class ConversationDataset:
 
 
 def tokenise_conversations(
-    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Messages], records: Sequence[Record], template_kwargs: dict[str, Any]
+    tokenizer: PreTrainedTokenizerBase,
+    chats: Sequence[Messages],
+    records: Sequence[Record],
+    template_kwargs: dict[str, Any],
 ) -> list[Conversation]:
     """Tokens and masks of `chats`; `records[i]` is where `chats[i]` came from."""
     if _MARKERS.search(str(tokenizer.chat_template)):
         conversations = [_by_markers(tokenizer, chat, template_kwargs) for chat in chats]
     else:
         conversations = _by_beginnings(tokenizer, chats, records, template_kwargs)
-    untrained = [r.problem("no token of it is the assistant's") for c, r in zip(conversations, records, strict=True) if not c.trained.any()]
+    untrained = [
+        r.problem("no token of it is the assistant's")
+        for c, r in zip(conversations, records, strict=True)
+        if not c.trained.any()
+    ]
     raise_problems(untrained)
     return conversations
 
 
-def read_chats(config: SFTDataConfig, files: Any, *, key: str, max_samples: int) -> tuple[list[Record], list[Messages]]:
-    """Rows and their conversations, not tokenised yet. Raises ConfigError for unusable files and for rows that are no conversation."""
+def read_chats(
+    config: SFTDataConfig, files: Any, *, key: str, max_samples: int
+) -> tuple[list[Record], list[Messages]]:
+    """Rows and their conversations, not tokenised yet. Raises ConfigError for unusable files and for rows
+    that are no conversation."""
     records = read_records(files, key=key, limit=max_samples)
     with_messages = [record for record in records if config.messages_key in record.values]
     pairs = [record for record in records if config.messages_key not in record.values]
@@ -109,9 +123,17 @@ def read_chats(config: SFTDataConfig, files: Any, *, key: str, max_samples: int)
     require_columns(pairs, [config.prompt_key, config.response_key])
     chats = [_read_chat(record, config) for record in records]
     rule = "has no assistant message"
-    raise_problems([r.problem(rule) for r, chat in zip(records, chats, strict=True) if not _assistant_turns(chat)])
+    raise_problems(
+        [r.problem(rule) for r, chat in zip(records, chats, strict=True) if not _assistant_turns(chat)]
+    )
     rule, remedy = "begins with the assistant", "begin with a system or user message"
-    raise_problems([r.problem(rule, remedy) for r, chat in zip(records, chats, strict=True) if chat[0]["role"] == "assistant"])
+    raise_problems(
+        [
+            r.problem(rule, remedy)
+            for r, chat in zip(records, chats, strict=True)
+            if chat[0]["role"] == "assistant"
+        ]
+    )
     return records, chats
 
 
@@ -126,24 +148,39 @@ def _assistant_turns(chat: Messages) -> list[int]:
     return [i for i, message in enumerate(chat) if message["role"] == "assistant"]
 
 
-def _by_markers(tokenizer: PreTrainedTokenizerBase, chat: Messages, template_kwargs: dict[str, Any]) -> Conversation:
-    options = {**template_kwargs, "return_dict": True, "return_assistant_tokens_mask": True, "add_generation_prompt": False}
+def _by_markers(
+    tokenizer: PreTrainedTokenizerBase, chat: Messages, template_kwargs: dict[str, Any]
+) -> Conversation:
+    options = {
+        **template_kwargs,
+        "return_dict": True,
+        "return_assistant_tokens_mask": True,
+        "add_generation_prompt": False,
+    }
     encoded = cast("dict[str, list[int]]", tokenizer.apply_chat_template(chat, **options))
     return Conversation(torch.tensor(encoded["input_ids"]), torch.tensor(encoded["assistant_masks"]))
 
 
 def _by_beginnings(
-    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Messages], records: Sequence[Record], template_kwargs: dict[str, Any]
+    tokenizer: PreTrainedTokenizerBase,
+    chats: Sequence[Messages],
+    records: Sequence[Record],
+    template_kwargs: dict[str, Any],
 ) -> list[Conversation]:
     turns = [(row, turn) for row, chat in enumerate(chats) for turn in _assistant_turns(chat)]
     owners = [records[row] for row, _ in turns]
     options = dict(template_kwargs=template_kwargs)
     whole = tokenise_chats(tokenizer, chats, records, add_generation_prompt=False, **options)
-    before = tokenise_chats(tokenizer, [chats[row][:turn] for row, turn in turns], owners, add_generation_prompt=True, **options)
-    # The last turn of a conversation ends with the whole, which is the common case and needs no third tokenisation.
+    before = tokenise_chats(
+        tokenizer, [chats[row][:turn] for row, turn in turns], owners, add_generation_prompt=True, **options
+    )
+    # The last turn of a conversation ends with the whole, which is the common case and needs no third
+    # tokenisation.
     inner = [(i, row, turn) for i, (row, turn) in enumerate(turns) if turn + 1 < len(chats[row])]
     upto = [chats[row][: turn + 1] for _, row, turn in inner]
-    ends = tokenise_chats(tokenizer, upto, [owners[i] for i, _, _ in inner], add_generation_prompt=False, **options)
+    ends = tokenise_chats(
+        tokenizer, upto, [owners[i] for i, _, _ in inner], add_generation_prompt=False, **options
+    )
     after = {i: end for (i, _, _), end in zip(inner, ends, strict=True)}
 
     special = special_ids(tokenizer)
@@ -157,16 +194,24 @@ def _by_beginnings(
         stop = end_of_turn(tokenizer, ids, len(start), len(end), special)
         masks[row][len(start) : stop] = 1
     raise_problems(problems)
-    return [Conversation(torch.tensor(ids), torch.from_numpy(mask)) for ids, mask in zip(whole, masks, strict=True)]
+    return [
+        Conversation(torch.tensor(ids), torch.from_numpy(mask))
+        for ids, mask in zip(whole, masks, strict=True)
+    ]
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Ids of the tokenizer's control tokens."""
-    return set(tokenizer.all_special_ids) | {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return set(tokenizer.all_special_ids) | {
+        i for i, token in tokenizer.added_tokens_decoder.items() if token.special
+    }
 
 
-def end_of_turn(tokenizer: PreTrainedTokenizerBase, ids: list[int], start: int, end: int, special: set[int]) -> int:
-    """Where the assistant's turn ids[start:end] really ends: white space after its end token is the template's, not the model's."""
+def end_of_turn(
+    tokenizer: PreTrainedTokenizerBase, ids: list[int], start: int, end: int, special: set[int]
+) -> int:
+    """Where the assistant's turn ids[start:end] really ends: white space after its end token is the
+    template's, not the model's."""
     ends = [i for i in range(start, end) if ids[i] in special]
     if ends and not str(tokenizer.decode(ids[ends[-1] + 1 : end])).strip():
         return ends[-1] + 1
@@ -175,18 +220,25 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, ids: list[int], start: int, 
 
 def _rewritten(record: Record, turn: int) -> Problem:
     return record.problem(
-        f"message {turn}: the chat template writes the conversation up to it differently when more follows, so its tokens cannot be told",
+        f"message {turn}: the chat template writes the conversation up to it differently when more follows,"
+        " so its tokens cannot be told",
         "set a custom_chat_template with {% generation %} markers, or write one row per assistant turn",
     )
 
 
-def _check_lengths(conversations: Sequence[Conversation], records: Sequence[Record], config: SFTDataConfig) -> None:
+def _check_lengths(
+    conversations: Sequence[Conversation], records: Sequence[Record], config: SFTDataConfig
+) -> None:
     if config.truncation != "error":
         return
     longest = max(len(c.ids) for c in conversations)
     remedy = f"data.max_length={longest} or data.truncation=right"
-    long = [(len(c.ids), r) for c, r in zip(conversations, records, strict=True) if len(c.ids) > config.max_length]
-    raise_problems([r.problem(f"has {n} tokens, more than data.max_length={config.max_length}", remedy) for n, r in long])
+    long = [
+        (len(c.ids), r) for c, r in zip(conversations, records, strict=True) if len(c.ids) > config.max_length
+    ]
+    raise_problems(
+        [r.problem(f"has {n} tokens, more than data.max_length={config.max_length}", remedy) for n, r in long]
+    )
 
 
 def _truncate(conversation: Conversation, limit: int, side: str) -> Conversation:
@@ -199,7 +251,15 @@ def _truncate(conversation: Conversation, limit: int, side: str) -> Conversation
 def _report_dropped(dropped: int, rows: int, key: str) -> None:
     if dropped == rows:
         raise ConfigError.one(
-            key, None, f"none of the {rows} conversations has a trained token within data.max_length", "raise data.max_length"
+            key,
+            None,
+            f"none of the {rows} conversations has a trained token within data.max_length",
+            "raise data.max_length",
         )
     if dropped:
-        logger.warning("%s: left out %d of %d conversations: truncation cut all of the assistant's tokens", key, dropped, rows)
+        logger.warning(
+            "%s: left out %d of %d conversations: truncation cut all of the assistant's tokens",
+            key,
+            dropped,
+            rows,
+        )

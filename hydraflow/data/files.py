@@ -1,7 +1,8 @@
 """Reads rows from Parquet and JSONL files, and writes them as Parquet.
 
-In: one path or several. Out: records that know which file and row they came from, so that later errors can say so.
-Left out on purpose: downloads (a run reads local files only) and streaming (the prompts of a run fit into memory).
+In: one path or several. Out: records that know which file and row they came from, so that later errors can
+say so. Left out on purpose: downloads (a run reads local files only) and streaming (the prompts of a run fit
+into memory).
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from hydraflow.errors import ConfigError, Problem
-from hydraflow.paths import file_problems, listed
-from hydraflow.whole_files import replacing
+from hydraflow.system.paths import file_problems, listed
+from hydraflow.system.whole_files import replacing
 
 SHOWN_PROBLEMS = 5
 PARQUET_ROWS = 1024
 """Rows of a Parquet file that are read at a time."""
 DEEPEST = 100
-"""Levels of lists and objects in a row: it will be written as JSON and shown in messages, which cannot go much deeper."""
+"""Levels of lists and objects in a row: it will be written as JSON and shown in messages, which cannot go
+much deeper."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,8 @@ def read_records(
 ) -> list[Record]:
     """Rows of all `files` in order, the first `limit` of them (-1: all).
 
-    `key` is the configuration key to name in errors. Raises `ConfigError` for a missing, unreadable or empty file and for a
-    row in which one of `columns` is absent or null.
+    `key` is the configuration key to name in errors. Raises `ConfigError` for a missing, unreadable or empty
+    file and for a row in which one of `columns` is absent or null.
     """
     records: list[Record] = []
     for path in as_paths(files, key):
@@ -59,7 +61,8 @@ def read_records(
 
 
 def as_paths(files: Any, key: str) -> list[Path]:
-    """`files` as a list of paths that exist. Raises `ConfigError` naming `key`, with every missing file at once."""
+    """`files` as a list of paths that exist. Raises `ConfigError` naming `key`, with every missing file at
+    once."""
     if problems := file_problems(files, key):
         raise ConfigError(problems)
     return listed(files) or []
@@ -71,12 +74,18 @@ def require_columns(records: Sequence[Record], columns: Sequence[str]) -> None:
     for record in records:
         missing = [c for c in columns if record.values.get(c) is None]
         if missing:
-            problems.append(record.problem(f"has no value in column {', '.join(missing)}; it has {', '.join(filled(record)) or 'none'}"))
+            problems.append(
+                record.problem(
+                    f"has no value in column {', '.join(missing)}; it has"
+                    f" {', '.join(filled(record)) or 'none'}"
+                )
+            )
     raise_problems(problems)
 
 
 def raise_problems(problems: Sequence[Problem]) -> None:
-    """Raises `ConfigError` with the first few problems and the number of the others; returns if there are none."""
+    """Raises `ConfigError` with the first few problems and the number of the others; returns if there are
+    none."""
     if not problems:
         return
     shown = list(problems[:SHOWN_PROBLEMS])
@@ -103,15 +112,21 @@ def _read_file(path: Path, key: str, limit: int | None) -> list[Record]:
     """The first `limit` rows; None: all."""
     readers = {".parquet": _parquet_rows, ".jsonl": _json_rows, ".json": _json_rows}
     if path.suffix not in readers:
-        raise ConfigError.one(key, path, f"ends in {path.suffix or 'nothing'}; known are {', '.join(readers)}")
-    records = [Record(values, path, row) for row, values in enumerate(islice(readers[path.suffix](path, key, limit), limit))]
+        raise ConfigError.one(
+            key, path, f"ends in {path.suffix or 'nothing'}; known are {', '.join(readers)}"
+        )
+    records = [
+        Record(values, path, row)
+        for row, values in enumerate(islice(readers[path.suffix](path, key, limit), limit))
+    ]
     if not records:
         raise ConfigError.one(key, path, "the file has no rows")
     return records
 
 
 def _parquet_rows(path: Path, key: str, limit: int | None) -> Iterator[dict[str, Any]]:
-    """A few rows at a time: as Python objects they may take ten thousand times the room that they have in the file."""
+    """A few rows at a time: as Python objects they may take ten thousand times the room that they have in the
+    file."""
     import pyarrow
     import pyarrow.parquet
 
@@ -119,7 +134,12 @@ def _parquet_rows(path: Path, key: str, limit: int | None) -> Iterator[dict[str,
         with pyarrow.parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=min(PARQUET_ROWS, limit or PARQUET_ROWS)):
                 yield from batch.to_pylist()
-    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # the latter two: values that Python cannot hold
+    except (
+        pyarrow.ArrowException,
+        OSError,
+        ValueError,
+        OverflowError,
+    ) as error:  # the latter two: values that Python cannot hold
         raise ConfigError.one(key, path, f"is not a readable Parquet file: {error}") from error
 
 
@@ -135,19 +155,29 @@ def _json_rows(path: Path, key: str, limit: int | None) -> Iterator[dict[str, An
 
 
 def parse_line(path: Path, key: str, number: int, line: str) -> dict[str, Any]:
-    """The JSON object in a line of a file. Raises ConfigError naming the line that is none, or that nothing after us could take."""
+    """The JSON object in a line of a file. Raises ConfigError naming the line that is none, or that nothing
+    after us could take."""
     try:
         values = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ConfigError.one(key, path, f"line {number} is not JSON: {error}", "write one JSON object a line") from error
+        raise ConfigError.one(
+            key, path, f"line {number} is not JSON: {error}", "write one JSON object a line"
+        ) from error
     except ValueError as error:  # Python reads no number of more than 4300 digits
-        raise ConfigError.one(key, path, f"line {number} cannot be read: {error}", "store long numbers as text") from error
+        raise ConfigError.one(
+            key, path, f"line {number} cannot be read: {error}", "store long numbers as text"
+        ) from error
     except RecursionError:
         raise _too_deep(path, key, number) from None
     if line.count("[") + line.count("{") > DEEPEST and _depth(values) > DEEPEST:
         raise _too_deep(path, key, number)
     if not isinstance(values, dict):
-        raise ConfigError.one(key, path, f"line {number} is a JSON {type(values).__name__}, not an object", "write one JSON object a line")
+        raise ConfigError.one(
+            key,
+            path,
+            f"line {number} is a JSON {type(values).__name__}, not an object",
+            "write one JSON object a line",
+        )
     return values
 
 

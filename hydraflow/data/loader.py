@@ -1,9 +1,10 @@
 """The order in which rows are drawn, and its state.
 
-In: anything with a length and `batch(rows)`, such as `PromptDataset` or `ConversationDataset`. Out: one batch after another.
-The order is a function of (seed, epoch) alone, so the state is two numbers and a resumed run continues exactly.
-Left out on purpose: torchdata's StatefulDataLoader. The rows are in memory, so there is nothing to prefetch, and it draws from
-torch's global random state, which would tie the order of the data to everything else that draws.
+In: anything with a length and `batch(rows)`, such as `PromptDataset` or `ConversationDataset`. Out: one batch
+after another. The order is a function of (seed, epoch) alone, so the state is two numbers and a resumed run
+continues exactly. Left out on purpose: torchdata's StatefulDataLoader. The rows are in memory, so there is
+nothing to prefetch, and it draws from torch's global random state, which would tie the order of the data to
+everything else that draws.
 """
 
 from __future__ import annotations
@@ -27,15 +28,23 @@ class RowSource(Protocol):
 
 
 class PromptLoader:
-    """Batches of `batch_size` rows; the rows that are left over at the end of an epoch are dropped (`drop_last`).
+    """Batches of `batch_size` rows; the rows that are left over at the end of an epoch are dropped
+    (`drop_last`).
 
-    Iterating yields the rest of the current epoch; iterating again yields the next epoch. `next_batch` goes on for ever.
-    `key` is the configuration key of the batch size, for errors.
-    Raises `ConfigError` when the dataset cannot fill one batch.
+    Iterating yields the rest of the current epoch; iterating again yields the next epoch. `next_batch` goes
+    on for ever. `key` is the configuration key of the batch size, for errors. Raises `ConfigError` when the
+    dataset cannot fill one batch.
     """
 
     def __init__(
-        self, dataset: RowSource, batch_size: int, *, shuffle: bool, seed: int, drop_last: bool = True, key: str = "data.train_batch_size"
+        self,
+        dataset: RowSource,
+        batch_size: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool = True,
+        key: str = "data.train_batch_size",
     ):
         if batch_size < 1 or (drop_last and len(dataset) < batch_size):
             rule = f"must be between 1 and the number of rows, {len(dataset)}"
@@ -81,11 +90,17 @@ class PromptLoader:
         return {"epoch": self.epoch, "position": self.position, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where `state` was taken. Raises `ConfigError` when rows, batch size, seed or shuffling differ."""
+        """Continues where `state` was taken. Raises `ConfigError` when rows, batch size, seed or shuffling
+        differ."""
         now = self._identity()
         differing = [name for name in now if now[name] != state[name]]
         if differing:
-            raise ConfigError([Problem(f"data loader's {n}", now[n], f"the checkpoint was written with {state[n]}") for n in differing])
+            raise ConfigError(
+                [
+                    Problem(f"data loader's {n}", now[n], f"the checkpoint was written with {state[n]}")
+                    for n in differing
+                ]
+            )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
 
     def _identity(self) -> dict[str, Any]:

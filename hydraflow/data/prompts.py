@@ -1,8 +1,8 @@
 """Prompts for reinforcement learning, validation and generation, tokenised once, before training starts.
 
-In: files with a column of chat messages (or strings) and the columns that scoring needs. Out: `DataProto` of ragged `prompts`
-and row objects. Several data sources may stand in one file.
-Left out on purpose: workers and prefetching; a batch is a gather from memory and takes microseconds.
+In: files with a column of chat messages (or strings) and the columns that scoring needs. Out: `DataProto` of
+ragged `prompts` and row objects. Several data sources may stand in one file. Left out on purpose: workers and
+prefetching; a batch is a gather from memory and takes microseconds.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ TRUNCATIONS = ("error", "left", "right", "middle")
 class PromptDataset:
     """Tokenised prompts and their row objects.
 
-    Row objects: `uid` (str, number of the row over all files; it stays when others are filtered out), `extra_info`,
-    `raw_prompt` (the messages). Prompts of a `DataConfig` will be scored: they also have `data_source` and `reward_model`
-    ({"style", "ground_truth"}), and files without those columns are refused.
+    Row objects: `uid` (str, number of the row over all files; it stays when others are filtered out),
+    `extra_info`, `raw_prompt` (the messages). Prompts of a `DataConfig` will be scored: they also have
+    `data_source` and `reward_model` ({"style", "ground_truth"}), and files without those columns are refused.
 
-    Raises `ConfigError` for unusable files, rows without a needed column and overlong prompts under truncation=error.
+    Raises `ConfigError` for unusable files, rows without a needed column and overlong prompts under
+    truncation=error.
     """
 
     def __init__(
@@ -52,7 +53,13 @@ class PromptDataset:
         assert config.truncation in TRUNCATIONS, config.truncation
         require_template(tokenizer)
         records, chats = read_prompts(config, files, key=key, max_samples=max_samples)
-        ids = tokenise_chats(tokenizer, chats, records, add_generation_prompt=True, template_kwargs=config.apply_chat_template_kwargs)
+        ids = tokenise_chats(
+            tokenizer,
+            chats,
+            records,
+            add_generation_prompt=True,
+            template_kwargs=config.apply_chat_template_kwargs,
+        )
         ids = _limit_lengths(ids, records, config)
         kept = [i for i, tokens in enumerate(ids) if len(tokens) <= config.max_prompt_length]
         _report_filtered(len(ids) - len(kept), len(ids), config, key)
@@ -68,15 +75,21 @@ class PromptDataset:
         """The prompts of `rows`, in that order: ragged `prompts` (B, P) int64 and the row objects."""
         index = np.asarray(rows, dtype=np.int64)
         prompts = ragged.from_rows([self._prompts[i] for i in index.tolist()])
-        return DataProto.from_dict(tensors={"prompts": prompts}, non_tensors={k: column[index] for k, column in self._objects.items()})
+        return DataProto.from_dict(
+            tensors={"prompts": prompts},
+            non_tensors={k: column[index] for k, column in self._objects.items()},
+        )
 
     def data_sources(self) -> list[str]:
         """The distinct data sources, sorted."""
         return sorted(set(self._objects["data_source"].tolist()))
 
 
-def read_prompts(config: PromptConfig, files: Any, *, key: str, max_samples: int) -> tuple[list[Record], list[Messages]]:
-    """Rows and their messages, not tokenised yet. Raises ConfigError for unusable files and rows without a needed column."""
+def read_prompts(
+    config: PromptConfig, files: Any, *, key: str, max_samples: int
+) -> tuple[list[Record], list[Messages]]:
+    """Rows and their messages, not tokenised yet. Raises ConfigError for unusable files and rows without a
+    needed column."""
     source_key = _source_key(config)
     needed = [config.prompt_key, *([source_key, "reward_model"] if source_key else [])]
     records = read_records(files, key=key, columns=needed, limit=max_samples)
@@ -100,16 +113,31 @@ def _require_ground_truth(records: Sequence[Record]) -> None:
 
 
 def _limit_lengths(ids: list[list[int]], records: Sequence[Record], config: PromptConfig) -> list[list[int]]:
-    """Truncates overlong prompts, or raises for them; under filter_overlong_prompts they are left as they are."""
+    """Truncates overlong prompts, or raises for them; under filter_overlong_prompts they are left as they
+    are."""
     limit = config.max_prompt_length
-    empty = [r.problem("the chat template gives it no tokens") for tokens, r in zip(ids, records, strict=True) if not tokens]
+    empty = [
+        r.problem("the chat template gives it no tokens")
+        for tokens, r in zip(ids, records, strict=True)
+        if not tokens
+    ]
     raise_problems(empty)
     if config.filter_overlong_prompts:
         return ids
     if config.truncation == "error":
-        remedy = f"data.max_prompt_length={max(map(len, ids))} or data.filter_overlong_prompts=true or data.truncation=left"
-        long = [(len(tokens), record) for tokens, record in zip(ids, records, strict=True) if len(tokens) > limit]
-        raise_problems([r.problem(f"the prompt has {n} tokens, more than data.max_prompt_length={limit}", remedy) for n, r in long])
+        remedy = (
+            f"data.max_prompt_length={max(map(len, ids))} or data.filter_overlong_prompts=true or"
+            " data.truncation=left"
+        )
+        long = [
+            (len(tokens), record) for tokens, record in zip(ids, records, strict=True) if len(tokens) > limit
+        ]
+        raise_problems(
+            [
+                r.problem(f"the prompt has {n} tokens, more than data.max_prompt_length={limit}", remedy)
+                for n, r in long
+            ]
+        )
     return [truncate(tokens, limit, config.truncation) for tokens in ids]
 
 
@@ -130,10 +158,18 @@ def _report_filtered(dropped: int, rows: int, config: PromptConfig, key: str) ->
         rule = f"all {rows} prompts are longer than data.max_prompt_length={config.max_prompt_length}"
         raise ConfigError.one(key, None, rule, "raise data.max_prompt_length")
     if dropped:
-        logger.warning("%s: left out %d of %d prompts with more than %d tokens", key, dropped, rows, config.max_prompt_length)
+        logger.warning(
+            "%s: left out %d of %d prompts with more than %d tokens",
+            key,
+            dropped,
+            rows,
+            config.max_prompt_length,
+        )
 
 
-def _row_objects(records: Sequence[Record], chats: Sequence[Any], kept: Sequence[int], source_key: str | None) -> dict[str, np.ndarray]:
+def _row_objects(
+    records: Sequence[Record], chats: Sequence[Any], kept: Sequence[int], source_key: str | None
+) -> dict[str, np.ndarray]:
     values = [records[i].values for i in kept]
     objects: dict[str, list[Any]] = {
         "uid": [str(i) for i in kept],
@@ -155,7 +191,11 @@ def _require_json(records: Sequence[Record], objects: dict[str, list[Any]]) -> N
             try:
                 json.dumps(value)
             except (TypeError, ValueError, RecursionError) as error:
-                problems.append(record.problem(f"{name} cannot be written as JSON: {error}", "store it as text or numbers"))
+                problems.append(
+                    record.problem(
+                        f"{name} cannot be written as JSON: {error}", "store it as text or numbers"
+                    )
+                )
     raise_problems(problems)
 
 

@@ -1,8 +1,9 @@
-"""A running Ray cluster, looked at without joining it: does it take our token, which nodes are in it, which were lost.
+"""A running Ray cluster, looked at without joining it: does it take our token, which nodes are in it, which
+were lost.
 
-In: the address of its control service, RAY_AUTH_MODE and the token that Ray's own loader finds. Out: names of nodes, or a reason.
-Ray's own client would try a refused token for 20 s to a minute, say nothing of it, and then blame the network.
-Left out on purpose: joining (`runtime.py`), starting nodes (`slurm/`).
+In: the address of its control service, RAY_AUTH_MODE and the token that Ray's own loader finds. Out: names of
+nodes, or a reason. Ray's own client would try a refused token for 20 s to a minute, say nothing of it, and
+then blame the network. Left out on purpose: joining (`runtime.py`), starting nodes (`slurm/`).
 """
 
 from __future__ import annotations
@@ -27,12 +28,17 @@ POLL_SECONDS = 0.5
 
 
 def refusal(address: str) -> str | None:
-    """Why the cluster at host:port would not take us for the want of the right token; None: it does, or cannot be asked."""
+    """Why the cluster at host:port would not take us for the want of the right token; None: it does, or
+    cannot be asked."""
     try:
         _nodes(address)
     except grpc.RpcError as error:
         if error.code() == grpc.StatusCode.UNAUTHENTICATED:
-            return "it refuses our token" if _token() else "it wants a token, and we have none (RAY_AUTH_MODE is not token)"
+            return (
+                "it refuses our token"
+                if _token()
+                else "it wants a token, and we have none (RAY_AUTH_MODE is not token)"
+            )
     return None
 
 
@@ -46,8 +52,11 @@ def lost(address: str) -> set[str]:
     return {node.node_name for node in _nodes(address)} - alive(address)
 
 
-def await_nodes(address: str, names: Sequence[str], seconds: float, *, ended: Callable[[], str | None] = lambda: None) -> None:
-    """Waits until nodes of all these names are in the cluster. EnvironmentFault naming those that are not after so many seconds.
+def await_nodes(
+    address: str, names: Sequence[str], seconds: float, *, ended: Callable[[], str | None] = lambda: None
+) -> None:
+    """Waits until nodes of all these names are in the cluster. EnvironmentFault naming those that are not
+    after so many seconds.
 
     `ended` says why waiting makes no sense any more; None: it does.
     """
@@ -57,7 +66,10 @@ def await_nodes(address: str, names: Sequence[str], seconds: float, *, ended: Ca
         if why is None and time.monotonic() > deadline:
             why = f"waited {seconds:g} s"
         if why is not None:
-            raise EnvironmentFault(f"{len(missing)} of {len(names)} nodes have not joined Ray at {address}: {', '.join(missing)} ({why})")
+            raise EnvironmentFault(
+                f"{len(missing)} of {len(names)} nodes have not joined Ray at {address}: {', '.join(missing)}"
+                f" ({why})"
+            )
         time.sleep(POLL_SECONDS)
 
 
@@ -74,7 +86,11 @@ def _missing(address: str, names: Sequence[str]) -> list[str]:
 def _nodes(address: str) -> list[Any]:
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         service = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
-        return list(service.GetAllNodeInfo(MESSAGES.GetAllNodeInfoRequest(), timeout=CALL_SECONDS, metadata=_token()).node_info_list)
+        return list(
+            service.GetAllNodeInfo(
+                MESSAGES.GetAllNodeInfoRequest(), timeout=CALL_SECONDS, metadata=_token()
+            ).node_info_list
+        )
 
 
 def _token() -> tuple[tuple[str, str], ...]:

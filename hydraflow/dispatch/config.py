@@ -29,10 +29,12 @@ class RayInitConfig:
     address: str = "local"
     """local starts a cluster of this run's own; else the address of a running one, or auto."""
     num_cpus: int | None = None
-    """CPUs that a local cluster counts; null: those this process may use, and at least what the worker groups ask for."""
+    """CPUs that a local cluster counts; null: those this process may use, and at least what the worker groups
+    ask for."""
     runtime_env: RuntimeEnvConfig = field(default_factory=RuntimeEnvConfig)
     timeline_file: str | None = None
-    """File for a Chrome trace of phases, calls and Ray's tasks, written at the end and on failure; opens in ui.perfetto.dev. null: none."""
+    """File for a Chrome trace of phases, calls and Ray's tasks, written at the end and on failure; opens in
+    ui.perfetto.dev. null: none."""
 
 
 @dataclass
@@ -40,9 +42,11 @@ class LogConfig:
     """What is written to <run>/logs/, one file for each role and rank."""
 
     level: str = "info"
-    """Least level that is written, on the console too: debug, info, warning or error; debug is for hydraflow's own lines."""
+    """Least level that is written, on the console too: debug, info, warning or error; debug is for
+    hydraflow's own lines."""
     console: str | None = None
-    """Least level of the workers' lines that the console shows, too; of equal lines of many workers one. null: none."""
+    """Least level of the workers' lines that the console shows, too; of equal lines of many workers one.
+    null: none."""
     max_megabytes: float = 50.0
     """Size at which a file is set aside (.log.1, .log.2, ...) and a new one begun."""
     keep: int = 3

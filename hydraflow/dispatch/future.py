@@ -1,9 +1,10 @@
-"""Calls under way: waiting for them, finding the first cause when one fails, and the future that stands for a call.
+"""Calls under way: waiting for them, finding the first cause when one fails, and the future that stands for a
+call.
 
-In: the answers' references with who gives them. Out: results, or one error: a WorkerError,
-a worker's decision to stop, or a ConfigError from a start.
-Whoever waits for one call watches all calls: a group that fails ends the wait for another group that depends on it.
-Left out on purpose: retries. A group that failed is ended, and a run goes on from its checkpoint.
+In: the answers' references with who gives them. Out: results, or one error: a WorkerError, a worker's
+decision to stop, or a ConfigError from a start. Whoever waits for one call watches all calls: a group that
+fails ends the wait for another group that depends on it. Left out on purpose: retries. A group that failed is
+ended, and a run goes on from its checkpoint.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from hydraflow.dispatch.worker import DECISIONS, Failure, log_tail
 from hydraflow.errors import ConfigError, HydraflowError, WorkerError
 
 SLICE = 0.25
-"""Seconds of waiting for all ranks of a call, after which those that have answered are looked at: one may have failed."""
+"""Seconds of waiting for all ranks of a call, after which those that have answered are looked at: one may
+have failed."""
 GRACE = 1.0
 """Seconds in which the other ranks of a failed call may report too, so that the first cause is found."""
 FETCH = 10.0
@@ -70,7 +72,9 @@ class Ticket:
     def error(self, cause: str) -> WorkerError:
         """This call's error, with the end of the rank's log."""
         tail = log_tail(self.crew.log_of(self.rank, self.role))
-        return WorkerError(role=self.role, rank=self.rank, node=self.node, method=self.method, cause=cause, log_tail=tail)
+        return WorkerError(
+            role=self.role, rank=self.rank, node=self.node, method=self.method, cause=cause, log_tail=tail
+        )
 
 
 class Ledger:
@@ -79,15 +83,18 @@ class Ledger:
     def __init__(self, traffic: Traffic, timeline: Timeline):
         self.traffic, self.timeline = traffic, timeline
         self.stacks: Callable[[str], str] | None = None
-        """Writes down where all workers stand, for the reason that it is given; returns the file. None: nobody does."""
+        """Writes down where all workers stand, for the reason that it is given; returns the file. None:
+        nobody does."""
         self.head: Head | None = None
         """Looked at while waiting; None: nobody does."""
         self.interrupt: Callable[[], None] | None = None
-        """Called a few times a second while waiting; what it raises ends the wait, and the calls stay under way."""
+        """Called a few times a second while waiting; what it raises ends the wait, and the calls stay under
+        way."""
         self.pending: dict[ObjectRef, Ticket] = {}
 
     def settle(self, refs: Sequence[ObjectRef]) -> None:
-        """Waits until none of `refs` is owed. Raises when any call under way, one of these or another, fails or is late."""
+        """Waits until none of `refs` is owed. Raises when any call under way, one of these or another, fails
+        or is late."""
         while owed := [ref for ref in refs if ref in self.pending]:
             if self.head is not None:
                 self.head.look()
@@ -104,10 +111,15 @@ class Ledger:
         self._take(self._ready([], 0.0))
 
     def _ready(self, wanted: list[ObjectRef], seconds: float) -> list[ObjectRef]:
-        """Waits until all of `wanted` have answered, at most `seconds`; returns whatever has, of these calls and of others."""
-        done = ray.wait(wanted, num_returns=len(wanted), timeout=seconds, fetch_local=False)[0] if wanted else []
+        """Waits until all of `wanted` have answered, at most `seconds`; returns whatever has, of these calls
+        and of others."""
+        done = (
+            ray.wait(wanted, num_returns=len(wanted), timeout=seconds, fetch_local=False)[0] if wanted else []
+        )
         others = [ref for ref in self.pending if ref not in wanted]
-        return done + (ray.wait(others, num_returns=len(others), timeout=0, fetch_local=False)[0] if others else [])
+        return done + (
+            ray.wait(others, num_returns=len(others), timeout=0, fetch_local=False)[0] if others else []
+        )
 
     def _take(self, refs: Sequence[ObjectRef]) -> None:
         failures = self._keep(refs)
@@ -130,13 +142,18 @@ class Ledger:
             parcels = ray.get(list(refs), timeout=max(ticket.seconds for ticket in tickets)) if refs else []
         except ray.exceptions.RayError:
             return [(ticket, self._read_one(ref, ticket)) for ref, ticket in zip(refs, tickets, strict=True)]
-        return [(ticket, self._opened(ticket, parcel)) for ticket, parcel in zip(tickets, parcels, strict=True)]
+        return [
+            (ticket, self._opened(ticket, parcel)) for ticket, parcel in zip(tickets, parcels, strict=True)
+        ]
 
     def _read_one(self, ref: ObjectRef, ticket: Ticket) -> Any:
         try:
             parcel = ray.get(ref, timeout=FETCH)
         except ray.exceptions.GetTimeoutError:
-            return Failure(ticket.error("its answer is there, but does not arrive: the network to its node may be gone"), time.time())
+            return Failure(
+                ticket.error("its answer is there, but does not arrive: the network to its node may be gone"),
+                time.time(),
+            )
         except ray.exceptions.RayActorError as error:
             return Failure(ticket.error(f"the process died: {_how_it_died(error)}"), time.time(), died=True)
         except ray.exceptions.RayError as error:
@@ -169,11 +186,15 @@ class Ledger:
         cause = f"no answer in {first.seconds:g} seconds{others}"
         if self.stacks is not None:
             self._keep(self._ready([], 0.0))  # who has told about itself meanwhile
-            cause += f"; stacks of all workers: {self.stacks(f'{first.role} rank {first.rank}, {first.method}: {cause}')}"
+            cause += (
+                "; stacks of all workers:"
+                f" {self.stacks(f'{first.role} rank {first.rank}, {first.method}: {cause}')}"
+            )
         self._end({first.crew}, first.error(cause))
 
     def _end(self, crews: set[Crew], error: HydraflowError) -> None:
-        """A group whose workers decided to stop keeps its processes: they may be writing a checkpoint still."""
+        """A group whose workers decided to stop keeps its processes: they may be writing a checkpoint
+        still."""
         for crew in crews:
             self.forget(crew)
             if not isinstance(error, DECISIONS):
@@ -186,8 +207,9 @@ class Ledger:
 
 
 def _precedence(reported: tuple[Ticket, Failure]) -> tuple[int, float]:
-    """The least is the first cause: a mistake of the user's, of which ranks often find the same one and the lowest tells it;
-    then a death, which is the cause of its peers' broken connections, whoever reported first; then what happened first.
+    """The least is the first cause: a mistake of the user's, of which ranks often find the same one and the
+    lowest tells it; then a death, which is the cause of its peers' broken connections, whoever reported
+    first; then what happened first.
     """
     ticket, failure = reported
     if isinstance(failure.error, ConfigError):

@@ -1,4 +1,5 @@
-"""A worker group: one process per rank, several roles in each process, and the calls that the controller makes to them.
+"""A worker group: one process per rank, several roles in each process, and the calls that the controller
+makes to them.
 
 In: a reservation and the roles. Out: results of calls; batches come back as references (`RemoteBatch`).
 A call is made by naming the method: `actors.call(ActorWorker.update, batch)`.
@@ -76,10 +77,13 @@ class Group(ABC):
 
     @abstractmethod
     def await_ready(self) -> None:
-        """Waits until all workers are built. ConfigError when one finds a mistake of the user's, WorkerError when it cannot otherwise."""
+        """Waits until all workers are built. ConfigError when one finds a mistake of the user's, WorkerError
+        when it cannot otherwise."""
 
     @abstractmethod
-    def perform(self, role: str, method: str, plan: Registration, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def perform(
+        self, role: str, method: str, plan: Registration, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         """Makes a call as its declaration says; returns its result or what promises it."""
 
     @abstractmethod
@@ -103,9 +107,9 @@ class Group(ABC):
 class WorkerGroup(Group):
     """Processes of one pool that hold the same roles.
 
-    The constructor returns at once, so that several groups start at the same time; `await_ready` waits.
-    A worker's exception, death or silence raises one WorkerError that names role, rank, node and method; a ConfigError of a worker
-    that is being built is raised as it is.
+    The constructor returns at once, so that several groups start at the same time; `await_ready` waits. A
+    worker's exception, death or silence raises one WorkerError that names role, rank, node and method; a
+    ConfigError of a worker that is being built is raised as it is.
     """
 
     def __init__(
@@ -124,12 +128,24 @@ class WorkerGroup(Group):
         self._meshes: dict[tuple[str, str], list[Coordinates]] = {}
         host: Any = ray.remote(WorkerHost)
         watch = channel.watch
-        shared = (env_vars or {}, device_type, reservation.pool.threads, channel.limits.call, sys.path, watch, next(iter(roles)))
+        shared = (
+            env_vars or {},
+            device_type,
+            reservation.pool.threads,
+            channel.limits.call,
+            sys.path,
+            watch,
+            next(iter(roles)),
+        )
         options = [
-            reservation.actor_options(seat.rank, watch.environment(), nsight_options(watch, "+".join(roles), seat.rank, device_type))
+            reservation.actor_options(
+                seat.rank, watch.environment(), nsight_options(watch, "+".join(roles), seat.rank, device_type)
+            )
             for seat in self.seats
         ]
-        self._hosts: list[Any] = [host.options(**told).remote(seat, *shared) for seat, told in zip(self.seats, options, strict=True)]
+        self._hosts: list[Any] = [
+            host.options(**told).remote(seat, *shared) for seat, told in zip(self.seats, options, strict=True)
+        ]
         self.processes = {}
         self._starting = self._build()
         self._ready = False
@@ -148,7 +164,9 @@ class WorkerGroup(Group):
         self._owe(built, WORKER_PROCESS, "__init__", self.channel.limits.start, {})
         return [*identified.values(), *built.values()]
 
-    def _owe(self, refs: Mapping[int, ObjectRef], role: str, method: str, seconds: float, answers: dict[int, Any]) -> None:
+    def _owe(
+        self, refs: Mapping[int, ObjectRef], role: str, method: str, seconds: float, answers: dict[int, Any]
+    ) -> None:
         deadline, work = time.monotonic() + seconds, Work()
         for rank, ref in refs.items():
             seat = self.seats[rank]
@@ -158,35 +176,52 @@ class WorkerGroup(Group):
     def await_ready(self) -> None:
         """Waits until every process has built its roles.
 
-        ConfigError when one finds a mistake of the user's, WorkerError when it cannot otherwise, or after `limits.start` seconds.
+        ConfigError when one finds a mistake of the user's, WorkerError when it cannot otherwise, or after
+        `limits.start` seconds.
         """
         self.require_alive()
         if not self._ready:
             self.channel.ledger.settle(self._starting)
             self._ready = True
 
-    def perform(self, role: str, method: str, plan: Registration, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """WorkerError when a rank fails; ValueError when rows do not divide and the method takes no padding."""
+    def perform(
+        self, role: str, method: str, plan: Registration, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """WorkerError when a rank fails; ValueError when rows do not divide and the method takes no
+        padding."""
         self.await_ready()
         site = _Site(self, role, method, plan.padding)
         settled = [_settled(value) for value in args]
-        positional, named = plan.mode.dispatch_fn(site, *settled, **{name: _settled(value) for name, value in kwargs.items()})
+        positional, named = plan.mode.dispatch_fn(
+            site, *settled, **{name: _settled(value) for name, value in kwargs.items()}
+        )
         future = self._sent(plan, site, positional, named)
         return future.get() if plan.blocking else future
 
-    def _sent(self, plan: Registration, site: _Site, positional: Sequence[Sequence[Any]], named: Mapping[str, Sequence[Any]]) -> Future:
+    def _sent(
+        self,
+        plan: Registration,
+        site: _Site,
+        positional: Sequence[Sequence[Any]],
+        named: Mapping[str, Sequence[Any]],
+    ) -> Future:
         outbox = _Batches(Outbox(self.channel.traffic))
         collectors = plan.mode.collectors(site)
-        # The process writes where it stands shortly before the controller gives up, so that the log tail shows it.
+        # The process writes where it stands shortly before the controller gives up, so that the log tail
+        # shows it.
         seconds = max(0.1, self.channel.limits.call * 0.98 - 0.2)
         calls = {}
         for rank in [0] if plan.mode.rank_zero else range(self.world_size):
             args = [outbox.slot(values[rank]) for values in positional]
             kwargs = {name: outbox.slot(values[rank]) for name, values in named.items()}
-            calls[rank] = Call(site.role, site.method, args, kwargs, plan.read_only, rank in collectors, seconds)
+            calls[rank] = Call(
+                site.role, site.method, args, kwargs, plan.read_only, rank in collectors, seconds
+            )
         answers: dict[int, Any] = {}
         refs = self.send(calls, answers)
-        return Future(self.channel.ledger, self, refs, answers, collectors, _collector(plan, site), plan.mode.joins)
+        return Future(
+            self.channel.ledger, self, refs, answers, collectors, _collector(plan, site), plan.mode.joins
+        )
 
     def log_of(self, rank: int, role: str) -> str:
         """Path of a rank's log on its node; empty while unknown."""
@@ -215,7 +250,13 @@ class WorkerGroup(Group):
 
     def _stopped(self) -> WorkerError:
         names = ", ".join(self.roles)
-        return WorkerError(role=names, rank=0, node=self.seats[0].node, method="stop", cause="the group was stopped before this call")
+        return WorkerError(
+            role=names,
+            rank=0,
+            node=self.seats[0].node,
+            method="stop",
+            cause="the group was stopped before this call",
+        )
 
     def mesh(self, role: str, name: str) -> list[Coordinates]:
         """Places of all ranks in a mesh, asked once and kept. ValueError when they contradict each other."""
@@ -254,7 +295,10 @@ def _checked(places: list[Coordinates], mesh: str) -> list[Coordinates]:
     sizes = {place.data_size for place in places}
     collecting = sorted(place.data_rank for place in places if place.is_collect)
     if len(sizes) > 1 or collecting != list(range(places[0].data_size)):
-        raise ValueError(f"mesh {mesh!r}: data sizes {sorted(sizes)}, ranks that collect {collecting}; one for each data rank is needed")
+        raise ValueError(
+            f"mesh {mesh!r}: data sizes {sorted(sizes)}, ranks that collect {collecting}; one for each data"
+            " rank is needed"
+        )
     return places
 
 
@@ -288,7 +332,8 @@ class RoleGroup:
         return self.group.world_size
 
     def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls `method`, a function of the role's class declared with `@register`, and returns its result or a Future.
+        """Calls `method`, a function of the role's class declared with `@register`, and returns its result or
+        a Future.
 
         DataProto, RemoteBatch and Future arguments are divided by the method's mode; others go to every rank.
         WorkerError when a rank fails; ValueError when rows do not divide and the method takes no padding.
@@ -298,7 +343,9 @@ class RoleGroup:
     def _plan(self, method: Callable[..., Any]) -> Registration:
         cls = self.group.roles[self.name].cls
         if not any(vars(base).get(method.__name__) is method for base in cls.__mro__):
-            raise TypeError(f"{method.__qualname__} is no method of {cls.__qualname__}, the class of role {self.name!r}")
+            raise TypeError(
+                f"{method.__qualname__} is no method of {cls.__qualname__}, the class of role {self.name!r}"
+            )
         return registration(method)
 
     def fetch(self, batch: RemoteBatch, keys: Sequence[str] | None = None) -> DataProto:
@@ -328,11 +375,15 @@ def _settled(value: Any) -> Any:
 
 def _collector(plan: Registration, site: _Site) -> Callable[[list[Any]], Any]:
     def collect(answers: list[Any]) -> Any:
-        return plan.mode.collect_fn(site, [answer.batch() if isinstance(answer, Receipt) else answer for answer in answers])
+        return plan.mode.collect_fn(
+            site, [answer.batch() if isinstance(answer, Receipt) else answer for answer in answers]
+        )
 
     return collect
 
 
 def fetch(batch: RemoteBatch, keys: Sequence[str] | None, channel: Channel) -> DataProto:
     """Reads columns into the controller, all in one request. EnvironmentFault when they are gone or late."""
-    return materialise(batch, lambda refs: read_columns(refs, channel.traffic, channel.limits.call), keys=keys)
+    return materialise(
+        batch, lambda refs: read_columns(refs, channel.traffic, channel.limits.call), keys=keys
+    )

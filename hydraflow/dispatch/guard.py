@@ -1,8 +1,10 @@
-"""Watches the two processes of Ray's without which a cluster of our own is nothing: its control service and its node process.
+"""Watches the two processes of Ray's without which a cluster of our own is nothing: its control service and
+its node process.
 
-In: this process's children. Out: the name of one that has ended. Where Ray's client waits for it inside its own code (up to a minute, after
-which it ends the process with exit code 1), the command is ended from here.
-Left out on purpose: clusters that were joined (`head.py` asks their control service), and workers (`future.py`).
+In: this process's children. Out: the name of one that has ended. Where Ray's client waits for it inside its
+own code (up to a minute, after which it ends the process with exit code 1), the command is ended from here.
+Left out on purpose: clusters that were joined (`head.py` asks their control service), and workers
+(`future.py`).
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ import psutil
 
 from hydraflow.dispatch.processes import lives
 from hydraflow.errors import EnvironmentFault
-from hydraflow.interrupts import ENDS, end_at_once
-from hydraflow.node_folder import session_folder
+from hydraflow.system.interrupts import ENDS, end_at_once
+from hydraflow.system.node_folder import session_folder
 
 VITAL = {"gcs_server": "control service", "raylet": "node process"}
 PERIOD = 0.25
@@ -51,7 +53,10 @@ class RayGuard:
         """What has ended, in words; None: nothing."""
         for name, process in self._seen.items():
             if not lives(process):
-                text = f"Ray's {VITAL[name]} ({name}) has ended: it was killed, or it failed ({session_folder()}/session_latest/logs)"
+                text = (
+                    f"Ray's {VITAL[name]} ({name}) has ended: it was killed, or it failed"
+                    f" ({session_folder()}/session_latest/logs)"
+                )
                 return EnvironmentFault(f"{text}. The same command continues from the last checkpoint.")
         return None
 

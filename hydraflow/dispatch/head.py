@@ -1,7 +1,7 @@
 """Ray's head process (its control service): whether it still answers, and an end without it.
 
-In: its address. Out: HeadLost soon after it has gone. Without this a run would work on until its next request to it, and Ray
-would end the controller after a minute, with exit code 1 and all other processes left behind.
+In: its address. Out: HeadLost soon after it has gone. Without this a run would work on until its next request
+to it, and Ray would end the controller after a minute, with exit code 1 and all other processes left behind.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Head:
         return cls(ray.get_runtime_context().gcs_address)
 
     def look(self) -> None:
-        """Raises HeadLost when the service has been silent for PATIENCE seconds; does nothing most of the time."""
+        """Raises HeadLost when the service has been silent for PATIENCE seconds; does nothing most of the
+        time."""
         now = time.monotonic()
         if now < self._next:
             return
@@ -49,8 +50,9 @@ class Head:
         elif now - self._heard > PATIENCE:
             self.is_gone = True
             raise HeadLost(
-                f"Ray's control service (gcs_server) at {self.address} has not answered for {now - self._heard:.0f} seconds: "
-                "it was killed, or its machine is gone. Start the same command again to go on from the last checkpoint."
+                f"Ray's control service (gcs_server) at {self.address} has not answered for"
+                f" {now - self._heard:.0f} seconds: it was killed, or its machine is gone. Start the same"
+                " command again to go on from the last checkpoint."
             )
 
 
@@ -64,6 +66,7 @@ def _answers(address: str) -> bool:
 
 
 def end_without_head() -> None:
-    """Leaves Ray, and ends the processes that this one started: workers would look for the head for a minute before they end."""
+    """Leaves Ray, and ends the processes that this one started: workers would look for the head for a minute
+    before they end."""
     end_processes(own_ray_processes(), grace=0.0)
     ray.shutdown()

@@ -1,9 +1,11 @@
-"""The Ray actor around a worker process: it sets environment variables before any library reads them, then passes calls on.
+"""The Ray actor around a worker process: it sets environment variables before any library reads them, then
+passes calls on.
 
-In: `ray_init.runtime_env.env_vars` as an argument. Ray's own way to hand variables to a process writes them into a log and onto a command
-line, where they could be read by others. Out: what `WorkerProcess` answers.
-Left out on purpose: torch and whatever imports it. Ray imports this module first, so variables that torch reads when it is imported count.
-Those that the dynamic loader reads (LD_PRELOAD) belong in the environment of the command that starts Ray.
+In: `ray_init.runtime_env.env_vars` as an argument. Ray's own way to hand variables to a process writes them
+into a log and onto a command line, where they could be read by others. Out: what `WorkerProcess` answers.
+Left out on purpose: torch and whatever imports it. Ray imports this module first, so variables that torch
+reads when it is imported count. Those that the dynamic loader reads (LD_PRELOAD) belong in the environment of
+the command that starts Ray.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""A run in one process, without Ray: the same pools, groups and calls, so that `breakpoint()` and pdb work anywhere.
+"""A run in one process, without Ray: the same pools, groups and calls, so that `breakpoint()` and pdb work
+anywhere.
 
-In: what `Runtime` takes; every pool has one process. Out: the same results, bit by bit: arguments and answers are spread and collected
-by the same modes and are encoded as they are for the object store, and a method computes with as many threads as in its own process.
-A call runs at once, in the caller's thread, and an exception reaches the caller as it is, with its stack.
-Left out on purpose: several ranks. They wait for each other, so each needs a process of its own.
+In: what `Runtime` takes; every pool has one process. Out: the same results, bit by bit: arguments and answers
+are spread and collected by the same modes and are encoded as they are for the object store, and a method
+computes with as many threads as in its own process. A call runs at once, in the caller's thread, and an
+exception reaches the caller as it is, with its stack. Left out on purpose: several ranks. They wait for each
+other, so each needs a process of its own.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.profile import Profile, region
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.shards import Promised, Ready, Shard, is_batch, split
+from hydraflow.dispatch.spans import Recorder, record_into, span
 from hydraflow.dispatch.stacks import ProcessFacts
 from hydraflow.dispatch.watch import Watch, of_role
 from hydraflow.dispatch.worker import ProcessContext, RoleSpec, Worker
@@ -35,8 +38,7 @@ from hydraflow.protocol import wire
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.pieces import Column, LocalColumn
 from hydraflow.protocol.remote import RemoteBatch, materialise
-from hydraflow.role_logs import log_of_this_process
-from hydraflow.spans import Recorder, record_into, span
+from hydraflow.system.role_logs import log_of_this_process
 
 KEY = "trainer.debug.local"
 
@@ -44,22 +46,31 @@ KEY = "trainer.debug.local"
 class LocalRuntime(Runtime):
     """A `Runtime` whose workers are objects of this process."""
 
-    def __init__(self, ray_init: RayInitConfig, limits: Limits, *, device_type: str = "cpu", watch: Watch | None = None):
+    def __init__(
+        self, ray_init: RayInitConfig, limits: Limits, *, device_type: str = "cpu", watch: Watch | None = None
+    ):
         super().__init__(ray_init, limits, device_type=device_type, watch=watch)
         self._pools: dict[str, ResourcePool] = {}
 
     def start(self, pools: Sequence[ResourcePool]) -> None:
-        """Takes the pools and sets the workers' environment variables. ConfigError when a pool has several processes."""
+        """Takes the pools and sets the workers' environment variables. ConfigError when a pool has several
+        processes."""
         for pool in pools:
             if pool.size > 1:
                 rule = f"runs in one process, and the pool {pool.name} has {pool.size}"
-                raise ConfigError.one(KEY, True, rule, f"trainer.nnodes=1 trainer.n_gpus_per_node=1 or {KEY}=false")
+                raise ConfigError.one(
+                    KEY, True, rule, f"trainer.nnodes=1 trainer.n_gpus_per_node=1 or {KEY}=false"
+                )
             self._pools[pool.name] = pool
         settle(0, given=self.ray_init.runtime_env.as_text())
 
     def group(self, pool: str, roles: Mapping[str, RoleSpec]) -> Group:
         """Builds the workers at once."""
-        self.groups.append(LocalGroup(self._pools[pool], roles, self.channel, device_type=self.device_type, first=not self.groups))
+        self.groups.append(
+            LocalGroup(
+                self._pools[pool], roles, self.channel, device_type=self.device_type, first=not self.groups
+            )
+        )
         return self.groups[-1]
 
     def stop(self) -> None:
@@ -76,7 +87,15 @@ class LocalGroup(Group):
     first: of the runtime's groups; the process has one profile, not one for each group.
     """
 
-    def __init__(self, pool: ResourcePool, roles: Mapping[str, RoleSpec], channel: Channel, *, device_type: str, first: bool = True):
+    def __init__(
+        self,
+        pool: ResourcePool,
+        roles: Mapping[str, RoleSpec],
+        channel: Channel,
+        *,
+        device_type: str,
+        first: bool = True,
+    ):
         self.roles, self.channel, self.processes = dict(roles), channel, {0: _facts()}
         self.device_type, self._first = device_type, first
         self._threads = pool.threads
@@ -86,7 +105,9 @@ class LocalGroup(Group):
         self.workers: dict[str, Worker] = {}
         listener = socket.create_server(("127.0.0.1", 0))
         where = ("127.0.0.1", listener.getsockname()[1], device_type, channel.limits.call)
-        process = ProcessContext(0, 1, 0, platform.node(), *where, roles=self.workers, listen_fd=listener.detach())
+        process = ProcessContext(
+            0, 1, 0, platform.node(), *where, roles=self.workers, listen_fd=listener.detach()
+        )
         for name, spec in self.roles.items():
             spec = copy.deepcopy(spec)  # a process of its own would have its own
             with self._as(name), span("start"):
@@ -100,11 +121,15 @@ class LocalGroup(Group):
     def await_ready(self) -> None:
         """The workers are built."""
 
-    def perform(self, role: str, method: str, plan: Registration, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def perform(
+        self, role: str, method: str, plan: Registration, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         """Raises what the method raises."""
         site = _Site(self, role, method, plan.padding)
         settled = [_settled(value) for value in args]
-        positional, named = plan.mode.dispatch_fn(site, *settled, **{name: _settled(value) for name, value in kwargs.items()})
+        positional, named = plan.mode.dispatch_fn(
+            site, *settled, **{name: _settled(value) for name, value in kwargs.items()}
+        )
         given = [_given(values[0], plan) for values in positional]
         given_by_name = {name: _given(values[0], plan) for name, values in named.items()}
         with self._as(role), region(f"{role}.{method}"):
@@ -180,10 +205,14 @@ def _nothing_is_far(refs: Sequence[Any]) -> Sequence[wire.ColumnData]:
 
 
 def _kept(answer: Any) -> Any:
-    """An answer as the controller gets it: a batch's columns are copies, as if they had been in the object store."""
+    """An answer as the controller gets it: a batch's columns are copies, as if they had been in the object
+    store."""
     if not isinstance(answer, DataProto):
         return answer
-    columns = {name: Column((LocalColumn(wire.decode(wire.encode(column, name))),)) for name, column in answer.items()}
+    columns = {
+        name: Column((LocalColumn(wire.decode(wire.encode(column, name))),))
+        for name, column in answer.items()
+    }
     return RemoteBatch(columns, {}, dict(answer.meta_info))
 
 

@@ -1,8 +1,10 @@
-"""Dispatch modes: how the arguments of one call are spread over the ranks of a group, and how the answers become one result.
+"""Dispatch modes: how the arguments of one call are spread over the ranks of a group, and how the answers
+become one result.
 
-In: what the caller passed, and a `Site` that knows the group. Out: for each argument a list with one entry per rank; one result.
-A method is declared with `@register(...)`; a mode of the user's own is added with `register_dispatch_mode`.
-Left out on purpose: sending and waiting (`group`, `future`), cutting rows (`shards`).
+In: what the caller passed, and a `Site` that knows the group. Out: for each argument a list with one entry
+per rank; one result. A method is declared with `@register(...)`; a mode of the user's own is added with
+`register_dispatch_mode`. Left out on purpose: sending and waiting (`group`, `future`), cutting rows
+(`shards`).
 """
 
 from __future__ import annotations
@@ -71,7 +73,8 @@ class Mode:
     collectors: Callable[[Site], list[int]] = lambda site: list(range(site.world_size))
     """Ranks whose answers are used, in the order of their rows."""
     joins: bool = False
-    """A batch is the collectors' rows one after the other; so a future of it can be passed on before it is made."""
+    """A batch is the collectors' rows one after the other; so a future of it can be passed on before it is
+    made."""
     rank_zero: bool = False
     """Only rank 0 runs."""
 
@@ -94,7 +97,8 @@ class Dispatch(StrEnum):
     DP_COMPUTE_METRIC = "dp_compute_metric"
     """Batches are divided over all ranks; the answers, dicts of metrics, are merged."""
     MEGATRON_COMPUTE = "megatron_compute"
-    """Every argument is a list with one entry per data rank of the mesh "megatron"; a list of answers by data rank."""
+    """Every argument is a list with one entry per data rank of the mesh "megatron"; a list of answers by data
+    rank."""
     MEGATRON_COMPUTE_PROTO = "megatron_compute_proto"
     """Batches are divided over the data ranks of the mesh "megatron"; answers as in `mesh_mode`."""
 
@@ -107,20 +111,28 @@ class Execute(StrEnum):
 
 
 def _to_all(site: Site, *args: Any, **kwargs: Any) -> PerRank:
-    return [[value] * site.world_size for value in args], {name: [value] * site.world_size for name, value in kwargs.items()}
+    return [[value] * site.world_size for value in args], {
+        name: [value] * site.world_size for name, value in kwargs.items()
+    }
 
 
 def _per_argument(spread: Callable[[Site, Any], Sequence[Any]]) -> Callable[..., PerRank]:
     """A dispatch function that treats every argument alike."""
 
     def dispatch(site: Site, *args: Any, **kwargs: Any) -> PerRank:
-        return [spread(site, value) for value in args], {name: spread(site, value) for name, value in kwargs.items()}
+        return [spread(site, value) for value in args], {
+            name: spread(site, value) for name, value in kwargs.items()
+        }
 
     return dispatch
 
 
 def _deal(site: Site, value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list | tuple) and len(value) == site.world_size else [value] * site.world_size
+    return (
+        value
+        if isinstance(value, list | tuple) and len(value) == site.world_size
+        else [value] * site.world_size
+    )
 
 
 def _listed(value: Any, size: int, what: str, method: str) -> Sequence[Any]:
@@ -135,12 +147,16 @@ def _list_per_rank(site: Site, value: Any) -> Sequence[Any]:
 
 
 def _rows_per_rank(site: Site, value: Any) -> Sequence[Any]:
-    return split(value, site.world_size, padding=site.padding) if is_batch(value) else [value] * site.world_size
+    return (
+        split(value, site.world_size, padding=site.padding) if is_batch(value) else [value] * site.world_size
+    )
 
 
 def _function_and_rows(site: Site, function: Any, *args: Any, **kwargs: Any) -> PerRank:
     if not callable(function):
-        raise TypeError(f"{site.method} takes a function as its first argument, got a {type(function).__name__}")
+        raise TypeError(
+            f"{site.method} takes a function as its first argument, got a {type(function).__name__}"
+        )
     positional, named = _per_argument(_rows_per_rank)(site, *args, **kwargs)
     return [[function] * site.world_size, *positional], named
 
@@ -167,7 +183,9 @@ def _is_metrics(answer: Any) -> bool:
 def _merged(site: Site, answers: list[Any]) -> dict[str, Metric]:
     strangers = sorted({type(answer).__name__ for answer in answers if not _is_metrics(answer)})
     if strangers:
-        raise TypeError(f"{site.method} must return a dict of metrics on every rank, got {', '.join(strangers)}")
+        raise TypeError(
+            f"{site.method} must return a dict of metrics on every rank, got {', '.join(strangers)}"
+        )
     return merge(answers)
 
 
@@ -180,7 +198,10 @@ def _by_kind(site: Site, answers: list[Any]) -> Any:
 def _data_collectors(mesh: str) -> Callable[[Site], list[int]]:
     def collectors(site: Site) -> list[int]:
         places = site.mesh(mesh)
-        return sorted((rank for rank, place in enumerate(places) if place.is_collect), key=lambda rank: places[rank].data_rank)
+        return sorted(
+            (rank for rank, place in enumerate(places) if place.is_collect),
+            key=lambda rank: places[rank].data_rank,
+        )
 
     return collectors
 
@@ -188,7 +209,8 @@ def _data_collectors(mesh: str) -> Callable[[Site], list[int]]:
 def mesh_mode(mesh: str) -> Mode:
     """Rows are divided by the data ranks of a named mesh; every rank of one data rank gets the same rows.
 
-    Only the ranks that say `is_collect` answer: batches are joined in the order of data ranks, metrics merged, anything else listed.
+    Only the ranks that say `is_collect` answer: batches are joined in the order of data ranks, metrics
+    merged, anything else listed.
     """
 
     def rows(site: Site, value: Any) -> Sequence[Any]:
@@ -217,17 +239,25 @@ _MODES: dict[str, Mode] = {
         Mode(Dispatch.DP_COMPUTE_PROTO, _per_argument(_rows_per_rank), _joined, joins=True),
         Mode(Dispatch.DP_COMPUTE_PROTO_WITH_FUNC, _function_and_rows, _joined, joins=True),
         Mode(Dispatch.DP_COMPUTE_METRIC, _per_argument(_rows_per_rank), _merged),
-        Mode(Dispatch.MEGATRON_COMPUTE, _per_argument(_list_per_data_rank), _as_list, _data_collectors(MEGATRON_MESH)),
+        Mode(
+            Dispatch.MEGATRON_COMPUTE,
+            _per_argument(_list_per_data_rank),
+            _as_list,
+            _data_collectors(MEGATRON_MESH),
+        ),
         replace(mesh_mode(MEGATRON_MESH), name=Dispatch.MEGATRON_COMPUTE_PROTO),
     )
 }
 
 
-def register_dispatch_mode(name: str, dispatch_fn: Callable[..., PerRank], collect_fn: Callable[[Any, list[Any]], Any]) -> None:
+def register_dispatch_mode(
+    name: str, dispatch_fn: Callable[..., PerRank], collect_fn: Callable[[Any, list[Any]], Any]
+) -> None:
     """Adds a mode under a name of its own.
 
-    `dispatch_fn(site, *args, **kwargs)` returns, for every argument, a list with one entry per rank; `shards.split` divides batches.
-    `collect_fn(site, answers)` gets the answers of all ranks in rank order. ValueError when the name is taken.
+    `dispatch_fn(site, *args, **kwargs)` returns, for every argument, a list with one entry per rank;
+    `shards.split` divides batches. `collect_fn(site, answers)` gets the answers of all ranks in rank order.
+    ValueError when the name is taken.
     """
     if name in _MODES:
         raise ValueError(f"the dispatch mode {name!r} exists already")
@@ -263,13 +293,17 @@ def register(
 ) -> Callable[[Method], Method]:
     """Declares a worker's method as callable from the controller.
 
-    blocking: the call waits and returns the result, else a future. read_only: the method never writes into tensors it is given,
-    so they need no copy. padding: rows may be repeated so that they divide by the ranks; training methods say False.
+    blocking: the call waits and returns the result, else a future. read_only: the method never writes into
+    tensors it is given, so they need no copy. padding: rows may be repeated so that they divide by the ranks;
+    training methods say False.
     """
     mode = mode_named(dispatch_mode)
     if Execute(execute_mode) is Execute.RANK_ZERO:
         if mode.name not in (Dispatch.RANK_ZERO, Dispatch.ONE_TO_ALL):
-            raise ValueError(f"execute_mode rank_zero goes with one_to_all, not with {mode.name}: the other ranks' rows would be lost")
+            raise ValueError(
+                f"execute_mode rank_zero goes with one_to_all, not with {mode.name}: the other ranks' rows"
+                " would be lost"
+            )
         mode = mode_named(Dispatch.RANK_ZERO)
 
     def declare(method: Method) -> Method:
@@ -286,5 +320,7 @@ def registration(method: Callable[..., Any]) -> Registration:
     """How a method was declared; TypeError when it was not."""
     found = getattr(method, _MARK, None)
     if found is None:
-        raise TypeError(f"{method.__qualname__} is not declared with @register, so the controller cannot call it")
+        raise TypeError(
+            f"{method.__qualname__} is not declared with @register, so the controller cannot call it"
+        )
     return found

@@ -1,7 +1,9 @@
-"""Pools of processes on the cluster's nodes, and the check that the cluster has room for them before any process starts.
+"""Pools of processes on the cluster's nodes, and the check that the cluster has room for them before any
+process starts.
 
-In: `ResourcePool`s. Out: `Reservation`s (Ray placement groups) with one `Seat` per process, nodes in the order of their addresses.
-Left out on purpose: which role runs in which pool (the caller's table), and Ray's start (`runtime`).
+In: `ResourcePool`s. Out: `Reservation`s (Ray placement groups) with one `Seat` per process, nodes in the
+order of their addresses. Left out on purpose: which role runs in which pool (the caller's table), and Ray's
+start (`runtime`).
 """
 
 from __future__ import annotations
@@ -12,7 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hydraflow.dispatch.host import Seat
@@ -44,7 +51,11 @@ class ResourcePool:
 
     def __post_init__(self) -> None:
         if not self.processes_on_nodes or min(self.processes_on_nodes) < 1:
-            raise ConfigError.one(f"resource pool {self.name}", list(self.processes_on_nodes), "needs at least one process on every node")
+            raise ConfigError.one(
+                f"resource pool {self.name}",
+                list(self.processes_on_nodes),
+                "needs at least one process on every node",
+            )
 
     @property
     def size(self) -> int:
@@ -54,7 +65,10 @@ class ResourcePool:
     def demand(self) -> list[dict[str, float]]:
         """Resources on each node."""
         per_process = {"CPU": self.cpus_per_process, "GPU": self.gpus_per_process}
-        return [{kind: float(amount * count) for kind, amount in per_process.items() if amount} for count in self.processes_on_nodes]
+        return [
+            {kind: float(amount * count) for kind, amount in per_process.items() if amount}
+            for count in self.processes_on_nodes
+        ]
 
 
 def cpus_needed(pools: Sequence[ResourcePool]) -> float:
@@ -67,7 +81,9 @@ def shortfall(pools: Sequence[ResourcePool], nodes: Sequence[Mapping[str, float]
 
     nodes: total resources of each node ("CPU", "GPU").
     """
-    problems = [_too_few_nodes(pool, len(nodes)) for pool in pools if len(pool.processes_on_nodes) > len(nodes)]
+    problems = [
+        _too_few_nodes(pool, len(nodes)) for pool in pools if len(pool.processes_on_nodes) > len(nodes)
+    ]
     for kind in ("CPU", "GPU"):
         amounts = [node.get(kind, 0.0) for node in nodes]
         needs = {pool.name: [node.get(kind, 0.0) for node in pool.demand()] for pool in pools}
@@ -78,7 +94,12 @@ def shortfall(pools: Sequence[ResourcePool], nodes: Sequence[Mapping[str, float]
             problems.append(Problem(f"resource pools {names}", None, rule, _REMEDY))
             continue
         problems += [
-            Problem(f"resource pool {name}", None, f"needs {max(need):g} {kind}s on one node, the largest has {max(amounts):g}", _REMEDY)
+            Problem(
+                f"resource pool {name}",
+                None,
+                f"needs {max(need):g} {kind}s on one node, the largest has {max(amounts):g}",
+                _REMEDY,
+            )
             for name, need in needs.items()
             if max(need) > max(amounts)
         ]
@@ -87,7 +108,9 @@ def shortfall(pools: Sequence[ResourcePool], nodes: Sequence[Mapping[str, float]
 
 def _too_few_nodes(pool: ResourcePool, nodes: int) -> Problem:
     rule = f"needs {len(pool.processes_on_nodes)} nodes, the cluster has {nodes}"
-    remedy = f"trainer.nnodes={nodes} or ray_init.address=auto, where a Ray cluster of enough machines is running"
+    remedy = (
+        f"trainer.nnodes={nodes} or ray_init.address=auto, where a Ray cluster of enough machines is running"
+    )
     return Problem(f"resource pool {pool.name}", None, rule, remedy)
 
 
@@ -101,25 +124,33 @@ class Reservation:
     bundles: list[int]
     """Bundle of the placement group by rank."""
 
-    def actor_options(self, rank: int, environment: Mapping[str, str], nsight: Mapping[str, str] | None) -> dict[str, Any]:
-        """Ray's options for the process of a rank. `environment`: variables that it gets. `nsight`: options of Nsight Systems."""
+    def actor_options(
+        self, rank: int, environment: Mapping[str, str], nsight: Mapping[str, str] | None
+    ) -> dict[str, Any]:
+        """Ray's options for the process of a rank. `environment`: variables that it gets. `nsight`: options
+        of Nsight Systems."""
         pool = self.pool
         options: dict[str, Any] = dict(
             num_cpus=pool.cpus_per_process / pool.groups,
             num_gpus=pool.gpus_per_process / pool.groups,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundles[rank]),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                self.group, placement_group_bundle_index=self.bundles[rank]
+            ),
         )
-        # Ray itself says 1 thread for a process of one CPU; a runtime_env costs 0.4 s at the start, so only where it is needed.
+        # Ray itself says 1 thread for a process of one CPU; a runtime_env costs 0.4 s at the start, so only
+        # where it is needed.
         variables = ({"OMP_NUM_THREADS": str(pool.threads)} if pool.threads > 1 else {}) | dict(environment)
-        runtime_env = ({"env_vars": variables} if variables else {}) | ({"nsight": dict(nsight)} if nsight else {})
+        runtime_env = ({"env_vars": variables} if variables else {}) | (
+            {"nsight": dict(nsight)} if nsight else {}
+        )
         return options | ({"runtime_env": runtime_env} if runtime_env else {})
 
 
 def reserve(pools: Sequence[ResourcePool], *, timeout: float, growing: bool) -> dict[str, Reservation]:
     """Reserves all pools before any process starts.
 
-    growing: nodes may still join, so what is missing now may come. ConfigError that names what is missing: at once if the
-    cluster can never satisfy the pools, else after `timeout` seconds.
+    growing: nodes may still join, so what is missing now may come. ConfigError that names what is missing: at
+    once if the cluster can never satisfy the pools, else after `timeout` seconds.
     """
     problems = shortfall(pools, _totals())
     if problems and not growing:
@@ -127,7 +158,11 @@ def reserve(pools: Sequence[ResourcePool], *, timeout: float, growing: bool) -> 
     for problem in problems:
         log.warning("waiting up to %g s for the cluster to grow: %s", timeout, problem)
     groups = [placement_group(pool.demand(), strategy=_strategy(pool)) for pool in pools]
-    waiting = ray.wait([group.ready() for group in groups], num_returns=len(groups), timeout=timeout)[1] if groups else []
+    waiting = (
+        ray.wait([group.ready() for group in groups], num_returns=len(groups), timeout=timeout)[1]
+        if groups
+        else []
+    )
     if waiting:
         for group in groups:
             remove_placement_group(group)
@@ -146,15 +181,26 @@ def _totals() -> list[dict[str, float]]:
 def _busy(pools: Sequence[ResourcePool], timeout: float) -> Problem:
     free = ray.available_resources()
     needs = "; ".join(f"{pool.name} {pool.demand()}" for pool in pools)
-    rule = f"not free within {timeout:g} s: needed per node {needs}; free in all {free.get('CPU', 0):g} CPUs, {free.get('GPU', 0):g} GPUs"
-    return Problem("resource pools", None, rule, "end what else uses the cluster, or raise trainer.start_timeout")
+    rule = (
+        f"not free within {timeout:g} s: needed per node {needs}; free in all {free.get('CPU', 0):g} CPUs,"
+        f" {free.get('GPU', 0):g} GPUs"
+    )
+    return Problem(
+        "resource pools", None, rule, "end what else uses the cluster, or raise trainer.start_timeout"
+    )
 
 
 def _seated(pool: ResourcePool, group: PlacementGroup) -> Reservation:
-    """Ranks go node by node, in the order of the nodes' addresses, so that two runs on the same nodes number them alike."""
+    """Ranks go node by node, in the order of the nodes' addresses, so that two runs on the same nodes number
+    them alike."""
     nodes = {node["NodeID"]: node for node in ray.nodes()}
     placed = placement_group_table(group)["bundles_to_node_id"]
-    order = sorted(placed, key=lambda bundle: [int(part) if part.isdigit() else 0 for part in _address(nodes[placed[bundle]]).split(".")])
+    order = sorted(
+        placed,
+        key=lambda bundle: [
+            int(part) if part.isdigit() else 0 for part in _address(nodes[placed[bundle]]).split(".")
+        ],
+    )
     bundles = [bundle for bundle in order for _ in range(pool.processes_on_nodes[bundle])]
     local = [number for bundle in order for number in range(pool.processes_on_nodes[bundle])]
     names = [nodes[placed[bundle]]["NodeManagerHostname"] for bundle in bundles]

@@ -1,9 +1,10 @@
 """A local Ray cluster that no other user of this machine can read or reach.
 
-In: the folder of the user's own on this machine (`node_folder.py`). Out: a token that every process of the cluster asks for, a session
-folder below one that only this user can enter, and addresses of the loopback interface alone. By itself Ray would write its token to
-~/.ray/auth_token with mode 0644, keep sockets and logs in /tmp/ray with mode 0777, and listen on every interface.
-Left out on purpose: clusters that are joined, whose owner chooses (docs/cluster.md).
+In: the folder of the user's own on this machine (`system/node_folder.py`). Out: a token that every process of
+the cluster asks for, a session folder below one that only this user can enter, and addresses of the loopback
+interface alone. By itself Ray would write its token to ~/.ray/auth_token with mode 0644, keep sockets and
+logs in /tmp/ray with mode 0777, and listen on every interface. Left out on purpose: clusters that are joined,
+whose owner chooses (docs/cluster.md).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from ray._private import ray_constants
 
 from hydraflow.errors import ConfigError
-from hydraflow.node_folder import make_node_folder, session_folder
+from hydraflow.system.node_folder import make_node_folder, session_folder
 
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 log = logging.getLogger(__name__)
@@ -27,16 +28,22 @@ log = logging.getLogger(__name__)
 def close_to_others() -> Path:
     """Sets this process up to start such a cluster; returns the folder for its sessions.
 
-    A token that the user's environment names is kept, and so is RAY_AUTH_MODE=disabled, with a warning. ConfigError when there is
-    no token in the file that it names, or RAY_TMPDIR is too long for sockets; EnvironmentFault when the user's folder is somebody else's.
+    A token that the user's environment names is kept, and so is RAY_AUTH_MODE=disabled, with a warning.
+    ConfigError when there is no token in the file that it names, or RAY_TMPDIR is too long for sockets;
+    EnvironmentFault when the user's folder is somebody else's.
     """
     if os.environ.get(MODE, "token").lower() != "token":
-        log.warning("%s=%s: every user of this machine can run code in this run's Ray", MODE, os.environ[MODE])
+        log.warning(
+            "%s=%s: every user of this machine can run code in this run's Ray", MODE, os.environ[MODE]
+        )
     elif not os.environ.get(TOKEN):
         os.environ[TOKEN_PATH] = _named_token() or str(token_file())
-    # Ray's switch for systems on which it runs on one machine only; there it listens on the loopback interface.
+    # Ray's switch for systems on which it runs on one machine only; there it listens on the loopback
+    # interface.
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
-    ray_constants.ENABLE_RAY_CLUSTER = False  # Ray's processes read the variable, this one has read it already
+    ray_constants.ENABLE_RAY_CLUSTER = (
+        False  # Ray's processes read the variable, this one has read it already
+    )
     return session_folder()
 
 
@@ -45,10 +52,17 @@ def _named_token() -> str:
     named = os.environ.get(TOKEN_PATH, "")
     try:
         if named and not Path(named).read_text().strip():
-            raise ConfigError.one(TOKEN_PATH, named, "the file is empty", f"unset {TOKEN_PATH}: the run makes a token of its own")
+            raise ConfigError.one(
+                TOKEN_PATH,
+                named,
+                "the file is empty",
+                f"unset {TOKEN_PATH}: the run makes a token of its own",
+            )
     except OSError as error:
         rule = f"the token cannot be read: {error.strerror}"
-        raise ConfigError.one(TOKEN_PATH, named, rule, f"unset {TOKEN_PATH}: the run makes a token of its own") from error
+        raise ConfigError.one(
+            TOKEN_PATH, named, rule, f"unset {TOKEN_PATH}: the run makes a token of its own"
+        ) from error
     return named
 
 

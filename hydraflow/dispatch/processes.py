@@ -14,13 +14,15 @@ import psutil
 from ray._private import worker as ray_worker
 
 GRACE = 3.0
-"""Seconds in which processes may end by themselves once Ray has told them to: its agents would look for it for a minute."""
+"""Seconds in which processes may end by themselves once Ray has told them to: its agents would look for it
+for a minute."""
 KILL_SECONDS = 5.0
 """What the end of killed processes is waited for."""
 
 
 def own_ray_processes() -> list[psutil.Process]:
-    """Those that live. To be asked for while Ray runs: what is below a process that has ended belongs to nobody."""
+    """Those that live. To be asked for while Ray runs: what is below a process that has ended belongs to
+    nobody."""
     node = ray_worker._global_node
     if node is None:
         return []

@@ -1,8 +1,10 @@
-"""Profiles of one process over one training step: operators and allocations with torch, or a range for Nsight Systems.
+"""Profiles of one process over one training step: operators and allocations with torch, or a range for Nsight
+Systems.
 
-In: the tool and a folder. Out: files there, named by roles and rank. torch: a Chrome trace and a table of operators; torch_memory: the
-same with allocations, on a GPU a snapshot for pytorch.org/memory_viz; nsys: the range of the report that Nsight Systems writes.
-Left out on purpose: which steps and ranks are profiled (`profiler.py`).
+In: the tool and a folder. Out: files there, named by roles and rank. torch: a Chrome trace and a table of
+operators; torch_memory: the same with allocations, on a GPU a snapshot for pytorch.org/memory_viz; nsys: the
+range of the report that Nsight Systems writes. Left out on purpose: which steps and ranks are profiled
+(`profiler.py`).
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ class Profile:
         self._torch.stop()
         stem = Path(self.folder) / f"{self.name}-{rank}"
         self._torch.export_chrome_trace(f"{stem}.json")
-        Path(f"{stem}.txt").write_text(self._torch.key_averages().table(sort_by=self._order(), row_limit=ROWS))
+        Path(f"{stem}.txt").write_text(
+            self._torch.key_averages().table(sort_by=self._order(), row_limit=ROWS)
+        )
         if self.tool == MEMORY:
             write_allocations(self._device, f"{stem}.pickle")
         self._torch = None

@@ -1,6 +1,7 @@
 """Whether and how a run is profiled: what is asked for fits this machine, and the options of Nsight Systems.
 
-In: `global_profiler`. Out: ConfigError before anything starts, or nothing. Left out on purpose: the profile itself (`profile.py`).
+In: `global_profiler`. Out: ConfigError before anything starts, or nothing. Left out on purpose: the profile
+itself (`profile.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from hydraflow.dispatch.config import ProfilerConfig
 from hydraflow.dispatch.profile import NSYS
 from hydraflow.dispatch.watch import Watch
 from hydraflow.errors import ConfigError
-from hydraflow.whole_files import prove_writable
+from hydraflow.system.whole_files import prove_writable
 
 KEY = "global_profiler"
 
@@ -26,8 +27,12 @@ def require_profiler(config: ProfilerConfig) -> None:
         rule = "the program nsys is not found on PATH; every machine of the run needs NVIDIA Nsight Systems"
         raise ConfigError.one(f"{KEY}.tool", config.tool, rule, f"{KEY}.tool=torch")
     if config.tool == NSYS and Path(shutil.which("python") or "/").parent != Path(sys.executable).parent:
-        rule = f"Ray starts profiled workers with the first `python` on PATH, which is not that of {sys.prefix}"
-        raise ConfigError.one(f"{KEY}.tool", config.tool, rule, f"source {sys.prefix}/bin/activate or {KEY}.tool=torch")
+        rule = (
+            f"Ray starts profiled workers with the first `python` on PATH, which is not that of {sys.prefix}"
+        )
+        raise ConfigError.one(
+            f"{KEY}.tool", config.tool, rule, f"source {sys.prefix}/bin/activate or {KEY}.tool=torch"
+        )
     if config.save_path is None:
         return
     path = Path(config.save_path).expanduser()
@@ -35,20 +40,32 @@ def require_profiler(config: ProfilerConfig) -> None:
         prove_writable(path)
     except OSError as error:
         rule = f"the folder cannot be written ({error.strerror})"
-        raise ConfigError.one(f"{KEY}.save_path", config.save_path, rule, f"{KEY}.save_path=<a folder you may write to>") from error
+        raise ConfigError.one(
+            f"{KEY}.save_path", config.save_path, rule, f"{KEY}.save_path=<a folder you may write to>"
+        ) from error
 
 
 def nsight_options(watch: Watch, name: str, rank: int, device_type: str) -> dict[str, str] | None:
     """Options of `nsys profile` for a process, as Ray's runtime_env takes them; None: it is not profiled so.
 
-    On a GPU it collects from the beginning to the end of each profiled step, and writes a report for each; on a CPU the whole run.
+    On a GPU it collects from the beginning to the end of each profiled step, and writes a report for each; on
+    a CPU the whole run.
     """
     profiler = watch.profiler
-    if profiler is None or profiler.tool != NSYS or not profiler.steps or not (profiler.ranks is None or rank in profiler.ranks):
+    if (
+        profiler is None
+        or profiler.tool != NSYS
+        or not profiler.steps
+        or not (profiler.ranks is None or rank in profiler.ranks)
+    ):
         return None
     Path(watch.profiles).mkdir(parents=True, exist_ok=True)  # nsys makes none
     options = {"o": f"{watch.profiles}/{name}-{rank}", "force-overwrite": "true"}
     if device_type == "cpu":
         return options | {"t": "osrt,nvtx"}
-    ends = {"capture-range": "cudaProfilerApi", "capture-range-end": f"repeat-shutdown:{len(set(profiler.steps))}", "kill": "none"}
+    ends = {
+        "capture-range": "cudaProfilerApi",
+        "capture-range-end": f"repeat-shutdown:{len(set(profiler.steps))}",
+        "kill": "none",
+    }
     return options | {"t": "cuda,nvtx,cublas,ucx"} | ends

@@ -22,6 +22,7 @@ from hydraflow.dispatch.guard import RayGuard
 from hydraflow.dispatch.head import Head, end_without_head
 from hydraflow.dispatch.placement import Reservation, ResourcePool, cpus_needed, release, reserve
 from hydraflow.dispatch.processes import end_processes
+from hydraflow.dispatch.spans import Span, now
 from hydraflow.dispatch.stacks import Named, names_of, write_stacks
 from hydraflow.dispatch.start import start_ray, stop_ray
 from hydraflow.dispatch.timeline import Timeline, ray_events
@@ -29,11 +30,10 @@ from hydraflow.dispatch.transport import Traffic
 from hydraflow.dispatch.watch import Watch
 from hydraflow.dispatch.worker import RoleSpec
 from hydraflow.errors import EnvironmentFault, HydraflowError, after_the_start
-from hydraflow.interrupts import ending
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import RemoteBatch
-from hydraflow.role_logs import CONTROLLER
-from hydraflow.spans import Span, now
+from hydraflow.system.interrupts import ending
+from hydraflow.system.role_logs import CONTROLLER
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,9 @@ class Runtime:
     >>> runtime.await_ready()  # doctest: +SKIP
     """
 
-    def __init__(self, ray_init: RayInitConfig, limits: Limits, *, device_type: str = "cpu", watch: Watch | None = None):
+    def __init__(
+        self, ray_init: RayInitConfig, limits: Limits, *, device_type: str = "cpu", watch: Watch | None = None
+    ):
         self.ray_init = ray_init
         self.device_type = device_type
         self.timeline = Timeline(ray_init.timeline_file)
@@ -62,8 +64,8 @@ class Runtime:
         """Processes of groups that were ended."""
 
     def start(self, pools: Sequence[ResourcePool]) -> None:
-        """Starts or joins Ray and reserves the pools. ConfigError naming what the cluster lacks, before any process starts;
-        EnvironmentFault when Ray does not come up. Nothing of it is left then.
+        """Starts or joins Ray and reserves the pools. ConfigError naming what the cluster lacks, before any
+        process starts; EnvironmentFault when Ray does not come up. Nothing of it is left then.
 
         May be called again for more pools; a local cluster counts its CPUs at the first call.
         """
@@ -79,8 +81,11 @@ class Runtime:
                 raise told from error
             if isinstance(error, HydraflowError) or not isinstance(error, Exception):
                 raise
-            # Ray raises RuntimeError, OSError, errors of its own and plain Exception when one of its processes fails to start
-            raise EnvironmentFault(f"Ray could not be started: {str(error).strip().splitlines()[0]}") from error
+            # Ray raises RuntimeError, OSError, errors of its own and plain Exception when one of its
+            # processes fails to start
+            raise EnvironmentFault(
+                f"Ray could not be started: {str(error).strip().splitlines()[0]}"
+            ) from error
         if self._guard is not None:
             self._guard.started()
 
@@ -94,7 +99,8 @@ class Runtime:
             self._reservations |= reserve(pools, timeout=self.channel.limits.start, growing=growing)
 
     def fault_behind(self, error: BaseException | None) -> EnvironmentFault | None:
-        """A process of Ray's that has ended, where an error is not one for users already; None: none of this run's own has."""
+        """A process of Ray's that has ended, where an error is not one for users already; None: none of this
+        run's own has."""
         if self._guard is None or not isinstance(error, Exception) or isinstance(error, HydraflowError):
             return None
         return self._guard.fault()
@@ -110,11 +116,16 @@ class Runtime:
     def group(self, pool: str, roles: Mapping[str, RoleSpec]) -> Group:
         """A group in a reserved pool; its processes start while the caller goes on (`await_ready`)."""
         env_vars = self.ray_init.runtime_env.as_text()
-        self.groups.append(WorkerGroup(self._reservations[pool], roles, self.channel, device_type=self.device_type, env_vars=env_vars))
+        self.groups.append(
+            WorkerGroup(
+                self._reservations[pool], roles, self.channel, device_type=self.device_type, env_vars=env_vars
+            )
+        )
         return self.groups[-1]
 
     def await_ready(self) -> None:
-        """Waits until the workers of all groups are built. ConfigError or WorkerError when one cannot be, as in `WorkerGroup`."""
+        """Waits until the workers of all groups are built. ConfigError or WorkerError when one cannot be, as
+        in `WorkerGroup`."""
         start = now()
         for group in self.groups:
             group.await_ready()
@@ -136,7 +147,8 @@ class Runtime:
 
     @contextmanager
     def interruptible(self, check: Callable[[], None]) -> Iterator[None]:
-        """In its body every wait for worker processes calls `check` a few times a second; what that raises ends the wait.
+        """In its body every wait for worker processes calls `check` a few times a second; what that raises
+        ends the wait.
 
         The calls that were waited for stay under way.
         """
@@ -156,7 +168,11 @@ class Runtime:
         folder, ranks = f"{self.watch.profiles}/step_{step}", profiler.ranks
         groups = [group for group in self.groups if ranks is None or min(ranks) < group.world_size]
         if not groups:
-            log.warning("step %d is not profiled: global_profiler.ranks=%s, and no worker group has such a rank", step, ranks)
+            log.warning(
+                "step %d is not profiled: global_profiler.ranks=%s, and no worker group has such a rank",
+                step,
+                ranks,
+            )
         for group in groups:
             group.start_profile(profiler.tool, folder, ranks)
         yield
@@ -167,7 +183,8 @@ class Runtime:
         log.info("profile of step %d: %s", step, folder)
 
     def stop(self) -> None:
-        """Writes the timeline, ends all groups, gives the pools back and, if Ray was started here, ends Ray. May be called twice."""
+        """Writes the timeline, ends all groups, gives the pools back and, if Ray was started here, ends Ray.
+        May be called twice."""
         with ending(sys.exc_info()[1]):
             self._stop()
 
@@ -205,7 +222,9 @@ class Runtime:
     def __enter__(self) -> Runtime:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         told = self.fault_behind(error)
         self.stop()
         if told is not None:

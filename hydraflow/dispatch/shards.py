@@ -1,8 +1,10 @@
-"""Which rows of a batch go to which rank: batches are cut here, on the controller, or later, on the worker that needs a part.
+"""Which rows of a batch go to which rank: batches are cut here, on the controller, or later, on the worker
+that needs a part.
 
-In: a DataProto, a RemoteBatch, or a future of one, and the number of parts. Out: one `Shard` or `LateShard` per part.
-Rows that do not divide are padded by repeated rows, if that is allowed; a shard knows how many of its rows are real.
-Left out on purpose: which rank gets which part (`modes`), and any tensor: a shard moves references and row numbers.
+In: a DataProto, a RemoteBatch, or a future of one, and the number of parts. Out: one `Shard` or `LateShard`
+per part. Rows that do not divide are padded by repeated rows, if that is allowed; a shard knows how many of
+its rows are real. Left out on purpose: which rank gets which part (`modes`), and any tensor: a shard moves
+references and row numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ class Shard:
 
 @dataclass(frozen=True)
 class LateShard:
-    """One part of a batch that is not made yet; the receiving worker waits for the receipts and cuts its part itself."""
+    """One part of a batch that is not made yet; the receiving worker waits for the receipts and cuts its part
+    itself."""
 
     receipts: tuple[ObjectRef, ...]
     """Answers of the ranks that make the batch, in row order."""
@@ -41,7 +44,8 @@ class LateShard:
 
 
 class Promised(ABC):
-    """The result of a call that may still run. As an argument of another call it is passed on without being awaited."""
+    """The result of a call that may still run. As an argument of another call it is passed on without being
+    awaited."""
 
     joins: bool
     """Whether it can be passed on before it is made: the mode joins batches."""
@@ -108,8 +112,8 @@ def is_batch(value: object) -> bool:
 def split(value: object, parts: int, *, padding: bool = True) -> list[Shard] | list[LateShard]:
     """`parts` equal shards of a batch, in row order.
 
-    ValueError, with the numbers, when rows do not divide and `padding` is False, or when columns have no rows. A batch of
-    facts alone, without columns, goes to every part.
+    ValueError, with the numbers, when rows do not divide and `padding` is False, or when columns have no
+    rows. A batch of facts alone, without columns, goes to every part.
     """
     if isinstance(value, DataProto):
         value = RemoteBatch.from_local(value)
@@ -136,7 +140,10 @@ def _split_rows(batch: RemoteBatch, parts: int, padding: bool) -> list[Shard]:
     if rows == 0:
         raise ValueError(f"a batch without rows cannot be split over {parts} ranks")
     if rows % parts and not padding:
-        raise ValueError(f"{rows} rows do not divide over {parts} ranks, and this method takes no padded rows; {_near(rows, parts)} would")
+        raise ValueError(
+            f"{rows} rows do not divide over {parts} ranks, and this method takes no padded rows;"
+            f" {_near(rows, parts)} would"
+        )
     padded, _ = batch.pad_to_divisor(parts)
     size = len(padded) // parts
     real = [min(max(rows - part * size, 0), size) for part in range(parts)]
@@ -151,12 +158,16 @@ def _near(rows: int, parts: int) -> str:
 def real_rows(shards: Sequence[Shard], made: int) -> int:
     """How many of `made` rows that a method returned are real, given the shards it got.
 
-    A method may return several rows per row (samples per prompt), those of one row together; ValueError when it returns another number.
+    A method may return several rows per row (samples per prompt), those of one row together; ValueError when
+    it returns another number.
     """
     padded = next((shard for shard in shards if shard.rows < len(shard.batch)), None)
     if padded is None:
         return made
     given = len(padded.batch)
     if made % given:
-        raise ValueError(f"returned {made} rows for {given}, of which {given - padded.rows} are padding: {made} is no multiple of {given}")
+        raise ValueError(
+            f"returned {made} rows for {given}, of which {given - padded.rows} are padding: {made} is no"
+            f" multiple of {given}"
+        )
     return padded.rows * (made // given)

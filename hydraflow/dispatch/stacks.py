@@ -1,8 +1,10 @@
-"""Where every worker process stands, when a deadline has passed: the stacks of all its threads and of its child processes.
+"""Where every worker process stands, when a deadline has passed: the stacks of all its threads and of its
+child processes.
 
-In: the processes of a run. Out: a text file. py-spy reads a stack from outside, also that of a process that is stopped or stuck in C
-code; where it is not installed or not allowed, the process writes its own into its log when it gets a signal (faulthandler).
-Other machines are asked through Ray. Everything has a time limit, for the run has already waited long enough.
+In: the processes of a run. Out: a text file. py-spy reads a stack from outside, also that of a process that
+is stopped or stuck in C code; where it is not installed or not allowed, the process writes its own into its
+log when it gets a signal (faulthandler). Other machines are asked through Ray. Everything has a time limit,
+for the run has already waited long enough.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from pathlib import Path
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from hydraflow.role_logs import STACKS
+from hydraflow.system.role_logs import STACKS
 
 log = logging.getLogger(__name__)
 
@@ -62,13 +64,17 @@ def spy() -> str | None:
 
 
 def write_stacks(folder: Path, why: str, processes: Sequence[Named]) -> str:
-    """Writes the stacks of all processes to a new file in `folder`; returns its path, or why there is none."""
+    """Writes the stacks of all processes to a new file in `folder`; returns its path, or why there is
+    none."""
     if not processes:
         return "no worker process has said yet where it runs"
     found = _of_all_nodes([process.facts for process in processes])
     parts = [f"{why}\n"]
     for process in sorted(processes, key=lambda process: process.name):
-        parts.append(f"=== {process.name}, pid {process.facts.pid}\n{found.get(process.facts.worker_id, 'its machine did not answer')}\n")
+        parts.append(
+            f"=== {process.name}, pid"
+            f" {process.facts.pid}\n{found.get(process.facts.worker_id, 'its machine did not answer')}\n"
+        )
     path = folder / f"{datetime.now().strftime('%Y%m%d-%H%M%S')}.txt"
     try:
         path.write_text("\n".join(parts))
@@ -100,18 +106,25 @@ def _of_all_nodes(processes: Sequence[ProcessFacts]) -> dict[str, str]:
 def stacks_here(processes: Sequence[ProcessFacts]) -> dict[str, str]:
     """The stacks of processes of this machine, by worker id."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        return dict(zip((process.worker_id for process in processes), pool.map(_stack, processes), strict=True))
+        return dict(
+            zip((process.worker_id for process in processes), pool.map(_stack, processes), strict=True)
+        )
 
 
 def _stack(process: ProcessFacts) -> str:
     program = spy()
     if program is None:
         return _written_by_itself(process, "py-spy is not installed")
-    for options in (["--subprocesses"], ["--nonblocking"]):  # a process that is stopped cannot be paused for reading
+    for options in (
+        ["--subprocesses"],
+        ["--nonblocking"],
+    ):  # a process that is stopped cannot be paused for reading
         said = _run([program, "dump", *options, "--pid", str(process.pid)])
         if said.returncode == 0:
             return said.stdout
-    return _written_by_itself(process, said.stderr.strip().splitlines()[0] if said.stderr.strip() else "py-spy said nothing")
+    return _written_by_itself(
+        process, said.stderr.strip().splitlines()[0] if said.stderr.strip() else "py-spy said nothing"
+    )
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:

@@ -1,7 +1,8 @@
 """Starts Ray, or joins a cluster, and leaves it.
 
-In: the Ray section of the configuration. Out: a Ray that this process may use. A cluster that was started here is the user's alone
-(`private.py`). Left out on purpose: what happens when it does not come up (`runtime.py`).
+In: the Ray section of the configuration. Out: a Ray that this process may use. A cluster that was started
+here is the user's alone (`private.py`). Left out on purpose: what happens when it does not come up
+(`runtime.py`).
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ PROBE_SECONDS = 5.0
 
 
 def start_ray(config: RayInitConfig, cpus: float, gpus: int | None = None, *, console: bool = False) -> bool:
-    """Starts or joins Ray; True when it is ours to stop. A Ray that this process already uses is used as it is.
+    """Starts or joins Ray; True when it is ours to stop. A Ray that this process already uses is used as it
+    is.
 
     cpus: logical CPUs that the pools need; a local cluster counts at least so many, whatever the machine has.
-    gpus: GPUs that a local cluster counts; None: all that Ray finds. console: show here what processes write to Ray's files, of
-    equal lines one (RAY_DEDUP_LOGS=0 in the environment shows all). ConfigError when there is no cluster at the address.
-    The processes of a local cluster are deaf to SIGUSR1, with which Slurm warns every process of a step: only this one shall act on it.
+    gpus: GPUs that a local cluster counts; None: all that Ray finds. console: show here what processes write
+    to Ray's files, of equal lines one (RAY_DEDUP_LOGS=0 in the environment shows all). ConfigError when there
+    is no cluster at the address. The processes of a local cluster are deaf to SIGUSR1, with which Slurm warns
+    every process of a step: only this one shall act on it.
     """
     if ray.is_initialized():
         return False
@@ -71,8 +74,8 @@ def _local_cpus(config: RayInitConfig, needed: int) -> int:
 
 
 def require_room(config: RayInitConfig, pools: Sequence[ResourcePool]) -> None:
-    """Raises ConfigError when a cluster that the run starts itself could not hold the pools. What another cluster
-    has is known once it is joined."""
+    """Raises ConfigError when a cluster that the run starts itself could not hold the pools. What another
+    cluster has is known once it is joined."""
     if config.address != "local" or ray.is_initialized():
         return
     nodes = max(len(pool.processes_on_nodes) for pool in pools)
@@ -93,17 +96,22 @@ def _join(address: str, options: dict[str, Any]) -> None:
     except AuthenticationError as error:  # a token is wanted, and its file is not there
         reason = str(error).partition(". ")[0]
     except (OSError, ValueError) as error:
-        raise ConfigError.one("ray_init.address", address, f"no Ray cluster answers there: {error}", "ray_init.address=local") from None
-    remedy = "RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=<the file with the cluster's token> in the environment of this command"
+        raise ConfigError.one(
+            "ray_init.address", address, f"no Ray cluster answers there: {error}", "ray_init.address=local"
+        ) from None
+    remedy = (
+        "RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=<the file with the cluster's token> in the environment of"
+        " this command"
+    )
     raise ConfigError.one("ray_init.address", address, f"a Ray cluster answers there, but {reason}", remedy)
 
 
 def _probe(address: str) -> str | None:
-    """The host:port that an address stands for, where somebody listens; None: Ray has to find it. Raises OSError when nobody listens,
-    ValueError when it is no address. Ray itself would try for over a minute.
+    """The host:port that an address stands for, where somebody listens; None: Ray has to find it. Raises
+    OSError when nobody listens, ValueError when it is no address. Ray itself would try for over a minute.
 
-    Ray's own function says what `auto` stands for; RAY_ADDRESS or a file may name a cluster that is gone. A client's address (ray://)
-    is that of another service, which cannot be asked whether it takes our token.
+    Ray's own function says what `auto` stands for; RAY_ADDRESS or a file may name a cluster that is gone. A
+    client's address (ray://) is that of another service, which cannot be asked whether it takes our token.
     """
     found = canonicalize_bootstrap_address(address.removeprefix("ray://"))
     if found is None:

@@ -1,9 +1,10 @@
-"""The timeline of a run: a Chrome trace that shows where each step's time went, for ui.perfetto.dev and chrome://tracing.
+"""The timeline of a run: a Chrome trace that shows where each step's time went, for ui.perfetto.dev and
+chrome://tracing.
 
-In: phases of the controller, spans of every role and rank, and Ray's own task events. Out: one JSON file with a process per role, a
-thread per rank, and Ray's workers below them. Inside a step the time between two phases is a span of its own (`dispatch`), so that
-the spans of a step add up to it.
-Left out on purpose: who spends the time (`spans.py`), and when the file is written (`runtime.py`).
+In: phases of the controller, spans of every role and rank, and Ray's own task events. Out: one JSON file with
+a process per role, a thread per rank, and Ray's workers below them. Inside a step the time between two phases
+is a span of its own (`dispatch`), so that the spans of a step add up to it. Left out on purpose: who spends
+the time (`spans.py`), and when the file is written (`runtime.py`).
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from typing import Any
 
 import ray
 
-from hydraflow.role_logs import CONTROLLER
-from hydraflow.spans import MOST_SPANS, Span
-from hydraflow.whole_files import replacing
+from hydraflow.dispatch.spans import MOST_SPANS, Span
+from hydraflow.system.role_logs import CONTROLLER
+from hydraflow.system.whole_files import replacing
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,8 @@ class Timeline:
             self._rows.append((span.role or role, rank, span))
 
     def write(self, ray_events: Sequence[Event], workers: Mapping[str, str]) -> None:
-        """Writes the file, whole or not at all; a warning when it cannot. `workers`: Ray's worker id -> what people call it."""
+        """Writes the file, whole or not at all; a warning when it cannot. `workers`: Ray's worker id -> what
+        people call it."""
         if self.path is None:
             return
         trace = {
@@ -78,7 +80,9 @@ def _our_events(rows: Iterable[tuple[str, int, Span]]) -> Iterator[Event]:
     by_role: dict[str, dict[int, list[Span]]] = {}
     for role, rank, span in rows:
         by_role.setdefault(role, {}).setdefault(rank, []).append(span)
-    first = {role: min(span.start for spans in ranks.values() for span in spans) for role, ranks in by_role.items()}
+    first = {
+        role: min(span.start for spans in ranks.values() for span in spans) for role, ranks in by_role.items()
+    }
     for pid, role in enumerate(sorted(by_role, key=lambda role: (role != CONTROLLER, first[role])), 1):
         yield from _named(pid, role, sort=pid)
         for rank, spans in sorted(by_role[role].items()):
@@ -112,7 +116,16 @@ def _gaps(spans: Sequence[Span]) -> list[Span]:
 def _complete(span: Span, role: str, pid: int, rank: int) -> Event:
     name = f"{STEP} {span.step}" if span.name == STEP and span.step is not None else span.name
     args = {} if span.step is None else {"step": span.step}
-    return {"name": name, "cat": role, "ph": "X", "ts": span.start * 1e6, "dur": span.seconds * 1e6, "pid": pid, "tid": rank, "args": args}
+    return {
+        "name": name,
+        "cat": role,
+        "ph": "X",
+        "ts": span.start * 1e6,
+        "dur": span.seconds * 1e6,
+        "pid": pid,
+        "tid": rank,
+        "args": args,
+    }
 
 
 def _metadata(kind: str, pid: int, tid: int, **args: object) -> Event:
@@ -124,7 +137,7 @@ def _named(pid: int, name: str, *, sort: int) -> Iterator[Event]:
     yield _metadata("process_sort_index", pid, 0, sort_index=sort)
 
 
-# --- Ray's ------------------------------------------------------------------------------------------------------------
+# --- Ray's --------------------------------------------------
 
 RAY_PIDS = 10_000
 """Number of the first of Ray's processes in the trace, above all of ours."""
@@ -133,7 +146,8 @@ LANES = 1000
 
 
 def _rays_events(events: Sequence[Event], workers: Mapping[str, str]) -> Iterator[Event]:
-    """Ray names processes and threads by texts; viewers want numbers. Spans of one thread that overlap get a thread each."""
+    """Ray names processes and threads by texts; viewers want numbers. Spans of one thread that overlap get a
+    thread each."""
     for pid, (node, here) in enumerate(_grouped(events, "pid").items(), RAY_PIDS):
         yield from _named(pid, f"Ray on {node}", sort=pid)
         for tid, (worker, done) in enumerate(_grouped(here, "tid").items(), 1):
@@ -153,7 +167,8 @@ def _grouped(events: Iterable[Event], key: str) -> dict[object, list[Event]]:
 
 
 def _lanes(events: Sequence[Event]) -> list[list[Event]]:
-    """The events in as few rows as the first that fits gives: in a row two are one inside the other, or apart.
+    """The events in as few rows as the first that fits gives: in a row two are one inside the other, or
+    apart.
 
     >>> [[event["ts"] for event in lane] for lane in _lanes([{"ts": 0, "dur": 5}, {"ts": 1, "dur": 2}, {"ts": 4, "dur": 3}])]
     [[0, 1], [4]]
@@ -176,7 +191,8 @@ def _lanes(events: Sequence[Event]) -> list[list[Event]]:
 
 
 def ray_events() -> list[Event]:
-    """Ray's events of all nodes; none, with a warning, when it does not tell them in time. Takes a second: Ray waits for late ones."""
+    """Ray's events of all nodes; none, with a warning, when it does not tell them in time. Takes a second:
+    Ray waits for late ones."""
     found: list[Event] = []
     talk = logging.getLogger("ray._private.state")
     level = talk.level

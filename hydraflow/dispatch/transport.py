@@ -1,8 +1,10 @@
-"""What is sent between controller and workers, and how: parcels of pickled values, and columns that rest in the object store.
+"""What is sent between controller and workers, and how: parcels of pickled values, and columns that rest in
+the object store.
 
-In: any picklable value, or a DataProto that a worker made. Out: a `Parcel` of known size, or a `Receipt` that names the columns.
-A parcel carries object references beside its bytes, so Ray counts them and frees a column when nobody refers to it any more.
-Left out on purpose: who gets which rows (`shards`), and the format of a column (`protocol.wire`).
+In: any picklable value, or a DataProto that a worker made. Out: a `Parcel` of known size, or a `Receipt` that
+names the columns. A parcel carries object references beside its bytes, so Ray counts them and frees a column
+when nobody refers to it any more. Left out on purpose: who gets which rows (`shards`), and the format of a
+column (`protocol.wire`).
 """
 
 from __future__ import annotations
@@ -17,20 +19,22 @@ import numpy as np
 import ray
 from ray import ObjectRef, cloudpickle
 
+from hydraflow.dispatch.spans import Span
 from hydraflow.errors import EnvironmentFault
 from hydraflow.protocol import wire
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import Column, ColumnRef, RemoteBatch
-from hydraflow.spans import Span
 
 BUNDLE_LIMIT = 256 * 1024
 """Bytes up to which all columns of an answer rest in one object."""
 INLINE_LIMIT = 100_000
-"""Bytes up to which a value travels inside the call; a larger one is put into the object store once for all its receivers."""
+"""Bytes up to which a value travels inside the call; a larger one is put into the object store once for all
+its receivers."""
 
 
 class Parcel(NamedTuple):
-    """A pickled value: its stream, the buffers that pickle protocol 5 keeps out of band, and the references it holds."""
+    """A pickled value: its stream, the buffers that pickle protocol 5 keeps out of band, and the references
+    it holds."""
 
     head: bytes
     buffers: list[np.ndarray]
@@ -48,16 +52,19 @@ class Parcel(NamedTuple):
 
 @dataclass
 class Traffic:
-    """Bytes that passed through the controller's memory since the start; columns that only change hands do not count."""
+    """Bytes that passed through the controller's memory since the start; columns that only change hands do
+    not count."""
 
     calls: int = 0
     """Calls, not counted by rank."""
     sent: int = 0
-    """Bytes of arguments, each value counted once for every rank it is sent to, or once if it went to the object store."""
+    """Bytes of arguments, each value counted once for every rank it is sent to, or once if it went to the
+    object store."""
     received: int = 0
     """Bytes of results and of columns that were fetched."""
     worked: float = 0.0
-    """Seconds that methods ran, of each call the rank that took longest; the rest of the time is the controller's and Ray's."""
+    """Seconds that methods ran, of each call the rank that took longest; the rest of the time is the
+    controller's and Ray's."""
 
     @property
     def total(self) -> int:
@@ -71,7 +78,8 @@ class _Pickler(cloudpickle.CloudPickler):
         self.refs: dict[ObjectRef, int] = {}
 
     def persistent_id(self, value: object) -> int | None:
-        # A reference pickled outside of Ray's own serializer would be pinned for ever: it goes beside the stream instead.
+        # A reference pickled outside of Ray's own serializer would be pinned for ever: it goes beside the
+        # stream instead.
         if not isinstance(value, ObjectRef):
             return None
         return self.refs.setdefault(value, len(self.refs))
@@ -87,7 +95,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 def pack(value: object) -> Parcel:
-    """Pickles a value; arrays stay views of their memory. Lambdas and local functions work. PicklingError, TypeError if it cannot be."""
+    """Pickles a value; arrays stay views of their memory. Lambdas and local functions work. PicklingError,
+    TypeError if it cannot be."""
     stream = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
     pickler = _Pickler(stream, buffers)
@@ -107,7 +116,8 @@ def _bytes_of(buffer: pickle.PickleBuffer) -> np.ndarray:
 
 @dataclass
 class Outbox:
-    """Packs the arguments of one call: a value that several ranks get is pickled once, and stored once when it is large."""
+    """Packs the arguments of one call: a value that several ranks get is pickled once, and stored once when
+    it is large."""
 
     traffic: Traffic
     slots: dict[int, Parcel | ObjectRef] = field(default_factory=dict)
@@ -150,7 +160,8 @@ class RayColumn:
 
 @dataclass(frozen=True)
 class Receipt:
-    """What a worker returns instead of a DataProto: where its columns are. Zero rows: it had only padding, and no columns."""
+    """What a worker returns instead of a DataProto: where its columns are. Zero rows: it had only padding,
+    and no columns."""
 
     rows: int
     columns: dict[str, ObjectRef]
@@ -160,15 +171,19 @@ class Receipt:
 
     def batch(self) -> RemoteBatch:
         """The receipt as a batch of references."""
-        columns = {name: Column((RayColumn(ref, self.rows, name if self.bundled else None),), None) for name, ref in self.columns.items()}
+        columns = {
+            name: Column((RayColumn(ref, self.rows, name if self.bundled else None),), None)
+            for name, ref in self.columns.items()
+        }
         return RemoteBatch(columns, {}, dict(self.meta_info))
 
 
 def put_batch(data: DataProto) -> Receipt:
-    """Puts every column, tensors and objects alike, into this process's object store; small ones together, as one object.
+    """Puts every column, tensors and objects alike, into this process's object store; small ones together, as
+    one object.
 
-    A column of its own is read by those alone who need it, but putting and getting an object costs about as much as moving
-    a hundred kilobytes.
+    A column of its own is read by those alone who need it, but putting and getting an object costs about as
+    much as moving a hundred kilobytes.
     """
     if len(data) == 0:
         return Receipt(0, {}, dict(data.meta_info))
@@ -176,7 +191,9 @@ def put_batch(data: DataProto) -> Receipt:
     if sum(column.nbytes for column in encoded.values()) <= BUNDLE_LIMIT:
         ref = ray.put(encoded)
         return Receipt(len(data), dict.fromkeys(encoded, ref), dict(data.meta_info), bundled=True)
-    return Receipt(len(data), {name: ray.put(column) for name, column in encoded.items()}, dict(data.meta_info))
+    return Receipt(
+        len(data), {name: ray.put(column) for name, column in encoded.items()}, dict(data.meta_info)
+    )
 
 
 def join(receipts: Sequence[Receipt]) -> RemoteBatch:
@@ -185,10 +202,13 @@ def join(receipts: Sequence[Receipt]) -> RemoteBatch:
     return RemoteBatch.concat([receipt.batch() for receipt in filled])
 
 
-def read_columns(refs: Sequence[ColumnRef], traffic: Traffic | None = None, timeout: float | None = None) -> list[wire.ColumnData]:
+def read_columns(
+    refs: Sequence[ColumnRef], traffic: Traffic | None = None, timeout: float | None = None
+) -> list[wire.ColumnData]:
     """The columns behind `RayColumn`s, in one request; tensors are read-only views of the object store.
 
-    EnvironmentFault when a column is gone with the process that made it, or does not arrive in `timeout` seconds.
+    EnvironmentFault when a column is gone with the process that made it, or does not arrive in `timeout`
+    seconds.
     """
     wanted = [ref for ref in refs if isinstance(ref, RayColumn)]
     assert len(wanted) == len(refs), "only columns in the object store are read here"
@@ -197,8 +217,12 @@ def read_columns(refs: Sequence[ColumnRef], traffic: Traffic | None = None, time
         found = dict(zip(objects, ray.get(objects, timeout=timeout), strict=True))
     except (ray.exceptions.ObjectLostError, ray.exceptions.GetTimeoutError) as error:
         first = str(error).strip().splitlines()[0]
-        raise EnvironmentFault(f"{len(wanted)} columns cannot be read: the process that made them is gone or busy ({first})") from None
-    encoded = [found[column.ref] if column.name is None else found[column.ref][column.name] for column in wanted]
+        raise EnvironmentFault(
+            f"{len(wanted)} columns cannot be read: the process that made them is gone or busy ({first})"
+        ) from None
+    encoded = [
+        found[column.ref] if column.name is None else found[column.ref][column.name] for column in wanted
+    ]
     if traffic is not None:
         traffic.received += sum(column.nbytes for column in encoded)
     return [wire.decode(column, copy=False) for column in encoded]

@@ -1,7 +1,8 @@
-"""What watches a run's processes: log files, spans for the timeline, folders for stacks and profiles, the debugger.
+"""What watches a run's processes: log files, spans for the timeline, folders for stacks and profiles, the
+debugger.
 
-In: the run folder and its settings. Out: a `Watch`, which every process of the run is told. Without a run folder (`main_generate`)
-processes write to Ray's own files, and stacks go to a folder for temporary files.
+In: the run folder and its settings. Out: a `Watch`, which every process of the run is told. Without a run
+folder (`main_generate`) processes write to Ray's own files, and stacks go to a folder for temporary files.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from pathlib import Path
 
 from hydraflow.dispatch.config import LogConfig, ProfilerConfig
 from hydraflow.errors import ConfigError
-from hydraflow.role_logs import LogSettings, RoleLogs, apply_level
-from hydraflow.whole_files import prove_writable
+from hydraflow.system.role_logs import LogSettings, RoleLogs, apply_level
+from hydraflow.system.whole_files import prove_writable
 
 FIELD = "ray_init.timeline_file"
 
@@ -40,11 +41,14 @@ class Watch:
     """Whether Ray's debugger is on."""
 
     def open_logs(self, rank: int, role: str) -> RoleLogs | None:
-        """This process's log files; from now on they take everything that it writes. Where they cannot be made, a warning."""
+        """This process's log files; from now on they take everything that it writes. Where they cannot be
+        made, a warning."""
         logs = made(self.logs, rank, role) if self.logs is not None else None
         if self.logs is None or logs is None:
             return None
-        logs.capture(below_python=not self.debug)  # Ray's debugger tells its address past sys.stderr, for the console
+        logs.capture(
+            below_python=not self.debug
+        )  # Ray's debugger tells its address past sys.stderr, for the console
         root = logging.getLogger()
         root.handlers = [logs]
         apply_level(self.logs.level)
@@ -69,7 +73,9 @@ def watch_of(run: Path, log: LogConfig, profiler: ProfilerConfig, *, debug: bool
 
 def log_settings(run: Path, log: LogConfig) -> LogSettings:
     """Where and how a run's processes write their lines."""
-    return LogSettings(str(run / "logs"), log.level, max(1, int(log.max_megabytes * 2**20)), log.keep, log.console)
+    return LogSettings(
+        str(run / "logs"), log.level, max(1, int(log.max_megabytes * 2**20)), log.keep, log.console
+    )
 
 
 def made(settings: LogSettings, rank: int, role: str) -> RoleLogs | None:
@@ -92,7 +98,8 @@ def of_role(logs: RoleLogs | None, role: str) -> Iterator[None]:
 
 
 def debugger() -> str:
-    """Ray's name for the debugger there is: the one for editors where debugpy is installed, else that of `ray debug`."""
+    """Ray's name for the debugger there is: the one for editors where debugpy is installed, else that of `ray
+    debug`."""
     return os.environ.get("RAY_DEBUG") or ("1" if find_spec("debugpy") else "legacy")
 
 

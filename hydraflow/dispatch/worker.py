@@ -1,9 +1,10 @@
-"""What a worker process does: it holds the workers of several roles and runs one method of one of them at a time.
+"""What a worker process does: it holds the workers of several roles and runs one method of one of them at a
+time.
 
-In: the roles' classes, then calls with their arguments. Out: answers; a DataProto stays here, column by column in the object store.
-An exception becomes a `Failure` that is returned like an answer, so that it can be passed on to whoever depends on it.
-Left out on purpose: the Ray actor around it (`host.py`), what workers do (`hydraflow.workers`), and torch.distributed, which engines
-start at the given address.
+In: the roles' classes, then calls with their arguments. Out: answers; a DataProto stays here, column by
+column in the object store. An exception becomes a `Failure` that is returned like an answer, so that it can
+be passed on to whoever depends on it. Left out on purpose: the Ray actor around it (`host.py`), what workers
+do (`hydraflow.workers`), and torch.distributed, which engines start at the given address.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from hydraflow.dispatch.host import Seat
 from hydraflow.dispatch.modes import Coordinates
 from hydraflow.dispatch.profile import Profile, region
 from hydraflow.dispatch.shards import LateShard, Shard, part_of, real_rows
+from hydraflow.dispatch.spans import Recorder, record_into, span
 from hydraflow.dispatch.stacks import ProcessFacts
 from hydraflow.dispatch.transport import Parcel, Receipt, join, opened, pack, put_batch, read_columns, unpack
 from hydraflow.dispatch.watch import Watch, of_role
 from hydraflow.errors import ConfigError, DoesNotFit, GuardStop, HydraflowError, WorkerError
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import materialise
-from hydraflow.role_logs import STANDARD_ERROR, write_stacks_when_asked
-from hydraflow.spans import Recorder, record_into, span
+from hydraflow.system.role_logs import STANDARD_ERROR, write_stacks_when_asked
 
 LOG_LINES = 30
 FRAMES = 4
@@ -118,7 +119,14 @@ class WorkerProcess:
     """Every public method answers with a parcel."""
 
     def __init__(
-        self, seat: Seat, device_type: str, threads: int, timeout_s: float, import_path: Sequence[str], watch: Watch, first_role: str
+        self,
+        seat: Seat,
+        device_type: str,
+        threads: int,
+        timeout_s: float,
+        import_path: Sequence[str],
+        watch: Watch,
+        first_role: str,
     ):
         self.seat = seat
         self.device_type = device_type
@@ -126,7 +134,8 @@ class WorkerProcess:
         self.workers: dict[str, Worker] = {}
         self._listener: socket.socket | None = None
         self._unfit: HydraflowError | None = None
-        """What is wrong with this process's surroundings; told when it is built, for Ray says little of an actor that cannot begin."""
+        """What is wrong with this process's surroundings; told when it is built, for Ray says little of an
+        actor that cannot begin."""
         try:
             settle(seat.rank, node_ip=ray.util.get_node_ip_address() if seat.spans_nodes else LOOPBACK)
         except HydraflowError as error:
@@ -137,7 +146,9 @@ class WorkerProcess:
         record_into(self.recorder if watch.traced else None)
         # Ray hands on only the controller's working folder and script folder.
         sys.path += [folder for folder in import_path if folder not in sys.path]
-        logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        logging.basicConfig(
+            level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+        )
         self.logs = watch.open_logs(seat.rank, first_role)
         write_stacks_when_asked()
         torch.set_num_threads(threads)
@@ -148,7 +159,8 @@ class WorkerProcess:
         return pack(ProcessFacts(os.getpid(), context.get_node_id(), context.get_worker_id(), log_path()))
 
     def rendezvous(self) -> tuple[str, int]:
-        """An address of this node that the group's other processes reach, and a port of it that is held until a worker takes it over.
+        """An address of this node that the group's other processes reach, and a port of it that is held until
+        a worker takes it over.
 
         torch's rendezvous and gloo ask nobody for a token, so they listen at this address only.
         """
@@ -221,7 +233,10 @@ class WorkerProcess:
         with span("read"):  # and waits for batches that other workers are making
             values = [_cut(value) for value in opened([*call.args, *call.kwargs.values()])]
             shards = [value for value in values if isinstance(value, Shard)]
-            ready = [_read(value, copy=not call.read_only) if isinstance(value, Shard) else value for value in values]
+            ready = [
+                _read(value, copy=not call.read_only) if isinstance(value, Shard) else value
+                for value in values
+            ]
         named = dict(zip(call.kwargs, ready[len(call.args) :], strict=True))
         started = time.perf_counter()
         with span(call.method), region(f"{call.role}.{call.method}"):
@@ -258,7 +273,9 @@ def _cut(value: Any) -> Any:
         if isinstance(receipt, Failure):
             raise PassedOn(receipt)
         if not isinstance(receipt, Receipt):
-            raise TypeError(f"an argument is a future of a batch, but its maker returned a {type(receipt).__name__}")
+            raise TypeError(
+                f"an argument is a future of a batch, but its maker returned a {type(receipt).__name__}"
+            )
     return part_of(join(receipts), value)
 
 
@@ -267,21 +284,27 @@ def _read(shard: Shard, copy: bool) -> DataProto:
 
 
 DECISIONS = (GuardStop, DoesNotFit)
-"""Errors that a worker raises in the words that the user shall read: nothing is broken in it, but the run cannot go on."""
+"""Errors that a worker raises in the words that the user shall read: nothing is broken in it, but the run
+cannot go on."""
 AS_THEY_ARE = (WorkerError, *DECISIONS)
 """Errors that are not told in other words on the way to the controller."""
 
 
 class _Guard:
-    """Turns an exception in its body into the answer, as a packed `Failure`: those of `as_it_is`, and others as WorkerErrors."""
+    """Turns an exception in its body into the answer, as a packed `Failure`: those of `as_it_is`, and others
+    as WorkerErrors."""
 
-    def __init__(self, seat: Seat, role: str, method: str, as_it_is: tuple[type[HydraflowError], ...] = AS_THEY_ARE):
+    def __init__(
+        self, seat: Seat, role: str, method: str, as_it_is: tuple[type[HydraflowError], ...] = AS_THEY_ARE
+    ):
         self.seat, self.role, self.method, self.as_it_is = seat, role, method, as_it_is
         self.answer = NOTHING
 
     def __enter__(self) -> None: ...
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
         if not isinstance(error, Exception):
             return False
         self.answer = pack(error.failure if isinstance(error, PassedOn) else self._failure(error))
@@ -291,7 +314,9 @@ class _Guard:
         if isinstance(error, self.as_it_is):
             return Failure(error, time.time())
         seat, cause, tail = self.seat, _in_words(error), log_tail(log_path())
-        worker_error = WorkerError(role=self.role, rank=seat.rank, node=seat.node, method=self.method, cause=cause, log_tail=tail)
+        worker_error = WorkerError(
+            role=self.role, rank=seat.rank, node=seat.node, method=self.method, cause=cause, log_tail=tail
+        )
         return Failure(worker_error, time.time())
 
 

@@ -1,10 +1,12 @@
 """What every training engine can do: one narrow Protocol, and what it hands to a loss.
 
-In: micro-batches (`DataProto` with ragged `prompts`, `responses`, `response_mask` and whatever the loss reads). Out: ragged
-columns, metrics, weights. Left out on purpose: which rows go where (`batch_plan`), losses (`algorithms/`), Ray (`dispatch/`).
+In: micro-batches (`DataProto` with ragged `prompts`, `responses`, `response_mask` and whatever the loss
+reads). Out: ragged columns, metrics, weights. Left out on purpose: which rows go where (`batch_plan`), losses
+(`algorithms/`), Ray (`dispatch/`).
 
-The law of gradients: a loss function returns a sum whose weights already hold the global denominators; the engine adds
-gradients up over micro-batches and data ranks and never divides. So no split of the same rows changes a gradient.
+The law of gradients: a loss function returns a sum whose weights already hold the global denominators; the
+engine adds gradients up over micro-batches and data ranks and never divides. So no split of the same rows
+changes a gradient.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from hydraflow.protocol.batch import DataProto
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """What a model says about B rows with up to R response tokens: (B, R), right padded, 0 where response_mask is 0."""
+    """What a model says about B rows with up to R response tokens: (B, R), right padded, 0 where
+    response_mask is 0."""
 
     log_probs: torch.Tensor | None = None
     """Log-probability of each response token (policy)."""
@@ -33,21 +36,25 @@ class ModelOutput:
 
 
 LossFn = Callable[[ModelOutput, Mapping[str, torch.Tensor]], tuple[torch.Tensor, dict[str, Metric]]]
-"""(output, columns) to (scalar sum, metrics); ragged columns of the micro-batch arrive right padded to (B, R)."""
+"""(output, columns) to (scalar sum, metrics); ragged columns of the micro-batch arrive right padded to (B,
+R)."""
 
 
 MODEL, OPTIMIZER, EXTRA, HF_MODEL = CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
-"""What a checkpoint may hold: weights, optimizer, place in the schedule, and full weights as a Hugging Face directory."""
+"""What a checkpoint may hold: weights, optimizer, place in the schedule, and full weights as a Hugging Face
+directory."""
 CHECKPOINT_FACTS = "checkpoint.json"
-"""File in a role's checkpoint: engine, world_size, head, contents and what else a reader must know to make sense of the tensors."""
+"""File in a role's checkpoint: engine, world_size, head, contents and what else a reader must know to make
+sense of the tensors."""
 
 
 class Snapshot(Protocol):
     """One rank's copy of an engine's state in host memory."""
 
     def write(self, directory: Path) -> list[Path]:
-        """Writes this rank's part; returns the files. Every rank calls it, also in another thread than the engine's, and with
-        an engine that goes on training. OSError or EnvironmentFault, on every rank, when a rank cannot.
+        """Writes this rank's part; returns the files. Every rank calls it, also in another thread than the
+        engine's, and with an engine that goes on training. OSError or EnvironmentFault, on every rank, when a
+        rank cannot.
         """
 
 
@@ -61,11 +68,15 @@ class Shortage:
     """Of prompts and responses together."""
 
     def __str__(self) -> str:
-        return f"rank {self.rank} had no memory for {self.rows} {'row' if self.rows == 1 else 'rows'}, {self.tokens} tokens"
+        return (
+            f"rank {self.rank} had no memory for {self.rows} {'row' if self.rows == 1 else 'rows'},"
+            f" {self.tokens} tokens"
+        )
 
 
 class OutOfMemory(Exception):
-    """Memory ran out in a pass on some ranks; raised on every rank alike. The model is as before, without any gradient."""
+    """Memory ran out in a pass on some ranks; raised on every rank alike. The model is as before, without any
+    gradient."""
 
     def __init__(self, shortages: Sequence[Shortage]):
         super().__init__("; ".join(map(str, shortages)))
@@ -73,9 +84,11 @@ class OutOfMemory(Exception):
 
 
 class TrainEngine(Protocol):
-    """One rank of a model in training. Every rank calls every method, in the same order, with as many micro-batches.
+    """One rank of a model in training. Every rank calls every method, in the same order, with as many
+    micro-batches.
 
-    `forward` and `forward_backward` raise OutOfMemory, on every rank, when a micro-batch is too large for one of them.
+    `forward` and `forward_backward` raise OutOfMemory, on every rank, when a micro-batch is too large for one
+    of them.
     """
 
     data_rank: int
@@ -92,39 +105,51 @@ class TrainEngine(Protocol):
         greedy_match: bool = False,
         adapter: bool = True,
     ) -> DataProto:
-        """Ragged `log_probs` (and `entropys`), or `values`, of all rows in the given order. `adapter=False`: without LoRA.
+        """Ragged `log_probs` (and `entropys`), or `values`, of all rows in the given order. `adapter=False`:
+        without LoRA.
 
         `greedy_match`, instead of entropies: a column that is 1 where a token is the most probable one.
         """
 
     def forward_backward(
-        self, micro_batches: Sequence[DataProto], loss_fn: LossFn, *, temperature: float = 1.0, entropy: bool = False
+        self,
+        micro_batches: Sequence[DataProto],
+        loss_fn: LossFn,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
     ) -> dict[str, Metric]:
-        """Makes the gradient of the summed loss of all ranks; one reduction, at the last micro-batch. Metrics of this rank.
+        """Makes the gradient of the summed loss of all ranks; one reduction, at the last micro-batch. Metrics
+        of this rank.
 
         Once for each optimizer step.
         """
 
     def optimizer_step(self) -> dict[str, float]:
-        """Clips, updates, forgets the gradient. `grad_norm` (before clipping), `lr`, and `skipped`, 1 when the norm was not finite."""
+        """Clips, updates, forgets the gradient. `grad_norm` (before clipping), `lr`, and `skipped`, 1 when
+        the norm was not finite."""
 
     def lr_step(self) -> None:
         """Moves the schedule by one training step."""
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Full weights by Hugging Face name, adapters merged. Borrowed: copy what must outlive the next update."""
+        """Full weights by Hugging Face name, adapters merged. Borrowed: copy what must outlive the next
+        update."""
 
     def reduce(self, values: torch.Tensor, how: str = "sum") -> torch.Tensor:
         """Sum or max of `values` over data ranks, float64 on the CPU."""
 
     def save_hf(self, directory: str | Path) -> None:
-        """Writes a Hugging Face directory with weights, configuration and tokenizer; it appears whole or not at all."""
+        """Writes a Hugging Face directory with weights, configuration and tokenizer; it appears whole or not
+        at all."""
 
     def snapshot(self, contents: Collection[str]) -> Snapshot:
-        """Copies what `contents` (of CHECKPOINT_CONTENTS) names into host memory, to be written as one checkpoint."""
+        """Copies what `contents` (of CHECKPOINT_CONTENTS) names into host memory, to be written as one
+        checkpoint."""
 
     def load(self, directory: str | Path, contents: Collection[str]) -> None:
-        """Reads from what a snapshot wrote, also with another number of ranks. ConfigError when it is of another model."""
+        """Reads from what a snapshot wrote, also with another number of ranks. ConfigError when it is of
+        another model."""
 
     def stored_bytes(self, contents: Collection[str]) -> int:
         """Bytes that this rank's part of a checkpoint takes, but for small files."""

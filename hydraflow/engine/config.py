@@ -35,7 +35,8 @@ class WrapPolicyConfig:
     """Which layers are sharded by themselves."""
 
     min_num_params: int = 0
-    """A layer with fewer weights is gathered together with the rest of the model: less waiting, more memory at a time."""
+    """A layer with fewer weights is gathered together with the rest of the model: less waiting, more memory
+    at a time."""
 
 
 @dataclass
@@ -45,20 +46,23 @@ class FSDPConfig:
     model_dtype: str = "fp32"
     """Type in which weights and optimizer state are kept: fp32, bf16, fp16 (fp64 for proofs)."""
     dtype: str = "auto"
-    """Type of the forward and backward pass: auto (bf16 where the device computes in it, else fp32), fp32, bf16, fp16, fp64."""
+    """Type of the forward and backward pass: auto (bf16 where the device computes in it, else fp32), fp32,
+    bf16, fp16, fp64."""
     reduce_dtype: str = "fp32"
     """Type in which gradients are summed over ranks."""
     reshard_after_forward: bool = True
     """Free gathered weights between forward and backward: less memory, one more gather."""
     param_offload: bool = False
-    """Keep the shards of weights, gradients and optimizer in host memory during training (fully_shard's offload policy)."""
+    """Keep the shards of weights, gradients and optimizer in host memory during training (fully_shard's
+    offload policy)."""
     optimizer_offload: bool = False
     """Keep the optimizer state in host memory between updates."""
     head_chunk_tokens: int = 2048
     """Tokens whose logits exist at one time while log-probabilities are computed."""
     wrap_policy: WrapPolicyConfig = field(default_factory=WrapPolicyConfig)
     fsdp_size: int = -1
-    """Devices among which one copy of the model is sharded (HSDP keeps data ranks / fsdp_size copies); -1: all data ranks."""
+    """Devices among which one copy of the model is sharded (HSDP keeps data ranks / fsdp_size copies); -1:
+    all data ranks."""
     ulysses_sequence_parallel_size: int = 1
     """Devices that share the tokens of one row (Ulysses)."""
 
@@ -90,6 +94,7 @@ class MegatronConfig:
     optimizer_offload: bool = False
     """Keep the optimizer state in host memory while the role rests."""
     dtype: str = "auto"
-    """Type of the forward and backward pass: auto (bf16 where the device computes in it, else fp32), fp32, bf16, fp16."""
+    """Type of the forward and backward pass: auto (bf16 where the device computes in it, else fp32), fp32,
+    bf16, fp16."""
     override_transformer_config: dict[str, Any] = field(default_factory=dict)
     """Fields of Megatron-Core's TransformerConfig."""

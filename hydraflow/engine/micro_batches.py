@@ -1,7 +1,7 @@
 """Splits one rank's rows into micro-batches: a fixed number of rows each, or as many as a token budget holds.
 
-In: a `DataProto` with ragged prompts and responses. Out: micro-batches, as many on every data rank, and the way back.
-Left out on purpose: the sizes themselves (`batch_plan`), and moving rows between ranks.
+In: a `DataProto` with ragged prompts and responses. Out: micro-batches, as many on every data rank, and the
+way back. Left out on purpose: the sizes themselves (`batch_plan`), and moving rows between ranks.
 """
 
 from __future__ import annotations
@@ -34,25 +34,32 @@ class MicroBatches:
 
 
 def split_rows(data: DataProto, size: int) -> MicroBatches:
-    """Micro-batches of `size` rows in order; the last may have fewer. Ranks with equally many rows get equally many parts."""
+    """Micro-batches of `size` rows in order; the last may have fewer. Ranks with equally many rows get
+    equally many parts."""
     assert size >= 1, size
     order = np.arange(len(data))
     if size >= len(data):
         return MicroBatches([data], order)
-    return MicroBatches([data.slice(first, min(first + size, len(data))) for first in range(0, len(data), size)], order)
+    return MicroBatches(
+        [data.slice(first, min(first + size, len(data))) for first in range(0, len(data), size)], order
+    )
 
 
-def split_tokens(data: DataProto, max_tokens: int, reduce_max: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatches:
+def split_tokens(
+    data: DataProto, max_tokens: int, reduce_max: Callable[[torch.Tensor], torch.Tensor]
+) -> MicroBatches:
     """Micro-batches of at most `max_tokens` tokens each, prompts and responses together.
 
-    `reduce_max` gives the largest value over data ranks: all get as many parts as the rank that needs most, because every
-    forward pass is a collective. Raises ValueError for a row that is longer than the budget.
+    `reduce_max` gives the largest value over data ranks: all get as many parts as the rank that needs most,
+    because every forward pass is a collective. Raises ValueError for a row that is longer than the budget.
     """
     lengths = (ragged.lengths(data.get("prompts")) + ragged.lengths(data.get("responses"))).numpy()
     needed = len(token_bins(lengths, max_tokens))
     agreed = int(reduce_max(torch.tensor([float(needed)])))
     bins = token_bins(lengths, max_tokens, min_bins=agreed)
-    assert len(bins) == agreed, f"{len(data)} rows cannot be split into {agreed} micro-batches: ranks hold different numbers of rows"
+    assert len(bins) == agreed, (
+        f"{len(data)} rows cannot be split into {agreed} micro-batches: ranks hold different numbers of rows"
+    )
     if agreed == 1:
         return MicroBatches([data], np.arange(len(data)))
     rows = [np.sort(np.asarray(chosen)) for chosen in bins]

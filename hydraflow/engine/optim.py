@@ -1,7 +1,7 @@
 """AdamW and the learning rate at each training step.
 
-In: parameters and an `OptimConfig`. Out: torch's optimizer, and a pure function of the step.
-Left out on purpose: clipping (it needs the ranks: `fsdp/engine.py`), and any state of the schedule but the step's number.
+In: parameters and an `OptimConfig`. Out: torch's optimizer, and a pure function of the step. Left out on
+purpose: clipping (it needs the ranks: `fsdp/engine.py`), and any state of the schedule but the step's number.
 """
 
 from __future__ import annotations
@@ -19,14 +19,22 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
     "linear": lambda done: 1.0 - done,
     "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
 }
-"""What is left of the way down from `lr` to `lr * min_lr_ratio`, by the share of the steps after the warm-up that are done."""
+"""What is left of the way down from `lr` to `lr * min_lr_ratio`, by the share of the steps after the warm-up
+that are done."""
 
 
 def make_optimizer(parameters: Iterable[torch.nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
     """AdamW over those parameters that are trained, in one fused kernel per step."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     first, second = config.betas
-    return torch.optim.AdamW(trained, lr=config.lr, betas=(first, second), eps=config.eps, weight_decay=config.weight_decay, fused=True)
+    return torch.optim.AdamW(
+        trained,
+        lr=config.lr,
+        betas=(first, second),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
 
 
 def lr_at(config: OptimConfig, step: int, total_steps: int) -> float:

@@ -1,7 +1,7 @@
 """Joins this process to the group of one role's ranks, and leaves it.
 
-In: rank, number of ranks, address of rank 0. Out: torch.distributed, ready, with a deadline on every collective.
-Left out on purpose: choosing addresses and starting processes (`dispatch/`).
+In: rank, number of ranks, address of rank 0. Out: torch.distributed, ready, with a deadline on every
+collective. Left out on purpose: choosing addresses and starting processes (`dispatch/`).
 """
 
 from __future__ import annotations
@@ -15,18 +15,33 @@ import torch.distributed as dist
 from hydraflow.device import collective_backend
 
 
-def start(*, rank: int, world_size: int, address: str, port: int, device_type: str, timeout_s: float, listen_fd: int | None = None) -> None:
-    """Waits until all ranks are there, at most `timeout_s` seconds; a second call of the same process does nothing.
+def start(
+    *,
+    rank: int,
+    world_size: int,
+    address: str,
+    port: int,
+    device_type: str,
+    timeout_s: float,
+    listen_fd: int | None = None,
+) -> None:
+    """Waits until all ranks are there, at most `timeout_s` seconds; a second call of the same process does
+    nothing.
 
-    listen_fd: on rank 0, a bound socket that has held the port until now; it is taken over.
-    Raises torch's DistStoreError or DistNetworkError when the others do not come, and any collective raises after `timeout_s`.
+    listen_fd: on rank 0, a bound socket that has held the port until now; it is taken over. Raises torch's
+    DistStoreError or DistNetworkError when the others do not come, and any collective raises after
+    `timeout_s`.
     """
     if dist.is_initialized():
-        assert (dist.get_rank(), dist.get_world_size()) == (rank, world_size), "a process has one place among its ranks"
+        assert (dist.get_rank(), dist.get_world_size()) == (rank, world_size), (
+            "a process has one place among its ranks"
+        )
         return
     timeout = timedelta(seconds=timeout_s)
     store = dist.TCPStore(address, port, world_size, rank == 0, timeout, master_listen_fd=listen_fd)
-    dist.init_process_group(collective_backend(device_type), store=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(
+        collective_backend(device_type), store=store, rank=rank, world_size=world_size, timeout=timeout
+    )
 
 
 def stop() -> None:
@@ -38,7 +53,8 @@ def stop() -> None:
 
 @cache
 def host_group() -> dist.ProcessGroup | None:
-    """A group of all ranks over gloo, for what goes on beside training in another thread; None stands for a group of one's own.
+    """A group of all ranks over gloo, for what goes on beside training in another thread; None stands for a
+    group of one's own.
 
     The first call must come from every rank, at the same point of its work.
     """

@@ -1,7 +1,9 @@
-"""How many rows the data files hold, without reading them: from the footers of Parquet files, or the lines of JSONL.
+"""How many rows the data files hold, without reading them: from the footers of Parquet files, or the lines of
+JSONL.
 
-In: what `data.*_files` says. Out: `Count`. Files that are not on this machine are noted, not refused: a plan may be made elsewhere.
-Left out on purpose: what is in the rows. Prompts that a tokenizer would find too long are still counted, and the count says so.
+In: what `data.*_files` says. Out: `Count`. Files that are not on this machine are noted, not refused: a plan
+may be made elsewhere. Left out on purpose: what is in the rows. Prompts that a tokenizer would find too long
+are still counted, and the count says so.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class Count:
 def count_rows(files: Any, *, key: str, limit: int = -1, filtered: bool = False) -> Count:
     """Rows of `files`, a path or a list of paths, of which the first `limit` are used (-1: all).
 
-    `key` is named in problems. `filtered`: rows that are too long will be left out later, so that the count is an upper bound.
+    `key` is named in problems. `filtered`: rows that are too long will be left out later, so that the count
+    is an upper bound.
     """
     if files is None:
         return Count(None)
@@ -57,7 +60,9 @@ def count_rows(files: Any, *, key: str, limit: int = -1, filtered: bool = False)
 def missing_notes(key: str, count: Count) -> Iterator[str]:
     """What to say about files that are not here."""
     for name in count.missing:
-        yield f"{key}: {name} is not on this machine, so its rows are not counted; a run would refuse to start"
+        yield (
+            f"{key}: {name} is not on this machine, so its rows are not counted; a run would refuse to start"
+        )
 
 
 def _count_file(path: Path, key: str) -> int | Problem:
@@ -66,7 +71,9 @@ def _count_file(path: Path, key: str) -> int | Problem:
     if path.suffix in JSON_ENDINGS:
         return _rows_or_problem(_lines(path), path, key)
     if path.suffix != ".parquet":
-        return Problem(key, path, f"ends in {path.suffix or 'nothing'}; known are .parquet, {', '.join(JSON_ENDINGS)}")
+        return Problem(
+            key, path, f"ends in {path.suffix or 'nothing'}; known are .parquet, {', '.join(JSON_ENDINGS)}"
+        )
     return _rows_or_problem(_footer_rows(path), path, key)
 
 

@@ -1,7 +1,8 @@
-"""The shapes of a run's models, as far as this machine knows them: from a folder, from the hub's cache, or from overrides.
+"""The shapes of a run's models, as far as this machine knows them: from a folder, from the hub's cache, or
+from overrides.
 
-In: the configuration. Out: `Models`. A model that is not here is noted, not refused; a config.json that cannot be used is a problem.
-Left out on purpose: downloads, and weights.
+In: the configuration. Out: `Models`. A model that is not here is noted, not refused; a config.json that
+cannot be used is a problem. Left out on purpose: downloads, and weights.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from hydraflow.memory.shape import ModelShape, read_shape, shape_of
 from hydraflow.models.cache import cached_snapshot
 from hydraflow.models.config import ModelSourceConfig
 from hydraflow.models.tiny import config_values, vocabulary
-from hydraflow.paths import is_hub_name
 from hydraflow.schema import PPOConfig
+from hydraflow.system.paths import is_hub_name
 
 SIZES = "hidden_size, num_hidden_layers, num_attention_heads, intermediate_size and vocab_size"
 """What the shape of a model needs at least."""
@@ -35,7 +36,8 @@ class Models:
 
 
 def find_models(config: PPOConfig) -> Models:
-    """The shapes of policy and critic. Raises ConfigError for a config.json that is here and cannot be used."""
+    """The shapes of policy and critic. Raises ConfigError for a config.json that is here and cannot be
+    used."""
     if config.recipe.name != "none":
         return Models(shape_of(config_values(len(vocabulary())), field="recipe"))
     model = config.actor_rollout_ref.model
@@ -57,10 +59,15 @@ def numbers(shape: ModelShape | None) -> ShapeNumbers | None:
     """What the plan's rules need of a shape."""
     if shape is None:
         return None
-    return ShapeNumbers(layers=shape.layers, heads=shape.heads, kv_heads=shape.kv_heads, experts=shape.experts)
+    return ShapeNumbers(
+        layers=shape.layers, heads=shape.heads, kv_heads=shape.kv_heads, experts=shape.experts
+    )
 
 
 def _unknown(model: ModelSourceConfig, field: str, shape: ModelShape | None) -> Iterator[str]:
     if shape is None:
         named = f"{model.path} has no config.json on this machine" if model.path else "is not given"
-        yield f"{field}.path: {named}; memory is not estimated without it, or {field}.override_config with {SIZES}"
+        yield (
+            f"{field}.path: {named}; memory is not estimated without it, or {field}.override_config with"
+            f" {SIZES}"
+        )

@@ -1,7 +1,7 @@
 """The devices × roles picture: which role runs where, and which devices together hold one copy of its model.
 
-In: the plan's layouts and cluster. Out: lines of plain text; every device of a few machines, ranges of equal devices of many.
-Left out on purpose: which placement it is; the plan names it (`BatchPlan.placement`).
+In: the plan's layouts and cluster. Out: lines of plain text; every device of a few machines, ranges of equal
+devices of many. Left out on purpose: which placement it is; the plan names it (`BatchPlan.placement`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ def segments(layouts: Mapping[str, Layout], devices: int) -> list[Segment]:
         edges |= {edge for part in layout.devices.ranges for edge in (part.start, part.stop)}
     ordered = sorted(edges)
     return [
-        Segment(range(start, stop), frozenset(role for role, layout in layouts.items() if _holds(layout.devices, start)))
+        Segment(
+            range(start, stop),
+            frozenset(role for role, layout in layouts.items() if _holds(layout.devices, start)),
+        )
         for start, stop in zip(ordered, ordered[1:])
     ]
 
@@ -72,8 +75,8 @@ def device_numbers(devices: Devices) -> Iterator[int]:
 def copy_of(layout: Layout, rank: int) -> int:
     """Which copy of the model a process works on: its data rank, or in a rollout its replica.
 
-    Tensor-parallel ranks are neighbours, then context-parallel ones, then data ranks; pipeline stages lie furthest apart, as
-    Megatron-Core orders them. The stages of a generation engine are neighbours.
+    Tensor-parallel ranks are neighbours, then context-parallel ones, then data ranks; pipeline stages lie
+    furthest apart, as Megatron-Core orders them. The stages of a generation engine are neighbours.
 
     >>> megatron = Layout("actor", "megatron", Devices((range(0, 8),)), 8, tensor=2, pipeline=2)
     >>> [copy_of(megatron, rank) for rank in range(8)]
@@ -95,7 +98,9 @@ def summary(layout: Layout) -> str:
         "etp": layout.expert_tensor,
         "dp": layout.replica_data if layout.role == "rollout" else 1,
     }
-    shown = " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or (name == "etp" and layout.expert > 1))
+    shown = " ".join(
+        f"{name} {size}" for name, size in sizes.items() if size > 1 or (name == "etp" and layout.expert > 1)
+    )
     parallel = f"{layout.engine}, {shown}" if shown else layout.engine
     return f"{parallel}: {_copies(layout)}{_sharding(layout)}"
 
@@ -133,7 +138,9 @@ def _every_device(layouts: Mapping[str, Layout], cluster: Cluster) -> Iterator[s
     yield "device".ljust(head) + _cells({device: str(device) for device in everything}, nodes, cell)
     for role, layout in layouts.items():
         marks = dict.fromkeys(everything, UNUSED)
-        marks |= {device: str(copy_of(layout, rank)) for rank, device in enumerate(device_numbers(layout.devices))}
+        marks |= {
+            device: str(copy_of(layout, rank)) for rank, device in enumerate(device_numbers(layout.devices))
+        }
         yield role.ljust(head) + _cells(marks, nodes, cell) + "  " + summary(layout)
 
 

@@ -1,8 +1,9 @@
 """Everything that `python -m hydraflow.plan` knows about a command line, gathered once.
 
-In: a configuration and where its values come from. Out: one `Report`, or one `ConfigError` with every broken rule.
-What is not on this machine (files, models) is noted; what is here and cannot be used is a problem.
-Left out on purpose: how it looks (`show.py`, `svg.py`), and torch, Ray and transformers: a plan is made within a second, anywhere.
+In: a configuration and where its values come from. Out: one `Report`, or one `ConfigError` with every broken
+rule. What is not on this machine (files, models) is noted; what is here and cannot be used is a problem. Left
+out on purpose: how it looks (`show.py`, `svg.py`), and torch, Ray and transformers: a plan is made within a
+second, anywhere.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hydraflow import runnable
 from hydraflow.batch_plan.generate import GeneratePlan, resolve_generate_plan
 from hydraflow.batch_plan.resolve import BatchPlan, resolve_plan
 from hydraflow.batch_plan.sft import SFTPlan, resolve_sft_plan
+from hydraflow.compose import runnable
 from hydraflow.compose.command import Command, Counts
 from hydraflow.device import planned_devices
 from hydraflow.errors import ConfigError, Faults, Problem
@@ -66,7 +67,9 @@ class Report:
             "step": [asdict(phase) for phase in self.phases],
             "memory": self.memory.to_json() if self.memory else None,
             "notes": self.notes,
-            "not_runnable_yet": [{"field": one.field, "value": one.value, "rule": one.rule} for one in self.not_yet],
+            "not_runnable_yet": [
+                {"field": one.field, "value": one.value, "rule": one.rule} for one in self.not_yet
+            ],
             "keys": asdict(self.counts),
         }
         return json.dumps(content, indent=2, ensure_ascii=False)
@@ -108,7 +111,11 @@ def _ppo_report(config: PPOConfig, command: Command) -> Report:
     )
     if plan is None or faults.problems:
         raise ConfigError(faults.problems)
-    memory = estimate(plan, config, models.policy, limits=limits, critic_shape=models.critic) if models.policy else None
+    memory = (
+        estimate(plan, config, models.policy, limits=limits, critic_shape=models.critic)
+        if models.policy
+        else None
+    )
     return Report(
         job="ppo",
         plan=plan,
@@ -145,10 +152,15 @@ def _sft_report(config: SFTConfig, command: Command) -> Report:
 def _generate_report(config: GenerateConfig, command: Command) -> Report:
     faults = _Faults()
     data = config.data
-    rows = faults.count(data.path, key="data.path", limit=data.max_samples, filtered=data.filter_overlong_prompts)
+    rows = faults.count(
+        data.path, key="data.path", limit=data.max_samples, filtered=data.filter_overlong_prompts
+    )
     plan = faults.result(
         lambda: resolve_generate_plan(
-            config, prompts=rows.rows, devices_per_node=planned_devices(config.trainer.device), origins=command.origins
+            config,
+            prompts=rows.rows,
+            devices_per_node=planned_devices(config.trainer.device),
+            origins=command.origins,
         )
     )
     if plan is None or faults.problems:
@@ -186,10 +198,17 @@ def _prompt_counts(config: PPOConfig, faults: _Faults) -> tuple[Count, Count]:
     if recipe.name != "none":
         return Count(recipe.train_problems), Count(recipe.val_problems)
     filtered = data.filter_overlong_prompts
-    held_out = faults.count(data.val_files, key="data.val_files", limit=data.val_max_samples, filtered=filtered)
+    held_out = faults.count(
+        data.val_files, key="data.val_files", limit=data.val_max_samples, filtered=filtered
+    )
     if config.trainer.val_only:
         return Count(None), held_out
-    return faults.count(data.train_files, key="data.train_files", limit=data.train_max_samples, filtered=filtered), held_out
+    return (
+        faults.count(
+            data.train_files, key="data.train_files", limit=data.train_max_samples, filtered=filtered
+        ),
+        held_out,
+    )
 
 
 def _file_notes(config: PPOConfig, prompts: Count, held_out: Count) -> Iterator[str]:
@@ -200,7 +219,9 @@ def _file_notes(config: PPOConfig, prompts: Count, held_out: Count) -> Iterator[
     reward = config.reward
     own = {
         "reward.custom_reward_function.path": reward.custom_reward_function.path,
-        "reward.reward_model.model_path": reward.reward_model.model_path if reward.reward_model.enable else None,
+        "reward.reward_model.model_path": (
+            reward.reward_model.model_path if reward.reward_model.enable else None
+        ),
     }
     for key, path in own.items():
         if path and not Path(path).expanduser().exists():
@@ -212,5 +233,8 @@ def _file_notes(config: PPOConfig, prompts: Count, held_out: Count) -> Iterator[
 def _bound_notes(key: str, count: Count, longest: int) -> Iterator[str]:
     """Said where a count is an upper bound."""
     if count.at_most:
-        rule = f"those with more than data.max_prompt_length={longest} tokens are left out, and only a tokenizer knows how many"
+        rule = (
+            f"those with more than data.max_prompt_length={longest} tokens are left out, and only a tokenizer"
+            " knows how many"
+        )
         yield f"{key}: {count} prompts, an upper bound: {rule}"

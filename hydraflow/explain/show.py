@@ -18,7 +18,8 @@ from hydraflow.memory.report import MemoryReport, size_text
 
 
 def show(report: Report, *, console: Console | None = None) -> None:
-    """Prints the report; `console` is standard output by default. Where that is a file the lines are as long as they need to be."""
+    """Prints the report; `console` is standard output by default. Where that is a file the lines are as long
+    as they need to be."""
     console = console or Console()
     if not console.is_terminal:
         console.width = max(console.width, FILE_WIDTH)
@@ -72,7 +73,10 @@ def _role_table(memory: MemoryReport) -> Table:
     table.add_row("moment", *(role.peak_phase.replace("_", " ") for role in memory.roles))
     table.add_row("devices", *(str(role.devices) for role in memory.roles))
     for part in used:
-        table.add_row(part.replace("_", " "), *(size_text(role.parts[part]) if role.parts[part] else "-" for role in memory.roles))
+        table.add_row(
+            part.replace("_", " "),
+            *(size_text(role.parts[part]) if role.parts[part] else "-" for role in memory.roles),
+        )
     table.add_row("total", *(size_text(role.total) for role in memory.roles))
     return table
 
@@ -80,9 +84,13 @@ def _role_table(memory: MemoryReport) -> Table:
 def _fit_lines(memory: MemoryReport) -> Iterator[str]:
     """Whether each kind of device and the hosts have room, and what to change if not."""
     for group in memory.groups:
-        phases = ", ".join(f"{phase.replace('_', ' ')} {size_text(size)}" for phase, size in group.phases.items())
+        phases = ", ".join(
+            f"{phase.replace('_', ' ')} {size_text(size)}" for phase, size in group.phases.items()
+        )
         verdict = "" if memory.limits.device_type == "cpu" else f": {_verdict(group.fits)}"
-        yield f"devices {group.devices}, {' + '.join(group.roles)}: {size_text(group.peak)} ({phases}){verdict}"
+        yield (
+            f"devices {group.devices}, {' + '.join(group.roles)}: {size_text(group.peak)} ({phases}){verdict}"
+        )
     host = memory.host
     of = f" of {size_text(host.limit)}" if host.limit else ""
     yield f"each machine: {size_text(host.total)}{of}: {_verdict(host.fits)}; {host.load_text}"
@@ -93,11 +101,17 @@ def _fit_lines(memory: MemoryReport) -> Iterator[str]:
 def _advice_lines(memory: MemoryReport) -> Iterator[str]:
     """What to change first, and whether that is enough."""
     where, bytes_missing = memory.missing
-    yield f"{size_text(bytes_missing)} of {where} memory are missing; to change first, each on top of those before:"
+    yield (
+        f"{size_text(bytes_missing)} of {where} memory are missing; to change first, each on top of those"
+        " before:"
+    )
     for advice in memory.advice:
         yield f"-> {advice.override} saves {size_text(advice.saves)} ({advice.where}): {advice.effect}"
     if left := memory.missing_after_advice:
-        yield f"-> {size_text(left)} are missing even then: more or larger devices are needed, or a smaller model"
+        yield (
+            f"-> {size_text(left)} are missing even then: more or larger devices are needed, or a smaller"
+            " model"
+        )
 
 
 def _verdict(fits: bool | None) -> str:

@@ -1,4 +1,5 @@
-"""Which bars the picture of a step has: prompts, trajectories, one optimizer step, one data rank, one forward.
+"""Which bars the picture of a step has: prompts, trajectories, one optimizer step, one data rank, one
+forward.
 
 In: a plan. Out: a `Step` for `svg.py`, with the plan's own numbers.
 """
@@ -17,7 +18,14 @@ def ppo_step(plan: BatchPlan) -> Step:
     q, n, actor = plan.prompts_per_step, plan.samples_per_prompt, plan.actor
     minis, mini = q // actor.mini_batch_prompts, actor.mini_batch_prompts
     bars = (
-        Bar(count(q, "prompt"), "Q", "data.train_batch_size", q, "1", becomes=f"{count(n, 'response')} to each prompt"),
+        Bar(
+            count(q, "prompt"),
+            "Q",
+            "data.train_batch_size",
+            q,
+            "1",
+            becomes=f"{count(n, 'response')} to each prompt",
+        ),
         Bar(
             count(plan.trajectories_per_step, "trajectory"),
             f"S = Q·n = {q}·{n}, cut into {count(minis, 'mini-batch')}",
@@ -34,8 +42,13 @@ def ppo_step(plan: BatchPlan) -> Step:
         ),
         _forwards(actor, "actor_rollout_ref.actor"),
     )
-    steps = f"K = (Q/M)·E = ({q}/{mini})·{actor.epochs} = {count(actor.optimizer_steps_per_step, 'optimizer step')} per training step"
-    title = f"One training step: {count(q, 'prompt')}, {count(actor.optimizer_steps_per_step, 'optimizer step')}"
+    steps = (
+        f"K = (Q/M)·E = ({q}/{mini})·{actor.epochs} ="
+        f" {count(actor.optimizer_steps_per_step, 'optimizer step')} per training step"
+    )
+    title = (
+        f"One training step: {count(q, 'prompt')}, {count(actor.optimizer_steps_per_step, 'optimizer step')}"
+    )
     return Step(title, bars, ("then one optimizer step", steps, *_total(plan.total_steps, actor)))
 
 
@@ -43,22 +56,37 @@ def sft_step(plan: SFTPlan) -> Step:
     """A step of supervised training, which is one optimizer step."""
     role, batch = plan.role, plan.conversations_per_step
     ranks = f"on {count(role.data_ranks, 'data rank')}"
-    first = Bar(count(batch, "conversation"), ranks, "data.train_batch_size", role.data_ranks, count(role.rows_per_rank, "row"))
+    first = Bar(
+        count(batch, "conversation"),
+        ranks,
+        "data.train_batch_size",
+        role.data_ranks,
+        count(role.rows_per_rank, "row"),
+    )
     title = f"One training step: {count(batch, 'conversation')}, 1 optimizer step"
-    return Step(title, (first, _forwards(role, "data")), ("then one optimizer step", *_total(plan.total_steps, role)))
+    return Step(
+        title, (first, _forwards(role, "data")), ("then one optimizer step", *_total(plan.total_steps, role))
+    )
 
 
 def _forwards(role: RolePlan, section: str) -> Bar:
     """What one data rank does: forwards of equal rows, or of as many tokens as fit."""
     prefix = "ppo_" if section != "data" else ""
-    total, letter = f"{count(role.rows_per_rank, 'row')} on one data rank", f"g = G/dp = {role.mini_batch_trajectories}/{role.data_ranks}"
+    total, letter = (
+        f"{count(role.rows_per_rank, 'row')} on one data rank",
+        f"g = G/dp = {role.mini_batch_trajectories}/{role.data_ranks}",
+    )
     if role.micro.max_tokens is not None:
         tokens = f"≤ {count(role.micro.max_tokens, 'token')}"
-        return Bar(total, f"{letter}, filled by tokens", f"{section}.{prefix}max_token_len_per_gpu", None, tokens)
+        return Bar(
+            total, f"{letter}, filled by tokens", f"{section}.{prefix}max_token_len_per_gpu", None, tokens
+        )
     assert role.micro.rows is not None
     passes = role.rows_per_rank // role.micro.rows
     letter = f"{letter}, a = g/m = {count(passes, 'forward')}"
-    return Bar(total, letter, f"{section}.{prefix}micro_batch_size_per_gpu", passes, count(role.micro.rows, "row"))
+    return Bar(
+        total, letter, f"{section}.{prefix}micro_batch_size_per_gpu", passes, count(role.micro.rows, "row")
+    )
 
 
 def _total(steps: int, role: RolePlan) -> tuple[str, ...]:

@@ -1,7 +1,9 @@
-"""The picture of a step from prompts to optimizer steps, as an SVG file that needs no library to make or to show.
+"""The picture of a step from prompts to optimizer steps, as an SVG file that needs no library to make or to
+show.
 
-In: a `Step`, the numbers of one role's update. Out: SVG text, readable on light and on dark pages.
-Each bar is a whole; its first part is drawn again, wider, as the bar below it. Left out on purpose: where things run (`picture.py`).
+In: a `Step`, the numbers of one role's update. Out: SVG text, readable on light and on dark pages. Each bar
+is a whole; its first part is drawn again, wider, as the bar below it. Left out on purpose: where things run
+(`picture.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, LEFT, BAR, TALL, GAP, TOP = 960, 392, 544, 40, 46, 84
-"""Pixels: the whole, the bars' left edge, their length and height, the space between them, and above the first."""
+"""Pixels: the whole, the bars' left edge, their length and height, the space between them, and above the
+first."""
 SPACE, LETTER = 6, 6
 """Pixels between parts, and for one letter in them."""
 MOST_PARTS = 8
@@ -45,7 +48,8 @@ class Bar:
     part: str
     """What one part is, such as 256 trajectories."""
     becomes: str = ""
-    """What all of it turns into, in words beside the band to the next bar; empty: the next bar is the first part alone."""
+    """What all of it turns into, in words beside the band to the next bar; empty: the next bar is the first
+    part alone."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,10 @@ def draw(step: Step) -> str:
     """The picture as the content of an SVG file."""
     height = TOP + len(step.bars) * (TALL + GAP) + 20 * len(step.end)
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img">',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}"'
+            f' height="{height}" role="img">'
+        ),
         f"<title>{escape(step.title)}</title>",
         f"<style>\n{STYLE}\n</style>",
         f'<rect class="page" width="{WIDTH}" height="{height}" rx="8"/>',
@@ -100,7 +107,8 @@ def _bar(bar: Bar, top: int, *, last: bool) -> Iterator[str]:
 
 
 def _cells(bar: Bar) -> list[tuple[int, int]]:
-    """Left edge and width of each drawn cell, wide enough for its words; of many parts the last but one stands for the rest."""
+    """Left edge and width of each drawn cell, wide enough for its words; of many parts the last but one
+    stands for the rest."""
     fitting = max(3, (BAR + SPACE) // (LETTER * len(bar.part) + 12 + SPACE))
     drawn = min(bar.parts or MOST_PARTS, MOST_PARTS, fitting)
     width = (BAR - SPACE * (drawn - 1)) // drawn

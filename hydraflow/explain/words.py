@@ -1,6 +1,7 @@
 """What one step does, in words and with its numbers, phase by phase.
 
-In: the plan and the configuration it was made from. Out: `Phase`s. Left out on purpose: any arithmetic on keys; numbers are the plan's.
+In: the plan and the configuration it was made from. Out: `Phase`s. Left out on purpose: any arithmetic on
+keys; numbers are the plan's.
 """
 
 from __future__ import annotations
@@ -29,7 +30,13 @@ def count(number: int, noun: str) -> str:
     >>> count(1, "prompt"), count(2, "batch"), count(10_000, "trajectory")
     ('1 prompt', '2 batches', '10,000 trajectories')
     """
-    plural = f"{noun[:-1]}ies" if noun.endswith("ry") else f"{noun}es" if noun.endswith(("ch", "s")) else f"{noun}s"
+    plural = (
+        f"{noun[:-1]}ies"
+        if noun.endswith("ry")
+        else f"{noun}es"
+        if noun.endswith(("ch", "s"))
+        else f"{noun}s"
+    )
     return f"{number:,} {noun if number == 1 else plural}"
 
 
@@ -47,12 +54,25 @@ def generate_phases(plan: GeneratePlan, config: GenerateConfig) -> list[Phase]:
     """What generation does, call by call."""
     n, length = plan.samples_per_prompt, config.data.max_response_length
     answers = f"{count(n, 'response')} of at most {count(length, 'token')} to each prompt"
-    shared = f"{count(plan.replicas, 'replica')} decode at most {count(plan.concurrent_sequences, 'sequence')} each at a time"
-    phases = [Phase("call", f"{count(plan.prompts_per_call, 'prompt')} together: {answers}"), Phase("sample", shared)]
+    shared = (
+        f"{count(plan.replicas, 'replica')} decode at most {count(plan.concurrent_sequences, 'sequence')}"
+        " each at a time"
+    )
+    phases = [
+        Phase("call", f"{count(plan.prompts_per_call, 'prompt')} together: {answers}"),
+        Phase("sample", shared),
+    ]
     if plan.prompts is None:
         return phases
     calls = -(-plan.prompts // plan.prompts_per_call)
-    return [*phases, Phase("run", f"{count(plan.prompts, 'prompt')} in {count(calls, 'call')}: {count(plan.prompts * n, 'response')}")]
+    return [
+        *phases,
+        Phase(
+            "run",
+            f"{count(plan.prompts, 'prompt')} in {count(calls, 'call')}:"
+            f" {count(plan.prompts * n, 'response')}",
+        ),
+    ]
 
 
 def forwards(micro: MicroPlan, rows: int) -> str:
@@ -67,7 +87,10 @@ def forwards(micro: MicroPlan, rows: int) -> str:
     passes, left = divmod(rows, micro.rows)
     if passes + bool(left) == 1:
         return "in 1 forward"
-    return f"in {count(passes + bool(left), 'forward')} of {'at most ' if left else ''}{count(micro.rows, 'row')}"
+    return (
+        f"in {count(passes + bool(left), 'forward')} of"
+        f" {'at most ' if left else ''}{count(micro.rows, 'row')}"
+    )
 
 
 def _ppo(plan: BatchPlan, config: PPOConfig) -> Iterator[tuple[str, str]]:
@@ -75,9 +98,18 @@ def _ppo(plan: BatchPlan, config: PPOConfig) -> Iterator[tuple[str, str]]:
     yield "prompts", _prompts(plan, config)
     yield "generate", _generation(plan, config)
     yield "score", _scoring(plan, config)
-    yield "log-probs", f"the actor computes log-probabilities again, {_pass(plan, 'actor', plan.old_log_prob)}"
+    yield (
+        "log-probs",
+        f"the actor computes log-probabilities again, {_pass(plan, 'actor', plan.old_log_prob)}",
+    )
     if plan.ref:
-        yield "reference", f"the reference computes its own, {_pass(plan, 'ref' if 'ref' in plan.layouts else 'actor', plan.ref)}"
+        yield (
+            "reference",
+            (
+                "the reference computes its own,"
+                f" {_pass(plan, 'ref' if 'ref' in plan.layouts else 'actor', plan.ref)}"
+            ),
+        )
     if plan.values:
         yield "values", f"the critic computes values, {_pass(plan, 'critic', plan.values)}"
     groups = f", by groups of {plan.samples_per_prompt}" if estimator in ("grpo", "rloo") else ""
@@ -91,24 +123,45 @@ def _ppo(plan: BatchPlan, config: PPOConfig) -> Iterator[tuple[str, str]]:
 
 def _sft(plan: SFTPlan, config: SFTConfig) -> Iterator[tuple[str, str]]:
     batch, role = plan.conversations_per_step, plan.role
-    yield "data", f"{count(batch, 'conversation')} of at most {count(config.data.max_length, 'token')} are drawn"
+    yield (
+        "data",
+        f"{count(batch, 'conversation')} of at most {count(config.data.max_length, 'token')} are drawn",
+    )
     each = count(role.rows_per_rank, "conversation")
-    yield "update", f"1 optimizer step: {count(role.data_ranks, 'data rank')} of {each}, {forwards(role.micro, role.rows_per_rank)}"
+    yield (
+        "update",
+        (
+            f"1 optimizer step: {count(role.data_ranks, 'data rank')} of {each},"
+            f" {forwards(role.micro, role.rows_per_rank)}"
+        ),
+    )
     yield from _run(plan.steps_per_epoch, plan.total_steps, role, "conversations", batch)
 
 
 def _prompts(plan: BatchPlan, config: PPOConfig) -> str:
-    drawn = f"{count(plan.prompts_per_step, 'prompt')} of at most {count(config.data.max_prompt_length, 'token')} are drawn"
+    drawn = (
+        f"{count(plan.prompts_per_step, 'prompt')} of at most {count(config.data.max_prompt_length, 'token')}"
+        " are drawn"
+    )
     if not plan.filter:
         return drawn
-    bounds = f"at least {plan.filter.least_prompts:,}" + (f", at most {plan.filter.most_prompts:,}" if plan.filter.most_prompts else "")
-    return f"{drawn}, and others for those whose scores are all the same: {plan.filter.prompts_per_call:,} at a time, {bounds}"
+    bounds = f"at least {plan.filter.least_prompts:,}" + (
+        f", at most {plan.filter.most_prompts:,}" if plan.filter.most_prompts else ""
+    )
+    return (
+        f"{drawn}, and others for those whose scores are all the same: {plan.filter.prompts_per_call:,} at a"
+        f" time, {bounds}"
+    )
 
 
 def _generation(plan: BatchPlan, config: PPOConfig) -> str:
     rollout, tokens = plan.rollout, config.data.max_response_length
     each = f"{count(rollout.trajectories_per_engine, 'trajectory')} each"
-    waves = f", in {count(rollout.waves, 'wave')} of at most {rollout.concurrent_sequences:,} at a time" if rollout.waves > 1 else ""
+    waves = (
+        f", in {count(rollout.waves, 'wave')} of at most {rollout.concurrent_sequences:,} at a time"
+        if rollout.waves > 1
+        else ""
+    )
     total = f"{count(plan.samples_per_prompt, 'response')} of at most {count(tokens, 'token')} to each prompt"
     sampled = f"{count(plan.trajectories_per_step, 'trajectory')} from {count(rollout.engines, 'engine')}"
     return f"{total}: {sampled}, {each}{waves}"
@@ -132,8 +185,14 @@ def _update(role: RolePlan, prompts: int) -> str:
     minis = prompts // role.mini_batch_prompts
     passes = f", {count(role.epochs, 'pass')}" if role.epochs > 1 else ""
     one = f"{count(role.mini_batch_prompts, 'prompt')} = {count(role.mini_batch_trajectories, 'trajectory')}"
-    rank = f"{count(role.data_ranks, 'data rank')} of {count(role.rows_per_rank, 'row')}, {forwards(role.micro, role.rows_per_rank)}"
-    steps, each = count(role.optimizer_steps_per_step, "optimizer step"), "each" if role.optimizer_steps_per_step > 1 else "it"
+    rank = (
+        f"{count(role.data_ranks, 'data rank')} of {count(role.rows_per_rank, 'row')},"
+        f" {forwards(role.micro, role.rows_per_rank)}"
+    )
+    steps, each = (
+        count(role.optimizer_steps_per_step, "optimizer step"),
+        "each" if role.optimizer_steps_per_step > 1 else "it",
+    )
     return f"{steps} ({count(minis, 'mini-batch')}{passes}): {each} takes {one}, on {rank}"
 
 
@@ -141,15 +200,28 @@ def _rounds(plan: BatchPlan) -> str:
     if not plan.asynchronous:
         return ""
     stale = count(plan.asynchronous.stale_trajectories, "trajectory")
-    return f" after every {count(plan.asynchronous.rounds_per_sync, 'round')}; {stale} may come from older weights"
+    return (
+        f" after every {count(plan.asynchronous.rounds_per_sync, 'round')}; {stale} may come from older"
+        " weights"
+    )
 
 
 def _run(per_epoch: int, total: int, role: RolePlan, rows: str, batch: int) -> Iterator[tuple[str, str]]:
     """What all steps together do, where their number is known."""
     if not total:
-        yield "run", f"the number of {rows} is not known, so the number of steps is not, unless trainer.total_training_steps says it"
+        yield (
+            "run",
+            (
+                f"the number of {rows} is not known, so the number of steps is not, unless"
+                " trainer.total_training_steps says it"
+            ),
+        )
         return
     epochs = f" ({per_epoch:,} are one pass over the {rows}, {batch:,} each)" if per_epoch else ""
     steps = total * role.optimizer_steps_per_step
-    warm = f"; the learning rate rises over the first {count(role.warmup_steps, 'training step')}" if role.warmup_steps else ""
+    warm = (
+        f"; the learning rate rises over the first {count(role.warmup_steps, 'training step')}"
+        if role.warmup_steps
+        else ""
+    )
     yield "run", f"{count(total, 'training step')}{epochs}, {count(steps, 'optimizer step')}{warm}"

@@ -1,8 +1,9 @@
-"""What a generation engine is: it turns prompts into sampled responses with the log-probability of every token.
+"""What a generation engine is: it turns prompts into sampled responses with the log-probability of every
+token.
 
-In: prompts as token ids, how many samples of each, and a key per prompt that fixes its random draws.
-Out: ragged responses and log-probabilities, prompt-major and sample-minor.
-Left out on purpose: tokenizers, rewards, batches that travel (`workers/rollout.py` converts), and how weights get here.
+In: prompts as token ids, how many samples of each, and a key per prompt that fixes its random draws. Out:
+ragged responses and log-probabilities, prompt-major and sample-minor. Left out on purpose: tokenizers,
+rewards, batches that travel (`workers/rollout.py` converts), and how weights get here.
 """
 
 from __future__ import annotations
@@ -67,18 +68,24 @@ class GenerationRequest:
     samples: Sequence[int]
     """Responses per prompt, at least 1."""
     keys: Sequence[Key]
-    """Identity of each prompt, as (seed, step, uid). With the sample number (from 0) it fixes the random draws,
-    so two prompts with the same key and tokens give the same responses."""
+    """Identity of each prompt, as (seed, step, uid). With the sample number (from 0) it fixes the random
+    draws, so two prompts with the same key and tokens give the same responses."""
 
     def __post_init__(self) -> None:
         counts = len(self.prompts), len(self.samples), len(self.keys)
         if len(set(counts)) != 1:
-            raise ValueError("a request has {} prompts, {} sample counts and {} keys; one of each per prompt is needed".format(*counts))
+            raise ValueError(
+                "a request has {} prompts, {} sample counts and {} keys; one of each per prompt is needed".format(
+                    *counts
+                )
+            )
         if not self.prompts:
             raise ValueError("a request needs at least one prompt")
         for i, (prompt, n) in enumerate(zip(self.prompts, self.samples)):
             if prompt.ndim != 1 or len(prompt) == 0:
-                raise ValueError(f"prompt {i} has shape {tuple(prompt.shape)}; it must be a row of at least one token")
+                raise ValueError(
+                    f"prompt {i} has shape {tuple(prompt.shape)}; it must be a row of at least one token"
+                )
             if n < 1:
                 raise ValueError(f"prompt {i} asks for {n} samples; at least 1 is needed")
 
@@ -90,7 +97,8 @@ class GenerationOutput:
     responses: Tensor
     """Ragged int64 (B, R), the end token included."""
     log_probs: Tensor
-    """Ragged float32 (B, R): of each sampled token, under softmax(logits / temperature), before top-k and top-p."""
+    """Ragged float32 (B, R): of each sampled token, under softmax(logits / temperature), before top-k and
+    top-p."""
     finish_reason: np.ndarray
     """Objects (B,): 'stop', 'length' or 'abort'. An aborted response keeps its tokens and may have none."""
 
@@ -102,7 +110,8 @@ class GenerationEngine(Protocol):
         """Samples. ValueError for prompts that do not fit; RuntimeError while asleep or without weights."""
 
     def update_weights(self, stream: Iterable[tuple[str, Tensor]]) -> None:
-        """Takes every weight of the model as (Hugging Face name, full tensor). ValueError names what does not fit."""
+        """Takes every weight of the model as (Hugging Face name, full tensor). ValueError names what does not
+        fit."""
 
     def sleep(self) -> None:
         """Frees the memory of weights and caches."""
@@ -111,4 +120,5 @@ class GenerationEngine(Protocol):
         """Takes the memory back; `update_weights` must follow before `generate`."""
 
     def abort(self) -> None:
-        """From another thread: ends a running `generate` after its current token; nothing happens when none runs."""
+        """From another thread: ends a running `generate` after its current token; nothing happens when none
+        runs."""

@@ -1,7 +1,7 @@
 """The key-value cache of a batch that loses rows while it grows in length.
 
-In: keys and values of new tokens, and selections of rows. Out: keys and values of all tokens so far.
-Left out on purpose: paging. Rows of a wave have equal lengths, so a plain tensor with room to grow wastes little.
+In: keys and values of new tokens, and selections of rows. Out: keys and values of all tokens so far. Left out
+on purpose: paging. Rows of a wave have equal lengths, so a plain tensor with room to grow wastes little.
 Hugging Face's dynamic cache copies everything at every token; this one copies when its room is used up.
 
 Legend: B rows, H key-value heads, L tokens so far, D head dimension.
@@ -30,16 +30,22 @@ class GrowingLayer(DynamicLayer):
         super().__init__()
         self.length = 0
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Appends (B, H, new, D) and returns all tokens so far."""
         if self.length == 0:
-            # The prompt's own tensors are kept as they are: the rows that are sampled from them get room of their own.
+            # The prompt's own tensors are kept as they are: the rows that are sampled from them get room of
+            # their own.
             self.lazy_initialization(key_states, value_states)
             self.keys, self.values, self.length = key_states, value_states, key_states.shape[-2]
             return self.keys, self.values
         end = self.length + key_states.shape[-2]
         if end > self.keys.shape[-2]:
-            self.keys, self.values = self._with_room(self._used(self.keys), end), self._with_room(self._used(self.values), end)
+            self.keys, self.values = (
+                self._with_room(self._used(self.keys), end),
+                self._with_room(self._used(self.values), end),
+            )
         self.keys[:, :, self.length : end] = key_states
         self.values[:, :, self.length : end] = value_states
         self.length = end
@@ -66,12 +72,14 @@ class GrowingLayer(DynamicLayer):
 
 
 def new_cache(config: PreTrainedConfig, *, growing: bool) -> Cache:
-    """An empty cache: our own for models in which every layer attends to every token, else the one that Hugging Face picks."""
+    """An empty cache: our own for models in which every layer attends to every token, else the one that
+    Hugging Face picks."""
     return Cache(layer_class_to_replicate=GrowingLayer) if growing else DynamicCache(config=config)
 
 
 def join_rows(caches: Sequence[Cache]) -> Cache:
-    """The rows of several growing caches, equally long, in one; they are used up. One cache of any kind is returned as it is."""
+    """The rows of several growing caches, equally long, in one; they are used up. One cache of any kind is
+    returned as it is."""
     first = caches[0]
     if len(caches) == 1:
         return first

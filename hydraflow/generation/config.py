@@ -64,10 +64,12 @@ class EngineKwargs:
 
 @dataclass
 class RolloutConfig(SamplingConfig):
-    """How responses are sampled for training and validation, and how their log-probabilities are computed again."""
+    """How responses are sampled for training and validation, and how their log-probabilities are computed
+    again."""
 
     log_prob_micro_batch_size_per_gpu: int | None = None
-    """Trajectories per data rank in a forward that recomputes log-probabilities; null: fits the token budget."""
+    """Trajectories per data rank in a forward that recomputes log-probabilities; null: fits the token
+    budget."""
     log_prob_use_dynamic_bsz: bool | None = None
     """Fill those micro-batches by tokens; null: actor.use_dynamic_bsz."""
     log_prob_max_token_len_per_gpu: int | None = None
@@ -83,7 +85,8 @@ class RolloutConfig(SamplingConfig):
     max_num_batched_tokens: int = 8192
     """Tokens that one replica processes in one forward."""
     max_model_len: int | None = None
-    """Longest row in tokens that the engine prepares for; null: data.max_prompt_length + data.max_response_length."""
+    """Longest row in tokens that the engine prepares for; null: data.max_prompt_length +
+    data.max_response_length."""
     update_weights_bucket_megabytes: int = 2048
     """Weights travel to the engine in buckets of this many megabytes."""
     nnodes: int = 0
@@ -95,5 +98,6 @@ class RolloutConfig(SamplingConfig):
     agent: AgentConfig = field(default_factory=AgentConfig)
     engine_kwargs: EngineKwargs = field(default_factory=EngineKwargs)
     probs_diff_limit: float = 0.05
-    """Training stops at step 1 if sampled tokens' probabilities differ by more, on average, between engine and trainer."""
+    """Training stops at step 1 if sampled tokens' probabilities differ by more, on average, between engine
+    and trainer."""
     val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)

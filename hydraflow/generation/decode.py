@@ -1,13 +1,16 @@
-"""Samples one wave: prompts of one padded width are run once, their caches are repeated for the samples, then rows go token by token.
+"""Samples one wave: prompts of one padded width are run once, their caches are repeated for the samples, then
+rows go token by token.
 
-In: a model, a wave's prompts, where random numbers come from. Out: tokens, log-probabilities and lengths of its rows.
-Left out on purpose: grouping (`layout.py`), the model's states (`native.py`).
+In: a model, a wave's prompts, where random numbers come from. Out: tokens, log-probabilities and lengths of
+its rows. Left out on purpose: grouping (`layout.py`), the model's states (`native.py`).
 
-A row's numbers must not depend on its neighbours. Kernels for few rows add up in another order: on CPUs with AVX-512 a
-matrix product gives a row the same bits from 16 rows on, and other bits below. So no product here has fewer than 16;
-rows are repeated where there are less. With several threads, or on a GPU, only the last bits may still differ.
+A row's numbers must not depend on its neighbours. Kernels for few rows add up in another order: on CPUs with
+AVX-512 a matrix product gives a row the same bits from 16 rows on, and other bits below. So no product here
+has fewer than 16; rows are repeated where there are less. With several threads, or on a GPU, only the last
+bits may still differ.
 
-Legend: Q prompts, B rows in the batch now, W rows of the wave, P padded prompt, V vocabulary, L tokens so far.
+Legend: Q prompts, B rows in the batch now, W rows of the wave, P padded prompt, V vocabulary, L tokens so
+far.
 """
 
 from __future__ import annotations
@@ -53,25 +56,34 @@ class Forward:
         """ValueError when the model keeps no key-value cache that is passed to its forward."""
         accepted = inspect.signature(model.forward).parameters
         if "past_key_values" not in accepted:
-            raise ValueError(f"{type(model).__name__} takes no past_key_values; the native engine needs a model with a key-value cache")
+            raise ValueError(
+                f"{type(model).__name__} takes no past_key_values; the native engine needs a model with a"
+                " key-value cache"
+            )
         self.model = model
         self.device = next(model.parameters()).device
         self.dtype = model.dtype
         self._keeps_last = "logits_to_keep" in accepted
         self.pads = "position_ids" in accepted and _attends_to_all(model)
-        """Whether prompts are padded to a common width. If not, only prompts of equal length run together, without a mask."""
+        """Whether prompts are padded to a common width. If not, only prompts of equal length run together,
+        without a mask."""
 
-    def __call__(self, ids: Tensor, cache: Cache, mask: Tensor | None, positions: Tensor | None, last: int) -> Tensor:
-        """Logits of the last positions, (B, last, V). ids: (B, L new); mask: additive (B, 1, L new, L); positions as ids."""
+    def __call__(
+        self, ids: Tensor, cache: Cache, mask: Tensor | None, positions: Tensor | None, last: int
+    ) -> Tensor:
+        """Logits of the last positions, (B, last, V). ids: (B, L new); mask: additive (B, 1, L new, L);
+        positions as ids."""
         extra: dict[str, object] = {"attention_mask": mask, "position_ids": positions} if self.pads else {}
         if self._keeps_last:
-            # As an index, not as a number: a slice of the hidden states is not contiguous, and torch then runs the head row by row.
+            # As an index, not as a number: a slice of the hidden states is not contiguous, and torch then
+            # runs the head row by row.
             extra["logits_to_keep"] = torch.arange(ids.shape[1] - last, ids.shape[1], device=ids.device)
         return self.model(input_ids=ids, past_key_values=cache, use_cache=True, **extra).logits[:, -last:]
 
 
 def _attends_to_all(model: PreTrainedModel) -> bool:
-    """Whether one additive mask serves all layers: no window, no recurrent state, positions given and not counted by the model."""
+    """Whether one additive mask serves all layers: no window, no recurrent state, positions given and not
+    counted by the model."""
     config = model.config.get_text_config()
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None) if not getattr(config, "layer_types", None) else None
@@ -89,8 +101,16 @@ def _attends_to_all(model: PreTrainedModel) -> bool:
 class WaveDecoder:
     """The state of one wave while it is sampled."""
 
-    def __init__(self, forward: Forward, prompts: Sequence[Tensor], owner: Sequence[int], width: int, draws: Draws | None):
-        """prompts: Q rows of at most `width` tokens; owner: for each of W rows its prompt; draws: None when greedy."""
+    def __init__(
+        self,
+        forward: Forward,
+        prompts: Sequence[Tensor],
+        owner: Sequence[int],
+        width: int,
+        draws: Draws | None,
+    ):
+        """prompts: Q rows of at most `width` tokens; owner: for each of W rows its prompt; draws: None when
+        greedy."""
         self._forward, self._draws, self._width = forward, draws, width
         device = forward.device
         lengths = torch.tensor([len(p) for p in prompts])
@@ -152,7 +172,8 @@ class WaveDecoder:
         mask = positions = None
         if self._forward.pads:
             mask = self._key_padding(pad)[:, None, None, :] + self._causal()
-            # A padding token attends to itself: a row of nothing but -inf would give NaN, and NaN spreads through the cache.
+            # A padding token attends to itself: a row of nothing but -inf would give NaN, and NaN spreads
+            # through the cache.
             mask.diagonal(dim1=-2, dim2=-1).zero_()
             positions = (torch.arange(self._width, device=ids.device)[None, :] - pad[:, None]).clamp_(min=0)
         last = -(-MIN_ROWS // len(ids))
@@ -166,7 +187,9 @@ class WaveDecoder:
 
     def _causal(self) -> Tensor:
         """Additive mask (P, P): -inf at later tokens."""
-        full = torch.full((self._width, self._width), -torch.inf, dtype=self._forward.dtype, device=self._forward.device)
+        full = torch.full(
+            (self._width, self._width), -torch.inf, dtype=self._forward.dtype, device=self._forward.device
+        )
         return full.triu_(1)
 
     def _step(self, token: Tensor, step: int) -> Tensor:
@@ -184,7 +207,8 @@ class WaveDecoder:
         return self._forward(token[:, None], self._cache, mask, positions, 1)[:, 0]
 
     def _leave(self, alive: Tensor) -> Tensor | None:
-        """Takes finished rows out of the batch once they are many; the places of those that stay, or None when none leaves."""
+        """Takes finished rows out of the batch once they are many; the places of those that stay, or None
+        when none leaves."""
         count = int(alive.sum())
         if count == len(alive) or (count and count * _LEAVE_SHARE > len(alive) * (_LEAVE_SHARE - 1)):
             return None
@@ -211,5 +235,7 @@ def _result(tokens: Tensor, log_probs: Tensor, stop_tokens: Tensor) -> WaveResul
     lengths = torch.where(stopped, is_stop.int().argmax(dim=1) + 1, tokens.shape[1])
     in_use = torch.arange(tokens.shape[1], device=tokens.device)[None, :] < lengths[:, None]
     if not bool(torch.isfinite(log_probs[in_use]).all()):
-        raise FloatingPointError("the model's logits are not finite numbers; its weights are damaged or have diverged")
+        raise FloatingPointError(
+            "the model's logits are not finite numbers; its weights are damaged or have diverged"
+        )
     return WaveResult(tokens, log_probs, lengths, stopped)

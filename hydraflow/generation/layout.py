@@ -1,10 +1,11 @@
 """Which rows run together: prompts of about the same length, at most so many rows at a time.
 
-In: prompt lengths, samples per prompt, the limit. Out: waves, each a padded width and its rows.
-Left out on purpose: refilling a running wave with new prompts. It would make a row's padding, and with it the last bits
+In: prompt lengths, samples per prompt, the limit. Out: waves, each a padded width and its rows. Left out on
+purpose: refilling a running wave with new prompts. It would make a row's padding, and with it the last bits
 of its numbers, depend on its neighbours.
 
-Left padding is a function of a prompt's own length alone, so a row computes the same whatever else is in the batch.
+Left padding is a function of a prompt's own length alone, so a row computes the same whatever else is in the
+batch.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Wave:
 
 
 def padded_width(length: int) -> int:
-    """Width to which a prompt of that length is padded: multiples of 4 up to 32, then of an eighth of the next power of two.
+    """Width to which a prompt of that length is padded: multiples of 4 up to 32, then of an eighth of the
+    next power of two.
 
     At most 3 tokens, or a fifth of the width above 16, are padding.
 
@@ -48,7 +50,8 @@ def padded_width(length: int) -> int:
 
 
 def waves(lengths: Sequence[int], samples: Sequence[int], max_rows: int, *, pad: bool) -> Iterator[Wave]:
-    """Groups all samples of all prompts, shortest prompts first. Without `pad` only prompts of equal length share a wave."""
+    """Groups all samples of all prompts, shortest prompts first. Without `pad` only prompts of equal length
+    share a wave."""
     width = [padded_width(n) if pad else n for n in lengths]
     wave = Wave(0)
     for i in sorted(range(len(lengths)), key=width.__getitem__):
@@ -72,7 +75,8 @@ def waves(lengths: Sequence[int], samples: Sequence[int], max_rows: int, *, pad:
 
 
 def request_order(all_waves: Sequence[Wave], samples: Sequence[int]) -> np.ndarray:
-    """For each row of the request, prompt-major, where it stands among the rows of all waves one after the other, (B,)."""
+    """For each row of the request, prompt-major, where it stands among the rows of all waves one after the
+    other, (B,)."""
     first = np.concatenate([[0], np.cumsum(samples)[:-1]]).astype(np.int64)
     rows = [first[np.array(w.prompts)[w.owner]] + np.array(w.samples) for w in all_waves]
     return np.argsort(np.concatenate(rows))

@@ -1,8 +1,9 @@
 """The generation engine that runs in this process: any Hugging Face causal language model, on CPU and GPU.
 
-In: prompts, sampling settings, and a stream of weights. Out: responses with the log-probability of every token.
-Left out on purpose: paged caches, continuous batching and several devices per model; a serving engine does those. This one is
-exact (it computes what the trainer's forward computes), and it gives the same samples for a seed whatever else is in the batch.
+In: prompts, sampling settings, and a stream of weights. Out: responses with the log-probability of every
+token. Left out on purpose: paged caches, continuous batching and several devices per model; a serving engine
+does those. This one is exact (it computes what the trainer's forward computes), and it gives the same samples
+for a seed whatever else is in the batch.
 
 Legend: B rows, R response, N tokens of all rows together.
 """
@@ -28,10 +29,18 @@ from hydraflow.protocol import ragged
 
 
 class NativeEngine:
-    """A `GenerationEngine` around a model that it owns. `abort` may be called from another thread, the rest from one."""
+    """A `GenerationEngine` around a model that it owns. `abort` may be called from another thread, the rest
+    from one."""
 
-    def __init__(self, model: PreTrainedModel, *, max_num_seqs: int = 1024, generation_config: GenerationConfig | None = None):
-        """A model whose weights are good already; it becomes the engine's: no gradients, and empty after `sleep`.
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        max_num_seqs: int = 1024,
+        generation_config: GenerationConfig | None = None,
+    ):
+        """A model whose weights are good already; it becomes the engine's: no gradients, and empty after
+        `sleep`.
 
         generation_config: where end tokens come from; by default the model's.
         """
@@ -57,9 +66,11 @@ class NativeEngine:
         max_num_seqs: int = 1024,
         generation_config: GenerationConfig | None = None,
     ) -> NativeEngine:
-        """An engine without weights: `update_weights` must come before `generate`. Nothing is read, no random number is drawn."""
+        """An engine without weights: `update_weights` must come before `generate`. Nothing is read, no random
+        number is drawn."""
         config = copy.deepcopy(config)
-        # The trainer may have set its own attention, which knows packed rows but no cache. None lets transformers choose.
+        # The trainer may have set its own attention, which knows packed rows but no cache. None lets
+        # transformers choose.
         config._attn_implementation = None
         with no_init_weights(), torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -71,8 +82,8 @@ class NativeEngine:
     def generate(self, request: GenerationRequest, params: SamplingParams) -> GenerationOutput:
         """Samples every prompt. See `GenerationOutput` for the order of rows.
 
-        ValueError: a prompt that does not fit the context or the vocabulary. RuntimeError: asleep, or without weights.
-        FloatingPointError: the model's logits are not numbers.
+        ValueError: a prompt that does not fit the context or the vocabulary. RuntimeError: asleep, or without
+        weights. FloatingPointError: the model's logits are not numbers.
         """
         if self._not_ready:
             raise RuntimeError(self._not_ready)
@@ -94,7 +105,9 @@ class NativeEngine:
         """
         if self._asleep:
             raise RuntimeError("the engine is asleep: call wake before update_weights")
-        self._not_ready = "the last update_weights failed half-way, so the weights are a mixture: update them again"
+        self._not_ready = (
+            "the last update_weights failed half-way, so the weights are a mixture: update them again"
+        )
         load_weights(self._model, stream)
         self._not_ready = ""
 
@@ -117,7 +130,8 @@ class NativeEngine:
         self._memory.take()
 
     def abort(self) -> None:
-        """Ends a running `generate` after its current token; rows that did not end by themselves keep what they have."""
+        """Ends a running `generate` after its current token; rows that did not end by themselves keep what
+        they have."""
         if self._running:
             self._abort.set()
 
@@ -127,16 +141,20 @@ class NativeEngine:
         if context is not None and longest + params.max_tokens > context:
             i = [len(p) for p in prompts].index(longest)
             raise ValueError(
-                f"prompt {i} has {longest} tokens; with max_tokens={params.max_tokens} that is {longest + params.max_tokens}, "
-                f"more than the model's max_position_embeddings={context}"
+                f"prompt {i} has {longest} tokens; with max_tokens={params.max_tokens} that is"
+                f" {longest + params.max_tokens}, more than the model's max_position_embeddings={context}"
             )
         vocabulary = self._model.get_input_embeddings().num_embeddings
         for i, prompt in enumerate(prompts):
             low, high = (int(x) for x in prompt.aminmax())
             if low < 0 or high >= vocabulary:
-                raise ValueError(f"prompt {i} holds token {high if high >= vocabulary else low}; the vocabulary has {vocabulary} tokens")
+                raise ValueError(
+                    f"prompt {i} holds token {high if high >= vocabulary else low}; the vocabulary has"
+                    f" {vocabulary} tokens"
+                )
 
-    # Nothing that the engine returns was made in here as it is: tensors of inference mode cannot take part in training.
+    # Nothing that the engine returns was made in here as it is: tensors of inference mode cannot take part in
+    # training.
     @torch.inference_mode()
     def _run(self, wave: Wave, request: GenerationRequest, params: SamplingParams) -> WaveResult:
         if self._abort.is_set():
@@ -144,10 +162,16 @@ class NativeEngine:
         device = self._forward.device
         draws = None
         if not params.greedy:
-            draws = Draws([request.keys[i] for i in wave.prompts], np.array(wave.samples), np.array(wave.owner), device)
+            draws = Draws(
+                [request.keys[i] for i in wave.prompts], np.array(wave.samples), np.array(wave.owner), device
+            )
         stops = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}
-        decoder = WaveDecoder(self._forward, [request.prompts[i] for i in wave.prompts], wave.owner, wave.width, draws)
-        return decoder.run(params, torch.tensor(sorted(stops), dtype=torch.int64, device=device), self._abort.is_set)
+        decoder = WaveDecoder(
+            self._forward, [request.prompts[i] for i in wave.prompts], wave.owner, wave.width, draws
+        )
+        return decoder.run(
+            params, torch.tensor(sorted(stops), dtype=torch.int64, device=device), self._abort.is_set
+        )
 
 
 def end_tokens(generation_config: GenerationConfig | None, config: PreTrainedConfig) -> tuple[int, ...]:
@@ -162,7 +186,9 @@ def end_tokens(generation_config: GenerationConfig | None, config: PreTrainedCon
 def _nothing(rows: int) -> WaveResult:
     """Rows that an abort kept from starting."""
     empty = torch.empty(rows, 0, dtype=torch.int64)
-    return WaveResult(empty, empty.float(), torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.bool))
+    return WaveResult(
+        empty, empty.float(), torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.bool)
+    )
 
 
 def _output(results: Sequence[WaveResult], order: np.ndarray, max_tokens: int) -> GenerationOutput:
@@ -172,6 +198,8 @@ def _output(results: Sequence[WaveResult], order: np.ndarray, max_tokens: int) -
     reason = np.where(stopped, STOP, np.where(lengths.numpy() == max_tokens, LENGTH, ABORT)).astype(object)
     columns = []
     for tensors in ([r.tokens for r in results], [r.log_probs for r in results]):
-        used = [t.cpu()[torch.arange(t.shape[1]) < r.lengths.cpu()[:, None]] for t, r in zip(tensors, results)]  # (N,) each
+        used = [
+            t.cpu()[torch.arange(t.shape[1]) < r.lengths.cpu()[:, None]] for t, r in zip(tensors, results)
+        ]  # (N,) each
         columns.append(ragged.take(ragged.from_parts(torch.cat(used).clone(), lengths.clone()), order))
     return GenerationOutput(columns[0], columns[1], reason[order])

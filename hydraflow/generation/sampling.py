@@ -1,8 +1,8 @@
 """Draws one token per row from logits, with random numbers that depend on a key and on nothing else.
 
-In: logits of the last position, one uniform number per row. Out: the token and its log-probability.
-Left out on purpose: torch's own generators. Their draws depend on which rows share a batch, and differ between devices;
-a counter-based generator gives every (prompt, sample, token) its own number in any order.
+In: logits of the last position, one uniform number per row. Out: the token and its log-probability. Left out
+on purpose: torch's own generators. Their draws depend on which rows share a batch, and differ between
+devices; a counter-based generator gives every (prompt, sample, token) its own number in any order.
 
 Legend: B rows, V vocabulary.
 """
@@ -21,7 +21,8 @@ from torch import Tensor
 from hydraflow.generation.base import Key, SamplingParams
 
 _CHUNK = 2**23
-"""Logits that are filtered at one time: float64 copies of a large vocabulary for all rows would need gigabytes."""
+"""Logits that are filtered at one time: float64 copies of a large vocabulary for all rows would need
+gigabytes."""
 _BLOCK = 32
 """Tokens for which uniform numbers are drawn at a time."""
 _MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], dtype=np.uint64)
@@ -30,9 +31,11 @@ _LOW = np.uint64(0xFFFFFFFF)
 
 
 def philox(counters: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Philox4x32-10: four random 32-bit words per counter (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
+    """Philox4x32-10: four random 32-bit words per counter (Salmon et al. 2011, "Parallel random numbers: as
+    easy as 1, 2, 3").
 
-    counters: uint64 (4, ...), keys: uint64 (2, ...), each holding 32-bit words. Returns uint64 (4, ...) of 32-bit words.
+    counters: uint64 (4, ...), keys: uint64 (2, ...), each holding 32-bit words. Returns uint64 (4, ...) of
+    32-bit words.
     """
     c0, c1, c2, c3 = counters
     k0, k1 = keys
@@ -51,10 +54,12 @@ def key_words(key: Key) -> np.ndarray:
 
 
 class Draws:
-    """Uniform numbers of B rows, token after token: `at(t)` depends only on (key, sample number, t) of each row."""
+    """Uniform numbers of B rows, token after token: `at(t)` depends only on (key, sample number, t) of each
+    row."""
 
     def __init__(self, keys: Sequence[Key], samples: np.ndarray, owner: np.ndarray, device: torch.device):
-        """keys: one per prompt; samples, owner: int (B,), the sample number of each row and its prompt's place in `keys`."""
+        """keys: one per prompt; samples, owner: int (B,), the sample number of each row and its prompt's
+        place in `keys`."""
         words = np.stack([key_words(key) for key in keys], axis=1)[:, owner]
         self._key = words[:2, :, None]
         self._upper = words[2:, :, None]
@@ -72,14 +77,19 @@ class Draws:
         return self._uniforms[offset]
 
     def _draw(self, block: int) -> np.ndarray:
-        """Uniforms float64 (_BLOCK, B). A counter yields two of them: (sample, pair of tokens, two words of the key's hash)."""
+        """Uniforms float64 (_BLOCK, B). A counter yields two of them: (sample, pair of tokens, two words of
+        the key's hash)."""
         half = _BLOCK // 2
         rows = len(self._samples)
         pairs = np.arange(block * half, (block + 1) * half, dtype=np.uint64)[None, :]
-        counters = np.stack([np.broadcast_to(word, (rows, half)) for word in (self._samples, pairs, *self._upper)])
+        counters = np.stack(
+            [np.broadcast_to(word, (rows, half)) for word in (self._samples, pairs, *self._upper)]
+        )
         words = philox(counters, self._key)
         high, low = words[0::2] >> np.uint64(5), words[1::2] >> np.uint64(6)
-        uniforms = (high * np.uint64(2**26) + low).astype(np.float64) / 2**53  # (2, B, half): even tokens, odd tokens
+        uniforms = (high * np.uint64(2**26) + low).astype(
+            np.float64
+        ) / 2**53  # (2, B, half): even tokens, odd tokens
         return np.ascontiguousarray(uniforms.transpose(2, 0, 1).reshape(_BLOCK, rows))
 
 
@@ -106,7 +116,8 @@ def _choose(logits: Tensor, params: SamplingParams, uniforms: Tensor | None) -> 
         logp = torch.log_softmax(logits if params.temperature == 1 else logits / params.temperature, dim=-1)
         cumulative = keep(logp, params.top_k, params.top_p).cumsum(dim=-1)
         target = uniforms[:, None] * cumulative[:, -1:]
-        # The limit only matters for logits that are not numbers; the caller finds those in the log-probabilities.
+        # The limit only matters for logits that are not numbers; the caller finds those in the
+        # log-probabilities.
         tokens = torch.searchsorted(cumulative, target, right=True).clamp_(max=logits.shape[1] - 1)
     return tokens[:, 0], logp.gather(1, tokens)[:, 0].float()
 

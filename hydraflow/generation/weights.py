@@ -19,7 +19,8 @@ _SHOWN = 5
 def load_weights(model: nn.Module, stream: Iterable[tuple[str, Tensor]]) -> None:
     """Copies every weight. Weights that share memory (tied) may come under one name or several.
 
-    ValueError: an unknown name, a wrong shape, two different tensors for tied weights, or weights that did not come.
+    ValueError: an unknown name, a wrong shape, two different tensors for tied weights, or weights that did
+    not come.
     """
     targets: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     needed = {id(p): name for name, p in model.named_parameters()}
@@ -31,16 +32,25 @@ def load_weights(model: nn.Module, stream: Iterable[tuple[str, Tensor]]) -> None
         if target is None:
             raise ValueError(f"{_kind(model)} has no weight {name}{_hint(name, targets)}")
         if target.shape != tensor.shape:
-            raise ValueError(f"weight {name} has shape {tuple(tensor.shape)}, but {_kind(model)} needs {tuple(target.shape)}")
+            raise ValueError(
+                f"weight {name} has shape {tuple(tensor.shape)}, but {_kind(model)} needs"
+                f" {tuple(target.shape)}"
+            )
         earlier = arrived.setdefault(id(target), name)
         if earlier == name:
             target.copy_(tensor)
         elif not torch.equal(target, tensor.to(target)):
-            raise ValueError(f"weights {earlier} and {name} are one tensor in {_kind(model)} (tied), but came with different values")
+            raise ValueError(
+                f"weights {earlier} and {name} are one tensor in {_kind(model)} (tied), but came with"
+                " different values"
+            )
     missing = [name for key, name in needed.items() if key not in arrived]
     if missing:
         more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-        raise ValueError(f"{len(missing)} of {len(needed)} weights of {_kind(model)} did not come: {', '.join(missing[:_SHOWN])}{more}")
+        raise ValueError(
+            f"{len(missing)} of {len(needed)} weights of {_kind(model)} did not come:"
+            f" {', '.join(missing[:_SHOWN])}{more}"
+        )
 
 
 class ParameterMemory:

@@ -1,4 +1,5 @@
-"""Scores a file of responses with a reward function, and averages by data source. Needs neither Ray nor a model."""
+"""Scores a file of responses with a reward function, and averages by data source. Needs neither Ray nor a
+model."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ logger = logging.getLogger(__name__)
 def run_eval(config: EvalConfig) -> None:
     """Prints the report of `averages` as JSON, and writes it to `output.path` where one is named.
 
-    With more failed rows than `reward.max_failed_share` allows the report is there all the same, but GuardStop is raised.
+    With more failed rows than `reward.max_failed_share` allows the report is there all the same, but
+    GuardStop is raised.
     """
     with output_file(config.output.path) if config.output.path else nullcontext() as unfinished:
         scored = score(config)
@@ -45,32 +47,47 @@ Scored = dict[str, list[list[RewardResult]]]
 def score(config: EvalConfig) -> Scored:
     """Scores every response of the file.
 
-    Raises ConfigError for an unusable file, rows that cannot be scored and data sources without a reward function.
+    Raises ConfigError for an unusable file, rows that cannot be scored and data sources without a reward
+    function.
     """
     data = config.data
-    records = read_records(data.path, key="data.path", columns=[data.response_key, data.data_source_key, data.reward_model_key])
+    records = read_records(
+        data.path, key="data.path", columns=[data.response_key, data.data_source_key, data.reward_model_key]
+    )
     raise_problems([problem for record in records for problem in _row_problems(record, data)])
     sources: dict[str, list[list[RewardRow]]] = {}  # per source, per prompt: its responses
     for record in records:
         sources.setdefault(str(record.values[data.data_source_key]), []).append(_rows(record, data))
-    raise_problems([problem for source, prompts in sources.items() for problem in _count_problems(source, prompts, data)])
+    raise_problems(
+        [problem for source, prompts in sources.items() for problem in _count_problems(source, prompts, data)]
+    )
     check_sources(config.reward, sources)
     with RewardPool(config.reward) as pool:
         pool.require_loaded()
-        results = iter(pool.score([row for prompts in sources.values() for responses in prompts for row in responses]))
-    return {source: [[next(results) for _ in prompt] for prompt in prompts] for source, prompts in sources.items()}
+        results = iter(
+            pool.score([row for prompts in sources.values() for responses in prompts for row in responses])
+        )
+    return {
+        source: [[next(results) for _ in prompt] for prompt in prompts] for source, prompts in sources.items()
+    }
 
 
 def averages(scored: Scored) -> dict[str, dict[str, Any]]:
-    """`{data_source: {score/mean@n, acc/mean@n, score/best@n, prompts, responses, failed}}`; n is the responses per prompt."""
+    """`{data_source: {score/mean@n, acc/mean@n, score/best@n, prompts, responses, failed}}`; n is the
+    responses per prompt."""
     return {source: _averages(source, prompts) for source, prompts in scored.items()}
 
 
 def _require_scored(config: EvalConfig, scored: Scored) -> None:
     results = [result for prompts in scored.values() for responses in prompts for result in responses]
     failures = [result.failed for result in results if result.failed is not None]
-    most, so = config.reward.max_failed_share, f"they count with reward.failure_score={config.reward.failure_score:g} in the averages"
-    require_scored(len(failures), len(results), next(iter(failures), None), most, where=str(config.data.path), so=so)
+    most, so = (
+        config.reward.max_failed_share,
+        f"they count with reward.failure_score={config.reward.failure_score:g} in the averages",
+    )
+    require_scored(
+        len(failures), len(results), next(iter(failures), None), most, where=str(config.data.path), so=so
+    )
 
 
 def _texts(record: Record, data: EvalDataConfig) -> list[Any]:
@@ -85,12 +102,16 @@ def _row_problems(record: Record, data: EvalDataConfig) -> Iterator[Problem]:
         yield record.problem(f"column {data.response_key} must hold a text or a list of texts, not {shown}")
     model = record.values[data.reward_model_key]
     if not isinstance(model, dict) or model.get("ground_truth") is None:
-        yield record.problem(f'column {data.reward_model_key} must hold {{"style": ..., "ground_truth": ...}}')
+        yield record.problem(
+            f'column {data.reward_model_key} must hold {{"style": ..., "ground_truth": ...}}'
+        )
     for column in (data.reward_model_key, "extra_info"):
         try:  # rows go to the reward processes as JSON
             json.dumps(record.values.get(column))
         except (TypeError, ValueError, RecursionError) as error:
-            yield record.problem(f"column {column} cannot be written as JSON: {error}", "store it as text or numbers")
+            yield record.problem(
+                f"column {column} cannot be written as JSON: {error}", "store it as text or numbers"
+            )
 
 
 def _rows(record: Record, data: EvalDataConfig) -> list[RewardRow]:
@@ -99,19 +120,34 @@ def _rows(record: Record, data: EvalDataConfig) -> list[RewardRow]:
     return [RewardRow(source, text, truth, values.get("extra_info") or {}) for text in _texts(record, data)]
 
 
-def _count_problems(source: str, prompts: Sequence[Sequence[RewardRow]], data: EvalDataConfig) -> Iterator[Problem]:
+def _count_problems(
+    source: str, prompts: Sequence[Sequence[RewardRow]], data: EvalDataConfig
+) -> Iterator[Problem]:
     counts = sorted({len(responses) for responses in prompts})
     if len(counts) > 1:
-        rule = f"prompts of data source {source} have {', '.join(map(str, counts))} responses; averages need the same number"
-        yield Problem(f"column {data.response_key}", None, rule, "give every prompt of a data source as many responses")
+        rule = (
+            f"prompts of data source {source} have {', '.join(map(str, counts))} responses; averages need the"
+            " same number"
+        )
+        yield Problem(
+            f"column {data.response_key}", None, rule, "give every prompt of a data source as many responses"
+        )
 
 
 def _averages(source: str, results: Sequence[Sequence[RewardResult]]) -> dict[str, Any]:
     scores = np.array([[result.score for result in prompt] for prompt in results])  # (prompts, n)
-    accuracies = np.array([[float(result.extra.get("acc", result.score)) for result in prompt] for prompt in results])
+    accuracies = np.array(
+        [[float(result.extra.get("acc", result.score)) for result in prompt] for prompt in results]
+    )
     failures = [result.failed for prompt in results for result in prompt if result.failed is not None]
     if failures:
-        logger.warning("%s: %d of %d responses could not be scored; the first: %s", source, len(failures), scores.size, failures[0])
+        logger.warning(
+            "%s: %d of %d responses could not be scored; the first: %s",
+            source,
+            len(failures),
+            scores.size,
+            failures[0],
+        )
     prompts, n = scores.shape
     return {
         f"score/mean@{n}": float(scores.mean()),

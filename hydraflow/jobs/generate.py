@@ -12,9 +12,9 @@ import pyarrow
 import pyarrow.parquet
 
 from hydraflow.batch_plan.generate import GeneratePlan, resolve_generate_plan
+from hydraflow.compose.debugging import applied
 from hydraflow.data.files import Record
 from hydraflow.data.prompts import PromptDataset
-from hydraflow.debugging import applied
 from hydraflow.dispatch.group import RoleGroup
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.watch import Watch, require_writable
@@ -23,10 +23,17 @@ from hydraflow.errors import ConfigError, EnvironmentFault, Faults, after_the_st
 from hydraflow.jobs.context import require_context
 from hydraflow.jobs.inputs import open_model, open_prompts, open_tokenizer
 from hydraflow.jobs.output import output_file, require_output
-from hydraflow.logging_setup import set_up_logging
 from hydraflow.protocol.ragged import rows
 from hydraflow.schema import GenerateConfig
-from hydraflow.trainer.machine import TRAIN, Machine, open_runtime, require_room, resolve_machine, training_pool
+from hydraflow.system.logging_setup import set_up_logging
+from hydraflow.trainer.machine import (
+    TRAIN,
+    Machine,
+    open_runtime,
+    require_room,
+    resolve_machine,
+    training_pool,
+)
 from hydraflow.trainer.rollouts import sample
 from hydraflow.workers.rollout import RolloutSpec, RolloutWorker, SampleOrder
 
@@ -47,11 +54,16 @@ def run_generate(config: GenerateConfig) -> None:
     asked = _checked(config)
     assert config.output.path is not None, "checks.py demands it"
     with output_file(config.output.path, ending=ENDING) as unfinished:
-        _write(asked.table, unfinished)  # what cannot be written is better found before the sampling than after it
+        _write(
+            asked.table, unfinished
+        )  # what cannot be written is better found before the sampling than after it
         texts = asked.tokenizer.batch_decode(_sample_all(config, asked), skip_special_tokens=True)
         n = asked.plan.samples_per_prompt
         responses = [texts[start : start + n] for start in range(0, len(texts), n)]
-        _write(asked.table.append_column(RESPONSES, pyarrow.array(responses, pyarrow.list_(pyarrow.string()))), unfinished)
+        _write(
+            asked.table.append_column(RESPONSES, pyarrow.array(responses, pyarrow.list_(pyarrow.string()))),
+            unfinished,
+        )
     print(f"{len(responses)} prompts, {n} {'response' if n == 1 else 'responses'} each: {config.output.path}")
 
 
@@ -68,7 +80,8 @@ class Asked:
 
 
 def _checked(config: GenerateConfig) -> Asked:
-    """Opens everything that is needed, and plans it. Raises ConfigError with everything that is missing or does not fit."""
+    """Opens everything that is needed, and plans it. Raises ConfigError with everything that is missing or
+    does not fit."""
     faults, data, output = Faults(), config.data, str(config.output.path)
     faults.passes(lambda: require_writable(config.ray_init.timeline_file))
     faults.passes(lambda: require_output(output, ending=ENDING))
@@ -86,7 +99,9 @@ def _checked(config: GenerateConfig) -> Asked:
         rows, per_node = len(prompts) if prompts is not None else None, machine.processes_per_node
         plan = faults.result(lambda: resolve_generate_plan(config, prompts=rows, devices_per_node=per_node))
     faults.require_none()
-    assert machine and tokenizer and prompts and plan and table is not None, "what could not be had is a fault"
+    assert machine and tokenizer and prompts and plan and table is not None, (
+        "what could not be had is a fault"
+    )
     return Asked(machine, tokenizer, prompts, plan, table)
 
 
@@ -95,8 +110,14 @@ def input_table(records: Sequence[Record]) -> pyarrow.Table:
 
     Rows of JSONL files may differ in their columns; what a row lacks is null.
     """
-    names = [name for name in dict.fromkeys(name for record in records for name in record.values) if name != RESPONSES]
-    return pyarrow.table({name: _column(name, [record.values.get(name) for record in records]) for name in names})
+    names = [
+        name
+        for name in dict.fromkeys(name for record in records for name in record.values)
+        if name != RESPONSES
+    ]
+    return pyarrow.table(
+        {name: _column(name, [record.values.get(name) for record in records]) for name in names}
+    )
 
 
 def _column(name: str, values: list) -> pyarrow.Array:
@@ -121,20 +142,37 @@ def _write(table: pyarrow.Table, path: Path) -> None:
 def _sample_all(config: GenerateConfig, asked: Asked) -> list[list[int]]:
     """Token ids of `rollout.n` responses for each prompt, prompt-major."""
     plan, prompts = asked.plan, asked.prompts
-    spec = RolloutSpec(config.model, config.rollout, max_tokens=config.data.max_response_length, seed=config.trainer.seed)
-    runtime = open_runtime(config.trainer, config.ray_init, asked.machine, [training_pool(asked.machine)], Watch(debug=config.debug))
+    spec = RolloutSpec(
+        config.model, config.rollout, max_tokens=config.data.max_response_length, seed=config.trainer.seed
+    )
+    runtime = open_runtime(
+        config.trainer,
+        config.ray_init,
+        asked.machine,
+        [training_pool(asked.machine)],
+        Watch(debug=config.debug),
+    )
     try:
         with after_the_start():
             role = runtime.group(TRAIN, {"rollout": RoleSpec(RolloutWorker, (spec,))}).role("rollout")
             runtime.await_ready()
         role.call(RolloutWorker.load_weights)
-        return [ids for call in calls(len(prompts), plan.prompts_per_call) for ids in _sample(config, plan, runtime, role, prompts, call)]
+        return [
+            ids
+            for call in calls(len(prompts), plan.prompts_per_call)
+            for ids in _sample(config, plan, runtime, role, prompts, call)
+        ]
     finally:
         runtime.stop()
 
 
 def _sample(
-    config: GenerateConfig, plan: GeneratePlan, runtime: Runtime, role: RoleGroup, dataset: PromptDataset, call: range
+    config: GenerateConfig,
+    plan: GeneratePlan,
+    runtime: Runtime,
+    role: RoleGroup,
+    dataset: PromptDataset,
+    call: range,
 ) -> list[list[int]]:
     rollout = config.rollout
     order = SampleOrder(0, plan.samples_per_prompt, rollout.temperature, rollout.top_k, rollout.top_p)

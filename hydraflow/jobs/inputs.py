@@ -1,8 +1,8 @@
 """What a job reads, opened before anything starts: models, tokenizers, prompts.
 
-In: a configuration, and `Faults` that take whatever is wrong. Out: what could be opened; None where something was wrong with it.
-Each part is looked at also where another one is broken, as far as it does not need that one.
-Left out on purpose: reward functions and the machine (`ppo.py`, `session.py`).
+In: a configuration, and `Faults` that take whatever is wrong. Out: what could be opened; None where something
+was wrong with it. Each part is looked at also where another one is broken, as far as it does not need that
+one. Left out on purpose: reward functions and the machine (`ppo.py`, `session.py`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class Prompts:
 
     def data_sources(self) -> list[str]:
         """Of all rows."""
-        return sorted({source for dataset in (self.train, self.val) if dataset for source in dataset.data_sources()})
+        return sorted(
+            {source for dataset in (self.train, self.val) if dataset for source in dataset.data_sources()}
+        )
 
 
 def open_model(model: ModelSourceConfig, faults: Faults, *, head: str, field: str) -> PreTrainedConfig | None:
@@ -59,7 +61,9 @@ def open_model(model: ModelSourceConfig, faults: Faults, *, head: str, field: st
     return config
 
 
-def open_trained_model(model: ModelConfig, faults: Faults, *, head: str, field: str) -> PreTrainedConfig | None:
+def open_trained_model(
+    model: ModelConfig, faults: Faults, *, head: str, field: str
+) -> PreTrainedConfig | None:
     """The same for a model that may get adapters."""
     config = open_model(model, faults, head=head, field=field)
     if config is not None and model.lora_rank > 0:
@@ -84,7 +88,13 @@ def open_tokenizer(
 
 
 def open_prompts(
-    data: PromptConfig, files: Any, tokenizer: PreTrainedTokenizerBase | None, faults: Faults, *, key: str, max_samples: int
+    data: PromptConfig,
+    files: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
+    faults: Faults,
+    *,
+    key: str,
+    max_samples: int,
 ) -> PromptDataset | None:
     """The prompts of files; without a tokenizer the files alone are looked at."""
     if tokenizer is None:
@@ -102,9 +112,18 @@ def open_inputs(config: PPOConfig, faults: Faults) -> Prompts | None:
     tokenizer = open_tokenizer(model, described, faults, field=POLICY)
     train = val = None
     if not config.trainer.val_only:
-        train = open_prompts(data, data.train_files, tokenizer, faults, key="data.train_files", max_samples=data.train_max_samples)
+        train = open_prompts(
+            data,
+            data.train_files,
+            tokenizer,
+            faults,
+            key="data.train_files",
+            max_samples=data.train_max_samples,
+        )
     if data.val_files:
-        val = open_prompts(data, data.val_files, tokenizer, faults, key="data.val_files", max_samples=data.val_max_samples)
+        val = open_prompts(
+            data, data.val_files, tokenizer, faults, key="data.val_files", max_samples=data.val_max_samples
+        )
     datasets = [dataset for dataset in (train, val) if dataset is not None]
     if described is not None and datasets:
         faults.passes(lambda: require_context(datasets, data.max_response_length, described))
@@ -114,7 +133,8 @@ def open_inputs(config: PPOConfig, faults: Faults) -> Prompts | None:
 
 
 def _open_critic(config: PPOConfig, faults: Faults) -> None:
-    """The critic's directory is the policy's where it has none of its own: what is wrong with that is not said twice."""
+    """The critic's directory is the policy's where it has none of its own: what is wrong with that is not
+    said twice."""
     known = {(str(problem.value), problem.rule) for problem in faults.problems}
     critics = Faults()
     open_trained_model(critic_model(config), critics, head="value", field=CRITIC)

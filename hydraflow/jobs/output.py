@@ -1,6 +1,8 @@
-"""The one file that main_generate and main_eval write: proven writable before the work, there only when the work is done.
+"""The one file that main_generate and main_eval write: proven writable before the work, there only when the
+work is done.
 
-In: `output.path`. Out: a temporary file beside it, which takes its name in the end. What stood there before stays until then.
+In: `output.path`. Out: a temporary file beside it, which takes its name in the end. What stood there before
+stays until then.
 """
 
 from __future__ import annotations
@@ -10,12 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hydraflow.errors import ConfigError
-from hydraflow.whole_files import prove_writable, replacing
+from hydraflow.system.whole_files import prove_writable, replacing
 
 
 @contextmanager
 def output_file(path: str, *, ending: str = "") -> Iterator[Path]:
-    """A file to write to. It is renamed to `path` when the block ends well, else removed. ConfigError as in `require_output`."""
+    """A file to write to. It is renamed to `path` when the block ends well, else removed. ConfigError as in
+    `require_output`."""
     require_output(path, ending=ending)
     target = Path(path).expanduser()
     with replacing(target) as unfinished:
@@ -33,7 +36,9 @@ def require_output(path: str, *, ending: str = "") -> None:
     if target.is_dir():
         raise _unwritable(path, "it is a folder")
     if ending and target.suffix != ending:
-        raise ConfigError.one("output.path", path, f"must end in {ending}", f"output.path={target.with_suffix(ending)}")
+        raise ConfigError.one(
+            "output.path", path, f"must end in {ending}", f"output.path={target.with_suffix(ending)}"
+        )
     try:
         prove_writable(target.absolute().parent)
     except OSError as error:
@@ -41,4 +46,6 @@ def require_output(path: str, *, ending: str = "") -> None:
 
 
 def _unwritable(path: str, reason: str | None) -> ConfigError:
-    return ConfigError.one("output.path", path, f"cannot be written ({reason})", "output.path=<a file you may write>")
+    return ConfigError.one(
+        "output.path", path, f"cannot be written ({reason})", "output.path=<a file you may write>"
+    )

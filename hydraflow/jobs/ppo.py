@@ -1,7 +1,8 @@
-"""Reinforcement learning from configuration to run folder: check, make ready, plan, start workers, train, save.
+"""Reinforcement learning from configuration to run folder: check, make ready, plan, start workers, train,
+save.
 
-Whatever can be wrong with configuration, data, paths and resources is found before a worker starts; with a recipe, before its model
-is made, on an untrained one of the same kind.
+Whatever can be wrong with configuration, data, paths and resources is found before a worker starts; with a
+recipe, before its model is made, on an untrained one of the same kind.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from hydraflow.batch_plan.table import print_plan
 from hydraflow.checkup.facts import Facts
 from hydraflow.checkup.preflight import require_healthy
 from hydraflow.compose.command import Command
+from hydraflow.compose.debugging import applied
 from hydraflow.data.loader import PromptLoader
 from hydraflow.data.prompts import PromptDataset
-from hydraflow.debugging import applied
 from hydraflow.dispatch.group import RoleGroup
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.jobs.inputs import Prompts, open_inputs
@@ -52,12 +53,15 @@ def run_ppo(config: PPOConfig, *, command: Command | None = None) -> None:
 class PPOJob:
     """One `main_ppo` run; `command` says where each value is from, for the plan and for the run folder."""
 
-    def __init__(self, config: PPOConfig, *, command: Command | None = None, restarts: Restarts | None = None):
+    def __init__(
+        self, config: PPOConfig, *, command: Command | None = None, restarts: Restarts | None = None
+    ):
         self.config, self.asked, self.restarts = applied(config), config, restarts
         self.command = command or Command("ppo")
 
     def run(self) -> None:
-        """Trains, or goes on; raises ConfigError before anything starts, other errors of `errors.py` later."""
+        """Trains, or goes on; raises ConfigError before anything starts, other errors of `errors.py`
+        later."""
         with Session(self.config, scoring=True, restarts=self.restarts) as session:
             recipe = self.config.recipe.name != "none"
             if recipe and not self._begin_with_recipe(session):
@@ -69,8 +73,11 @@ class PPOJob:
             session.keep(self.asked, plan, self.command)
             self._train(session, plan, prompts)
 
-    def _checked(self, session: Session, config: PPOConfig, *, problems: int | None = None) -> tuple[BatchPlan, Prompts]:
-        """Opens every file that the run will use, and plans it. Raises ConfigError with everything that is missing or does not fit.
+    def _checked(
+        self, session: Session, config: PPOConfig, *, problems: int | None = None
+    ) -> tuple[BatchPlan, Prompts]:
+        """Opens every file that the run will use, and plans it. Raises ConfigError with everything that is
+        missing or does not fit.
 
         `problems`: training prompts of a recipe that is still to be made.
         """
@@ -89,7 +96,8 @@ class PPOJob:
         return plan, prompts
 
     def _begin_with_recipe(self, session: Session) -> bool:
-        """Plans and begins the run before the recipe's model is made; False: there is nothing to do, or no time to do it."""
+        """Plans and begins the run before the recipe's model is made; False: there is nothing to do, or no
+        time to do it."""
         with arithmetic.rehearsed(self.config) as config:
             plan, _ = self._checked(session, config, problems=self.config.recipe.train_problems)
         if not self._begin(session, plan):
@@ -100,7 +108,8 @@ class PPOJob:
         return not session.clock.preempted
 
     def _begin(self, session: Session, plan: BatchPlan) -> bool:
-        """Begins the run; False: there is nothing to do. ConfigError also when trajectories are missing that it shall train on."""
+        """Begins the run; False: there is nothing to do. ConfigError also when trajectories are missing that
+        it shall train on."""
         begun = session.begin(self._wanted(plan))
         if begun:
             require_dumps(self.config.trainer.debug, plan, first=session.start.step + 1)
@@ -109,14 +118,20 @@ class PPOJob:
     def _wanted(self, plan: BatchPlan) -> Wanted:
         """What the run asks of a checkpoint; one that only validates takes any model's weights."""
         if self.config.trainer.val_only:
-            return Wanted(Identity({}), {"actor": weights_only("actor_rollout_ref.actor.checkpoint")}, 0, looks_only=True)
+            return Wanted(
+                Identity({}),
+                {"actor": weights_only("actor_rollout_ref.actor.checkpoint")},
+                0,
+                looks_only=True,
+            )
         if self.config.trainer.debug.rollout_only:
             return Wanted(Identity({}), {}, plan.total_steps, looks_only=True)
         roles = ppo_roles(self.config, critic=plan.critic is not None)
         return Wanted(identity_of(self.asked, plan), roles, plan.total_steps)
 
     def _make_recipe(self, session: Session) -> None:
-        """Points the configuration to the recipe's files and model, which are made if they are not there yet."""
+        """Points the configuration to the recipe's files and model, which are made if they are not there
+        yet."""
         assets = arithmetic.prepare(
             self.config.recipe,
             self.config.trainer.seed,
@@ -139,14 +154,23 @@ class PPOJob:
         if machine is None:
             return None
         per_node, here = machine.processes_per_node, replace(self.config, cluster=ClusterConfig())
-        return session.faults.result(lambda: resolve_plan(here, prompts=prompts, devices_per_node=per_node, origins=self.command.origins))
+        return session.faults.result(
+            lambda: resolve_plan(
+                here, prompts=prompts, devices_per_node=per_node, origins=self.command.origins
+            )
+        )
 
     def _check_up(self, session: Session, plan: BatchPlan | None, prompts: Prompts | None) -> None:
         """Looks at this machine for what the run needs, besides what has been opened already."""
         opened: dict[str, Any] = {"machine": session.found_machine, "plan": plan}
         if self.config.recipe.name == "none":
-            opened |= {"tokenizer": prompts and prompts.tokenizer, "first_rows": prompts and prompts.first_rows()}
-        session.faults.passes(lambda: require_healthy(Facts(self.config, opened=opened), known=session.faults.problems))
+            opened |= {
+                "tokenizer": prompts and prompts.tokenizer,
+                "first_rows": prompts and prompts.first_rows(),
+            }
+        session.faults.passes(
+            lambda: require_healthy(Facts(self.config, opened=opened), known=session.faults.problems)
+        )
 
     def _train(self, session: Session, plan: BatchPlan, prompts: Prompts) -> None:
         loader = self._loader(session, plan, prompts.train) if prompts.train else None
@@ -157,8 +181,14 @@ class PPOJob:
         if loader is None:
             self._look(session, plan, roles, prompts)
             return
-        groups = {name: group for name, group in (("actor", roles.actor), ("critic", roles.critic)) if group is not None}
-        saving = Saving(self.config.trainer, self._wanted(plan), session.start, groups, loader, roles.advantage)
+        groups = {
+            name: group
+            for name, group in (("actor", roles.actor), ("critic", roles.critic))
+            if group is not None
+        }
+        saving = Saving(
+            self.config.trainer, self._wanted(plan), session.start, groups, loader, roles.advantage
+        )
         saving.restore()
         trackers = session.open_trackers(plan.total_steps)
         trainer = self._trainer(session, plan, roles)
@@ -172,11 +202,15 @@ class PPOJob:
         """Samples and scores every step's prompts; nothing is trained or saved."""
         roles = build_sampling_roles(self.config, session.runtime)
         rollouts = self._rollouts(plan, session.runtime, roles.rollout, roles.reward)
-        trainer = RolloutTrainer(plan, session.runtime, rollouts, self._dump(), self.config.reward.max_failed_share)
+        trainer = RolloutTrainer(
+            plan, session.runtime, rollouts, self._dump(), self.config.reward.max_failed_share
+        )
         loop = self._around(session, plan, roles, trainer, prompts, session.open_trackers(plan.total_steps))
         session.why = loop.fit(loader, None, plan.total_steps)
 
-    def _rollouts(self, plan: BatchPlan, runtime: Runtime, rollout: RoleGroup | None, reward: RoleGroup) -> Rollouts:
+    def _rollouts(
+        self, plan: BatchPlan, runtime: Runtime, rollout: RoleGroup | None, reward: RoleGroup
+    ) -> Rollouts:
         """Where trajectories come from, and whether they are kept."""
         debug, rollouts = self.config.trainer.debug, self.config.actor_rollout_ref.rollout
         source: Rollouts
@@ -184,13 +218,24 @@ class PPOJob:
             source = Replayed(folder_of(debug.load_rollouts))
         else:
             assert rollout is not None, "a run that samples has a generation engine"
-            source = Sampled(rollouts, plan.samples_per_prompt, rollout, reward, with_texts=self._dump() is not None)
-        return source if debug.save_rollouts is None else Recorded(source, folder_of(debug.save_rollouts), runtime)
+            source = Sampled(
+                rollouts, plan.samples_per_prompt, rollout, reward, with_texts=self._dump() is not None
+            )
+        return (
+            source
+            if debug.save_rollouts is None
+            else Recorded(source, folder_of(debug.save_rollouts), runtime)
+        )
 
     def _dump(self) -> GenerationDump | None:
-        """Where responses of training go for people to read; those of an earlier run are not written once more."""
+        """Where responses of training go for people to read; those of an earlier run are not written once
+        more."""
         trainer = self.config.trainer
-        return None if trainer.debug.load_rollouts else GenerationDump.to(trainer.rollout_data_dir, "trainer.rollout_data_dir")
+        return (
+            None
+            if trainer.debug.load_rollouts
+            else GenerationDump.to(trainer.rollout_data_dir, "trainer.rollout_data_dir")
+        )
 
     def _look(self, session: Session, plan: BatchPlan, roles: Roles, prompts: Prompts) -> None:
         """Validates once, the model or the checkpoint that was asked for."""
@@ -202,7 +247,9 @@ class PPOJob:
         session.why = loop.validate_only(start.step)
 
     def _loader(self, session: Session, plan: BatchPlan, train: PromptDataset) -> PromptLoader:
-        loader = PromptLoader(train, plan.prompts_per_step, shuffle=self.config.data.shuffle, seed=self.config.trainer.seed)
+        loader = PromptLoader(
+            train, plan.prompts_per_step, shuffle=self.config.data.shuffle, seed=self.config.trainer.seed
+        )
         return at_its_place(loader, session.start)
 
     def _trainer(self, session: Session, plan: BatchPlan, roles: Roles) -> PPOTrainer:
@@ -221,7 +268,15 @@ class PPOJob:
         config, runtime, batches = self.config, session.runtime, val_batches(prompts.val, plan)
         validates = prompts.val is not None and not config.trainer.debug.train_only
         validator = Validator(config, plan, roles, runtime, batches) if validates else None
-        return Loop(config.trainer, trainer, validator, trackers, session.folder, session.clock, restarts=session.restarts.done)
+        return Loop(
+            config.trainer,
+            trainer,
+            validator,
+            trackers,
+            session.folder,
+            session.clock,
+            restarts=session.restarts.done,
+        )
 
 
 def save(roles: Roles, session: Session) -> None:

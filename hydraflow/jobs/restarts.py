@@ -1,8 +1,10 @@
-"""A run that goes on by itself after a worker failed: `trainer.max_restarts` times, from its last whole checkpoint.
+"""A run that goes on by itself after a worker failed: `trainer.max_restarts` times, from its last whole
+checkpoint.
 
-In: a job, and the WorkerError that ended it. Out: the job again, in the same run folder, after a pause that doubles each time.
-Only failures of workers are worth another try: configuration, data, a row that does not fit and guards would end it in the same way.
-Left out on purpose: how a run goes on (`run_start.py`); what outlives the controller (a batch system starts the same command again).
+In: a job, and the WorkerError that ended it. Out: the job again, in the same run folder, after a pause that
+doubles each time. Only failures of workers are worth another try: configuration, data, a row that does not
+fit and guards would end it in the same way. Left out on purpose: how a run goes on (`run_start.py`); what
+outlives the controller (a batch system starts the same command again).
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from typing import TypeVar
 
 from hydraflow.dispatch.watch import log_settings, made
 from hydraflow.errors import WorkerError
-from hydraflow.role_logs import CONTROLLER
 from hydraflow.schema import PPOConfig, SFTConfig
+from hydraflow.system.role_logs import CONTROLLER
 from hydraflow.tracking.run_folder import RunFolder
 from hydraflow.trainer.checkpoint_store import CheckpointStore
 from hydraflow.trainer.clock import parse_duration
@@ -42,7 +44,8 @@ class Restarts:
     folder: RunFolder | None = None
     """Where the run is; None: it has not begun."""
     told_to_stop: bool = False
-    """Whether a signal asked the run to end before its worker failed; the same signal may have ended the worker."""
+    """Whether a signal asked the run to end before its worker failed; the same signal may have ended the
+    worker."""
     started: float = field(default_factory=time.monotonic)
 
     def pause(self) -> float:
@@ -50,7 +53,8 @@ class Restarts:
         return min(LONGEST_PAUSE, self.trainer.restart_backoff * 2**self.done)
 
     def require_another(self, error: WorkerError) -> None:
-        """Raises the error where there is no restart left, no run to go on with, no time, or where the run was told to stop."""
+        """Raises the error where there is no restart left, no run to go on with, no time, or where the run
+        was told to stop."""
         if self.folder is None or not self.trainer.max_restarts or self.told_to_stop:
             raise error
         if self.done >= self.trainer.max_restarts:
@@ -69,7 +73,12 @@ class Restarts:
         """The settings with which the run goes on in its folder."""
         assert self.folder is not None, "there is a run to go on with"
         mode = "auto" if trainer.resume_mode == "disable" else trainer.resume_mode
-        return replace(trainer, default_local_dir=str(self.folder.path), resume_mode=mode, max_wall_time=self.seconds_left())
+        return replace(
+            trainer,
+            default_local_dir=str(self.folder.path),
+            resume_mode=mode,
+            max_wall_time=self.seconds_left(),
+        )
 
 
 def with_restarts(config: Config, run: Callable[[Config, Restarts], None]) -> None:
@@ -105,14 +114,19 @@ def _logged(config: PPOConfig | SFTConfig, restarts: Restarts) -> Iterator[None]
 
 
 def _wait(restarts: Restarts, told: str) -> bool:
-    """Pauses; False when a signal asks the run to end meanwhile, which its batch system then reads in `requeue`."""
+    """Pauses; False when a signal asks the run to end meanwhile, which its batch system then reads in
+    `requeue`."""
     assert restarts.folder is not None
     text = "%s -- RESTART %d of %d in %g seconds, from the last whole checkpoint in %s"
-    logger.warning(text, told, restarts.done + 1, restarts.trainer.max_restarts, restarts.pause(), restarts.folder.path)
+    logger.warning(
+        text, told, restarts.done + 1, restarts.trainer.max_restarts, restarts.pause(), restarts.folder.path
+    )
     until = time.monotonic() + restarts.pause()
     with StopSignals() as signals:
         while time.monotonic() < until and not signals.received:
             time.sleep(POLL_SECONDS)
     if signals.received:
-        restarts.folder.write_requeue(CheckpointStore(restarts.folder.path).pointer() or 0, f"{signals.received} received")
+        restarts.folder.write_requeue(
+            CheckpointStore(restarts.folder.path).pointer() or 0, f"{signals.received} received"
+        )
     return not signals.received

@@ -1,10 +1,12 @@
 """Where a run begins: its folder, which it locks, and the checkpoint that it goes on from.
 
-In: resume_mode, default_local_dir, what shapes the run. Out: a `RunStart`. What an earlier start of the same run noted after the
-checkpoint is forgotten, since it will be done again; what another run left in the folder is set aside.
+In: resume_mode, default_local_dir, what shapes the run. Out: a `RunStart`. What an earlier start of the same
+run noted after the checkpoint is forgotten, since it will be done again; what another run left in the folder
+is set aside.
 
-Without default_local_dir, `auto` means: the newest folder runs/<experiment_name>-* of which the same configuration was cut off, where
-nobody is at work and from which a whole checkpoint can be had; a new folder if there is none.
+Without default_local_dir, `auto` means: the newest folder runs/<experiment_name>-* of which the same
+configuration was cut off, where nobody is at work and from which a whole checkpoint can be had; a new folder
+if there is none.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ class RunStart:
 
 
 def begin(trainer: LoopConfig, wanted: Wanted) -> RunStart:
-    """Settles folder and checkpoint. ConfigError when the folder is in use, or as `resume.find` says; then nothing was changed."""
+    """Settles folder and checkpoint. ConfigError when the folder is in use, or as `resume.find` says; then
+    nothing was changed."""
     continues = trainer.default_local_dir is None and trainer.resume_mode == "auto" and not wanted.looks_only
     if continues and (cut_off := _cut_off(trainer, wanted)):
         return cut_off
@@ -62,7 +65,8 @@ def begin(trainer: LoopConfig, wanted: Wanted) -> RunStart:
 
 
 def take_back(start: RunStart) -> RunStart:
-    """Makes the folder fit to go on from the checkpoint: what came after it goes, or aside; the pointer names it."""
+    """Makes the folder fit to go on from the checkpoint: what came after it goes, or aside; the pointer names
+    it."""
     assert start.found is not None
     store, found = CheckpointStore(start.folder.path), start.found
     store.clear_leftovers()
@@ -73,7 +77,11 @@ def take_back(start: RunStart) -> RunStart:
     notes += [f"set aside: {path}" for path in store.set_aside(found.step, found.passed_over)]
     store.point_to(found.step if found.checkpoint == store.path(found.step) else None)
     dropped = start.folder.go_back_to(found.step)
-    notes += [f"metrics: {dropped} {'line' if dropped == 1 else 'lines'} after step {found.step} dropped"] if dropped else []
+    notes += (
+        [f"metrics: {dropped} {'line' if dropped == 1 else 'lines'} after step {found.step} dropped"]
+        if dropped
+        else []
+    )
     return replace(start, notes=tuple(notes))
 
 
@@ -82,7 +90,9 @@ def _start(folder: RunFolder, lock: RunLock, found: Resumption | None) -> RunSta
         CheckpointStore(folder.path).clear_leftovers()
         folder.set_earlier_run_aside()
     same_run = found is not None and _lies_in(found.checkpoint, folder.path)
-    run_id = found.state.run_id if found is not None and same_run else f"{folder.path.name}-{secrets.token_hex(4)}"
+    run_id = (
+        found.state.run_id if found is not None and same_run else f"{folder.path.name}-{secrets.token_hex(4)}"
+    )
     return RunStart(folder, lock, found, run_id)
 
 
@@ -107,7 +117,8 @@ def _cut_off(trainer: LoopConfig, wanted: Wanted) -> RunStart | None:
 
 
 def _may_go_on(folder: RunFolder, wanted: Wanted) -> bool:
-    """What the newest checkpoint says of itself: to verify it is to read all of it, which old runs are not worth."""
+    """What the newest checkpoint says of itself: to verify it is to read all of it, which old runs are not
+    worth."""
     store = CheckpointStore(folder.path)
     if not store.steps():
         return False
@@ -116,7 +127,9 @@ def _may_go_on(folder: RunFolder, wanted: Wanted) -> bool:
     except ConfigError:
         return True  # damaged; there may be a whole one before it
     why, steps = folder.ended_with()
-    return not wanted.identity.differences(state.configuration, where="") and not (why == DONE and steps >= wanted.total_steps)
+    return not wanted.identity.differences(state.configuration, where="") and not (
+        why == DONE and steps >= wanted.total_steps
+    )
 
 
 def _start_in(folder: RunFolder, lock: RunLock, wanted: Wanted) -> RunStart | None:

@@ -31,19 +31,29 @@ def ppo_roles(config: PPOConfig, *, critic: bool) -> dict[str, RoleCheckpoints]:
     trainer, policy = config.trainer, config.actor_rollout_ref
     roles = {
         "actor": RoleCheckpoints(
-            "actor_rollout_ref.actor.checkpoint", policy.actor.checkpoint, trainer.max_actor_ckpt_to_keep, "trainer.max_actor_ckpt_to_keep"
+            "actor_rollout_ref.actor.checkpoint",
+            policy.actor.checkpoint,
+            trainer.max_actor_ckpt_to_keep,
+            "trainer.max_actor_ckpt_to_keep",
         )
     }
     if critic:
         roles["critic"] = RoleCheckpoints(
-            "critic.checkpoint", config.critic.checkpoint, trainer.max_critic_ckpt_to_keep, "trainer.max_critic_ckpt_to_keep"
+            "critic.checkpoint",
+            config.critic.checkpoint,
+            trainer.max_critic_ckpt_to_keep,
+            "trainer.max_critic_ckpt_to_keep",
         )
     return roles
 
 
 def sft_roles(config: SFTConfig) -> dict[str, RoleCheckpoints]:
     """The one role of a supervised run."""
-    return {"model": RoleCheckpoints("checkpoint", config.checkpoint, config.trainer.max_ckpt_to_keep, "trainer.max_ckpt_to_keep")}
+    return {
+        "model": RoleCheckpoints(
+            "checkpoint", config.checkpoint, config.trainer.max_ckpt_to_keep, "trainer.max_ckpt_to_keep"
+        )
+    }
 
 
 def weights_only(key: str) -> RoleCheckpoints:
@@ -56,15 +66,23 @@ def require_metric(keep_best: str | None, measured: Collection[str]) -> None:
     if keep_best is None or keep_best in measured:
         return
     rule = f"no validation of this run measures it; {_listed(measured)}"
-    raise ConfigError.one("trainer.keep_best", keep_best, rule, " or ".join(f"trainer.keep_best={name}" for name in sorted(measured)))
+    raise ConfigError.one(
+        "trainer.keep_best",
+        keep_best,
+        rule,
+        " or ".join(f"trainer.keep_best={name}" for name in sorted(measured)),
+    )
 
 
 def _listed(measured: Collection[str]) -> str:
-    return f"there are {', '.join(sorted(measured))}" if measured else "it has no held-out rows (data.val_files)"
+    return (
+        f"there are {', '.join(sorted(measured))}" if measured else "it has no held-out rows (data.val_files)"
+    )
 
 
 def at_its_place(loader: PromptLoader, start: RunStart) -> PromptLoader:
-    """The loader where the checkpoint left it. Raises ConfigError, before a worker starts, when the data are others."""
+    """The loader where the checkpoint left it. Raises ConfigError, before a worker starts, when the data are
+    others."""
     if start.found is not None:
         loader.load_state_dict(start.found.state.loader)
     return loader
@@ -87,24 +105,31 @@ class Saving:
     def checkpointer(self, trackers: Trackers, kl: Callable[[], dict[str, float]] = dict) -> Checkpointer:
         """What saves this run; the disk has room for it. ConfigError when it has not.
 
-        `trackers` are flushed before each save: a checkpoint is never ahead of the metrics. `kl`: the KL controller's state.
+        `trackers` are flushed before each save: a checkpoint is never ahead of the metrics. `kl`: the KL
+        controller's state.
         """
 
         def describe(step: int) -> dict[str, Any]:
             trackers.flush()
             return self._describe(step, kl())
 
-        made = Checkpointer(self.trainer, CheckpointStore(self.start.folder.path), self.groups, self.wanted.roles, describe)
+        made = Checkpointer(
+            self.trainer, CheckpointStore(self.start.folder.path), self.groups, self.wanted.roles, describe
+        )
         made.require_space(self.wanted.total_steps, self.start.step)
         return made
 
     def restore(self) -> None:
-        """Brings everything back from the checkpoint that the run goes on from, if there is one, and says what that is."""
+        """Brings everything back from the checkpoint that the run goes on from, if there is one, and says
+        what that is."""
         found = self.start.found
         if found is None:
             return
         told = load_roles(found, self.groups, self.wanted.roles)
-        told.append(f"data: {self.loader.position} of {len(self.loader)} batches of epoch {self.loader.epoch + 1} are done")
+        told.append(
+            f"data: {self.loader.position} of {len(self.loader)} batches of epoch {self.loader.epoch + 1} are"
+            " done"
+        )
         for name, in_a_row in found.state.skipped_in_a_row.items():
             self.groups[name].call(EngineWorker.count_skipped_from, in_a_row)
         if self.advantage is not None and found.state.kl:
@@ -124,7 +149,9 @@ class Saving:
             configuration=self.wanted.identity.values,
             configuration_hash=self.wanted.identity.hash,
             kl=kl,
-            skipped_in_a_row={name: group.call(EngineWorker.skipped_in_a_row) for name, group in self.groups.items()},
+            skipped_in_a_row={
+                name: group.call(EngineWorker.skipped_in_a_row) for name, group in self.groups.items()
+            },
             origin=self._origin(),
         )
         return state.to_json()

@@ -1,7 +1,8 @@
 """What every training command opens and closes: clock, run folder, Ray, trackers, summary.
 
-In: the run's configuration. Out: a context in which training happens; on leaving, whatever the reason, workers are gone and the
-run folder holds metrics, curve and summary. Nothing is written before `begin`, so a run that is refused leaves no trace.
+In: the run's configuration. Out: a context in which training happens; on leaving, whatever the reason,
+workers are gone and the run folder holds metrics, curve and summary. Nothing is written before `begin`, so a
+run that is refused leaves no trace.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from hydraflow.dispatch.profiler import require_profiler
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.watch import Watch, log_settings, made, require_writable, watch_of
 from hydraflow.errors import ConfigError, EnvironmentFault, Faults, HydraflowError, WorkerError
-from hydraflow.interrupts import ending
 from hydraflow.jobs import run_start
 from hydraflow.jobs.restarts import Restarts
 from hydraflow.jobs.run_start import RunStart
-from hydraflow.logging_setup import set_up_logging
 from hydraflow.redact import public
-from hydraflow.role_logs import CONTROLLER, RoleLogs
 from hydraflow.schema import PPOConfig, SFTConfig
+from hydraflow.system.interrupts import ending
+from hydraflow.system.logging_setup import set_up_logging
+from hydraflow.system.role_logs import CONTROLLER, RoleLogs
 from hydraflow.tracking.base import About
 from hydraflow.tracking.curve import draw_curve
 from hydraflow.tracking.endings import DONE
@@ -41,7 +42,14 @@ from hydraflow.tracking.trackers import Trackers, open_trackers
 from hydraflow.trainer.checkpoint_store import CheckpointStore
 from hydraflow.trainer.clock import Clock, parse_duration
 from hydraflow.trainer.config import LoopConfig
-from hydraflow.trainer.machine import Machine, open_runtime, require_room, resolve_machine, scoring_pool, training_pool
+from hydraflow.trainer.machine import (
+    Machine,
+    open_runtime,
+    require_room,
+    resolve_machine,
+    scoring_pool,
+    training_pool,
+)
 from hydraflow.trainer.resume import Wanted
 from hydraflow.trainer.signals import StopSignals
 
@@ -59,7 +67,8 @@ class Plan(Protocol):
 
 
 class Session:
-    """One run, from its folder to its summary. Ray starts when it is first asked for; `scoring` adds the pool for rewards."""
+    """One run, from its folder to its summary. Ray starts when it is first asked for; `scoring` adds the pool
+    for rewards."""
 
     def __init__(self, config: PPOConfig | SFTConfig, *, scoring: bool, restarts: Restarts | None = None):
         trainer, self.ray_init, self.scoring = config.trainer, config.ray_init, scoring
@@ -67,7 +76,8 @@ class Session:
         self.log, self.profiler, self.debug = config.log, config.global_profiler, config.debug
         set_up_logging(config.log.level)
         self.faults = Faults()
-        """What is wrong with the machine; the job adds what else it finds, and raises all of it before it begins."""
+        """What is wrong with the machine; the job adds what else it finds, and raises all of it before it
+        begins."""
         self.faults.passes(lambda: require_writable(config.ray_init.timeline_file))
         self.faults.passes(lambda: require_profiler(config.global_profiler))
         self.faults.passes(lambda: RunFolder.prove_writable(trainer.default_local_dir))
@@ -87,7 +97,8 @@ class Session:
         self._log_files: RoleLogs | None = None
 
     def begin(self, wanted: Wanted) -> bool:
-        """Settles and locks the run folder, and finds the checkpoint to go on from; False: the run is done already.
+        """Settles and locks the run folder, and finds the checkpoint to go on from; False: the run is done
+        already.
 
         ConfigError with what `faults` holds, and as in `run_start.begin`.
         """
@@ -96,14 +107,22 @@ class Session:
         self.restarts.folder = self._start.folder
         if self._start.is_done(wanted.total_steps):
             print(f"{self.folder.path}: all {wanted.total_steps} steps are done; nothing was started")
-            longer = "" if wanted.identity.knows_its_end else "a larger trainer.total_training_steps goes on, "
+            longer = (
+                "" if wanted.identity.knows_its_end else "a larger trainer.total_training_steps goes on, "
+            )
             print(f"{longer}trainer.resume_mode=disable starts anew")
             return False
         if self._start.found is not None:
             self._start = run_start.take_back(self._start)
         self._open_log()
-        if beyond := [step for step in self.profiler.steps or () if self.profiler.tool and step > wanted.total_steps]:
-            logger.warning("global_profiler.steps: the run has %d steps, so it never comes to %s", wanted.total_steps, beyond)
+        if beyond := [
+            step for step in self.profiler.steps or () if self.profiler.tool and step > wanted.total_steps
+        ]:
+            logger.warning(
+                "global_profiler.steps: the run has %d steps, so it never comes to %s",
+                wanted.total_steps,
+                beyond,
+            )
         return True
 
     def _open_log(self) -> None:
@@ -143,7 +162,9 @@ class Session:
     def runtime(self) -> Runtime:
         """Ray, started on first use."""
         if self._runtime is None:
-            self._runtime = open_runtime(self.trainer, self._numbered(self.ray_init), self.machine, self._pools(), self._watch())
+            self._runtime = open_runtime(
+                self.trainer, self._numbered(self.ray_init), self.machine, self._pools(), self._watch()
+            )
         return self._runtime
 
     def _pools(self) -> list[ResourcePool]:
@@ -157,11 +178,13 @@ class Session:
         if ray_init.timeline_file is None or not self.restarts.done:
             return ray_init
         path = Path(ray_init.timeline_file)
-        return replace(ray_init, timeline_file=str(path.with_stem(f"{path.stem}-restart-{self.restarts.done}")))
+        return replace(
+            ray_init, timeline_file=str(path.with_stem(f"{path.stem}-restart-{self.restarts.done}"))
+        )
 
     def keep(self, config: DataclassInstance, plan: Plan, command: Command) -> None:
-        """Writes to the run folder the configuration as it was asked for, where its values are from, the plan, and what this start is
-        made with: command line, commit, versions. The trackers get them, too."""
+        """Writes to the run folder the configuration as it was asked for, where its values are from, the
+        plan, and what this start is made with: command line, commit, versions. The trackers get them, too."""
         folder, kept = self.folder, asdict(config) | {"trainer": asdict(self.restarts.trainer)}
         for key, value in command.written.items():
             *sections, name = key.split(".")
@@ -200,14 +223,21 @@ class Session:
         self.signals.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Ends what the session began. What ended the run is what is reported: a fault of the end costs a warning then."""
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Ends what the session began. What ended the run is what is reported: a fault of the end costs a
+        warning then."""
         if isinstance(error, ConfigError) and self._runtime is not None:
             error.started = True
         cause = self._runtime.fault_behind(error) if self._runtime is not None else None
         self._note_why(cause or error)
         with ending(cause or error):
-            faults = [fault for what, step in self._steps(error).items() if (fault := _fault_of(what, step)) is not None]
+            faults = [
+                fault
+                for what, step in self._steps(error).items()
+                if (fault := _fault_of(what, step)) is not None
+            ]
             self.restarts.told_to_stop = self.clock.preempted
             self.signals.__exit__(kind, error, trace)
         decisive = [fault for fault in faults if isinstance(fault, EnvironmentFault | KeyboardInterrupt)]
@@ -224,7 +254,9 @@ class Session:
         elif error is not None and self.signals.insisted:
             self.why = self.clock.why_to_stop()
         if self._log_files is not None and error is not None:
-            self._log_files.line("ERROR", f"{__name__}: {error if isinstance(error, HydraflowError) else self.why}")  # the caller shows it
+            self._log_files.line(
+                "ERROR", f"{__name__}: {error if isinstance(error, HydraflowError) else self.why}"
+            )  # the caller shows it
 
     def _steps(self, error: BaseException | None) -> dict[str, Callable[[], None]]:
         """The end of the run, in order."""
@@ -251,24 +283,31 @@ class Session:
         failed = error is not None and not isinstance(error, WorkerError) and not self.signals.insisted
         try:
             if self.clock.preempted and self.why != DONE and not failed:
-                self.folder.write_requeue(CheckpointStore(self.folder.path).pointer() or 0, self.clock.why_to_stop())
+                self.folder.write_requeue(
+                    CheckpointStore(self.folder.path).pointer() or 0, self.clock.why_to_stop()
+                )
         finally:
             self._start.lock.release()
 
     def _summarise(self) -> None:
         if self._trackers is None:
             return
-        summary = summarise(self.folder.path, seconds=self._seconds_before + self.clock.seconds(), why_it_ended=self.why)
+        summary = summarise(
+            self.folder.path, seconds=self._seconds_before + self.clock.seconds(), why_it_ended=self.why
+        )
         self.folder.write_summary(summary)
         draw_curve(self.folder.path, self.folder.curve, title=self.trainer.experiment_name)
         print_summary(summary, self.folder.path)
 
 
 def _fault_of(what: str, step: Callable[[], None]) -> BaseException | None:
-    """What a step of the end raised. Libraries raise whatever they like, and no fault may keep the steps after it from being taken."""
+    """What a step of the end raised. Libraries raise whatever they like, and no fault may keep the steps
+    after it from being taken."""
     try:
         step()
     except (Exception, KeyboardInterrupt) as fault:
-        logger.warning("%s: %s", what, fault if isinstance(fault, HydraflowError) else f"{type(fault).__name__}: {fault}")
+        logger.warning(
+            "%s: %s", what, fault if isinstance(fault, HydraflowError) else f"{type(fault).__name__}: {fault}"
+        )
         return fault
     return None

@@ -9,10 +9,10 @@ from hydraflow.batch_plan.sft import SFTPlan, resolve_sft_plan
 from hydraflow.batch_plan.table import print_plan
 from hydraflow.checkup.preflight import require_trackers
 from hydraflow.compose.command import Command
+from hydraflow.compose.debugging import applied
 from hydraflow.data.config import SFTDataConfig
 from hydraflow.data.conversations import ConversationDataset, read_chats
 from hydraflow.data.loader import PromptLoader
-from hydraflow.debugging import applied
 from hydraflow.errors import Faults
 from hydraflow.jobs.inputs import open_tokenizer, open_trained_model
 from hydraflow.jobs.restarts import Restarts, with_restarts
@@ -46,12 +46,17 @@ def _run(config: SFTConfig, command: Command, restarts: Restarts) -> None:
         if not session.begin(wanted):
             return
         session.keep(config, plan, command)
-        loader = PromptLoader(train, plan.conversations_per_step, shuffle=config.data.shuffle, seed=config.trainer.seed)
+        loader = PromptLoader(
+            train, plan.conversations_per_step, shuffle=config.data.shuffle, seed=config.trainer.seed
+        )
         loader = at_its_place(loader, session.start)
         trainer = SFTTrainer(config, plan, session.runtime, skipped=session.folder.skipped)
         saving = Saving(config.trainer, wanted, session.start, {"model": trainer.role}, loader)
         saving.restore()
-        trackers, held_out = session.open_trackers(plan.total_steps), held_out_batches(val, plan.conversations_per_step)
+        trackers, held_out = (
+            session.open_trackers(plan.total_steps),
+            held_out_batches(val, plan.conversations_per_step),
+        )
         with saving.checkpointer(trackers) as checkpoints:
             session.why = trainer.fit(
                 loader.next_batch,
@@ -70,17 +75,30 @@ def _run(config: SFTConfig, command: Command, restarts: Restarts) -> None:
 def _checked(
     config: SFTConfig, session: Session, origins: Mapping[str, str]
 ) -> tuple[SFTPlan, ConversationDataset, ConversationDataset | None]:
-    """Opens every file that the run will use, and plans it. Raises ConfigError with everything that is missing or does not fit."""
+    """Opens every file that the run will use, and plans it. Raises ConfigError with everything that is
+    missing or does not fit."""
     data, faults, machine = config.data, session.faults, session.found_machine
     described = open_trained_model(config.model, faults, head="policy", field="model")
     tokenizer = open_tokenizer(config.model, described, faults, field="model")
-    train = _open(data, data.train_files, tokenizer, faults, key="data.train_files", max_samples=data.train_max_samples)
-    val = _open(data, data.val_files, tokenizer, faults, key="data.val_files", max_samples=-1) if data.val_files else None
+    train = _open(
+        data, data.train_files, tokenizer, faults, key="data.train_files", max_samples=data.train_max_samples
+    )
+    val = (
+        _open(data, data.val_files, tokenizer, faults, key="data.val_files", max_samples=-1)
+        if data.val_files
+        else None
+    )
     plan = None
     if machine is not None:
         rows, per_node = len(train) if train else None, machine.processes_per_node
-        plan = faults.result(lambda: resolve_sft_plan(config, conversations=rows, devices_per_node=per_node, origins=origins))
-    faults.passes(lambda: require_metric(config.trainer.keep_best, ["val/loss", "val/accuracy"] if data.val_files else []))
+        plan = faults.result(
+            lambda: resolve_sft_plan(config, conversations=rows, devices_per_node=per_node, origins=origins)
+        )
+    faults.passes(
+        lambda: require_metric(
+            config.trainer.keep_best, ["val/loss", "val/accuracy"] if data.val_files else []
+        )
+    )
     faults.passes(lambda: require_trackers(config.trainer, known=faults.problems))
     faults.require_none()
     assert plan is not None and train is not None, "what could not be had is a fault"
@@ -88,13 +106,21 @@ def _checked(
 
 
 def _open(
-    data: SFTDataConfig, files: Any, tokenizer: PreTrainedTokenizerBase | None, faults: Faults, *, key: str, max_samples: int
+    data: SFTDataConfig,
+    files: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
+    faults: Faults,
+    *,
+    key: str,
+    max_samples: int,
 ) -> ConversationDataset | None:
     """The conversations of files; without a tokenizer the files alone are looked at."""
     if tokenizer is None:
         faults.passes(lambda: read_chats(data, files, key=key, max_samples=max_samples))
         return None
-    return faults.result(lambda: ConversationDataset(data, files, tokenizer, key=key, max_samples=max_samples))
+    return faults.result(
+        lambda: ConversationDataset(data, files, tokenizer, key=key, max_samples=max_samples)
+    )
 
 
 def held_out_batches(val: ConversationDataset | None, size: int) -> list[DataProto]:

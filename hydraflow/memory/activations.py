@@ -1,10 +1,11 @@
 """What a forward and a backward pass hold besides weights: activations of layers, and logits.
 
-In: a `ModelShape`, the tokens of one micro-batch, bytes per number. Out: bytes. The terms are those of transformers' decoder layers
-as `models/attention.py` and `models/heads.py` call them; tests compare them with what autograd really saves.
+In: a `ModelShape`, the tokens of one micro-batch, bytes per number. Out: bytes. The terms are those of
+transformers' decoder layers as `models/attention.py` and `models/heads.py` call them; tests compare them with
+what autograd really saves.
 
-Legend: N tokens that layers compute, T tokens that attention sees, K response tokens that the head sees, V vocabulary,
-h hidden, q and kv widths of all query and key heads, I width of the MLP.
+Legend: N tokens that layers compute, T tokens that attention sees, K response tokens that the head sees, V
+vocabulary, h hidden, q and kv widths of all query and key heads, I width of the MLP.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ class Tokens:
     """The tokens of one micro-batch on one device, every row at its longest."""
 
     line: int
-    """N: packed, a prompt that neighbouring rows share is computed once, and a response's last token not at all."""
+    """N: packed, a prompt that neighbouring rows share is computed once, and a response's last token not at
+    all."""
     attended: int
     """T: attention sees whole rows."""
     asked: int
@@ -41,7 +43,8 @@ class RowSizes:
 def tokens_of(micro: MicroPlan, rows: RowSizes, *, most_rows: int, devices: int = 1) -> Tokens:
     """Tokens of one micro-batch when every row is at its longest; `devices` share each row's tokens.
 
-    `most_rows`: rows that a data rank has. A budget of tokens is filled with longest rows, and packs rows of different prompts.
+    `most_rows`: rows that a data rank has. A budget of tokens is filled with longest rows, and packs rows of
+    different prompts.
 
     >>> tokens_of(MicroPlan(rows=4, max_tokens=None), RowSizes(10, 6, samples=2, packed=True), most_rows=8)
     Tokens(line=40, attended=60, asked=24)
@@ -71,10 +74,13 @@ class LayerCosts:
     """The most that its backward pass adds to what is saved: gradients on their way through the MLP."""
 
 
-def layer_costs(shape: ModelShape, tokens: Tokens, number: int, *, tensor: int = 1, outside: int = 1) -> LayerCosts:
+def layer_costs(
+    shape: ModelShape, tokens: Tokens, number: int, *, tensor: int = 1, outside: int = 1
+) -> LayerCosts:
     """The fullest kind of layer. `number`: bytes per number.
 
-    `tensor` devices share each matrix; `outside` devices share what lies between matrices (norms and residuals).
+    `tensor` devices share each matrix; `outside` devices share what lies between matrices (norms and
+    residuals).
     """
     mlp = _dense_mlp(shape, number) if shape.dense_layers else (0, 0)
     if shape.experts:
@@ -89,24 +95,32 @@ def layer_costs(shape: ModelShape, tokens: Tokens, number: int, *, tensor: int =
 
 
 def around_layers(shape: ModelShape, tokens: Tokens, number: int) -> int:
-    """What lies before and after the layers: embedded tokens, rotary tables, the last norm, hidden states of asked tokens."""
+    """What lies before and after the layers: embedded tokens, rotary tables, the last norm, hidden states of
+    asked tokens."""
     rotary = 2 * shape.head_dim * number
-    return tokens.line * (shape.hidden * number + _norm(shape.hidden, number) + rotary) + tokens.asked * shape.hidden * number
+    return (
+        tokens.line * (shape.hidden * number + _norm(shape.hidden, number) + rotary)
+        + tokens.asked * shape.hidden * number
+    )
 
 
 def _norm(width: int, number: int) -> int:
-    """Bytes per token that a norm saves: its input in float32 (in wider types as it is), the normalised input, the output."""
+    """Bytes per token that a norm saves: its input in float32 (in wider types as it is), the normalised
+    input, the output."""
     return width * (number + number + max(4, number)) + max(4, number)
 
 
 def _attention(shape: ModelShape, tokens: Tokens, number: int) -> int:
-    """Rotated queries, keys, values and the result, of whole rows; before them what the norms of queries and keys save."""
+    """Rotated queries, keys, values and the result, of whole rows; before them what the norms of queries and
+    keys save."""
     wide = max(4, number)
     rows = (2 * shape.q_width + 2 * shape.kv_width) * number + shape.heads * wide
     line = 0
     if shape.qk_norm:
         line = (shape.q_width + shape.kv_width) * (number + wide) + (shape.heads + shape.kv_heads) * wide
-    if tokens.attended != tokens.line:  # rows are gathered for attention and its result is picked, both by copying
+    if (
+        tokens.attended != tokens.line
+    ):  # rows are gathered for attention and its result is picked, both by copying
         line += shape.q_width * number
     return tokens.attended * rows + tokens.line * line
 
@@ -117,7 +131,8 @@ def _dense_mlp(shape: ModelShape, number: int) -> tuple[int, int]:
 
 
 def _experts(shape: ModelShape, number: int) -> tuple[int, int]:
-    """As `_dense_mlp`: each token stands in the inputs and outputs of the experts that it is sent to; 24 bytes are indices."""
+    """As `_dense_mlp`: each token stands in the inputs and outputs of the experts that it is sent to; 24
+    bytes are indices."""
     chosen = shape.experts_per_token
     per_expert = (4 * shape.expert_intermediate + 2 * shape.hidden + 1) * number + 24
     saved = chosen * per_expert + 4 * shape.experts + 4 * shape.shared_intermediate * number
@@ -125,14 +140,19 @@ def _experts(shape: ModelShape, number: int) -> tuple[int, int]:
 
 
 def head_forward(vocabulary: int, asked: int, chunk: int, number: int, *, entropy: bool) -> int:
-    """Logits, log-probabilities and, with entropies, probabilities and their product: (K, V) each, of one chunk, in float32."""
+    """Logits, log-probabilities and, with entropies, probabilities and their product: (K, V) each, of one
+    chunk, in float32."""
     return (4 if entropy else 2) * min(asked, chunk) * vocabulary * max(4, number)
 
 
-def head_backward(vocabulary: int, asked: int, chunk: int, number: int, *, entropy: bool, trained_entropy: bool) -> int:
-    """The forward pass keeps log-probabilities (a trained entropy: probabilities too) and adds gradients of both and of logits.
+def head_backward(
+    vocabulary: int, asked: int, chunk: int, number: int, *, entropy: bool, trained_entropy: bool
+) -> int:
+    """The forward pass keeps log-probabilities (a trained entropy: probabilities too) and adds gradients of
+    both and of logits.
 
-    Tokens in several chunks pass the head again, chunk by chunk, so a chunk's forward pass comes on top of nothing.
+    Tokens in several chunks pass the head again, chunk by chunk, so a chunk's forward pass comes on top of
+    nothing.
     """
     copies = 5 if trained_entropy else 3
     backward = copies * min(asked, chunk) * vocabulary * max(4, number)

@@ -1,7 +1,8 @@
-"""Which settings to change first when a run does not fit: each change is tried on the estimate, and counted by what it saves there.
+"""Which settings to change first when a run does not fit: each change is tried on the estimate, and counted
+by what it saves there.
 
-In: a report that does not fit, and the facts it was made from. Out: `Advice` in the order in which to follow it, each on top of the
-ones before, until the run fits or nothing helps any more.
+In: a report that does not fit, and the facts it was made from. Out: `Advice` in the order in which to follow
+it, each on top of the ones before, until the run fits or nothing helps any more.
 """
 
 from __future__ import annotations
@@ -45,7 +46,11 @@ def advise(facts: Facts, report: MemoryReport, measure: Callable[[Facts], Memory
         where, excess = report.missing
         if excess <= 0:
             return
-        tried = [(change, changed, measure(changed)) for change in changes(facts) if (changed := _apply(facts, change)) is not None]
+        tried = [
+            (change, changed, measure(changed))
+            for change in changes(facts)
+            if (changed := _apply(facts, change)) is not None
+        ]
         saving = [(change, changed, after, excess - after.missing[1]) for change, changed, after in tried]
         saving = [one for one in saving if one[3] >= LEAST_SHARE * excess]
         if not saving:
@@ -71,15 +76,31 @@ def _fsdp_changes(facts: Facts, role: str, prefix: str) -> Iterator[Change]:
     chunk = value_at(facts.config, f"{prefix}.head_chunk_tokens")
     assert isinstance(chunk, int)
     yield Change(f"{prefix}.wrap_policy.min_num_params", 0, 1, "one more collective per layer")
-    yield Change(f"{prefix}.reshard_after_forward", True, 1, "layers are gathered again for the backward pass")
+    yield Change(
+        f"{prefix}.reshard_after_forward", True, 1, "layers are gathered again for the backward pass"
+    )
     for size in halves(chunk, least=128):
-        yield Change(f"{prefix}.head_chunk_tokens", size, 1, "the output matrix works on fewer tokens at a time")
-    yield Change(f"{prefix}.fsdp_size", -1, 2, "one copy of the model over all devices: more traffic between machines")
+        yield Change(
+            f"{prefix}.head_chunk_tokens", size, 1, "the output matrix works on fewer tokens at a time"
+        )
+    yield Change(
+        f"{prefix}.fsdp_size", -1, 2, "one copy of the model over all devices: more traffic between machines"
+    )
     slower = "weights come over from host memory at every use: slower passes"
     yield Change(f"{prefix}.param_offload", True, 1 if role == "ref" else 3, slower)
     if role != "ref":
-        yield Change(f"{prefix}.optimizer_offload", True, 2, "moments move to the device and back at every optimizer step")
-    yield Change(f"{prefix}.model_dtype", "bf16", 2 if role == "ref" else 5, "weights and moments in 16 bits: small updates are lost")
+        yield Change(
+            f"{prefix}.optimizer_offload",
+            True,
+            2,
+            "moments move to the device and back at every optimizer step",
+        )
+    yield Change(
+        f"{prefix}.model_dtype",
+        "bf16",
+        2 if role == "ref" else 5,
+        "weights and moments in 16 bits: small updates are lost",
+    )
 
 
 def _megatron_changes(role: str, prefix: str) -> Iterator[Change]:
@@ -116,9 +137,17 @@ def micro_keys(facts: Facts) -> Iterator[tuple[MicroPlan, str, str]]:
     """Each pass's micro-batch, and the keys of its rows and of its tokens."""
     plan, actor, rollout = facts.plan, f"{POLICY}.actor", f"{POLICY}.rollout"
     yield plan.actor.micro, f"{actor}.ppo_micro_batch_size_per_gpu", f"{actor}.ppo_max_token_len_per_gpu"
-    yield plan.old_log_prob, f"{rollout}.log_prob_micro_batch_size_per_gpu", f"{rollout}.log_prob_max_token_len_per_gpu"
+    yield (
+        plan.old_log_prob,
+        f"{rollout}.log_prob_micro_batch_size_per_gpu",
+        f"{rollout}.log_prob_max_token_len_per_gpu",
+    )
     if plan.ref is not None:
-        yield plan.ref, f"{POLICY}.ref.log_prob_micro_batch_size_per_gpu", f"{POLICY}.ref.log_prob_max_token_len_per_gpu"
+        yield (
+            plan.ref,
+            f"{POLICY}.ref.log_prob_micro_batch_size_per_gpu",
+            f"{POLICY}.ref.log_prob_max_token_len_per_gpu",
+        )
     if plan.critic is not None and plan.values is not None:
         yield plan.critic.micro, "critic.ppo_micro_batch_size_per_gpu", "critic.ppo_max_token_len_per_gpu"
         yield plan.values, "critic.forward_micro_batch_size_per_gpu", "critic.forward_max_token_len_per_gpu"
@@ -127,7 +156,12 @@ def micro_keys(facts: Facts) -> Iterator[tuple[MicroPlan, str, str]]:
 def _model_changes(facts: Facts) -> Iterator[Change]:
     for prefix in (f"{POLICY}.model", "critic.model"):
         yield Change(f"{prefix}.use_remove_padding", True, 1, "rows are packed")
-        yield Change(f"{prefix}.enable_gradient_checkpointing", True, 2, "activations are computed again: about a third more time")
+        yield Change(
+            f"{prefix}.enable_gradient_checkpointing",
+            True,
+            2,
+            "activations are computed again: about a third more time",
+        )
     if facts.config.actor_rollout_ref.model.lora_rank == 0:
         yield Change(f"{POLICY}.model.lora_rank", 32, 5, "trains adapters instead of all weights")
 
@@ -137,11 +171,18 @@ def _rollout_changes(facts: Facts) -> Iterator[Change]:
     if rollout.name == "native":
         running = min(rollout.max_num_seqs, facts.plan.rollout.trajectories_per_engine)
         for size in halves(running, least=LEAST_ROWS):
-            yield Change(f"{POLICY}.rollout.max_num_seqs", size, 2, "fewer sequences at a time: slower sampling")
+            yield Change(
+                f"{POLICY}.rollout.max_num_seqs", size, 2, "fewer sequences at a time: slower sampling"
+            )
         yield Change(f"{POLICY}.rollout.dtype", "bf16", 3, "sampled with less precision than trained")
     elif rollout.gpu_memory_utilization > 0.3:
         share = round(rollout.gpu_memory_utilization - 0.1, 2)
-        yield Change(f"{POLICY}.rollout.gpu_memory_utilization", share, 2, "less key-value cache: fewer sequences at a time")
+        yield Change(
+            f"{POLICY}.rollout.gpu_memory_utilization",
+            share,
+            2,
+            "less key-value cache: fewer sequences at a time",
+        )
 
 
 def _apply(facts: Facts, change: Change) -> Facts | None:
@@ -162,7 +203,11 @@ def _replan(facts: Facts, change: Change) -> Any:
     plan = facts.plan
     keys = list(micro_keys(facts))
     new = [
-        MicroPlan(change.value, None) if change.key == rows_key else MicroPlan(None, change.value) if change.key == tokens_key else micro
+        MicroPlan(change.value, None)
+        if change.key == rows_key
+        else MicroPlan(None, change.value)
+        if change.key == tokens_key
+        else micro
         for micro, rows_key, tokens_key in keys
     ]
     if new == [micro for micro, _, _ in keys]:

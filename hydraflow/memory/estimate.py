@@ -1,9 +1,10 @@
-"""The memory of a planned run: by role, by group of devices and phase, and on the machines. `estimate` is the door of the package.
+"""The memory of a planned run: by role, by group of devices and phase, and on the machines. `estimate` is the
+door of the package.
 
-In: the plan, the configuration, the model's shape, limits. Out: a `MemoryReport`. The estimate is of the highest moment, with every
-row at its longest; what a process holds after its imports (CUDA context, libraries) is not in a device's numbers.
-Roles of one process work one after another, and while one works the others hold what they hold at rest.
-Left out on purpose: what allocators keep beyond what is in use.
+In: the plan, the configuration, the model's shape, limits. Out: a `MemoryReport`. The estimate is of the
+highest moment, with every row at its longest; what a process holds after its imports (CUDA context,
+libraries) is not in a device's numbers. Roles of one process work one after another, and while one works the
+others hold what they hold at rest. Left out on purpose: what allocators keep beyond what is in use.
 """
 
 from __future__ import annotations
@@ -24,14 +25,26 @@ PROCESS_BYTES = 360 * 2**20
 
 
 def estimate(
-    plan: BatchPlan, config: PPOConfig, shape: ModelShape, *, limits: Limits, critic_shape: ModelShape | None = None
+    plan: BatchPlan,
+    config: PPOConfig,
+    shape: ModelShape,
+    *,
+    limits: Limits,
+    critic_shape: ModelShape | None = None,
 ) -> MemoryReport:
     """The report of a run of that plan. `critic_shape` None: the critic starts from the policy's model."""
     facts = Facts(plan, config, shape, critic_shape or shape, limits)
     report = measured(facts)
     if report.fits is not False:
         return report
-    return MemoryReport(report.limits, report.roles, report.groups, report.host, report.notes, tuple(advise(facts, report, measured)))
+    return MemoryReport(
+        report.limits,
+        report.roles,
+        report.groups,
+        report.host,
+        report.notes,
+        tuple(advise(facts, report, measured)),
+    )
 
 
 def measured(facts: Facts) -> MemoryReport:
@@ -43,7 +56,9 @@ def measured(facts: Facts) -> MemoryReport:
     return MemoryReport(limits, roles, groups, host, tuple(_notes(facts)))
 
 
-def device_groups(layouts: Mapping[str, Layout], roles: Mapping[str, RoleMemory], limit: int | None) -> Iterator[DeviceGroup]:
+def device_groups(
+    layouts: Mapping[str, Layout], roles: Mapping[str, RoleMemory], limit: int | None
+) -> Iterator[DeviceGroup]:
     """Devices with the same roles together, and what each phase needs there."""
     together: dict[tuple[str, ...], Devices] = {(): Devices(())}
     for layout in layouts.values():
@@ -56,7 +71,11 @@ def device_groups(layouts: Mapping[str, Layout], roles: Mapping[str, RoleMemory]
                     split[key] = part
         together = split
     for names, devices in sorted(together.items(), key=lambda item: item[1].ranges[0].start):
-        phases = {phase: size for phase in PHASES if (size := _phase([roles[name] for name in names], phase)) is not None}
+        phases = {
+            phase: size
+            for phase in PHASES
+            if (size := _phase([roles[name] for name in names], phase)) is not None
+        }
         yield DeviceGroup(str(devices), len(devices), names, phases, limit)
 
 
@@ -89,7 +108,8 @@ def _host(facts: Facts, roles: tuple[RoleMemory, ...], groups: tuple[DeviceGroup
 
 
 def _load(facts: Facts) -> tuple[int, str]:
-    """Rank 0 of each role with weights of its own reads its whole model; colocated roles load one after the other in that process."""
+    """Rank 0 of each role with weights of its own reads its whole model; colocated roles load one after the
+    other in that process."""
     readers: dict[int, int] = {}
     for name, layout in facts.plan.layouts.items():
         if name == "rollout" and layout.engine == "native":
@@ -97,7 +117,10 @@ def _load(facts: Facts) -> tuple[int, str]:
         first = layout.devices.ranges[0].start
         readers[first] = max(readers.get(first, 0), _read_bytes(facts, name, layout))
     load = sum(readers.values())
-    text = f"{size_text(load)} on machine 0 while models load: rank 0 of each role reads its whole model, the others read nothing"
+    text = (
+        f"{size_text(load)} on machine 0 while models load: rank 0 of each role reads its whole model, the"
+        " others read nothing"
+    )
     return load, text
 
 
@@ -108,7 +131,10 @@ def _read_bytes(facts: Facts, role: str, layout: Layout) -> int:
     if role == "critic":
         numbers, fsdp = facts.critic_shape.value_parameters, facts.config.critic.fsdp_config
     else:
-        numbers, fsdp = facts.shape.parameters, policy.ref.fsdp_config if role == "ref" else policy.actor.fsdp_config
+        numbers, fsdp = (
+            facts.shape.parameters,
+            policy.ref.fsdp_config if role == "ref" else policy.actor.fsdp_config,
+        )
     if layout.engine == "megatron":
         return numbers * 2
     return numbers * Types.of(fsdp, limits).kept
@@ -125,7 +151,16 @@ def _notes(facts: Facts) -> Iterator[str]:
     if "reward_model" in facts.plan.layouts:
         yield "the reward model is counted as a model of the policy's shape"
     if "vllm" in engines and facts.limits.device_bytes is None:
-        yield "rollout.gpu_memory_utilization is a share of a device whose memory is not known: the cache is what its sequences need"
-    yield "loading: rank 0 sends the model out tensor by tensor and each rank keeps its shard; roles of one process load one after another"
+        yield (
+            "rollout.gpu_memory_utilization is a share of a device whose memory is not known: the cache is"
+            " what its sequences need"
+        )
+    yield (
+        "loading: rank 0 sends the model out tensor by tensor and each rank keeps its shard; roles of one"
+        " process load one after another"
+    )
     if facts.limits.device_type == "cpu":
-        yield "the C library's allocator keeps freed memory: a process on a CPU may show up to twice these numbers"
+        yield (
+            "the C library's allocator keeps freed memory: a process on a CPU may show up to twice these"
+            " numbers"
+        )

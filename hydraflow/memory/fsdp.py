@@ -1,9 +1,10 @@
 """What one rank of the FSDP2 engine holds, at the moments of a pass at which most exists.
 
-In: a model's shape, how it is sharded, a micro-batch. Out: `Parts` per phase. Follows `engine/fsdp/` and torch's fully_shard:
-units are the layers (those below `min_num_params` belong to the root) and the root (embedding, output matrix, last norm), which
-stays gathered from its first use on. A rank that accumulates gradients holds them unsharded until the last micro-batch.
-Left out on purpose: index tensors and columns of the batch, which are small beside the model.
+In: a model's shape, how it is sharded, a micro-batch. Out: `Parts` per phase. Follows `engine/fsdp/` and
+torch's fully_shard: units are the layers (those below `min_num_params` belong to the root) and the root
+(embedding, output matrix, last norm), which stays gathered from its first use on. A rank that accumulates
+gradients holds them unsharded until the last micro-batch. Left out on purpose: index tensors and columns of
+the batch, which are small beside the model.
 """
 
 from __future__ import annotations
@@ -58,7 +59,10 @@ class Sharded:
     @property
     def resting(self) -> Parts:
         """Shards of weights and optimizer state."""
-        weights, moments = self._share(self.units.every, self.types.kept), self._share(2 * self.units.trained, self.types.kept)
+        weights, moments = (
+            self._share(self.units.every, self.types.kept),
+            self._share(2 * self.units.trained, self.types.kept),
+        )
         if self.param_offload:
             return Parts(host=weights + moments + self._share(self.units.trained, self.types.kept))
         if self.optimizer_offload:
@@ -70,39 +74,62 @@ class Sharded:
         costs = layer_costs(self.shape, tokens, self.types.compute)
         around = around_layers(self.shape, tokens, self.types.compute)
         layer = Parts(gathered=self._gathered(3), activations=around + costs.forward)
-        head = Parts(gathered=self._gathered(1), activations=around, logits=self._head(tokens, entropy=entropy))
+        head = Parts(
+            gathered=self._gathered(1), activations=around, logits=self._head(tokens, entropy=entropy)
+        )
         return self.resting + _fullest(self._arriving(), layer, head)
 
     def update(self, tokens: Tokens, *, accumulates: bool, trained_entropy: bool, entropy: bool) -> Parts:
         """The fullest moment of an optimizer step with one or with several micro-batches."""
         moments = [
-            *self._head_moments(tokens, accumulates=accumulates, trained_entropy=trained_entropy, entropy=entropy),
+            *self._head_moments(
+                tokens, accumulates=accumulates, trained_entropy=trained_entropy, entropy=entropy
+            ),
             *self._layer_moments(tokens, accumulates=accumulates),
             *self._last_moments(tokens, accumulates=accumulates),
         ]
         offloaded = self.optimizer_offload and not self.param_offload
-        step = Parts(gradients=self._sharded_gradients, optimizer=self._share(2 * self.units.trained, self.types.kept) if offloaded else 0)
+        step = Parts(
+            gradients=self._sharded_gradients,
+            optimizer=self._share(2 * self.units.trained, self.types.kept) if offloaded else 0,
+        )
         return self.resting + _fullest(step, *moments)
 
-    def _head_moments(self, tokens: Tokens, *, accumulates: bool, trained_entropy: bool, entropy: bool) -> list[Parts]:
+    def _head_moments(
+        self, tokens: Tokens, *, accumulates: bool, trained_entropy: bool, entropy: bool
+    ) -> list[Parts]:
         """Every layer's activations are there, and logits on top."""
         activations = self._stored(tokens) + around_layers(self.shape, tokens, self.types.compute)
         gradients = self._unsharded(self.units.trained) if accumulates else 0
         logits = self._head(tokens, entropy=entropy)
-        forward = Parts(gradients=gradients, gathered=self._gathered(1), activations=activations, logits=logits)
+        forward = Parts(
+            gradients=gradients, gathered=self._gathered(1), activations=activations, logits=logits
+        )
         arriving = self._arriving() + Parts(gradients=gradients)
         if not self.policy:
             return [arriving, forward]
         logits = head_backward(
-            self.shape.vocabulary, tokens.asked, self.chunk, self.types.compute, entropy=entropy, trained_entropy=trained_entropy
+            self.shape.vocabulary,
+            tokens.asked,
+            self.chunk,
+            self.types.compute,
+            entropy=entropy,
+            trained_entropy=trained_entropy,
         )
-        backward = Parts(gradients=gradients + self._output_gradient, gathered=self._gathered(2), activations=activations, logits=logits)
+        backward = Parts(
+            gradients=gradients + self._output_gradient,
+            gathered=self._gathered(2),
+            activations=activations,
+            logits=logits,
+        )
         return [arriving, forward, backward]
 
     def _layer_moments(self, tokens: Tokens, *, accumulates: bool) -> list[Parts]:
-        """The backward pass at its first layer, where most activations are left, and at its last, where most gradients are summed.
+        """The backward pass at its first layer, where most activations are left, and at its last, where most
+        gradients are summed.
 
-        The layer, the next one on its way, and the buffer in which the previous layer's gradients are summed exist together.
+        The layer, the next one on its way, and the buffer in which the previous layer's gradients are summed
+        exist together.
         """
         units, costs = self.units, layer_costs(self.shape, tokens, self.types.compute)
         around = around_layers(self.shape, tokens, self.types.compute)
@@ -112,14 +139,30 @@ class Sharded:
         waiting = self._output_gradient
         if accumulates:
             # a layer's unsharded gradients go when they have been summed
-            gradients = self._unsharded(units.trained - units.trained_layer) + (waiting if self.shape.tied else 0)
+            gradients = self._unsharded(units.trained - units.trained_layer) + (
+                waiting if self.shape.tied else 0
+            )
             gradients += self._share(units.trained_layer, self.types.kept)
-            return [Parts(gradients=gradients, gathered=gathered + summing, activations=around + self._stored(tokens) + working)]
+            return [
+                Parts(
+                    gradients=gradients,
+                    gathered=gathered + summing,
+                    activations=around + self._stored(tokens) + working,
+                )
+            ]
         gradients = waiting + self.types.compute * units.trained_layer
-        first = Parts(gradients=gradients, gathered=gathered + summing, activations=around + self._stored(tokens) + working)
+        first = Parts(
+            gradients=gradients,
+            gathered=gathered + summing,
+            activations=around + self._stored(tokens) + working,
+        )
         summed = self._share(units.trained - units.trained_root, self.types.kept)
         left = costs.entry if self.checkpointing else costs.saved
-        last = Parts(gradients=gradients + summed, gathered=self._gathered(1) + summing, activations=around + left + working)
+        last = Parts(
+            gradients=gradients + summed,
+            gathered=self._gathered(1) + summing,
+            activations=around + left + working,
+        )
         return [first, last]
 
     def _last_moments(self, tokens: Tokens, *, accumulates: bool) -> list[Parts]:
@@ -131,7 +174,11 @@ class Sharded:
         held = self._unsharded(units.trained_root) if accumulates else 0
         # a tied matrix gets two gradients, and their sum is a third tensor
         tied = self.shape.tied and self.policy
-        fresh = types.compute * (units.embedding * (3 if tied else 1) if accumulates else units.trained_root + 2 * tied * units.embedding)
+        fresh = types.compute * (
+            units.embedding * (3 if tied else 1)
+            if accumulates
+            else units.trained_root + 2 * tied * units.embedding
+        )
         around = around_layers(self.shape, tokens, types.compute)
         making = Parts(
             gradients=summed + held + fresh,
@@ -141,7 +188,8 @@ class Sharded:
         buffer = types.reduced * units.trained_root
         unsharded = held or types.compute * units.trained_root
         copied = Parts(gradients=summed + unsharded, gathered=buffer)
-        # torch's loop over the gradients still names the last one while they are summed: an output matrix of its own
+        # torch's loop over the gradients still names the last one while they are summed: an output matrix of
+        # its own
         kept = (types.reduced if accumulates else types.compute) * units.head
         output = self._share(units.trained_root, types.reduced)
         reduced = Parts(gradients=summed + kept + output, gathered=buffer * (2 if self._copies else 1))
@@ -152,7 +200,8 @@ class Sharded:
         return Parts(gathered=self.types.compute * self.units.root * min(2, self.ranks))
 
     def _gathered(self, layers: int) -> int:
-        """The root and so many copies of a layer: as itself, as it arrives, as the one before still waits to be freed."""
+        """The root and so many copies of a layer: as itself, as it arrives, as the one before still waits to
+        be freed."""
         units, number = self.units, self.types.compute
         copies = min(layers, 1) if self.ranks == 1 else layers
         if not self.reshard:
@@ -167,7 +216,9 @@ class Sharded:
     def _head(self, tokens: Tokens, *, entropy: bool) -> int:
         if not self.policy:
             return 4 * tokens.asked
-        return head_forward(self.shape.vocabulary, tokens.asked, self.chunk, self.types.compute, entropy=entropy)
+        return head_forward(
+            self.shape.vocabulary, tokens.asked, self.chunk, self.types.compute, entropy=entropy
+        )
 
     def _unsharded(self, numbers: int) -> int:
         """Accumulated gradients, in the type in which they will be summed."""
@@ -182,7 +233,8 @@ class Sharded:
 
     @property
     def _output_gradient(self) -> int:
-        """Of the output matrix, unsharded: it waits for the embedding's (tied), or for the end of the backward pass."""
+        """Of the output matrix, unsharded: it waits for the embedding's (tied), or for the end of the
+        backward pass."""
         tied = self.units.embedding if self.shape.tied and self.policy else 0
         return self.types.compute * (self.units.head + tied)
 
@@ -194,7 +246,8 @@ class Sharded:
 def units_of(shape: ModelShape, *, policy: bool, least: int, trained: bool, adapters: int) -> Units:
     """The model cut into units.
 
-    `least`: fsdp_config.wrap_policy.min_num_params. `adapters`: trained numbers of low-rank adapters in one layer; 0: without.
+    `least`: fsdp_config.wrap_policy.min_num_params. `adapters`: trained numbers of low-rank adapters in one
+    layer; 0: without.
 
     >>> shape = ModelShape("llama", 100, 8, 2, 2, 2, 4, 16, tied=True, dense_layers=2)
     >>> units_of(shape, policy=True, least=0, trained=True, adapters=0).root == 100 * 8 + 8
@@ -208,7 +261,16 @@ def units_of(shape: ModelShape, *, policy: bool, least: int, trained: bool, adap
     root = every - in_layers
     if adapters:
         apart = sum(count for _, count in layers)
-        return Units(root, layer, every, adapters * (shape.layers - apart), adapters if apart else 0, adapters * shape.layers, 0, 0)
+        return Units(
+            root,
+            layer,
+            every,
+            adapters * (shape.layers - apart),
+            adapters if apart else 0,
+            adapters * shape.layers,
+            0,
+            0,
+        )
     if not trained:
         return Units(root, layer, every, 0, 0, 0, 0, 0)
     own_head = 0 if policy and shape.tied else shape.embedding if policy else shape.hidden
@@ -216,12 +278,17 @@ def units_of(shape: ModelShape, *, policy: bool, least: int, trained: bool, adap
 
 
 def adapter_numbers(shape: ModelShape, rank: int, targets: object) -> int:
-    """Numbers of one layer's adapters: rank · (inputs + outputs) of each matrix that gets one. The output matrix gets none."""
+    """Numbers of one layer's adapters: rank · (inputs + outputs) of each matrix that gets one. The output
+    matrix gets none."""
     h, q, kv, wide = shape.hidden, shape.q_width, shape.kv_width, shape.intermediate
     sizes = {"q_proj": h + q, "k_proj": h + kv, "v_proj": h + kv, "o_proj": h + q}
     if shape.dense_layers:
         sizes |= {"gate_proj": h + wide, "up_proj": h + wide, "down_proj": h + wide}
-    chosen = sizes if targets == "all-linear" or isinstance(targets, str) else [str(name).rsplit(".", 1)[-1] for name in _listed(targets)]
+    chosen = (
+        sizes
+        if targets == "all-linear" or isinstance(targets, str)
+        else [str(name).rsplit(".", 1)[-1] for name in _listed(targets)]
+    )
     return rank * sum(sizes.get(name, 0) for name in chosen)
 
 

@@ -1,7 +1,9 @@
-"""What a generation engine holds on one device: weights, key-value cache, and what one step of decoding needs.
+"""What a generation engine holds on one device: weights, key-value cache, and what one step of decoding
+needs.
 
-In: a model's shape, sequences and their lengths, the engine's settings. Out: `Parts` per phase. The native engine is followed as
-`generation/cache.py`, `decode.py` and `sampling.py` allocate; vLLM takes the share of the device that it is told to take.
+In: a model's shape, sequences and their lengths, the engine's settings. Out: `Parts` per phase. The native
+engine is followed as `generation/cache.py`, `decode.py` and `sampling.py` allocate; vLLM takes the share of
+the device that it is told to take.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ class Native:
 
     def sample(self, rows: RowSizes, sequences: int) -> Parts:
         """`sequences` rows of the longest kind in one wave."""
-        return self.resting + max((self._prefill(rows, sequences), self._decode(rows, sequences)), key=lambda parts: parts.total)
+        return self.resting + max(
+            (self._prefill(rows, sequences), self._decode(rows, sequences)), key=lambda parts: parts.total
+        )
 
     def _prefill(self, rows: RowSizes, sequences: int) -> Parts:
         """Every prompt once: its cache, and the layers' intermediates of one forward."""
@@ -55,7 +59,8 @@ class Native:
         )
 
     def _decode(self, rows: RowSizes, sequences: int) -> Parts:
-        """The last tokens: the cache at its longest, one layer's keys and values repeated for every query head, logits twice."""
+        """The last tokens: the cache at its longest, one layer's keys and values repeated for every query
+        head, logits twice."""
         shape, batch = self.shape, max(sequences, LEAST_ROWS)
         width = padded_width(rows.prompt)
         last = width + rows.response - 1
@@ -93,17 +98,21 @@ class Vllm:
         return Parts() if self.shared else self.reserved(0)
 
     def reserved(self, demand: int) -> Parts:
-        """Weights and cache: together the device's share or, where its size is not known, `demand` bytes of cache."""
+        """Weights and cache: together the device's share or, where its size is not known, `demand` bytes of
+        cache."""
         if self.device_bytes is None:
             return Parts(weights=self.weights, kv_cache=demand)
-        return Parts(weights=self.weights, kv_cache=max(0, int(self.share * self.device_bytes) - self.weights))
+        return Parts(
+            weights=self.weights, kv_cache=max(0, int(self.share * self.device_bytes) - self.weights)
+        )
 
     def sample(self, sequences: int, length: int) -> Parts:
         """`sequences` rows of `length` tokens at a time."""
         return self.reserved(sequences * self.row_bytes(length))
 
     def row_bytes(self, length: int) -> int:
-        """Cache of one row on each device; key-value heads that are fewer than devices are held several times."""
+        """Cache of one row on each device; key-value heads that are fewer than devices are held several
+        times."""
         heads = max(self.shape.kv_width // self.tensor, self.shape.head_dim)
         layers = -(-self.shape.layers // self.pipeline)
         return 2 * layers * heads * self.number * length
@@ -121,7 +130,8 @@ def padded_width(length: int) -> int:
 
 
 def cache_room(width: int, last: int) -> int:
-    """generation/cache.py: tokens for which a row's cache has room when `last` are in it, `width` of them the prompt's.
+    """generation/cache.py: tokens for which a row's cache has room when `last` are in it, `width` of them the
+    prompt's.
 
     >>> cache_room(100, 120), cache_room(100, 130)   # room for a quarter more is made with the first token, and again when it is used up
     (126, 158)

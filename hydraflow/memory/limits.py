@@ -1,7 +1,8 @@
-"""How much memory there is, and in which types the devices compute: of the machines that `cluster.*` describes, or of this one.
+"""How much memory there is, and in which types the devices compute: of the machines that `cluster.*`
+describes, or of this one.
 
-In: the configuration, and /proc of this machine where the configuration is silent. Out: `Limits`. No torch: the memory of a GPU
-of this machine is not looked up, so without `cluster.device_memory_gib` it is not known.
+In: the configuration, and /proc of this machine where the configuration is silent. Out: `Limits`. No torch:
+the memory of a GPU of this machine is not looked up, so without `cluster.device_memory_gib` it is not known.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from hydraflow.allocation import allocation
 from hydraflow.device import CPU_PROCESSES, cgroup_folders, cpu_has_bf16, listed_gpus
 from hydraflow.engine.config import FSDPConfig
 from hydraflow.schema import PPOConfig
+from hydraflow.system.allocation import allocation
 from hydraflow.trainer.config import ClusterConfig, RunConfig
 
 GIB = 2**30
@@ -53,7 +54,9 @@ class Types:
     @classmethod
     def of(cls, fsdp: FSDPConfig, limits: Limits) -> Types:
         """As `engine/fsdp/build.py` resolves them."""
-        kept, compute, reduced = (limits.bytes_of(name) for name in (fsdp.model_dtype, fsdp.dtype, fsdp.reduce_dtype))
+        kept, compute, reduced = (
+            limits.bytes_of(name) for name in (fsdp.model_dtype, fsdp.dtype, fsdp.reduce_dtype)
+        )
         if fsdp.dtype == "auto" and kept == 8:
             compute = kept
         return cls(kept, compute, compute if compute == 8 else reduced)
@@ -71,7 +74,8 @@ def limits_of(config: PPOConfig) -> Limits:
 
 
 def machine_limits(trainer: RunConfig, cluster: ClusterConfig) -> Limits:
-    """The same for commands whose configuration describes no machines: `ClusterConfig()` stands for this one."""
+    """The same for commands whose configuration describes no machines: `ClusterConfig()` stands for this
+    one."""
     device_type = _device_type(trainer, cluster)
     elsewhere = device_type != "cpu" and not listed_gpus()
     host = cluster.host_memory_gib * GIB if cluster.host_memory_gib else None if elsewhere else host_memory()
@@ -94,7 +98,8 @@ def machine_limits(trainer: RunConfig, cluster: ClusterConfig) -> Limits:
 
 
 def host_memory() -> int:
-    """Bytes that the processes of this machine may have: what is built in, or what a control group or Slurm leaves of it."""
+    """Bytes that the processes of this machine may have: what is built in, or what a control group or Slurm
+    leaves of it."""
     sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     if (given := allocation()) and given.memory_bytes:
         sizes.append(given.memory_bytes)

@@ -1,9 +1,10 @@
 """What one device of a Megatron-Core engine holds: a part of the layers, of each matrix, of the experts.
 
-In: a model's shape, a `Layout`, a micro-batch. Out: `Parts` per phase, for the fullest pipeline stage. From Megatron-Core's own
-accounts, not measured here: weights in the compute type, gradients in float32, and 12 bytes of optimizer state per 16-bit weight
-(a float32 copy and two moments), which the distributed optimizer divides over data ranks (docs/source/api-guide/dist_optimizer.md);
-activations divided as in Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198).
+In: a model's shape, a `Layout`, a micro-batch. Out: `Parts` per phase, for the fullest pipeline stage. From
+Megatron-Core's own accounts, not measured here: weights in the compute type, gradients in float32, and 12
+bytes of optimizer state per 16-bit weight (a float32 copy and two moments), which the distributed optimizer
+divides over data ranks (docs/source/api-guide/dist_optimizer.md); activations divided as in Korthikanti et
+al. 2022 (https://arxiv.org/abs/2205.05198).
 """
 
 from __future__ import annotations
@@ -40,14 +41,22 @@ class Parallel:
             return Parts(weights=numbers * self.number)
         data, expert_data = self._data_ranks()
         state = 12 if self.number == 2 else 8
-        shards = -(-dense // data) + -(-experts // expert_data) if self.settings.use_distributed_optimizer else numbers
+        shards = (
+            -(-dense // data) + -(-experts // expert_data)
+            if self.settings.use_distributed_optimizer
+            else numbers
+        )
         return Parts(weights=numbers * self.number, gradients=4 * numbers, optimizer=state * shards)
 
     @property
     def resting(self) -> Parts:
         """While others work: what is not offloaded."""
         held, settings = self.held, self.settings
-        gone = {"weights": settings.param_offload, "gradients": settings.grad_offload, "optimizer": settings.optimizer_offload}
+        gone = {
+            "weights": settings.param_offload,
+            "gradients": settings.grad_offload,
+            "optimizer": settings.optimizer_offload,
+        }
         sizes = held.on_device()
         kept = {name: 0 if gone.get(name) else size for name, size in sizes.items()}
         return Parts(**kept, host=sum(size for name, size in sizes.items() if gone.get(name)))
@@ -59,13 +68,16 @@ class Parallel:
         return self.held + Parts(activations=activations, logits=self._logits(tokens, copies=1))
 
     def update(self, tokens: Tokens, micro_batches: int) -> Parts:
-        """The first stage, which has most micro-batches on their way, or the last, which has the logits: both at once, at most."""
+        """The first stage, which has most micro-batches on their way, or the last, which has the logits: both
+        at once, at most."""
         costs = layer_costs(self.shape, tokens, self.number, tensor=self.layout.tensor, outside=self._outside)
         layers, on_their_way = self._stage_layers, min(self.layout.pipeline, micro_batches)
         stored = layers * (costs.entry if self.checkpointing else costs.saved) * on_their_way
         if self.layout.virtual_pipeline > 1:
             # an interleaved schedule starts more forward passes before the first backward pass
-            stored += stored * (self.layout.pipeline - 1) // (self.layout.pipeline * self.layout.virtual_pipeline)
+            stored += (
+                stored * (self.layout.pipeline - 1) // (self.layout.pipeline * self.layout.virtual_pipeline)
+            )
         working = (costs.saved if self.checkpointing else 0) + costs.backward
         around = around_layers(self.shape, tokens, self.number) // self._outside
         return self.held + Parts(activations=stored + working + around, logits=self._logits(tokens, copies=2))
@@ -93,7 +105,9 @@ class Parallel:
     def _experts(self) -> int:
         shape = self.shape
         layers = min(self._stage_layers, shape.sparse_layers)
-        return layers * -(-shape.experts // self.layout.expert) * -(-shape.expert // self.layout.expert_tensor)
+        return (
+            layers * -(-shape.experts // self.layout.expert) * -(-shape.expert // self.layout.expert_tensor)
+        )
 
     def _data_ranks(self) -> tuple[int, int]:
         """Devices that hold the same dense numbers, and those that hold the same experts."""

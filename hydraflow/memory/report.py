@@ -1,6 +1,8 @@
-"""What the memory estimate says: bytes by role, part, phase and device, whether they fit, and what to change first.
+"""What the memory estimate says: bytes by role, part, phase and device, whether they fit, and what to change
+first.
 
-In: numbers from `memory/estimate.py`. Out: dataclasses for tables and JSON, and sizes as text. All sizes are bytes.
+In: numbers from `memory/estimate.py`. Out: dataclasses for tables and JSON, and sizes as text. All sizes are
+bytes.
 """
 
 from __future__ import annotations
@@ -171,7 +173,8 @@ class MemoryReport:
 
     @property
     def fits(self) -> bool | None:
-        """Whether devices and machines hold it; None: a limit is not known and none that is known is broken."""
+        """Whether devices and machines hold it; None: a limit is not known and none that is known is
+        broken."""
         told = [self.host.fits, *(group.fits for group in self.groups if self.limits.device_type != "cpu")]
         if any(one is False for one in told):
             return False
@@ -179,7 +182,8 @@ class MemoryReport:
 
     @property
     def missing(self) -> tuple[str, int]:
-        """Where most bytes are missing, device or host, and how many; not above 0 where everything fits that has a known limit."""
+        """Where most bytes are missing, device or host, and how many; not above 0 where everything fits that
+        has a known limit."""
         found = [("device", group.peak - group.limit) for group in self.groups if group.limit is not None]
         found += [("host", self.host.total - self.host.limit)] if self.host.limit is not None else []
         return max(found, key=lambda one: one[1], default=("device", 0))
@@ -192,7 +196,10 @@ class MemoryReport:
     def to_json(self) -> dict[str, Any]:
         """Everything, for machines."""
         roles = [{**asdict(one), "peak_phase": one.peak_phase, "total": one.total} for one in self.roles]
-        groups = [{**asdict(one), "peak": one.peak, "peak_phase": one.peak_phase, "fits": one.fits} for one in self.groups]
+        groups = [
+            {**asdict(one), "peak": one.peak, "peak_phase": one.peak_phase, "fits": one.fits}
+            for one in self.groups
+        ]
         host = {**asdict(self.host), "total": self.host.total, "fits": self.host.fits}
         derived = {"fits": self.fits, "missing_after_advice": self.missing_after_advice}
         return {**asdict(self), "roles": roles, "groups": groups, "host": host, **derived}

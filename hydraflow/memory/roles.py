@@ -1,4 +1,5 @@
-"""Each role's memory, from the plan and the configuration: which engine it has, on what shape, with which micro-batches.
+"""Each role's memory, from the plan and the configuration: which engine it has, on what shape, with which
+micro-batches.
 
 In: `BatchPlan`, `PPOConfig`, shapes, limits. Out: one `RoleMemory` per role that the plan lays out.
 """
@@ -44,7 +45,12 @@ class Facts:
     def rows(self, model: ModelConfig) -> RowSizes:
         """The longest rows, as that model's engine lays them out."""
         data = self.config.data
-        return RowSizes(data.max_prompt_length, data.max_response_length, self.plan.samples_per_prompt, model.use_remove_padding)
+        return RowSizes(
+            data.max_prompt_length,
+            data.max_response_length,
+            self.plan.samples_per_prompt,
+            model.use_remove_padding,
+        )
 
 
 def role_memory(facts: Facts, role: str, layout: Layout) -> RoleMemory:
@@ -66,17 +72,23 @@ def _actor(facts: Facts, layout: Layout) -> Estimate:
     forwards = [(_tokens(facts, layout, micro, model, most), entropy) for micro, entropy in passes]
     engine: Parallel | Sharded
     if layout.engine == "megatron":
-        engine = parallel = _parallel(facts, layout, facts.shape, model, actor.megatron, trained=True, policy=True)
+        engine = parallel = _parallel(
+            facts, layout, facts.shape, model, actor.megatron, trained=True, policy=True
+        )
         phases = {
             "log_probs": _fullest([parallel.forward(one) for one, _ in forwards]),
             "update": parallel.update(tokens, micro_batches(plan.actor, facts.longest_row)),
         }
     else:
-        engine = sharded = _sharded(facts, layout, facts.shape, model, actor.fsdp_config, trained=True, policy=True)
+        engine = sharded = _sharded(
+            facts, layout, facts.shape, model, actor.fsdp_config, trained=True, policy=True
+        )
         accumulates = micro_batches(plan.actor, facts.longest_row) > 1
         phases = {
             "log_probs": _fullest([sharded.forward(one, entropy=entropy) for one, entropy in forwards]),
-            "update": sharded.update(tokens, accumulates=accumulates, entropy=True, trained_entropy=actor.entropy_coeff != 0),
+            "update": sharded.update(
+                tokens, accumulates=accumulates, entropy=True, trained_entropy=actor.entropy_coeff != 0
+            ),
         }
     return engine.resting, phases | {"sync": engine.resting + Parts(weight_sync=_sent(facts, layout))}
 
@@ -87,12 +99,16 @@ def _critic(facts: Facts, layout: Layout) -> Estimate:
     tokens = _tokens(facts, layout, plan.critic.micro, critic.model, plan.critic.rows_per_rank)
     values = _tokens(facts, layout, plan.values, critic.model, _rows_of_a_rank(facts, layout))
     if layout.engine == "megatron":
-        engine = _parallel(facts, layout, facts.critic_shape, critic.model, critic.megatron, trained=True, policy=False)
+        engine = _parallel(
+            facts, layout, facts.critic_shape, critic.model, critic.megatron, trained=True, policy=False
+        )
         return engine.resting, {
             "log_probs": engine.forward(values),
             "update": engine.update(tokens, micro_batches(plan.critic, facts.longest_row)),
         }
-    sharded = _sharded(facts, layout, facts.critic_shape, critic.model, critic.fsdp_config, trained=True, policy=False)
+    sharded = _sharded(
+        facts, layout, facts.critic_shape, critic.model, critic.fsdp_config, trained=True, policy=False
+    )
     accumulates = micro_batches(plan.critic, facts.longest_row) > 1
     update = sharded.update(tokens, accumulates=accumulates, entropy=False, trained_entropy=False)
     return sharded.resting, {"log_probs": sharded.forward(values, entropy=False), "update": update}
@@ -103,9 +119,13 @@ def _reference(facts: Facts, layout: Layout) -> Estimate:
     assert facts.plan.ref is not None, "a reference has a plan"
     tokens = _tokens(facts, layout, facts.plan.ref, policy.model, _rows_of_a_rank(facts, layout))
     if layout.engine == "megatron":
-        engine = _parallel(facts, layout, facts.shape, policy.model, policy.ref.megatron, trained=False, policy=True)
+        engine = _parallel(
+            facts, layout, facts.shape, policy.model, policy.ref.megatron, trained=False, policy=True
+        )
         return engine.resting, {"log_probs": engine.forward(tokens)}
-    sharded = _sharded(facts, layout, facts.shape, policy.model, policy.ref.fsdp_config, trained=False, policy=True)
+    sharded = _sharded(
+        facts, layout, facts.shape, policy.model, policy.ref.fsdp_config, trained=False, policy=True
+    )
     return sharded.resting, {"log_probs": sharded.forward(tokens, entropy=False)}
 
 
@@ -117,8 +137,18 @@ def _rollout(facts: Facts, layout: Layout) -> Estimate:
     if layout.engine == "native":
         engine = Native(facts.shape, number)
         return engine.resting, {"sample": engine.sample(rows, sequences), "sync": engine.resting}
-    shared = any(len(layout.devices & other.devices) for name, other in facts.plan.layouts.items() if name != "rollout")
-    vllm = Vllm(facts.shape, number, layout.tensor, layout.pipeline, rollout.gpu_memory_utilization, facts.limits.device_bytes, shared)
+    shared = any(
+        len(layout.devices & other.devices) for name, other in facts.plan.layouts.items() if name != "rollout"
+    )
+    vllm = Vllm(
+        facts.shape,
+        number,
+        layout.tensor,
+        layout.pipeline,
+        rollout.gpu_memory_utilization,
+        facts.limits.device_bytes,
+        shared,
+    )
     received = Parts(weights=vllm.weights, weight_sync=rollout.update_weights_bucket_megabytes * 2**20)
     return vllm.resting, {"sample": vllm.sample(sequences, rows.prompt + rows.response), "sync": received}
 
@@ -142,20 +172,38 @@ ROLES: dict[str, Callable[[Facts, Layout], Estimate]] = {
 
 
 def _sharded(
-    facts: Facts, layout: Layout, shape: ModelShape, model: ModelConfig, fsdp: FSDPConfig, *, trained: bool, policy: bool
+    facts: Facts,
+    layout: Layout,
+    shape: ModelShape,
+    model: ModelConfig,
+    fsdp: FSDPConfig,
+    *,
+    trained: bool,
+    policy: bool,
 ) -> Sharded:
     return sharded_model(layout, shape, model, fsdp, facts.limits, trained=trained, policy=policy)
 
 
 def sharded_model(
-    layout: Layout, shape: ModelShape, model: ModelConfig, fsdp: FSDPConfig, limits: Limits, *, trained: bool, policy: bool
+    layout: Layout,
+    shape: ModelShape,
+    model: ModelConfig,
+    fsdp: FSDPConfig,
+    limits: Limits,
+    *,
+    trained: bool,
+    policy: bool,
 ) -> Sharded:
     """A model on one rank of the FSDP2 engine, as the configuration says."""
     on_host = limits.device_type == "cpu"  # there offloading moves nothing
-    adapters = adapter_numbers(shape, model.lora_rank, model.target_modules) if trained and model.lora_rank else 0
+    adapters = (
+        adapter_numbers(shape, model.lora_rank, model.target_modules) if trained and model.lora_rank else 0
+    )
     return Sharded(
         shape=shape,
-        units=units_of(shape, policy=policy, least=fsdp.wrap_policy.min_num_params, trained=trained, adapters=adapters),
+        units=units_of(
+            shape, policy=policy, least=fsdp.wrap_policy.min_num_params, trained=trained, adapters=adapters
+        ),
         types=Types.of(fsdp, limits),
         ranks=max(1, layout.shard),
         host_copies=on_host,
@@ -169,10 +217,19 @@ def sharded_model(
 
 
 def _parallel(
-    facts: Facts, layout: Layout, shape: ModelShape, model: ModelConfig, settings: MegatronConfig, *, trained: bool, policy: bool
+    facts: Facts,
+    layout: Layout,
+    shape: ModelShape,
+    model: ModelConfig,
+    settings: MegatronConfig,
+    *,
+    trained: bool,
+    policy: bool,
 ) -> Parallel:
     number = facts.limits.bytes_of(settings.dtype)
-    return Parallel(shape, layout, settings, number, trained, trained and model.enable_gradient_checkpointing, policy)
+    return Parallel(
+        shape, layout, settings, number, trained, trained and model.enable_gradient_checkpointing, policy
+    )
 
 
 def _tokens(facts: Facts, layout: Layout, micro: MicroPlan, model: ModelConfig, most_rows: int) -> Tokens:
@@ -192,7 +249,8 @@ def micro_batches(plan: RolePlan, longest_row: int) -> int:
 
 
 def _sent(facts: Facts, layout: Layout) -> int:
-    """What the actor puts together to send: a bucket of full tensors, its shards, and the tensors taken out of it."""
+    """What the actor puts together to send: a bucket of full tensors, its shards, and the tensors taken out
+    of it."""
     policy, shape = facts.config.actor_rollout_ref, facts.shape
     if layout.engine == "megatron":
         return 2 * policy.rollout.update_weights_bucket_megabytes * 2**20

@@ -1,6 +1,8 @@
-"""The memory of a planned supervised run: one model in training, conversations in place of prompts and responses.
+"""The memory of a planned supervised run: one model in training, conversations in place of prompts and
+responses.
 
-In: `SFTPlan`, `SFTConfig`, the model's shape, limits. Out: a `MemoryReport` without advice: the run has one role and few keys.
+In: `SFTPlan`, `SFTConfig`, the model's shape, limits. Out: a `MemoryReport` without advice: the run has one
+role and few keys.
 """
 
 from __future__ import annotations
@@ -17,10 +19,13 @@ from hydraflow.schema import SFTConfig
 
 
 def estimate_sft(plan: SFTPlan, config: SFTConfig, shape: ModelShape, *, limits: Limits) -> MemoryReport:
-    """The report of a supervised run; every conversation is as long as it may be, and nearly all of it is trained on."""
+    """The report of a supervised run; every conversation is as long as it may be, and nearly all of it is
+    trained on."""
     ((name, layout),) = plan.layouts.items()
     length = config.data.max_length
-    sharded = sharded_model(layout, shape, config.model, config.fsdp_config, limits, trained=True, policy=True)
+    sharded = sharded_model(
+        layout, shape, config.model, config.fsdp_config, limits, trained=True, policy=True
+    )
     rows = RowSizes(1, length - 1, samples=1, packed=config.model.use_remove_padding)
     micro: MicroPlan = plan.role.micro
     tokens = tokens_of(micro, rows, most_rows=plan.role.rows_per_rank, devices=layout.context)
@@ -32,7 +37,10 @@ def estimate_sft(plan: SFTPlan, config: SFTConfig, shape: ModelShape, *, limits:
     load = shape.parameters * Types.of(config.fsdp_config, limits).kept
     host = HostMemory(
         load=load,
-        load_text=f"{size_text(load)} on machine 0 while the model loads: rank 0 reads it whole, the others read nothing",
+        load_text=(
+            f"{size_text(load)} on machine 0 while the model loads: rank 0 reads it whole, the others read"
+            " nothing"
+        ),
         offload=role.host * on_node,
         processes=layout.devices_per_node * PROCESS_BYTES,
         running=role.total * on_node if limits.device_type == "cpu" else 0,

@@ -1,8 +1,10 @@
-"""The shape of a causal language model, from what its config.json says: widths, layers, experts, and from them exact parameter counts.
+"""The shape of a causal language model, from what its config.json says: widths, layers, experts, and from
+them exact parameter counts.
 
-In: a mapping as in config.json. Out: `ModelShape`, or a ConfigError that names what is missing. No file of weights is opened.
-A model type that is not in `FAMILIES` is counted as Llama's and says so in its notes.
-Left out on purpose: vision and audio towers (the language model of a multimodal file is counted), recurrent layers.
+In: a mapping as in config.json. Out: `ModelShape`, or a ConfigError that names what is missing. No file of
+weights is opened. A model type that is not in `FAMILIES` is counted as Llama's and says so in its notes. Left
+out on purpose: vision and audio towers (the language model of a multimodal file is counted), recurrent
+layers.
 """
 
 from __future__ import annotations
@@ -92,10 +94,17 @@ class ModelShape:
 
     @property
     def sparse_layer(self) -> int:
-        """Parameters of a layer with experts: attention, router, all experts, two norms; 0 for a dense model."""
+        """Parameters of a layer with experts: attention, router, all experts, two norms; 0 for a dense
+        model."""
         if not self.experts:
             return 0
-        return self.attention + self.hidden * self.experts + self.experts * self.expert + self.shared_expert + 2 * self.hidden
+        return (
+            self.attention
+            + self.hidden * self.experts
+            + self.experts * self.expert
+            + self.shared_expert
+            + 2 * self.hidden
+        )
 
     @property
     def largest_layer(self) -> int:
@@ -136,7 +145,12 @@ class ModelShape:
     @property
     def largest_tensor(self) -> int:
         """Numbers in the largest single tensor; the experts of a layer lie in two."""
-        matrices = [self.vocabulary, self.q_width, self.intermediate, 2 * self.experts * self.expert_intermediate]
+        matrices = [
+            self.vocabulary,
+            self.q_width,
+            self.intermediate,
+            2 * self.experts * self.expert_intermediate,
+        ]
         return self.hidden * max(matrices)
 
 
@@ -188,7 +202,8 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def read_shape(model: ModelSourceConfig, *, field: str = "actor_rollout_ref.model") -> ModelShape | None:
-    """The shape of a model whose directory is on this machine, or whose sizes stand in `override_config`; None: neither.
+    """The shape of a model whose directory is on this machine, or whose sizes stand in `override_config`;
+    None: neither.
 
     Raises ConfigError for a config.json that cannot be read or lacks sizes.
     """
@@ -197,9 +212,13 @@ def read_shape(model: ModelSourceConfig, *, field: str = "actor_rollout_ref.mode
         try:
             found = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ConfigError.one(f"{field}.path", model.path, f"its config.json cannot be read: {error}") from error
+            raise ConfigError.one(
+                f"{field}.path", model.path, f"its config.json cannot be read: {error}"
+            ) from error
         if not isinstance(found, dict):
-            raise ConfigError.one(f"{field}.path", model.path, "its config.json holds no mapping of names to values")
+            raise ConfigError.one(
+                f"{field}.path", model.path, "its config.json holds no mapping of names to values"
+            )
         return shape_of({**_text_part(found), **model.override_config}, field=field)
     if all(key in model.override_config for key in _NEEDED):
         return shape_of(model.override_config, field=field)
@@ -207,7 +226,8 @@ def read_shape(model: ModelSourceConfig, *, field: str = "actor_rollout_ref.mode
 
 
 def shape_of(config: Mapping[str, Any], *, field: str = "actor_rollout_ref.model") -> ModelShape:
-    """The shape that a config.json describes. Raises ConfigError naming every size that is missing or no positive number.
+    """The shape that a config.json describes. Raises ConfigError naming every size that is missing or no
+    positive number.
 
     >>> shape_of({"model_type": "qwen2", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 10,
     ...     "intermediate_size": 16, "tie_word_embeddings": True}).parameters
@@ -240,7 +260,9 @@ def shape_of(config: Mapping[str, Any], *, field: str = "actor_rollout_ref.model
         qk_norm=family.qk_norm,
         experts=experts,
         experts_per_token=int(config.get("num_experts_per_tok") or 0) if experts else 0,
-        expert_intermediate=int(config.get(family.expert_width) or config["intermediate_size"]) if experts else 0,
+        expert_intermediate=(
+            int(config.get(family.expert_width) or config["intermediate_size"]) if experts else 0
+        ),
         shared_intermediate=int(config.get("shared_expert_intermediate_size") or 0) if experts else 0,
         dense_layers=dense,
         notes=tuple(_notes(config, kind)),
@@ -256,7 +278,9 @@ def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _notes(config: Mapping[str, Any], kind: str) -> list[str]:
     notes = []
     if kind not in FAMILIES:
-        notes.append(f"model_type={kind} is not known to the memory estimate: it is counted as a Llama of these sizes")
+        notes.append(
+            f"model_type={kind} is not known to the memory estimate: it is counted as a Llama of these sizes"
+        )
     if "multimodal" in config:
         notes.append(f"{config['multimodal']}: only its language model is counted")
     return notes
@@ -272,8 +296,11 @@ def _experts(config: Mapping[str, Any]) -> int:
 
 
 def _is_sparse(config: Mapping[str, Any], layer: int) -> bool:
-    """Whether the layer has experts: Qwen's files name every n-th layer and exceptions, DeepSeek's the first that are dense."""
-    if layer in (config.get("mlp_only_layers") or ()) or layer < int(config.get("first_k_dense_replace") or 0):
+    """Whether the layer has experts: Qwen's files name every n-th layer and exceptions, DeepSeek's the first
+    that are dense."""
+    if layer in (config.get("mlp_only_layers") or ()) or layer < int(
+        config.get("first_k_dense_replace") or 0
+    ):
         return False
     return (layer + 1) % int(config.get("decoder_sparse_step") or 1) == 0
 
@@ -287,5 +314,11 @@ def _is_size(value: object) -> bool:
 
 
 def _problem(config: Mapping[str, Any], key: str, field: str) -> Problem:
-    rule = "must be a whole number above 0" if key in config else "config.json does not give it, and the model's memory depends on it"
-    return Problem(f"{field}.override_config.{key}", config.get(key), rule, f"+{field}.override_config.{key}=<number>")
+    rule = (
+        "must be a whole number above 0"
+        if key in config
+        else "config.json does not give it, and the model's memory depends on it"
+    )
+    return Problem(
+        f"{field}.override_config.{key}", config.get(key), rule, f"+{field}.override_config.{key}=<number>"
+    )

@@ -1,4 +1,5 @@
-"""Sharded checkpoints to Hugging Face directories and back: `python -m hydraflow.model_merger merge|test|info|split`.
+"""Sharded checkpoints to Hugging Face directories and back: `python -m hydraflow.model_merger
+merge|test|info|split`.
 
 As a library: `hydraflow.model_merger.load_state_dict(CHECKPOINT)`.
 """
@@ -13,8 +14,11 @@ if TYPE_CHECKING:
     import torch
 
 
-def load_state_dict(checkpoint: str | Path, *, dtype: str = "auto", trust_remote_code: bool = False) -> dict[str, torch.Tensor]:
-    """All weights of a checkpoint by the names that `model.load_state_dict` knows; see `library.load_state_dict`."""
+def load_state_dict(
+    checkpoint: str | Path, *, dtype: str = "auto", trust_remote_code: bool = False
+) -> dict[str, torch.Tensor]:
+    """All weights of a checkpoint by the names that `model.load_state_dict` knows; see
+    `library.load_state_dict`."""
     from hydraflow.model_merger import library
 
     return library.load_state_dict(checkpoint, dtype=dtype, trust_remote_code=trust_remote_code)

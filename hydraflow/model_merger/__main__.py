@@ -1,7 +1,8 @@
-"""python -m hydraflow.model_merger merge|test|info|split: sharded checkpoints to Hugging Face directories and back.
+"""python -m hydraflow.model_merger merge|test|info|split: sharded checkpoints to Hugging Face directories and
+back.
 
-In: the command line. Out: the exit code: 0 done, 1 `test` found a difference or `info` a missing part, 2 a mistake found
-before anything was written, 3 a fault found later, 130 interrupted.
+In: the command line. Out: the exit code: 0 done, 1 `test` found a difference or `info` a missing part, 2 a
+mistake found before anything was written, 3 a fault found later, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def _merge(args: Namespace) -> int:
     from hydraflow.model_merger.merge import Upload, merge
 
     if args.private and args.hf_upload_path is None:
-        raise ConfigError.one("--private", None, "is about an upload, and there is none", "--hf_upload_path <repository>")
+        raise ConfigError.one(
+            "--private", None, "is about an upload, and there is none", "--hf_upload_path <repository>"
+        )
     upload = Upload(args.hf_upload_path, args.private) if args.hf_upload_path is not None else None
     options = dict(backend=args.backend, most_bytes=args.max_shard_size, overwrite=args.overwrite)
     _print("\n".join(merge(args.local_dir, args.target_dir, wishes=_wishes(args), upload=upload, **options)))
@@ -62,7 +65,9 @@ def _info(args: Namespace) -> int:
     from hydraflow.model_merger.info import facts_of, lines
 
     facts = facts_of(args.local_dir, args.backend, verify=args.verify)
-    _print(json.dumps(facts, indent=2) if args.json else "\n\n".join("\n".join(lines(model)) for model in facts))
+    _print(
+        json.dumps(facts, indent=2) if args.json else "\n\n".join("\n".join(lines(model)) for model in facts)
+    )
     return 1 if any(model["problems"] for model in facts) else 0
 
 
@@ -79,7 +84,9 @@ def _print(text: str) -> None:
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains again when it ends
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # else Python complains again when it ends
 
 
 def _wishes(args: Namespace) -> Wishes:
@@ -89,7 +96,12 @@ def _wishes(args: Namespace) -> Wishes:
     return Wishes(**{name: getattr(args, name) for name in names}, lora=getattr(args, "lora", "merged"))
 
 
-_COMMANDS: dict[str, Callable[[Namespace], int]] = {"merge": _merge, "test": _test, "info": _info, "split": _split}
+_COMMANDS: dict[str, Callable[[Namespace], int]] = {
+    "merge": _merge,
+    "test": _test,
+    "info": _info,
+    "split": _split,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,9 +1,10 @@
-"""What a reader of the merged model expects: names, shapes, tied weights, and how names in files differ from those of modules.
+"""What a reader of the merged model expects: names, shapes, tied weights, and how names in files differ from
+those of modules.
 
-In: the directory with config.json, names and shapes of a checkpoint. Out: an `Architecture` that they fill exactly, so that no
-tensor is missing or made anew when the result is read. The commonest decoders are known by heart (`families.py`); for
-everything else transformers builds the model on the meta device: no memory, no values.
-Left out on purpose: reading weights.
+In: the directory with config.json, names and shapes of a checkpoint. Out: an `Architecture` that they fill
+exactly, so that no tensor is missing or made anew when the result is read. The commonest decoders are known
+by heart (`families.py`); for everything else transformers builds the model on the meta device: no memory, no
+values. Left out on purpose: reading weights.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Conversion:
     renamed: bool = False
     """One tensor goes in and comes out as it was."""
     number_at: int | None = None
-    """Rows of the one input are converted by themselves: this part of an output's name, between dots, is the row's number."""
+    """Rows of the one input are converted by themselves: this part of an output's name, between dots, is the
+    row's number."""
 
     def output_of(self, name: str, row: int) -> str:
         """What an output is called whose rows were counted from `row` on, not from 0."""
@@ -61,12 +63,14 @@ class Architecture:
     buffers: frozenset[str] = frozenset()
     """Buffers that belong into no file."""
     model: Any = None
-    """The model on the meta device where transformers was asked; without it, names in files are those of modules."""
+    """The model on the meta device where transformers was asked; without it, names in files are those of
+    modules."""
     retied: bool | None = None
     """What tie_word_embeddings must become; None: config.json is right."""
 
     def differences(self, shapes: Mapping[str, Shape]) -> Differences:
-        """What a checkpoint of these tensors has too few, too many or in another shape. Compared as in files."""
+        """What a checkpoint of these tensors has too few, too many or in another shape. Compared as in
+        files."""
         wanted = self._in_files({name: shape for name, shape in self.shapes.items() if name not in self.tied})
         got = self._in_files({name: shape for name, shape in shapes.items() if name not in self.tied})
         got = {name: shape for name, shape in got.items() if name not in self.buffers}
@@ -96,7 +100,11 @@ class Architecture:
         full = self.revert(metas)
         names = {id(tensor): name for name, tensor in metas.items()}
         plain = {names[id(tensor)]: written for written, tensor in full.items() if id(tensor) in names}
-        found = [Conversion((name,), {plain[name]: tuple(metas[name].shape)}, renamed=True) for name in metas if name in plain]
+        found = [
+            Conversion((name,), {plain[name]: tuple(metas[name].shape)}, renamed=True)
+            for name in metas
+            if name in plain
+        ]
         changed = [name for name in metas if name not in plain]
         written = {name: tuple(tensor.shape) for name, tensor in full.items() if id(tensor) not in names}
         return found + self._groups(changed, metas, written)
@@ -110,7 +118,11 @@ class Architecture:
         depth = min(first.count(".") for first in firsts) + 1
         for at in (at for at in range(depth) if all(first.split(".")[at] == "0" for first in firsts)):
             found = replace(conversion, number_at=at)
-            outputs = {found.output_of(first, row): shape for row in range(len(metas[name])) for first, shape in firsts.items()}
+            outputs = {
+                found.output_of(first, row): shape
+                for row in range(len(metas[name]))
+                for first, shape in firsts.items()
+            }
             if outputs == conversion.outputs:
                 return found
         return conversion
@@ -118,9 +130,13 @@ class Architecture:
     def _in_files(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
         if self.model is None:
             return dict(shapes)
-        return _shapes(self.revert({name: torch.empty(shape, device="meta") for name, shape in shapes.items()}))
+        return _shapes(
+            self.revert({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
+        )
 
-    def _groups(self, changed: list[str], metas: Mapping[str, torch.Tensor], written: Mapping[str, Shape]) -> list[Conversion]:
+    def _groups(
+        self, changed: list[str], metas: Mapping[str, torch.Tensor], written: Mapping[str, Shape]
+    ) -> list[Conversion]:
         if not changed:
             return []
         ways: list[Callable[[str], str]] = [lambda name: name, _layer, lambda name: ""]
@@ -128,7 +144,10 @@ class Architecture:
             groups: dict[str, list[str]] = {}
             for name in changed:
                 groups.setdefault(way(name), []).append(name)
-            made = [Conversion(tuple(group), _shapes(self.revert({name: metas[name] for name in group}))) for group in groups.values()]
+            made = [
+                Conversion(tuple(group), _shapes(self.revert({name: metas[name] for name in group})))
+                for group in groups.values()
+            ]
             together: dict[str, Shape] = {}
             for conversion in made:
                 together.update(conversion.outputs)
@@ -149,16 +168,28 @@ class Differences:
         return len(self.missing) + len(self.unknown) + len(self.shapes)
 
     def __str__(self) -> str:
-        told = {"missing": self.missing, "not part of the model": self.unknown, "of another shape": self.shapes}
-        return "; ".join(f"{len(names)} tensors {what}: {_some(names)}" for what, names in told.items() if names)
+        told = {
+            "missing": self.missing,
+            "not part of the model": self.unknown,
+            "of another shape": self.shapes,
+        }
+        return "; ".join(
+            f"{len(names)} tensors {what}: {_some(names)}" for what, names in told.items() if names
+        )
 
 
 def describe(
-    directory: Path, shapes: Mapping[str, Shape], *, head: str, tie: bool = False, trust_remote_code: bool = False
+    directory: Path,
+    shapes: Mapping[str, Shape],
+    *,
+    head: str,
+    tie: bool = False,
+    trust_remote_code: bool = False,
 ) -> Architecture:
     """The architecture that config.json means and that these tensors fill.
 
-    tie: tie the embeddings whatever config.json says. Raises ConfigError when tensors are missing, unknown or misshapen.
+    tie: tie the embeddings whatever config.json says. Raises ConfigError when tensors are missing, unknown or
+    misshapen.
     """
     file = directory / "config.json"
     if not file.is_file():
@@ -170,16 +201,24 @@ def describe(
     return found
 
 
-def _by_heart(config: Mapping[str, Any], shapes: Mapping[str, Shape], head: str, tie: bool) -> Architecture | None:
+def _by_heart(
+    config: Mapping[str, Any], shapes: Mapping[str, Shape], head: str, tie: bool
+) -> Architecture | None:
     name = families.class_name(config, head)
     if name is None:
         return None
     known = dict(families.tensors(config, head, score_bias="score.bias" in shapes))
-    tied = {families.OUTPUT: families.EMBEDDING} if head == "policy" and (tie or config["tie_word_embeddings"]) else {}
+    tied = (
+        {families.OUTPUT: families.EMBEDDING}
+        if head == "policy" and (tie or config["tie_word_embeddings"])
+        else {}
+    )
     return Architecture(name, known, tied, head)
 
 
-def _ask_transformers(directory: Path, shapes: Mapping[str, Shape], head: str, tie: bool, trust: bool) -> Architecture:
+def _ask_transformers(
+    directory: Path, shapes: Mapping[str, Shape], head: str, tie: bool, trust: bool
+) -> Architecture:
     config = _config(directory, trust)
     if tie:
         config.tie_word_embeddings = True
@@ -194,9 +233,16 @@ def _ask_transformers(directory: Path, shapes: Mapping[str, Shape], head: str, t
         if best is None or len(differences) < len(best[1]):
             best = found, differences
     if best is None:
-        raise ConfigError.one(str(directory / "config.json"), None, f"transformers has no {head} model for {config.model_type}")
-    remedy = "--tie-word-embedding, if the embeddings are tied" if best[1].missing == ["lm_head.weight"] else ""
-    rule = f"the checkpoint does not hold the {best[0].class_name or config.model_type} that config.json describes: {best[1]}"
+        raise ConfigError.one(
+            str(directory / "config.json"), None, f"transformers has no {head} model for {config.model_type}"
+        )
+    remedy = (
+        "--tie-word-embedding, if the embeddings are tied" if best[1].missing == ["lm_head.weight"] else ""
+    )
+    rule = (
+        f"the checkpoint does not hold the {best[0].class_name or config.model_type} that config.json"
+        f" describes: {best[1]}"
+    )
     raise ConfigError.one(str(directory), None, rule, remedy)
 
 
@@ -206,8 +252,12 @@ def _config(directory: Path, trust_remote_code: bool) -> Any:
     try:
         return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        remedy = "--trust-remote-code, if you trust its Python code" if "trust_remote_code" in str(error) else ""
-        raise ConfigError.one(str(directory / "config.json"), None, f"cannot be read: {str(error).splitlines()[0]}", remedy) from error
+        remedy = (
+            "--trust-remote-code, if you trust its Python code" if "trust_remote_code" in str(error) else ""
+        )
+        raise ConfigError.one(
+            str(directory / "config.json"), None, f"cannot be read: {str(error).splitlines()[0]}", remedy
+        ) from error
 
 
 def _candidates(config: Any, head: str, trust: bool) -> Iterable[Architecture]:
@@ -219,7 +269,10 @@ def _candidates(config: Any, head: str, trust: bool) -> Iterable[Architecture]:
         autos: list[Any] = [transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText]
         classes = [cls for cls in named if cls is not None]
     else:
-        autos = [transformers.AutoModelForTokenClassification, transformers.AutoModelForSequenceClassification]
+        autos = [
+            transformers.AutoModelForTokenClassification,
+            transformers.AutoModelForSequenceClassification,
+        ]
         classes = []
     seen = set()
     for build in [*(cls._from_config for cls in classes), *(_auto(auto, trust) for auto in autos)]:
@@ -227,7 +280,10 @@ def _candidates(config: Any, head: str, trust: bool) -> Iterable[Architecture]:
         if model is not None and type(model) not in seen:
             seen.add(type(model))
             yield _architecture(model, head)
-    if head == "value" and (backbone := _on_meta(_auto(transformers.AutoModelForCausalLM, trust), config)) is not None:
+    if (
+        head == "value"
+        and (backbone := _on_meta(_auto(transformers.AutoModelForCausalLM, trust), config)) is not None
+    ):
         yield _headless(backbone, config)
 
 

@@ -15,7 +15,8 @@ BACKENDS = ("auto", "fsdp", "megatron")
 def parser() -> argparse.ArgumentParser:
     """The parser of `python -m hydraflow.model_merger`."""
     top = argparse.ArgumentParser(
-        "python -m hydraflow.model_merger", description="Sharded checkpoints to Hugging Face directories and back."
+        "python -m hydraflow.model_merger",
+        description="Sharded checkpoints to Hugging Face directories and back.",
     )
     commands = top.add_subparsers(dest="command", required=True)
     merge = _command(commands, "merge", "make a Hugging Face directory of a checkpoint")
@@ -31,11 +32,25 @@ def parser() -> argparse.ArgumentParser:
     )
     _flag(merge, "lora_alpha", type=float, help="scale of the adapters, for checkpoints that do not say")
     _flag(merge, "max_shard_size", type=size, default="5GB", help="of one safetensors file (5GB)")
-    _flag(merge, "overwrite", action="store_true", help="replace OUT when it is there, once the new one is whole")
-    _flag(merge, "hf_upload_path", metavar="REPO", help="upload the result to this repository of the Hugging Face hub")
+    _flag(
+        merge,
+        "overwrite",
+        action="store_true",
+        help="replace OUT when it is there, once the new one is whole",
+    )
+    _flag(
+        merge,
+        "hf_upload_path",
+        metavar="REPO",
+        help="upload the result to this repository of the Hugging Face hub",
+    )
     _flag(merge, "private", action="store_true", help="make that repository private")
 
-    test = _command(commands, "test", "compare a checkpoint with a Hugging Face directory, bit by bit; exit code 1 when they differ")
+    test = _command(
+        commands,
+        "test",
+        "compare a checkpoint with a Hugging Face directory, bit by bit; exit code 1 when they differ",
+    )
     _checkpoint(test)
     _flag(test, "test_hf_dir", required=True, metavar="DIR", help="the directory to compare with")
     _wishes(test)
@@ -43,18 +58,45 @@ def parser() -> argparse.ArgumentParser:
 
     info = _command(commands, "info", "tell what a checkpoint holds; exit code 1 when parts are missing")
     _checkpoint(info)
-    _flag(info, "verify", action="store_true", help="read every file and compare it with the checksums of the step's manifest")
+    _flag(
+        info,
+        "verify",
+        action="store_true",
+        help="read every file and compare it with the checksums of the step's manifest",
+    )
     _flag(info, "json", action="store_true", help="as JSON")
 
     split = _command(commands, "split", "make a checkpoint of a Hugging Face directory")
     _flag(split, "hf_dir", required=True, metavar="DIR", help="the directory to split")
-    _flag(split, "target_dir", required=True, metavar="CKPT", help="the checkpoint to make: a model's directory, as .../actor")
+    _flag(
+        split,
+        "target_dir",
+        required=True,
+        metavar="CKPT",
+        help="the checkpoint to make: a model's directory, as .../actor",
+    )
     _flag(split, "world_size", type=int, required=True, help="ranks")
     _flag(split, "layout", choices=("hydraflow", "verl"), default="hydraflow", help="whose layout")
-    _flag(split, "dtype", choices=("auto", "fp32", "bf16", "fp16"), default="auto", help="of the weights; auto: config.json's")
-    _flag(split, "is_value_model", action="store_true", help="a value model: no output matrix, a score that starts at zero if DIR has none")
+    _flag(
+        split,
+        "dtype",
+        choices=("auto", "fp32", "bf16", "fp16"),
+        default="auto",
+        help="of the weights; auto: config.json's",
+    )
+    _flag(
+        split,
+        "is_value_model",
+        action="store_true",
+        help="a value model: no output matrix, a score that starts at zero if DIR has none",
+    )
     _flag(split, "trust_remote_code", action="store_true", help="run Python code that comes with the model")
-    _flag(split, "overwrite", action="store_true", help="replace CKPT when it is there, once the new one is whole")
+    _flag(
+        split,
+        "overwrite",
+        action="store_true",
+        help="replace CKPT when it is there, once the new one is whole",
+    )
     return top
 
 
@@ -64,7 +106,18 @@ def size(text: str) -> int:
     >>> size("5GB"), size("1.5 MiB"), size("200")
     (5000000000, 1572864, 200)
     """
-    units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+    units = {
+        "": 1,
+        "B": 1,
+        "KB": 10**3,
+        "MB": 10**6,
+        "GB": 10**9,
+        "TB": 10**12,
+        "KIB": 2**10,
+        "MIB": 2**20,
+        "GIB": 2**30,
+        "TIB": 2**40,
+    }
     found = re.fullmatch(r"([0-9.]+)\s*([A-Za-z]*)", text.strip())
     if not found or found[2].upper() not in units:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; 5GB or 500MB would be")
@@ -83,9 +136,25 @@ def _checkpoint(command: argparse.ArgumentParser) -> None:
 
 
 def _wishes(command: argparse.ArgumentParser) -> None:
-    _flag(command, "dtype", choices=("auto", "fp32", "bf16", "fp16"), default="auto", help="of the weights; auto: as they are")
-    _flag(command, "is_value_model", action="store_true", help="insist on a value head (it is recognised without)")
-    _flag(command, "tie_word_embedding", action="store_true", help="the output matrix is the embedding, whatever config.json says")
+    _flag(
+        command,
+        "dtype",
+        choices=("auto", "fp32", "bf16", "fp16"),
+        default="auto",
+        help="of the weights; auto: as they are",
+    )
+    _flag(
+        command,
+        "is_value_model",
+        action="store_true",
+        help="insist on a value head (it is recognised without)",
+    )
+    _flag(
+        command,
+        "tie_word_embedding",
+        action="store_true",
+        help="the output matrix is the embedding, whatever config.json says",
+    )
     _flag(command, "trust_remote_code", action="store_true", help="run Python code that comes with the model")
 
 

@@ -1,7 +1,8 @@
 """What a checkpoint on disk holds, whoever wrote it, and finding it from the directory that the user names.
 
-In: a directory: one model's (`.../global_step_12/actor`), a step's, or a run's. Out: a `Checkpoint` without its numbers.
-Left out on purpose: the formats (`dcp.py`, `verl.py`), names in Hugging Face's files (`names.py`).
+In: a directory: one model's (`.../global_step_12/actor`), a step's, or a run's. Out: a `Checkpoint` without
+its numbers. Left out on purpose: the formats (`dcp.py`, `verl.py`), names in Hugging Face's files
+(`names.py`).
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ def open_checkpoint(path: str | Path, backend: str = "auto") -> Checkpoint:
     directory = model_directory(Path(path).expanduser())
     if backend == "megatron" or (backend == "auto" and _is_megatron(directory)):
         rule = "Megatron's distributed checkpoints cannot be read yet"
-        raise ConfigError.one("--backend" if backend == "megatron" else str(directory), backend, rule, "--backend fsdp")
+        raise ConfigError.one(
+            "--backend" if backend == "megatron" else str(directory), backend, rule, "--backend fsdp"
+        )
     if dcp.is_dcp(directory):
         return dcp.read(directory)
     if verl.is_verl(directory):
@@ -82,13 +85,16 @@ def open_checkpoint(path: str | Path, backend: str = "auto") -> Checkpoint:
 
 
 def model_directory(path: Path) -> Path:
-    """From a run or a step down to one model's directory. Raises ConfigError for one that is not there or was never finished."""
+    """From a run or a step down to one model's directory. Raises ConfigError for one that is not there or was
+    never finished."""
     if not path.is_dir():
         raise ConfigError.one("--local_dir", str(path), "there is no such directory")
     if (path / POINTER).is_file():
         path = _latest_step(path)
     if any(part.endswith(UNFINISHED) for part in path.absolute().parts):
-        raise ConfigError.one("--local_dir", str(path), f"a directory named *{UNFINISHED} is a save that was interrupted")
+        raise ConfigError.one(
+            "--local_dir", str(path), f"a directory named *{UNFINISHED} is a save that was interrupted"
+        )
     return path if is_model_directory(path) else next(iter(_roles(path)), path)
 
 
@@ -111,7 +117,8 @@ def is_model_directory(path: Path) -> bool:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A file with one JSON object; an absent file is an empty object. Raises ConfigError for anything else."""
+    """A file with one JSON object; an absent file is an empty object. Raises ConfigError for anything
+    else."""
     if not file.is_file():
         return {}
     try:
@@ -127,7 +134,12 @@ def _latest_step(run: Path) -> Path:
     content = (run / POINTER).read_text(encoding="utf-8").strip()
     step = run / f"global_step_{content}"
     if not content.isdigit() or not step.is_dir():
-        raise ConfigError.one(str(run / POINTER), content, f"there is no {step.name} beside it", "--local_dir <run>/global_step_N/actor")
+        raise ConfigError.one(
+            str(run / POINTER),
+            content,
+            f"there is no {step.name} beside it",
+            "--local_dir <run>/global_step_N/actor",
+        )
     return step
 
 

@@ -47,7 +47,9 @@ class Comparison:
         return [head, *told, *(f"  {note}" for note in self.notes)]
 
 
-def compare(local_dir: str, test_hf_dir: str, *, backend: str = "auto", wishes: Wishes | None = None) -> Comparison:
+def compare(
+    local_dir: str, test_hf_dir: str, *, backend: str = "auto", wishes: Wishes | None = None
+) -> Comparison:
     """Compares what `merge` would write with what is there; where types differ, in the directory's type.
 
     Raises ConfigError when either cannot be read.
@@ -65,30 +67,44 @@ def compare(local_dir: str, test_hf_dir: str, *, backend: str = "auto", wishes: 
             _compare_tied(reference.pop(target), reference[source], found)
     found.missing = sorted(reference.keys() - forms.keys())
     found.extra = sorted(forms.keys() - reference.keys())
-    cast_from = {str(forms[name].dtype) for name in reference.keys() & forms.keys() if forms[name].dtype != reference[name].dtype}
+    cast_from = {
+        str(forms[name].dtype)
+        for name in reference.keys() & forms.keys()
+        if forms[name].dtype != reference[name].dtype
+    }
     if cast_from and wishes.dtype == "auto":
-        found.notes.append(f"compared in the directory's type; the checkpoint holds {', '.join(sorted(cast_from))}")
+        found.notes.append(
+            f"compared in the directory's type; the checkpoint holds {', '.join(sorted(cast_from))}"
+        )
     _compare_values(outputs, reference, found, wishes)
     return found
 
 
-def _compare_values(outputs: Outputs, reference: dict[str, StoredTensor], found: Comparison, wishes: Wishes) -> None:
+def _compare_values(
+    outputs: Outputs, reference: dict[str, StoredTensor], found: Comparison, wishes: Wishes
+) -> None:
     forms = outputs.forms
     with bar("comparing", sum(form.nbytes for form in forms.values())) as advance:
         for name, blocks in outputs.tensors():
             if name in reference:
                 keep = wishes.dtype != "auto"
-                _note(found, name, _difference(name, forms[name].shape, blocks, reference[name], keep_type=keep))
+                _note(
+                    found, name, _difference(name, forms[name].shape, blocks, reference[name], keep_type=keep)
+                )
             advance(forms[name].nbytes)
 
 
 def _compare_tied(copy: StoredTensor, original: StoredTensor, found: Comparison) -> None:
     """A directory may hold a tied tensor twice; then both must be the same."""
     if _difference(copy.name, copy.shape, copy.blocks(), original, keep_type=True):
-        found.different[copy.name] = f"the checkpoint ties it to {original.name}, the directory holds other numbers"
+        found.different[copy.name] = (
+            f"the checkpoint ties it to {original.name}, the directory holds other numbers"
+        )
 
 
-def _difference(name: str, shape: tuple[int, ...], blocks: Iterator[torch.Tensor], other: StoredTensor, *, keep_type: bool) -> str | None:
+def _difference(
+    name: str, shape: tuple[int, ...], blocks: Iterator[torch.Tensor], other: StoredTensor, *, keep_type: bool
+) -> str | None:
     """What differs, or None."""
     if shape != other.shape:
         return f"shape {list(shape)}, {list(other.shape)} in the directory"
@@ -102,13 +118,21 @@ def _difference(name: str, shape: tuple[int, ...], blocks: Iterator[torch.Tensor
         unequal = _unequal(mine, theirs)
         if count := int(unequal.sum()):
             wrong += count
-            largest = max(largest, (mine.reshape(-1)[unequal].double() - theirs.reshape(-1)[unequal].double()).abs().max().item())
+            largest = max(
+                largest,
+                (mine.reshape(-1)[unequal].double() - theirs.reshape(-1)[unequal].double())
+                .abs()
+                .max()
+                .item(),
+            )
     return f"{wrong} numbers differ, by up to {largest:.3g}" if wrong else None
 
 
 def _unequal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """(numbers,) true where the bits differ."""
-    bits = (tensor.contiguous().reshape(-1).view(torch.uint8).view(-1, tensor.element_size()) for tensor in (a, b))
+    bits = (
+        tensor.contiguous().reshape(-1).view(torch.uint8).view(-1, tensor.element_size()) for tensor in (a, b)
+    )
     return (next(bits) != next(bits)).any(-1)
 
 

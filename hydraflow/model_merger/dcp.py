@@ -1,8 +1,8 @@
 """Reads hydraflow's own checkpoints: torch's distributed checkpoint format beside a checkpoint.json.
 
-In: a model's directory. Out: a `Checkpoint` whose tensors know the files, offsets and lengths of their pieces.
-Left out on purpose: reading the index (`engine/dcp_index.py`); optimizer states, which are counted but not
-read; writing (`split.py`).
+In: a model's directory. Out: a `Checkpoint` whose tensors know the files, offsets and lengths of their
+pieces. Left out on purpose: reading the index (`engine/dcp_index.py`); optimizer states, which are counted
+but not read; writing (`split.py`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def _checkpoint(directory: Path, index: Index) -> Checkpoint:
     for key, size in index.objects.items():
         _count(others, key, size)
     if not tensors:
-        raise ConfigError.one(str(folder), None, f"holds no weights: no key of its index begins with {MODEL!r}")
+        raise ConfigError.one(
+            str(folder), None, f"holds no weights: no key of its index begins with {MODEL!r}"
+        )
     ranks = _ranks(index.ends)
     found = Checkpoint(
         directory,
@@ -61,7 +63,11 @@ def _checkpoint(directory: Path, index: Index) -> Checkpoint:
         head=facts.get("head"),
         prefix=facts.get("module_prefix"),
         lora_alpha=facts.get("lora_alpha") if facts.get("lora_rank") else None,
-        details={name: value for name, value in facts.items() if name not in ("world_size", "head", "module_prefix")},
+        details={
+            name: value
+            for name, value in facts.items()
+            if name not in ("world_size", "head", "module_prefix")
+        },
         others=others,
     )
     found.problems = [*_problems(found, index, folder, max(ranks, default=0))]
@@ -74,7 +80,9 @@ def _problems(found: Checkpoint, index: Index, folder: Path, last_rank: int) -> 
         yield Problem(str(found.directory / FACTS), None, rule)
     for name, end in sorted(index.ends.items()):
         if not (folder / name).is_file():
-            yield Problem(str(folder / name), None, f"this shard is missing; the index wants {end} bytes of it")
+            yield Problem(
+                str(folder / name), None, f"this shard is missing; the index wants {end} bytes of it"
+            )
         elif (size := (folder / name).stat().st_size) < end:
             yield Problem(str(folder / name), None, f"is cut short: {size} of {end} bytes")
     for tensor in found.tensors.values():

@@ -1,7 +1,8 @@
-"""The tensors of the commonest decoders, told from config.json alone: transformers takes longer to import than a model to copy.
+"""The tensors of the commonest decoders, told from config.json alone: transformers takes longer to import
+than a model to copy.
 
-In: config.json's content. Out: names and shapes, or None for anything that is not exactly one of these families; transformers
-is asked then (`architecture.py`). A test holds the table to what transformers says.
+In: config.json's content. Out: names and shapes, or None for anything that is not exactly one of these
+families; transformers is asked then (`architecture.py`). A test holds the table to what transformers says.
 """
 
 from __future__ import annotations
@@ -37,16 +38,29 @@ FAMILIES = {
 }
 """By config.json's model_type."""
 EMBEDDING, OUTPUT, SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
-_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
 _STRANGE = ("auto_map", "quantization_config", "pruned_heads")
 
 
 def class_name(config: Mapping[str, Any], head: str) -> str | None:
     """What transformers calls the model; None where transformers must be asked. head: policy or value."""
     family = FAMILIES.get(str(config.get("model_type")))
-    if family is None or any(config.get(key) for key in _STRANGE) or not all(type(config.get(key)) is int for key in _SIZES):
+    if (
+        family is None
+        or any(config.get(key) for key in _STRANGE)
+        or not all(type(config.get(key)) is int for key in _SIZES)
+    ):
         return None
-    if type(config.get("head_dim")) is not int and (family.head_norms or config["hidden_size"] % config["num_attention_heads"]):
+    if type(config.get("head_dim")) is not int and (
+        family.head_norms or config["hidden_size"] % config["num_attention_heads"]
+    ):
         return None
     if type(config.get("tie_word_embeddings")) is not bool:
         return None
@@ -57,7 +71,8 @@ def class_name(config: Mapping[str, Any], head: str) -> str | None:
 
 
 def tensors(config: Mapping[str, Any], head: str, *, score_bias: bool = False) -> Iterator[tuple[str, Shape]]:
-    """(name, shape) of every tensor of a model that `class_name` knows, the output matrix included even if it is tied."""
+    """(name, shape) of every tensor of a model that `class_name` knows, the output matrix included even if it
+    is tied."""
     family, hidden = FAMILIES[config["model_type"]], config["hidden_size"]
     yield EMBEDDING, (config["vocab_size"], hidden)
     for layer in range(config["num_hidden_layers"]):
@@ -76,7 +91,12 @@ def _layer(family: Family, config: Mapping[str, Any]) -> Iterator[tuple[str, Sha
     hidden, between, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     width = config.get("head_dim") or hidden // heads
     queries, keys = heads * width, config["num_key_value_heads"] * width
-    attention = {"q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden), "o_proj": (hidden, queries)}
+    attention = {
+        "q_proj": (queries, hidden),
+        "k_proj": (keys, hidden),
+        "v_proj": (keys, hidden),
+        "o_proj": (hidden, queries),
+    }
     for name, shape in attention.items():
         yield f"self_attn.{name}.weight", shape
         if name in family.biases or (family.attention_bias and config.get("attention_bias")):
@@ -84,7 +104,11 @@ def _layer(family: Family, config: Mapping[str, Any]) -> Iterator[tuple[str, Sha
     if family.head_norms:
         yield "self_attn.q_norm.weight", (width,)
         yield "self_attn.k_norm.weight", (width,)
-    for name, shape in {"gate_proj": (between, hidden), "up_proj": (between, hidden), "down_proj": (hidden, between)}.items():
+    for name, shape in {
+        "gate_proj": (between, hidden),
+        "up_proj": (between, hidden),
+        "down_proj": (hidden, between),
+    }.items():
         yield f"mlp.{name}.weight", shape
         if family.mlp_bias and config.get("mlp_bias"):
             yield f"mlp.{name}.bias", shape[:1]

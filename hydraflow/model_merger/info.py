@@ -19,7 +19,8 @@ MANIFEST = "manifest.json"
 
 
 def facts_of(local_dir: str, backend: str = "auto", *, verify: bool = False) -> list[dict[str, Any]]:
-    """One object for each model. verify: read every file of the step and compare its checksum with the manifest's.
+    """One object for each model. verify: read every file of the step and compare its checksum with the
+    manifest's.
 
     Raises ConfigError when there is no checkpoint, or no manifest to verify it with.
     """
@@ -38,8 +39,14 @@ def lines(facts: dict[str, Any]) -> list[str]:
         "step": "unknown" if facts["step"] is None else facts["step"],
         "world size": facts["world_size"],
         **{name: _plain(value) for name, value in facts["details"].items()},
-        "weights": f"{total['tensors']} tensors, {total['numbers']:,} numbers, {_bytes(total['bytes'])}, {', '.join(total['dtypes'])}",
-        **{part: f"{held['entries']} entries, {_bytes(held['bytes'])}" for part, held in facts["others"].items()},
+        "weights": (
+            f"{total['tensors']} tensors, {total['numbers']:,} numbers, {_bytes(total['bytes'])},"
+            f" {', '.join(total['dtypes'])}"
+        ),
+        **{
+            part: f"{held['entries']} entries, {_bytes(held['bytes'])}"
+            for part, held in facts["others"].items()
+        },
         "huggingface": ", ".join(facts["huggingface"]) or "nothing",
         "missing parts": "none" if not facts["problems"] else f"{len(facts['problems'])}",
     }
@@ -68,10 +75,17 @@ def _facts(found: Checkpoint) -> dict[str, Any]:
             "bytes": sum(tensor.nbytes for tensor in tensors),
             "dtypes": sorted({_dtype(tensor) for tensor in tensors}),
         },
-        "others": {part: {"entries": entries, "bytes": size} for part, (entries, size) in found.others.items()},
-        "huggingface": sorted(file.name for file in found.huggingface.iterdir()) if found.huggingface.is_dir() else [],
+        "others": {
+            part: {"entries": entries, "bytes": size} for part, (entries, size) in found.others.items()
+        },
+        "huggingface": (
+            sorted(file.name for file in found.huggingface.iterdir()) if found.huggingface.is_dir() else []
+        ),
         "problems": problems,
-        "tensors": {name: {"dtype": _dtype(t), "shape": list(t.shape), "bytes": t.nbytes} for name, t in found.tensors.items()},
+        "tensors": {
+            name: {"dtype": _dtype(t), "shape": list(t.shape), "bytes": t.nbytes}
+            for name, t in found.tensors.items()
+        },
     }
 
 
@@ -81,7 +95,9 @@ def _damage(directories: list[Path]) -> str:
 
     step = directories[0].parent
     if not (step / MANIFEST).is_file():
-        raise ConfigError.one("--verify", None, f"there is no {MANIFEST} in {step.absolute()}", "info without --verify")
+        raise ConfigError.one(
+            "--verify", None, f"there is no {MANIFEST} in {step.absolute()}", "info without --verify"
+        )
     found = damage(step, [directory.name for directory in directories])
     return f"{step}: {found}" if found else ""
 
@@ -111,9 +127,19 @@ def _tensor_lines(tensors: dict[str, dict[str, Any]]) -> list[str]:
     rows = []
     for (pattern, shape, dtype), names in alike.items():
         size = sum(tensors[name]["bytes"] for name in names)
-        rows.append((pattern if len(names) > 1 else names[0], shape, dtype, f"x {len(names)}" if len(names) > 1 else "", _bytes(size)))
+        rows.append(
+            (
+                pattern if len(names) > 1 else names[0],
+                shape,
+                dtype,
+                f"x {len(names)}" if len(names) > 1 else "",
+                _bytes(size),
+            )
+        )
     widths = [max(map(len, column)) for column in zip(*rows)] if rows else []
-    return ["    " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows]
+    return [
+        "    " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows
+    ]
 
 
 def _dtype(tensor: StoredTensor) -> str:

@@ -15,8 +15,11 @@ from hydraflow.model_merger.outputs import DTYPES, Wishes, cast, outputs_of
 from hydraflow.model_merger.pieces import whole
 
 
-def load_state_dict(checkpoint: str | Path, *, dtype: str = "auto", trust_remote_code: bool = False) -> dict[str, torch.Tensor]:
-    """Weights on the CPU by the names of transformers' modules, adapters merged, tied tensors under each of their names.
+def load_state_dict(
+    checkpoint: str | Path, *, dtype: str = "auto", trust_remote_code: bool = False
+) -> dict[str, torch.Tensor]:
+    """Weights on the CPU by the names of transformers' modules, adapters merged, tied tensors under each of
+    their names.
 
     checkpoint: a model's directory, a step's or a run's. dtype: auto (as saved), fp32, bf16 or fp16.
     Raises ConfigError when it is broken, or does not hold the model that its config.json describes.
@@ -26,7 +29,9 @@ def load_state_dict(checkpoint: str | Path, *, dtype: str = "auto", trust_remote
     """
     if dtype not in ("auto", *DTYPES):
         raise ConfigError.one("dtype", dtype, f"is none of auto, {', '.join(DTYPES)}")
-    outputs = outputs_of(open_checkpoint(checkpoint), Wishes(dtype=dtype, trust_remote_code=trust_remote_code))
+    outputs = outputs_of(
+        open_checkpoint(checkpoint), Wishes(dtype=dtype, trust_remote_code=trust_remote_code)
+    )
     state = {}
     for name, source in outputs.sources.items():
         tensor = whole(source)

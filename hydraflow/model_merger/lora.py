@@ -1,8 +1,8 @@
 """Low-rank adapters: added to the weights that they change, block by block, or exported for peft.
 
-In: a weight and its adapter's matrices A (rank, in) and B (out, rank). Out: W + scale * B A as a `Source`, with the very
-operations of the training engine (`engine/fsdp/lora.py`), so that the bits agree; or peft's adapter_config.json.
-Left out on purpose: adapters on embeddings, several adapters.
+In: a weight and its adapter's matrices A (rank, in) and B (out, rank). Out: W + scale * B A as a `Source`,
+with the very operations of the training engine (`engine/fsdp/lora.py`), so that the bits agree; or peft's
+adapter_config.json. Left out on purpose: adapters on embeddings, several adapters.
 """
 
 from __future__ import annotations
@@ -76,13 +76,18 @@ class MergedTensor:
             yield product.mul_(self.scale).add_(block)
 
 
-def merged(plain: Mapping[str, StoredTensor], adapters: Mapping[str, Adapter], alpha: float) -> dict[str, MergedTensor]:
+def merged(
+    plain: Mapping[str, StoredTensor], adapters: Mapping[str, Adapter], alpha: float
+) -> dict[str, MergedTensor]:
     """The weights that have adapters, with them added."""
     layouts = {name: _layout(plain[name], adapter) for name, adapter in adapters.items()}
     any_transposed = "in, out" in layouts.values()
     return {
         name: MergedTensor(
-            plain[name], adapter, alpha / adapter.rank, layouts[name] == "in, out" or (layouts[name] == "" and any_transposed)
+            plain[name],
+            adapter,
+            alpha / adapter.rank,
+            layouts[name] == "in, out" or (layouts[name] == "" and any_transposed),
         )
         for name, adapter in adapters.items()
     }
@@ -92,23 +97,33 @@ def require_alpha(alpha: float | None, where: str) -> float:
     """Raises ConfigError when nobody says how adapters are scaled: a wrong guess would be a wrong model."""
     if alpha is None:
         rule = f"{where} has adapters but does not say their lora_alpha"
-        raise ConfigError.one("--lora-alpha", None, rule, "--lora-alpha <actor_rollout_ref.model.lora_alpha of the run>")
+        raise ConfigError.one(
+            "--lora-alpha", None, rule, "--lora-alpha <actor_rollout_ref.model.lora_alpha of the run>"
+        )
     return alpha
 
 
 def peft_names(adapters: Iterable[Adapter]) -> dict[str, StoredTensor]:
     """The matrices by the names of peft's files."""
-    return {f"{_PEFT}{adapter.module}.lora_{side}.weight": m for adapter in adapters for side, m in (("A", adapter.a), ("B", adapter.b))}
+    return {
+        f"{_PEFT}{adapter.module}.lora_{side}.weight": m
+        for adapter in adapters
+        for side, m in (("A", adapter.a), ("B", adapter.b))
+    }
 
 
-def peft_config(adapted: Collection[MergedTensor], names: Collection[str], *, alpha: float, head: str) -> dict[str, Any]:
+def peft_config(
+    adapted: Collection[MergedTensor], names: Collection[str], *, alpha: float, head: str
+) -> dict[str, Any]:
     """adapter_config.json. names: of all tensors of the model, to find the shortest list of target modules.
 
     Raises ConfigError when ranks differ.
     """
     ranks = sorted({weight.adapter.rank for weight in adapted})
     if len(ranks) > 1:
-        raise ConfigError.one("--lora", "adapter", f"the adapters have different ranks: {ranks}", "--lora merged")
+        raise ConfigError.one(
+            "--lora", "adapter", f"the adapters have different ranks: {ranks}", "--lora merged"
+        )
     return {
         "peft_type": "LORA",
         "task_type": "TOKEN_CLS" if head == "value" else "CAUSAL_LM",
@@ -125,7 +140,11 @@ def peft_config(adapted: Collection[MergedTensor], names: Collection[str], *, al
 def _target_modules(modules: Collection[str], names: Collection[str]) -> list[str]:
     """Last parts of the modules' names where they mean these modules and no other, else whole names."""
     short = {module.rpartition(".")[2] for module in modules}
-    meant = {name.removesuffix(".weight") for name in names if name.endswith(".weight") and name.split(".")[-2] in short}
+    meant = {
+        name.removesuffix(".weight")
+        for name in names
+        if name.endswith(".weight") and name.split(".")[-2] in short
+    }
     return sorted(short if meant == set(modules) else modules)
 
 

@@ -1,7 +1,8 @@
 """`merge`: a checkpoint becomes a Hugging Face directory, one block of one tensor at a time.
 
-In: a checkpoint and a `Wishes`. Out: the directory, whole or not at all; with `--lora adapter` also `lora_adapter/` in it.
-Left out on purpose: what the tensors are (`outputs.py`), how files look (`safetensors_files.py`).
+In: a checkpoint and a `Wishes`. Out: the directory, whole or not at all; with `--lora adapter` also
+`lora_adapter/` in it. Left out on purpose: what the tensors are (`outputs.py`), how files look
+(`safetensors_files.py`).
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ def merge(
     target.require_inside(settings, outputs.checkpoint.directory)
     if upload is not None:
         _make_repo(upload)
-    with target.unfinished(Path(target_dir), outputs.checkpoint.huggingface, nbytes=nbytes, overwrite=overwrite) as folder:
+    with target.unfinished(
+        Path(target_dir), outputs.checkpoint.huggingface, nbytes=nbytes, overwrite=overwrite
+    ) as folder:
         writer = Writer(folder, forms, most_bytes=most_bytes)
         with bar("merging", nbytes) as advance:
             for name, blocks in outputs.tensors():
@@ -64,7 +67,8 @@ def merge(
         target.copy_settings(settings, folder)
         target.write_config(outputs.checkpoint.huggingface, folder, outputs.architecture, outputs.main_dtype)
     lines = [
-        f"{Path(target_dir).absolute()}: {len(forms)} tensors, {nbytes / 1e9:.3f} GB, {str(outputs.main_dtype).removeprefix('torch.')}"
+        f"{Path(target_dir).absolute()}: {len(forms)} tensors, {nbytes / 1e9:.3f} GB,"
+        f" {str(outputs.main_dtype).removeprefix('torch.')}"
     ]
     lines += [f"  {note}" for note in outputs.notes]
     if upload is not None:
@@ -77,14 +81,26 @@ def _export_adapter(outputs: Outputs, folder: Path, base: str) -> None:
     folder.mkdir()
     found = lora.peft_names(weight.adapter for weight in outputs.adapted.values())
     forms = {name: Form(outputs.final_dtype(tensor.dtype), tensor.shape) for name, tensor in found.items()}
-    writer = Writer(folder, forms, most_bytes=sum(form.nbytes for form in forms.values()), single="adapter_model.safetensors")
+    writer = Writer(
+        folder,
+        forms,
+        most_bytes=sum(form.nbytes for form in forms.values()),
+        single="adapter_model.safetensors",
+    )
     for name, tensor in found.items():
         dtype = forms[name].dtype
         writer.write(name, (cast(block, dtype, name) for block in tensor.blocks()))
     writer.finish()
     assert outputs.lora_alpha is not None
-    config = lora.peft_config(outputs.adapted.values(), outputs.sources.keys(), alpha=outputs.lora_alpha, head=outputs.architecture.head)
-    target.write_json(folder / "adapter_config.json", {**config, "base_model_name_or_path": str(Path(base).absolute())})
+    config = lora.peft_config(
+        outputs.adapted.values(),
+        outputs.sources.keys(),
+        alpha=outputs.lora_alpha,
+        head=outputs.architecture.head,
+    )
+    target.write_json(
+        folder / "adapter_config.json", {**config, "base_model_name_or_path": str(Path(base).absolute())}
+    )
 
 
 def _counted(blocks: Iterator[torch.Tensor], advance: Advance) -> Iterator[torch.Tensor]:
@@ -100,7 +116,9 @@ def _make_repo(upload: Upload) -> None:
     try:
         HfApi().create_repo(repo_id=upload.repo, private=upload.private, exist_ok=True)
     except _hub_errors() as error:
-        raise EnvironmentFault(f"--hf_upload_path={upload.repo}: the hub refuses it: {_first_line(error)}") from error
+        raise EnvironmentFault(
+            f"--hf_upload_path={upload.repo}: the hub refuses it: {_first_line(error)}"
+        ) from error
 
 
 def _send(upload: Upload, folder: Path) -> str:
@@ -110,12 +128,15 @@ def _send(upload: Upload, folder: Path) -> str:
         HfApi().upload_folder(folder_path=str(folder), repo_id=upload.repo, repo_type="model")
     except _hub_errors() as error:
         again = f"hf upload {upload.repo} {folder}"
-        raise EnvironmentFault(f"{folder} is merged, but the upload failed: {_first_line(error)}\n      -> {again}") from error
+        raise EnvironmentFault(
+            f"{folder} is merged, but the upload failed: {_first_line(error)}\n      -> {again}"
+        ) from error
     return f"uploaded to {upload.repo}"
 
 
 def _hub_errors() -> tuple[type[Exception], ...]:
-    """What the hub's client raises. Its base classes are OSError and that of the HTTP library beneath it, which versions differ in."""
+    """What the hub's client raises. Its base classes are OSError and that of the HTTP library beneath it,
+    which versions differ in."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return *HfHubHTTPError.__bases__, ValueError

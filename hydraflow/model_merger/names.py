@@ -1,7 +1,8 @@
 """From the trainer's names to those of transformers' modules: wrappers, prefixes and adapters taken off.
 
-In: a `Checkpoint`. Out: `Weights`: the model's tensors without adapters, and the adapters by the weight that they change.
-Left out on purpose: names in files where those differ from the modules' (`architecture.py`), merging (`lora.py`).
+In: a `Checkpoint`. Out: `Weights`: the model's tensors without adapters, and the adapters by the weight that
+they change. Left out on purpose: names in files where those differ from the modules' (`architecture.py`),
+merging (`lora.py`).
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def weights_of(checkpoint: Checkpoint, *, is_value_model: bool = False) -> Weigh
             module[found["side"]] = tensor
             continue
         if ".lora_" in name:
-            raise ConfigError.one(str(checkpoint.directory), None, f"{name} is a kind of adapter that cannot be merged")
+            raise ConfigError.one(
+                str(checkpoint.directory), None, f"{name} is a kind of adapter that cannot be merged"
+            )
         name = name.replace(".base_layer.", ".")
         _refuse_second(checkpoint, plain, name, name)
         plain[name] = replace(tensor, name=name)
@@ -71,11 +74,16 @@ def _head(checkpoint: Checkpoint, plain: Mapping[str, StoredTensor], is_value_mo
     return told
 
 
-def _pair(checkpoint: Checkpoint, plain: Mapping[str, StoredTensor], sides: Mapping[str, Mapping[str, StoredTensor]]) -> dict[str, Adapter]:
+def _pair(
+    checkpoint: Checkpoint, plain: Mapping[str, StoredTensor], sides: Mapping[str, Mapping[str, StoredTensor]]
+) -> dict[str, Adapter]:
     adapters = {}
     for name, pair in sides.items():
         if len(pair) != 2 or name not in plain:
-            rule = f"the adapter of {name} lacks {'the weight itself' if len(pair) == 2 else 'one of its matrices A and B'}"
+            rule = (
+                f"the adapter of {name} lacks"
+                f" {'the weight itself' if len(pair) == 2 else 'one of its matrices A and B'}"
+            )
             raise ConfigError.one(str(checkpoint.directory), None, rule)
         adapters[name] = Adapter(name, pair["A"], pair["B"])
     return adapters
@@ -98,4 +106,6 @@ def _without_trl_names(plain: dict[str, StoredTensor]) -> tuple[dict[str, Stored
 
 def _refuse_second(checkpoint: Checkpoint, known: Mapping[str, object], key: str, name: str) -> None:
     if key in known:
-        raise ConfigError.one(str(checkpoint.directory), None, f"{name} is there twice, under different wrappers or adapters")
+        raise ConfigError.one(
+            str(checkpoint.directory), None, f"{name} is there twice, under different wrappers or adapters"
+        )

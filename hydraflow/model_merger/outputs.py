@@ -1,7 +1,8 @@
-"""What a merged checkpoint will be, tensor by tensor: names in files, types, shapes, and where the numbers come from.
+"""What a merged checkpoint will be, tensor by tensor: names in files, types, shapes, and where the numbers
+come from.
 
-In: a `Checkpoint` and what the user asked for. Out: an `Outputs`, checked against the architecture before anything is written.
-Left out on purpose: writing (`merge.py`), comparing (`compare.py`).
+In: a `Checkpoint` and what the user asked for. Out: an `Outputs`, checked against the architecture before
+anything is written. Left out on purpose: writing (`merge.py`), comparing (`compare.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Wishes:
     tie_word_embedding: bool = False
     trust_remote_code: bool = False
     lora: str = "merged"
-    """merged: adapters are added to the weights; adapter: weights stay as they are, adapters are exported beside them."""
+    """merged: adapters are added to the weights; adapter: weights stay as they are, adapters are exported
+    beside them."""
     lora_alpha: float | None = None
     """Scale of the adapters for checkpoints that do not say."""
 
@@ -58,7 +60,11 @@ class Outputs:
     @property
     def forms(self) -> dict[str, Form]:
         """Type and shape of each tensor, by name in files."""
-        return {name: Form(self._dtype_of(c.inputs[0]), shape) for c in self.conversions for name, shape in c.outputs.items()}
+        return {
+            name: Form(self._dtype_of(c.inputs[0]), shape)
+            for c in self.conversions
+            for name, shape in c.outputs.items()
+        }
 
     @property
     def main_dtype(self) -> torch.dtype:
@@ -69,7 +75,8 @@ class Outputs:
         return counts.most_common(1)[0][0]
 
     def tensors(self) -> Iterator[tuple[str, Iterator[torch.Tensor]]]:
-        """(name in files, blocks of rows in the final type) of every tensor; the blocks must be used before going on."""
+        """(name in files, blocks of rows in the final type) of every tensor; the blocks must be used before
+        going on."""
         for conversion in self.conversions:
             target = self._dtype_of(conversion.inputs[0])
             for name, blocks in self._converted(conversion):
@@ -105,10 +112,15 @@ def outputs_of(checkpoint: Checkpoint, wishes: Wishes) -> Outputs:
     adapted: dict[str, lora.MergedTensor] = {}
     alpha = checkpoint.lora_alpha if wishes.lora_alpha is None else wishes.lora_alpha
     if weights.adapters:
-        adapted = lora.merged(weights.plain, weights.adapters, lora.require_alpha(alpha, str(checkpoint.directory)))
+        adapted = lora.merged(
+            weights.plain, weights.adapters, lora.require_alpha(alpha, str(checkpoint.directory))
+        )
     if wishes.lora == "merged":
         if both := sorted(found.tied.keys() & adapted.keys()):
-            rule = f"{both[0]} has an adapter and is tied to {found.tied[both[0]]}: merged, it would no longer be the same"
+            rule = (
+                f"{both[0]} has an adapter and is tied to {found.tied[both[0]]}: merged, it would no longer"
+                " be the same"
+            )
             raise ConfigError.one("--lora", "merged", rule, "--lora adapter")
         sources.update(adapted)
     elif not adapted:
@@ -144,17 +156,25 @@ def bits_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def _architecture(checkpoint: Checkpoint, head: str, plain: dict[str, StoredTensor], wishes: Wishes, notes: list[str]) -> Architecture:
-    """The architecture, with tied tensors taken out of `plain`, where there are any that really are the same."""
+def _architecture(
+    checkpoint: Checkpoint, head: str, plain: dict[str, StoredTensor], wishes: Wishes, notes: list[str]
+) -> Architecture:
+    """The architecture, with tied tensors taken out of `plain`, where there are any that really are the
+    same."""
     shapes = {name: tensor.shape for name, tensor in plain.items()}
     tie, trust = wishes.tie_word_embedding, wishes.trust_remote_code
     found = architecture.describe(checkpoint.huggingface, shapes, head=head, tie=tie, trust_remote_code=trust)
-    differing = [name for name, source in found.tied.items() if name in plain and not same(plain[name], plain[source])]
+    differing = [
+        name for name, source in found.tied.items() if name in plain and not same(plain[name], plain[source])
+    ]
     if differing and tie:
         rule = f"{differing[0]} and {found.tied[differing[0]]} hold different numbers"
         raise ConfigError.one("--tie-word-embedding", None, rule, "merge without --tie-word-embedding")
     if differing:
-        notes.append(f"config.json ties {differing[0]} to {found.tied[differing[0]]}, but they differ: both are written, untied")
+        notes.append(
+            f"config.json ties {differing[0]} to {found.tied[differing[0]]}, but they differ: both are"
+            " written, untied"
+        )
         found = replace(found, tied={}, retied=False)
     for name in found.tied:
         plain.pop(name, None)

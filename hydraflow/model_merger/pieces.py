@@ -1,8 +1,8 @@
 """Tensors that lie in files: where their pieces are, and reading them a block of rows at a time.
 
-In: boxes of a tensor and the byte ranges that hold them. Out: blocks of rows in memory of their own. Nothing is mapped, so
-nothing but the block counts as memory of this process.
-Left out on purpose: what the tensors are for; formats (`dcp.py`, `verl.py`, `safetensors_files.py`).
+In: boxes of a tensor and the byte ranges that hold them. Out: blocks of rows in memory of their own. Nothing
+is mapped, so nothing but the block counts as memory of this process. Left out on purpose: what the tensors
+are for; formats (`dcp.py`, `verl.py`, `safetensors_files.py`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Source(Protocol):
         ...
 
     def blocks(self) -> Iterator[torch.Tensor]:
-        """Its rows (along the first dimension) in order, some at a time; a number without dimensions is one row."""
+        """Its rows (along the first dimension) in order, some at a time; a number without dimensions is one
+        row."""
         ...
 
 
@@ -77,7 +78,10 @@ class Piece:
             return self
         found = _load_shape(self.extent)
         if tuple(found.shape) != self.shape or found.dtype != dtype:
-            rule = f"holds {found.dtype} {list(found.shape)} at byte {self.extent.offset} where {dtype} {list(self.shape)} is announced"
+            rule = (
+                f"holds {found.dtype} {list(found.shape)} at byte {self.extent.offset} where {dtype}"
+                f" {list(self.shape)} is announced"
+            )
             raise ConfigError.one(str(self.extent.file), None, rule)
         inner = numbers_of(found, self.extent.file)
         extent = replace(inner, offset=self.extent.offset + inner.offset)
@@ -91,7 +95,9 @@ class Piece:
             into.copy_(numbers.as_strided(self.shape, self.strides)[first:last])
             return
         row_bytes = math.prod(self.shape[1:]) * into.element_size()
-        target = into if into.is_contiguous() else torch.empty_like(into, memory_format=torch.contiguous_format)
+        target = (
+            into if into.is_contiguous() else torch.empty_like(into, memory_format=torch.contiguous_format)
+        )
         read_numbers(self.extent.file, self.extent.offset + first * row_bytes, target)
         if target is not into:
             into.copy_(target)
@@ -133,13 +139,23 @@ class StoredTensor:
 
     def holes(self) -> str | None:
         """What is wrong with the pieces as a cover of the tensor, or None."""
-        outside = [p for p in self.pieces if any(s + n > whole for s, n, whole in zip(p.start, p.shape, self.shape, strict=True))]
+        outside = [
+            p
+            for p in self.pieces
+            if any(s + n > whole for s, n, whole in zip(p.start, p.shape, self.shape, strict=True))
+        ]
         if outside:
-            return f"{self.name}: a piece at {list(outside[0].start)} reaches beyond the tensor's shape {list(self.shape)}"
+            return (
+                f"{self.name}: a piece at {list(outside[0].start)} reaches beyond the tensor's shape"
+                f" {list(self.shape)}"
+            )
         covered = sum(math.prod(piece.shape) for piece in self.pieces)
         distinct = len({piece.start for piece in self.pieces}) == len(self.pieces)
         if covered != math.prod(self.shape) or not distinct:
-            return f"{self.name}: its pieces hold {covered} numbers, its shape {list(self.shape)} has {math.prod(self.shape)}"
+            return (
+                f"{self.name}: its pieces hold {covered} numbers, its shape {list(self.shape)} has"
+                f" {math.prod(self.shape)}"
+            )
         return None
 
 
@@ -178,7 +194,9 @@ def read_numbers(file: Path, offset: int, into: torch.Tensor) -> None:
         while done < len(view):
             count = os.preadv(descriptor, [view[done:]], offset + done)
             if count == 0:
-                raise ConfigError.one(str(file), None, f"is cut short: it ends at byte {offset + done} of {offset + len(view)}")
+                raise ConfigError.one(
+                    str(file), None, f"is cut short: it ends at byte {offset + done} of {offset + len(view)}"
+                )
             done += count
     finally:
         os.close(descriptor)
@@ -191,10 +209,14 @@ def numbers_of(tensor: torch.Tensor, file: Path) -> Extent:
     """
     begin = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
     if begin is None:
-        raise ConfigError.one(str(file), None, "was not written by torch.save of today (version 1.6 or newer)")
+        raise ConfigError.one(
+            str(file), None, "was not written by torch.save of today (version 1.6 or newer)"
+        )
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     count = last + 1 if tensor.numel() else 0
-    return Extent(file, begin + tensor.storage_offset() * tensor.element_size(), count * tensor.element_size())
+    return Extent(
+        file, begin + tensor.storage_offset() * tensor.element_size(), count * tensor.element_size()
+    )
 
 
 def odd_strides(tensor: torch.Tensor) -> Shape | None:
@@ -206,12 +228,25 @@ def _load_shape(extent: Extent) -> torch.Tensor:
     """A tensor that torch.save wrote into a range of a file, without its numbers."""
     try:
         with extent.file.open("rb") as opened:
-            found = torch.load(io.BufferedReader(_Window(opened.fileno(), extent)), map_location="meta", weights_only=True)
-    except (RuntimeError, EOFError, OSError, ValueError, AttributeError, TypeError, LookupError, pickle.UnpicklingError) as error:
+            found = torch.load(
+                io.BufferedReader(_Window(opened.fileno(), extent)), map_location="meta", weights_only=True
+            )
+    except (
+        RuntimeError,
+        EOFError,
+        OSError,
+        ValueError,
+        AttributeError,
+        TypeError,
+        LookupError,
+        pickle.UnpicklingError,
+    ) as error:
         rule = f"cannot be read at byte {extent.offset}: {str(error).splitlines()[0]}"
         raise ConfigError.one(str(extent.file), None, rule) from error
     if not isinstance(found, torch.Tensor):
-        raise ConfigError.one(str(extent.file), None, f"holds a {type(found).__name__} at byte {extent.offset}, not a tensor")
+        raise ConfigError.one(
+            str(extent.file), None, f"holds a {type(found).__name__} at byte {extent.offset}, not a tensor"
+        )
     return found
 
 
@@ -242,6 +277,10 @@ class _Window(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         """Bytes from the place on."""
         left = max(0, self._extent.length - self._at)
-        count = os.preadv(self._descriptor, [memoryview(buffer)[:left]], self._extent.offset + self._at) if left else 0
+        count = (
+            os.preadv(self._descriptor, [memoryview(buffer)[:left]], self._extent.offset + self._at)
+            if left
+            else 0
+        )
         self._at += count
         return count

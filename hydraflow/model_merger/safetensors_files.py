@@ -1,8 +1,8 @@
-"""Safetensors files: where the tensors of a Hugging Face directory lie, and writing one in shards, a tensor at a time.
+"""Safetensors files: where the tensors of a Hugging Face directory lie, and writing one in shards, a tensor
+at a time.
 
-In and out: tensors by Hugging Face name. The header of a file is known before its numbers are, so tensors may be written in
-any order, and no more than a block of one is in memory.
-Left out on purpose: pytorch_model.bin.
+In and out: tensors by Hugging Face name. The header of a file is known before its numbers are, so tensors may
+be written in any order, and no more than a block of one is in memory. Left out on purpose: pytorch_model.bin.
 """
 
 from __future__ import annotations
@@ -55,11 +55,16 @@ class Form:
 
 
 def read_directory(directory: Path, *, field: str) -> dict[str, StoredTensor]:
-    """All tensors of a directory. Raises ConfigError, under the name `field`, when there are none or a file is broken."""
+    """All tensors of a directory. Raises ConfigError, under the name `field`, when there are none or a file
+    is broken."""
     if (directory / INDEX).is_file():
         files = sorted(set(read_weight_map(directory / INDEX).values()))
     else:
-        files = [SINGLE] if (directory / SINGLE).is_file() else sorted(file.name for file in directory.glob("*.safetensors"))
+        files = (
+            [SINGLE]
+            if (directory / SINGLE).is_file()
+            else sorted(file.name for file in directory.glob("*.safetensors"))
+        )
     if not files:
         raise ConfigError.one(field, str(directory), "there are no safetensors files in it")
     tensors: dict[str, StoredTensor] = {}
@@ -91,7 +96,9 @@ def read_file(file: Path) -> Iterator[StoredTensor]:
         form, begin = _form(file, name, entry)
         begin += 8 + length
         if begin + form.nbytes > size:
-            raise ConfigError.one(str(file), None, f"is cut short: {size} of at least {begin + form.nbytes} bytes")
+            raise ConfigError.one(
+                str(file), None, f"is cut short: {size} of at least {begin + form.nbytes} bytes"
+            )
         piece = Piece((0,) * len(form.shape), form.shape, Extent(file, begin, form.nbytes))
         yield StoredTensor(name, form.dtype, form.shape, (piece,))
 
@@ -109,9 +116,12 @@ def _form(file: Path, name: str, entry: Mapping[str, Any]) -> tuple[Form, int]:
 
 
 class Writer:
-    """A directory's safetensors files in the making. Every announced tensor must be written once, in any order."""
+    """A directory's safetensors files in the making. Every announced tensor must be written once, in any
+    order."""
 
-    def __init__(self, directory: Path, tensors: Mapping[str, Form], *, most_bytes: int, single: str = SINGLE):
+    def __init__(
+        self, directory: Path, tensors: Mapping[str, Form], *, most_bytes: int, single: str = SINGLE
+    ):
         self._directory, self._forms, self._single = directory, dict(tensors), single
         self._files: dict[str, Path] = {}
         self._offsets: dict[str, int] = {}
@@ -152,15 +162,22 @@ class Writer:
                 "metadata": {"total_parameters": numbers, "total_size": self.nbytes},
                 "weight_map": {name: self._files[name].name for name in sorted(self._forms)},
             }
-            (self._directory / f"{self._single}.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            (self._directory / f"{self._single}.index.json").write_text(
+                json.dumps(index, indent=2) + "\n", encoding="utf-8"
+            )
 
     def _begin(self, file: Path, names: list[str]) -> None:
-        """Writes a file's header. Wider types come first, so that every tensor lies on a multiple of its width."""
+        """Writes a file's header. Wider types come first, so that every tensor lies on a multiple of its
+        width."""
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         at = 0
         for name in sorted(names, key=lambda name: -self._forms[name].dtype.itemsize):
             form = self._forms[name]
-            header[name] = {"dtype": _NAMES[form.dtype], "shape": list(form.shape), "data_offsets": [at, at + form.nbytes]}
+            header[name] = {
+                "dtype": _NAMES[form.dtype],
+                "shape": list(form.shape),
+                "data_offsets": [at, at + form.nbytes],
+            }
             self._files[name], self._offsets[name] = file, at
             at += form.nbytes
         text = json.dumps(header, separators=(",", ":")).encode()

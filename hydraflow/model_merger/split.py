@@ -1,4 +1,5 @@
-"""`split`: a Hugging Face directory becomes an FSDP checkpoint, as training would have saved it before its first step.
+"""`split`: a Hugging Face directory becomes an FSDP checkpoint, as training would have saved it before its
+first step.
 
 In: a directory, a number of ranks, a layout. Out: a model's directory of that layout, whole or not at all.
 The weights pass through transformers, so names are those of its modules; they must fit into memory.
@@ -50,12 +51,15 @@ def split(
     trust_remote_code: bool = False,
     overwrite: bool = False,
 ) -> list[str]:
-    """Splits, and returns what was done in lines for the user. Raises ConfigError before anything is written."""
+    """Splits, and returns what was done in lines for the user. Raises ConfigError before anything is
+    written."""
     if world_size < 1:
         raise ConfigError.one("--world_size", world_size, "must be at least 1", "--world_size 1")
     source = Path(hf_dir).expanduser()
     if not (source / "config.json").is_file():
-        raise ConfigError.one("--hf_dir", hf_dir, "is no Hugging Face directory: there is no config.json in it")
+        raise ConfigError.one(
+            "--hf_dir", hf_dir, "is no Hugging Face directory: there is no config.json in it"
+        )
     target.require_free(Path(target_dir), source, overwrite=overwrite)
     head = "value" if is_value_model else "policy"
     try:
@@ -63,13 +67,19 @@ def split(
     except ConfigError as error:
         raise ConfigError([_in_flags(problem) for problem in error.problems]) from error
     nbytes = sum(tensor.nbytes for tensor in weights.values())
-    with target.unfinished(Path(target_dir), source, nbytes=nbytes, overwrite=overwrite) as folder, bar("splitting", nbytes) as advance:
+    with (
+        target.unfinished(Path(target_dir), source, nbytes=nbytes, overwrite=overwrite) as folder,
+        bar("splitting", nbytes) as advance,
+    ):
         if layout == "verl":
             _write_verl(folder, weights, world_size, advance)
         else:
             _write_dcp(folder, weights, world_size, head, advance)
         target.copy_settings(target.settings(source), folder / "huggingface")
-    return [f"{Path(target_dir).absolute()}: {len(weights)} tensors, {nbytes / 1e9:.3f} GB, {world_size} ranks, layout {layout}"]
+    return [
+        f"{Path(target_dir).absolute()}: {len(weights)} tensors, {nbytes / 1e9:.3f} GB, {world_size} ranks,"
+        f" layout {layout}"
+    ]
 
 
 def _read(source: Path, dtype: str, head: str, trust: bool) -> dict[str, torch.Tensor]:
@@ -83,7 +93,8 @@ def _read(source: Path, dtype: str, head: str, trust: bool) -> dict[str, torch.T
 
 
 def _in_flags(problem: Problem) -> Problem:
-    """A problem with the model in the words of this command: elsewhere `path` and `trust_remote_code` are keys below the model's."""
+    """A problem with the model in the words of this command: elsewhere `path` and `trust_remote_code` are
+    keys below the model's."""
     remedy = problem.remedy.replace(f"{_FIELD}.trust_remote_code=true", "--trust-remote-code")
     return replace(problem, field=problem.field.removesuffix(".path"), remedy=remedy)
 
@@ -96,7 +107,9 @@ def _shards(tensor: torch.Tensor, world_size: int) -> Iterator[tuple[int, torch.
         first += len(rows) if tensor.dim() else 0
 
 
-def _write_dcp(folder: Path, weights: Mapping[str, torch.Tensor], world_size: int, head: str, advance: Advance) -> None:
+def _write_dcp(
+    folder: Path, weights: Mapping[str, torch.Tensor], world_size: int, head: str, advance: Advance
+) -> None:
     """torch's distributed checkpoint, as so many ranks write it. A tied tensor is in it once."""
     (folder / SHARDS).mkdir()
     entries: dict[str, TensorStorageMetadata] = {}
@@ -117,19 +130,26 @@ def _write_dcp(folder: Path, weights: Mapping[str, torch.Tensor], world_size: in
                 torch.save(rows.clone(), file)
                 chunks.setdefault(key, []).append(ChunkStorageMetadata(start, rows.shape))
                 places[MetadataIndex(key, start, rank)] = _StorageInfo(file_name, at, file.tell() - at)
-                entries[key] = TensorStorageMetadata(TensorProperties(tensor.dtype), tensor.shape, chunks[key])
+                entries[key] = TensorStorageMetadata(
+                    TensorProperties(tensor.dtype), tensor.shape, chunks[key]
+                )
                 advance(rows.nbytes)
     planned = {key: ("model", key.removeprefix(dcp.MODEL)) for key in entries}
     with (folder / SHARDS / INDEX).open("wb") as file:
         pickle.dump(Metadata(dict(entries), planner_data=planned, storage_data=places, version="1.0.0"), file)
     facts = {"engine": "fsdp2", "world_size": world_size, "head": head, "contents": ["model"], "lora_rank": 0}
-    target.write_json(folder / dcp.FACTS, {**facts, "tied": len(once) < len(weights), "module_prefix": _PREFIX[head]})
+    target.write_json(
+        folder / dcp.FACTS, {**facts, "tied": len(once) < len(weights), "module_prefix": _PREFIX[head]}
+    )
 
 
 def _write_verl(folder: Path, weights: Mapping[str, torch.Tensor], world_size: int, advance: Advance) -> None:
-    """One file for each rank, DTensors in it; no process group is needed to write them. Tied tensors share their numbers."""
+    """One file for each rank, DTensors in it; no process group is needed to write them. Tied tensors share
+    their numbers."""
     for rank in range(world_size):
-        mesh = DeviceMesh("cpu", torch.arange(world_size), mesh_dim_names=("fsdp",), _init_backend=False, _rank=rank)
+        mesh = DeviceMesh(
+            "cpu", torch.arange(world_size), mesh_dim_names=("fsdp",), _init_backend=False, _rank=rank
+        )
         copies: dict[int, torch.Tensor] = {}
         state = {}
         for name, tensor in weights.items():
@@ -138,7 +158,9 @@ def _write_verl(folder: Path, weights: Mapping[str, torch.Tensor], world_size: i
             if tensor.data_ptr() not in copies:
                 copies[tensor.data_ptr()] = rows.clone()
             meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
-            state[name] = DTensor(copies[tensor.data_ptr()], DTensorSpec(mesh, (Shard(0),), meta), requires_grad=False)
+            state[name] = DTensor(
+                copies[tensor.data_ptr()], DTensorSpec(mesh, (Shard(0),), meta), requires_grad=False
+            )
             advance(rows.nbytes)
         torch.save(state, folder / verl.file_of(world_size, rank))
     target.write_json(folder / verl.CONFIG, {"FSDP_version": 2, "world_size": world_size})

@@ -1,4 +1,5 @@
-"""The directory that a command makes: written under another name, given its own when it is whole; and its configuration files.
+"""The directory that a command makes: written under another name, given its own when it is whole; and its
+configuration files.
 
 In: a directory's name, the checkpoint's `huggingface/`. Out: that directory, or nothing.
 Left out on purpose: weights.
@@ -22,7 +23,18 @@ from hydraflow.errors import ConfigError, EnvironmentFault, Problem
 from hydraflow.model_merger.architecture import Architecture
 from hydraflow.model_merger.checkpoint import UNFINISHED, read_json
 
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".safetensors.index.json", ".bin.index.json")
+_WEIGHTS = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".safetensors.index.json",
+    ".bin.index.json",
+)
 _MARKS = ("config.json", "huggingface")
 """One of these is in every directory that a command here makes; others are not replaced."""
 _DTYPE_KEYS = ("dtype", "torch_dtype")
@@ -32,8 +44,8 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 def unfinished(target: Path, source: Path, *, nbytes: int, overwrite: bool) -> Iterator[Path]:
     """A directory to write into, which gets the name `target` at the end; on any failure it is removed.
 
-    source: the directory that is read. Raises ConfigError when `target` cannot be made or replaced or the disk has less than
-    `nbytes` left, EnvironmentFault when something goes wrong on the disk later.
+    source: the directory that is read. Raises ConfigError when `target` cannot be made or replaced or the
+    disk has less than `nbytes` left, EnvironmentFault when something goes wrong on the disk later.
     """
     target = require_free(target, source, overwrite=overwrite)
     _require_space(target, nbytes)
@@ -50,7 +62,9 @@ def unfinished(target: Path, source: Path, *, nbytes: int, overwrite: bool) -> I
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise EnvironmentFault(f"{target}: {'the disk is full' if full else error}; nothing was left there") from error
+        raise EnvironmentFault(
+            f"{target}: {'the disk is full' if full else error}; nothing was left there"
+        ) from error
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -69,12 +83,20 @@ def copy_settings(files: Iterable[Path], folder: Path) -> None:
 
 
 def require_inside(files: Iterable[Path], directory: Path) -> None:
-    """Raises ConfigError for links out of the directory: what they lead to may be private, and a model is not.
+    """Raises ConfigError for links out of the directory: what they lead to may be private, and a model is
+    not.
 
     In the hub's cache a repository's files are links to its own blobs.
     """
     problems = []
-    hub = next((above for above in directory.parents if (above / "blobs").is_dir() and (above / "snapshots").is_dir()), None)
+    hub = next(
+        (
+            above
+            for above in directory.parents
+            if (above / "blobs").is_dir() and (above / "snapshots").is_dir()
+        ),
+        None,
+    )
     inside = [directory.resolve(), *([hub.resolve() / "blobs"] if hub else [])]
     for file in files:
         if not any(file.resolve().is_relative_to(folder) for folder in inside):
@@ -85,7 +107,8 @@ def require_inside(files: Iterable[Path], directory: Path) -> None:
 
 
 def write_config(source: Path, folder: Path, found: Architecture, dtype: torch.dtype) -> None:
-    """config.json as the checkpoint has it, with what the merged weights make true: class, type, ties, number of labels."""
+    """config.json as the checkpoint has it, with what the merged weights make true: class, type, ties, number
+    of labels."""
     config = read_json(source / "config.json")
     _set_dtype(config, str(dtype).removeprefix("torch."))
     if found.retied is not None:
@@ -126,7 +149,9 @@ def require_free(target: Path, source: Path, *, overwrite: bool) -> Path:
     if not target.is_dir() or not any(target.iterdir()):
         return target
     if not any((target / name).exists() for name in _MARKS):
-        raise ConfigError.one("--target_dir", str(target), "is there already, and is no model's directory", another)
+        raise ConfigError.one(
+            "--target_dir", str(target), "is there already, and is no model's directory", another
+        )
     if not overwrite:
         raise ConfigError.one("--target_dir", str(target), "is there already", f"--overwrite, or {another}")
     return target

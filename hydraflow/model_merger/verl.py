@@ -1,9 +1,9 @@
 """Reads verl's FSDP checkpoints: model_world_size_W_rank_R.pt, fsdp_config.json, huggingface/.
 
-In: a model's directory. Out: a `Checkpoint`. Each file is a state dict of DTensors cut along one dimension of a mesh `fsdp`
-or `ddp x fsdp`, or of plain tensors (world size 1, buffers). Files are read with weights_only, and only their structure:
-numbers stay on disk, and the types of torch.distributed become inert records.
-Left out on purpose: optimizer and extra state, which are counted but not read; tensor-parallel meshes.
+In: a model's directory. Out: a `Checkpoint`. Each file is a state dict of DTensors cut along one dimension of
+a mesh `fsdp` or `ddp x fsdp`, or of plain tensors (world size 1, buffers). Files are read with weights_only,
+and only their structure: numbers stay on disk, and the types of torch.distributed become inert records. Left
+out on purpose: optimizer and extra state, which are counted but not read; tensor-parallel meshes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def file_of(world_size: int, rank: int, part: str = "model") -> str:
 
 def is_verl(directory: Path) -> bool:
     """Whether a directory is one model's checkpoint of this layout (or should be: its shards may be lost)."""
-    return directory.is_dir() and ((directory / CONFIG).is_file() or any(_FILE.fullmatch(entry.name) for entry in directory.iterdir()))
+    return directory.is_dir() and (
+        (directory / CONFIG).is_file() or any(_FILE.fullmatch(entry.name) for entry in directory.iterdir())
+    )
 
 
 def read(directory: Path) -> Checkpoint:
@@ -87,7 +89,9 @@ def read(directory: Path) -> Checkpoint:
         problems=problems,
     )
     found.details.pop("world_size", None)
-    found.problems += [Problem(str(directory), None, hole) for tensor in tensors.values() if (hole := tensor.holes())]
+    found.problems += [
+        Problem(str(directory), None, hole) for tensor in tensors.values() if (hole := tensor.holes())
+    ]
     return found
 
 
@@ -96,12 +100,19 @@ def _world_size(directory: Path, config: Mapping[str, Any]) -> int:
     named = {int(found[1]) for entry in directory.iterdir() if (found := _FILE.fullmatch(entry.name))}
     told = config.get("world_size")
     if told is None and len(named) > 1:
-        rule = f"holds shards of {' and '.join(map(str, sorted(named)))} ranks, and no {CONFIG} says which count"
+        rule = (
+            f"holds shards of {' and '.join(map(str, sorted(named)))} ranks, and no {CONFIG} says which count"
+        )
         raise ConfigError.one(str(directory), None, rule)
     if not named:
-        raise ConfigError.one(str(directory), None, f"all shards are missing: there is no {file_of(told or 1, 0)}")
+        raise ConfigError.one(
+            str(directory), None, f"all shards are missing: there is no {file_of(told or 1, 0)}"
+        )
     if told is not None and told not in named:
-        rule = f"does not fit the shards beside it, which are those of {', '.join(map(str, sorted(named)))} ranks"
+        rule = (
+            f"does not fit the shards beside it, which are those of {', '.join(map(str, sorted(named)))}"
+            " ranks"
+        )
         raise ConfigError.one(f"{directory / CONFIG}: world_size", told, rule)
     return int(told) if told is not None else named.pop()
 
@@ -123,22 +134,32 @@ def _read_rank(file: Path) -> StateDict:
         raise ConfigError.one(str(file), None, "this shard is missing")
     with file.open("rb") as opened:
         if opened.read(4) != _ZIP:
-            raise ConfigError.one(str(file), None, "is cut short or no shard of a model: it does not begin as torch.save's files do")
+            raise ConfigError.one(
+                str(file),
+                None,
+                "is cut short or no shard of a model: it does not begin as torch.save's files do",
+            )
     try:
         with only(_TYPES):
             state = torch.load(file, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as error:
-        rule = f"holds what weights_only refuses, so it is no shard of a model; nothing was executed: {_reason(error)}"
+        rule = (
+            "holds what weights_only refuses, so it is no shard of a model; nothing was executed:"
+            f" {_reason(error)}"
+        )
         raise ConfigError.one(str(file), None, rule) from error
     except (RuntimeError, EOFError, OSError, ValueError, AttributeError, TypeError, LookupError) as error:
-        raise ConfigError.one(str(file), None, f"is cut short or no shard of a model: {_reason(error)}") from error
+        raise ConfigError.one(
+            str(file), None, f"is cut short or no shard of a model: {_reason(error)}"
+        ) from error
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise ConfigError.one(str(file), None, f"holds {_kind(state)}, not a state dict of tensors")
     return state
 
 
 def _mesh(directory: Path, states: Mapping[int, StateDict], world_size: int) -> tuple[str, ...]:
-    """Names of the mesh's dimensions. Raises ConfigError for another mesh than verl's or one of another world size."""
+    """Names of the mesh's dimensions. Raises ConfigError for another mesh than verl's or one of another world
+    size."""
     meshes: dict[tuple[str, ...], Path] = {}
     for rank, state in states.items():
         file = directory / file_of(world_size, rank)
@@ -147,14 +168,24 @@ def _mesh(directory: Path, states: Mapping[int, StateDict], world_size: int) -> 
                 continue
             mesh = vars(tensor._spec.mesh)
             names = tuple(mesh.get("_mesh_dim_names") or mesh.get("mesh_dim_names") or ())
-            ranks = mesh["_rank_map"] if "_rank_map" in mesh else mesh["mesh"]  # as torch 2.10 and older have it
+            ranks = (
+                mesh["_rank_map"] if "_rank_map" in mesh else mesh["mesh"]
+            )  # as torch 2.10 and older have it
             if names not in _MESHES:
-                raise ConfigError.one(str(file), None, f"{name} lies on a mesh {names}; only fsdp and ddp x fsdp can be merged")
+                raise ConfigError.one(
+                    str(file), None, f"{name} lies on a mesh {names}; only fsdp and ddp x fsdp can be merged"
+                )
             if ranks.numel() != world_size:
-                raise ConfigError.one(str(file), None, f"{name} was cut for {ranks.numel()} ranks; the file's name says {world_size}")
+                raise ConfigError.one(
+                    str(file),
+                    None,
+                    f"{name} was cut for {ranks.numel()} ranks; the file's name says {world_size}",
+                )
             meshes[names] = file
     if len(meshes) > 1:
-        raise ConfigError.one(str(directory), None, f"its shards lie on different meshes: {', '.join(map(str, meshes))}")
+        raise ConfigError.one(
+            str(directory), None, f"its shards lie on different meshes: {', '.join(map(str, meshes))}"
+        )
     return next(iter(meshes), ("fsdp",))
 
 
@@ -173,8 +204,15 @@ def _tensor(name: str, directory: Path, states: Mapping[int, StateDict], *, repl
     shape, at, pieces = tuple(first.shape), 0, []
     for rank, state in states.items():
         file, tensor = directory / file_of(len(states), rank), state[name]
-        if tuple(tensor.shape) != shape or tensor.dtype != first.dtype or _cut_along(tensor, name, file) != dim:
-            rule = f"{name} is {tensor.dtype} {list(tensor.shape)} here and {first.dtype} {list(shape)} in rank 0's shard"
+        if (
+            tuple(tensor.shape) != shape
+            or tensor.dtype != first.dtype
+            or _cut_along(tensor, name, file) != dim
+        ):
+            rule = (
+                f"{name} is {tensor.dtype} {list(tensor.shape)} here and {first.dtype} {list(shape)} in rank"
+                " 0's shard"
+            )
             raise ConfigError.one(str(file), None, rule)
         local = tensor._local_tensor if isinstance(tensor, ShardedTensor) else tensor
         start = [0] * len(shape)
@@ -184,7 +222,9 @@ def _tensor(name: str, directory: Path, states: Mapping[int, StateDict], *, repl
             start[dim] = at
             at += local.shape[dim]
         if local.numel() or not first.numel():
-            pieces.append(Piece(tuple(start), tuple(local.shape), numbers_of(local, file), strides=odd_strides(local)))
+            pieces.append(
+                Piece(tuple(start), tuple(local.shape), numbers_of(local, file), strides=odd_strides(local))
+            )
     stored = StoredTensor(name, first.dtype, shape, tuple(pieces))
     return stored if dim is not None else _same_everywhere(stored)
 
@@ -195,7 +235,9 @@ def _cut_along(tensor: torch.Tensor, name: str, file: Path) -> int | None:
         return None
     *others, last = (type(placement).__name__ for placement in tensor._spec.placements)
     if set(others) - {"Replicate"} or last not in ("Shard", "Replicate"):
-        raise ConfigError.one(str(file), None, f"{name} is placed as {' x '.join([*others, last])}, which cannot be merged")
+        raise ConfigError.one(
+            str(file), None, f"{name} is placed as {' x '.join([*others, last])}, which cannot be merged"
+        )
     return int(tensor._spec.placements[-1].dim) if last == "Shard" else None
 
 
@@ -205,7 +247,10 @@ def _same_everywhere(stored: StoredTensor) -> StoredTensor:
     for copy in copies[1:]:
         for mine, other in zip(copies[0].blocks(), copy.blocks(), strict=True):
             if not torch.equal(mine.view(torch.uint8), other.view(torch.uint8)):
-                rule = f"{stored.name} is not cut, but differs from the copy in {copies[0].pieces[0].extent.file.name}"
+                rule = (
+                    f"{stored.name} is not cut, but differs from the copy in"
+                    f" {copies[0].pieces[0].extent.file.name}"
+                )
                 raise ConfigError.one(str(copy.pieces[0].extent.file), None, rule)
     return copies[0] if copies else stored
 
@@ -214,7 +259,11 @@ def _others(directory: Path, world_size: int) -> dict[str, tuple[int, int]]:
     """Files that are not the model's."""
     found = {}
     for part, prefix in (("optim", "optim"), ("extra", "extra_state")):
-        sizes = [file.stat().st_size for rank in range(world_size) if (file := directory / file_of(world_size, rank, prefix)).is_file()]
+        sizes = [
+            file.stat().st_size
+            for rank in range(world_size)
+            if (file := directory / file_of(world_size, rank, prefix)).is_file()
+        ]
         if sizes:
             found[part] = (len(sizes), sum(sizes))
     return found
@@ -222,11 +271,20 @@ def _others(directory: Path, world_size: int) -> dict[str, tuple[int, int]]:
 
 def _reason(error: BaseException) -> str:
     """The first line of an error, without the advice to trust the file."""
-    return re.sub(r"\s+", " ", str(error).strip().splitlines()[-1 if "Unsupported" in str(error) else 0])[:200]
+    return re.sub(r"\s+", " ", str(error).strip().splitlines()[-1 if "Unsupported" in str(error) else 0])[
+        :200
+    ]
 
 
 def _kind(state: object) -> str:
     if not isinstance(state, dict):
         return f"a {type(state).__name__}"
-    odd = next((f"{name}: {type(value).__name__}" for name, value in state.items() if not isinstance(value, torch.Tensor)), "")
+    odd = next(
+        (
+            f"{name}: {type(value).__name__}"
+            for name, value in state.items()
+            if not isinstance(value, torch.Tensor)
+        ),
+        "",
+    )
     return f"a dict with {odd}"

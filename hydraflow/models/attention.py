@@ -1,11 +1,11 @@
 """Causal attention over packed rows: tokens of many rows in one line, each token sees only its own row.
 
-In: query, key and value of shape (1, heads, N, d) and a `RowPlan` saying where rows begin. Out: (1, N, heads, d).
-`register_attention()` makes it known to transformers; models are then built with `attn_implementation=NAME`.
-On a CPU (or a GPU without variable-length kernels, or in float32) rows of similar length are laid out as one right-padded
-block per group: padding on the right and a causal mask need no mask tensor, so each group is one fast call.
-Left out on purpose: dropout (log-probabilities under a random mask make no ratio), attention soft-capping and sinks
-(those models take the padded path).
+In: query, key and value of shape (1, heads, N, d) and a `RowPlan` saying where rows begin. Out: (1, N, heads,
+d). `register_attention()` makes it known to transformers; models are then built with
+`attn_implementation=NAME`. On a CPU (or a GPU without variable-length kernels, or in float32) rows of similar
+length are laid out as one right-padded block per group: padding on the right and a causal mask need no mask
+tensor, so each group is one fast call. Left out on purpose: dropout (log-probabilities under a random mask
+make no ratio), attention soft-capping and sinks (those models take the padded path).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _SHORT, _FREE_PADDING = 64, 512
 
 @dataclass(frozen=True)
 class Group:
-    """Rows that are computed together: `rows` of them, each padded to `width`, from `start` of the padded line on."""
+    """Rows that are computed together: `rows` of them, each padded to `width`, from `start` of the padded
+    line on."""
 
     start: int
     rows: int
@@ -38,7 +39,8 @@ class Group:
 
 @dataclass(frozen=True)
 class SharedPrompts:
-    """A line in which a prompt stands once for all rows that begin with it, and the T tokens of those rows, one row after another.
+    """A line in which a prompt stands once for all rows that begin with it, and the T tokens of those rows,
+    one row after another.
 
     Everything but attention runs on the line; attention sees whole rows.
     """
@@ -65,17 +67,21 @@ class SharedPrompts:
             chosen = np.flatnonzero(counts == m)
             places = order[firsts[chosen][:, None] + np.arange(m)]
             copies.append((torch.from_numpy(chosen).to(device), torch.from_numpy(places).to(device)))
-        return cls(torch.from_numpy(to_rows).to(device), torch.from_numpy(order[firsts]).to(device), tuple(copies))
+        return cls(
+            torch.from_numpy(to_rows).to(device), torch.from_numpy(order[firsts]).to(device), tuple(copies)
+        )
 
 
 @dataclass(frozen=True)
 class RowPlan:
-    """How packed rows are attended to; made once per forward pass, used by every layer. "Packed" is one row after the other."""
+    """How packed rows are attended to; made once per forward pass, used by every layer. "Packed" is one row
+    after the other."""
 
     groups: tuple[Group, ...]
     """Blocks of the padded line, in order."""
     to_padded: torch.Tensor | None
-    """(padded tokens,) packed position of each padded one; padding repeats its row's last token. None: both lines are the same."""
+    """(padded tokens,) packed position of each padded one; padding repeats its row's last token. None: both
+    lines are the same."""
     to_packed: torch.Tensor | None
     """(N,) padded position of each packed token."""
     boundaries: torch.Tensor
@@ -89,7 +95,8 @@ class RowPlan:
 
 
 def group_rows(lengths: np.ndarray) -> list[tuple[int, int]]:
-    """Cuts lengths that fall from left to right into runs (first, end): padding is at most a quarter, and 512 tokens more for short rows.
+    """Cuts lengths that fall from left to right into runs (first, end): padding is at most a quarter, and 512
+    tokens more for short rows.
 
     >>> group_rows(np.array([2000, 1900, 700, 9, 8, 2]))
     [(0, 2), (2, 3), (3, 6)]
@@ -107,7 +114,8 @@ def group_rows(lengths: np.ndarray) -> list[tuple[int, int]]:
 
 
 def plan_rows(lengths: np.ndarray, device: torch.device, shared: SharedPrompts | None = None) -> RowPlan:
-    """The plan of rows of these lengths, (B,) integers of at least 1, in this order; `shared` where they share prompts."""
+    """The plan of rows of these lengths, (B,) integers of at least 1, in this order; `shared` where they
+    share prompts."""
     starts = np.concatenate(([0], np.cumsum(lengths)))
     boundaries = torch.from_numpy(starts.astype(np.int32)).to(device)
     longest, total = int(lengths.max()), int(starts[-1])
@@ -126,13 +134,16 @@ def plan_rows(lengths: np.ndarray, device: torch.device, shared: SharedPrompts |
         gathers.append(gather.reshape(-1))
         at += gather.size
     to_padded = torch.from_numpy(np.concatenate(gathers)).to(device)
-    return RowPlan(tuple(groups), to_padded, torch.from_numpy(scatter).to(device), boundaries, longest, shared)
+    return RowPlan(
+        tuple(groups), to_padded, torch.from_numpy(scatter).to(device), boundaries, longest, shared
+    )
 
 
 def register_attention() -> None:
     """Makes `attn_implementation=NAME` known to transformers in this process.
 
-    No mask function goes with it: transformers then builds no mask and looks for no packed sequences of its own.
+    No mask function goes with it: transformers then builds no mask and looks for no packed sequences of its
+    own.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -151,13 +162,16 @@ def packed_attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function: (1, h, N, d) each (keys and values may have fewer heads) to (1, N, h, d)."""
+    """transformers' attention function: (1, h, N, d) each (keys and values may have fewer heads) to (1, N, h,
+    d)."""
     assert others.get("softcap") is None and others.get("s_aux") is None, "such a model takes the padded path"
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return attend_rows(q, k, v, row_plan, scaling, sliding_window)[None], None
 
 
-def attend_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: RowPlan, scale: float | None, window: int | None) -> torch.Tensor:
+def attend_rows(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: RowPlan, scale: float | None, window: int | None
+) -> torch.Tensor:
     """Attention over (N, h, d) tensors, N the tokens of the line. Returns (N, h, d)."""
     if plan.shared is None:
         return _attend(q, k, v, plan, scale, window)
@@ -165,7 +179,9 @@ def attend_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: RowPlan
     return _Pick.apply(_attend(q, k, v, plan, scale, window), plan.shared.to_line)
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: RowPlan, scale: float | None, window: int | None) -> torch.Tensor:
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: RowPlan, scale: float | None, window: int | None
+) -> torch.Tensor:
     """Chooses the kernel for whole rows by their device and type."""
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] == v.shape[-1]:
         if flash_kernel() is not None:
@@ -205,12 +221,16 @@ def _torch_varlen(
     bounds = (plan.boundaries, plan.boundaries, plan.longest, plan.longest)
     span = (window - 1, 0) if window else (-1, 0)
     gqa = q.shape[1] != k.shape[1]
-    out = varlen_attn(q.contiguous(), k.contiguous(), v.contiguous(), *bounds, scale=scale, window_size=span, enable_gqa=gqa)
+    out = varlen_attn(
+        q.contiguous(), k.contiguous(), v.contiguous(), *bounds, scale=scale, window_size=span, enable_gqa=gqa
+    )
     assert isinstance(out, torch.Tensor)
     return out
 
 
-def _grouped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: RowPlan, scale: float | None, window: int | None) -> torch.Tensor:
+def _grouped(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: RowPlan, scale: float | None, window: int | None
+) -> torch.Tensor:
     if plan.to_padded is not None:
         q, k, v = (_Spread.apply(x, plan.to_padded, plan.to_packed) for x in (q, k, v))
     blocks = [_attend_group(q, k, v, group, plan, scale, window) for group in plan.groups]
@@ -219,7 +239,13 @@ def _grouped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: RowPlan, s
 
 
 def _attend_group(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, plan: RowPlan, scale: float | None, window: int | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: Group,
+    plan: RowPlan,
+    scale: float | None,
+    window: int | None,
 ) -> torch.Tensor:
     """One call for one block: (rows * width, h, d)."""
 

@@ -1,7 +1,7 @@
 """Where the files of a model on the Hugging Face hub lie on this machine.
 
-In: a name on the hub. Out: a folder. Standard library and huggingface_hub, which is imported only where a name is looked up.
-Left out on purpose: downloads, and which paths are such names (`paths.py`).
+In: a name on the hub. Out: a folder. Standard library and huggingface_hub, which is imported only where a
+name is looked up. Left out on purpose: downloads, and which paths are such names (`system/paths.py`).
 """
 
 from __future__ import annotations

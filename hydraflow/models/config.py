@@ -11,7 +11,8 @@ class ModelSourceConfig:
     """A Hugging Face model directory and how it is opened."""
 
     path: str | None = None
-    """Directory with config.json, weights and tokenizer, or a hub name; for the critic null means the actor's."""
+    """Directory with config.json, weights and tokenizer, or a hub name; for the critic null means the
+    actor's."""
     tokenizer_path: str | None = None
     """Where the tokenizer is; null: with the model."""
     custom_chat_template: str | None = None

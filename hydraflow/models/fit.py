@@ -1,9 +1,11 @@
-"""Whether weight files fill the model that config.json describes, found without loading either: shapes of headers and of modules.
+"""Whether weight files fill the model that config.json describes, found without loading either: shapes of
+headers and of modules.
 
-In: a model's source and configuration. Out: the model on the meta device, or a ConfigError. transformers itself matches the names,
-with its renaming, merging and tying of tensors, so that what it loads is never refused.
-Left out on purpose: quantised models, models with code of their own, adapters and names on the hub. What transformers makes of
-those is only known where they are loaded, and is judged there (`loading.read_weights`).
+In: a model's source and configuration. Out: the model on the meta device, or a ConfigError. transformers
+itself matches the names, with its renaming, merging and tying of tensors, so that what it loads is never
+refused. Left out on purpose: quantised models, models with code of their own, adapters and names on the hub.
+What transformers makes of those is only known where they are loaded, and is judged there
+(`loading.read_weights`).
 """
 
 from __future__ import annotations
@@ -25,11 +27,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 DOWNLOAD_AGAIN = "download the model again, all of it"
-CONSTRUCTOR_FAULTS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
-"""What a model's constructor raises when it computes with values of config.json that make no sense together."""
+CONSTRUCTOR_FAULTS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What a model's constructor raises when it computes with values of config.json that make no sense
+together."""
 
 
-def require_model(model: ModelSourceConfig, config: PreTrainedConfig, *, head: str, field: str) -> PolicyModel | ValueModel | None:
+def require_model(
+    model: ModelSourceConfig, config: PreTrainedConfig, *, head: str, field: str
+) -> PolicyModel | ValueModel | None:
     """The model on the meta device; None for one with code of its own, or quantised.
 
     Raises ConfigError when `config` describes none that can be made, or no causal language model.
@@ -38,14 +52,19 @@ def require_model(model: ModelSourceConfig, config: PreTrainedConfig, *, head: s
         return None
     loading.causal_class(config, model, field=field)
     try:
-        return loading.empty_model(config, model, head=head, dtype=torch.float32, attention="eager", chunk_tokens=1)
+        return loading.empty_model(
+            config, model, head=head, dtype=torch.float32, attention="eager", chunk_tokens=1
+        )
     except CONSTRUCTOR_FAULTS as error:
         rule = f"no {config.model_type} model can be made from its configuration: {loading.first_line(error)}"
-        raise ConfigError.one(f"{field}.path", model.path, rule, f"correct its config.json or {field}.override_config") from error
+        raise ConfigError.one(
+            f"{field}.path", model.path, rule, f"correct its config.json or {field}.override_config"
+        ) from error
 
 
 def require_weights(model: ModelSourceConfig, config: PreTrainedConfig, *, head: str, field: str) -> None:
-    """Raises ConfigError for a directory on this machine whose weights are missing, broken, or of another model than `config`."""
+    """Raises ConfigError for a directory on this machine whose weights are missing, broken, or of another
+    model than `config`."""
     assert model.path is not None
     directory = Path(os.path.expanduser(model.path))
     if not directory.is_dir():
@@ -60,10 +79,16 @@ def _is_plain(config: PreTrainedConfig, model: ModelSourceConfig) -> bool:
     """Whether nothing but the names and shapes of its tensors says how a model is loaded."""
     own_code = model.trust_remote_code and bool(getattr(config, "auto_map", None))
     parts = (config, config.get_text_config())
-    return not own_code and not any(getattr(part, name, None) for part in parts for name in ("quantization_config", "transformers_weights"))
+    return not own_code and not any(
+        getattr(part, name, None)
+        for part in parts
+        for name in ("quantization_config", "transformers_weights")
+    )
 
 
-def _require_fit(directory: Path, model: ModelSourceConfig, config: PreTrainedConfig, *, head: str, field: str) -> None:
+def _require_fit(
+    directory: Path, model: ModelSourceConfig, config: PreTrainedConfig, *, head: str, field: str
+) -> None:
     path = str(model.path)
     try:
         files = files_to_load(directory)
@@ -74,9 +99,14 @@ def _require_fit(directory: Path, model: ModelSourceConfig, config: PreTrainedCo
         rule = f"its weights hold more than tensors, which was not executed: {loading.refused_content(error)}"
         raise ConfigError.one(f"{field}.path", model.path, rule) from error
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError.one(f"{field}.path", model.path, f"its weights cannot be read: {loading.first_line(error)}") from error
+        raise ConfigError.one(
+            f"{field}.path", model.path, f"its weights cannot be read: {loading.first_line(error)}"
+        ) from error
     if not files:
-        rule = "its weight files have no names that are loaded: model.safetensors, or pytorch_model.bin, or those of an index of shards"
+        rule = (
+            "its weight files have no names that are loaded: model.safetensors, or pytorch_model.bin, or"
+            " those of an index of shards"
+        )
         raise ConfigError.one(f"{field}.path", model.path, rule, DOWNLOAD_AGAIN)
     if stored is None:
         return
@@ -85,7 +115,12 @@ def _require_fit(directory: Path, model: ModelSourceConfig, config: PreTrainedCo
     lm = shape.hf
     with loading.quiet_transformers():
         _, report = type(lm).from_pretrained(
-            None, config=lm.config, state_dict=stored, device_map="meta", output_loading_info=True, ignore_mismatched_sizes=True
+            None,
+            config=lm.config,
+            state_dict=stored,
+            device_map="meta",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
     loading.require_filled(report, path=path, head=head, prefix=lm.base_model_prefix, field=field)
     if head == "value" and (score := stored.get(loading.SCORE)) is not None:

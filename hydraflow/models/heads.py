@@ -38,10 +38,11 @@ class PolicyModel(nn.Module):
     def forward(
         self, batch: PackedBatch, temperature: float, entropy: bool, greedy_match: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(K,) log-probabilities of the asked tokens at `temperature` and, when wanted, (K,) of one thing more.
+        """(K,) log-probabilities of the asked tokens at `temperature` and, when wanted, (K,) of one thing
+        more.
 
-        That is their entropies in nats, or with `greedy_match` 1 where the asked token is the most probable one.
-        At least float32 whatever the model computes in.
+        That is their entropies in nats, or with `greedy_match` 1 where the asked token is the most probable
+        one. At least float32 whatever the model computes in.
         """
         if temperature <= 0:
             raise ValueError(f"temperature={temperature}: log-probabilities need a temperature above 0")
@@ -50,20 +51,29 @@ class PolicyModel(nn.Module):
             return self._score(hidden, batch.targets, temperature, entropy, greedy_match)
         pieces = [
             checkpoint(self._score, h, t, temperature, entropy, greedy_match, use_reentrant=False)
-            for h, t in zip(hidden.split(self.chunk_tokens), batch.targets.split(self.chunk_tokens), strict=True)
+            for h, t in zip(
+                hidden.split(self.chunk_tokens), batch.targets.split(self.chunk_tokens), strict=True
+            )
         ]
         more = torch.cat([piece[1] for piece in pieces]) if entropy or greedy_match else None
         return torch.cat([piece[0] for piece in pieces]), more
 
     def _score(
-        self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, entropy: bool, greedy_match: bool
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        entropy: bool,
+        greedy_match: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         logits = shape_logits(self.lm.get_output_embeddings()(hidden), self.lm.config)  # (K, V)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         if temperature != 1.0:
             logits = logits / temperature
         if greedy_match:
-            return -F.cross_entropy(logits, targets, reduction="none"), (logits.argmax(-1) == targets).to(logits.dtype)
+            return -F.cross_entropy(logits, targets, reduction="none"), (logits.argmax(-1) == targets).to(
+                logits.dtype
+            )
         if not entropy:
             return -F.cross_entropy(logits, targets, reduction="none"), None
         everything = logits.log_softmax(-1)
@@ -71,7 +81,8 @@ class PolicyModel(nn.Module):
 
 
 class ValueModel(nn.Module):
-    """A backbone with one linear output: what the return will be, told from the token before each response token.
+    """A backbone with one linear output: what the return will be, told from the token before each response
+    token.
 
     Parameter names are those of Hugging Face's token and sequence classification (`model.*`, `score.weight`).
     """
@@ -83,7 +94,9 @@ class ValueModel(nn.Module):
         self.backbone_name = name
         self.add_module(name, backbone)
         config = backbone.config.get_text_config()
-        self.score = nn.Linear(config.hidden_size, 1, bias=False, dtype=backbone.dtype, device=backbone.device)
+        self.score = nn.Linear(
+            config.hidden_size, 1, bias=False, dtype=backbone.dtype, device=backbone.device
+        )
 
     @property
     def hf(self) -> Any:
@@ -99,7 +112,8 @@ class ValueModel(nn.Module):
 
 
 def shape_logits(logits: torch.Tensor, config: Any) -> torch.Tensor:
-    """What some architectures do after the output matrix: Granite divides, Cohere multiplies, Gemma soft-caps."""
+    """What some architectures do after the output matrix: Granite divides, Cohere multiplies, Gemma
+    soft-caps."""
     config = config.get_text_config()
     if (divisor := getattr(config, "logits_scaling", None)) is not None:
         logits = logits / divisor

@@ -1,7 +1,8 @@
 """Opens a Hugging Face directory: configuration, tokenizer, an empty model of its shape, and its weights.
 
-In: a `ModelSourceConfig` and the key under which the user wrote it. Out: transformers objects, or a ConfigError in the user's words.
-Left out on purpose: sharding and broadcasting (`engine/fsdp/build.py`), saving (`engine/fsdp/export.py`).
+In: a `ModelSourceConfig` and the key under which the user wrote it. Out: transformers objects, or a
+ConfigError in the user's words. Left out on purpose: sharding and broadcasting (`engine/fsdp/build.py`),
+saving (`engine/fsdp/export.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from hydraflow.models.config import ModelConfig, ModelSourceConfig
 from hydraflow.models.heads import PolicyModel, ValueModel
 from hydraflow.models.once import resolving
 from hydraflow.models.weight_map import INDEX, read_weight_map
-from hydraflow.paths import is_hub_name, model_problems
+from hydraflow.system.paths import is_hub_name, model_problems
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
@@ -50,7 +51,9 @@ def load_config(model: ModelSourceConfig, *, field: str = "actor_rollout_ref.mod
         with resolving(path, model):
             config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     except _unreadable() as error:
-        raise ConfigError.one(f"{field}.path", path, f"cannot be read as a model: {first_line(error)}", _hint(error, field)) from error
+        raise ConfigError.one(
+            f"{field}.path", path, f"cannot be read as a model: {first_line(error)}", _hint(error, field)
+        ) from error
     unknown = [name for name in model.override_config if not hasattr(config, name)]
     if unknown:
         rule = f"config.json of {path} knows no {', '.join(unknown)}"
@@ -68,7 +71,9 @@ def load_config(model: ModelSourceConfig, *, field: str = "actor_rollout_ref.mod
     return config
 
 
-def load_tokenizer(model: ModelSourceConfig, *, field: str = "actor_rollout_ref.model", chat: bool = True) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    model: ModelSourceConfig, *, field: str = "actor_rollout_ref.model", chat: bool = True
+) -> PreTrainedTokenizerBase:
     """The tokenizer; `chat` demands a chat template. Raises ConfigError when either is missing."""
     from transformers import AutoTokenizer
 
@@ -78,9 +83,13 @@ def load_tokenizer(model: ModelSourceConfig, *, field: str = "actor_rollout_ref.
     if not is_hub_name(path) and not Path(path).is_dir():
         rule = "is a file, not a directory" if Path(path).exists() else "there is no such directory"
         raise ConfigError.one(f"{field}.{key}", path, rule, remedy)
-    if Path(path).is_dir() and not any(True for pattern in _TOKENIZER_FILES for _ in Path(path).glob(pattern)):
+    if Path(path).is_dir() and not any(
+        True for pattern in _TOKENIZER_FILES for _ in Path(path).glob(pattern)
+    ):
         # transformers would make an empty tokenizer of the model's kind and say nothing
-        raise ConfigError.one(f"{field}.{key}", path, "holds no tokenizer: there is no tokenizer.json in it", remedy)
+        raise ConfigError.one(
+            f"{field}.{key}", path, "holds no tokenizer: there is no tokenizer.json in it", remedy
+        )
     try:
         with resolving(path, model):
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
@@ -91,13 +100,20 @@ def load_tokenizer(model: ModelSourceConfig, *, field: str = "actor_rollout_ref.
         tokenizer.chat_template = model.custom_chat_template
     if chat and not tokenizer.chat_template:
         rule = "its tokenizer has no chat template, and prompts are lists of messages"
-        raise ConfigError.one(f"{field}.{key}", path, rule, f"{field}.custom_chat_template=<Jinja template>, or an instruct model")
+        raise ConfigError.one(
+            f"{field}.{key}",
+            path,
+            rule,
+            f"{field}.custom_chat_template=<Jinja template>, or an instruct model",
+        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
-def load_generation_config(model: ModelSourceConfig, *, field: str = "actor_rollout_ref.model") -> GenerationConfig | None:
+def load_generation_config(
+    model: ModelSourceConfig, *, field: str = "actor_rollout_ref.model"
+) -> GenerationConfig | None:
     """The directory's generation settings, where end tokens are named; None when it has none of its own.
 
     Raises ConfigError when they cannot be read: without its end tokens a model would write on and on.
@@ -112,11 +128,14 @@ def load_generation_config(model: ModelSourceConfig, *, field: str = "actor_roll
         if isinstance(error, OSError) and not (Path(path) / GENERATION_CONFIG).exists():
             return None
         rule = f"its {GENERATION_CONFIG} cannot be read: {first_line(error)}"
-        raise ConfigError.one(f"{field}.path", path, rule, f"correct or remove {GENERATION_CONFIG}") from error
+        raise ConfigError.one(
+            f"{field}.path", path, rule, f"correct or remove {GENERATION_CONFIG}"
+        ) from error
 
 
 def packable(config: PreTrainedConfig, model_class: Any) -> bool:
-    """Whether rows of this model may be packed: it uses transformers' attention interface, and nothing mixes tokens but plain attention."""
+    """Whether rows of this model may be packed: it uses transformers' attention interface, and nothing mixes
+    tokens but plain attention."""
     text = config.get_text_config()
     plain = set(getattr(text, "layer_types", None) or ()) <= _PACKABLE_LAYERS
     capped = getattr(text, "attn_logit_softcapping", None) is not None
@@ -124,8 +143,11 @@ def packable(config: PreTrainedConfig, model_class: Any) -> bool:
     return bool(model_class._supports_attention_backend) and plain and not capped and not sinks
 
 
-def causal_class(config: PreTrainedConfig, model: ModelSourceConfig, *, field: str = "actor_rollout_ref.model") -> Any:
-    """The class that transformers would build, found without building it. Raises ConfigError when it is no causal LM."""
+def causal_class(
+    config: PreTrainedConfig, model: ModelSourceConfig, *, field: str = "actor_rollout_ref.model"
+) -> Any:
+    """The class that transformers would build, found without building it. Raises ConfigError when it is no
+    causal LM."""
     from transformers import AutoModelForCausalLM
 
     auto_map = getattr(config, "auto_map", None) or {}
@@ -133,10 +155,14 @@ def causal_class(config: PreTrainedConfig, model: ModelSourceConfig, *, field: s
         from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
         with resolving(str(model.path), model):
-            return get_class_from_dynamic_module(auto_map["AutoModelForCausalLM"], os.path.expanduser(str(model.path)))
+            return get_class_from_dynamic_module(
+                auto_map["AutoModelForCausalLM"], os.path.expanduser(str(model.path))
+            )
     known = AutoModelForCausalLM._model_mapping
     if type(config) not in known:
-        raise ConfigError.one(f"{field}.path", model.path, f"a {config.model_type} model is not a causal language model")
+        raise ConfigError.one(
+            f"{field}.path", model.path, f"a {config.model_type} model is not a causal language model"
+        )
     found = known[type(config)]
     return found[0] if isinstance(found, tuple) else found
 
@@ -154,7 +180,13 @@ def choose_attention(config: PreTrainedConfig, model: ModelConfig, model_class: 
 
 
 def empty_model(
-    config: PreTrainedConfig, model: ModelSourceConfig, *, head: str, dtype: torch.dtype, attention: str, chunk_tokens: int
+    config: PreTrainedConfig,
+    model: ModelSourceConfig,
+    *,
+    head: str,
+    dtype: torch.dtype,
+    attention: str,
+    chunk_tokens: int,
 ) -> PolicyModel | ValueModel:
     """The model's shape on the meta device: no memory, no values. `head` is policy or value."""
     from transformers import AutoModelForCausalLM
@@ -162,7 +194,9 @@ def empty_model(
     with torch.device("meta"):
         with resolving(str(model.path), model):
             trust = model.trust_remote_code
-            lm = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust)
+            lm = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust
+            )
         lm.config.dtype = dtype
         if head == "policy":
             return PolicyModel(lm, chunk_tokens=chunk_tokens)
@@ -179,7 +213,8 @@ def read_weights(
     field: str = "actor_rollout_ref.model",
     tables: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Weights by Hugging Face name, on the CPU in `dtype`; with `tables` also what no file holds (rotary tables).
+    """Weights by Hugging Face name, on the CPU in `dtype`; with `tables` also what no file holds (rotary
+    tables).
 
     Tied weights come under each of their names. A value head that the directory lacks starts at zero.
     Raises ConfigError when other weights are missing.
@@ -200,8 +235,11 @@ def read_weights(
     return weights
 
 
-def _load_lm(path: str, config: PreTrainedConfig, dtype: torch.dtype, *, trust: bool, field: str) -> tuple[Any, Mapping[str, Any]]:
-    """The causal LM with its weights, and transformers' report of what did not fit, without its own words about that."""
+def _load_lm(
+    path: str, config: PreTrainedConfig, dtype: torch.dtype, *, trust: bool, field: str
+) -> tuple[Any, Mapping[str, Any]]:
+    """The causal LM with its weights, and transformers' report of what did not fit, without its own words
+    about that."""
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
@@ -220,7 +258,9 @@ def _load_lm(path: str, config: PreTrainedConfig, dtype: torch.dtype, *, trust: 
         rule = f"its weights hold more than tensors, which was not executed: {refused_content(error)}"
         raise ConfigError.one(f"{field}.path", path, rule) from error
     except (OSError, SafetensorError) as error:
-        raise ConfigError.one(f"{field}.path", path, f"its weights cannot be read: {first_line(error)}") from error
+        raise ConfigError.one(
+            f"{field}.path", path, f"its weights cannot be read: {first_line(error)}"
+        ) from error
     return loaded
 
 
@@ -243,7 +283,8 @@ def quiet_transformers() -> Iterator[None]:
 def require_filled(report: Mapping[str, Any], *, path: str, head: str, prefix: str, field: str) -> None:
     """Raises ConfigError when weights that `head` needs are missing, or of another shape.
 
-    `report`: what transformers says of a load. `prefix`: the backbone's; a value model needs nothing else of a causal LM.
+    `report`: what transformers says of a load. `prefix`: the backbone's; a value model needs nothing else of
+    a causal LM.
     """
 
     def needed(name: str) -> bool:
@@ -252,7 +293,10 @@ def require_filled(report: Mapping[str, Any], *, path: str, head: str, prefix: s
     rules = []
     if misshapen := sorted(entry for entry in report["mismatched_keys"] if needed(entry[0])):
         name, stored, wanted = misshapen[0]
-        rules.append(f"{len(misshapen)} of its weights are of another shape, the first {name}: {list(stored)}, not {list(wanted)}")
+        rules.append(
+            f"{len(misshapen)} of its weights are of another shape, the first {name}: {list(stored)}, not"
+            f" {list(wanted)}"
+        )
     if missing := sorted(filter(needed, report["missing_keys"])):
         rules.append(f"{len(missing)} weights are not in its files, the first {missing[0]}")
     if rules:
@@ -263,7 +307,9 @@ def require_one_value(score: torch.Tensor, config: PreTrainedConfig, *, path: st
     """Raises ConfigError when a stored value head gives something else than one value a token."""
     wanted = [1, config.get_text_config().hidden_size]
     if list(score.shape) != wanted:
-        raise ConfigError.one(f"{field}.path", path, f"its value head {SCORE} is {list(score.shape)}, not {wanted}")
+        raise ConfigError.one(
+            f"{field}.path", path, f"its value head {SCORE} is {list(score.shape)}, not {wanted}"
+        )
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -294,7 +340,9 @@ def stored_tensor(directory: Path, name: str) -> torch.Tensor | None:
 def _require_path(model: ModelSourceConfig, field: str) -> str:
     """The model's folder, `~` replaced, or its name on the hub."""
     if not model.path:
-        raise ConfigError.one(f"{field}.path", None, "no model is named", f"{field}.path=<Hugging Face directory or hub name>")
+        raise ConfigError.one(
+            f"{field}.path", None, "no model is named", f"{field}.path=<Hugging Face directory or hub name>"
+        )
     if problems := model_problems(model.path, f"{field}.path"):
         raise ConfigError(problems)
     return os.path.expanduser(model.path)
@@ -318,7 +366,8 @@ def refused_content(error: pickle.UnpicklingError) -> str:
 
 
 def _unreadable() -> tuple[type[Exception], ...]:
-    """What transformers raises for JSON that is no configuration, or holds values that a model cannot have."""
+    """What transformers raises for JSON that is no configuration, or holds values that a model cannot
+    have."""
     from huggingface_hub.errors import StrictDataclassError
 
     return AttributeError, LookupError, OSError, RuntimeError, StrictDataclassError, TypeError, ValueError

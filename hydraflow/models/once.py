@@ -1,7 +1,9 @@
-"""One process of a node at a time: for downloads and for a model's own code, which transformers copies without a lock.
+"""One process of a node at a time: for downloads and for a model's own code, which transformers copies
+without a lock.
 
-In: what is being resolved. Out: a lock file on a disk of this node. Whoever comes later finds everything there.
-Left out on purpose: other nodes, which have caches of their own (`dispatch/environment.py`), and folders without code, which nobody writes.
+In: what is being resolved. Out: a lock file on a disk of this node. Whoever comes later finds everything
+there. Left out on purpose: other nodes, which have caches of their own (`dispatch/environment.py`), and
+folders without code, which nobody writes.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from filelock import FileLock, Timeout
 
 from hydraflow.errors import EnvironmentFault
 from hydraflow.models.config import ModelSourceConfig
-from hydraflow.node_folder import make_node_folder, node_folder
+from hydraflow.system.node_folder import make_node_folder, node_folder
 
 SECONDS = 3600.0
 """How long a download by another process may take."""
@@ -23,7 +25,8 @@ SECONDS = 3600.0
 
 @contextmanager
 def resolving(path: str, model: ModelSourceConfig) -> Iterator[None]:
-    """While something is read that may have to be fetched first. EnvironmentFault when another process holds it for an hour."""
+    """While something is read that may have to be fetched first. EnvironmentFault when another process holds
+    it for an hour."""
     if Path(path).is_dir() and not model.trust_remote_code:
         yield
         return
@@ -34,7 +37,9 @@ def resolving(path: str, model: ModelSourceConfig) -> Iterator[None]:
         with FileLock(lock, timeout=SECONDS):
             yield
     except Timeout:
-        raise EnvironmentFault(f"waited {SECONDS:g} s for another process of this node that resolves {path} (it holds {lock})") from None
+        raise EnvironmentFault(
+            f"waited {SECONDS:g} s for another process of this node that resolves {path} (it holds {lock})"
+        ) from None
 
 
 def lock_file(path: str) -> Path:

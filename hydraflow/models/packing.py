@@ -1,10 +1,11 @@
 """Rows of prompts and responses as a model reads them: packed into one line, or right padded.
 
-In: ragged prompts and responses. Out: a `PackedBatch` with everything a forward pass needs, on the model's device.
-Packed, a prompt that several neighbouring rows share (the samples of one prompt) stands in the line once, and the last token of
-a response, which predicts nothing, not at all: with 8 samples of short responses to a long prompt that is most of the work.
-There is no padding mask: padding stands on the right, where causal attention never looks.
-Left out on purpose: splitting into micro-batches (`engine/micro_batches.py`) and the attention itself (`attention.py`).
+In: ragged prompts and responses. Out: a `PackedBatch` with everything a forward pass needs, on the model's
+device. Packed, a prompt that several neighbouring rows share (the samples of one prompt) stands in the line
+once, and the last token of a response, which predicts nothing, not at all: with 8 samples of short responses
+to a long prompt that is most of the work. There is no padding mask: padding stands on the right, where causal
+attention never looks. Left out on purpose: splitting into micro-batches (`engine/micro_batches.py`) and the
+attention itself (`attention.py`).
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class PackedBatch:
 
     def dense(self, values: torch.Tensor) -> torch.Tensor:
         """Lays (K,) values out as (B, R), 0 elsewhere. Differentiable."""
-        return values.new_zeros(self.shape[0] * self.shape[1]).index_copy(0, self.cells, values).view(self.shape)
+        return (
+            values.new_zeros(self.shape[0] * self.shape[1]).index_copy(0, self.cells, values).view(self.shape)
+        )
 
 
 class _Rows(NamedTuple):
@@ -86,7 +89,14 @@ def pack(
     response_ids, response_len = ragged.parts(responses)
     if bool((prompt_len == 0).any()):
         raise ValueError("a row has an empty prompt: its first response token has no token before it")
-    rows = _Rows(prompt_ids, prompt_len, *_coordinates(prompt_len), response_ids, response_len, *_coordinates(response_len))
+    rows = _Rows(
+        prompt_ids,
+        prompt_len,
+        *_coordinates(prompt_len),
+        response_ids,
+        response_len,
+        *_coordinates(response_len),
+    )
     layout = _side_by_side(rows) if padded else _in_a_line(rows, device)
     before = torch.where(
         rows.response_at == 0,
@@ -120,7 +130,8 @@ def _side_by_side(rows: _Rows) -> _Layout:
 
 
 def _in_a_line(rows: _Rows, device: torch.device) -> _Layout:
-    """Prompts that begin a group of equal ones, each followed by the responses of its group without their last tokens."""
+    """Prompts that begin a group of equal ones, each followed by the responses of its group without their
+    last tokens."""
     begins = _begins_group(rows)
     kept = (rows.response_len - 1).clamp(min=0)  # (B,) response tokens that predict something
     own = rows.prompt_len * begins + kept
@@ -142,7 +153,9 @@ def _in_a_line(rows: _Rows, device: torch.device) -> _Layout:
         row_starts = row_len.cumsum(0) - row_len
         to_rows = torch.empty(int(row_len.sum()), dtype=torch.int64)
         to_rows[row_starts[rows.prompt_row] + rows.prompt_at] = prompt_places
-        to_rows[((row_starts + rows.prompt_len)[rows.response_row] + rows.response_at)[is_read]] = response_places
+        to_rows[((row_starts + rows.prompt_len)[rows.response_row] + rows.response_at)[is_read]] = (
+            response_places
+        )
         shared = SharedPrompts.of(to_rows.numpy(), len(ids), device)
     plan = plan_rows(row_len.numpy(), device, shared)
     return _Layout(ids[None], positions[None], prompt_starts, response_starts, plan)

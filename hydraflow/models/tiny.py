@@ -1,4 +1,5 @@
-"""Makes a small Qwen3-style model and a character tokenizer on the spot, for machines without a hub and for tests.
+"""Makes a small Qwen3-style model and a character tokenizer on the spot, for machines without a hub and for
+tests.
 
 In: a few sizes and a seed. Out: a Hugging Face directory that any Hugging Face program loads.
 Left out on purpose: training it; `recipes/` does that with the supervised trainer.
@@ -16,7 +17,9 @@ PAD, END = "<|pad|>", "<|end|>"
 ALPHABET = "0123456789+-*= "
 HIDDEN, LAYERS, HEADS, KV_HEADS = 128, 3, 4, 2
 """Sizes of the model that the arithmetic recipe makes."""
-CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}"
+)
 """A user's text as it stands, an assistant's text followed by the end token: no token is spent on roles."""
 
 
@@ -42,7 +45,8 @@ def make_tokenizer(alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
 def config_values(
     tokens: int, *, hidden: int = HIDDEN, layers: int = LAYERS, heads: int = HEADS, kv_heads: int = KV_HEADS
 ) -> dict[str, Any]:
-    """What config.json says of a model of that size with `tokens` tokens and tied embeddings; plans need it without transformers."""
+    """What config.json says of a model of that size with `tokens` tokens and tied embeddings; plans need it
+    without transformers."""
     return {
         "model_type": "qwen3",
         "vocab_size": tokens,
@@ -58,7 +62,9 @@ def config_values(
     }
 
 
-def make_config(tokenizer: PreTrainedTokenizerFast, *, hidden: int, layers: int, heads: int, kv_heads: int) -> Qwen3Config:
+def make_config(
+    tokenizer: PreTrainedTokenizerFast, *, hidden: int, layers: int, heads: int, kv_heads: int
+) -> Qwen3Config:
     """A Qwen3 configuration of that size with tied embeddings."""
     from transformers import Qwen3Config
 
@@ -77,14 +83,17 @@ def make_model(
     seed: int = 0,
     alphabet: str = ALPHABET,
 ) -> Path:
-    """Writes model, tokenizer and generation settings to `directory` and returns it; weights are random, by `seed`."""
+    """Writes model, tokenizer and generation settings to `directory` and returns it; weights are random, by
+    `seed`."""
     import torch
     from transformers import Qwen3ForCausalLM
 
     tokenizer = make_tokenizer(alphabet)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(make_config(tokenizer, hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads))
+        model = Qwen3ForCausalLM(
+            make_config(tokenizer, hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads)
+        )
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(directory)

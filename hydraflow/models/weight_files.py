@@ -1,8 +1,9 @@
-"""The weight files of a Hugging Face directory as their headers describe them: which there are, what is wrong with them, what they hold.
+"""The weight files of a Hugging Face directory as their headers describe them: which there are, what is wrong
+with them, what they hold.
 
-In: a directory. Out: faults in words, names and shapes. Only headers are read, so that a missing, cut off or never downloaded shard
-is found within milliseconds instead of after minutes of loading.
-Left out on purpose: whether the tensors fill a model (`fit.py`), and numbers.
+In: a directory. Out: faults in words, names and shapes. Only headers are read, so that a missing, cut off or
+never downloaded shard is found within milliseconds instead of after minutes of loading. Left out on purpose:
+whether the tensors fill a model (`fit.py`), and numbers.
 """
 
 from __future__ import annotations
@@ -50,9 +51,14 @@ def weight_faults(directory: Path) -> list[str]:
     if absent:
         lost = sum(shard in absent for shard in places.values())
         return [
-            f"{len(absent)} of {len(promised)} weight files are missing ({', '.join(absent[:SHOWN])}), with {lost} of {len(places)} weights"
+            f"{len(absent)} of {len(promised)} weight files are missing ({', '.join(absent[:SHOWN])}), with"
+            f" {lost} of {len(places)} weights"
         ]
-    return [fault for name in promised if (fault := file_fault(directory / name, {key for key, shard in places.items() if shard == name}))]
+    return [
+        fault
+        for name in promised
+        if (fault := file_fault(directory / name, {key for key, shard in places.items() if shard == name}))
+    ]
 
 
 def file_fault(file: Path, names: Collection[str] = ()) -> str | None:
@@ -73,12 +79,16 @@ def file_fault(file: Path, names: Collection[str] = ()) -> str | None:
     if file.stat().st_size < end:
         return f"{file.name} is cut off: it has {file.stat().st_size} bytes of {end}"
     lost = sorted(set(names) - set(described))
-    return f"{file.name} lacks {len(lost)} weights that the index promises, the first {lost[0]}" if lost else None
+    return (
+        f"{file.name} lacks {len(lost)} weights that the index promises, the first {lost[0]}"
+        if lost
+        else None
+    )
 
 
 def read_header(file: Path) -> tuple[dict[str, Any], int] | None:
-    """What a safetensors file says about each tensor (dtype, shape, data_offsets), and the byte at which their data begin; None: it
-    is no such file."""
+    """What a safetensors file says about each tensor (dtype, shape, data_offsets), and the byte at which
+    their data begin; None: it is no such file."""
     with file.open("rb") as opened:
         start = opened.read(8)
         size = struct.unpack("<Q", start)[0] if len(start) == 8 else LARGEST_HEADER + 1
@@ -103,7 +113,9 @@ def _is_tensor(entry: Any) -> bool:
 
 
 def _are_sizes(values: Any) -> TypeGuard[list[int]]:
-    return isinstance(values, list) and all(type(value) is int and 0 <= value < LARGEST_SIZE for value in values)
+    return isinstance(values, list) and all(
+        type(value) is int and 0 <= value < LARGEST_SIZE for value in values
+    )
 
 
 def stored_types(files: list[Path]) -> list[str]:
@@ -113,7 +125,8 @@ def stored_types(files: list[Path]) -> list[str]:
 
 
 def files_to_load(directory: Path) -> list[Path]:
-    """The files that transformers loads, whose choice this is; empty: it finds none under the names that it knows.
+    """The files that transformers loads, whose choice this is; empty: it finds none under the names that it
+    knows.
 
     ConfigError for an index that names files elsewhere.
     """
@@ -126,7 +139,8 @@ def files_to_load(directory: Path) -> list[Path]:
 
 
 def empty_tensors(files: list[Path]) -> dict[str, torch.Tensor] | None:
-    """The tensors of weight files without `weight_faults`, on the meta device; None: the shapes cannot be had without loading them."""
+    """The tensors of weight files without `weight_faults`, on the meta device; None: the shapes cannot be had
+    without loading them."""
     found: dict[str, torch.Tensor] = {}
     for file in files:
         tensors = _from_header(file) if file.suffix == ".safetensors" else _from_pickle(file)
@@ -138,14 +152,21 @@ def empty_tensors(files: list[Path]) -> dict[str, torch.Tensor] | None:
 
 def _from_header(file: Path) -> dict[str, torch.Tensor] | None:
     header = read_header(file)
-    return None if header is None else {name: torch.empty(entry["shape"], device="meta") for name, entry in header[0].items()}
+    return (
+        None
+        if header is None
+        else {name: torch.empty(entry["shape"], device="meta") for name, entry in header[0].items()}
+    )
 
 
 def _from_pickle(file: Path) -> dict[str, torch.Tensor] | None:
-    """Only from archives, which can be mapped into memory, and by torch's unpickler that makes tensors and nothing else."""
+    """Only from archives, which can be mapped into memory, and by torch's unpickler that makes tensors and
+    nothing else."""
     if not zipfile.is_zipfile(file):
         return None
     loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     if not isinstance(loaded, dict):
         raise ValueError(f"{file.name} holds a {type(loaded).__name__}, not tensors by name")
-    return {str(name): tensor.to("meta") for name, tensor in loaded.items() if isinstance(tensor, torch.Tensor)}
+    return {
+        str(name): tensor.to("meta") for name, tensor in loaded.items() if isinstance(tensor, torch.Tensor)
+    }

@@ -1,8 +1,8 @@
 """Which rows go together: equal shares for ranks, and micro-batches under a token budget.
 
-In: a length (tokens, or any cost) per row. Out: row numbers, so that both batches and references can be split by them.
-Both functions are deterministic and take about a tenth of a second for 100,000 rows.
-Left out on purpose: reading the lengths and moving the rows.
+In: a length (tokens, or any cost) per row. Out: row numbers, so that both batches and references can be split
+by them. Both functions are deterministic and take about a tenth of a second for 100,000 rows. Left out on
+purpose: reading the lengths and moving the rows.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ Lengths = Sequence[int] | np.ndarray | Tensor
 
 
 def equal_size_partitions(lengths: Lengths, k: int) -> list[list[int]]:
-    """`k` parts with the same number of rows and nearly the same total length; row numbers ascend within a part.
+    """`k` parts with the same number of rows and nearly the same total length; row numbers ascend within a
+    part.
 
-    Rows are dealt out longest first, back and forth over the parts; then the heaviest and the lightest part swap rows as long
-    as that brings them closer. ValueError when the rows do not divide by `k`.
+    Rows are dealt out longest first, back and forth over the parts; then the heaviest and the lightest part
+    swap rows as long as that brings them closer. ValueError when the rows do not divide by `k`.
 
     >>> equal_size_partitions([9, 1, 5, 5], 2)
     [[0, 1], [2, 3]]
@@ -40,9 +41,9 @@ def equal_size_partitions(lengths: Lengths, k: int) -> list[list[int]]:
 def token_bins(lengths: Lengths, max_tokens: int, min_bins: int = 1) -> list[list[int]]:
     """Rows in bins of at most `max_tokens` tokens each, loads nearly equal; row numbers ascend within a bin.
 
-    There are max(min_bins, as many as the rows need) bins, but never more than rows: ranks that agree on the largest of their
-    counts and call again with it as `min_bins` get equally many; no rows give no bins. ValueError when one row alone has more than
-    `max_tokens`.
+    There are max(min_bins, as many as the rows need) bins, but never more than rows: ranks that agree on the
+    largest of their counts and call again with it as `min_bins` get equally many; no rows give no bins.
+    ValueError when one row alone has more than `max_tokens`.
 
     >>> token_bins([6, 5, 4, 3], max_tokens=10), token_bins([6, 5, 4, 3], max_tokens=10, min_bins=3)
     ([[0, 3], [1, 2]], [[0], [1], [2, 3]])
@@ -52,7 +53,10 @@ def token_bins(lengths: Lengths, max_tokens: int, min_bins: int = 1) -> list[lis
         return []
     longest = int(tokens.argmax())
     if tokens[longest] > max_tokens:
-        raise ValueError(f"row {longest} has {int(tokens[longest])} tokens, more than the {max_tokens} that a micro-batch may hold")
+        raise ValueError(
+            f"row {longest} has {int(tokens[longest])} tokens, more than the {max_tokens} that a micro-batch"
+            " may hold"
+        )
     order = np.argsort(-tokens, kind="stable").tolist()
     sizes = tokens.tolist()
     bins = _fewest_bins(order, sizes, max_tokens)
@@ -64,7 +68,8 @@ def token_bins(lengths: Lengths, max_tokens: int, min_bins: int = 1) -> list[lis
 
 
 def _swap_until_level(parts: np.ndarray, cost: np.ndarray) -> None:
-    """Swaps rows between the heaviest and the lightest part, in place, until no swap helps or each part had a few turns."""
+    """Swaps rows between the heaviest and the lightest part, in place, until no swap helps or each part had a
+    few turns."""
     totals = cost[parts].sum(axis=1)
     for _ in range(4 * len(parts)):
         heavy, light = int(totals.argmax()), int(totals.argmin())
@@ -72,7 +77,9 @@ def _swap_until_level(parts: np.ndarray, cost: np.ndarray) -> None:
         ranked = parts[light][np.argsort(cost[parts[light]], kind="stable")]
         at = np.searchsorted(cost[ranked], cost[parts[heavy]] - gap / 2)
         candidates = np.stack([np.clip(at, 0, len(ranked) - 1), np.clip(at - 1, 0, len(ranked) - 1)])
-        left = np.abs(gap - 2 * (cost[parts[heavy]] - cost[ranked[candidates]]))  # (2, rows of a part): the gap after each swap
+        left = np.abs(
+            gap - 2 * (cost[parts[heavy]] - cost[ranked[candidates]])
+        )  # (2, rows of a part): the gap after each swap
         which, give = np.unravel_index(int(left.argmin()), left.shape)
         if left[which, give] >= gap:
             return
@@ -94,7 +101,8 @@ def _fewest_bins(order: list[int], sizes: list[int], max_tokens: int) -> list[li
 
 
 def _fill(order: list[int], sizes: list[int], max_tokens: int, count: int) -> list[list[int]]:
-    """Longest row first, each into the emptiest of at least `count` bins; one more bin where a row fits nowhere."""
+    """Longest row first, each into the emptiest of at least `count` bins; one more bin where a row fits
+    nowhere."""
     bins: list[list[int]] = [[] for _ in range(count)]
     emptiest = [(0, 0, number) for number in range(count)]  # a heap of (tokens, rows, bin)
     for row in order:
@@ -109,10 +117,14 @@ def _fill(order: list[int], sizes: list[int], max_tokens: int, count: int) -> li
 
 
 def _split_to(bins: list[list[int]], sizes: list[int], count: int) -> list[list[int]]:
-    """Halves the heaviest bin that has more than one row until there are `count`. Filling afresh does not always get there."""
+    """Halves the heaviest bin that has more than one row until there are `count`. Filling afresh does not
+    always get there."""
     bins = list(bins)
     while len(bins) < count:
-        heaviest = max((b for b in range(len(bins)) if len(bins[b]) > 1), key=lambda b: sum(sizes[row] for row in bins[b]))
+        heaviest = max(
+            (b for b in range(len(bins)) if len(bins[b]) > 1),
+            key=lambda b: sum(sizes[row] for row in bins[b]),
+        )
         rows = bins[heaviest]
         bins[heaviest] = rows[0::2]
         bins.append(rows[1::2])

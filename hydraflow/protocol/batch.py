@@ -50,7 +50,9 @@ class DataProto:
     """Plain facts about the batch; `metrics` in it is merged by `concat`, all else must agree."""
 
     def __post_init__(self) -> None:
-        self.non_tensor_batch = {key: columns.object_column(value, key) for key, value in self.non_tensor_batch.items()}
+        self.non_tensor_batch = {
+            key: columns.object_column(value, key) for key, value in self.non_tensor_batch.items()
+        }
         for key, value in {} if self.batch is None else self.batch.items():
             columns.tensor_column(value, key)
         self.check()
@@ -71,7 +73,8 @@ class DataProto:
         non_tensors: Mapping[str, Any] | None = None,
         meta_info: dict[str, Any] | None = None,
     ) -> DataProto:
-        """A batch from tensors (B, ...) and objects (arrays or lists of B items). ValueError when the rows do not agree."""
+        """A batch from tensors (B, ...) and objects (arrays or lists of B items). ValueError when the rows do
+        not agree."""
         given = {key: columns.tensor_column(value, key) for key, value in (tensors or {}).items()}
         objects = {key: columns.object_column(value, key) for key, value in (non_tensors or {}).items()}
         check_rows({**given, **objects})
@@ -81,11 +84,14 @@ class DataProto:
     def from_single_dict(cls, data: Mapping[str, Any], meta_info: dict[str, Any] | None = None) -> DataProto:
         """A batch from one dict: tensors become tensor columns, arrays and lists object columns."""
         tensors = {key: value for key, value in data.items() if isinstance(value, Tensor)}
-        return cls.from_dict(tensors, {key: value for key, value in data.items() if key not in tensors}, meta_info)
+        return cls.from_dict(
+            tensors, {key: value for key, value in data.items() if key not in tensors}, meta_info
+        )
 
     @classmethod
     def from_tensordict(cls, data: TensorDict, meta_info: dict[str, Any] | None = None) -> DataProto:
-        """A batch from a TensorDict: stacks of non-tensors become object columns, single non-tensors `meta_info`."""
+        """A batch from a TensorDict: stacks of non-tensors become object columns, single non-tensors
+        `meta_info`."""
         tensors: dict[str, Tensor] = {}
         objects: dict[str, Any] = {}
         facts = dict(meta_info or {})
@@ -100,7 +106,8 @@ class DataProto:
         return cls.from_dict(tensors, objects, facts)
 
     def to_tensordict(self) -> TensorDict:
-        """One TensorDict: objects as NonTensorStack, `meta_info` as NonTensorData. ValueError when a fact has a column's name."""
+        """One TensorDict: objects as NonTensorStack, `meta_info` as NonTensorData. ValueError when a fact has
+        a column's name."""
         clash = self.meta_info.keys() & set(self.keys())
         if clash:
             raise ValueError(f"meta_info and columns share the names {sorted(clash)}")
@@ -160,7 +167,9 @@ class DataProto:
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
         """Rows `start:end:step`; with step 1 the columns are views."""
         rows = range(*slice(start, end, step).indices(len(self)))
-        index: RowIndex = slice(rows.start, rows.stop) if rows.step == 1 else np.arange(rows.start, rows.stop, rows.step)
+        index: RowIndex = (
+            slice(rows.start, rows.stop) if rows.step == 1 else np.arange(rows.start, rows.stop, rows.step)
+        )
         return self._map(lambda _, column: columns.take(column, index), len(rows))
 
     def reorder(self, indices: RowIndex) -> None:
@@ -174,14 +183,16 @@ class DataProto:
         return self.select_idxs(np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times))
 
     def sample_level_repeat(self, repeat_times: int | Sequence[int] | np.ndarray | Tensor) -> DataProto:
-        """Row i `repeat_times[i]` times, repetitions side by side. ValueError when there is not one count per row."""
+        """Row i `repeat_times[i]` times, repetitions side by side. ValueError when there is not one count per
+        row."""
         times = np.asarray(repeat_times)
         if times.ndim and len(times) != len(self):
             raise ValueError(f"{len(times)} repeat counts were given for {len(self)} rows")
         return self.select_idxs(np.repeat(np.arange(len(self)), times))
 
     def unfold_column_chunks(self, n_split: int, split_keys: Iterable[str] | None = None) -> DataProto:
-        """Cuts each row into `n_split` rows along dimension 1; columns not in `split_keys` are repeated. None: cuts all tensors.
+        """Cuts each row into `n_split` rows along dimension 1; columns not in `split_keys` are repeated.
+        None: cuts all tensors.
 
         ValueError when a width or a row length does not divide by `n_split`.
         """
@@ -191,7 +202,9 @@ class DataProto:
             raise KeyError(f"the batch has no columns {sorted(missing)}; it has {self.keys()}")
         rows = np.repeat(np.arange(len(self)), n_split)
         return self._map(
-            lambda key, column: columns.cut_rows(column, n_split, key) if key in keys else columns.take(column, rows),
+            lambda key, column: (
+                columns.cut_rows(column, n_split, key) if key in keys else columns.take(column, rows)
+            ),
             len(rows),
         )
 
@@ -209,9 +222,14 @@ class DataProto:
         return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
 
     def make_iterator(
-        self, mini_batch_size: int, epochs: int, seed: int | None = None, dataloader_kwargs: Mapping[str, Any] | None = None
+        self,
+        mini_batch_size: int,
+        epochs: int,
+        seed: int | None = None,
+        dataloader_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[DataProto]:
-        """Mini-batches, `epochs` times over all rows; `dataloader_kwargs={"shuffle": True}` draws a new order per epoch from `seed`.
+        """Mini-batches, `epochs` times over all rows; `dataloader_kwargs={"shuffle": True}` draws a new order
+        per epoch from `seed`.
 
         ValueError at once when the rows do not divide by `mini_batch_size`.
         """
@@ -220,7 +238,9 @@ class DataProto:
         unknown = set(dataloader_kwargs or {}) - {"shuffle"}
         if unknown:
             raise ValueError(f"dataloader_kwargs may hold shuffle; got {sorted(unknown)}")
-        return self._mini_batches(mini_batch_size, epochs, seed, bool((dataloader_kwargs or {}).get("shuffle", False)))
+        return self._mini_batches(
+            mini_batch_size, epochs, seed, bool((dataloader_kwargs or {}).get("shuffle", False))
+        )
 
     # Columns
 
@@ -230,11 +250,14 @@ class DataProto:
         non_tensor_batch_keys: Iterable[str] | None = None,
         meta_info_keys: Iterable[str] | None = None,
     ) -> DataProto:
-        """A batch of the named columns and facts, data shared; None keeps all of a kind. KeyError for a name that is not there."""
+        """A batch of the named columns and facts, data shared; None keeps all of a kind. KeyError for a name
+        that is not there."""
         tensors = _pick(self._tensors(), batch_keys, "tensor column")
         objects = _pick(self.non_tensor_batch, non_tensor_batch_keys, "object column")
         facts = _pick(self.meta_info, meta_info_keys, "meta_info")
-        return DataProto(None if self.batch is None else TensorDict(tensors, batch_size=[len(self)]), objects, facts)
+        return DataProto(
+            None if self.batch is None else TensorDict(tensors, batch_size=[len(self)]), objects, facts
+        )
 
     def pop(
         self,
@@ -243,7 +266,9 @@ class DataProto:
         meta_info_keys: Iterable[str] | None = None,
     ) -> DataProto:
         """Takes the named columns and facts out of this batch and returns them; None takes none of a kind."""
-        popped = self.select(list(batch_keys or ()), list(non_tensor_batch_keys or ()), list(meta_info_keys or ()))
+        popped = self.select(
+            list(batch_keys or ()), list(non_tensor_batch_keys or ()), list(meta_info_keys or ())
+        )
         for key in popped._tensors():
             assert self.batch is not None
             del self.batch[key]
@@ -254,7 +279,8 @@ class DataProto:
         return popped
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> DataProto:
-        """Renames tensor or object columns in this batch and returns it. ValueError unless every old name has one new name."""
+        """Renames tensor or object columns in this batch and returns it. ValueError unless every old name has
+        one new name."""
         old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
         new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
         if len(old) != len(new):
@@ -266,14 +292,17 @@ class DataProto:
             raise ValueError(f"renaming {old} to {new} would give two columns one name")
         names_of = dict(zip(self.keys(), names, strict=True))
         if self.batch is not None:
-            self.batch = TensorDict({names_of[key]: value for key, value in self._tensors().items()}, batch_size=[len(self)])
+            self.batch = TensorDict(
+                {names_of[key]: value for key, value in self._tensors().items()}, batch_size=[len(self)]
+            )
         self.non_tensor_batch = {names_of[key]: value for key, value in self.non_tensor_batch.items()}
         return self
 
     def union(self, other: DataProto) -> DataProto:
         """Adds the columns and facts of `other` to this batch and returns it.
 
-        ValueError, and no change, when the row counts differ or a shared column or fact is not equal; it names the first differing row.
+        ValueError, and no change, when the row counts differ or a shared column or fact is not equal; it
+        names the first differing row.
         """
         if len(self) != len(other) and all(len(part) or part.keys() for part in (self, other)):
             raise ValueError(f"batches of {len(self)} and {len(other)} rows cannot be united")
@@ -281,12 +310,17 @@ class DataProto:
         for key, column in other.items():
             difference = columns.first_difference(mine[key], column) if key in mine else None
             if difference:
-                raise ValueError(f"union: column {key!r} differs between the two batches, first at {difference}")
+                raise ValueError(
+                    f"union: column {key!r} differs between the two batches, first at {difference}"
+                )
         facts = merge_facts([self.meta_info, other.meta_info], "union")
         tensors = {**other._tensors(), **self._tensors()}
         if self.batch is not None or other.batch is not None:
             self.batch = TensorDict(tensors, batch_size=[max(len(self), len(other))])
-        self.non_tensor_batch = {**self.non_tensor_batch, **{k: v for k, v in other.non_tensor_batch.items() if k not in mine}}
+        self.non_tensor_batch = {
+            **self.non_tensor_batch,
+            **{k: v for k, v in other.non_tensor_batch.items() if k not in mine},
+        }
         self.meta_info = facts
         return self
 
@@ -294,7 +328,8 @@ class DataProto:
     def concat(data: Sequence[DataProto]) -> DataProto:
         """Rows of all batches, one batch after the other.
 
-        `meta_info["metrics"]` of the parts becomes a dict of lists, other facts must agree. ValueError when columns or facts do not.
+        `meta_info["metrics"]` of the parts becomes a dict of lists, other facts must agree. ValueError when
+        columns or facts do not.
         """
         if len(data) == 0:
             raise ValueError("concat needs at least one batch")
@@ -327,14 +362,18 @@ class DataProto:
         return DataProto(batch, objects, dict(self.meta_info))  # type: ignore[arg-type]
 
     def _map_tensors(self, change: Callable[[str, Tensor], Tensor]) -> DataProto:
-        return self._map(lambda key, column: change(key, column) if isinstance(column, Tensor) else column, len(self))
+        return self._map(
+            lambda key, column: change(key, column) if isinstance(column, Tensor) else column, len(self)
+        )
 
     def _item(self, row: int) -> DataProtoItem:
         place = int(ragged.as_index([row], len(self))[0])
         one = self.slice(place, place + 1)
         tensors = {key: ragged.rows(value)[0] for key, value in one._tensors().items()}
         batch = None if self.batch is None else TensorDict(tensors, batch_size=[])
-        return DataProtoItem(batch, {key: column[0] for key, column in one.non_tensor_batch.items()}, dict(self.meta_info))
+        return DataProtoItem(
+            batch, {key: column[0] for key, column in one.non_tensor_batch.items()}, dict(self.meta_info)
+        )
 
     def _mini_batches(self, size: int, epochs: int, seed: int | None, shuffle: bool) -> Iterator[DataProto]:
         generator = torch.Generator()
@@ -348,7 +387,8 @@ class DataProto:
 
 
 def check_rows(named: Mapping[str, Sized], expected: int | None = None) -> None:
-    """ValueError when columns differ in their number of rows, or from `expected`; it names each column and its count."""
+    """ValueError when columns differ in their number of rows, or from `expected`; it names each column and
+    its count."""
     counts = {key: len(column) for key, column in named.items()}
     if len({*counts.values(), *(() if expected is None else (expected,))}) > 1:
         listed = ", ".join(f"{key}: {count}" for key, count in counts.items())
@@ -362,14 +402,20 @@ def merge_facts(facts: Sequence[Mapping[str, Any]], operation: str) -> dict[str,
     for part in facts:
         for key, value in part.items():
             if key in merged and not columns.same(merged[key], value):
-                raise ValueError(f"{operation}: meta_info {key!r} differs between the batches: {merged[key]!r} and {value!r}")
+                raise ValueError(
+                    f"{operation}: meta_info {key!r} differs between the batches: {merged[key]!r} and"
+                    f" {value!r}"
+                )
             merged[key] = value
     return merged
 
 
 def concat_facts(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Facts of concatenated batches: `metrics` as a dict of lists over the parts, everything else must agree."""
-    merged = merge_facts([{key: value for key, value in part.items() if key != "metrics"} for part in facts], "concat")
+    """Facts of concatenated batches: `metrics` as a dict of lists over the parts, everything else must
+    agree."""
+    merged = merge_facts(
+        [{key: value for key, value in part.items() if key != "metrics"} for part in facts], "concat"
+    )
     metrics: dict[str, list[Any]] = {}
     for part in facts:
         given = part.get("metrics") or []

@@ -1,7 +1,7 @@
 """Row operations that hold for every kind of column: dense tensor, ragged tensor, object array.
 
-In: columns. Out: columns, or the first row in which two of them differ. `batch` and `remote` are built on this.
-Left out on purpose: names of columns and whole batches.
+In: columns. Out: columns, or the first row in which two of them differ. `batch` and `remote` are built on
+this. Left out on purpose: names of columns and whole batches.
 """
 
 from __future__ import annotations
@@ -24,13 +24,17 @@ def object_column(values: object, name: str) -> np.ndarray:
         return values if values.dtype == object else values.astype(object)
     if isinstance(values, list | tuple):
         return as_objects(list(values))
-    raise ValueError(f"column {name!r} is a {type(values).__name__}; rows of objects are given as a list or a numpy array")
+    raise ValueError(
+        f"column {name!r} is a {type(values).__name__}; rows of objects are given as a list or a numpy array"
+    )
 
 
 def tensor_column(value: object, name: str) -> Tensor:
     """`value` if it is a tensor with rows. ValueError otherwise."""
     if not isinstance(value, Tensor):
-        raise ValueError(f"column {name!r} is a {type(value).__name__}, not a tensor; objects belong to non_tensors")
+        raise ValueError(
+            f"column {name!r} is a {type(value).__name__}, not a tensor; objects belong to non_tensors"
+        )
     if value.is_nested and value.layout != torch.jagged:
         raise ValueError(f"column {name!r} is a nested tensor of the old layout; use layout=torch.jagged")
     if value.dim() == 0:
@@ -51,7 +55,8 @@ def n_rows(column: ColumnData) -> int:
 
 
 def concat(parts: Sequence[ColumnData], name: str) -> ColumnData:
-    """Rows of several parts of one column, one after the other. ValueError when the parts are of different kinds."""
+    """Rows of several parts of one column, one after the other. ValueError when the parts are of different
+    kinds."""
     if all(isinstance(part, np.ndarray) for part in parts):
         return np.concatenate([part for part in parts if isinstance(part, np.ndarray)])
     tensors = [part for part in parts if isinstance(part, Tensor)]
@@ -64,20 +69,27 @@ def concat(parts: Sequence[ColumnData], name: str) -> ColumnData:
 
 
 def cut_rows(column: ColumnData, pieces: int, name: str) -> ColumnData:
-    """Each row cut along dimension 1 into `pieces` rows of equal length. ValueError when a row does not divide."""
+    """Each row cut along dimension 1 into `pieces` rows of equal length. ValueError when a row does not
+    divide."""
     if isinstance(column, Tensor) and ragged.is_ragged(column):
         values, lengths = ragged.parts(column)
         if bool((lengths % pieces).any()):
             row = int((lengths % pieces).nonzero()[0])
-            raise ValueError(f"column {name!r}, row {row}: {int(lengths[row])} tokens do not divide into {pieces} pieces")
+            raise ValueError(
+                f"column {name!r}, row {row}: {int(lengths[row])} tokens do not divide into {pieces} pieces"
+            )
         return ragged.from_parts(values, (lengths // pieces).repeat_interleave(pieces))
     if column.ndim < 2 or column.shape[1] % pieces:
-        raise ValueError(f"column {name!r} of shape {tuple(column.shape)} does not divide into {pieces} pieces along dimension 1")
+        raise ValueError(
+            f"column {name!r} of shape {tuple(column.shape)} does not divide into {pieces} pieces along"
+            " dimension 1"
+        )
     return column.reshape(len(column) * pieces, column.shape[1] // pieces, *column.shape[2:])
 
 
 def first_difference(a: ColumnData, b: ColumnData) -> str | None:
-    """Where two columns differ first, in words, or None when all rows are equal. NaN equals NaN; the same object is equal unread."""
+    """Where two columns differ first, in words, or None when all rows are equal. NaN equals NaN; the same
+    object is equal unread."""
     if a is b:
         return None
     if isinstance(a, Tensor) and isinstance(b, Tensor):

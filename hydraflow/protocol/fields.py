@@ -1,11 +1,12 @@
 """The columns of a batch: name, type, shape and meaning of each. Most names are verl's.
 
-Use: look here before you read or add a column. Code writes names as plain strings; tests hold it to this table: every column
-that a file names is here, every column here is used, and what the workers make has the type and shape that is written here.
-Left out on purpose: attention masks, position ids and padded token tables: rows are ragged, so they would say nothing new.
+Use: look here before you read or add a column. Code writes names as plain strings; tests hold it to this
+table: every column that a file names is here, every column here is used, and what the workers make has the
+type and shape that is written here. Left out on purpose: attention masks, position ids and padded token
+tables: rows are ragged, so they would say nothing new.
 
-Legend: B rows (trajectories), P prompt, R response. "ragged (B, R)" is a jagged tensor with as many values in a row as its
-response has tokens; all such columns of one batch have the same row lengths.
+Legend: B rows (trajectories), P prompt, R response. "ragged (B, R)" is a jagged tensor with as many values in
+a row as its response has tokens; all such columns of one batch have the same row lengths.
 """
 
 from __future__ import annotations
@@ -33,32 +34,51 @@ DATA = {
 """Made by data/."""
 
 GENERATION = {
-    "responses": Field("ragged int64 (B, R)", "token ids of the response, its end token included when there is one"),
-    "response_mask": Field("ragged int64 (B, R)", "1 where the policy chose the token and is trained on it, 0 elsewhere (a tool's answer)"),
+    "responses": Field(
+        "ragged int64 (B, R)", "token ids of the response, its end token included when there is one"
+    ),
+    "response_mask": Field(
+        "ragged int64 (B, R)",
+        "1 where the policy chose the token and is trained on it, 0 elsewhere (a tool's answer)",
+    ),
     "rollout_log_probs": Field(
-        "ragged float32 (B, R)", "log-probability of each token as the generator had it, at its temperature, before top-k and top-p"
+        "ragged float32 (B, R)",
+        "log-probability of each token as the generator had it, at its temperature, before top-k and top-p",
     ),
     "lengths": Field("int32 (B,)", "tokens of prompt and response: what mini-batches are balanced by"),
-    "group": Field("int64 (B,)", "number of the row's prompt in this step; estimators that compare trajectories group by it"),
+    "group": Field(
+        "int64 (B,)",
+        "number of the row's prompt in this step; estimators that compare trajectories group by it",
+    ),
 }
 """Made where responses are sampled; `group` by the controller."""
 
 SCORING = {
     "token_level_scores": Field(
-        "ragged float32 (B, R)", "the reward function's score, at the last token of the response unless it scores tokens"
+        "ragged float32 (B, R)",
+        "the reward function's score, at the last token of the response unless it scores tokens",
     ),
     "score": Field("float32 (B,)", "the same score, per response"),
     "acc": Field("float32 (B,)", "what the reward function calls acc, else its score"),
     "text": Field("str per row", "the decoded response"),
     "prompt_text": Field("str per row", "the decoded prompt"),
-    "token_level_rewards": Field("ragged float32 (B, R)", "the scores less the KL penalty, if the algorithm puts it into the reward"),
+    "token_level_rewards": Field(
+        "ragged float32 (B, R)", "the scores less the KL penalty, if the algorithm puts it into the reward"
+    ),
 }
 """Made by scoring."""
 
 ENGINES = {
-    "log_probs": Field("ragged float32 (B, R)", "log-probability of each token in the pass that was asked for; renamed to what it is"),
-    "old_log_probs": Field("ragged float32 (B, R)", "log-probability of each token under the policy at the start of the step"),
-    "ref_log_prob": Field("ragged float32 (B, R)", "log-probability of each token under the reference policy"),
+    "log_probs": Field(
+        "ragged float32 (B, R)",
+        "log-probability of each token in the pass that was asked for; renamed to what it is",
+    ),
+    "old_log_probs": Field(
+        "ragged float32 (B, R)", "log-probability of each token under the policy at the start of the step"
+    ),
+    "ref_log_prob": Field(
+        "ragged float32 (B, R)", "log-probability of each token under the reference policy"
+    ),
     "values": Field("ragged float32 (B, R)", "the critic's estimate of the return before each token"),
     "entropys": Field("ragged float32 (B, R)", "entropy of the policy's distribution at each token, in nats"),
     "greedy_match": Field("ragged float32 (B, R)", "1 where the token is the most probable one"),

@@ -1,7 +1,8 @@
-"""Rows added so that a batch divides over ranks, and taken away again. For calls that only compute; training is never padded.
+"""Rows added so that a batch divides over ranks, and taken away again. For calls that only compute; training
+is never padded.
 
-In: a batch (`DataProto`; a `RemoteBatch` has `pad_to_divisor` itself). Out: a longer batch and the number of rows added, and back.
-Left out on purpose: padding of tokens, which `ragged.to_padded` does inside a worker.
+In: a batch (`DataProto`; a `RemoteBatch` has `pad_to_divisor` itself). Out: a longer batch and the number of
+rows added, and back. Left out on purpose: padding of tokens, which `ragged.to_padded` does inside a worker.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from hydraflow.protocol.batch import DataProto
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
-    """The batch followed by its own rows, from the start and around again, until `size_divisor` divides; and how many were added.
+    """The batch followed by its own rows, from the start and around again, until `size_divisor` divides; and
+    how many were added.
 
     The batch itself when nothing is to add (an empty batch included). ValueError for a divisor below 1.
 

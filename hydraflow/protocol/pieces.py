@@ -1,9 +1,10 @@
-"""Columns by reference: the pieces of one column, which of their rows are meant, and the arithmetic on row numbers.
+"""Columns by reference: the pieces of one column, which of their rows are meant, and the arithmetic on row
+numbers.
 
-In: references and row indices. Out: which pieces a reader needs, which rows of each, and in what order; smaller references to send.
-A row index is shared by the columns that it holds for, as one array object: its arithmetic is then done once per operation,
-and it is pickled once.
-Left out on purpose: whole batches and reading (`remote`), and where a reference leads (`dispatch`).
+In: references and row indices. Out: which pieces a reader needs, which rows of each, and in what order;
+smaller references to send. A row index is shared by the columns that it holds for, as one array object: its
+arithmetic is then done once per operation, and it is pickled once. Left out on purpose: whole batches and
+reading (`remote`), and where a reference leads (`dispatch`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from hydraflow.protocol.wire import ColumnData
 
 
 class ColumnRef(Protocol):
-    """Some rows of one column, held somewhere. Hashable; equal references mean the same data, which never changes."""
+    """Some rows of one column, held somewhere. Hashable; equal references mean the same data, which never
+    changes."""
 
     @property
     def rows(self) -> int:
@@ -31,7 +33,8 @@ class ColumnRef(Protocol):
 
 
 class LocalColumn:
-    """A reference that carries its data, equal only to itself. After unpickling the data may be shared memory: only read it."""
+    """A reference that carries its data, equal only to itself. After unpickling the data may be shared
+    memory: only read it."""
 
     def __init__(self, data: ColumnData):
         self.data = data
@@ -74,11 +77,13 @@ class PiecePlan:
     order: np.ndarray | None
     """Row i of the batch is row `order[i]` of the picked rows joined; None: they are in order already."""
     wanted: np.ndarray | None = None
-    """Row i of the batch is row `wanted[i]` of the picked pieces laid end to end, whole; None: all of them in order."""
+    """Row i of the batch is row `wanted[i]` of the picked pieces laid end to end, whole; None: all of them in
+    order."""
 
 
 def piece_plan(column: Column) -> PiecePlan:
-    """Which pieces a column needs and which of their rows; rows are picked piece by piece, in the batch's order within each.
+    """Which pieces a column needs and which of their rows; rows are picked piece by piece, in the batch's
+    order within each.
 
     A column without rows still needs one piece, which tells its type.
 
@@ -99,16 +104,22 @@ def piece_plan(column: Column) -> PiecePlan:
     used = np.flatnonzero(counts)
     groups = np.split(index[by_piece], np.cumsum(counts[used])[:-1])
     starts = ends - np.asarray(column.layout)
-    picks = tuple((int(n), _unless_whole(rows - starts[n], column.layout[n])) for n, rows in zip(used, groups, strict=True))
+    picks = tuple(
+        (int(n), _unless_whole(rows - starts[n], column.layout[n]))
+        for n, rows in zip(used, groups, strict=True)
+    )
     skipped = starts - (np.cumsum(np.where(counts, column.layout, 0)) - np.where(counts, column.layout, 0))
     wanted = index - skipped[piece]
     return PiecePlan(
-        picks, None if is_range(by_piece) else np.argsort(by_piece), _unless_whole(wanted, int(ends[used].sum() - starts[used].sum()))
+        picks,
+        None if is_range(by_piece) else np.argsort(by_piece),
+        _unless_whole(wanted, int(ends[used].sum() - starts[used].sum())),
     )
 
 
 class PlanMemo:
-    """`piece_plan`, computed once for columns whose pieces have the same rows and whose index is the same object."""
+    """`piece_plan`, computed once for columns whose pieces have the same rows and whose index is the same
+    object."""
 
     def __init__(self) -> None:
         self._plans: dict[object, PiecePlan] = {}
@@ -140,7 +151,8 @@ def _unless_whole(rows: np.ndarray, available: int) -> np.ndarray | None:
 
 
 def concat_columns(parts: Sequence[Column], memo: dict[object, np.ndarray | None]) -> Column:
-    """The rows of all parts. Pieces that parts share are kept once, so joining the chunks of a batch gives its own pieces back.
+    """The rows of all parts. Pieces that parts share are kept once, so joining the chunks of a batch gives
+    its own pieces back.
 
     memo: kept by the caller over the columns of one batch, so that columns go on sharing an index.
     """
@@ -153,11 +165,15 @@ def concat_columns(parts: Sequence[Column], memo: dict[object, np.ndarray | None
     layout = tuple(ref.rows for ref in refs)
     key = (layout, numbers, tuple(id(part.index) for part in parts))
     if key not in memo:
-        memo[key] = _joined_index(parts, numbers, np.cumsum(layout) - np.asarray(layout, dtype=np.int64), sum(layout))
+        memo[key] = _joined_index(
+            parts, numbers, np.cumsum(layout) - np.asarray(layout, dtype=np.int64), sum(layout)
+        )
     return Column(refs, memo[key])
 
 
-def _joined_index(parts: Sequence[Column], numbers: Sequence[tuple[int, ...]], starts: np.ndarray, total: int) -> np.ndarray | None:
+def _joined_index(
+    parts: Sequence[Column], numbers: Sequence[tuple[int, ...]], starts: np.ndarray, total: int
+) -> np.ndarray | None:
     moved = []
     for part, places in zip(parts, numbers, strict=True):
         index = np.arange(len(part)) if part.index is None else part.index.astype(np.int64, copy=False)
@@ -170,14 +186,16 @@ def _joined_index(parts: Sequence[Column], numbers: Sequence[tuple[int, ...]], s
 
 @dataclass(frozen=True)
 class Shrunk:
-    """What `localised` makes of one plan: the rows that each local piece keeps (None: all), and the new index."""
+    """What `localised` makes of one plan: the rows that each local piece keeps (None: all), and the new
+    index."""
 
     kept: tuple[np.ndarray | None, ...]
     index: np.ndarray | None
 
 
 def localise(column: Column, plans: PlanMemo, memo: dict[object, Shrunk]) -> Column:
-    """The same rows without unused pieces, local pieces cut to their rows. `memo` is kept over the columns of one batch."""
+    """The same rows without unused pieces, local pieces cut to their rows. `memo` is kept over the columns of
+    one batch."""
     plan = plans(column)
     refs = [column.refs[number] for number, _ in plan.picks]
     is_local = tuple(isinstance(ref, LocalColumn) for ref in refs)
@@ -192,7 +210,8 @@ def localise(column: Column, plans: PlanMemo, memo: dict[object, Shrunk]) -> Col
 
 
 def _shrink(plan: PiecePlan, is_local: Sequence[bool], layout: Sequence[int]) -> Shrunk:
-    """Local pieces keep each wanted row once; the index takes the smallest integer type: two bytes a row where int64 takes eight."""
+    """Local pieces keep each wanted row once; the index takes the smallest integer type: two bytes a row
+    where int64 takes eight."""
     kept: list[np.ndarray | None] = []
     rows: list[np.ndarray] = []
     total = 0
@@ -207,7 +226,8 @@ def _shrink(plan: PiecePlan, is_local: Sequence[bool], layout: Sequence[int]) ->
 
 
 def _distinct(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Each row number once, in the given order if none repeats, and where each of `rows` stands among them."""
+    """Each row number once, in the given order if none repeats, and where each of `rows` stands among
+    them."""
     distinct, places = np.unique(rows, return_inverse=True)
     return (rows, np.arange(len(rows))) if len(distinct) == len(rows) else (distinct, places)
 

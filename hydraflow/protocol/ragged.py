@@ -1,9 +1,10 @@
-"""Ragged columns: rows of different lengths without padding, as torch jagged tensors (the ragged dimension is dimension 1).
+"""Ragged columns: rows of different lengths without padding, as torch jagged tensors (the ragged dimension is
+dimension 1).
 
-In: flat values and row lengths, or rows. Out: a tensor that a TensorDict holds as a leaf, and row selection on it.
-Dense tensors are accepted where a column may be either. Works on any device.
-Left out on purpose: gradients through these functions, and more than one ragged dimension.
-Torch's own jagged tensors lack row selection by an index, repeat, stack and numpy; hence this file.
+In: flat values and row lengths, or rows. Out: a tensor that a TensorDict holds as a leaf, and row selection
+on it. Dense tensors are accepted where a column may be either. Works on any device. Left out on purpose:
+gradients through these functions, and more than one ragged dimension. Torch's own jagged tensors lack row
+selection by an index, repeat, stack and numpy; hence this file.
 
 Legend: B rows, N tokens of all rows together, L length of the longest row.
 """
@@ -21,7 +22,8 @@ RowIndex = slice | Sequence[int] | Sequence[bool] | np.ndarray | Tensor
 """How rows are named: a slice, row numbers (negative ones count from the end), or one bool per row."""
 
 LONG_ROW = 256
-"""Mean row length from which copying whole rows (one memcpy each) beats gathering single tokens; measured crossing at about 200."""
+"""Mean row length from which copying whole rows (one memcpy each) beats gathering single tokens; measured
+crossing at about 200."""
 
 
 def is_ragged(t: object) -> bool:
@@ -30,7 +32,8 @@ def is_ragged(t: object) -> bool:
 
 
 def from_parts(values: Tensor, lengths: Tensor) -> Tensor:
-    """A ragged column from its tokens, row after row, and the length of each row. Shares memory with `values`.
+    """A ragged column from its tokens, row after row, and the length of each row. Shares memory with
+    `values`.
 
     values: (N, ...); lengths: integers (B,) with sum N. ValueError when they do not add up.
 
@@ -41,20 +44,31 @@ def from_parts(values: Tensor, lengths: Tensor) -> Tensor:
     lengths = lengths.to(device=values.device, dtype=torch.int64)
     offsets = _offsets(lengths)
     if int(offsets[-1]) != values.shape[0]:
-        raise ValueError(f"a ragged column with {values.shape[0]} values cannot have row lengths that add up to {int(offsets[-1])}")
-    # The class itself: nested_tensor_from_jagged takes five times as long for the checks that were made above.
+        raise ValueError(
+            f"a ragged column with {values.shape[0]} values cannot have row lengths that add up to"
+            f" {int(offsets[-1])}"
+        )
+    # The class itself: nested_tensor_from_jagged takes five times as long for the checks that were made
+    # above.
     return NestedTensor(values.detach(), offsets)
 
 
 def from_rows(row_list: Sequence[Tensor]) -> Tensor:
-    """A ragged column from its rows, each (L_i, ...). ValueError for an empty list: its dtype would be a guess."""
+    """A ragged column from its rows, each (L_i, ...). ValueError for an empty list: its dtype would be a
+    guess."""
     if len(row_list) == 0:
-        raise ValueError("from_rows needs at least one row; for an empty column use from_parts with empty values of the right dtype")
-    return from_parts(torch.cat(list(row_list)), torch.tensor([len(row) for row in row_list], dtype=torch.int64))
+        raise ValueError(
+            "from_rows needs at least one row; for an empty column use from_parts with empty values of the"
+            " right dtype"
+        )
+    return from_parts(
+        torch.cat(list(row_list)), torch.tensor([len(row) for row in row_list], dtype=torch.int64)
+    )
 
 
 def parts(t: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens (N, ...), contiguous and only those in use, and the row lengths int64 (B,). No copy unless `t` is a view with holes."""
+    """The tokens (N, ...), contiguous and only those in use, and the row lengths int64 (B,). No copy unless
+    `t` is a view with holes."""
     assert is_ragged(t), f"expected a ragged column, got a dense tensor of shape {tuple(t.shape)}"
     values, offsets, used = _inner(t)
     if used is not None:
@@ -92,7 +106,9 @@ def as_index(index: RowIndex, n_rows: int) -> np.ndarray:
     ([0, 2], [2, 0], [1, 2])
     """
     if isinstance(index, slice):
-        return np.arange(*index.indices(n_rows)).astype(np.int64, copy=False)  # a step of 2**63 makes numpy choose another type
+        return np.arange(*index.indices(n_rows)).astype(
+            np.int64, copy=False
+        )  # a step of 2**63 makes numpy choose another type
     array = np.asarray(index.detach().cpu().numpy() if isinstance(index, Tensor) else index)
     if array.ndim != 1:
         raise IndexError(f"rows are selected by a one-dimensional index, not by one of shape {array.shape}")
@@ -112,7 +128,8 @@ def as_index(index: RowIndex, n_rows: int) -> np.ndarray:
 
 
 def take(t: Tensor, index: RowIndex) -> Tensor:
-    """The named rows of a dense or ragged column, in the named order. A slice with step 1 gives a view, anything else a copy."""
+    """The named rows of a dense or ragged column, in the named order. A slice with step 1 gives a view,
+    anything else a copy."""
     if isinstance(index, slice) and index.step in (None, 1):
         return _take_range(t, *index.indices(len(t))[:2])
     numbers = torch.from_numpy(as_index(index, len(t))).to(t.device)
@@ -129,7 +146,8 @@ def take(t: Tensor, index: RowIndex) -> Tensor:
 
 
 def positions(row_lengths: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each token of the rows `numbers` stands among the tokens of all rows, and the offsets (len(numbers) + 1,) of those rows.
+    """Where each token of the rows `numbers` stands among the tokens of all rows, and the offsets
+    (len(numbers) + 1,) of those rows.
 
     >>> [part.tolist() for part in positions(torch.tensor([2, 1]), torch.tensor([1, 0]))]
     [[2, 0, 1], [0, 1, 3]]
@@ -139,14 +157,19 @@ def positions(row_lengths: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def concat(columns: Sequence[Tensor]) -> Tensor:
-    """Rows of several columns one after the other. ValueError when they mix dense and ragged, dtypes, or shapes of a row."""
+    """Rows of several columns one after the other. ValueError when they mix dense and ragged, dtypes, or
+    shapes of a row."""
     kinds = sorted({describe(c) for c in columns})
     if len(kinds) != 1:
-        raise ValueError(f"columns of different kinds cannot be joined: {' and '.join(kinds) or 'none given'}")
+        raise ValueError(
+            f"columns of different kinds cannot be joined: {' and '.join(kinds) or 'none given'}"
+        )
     if not is_ragged(columns[0]):
         return torch.cat([c.detach() for c in columns])
     split = [parts(c) for c in columns]
-    return from_parts(torch.cat([values for values, _ in split]), torch.cat([row_lengths for _, row_lengths in split]))
+    return from_parts(
+        torch.cat([values for values, _ in split]), torch.cat([row_lengths for _, row_lengths in split])
+    )
 
 
 def describe(t: Tensor) -> str:
@@ -156,7 +179,8 @@ def describe(t: Tensor) -> str:
 
 
 def to_padded(t: Tensor, length: int | None = None, value: float = 0) -> Tensor:
-    """Right-padded (B, L, ...), L = `length` or the longest row. ValueError when a row is longer than `length`.
+    """Right-padded (B, L, ...), L = `length` or the longest row. ValueError when a row is longer than
+    `length`.
 
     >>> to_padded(from_rows([torch.tensor([1, 2]), torch.tensor([3])]), length=3, value=-1).tolist()
     [[1, 2, -1], [3, -1, -1]]
@@ -165,7 +189,10 @@ def to_padded(t: Tensor, length: int | None = None, value: float = 0) -> Tensor:
     longest = int(row_lengths.max()) if len(row_lengths) else 0
     length = longest if length is None else length
     if longest > length:
-        raise ValueError(f"row {int(row_lengths.argmax())} has {longest} tokens and does not fit a padded length of {length}")
+        raise ValueError(
+            f"row {int(row_lengths.argmax())} has {longest} tokens and does not fit a padded length of"
+            f" {length}"
+        )
     padded = values.new_full((len(row_lengths), length, *values.shape[1:]), value)
     padded[_in_row(row_lengths, length)] = values
     return padded
@@ -176,12 +203,16 @@ def from_padded(dense: Tensor, row_lengths: Tensor) -> Tensor:
     row_lengths = row_lengths.to(device=dense.device, dtype=torch.int64)
     longest = int(row_lengths.max()) if len(row_lengths) else 0
     if longest > dense.shape[1] or len(row_lengths) != dense.shape[0]:
-        raise ValueError(f"{len(row_lengths)} row lengths up to {longest} do not fit a tensor of shape {tuple(dense.shape)}")
+        raise ValueError(
+            f"{len(row_lengths)} row lengths up to {longest} do not fit a tensor of shape"
+            f" {tuple(dense.shape)}"
+        )
     return from_parts(dense.detach()[_in_row(row_lengths, dense.shape[1])], row_lengths)
 
 
 def _inner(t: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Values, offsets (B + 1,), and lengths (B,) of a view with holes or None. The methods of the same names take 20 us each."""
+    """Values, offsets (B + 1,), and lengths (B,) of a view with holes or None. The methods of the same names
+    take 20 us each."""
     assert isinstance(t, NestedTensor)
     return t._values.detach(), t._offsets, t._lengths
 
@@ -202,7 +233,8 @@ def _offsets(row_lengths: Tensor) -> Tensor:
 
 
 def _positions(starts: Tensor, row_lengths: Tensor) -> Tensor:
-    """Where each wanted token stands in the values, (sum of row_lengths,), for rows that begin at `starts`."""
+    """Where each wanted token stands in the values, (sum of row_lengths,), for rows that begin at
+    `starts`."""
     shift = starts - (torch.cumsum(row_lengths, 0) - row_lengths)
     positions = torch.repeat_interleave(shift, row_lengths)
     return positions.add_(torch.arange(len(positions), device=positions.device))

@@ -1,12 +1,14 @@
-"""RemoteBatch: what the controller holds instead of tensors. References to columns, and which of their rows are meant.
+"""RemoteBatch: what the controller holds instead of tensors. References to columns, and which of their rows
+are meant.
 
-In: references to shards of columns, which stay where they were made, and small objects per row. Out: new RemoteBatches after
-selecting, reordering, repeating, splitting and joining rows, none of which reads a tensor; in the worker, a `DataProto`.
-`dispatch` implements `ColumnRef` with references into Ray's object store; `LocalColumn` carries its data itself.
+In: references to shards of columns, which stay where they were made, and small objects per row. Out: new
+RemoteBatches after selecting, reordering, repeating, splitting and joining rows, none of which reads a
+tensor; in the worker, a `DataProto`. `dispatch` implements `ColumnRef` with references into Ray's object
+store; `LocalColumn` carries its data itself.
 
-A row index is shared by the columns that it holds for, as one array object: its arithmetic is then done once per operation,
-and it is pickled once. Every method keeps this sharing.
-Left out on purpose: anything that computes on tensors, and fetching, which the caller of `materialise` hands in.
+A row index is shared by the columns that it holds for, as one array object: its arithmetic is then done once
+per operation, and it is pickled once. Every method keeps this sharing. Left out on purpose: anything that
+computes on tensors, and fetching, which the caller of `materialise` hands in.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ from hydraflow.protocol.wire import ColumnData
 
 @dataclass(eq=False)
 class RemoteBatch:
-    """Columns by reference, objects by value, facts about the batch. Row operations only compute on row numbers.
+    """Columns by reference, objects by value, facts about the batch. Row operations only compute on row
+    numbers.
 
     >>> import torch
     >>> batch = RemoteBatch.from_local(DataProto.from_dict({"x": torch.arange(4)}))
@@ -69,7 +72,9 @@ class RemoteBatch:
     @classmethod
     def from_local(cls, data: DataProto) -> RemoteBatch:
         """A batch whose tensors are `LocalColumn`s, sharing memory with `data`."""
-        local = {key: Column((LocalColumn(value),)) for key, value in data.items() if isinstance(value, Tensor)}
+        local = {
+            key: Column((LocalColumn(value),)) for key, value in data.items() if isinstance(value, Tensor)
+        }
         return cls(local, dict(data.non_tensor_batch), dict(data.meta_info))
 
     # Looking
@@ -99,7 +104,9 @@ class RemoteBatch:
         chosen = ragged.as_index(index, len(self))
         moved = {id(column.index): compose(column.index, chosen) for column in self.columns.values()}
         picked = {key: Column(column.refs, moved[id(column.index)]) for key, column in self.columns.items()}
-        return RemoteBatch(picked, {key: value[chosen] for key, value in self.objects.items()}, dict(self.meta_info))
+        return RemoteBatch(
+            picked, {key: value[chosen] for key, value in self.objects.items()}, dict(self.meta_info)
+        )
 
     def reorder(self, indices: RowIndex) -> None:
         """Puts row `indices[i]` at place i, in the batch itself."""
@@ -121,7 +128,9 @@ class RemoteBatch:
         """Parts of `split_size` rows; the last may be shorter. An empty batch gives no part."""
         if split_size < 1:
             raise ValueError(f"split_size is {split_size}; it must be at least 1")
-        return [self.select_idxs(slice(start, start + split_size)) for start in range(0, len(self), split_size)]
+        return [
+            self.select_idxs(slice(start, start + split_size)) for start in range(0, len(self), split_size)
+        ]
 
     def pad_to_divisor(self, divisor: int) -> tuple[RemoteBatch, int]:
         """Rows repeated from the start until `divisor` divides their number, and how many were added."""
@@ -130,13 +139,17 @@ class RemoteBatch:
 
     @staticmethod
     def concat(data: Sequence[RemoteBatch]) -> RemoteBatch:
-        """Rows of all batches, one batch after the other; facts as in `DataProto.concat`. ValueError when columns or facts differ."""
+        """Rows of all batches, one batch after the other; facts as in `DataProto.concat`. ValueError when
+        columns or facts differ."""
         if len(data) == 0:
             raise ValueError("concat needs at least one batch")
         keys = set(data[0].keys())
         for part in data:
             if set(part.keys()) != keys or part.columns.keys() != data[0].columns.keys():
-                raise ValueError(f"batches to concatenate differ in their columns: {sorted(keys)} and {sorted(part.keys())}")
+                raise ValueError(
+                    f"batches to concatenate differ in their columns: {sorted(keys)} and"
+                    f" {sorted(part.keys())}"
+                )
         memo: dict[object, np.ndarray | None] = {}
         joined = {key: concat_columns([part.columns[key] for part in data], memo) for key in data[0].columns}
         objects = {key: np.concatenate([part.objects[key] for part in data]) for key in data[0].objects}
@@ -150,7 +163,8 @@ class RemoteBatch:
         non_tensor_batch_keys: Iterable[str] | None = None,
         meta_info_keys: Iterable[str] | None = None,
     ) -> RemoteBatch:
-        """A batch of the named references, objects and facts; None keeps all of a kind. KeyError for a name that is not there."""
+        """A batch of the named references, objects and facts; None keeps all of a kind. KeyError for a name
+        that is not there."""
         picked = _pick(self.columns, batch_keys, "column")
         objects = _pick(self.objects, non_tensor_batch_keys, "object column")
         return RemoteBatch(picked, objects, _pick(self.meta_info, meta_info_keys, "meta_info"))
@@ -161,8 +175,11 @@ class RemoteBatch:
         non_tensor_batch_keys: Iterable[str] | None = None,
         meta_info_keys: Iterable[str] | None = None,
     ) -> RemoteBatch:
-        """Takes the named references, objects and facts out of this batch and returns them; None takes none of a kind."""
-        popped = self.select(list(batch_keys or ()), list(non_tensor_batch_keys or ()), list(meta_info_keys or ()))
+        """Takes the named references, objects and facts out of this batch and returns them; None takes none
+        of a kind."""
+        popped = self.select(
+            list(batch_keys or ()), list(non_tensor_batch_keys or ()), list(meta_info_keys or ())
+        )
         for key in popped.columns:
             del self.columns[key]
         for key in popped.objects:
@@ -172,7 +189,8 @@ class RemoteBatch:
         return popped
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> RemoteBatch:
-        """Renames columns in this batch and returns it. ValueError unless every old name has one new name of its own."""
+        """Renames columns in this batch and returns it. ValueError unless every old name has one new name of
+        its own."""
         old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
         new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
         missing = [key for key in old if key not in self.keys()]
@@ -190,8 +208,8 @@ class RemoteBatch:
     def union(self, other: RemoteBatch | DataProto) -> RemoteBatch:
         """Adds the columns and facts of `other` to this batch and returns it.
 
-        ValueError, and no change, when row counts differ, when shared objects or facts are not equal, or when a shared column is
-        not by reference the same: the controller does not read tensors to compare them.
+        ValueError, and no change, when row counts differ, when shared objects or facts are not equal, or when
+        a shared column is not by reference the same: the controller does not read tensors to compare them.
         """
         other = RemoteBatch.from_local(other) if isinstance(other, DataProto) else other
         if len(self) != len(other) and self.keys() and other.keys():
@@ -209,7 +227,8 @@ class RemoteBatch:
     # Reading
 
     def pieces(self, name: str) -> tuple[list[tuple[ColumnRef, np.ndarray | None]], np.ndarray | None]:
-        """The references that column `name` needs, each with the rows wanted of it (None: all in order), and the order.
+        """The references that column `name` needs, each with the rows wanted of it (None: all in order), and
+        the order.
 
         Row i of the batch is row `order[i]` of those rows joined; order None: they are in order already.
         """
@@ -218,7 +237,8 @@ class RemoteBatch:
         return [(column.refs[number], local) for number, local in plan.picks], plan.order
 
     def localised(self) -> RemoteBatch:
-        """The same rows with only what is needed to read them: unused pieces dropped, local columns cut to their rows, indices small.
+        """The same rows with only what is needed to read them: unused pieces dropped, local columns cut to
+        their rows, indices small.
 
         What is sent to a worker is this.
         """
@@ -239,20 +259,25 @@ def materialise(
     *,
     copy: bool = True,
 ) -> DataProto:
-    """The batch as data. `fetch` is called at most once, with every reference that is needed, and returns their data in that order.
+    """The batch as data. `fetch` is called at most once, with every reference that is needed, and returns
+    their data in that order.
 
-    keys: columns and objects to read; None: all. KeyError for a name that is not there.
-    With `copy=False` tensors may be views of what `fetch` returned, which may be shared memory: only read them.
+    keys: columns and objects to read; None: all. KeyError for a name that is not there. With `copy=False`
+    tensors may be views of what `fetch` returned, which may be shared memory: only read them.
     """
     wanted = batch if keys is None else _subset(batch, keys)
     plans = PlanMemo()
-    needed = {column.refs[number]: None for column in wanted.columns.values() for number, _ in plans(column).picks}
+    needed = {
+        column.refs[number]: None for column in wanted.columns.values() for number, _ in plans(column).picks
+    }
     data: dict[ColumnRef, ColumnData] = {ref: ref.data for ref in needed if isinstance(ref, LocalColumn)}
     far = [ref for ref in needed if ref not in data]
     if far:
         data.update(zip(far, fetch(far), strict=True))
     gathers: dict[int, Gather] = {}
-    read = {key: _read(column, plans(column), data, key, copy, gathers) for key, column in wanted.columns.items()}
+    read = {
+        key: _read(column, plans(column), data, key, copy, gathers) for key, column in wanted.columns.items()
+    }
     tensors = {key: value for key, value in read.items() if isinstance(value, Tensor)}
     objects = {key: value for key, value in read.items() if isinstance(value, np.ndarray)}
     proto = TensorDict(tensors, batch_size=[len(wanted)]) if tensors else None
@@ -260,7 +285,12 @@ def materialise(
 
 
 def _read(
-    column: Column, plan: PiecePlan, data: Mapping[ColumnRef, ColumnData], name: str, copy: bool, gathers: dict[int, Gather]
+    column: Column,
+    plan: PiecePlan,
+    data: Mapping[ColumnRef, ColumnData],
+    name: str,
+    copy: bool,
+    gathers: dict[int, Gather],
 ) -> ColumnData:
     """`gathers`: by the plan's identity, for all columns that share it."""
     if plan.wanted is not None and not isinstance(_as_slice(plan.wanted), slice):
@@ -276,7 +306,9 @@ def _read(
     return _copied(joined) if copy and is_view else joined
 
 
-def _wanted(ref: ColumnRef, local: np.ndarray | None, data: Mapping[ColumnRef, ColumnData], name: str) -> tuple[ColumnData, bool]:
+def _wanted(
+    ref: ColumnRef, local: np.ndarray | None, data: Mapping[ColumnRef, ColumnData], name: str
+) -> tuple[ColumnData, bool]:
     """The wanted rows of one piece, and whether they share memory with it."""
     piece = _checked(ref, data, name)
     if local is None:
@@ -326,7 +358,9 @@ def _subset(batch: RemoteBatch, keys: Iterable[str]) -> RemoteBatch:
     missing = [name for name in names if name not in batch.columns and name not in batch.objects]
     if missing:
         raise KeyError(f"the batch has no columns {missing}; it has {batch.keys()}")
-    return batch.select([name for name in names if name in batch.columns], [name for name in names if name in batch.objects])
+    return batch.select(
+        [name for name in names if name in batch.columns], [name for name in names if name in batch.objects]
+    )
 
 
 def _pick(given: Mapping[str, Any], keys: Iterable[str] | None, what: str) -> dict[str, Any]:
@@ -337,6 +371,8 @@ def _pick(given: Mapping[str, Any], keys: Iterable[str] | None, what: str) -> di
     return {key: given[key] for key in wanted}
 
 
-def _unpickle_batch(cols: dict[str, Column], objects: dict[str, wire.Encoded], meta_info: dict[str, Any]) -> RemoteBatch:
+def _unpickle_batch(
+    cols: dict[str, Column], objects: dict[str, wire.Encoded], meta_info: dict[str, Any]
+) -> RemoteBatch:
     arrays = {key: wire.decode(value) for key, value in objects.items()}
     return RemoteBatch(cols, arrays, meta_info)  # type: ignore[arg-type]

@@ -1,6 +1,8 @@
-"""Batches on the disk: every column bit for bit, row objects as JSON, in one safetensors file. Nothing in it runs code when it is read.
+"""Batches on the disk: every column bit for bit, row objects as JSON, in one safetensors file. Nothing in it
+runs code when it is read.
 
-In: a DataProto and facts. Out: a file, and both again. Left out on purpose: `meta_info`; what of it matters belongs to the facts.
+In: a DataProto and facts. Out: a file, and both again. Left out on purpose: `meta_info`; what of it matters
+belongs to the facts.
 """
 
 from __future__ import annotations
@@ -15,16 +17,22 @@ import safetensors.numpy
 
 from hydraflow.protocol import wire
 from hydraflow.protocol.batch import DataProto
-from hydraflow.whole_files import replacing
+from hydraflow.system.whole_files import replacing
 
 
 def write_batch(path: Path, batch: DataProto, facts: Mapping[str, Any]) -> None:
-    """Writes all columns, and `facts` as JSON. OSError when it cannot, ValueError for an object that JSON cannot hold."""
+    """Writes all columns, and `facts` as JSON. OSError when it cannot, ValueError for an object that JSON
+    cannot hold."""
     arrays: dict[str, np.ndarray] = {}
     columns: dict[str, dict[str, Any]] = {}
     for name, column in batch.items():
         encoded = wire.encode(column, name)
-        columns[name] = {"kind": encoded.kind, "dtype": encoded.dtype, "shape": list(encoded.shape), "parts": len(encoded.arrays)}
+        columns[name] = {
+            "kind": encoded.kind,
+            "dtype": encoded.dtype,
+            "shape": list(encoded.shape),
+            "parts": len(encoded.arrays),
+        }
         arrays |= {f"{name}.{part}": array for part, array in enumerate(encoded.arrays)}
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = safetensors.numpy.save(arrays, {"columns": json.dumps(columns), "facts": json.dumps(dict(facts))})

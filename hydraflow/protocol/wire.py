@@ -1,8 +1,9 @@
-"""Columns as plain numpy arrays, so that bytes travel out of band (pickle protocol 5) and nothing of torch is pickled.
+"""Columns as plain numpy arrays, so that bytes travel out of band (pickle protocol 5) and nothing of torch is
+pickled.
 
-In: a tensor (dense or ragged, any dtype, any device) or an object column. Out: `Encoded`, and back, bit for bit.
-Object columns become JSON: numpy scalars and arrays are written as numbers and lists, tuples as lists, anything else is refused.
-Left out on purpose: compression, and any format that runs code when it is read.
+In: a tensor (dense or ragged, any dtype, any device) or an object column. Out: `Encoded`, and back, bit for
+bit. Object columns become JSON: numpy scalars and arrays are written as numbers and lists, tuples as lists,
+anything else is refused. Left out on purpose: compression, and any format that runs code when it is read.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from hydraflow.protocol import ragged
 ColumnData = Tensor | np.ndarray
 """A dense or ragged tensor, or an object array whose first dimension is the rows."""
 
-_ALLOWED = "None, bool, int, float, str, lists, tuples, dicts with str keys, numpy numbers and arrays of these"
+_ALLOWED = (
+    "None, bool, int, float, str, lists, tuples, dicts with str keys, numpy numbers and arrays of these"
+)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -45,12 +48,15 @@ class Encoded:
 
 
 def encode(column: ColumnData, name: str = "column") -> Encoded:
-    """The column as numpy arrays; tensors on the CPU share memory with the result. ValueError for an object that JSON cannot hold."""
+    """The column as numpy arrays; tensors on the CPU share memory with the result. ValueError for an object
+    that JSON cannot hold."""
     if isinstance(column, np.ndarray):
         firsts, which = _distinct(column.reshape(-1))
         text = json.dumps(_plain_items(column, firsts, name), ensure_ascii=False, separators=(",", ":"))
         written = np.frombuffer(text.encode("utf-8", "surrogatepass"), dtype=np.uint8)
-        return Encoded("objects", "", column.shape, (written, which) if len(firsts) < len(which) else (written,))
+        return Encoded(
+            "objects", "", column.shape, (written, which) if len(firsts) < len(which) else (written,)
+        )
     dtype = str(column.dtype).removeprefix("torch.")
     if not ragged.is_ragged(column):
         return Encoded("dense", dtype, (), (_to_numpy(column),))
@@ -61,7 +67,8 @@ def encode(column: ColumnData, name: str = "column") -> Encoded:
 def decode(encoded: Encoded, *, copy: bool = True) -> ColumnData:
     """The column back, bit for bit.
 
-    With `copy=False` a tensor uses the encoded memory itself, which may be shared with other processes: only read it.
+    With `copy=False` a tensor uses the encoded memory itself, which may be shared with other processes: only
+    read it.
     """
     if encoded.kind == "objects":
         items = json.loads(encoded.arrays[0].tobytes().decode("utf-8", "surrogatepass"))
@@ -92,9 +99,12 @@ _ATOMS = (str, int, float, bool, type(None))
 
 
 def _distinct(items: np.ndarray) -> tuple[list[int], np.ndarray]:
-    """Where each object stands first, and for every place which of those it is (int32): the samples of a prompt share its objects."""
+    """Where each object stands first, and for every place which of those it is (int32): the samples of a
+    prompt share its objects."""
     numbers: dict[int, int] = {}
-    which = np.fromiter((numbers.setdefault(id(item), len(numbers)) for item in items), dtype=np.int32, count=len(items))
+    which = np.fromiter(
+        (numbers.setdefault(id(item), len(numbers)) for item in items), dtype=np.int32, count=len(items)
+    )
     return np.unique(which, return_index=True)[1].tolist(), which
 
 
@@ -107,7 +117,9 @@ def _plain_items(column: np.ndarray, places: list[int], name: str) -> list[objec
             plain.append(_plain(items[place]))
         except TypeError as error:
             row = place // max(width, 1)
-            raise ValueError(f"column {name!r}, row {row}: {error} cannot travel between processes; allowed are {_ALLOWED}") from None
+            raise ValueError(
+                f"column {name!r}, row {row}: {error} cannot travel between processes; allowed are {_ALLOWED}"
+            ) from None
     return plain
 
 
@@ -138,7 +150,8 @@ def _to_numpy(t: Tensor) -> np.ndarray:
 
 
 def _from_numpy(array: np.ndarray, dtype: str, copy: bool) -> Tensor:
-    # from_dlpack takes read-only memory without the warning of from_numpy, whose text would reach every user's log.
+    # from_dlpack takes read-only memory without the warning of from_numpy, whose text would reach every
+    # user's log.
     t = torch.from_numpy(array.copy()) if copy else torch.from_dlpack(array)
     return t.view(getattr(torch, dtype))
 

@@ -1,8 +1,8 @@
 """The embedded recipe: problems, a small model and its warm start, made on this machine and kept.
 
-In: `recipe.*` and a running Ray. Out: a folder with train.parquet, val.parquet and the warm-started model, made once for each
-set of parameters. Two runs at the same time wait for each other.
-From random weights an exact-match reward stays at 0, so the model first learns from examples until it is right about half the time.
+In: `recipe.*` and a running Ray. Out: a folder with train.parquet, val.parquet and the warm-started model,
+made once for each set of parameters. Two runs at the same time wait for each other. From random weights an
+exact-match reward stays at 0, so the model first learns from examples until it is right about half the time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from hydraflow.trainer.machine import Machine
 from hydraflow.trainer.sft import SFTTrainer
 
 FORMAT = 2
-"""Raised when the problems or the model's shape change, so that kept folders of older versions are not used."""
+"""Raised when the problems or the model's shape change, so that kept folders of older versions are not
+used."""
 LOCK_SECONDS = 900.0
 """How long a run waits for another one that makes the same assets."""
 KEY = "recipe.cache_dir"
@@ -62,18 +63,28 @@ class ArithmeticAssets:
 
 
 def cache_folder(recipe: RecipeConfig, seed: int) -> Path:
-    """Where the assets of these parameters are kept. ConfigError where the home folder would be it and nobody knows which that is."""
+    """Where the assets of these parameters are kept. ConfigError where the home folder would be it and nobody
+    knows which that is."""
     facts = {name: value for name, value in asdict(recipe).items() if name != "cache_dir"}
-    facts |= {"seed": seed, "format": FORMAT, "sft": asdict(_sft_config(recipe, seed, Path("start"), Path("sft"), Path("sft_val")))}
+    facts |= {
+        "seed": seed,
+        "format": FORMAT,
+        "sft": asdict(_sft_config(recipe, seed, Path("start"), Path("sft"), Path("sft_val"))),
+    }
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
-    return _root(recipe.cache_dir or os.environ.get("HYDRAFLOW_CACHE") or "~/.cache/hydraflow") / f"arithmetic-{digest}"
+    return (
+        _root(recipe.cache_dir or os.environ.get("HYDRAFLOW_CACHE") or "~/.cache/hydraflow")
+        / f"arithmetic-{digest}"
+    )
 
 
 def _root(named: str) -> Path:
     try:
         return Path(named).expanduser()
     except RuntimeError as error:  # no HOME, and no such user
-        raise ConfigError.one(KEY, None, f"must be given: {named} is in no home folder that is known", f"{KEY}=/tmp/hydraflow") from error
+        raise ConfigError.one(
+            KEY, None, f"must be given: {named} is in no home folder that is known", f"{KEY}=/tmp/hydraflow"
+        ) from error
 
 
 def is_made(folder: Path) -> bool:
@@ -92,7 +103,8 @@ def pointed_at(config: PPOConfig, assets: ArithmeticAssets) -> PPOConfig:
 
 
 def with_made_assets(config: PPOConfig) -> PPOConfig:
-    """`pointed_at` what the recipe has made already; the configuration as it is where there is no recipe, or nothing is made."""
+    """`pointed_at` what the recipe has made already; the configuration as it is where there is no recipe, or
+    nothing is made."""
     if config.recipe.name == "none" or config.actor_rollout_ref.model.path:
         return config
     folder = cache_folder(config.recipe, config.trainer.seed)
@@ -101,9 +113,11 @@ def with_made_assets(config: PPOConfig) -> PPOConfig:
 
 @contextmanager
 def rehearsed(config: PPOConfig) -> Iterator[PPOConfig]:
-    """The configuration with what the recipe has made, or with a few problems and an untrained model that go away with the block.
+    """The configuration with what the recipe has made, or with a few problems and an untrained model that go
+    away with the block.
 
-    With them everything can be looked at that depends on a model and data, before minutes go into making the real ones.
+    With them everything can be looked at that depends on a model and data, before minutes go into making the
+    real ones.
     """
     recipe, seed = config.recipe, config.trainer.seed
     made = cache_folder(recipe, seed)
@@ -129,8 +143,9 @@ def prepare(
 ) -> ArithmeticAssets:
     """Makes what is missing; `runtime` is only called when there is something to train.
 
-    `scratch` is a folder for the warm start's metrics, and for its model if the clock ran out: that one is not kept for others.
-    Raises EnvironmentFault when another run has been making the same assets for too long.
+    `scratch` is a folder for the warm start's metrics, and for its model if the clock ran out: that one is
+    not kept for others. Raises EnvironmentFault when another run has been making the same assets for too
+    long.
     """
     folder = cache_folder(recipe, seed)
     if is_made(folder):  # by somebody else, maybe: what is only read need not be locked
@@ -140,7 +155,9 @@ def prepare(
         with FileLock(folder / "lock", timeout=LOCK_SECONDS):
             if is_made(folder):
                 return _assets(folder, folder / "model")
-            files = write_arithmetic(folder, train_problems=recipe.train_problems, val_problems=recipe.val_problems, seed=seed)
+            files = write_arithmetic(
+                folder, train_problems=recipe.train_problems, val_problems=recipe.val_problems, seed=seed
+            )
             start = make_model(folder / "start", seed=seed)
             config = _sft_config(recipe, seed, start, files.sft, _write_held_out(recipe, seed, folder))
             model = _warm_up(recipe, config, machine, clock, runtime(), scratch, logger)
@@ -150,7 +167,9 @@ def prepare(
             (folder / "unfinished").rename(folder / "model")
             return _assets(folder, folder / "model")
     except Timeout as error:
-        raise EnvironmentFault(f"another run has been making {folder} for more than {LOCK_SECONDS:g} seconds") from error
+        raise EnvironmentFault(
+            f"another run has been making {folder} for more than {LOCK_SECONDS:g} seconds"
+        ) from error
 
 
 def _assets(folder: Path, model: Path) -> ArithmeticAssets:
@@ -160,18 +179,29 @@ def _assets(folder: Path, model: Path) -> ArithmeticAssets:
 def _write_held_out(recipe: RecipeConfig, seed: int, folder: Path) -> Path:
     """The held-out problems with their answers, for the warm start's validation."""
     held_out = folder / "sft_val.parquet"
-    write_rows(held_out, conversation_rows(split_problems(recipe.train_problems, recipe.val_problems, seed)[1]))
+    write_rows(
+        held_out, conversation_rows(split_problems(recipe.train_problems, recipe.val_problems, seed)[1])
+    )
     return held_out
 
 
 def _warm_up(
-    recipe: RecipeConfig, config: SFTConfig, machine: Machine, clock: Clock, runtime: Runtime, scratch: Path, logger: Sequence[str]
+    recipe: RecipeConfig,
+    config: SFTConfig,
+    machine: Machine,
+    clock: Clock,
+    runtime: Runtime,
+    scratch: Path,
+    logger: Sequence[str],
 ) -> Path:
     """Trains until the model is right often enough; returns where it was written."""
     tokenizer = load_tokenizer(config.model)
     train = ConversationDataset(config.data, config.data.train_files, tokenizer)
     val = ConversationDataset(config.data, config.data.val_files, tokenizer, key="data.val_files")
-    here = replace(config, trainer=replace(config.trainer, nnodes=machine.nodes, n_gpus_per_node=machine.processes_per_node))
+    here = replace(
+        config,
+        trainer=replace(config.trainer, nnodes=machine.nodes, n_gpus_per_node=machine.processes_per_node),
+    )
     plan = resolve_sft_plan(here, conversations=len(train))
     loader = PromptLoader(train, plan.conversations_per_step, shuffle=True, seed=config.trainer.seed)
     held_out = [val.batch(range(len(val)))]
@@ -180,11 +210,19 @@ def _warm_up(
     local = [name for name in logger if name in LOCAL]
     with open_trackers(local, scratch, title="warm start", total_steps=plan.total_steps) as trackers:
         trainer.fit(
-            loader.next_batch, held_out, trackers, clock, stop_when=lambda found: found["val/accuracy"] >= recipe.warm_start_accuracy
+            loader.next_batch,
+            held_out,
+            trackers,
+            clock,
+            stop_when=lambda found: found["val/accuracy"] >= recipe.warm_start_accuracy,
         )
     accuracy = trainer.validate(held_out)["val/accuracy"]
     if accuracy < LEAST_ACCURACY:
-        log.warning("the warm start ended at a held-out accuracy of %.2f: rewards will be rare (recipe.warm_start_steps)", accuracy)
+        log.warning(
+            "the warm start ended at a held-out accuracy of %.2f: rewards will be rare"
+            " (recipe.warm_start_steps)",
+            accuracy,
+        )
     trainer.save(scratch / "model")
     trainer.close()
     return scratch / "model"

@@ -1,7 +1,8 @@
 """python -m hydraflow.report RUN [RUN2 ...] [--output FILE]: one HTML page that needs nothing but itself.
 
-In: run folders, also of runs that are under way or were cut off. Out: curves, phase times, samples, configuration with origins, plan,
-faults and versions; with several runs side by side, and what differs between them. Exit code 2 for a folder that holds no run.
+In: run folders, also of runs that are under way or were cut off. Out: curves, phase times, samples,
+configuration with origins, plan, faults and versions; with several runs side by side, and what differs
+between them. Exit code 2 for a folder that holds no run.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hydraflow.errors import ConfigError, HydraflowError
-from hydraflow.whole_files import replacing
+from hydraflow.system.whole_files import replacing
 
 MOST_RUNS = 32
 """Lines that can be told apart: eight colours, each drawn in four ways."""
@@ -22,9 +23,15 @@ NAME = "report.html"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes the page and says where it is; returns the exit code."""
-    parser = argparse.ArgumentParser("python -m hydraflow.report", description="One HTML page about training runs.")
+    parser = argparse.ArgumentParser(
+        "python -m hydraflow.report", description="One HTML page about training runs."
+    )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder; several are compared")
-    parser.add_argument("--output", metavar="FILE", help=f"the page to write; by default RUN/{NAME}, and {NAME} here for several runs")
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help=f"the page to write; by default RUN/{NAME}, and {NAME} here for several runs",
+    )
     arguments = parser.parse_args(argv)
     try:
         return _report(arguments.runs, arguments.output)
@@ -40,7 +47,9 @@ def _report(folders: Sequence[str], output: str | None) -> int:
 
     began = time.monotonic()
     if len(folders) > MOST_RUNS:
-        raise ConfigError.one("RUN", f"{len(folders)} folders", f"a page shows at most {MOST_RUNS} runs", "name fewer folders")
+        raise ConfigError.one(
+            "RUN", f"{len(folders)} folders", f"a page shows at most {MOST_RUNS} runs", "name fewer folders"
+        )
     if output and Path(output).expanduser().is_dir():
         raise ConfigError.one("--output", output, "is a folder", f"--output {Path(output) / NAME}")
     runs = [read_run(Path(folder)) for folder in folders]
@@ -50,7 +59,9 @@ def _report(folders: Sequence[str], output: str | None) -> int:
         with replacing(target) as unfinished:
             unfinished.write_text(page, encoding="utf-8")
     except OSError as error:
-        raise ConfigError.one("--output", target, f"cannot be written ({error.strerror})", "--output <another file>") from error
+        raise ConfigError.one(
+            "--output", target, f"cannot be written ({error.strerror})", "--output <another file>"
+        ) from error
     print(f"{target}: {len(page.encode()) / 1000:.0f} kB, {time.monotonic() - began:.2f} s")
     return 0
 

@@ -1,6 +1,7 @@
 """What metrics are called on the page, in which unit, and where they stand.
 
-In: a metric's name. Out: its title, unit and group. A name that is not listed is shown as it is, in the group of its prefix.
+In: a metric's name. Out: its title, unit and group. A name that is not listed is shown as it is, in the group
+of its prefix.
 """
 
 from __future__ import annotations
@@ -77,8 +78,18 @@ _ROWS = (
     ("Lengths", "response_length/clip_ratio", "Responses cut off at the limit", "share of responses"),
     ("Lengths", "prompt_length/mean", "Prompt length, mean", "tokens"),
     ("Lengths", "prompt_length/max", "Prompt length, greatest", "tokens"),
-    ("Generation against training", "training/rollout_probs_diff_mean", "Difference of probabilities, mean", "probability"),
-    ("Generation against training", "training/rollout_probs_diff_max", "Difference of probabilities, greatest", "probability"),
+    (
+        "Generation against training",
+        "training/rollout_probs_diff_mean",
+        "Difference of probabilities, mean",
+        "probability",
+    ),
+    (
+        "Generation against training",
+        "training/rollout_probs_diff_max",
+        "Difference of probabilities, greatest",
+        "probability",
+    ),
     ("Speed", "perf/throughput", "Throughput", "tokens per second and device"),
     ("Speed", "timing_s/step", "Time of a step", "seconds"),
     ("Speed", "perf/total_num_tokens", "Tokens of a step", "tokens"),
@@ -123,7 +134,9 @@ def metric(name: str) -> Metric:
         accuracy = found["what"] == "acc"
         of = "" if found["n"] == "1" else f" of {found['n']}"
         title = f"{found['source']}: {'accuracy' if accuracy else 'reward'}, mean{of}"
-        return Metric(title, "share of responses" if accuracy else "score", "Validation", -2 if accuracy else -1)
+        return Metric(
+            title, "share of responses" if accuracy else "score", "Validation", -2 if accuracy else -1
+        )
     group = next((group for prefix, group in _PREFIXES if name.startswith(prefix)), "Other metrics")
     return Metric(name, "", group, len(_ROWS))
 

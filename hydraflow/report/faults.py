@@ -53,7 +53,11 @@ def ending(run: Run) -> Ending:
 def findings(run: Run) -> list[Finding]:
     """All there is to tell, the ending first."""
     end = ending(run)
-    found = [Finding(end.weight, f"Ended: {end.detail}" if end.label != "no end noted" else end.detail.capitalize())]
+    found = [
+        Finding(
+            end.weight, f"Ended: {end.detail}" if end.label != "no end noted" else end.detail.capitalize()
+        )
+    ]
     for look in (_requeue, _starts, _counts, _not_finite, _checkpoints, _set_aside, _unread):
         found += look(run)
     return found
@@ -77,7 +81,11 @@ def _starts(run: Run) -> Iterator[Finding]:
     restarts = run.columns.get("training/restarts")
     if restarts is not None and _largest(restarts) > 0:
         count = int(_largest(restarts))
-        yield Finding(SERIOUS, f"Went on by itself after a worker failed, {_times(count)} in one start", "metric training/restarts")
+        yield Finding(
+            SERIOUS,
+            f"Went on by itself after a worker failed, {_times(count)} in one start",
+            "metric training/restarts",
+        )
 
 
 _COUNTED = (
@@ -101,15 +109,25 @@ def _not_finite(run: Run) -> Iterator[Finding]:
     for name, column in sorted(run.columns.items()):
         broken = column.steps[~np.isfinite(column.values)]
         if len(broken):
-            yield Finding(SERIOUS, f"{name} was not a finite number, {_times(len(broken))}", _in_steps(broken))
+            yield Finding(
+                SERIOUS, f"{name} was not a finite number, {_times(len(broken))}", _in_steps(broken)
+            )
 
 
 def _checkpoints(run: Run) -> Iterator[Finding]:
     for path in sorted(run.folder.glob("*.damaged*")):
-        yield Finding(SERIOUS, f"Damaged checkpoint: {path.name}", "it was passed over; an older one was taken")
+        yield Finding(
+            SERIOUS, f"Damaged checkpoint: {path.name}", "it was passed over; an older one was taken"
+        )
     for path in sorted(run.folder.glob("*.unfinished")):
-        yield Finding(NOTABLE, f"Checkpoint that was never finished: {path.name}", "the next start removes it")
-    kept = len([path for path in (run.folder / "skipped").glob("*") if path.is_file()]) if (run.folder / "skipped").is_dir() else 0
+        yield Finding(
+            NOTABLE, f"Checkpoint that was never finished: {path.name}", "the next start removes it"
+        )
+    kept = (
+        len([path for path in (run.folder / "skipped").glob("*") if path.is_file()])
+        if (run.folder / "skipped").is_dir()
+        else 0
+    )
     if kept:
         yield Finding(NOTABLE, f"Rows of skipped steps are kept in skipped/: {kept} files")
 
@@ -118,7 +136,9 @@ def _set_aside(run: Run) -> Iterator[Finding]:
     for path in sorted(run.folder.glob("earlier-*")):
         yield Finding(FINE, f"An earlier run of this folder lies in {path.name}/")
     if run.missing_steps:
-        yield Finding(NOTABLE, f"metrics.jsonl has no line for {run.missing_steps} steps between its first and its last")
+        yield Finding(
+            NOTABLE, f"metrics.jsonl has no line for {run.missing_steps} steps between its first and its last"
+        )
 
 
 def _unread(run: Run) -> Iterator[Finding]:

@@ -1,8 +1,8 @@
 """The page itself: one file with its styles, its script and its data, and nothing from elsewhere.
 
-In: runs. Out: HTML. Whatever comes from a run (samples above all) is text: the template escapes it, the data are escaped for where they
-stand, and the page forbids by its own policy every script but this one and every request.
-Left out on purpose: numbers and words, which the other files of this folder make.
+In: runs. Out: HTML. Whatever comes from a run (samples above all) is text: the template escapes it, the data
+are escaped for where they stand, and the page forbids by its own policy every script but this one and every
+request. Left out on purpose: numbers and words, which the other files of this folder make.
 """
 
 from __future__ import annotations
@@ -41,16 +41,32 @@ def render(runs: Sequence[Run]) -> str:
         phase_data.append(data)
         phase_rows.append(rows)
     samples = [tables.samples(run) for run in runs]  # before the findings: what cannot be read is one of them
-    style, script = (HERE / "page.css").read_text(encoding="utf-8"), (HERE / "page.js").read_text(encoding="utf-8")
+    style, script = (
+        (HERE / "page.css").read_text(encoding="utf-8"),
+        (HERE / "page.js").read_text(encoding="utf-8"),
+    )
     environment = Environment(
-        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader(HERE),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     text = environment.get_template("page.html.j2").render(
         title=" · ".join(run.name for run in runs[:3]) + (" …" if len(runs) > 3 else ""),
         policy=policy(style, script),
         style=Markup(style),
         script=Markup(script),
-        data=Markup(embedded({"runs": [run.name for run in runs], "axes": axes.listed, "charts": charts, "phases": phase_data})),
+        data=Markup(
+            embedded(
+                {
+                    "runs": [run.name for run in runs],
+                    "axes": axes.listed,
+                    "charts": charts,
+                    "phases": phase_data,
+                }
+            )
+        ),
         runs=[_about(run) for run in runs],
         key_numbers=tables.key_numbers(runs),
         groups=grouped(charts),
@@ -67,11 +83,14 @@ def render(runs: Sequence[Run]) -> str:
         findings=[findings(run) for run in runs],
         made=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
     )
-    return text.encode("utf-8", errors="replace").decode("utf-8")  # half of a character pair cannot be written
+    return text.encode("utf-8", errors="replace").decode(
+        "utf-8"
+    )  # half of a character pair cannot be written
 
 
 def name_apart(runs: Sequence[Run]) -> None:
-    """Gives runs of the same name their parents' names too; what is still the same, such as one folder twice, gets numbers."""
+    """Gives runs of the same name their parents' names too; what is still the same, such as one folder twice,
+    gets numbers."""
     for run in _namesakes(runs):
         run.name = f"{run.folder.parent.name}/{run.name}"
     for run in _namesakes(runs):
@@ -94,7 +113,9 @@ def chart_data(runs: Sequence[Run], axes: Axes) -> tuple[list[dict[str, Any]], i
         for number, run in enumerate(runs):
             if name in run.columns:
                 curves.append({"run": number} | curve(run.columns[name], axes, most))
-        charts.append({"name": name, "title": shown.title, "unit": shown.unit, "group": shown.group, "curves": curves})
+        charts.append(
+            {"name": name, "title": shown.title, "unit": shown.unit, "group": shown.group, "curves": curves}
+        )
     return charts, most
 
 
@@ -126,7 +147,8 @@ def grouped(charts: Iterable[dict[str, Any]]) -> list[Group]:
 
 
 def constant_value(curves: Sequence[dict[str, Any]]) -> str | None:
-    """The one value that all these curves have at all of their points; None: they move, or are a single point.
+    """The one value that all these curves have at all of their points; None: they move, or are a single
+    point.
 
     >>> constant_value([{"y": [0, 0], "lo": [0, 0], "hi": [0, 0]}]), constant_value([{"y": [0, 1]}]), constant_value([{"y": [1]}])
     ('0', None, None)
@@ -143,9 +165,9 @@ def thinned(spans_used: Iterable[int], most: int) -> str:
         return ""
     spans = f"{widths[0]} steps" if len(widths) == 1 else f"{widths[0]} to {widths[-1]} steps"
     return (
-        f"Curves of more than {most} points are drawn thinner: each point is the mean of a span of {spans}, "
-        "and the band behind it reaches from the least to the greatest value of the span. Nothing is smoothed; "
-        "metrics.jsonl has every step."
+        f"Curves of more than {most} points are drawn thinner: each point is the mean of a span of {spans},"
+        " and the band behind it reaches from the least to the greatest value of the span. Nothing is"
+        " smoothed; metrics.jsonl has every step."
     )
 
 
@@ -165,7 +187,9 @@ def embedded(data: Any) -> str:
     >>> embedded({"a": "</script><!--"})
     '{"a":"\\\\u003c/script\\\\u003e\\\\u003c!--"}'
     """
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)  # ASCII: other line ends of JavaScript are escaped, too
+    text = json.dumps(
+        data, separators=(",", ":"), allow_nan=False
+    )  # ASCII: other line ends of JavaScript are escaped, too
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 

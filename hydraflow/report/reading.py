@@ -1,7 +1,8 @@
 """A run folder, read as far as it can be read: runs that are under way, were cut off, or were damaged.
 
-In: a folder. Out: a `Run`: columns of metrics, summary, configuration, plan, starts, samples, and what could not be read.
-Left out on purpose: judging (`faults.py`) and drawing (`page.py`). ConfigError only for a folder that holds no run at all.
+In: a folder. Out: a `Run`: columns of metrics, summary, configuration, plan, starts, samples, and what could
+not be read. Left out on purpose: judging (`faults.py`) and drawing (`page.py`). ConfigError only for a folder
+that holds no run at all.
 """
 
 from __future__ import annotations
@@ -75,17 +76,25 @@ def read_run(folder: Path) -> Run:
     """Reads what is there. Raises ConfigError when it is no run folder."""
     path = folder.expanduser().resolve()
     if not path.is_dir():
-        raise ConfigError.one("RUN", folder, "is no folder", "name a run folder, such as runs/ppo-20250131-120000")
+        raise ConfigError.one(
+            "RUN", folder, "is no folder", "name a run folder, such as runs/ppo-20250131-120000"
+        )
     if not any((path / name).exists() for name in MARKS):
         inside = sorted(mark.parent.name for mark in path.glob("*/metrics.jsonl"))
         remedy = f"{folder / inside[-1]}" if inside else "name a run folder, such as runs/ppo-20250131-120000"
-        raise ConfigError.one("RUN", folder, f"holds no run: neither {' nor '.join(MARKS[:3])} is in it", remedy)
+        raise ConfigError.one(
+            "RUN", folder, f"holds no run: neither {' nor '.join(MARKS[:3])} is in it", remedy
+        )
     run = Run(path.name, path)
     _read_metrics(run)
     run.summary = public(_mapping(run, "summary.json"))  # runs of earlier versions have secrets there
     run.plan = _mapping(run, "plan.json")
     starts = _mapping(run, "run.json").get("starts", [])
-    run.starts = [_public_start(start) for start in starts if isinstance(start, dict)] if isinstance(starts, list) else []
+    run.starts = (
+        [_public_start(start) for start in starts if isinstance(start, dict)]
+        if isinstance(starts, list)
+        else []
+    )
     run.settings = _settings(run)
     for file in path.glob("samples/step_*.jsonl"):
         if file.stem[5:].isdigit():
@@ -117,7 +126,12 @@ def _read_metrics(run: Run) -> None:
     for number, line in enumerate(lines, 1):
         record = _parsed(line)
         step = record.get("step") if isinstance(record, dict) else None
-        if isinstance(record, dict) and isinstance(step, (int, float)) and not isinstance(step, bool) and abs(step) <= LARGEST_STEP:
+        if (
+            isinstance(record, dict)
+            and isinstance(step, (int, float))
+            and not isinstance(step, bool)
+            and abs(step) <= LARGEST_STEP
+        ):
             records.setdefault(int(step), {}).update(record)
         elif number < len(lines):
             wrong += 1  # the last line may be half written: the run is under way, or was killed
@@ -168,10 +182,15 @@ def _finite(value: Any) -> float:
 
 
 def _settings(run: Run) -> dict[str, tuple[str, str]]:
-    """From config_origins.json, which has every key with its origin; else from config.yaml, which has the values alone."""
+    """From config_origins.json, which has every key with its origin; else from config.yaml, which has the
+    values alone."""
     facts = _mapping(run, "config_origins.json")
     if facts:
-        rows = ((key, fact.get("value"), str(fact.get("from", ""))) for key, fact in facts.items() if isinstance(fact, dict))
+        rows = (
+            (key, fact.get("value"), str(fact.get("from", "")))
+            for key, fact in facts.items()
+            if isinstance(fact, dict)
+        )
     else:
         rows = ((key, value, "") for key, value in _flat(_yaml(run)))
     return {key: (_shown(public(value, key)), origin) for key, value, origin in rows}
@@ -231,7 +250,12 @@ def _is_deep(value: Any) -> bool:
     """Whether it is nested deeper than `DEEPEST`, as no run writes it and Python's stack may not hold it."""
     level = [value]
     for _ in range(DEEPEST):
-        level = [inner for one in level if isinstance(one, (dict, list)) for inner in (one.values() if isinstance(one, dict) else one)]
+        level = [
+            inner
+            for one in level
+            if isinstance(one, (dict, list))
+            for inner in (one.values() if isinstance(one, dict) else one)
+        ]
     return bool(level)
 
 

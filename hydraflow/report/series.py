@@ -1,7 +1,9 @@
-"""Curves of a size that a page can hold: every point while they are few, else mean, least and greatest of equal spans of steps.
+"""Curves of a size that a page can hold: every point while they are few, else mean, least and greatest of
+equal spans of steps.
 
-In: columns of one or more runs. Out: plain values for the page's script. Nothing is smoothed or left out unseen: a span's least and
-greatest value are drawn with its mean, and a page says how long its spans are. Numbers are rounded to four digits.
+In: columns of one or more runs. Out: plain values for the page's script. Nothing is smoothed or left out
+unseen: a span's least and greatest value are drawn with its mean, and a page says how long its spans are.
+Numbers are rounded to four digits.
 """
 
 from __future__ import annotations
@@ -71,7 +73,8 @@ def spans_of(steps: Numbers, most: int) -> Spans:
 
 
 def curve(column: Column, axes: Axes, most: int) -> dict[str, Any]:
-    """`x`: number of its axis, `y`: values, with `lo` and `hi` where a point stands for several; null where none is finite."""
+    """`x`: number of its axis, `y`: values, with `lo` and `hi` where a point stands for several; null where
+    none is finite."""
     spans = spans_of(column.steps, most)
     finite = np.isfinite(column.values)
     if spans.width == 1:

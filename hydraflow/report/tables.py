@@ -22,7 +22,8 @@ SHOWN_VALIDATIONS, SHOWN_SAMPLES, LONGEST_TEXT = 5, 20, 2000
 OUTSIDE = ("testing", "save_checkpoint")
 """Phases that are not part of timing_s/step."""
 SMALL_SHARE, MOST_PHASES = 0.005, 7
-"""Phases that take less of the time than this, and those after the seven longest, are drawn together: there are eight colours."""
+"""Phases that take less of the time than this, and those after the seven longest, are drawn together: there
+are eight colours."""
 NO_VALUE = "–"
 
 
@@ -37,7 +38,9 @@ class KeyNumber:
 def _accuracy(run: Run) -> Column | None:
     """Held-out accuracy over all sources; where a reward function reports none, its reward."""
     for what in ("/acc/mean@", "/reward/mean@"):
-        columns = [column for name, column in run.columns.items() if name.startswith("val-core/") and what in name]
+        columns = [
+            column for name, column in run.columns.items() if name.startswith("val-core/") and what in name
+        ]
         if columns:
             same = [column for column in columns if len(column.steps) == len(columns[0].steps)]
             first = columns[0]
@@ -89,31 +92,46 @@ def key_numbers(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     return [row for row in rows if any(value != NO_VALUE for value in row[1])]
 
 
-# --- phases ------------------------------------------------------------------------------------------------------------
+# --- phases --------------------------------------------------
 
 
 def phases(run: Run, axes: Axes, most: int) -> tuple[dict[str, Any], list[dict[str, str]]]:
     """The picture's data, and the table's rows, the longest phase first. Empty where the run has no times."""
     step = run.columns.get("timing_s/step")
-    columns = {name[9:]: column for name, column in run.columns.items() if name.startswith("timing_s/") and name != "timing_s/step"}
+    columns = {
+        name[9:]: column
+        for name, column in run.columns.items()
+        if name.startswith("timing_s/") and name != "timing_s/step"
+    }
     base = step or max(columns.values(), key=lambda column: len(column.steps), default=None)
     if base is None:
         return {}, []
     spans = spans_of(base.steps, most)
     means = {name: mean_at(column, base.steps, spans) for name, column in columns.items()}
-    totals = {name: float(column.values[np.isfinite(column.values)].sum()) for name, column in columns.items()}
+    totals = {
+        name: float(column.values[np.isfinite(column.values)].sum()) for name, column in columns.items()
+    }
     if step is not None:
-        inside = sum((values for name, values in means.items() if name not in OUTSIDE), np.zeros(len(spans.starts)))
+        inside = sum(
+            (values for name, values in means.items() if name not in OUTSIDE), np.zeros(len(spans.starts))
+        )
         means["rest of the step"] = np.maximum(0.0, mean_at(step, base.steps, spans) - inside)
         inside_total = sum(total for name, total in totals.items() if name not in OUTSIDE)
-        totals["rest of the step"] = max(0.0, float(step.values[np.isfinite(step.values)].sum()) - inside_total)
+        totals["rest of the step"] = max(
+            0.0, float(step.values[np.isfinite(step.values)].sum()) - inside_total
+        )
     whole = sum(totals.values()) or 1.0
     order = sorted(means, key=lambda name: -totals[name])
     large = [name for name in order if totals[name] / whole >= SMALL_SHARE][:MOST_PHASES]
     small = [name for name in order if name not in large]
     parts = [{"name": name, "y": rounded(means[name])} for name in large]
     if small:
-        parts.append({"name": "others", "y": rounded(sum((means[name] for name in small), np.zeros(len(spans.starts))))})
+        parts.append(
+            {
+                "name": "others",
+                "y": rounded(sum((means[name] for name in small), np.zeros(len(spans.starts)))),
+            }
+        )
     x = axes.place(base.steps[spans.starts], base.seconds[spans.starts], spans.width)
     rows = [
         {
@@ -127,17 +145,21 @@ def phases(run: Run, axes: Axes, most: int) -> tuple[dict[str, Any], list[dict[s
     return {"x": x, "parts": parts}, rows
 
 
-# --- configuration -----------------------------------------------------------------------------------------------------
+# --- configuration --------------------------------------------------
 
 
 def configuration(run: Run) -> list[dict[str, Any]]:
     """Every key with value and origin; `set`: somebody chose it."""
     rows = sorted(run.settings.items())
-    return [{"key": key, "value": value, "origin": origin, "set": origin not in ("default", "")} for key, (value, origin) in rows]
+    return [
+        {"key": key, "value": value, "origin": origin, "set": origin not in ("default", "")}
+        for key, (value, origin) in rows
+    ]
 
 
 def differences(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Keys whose values are not the same in all runs that have a configuration; a run without the key shows none."""
+    """Keys whose values are not the same in all runs that have a configuration; a run without the key shows
+    none."""
     told = [run for run in runs if run.settings]
     if len(told) < 2:
         return []
@@ -150,7 +172,7 @@ def differences(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return rows
 
 
-# --- plan, versions, starts --------------------------------------------------------------------------------------------
+# --- plan, versions, starts --------------------------------------------------
 
 
 def plan(run: Run) -> tuple[list[dict[str, str]], list[str]]:
@@ -170,11 +192,19 @@ def versions(runs: Sequence[Run]) -> list[dict[str, Any]]:
     names = list(dict.fromkeys(name for one in found for name in one))
     rows = [{"name": name, "values": [_text(one.get(name, NO_VALUE)) for one in found]} for name in names]
     rows += [_row(what, last) for what in ("git", "platform", "host")] if any(last) else []
-    return [row | {"differs": len({value for value in row["values"] if value != NO_VALUE}) > 1} for row in rows]
+    return [
+        row | {"differs": len({value for value in row["values"] if value != NO_VALUE}) > 1} for row in rows
+    ]
 
 
 def _row(what: str, starts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    return {"name": what, "values": [commit(start.get(what)) if what == "git" else _text(start.get(what) or NO_VALUE) for start in starts]}
+    return {
+        "name": what,
+        "values": [
+            commit(start.get(what)) if what == "git" else _text(start.get(what) or NO_VALUE)
+            for start in starts
+        ],
+    }
 
 
 def commit(git: Any) -> str:
@@ -205,7 +235,7 @@ def starts(run: Run) -> list[dict[str, str]]:
     ]
 
 
-# --- samples -----------------------------------------------------------------------------------------------------------
+# --- samples --------------------------------------------------
 
 
 def samples(run: Run) -> list[dict[str, Any]]:
@@ -229,7 +259,11 @@ def cut(value: object) -> str:
     ('', '1.0', 2025)
     """
     text = "" if value is None else _text(value)
-    return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]} … ({len(text) - LONGEST_TEXT} more characters)"
+    return (
+        text
+        if len(text) <= LONGEST_TEXT
+        else f"{text[:LONGEST_TEXT]} … ({len(text) - LONGEST_TEXT} more characters)"
+    )
 
 
 def _text(value: object) -> str:

@@ -43,7 +43,8 @@ Result = tuple[float | None, dict[str, float], str | None]
 
 
 class RowTimeout(BaseException):
-    """The row's time is over. Not an Exception, so that a reward function's own `except Exception` lets it pass."""
+    """The row's time is over. Not an Exception, so that a reward function's own `except Exception` lets it
+    pass."""
 
 
 class Progress:
@@ -53,10 +54,12 @@ class Progress:
         self._memory = mmap.mmap(descriptor, PROGRESS_BYTES)
 
     def note(self, row: int, now: float, waited: float = 0.0) -> None:
-        """Notes that `row` (number in the chunk) began at `now` (time.monotonic, one clock for all processes), when
-        the process had `waited` so many seconds for a processor.
+        """Notes that `row` (number in the chunk) began at `now` (time.monotonic, one clock for all
+        processes), when the process had `waited` so many seconds for a processor.
         """
-        struct.pack_into("dd", self._memory, 8, now, waited)  # times first: a reader in between sees an old row with a new time
+        struct.pack_into(
+            "dd", self._memory, 8, now, waited
+        )  # times first: a reader in between sees an old row with a new time
         struct.pack_into("q", self._memory, 0, row)
 
     def read(self) -> tuple[int, float, float]:
@@ -118,7 +121,9 @@ class Caller:
             return None, {}, str(error.problems[0])
         except MemoryError as error:
             return None, {}, f"{_cause(error, self.path)}; {_memory_limit(self.max_memory)}"
-        except BaseException as error:  # the user's code may raise anything, SystemExit included: the row fails, never the run
+        except (
+            BaseException
+        ) as error:  # the user's code may raise anything, SystemExit included: the row fails, never the run
             return None, {}, _cause(error, self.path)
         return read_value(value)
 
@@ -136,7 +141,9 @@ def main(socket_number: int, shared: int) -> None:
         try:
             caller = Caller(settings)
         except ConfigError as error:
-            pool.send({"refused": [_in_words(problem, error, settings["max_memory"]) for problem in error.problems]})
+            pool.send(
+                {"refused": [_in_words(problem, error, settings["max_memory"]) for problem in error.problems]}
+            )
             return
         alarm = RowAlarm(settings["timeout"])
         pool.send({"pid": os.getpid()})
@@ -180,7 +187,13 @@ def load(settings: dict[str, Any]) -> Callable[..., Any]:
     kwargs = settings["reward_kwargs"]
 
     def call(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Any:
-        return function(data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info, **kwargs)
+        return function(
+            data_source=data_source,
+            solution_str=solution_str,
+            ground_truth=ground_truth,
+            extra_info=extra_info,
+            **kwargs,
+        )
 
     return call
 
@@ -189,7 +202,9 @@ def _built_in(data_source: str, solution_str: str, ground_truth: Any, extra_info
     return find_scorer(data_source)(solution_str, ground_truth)
 
 
-def _score_chunk(rows: Sequence[Any], caller: Caller, alarm: RowAlarm, pool: Frames, progress: Progress) -> None:
+def _score_chunk(
+    rows: Sequence[Any], caller: Caller, alarm: RowAlarm, pool: Frames, progress: Progress
+) -> None:
     if caller.path is None:
         _preload({row[0] for row in rows})
     results: list[Result] = []
@@ -243,7 +258,10 @@ def read_value(value: Any) -> Result:
     if "score" not in value:
         return None, {}, f"returned a dict without 'score' (it has {', '.join(map(str, value)) or 'nothing'})"
     numbers = {str(name): _number(field) for name, field in value.items() if name != "score"}
-    return _finite(value["score"], {name: number for name, number in numbers.items() if number is not None and math.isfinite(number)})
+    return _finite(
+        value["score"],
+        {name: number for name, number in numbers.items() if number is not None and math.isfinite(number)},
+    )
 
 
 def _finite(value: Any, extra: dict[str, float]) -> Result:

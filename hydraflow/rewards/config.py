@@ -13,7 +13,8 @@ class CustomRewardConfig:
     path: str | None = None
     """Python file that holds it; null: the built-in functions, chosen by data.reward_fn_key."""
     name: str = "compute_score"
-    """Its name: name(data_source, solution_str, ground_truth, extra_info, **reward_kwargs) -> float or dict with 'score'."""
+    """Its name: name(data_source, solution_str, ground_truth, extra_info, **reward_kwargs) -> float or dict
+    with 'score'."""
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments that it gets besides."""
 
@@ -55,7 +56,8 @@ class RewardConfig:
     more than four times as many by the clock. A row that takes longer scores failure_score and is counted."""
     max_memory: float = 16.0
     """GiB of data that a reward process, and each process that it starts, may allocate, used or not
-    (RLIMIT_DATA); a row that asks for more raises MemoryError. Threads of numerical libraries each take some."""
+    (RLIMIT_DATA); a row that asks for more raises MemoryError. Threads of numerical libraries each take
+    some."""
     failure_score: float = 0.0
     """Score of a row whose function raised or took too long."""
     max_failed_share: float = 0.5

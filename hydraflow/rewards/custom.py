@@ -40,25 +40,40 @@ def check_sources(config: RewardConfig, data_sources: Iterable[str]) -> None:
 def load_function(path: str | Path, name: str, reward_kwargs: Mapping[str, Any]) -> RewardFunction:
     """The function `name` in the Python file `path`.
 
-    It must accept data_source, solution_str, ground_truth and extra_info by name, and `reward_kwargs`. Raises `ConfigError`.
+    It must accept data_source, solution_str, ground_truth and extra_info by name, and `reward_kwargs`. Raises
+    `ConfigError`.
     """
     module = _import_file(_absolute(path))
     if not hasattr(module, name):
-        defined = [n for n, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
-        raise ConfigError.one(NAME_KEY, name, f"{path} defines no such function; it has {', '.join(defined) or 'none'}")
+        defined = [
+            n
+            for n, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__
+        ]
+        raise ConfigError.one(
+            NAME_KEY, name, f"{path} defines no such function; it has {', '.join(defined) or 'none'}"
+        )
     function = getattr(module, name)
     if not callable(function):
         raise ConfigError.one(NAME_KEY, name, f"is a {type(function).__name__} in {path}, not a function")
     if inspect.iscoroutinefunction(function):
-        raise ConfigError.one(NAME_KEY, name, "is an async function, which is not supported", "make it a plain function (def)")
+        raise ConfigError.one(
+            NAME_KEY, name, "is an async function, which is not supported", "make it a plain function (def)"
+        )
     _check_signature(function, path, name, reward_kwargs)
     return function
 
 
-def _check_signature(function: RewardFunction, path: str | Path, name: str, reward_kwargs: Mapping[str, Any]) -> None:
+def _check_signature(
+    function: RewardFunction, path: str | Path, name: str, reward_kwargs: Mapping[str, Any]
+) -> None:
     doubled = [key for key in reward_kwargs if key in ARGUMENTS]
     if doubled:
-        raise ConfigError.one("reward.custom_reward_function.reward_kwargs", doubled, "are given by the trainer and cannot be set")
+        raise ConfigError.one(
+            "reward.custom_reward_function.reward_kwargs",
+            doubled,
+            "are given by the trainer and cannot be set",
+        )
     try:
         signature = inspect.signature(function)
     except ValueError:  # a function written in C may have none
@@ -68,7 +83,9 @@ def _check_signature(function: RewardFunction, path: str | Path, name: str, rewa
         signature.bind(**given)
     except TypeError as error:
         rule = f"{name}{signature} in {path} is called with {', '.join(given)} by name: {error}"
-        raise ConfigError.one(NAME_KEY, name, rule, f"def {name}(data_source, solution_str, ground_truth, extra_info, **kwargs)") from error
+        raise ConfigError.one(
+            NAME_KEY, name, rule, f"def {name}(data_source, solution_str, ground_truth, extra_info, **kwargs)"
+        ) from error
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -82,9 +99,14 @@ def _import_file(path: Path) -> ModuleType:
     try:
         with redirect_stdout(sys.stderr):  # the standard output of a command is its report
             spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # the user's file may raise anything; it becomes the user's message
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # the user's file may raise anything; it becomes the user's message
         where = f" ({line})" if (line := line_of(error, path)) else ""
-        raise ConfigError.one(PATH_KEY, path, f"cannot be imported: {type(error).__name__}: {error}{where}") from error
+        raise ConfigError.one(
+            PATH_KEY, path, f"cannot be imported: {type(error).__name__}: {error}{where}"
+        ) from error
     return module
 
 

@@ -10,8 +10,11 @@ from hydraflow.errors import GuardStop
 KEY = "reward.max_failed_share"
 
 
-def require_scored(failed: int, rows: int, first_cause: str | None, most: float, *, where: str, so: str) -> None:
-    """Raises GuardStop when more than the share `most` of the rows failed. `so` says what follows for the others.
+def require_scored(
+    failed: int, rows: int, first_cause: str | None, most: float, *, where: str, so: str
+) -> None:
+    """Raises GuardStop when more than the share `most` of the rows failed. `so` says what follows for the
+    others.
 
     >>> require_scored(2, 4, "KeyError: 'x'", 0.5, where="step 3", so="nothing was trained on them")
     >>> require_scored(3, 4, "KeyError: 'x'", 0.5, where="step 3", so="nothing was trained on them")
@@ -24,6 +27,7 @@ nothing was trained on them. The first cause: KeyError: 'x'
     if failed <= most * rows:
         return
     raise GuardStop(
-        f"{where}: the reward function failed on {failed} of {rows} rows ({failed / rows:.0%}), more than {KEY}={most:g}: {so}. "
-        f"The first cause: {first_cause}\n      -> correct the reward function; {KEY}=1.0 never stops"
+        f"{where}: the reward function failed on {failed} of {rows} rows ({failed / rows:.0%}), more than"
+        f" {KEY}={most:g}: {so}. The first cause: {first_cause}\n      -> correct the reward function;"
+        f" {KEY}=1.0 never stops"
     )

@@ -34,8 +34,8 @@ class Frames:
         self.socket.sendall(_LENGTH.pack(len(body)) + body)
 
     def arrived(self) -> list[Any]:
-        """The messages that are whole after one read. EOFError when the other end is closed, OSError when it is
-        gone, ValueError when the bytes are no message.
+        """The messages that are whole after one read. EOFError when the other end is closed, OSError when it
+        is gone, ValueError when the bytes are no message.
         """
         received = self.socket.recv(2**20)
         if not received:

@@ -1,8 +1,8 @@
 """The built-in reward functions, chosen by a row's data source.
 
 In: data source, the response's text, the ground truth. Out: a float, or a dict with `score` and more numbers.
-The answer patterns for GSM8K are those that its users compare by: `#### 42` (strict), else the last number (flexible).
-Left out on purpose: format bonuses and partial credit; a custom function gives those.
+The answer patterns for GSM8K are those that its users compare by: `#### 42` (strict), else the last number
+(flexible). Left out on purpose: format bonuses and partial credit; a custom function gives those.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ _MARKED = re.compile(r"####\s*(-?\$?[0-9][0-9.,]*)")
 _NUMBER = re.compile(r"-?\$?[0-9](?:[0-9,]*[0-9])?(?:\.[0-9]+)?")
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> Score:
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+) -> Score:
     """Scores one response with the function of its data source. Raises `ConfigError` for an unknown one.
 
     >>> compute_score("arithmetic", "042", "042")
@@ -40,7 +42,8 @@ def find_scorer(data_source: str) -> Scorer:
         "data_source",
         data_source,
         f"no built-in reward function is for it; known are {', '.join(BUILT_IN)}",
-        "set reward.custom_reward_function.path to a file with your own, or correct the data_source column (data.reward_fn_key)",
+        "set reward.custom_reward_function.path to a file with your own, or correct the data_source column"
+        " (data.reward_fn_key)",
     )
 
 
@@ -50,7 +53,8 @@ def exact(solution_str: str, ground_truth: Any) -> float:
 
 
 def gsm8k(solution_str: str, ground_truth: Any) -> dict[str, float]:
-    """`score` and `acc`: the number after the last `####` is right; `acc_flexible`: so is that number or, without one, the last number.
+    """`score` and `acc`: the number after the last `####` is right; `acc_flexible`: so is that number or,
+    without one, the last number.
 
     >>> gsm8k("6 * 7 = 42\\n#### 42", "42")["score"], gsm8k("It is $42.", "42")
     (1.0, {'score': 0.0, 'acc': 0.0, 'acc_flexible': 1.0})

@@ -1,7 +1,7 @@
 """Mathematical answers, compared by value with math-verify.
 
-In: a response whose last boxed or otherwise marked expression is the answer, and the right answer. Out: 1 or 0.
-Its own time limits are off: they need the alarm clock that the reward process uses for the whole row.
+In: a response whose last boxed or otherwise marked expression is the answer, and the right answer. Out: 1 or
+0. Its own time limits are off: they need the alarm clock that the reward process uses for the whole row.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def equivalent(solution_str: str, ground_truth: Any) -> dict[str, float]:
 
 
 def last_boxed(text: str) -> str:
-    r"""The last complete \boxed{...} of a text, else the whole text. math-verify itself would take all of them for a set.
+    r"""The last complete \boxed{...} of a text, else the whole text. math-verify itself would take all of
+    them for a set.
 
     >>> last_boxed(r"\boxed{7}. Wait, no: it is \boxed{\frac{1}{2}}, I think.")
     '\\boxed{\\frac{1}{2}}'

@@ -54,8 +54,8 @@ class RewardResult:
 class RewardPool:
     """`config.num_workers` processes that score rows, one row at a time each.
 
-    They start at `start()`, else with the first `score`; call it early, since their start is then hidden behind other work.
-    One thread may use a pool at a time.
+    They start at `start()`, else with the first `score`; call it early, since their start is then hidden
+    behind other work. One thread may use a pool at a time.
 
     >>> with RewardPool(RewardConfig()) as pool:
     ...     [r.score for r in pool.score([RewardRow("arithmetic", "042", "042", {}), RewardRow("arithmetic", "24", "042", {})])]
@@ -76,9 +76,11 @@ class RewardPool:
             self._workers.append(RewardProcess(self.config))
 
     def require_loaded(self) -> None:
-        """Raises ConfigError when the custom function cannot be loaded, also when its file hangs or ends the process that imports it.
+        """Raises ConfigError when the custom function cannot be loaded, also when its file hangs or ends the
+        process that imports it.
 
-        A pool without processes tries it in one that ends again; any other goes on with the process that has loaded it.
+        A pool without processes tries it in one that ends again; any other goes on with the process that has
+        loaded it.
         """
         if self.config.custom_reward_function.path is None:
             return
@@ -94,7 +96,10 @@ class RewardPool:
         """Results in the order of `rows`. Raises `EnvironmentFault` when a process cannot start."""
         if self.config.num_workers == 0:
             self._function = self._function or load(settings_of(self.config))
-            return [self._result(*result) for result in score_here(self._function, rows, self.config.custom_reward_function.path)]
+            return [
+                self._result(*result)
+                for result in score_here(self._function, rows, self.config.custom_reward_function.path)
+            ]
         self.start()
         self._tried_again = set()
         queue = deque(range(len(rows)))
@@ -119,7 +124,9 @@ class RewardPool:
     def __enter__(self) -> RewardPool:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _hand_out(self, rows: Sequence[RewardRow], queue: deque[int]) -> None:
@@ -131,7 +138,8 @@ class RewardPool:
         """Waits for answers, or for the first time limit that a process breaks."""
         busy = [worker for worker in self._workers if worker.busy]
         patience = min(worker.deadline() for worker in busy) - time.monotonic()
-        # A deadline moves closer when a process goes from loading to its first row, so never wait for longer than a row may take.
+        # A deadline moves closer when a process goes from loading to its first row, so never wait for longer
+        # than a row may take.
         answered = _readable(busy, max(0.0, min(patience, self.config.timeout + GRACE_SECONDS)))
         for worker in answered:
             self._receive(worker, results, queue)
@@ -158,14 +166,19 @@ class RewardPool:
     def _failure(self, reason: str) -> RewardResult:
         return RewardResult(self.config.failure_score, {}, in_one_line(reason))
 
-    def _replace(self, worker: RewardProcess, reason: str, results: dict[int, RewardResult], queue: deque[int]) -> None:
+    def _replace(
+        self, worker: RewardProcess, reason: str, results: dict[int, RewardResult], queue: deque[int]
+    ) -> None:
         """Ends `worker` and starts another process in its place. The row that it is at fails, unless it is to
         be tried again; the others go back into the queue.
         """
         culprit, killed = worker.current_row(), worker.was_killed()
         worker.end()
         if culprit is None and not worker.proven:
-            raise EnvironmentFault(f"a reward process {reason} before it scored a row, while it was starting or loading its function")
+            raise EnvironmentFault(
+                f"a reward process {reason} before it scored a row, while it was starting or loading its"
+                " function"
+            )
         if killed and culprit is not None and culprit not in self._tried_again:
             self._tried_again.add(culprit)
             culprit = None

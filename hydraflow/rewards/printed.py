@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from hydraflow.role_logs import PRINTED, log_of_this_process
+from hydraflow.system.role_logs import PRINTED, log_of_this_process
 
 BYTES_PER_SECOND = 100_000.0
 BURST_BYTES = 1_000_000.0
@@ -35,8 +35,8 @@ Write = Callable[[str], None]
 
 
 def readable(line: bytes) -> str:
-    r"""A line as text that a terminal shows and does not act on; of one that is overwritten (progress bars) the
-    last state.
+    r"""A line as text that a terminal shows and does not act on; of one that is overwritten (progress bars)
+    the last state.
 
     >>> readable(b"10 %\r\x1b[31m20 %\x1b[0m\x00\r")
     '20 %'
@@ -104,7 +104,10 @@ class Lines:
             self._write(readable(part))
 
     def _report(self) -> None:
-        self._write(f"({self._dropped} bytes that the reward function printed were dropped: more than {self._rate:.0f} a second)")
+        self._write(
+            f"({self._dropped} bytes that the reward function printed were dropped: more than"
+            f" {self._rate:.0f} a second)"
+        )
         self._dropped = 0
 
     def _refill(self) -> None:

@@ -62,7 +62,9 @@ def _watch(function: int, leash: int) -> int | None:
     """The wait status of the function's process; None when the leash went first."""
     woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(waker)
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)  # without a handler nothing is written to `waker`
+    signal.signal(
+        signal.SIGCHLD, lambda number, frame: None
+    )  # without a handler nothing is written to `waker`
     while True:
         for pid, status in _ended():
             if pid == function:

@@ -49,7 +49,8 @@ PRINTED_SECONDS = 1.0
 MARK = "HYDRAFLOW_REWARD_PROCESS"
 """Variable that everything which a process starts inherits."""
 _BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from hydraflow.rewards.supervisor import main; main(*map(int, sys.argv[2:]))"
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from hydraflow.rewards.supervisor import main;"
+    " main(*map(int, sys.argv[2:]))"
 )
 
 
@@ -129,7 +130,10 @@ class RewardProcess:
         """Sends the rows with these numbers; waits for the process to be ready first, and raises
         EnvironmentFault when it cannot score."""
         if problems := self.problems():
-            raise EnvironmentFault(f"a reward process cannot load the reward function: {'; '.join(problem.rule for problem in problems)}")
+            raise EnvironmentFault(
+                "a reward process cannot load the reward function:"
+                f" {'; '.join(problem.rule for problem in problems)}"
+            )
         self.pending, self._offset = chunk, 0
         self._progress.note(NO_ROW, time.monotonic())
         try:
@@ -138,8 +142,8 @@ class RewardProcess:
             return  # it has died: reading says so; or it does not read: then its deadline passes
 
     def receive(self) -> list[tuple[int, Any]]:
-        """The (row, result) pairs that have come. EOFError or ConnectionError when the process is gone, ValueError
-        when something else than its answers has come.
+        """The (row, result) pairs that have come. EOFError or ConnectionError when the process is gone,
+        ValueError when something else than its answers has come.
         """
         answers = [answer for message in self.frames.arrived() for answer in _results_in(message)]
         if len(answers) > len(self.pending):
@@ -184,7 +188,9 @@ class RewardProcess:
         try:
             self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
-            logger.warning("the supervisor of a reward process did not end it in %g seconds; it is killed", END_SECONDS)
+            logger.warning(
+                "the supervisor of a reward process did not end it in %g seconds; it is killed", END_SECONDS
+            )
             self._process.kill()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(END_SECONDS)
@@ -216,6 +222,8 @@ def _kill_marked(mark: str) -> None:
 
 def _results_in(message: Any) -> list[Any]:
     """The results in a message of the function's process, which could write anything."""
-    if not isinstance(message, list) or not all(isinstance(result, list) and len(result) == 3 for result in message):
+    if not isinstance(message, list) or not all(
+        isinstance(result, list) and len(result) == 3 for result in message
+    ):
         raise ValueError("not a list of results")
     return message

@@ -1,1 +1,2 @@
-"""Jobs on a Slurm cluster: `python -m hydraflow.slurm submit`, and what the job's scripts ask on its nodes."""
+"""Jobs on a Slurm cluster: `python -m hydraflow.slurm submit`, and what the job's scripts ask on its
+nodes."""

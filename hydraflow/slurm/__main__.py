@@ -1,7 +1,7 @@
 """python -m hydraflow.slurm submit [options] -- [key=value ...]: a run as a job of a Slurm cluster.
 
-Also what the scripts of a job ask on its nodes (scripts/slurm/): `check`, `start`, `await`, `lost`. Imports neither torch nor Ray,
-but for the last two, which talk to a running cluster.
+Also what the scripts of a job ask on its nodes (scripts/slurm/): `check`, `start`, `await`, `lost`. Imports
+neither torch nor Ray, but for the last two, which talk to a running cluster.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def _await(words: Sequence[str]) -> int:
 
     def ended() -> str | None:
         told = sorted((folder / FAILED).glob("*")) if (folder / FAILED).is_dir() else []
-        return "; ".join(f"{file.name}: {file.read_text().strip() or 'its Ray ended'}" for file in told) or None
+        return (
+            "; ".join(f"{file.name}: {file.read_text().strip() or 'its Ray ended'}" for file in told) or None
+        )
 
     await_nodes(await_head(folder / ADDRESS, nodes[0], seconds), nodes, seconds, ended=ended)
     print(f"all {len(nodes)} nodes have joined Ray: {', '.join(nodes)}", flush=True)
@@ -57,7 +59,8 @@ def _await(words: Sequence[str]) -> int:
 
 
 def _lost(words: Sequence[str]) -> int:
-    """lost FOLDER: prints the nodes that were in the cluster and are no more; nothing where there are none."""
+    """lost FOLDER: prints the nodes that were in the cluster and are no more; nothing where there are
+    none."""
     from hydraflow.dispatch.cluster import lost
 
     if gone := lost((Path(words[0]) / ADDRESS).read_text().strip()):
@@ -80,7 +83,12 @@ def main(argv: Sequence[str]) -> int:
         print(__doc__)
         return 0
     if argv[0] not in COMMANDS:
-        raise ConfigError.one(f"python -m hydraflow.slurm {argv[0]}", None, "there is submit", "python -m hydraflow.slurm submit --help")
+        raise ConfigError.one(
+            f"python -m hydraflow.slurm {argv[0]}",
+            None,
+            "there is submit",
+            "python -m hydraflow.slurm submit --help",
+        )
     return COMMANDS[argv[0]](argv[1:])
 
 

@@ -1,7 +1,9 @@
-"""What a job's nodes must know of its configuration: composed and compared with what Slurm gave, before anything starts.
+"""What a job's nodes must know of its configuration: composed and compared with what Slurm gave, before
+anything starts.
 
-In: the arguments of main_ppo, main_sft or main_generate, and Slurm's variables. Out: `Facts`, as lines that a shell can read;
-or every contradiction between configuration, batch plan and allocation at once, with exit code 2.
+In: the arguments of main_ppo, main_sft or main_generate, and Slurm's variables. Out: `Facts`, as lines that a
+shell can read; or every contradiction between configuration, batch plan and allocation at once, with exit
+code 2.
 """
 
 from __future__ import annotations
@@ -12,13 +14,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hydraflow.allocation import Allocation, allocation
 from hydraflow.compose.allocated import BESIDE, CPU_PROCESSES
 from hydraflow.compose.command import Command
-from hydraflow.compose.judges import judge_ppo, judge_sft, missing_for_generate, missing_for_ppo, missing_for_sft
+from hydraflow.compose.judges import (
+    judge_ppo,
+    judge_sft,
+    missing_for_generate,
+    missing_for_ppo,
+    missing_for_sft,
+)
 from hydraflow.compose.launch import launch
 from hydraflow.compose.loading import Judge
 from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
+from hydraflow.system.allocation import Allocation, allocation
 from hydraflow.tracking.provenance import SLURM_JOB
 from hydraflow.tracking.run_folder import RUNS, RunFolder, slug
 
@@ -28,7 +36,8 @@ JOBS: dict[str, tuple[type[Config], tuple[Judge, ...]]] = {
     "sft": (SFTConfig, (judge_sft, missing_for_sft)),
     "generate": (GenerateConfig, (missing_for_generate,)),
 }
-"""Name -> what its arguments compose to, and what is said against that: a job that waits in a queue had better not miss a file."""
+"""Name -> what its arguments compose to, and what is said against that: a job that waits in a queue had
+better not miss a file."""
 AFTERWARDS = ["ray_init.address=auto"]
 """The job starts a cluster before the command runs."""
 
@@ -48,11 +57,14 @@ class Facts:
     start_timeout: int
     """Seconds that nodes may take to join."""
     goes_on: int = 0
-    """1: the run was begun by an earlier start of this job, which trainer.resume_mode=disable must not throw away."""
+    """1: the run was begun by an earlier start of this job, which trainer.resume_mode=disable must not throw
+    away."""
 
     def to_shell(self) -> str:
         """One assignment a line."""
-        return "".join(f"HF_{name.upper()}={shlex.quote(str(value))}\n" for name, value in asdict(self).items())
+        return "".join(
+            f"HF_{name.upper()}={shlex.quote(str(value))}\n" for name, value in asdict(self).items()
+        )
 
     @classmethod
     def from_shell(cls, text: str) -> Facts:
@@ -93,7 +105,14 @@ def facts_of(config: Config, given: Allocation | None) -> Facts:
     cpus = config.ray_init.num_cpus or max((given.cpus if given else None) or 0, processes + BESIDE)
     folder = "" if isinstance(config, GenerateConfig) else _run_folder(config, given)
     counted = 0 if on_cpus else -1 if gpus is None else gpus
-    return Facts(trainer.nnodes, cpus, counted, folder, round(trainer.start_timeout), int(_goes_on(config, folder, given)))
+    return Facts(
+        trainer.nnodes,
+        cpus,
+        counted,
+        folder,
+        round(trainer.start_timeout),
+        int(_goes_on(config, folder, given)),
+    )
 
 
 def _goes_on(config: Config, folder: str, given: Allocation | None) -> bool:

@@ -71,7 +71,9 @@ class _Parser(argparse.ArgumentParser):
     """Says what is wrong in the words of the other commands."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError.one("python -m hydraflow.slurm submit", None, message, "python -m hydraflow.slurm submit --help")
+        raise ConfigError.one(
+            "python -m hydraflow.slurm submit", None, message, "python -m hydraflow.slurm submit --help"
+        )
 
 
 def parse(argv: Sequence[str]) -> Submission:
@@ -93,7 +95,9 @@ def parse(argv: Sequence[str]) -> Submission:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m hydraflow.slurm submit",
-        description="Checks a run against what is asked of Slurm, fills examples/slurm/ppo.sbatch and submits it.",
+        description=(
+            "Checks a run against what is asked of Slurm, fills examples/slurm/ppo.sbatch and submits it."
+        ),
         usage="%(prog)s [options] -- [key=value ...]",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
@@ -104,18 +108,40 @@ def _parser() -> argparse.ArgumentParser:
     add("--gpus-per-node", type=int, metavar="N", help="GPUs of each (0: the run is on CPUs)")
     add("--cpus-per-task", type=int, metavar="N", help=f"cores of each node ({CORES_PER_GPU} for each GPU)")
     add("--mem", metavar="SIZE", help="memory of each node, such as 512G (0: all that it has)")
-    add("--time", metavar="TIME", help="limit, such as 24:00:00; shortly before it the job saves and goes back into the queue")
+    add(
+        "--time",
+        metavar="TIME",
+        help="limit, such as 24:00:00; shortly before it the job saves and goes back into the queue",
+    )
     add("--partition", metavar="NAME")
     add("--account", metavar="NAME")
     add("--qos", metavar="NAME")
     add("--job-name", metavar="NAME")
     add("--exclusive", action="store_true", help="whole nodes")
-    add("--no-requeue", action="store_false", dest="requeue", help="a pre-empted job, or one that lost a node, ends")
+    add(
+        "--no-requeue",
+        action="store_false",
+        dest="requeue",
+        help="a pre-empted job, or one that lost a node, ends",
+    )
     add("--warning", type=int, metavar="SECONDS", help="how long before its limit the job saves (120)")
-    add("--container", metavar="KIND:IMAGE", help="apptainer:FILE.sif or pyxis:IMAGE; what runs on the nodes runs in it")
+    add(
+        "--container",
+        metavar="KIND:IMAGE",
+        help="apptainer:FILE.sif or pyxis:IMAGE; what runs on the nodes runs in it",
+    )
     add("--interface", metavar="NAME", help="network interface on which nodes reach each other")
-    add("--python", metavar="PATH", help="the Python with hydraflow on the nodes, or in the container (this one)")
-    add("--sbatch", action="append", metavar="OPTION", help="another option of sbatch, such as --sbatch=--reservation=x")
+    add(
+        "--python",
+        metavar="PATH",
+        help="the Python with hydraflow on the nodes, or in the container (this one)",
+    )
+    add(
+        "--sbatch",
+        action="append",
+        metavar="OPTION",
+        help="another option of sbatch, such as --sbatch=--reservation=x",
+    )
     add("--multirun", action="store_true", help="key=a,b: a job array with a job for each combination")
     add("--wait", action="store_true", help="come back when the job has ended, with its exit code")
     add("--dry-run", action="store_true", help="print the batch script and submit nothing")
@@ -123,7 +149,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _problems(given: Submission) -> Iterator[Problem]:
-    least = {"--nodes": (given.nodes, 1), "--gpus-per-node": (given.gpus_per_node, 0), "--warning": (given.warning, 1)}
+    least = {
+        "--nodes": (given.nodes, 1),
+        "--gpus-per-node": (given.gpus_per_node, 0),
+        "--warning": (given.warning, 1),
+    }
     if given.cpus_per_task is not None:
         least["--cpus-per-task"] = (given.cpus_per_task, 1)
     for option, (value, floor) in least.items():
@@ -141,32 +171,66 @@ def _problems(given: Submission) -> Iterator[Problem]:
             yield Problem(f"{option} {text}", None, f"is not of the form {example}", f"{option} {example}")
     yield from _script_problems(given)
     if given.dry_run and given.wait:
-        yield Problem("--wait", None, "--dry-run submits nothing that could be waited for", "leave out --wait or leave out --dry-run")
+        yield Problem(
+            "--wait",
+            None,
+            "--dry-run submits nothing that could be waited for",
+            "leave out --wait or leave out --dry-run",
+        )
     for word in given.arguments:
         if word in ("--multirun", "-m"):
-            yield Problem(word, None, "the sweep is made when it is submitted", "submit --multirun ... -- key=a,b")
+            yield Problem(
+                word, None, "the sweep is made when it is submitted", "submit --multirun ... -- key=a,b"
+            )
     if not split(given.arguments).runs or split(given.arguments).has("--help", "-h"):
         command = f"python -m hydraflow.main_{given.job} {shlex.join(given.arguments)}"
-        yield Problem(f"-- {shlex.join(given.arguments)}", None, "shows something and runs nothing, so there is nothing to submit", command)
+        yield Problem(
+            f"-- {shlex.join(given.arguments)}",
+            None,
+            "shows something and runs nothing, so there is nothing to submit",
+            command,
+        )
     limit = _seconds(given.time) if given.time and _TIME.fullmatch(given.time) else 0
     if 0 < limit <= given.warning:
-        rule = f"the job would be told to save {given.warning} s before its end (--warning), so at its very beginning"
-        yield Problem(f"--time {given.time}", None, rule, f"--time {given.warning // 60 + 60} or --warning {max(1, limit // 2)}")
+        rule = (
+            f"the job would be told to save {given.warning} s before its end (--warning), so at its very"
+            " beginning"
+        )
+        yield Problem(
+            f"--time {given.time}",
+            None,
+            rule,
+            f"--time {given.warning // 60 + 60} or --warning {max(1, limit // 2)}",
+        )
 
 
 def _script_problems(given: Submission) -> Iterator[Problem]:
     """What would be more than one line of the batch script, or more than one option in a line."""
     for line in given.sbatch:
         if not line.startswith("--"):
-            yield Problem(f"--sbatch={line}", None, "must be an option of sbatch", f"--sbatch=--{line.lstrip('-')}")
+            yield Problem(
+                f"--sbatch={line}", None, "must be an option of sbatch", f"--sbatch=--{line.lstrip('-')}"
+            )
         elif not _OPTION.fullmatch(line) and line.isprintable():
             rule = "must be one option, with = before its value"
-            yield Problem(f"--sbatch='{line}'", None, rule, "--sbatch=--exclusive --sbatch='--comment=two words'")
-    named = [("--partition", given.partition), ("--account", given.account), ("--qos", given.qos), ("--python", given.python)]
+            yield Problem(
+                f"--sbatch='{line}'", None, rule, "--sbatch=--exclusive --sbatch='--comment=two words'"
+            )
+    named = [
+        ("--partition", given.partition),
+        ("--account", given.account),
+        ("--qos", given.qos),
+        ("--python", given.python),
+    ]
     named += [("--container", given.container), *(("--sbatch", line) for line in given.sbatch)]
     for option, text in named:
         if text is not None and not text.isprintable():
-            yield Problem(f"{option} {text!r}", None, "has line feeds or other characters that are not printed", f"{option} ...")
+            yield Problem(
+                f"{option} {text!r}",
+                None,
+                "has line feeds or other characters that are not printed",
+                f"{option} ...",
+            )
 
 
 def _seconds(time: str) -> int:

@@ -1,10 +1,11 @@
 """TCP ports for one job on one node, held from their choice until the process that uses them opens them.
 
-In: how many. Out: `Held`. Two jobs on a node never get the same port: for each, a socket with the port's name in the abstract
-namespace of Unix sockets (unix(7)) is bound as a lock. It belongs to the network, as ports do, so it counts across users and containers,
-and the system takes it back when its last holder ends. Programs that do not know the lock are kept away by a bound TCP socket until
-shortly before the use, and by taking ports that the system does not hand out by itself.
-Left out on purpose: ports that Ray lets the system choose, and torch's (`dispatch/worker.py`).
+In: how many. Out: `Held`. Two jobs on a node never get the same port: for each, a socket with the port's name
+in the abstract namespace of Unix sockets (unix(7)) is bound as a lock. It belongs to the network, as ports
+do, so it counts across users and containers, and the system takes it back when its last holder ends. Programs
+that do not know the lock are kept away by a bound TCP socket until shortly before the use, and by taking
+ports that the system does not hand out by itself. Left out on purpose: ports that Ray lets the system choose,
+and torch's (`dispatch/worker.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Held:
 
     ports: Sequence[int]
     locks: Sequence[socket.socket]
-    """To be kept until the ports are not used any more; a program that this process becomes (exec) inherits them."""
+    """To be kept until the ports are not used any more; a program that this process becomes (exec) inherits
+    them."""
     sockets: Sequence[socket.socket]
     """Bound to the ports."""
 
@@ -45,7 +47,8 @@ class Held:
 
 
 def hold(count: int, candidates: Sequence[int] | None = None) -> Held:
-    """So many ports that are free on every address of this machine. EnvironmentFault when there are not so many.
+    """So many ports that are free on every address of this machine. EnvironmentFault when there are not so
+    many.
 
     >>> held = hold(2)
     >>> len(set(held.ports)), held.ports[0] in hold(1, candidates=[*held.ports, held.ports[0] + 1]).ports
@@ -69,7 +72,10 @@ def hold(count: int, candidates: Sequence[int] | None = None) -> Held:
     found = Held(ports, locks, sockets)
     if len(ports) < count:
         found.release()
-        raise EnvironmentFault(f"{count} free ports are needed, and {socket.gethostname()} has {len(ports)} (ss -ltn shows who holds them)")
+        raise EnvironmentFault(
+            f"{count} free ports are needed, and {socket.gethostname()} has {len(ports)} (ss -ltn shows who"
+            " holds them)"
+        )
     return found
 
 

@@ -1,8 +1,10 @@
-"""Starts Ray on one node of a job: this process becomes `ray start --block`, so that whoever ends it ends exactly this Ray.
+"""Starts Ray on one node of a job: this process becomes `ray start --block`, so that whoever ends it ends
+exactly this Ray.
 
-In: the job's folder, Slurm's variables, the facts of the job. Out: a file `address` in the folder (first node), and Ray.
-The other nodes wait for that file and for the port behind it, with a limit that says what it waited for.
-Left out on purpose: ending (`scripts/slurm/node.sh`), and whether all nodes are there (`dispatch/cluster.py`).
+In: the job's folder, Slurm's variables, the facts of the job. Out: a file `address` in the folder (first
+node), and Ray. The other nodes wait for that file and for the port behind it, with a limit that says what it
+waited for. Left out on purpose: ending (`scripts/slurm/node.sh`), and whether all nodes are there
+(`dispatch/cluster.py`).
 """
 
 from __future__ import annotations
@@ -15,12 +17,12 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from hydraflow.allocation import Allocation, allocation, node_names
 from hydraflow.errors import EnvironmentFault
-from hydraflow.network import VARIABLE, interface_of, node_address
 from hydraflow.slurm.facts import Facts
 from hydraflow.slurm.ports import Held, hold
-from hydraflow.whole_files import replacing
+from hydraflow.system.allocation import Allocation, allocation, node_names
+from hydraflow.system.network import VARIABLE, interface_of, node_address
+from hydraflow.system.whole_files import replacing
 
 ADDRESS, FACTS = "address", "facts"
 STORE_SHARE, SHM_SHARE, STORE_LEAST = 0.3, 0.9, 80 * 2**20
@@ -49,7 +51,8 @@ def job_nodes(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def start(folder: Path, temporary: Path, *, dashboard: bool) -> None:
-    """Becomes Ray; returns never. EnvironmentFault when the head does not come, ConfigError for a wrong interface."""
+    """Becomes Ray; returns never. EnvironmentFault when the head does not come, ConfigError for a wrong
+    interface."""
     nodes = job_nodes()
     head = own_name() == nodes[0]
     address = "" if head else await_head(folder / ADDRESS, nodes[0])
@@ -68,7 +71,9 @@ def start(folder: Path, temporary: Path, *, dashboard: bool) -> None:
         words += [f"--address={address}", f"--dashboard-agent-listen-port={held.ports[0]}"]
         held.open_up()
     print(f"{own_name()}: Ray's {'head' if head else 'node'} at {own}, {facts.cpus} CPUs", flush=True)
-    os.execve(sys.executable, [sys.executable, "-m", "ray.scripts.scripts", "start", *words, "--block"], environment)
+    os.execve(
+        sys.executable, [sys.executable, "-m", "ray.scripts.scripts", "start", *words, "--block"], environment
+    )
 
 
 def _common(own: str, temporary: Path, facts: Facts) -> list[str]:
@@ -104,7 +109,8 @@ def _head(held: Held, dashboard: bool) -> list[str]:
 
 
 def object_store(given: Allocation | None, shared_memory: int) -> int | None:
-    """Bytes of Ray's object store: of the job's memory, not of the machine's, of which Ray would take its share.
+    """Bytes of Ray's object store: of the job's memory, not of the machine's, of which Ray would take its
+    share.
 
     >>> object_store(Allocation("1", memory_bytes=10 * 2**30), 2**40) == int(3 * 2**30)
     True
@@ -115,7 +121,8 @@ def object_store(given: Allocation | None, shared_memory: int) -> int | None:
 
 
 def _interface(own: str) -> dict[str, str]:
-    """Which interface collectives use. gloo would look up the host's name, which need not lead to the address that others reach."""
+    """Which interface collectives use. gloo would look up the host's name, which need not lead to the address
+    that others reach."""
     name = interface_of(own)
     if name is None:
         return {}

@@ -1,7 +1,8 @@
 """The batch script of a submission: examples/slurm/ppo.sbatch with its lines filled in.
 
-In: the example's text, directives for sbatch, settings. Out: the text of a script that runs without this package on the submitting side.
-Left out on purpose: judging what is asked for (`submit.py`), and what the script does (`scripts/slurm/job.sh`).
+In: the example's text, directives for sbatch, settings. Out: the text of a script that runs without this
+package on the submitting side. Left out on purpose: judging what is asked for (`submit.py`), and what the
+script does (`scripts/slurm/job.sh`).
 """
 
 from __future__ import annotations
@@ -20,15 +21,26 @@ _ARGUMENTS = re.compile(r"^ARGUMENTS=\(\n.*?^\)\n", re.MULTILINE | re.DOTALL)
 
 
 def shipped(name: str) -> Path:
-    """A file or folder of ours, `scripts/slurm` or `examples/slurm/...`: in the package when installed, else beside it in a clone."""
+    """A file or folder of ours, `scripts/slurm` or `examples/slurm/...`: in the package when installed, else
+    beside it in a clone."""
     candidates = [_PACKAGE / name, _PACKAGE.parent / name]
     for path in candidates:
         if path.exists():
             return path
-    raise ConfigError.one(name, None, f"is neither in {candidates[0].parent} nor in {candidates[1].parent}", "install hydraflow again")
+    raise ConfigError.one(
+        name,
+        None,
+        f"is neither in {candidates[0].parent} nor in {candidates[1].parent}",
+        "install hydraflow again",
+    )
 
 
-def fill(template: str, directives: Mapping[str, str | None], settings: Mapping[str, str], sweep: Sequence[Sequence[str]]) -> str:
+def fill(
+    template: str,
+    directives: Mapping[str, str | None],
+    settings: Mapping[str, str],
+    sweep: Sequence[Sequence[str]],
+) -> str:
     """The script. directives: option of sbatch -> its value, empty for one without, None to leave it out.
     settings: variable -> value. sweep: the arguments of each job; of an array, if they are several.
     """
@@ -55,8 +67,8 @@ def _with_directive(template: str, option: str, value: str | None) -> str:
 
 
 def quoted(value: str) -> str:
-    """A value as sbatch reads it from a script: in double quotes where it has spaces, quotes or a #. A backslash,
-    in quotes or not, stands for what follows it.
+    """A value as sbatch reads it from a script: in double quotes where it has spaces, quotes or a #. A
+    backslash, in quotes or not, stands for what follows it.
 
     >>> print(quoted("gpu,long"), quoted("two words"), quoted('say "no"'))
     gpu,long "two words" "say \\"no\\""
@@ -78,7 +90,12 @@ def unquoted(value: str) -> str:
 
 def _with_setting(template: str, name: str, value: str) -> str:
     """The template with `export name=value` in place of its own line, which may be a comment."""
-    filled, count = re.subn(rf"^(?:# )?export {name}=.*$", lambda _: f"export {name}={shlex.quote(value)}", template, flags=re.MULTILINE)
+    filled, count = re.subn(
+        rf"^(?:# )?export {name}=.*$",
+        lambda _: f"export {name}={shlex.quote(value)}",
+        template,
+        flags=re.MULTILINE,
+    )
     assert count == 1, f"the template has {count} lines for {name}"
     return filled
 
@@ -89,5 +106,7 @@ def _arguments(words: Sequence[str]) -> str:
 
 
 def _cases(sweep: Sequence[Sequence[str]]) -> str:
-    cases = "".join(f"    {number}) ARGUMENTS=({shlex.join(words)}) ;;\n" for number, words in enumerate(sweep))
+    cases = "".join(
+        f"    {number}) ARGUMENTS=({shlex.join(words)}) ;;\n" for number, words in enumerate(sweep)
+    )
     return f'case "$SLURM_ARRAY_TASK_ID" in\n{cases}esac\n'

@@ -1,7 +1,8 @@
-"""Submits a run to Slurm: checks it against what is asked of the cluster, fills the batch script, hands it to sbatch.
+"""Submits a run to Slurm: checks it against what is asked of the cluster, fills the batch script, hands it to
+sbatch.
 
-In: a `Submission`. Out: an exit code; 2 with every contradiction between options, configuration, batch plan and cluster.
-Left out on purpose: what happens in the job (`scripts/slurm/`).
+In: a `Submission`. Out: an exit code; 2 with every contradiction between options, configuration, batch plan
+and cluster. Left out on purpose: what happens in the job (`scripts/slurm/`).
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hydraflow.allocation import JOB
 from hydraflow.compose.sweep import combinations
 from hydraflow.errors import ConfigError, EnvironmentFault, Problem
 from hydraflow.slurm.facts import check
 from hydraflow.slurm.options import Submission
 from hydraflow.slurm.script import fill, shipped, unquoted
+from hydraflow.system.allocation import JOB
 
 LOGS = Path("runs/slurm")
 FOLDER = "trainer.default_local_dir"
@@ -30,7 +31,8 @@ MODULES = {"ppo": "hydraflow.main_ppo", "sft": "hydraflow.main_sft", "generate":
 
 
 def submit(given: Submission) -> int:
-    """Submits, or prints the script with --dry-run; returns the exit code. Raises ConfigError and EnvironmentFault."""
+    """Submits, or prints the script with --dry-run; returns the exit code. Raises ConfigError and
+    EnvironmentFault."""
     sweep = combinations(given.arguments) if given.multirun else [given.arguments]
     with _as_in_the_job(given):
         for arguments in sweep:
@@ -40,7 +42,9 @@ def submit(given: Submission) -> int:
     if given.dry_run:
         try:
             print(script_of(given, sweep), end="", flush=True)
-        except BrokenPipeError:  # the reader, such as `head`, has seen enough; Python must not complain at exit either
+        except (
+            BrokenPipeError
+        ):  # the reader, such as `head`, has seen enough; Python must not complain at exit either
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     _require_room(given)
@@ -50,11 +54,22 @@ def submit(given: Submission) -> int:
 
 def _require_folders(sweep: Sequence[Sequence[str]]) -> None:
     """ConfigError where jobs of a sweep share a run folder: the first to come would lock the others out."""
-    named = [[word.partition("=")[2] for word in words if word.lstrip("+").startswith(f"{FOLDER}=")][-1:] for words in sweep]
+    named = [
+        [word.partition("=")[2] for word in words if word.lstrip("+").startswith(f"{FOLDER}=")][-1:]
+        for words in sweep
+    ]
     shared = next((folder for folder, *_ in filter(None, named) if named.count([folder]) > 1), None)
     if shared is not None:
-        rule = f"is the folder of {named.count([shared])} of the {len(sweep)} jobs, and one run at a time may be in it"
-        raise ConfigError.one(FOLDER, shared, rule, f"leave out {FOLDER}: each job has a folder of its own, runs/<experiment>-job<id>")
+        rule = (
+            f"is the folder of {named.count([shared])} of the {len(sweep)} jobs, and one run at a time may be"
+            " in it"
+        )
+        raise ConfigError.one(
+            FOLDER,
+            shared,
+            rule,
+            f"leave out {FOLDER}: each job has a folder of its own, runs/<experiment>-job<id>",
+        )
 
 
 def directives_of(given: Submission, *, jobs: int) -> dict[str, str | None]:
@@ -95,7 +110,12 @@ def script_of(given: Submission, sweep: Sequence[Sequence[str]]) -> str:
         settings["HYDRAFLOW_CONTAINER"] = given.container
     if given.interface:
         settings["HYDRAFLOW_NETWORK_INTERFACE"] = given.interface
-    return fill(shipped("examples/slurm/ppo.sbatch").read_text(), directives_of(given, jobs=len(sweep)), settings, sweep)
+    return fill(
+        shipped("examples/slurm/ppo.sbatch").read_text(),
+        directives_of(given, jobs=len(sweep)),
+        settings,
+        sweep,
+    )
 
 
 @contextmanager
@@ -118,10 +138,13 @@ def _as_in_the_job(given: Submission) -> Iterator[None]:
 
 
 def _outside_of_jobs() -> dict[str, str]:
-    """This environment without the job that this process may itself be in. A job inherits the environment that it is submitted from,
-    and what Slurm does not set anew for it, srun would take from the outer one: memory for each CPU, cores for each task."""
+    """This environment without the job that this process may itself be in. A job inherits the environment
+    that it is submitted from, and what Slurm does not set anew for it, srun would take from the outer one:
+    memory for each CPU, cores for each task."""
     kept = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
-    return {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name in kept}
+    return {
+        name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name in kept
+    }
 
 
 @dataclass(frozen=True)
@@ -134,16 +157,26 @@ class Partition:
 
 
 def _require_room(given: Submission) -> None:
-    """ConfigError where the partition never has what is asked for; whether it is free now is for Slurm to say."""
+    """ConfigError where the partition never has what is asked for; whether it is free now is for Slurm to
+    say."""
     for program in ("sbatch", "sinfo"):
         if shutil.which(program) is None:
-            raise ConfigError.one(program, None, "is not on PATH: this is no machine of a Slurm cluster", "submit ... --dry-run")
+            raise ConfigError.one(
+                program, None, "is not on PATH: this is no machine of a Slurm cluster", "submit ... --dry-run"
+            )
     partitions, default = _partitions(_ask("sinfo", "--all", "--noheader", "--format=%P|%D|%c"))
-    names = given.partition.split(",") if given.partition else [default] if default else []  # of several Slurm takes the first free one
+    names = (
+        given.partition.split(",") if given.partition else [default] if default else []
+    )  # of several Slurm takes the first free one
     for name in names:
         if name not in partitions:
             rule = f"there are {', '.join(partitions)}"
-            raise ConfigError.one(f"--partition {given.partition}", None, rule, " or ".join(f"--partition {one}" for one in partitions))
+            raise ConfigError.one(
+                f"--partition {given.partition}",
+                None,
+                rule,
+                " or ".join(f"--partition {one}" for one in partitions),
+            )
     problems = [list(_lacks(given, name, partitions[name])) for name in names]
     if names and all(problems):
         raise ConfigError(problems[0])
@@ -181,13 +214,21 @@ def _hand_over(given: Submission, sweep: Sequence[Sequence[str]]) -> int:
     number = done.stdout.strip().partition(";")[0]
     if not number:
         reason = done.stderr.strip().removeprefix("sbatch: error: ")
-        raise ConfigError.one("sbatch", None, f"Slurm refuses the job: {reason}", "submit ... --dry-run shows what was asked for")
+        raise ConfigError.one(
+            "sbatch",
+            None,
+            f"Slurm refuses the job: {reason}",
+            "submit ... --dry-run shows what was asked for",
+        )
     directives = directives_of(given, jobs=len(sweep))
     log = _log(directives, number)
     print(f"{'array' if directives['--array'] else 'job'} {number} submitted; its log: {log}")
     print(f"squeue --job {number} shows where it is, scancel {number} ends it")
     if given.wait and done.returncode:
-        print(f"job {number} ended with {done.returncode}; the last lines of {log}:\n{_tail(log)}", file=sys.stderr)
+        print(
+            f"job {number} ended with {done.returncode}; the last lines of {log}:\n{_tail(log)}",
+            file=sys.stderr,
+        )
     return done.returncode
 
 
@@ -209,9 +250,22 @@ def _ask(*words: str) -> str:
     return done.stdout
 
 
-def _run(words: Sequence[str], seconds: float | None, script: str | None = None) -> subprocess.CompletedProcess[str]:
-    """One of Slurm's commands, with `script` as its input. EnvironmentFault where it does not answer in so many seconds."""
+def _run(
+    words: Sequence[str], seconds: float | None, script: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """One of Slurm's commands, with `script` as its input. EnvironmentFault where it does not answer in so
+    many seconds."""
     try:
-        return subprocess.run(words, input=script, capture_output=True, text=True, timeout=seconds, check=False, env=_outside_of_jobs())
+        return subprocess.run(
+            words,
+            input=script,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+            env=_outside_of_jobs(),
+        )
     except subprocess.TimeoutExpired:
-        raise EnvironmentFault(f"{words[0]} has not answered for {seconds:g} s: Slurm's controller is down or busy") from None
+        raise EnvironmentFault(
+            f"{words[0]} has not answered for {seconds:g} s: Slurm's controller is down or busy"
+        ) from None

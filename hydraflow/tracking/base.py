@@ -1,7 +1,8 @@
 """What a tracker is: something that takes numbers and samples of a step, and is closed at the end.
 
-In: plain floats, already reduced over micro-batches and ranks; validation samples as rows of `SAMPLE_COLUMNS`. Out: a file, an event
-log, a line on a terminal, a run on a server. Left out on purpose: images, weights; nothing here produces or sends them.
+In: plain floats, already reduced over micro-batches and ranks; validation samples as rows of
+`SAMPLE_COLUMNS`. Out: a file, an event log, a line on a terminal, a run on a server. Left out on purpose:
+images, weights; nothing here produces or sends them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any, Protocol
 Sample = Mapping[str, object]
 """One validation response: the keys of `SAMPLE_COLUMNS`."""
 SAMPLE_COLUMNS = ("input", "output", "score", "ground_truth")
-"""The prompt and the response as text, the reward function's score, and what the response was compared with."""
+"""The prompt and the response as text, the reward function's score, and what the response was compared
+with."""
 
 
 class Tracker(Protocol):
@@ -25,13 +27,16 @@ class Tracker(Protocol):
         """Takes the numbers of one training step. Steps never go down; one step may come in several calls."""
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        """Takes some of a validation's responses, for people to read. A tracker that has no tables leaves them."""
+        """Takes some of a validation's responses, for people to read. A tracker that has no tables leaves
+        them."""
 
     def flush(self) -> None:
-        """Has everything that was logged outlast a kill of this process. Called before a checkpoint is saved; OSError puts that off."""
+        """Has everything that was logged outlast a kill of this process. Called before a checkpoint is saved;
+        OSError puts that off."""
 
     def close(self, *, failed: bool = False) -> None:
-        """Writes what is still held. Called once, also after a failure or Ctrl-C (`failed`); nothing is logged afterwards."""
+        """Writes what is still held. Called once, also after a failure or Ctrl-C (`failed`); nothing is
+        logged afterwards."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +80,16 @@ TrackerFactory = Callable[[RunInfo], Tracker]
 
 
 def rows_of(samples: Sequence[Sample]) -> list[list[str | float]]:
-    """The samples as a table's rows: every column is text, but for the score, which is a number. Some trackers refuse what is mixed.
+    """The samples as a table's rows: every column is text, but for the score, which is a number. Some
+    trackers refuse what is mixed.
 
     >>> rows_of([{"input": "1+1=", "output": "2", "score": 1, "ground_truth": 2}, {"input": "?", "output": "", "ground_truth": None}])
     [['1+1=', '2', 1.0, '2'], ['?', '', nan, '']]
     """
-    return [[_score(sample.get(name)) if name == "score" else _text(sample.get(name)) for name in SAMPLE_COLUMNS] for sample in samples]
+    return [
+        [_score(sample.get(name)) if name == "score" else _text(sample.get(name)) for name in SAMPLE_COLUMNS]
+        for sample in samples
+    ]
 
 
 def _score(value: object) -> float:

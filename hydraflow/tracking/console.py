@@ -100,7 +100,8 @@ class PlainConsole:
 
 
 class LiveConsole:
-    """A display redrawn in place. What others print meanwhile appears above it; the last state stays on the terminal."""
+    """A display redrawn in place. What others print meanwhile appears above it; the last state stays on the
+    terminal."""
 
     def __init__(self, run: RunInfo):
         self._title = run.title
@@ -127,7 +128,11 @@ class LiveConsole:
     def _render(self) -> Group:
         progress = self._progress
         head = Table.grid(padding=(0, 1))
-        head.add_row(self._title, ProgressBar(total=progress.total_steps or 1, completed=progress.step, width=30), progress.position())
+        head.add_row(
+            self._title,
+            ProgressBar(total=progress.total_steps or 1, completed=progress.step, width=30),
+            progress.position(),
+        )
         labels = list(progress.shown)
         table = Table("step", *labels, box=None, padding=(0, 2, 0, 0))
         for step, values in progress.recent:

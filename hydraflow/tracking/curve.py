@@ -1,7 +1,8 @@
 """curve.png: what was learned, against training steps and against wall time.
 
-In: metrics.jsonl of the run folder. Out: a PNG with one row per kind of number that the run has: validation accuracy and training
-reward, or the losses of supervised training. Left out on purpose: every other metric; TensorBoard shows those.
+In: metrics.jsonl of the run folder. Out: a PNG with one row per kind of number that the run has: validation
+accuracy and training reward, or the losses of supervised training. Left out on purpose: every other metric;
+TensorBoard shows those.
 """
 
 from __future__ import annotations
@@ -11,7 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hydraflow.errors import EnvironmentFault
-from hydraflow.tracking.history import curve, read_metrics, training_loss, training_reward, validation_accuracy, validation_loss
+from hydraflow.tracking.history import (
+    curve,
+    read_metrics,
+    training_loss,
+    training_reward,
+    validation_accuracy,
+    validation_loss,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,7 +33,8 @@ CURVES = {
 
 
 def draw_curve(folder: Path, target: Path, *, title: str = "") -> bool:
-    """Draws `target` from the folder's metrics; False, and no file, when there is nothing to draw. EnvironmentFault when it cannot."""
+    """Draws `target` from the folder's metrics; False, and no file, when there is nothing to draw.
+    EnvironmentFault when it cannot."""
     records = read_metrics(folder)
     curves = {name: points for name, value_of in CURVES.items() if (points := curve(records, value_of))}
     if not curves:

@@ -18,4 +18,6 @@ def is_orderly(why: str) -> bool:
     >>> is_orderly("SIGTERM received"), is_orderly("actor rank 0 on node a failed in update: killed")
     (True, False)
     """
-    return why in (OUT_OF_TIME, VALIDATED, "interrupted") or (why.startswith("SIG") and why.endswith(RECEIVED))
+    return why in (OUT_OF_TIME, VALIDATED, "interrupted") or (
+        why.startswith("SIG") and why.endswith(RECEIVED)
+    )

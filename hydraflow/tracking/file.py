@@ -2,8 +2,9 @@
 
 While the disk is full, lines are held and a warning says so; they are written as soon as there is room.
 
-In: numbers of a step. Out: `{"step": 3, "seconds": 12.5, "critic/score/mean": 0.5, ...}`; `seconds` is the run's wall time since its
-trackers were opened. JSON has no NaN and no infinity: they are written as the strings "nan", "inf" and "-inf", which `float()` reads back.
+In: numbers of a step. Out: `{"step": 3, "seconds": 12.5, "critic/score/mean": 0.5, ...}`; `seconds` is the
+run's wall time since its trackers were opened. JSON has no NaN and no infinity: they are written as the
+strings "nan", "inf" and "-inf", which `float()` reads back.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class FileTracker:
 
     def __init__(self, run: RunInfo):
         self._path = run.folder / METRICS_FILE
-        self._file = self._path.open("ab", buffering=0)  # no buffer: what a full disk did not take stays in _held
+        self._file = self._path.open(
+            "ab", buffering=0
+        )  # no buffer: what a full disk did not take stays in _held
         self._held = b""
         self._start = time.monotonic() - run.seconds_before
 
@@ -47,13 +50,16 @@ class FileTracker:
             if error.errno not in FULL:
                 raise EnvironmentFault(f"cannot write {self._path}: {error.strerror}") from error
             if not told:
-                logger.warning("%s: %s; what was measured is held back until there is room", self._path, error.strerror)
+                logger.warning(
+                    "%s: %s; what was measured is held back until there is room", self._path, error.strerror
+                )
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         """They have files of their own: `RunFolder.write_samples`."""
 
     def flush(self) -> None:
-        """Writes what is held and has the disk confirm it. OSError while it cannot: a checkpoint must not be ahead of its metrics."""
+        """Writes what is held and has the disk confirm it. OSError while it cannot: a checkpoint must not be
+        ahead of its metrics."""
         self._write()
         os.fsync(self._file.fileno())
 

@@ -1,7 +1,8 @@
 """Keeps a tracker's faults and waits away from training: one warning, and the run goes on.
 
-In: what opens a tracker. Out: a Tracker whose calls return at once and never raise; the calls themselves are made in a thread, one
-after the other. What fails is tried again; what fails for good is counted and left out, and metrics.jsonl has it all the same.
+In: what opens a tracker. Out: a Tracker whose calls return at once and never raise; the calls themselves are
+made in a thread, one after the other. What fails is tried again; what fails for good is counted and left out,
+and metrics.jsonl has it all the same.
 
     training:  log(1)  log(2)  log(3)                     close()
     thread:      open    log(1)  log(2): fails, again, ok   log(3)  close
@@ -27,14 +28,16 @@ HELD_CALLS = 2000
 FLUSH_SECONDS = 5.0
 """What a checkpoint waits for a tracker; not again until that one has caught up."""
 CLOSE_SECONDS = 30.0
-"""What the end of a run waits for its trackers, all together: batch systems give a run that they stop a minute or two."""
+"""What the end of a run waits for its trackers, all together: batch systems give a run that they stop a
+minute or two."""
 
 logger = logging.getLogger(__name__)
 Call = Callable[[Tracker], None]
 
 
 class Background:
-    """A tracker in a thread of its own. `name`: for the warning. Used for all that talk to a server or write elaborate files."""
+    """A tracker in a thread of its own. `name`: for the warning. Used for all that talk to a server or write
+    elaborate files."""
 
     def __init__(
         self,
@@ -72,7 +75,8 @@ class Background:
         self._hand_over(lambda tracker: tracker.log_samples(kept, step))
 
     def flush(self) -> None:
-        """Waits until the tracker has taken and written everything, `flush_seconds` at most; not for one that fails or lags."""
+        """Waits until the tracker has taken and written everything, `flush_seconds` at most; not for one that
+        fails or lags."""
         if self._failing or not self._flushed.is_set() or not self._thread.is_alive():
             return
         self._flushed = done = threading.Event()
@@ -93,7 +97,10 @@ class Background:
             self.begin_closing(failed=failed)
         self._thread.join(max(0.0, self._last_moment - time.monotonic()))
         if self._thread.is_alive():
-            text = "%s: waited %g seconds for it to take what was logged, and gave up; metrics.jsonl has everything"
+            text = (
+                "%s: waited %g seconds for it to take what was logged, and gave up; metrics.jsonl has"
+                " everything"
+            )
             logger.warning(text, self.name, self._close_seconds)
         elif self._lost:
             text = "%s: %d %s did not get there in all; metrics.jsonl has everything"
@@ -105,7 +112,7 @@ class Background:
         else:
             self._calls.put(call)
 
-    # --- in the thread ---------------------------------------------------------------------------------------------------
+    # --- in the thread --------------------------------------------------
 
     def _work(self) -> None:
         opened = self._tried(self._open)
@@ -117,7 +124,8 @@ class Background:
         self._tracker = self._factory(self._run)
 
     def _tried(self, call: Callable[..., None]) -> bool:
-        """Whether the call worked, the first time or after a pause. Libraries raise whatever they like, and none may end a run."""
+        """Whether the call worked, the first time or after a pause. Libraries raise whatever they like, and
+        none may end a run."""
         for pause in () if self._failing else self._pauses:
             if self._attempt(call) is None:
                 return True
@@ -132,7 +140,9 @@ class Background:
     def _attempt(self, call: Callable[..., None]) -> str | None:
         try:
             call(self._tracker)
-        except BaseException as error:  # SystemExit, too: it would end this thread, and no one would hear of it
+        except (
+            BaseException
+        ) as error:  # SystemExit, too: it would end this thread, and no one would hear of it
             return public_text(f"{type(error).__name__}: {error}".splitlines()[0][:300])
         return None
 
@@ -141,11 +151,14 @@ class Background:
         if not self._warned:
             self._warned = True
             did = "could not be opened" if self._tracker is None else "does not take what is logged"
-            logger.warning("tracker %s %s (%s); training goes on, and metrics.jsonl has everything", self.name, did, why)
+            logger.warning(
+                "tracker %s %s (%s); training goes on, and metrics.jsonl has everything", self.name, did, why
+            )
 
 
 class Forgiving:
-    """A tracker that must draw in the calling thread: a terminal that is gone, or a full disk behind stdout, costs one warning."""
+    """A tracker that must draw in the calling thread: a terminal that is gone, or a full disk behind stdout,
+    costs one warning."""
 
     def __init__(self, name: str, tracker: Tracker):
         self.name, self.tracker = name, tracker
@@ -170,7 +183,9 @@ class Forgiving:
     def _tried(self, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception as error:  # a full disk, a stream that somebody closed, whatever the library makes of it
+        except (
+            Exception
+        ) as error:  # a full disk, a stream that somebody closed, whatever the library makes of it
             if self._warned_at is None:
                 self._warned_at = time.monotonic()
                 logger.warning("%s: %s; training goes on, and metrics.jsonl has everything", self.name, error)

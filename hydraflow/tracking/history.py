@@ -65,19 +65,26 @@ def seconds_of(folder: Path) -> float:
 def curve(records: Iterable[Record], value_of: Callable[[Record], float | None]) -> list[Point]:
     """The points of the records that have the value."""
     pairs = ((record, value_of(record)) for record in records)
-    return [Point(int(record["step"]), record["seconds"], value) for record, value in pairs if value is not None]
+    return [
+        Point(int(record["step"]), record["seconds"], value) for record, value in pairs if value is not None
+    ]
 
 
 def validation_accuracy(metrics: Record) -> float | None:
     """Held-out accuracy, averaged over data sources; None where there was no validation.
 
-    A reward function that reports no `acc` is represented by its reward; supervised training has one `val/accuracy`.
+    A reward function that reports no `acc` is represented by its reward; supervised training has one
+    `val/accuracy`.
 
     >>> validation_accuracy({"val-core/sums/acc/mean@1": 0.5, "val-core/products/acc/mean@1": 0.25})
     0.375
     """
     for variable in ("acc", "reward"):
-        found = [value for name, value in metrics.items() if name.startswith("val-core/") and f"/{variable}/mean@" in name]
+        found = [
+            value
+            for name, value in metrics.items()
+            if name.startswith("val-core/") and f"/{variable}/mean@" in name
+        ]
         if found:
             return sum(found) / len(found)
     return metrics.get("val/accuracy")

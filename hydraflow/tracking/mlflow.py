@@ -1,8 +1,8 @@
 """MLflow: metrics, validation tables, configuration, plan and run.json, on the server of MLFLOW_TRACKING_URI.
 
-In: numbers of a step. Out: a run of the experiment `trainer.project_name`. A run that goes on is found again by its tag. Without
-MLFLOW_TRACKING_URI all goes to the run folder: `mlflow ui --backend-store-uri sqlite:///<run folder>/mlflow/mlflow.db`.
-Left out on purpose: models, which are in the run folder.
+In: numbers of a step. Out: a run of the experiment `trainer.project_name`. A run that goes on is found again
+by its tag. Without MLFLOW_TRACKING_URI all goes to the run folder: `mlflow ui --backend-store-uri
+sqlite:///<run folder>/mlflow/mlflow.db`. Left out on purpose: models, which are in the run folder.
 """
 
 from __future__ import annotations
@@ -19,18 +19,23 @@ from hydraflow.tracking.base import SAMPLE_COLUMNS, RunInfo, Sample, rows_of
 URI = "MLFLOW_TRACKING_URI"
 TAG = "hydraflow.run_id"
 RETRIES = ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
-"""Where nobody says otherwise: a server that is gone is told within seconds. `guarded.py` tries again, too."""
+"""Where nobody says otherwise: a server that is gone is told within seconds. `guarded.py` tries again,
+too."""
 LONGEST_VALUE, MOST_PARAMS, MOST_METRICS = 6000, 100, 1000
 LONGEST_NAME = 250
-"""What MLflow takes: characters of a parameter's value, parameters and metrics of one call, characters of a name."""
+"""What MLflow takes: characters of a parameter's value, parameters and metrics of one call, characters of a
+name."""
 
 
 def tracking_uri(environ: Mapping[str, str], folder: Path) -> str:
-    """Where runs are kept. ValueError for a run folder that a store's address cannot name: the store would lie somewhere else."""
+    """Where runs are kept. ValueError for a run folder that a store's address cannot name: the store would
+    lie somewhere else."""
     if given := environ.get(URI):
         return given
     if set(str(folder)) & set("%?#"):
-        raise ValueError(f"its database cannot lie in {folder}: the address of one has no %, ? or #; set {URI}")
+        raise ValueError(
+            f"its database cannot lie in {folder}: the address of one has no %, ? or #; set {URI}"
+        )
     return f"sqlite:///{folder / 'mlflow' / 'mlflow.db'}"
 
 
@@ -47,7 +52,11 @@ class MlflowTracker:
         experiment = self._experiment(run)
         self._id, is_new = self._find_or_make(run, experiment)
         if is_new:  # MLflow refuses another value for a parameter: those of the first start stay
-            params = [Param(allowed_name(key), str(value)[:LONGEST_VALUE]) for key, value in flat(run.about.config) if str(value) != ""]
+            params = [
+                Param(allowed_name(key), str(value)[:LONGEST_VALUE])
+                for key, value in flat(run.about.config)
+                if str(value) != ""
+            ]
             for start in range(0, len(params), MOST_PARAMS):
                 self._client.log_batch(self._id, params=params[start : start + MOST_PARAMS])
         for key, value in flat(run.about.facts):
@@ -67,22 +76,29 @@ class MlflowTracker:
 
     def _find_or_make(self, run: RunInfo, experiment: str) -> tuple[str, bool]:
         asked = f"tags.`{TAG}` = '{run.run_id.replace(chr(39), '')}'"
-        found = self._client.search_runs([experiment], filter_string=asked, max_results=1) if run.run_id else []
+        found = (
+            self._client.search_runs([experiment], filter_string=asked, max_results=1) if run.run_id else []
+        )
         if found:
             self._client.update_run(found[0].info.run_id, status="RUNNING")
             return str(found[0].info.run_id), False
-        made = self._client.create_run(experiment, run_name=run.about.experiment, tags={TAG: run.run_id.replace("'", "")})
+        made = self._client.create_run(
+            experiment, run_name=run.about.experiment, tags={TAG: run.run_id.replace("'", "")}
+        )
         return str(made.info.run_id), True
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Adds one point to each metric's curve."""
         now = int(time.time() * 1000)
-        points = [self._metric(allowed_name(name), float(value), now, step) for name, value in metrics.items()]
+        points = [
+            self._metric(allowed_name(name), float(value), now, step) for name, value in metrics.items()
+        ]
         for start in range(0, len(points), MOST_METRICS):
             self._client.log_batch(self._id, metrics=points[start : start + MOST_METRICS])
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        """Keeps the table of this validation as validation/step_<step>.json, which MLflow shows as a table."""
+        """Keeps the table of this validation as validation/step_<step>.json, which MLflow shows as a
+        table."""
         columns = dict(zip(SAMPLE_COLUMNS, map(list, zip(*rows_of(samples)))))
         self._client.log_table(self._id, columns, f"validation/step_{step:06d}.json")
 
@@ -95,8 +111,8 @@ class MlflowTracker:
 
 
 def allowed_name(name: str) -> str:
-    """The name of a metric or parameter in characters that MLflow takes. One that could be another file's path is refused there, with
-    all that is logged beside it: no part of it is empty, `.` or `..`.
+    """The name of a metric or parameter in characters that MLflow takes. One that could be another file's
+    path is refused there, with all that is logged beside it: no part of it is empty, `.` or `..`.
 
     >>> allowed_name("val-core/sums/acc/mean@4"), allowed_name("val-core/../my (set)//acc")
     ('val-core/sums/acc/mean_at_4', 'val-core/_/my _set_/_/acc')
@@ -113,5 +129,9 @@ def flat(section: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     """
     found: list[tuple[str, Any]] = []
     for name, value in section.items():
-        found += flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) and value else [(f"{prefix}{name}", value)]
+        found += (
+            flat(value, f"{prefix}{name}.")
+            if isinstance(value, Mapping) and value
+            else [(f"{prefix}{name}", value)]
+        )
     return found

@@ -1,7 +1,8 @@
-"""What a run was made with: command line, source, versions, machine. One entry per start of the run, in run.json.
+"""What a run was made with: command line, source, versions, machine. One entry per start of the run, in
+run.json.
 
-In: this process and its folders. Out: plain values for JSON. Left out on purpose: the configuration and the plan, which have files
-of their own, and the environment, which holds secrets.
+In: this process and its folders. Out: plain values for JSON. Left out on purpose: the configuration and the
+plan, which have files of their own, and the environment, which holds secrets.
 """
 
 from __future__ import annotations
@@ -17,10 +18,31 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hydraflow.allocation import allocation
+from hydraflow.system.allocation import allocation
 
-LIBRARIES = ("torch", "ray", "transformers", "tensordict", "hydra-core", "numpy", "pyarrow", "datasets", "safetensors", "peft")
-EXTRAS = ("vllm", "flash-attn", "megatron-core", "triton", "wandb", "mlflow", "mlflow-skinny", "swanlab", "tensorboard")
+LIBRARIES = (
+    "torch",
+    "ray",
+    "transformers",
+    "tensordict",
+    "hydra-core",
+    "numpy",
+    "pyarrow",
+    "datasets",
+    "safetensors",
+    "peft",
+)
+EXTRAS = (
+    "vllm",
+    "flash-attn",
+    "megatron-core",
+    "triton",
+    "wandb",
+    "mlflow",
+    "mlflow-skinny",
+    "swanlab",
+    "tensorboard",
+)
 """Named only where they are installed."""
 OURS = "hydraflow-trainer"
 SLURM_JOB = "slurm_job"
@@ -68,20 +90,35 @@ def commit_of(folder: Path) -> dict[str, Any] | None:
     commit, top = told.splitlines()
     changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
     branch = _git(folder, "rev-parse", "--abbrev-ref", "HEAD")
-    return {"commit": commit, "branch": branch, "changed_files": None if changed is None else len(changed.splitlines()), "folder": top}
+    return {
+        "commit": commit,
+        "branch": branch,
+        "changed_files": None if changed is None else len(changed.splitlines()),
+        "folder": top,
+    }
 
 
 def _is_kept_by_git(source: Path) -> bool:
-    """Whether this file is in the repository around it. An installed hydraflow may lie in an environment inside of a user's repository."""
+    """Whether this file is in the repository around it. An installed hydraflow may lie in an environment
+    inside of a user's repository."""
     return _git(source, "ls-files", "--error-unmatch", str(Path(__file__).resolve())) is not None
 
 
 def _git(folder: Path, *words: str) -> str | None:
-    environ = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # asking for the state must not write into the repository
+    environ = {
+        **os.environ,
+        "GIT_OPTIONAL_LOCKS": "0",
+    }  # asking for the state must not write into the repository
     command = ["git", "-C", str(folder), *NO_PROGRAMS, *words]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=GIT_SECONDS, check=False, env=environ, stdin=subprocess.DEVNULL
+            command,
+            capture_output=True,
+            text=True,
+            timeout=GIT_SECONDS,
+            check=False,
+            env=environ,
+            stdin=subprocess.DEVNULL,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

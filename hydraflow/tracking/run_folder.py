@@ -1,8 +1,8 @@
 """The run folder: everything that a run leaves behind is in it.
 
-In: trainer.default_local_dir or the experiment's name. Out: a folder that can be written, the paths inside it, config.yaml,
-summary.json, samples and the requeue note. Left out on purpose: what others write there (metrics, plan, models, checkpoints);
-they ask here for the path.
+In: trainer.default_local_dir or the experiment's name. Out: a folder that can be written, the paths inside
+it, config.yaml, summary.json, samples and the requeue note. Left out on purpose: what others write there
+(metrics, plan, models, checkpoints); they ask here for the path.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import yaml
 
 from hydraflow.errors import ConfigError, EnvironmentFault
 from hydraflow.redact import fingerprinted
+from hydraflow.system.whole_files import prove_writable, replacing
 from hydraflow.tracking.file import METRICS_FILE, json_number
 from hydraflow.tracking.history import record_of
 from hydraflow.tracking.summary import Summary
-from hydraflow.whole_files import prove_writable, replacing
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,8 @@ RUN_FILES = (
     "global_step_*",
     "best",
 )
-"""What belongs to one run alone, and must not be mixed with an earlier one's in the same folder; as patterns."""
+"""What belongs to one run alone, and must not be mixed with an earlier one's in the same folder; as
+patterns."""
 
 
 class RunFolder:
@@ -77,7 +78,8 @@ class RunFolder:
 
     @classmethod
     def make(cls, directory: str | None, experiment_name: str) -> RunFolder:
-        """Makes `directory`, or runs/<experiment_name>-<date>-<time> when it is None; what is there stays as it is.
+        """Makes `directory`, or runs/<experiment_name>-<date>-<time> when it is None; what is there stays as
+        it is.
 
         Raises ConfigError when it cannot be written.
         """
@@ -91,7 +93,8 @@ class RunFolder:
 
     @classmethod
     def create(cls, directory: str | None, experiment_name: str) -> RunFolder:
-        """As `make`, for a run that starts anew: files that an earlier run left there go to earlier-1/, earlier-2/, ..."""
+        """As `make`, for a run that starts anew: files that an earlier run left there go to earlier-1/,
+        earlier-2/, ..."""
         folder = cls.make(directory, experiment_name)
         folder.set_earlier_run_aside()
         return folder
@@ -108,7 +111,9 @@ class RunFolder:
         leftovers = sorted(path for name in RUN_FILES for path in self.path.glob(name))
         if not leftovers:
             return
-        aside = next(folder for number in count(1) if not (folder := self.path / f"earlier-{number}").exists())
+        aside = next(
+            folder for number in count(1) if not (folder := self.path / f"earlier-{number}").exists()
+        )
         try:
             aside.mkdir()
             for leftover in leftovers:
@@ -117,7 +122,8 @@ class RunFolder:
             raise _unwritable(self.path, error) from error
 
     def go_back_to(self, step: int) -> int:
-        """Forgets what was noted after `step`, which will be done again, and how the run ended; returns how many lines that were."""
+        """Forgets what was noted after `step`, which will be done again, and how the run ended; returns how
+        many lines that were."""
         self.summary.unlink(missing_ok=True)
         self.requeue.unlink(missing_ok=True)
         for noted in [*self.samples.glob("step_*.jsonl"), *self.skipped.glob("step_*.safetensors")]:
@@ -145,7 +151,8 @@ class RunFolder:
 
     @staticmethod
     def prove_writable(directory: str | None, field: str = FIELD) -> None:
-        """Raises ConfigError when `create` could not make that folder; leaves nothing behind. `field`: the key that names it."""
+        """Raises ConfigError when `create` could not make that folder; leaves nothing behind. `field`: the
+        key that names it."""
         path = Path(directory).expanduser() if directory else RUNS
         try:
             prove_writable(path)
@@ -153,9 +160,12 @@ class RunFolder:
             raise _unwritable(path, error, field) from error
 
     def note_start(self, facts: Mapping[str, Any]) -> None:
-        """Adds a start of the run to run.json: what it was made with each time (`provenance.facts_of_start`)."""
+        """Adds a start of the run to run.json: what it was made with each time
+        (`provenance.facts_of_start`)."""
         starts = [*self.starts(), dict(facts)]
-        self._write(self.run, json.dumps({"starts": starts}, indent=1, ensure_ascii=False) + "\n", private=True)
+        self._write(
+            self.run, json.dumps({"starts": starts}, indent=1, ensure_ascii=False) + "\n", private=True
+        )
 
     def starts(self) -> list[dict[str, Any]]:
         """The starts in run.json, the oldest first."""
@@ -165,12 +175,17 @@ class RunFolder:
             return []
 
     def write_config(self, config: Mapping[str, Any], origins: Mapping[str, str]) -> None:
-        """Writes the whole configuration, as plain dicts, lists and scalars, to config.yaml: `--config-dir <this folder>
-        --config-name config` runs it again, so it has the secrets that the user typed. Beside it
-        config_origins.json: each key of `origins` with its value, as far as it is public, and its origin.
+        """Writes the whole configuration, as plain dicts, lists and scalars, to config.yaml: `--config-dir
+        <this folder> --config-name config` runs it again, so it has the secrets that the user typed. Beside
+        it config_origins.json: each key of `origins` with its value, as far as it is public, and its origin.
         """
-        self._write(self.config, yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True), private=True)
-        facts = {key: {"value": fingerprinted(_value_at(config, key), key), "from": origin} for key, origin in origins.items()}
+        self._write(
+            self.config, yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True), private=True
+        )
+        facts = {
+            key: {"value": fingerprinted(_value_at(config, key), key), "from": origin}
+            for key, origin in origins.items()
+        }
         self._write(self.config_origins, json.dumps(facts, indent=1, ensure_ascii=False) + "\n", private=True)
 
     def write_plan(self, text: str) -> None:
@@ -179,7 +194,10 @@ class RunFolder:
 
     def write_summary(self, summary: Summary) -> None:
         """Writes summary.json: a reader sees the whole file or none."""
-        fields = {name: json_number(value) if isinstance(value, float) else value for name, value in asdict(summary).items()}
+        fields = {
+            name: json_number(value) if isinstance(value, float) else value
+            for name, value in asdict(summary).items()
+        }
         self._write(self.summary, json.dumps(fields, indent=2, allow_nan=False) + "\n")
 
     def write_requeue(self, step: int, why: str) -> None:
@@ -187,7 +205,8 @@ class RunFolder:
         self._write(self.requeue, json.dumps({"step": step, "why": why}) + "\n")
 
     def write_samples(self, step: int, samples: Iterable[Mapping[str, object]]) -> None:
-        """Writes validation samples, one JSON object a line, to samples/step_<step>.jsonl; a warning when it cannot."""
+        """Writes validation samples, one JSON object a line, to samples/step_<step>.jsonl; a warning when it
+        cannot."""
         lines = [json.dumps(dict(sample), ensure_ascii=False, default=str) + "\n" for sample in samples]
         try:
             self.samples.mkdir(exist_ok=True)
@@ -203,7 +222,9 @@ class RunFolder:
             with replacing(path) as unfinished:
                 if private:
                     unfinished.touch(mode=0o600)
-                unfinished.write_text(text, encoding="utf-8", errors="replace")  # half of a character pair, in what somebody's data say
+                unfinished.write_text(
+                    text, encoding="utf-8", errors="replace"
+                )  # half of a character pair, in what somebody's data say
         except OSError as error:
             raise EnvironmentFault(f"cannot write {path}: {error.strerror}") from error
 
@@ -217,7 +238,12 @@ def _value_at(config: Mapping[str, Any], key: str) -> Any:
 
 def _unwritable(path: Path, error: OSError, field: str = FIELD) -> ConfigError:
     what = "the run folder" if field == FIELD else "the folder"
-    return ConfigError.one(field, path, f"{what} cannot be written ({error.strerror})", f"{field}=<a folder that you may write to>")
+    return ConfigError.one(
+        field,
+        path,
+        f"{what} cannot be written ({error.strerror})",
+        f"{field}=<a folder that you may write to>",
+    )
 
 
 def _stamped(name: str) -> str:

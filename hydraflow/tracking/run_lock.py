@@ -1,9 +1,10 @@
 """One run at a time in a run folder, and who it is.
 
-In: a folder. Out: a lock that the kernel gives back when the process ends, however it ends; the file `.lock` names its owner.
-Some file systems have no such lock (Lustre without `-o flock`, NFS without lockd). There the owner's name is all there is: a run starts,
-with a warning, unless the process that `.lock` names may still live; the name is removed when the run ends.
-Left out on purpose: two runs that start in the same moment on such a file system, and file systems that lock per machine (`localflock`).
+In: a folder. Out: a lock that the kernel gives back when the process ends, however it ends; the file `.lock`
+names its owner. Some file systems have no such lock (Lustre without `-o flock`, NFS without lockd). There the
+owner's name is all there is: a run starts, with a warning, unless the process that `.lock` names may still
+live; the name is removed when the run ends. Left out on purpose: two runs that start in the same moment on
+such a file system, and file systems that lock per machine (`localflock`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ logger = logging.getLogger(__name__)
 
 
 class RunLock:
-    """Held until `release`. Raises ConfigError, naming the owner, when another process holds it, and when `.lock` cannot be written."""
+    """Held until `release`. Raises ConfigError, naming the owner, when another process holds it, and when
+    `.lock` cannot be written."""
 
     def __init__(self, folder: Path, *, field: str):
         self._path = folder / LOCK_FILE
@@ -41,7 +43,10 @@ class RunLock:
             raise
         except OSError as error:
             self._close()
-            rule = f"{LOCK_FILE} in it cannot be written ({error.strerror}); it names {_in_words(_owner(folder))}"
+            rule = (
+                f"{LOCK_FILE} in it cannot be written ({error.strerror}); it names"
+                f" {_in_words(_owner(folder))}"
+            )
             raise ConfigError.one(field, folder, rule, self._remedy(field)) from None
 
     def release(self) -> None:
@@ -51,19 +56,28 @@ class RunLock:
         self._close()
 
     def _take(self, field: str) -> bool:
-        """Whether the kernel keeps others out; False: this file system has no locks, and no other process is known to be there."""
+        """Whether the kernel keeps others out; False: this file system has no locks, and no other process is
+        known to be there."""
         folder = self._path.parent
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             rule = f"another run is at work there: {_in_words(_owner(folder))}"
-            raise ConfigError.one(field, folder, rule, f"{field}=<another folder>, or wait for it to end") from None
+            raise ConfigError.one(
+                field, folder, rule, f"{field}=<another folder>, or wait for it to end"
+            ) from None
         except OSError as error:
             owner = _owner(folder)
             if owner and _lives(owner) is not False:
-                rule = f"another run may be at work there, and this file system has no locks ({error.strerror}): {_in_words(owner)}"
+                rule = (
+                    f"another run may be at work there, and this file system has no locks ({error.strerror}):"
+                    f" {_in_words(owner)}"
+                )
                 raise ConfigError.one(field, folder, rule, self._remedy(field)) from None
-            text = "%s: this file system has no locks (%s), so a run that starts there in the same moment is not noticed"
+            text = (
+                "%s: this file system has no locks (%s), so a run that starts there in the same moment is not"
+                " noticed"
+            )
             logger.warning(text, folder, error.strerror)
             return False
         return True
@@ -78,7 +92,8 @@ class RunLock:
 
 
 def is_at_work(folder: Path) -> bool | None:
-    """Whether the process that took the folder last still lives; None: it is on another machine, or nobody has taken it.
+    """Whether the process that took the folder last still lives; None: it is on another machine, or nobody
+    has taken it.
 
     It does not try the lock: a run that starts in that moment would be refused.
     """
@@ -108,11 +123,18 @@ def _lives(owner: dict[str, Any]) -> bool | None:
 
 def _me() -> dict[str, Any]:
     pid, since = os.getpid(), datetime.now().isoformat(timespec="seconds")
-    return {"pid": pid, "start_ticks": _start_ticks(pid), "host": socket.gethostname(), "user": _user(), "since": since}
+    return {
+        "pid": pid,
+        "start_ticks": _start_ticks(pid),
+        "host": socket.gethostname(),
+        "user": _user(),
+        "since": since,
+    }
 
 
 def _start_ticks(pid: int) -> int | None:
-    """When a process of this machine started, in clock ticks since the machine did; None: there is none with that number."""
+    """When a process of this machine started, in clock ticks since the machine did; None: there is none with
+    that number."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, IndexError):

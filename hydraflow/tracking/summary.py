@@ -37,7 +37,9 @@ def summarise(folder: Path, *, seconds: float, why_it_ended: str) -> Summary:
     """The summary of what metrics.jsonl holds."""
     records = read_metrics(folder)
     accuracies = [point.value for point in curve(records, validation_accuracy)]
-    numbers = [value for value in accuracies if value == value]  # without NaN, of which max() would make nonsense
+    numbers = [
+        value for value in accuracies if value == value
+    ]  # without NaN, of which max() would make nonsense
     return Summary(
         first_val_accuracy=accuracies[0] if accuracies else None,
         last_val_accuracy=accuracies[-1] if accuracies else None,
@@ -57,7 +59,10 @@ def print_summary(summary: Summary, folder: Path, console: Console | None = None
         table.add_row("", *(_percent(value) for value in values))
         console.print(table)
     # soft_wrap: a path that is broken over two lines cannot be copied. markup: a path may hold [brackets].
-    line = f"{summary.steps} steps in {duration(summary.seconds)}; ended because: {summary.why_it_ended}\nrun folder: {folder}"
+    line = (
+        f"{summary.steps} steps in {duration(summary.seconds)}; ended because: {summary.why_it_ended}\nrun"
+        f" folder: {folder}"
+    )
     console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 

@@ -1,8 +1,9 @@
 """SwanLab: metrics, validation tables, configuration, on its server or in the run folder's swanlab/.
 
-In: numbers of a step. Out: an experiment of the project `trainer.project_name`. A run that goes on goes on in the same experiment.
-Without a login, or where the server does not take it, everything stays in the run folder, until `swanlab sync <run folder>/swanlab/run-*`.
-Left out on purpose: what SwanLab catches by itself; the run folder has it.
+In: numbers of a step. Out: an experiment of the project `trainer.project_name`. A run that goes on goes on in
+the same experiment. Without a login, or where the server does not take it, everything stays in the run
+folder, until `swanlab sync <run folder>/swanlab/run-*`. Left out on purpose: what SwanLab catches by itself;
+the run folder has it.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class SwanlabTracker:
             if mode != "online":
                 raise
             why = str(error).splitlines()[0]
-            logger.warning("swanlab: %s The run is kept in %s, swanlab sync sends it later", why, run.folder / "swanlab")
+            logger.warning(
+                "swanlab: %s The run is kept in %s, swanlab sync sends it later", why, run.folder / "swanlab"
+            )
             self._run = self._open(run, "offline")
         finally:
             sys.excepthook = hook  # SwanLab puts its own in its place, and ours prints what went wrong
@@ -71,7 +74,9 @@ class SwanlabTracker:
             resume="allow",
             reinit=True,
             # runtime: the command line as it was typed; git: the remote's address, which may hold a token
-            settings=self._swanlab.Settings(terminal={"proxy_type": "none"}, probe={"runtime": False, "git": False}, interactive=False),
+            settings=self._swanlab.Settings(
+                terminal={"proxy_type": "none"}, probe={"runtime": False, "git": False}, interactive=False
+            ),
             config={**run.about.config, "start": dict(run.about.facts)},
         )
 

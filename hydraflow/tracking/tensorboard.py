@@ -28,7 +28,8 @@ class TensorboardTracker:
 
     def __init__(self, run: RunInfo):
         self._folder = run.folder / "tensorboard"
-        # What an earlier start of the run logged after its last checkpoint is hidden: those steps are done again.
+        # What an earlier start of the run logged after its last checkpoint is hidden: those steps are done
+        # again.
         self._void_from = run.done_steps + 1 if run.done_steps else None
         self._writer: SummaryWriter | None = None
         self._next_try = 0.0
@@ -70,7 +71,9 @@ class TensorboardTracker:
             work(self._writer)
         except OSError as error:
             self._writer, self._next_try = None, time.monotonic() + PAUSE
-            logger.warning("%s: %s; its curves lack what comes until there is room", self._folder, error.strerror)
+            logger.warning(
+                "%s: %s; its curves lack what comes until there is room", self._folder, error.strerror
+            )
 
 
 def markdown(samples: Sequence[Sample]) -> str:

@@ -32,7 +32,8 @@ TRACKERS: dict[str, TrackerFactory] = {
     "swanlab": SwanlabTracker,
     "console": open_console,
 }
-"""Name in trainer.logger -> what opens it. The order is that in which they are called: the file first, it must not miss a step."""
+"""Name in trainer.logger -> what opens it. The order is that in which they are called: the file first, it
+must not miss a step."""
 LOCAL = ("file", "tensorboard", "console")
 """Those that nobody else sees: they also show what comes before a run, such as a recipe's warm start."""
 
@@ -59,11 +60,13 @@ class Trackers:
             tracker.flush()
 
     def close(self, *, failed: bool = False) -> None:
-        """Closes every tracker, the last one first, whatever one of them raises; a second call does nothing. `failed`: the run did not
-        end well."""
+        """Closes every tracker, the last one first, whatever one of them raises; a second call does nothing.
+        `failed`: the run did not end well."""
         for tracker in self._trackers:
             if isinstance(tracker, Background):
-                tracker.begin_closing(failed=failed)  # all at once: a second one that hangs costs no second wait
+                tracker.begin_closing(
+                    failed=failed
+                )  # all at once: a second one that hangs costs no second wait
         with ExitStack() as closing:  # also when a Ctrl-C ends the wait for one of them
             while self._trackers:
                 closing.callback(_close, self._trackers.pop(0), failed=failed)
@@ -71,7 +74,9 @@ class Trackers:
     def __enter__(self) -> Trackers:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close(failed=error is not None)
 
 
@@ -86,14 +91,17 @@ def open_trackers(
     about: About | None = None,
     redraws: bool = True,
 ) -> Trackers:
-    """Opens the trackers of `trainer.logger`; the file is always among them. Makes `folder` where it is not there yet.
+    """Opens the trackers of `trainer.logger`; the file is always among them. Makes `folder` where it is not
+    there yet.
 
-    The names are known ones: `checks.py` has seen to that. `run_id`, `done_steps`, `about`, `redraws`: see `RunInfo`. But for the file, a
-    tracker that fails costs a warning, never the run.
+    The names are known ones: `compose/rules.py` has seen to that. `run_id`, `done_steps`, `about`, `redraws`:
+    see `RunInfo`. But for the file, a tracker that fails costs a warning, never the run.
     """
     assert set(names) <= set(TRACKERS), names
     folder.mkdir(parents=True, exist_ok=True)
-    run = RunInfo(folder, title, total_steps, run_id, done_steps, seconds_of(folder), about or About(), redraws)
+    run = RunInfo(
+        folder, title, total_steps, run_id, done_steps, seconds_of(folder), about or About(), redraws
+    )
     wanted = {"file", *names}
     return Trackers([_open(name, run) for name in TRACKERS if name in wanted])
 
@@ -102,7 +110,11 @@ def _close(tracker: Tracker, *, failed: bool) -> None:
     try:
         tracker.close(failed=failed)
     except (OSError, ValueError, RuntimeError, HydraflowError) as error:
-        logger.warning("a tracker could not be closed (%s: %s); what it shows may lack the end", type(tracker).__name__, error)
+        logger.warning(
+            "a tracker could not be closed (%s: %s); what it shows may lack the end",
+            type(tracker).__name__,
+            error,
+        )
 
 
 def _open(name: str, run: RunInfo) -> Tracker:

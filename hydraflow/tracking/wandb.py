@@ -1,8 +1,10 @@
-"""Weights & Biases: metrics, validation tables, configuration and run.json, on its server or in the run folder's wandb/.
+"""Weights & Biases: metrics, validation tables, configuration and run.json, on its server or in the run
+folder's wandb/.
 
-In: numbers of a step. Out: a run of the project `trainer.project_name`, whose identity is the run's own, so that a run that goes on
-goes on there. Without a login everything stays in the run folder, until `wandb sync <run folder>/wandb/offline-run-*`.
-Left out on purpose: what W&B catches by itself (console output, code, command line): the run folder has it.
+In: numbers of a step. Out: a run of the project `trainer.project_name`, whose identity is the run's own, so
+that a run that goes on goes on there. Without a login everything stays in the run folder, until `wandb sync
+<run folder>/wandb/offline-run-*`. Left out on purpose: what W&B catches by itself (console output, code,
+command line): the run folder has it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from urllib.parse import urlsplit
 from hydraflow.tracking.base import SAMPLE_COLUMNS, RunInfo, Sample, rows_of
 
 STEP = "training/global_step"
-"""The x axis. W&B's own step can not go back, and steps that were logged after the last checkpoint are done again."""
+"""The x axis. W&B's own step can not go back, and steps that were logged after the last checkpoint are done
+again."""
 TABLE = "val/generations"
 SERVER = "https://api.wandb.ai"
 INIT_SECONDS = 60.0
@@ -70,7 +73,9 @@ class WandbTracker:
             if mode == "offline" or offline is not None:
                 raise
             why = str(error).splitlines()[0]
-            logger.warning("wandb: %s; the run is kept in %s, wandb sync sends it later", why, run.folder / "wandb")
+            logger.warning(
+                "wandb: %s; the run is kept in %s, wandb sync sends it later", why, run.folder / "wandb"
+            )
             wandb.teardown()  # W&B's own process still holds the identity for the attempt that failed
             self._run = self._open(run, "offline")
         self._run.define_metric(STEP)

@@ -1,8 +1,9 @@
 """When a run saves, and what: asked after every step, at work beside the next ones.
 
-In: a step that is done and logged. Out: a checkpoint in the store, whole and pointed to, some time later. The roles copy their state
-to host memory before `after` returns; a thread here waits for what they write, seals it and moves the pointer.
-Left out on purpose: files and names (`checkpoint_store.py`), coming back (`resume.py`).
+In: a step that is done and logged. Out: a checkpoint in the store, whole and pointed to, some time later. The
+roles copy their state to host memory before `after` returns; a thread here waits for what they write, seals
+it and moves the pointer. Left out on purpose: files and names (`checkpoint_store.py`), coming back
+(`resume.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ POLL_SECONDS = 0.05
 LEAVE_SECONDS = 10.0
 """What the end of a run whose workers are gone waits for a disk."""
 DOUBT_SECONDS = 35.0
-"""How long a part that cannot be read is read again: NFS may repeat what it knew of a folder for 30 seconds."""
+"""How long a part that cannot be read is read again: NFS may repeat what it knew of a folder for 30
+seconds."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ class Score:
 
 
 class Checkpointer:
-    """Saves one checkpoint at a time. A context manager: leaving it finishes the one at work, unless the workers are gone.
+    """Saves one checkpoint at a time. A context manager: leaving it finishes the one at work, unless the
+    workers are gone.
 
     `describe` gives the run's state after a step, as plain values.
     """
@@ -76,14 +79,21 @@ class Checkpointer:
         roles: Mapping[str, RoleCheckpoints],
         describe: Callable[[int], Mapping[str, Any]],
     ):
-        self.trainer, self.store, self.groups, self.roles, self.describe = trainer, store, groups, roles, describe
+        self.trainer, self.store, self.groups, self.roles, self.describe = (
+            trainer,
+            store,
+            groups,
+            roles,
+            describe,
+        )
         self._best = store.best()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._at_work: Future[str] | None = None
         self._given_up = threading.Event()
 
     def after(self, step: int, metrics: Mapping[str, float], *, last: bool, preempted: bool) -> None:
-        """Saves what there is to save after a step; `last`: of this start. Raises EnvironmentFault as `settle` does."""
+        """Saves what there is to save after a step; `last`: of this start. Raises EnvironmentFault as
+        `settle` does."""
         if self._at_work is not None and self._at_work.done():
             self.settle()
         regular = preempted or (self.trainer.save_freq > 0 and (last or step % self.trainer.save_freq == 0))
@@ -92,7 +102,8 @@ class Checkpointer:
             self._save(step, regular, score)
 
     def settle(self) -> None:
-        """Waits for the checkpoint at work. What went wrong is said; EnvironmentFault with trainer.stop_on_failed_save."""
+        """Waits for the checkpoint at work. What went wrong is said; EnvironmentFault with
+        trainer.stop_on_failed_save."""
         if self._at_work is None:
             return
         wrong, self._at_work = self._result(self._at_work), None
@@ -109,24 +120,40 @@ class Checkpointer:
         return self.store.pointer() == step
 
     def _result(self, saving: Future[str]) -> str:
-        """What went wrong with a save. It waits for parts as long as for any call, and as long again for the disk."""
+        """What went wrong with a save. It waits for parts as long as for any call, and as long again for the
+        disk."""
         limit = 2 * self.trainer.rpc_timeout
         try:
             return saving.result(limit)
         except TimeoutError:
-            text = f"a checkpoint in {self.store.folder} is not on the disk after {limit:g} seconds: the disk does not answer"
+            text = (
+                f"a checkpoint in {self.store.folder} is not on the disk after {limit:g} seconds: the disk"
+                " does not answer"
+            )
             raise EnvironmentFault(f"{text} (twice trainer.rpc_timeout)") from None
 
     def require_space(self, total_steps: int, done: int) -> None:
-        """Raises ConfigError when the disk has no room for two checkpoints, or for all where fewer are planned."""
-        planned = math.ceil((total_steps - done) / self.trainer.save_freq) if self.trainer.save_freq > 0 else 0
+        """Raises ConfigError when the disk has no room for two checkpoints, or for all where fewer are
+        planned."""
+        planned = (
+            math.ceil((total_steps - done) / self.trainer.save_freq) if self.trainer.save_freq > 0 else 0
+        )
         if not planned:
             return
-        sizes = {name: sum(group.call(EngineWorker.checkpoint_bytes, self._contents(name))) for name, group in self.groups.items()}
+        sizes = {
+            name: sum(group.call(EngineWorker.checkpoint_bytes, self._contents(name)))
+            for name, group in self.groups.items()
+        }
         size = max(1, sum(sizes.values()))
         free = shutil.disk_usage(self.store.folder).free
-        wanted = sum(min(planned, planned if (keep := self.roles[name].keep) is None else keep + 1) * sizes[name] for name in sizes)
-        room = f"a checkpoint takes {_gib(size)}, {planned} are planned, and {self.store.folder} has room for {free // size}"
+        wanted = sum(
+            min(planned, planned if (keep := self.roles[name].keep) is None else keep + 1) * sizes[name]
+            for name in sizes
+        )
+        room = (
+            f"a checkpoint takes {_gib(size)}, {planned} are planned, and {self.store.folder} has room for"
+            f" {free // size}"
+        )
         limits = " ".join(f"{role.keep_key}=1" for role in self.roles.values())
         if free // size < min(2, planned):
             remedy = "trainer.default_local_dir=<a folder on a larger disk>"
@@ -137,8 +164,12 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        workers_live = error is None or (isinstance(error, HydraflowError) and not isinstance(error, WorkerError | HeadLost))
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        workers_live = error is None or (
+            isinstance(error, HydraflowError) and not isinstance(error, WorkerError | HeadLost)
+        )
         if not workers_live:
             self._given_up.set()
         try:
@@ -170,7 +201,13 @@ class Checkpointer:
             self._at_work.set_result(f"the checkpoint of step {step} could not be begun: {error}")
             return
         for name, group in self.groups.items():
-            group.call(EngineWorker.save_checkpoint, str(unfinished), name, self._contents(name), self.roles[name].config.async_save)
+            group.call(
+                EngineWorker.save_checkpoint,
+                str(unfinished),
+                name,
+                self._contents(name),
+                self.roles[name].config.async_save,
+            )
         self._at_work = self._thread.submit(self._finish, unfinished, step, ranks, regular, score)
         if not any(role.config.async_save for role in self.roles.values()):
             self.settle()
@@ -178,9 +215,11 @@ class Checkpointer:
     def _contents(self, role: str) -> list[str]:
         return list(self.roles[role].config.save_contents)
 
-    # --- in the thread ---------------------------------------------------------------------------------------------------
+    # --- in the thread --------------------------------------------------
 
-    def _finish(self, unfinished: Path, step: int, ranks: Mapping[str, int], regular: bool, score: Score | None) -> str:
+    def _finish(
+        self, unfinished: Path, step: int, ranks: Mapping[str, int], regular: bool, score: Score | None
+    ) -> str:
         """Waits for all parts and makes them a checkpoint; returns what went wrong."""
         try:
             wrong, files = self._wait(unfinished, ranks)
@@ -191,7 +230,9 @@ class Checkpointer:
             wrong = str(error)
         if not wrong:
             return ""
-        shutil.rmtree(unfinished, ignore_errors=True)  # what is half written takes the room that the next one needs
+        shutil.rmtree(
+            unfinished, ignore_errors=True
+        )  # what is half written takes the room that the next one needs
         return f"the checkpoint of step {step} could not be saved: {wrong}"
 
     def _wait(self, unfinished: Path, ranks: Mapping[str, int]) -> tuple[str, dict[str, FileFacts]]:
@@ -210,13 +251,22 @@ class Checkpointer:
             if self._given_up.is_set():
                 return "the run ended", files
             if missing and time.monotonic() > deadline:
-                return f"{missing[0][0]} rank {missing[0][1]} did not finish in {self.trainer.rpc_timeout:g} seconds", files
+                return (
+                    (
+                        f"{missing[0][0]} rank {missing[0][1]} did not finish in {self.trainer.rpc_timeout:g}"
+                        " seconds"
+                    ),
+                    files,
+                )
             if missing:
                 self._given_up.wait(POLL_SECONDS)
         return wrong, files
 
-    def _part(self, unfinished: Path, role: str, rank: int, doubts: dict[tuple[str, int], float]) -> Part | None:
-        """A rank's part; None while it is at work, and while what cannot be read may be a moment's fault. `doubts`: since when."""
+    def _part(
+        self, unfinished: Path, role: str, rank: int, doubts: dict[tuple[str, int], float]
+    ) -> Part | None:
+        """A rank's part; None while it is at work, and while what cannot be read may be a moment's fault.
+        `doubts`: since when."""
         try:
             return read_part(unfinished, role, rank)
         except (OSError, ValueError) as error:

@@ -1,4 +1,5 @@
-"""The checkpoints in a run folder: begun under a temporary name, made whole, pointed to, thinned out, and found again.
+"""The checkpoints in a run folder: begun under a temporary name, made whole, pointed to, thinned out, and
+found again.
 
 In: parts that workers have written, and what the controller knows. Out:
 
@@ -7,8 +8,9 @@ In: parts that workers have written, and what the controller knows. Out:
     global_step_14.5f1c09be.unfinished/ being written, or left by a run that was cut off; each attempt has a name of its own
     best/global_step_6/                 the best by a metric, and best/best.json with its value
 
-A reader finds a checkpoint whole or not at all: files and folders are flushed before the rename, the rename before the pointer.
-Left out on purpose: when to save (`checkpoint.py`), what a run state means (`resume.py`), the state of a model (`engine/`).
+A reader finds a checkpoint whole or not at all: files and folders are flushed before the rename, the rename
+before the pointer. Left out on purpose: when to save (`checkpoint.py`), what a run state means (`resume.py`),
+the state of a model (`engine/`).
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from hydraflow.whole_files import replacing
+from hydraflow.system.whole_files import replacing
 from hydraflow.workers.saving import PARTS, FileFacts, expect_part, file_facts
 
 FORMAT = 1
@@ -44,11 +46,15 @@ class CheckpointStore:
     def __init__(self, folder: Path):
         self.folder = folder
 
-    # --- looking ---------------------------------------------------------------------------------------------------------
+    # --- looking --------------------------------------------------
 
     def steps(self) -> list[int]:
         """Steps whose checkpoint has its name, ascending."""
-        return sorted(_step_of(path) for path in self.folder.glob("global_step_*") if re.fullmatch(r"global_step_\d+", path.name))
+        return sorted(
+            _step_of(path)
+            for path in self.folder.glob("global_step_*")
+            if re.fullmatch(r"global_step_\d+", path.name)
+        )
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step lies, or will."""
@@ -64,7 +70,8 @@ class CheckpointStore:
     def newest_whole(self, roles: Collection[str]) -> tuple[int | None, dict[int, str]]:
         """The step to go on from, and what is wrong with those that come before it in line.
 
-        First in line is the one that the pointer names, then the others, the newest first. None: none is whole.
+        First in line is the one that the pointer names, then the others, the newest first. None: none is
+        whole.
         """
         pointer = self.pointer()
         line = sorted(self.steps(), reverse=True)
@@ -83,11 +90,13 @@ class CheckpointStore:
         """`metric`, `value` and `step` of the best checkpoint; None: there is none."""
         return _read_json(self.folder / BEST / "best.json")
 
-    # --- writing ---------------------------------------------------------------------------------------------------------
+    # --- writing --------------------------------------------------
 
     def begin(self, step: int, ranks: Mapping[str, int], state: Mapping[str, Any]) -> Path:
-        """A folder for the parts of `ranks` ranks of each role, with the run's state in it. OSError when it cannot be made."""
-        # a name of its own: a rank of an earlier start, on a machine that was taken for lost, may still be writing this step
+        """A folder for the parts of `ranks` ranks of each role, with the run's state in it. OSError when it
+        cannot be made."""
+        # a name of its own: a rank of an earlier start, on a machine that was taken for lost, may still be
+        # writing this step
         unfinished = self.path(step).with_name(f"{self.path(step).name}.{secrets.token_hex(4)}{UNFINISHED}")
         unfinished.mkdir(parents=True)
         for role, size in ranks.items():
@@ -97,7 +106,8 @@ class CheckpointStore:
         return unfinished
 
     def seal(self, unfinished: Path, step: int, files: Mapping[str, FileFacts]) -> None:
-        """Makes what was begun whole: manifest, no parts, everything on the disk. Only its name is missing then."""
+        """Makes what was begun whole: manifest, no parts, everything on the disk. Only its name is missing
+        then."""
         files = {**files, RUN_STATE: file_facts(unfinished / RUN_STATE, flush=True)}
         shutil.rmtree(unfinished / PARTS)
         _write_manifest(unfinished, step, files)
@@ -117,18 +127,23 @@ class CheckpointStore:
             write_whole(self.folder / POINTER, f"{step}\n")
 
     def publish_best(self, whole: Path, step: int, metric: str, value: float, *, linked: bool) -> None:
-        """Keeps a whole checkpoint in best/ and lets the earlier best go. `linked`: it stays where it is, and its files are shared."""
+        """Keeps a whole checkpoint in best/ and lets the earlier best go. `linked`: it stays where it is, and
+        its files are shared."""
         target = self.folder / BEST / f"global_step_{step}"
         target.parent.mkdir(exist_ok=True)
         source = _linked_copy(whole, target.with_name(target.name + UNFINISHED)) if linked else whole
         _replace_folder(source, target)
-        write_whole(target.parent / "best.json", json.dumps({"metric": metric, "value": value, "step": step}, indent=2) + "\n")
+        write_whole(
+            target.parent / "best.json",
+            json.dumps({"metric": metric, "value": value, "step": step}, indent=2) + "\n",
+        )
         for other in target.parent.iterdir():
             if other.is_dir() and other != target:
                 shutil.rmtree(other)
 
     def thin_out(self, keep: Mapping[str, int | None]) -> None:
-        """Removes each role's oldest parts until `keep` of them are left, and checkpoints that hold no role any more."""
+        """Removes each role's oldest parts until `keep` of them are left, and checkpoints that hold no role
+        any more."""
         for role, most in keep.items():
             if most is None:
                 continue
@@ -142,18 +157,28 @@ class CheckpointStore:
             return
         files = _manifest_of(path)
         if files is not None:
-            _write_manifest(path, _step_of(path), {name: facts for name, facts in files.items() if not name.startswith(f"{role}/")})
+            _write_manifest(
+                path,
+                _step_of(path),
+                {name: facts for name, facts in files.items() if not name.startswith(f"{role}/")},
+            )
         shutil.rmtree(path / role)
 
-    # --- clearing up before a run goes on ---------------------------------------------------------------------------------
+    # --- clearing up before a run goes on --------------------------------------------------
 
     def clear_leftovers(self) -> None:
         """Removes what a run that was cut off had not finished."""
-        for leftover in [*self.folder.glob(f"global_step_*{UNFINISHED}"), *self.folder.glob(f"{BEST}/*{UNFINISHED}")]:
-            shutil.rmtree(leftover, ignore_errors=True)  # a rank that was taken for lost may add to it still; nobody else will
+        for leftover in [
+            *self.folder.glob(f"global_step_*{UNFINISHED}"),
+            *self.folder.glob(f"{BEST}/*{UNFINISHED}"),
+        ]:
+            shutil.rmtree(
+                leftover, ignore_errors=True
+            )  # a rank that was taken for lost may add to it still; nobody else will
 
     def set_aside(self, step: int, damaged: Collection[int]) -> list[Path]:
-        """Gives other names to what does not lead to `step`: damaged checkpoints, and newer ones. Returns where they are now."""
+        """Gives other names to what does not lead to `step`: damaged checkpoints, and newer ones. Returns
+        where they are now."""
         moved = []
         for other in self.steps():
             if other in damaged:
@@ -161,14 +186,17 @@ class CheckpointStore:
                 _replace_folder(self.path(other), moved[-1])
         newer = [other for other in self.steps() if other > step]
         if newer:
-            aside = next(folder for number in count(1) if not (folder := self.folder / f"earlier-{number}").exists())
+            aside = next(
+                folder for number in count(1) if not (folder := self.folder / f"earlier-{number}").exists()
+            )
             aside.mkdir()
             moved += [self.path(other).rename(aside / self.path(other).name) for other in newer]
         return moved
 
 
 def damage(path: Path, roles: Collection[str]) -> str:
-    """What is wrong with a checkpoint for a run with these roles; empty when every file is there, byte for byte."""
+    """What is wrong with a checkpoint for a run with these roles; empty when every file is there, byte for
+    byte."""
     files = _manifest_of(path)
     if files is None:
         return f"{MANIFEST} is missing or cannot be read"
@@ -224,7 +252,9 @@ def write_whole(path: Path, text: str) -> None:
 
 def _write_manifest(folder: Path, step: int, files: Mapping[str, FileFacts]) -> None:
     facts = {name: asdict(files[name]) for name in sorted(files)}
-    write_whole(folder / MANIFEST, json.dumps({"format": FORMAT, "step": step, "files": facts}, indent=1) + "\n")
+    write_whole(
+        folder / MANIFEST, json.dumps({"format": FORMAT, "step": step, "files": facts}, indent=1) + "\n"
+    )
 
 
 def _replace_folder(source: Path, target: Path) -> None:
@@ -241,7 +271,8 @@ def _replace_folder(source: Path, target: Path) -> None:
 
 
 def _linked_copy(source: Path, target: Path) -> Path:
-    """The same files under another folder; a file system without hard links gets copies. No file of a checkpoint is ever changed."""
+    """The same files under another folder; a file system without hard links gets copies. No file of a
+    checkpoint is ever changed."""
     shutil.rmtree(target, ignore_errors=True)
     try:
         shutil.copytree(source, target, copy_function=os.link)

@@ -1,4 +1,5 @@
-"""How long a run may take: `trainer.max_wall_time` as seconds, or as 90s, 8m, 1h30m; and until a signal ends it.
+"""How long a run may take: `trainer.max_wall_time` as seconds, or as 90s, 8m, 1h30m; and until a signal ends
+it.
 
 In: what the user wrote, and the signals that batch systems send. Out: what the loop asks between steps.
 """
@@ -9,13 +10,13 @@ import time
 
 import psutil
 
-from hydraflow.durations import seconds_of
+from hydraflow.system.durations import seconds_of
 from hydraflow.tracking.endings import OUT_OF_TIME, RECEIVED
 from hydraflow.trainer.signals import StopSignals
 
 
 def parse_duration(value: object) -> float | None:
-    """`trainer.max_wall_time` in seconds, None for no limit; `checks.py` lets nothing else pass.
+    """`trainer.max_wall_time` in seconds, None for no limit; `compose/rules.py` lets nothing else pass.
 
     >>> parse_duration("1h30m"), parse_duration(None)
     (5400.0, None)
@@ -30,7 +31,8 @@ def parse_duration(value: object) -> float | None:
 
 
 PATIENCE = 3.0
-"""Seconds after a SIGTERM in which the step may still come to the point from which it is finished; batch systems kill after ten or more."""
+"""Seconds after a SIGTERM in which the step may still come to the point from which it is finished; batch
+systems kill after ten or more."""
 
 
 class OutOfPatience(Exception):
@@ -38,7 +40,8 @@ class OutOfPatience(Exception):
 
 
 class Clock:
-    """Counts from its making; `limit` is in seconds, None for no limit. `signals`: those that end the run, too."""
+    """Counts from its making; `limit` is in seconds, None for no limit. `signals`: those that end the run,
+    too."""
 
     def __init__(self, limit: float | None = None, signals: StopSignals | None = None):
         self.started = time.monotonic()

@@ -11,7 +11,8 @@ class LocalConfig:
     """Where a run's processes are."""
 
     local: bool = False
-    """Run everything in this process, without Ray: breakpoint() and pdb work anywhere, the numbers are those of one process per role."""
+    """Run everything in this process, without Ray: breakpoint() and pdb work anywhere, the numbers are those
+    of one process per role."""
 
 
 @dataclass
@@ -23,9 +24,11 @@ class DebugConfig(LocalConfig):
     train_only: bool = False
     """Train on the trajectories of load_rollouts, without a generation engine and without validation."""
     save_rollouts: str | None = None
-    """Folder to which each step's trajectories and scores are written; the controller reads them for that. null: none."""
+    """Folder to which each step's trajectories and scores are written; the controller reads them for that.
+    null: none."""
     load_rollouts: str | None = None
-    """Folder that save_rollouts wrote: each step takes its trajectories and scores from there. null: they are sampled."""
+    """Folder that save_rollouts wrote: each step takes its trajectories and scores from there. null: they are
+    sampled."""
 
 
 @dataclass
@@ -35,7 +38,8 @@ class RunConfig:
     nnodes: int = 1
     """Machines."""
     n_gpus_per_node: int | None = None
-    """Worker processes per machine, each with one GPU; on a CPU processes alone. null: all GPUs, or 2 processes on a CPU."""
+    """Worker processes per machine, each with one GPU; on a CPU processes alone. null: all GPUs, or 2
+    processes on a CPU."""
     device: str = "auto"
     """auto, cpu or cuda."""
     threads_per_process: int | None = None
@@ -58,7 +62,8 @@ class LoopConfig(RunConfig):
     experiment_name: str = "run"
     """Name of the run in trackers, and the start of its folder's name."""
     default_local_dir: str | None = None
-    """Run folder; null: runs/<experiment_name>-<date>-<time>, or the newest such folder whose run was cut off."""
+    """Run folder; null: runs/<experiment_name>-<date>-<time>, or the newest such folder whose run was cut
+    off."""
     total_epochs: int = 1
     """Passes over the training data."""
     total_training_steps: int | None = None
@@ -68,25 +73,31 @@ class LoopConfig(RunConfig):
     test_freq: int = -1
     """Steps between validations; -1: only at the end (and before the first step, if val_before_train)."""
     logger: list[str] = field(default_factory=lambda: ["console", "file", "tensorboard"])
-    """Where metrics go: console, file, tensorboard, wandb, mlflow, swanlab; the file metrics.jsonl is always written."""
+    """Where metrics go: console, file, tensorboard, wandb, mlflow, swanlab; the file metrics.jsonl is always
+    written."""
     wandb_proxy: str | None = None
-    """Proxy through which Weights & Biases alone is reached, http://host:port; the environment and everything else stay as they are."""
+    """Proxy through which Weights & Biases alone is reached, http://host:port; the environment and everything
+    else stay as they are."""
     save_final_model: bool = True
     """Write the trained weights as a Hugging Face directory at the end."""
     save_freq: int = -1
-    """Training steps between checkpoints, and one at the end; -1: none, but for a run that is told to stop by a signal."""
+    """Training steps between checkpoints, and one at the end; -1: none, but for a run that is told to stop by
+    a signal."""
     keep_best: str | None = None
-    """Validation metric, such as val-core/arithmetic/acc/mean@1, whose best checkpoint is kept apart in best/; least wins for a loss."""
+    """Validation metric, such as val-core/arithmetic/acc/mean@1, whose best checkpoint is kept apart in
+    best/; least wins for a loss."""
     stop_on_failed_save: bool = False
     """End the run when a checkpoint cannot be written (a full disk), instead of warning and going on."""
     max_skipped_steps: int = 3
-    """Optimizer steps of one model, in a row, whose gradient is not finite: they are skipped, and at so many the run ends."""
+    """Optimizer steps of one model, in a row, whose gradient is not finite: they are skipped, and at so many
+    the run ends."""
     max_restarts: int = 0
     """Times that a run whose worker failed goes on by itself, from its last whole checkpoint."""
     restart_backoff: float = 10.0
     """Seconds before the first of these restarts; before each further one twice as many, up to 300."""
     resume_mode: str = "auto"
-    """auto: go on from the run folder's last checkpoint, if there is one; disable: start anew; resume_path: resume_from_path."""
+    """auto: go on from the run folder's last checkpoint, if there is one; disable: start anew; resume_path:
+    resume_from_path."""
     resume_from_path: str | None = None
     """A checkpoint, .../global_step_N, to go on from with resume_mode=resume_path."""
 
@@ -108,7 +119,8 @@ class TrainerConfig(LoopConfig):
     log_val_generations: int = 0
     """Validation samples that are written to the run folder, and as a table to the trackers, each time."""
     rollout_data_dir: str | None = None
-    """Folder for all responses of each training step, <step>.jsonl with prompt, response, score and reference; null: none."""
+    """Folder for all responses of each training step, <step>.jsonl with prompt, response, score and
+    reference; null: none."""
     validation_data_dir: str | None = None
     """The same for all responses of each validation."""
     max_actor_ckpt_to_keep: int | None = None
@@ -123,7 +135,8 @@ class AsyncTrainingConfig:
     """Sampling beside training, with weights that may be some steps old."""
 
     staleness_threshold: float = 0.0
-    """Trajectories that may come from older weights, as a share of those between two weight updates; 0: synchronous."""
+    """Trajectories that may come from older weights, as a share of those between two weight updates; 0:
+    synchronous."""
     trigger_parameter_sync_step: int = 1
     """Optimizer rounds between two weight updates of the rollout."""
     require_batches: int = 1
@@ -150,7 +163,8 @@ class ClusterConfig:
 
 @dataclass
 class BatchConfig:
-    """Other handles on the batch plan; each is another way to write a number, and must agree with the keys that are given."""
+    """Other handles on the batch plan; each is another way to write a number, and must agree with the keys
+    that are given."""
 
     gradient_accumulation_steps: int | None = None
     """Micro-batches of the actor per optimizer step and data rank (a)."""

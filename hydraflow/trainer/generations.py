@@ -1,7 +1,9 @@
-"""What was generated, as people and other programs read it: prompt, response, score, reference, one JSON object a line.
+"""What was generated, as people and other programs read it: prompt, response, score, reference, one JSON
+object a line.
 
-In: a scored batch. Out: `<folder>/<step>.jsonl` under the names that verl's dumps have (`input`, `output`, `gts`, `score`, `step`), and
-`acc`, `data_source`, `uid`. Left out on purpose: token ids and log-probabilities; the batch of a step is in the workers.
+In: a scored batch. Out: `<folder>/<step>.jsonl` under the names that verl's dumps have (`input`, `output`,
+`gts`, `score`, `step`), and `acc`, `data_source`, `uid`. Left out on purpose: token ids and
+log-probabilities; the batch of a step is in the workers.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import numpy as np
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import RemoteBatch
-from hydraflow.whole_files import replacing
+from hydraflow.system.whole_files import replacing
 
 TEXT_COLUMNS = ("score", "acc", "text", "prompt_text")
 
@@ -53,7 +55,8 @@ class Scored:
 
 
 def read_scored(runtime: Runtime, prompts: DataProto, n: int, scored: RemoteBatch) -> Scored:
-    """Brings scores and texts of `n` responses to each prompt, which were scored with their texts, to the controller."""
+    """Brings scores and texts of `n` responses to each prompt, which were scored with their texts, to the
+    controller."""
     read = runtime.fetch(scored.select(list(TEXT_COLUMNS), [], []))
     return Scored(
         sources=np.repeat(prompts.non_tensor_batch["data_source"], n).astype(str),
@@ -67,7 +70,8 @@ def read_scored(runtime: Runtime, prompts: DataProto, n: int, scored: RemoteBatc
 
 
 class GenerationDump:
-    """Writes one file a step. A disk that is full costs a warning, not the run: what is trained on does not depend on it."""
+    """Writes one file a step. A disk that is full costs a warning, not the run: what is trained on does not
+    depend on it."""
 
     def __init__(self, folder: Path, key: str):
         self.folder, self.key = folder, key
@@ -79,13 +83,22 @@ class GenerationDump:
         return cls(Path(folder).expanduser(), key) if folder else None
 
     def write(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
-        """Writes <step>.jsonl, whole or not at all. A step that is done again after a stop replaces its file."""
+        """Writes <step>.jsonl, whole or not at all. A step that is done again after a stop replaces its
+        file."""
         target = self.folder / f"{step}.jsonl"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with replacing(target) as unfinished, unfinished.open("w", encoding="utf-8", errors="replace") as file:
+            with (
+                replacing(target) as unfinished,
+                unfinished.open("w", encoding="utf-8", errors="replace") as file,
+            ):
                 file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
         except OSError as error:
             if not self._warned:
-                logger.warning("%s: %s cannot be written (%s); training goes on without", self.key, target, error.strerror)
+                logger.warning(
+                    "%s: %s cannot be written (%s); training goes on without",
+                    self.key,
+                    target,
+                    error.strerror,
+                )
             self._warned = True

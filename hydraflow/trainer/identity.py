@@ -1,8 +1,9 @@
 """Which keys shape training: a run goes on only with the same values for them.
 
-In: a configuration and its plan. Out: values by key, their hash, and the differences from those that a checkpoint carries.
-Every key shapes training unless `FREE` or `SIZES` lists it, so a new key is safe until someone says otherwise.
-Left out on purpose: what the files behind the paths hold; the data loader knows how many rows there were.
+In: a configuration and its plan. Out: values by key, their hash, and the differences from those that a
+checkpoint carries. Every key shapes training unless `FREE` or `SIZES` lists it, so a new key is safe until
+someone says otherwise. Left out on purpose: what the files behind the paths hold; the data loader knows how
+many rows there were.
 """
 
 from __future__ import annotations
@@ -31,19 +32,55 @@ FREE = (
     # what limits a reward function: a run that ended for a limit goes on with another one
     *("reward.num_workers", "reward.timeout", "reward.max_memory", "reward.max_failed_share"),
     *("data.val_*", "*.val_kwargs.*", "*.probs_diff_limit"),
-    # where it runs and how the model lies on the devices: another number of ranks gives the same gradients but for rounding
-    *("*.device_mapping", "*.nnodes", "*.n_gpus_per_node", "*parallel_size", "*.agent.num_workers", "*.enable_resource_pool"),
-    *("*fsdp_config.reshard_after_forward", "*fsdp_config.*offload", "*fsdp_config.head_chunk_tokens", "*fsdp_config.wrap_policy.*"),
-    *("*fsdp_config.fsdp_size", "*.megatron.*offload", "*.megatron.sequence_parallel", "*.megatron.use_distributed_optimizer"),
+    # where it runs and how the model lies on the devices: another number of ranks gives the same gradients
+    # but for rounding
+    *(
+        "*.device_mapping",
+        "*.nnodes",
+        "*.n_gpus_per_node",
+        "*parallel_size",
+        "*.agent.num_workers",
+        "*.enable_resource_pool",
+    ),
+    *(
+        "*fsdp_config.reshard_after_forward",
+        "*fsdp_config.*offload",
+        "*fsdp_config.head_chunk_tokens",
+        "*fsdp_config.wrap_policy.*",
+    ),
+    *(
+        "*fsdp_config.fsdp_size",
+        "*.megatron.*offload",
+        "*.megatron.sequence_parallel",
+        "*.megatron.use_distributed_optimizer",
+    ),
     # how a mini-batch is cut into forward passes, and what is recomputed
-    *("*micro_batch_size_per_gpu", "*use_dynamic_bsz", "*max_token_len_per_gpu", "*.use_remove_padding", "model.use_remove_padding"),
+    *(
+        "*micro_batch_size_per_gpu",
+        "*use_dynamic_bsz",
+        "*max_token_len_per_gpu",
+        "*.use_remove_padding",
+        "model.use_remove_padding",
+    ),
     *("*enable_gradient_checkpointing", "*trust_remote_code"),
     # how the generation engine uses its memory
-    *("*.rollout.max_num_seqs", "*.rollout.max_num_batched_tokens", "*.rollout.max_model_len", "*.rollout.gpu_memory_utilization"),
+    *(
+        "*.rollout.max_num_seqs",
+        "*.rollout.max_num_batched_tokens",
+        "*.rollout.max_model_len",
+        "*.rollout.gpu_memory_utilization",
+    ),
     *("*.rollout.update_weights_bucket_megabytes", "*.rollout.engine_kwargs.*"),
 )
 """Patterns of keys that may change when a run goes on."""
-SIZES = ("batch.*", "*.ppo_mini_batch_size", "*.ppo_epochs", "*.shuffle", "*.rollout.n", "data.train_batch_size")
+SIZES = (
+    "batch.*",
+    "*.ppo_mini_batch_size",
+    "*.ppo_epochs",
+    "*.shuffle",
+    "*.rollout.n",
+    "data.train_batch_size",
+)
 """Patterns of keys that say what the plan says better: several of them can be written in several ways."""
 
 
@@ -65,7 +102,8 @@ class Identity:
         return TOTAL in self.values
 
     def differences(self, stored: Mapping[str, Any], *, where: str) -> list[Problem]:
-        """What this run has otherwise than the checkpoint `where`. Keys that only one of the two knows are of another version."""
+        """What this run has otherwise than the checkpoint `where`. Keys that only one of the two knows are of
+        another version."""
         mine = json.loads(json.dumps(self.values, default=str))
         return [  # checkpoints of earlier versions have secrets as they were given
             _difference(key, mine[key], stored[key], where)
@@ -75,7 +113,8 @@ class Identity:
 
 
 def identity_of(config: PPOConfig | SFTConfig, plan: BatchPlan | SFTPlan) -> Identity:
-    """The identity of a run. `config` is as the user gave it: what a recipe makes is known by the recipe's parameters."""
+    """The identity of a run. `config` is as the user gave it: what a recipe makes is known by the recipe's
+    parameters."""
     values = {key: value for key, value in _flat(asdict(config)) if _shapes(key, plan)}
     if isinstance(config, PPOConfig):
         assert isinstance(plan, BatchPlan)
@@ -95,13 +134,19 @@ def _difference(key: str, mine: Any, stored: Any, where: str) -> Problem:
     known = public(stored, key)
     if known != stored:
         return Problem(
-            key, _shown(public(mine, key)), f"{where} was trained with another value, which is hidden", f"{key}=<its value then>"
+            key,
+            _shown(public(mine, key)),
+            f"{where} was trained with another value, which is hidden",
+            f"{key}=<its value then>",
         )
     return Problem(key, _shown(mine), f"{where} was trained with {_shown(stored)}", f"{key}={_shown(stored)}")
 
 
 def _ppo_sizes(plan: BatchPlan) -> dict[str, Any]:
-    sizes: dict[str, Any] = {"data.train_batch_size": plan.prompts_per_step, "actor_rollout_ref.rollout.n": plan.samples_per_prompt}
+    sizes: dict[str, Any] = {
+        "data.train_batch_size": plan.prompts_per_step,
+        "actor_rollout_ref.rollout.n": plan.samples_per_prompt,
+    }
     roles: dict[str, RolePlan | None] = {"actor_rollout_ref.actor": plan.actor, "critic": plan.critic}
     for prefix, role in roles.items():
         if role is not None:
@@ -113,14 +158,17 @@ def _ppo_sizes(plan: BatchPlan) -> dict[str, Any]:
 
 def _follows_the_total(optim: OptimConfig) -> bool:
     """Whether the learning rate of a step depends on how many steps there will be."""
-    return optim.lr_scheduler_type != "constant" or (optim.lr_warmup_steps < 0 and optim.lr_warmup_steps_ratio > 0)
+    return optim.lr_scheduler_type != "constant" or (
+        optim.lr_warmup_steps < 0 and optim.lr_warmup_steps_ratio > 0
+    )
 
 
 def _shapes(key: str, plan: BatchPlan | SFTPlan) -> bool:
     if key in SHAPING_TRAINER_KEYS or key == "data.shuffle":
         return True
     if isinstance(plan, BatchPlan) and (
-        (plan.critic is None and key.startswith("critic.")) or (plan.ref is None and key.startswith("actor_rollout_ref.ref."))
+        (plan.critic is None and key.startswith("critic."))
+        or (plan.ref is None and key.startswith("actor_rollout_ref.ref."))
     ):
         return False
     return not any(fnmatchcase(key, pattern) for pattern in (*FREE, *SIZES))

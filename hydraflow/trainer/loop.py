@@ -1,6 +1,7 @@
 """What happens around the steps: validate, log, save, stop. The step itself is in `ppo.py`.
 
-In: a trainer, a stream of prompts, trackers. Out: why the training ended. The same loop serves PPO, GRPO, RLOO and REINFORCE++.
+In: a trainer, a stream of prompts, trackers. Out: why the training ended. The same loop serves PPO, GRPO,
+RLOO and REINFORCE++.
 """
 
 from __future__ import annotations
@@ -38,16 +39,20 @@ class Loop:
         self.config, self.trainer, self.validator = config, trainer, validator
         self.trackers, self.folder, self.clock, self.restarts = trackers, folder, clock, restarts
 
-    def fit(self, loader: PromptLoader, checkpoints: Checkpointer | None, total_steps: int, *, done: int = 0) -> str:
-        """Trains until the steps or the time are used up; returns why it ended. `done`: steps before this start of the run.
-        `checkpoints` None: nothing is saved.
+    def fit(
+        self, loader: PromptLoader, checkpoints: Checkpointer | None, total_steps: int, *, done: int = 0
+    ) -> str:
+        """Trains until the steps or the time are used up; returns why it ended. `done`: steps before this
+        start of the run. `checkpoints` None: nothing is saved.
 
         A step is logged before it is saved: a checkpoint is never ahead of the metrics.
         """
         self.trainer.sync_weights().get()
         if self.config.val_before_train and not done:
             metrics = self._validate(0)
-            if metrics or not self.clock.preempted:  # there is nothing to log of a validation that was given up
+            if (
+                metrics or not self.clock.preempted
+            ):  # there is nothing to log of a validation that was given up
                 self.trackers.log(metrics, step=0)
         if self.clock.preempted:
             return self.clock.why_to_stop()
@@ -101,10 +106,17 @@ class Loop:
         if self.validator is None:
             return {}
         try:
-            with self.trainer.timer.phase("testing"), self.trainer.runtime.interruptible(self.clock.require_patience):
+            with (
+                self.trainer.timer.phase("testing"),
+                self.trainer.runtime.interruptible(self.clock.require_patience),
+            ):
                 metrics, samples = self.validator.run(step)
         except OutOfPatience:
-            logger.warning("the validation after step %d is given up: it has no samples or no rewards yet, and the run must end", step)
+            logger.warning(
+                "the validation after step %d is given up: it has no samples or no rewards yet, and the run"
+                " must end",
+                step,
+            )
             return {}
         if samples:
             self.folder.write_samples(step, samples)

@@ -1,4 +1,5 @@
-"""What the run stands on: device, processes and threads, resolved once from the configuration and this machine.
+"""What the run stands on: device, processes and threads, resolved once from the configuration and this
+machine.
 
 In: `trainer.*`. Out: `Machine`, or a ConfigError that says what the machine has.
 """
@@ -44,10 +45,14 @@ def resolve_machine(trainer: RunConfig) -> Machine:
     device = resolve_device(trainer.device)
     gpus = gpu_count()
     if device != "cpu" and not gpus:
-        raise ConfigError.one("trainer.device", trainer.device, "this machine has no such device", "trainer.device=cpu")
+        raise ConfigError.one(
+            "trainer.device", trainer.device, "this machine has no such device", "trainer.device=cpu"
+        )
     per_node = trainer.n_gpus_per_node or (CPU_PROCESSES if device == "cpu" else gpus)
     if device != "cpu" and trainer.nnodes == 1 and per_node > gpus:
-        raise ConfigError.one("trainer.n_gpus_per_node", per_node, f"this machine has {gpus}", f"trainer.n_gpus_per_node={gpus}")
+        raise ConfigError.one(
+            "trainer.n_gpus_per_node", per_node, f"this machine has {gpus}", f"trainer.n_gpus_per_node={gpus}"
+        )
     threads = trainer.threads_per_process or max(1, usable_cores() // per_node)
     return Machine(device, trainer.nnodes, per_node, threads)
 
@@ -55,7 +60,9 @@ def resolve_machine(trainer: RunConfig) -> Machine:
 def training_pool(machine: Machine) -> ResourcePool:
     """One process per device."""
     gpus = 0 if machine.device_type == "cpu" else 1
-    return ResourcePool(TRAIN, [machine.processes_per_node] * machine.nodes, gpus_per_process=gpus, threads=machine.threads)
+    return ResourcePool(
+        TRAIN, [machine.processes_per_node] * machine.nodes, gpus_per_process=gpus, threads=machine.threads
+    )
 
 
 def scoring_pool() -> ResourcePool:
@@ -74,7 +81,11 @@ RUNTIMES: dict[bool, type[Runtime]] = {False: Runtime, True: LocalRuntime}
 
 
 def open_runtime(
-    trainer: RunConfig, ray_init: RayInitConfig, machine: Machine, pools: Sequence[ResourcePool], watch: Watch | None = None
+    trainer: RunConfig,
+    ray_init: RayInitConfig,
+    machine: Machine,
+    pools: Sequence[ResourcePool],
+    watch: Watch | None = None,
 ) -> Runtime:
     """Ray, or this process alone, with those pools reserved. ConfigError when there is no room for them."""
     limits = Limits(start=trainer.start_timeout, call=trainer.rpc_timeout)

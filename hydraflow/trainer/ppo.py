@@ -1,7 +1,7 @@
 """One training step, phase by phase. What happens between steps (validate, log, stop) is in `loop.py`.
 
-In: a batch of prompts. Out: new weights and the step's metrics. The batch holds references to columns that stay in the workers'
-object stores; the controller reads sequence lengths and nothing else of them.
+In: a batch of prompts. Out: new weights and the step's metrics. The batch holds references to columns that
+stay in the workers' object stores; the controller reads sequence lengths and nothing else of them.
 
 | phase      | worker            | the batch gains                                                 |
 |------------|-------------------|-----------------------------------------------------------------|
@@ -51,16 +51,33 @@ CRITIC_COLUMNS = [*MODEL_INPUTS, "values", "returns"]
 
 
 class PPOTrainer:
-    """The step of PPO, GRPO, RLOO and REINFORCE++; they differ in the advantage estimator and in whether there is a critic."""
+    """The step of PPO, GRPO, RLOO and REINFORCE++; they differ in the advantage estimator and in whether
+    there is a critic."""
 
-    def __init__(self, config: PPOConfig, plan: BatchPlan, roles: Roles, runtime: Runtime, rollouts: Rollouts, dump: GenerationDump | None):
-        self.config, self.plan, self.roles, self.runtime, self.rollouts, self.dump = config, plan, roles, runtime, rollouts, dump
+    def __init__(
+        self,
+        config: PPOConfig,
+        plan: BatchPlan,
+        roles: Roles,
+        runtime: Runtime,
+        rollouts: Rollouts,
+        dump: GenerationDump | None,
+    ):
+        self.config, self.plan, self.roles, self.runtime, self.rollouts, self.dump = (
+            config,
+            plan,
+            roles,
+            runtime,
+            rollouts,
+            dump,
+        )
         self.timer = PhaseTimer(runtime.timeline)
         self.metrics: dict[str, float] = {}
         self.kl: dict[str, float] = {}
         """The KL controller's state after the last step."""
         self._compared = False
-        """Whether the generation engine's log-probabilities were compared with the trainer's since the start."""
+        """Whether the generation engine's log-probabilities were compared with the trainer's since the
+        start."""
 
     def step(self, prompts: DataProto, step: int, interrupt: Callable[[], None]) -> dict[str, float]:
         """Trains on one batch of prompts; `step` counts from 1.
@@ -73,7 +90,9 @@ class PPOTrainer:
         with phase("step"):
             with phase("gen"):
                 sampling = self.rollouts.sampling(prompts, step)
-                scoring = self.rollouts.score(prompts, sampling, step)  # behind the samples, beside the passes of the models
+                scoring = self.rollouts.score(
+                    prompts, sampling, step
+                )  # behind the samples, beside the passes of the models
                 batch = self.rollouts.generated(prompts, sampling)
             with self.runtime.interruptible(interrupt):  # reward functions may sleep or hang
                 batch = self.experience(batch, scoring, prompts, step)
@@ -88,7 +107,8 @@ class PPOTrainer:
         return self.metrics | self._throughput(self.timer.drain(), before)
 
     def experience(self, batch: RemoteBatch, scoring: Promised, prompts: DataProto, step: int) -> RemoteBatch:
-        """What the updates learn from. Nothing that lasts has changed before it is whole, so it can be given up."""
+        """What the updates learn from. Nothing that lasts has changed before it is whole, so it can be given
+        up."""
         phase = partial(self.timer.phase, step=step)
         with phase("old_log_prob"):
             batch = self.old_log_probs(batch, step)
@@ -104,30 +124,43 @@ class PPOTrainer:
         return batch
 
     def sync_weights(self) -> Promised:
-        """Gives the generation engine, if there is one, the actor's weights, those after all updates that were called before."""
-        return Ready(None) if self.roles.rollout is None else self.roles.rollout.call(RolloutWorker.sync_from_actor)
+        """Gives the generation engine, if there is one, the actor's weights, those after all updates that
+        were called before."""
+        return (
+            Ready(None)
+            if self.roles.rollout is None
+            else self.roles.rollout.call(RolloutWorker.sync_from_actor)
+        )
 
     def note_scores(self, prompts: DataProto, scored: RemoteBatch, step: int) -> None:
-        """Counts the rows that the reward function could not score, and says so; keeps the responses where that is asked for.
+        """Counts the rows that the reward function could not score, and says so; keeps the responses where
+        that is asked for.
 
         GuardStop where too many could not be scored: the step has changed no weight yet.
         """
         if self.dump is not None:
-            self.dump.write(step, list(read_scored(self.runtime, prompts, self.plan.samples_per_prompt, scored).rows(step)))
+            self.dump.write(
+                step,
+                list(read_scored(self.runtime, prompts, self.plan.samples_per_prompt, scored).rows(step)),
+            )
         self.metrics["reward/failed_rows"] = float(scored.meta_info["failed"])
-        judge_failures([scored], self.config.reward.max_failed_share, f"step {step}", "nothing was trained on them")
+        judge_failures(
+            [scored], self.config.reward.max_failed_share, f"step {step}", "nothing was trained on them"
+        )
 
     def old_log_probs(self, batch: RemoteBatch, step: int) -> RemoteBatch:
         """Adds the sampling policy's log-probabilities.
 
-        Where the generation engine's are the trainer's (the same mathematics in the same type), its own are taken and compared
-        with the trainer's in the first mini-batch; otherwise the trainer computes them. The first step after a start always
-        computes them, and stops the run if the two disagree.
+        Where the generation engine's are the trainer's (the same mathematics in the same type), its own are
+        taken and compared with the trainer's in the first mini-batch; otherwise the trainer computes them.
+        The first step after a start always computes them, and stops the run if the two disagree.
         """
         exact = rollout_is_exact(self.config, self.runtime.device_type)
         if self._compared and exact:
             return _taken_from_rollout(batch)
-        computed = batch.union(self.roles.actor.call(ActorWorker.compute_log_prob, columns(batch, MODEL_INPUTS)))
+        computed = batch.union(
+            self.roles.actor.call(ActorWorker.compute_log_prob, columns(batch, MODEL_INPUTS))
+        )
         measured = self._compare_with_rollout(computed)
         if step == 1 or not exact:  # a run that goes on notes what it would have noted without the stop
             self.metrics |= measured
@@ -166,7 +199,13 @@ class PPOTrainer:
         if self.roles.critic is None or self.plan.critic is None:
             return
         self.note_update(
-            self._update(self.roles.critic, CriticWorker.update, columns(batch, CRITIC_COLUMNS + ["lengths"]), self.plan.critic, step)
+            self._update(
+                self.roles.critic,
+                CriticWorker.update,
+                columns(batch, CRITIC_COLUMNS + ["lengths"]),
+                self.plan.critic,
+                step,
+            )
         )
 
     def update_actor(self, batch: RemoteBatch, step: int) -> Promised | None:
@@ -174,14 +213,18 @@ class PPOTrainer:
         if step <= self.config.trainer.critic_warmup:
             return None
         names = ACTOR_COLUMNS + (["ref_log_prob"] if self.config.actor_rollout_ref.actor.use_kl_loss else [])
-        return self._update(self.roles.actor, ActorWorker.update, columns(batch, names + ["lengths"]), self.plan.actor, step)
+        return self._update(
+            self.roles.actor, ActorWorker.update, columns(batch, names + ["lengths"]), self.plan.actor, step
+        )
 
     def note_update(self, updating: Promised | None) -> None:
         """Waits for an update and keeps its metrics."""
         if updating is not None:
             self.metrics |= reductions.values(updating.get())
 
-    def _update(self, role: RoleGroup, method: Callable, batch: RemoteBatch, plan: RolePlan, step: int) -> Promised:
+    def _update(
+        self, role: RoleGroup, method: Callable, batch: RemoteBatch, plan: RolePlan, step: int
+    ) -> Promised:
         lengths = self.runtime.fetch(columns(batch, ["lengths"])).get("lengths").numpy()
         order = mini_batch_order(
             lengths,
@@ -196,12 +239,15 @@ class PPOTrainer:
     def _compare_with_rollout(self, batch: RemoteBatch) -> dict[str, float]:
         names = ["response_mask", "rollout_log_probs", "old_log_probs", "entropys"]
         measured = self.roles.advantage.call(AdvantageWorker.compare_with_rollout, columns(batch, names))
-        limit, found = self.config.actor_rollout_ref.rollout.probs_diff_limit, measured["training/rollout_probs_diff_mean"]
+        limit, found = (
+            self.config.actor_rollout_ref.rollout.probs_diff_limit,
+            measured["training/rollout_probs_diff_mean"],
+        )
         if not self._compared and found > limit:
             raise GuardStop(
-                f"the generation engine and the trainer disagree: sampled tokens' probabilities differ by {found:.4f} on average, "
-                f"actor_rollout_ref.rollout.probs_diff_limit is {limit}. Usual causes: weights that did not arrive, another chat "
-                "template or tokenizer, different dtypes."
+                "the generation engine and the trainer disagree: sampled tokens' probabilities differ by"
+                f" {found:.4f} on average, actor_rollout_ref.rollout.probs_diff_limit is {limit}. Usual"
+                " causes: weights that did not arrive, another chat template or tokenizer, different dtypes."
             )
         self._compared = True
         return measured
@@ -209,8 +255,8 @@ class PPOTrainer:
     def _throughput(self, seconds: dict[str, float], before: Traffic) -> dict[str, float]:
         """`perf/throughput` is tokens per second and process, as in verl.
 
-        `perf/dispatch_share`: part of the step in which no worker's method ran, so the controller's and Ray's own; 0 where methods
-        that ran side by side add up to more than the step.
+        `perf/dispatch_share`: part of the step in which no worker's method ran, so the controller's and Ray's
+        own; 0 where methods that ran side by side add up to more than the step.
         """
         trajectories = self.plan.trajectories_per_step
         tokens = trajectories * (self.metrics["prompt_length/mean"] + self.metrics["response_length/mean"])
@@ -226,8 +272,8 @@ class PPOTrainer:
 
 
 def judge_failures(scored: Sequence[RemoteBatch], most: float, where: str, so: str) -> None:
-    """Says how many rows the reward function could not score, and what went wrong with the first; GuardStop when it is more than the
-    share `most` of them. `so`: what is not done with the others.
+    """Says how many rows the reward function could not score, and what went wrong with the first; GuardStop
+    when it is more than the share `most` of them. `so`: what is not done with the others.
     """
     failed, rows = sum(batch.meta_info["failed"] for batch in scored), sum(map(len, scored))
     first = next((batch.meta_info["why_failed"] for batch in scored if batch.meta_info["failed"]), None)

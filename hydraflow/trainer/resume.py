@@ -1,8 +1,8 @@
 """From which checkpoint a run goes on, if from any, and bringing it back.
 
-In: resume_mode, the run folder, what shapes the run. Out: a `Resumption`, or None for a run that starts anew; ConfigError, before
-anything starts, for a checkpoint of another configuration, a path that holds none, and a folder in which none is whole.
-A checkpoint may be anybody's: nothing in it is run (`engine/dcp_index.py`).
+In: resume_mode, the run folder, what shapes the run. Out: a `Resumption`, or None for a run that starts anew;
+ConfigError, before anything starts, for a checkpoint of another configuration, a path that holds none, and a
+folder in which none is whole. A checkpoint may be anybody's: nothing in it is run (`engine/dcp_index.py`).
 Left out on purpose: which folder that is (`jobs/run_start.py`).
 """
 
@@ -76,7 +76,8 @@ def find(folder: Path, trainer: LoopConfig, wanted: Wanted) -> Resumption | None
 
 
 def newest(folder: Path, wanted: Wanted) -> Resumption | None:
-    """The newest whole checkpoint of a folder; None: there is none at all. ConfigError when all are damaged."""
+    """The newest whole checkpoint of a folder; None: there is none at all. ConfigError when all are
+    damaged."""
     store = CheckpointStore(folder)
     step, wrong = store.newest_whole(wanted.roles)
     if step is not None:
@@ -88,7 +89,8 @@ def newest(folder: Path, wanted: Wanted) -> Resumption | None:
 
 
 def _looked_at(folder: Path, path: Path | None, wanted: Wanted) -> Resumption | None:
-    """The checkpoint to validate; None: the model as it is. Not in the folder of a run: what is there would be set aside."""
+    """The checkpoint to validate; None: the model as it is. Not in the folder of a run: what is there would
+    be set aside."""
     store = CheckpointStore(folder)
     steps = store.steps()
     if steps or (path is not None and folder in path.parents):
@@ -102,7 +104,9 @@ def _at(path: Path, wanted: Wanted) -> Resumption:
     if not path.is_dir():
         raise ConfigError.one(PATH, path, "is no folder", f"{PATH}=<run folder>/global_step_N")
     if found := damage(path, wanted.roles):
-        raise ConfigError.one(PATH, path, f"is no whole checkpoint: {found}", f"{PATH}=<run folder>/global_step_N")
+        raise ConfigError.one(
+            PATH, path, f"is no whole checkpoint: {found}", f"{PATH}=<run folder>/global_step_N"
+        )
     return Resumption(path, RunState.read(path), {})
 
 
@@ -114,7 +118,11 @@ def _checked(found: Resumption | None, wanted: Wanted) -> Resumption | None:
         last = problems[-1]
         problems[-1] = Problem(last.field, last.value, last.rule, f"{last.remedy}; or start anew: {ANEW}")
         raise ConfigError(problems)
-    if missing := [problem for role in wanted.roles for problem in _missing_contents(found.checkpoint, role, wanted.roles[role])]:
+    if missing := [
+        problem
+        for role in wanted.roles
+        for problem in _missing_contents(found.checkpoint, role, wanted.roles[role])
+    ]:
         raise ConfigError(missing)
     for role in wanted.roles:
         read_tensors_alone(found.checkpoint / role)  # as its workers will, but before anything starts
@@ -130,18 +138,28 @@ def _missing_contents(checkpoint: Path, role: str, wanted: RoleCheckpoints) -> l
     return [Problem(key, config.load_contents, rule, f"{key}=[{','.join(held)}]")] if absent else []
 
 
-def load_roles(found: Resumption, groups: Mapping[str, RoleGroup], roles: Mapping[str, RoleCheckpoints]) -> list[str]:
+def load_roles(
+    found: Resumption, groups: Mapping[str, RoleGroup], roles: Mapping[str, RoleCheckpoints]
+) -> list[str]:
     """Has every role take its state; says of each what it took."""
     told = []
     for role, group in groups.items():
         contents = list(roles[role].config.load_contents)
         group.call(EngineWorker.load_checkpoint, str(found.checkpoint / role), contents)
         ranks = _facts(found.checkpoint, role)["world_size"]
-        told.append(f"{role}: {', '.join(WORDS[name] for name in contents)}; written by {ranks} ranks, read by {group.world_size}")
+        told.append(
+            f"{role}: {', '.join(WORDS[name] for name in contents)}; written by {ranks} ranks, read by"
+            f" {group.world_size}"
+        )
     return told
 
 
-WORDS = {"model": "weights", "optimizer": "optimizer", "extra": "place in the schedule", "hf_model": "full weights"}
+WORDS = {
+    "model": "weights",
+    "optimizer": "optimizer",
+    "extra": "place in the schedule",
+    "hf_model": "full weights",
+}
 
 
 def _facts(checkpoint: Path, role: str) -> dict[str, Any]:
@@ -150,7 +168,11 @@ def _facts(checkpoint: Path, role: str) -> dict[str, Any]:
         found = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError.one(str(file), None, f"cannot be read: {error}", OTHER) from error
-    says = isinstance(found, dict) and {"contents", "world_size"} <= found.keys() and isinstance(found["contents"], list)
+    says = (
+        isinstance(found, dict)
+        and {"contents", "world_size"} <= found.keys()
+        and isinstance(found["contents"], list)
+    )
     if not says:
         raise ConfigError.one(str(file), None, "does not say the checkpoint's contents and world_size", OTHER)
     return found

@@ -1,7 +1,7 @@
 """Which worker runs where: turns the configuration into worker groups on resource pools.
 
-In: configuration, plan, runtime. Out: `Roles`, one handle per role. Actor, rollout, critic and reference share processes; the
-reward function and the advantages run in a process of their own.
+In: configuration, plan, runtime. Out: `Roles`, one handle per role. Actor, rollout, critic and reference
+share processes; the reward function and the advantages run in a process of their own.
 """
 
 from __future__ import annotations
@@ -50,18 +50,23 @@ class SamplingRoles:
 
 
 def rollout_is_exact(config: PPOConfig, device_type: str) -> bool:
-    """Whether the generation engine's log-probabilities are the trainer's: the same mathematics in the same type.
+    """Whether the generation engine's log-probabilities are the trainer's: the same mathematics in the same
+    type.
 
-    In 16 bits two orders of the same sums differ by more than a ratio near 1 can bear, so there they are never taken as equal.
+    In 16 bits two orders of the same sums differ by more than a ratio near 1 can bear, so there they are
+    never taken as equal.
     """
     policy = config.actor_rollout_ref
     fsdp = policy.actor.fsdp_config
-    types = {resolve_dtype(name, device_type) for name in (policy.rollout.dtype, fsdp.dtype, fsdp.model_dtype)}
+    types = {
+        resolve_dtype(name, device_type) for name in (policy.rollout.dtype, fsdp.dtype, fsdp.model_dtype)
+    }
     return policy.rollout.name == "native" and len(types) == 1 and types <= {torch.float32, torch.float64}
 
 
 def build_roles(config: PPOConfig, plan: BatchPlan, runtime: Runtime, *, skipped: Path) -> Roles:
-    """Starts every process of the run and waits until all are ready. `skipped`: the folder for rows of skipped optimizer steps."""
+    """Starts every process of the run and waits until all are ready. `skipped`: the folder for rows of
+    skipped optimizer steps."""
     skips = SkipLimits(config.trainer.max_skipped_steps, str(skipped))
     train = runtime.group(TRAIN, _training_roles(config, plan, runtime.device_type, skips))
     score = runtime.group(SCORE, _scoring_roles(config))
@@ -77,7 +82,8 @@ def build_roles(config: PPOConfig, plan: BatchPlan, runtime: Runtime, *, skipped
 
 
 def build_sampling_roles(config: PPOConfig, runtime: Runtime) -> SamplingRoles:
-    """Starts what `trainer.debug.rollout_only` needs; the generation engine has the weights of `model.path`."""
+    """Starts what `trainer.debug.rollout_only` needs; the generation engine has the weights of
+    `model.path`."""
     train = runtime.group(TRAIN, {"rollout": _rollout_role(config)})
     score = runtime.group(SCORE, {"reward": _reward_role(config)})
     runtime.await_ready()
@@ -86,7 +92,9 @@ def build_sampling_roles(config: PPOConfig, runtime: Runtime) -> SamplingRoles:
     return roles
 
 
-def _training_roles(config: PPOConfig, plan: BatchPlan, device_type: str, skips: SkipLimits) -> dict[str, RoleSpec]:
+def _training_roles(
+    config: PPOConfig, plan: BatchPlan, device_type: str, skips: SkipLimits
+) -> dict[str, RoleSpec]:
     policy = config.actor_rollout_ref
     temperature = policy.rollout.temperature
     tokens = config.data.max_response_length
@@ -121,7 +129,9 @@ def _training_roles(config: PPOConfig, plan: BatchPlan, device_type: str, skips:
         roles["critic"] = RoleSpec(CriticWorker, (spec,))
     if own_reference(config):
         assert plan.ref is not None, "a reference has a pass that computes log-probabilities"
-        ref = ReferenceSpec(policy.actor.strategy, policy.model, policy.ref.fsdp_config, plan.ref, temperature)
+        ref = ReferenceSpec(
+            policy.actor.strategy, policy.model, policy.ref.fsdp_config, plan.ref, temperature
+        )
         roles["ref"] = RoleSpec(ReferenceWorker, (ref,))
     return roles
 
@@ -134,7 +144,9 @@ def critic_model(config: PPOConfig) -> ModelConfig:
 
 def _rollout_role(config: PPOConfig) -> RoleSpec:
     policy = config.actor_rollout_ref
-    spec = RolloutSpec(policy.model, policy.rollout, max_tokens=config.data.max_response_length, seed=config.trainer.seed)
+    spec = RolloutSpec(
+        policy.model, policy.rollout, max_tokens=config.data.max_response_length, seed=config.trainer.seed
+    )
     return RoleSpec(RolloutWorker, (spec,))
 
 

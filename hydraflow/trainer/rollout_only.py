@@ -1,7 +1,7 @@
 """Steps that sample and score, and train nothing: `trainer.debug.rollout_only`.
 
-In: a batch of prompts. Out: the metrics of its trajectories. Each step samples what the first step of a training run would sample for
-the same prompts and step number, for the weights stay those of model.path.
+In: a batch of prompts. Out: the metrics of its trajectories. Each step samples what the first step of a
+training run would sample for the same prompts and step number, for the weights stay those of model.path.
 """
 
 from __future__ import annotations
@@ -26,8 +26,21 @@ from hydraflow.trainer.timing import PhaseTimer
 class RolloutTrainer:
     """Does what the loop asks of a trainer, with the generation engine and the reward function alone."""
 
-    def __init__(self, plan: BatchPlan, runtime: Runtime, rollouts: Rollouts, dump: GenerationDump | None, max_failed_share: float):
-        self.plan, self.runtime, self.rollouts, self.dump, self.max_failed_share = plan, runtime, rollouts, dump, max_failed_share
+    def __init__(
+        self,
+        plan: BatchPlan,
+        runtime: Runtime,
+        rollouts: Rollouts,
+        dump: GenerationDump | None,
+        max_failed_share: float,
+    ):
+        self.plan, self.runtime, self.rollouts, self.dump, self.max_failed_share = (
+            plan,
+            runtime,
+            rollouts,
+            dump,
+            max_failed_share,
+        )
         self.timer = PhaseTimer(runtime.timeline)
 
     def sync_weights(self) -> Promised:
@@ -35,7 +48,8 @@ class RolloutTrainer:
         return Ready(None)
 
     def step(self, prompts: DataProto, step: int, interrupt: Callable[[], None]) -> dict[str, float]:
-        """Samples and scores one batch of prompts; `step` counts from 1. What `interrupt` raises ends the step."""
+        """Samples and scores one batch of prompts; `step` counts from 1. What `interrupt` raises ends the
+        step."""
         phase = partial(self.timer.phase, step=step)
         with phase("step"):
             with phase("gen"):
@@ -45,19 +59,32 @@ class RolloutTrainer:
             with phase("reward"), self.runtime.interruptible(interrupt):
                 scored = scoring.get()
         if self.dump is not None:
-            self.dump.write(step, list(read_scored(self.runtime, prompts, self.plan.samples_per_prompt, scored).rows(step)))
+            self.dump.write(
+                step,
+                list(read_scored(self.runtime, prompts, self.plan.samples_per_prompt, scored).rows(step)),
+            )
         judge_failures([scored], self.max_failed_share, f"step {step}", "no more are sampled")
         metrics = self._measured(batch, scored) | self.timer.drain()
         tokens, seconds = metrics["perf/total_num_tokens"], metrics["timing_s/step"]
-        return metrics | {"perf/time_per_step": seconds, "perf/throughput": tokens / seconds / self.plan.rollout_ranks}
+        return metrics | {
+            "perf/time_per_step": seconds,
+            "perf/throughput": tokens / seconds / self.plan.rollout_ranks,
+        }
 
     def _measured(self, batch: RemoteBatch, scored: RemoteBatch) -> dict[str, float]:
         scores = self.runtime.fetch(columns(scored, ["score"])).get("score").float()
         read = self.runtime.fetch(columns(batch, ["lengths", "response_mask"]))
         responses = lengths(read.get("response_mask")).float()
-        found = {"reward/failed_rows": float(scored.meta_info["failed"]), "perf/total_num_tokens": float(read.get("lengths").sum())}
+        found = {
+            "reward/failed_rows": float(scored.meta_info["failed"]),
+            "perf/total_num_tokens": float(read.get("lengths").sum()),
+        }
         return found | _spread("critic/score", scores) | _spread("response_length", responses)
 
 
 def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
-    return {f"{name}/mean": float(values.mean()), f"{name}/max": float(values.max()), f"{name}/min": float(values.min())}
+    return {
+        f"{name}/mean": float(values.mean()),
+        f"{name}/max": float(values.max()),
+        f"{name}/min": float(values.min()),
+    }

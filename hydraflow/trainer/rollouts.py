@@ -1,7 +1,7 @@
 """Where a step's trajectories come from: sampled and scored, or read from files that an earlier run wrote.
 
-In: a batch of prompts. Out: trajectories and their scores. A step that reads a dump computes what the step that wrote it computed, bit
-by bit: the file holds every column as it was.
+In: a batch of prompts. Out: trajectories and their scores. A step that reads a dump computes what the step
+that wrote it computed, bit by bit: the file holds every column as it was.
 
     <folder>/step_12.safetensors     prompts, responses, response_mask, rollout_log_probs, lengths, group, scores, row objects
 
@@ -34,20 +34,25 @@ from hydraflow.workers.rollout import RolloutWorker, SampleOrder
 SCORING_OBJECTS = ["data_source", "reward_model", "extra_info"]
 TEXTS = ("text", "prompt_text")
 """Columns of scores that people read; a file of trajectories does without."""
-DUMPED, FACTS = ("prompts", "responses", "response_mask", "group", "score"), ("scores", "failed", "why_failed")
+DUMPED, FACTS = (
+    ("prompts", "responses", "response_mask", "group", "score"),
+    ("scores", "failed", "why_failed"),
+)
 """What a file of trajectories holds at least."""
 LOAD = "trainer.debug.load_rollouts"
 
 
 class Rollouts(Protocol):
-    """A source of trajectories. Samples are passed on while they are being made: whoever scores them waits for them, not the controller."""
+    """A source of trajectories. Samples are passed on while they are being made: whoever scores them waits
+    for them, not the controller."""
 
     def sampling(self, prompts: DataProto, step: int) -> Promised:
         """Begins on `rollout.n` trajectories for every prompt, prompt-major."""
         ...
 
     def score(self, prompts: DataProto, sampling: Promised, step: int) -> Promised:
-        """A batch of `token_level_scores`, `score` and `acc`, perhaps `text` and `prompt_text`; facts `failed` and `why_failed`."""
+        """A batch of `token_level_scores`, `score` and `acc`, perhaps `text` and `prompt_text`; facts
+        `failed` and `why_failed`."""
         ...
 
     def generated(self, prompts: DataProto, sampling: Promised) -> RemoteBatch:
@@ -56,14 +61,33 @@ class Rollouts(Protocol):
 
 
 class Sampled:
-    """Samples with the generation engine and scores with the reward function; `with_texts`: the scores come with prompts and responses."""
+    """Samples with the generation engine and scores with the reward function; `with_texts`: the scores come
+    with prompts and responses."""
 
-    def __init__(self, config: SamplingConfig, samples_per_prompt: int, rollout: RoleGroup, reward: RoleGroup, *, with_texts: bool):
-        self.config, self.n, self.rollout, self.reward, self.with_texts = config, samples_per_prompt, rollout, reward, with_texts
+    def __init__(
+        self,
+        config: SamplingConfig,
+        samples_per_prompt: int,
+        rollout: RoleGroup,
+        reward: RoleGroup,
+        *,
+        with_texts: bool,
+    ):
+        self.config, self.n, self.rollout, self.reward, self.with_texts = (
+            config,
+            samples_per_prompt,
+            rollout,
+            reward,
+            with_texts,
+        )
 
     def sampling(self, prompts: DataProto, step: int) -> Promised:
         """The row objects stay with the controller, the columns with the workers."""
-        return sample(self.rollout, prompts, SampleOrder(step, self.n, self.config.temperature, self.config.top_k, self.config.top_p))
+        return sample(
+            self.rollout,
+            prompts,
+            SampleOrder(step, self.n, self.config.temperature, self.config.top_k, self.config.top_p),
+        )
 
     def score(self, prompts: DataProto, sampling: Promised, step: int) -> Promised:
         """The reward process waits for the samples itself."""
@@ -78,7 +102,8 @@ class Sampled:
 
 
 class Recorded:
-    """Another source, whose trajectories are also written to a folder. The controller reads all of them for that."""
+    """Another source, whose trajectories are also written to a folder. The controller reads all of them for
+    that."""
 
     def __init__(self, source: Rollouts, folder: Path, runtime: Runtime):
         self.source, self.folder, self.runtime = source, folder, runtime
@@ -96,13 +121,22 @@ class Recorded:
         scored: RemoteBatch = self.source.score(prompts, sampling, step).get()
         batch = self.generated(prompts, sampling)
         names = [name for name in scored.columns if name not in TEXTS]
-        facts = {"step": step, "scores": names, "failed": scored.meta_info["failed"], "why_failed": scored.meta_info["why_failed"]}
-        objects = batch.objects or _repeated(prompts, list(prompts.non_tensor_batch), len(batch) // len(prompts))
+        facts = {
+            "step": step,
+            "scores": names,
+            "failed": scored.meta_info["failed"],
+            "why_failed": scored.meta_info["why_failed"],
+        }
+        objects = batch.objects or _repeated(
+            prompts, list(prompts.non_tensor_batch), len(batch) // len(prompts)
+        )
         rows = RemoteBatch(dict(batch.columns), objects).union(scored.select(names, [], []))
         try:
             write_batch(dump_file(self.folder, step), self.runtime.fetch(rows), facts)
         except OSError as error:
-            raise EnvironmentFault(f"the trajectories of step {step} cannot be written to {self.folder}: {error.strerror}") from error
+            raise EnvironmentFault(
+                f"the trajectories of step {step} cannot be written to {self.folder}: {error.strerror}"
+            ) from error
         return Ready(scored)
 
 
@@ -138,12 +172,17 @@ def dump_file(folder: Path, step: int) -> Path:
 
 
 def read_dump(file: Path) -> tuple[DataProto, Mapping[str, Any]]:
-    """Trajectories with their scores, and facts. EnvironmentFault when the file is damaged, or is something else."""
+    """Trajectories with their scores, and facts. EnvironmentFault when the file is damaged, or is something
+    else."""
     try:
         rows, facts = read_batch(file)
     except (OSError, safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise EnvironmentFault(f"{file} cannot be read as trajectories: {error or type(error).__name__}") from error
-    if lacking := [name for name in DUMPED if name not in rows.keys()] + [name for name in FACTS if name not in facts]:
+        raise EnvironmentFault(
+            f"{file} cannot be read as trajectories: {error or type(error).__name__}"
+        ) from error
+    if lacking := [name for name in DUMPED if name not in rows.keys()] + [
+        name for name in FACTS if name not in facts
+    ]:
         raise EnvironmentFault(f"{file} cannot be read as trajectories: it has no {', '.join(lacking)}")
     return rows, facts
 
@@ -154,25 +193,41 @@ def folder_of(path: str) -> Path:
 
 
 def require_dumps(debug: DebugConfig, plan: BatchPlan, *, first: int) -> None:
-    """Raises ConfigError when steps `first` to the last have no dump, or the first one has other sizes than the plan."""
+    """Raises ConfigError when steps `first` to the last have no dump, or the first one has other sizes than
+    the plan."""
     if debug.load_rollouts is None:
         return
     folder = folder_of(debug.load_rollouts)
     missing = [step for step in range(first, plan.total_steps + 1) if not dump_file(folder, step).is_file()]
     if missing:
-        there = sorted(int(path.stem.split("_")[1]) for path in folder.glob("step_*.safetensors") if path.stem.split("_")[1].isdigit())
-        rule = f"has no trajectories of step {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+        there = sorted(
+            int(path.stem.split("_")[1])
+            for path in folder.glob("step_*.safetensors")
+            if path.stem.split("_")[1].isdigit()
+        )
+        rule = f"has no trajectories of step {missing[0]}" + (
+            f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        )
         run = next((number - 1 for number in range(first, plan.total_steps + 2) if number not in there), 0)
-        remedy = f"trainer.total_training_steps={run}" if run >= first else f"{LOAD}=<a folder that trainer.debug.save_rollouts wrote>"
+        remedy = (
+            f"trainer.total_training_steps={run}"
+            if run >= first
+            else f"{LOAD}=<a folder that trainer.debug.save_rollouts wrote>"
+        )
         raise ConfigError.one(LOAD, debug.load_rollouts, rule, remedy)
     try:
         rows, _ = read_dump(dump_file(folder, first))
     except EnvironmentFault as error:
-        raise ConfigError.one(LOAD, debug.load_rollouts, str(error), f"{LOAD}=<a folder that trainer.debug.save_rollouts wrote>") from error
+        raise ConfigError.one(
+            LOAD, debug.load_rollouts, str(error), f"{LOAD}=<a folder that trainer.debug.save_rollouts wrote>"
+        ) from error
     trajectories, prompts = len(rows), len(np.unique(rows.get("group").numpy()))
     wanted = (plan.prompts_per_step, plan.samples_per_prompt)
     if (prompts, trajectories // prompts) != wanted:
-        rule = f"holds {prompts} prompts with {trajectories // prompts} samples each; the plan has {wanted[0]} with {wanted[1]}"
+        rule = (
+            f"holds {prompts} prompts with {trajectories // prompts} samples each; the plan has {wanted[0]}"
+            f" with {wanted[1]}"
+        )
         remedy = f"data.train_batch_size={prompts} actor_rollout_ref.rollout.n={trajectories // prompts}"
         raise ConfigError([Problem(LOAD, debug.load_rollouts, rule, remedy)])
 
@@ -185,8 +240,11 @@ def sample(rollout: RoleGroup, prompts: DataProto, order: SampleOrder) -> Promis
     return sampling
 
 
-def score_samples(reward: RoleGroup, prompts: DataProto, sampling: Promised, n: int, *, with_texts: bool) -> Promised:
-    """Has `n` responses to each prompt scored, once they are sampled. `with_texts`: prompts and responses come as text, too."""
+def score_samples(
+    reward: RoleGroup, prompts: DataProto, sampling: Promised, n: int, *, with_texts: bool
+) -> Promised:
+    """Has `n` responses to each prompt scored, once they are sampled. `with_texts`: prompts and responses
+    come as text, too."""
     objects = DataProto.from_dict(non_tensors=_repeated(prompts, SCORING_OBJECTS, n))
     objects.meta_info[WITH_TEXTS] = with_texts
     names = ["prompts", "responses"] if with_texts else ["responses"]
@@ -201,4 +259,6 @@ def _repeated(prompts: DataProto, names: Sequence[str], n: int) -> dict[str, np.
 
 def _group_numbers(prompts: DataProto, n: int) -> DataProto:
     """`group` (S,) int64: trajectories of the same prompt have the same number."""
-    return DataProto.from_dict(tensors={"group": group_ids(prompts.non_tensor_batch["uid"]).repeat_interleave(n)})
+    return DataProto.from_dict(
+        tensors={"group": group_ids(prompts.non_tensor_batch["uid"]).repeat_interleave(n)}
+    )

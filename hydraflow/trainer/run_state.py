@@ -1,8 +1,9 @@
 """What a run knows besides its models: trainer.json of a checkpoint.
 
-In: the controller's state after a step. Out: JSON, and the state again. There is no random state in it, nor in any worker: data
-order, sampling and mini-batches are drawn from (seed, epoch), (seed, step, prompt, sample) and (seed, step). Reward functions are
-called anew for every row, so their processes have no state either, and no rollout is under way between two steps.
+In: the controller's state after a step. Out: JSON, and the state again. There is no random state in it, nor
+in any worker: data order, sampling and mini-batches are drawn from (seed, epoch), (seed, step, prompt,
+sample) and (seed, step). Reward functions are called anew for every row, so their processes have no state
+either, and no rollout is under way between two steps.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class RunState:
     kl: dict[str, float] = field(default_factory=dict)
     """`KLController.state_dict()`."""
     skipped_in_a_row: dict[str, int] = field(default_factory=dict)
-    """Optimizer steps of each trained role that were skipped since the last one that was taken (`workers/skipping.py`)."""
+    """Optimizer steps of each trained role that were skipped since the last one that was taken
+    (`workers/skipping.py`)."""
     origin: str | None = None
     """trainer.resume_from_path of the start that led here, if it had one."""
 

@@ -1,7 +1,8 @@
-"""Supervised training: one optimizer step per batch of conversations, held-out loss and accuracy now and then.
+"""Supervised training: one optimizer step per batch of conversations, held-out loss and accuracy now and
+then.
 
-In: conversations, configuration, plan. Out: metrics, and the weights as a Hugging Face directory. Serves `main_sft` and the warm
-start of embedded recipes.
+In: conversations, configuration, plan. Out: metrics, and the weights as a Hugging Face directory. Serves
+`main_sft` and the warm start of embedded recipes.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.worker import RoleSpec
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.ragged import parts
-from hydraflow.role_logs import CONTROLLER
 from hydraflow.schema import SFTConfig
+from hydraflow.system.role_logs import CONTROLLER
 from hydraflow.tracking.endings import DONE
 from hydraflow.tracking.trackers import Trackers
 from hydraflow.trainer.checkpoint import Checkpointer
@@ -41,10 +42,20 @@ class SFTTrainer:
     `skipped`: the folder for rows of skipped steps. `row`: whose its phases are in the timeline.
     """
 
-    def __init__(self, config: SFTConfig, plan: SFTPlan, runtime: Runtime, *, skipped: Path, row: str = CONTROLLER):
+    def __init__(
+        self, config: SFTConfig, plan: SFTPlan, runtime: Runtime, *, skipped: Path, row: str = CONTROLLER
+    ):
         self.config, self.plan, self.runtime = config, plan, runtime
         skips = SkipLimits(config.trainer.max_skipped_steps, str(skipped))
-        spec = SFTSpec(config.model, config.optim, config.fsdp_config, plan.role, plan.total_steps, config.trainer.seed, skips)
+        spec = SFTSpec(
+            config.model,
+            config.optim,
+            config.fsdp_config,
+            plan.role,
+            plan.total_steps,
+            config.trainer.seed,
+            skips,
+        )
         roles = {"sft": RoleSpec(SFTWorker, (spec,))}
         self.group = runtime.group(TRAIN, roles)
         runtime.await_ready()
@@ -80,7 +91,9 @@ class SFTTrainer:
                 metrics |= self.validate(held_out)
                 if stop_when is not None and stop_when(metrics):
                     why = "accuracy reached"
-            trackers.log(metrics | {"training/global_step": step, "training/restarts": float(restarts)}, step=step)
+            trackers.log(
+                metrics | {"training/global_step": step, "training/restarts": float(restarts)}, step=step
+            )
             preempted = clock.preempted
             if checkpoints is not None:
                 with self.timer.phase("save_checkpoint"):
@@ -90,7 +103,8 @@ class SFTTrainer:
         return DONE
 
     def validate(self, held_out: Sequence[DataProto]) -> dict[str, float]:
-        """`val/loss` per token; `val/accuracy`: share of conversations whose every trained token is the most probable one."""
+        """`val/loss` per token; `val/accuracy`: share of conversations whose every trained token is the most
+        probable one."""
         found = []
         for batch in held_out:
             output = self.runtime.fetch(self.role.call(SFTWorker.evaluate, batch))
@@ -111,7 +125,9 @@ class SFTTrainer:
         with self.timer.phase("step", step):
             metrics = self.role.call(SFTWorker.update, batch.select_idxs(order), step)
         seconds = self.timer.drain()
-        perf = {"perf/throughput": float(lengths.sum()) / seconds["timing_s/step"] / self.plan.role.data_ranks}
+        perf = {
+            "perf/throughput": float(lengths.sum()) / seconds["timing_s/step"] / self.plan.role.data_ranks
+        }
         return reductions.values(metrics) | seconds | perf
 
     def _validation_is_due(self, step: int) -> bool:
@@ -126,6 +142,8 @@ def _held_out_metrics(batch: DataProto, output: DataProto) -> dict[str, reductio
     missed = torch.zeros(len(lengths)).index_add_(0, row[trained], 1.0 - match[trained].float())
     tokens = int(trained.sum())
     return {
-        "val/loss": reductions.mean(float(-log_probs[trained].double().mean()) if tokens else 0.0, weight=tokens),
+        "val/loss": reductions.mean(
+            float(-log_probs[trained].double().mean()) if tokens else 0.0, weight=tokens
+        ),
         "val/accuracy": reductions.mean(float((missed == 0).float().mean()), weight=len(lengths)),
     }

@@ -1,8 +1,10 @@
-"""Signals that ask a run to save and end: SIGTERM, and SIGUSR1, which Slurm sends ahead of a time limit if asked to.
+"""Signals that ask a run to save and end: SIGTERM, and SIGUSR1, which Slurm sends ahead of a time limit if
+asked to.
 
-In: a signal to this process. Out: its name, which the loop looks at between steps. A SIGTERM that is repeated no longer waits for a
-step, which may hang: it ends the run as Ctrl-C does (`interrupts.py`), with an exit code of its own.
-Left out on purpose: signals to worker processes. Whoever signals a whole job kills its workers; the checkpoint before it counts then.
+In: a signal to this process. Out: its name, which the loop looks at between steps. A SIGTERM that is repeated
+no longer waits for a step, which may hang: it ends the run as Ctrl-C does (`system/interrupts.py`), with an
+exit code of its own. Left out on purpose: signals to worker processes. Whoever signals a whole job kills its
+workers; the checkpoint before it counts then.
 """
 
 from __future__ import annotations
@@ -14,18 +16,20 @@ import time
 from types import FrameType, TracebackType
 from typing import Any
 
-from hydraflow.interrupts import ENDS, TERMINATED
+from hydraflow.system.interrupts import ENDS, TERMINATED
 
 logger = logging.getLogger(__name__)
 
 WATCHED = (signal.SIGTERM, signal.SIGUSR1)
 REPEATED = 5.0
-"""Seconds after which another SIGTERM is a second one. One request often comes twice: timeout(1) signals its child and then the group,
-a batch script passes on what its step got, too. SIGUSR1 only warns, and a SIGTERM after it is a first one: a save may be at work."""
+"""Seconds after which another SIGTERM is a second one. One request often comes twice: timeout(1) signals its
+child and then the group, a batch script passes on what its step got, too. SIGUSR1 only warns, and a SIGTERM
+after it is a first one: a save may be at work."""
 
 
 class StopSignals:
-    """Remembers the first signal that comes inside its block. Elsewhere than in the main thread it hears none."""
+    """Remembers the first signal that comes inside its block. Elsewhere than in the main thread it hears
+    none."""
 
     def __init__(self) -> None:
         self.received = ""
@@ -41,14 +45,20 @@ class StopSignals:
             self._before = {number: signal.signal(number, self._note) for number in WATCHED}
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self.received:
             self.received = signal.Signals(number).name
-            logger.warning("%s: saves after this step, then ends; SIGTERM after %g s more ends at once", self.received, REPEATED)
+            logger.warning(
+                "%s: saves after this step, then ends; SIGTERM after %g s more ends at once",
+                self.received,
+                REPEATED,
+            )
         if number != signal.SIGTERM:
             return
         now = time.monotonic()

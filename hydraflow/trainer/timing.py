@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 from codetiming import Timer
 
+from hydraflow.dispatch.spans import Span, now
 from hydraflow.dispatch.timeline import Timeline
-from hydraflow.role_logs import CONTROLLER
-from hydraflow.spans import Span, now
+from hydraflow.system.role_logs import CONTROLLER
 
 
 class PhaseTimer:

@@ -1,6 +1,7 @@
 """The policy that learns: log-probabilities of what was sampled, and updates.
 
-In: trajectories (`prompts`, `responses`, `response_mask` and the loss's columns). Out: `old_log_probs`, `ref_log_prob`, metrics.
+In: trajectories (`prompts`, `responses`, `response_mask` and the loss's columns). Out: `old_log_probs`,
+`ref_log_prob`, metrics.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class ActorSpec:
     total_steps: int
     """Training steps of the run, for the schedule."""
     old_is_rollout: bool
-    """`old_log_probs` came from the generation engine: compare them with the trainer's before the first optimizer step."""
+    """`old_log_probs` came from the generation engine: compare them with the trainer's before the first
+    optimizer step."""
     seed: int
     """Governs what new weights start as."""
     skips: SkipLimits = SkipLimits()
@@ -67,27 +69,35 @@ class ActorWorker(EngineWorker):
         )
         self.spec = spec
         self.log_prob_portions = self.portions(spec.log_prob, "log-probabilities of the actor")
-        self.ref_portions = None if spec.ref is None else self.portions(spec.ref, "log-probabilities of the reference")
+        self.ref_portions = (
+            None if spec.ref is None else self.portions(spec.ref, "log-probabilities of the reference")
+        )
         update = self.portions(spec.plan.micro, "update of the actor")
         self.learner = Learner(self.engine, spec.plan, update, self.skips(spec.skips, "actor"), "actor")
 
     @register(dispatch_mode=mesh_mode("actor"), read_only=True)
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """`old_log_probs` and `entropys` of the responses under the weights of now."""
-        output = forward_in_order(self.engine, batch, self.log_prob_portions, temperature=self.spec.temperature, entropy=True)
+        output = forward_in_order(
+            self.engine, batch, self.log_prob_portions, temperature=self.spec.temperature, entropy=True
+        )
         return output.rename("log_probs", "old_log_probs")
 
     @register(dispatch_mode=mesh_mode("actor"), read_only=True)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """`ref_log_prob`: the policy without its adapters."""
         assert self.ref_portions is not None, "the plan has a reference pass where one is asked for"
-        output = forward_in_order(self.engine, batch, self.ref_portions, temperature=self.spec.temperature, adapter=False)
+        output = forward_in_order(
+            self.engine, batch, self.ref_portions, temperature=self.spec.temperature, adapter=False
+        )
         return output.rename("log_probs", "ref_log_prob")
 
     @register(dispatch_mode=mesh_mode("actor"), blocking=False, read_only=True, padding=False)
     def update(self, batch: DataProto, step: int) -> dict[str, Metric]:
         """Every optimizer step of training step `step`; rows come ordered by mini-batch."""
-        told = self.learner.learn(batch, self._loss, step=step, temperature=self.spec.temperature, entropy=True)
+        told = self.learner.learn(
+            batch, self._loss, step=step, temperature=self.spec.temperature, entropy=True
+        )
         return told | {"actor/oom_splits": largest(self.take_oom_splits())}
 
     def _loss(self, denominators: Denominators, first: bool) -> LossFn:
@@ -116,7 +126,9 @@ def _compared_with_rollout(loss: ActorLoss) -> LossFn:
         assert output.log_probs is not None, "a policy gives log-probabilities"
         difference = (output.log_probs.detach().exp() - columns["old_log_probs"].exp()).abs()[mask]
         found = {
-            "training/rollout_probs_diff_mean": mean(float(difference.mean()) if len(difference) else 0.0, weight=len(difference)),
+            "training/rollout_probs_diff_mean": mean(
+                float(difference.mean()) if len(difference) else 0.0, weight=len(difference)
+            ),
             "training/rollout_probs_diff_max": largest(float(difference.max()) if len(difference) else 0.0),
         }
         return value, metrics | found

@@ -1,7 +1,8 @@
 """Turns scores into advantages for a whole step at once, so that group and batch statistics are exact.
 
-In: trajectories with scores, and log-probabilities and values where the method uses them. Out: `token_level_rewards`,
-`advantages`, `returns`, and the step's data metrics. The columns come from the object store: none passes the controller.
+In: trajectories with scores, and log-probabilities and values where the method uses them. Out:
+`token_level_rewards`, `advantages`, `returns`, and the step's data metrics. The columns come from the object
+store: none passes the controller.
 """
 
 from __future__ import annotations
@@ -37,17 +38,22 @@ class AdvantageWorker(Worker):
         super().__init__(process)
         self.spec = spec
         control = spec.algorithm.kl_ctrl
-        self.kl = make_kl_controller(control.type, kl_coef=control.kl_coef, target_kl=control.target_kl, horizon=control.horizon)
+        self.kl = make_kl_controller(
+            control.type, kl_coef=control.kl_coef, target_kl=control.target_kl, horizon=control.horizon
+        )
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False, read_only=True)
     def compute(self, batch: DataProto, scored: DataProto) -> DataProto:
         """From `token_level_scores` in `scored`: `advantages` and `returns`.
 
-        `meta_info["metrics"]` describes the step's data, `meta_info["kl"]` is the KL controller's state after it.
+        `meta_info["metrics"]` describes the step's data, `meta_info["kl"]` is the KL controller's state after
+        it.
         """
         algorithm = self.spec.algorithm
         lengths = parts(batch.get("response_mask"))[1]
-        padded = {name: to_padded(batch.get(name)) for name in batch.keys() if name not in ("prompts", "group")}
+        padded = {
+            name: to_padded(batch.get(name)) for name in batch.keys() if name not in ("prompts", "group")
+        }
         padded["token_level_scores"] = to_padded(scored.get("token_level_scores"))
         mask = padded["response_mask"].to(torch.float32)
         metrics: dict[str, float] = {}
@@ -74,7 +80,8 @@ class AdvantageWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, read_only=True)
     def compare_with_rollout(self, batch: DataProto) -> dict[str, float]:
-        """How far `old_log_probs` are from `rollout_log_probs`, and the sampling policy's entropy per token."""
+        """How far `old_log_probs` are from `rollout_log_probs`, and the sampling policy's entropy per
+        token."""
         padded = {name: to_padded(batch.get(name)) for name in batch.keys()}
         mask = padded["response_mask"].bool()
         entropy = {"actor/entropy": float(padded["entropys"][mask].mean())}
@@ -90,14 +97,23 @@ class AdvantageWorker(Worker):
     ) -> tuple[torch.Tensor, dict[str, float]]:
         coefficient = self.kl.value
         rewards, kl = apply_kl_penalty(
-            scores, padded["old_log_probs"], padded["ref_log_prob"], mask, kind=self.spec.algorithm.kl_penalty, coefficient=coefficient
+            scores,
+            padded["old_log_probs"],
+            padded["ref_log_prob"],
+            mask,
+            kind=self.spec.algorithm.kl_penalty,
+            coefficient=coefficient,
         )
         self.kl.update(kl, len(scores))
         return rewards, {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coefficient}
 
 
 def _data_metrics(
-    padded: dict[str, torch.Tensor], rewards: torch.Tensor, advantages: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor
+    padded: dict[str, torch.Tensor],
+    rewards: torch.Tensor,
+    advantages: torch.Tensor,
+    returns: torch.Tensor,
+    mask: torch.Tensor,
 ) -> dict[str, float]:
     """Means, largest and smallest values under verl's names; token columns count trained tokens only."""
     trained = mask.bool()
@@ -118,7 +134,9 @@ def _data_metrics(
     return metrics
 
 
-def _length_metrics(prompt_lengths: torch.Tensor, response_lengths: torch.Tensor, response_tokens: int) -> dict[str, float]:
+def _length_metrics(
+    prompt_lengths: torch.Tensor, response_lengths: torch.Tensor, response_tokens: int
+) -> dict[str, float]:
     return {
         **_spread("response_length", response_lengths),
         "response_length/clip_ratio": float((response_lengths >= response_tokens).float().mean()),
@@ -130,4 +148,8 @@ def _spread(name: str, column: torch.Tensor) -> dict[str, float]:
     column = column.float()
     if not column.numel():
         return {}
-    return {f"{name}/mean": float(column.mean()), f"{name}/max": float(column.max()), f"{name}/min": float(column.min())}
+    return {
+        f"{name}/mean": float(column.mean()),
+        f"{name}/max": float(column.max()),
+        f"{name}/min": float(column.min()),
+    }

@@ -16,11 +16,13 @@ class CheckpointConfig:
     """What a role's checkpoints hold."""
 
     save_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
-    """Any of model (weights), optimizer, extra (place in the schedule), hf_model (full weights as a Hugging Face directory)."""
+    """Any of model (weights), optimizer, extra (place in the schedule), hf_model (full weights as a Hugging
+    Face directory)."""
     load_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
     """What a run that goes on takes from them: model, and of optimizer and extra those that are named."""
     async_save: bool = True
-    """Copy the state to host memory and write it while training goes on; false: training waits until it is written."""
+    """Copy the state to host memory and write it while training goes on; false: training waits until it is
+    written."""
 
 
 @dataclass
@@ -32,7 +34,8 @@ class ActorConfig:
     ppo_mini_batch_size: int = 256
     """Prompts per optimizer step (M of the batch plan); times rollout.n it counts trajectories."""
     ppo_micro_batch_size_per_gpu: int | None = None
-    """Trajectories per data rank in one forward (m); null: the largest that fits ppo_max_token_len_per_gpu."""
+    """Trajectories per data rank in one forward (m); null: the largest that fits
+    ppo_max_token_len_per_gpu."""
     use_dynamic_bsz: bool = False
     """Fill micro-batches by tokens (ppo_max_token_len_per_gpu) instead of by trajectories."""
     ppo_max_token_len_per_gpu: int = 16384
@@ -67,7 +70,8 @@ class ActorConfig:
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     device_mapping: Any = None
-    """Devices of the role: a list of numbers, or text such as 0-7 or 0-3,8-11; null: all devices of the trainer."""
+    """Devices of the role: a list of numbers, or text such as 0-7 or 0-3,8-11; null: all devices of the
+    trainer."""
 
 
 @dataclass
@@ -75,7 +79,8 @@ class RefConfig:
     """The frozen policy that KL terms measure from; its batching falls back to the actor's."""
 
     log_prob_micro_batch_size_per_gpu: int | None = None
-    """Trajectories per data rank in one forward; null: the largest that fits log_prob_max_token_len_per_gpu."""
+    """Trajectories per data rank in one forward; null: the largest that fits
+    log_prob_max_token_len_per_gpu."""
     log_prob_use_dynamic_bsz: bool | None = None
     """Fill micro-batches by tokens; null: actor.use_dynamic_bsz."""
     log_prob_max_token_len_per_gpu: int | None = None

@@ -1,6 +1,8 @@
-"""What every role with a training engine shares: joining the other ranks, its place among them, its checkpoints.
+"""What every role with a training engine shares: joining the other ranks, its place among them, its
+checkpoints.
 
-In: the role's specification. Out: an engine of the chosen kind. Left out on purpose: what the role does with it.
+In: the role's specification. Out: an engine of the chosen kind. Left out on purpose: what the role does with
+it.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ TRAIN_ENGINES: dict[str, Callable[..., TrainEngine]] = {"fsdp2": FSDPEngine}
 class EngineWorker(Worker):
     """One process of a training engine, in `engine`; an `optim` of None freezes the weights.
 
-    `strategy` names the engine, `head` is policy or value, `field` the configuration key of `model`, for messages;
-    `seed` governs what new weights (adapters) start as.
+    `strategy` names the engine, `head` is policy or value, `field` the configuration key of `model`, for
+    messages; `seed` governs what new weights (adapters) start as.
     """
 
     def __init__(
@@ -58,7 +60,9 @@ class EngineWorker(Worker):
         self._portions: list[Portions] = []
         self._skips: Skips | None = None
         device = current_device(process.device_type, process.local_rank)
-        self.engine = TRAIN_ENGINES[strategy](model, fsdp, optim, head=head, device=device, total_steps=total_steps, field=field, seed=seed)
+        self.engine = TRAIN_ENGINES[strategy](
+            model, fsdp, optim, head=head, device=device, total_steps=total_steps, field=field, seed=seed
+        )
 
     def portions(self, plan: MicroPlan, what: str) -> Portions:
         """The micro-batches of one kind of pass, to be kept; `what` names it in messages."""
@@ -66,12 +70,14 @@ class EngineWorker(Worker):
         return self._portions[-1]
 
     def skips(self, limits: SkipLimits, role: str) -> Skips:
-        """The count of this model's skipped optimizer steps, to be kept; `role` names it in messages and files."""
+        """The count of this model's skipped optimizer steps, to be kept; `role` names it in messages and
+        files."""
         self._skips = Skips(limits, role, self.process.rank)
         return self._skips
 
     def take_oom_splits(self) -> float:
-        """How often memory ran out, and micro-batches were made smaller for it, since this was asked last; the same on every rank."""
+        """How often memory ran out, and micro-batches were made smaller for it, since this was asked last;
+        the same on every rank."""
         return float(sum(portions.take_splits() for portions in self._portions))
 
     def mesh_coordinates(self, mesh: str) -> Coordinates:
@@ -85,8 +91,11 @@ class EngineWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, checkpoint: str, role: str, contents: list[str], background: bool) -> None:
-        """Copies the state and has it written to `<checkpoint>/<role>`; `saving.read_part` says when that is done, and how it went."""
-        save_part(self.engine.snapshot(contents), Path(checkpoint), role, self.process.rank, background=background)
+        """Copies the state and has it written to `<checkpoint>/<role>`; `saving.read_part` says when that is
+        done, and how it went."""
+        save_part(
+            self.engine.snapshot(contents), Path(checkpoint), role, self.process.rank, background=background
+        )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, directory: str, contents: list[str]) -> None:

@@ -1,8 +1,9 @@
-"""How one kind of pass cuts its rows into micro-batches: as the plan says, and into smaller ones once memory has run out.
+"""How one kind of pass cuts its rows into micro-batches: as the plan says, and into smaller ones once memory
+has run out.
 
-In: rows, and what is done with their micro-batches. Out: its result. What fits is remembered for the rest of the run.
-The size changes on all data ranks alike, because every pass is a collective: they have as many passes, whoever ran out of memory.
-Left out on purpose: growing again.
+In: rows, and what is done with their micro-batches. Out: its result. What fits is remembered for the rest of
+the run. The size changes on all data ranks alike, because every pass is a collective: they have as many
+passes, whoever ran out of memory. Left out on purpose: growing again.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Portions:
         return splits
 
     def _fitting(self, rows: DataProto) -> MicroPlan:
-        """The size of now; a row that is longer than the remembered number of tokens is a micro-batch of its own."""
+        """The size of now; a row that is longer than the remembered number of tokens is a micro-batch of its
+        own."""
         if self.plan is self._planned or self.plan.max_tokens is None:
             return self.plan
         return MicroPlan(rows=None, max_tokens=max(self.plan.max_tokens, _longest(rows)))
@@ -59,15 +61,22 @@ class Portions:
         alone = next((shortage for shortage in shortages if shortage.rows == 1), None)
         if alone is not None:
             raise DoesNotFit(
-                f"{self.what}: rank {alone.rank} has no memory for a single row of {alone.tokens} tokens. What makes room: "
-                "fewer tokens (data.max_prompt_length, data.max_response_length), model.enable_gradient_checkpointing=true, "
-                "fsdp_config.param_offload=true, a smaller fsdp_config.head_chunk_tokens, more devices."
+                f"{self.what}: rank {alone.rank} has no memory for a single row of {alone.tokens} tokens."
+                " What makes room: fewer tokens (data.max_prompt_length, data.max_response_length),"
+                " model.enable_gradient_checkpointing=true, fsdp_config.param_offload=true, a smaller"
+                " fsdp_config.head_chunk_tokens, more devices."
             )
         self.plan = self._half(engine, rows, max(shortage.tokens for shortage in shortages))
         self._splits += 1
         found = "; ".join(map(str, shortages))
         unit = "row" if self.plan.max_tokens is None else "token"
-        logger.warning("%s: %s; micro-batches of up to %d %ss from now on", self.what, found, self.plan.rows or self.plan.max_tokens, unit)
+        logger.warning(
+            "%s: %s; micro-batches of up to %d %ss from now on",
+            self.what,
+            found,
+            self.plan.rows or self.plan.max_tokens,
+            unit,
+        )
 
     def _half(self, engine: TrainEngine, rows: DataProto, tokens: int) -> MicroPlan:
         """`tokens`: of the largest micro-batch that did not fit."""
@@ -77,7 +86,9 @@ class Portions:
         too_many = min(self.plan.max_tokens, tokens)
         longest = int(engine.reduce(torch.tensor([float(_longest(rows))]), "max"))
         fewer = max(-(-too_many // 2), longest)
-        return MicroPlan(rows=None, max_tokens=fewer) if fewer < too_many else MicroPlan(rows=1, max_tokens=None)
+        return (
+            MicroPlan(rows=None, max_tokens=fewer) if fewer < too_many else MicroPlan(rows=1, max_tokens=None)
+        )
 
 
 def split(engine: TrainEngine, batch: DataProto, micro: MicroPlan) -> MicroBatches:

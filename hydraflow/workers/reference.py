@@ -1,4 +1,5 @@
-"""The frozen policy that KL terms measure from. With adapters it is the actor itself, adapters off (`ActorWorker`).
+"""The frozen policy that KL terms measure from. With adapters it is the actor itself, adapters off
+(`ActorWorker`).
 
 In: trajectories. Out: `ref_log_prob`.
 """
@@ -49,5 +50,7 @@ class ReferenceWorker(EngineWorker):
     @register(dispatch_mode=mesh_mode("ref"), read_only=True)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """`ref_log_prob` of the responses."""
-        output = forward_in_order(self.engine, batch, self.log_prob_portions, temperature=self.spec.temperature)
+        output = forward_in_order(
+            self.engine, batch, self.log_prob_portions, temperature=self.spec.temperature
+        )
         return output.rename("log_probs", "ref_log_prob")

@@ -1,7 +1,7 @@
 """Scores responses with a reward function, in a pool of processes beside the training processes.
 
-In: trajectories with their row objects. Out: `token_level_scores` (the score on each response's last token), `score`, `acc`,
-the decoded `text` and `prompt_text` and the number of rows that failed.
+In: trajectories with their row objects. Out: `token_level_scores` (the score on each response's last token),
+`score`, `acc`, the decoded `text` and `prompt_text` and the number of rows that failed.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ class RewardWorker(Worker):
     def score(self, batch: DataProto, sampled: DataProto) -> DataProto:
         """Scores the `responses` of `sampled` with the row objects of `batch`.
 
-        `meta_info["failed"]` counts the rows whose function raised or took too long. With `meta_info[WITH_TEXTS]` in `batch` the
-        decoded responses and prompts of `sampled` come too, as the object columns `text` and `prompt_text`.
+        `meta_info["failed"]` counts the rows whose function raised or took too long. With
+        `meta_info[WITH_TEXTS]` in `batch` the decoded responses and prompts of `sampled` come too, as the
+        object columns `text` and `prompt_text`.
         """
         responses = [row.tolist() for row in rows(sampled.get("responses"))]
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
@@ -61,7 +62,10 @@ class RewardWorker(Worker):
                 "acc": torch.tensor([_accuracy(result) for result in results], dtype=torch.float32),
             },
             non_tensors=self._texts(sampled, texts) if batch.meta_info.get(WITH_TEXTS) else {},
-            meta_info={"failed": sum(result.failed is not None for result in results), "why_failed": _first_failure(results)},
+            meta_info={
+                "failed": sum(result.failed is not None for result in results),
+                "why_failed": _first_failure(results),
+            },
         )
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
@@ -70,13 +74,20 @@ class RewardWorker(Worker):
         self.pool.close()
 
     def _texts(self, sampled: DataProto, responses: Sequence[str]) -> dict[str, np.ndarray]:
-        prompts = self.tokenizer.batch_decode([row.tolist() for row in rows(sampled.get("prompts"))], skip_special_tokens=True)
+        prompts = self.tokenizer.batch_decode(
+            [row.tolist() for row in rows(sampled.get("prompts"))], skip_special_tokens=True
+        )
         return {"text": np.array(responses, dtype=object), "prompt_text": np.array(prompts, dtype=object)}
 
     def _rows(self, batch: DataProto, texts: Sequence[str]) -> list[RewardRow]:
         objects = batch.non_tensor_batch
         return [
-            RewardRow(data_source=source, solution_str=text, ground_truth=reward_model.get("ground_truth"), extra_info=extra)
+            RewardRow(
+                data_source=source,
+                solution_str=text,
+                ground_truth=reward_model.get("ground_truth"),
+                extra_info=extra,
+            )
             for source, text, reward_model, extra in zip(
                 objects["data_source"], texts, objects["reward_model"], objects["extra_info"], strict=True
             )

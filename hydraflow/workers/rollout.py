@@ -1,8 +1,8 @@
 """Samples responses, on weights that it gets from the actor in the same process or from a model directory.
 
-In: prompts, one row each. Out: `rollout.n` trajectories for each, prompt-major: `prompts`, `responses`, `response_mask`,
-`rollout_log_probs`, `lengths`. What is sampled depends on the seed, the step, the prompt's uid and the sample's number, never
-on the process that drew it.
+In: prompts, one row each. Out: `rollout.n` trajectories for each, prompt-major: `prompts`, `responses`,
+`response_mask`, `rollout_log_probs`, `lengths`. What is sampled depends on the seed, the step, the prompt's
+uid and the sample's number, never on the process that drew it.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ class RolloutWorker(Worker):
         """Takes the weights of the model directory."""
         config = load_config(self.spec.model)
         dtype = resolve_dtype(self.spec.rollout.dtype, self.process.device_type)
-        self.engine.update_weights(read_weights(config, self.spec.model, head="policy", dtype=dtype, field="model").items())
+        self.engine.update_weights(
+            read_weights(config, self.spec.model, head="policy", dtype=dtype, field="model").items()
+        )
 
     @register(dispatch_mode=mesh_mode("rollout"), blocking=False, read_only=True)
     def generate(self, batch: DataProto) -> DataProto:
@@ -108,7 +110,11 @@ class RolloutWorker(Worker):
 
 def _trajectories(batch: DataProto, n: int, responses: torch.Tensor, log_probs: torch.Tensor) -> DataProto:
     """Columns of B * n trajectories; `lengths` (B * n,) int32 counts prompt and response."""
-    prompts = batch.select(batch_keys=["prompts"], non_tensor_batch_keys=[]).repeat(n, interleave=True).get("prompts")
+    prompts = (
+        batch.select(batch_keys=["prompts"], non_tensor_batch_keys=[])
+        .repeat(n, interleave=True)
+        .get("prompts")
+    )
     values, response_lengths = parts(responses)
     lengths = parts(prompts)[1] + response_lengths
     return DataProto.from_dict(

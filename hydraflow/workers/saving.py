@@ -1,10 +1,11 @@
-"""Writes one rank's part of a checkpoint, beside training if asked, and tells whoever waits through small files.
+"""Writes one rank's part of a checkpoint, beside training if asked, and tells whoever waits through small
+files.
 
-In: a snapshot. Out: files under `<checkpoint>/<role>/`, and in `<checkpoint>/parts/` what was written: `<role>-<rank>.json` with sizes
-and checksums, or with what went wrong. A `.pending` file stands there from the start and goes at the end, whatever happened: on a
-full disk a file can still be removed when none can be written.
-Files and not calls, because a worker runs one method at a time and is busy with the next step by then.
-Left out on purpose: manifest, names, pointer (`trainer/checkpoint_store.py`).
+In: a snapshot. Out: files under `<checkpoint>/<role>/`, and in `<checkpoint>/parts/` what was written:
+`<role>-<rank>.json` with sizes and checksums, or with what went wrong. A `.pending` file stands there from
+the start and goes at the end, whatever happened: on a full disk a file can still be removed when none can be
+written. Files and not calls, because a worker runs one method at a time and is busy with the next step by
+then. Left out on purpose: manifest, names, pointer (`trainer/checkpoint_store.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 from hydraflow.engine.base import Snapshot
 from hydraflow.errors import EnvironmentFault
-from hydraflow.whole_files import replacing
+from hydraflow.system.whole_files import replacing
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +71,8 @@ def expect_part(checkpoint: Path, role: str, rank: int) -> None:
 def read_part(checkpoint: Path, role: str, rank: int) -> Part | None:
     """What a rank has written; None while it is at work.
 
-    OSError or ValueError when its report cannot be read, or is not there though the rank has ended: of a file system that several
-    machines see, neither need be true a moment later.
+    OSError or ValueError when its report cannot be read, or is not there though the rank has ended: of a file
+    system that several machines see, neither need be true a moment later.
     """
     at_work = _pending(checkpoint, role, rank).exists()  # looked at first: it goes after the report has come
     report = _report(checkpoint, role, rank)
@@ -99,7 +100,8 @@ def save_part(snapshot: Snapshot, checkpoint: Path, role: str, rank: int, *, bac
 
 @cache
 def _writer() -> ThreadPoolExecutor:
-    """One thread for all roles of the process: every rank writes their parts in the same order, as the ranks' talk needs."""
+    """One thread for all roles of the process: every rank writes their parts in the same order, as the ranks'
+    talk needs."""
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 
 

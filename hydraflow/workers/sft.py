@@ -1,6 +1,7 @@
 """A model that learns from conversations, on the same engine as the policy.
 
-In: conversations as `prompts`, `responses` and a `response_mask` that selects the trained tokens. Out: metrics.
+In: conversations as `prompts`, `responses` and a `response_mask` that selects the trained tokens. Out:
+metrics.
 """
 
 from __future__ import annotations
@@ -64,8 +65,11 @@ class SFTWorker(EngineWorker):
 
     @register(dispatch_mode=mesh_mode("sft"), read_only=True)
     def evaluate(self, batch: DataProto) -> DataProto:
-        """`log_probs` and `greedy_match` (1 where the token is the most probable one) of every response token."""
-        return forward_in_order(self.engine, batch, self.evaluation_portions, temperature=1.0, greedy_match=True)
+        """`log_probs` and `greedy_match` (1 where the token is the most probable one) of every response
+        token."""
+        return forward_in_order(
+            self.engine, batch, self.evaluation_portions, temperature=1.0, greedy_match=True
+        )
 
     def _loss(self, denominators: Denominators, first: bool) -> SFTLoss:
         return SFTLoss(denominators)

@@ -1,7 +1,9 @@
-"""Optimizer steps that are skipped because their gradient is not finite: their rows are kept for study, and too many in a row end the run.
+"""Optimizer steps that are skipped because their gradient is not finite: their rows are kept for study, and
+too many in a row end the run.
 
-In: whether a step was skipped, and its rows. Out: a file for each rank and skipped step, `read_skipped` to open it, or GuardStop.
-All ranks see the same gradient norm, so all count the same. How many were skipped in a row is saved with a checkpoint.
+In: whether a step was skipped, and its rows. Out: a file for each rank and skipped step, `read_skipped` to
+open it, or GuardStop. All ranks see the same gradient norm, so all count the same. How many were skipped in a
+row is saved with a checkpoint.
 
     skipped/step_12_actor_1_rank_0.safetensors      training step 12, the actor's optimizer step 1 of it, the rows of rank 0
 
@@ -47,20 +49,28 @@ class Skips:
         """Skipped optimizer steps since the last one that was taken."""
         self._files = 0
 
-    def note(self, rows: DataProto, *, skipped: bool, step: int, number: int, facts: Mapping[str, float]) -> None:
-        """After optimizer step `number` of training step `step`. `facts` go into the file. Raises GuardStop at the limit."""
+    def note(
+        self, rows: DataProto, *, skipped: bool, step: int, number: int, facts: Mapping[str, float]
+    ) -> None:
+        """After optimizer step `number` of training step `step`. `facts` go into the file. Raises GuardStop
+        at the limit."""
         if not skipped:
             self.in_a_row = 0
             return
         self.in_a_row += 1
-        logger.warning("step %d: optimizer step %d of the %s is skipped: its gradient is not finite", step, number, self._role)
+        logger.warning(
+            "step %d: optimizer step %d of the %s is skipped: its gradient is not finite",
+            step,
+            number,
+            self._role,
+        )
         self._keep(rows, step, number, facts)
         if self.in_a_row >= self._limits.in_a_row:
             raise GuardStop(
-                f"the gradient of the {self._role} was not finite in {self.in_a_row} optimizer steps in a row, the last one in step "
-                f"{step} (trainer.max_skipped_steps={self._limits.in_a_row}). The weights are as they were before. "
-                f"The rows are in {self._limits.folder}. Usual causes: a learning rate that is too high, 16-bit types, "
-                "a reward or a loss that is not a number."
+                f"the gradient of the {self._role} was not finite in {self.in_a_row} optimizer steps in a"
+                f" row, the last one in step {step} (trainer.max_skipped_steps={self._limits.in_a_row}). The"
+                f" weights are as they were before. The rows are in {self._limits.folder}. Usual causes: a"
+                " learning rate that is too high, 16-bit types, a reward or a loss that is not a number."
             )
 
     def _keep(self, rows: DataProto, step: int, number: int, facts: Mapping[str, float]) -> None:
@@ -69,7 +79,11 @@ class Skips:
         path = Path(self._limits.folder) / f"step_{step}_{self._role}_{number}_rank_{self._rank}.safetensors"
         self._files += 1
         try:
-            write_skipped(path, rows, {"step": step, "role": self._role, "optimizer_step": number, "rank": self._rank, **facts})
+            write_skipped(
+                path,
+                rows,
+                {"step": step, "role": self._role, "optimizer_step": number, "rank": self._rank, **facts},
+            )
         except OSError as error:
             logger.warning("the rows of a skipped step cannot be written: %s", error)
 
@@ -81,5 +95,6 @@ def write_skipped(path: Path, rows: DataProto, facts: Mapping[str, Any]) -> None
 
 
 def read_skipped(path: Path) -> tuple[DataProto, dict[str, Any]]:
-    """The rows and the facts of a file in `skipped/`: step, role, optimizer_step, rank, grad_norm, and the role's metrics on this rank."""
+    """The rows and the facts of a file in `skipped/`: step, role, optimizer_step, rank, grad_norm, and the
+    role's metrics on this rank."""
     return read_batch(path)

@@ -1,8 +1,10 @@
-"""What actor, critic and supervised model share: optimizer steps over a step's trajectories, and forward passes that only compute.
+"""What actor, critic and supervised model share: optimizer steps over a step's trajectories, and forward
+passes that only compute.
 
-In: one data rank's rows, ordered by mini-batch (the controller chose which rows, see `trainer/mini_batches.py`).
-Out: metrics, or columns. Which rows share an optimizer step never depends on the number of ranks.
-Left out on purpose: micro-batches that turn out too large (`portions.py`), gradients that are not finite (`skipping.py`).
+In: one data rank's rows, ordered by mini-batch (the controller chose which rows, see
+`trainer/mini_batches.py`). Out: metrics, or columns. Which rows share an optimizer step never depends on the
+number of ranks. Left out on purpose: micro-batches that turn out too large (`portions.py`), gradients that
+are not finite (`skipping.py`).
 """
 
 from __future__ import annotations
@@ -16,17 +18,18 @@ import torch
 from hydraflow import metrics as reductions
 from hydraflow.algorithms.aggregate import Denominators
 from hydraflow.batch_plan.parts import RolePlan
+from hydraflow.dispatch.spans import span
 from hydraflow.engine.base import LossFn, TrainEngine
 from hydraflow.engine.micro_batches import MicroBatches
 from hydraflow.metrics import Metric, largest, mean, merge
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.ragged import parts
-from hydraflow.spans import span
 from hydraflow.workers.portions import Portions
 from hydraflow.workers.skipping import Skips
 
 LossFactory = Callable[[Denominators, bool], LossFn]
-"""Makes a mini-batch's loss from its denominators; the flag says that no optimizer step of this training step came before."""
+"""Makes a mini-batch's loss from its denominators; the flag says that no optimizer step of this training step
+came before."""
 
 
 @dataclass
@@ -41,11 +44,13 @@ class Learner:
     prefix: str
     """Of the metrics: actor, critic or train."""
 
-    def learn(self, batch: DataProto, make_loss: LossFactory, *, step: int, temperature: float, entropy: bool) -> dict[str, Metric]:
+    def learn(
+        self, batch: DataProto, make_loss: LossFactory, *, step: int, temperature: float, entropy: bool
+    ) -> dict[str, Metric]:
         """Takes every optimizer step of training step `step`, the first of which is 1.
 
-        `batch` holds `plan.rows_per_rank` rows for each mini-batch, one mini-batch after the other. Metrics are averaged over
-        the optimizer steps. GuardStop when too many of those in a row are skipped.
+        `batch` holds `plan.rows_per_rank` rows for each mini-batch, one mini-batch after the other. Metrics
+        are averaged over the optimizer steps. GuardStop when too many of those in a row are skipped.
         """
         mini_batches = batch.split(self.plan.rows_per_rank)
         denominators = global_denominators(self.engine, mini_batches)
@@ -58,7 +63,9 @@ class Learner:
             with span("optimizer_step"):
                 of_steps.append(self.engine.optimizer_step())
             facts = reductions.values(of_rows[-1]) | of_steps[-1]
-            self.skips.note(rows, skipped=bool(of_steps[-1]["skipped"]), step=step, number=number, facts=facts)
+            self.skips.note(
+                rows, skipped=bool(of_steps[-1]["skipped"]), step=step, number=number, facts=facts
+            )
         self.engine.lr_step()
         found = merge([*of_rows, *(_step_metrics(of_step, self.prefix) for of_step in of_steps)])
         skipped = sum(of_step["skipped"] for of_step in of_steps)
@@ -66,7 +73,9 @@ class Learner:
             f"{self.prefix}/skipped_steps": largest(skipped)
         }
 
-    def _gradient(self, rows: DataProto, loss: LossFn, *, temperature: float, entropy: bool) -> dict[str, Metric]:
+    def _gradient(
+        self, rows: DataProto, loss: LossFn, *, temperature: float, entropy: bool
+    ) -> dict[str, Metric]:
         def passes(micro: MicroBatches) -> dict[str, Metric]:
             return self.engine.forward_backward(micro.parts, loss, temperature=temperature, entropy=entropy)
 
@@ -75,12 +84,18 @@ class Learner:
 
 def global_denominators(engine: TrainEngine, mini_batches: Sequence[DataProto]) -> list[Denominators]:
     """Trained tokens and sequences of each mini-batch, over all data ranks: one reduction for all of them."""
-    counts = torch.tensor([_mask_counts(mini_batch) for mini_batch in mini_batches], dtype=torch.float64)  # (K, 2)
-    return [Denominators(tokens=tokens, sequences=sequences) for tokens, sequences in engine.reduce(counts).tolist()]
+    counts = torch.tensor(
+        [_mask_counts(mini_batch) for mini_batch in mini_batches], dtype=torch.float64
+    )  # (K, 2)
+    return [
+        Denominators(tokens=tokens, sequences=sequences)
+        for tokens, sequences in engine.reduce(counts).tolist()
+    ]
 
 
 def forward_in_order(engine: TrainEngine, batch: DataProto, portions: Portions, **options: Any) -> DataProto:
-    """Forward passes over all rows; columns come back in the order of `batch`. `options` are those of `TrainEngine.forward`."""
+    """Forward passes over all rows; columns come back in the order of `batch`. `options` are those of
+    `TrainEngine.forward`."""
     return portions.work(engine, batch, lambda micro: micro.restore(engine.forward(micro.parts, **options)))
 
 
@@ -92,7 +107,8 @@ def _mask_counts(mini_batch: DataProto) -> tuple[float, float]:
 
 
 def _step_metrics(step: dict[str, float], prefix: str) -> dict[str, Metric]:
-    """grad_norm is averaged over optimizer steps and also kept as its largest; the rate is the same on every rank."""
+    """grad_norm is averaged over optimizer steps and also kept as its largest; the rate is the same on every
+    rank."""
     return {
         f"{prefix}/grad_norm": mean(step["grad_norm"]),
         f"{prefix}/grad_norm_max": largest(step["grad_norm"]),

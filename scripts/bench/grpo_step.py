@@ -1,9 +1,10 @@
-"""Seconds per training step of the default recipe in steady state, by phase, and the time from launch to the first step.
+"""Seconds per training step of the default recipe in steady state, by phase, and the time from launch to the
+first step.
 
     python scripts/bench/grpo_step.py [--steps 40] [overrides ...]
 
-Prints one JSON object. `ray_share` is the part of a step in which no worker of the phase was at work: dispatch, transport,
-waiting for the slower rank to be told.
+Prints one JSON object. `ray_share` is the part of a step in which no worker of the phase was at work:
+dispatch, transport, waiting for the slower rank to be told.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from steady import default_assets, hydraflow_steps
 
 def main() -> None:
     """Runs and prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=40)
     args, overrides = parser.parse_known_args()
     default_assets()

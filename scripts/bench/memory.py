@@ -1,13 +1,16 @@
-"""Measures what the memory estimate promises: peaks of real worker processes on this CPU, phase by phase, beside the estimates.
+"""Measures what the memory estimate promises: peaks of real worker processes on this CPU, phase by phase,
+beside the estimates.
 
     python scripts/bench/memory.py [--cases tied,untied,stored] [--keep-freed]
 
-For each case a model with random weights is written, and two processes with the run's own actor and rollout workers go through
-the phases of a step, every row at its longest. A phase's measurement is the highest resident set in it (VmHWM, set back before it)
-less what the process held after its imports and a pass with a tiny model. Prints one JSON object per case.
+For each case a model with random weights is written, and two processes with the run's own actor and rollout
+workers go through the phases of a step, every row at its longest. A phase's measurement is the highest
+resident set in it (VmHWM, set back before it) less what the process held after its imports and a pass with a
+tiny model. Prints one JSON object per case.
 
-glibc keeps freed memory, up to as much again as is in use. The processes therefore give every block of 256 KiB or more back at
-once, so that the resident set is what is in use; `--keep-freed` measures them as they are.
+glibc keeps freed memory, up to as much again as is in use. The processes therefore give every block of 256
+KiB or more back at once, so that the resident set is what is in use; `--keep-freed` measures them as they
+are.
 """
 
 from __future__ import annotations
@@ -34,8 +37,19 @@ from hydraflow.schema import PPOConfig
 RANKS = 2
 TOLERANCE = 0.2
 """Estimates are within this share of the measurement; checked by tests/memory/test_measured.py."""
-TINY = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
-PRELOADED = ["hydraflow.workers.actor", "hydraflow.workers.rollout", "transformers.models.qwen3.modeling_qwen3"]
+TINY = dict(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+)
+PRELOADED = [
+    "hydraflow.workers.actor",
+    "hydraflow.workers.rollout",
+    "transformers.models.qwen3.modeling_qwen3",
+]
 _M_MMAP_THRESHOLD = -3
 
 
@@ -69,7 +83,8 @@ CASES = {
         | dict(num_key_value_heads=4, tie_word_embeddings=False),
         prompt=32, response=32, rows=8, micro=8,
     ),
-    # 28 M parameters; activations are kept, and the head works in chunks: memory is mostly activations and logits
+    # 28 M parameters; activations are kept, and the head works in chunks: memory is mostly activations and
+    # logits
     "stored": Case(
         "qwen2",
         dict(vocab_size=20000, hidden_size=384, intermediate_size=1152, num_hidden_layers=8, num_attention_heads=6)
@@ -91,7 +106,12 @@ def configure(case: Case, model: str) -> PPOConfig:
     config.trainer.nnodes, config.trainer.n_gpus_per_node, config.trainer.device = 1, RANKS, "cpu"
     data.max_prompt_length, data.max_response_length = case.prompt, case.response
     data.train_batch_size = policy.actor.ppo_mini_batch_size = case.rows * RANKS // 2
-    policy.model.path, policy.rollout.n, policy.rollout.ignore_eos, policy.rollout.dtype = model, 2, True, "fp32"
+    policy.model.path, policy.rollout.n, policy.rollout.ignore_eos, policy.rollout.dtype = (
+        model,
+        2,
+        True,
+        "fp32",
+    )
     policy.actor.ppo_micro_batch_size_per_gpu = policy.rollout.log_prob_micro_batch_size_per_gpu = case.micro
     policy.actor.fsdp_config.dtype = "fp32"
     for key, value in case.settings.items():
@@ -111,12 +131,14 @@ def estimated(config: PPOConfig, plan: BatchPlan) -> dict[str, int]:
     return dict(group.phases)
 
 
-# --- in the worker processes ---------------------------------------------------------------------------------------------
+# --- in the worker processes --------------------------------------------------
 
 
 def status(name: str) -> int:
     """Bytes of a line of /proc/self/status."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:")
+    )
     return int(line.split()[1]) * 1024
 
 
@@ -158,7 +180,9 @@ class Rank:
         context = ProcessContext(rank, RANKS, rank, "here", "127.0.0.1", port, "cpu", 120.0)
         self.config, self.plan = config, plan
         self.actor = context.roles["actor"] = ActorWorker(context, actor)
-        self.rollout = RolloutWorker(context, RolloutSpec(policy.model, policy.rollout, max_tokens=response, seed=1))
+        self.rollout = RolloutWorker(
+            context, RolloutSpec(policy.model, policy.rollout, max_tokens=response, seed=1)
+        )
 
     def sync(self) -> None:
         self.rollout.sync_from_actor()
@@ -174,7 +198,9 @@ class Rank:
 
         count = self.plan.trajectories_per_step // RANKS // 2
         prompts = torch.randint(2, 60, (count, self.config.data.max_prompt_length))
-        batch = DataProto.from_dict({"prompts": ragged.from_rows(list(prompts))}, {"uid": np.arange(count).astype(str).astype(object)})
+        batch = DataProto.from_dict(
+            {"prompts": ragged.from_rows(list(prompts))}, {"uid": np.arange(count).astype(str).astype(object)}
+        )
         batch.meta_info["sampling"] = SampleOrder(1, 2, 1.0, -1, 1.0)
         return self.rollout.generate(batch)
 
@@ -189,7 +215,9 @@ class Rank:
         ids, ones = torch.full((count,), 2), torch.ones(count, dtype=torch.int64)
         names = ("prompts", "responses", "response_mask")
         rows = DataProto.from_dict({name: ragged.from_parts(ids, ones) for name in names})
-        self.update(rows.union(DataProto.from_dict({"rollout_log_probs": ragged.from_parts(ids * 0.0, ones)})))
+        self.update(
+            rows.union(DataProto.from_dict({"rollout_log_probs": ragged.from_parts(ids * 0.0, ones)}))
+        )
 
     def update(self, batch: Any) -> None:
         from hydraflow.protocol import ragged
@@ -216,7 +244,9 @@ class Rank:
         return peaks
 
 
-def rank_main(rank: int, port: int, jobs: list[tuple[PPOConfig, BatchPlan]], keep_freed: bool, pipe: Connection) -> None:
+def rank_main(
+    rank: int, port: int, jobs: list[tuple[PPOConfig, BatchPlan]], keep_freed: bool, pipe: Connection
+) -> None:
     """A tiny run, which loads everything that is loaded late, and then the run that is measured."""
     import torch
 
@@ -225,7 +255,7 @@ def rank_main(rank: int, port: int, jobs: list[tuple[PPOConfig, BatchPlan]], kee
     torch.set_num_threads(1)
     if not keep_freed:
         ctypes.CDLL("libc.so.6").mallopt(_M_MMAP_THRESHOLD, 256 * 1024)
-    (tiny, real) = jobs
+    tiny, real = jobs
     Rank(rank, port, *tiny).step()
     settle()
     baseline = status("VmRSS")
@@ -236,7 +266,7 @@ def rank_main(rank: int, port: int, jobs: list[tuple[PPOConfig, BatchPlan]], kee
     process_group.stop()
 
 
-# --- in the program ------------------------------------------------------------------------------------------------------
+# --- in the program --------------------------------------------------
 
 
 def write_model(architecture: str, sizes: Mapping[str, Any], folder: Path) -> None:
@@ -266,7 +296,8 @@ def measure(case: Case, folder: Path, *, keep_freed: bool = False) -> dict[str, 
     found = {phase: max(peak[phase] for peak in peaks) for phase in peaks[0]}
     baseline, expected = found.pop("baseline"), estimated(*jobs[1])
     phases = {
-        phase: {"estimate": expected[phase], "measured": peak, "ratio": round(expected[phase] / peak, 3)} for phase, peak in found.items()
+        phase: {"estimate": expected[phase], "measured": peak, "ratio": round(expected[phase] / peak, 3)}
+        for phase, peak in found.items()
     }
     return {"baseline": baseline, "phases": phases}
 
@@ -280,7 +311,10 @@ def run_ranks(jobs: list[tuple[PPOConfig, BatchPlan]], keep_freed: bool) -> list
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     pipes = [context.Pipe(duplex=False) for _ in range(RANKS)]
-    processes = [context.Process(target=rank_main, args=(rank, port, jobs, keep_freed, pipes[rank][1])) for rank in range(RANKS)]
+    processes = [
+        context.Process(target=rank_main, args=(rank, port, jobs, keep_freed, pipes[rank][1]))
+        for rank in range(RANKS)
+    ]
     for process, (_, theirs) in zip(processes, pipes, strict=True):
         process.start()
         theirs.close()
@@ -295,14 +329,19 @@ def run_ranks(jobs: list[tuple[PPOConfig, BatchPlan]], keep_freed: bool) -> list
 
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", default=",".join(CASES), help="names, separated by commas")
     parser.add_argument("--keep-freed", action="store_true", help="leave glibc's allocator as it is")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for name in args.cases.split(","):
         with tempfile.TemporaryDirectory() as folder:
-            print(json.dumps({"case": name, **measure(CASES[name], Path(folder), keep_freed=args.keep_freed)}), flush=True)
+            print(
+                json.dumps({"case": name, **measure(CASES[name], Path(folder), keep_freed=args.keep_freed)}),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""Time and peak memory of `model_merger merge`, and how they compare with verl's merger on the same checkpoint.
+"""Time and peak memory of `model_merger merge`, and how they compare with verl's merger on the same
+checkpoint.
 
     python scripts/bench/merger.py [--sizes 0.5b 1.5b] [--layouts verl hydraflow] [--repeats 3] [--verl VENV/bin/python] [--folder DIR]
 
-Makes models of random bf16 weights in Qwen2's shapes, splits them over 4 ranks with `split`, merges, and compares the result
-with the model bit by bit. Prints one JSON object. `ratio_*` are verl's figures divided by ours; where others are at work, the
-CPU time says more than the clock. Without --verl its figures are those taken of verl 0.9.1 on a machine with 2 cores; with it,
-it merges the same checkpoint here. `above_torch_mb` is the peak above that of a process that has imported torch and done nothing.
+Makes models of random bf16 weights in Qwen2's shapes, splits them over 4 ranks with `split`, merges, and
+compares the result with the model bit by bit. Prints one JSON object. `ratio_*` are verl's figures divided by
+ours; where others are at work, the CPU time says more than the clock. Without --verl its figures are those
+taken of verl 0.9.1 on a machine with 2 cores; with it, it merges the same checkpoint here. `above_torch_mb`
+is the peak above that of a process that has imported torch and done nothing.
 """
 
 from __future__ import annotations
@@ -25,8 +27,20 @@ from typing import Any
 
 RANKS = 4
 SHAPES: dict[str, dict[str, Any]] = {
-    "0.5b": dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2),
-    "1.5b": dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2),
+    "0.5b": dict(
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+    ),
+    "1.5b": dict(
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+    ),
 }
 
 
@@ -81,7 +95,9 @@ def fastest(command: list[str], target: Path, repeats: int) -> Figures:
     for _ in range(repeats):
         shutil.rmtree(target, ignore_errors=True)
         found.append(run(command))
-    return Figures(min(f.seconds for f in found), min(f.cpu_seconds for f in found), max(f.peak_mb for f in found))
+    return Figures(
+        min(f.seconds for f in found), min(f.cpu_seconds for f in found), max(f.peak_mb for f in found)
+    )
 
 
 def merger(*arguments: object) -> list[str]:
@@ -96,7 +112,11 @@ def bench(size: str, layout: str, folder: Path, repeats: int, verl: str | None) 
         child = multiprocessing.get_context("spawn").Process(target=make_model, args=(size, str(model)))
         child.start()
         child.join()
-    run(merger("split", "--hf_dir", model, "--target_dir", checkpoint, "--world_size", RANKS, "--layout", layout))
+    run(
+        merger(
+            "split", "--hf_dir", model, "--target_dir", checkpoint, "--world_size", RANKS, "--layout", layout
+        )
+    )
     ours = fastest(merger("merge", "--local_dir", checkpoint, "--target_dir", target), target, repeats)
     run(merger("test", "--local_dir", checkpoint, "--test_hf_dir", model))
     run([sys.executable, "-c", _SAME, str(model), str(target)])
@@ -142,16 +162,28 @@ assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a), "the me
 
 def main() -> None:
     """Runs and prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", nargs="+", choices=list(SHAPES), default=["0.5b"])
     parser.add_argument("--layouts", nargs="+", choices=["verl", "hydraflow"], default=["verl", "hydraflow"])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--verl", help="a Python that has verl")
-    parser.add_argument("--folder", type=Path, help="where models and checkpoints are put meanwhile (a temporary folder)")
+    parser.add_argument(
+        "--folder", type=Path, help="where models and checkpoints are put meanwhile (a temporary folder)"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        rows = [bench(size, layout, Path(folder), args.repeats, args.verl) for size in args.sizes for layout in args.layouts]
-    print(json.dumps({"load": os.getloadavg()[0], "cores": len(os.sched_getaffinity(0)), "merges": rows}, indent=2))
+        rows = [
+            bench(size, layout, Path(folder), args.repeats, args.verl)
+            for size in args.sizes
+            for layout in args.layouts
+        ]
+    print(
+        json.dumps(
+            {"load": os.getloadavg()[0], "cores": len(os.sched_getaffinity(0)), "merges": rows}, indent=2
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python scripts/bench/plan_scale.py [repetitions]
 
-In: nothing. Out: milliseconds for a plan that is accepted, one that is refused with three problems, and one whose devices are
-listed, at 16 and at 100,000 devices. No Ray, no torch.
+In: nothing. Out: milliseconds for a plan that is accepted, one that is refused with three problems, and one
+whose devices are listed, at 16 and at 100,000 devices. No Ray, no torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ PROMPTS = 10_000_000
 
 
 def configuration(nodes: int) -> PPOConfig:
-    """A mixture-of-experts run with Megatron on `nodes` machines with 8 devices: tp 4, pp 2, ep 8, one row in 8 devices."""
+    """A mixture-of-experts run with Megatron on `nodes` machines with 8 devices: tp 4, pp 2, ep 8, one row in
+    8 devices."""
     config = PPOConfig()
     policy = config.actor_rollout_ref
     config.trainer.nnodes, config.trainer.n_gpus_per_node = nodes, 8
@@ -40,7 +41,11 @@ def broken(nodes: int) -> PPOConfig:
     """The same with a mini-batch, a micro-batch and a parallel size that do not divide."""
     config = configuration(nodes)
     actor = config.actor_rollout_ref.actor
-    actor.ppo_mini_batch_size, actor.ppo_micro_batch_size_per_gpu, actor.megatron.tensor_model_parallel_size = nodes - 1, 3, 7
+    (
+        actor.ppo_mini_batch_size,
+        actor.ppo_micro_batch_size_per_gpu,
+        actor.megatron.tensor_model_parallel_size,
+    ) = nodes - 1, 3, 7
     return config
 
 
@@ -72,8 +77,12 @@ def main() -> None:
     repetitions = int(sys.argv[1]) if len(sys.argv) > 1 else 5
     print(f"median of {repetitions}, in ms; {PROMPTS:,} prompts")
     for nodes in (2, 12_500):
-        times = {name.__name__: milliseconds(name(nodes), repetitions) for name in (configuration, broken, mapped)}
-        print(f"{8 * nodes:>7,} devices: " + ", ".join(f"{name} {value:.2f}" for name, value in times.items()))
+        times = {
+            name.__name__: milliseconds(name(nodes), repetitions) for name in (configuration, broken, mapped)
+        }
+        print(
+            f"{8 * nodes:>7,} devices: " + ", ".join(f"{name} {value:.2f}" for name, value in times.items())
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Runs the default recipe for some steps and reads its steady state from metrics.jsonl. Shared by the benches.
+"""Runs the default recipe for some steps and reads its steady state from metrics.jsonl. Shared by the
+benches.
 
-In: number of steps and overrides. Out: median seconds per step and per phase, and the time from launch to the first step's end.
+In: number of steps and overrides. Out: median seconds per step and per phase, and the time from launch to the
+first step's end.
 """
 
 from __future__ import annotations
@@ -47,10 +49,22 @@ def default_assets() -> ArithmeticAssets:
 def hydraflow_steps(steps: int, *overrides: str) -> Steady:
     """Trains `steps` + WARM_UP steps without validation, in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "hydraflow.main_ppo", f"trainer.total_training_steps={steps + WARM_UP}", *overrides]
-        command += [f"trainer.default_local_dir={folder}/run", "trainer.val_before_train=false", "trainer.test_freq=-1"]
+        command = [
+            sys.executable,
+            "-m",
+            "hydraflow.main_ppo",
+            f"trainer.total_training_steps={steps + WARM_UP}",
+            *overrides,
+        ]
+        command += [
+            f"trainer.default_local_dir={folder}/run",
+            "trainer.val_before_train=false",
+            "trainer.test_freq=-1",
+        ]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=1800)
-        rows = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
+        ]
     rows = [row for row in rows if "timing_s/step" in row]
     counted = rows[WARM_UP:]
     names = sorted(name for name in counted[0] if name.startswith("timing_s/"))

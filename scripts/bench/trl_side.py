@@ -47,7 +47,9 @@ def main() -> None:
     parser.add_argument("--lr", type=float, required=True)
     args = parser.parse_args()
     rows = pyarrow.parquet.read_table(args.prompts).to_pylist()
-    data = Dataset.from_list([{"prompt": row["prompt"], "ground_truth": row["reward_model"]["ground_truth"]} for row in rows])
+    data = Dataset.from_list(
+        [{"prompt": row["prompt"], "ground_truth": row["reward_model"]["ground_truth"]} for row in rows]
+    )
     trajectories = args.prompts_per_step * args.samples
     config = GRPOConfig(
         output_dir="/tmp/hydraflow-trl",
@@ -69,11 +71,17 @@ def main() -> None:
         seed=1,
     )
     clock = StepClock()
-    trainer = GRPOTrainer(model=args.model, reward_funcs=exact_match, args=config, train_dataset=data, callbacks=[clock])
+    trainer = GRPOTrainer(
+        model=args.model, reward_funcs=exact_match, args=config, train_dataset=data, callbacks=[clock]
+    )
     trainer.train()
     ends = clock.ends[args.updates - 1 :: args.updates]
     seconds = [later - earlier for earlier, later in zip(ends, ends[1:], strict=False)][1:]
-    found = {"seconds_per_step": statistics.median(seconds), "fastest": min(seconds), "reward": clock.rewards[-1]}
+    found = {
+        "seconds_per_step": statistics.median(seconds),
+        "fastest": min(seconds),
+        "reward": clock.rewards[-1],
+    }
     print(json.dumps(found | {"steps": len(seconds)}))
 
 

@@ -23,7 +23,10 @@ def whitened(values, mask):
     picked = [v for vs, ms in zip(values, mask) for v, m in zip(vs, ms) if m]
     mean = sum(picked) / max(len(picked), 1)
     var = sum((v - mean) ** 2 for v in picked) / max(len(picked) - 1, 1)
-    return [[(v - mean) / math.sqrt(var + 1e-8) if m else 0.0 for v, m in zip(vs, ms)] for vs, ms in zip(values, mask)]
+    return [
+        [(v - mean) / math.sqrt(var + 1e-8) if m else 0.0 for v, m in zip(vs, ms)]
+        for vs, ms in zip(values, mask)
+    ]
 
 
 def gae_of_row(rewards, values, mask, gamma, lam):
@@ -41,13 +44,23 @@ def gae_of_row(rewards, values, mask, gamma, lam):
 def batches(draw):
     rows, width = draw(st.integers(1, 4)), draw(st.integers(1, 6))
     number = st.floats(-5, 5, width=32)
-    table = lambda cell: draw(st.lists(st.lists(cell, min_size=width, max_size=width), min_size=rows, max_size=rows))  # noqa: E731
-    return dict(rewards=table(number), values=table(number), mask=table(st.integers(0, 1)), gamma=draw(st.sampled_from([1.0, 0.9])))
+
+    def table(cell):
+        return draw(st.lists(st.lists(cell, min_size=width, max_size=width), min_size=rows, max_size=rows))
+
+    return dict(
+        rewards=table(number),
+        values=table(number),
+        mask=table(st.integers(0, 1)),
+        gamma=draw(st.sampled_from([1.0, 0.9])),
+    )
 
 
 def test_gae_by_hand():
     # delta_2 = 1 - 0.5 = 0.5; delta_1 = 0 + 0.5 * 0.5 - 0.25 = 0; A_1 = 0 + 0.5 * 0.5 * 0.5 = 0.125
-    advantages, returns = gae(f64([[0, 1, 0]]), f64([[0.25, 0.5, 9]]), torch.tensor([[1, 1, 0]]), gamma=0.5, lam=0.5)
+    advantages, returns = gae(
+        f64([[0, 1, 0]]), f64([[0.25, 0.5, 9]]), torch.tensor([[1, 1, 0]]), gamma=0.5, lam=0.5
+    )
     assert returns.tolist() == [[0.375, 1.0, 0.0]]
     half = 1 / math.sqrt(2)
     assert advantages[0].tolist() == pytest.approx([-half, half, 0.0], abs=1e-6)
@@ -55,7 +68,13 @@ def test_gae_by_hand():
 
 def test_gae_steps_over_observations():
     packed = gae(f64([[0, 2, 1]]), f64([[0.3, 0.6, 0.1]]), torch.ones(1, 3), gamma=0.9, lam=0.8)
-    spread = gae(f64([[0, 0, 2, 0, 1]]), f64([[0.3, 77, 0.6, float("nan"), 0.1]]), torch.tensor([[1, 0, 1, 0, 1]]), gamma=0.9, lam=0.8)
+    spread = gae(
+        f64([[0, 0, 2, 0, 1]]),
+        f64([[0.3, 77, 0.6, float("nan"), 0.1]]),
+        torch.tensor([[1, 0, 1, 0, 1]]),
+        gamma=0.9,
+        lam=0.8,
+    )
     for short, long in zip(packed, spread):
         assert long[:, [0, 2, 4]].tolist() == short.tolist()
         assert long[:, [1, 3]].tolist() == [[0.0, 0.0]]
@@ -65,7 +84,9 @@ def test_gae_steps_over_observations():
 @given(batches(), st.sampled_from([1.0, 0.95, 0.0]))
 def test_gae_is_its_definition(batch, lam):
     mask = batch["mask"]
-    raw = [gae_of_row(r, v, m, batch["gamma"], lam) for r, v, m in zip(batch["rewards"], batch["values"], mask)]
+    raw = [
+        gae_of_row(r, v, m, batch["gamma"], lam) for r, v, m in zip(batch["rewards"], batch["values"], mask)
+    ]
     returns = [[a + v if m else 0.0 for a, v, m in zip(*row)] for row in zip(raw, batch["values"], mask)]
     got = gae(f64(batch["rewards"]), f64(batch["values"]), torch.tensor(mask), gamma=batch["gamma"], lam=lam)
     assert torch.allclose(got[1], f64(returns), atol=1e-10)
@@ -82,13 +103,17 @@ def test_reinforce_plus_plus_is_its_definition(batch):
         for i, t in enumerate(kept):
             row[t] = sum(batch["gamma"] ** (j - i) * rewards[kept[j]] for j in range(i, len(kept)))
         expected.append(row)
-    advantages, returns = reinforce_plus_plus(f64(batch["rewards"]), torch.tensor(batch["mask"]), gamma=batch["gamma"])
+    advantages, returns = reinforce_plus_plus(
+        f64(batch["rewards"]), torch.tensor(batch["mask"]), gamma=batch["gamma"]
+    )
     assert torch.allclose(returns, f64(expected), atol=1e-10)
     assert torch.allclose(advantages, f64(whitened(expected, batch["mask"])), atol=1e-7)
 
 
 def test_return_to_go_by_hand():
-    assert return_to_go(f64([[1, 0, 4, 0]]), torch.tensor([[1, 1, 1, 0]]), gamma=0.5).tolist() == [[2.0, 2.0, 4.0, 0.0]]
+    assert return_to_go(f64([[1, 0, 4, 0]]), torch.tensor([[1, 1, 1, 0]]), gamma=0.5).tolist() == [
+        [2.0, 2.0, 4.0, 0.0]
+    ]
 
 
 REWARDS = f64([[0, 1], [3, 0], [0, 5], [0, 8]])
@@ -109,7 +134,10 @@ def test_dr_grpo_does_not_divide():
 
 
 def test_grpo_gives_a_group_of_equal_scores_no_signal():
-    assert grpo(torch.full((8, 1), 0.1), torch.ones(8, 1), torch.zeros(8, dtype=torch.int64))[0].tolist() == [[0.0]] * 8
+    assert (
+        grpo(torch.full((8, 1), 0.1), torch.ones(8, 1), torch.zeros(8, dtype=torch.int64))[0].tolist()
+        == [[0.0]] * 8
+    )
 
 
 def test_rloo_by_hand():
@@ -121,7 +149,10 @@ def test_rloo_by_hand():
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(-10, 10)), min_size=1, max_size=10))
 def test_group_estimators_agree_with_loops(rows):
     scores, ids = f64([[s] for _, s in rows]), torch.tensor([i for i, _ in rows])
-    ours_grpo, ours_rloo = grpo(scores, torch.ones_like(scores), ids)[0], rloo(scores, torch.ones_like(scores), ids)[0]
+    ours_grpo, ours_rloo = (
+        grpo(scores, torch.ones_like(scores), ids)[0],
+        rloo(scores, torch.ones_like(scores), ids)[0],
+    )
     for row, (i, score) in enumerate(rows):
         others = [s for j, (k, s) in enumerate(rows) if k == i and j != row]
         baseline = sum(others) / len(others) if others else 0.0
@@ -136,7 +167,9 @@ def test_group_estimators_agree_with_loops(rows):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_every_estimator_keeps_shape_and_dtype_and_is_zero_outside_the_mask(name, dtype):
     rewards = REWARDS.to(dtype)
-    inputs = AdvantageInputs(rewards=rewards, mask=MASK, values=torch.full_like(rewards, 0.5), group_ids=IDS, gamma=0.9, lam=0.9)
+    inputs = AdvantageInputs(
+        rewards=rewards, mask=MASK, values=torch.full_like(rewards, 0.5), group_ids=IDS, gamma=0.9, lam=0.9
+    )
     for result in ADVANTAGE_ESTIMATORS[name].estimate(inputs):
         assert result.shape == rewards.shape and result.dtype == dtype
         assert result[1, 1].item() == 0.0
@@ -152,11 +185,21 @@ def test_padding_columns_and_padding_rows_of_no_token_change_no_advantage(name):
     wide = lambda x: torch.nn.functional.pad(x, (0, 2, 0, 1))  # noqa: E731
     estimate = ADVANTAGE_ESTIMATORS[name].estimate
     plain = estimate(AdvantageInputs(rewards=rewards, mask=mask, values=values, group_ids=ids))
-    padded = estimate(AdvantageInputs(rewards=wide(rewards), mask=wide(mask), values=wide(values), group_ids=torch.tensor([0, 1, 0, 1, 7])))
+    padded = estimate(
+        AdvantageInputs(
+            rewards=wide(rewards),
+            mask=wide(mask),
+            values=wide(values),
+            group_ids=torch.tensor([0, 1, 0, 1, 7]),
+        )
+    )
     for before, after in zip(plain, padded):
         assert torch.allclose(wide(before), after, atol=1e-12)
 
 
 def test_which_estimators_need_a_critic():
     assert [name for name, estimator in ADVANTAGE_ESTIMATORS.items() if estimator.needs_values] == ["gae"]
-    assert [name for name, estimator in ADVANTAGE_ESTIMATORS.items() if estimator.needs_groups] == ["grpo", "rloo"]
+    assert [name for name, estimator in ADVANTAGE_ESTIMATORS.items() if estimator.needs_groups] == [
+        "grpo",
+        "rloo",
+    ]

@@ -1,4 +1,5 @@
-"""Difference of training's and generation's probabilities, by hand; and the examples in the package's docstrings."""
+"""Difference of training's and generation's probabilities, by hand; and the examples in the package's
+docstrings."""
 
 import doctest
 import importlib
@@ -22,7 +23,9 @@ def test_differences_by_hand():
     assert diff["training/rollout_probs_diff_max"] == pytest.approx(0.3, abs=1e-6)
     assert diff["training/rollout_probs_diff_std"] == pytest.approx(math.sqrt((0.1 - 0.16 / 3) / 2), abs=1e-6)
     # 0.5, 0.2, 0.9 against 0.4, 0.2, 0.6: covariance 0.14, squares 0.7400/3 and 0.08
-    assert diff["training/rollout_actor_probs_pearson_corr"] == pytest.approx(0.14 / math.sqrt(0.74 / 3 * 0.08), abs=1e-5)
+    assert diff["training/rollout_actor_probs_pearson_corr"] == pytest.approx(
+        0.14 / math.sqrt(0.74 / 3 * 0.08), abs=1e-5
+    )
 
 
 def test_equal_probabilities_differ_by_nothing():

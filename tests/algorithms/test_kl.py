@@ -10,8 +10,24 @@ from hydraflow.algorithms.kl_control import AdaptiveKLController, FixedKLControl
 
 LOGP, REF = math.log(0.5), math.log(0.25)  # d = log 2
 D = math.log(2.0)
-VALUES = {"kl": D, "k1": D, "abs": D, "mse": D * D / 2, "k2": D * D / 2, "low_var_kl": 0.5 + D - 1, "k3": 0.5 + D - 1}
-GRADIENTS = {"kl": 1.0, "k1": 1.0, "abs": 1.0, "mse": D, "k2": D, "low_var_kl": 0.5, "k3": 0.5}  # k3: 1 - exp(-d)
+VALUES = {
+    "kl": D,
+    "k1": D,
+    "abs": D,
+    "mse": D * D / 2,
+    "k2": D * D / 2,
+    "low_var_kl": 0.5 + D - 1,
+    "k3": 0.5 + D - 1,
+}
+GRADIENTS = {
+    "kl": 1.0,
+    "k1": 1.0,
+    "abs": 1.0,
+    "mse": D,
+    "k2": D,
+    "low_var_kl": 0.5,
+    "k3": 0.5,
+}  # k3: 1 - exp(-d)
 
 
 def value_and_gradient(name: str, logp: float, ref: float) -> tuple[float, float]:

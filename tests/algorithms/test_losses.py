@@ -45,7 +45,15 @@ def plain_ppo(ratio: float, advantage: float, low: float, high: float, c: float)
 )
 def test_vanilla_by_hand(ratio, advantage, loss, clipped, at_dual_clip):
     logp = f64([[math.log(ratio)]])
-    terms = vanilla(logp, torch.zeros_like(logp), f64([[advantage]]), torch.ones(1, 1), clip_low=0.2, clip_high=0.3, clip_c=3.0)
+    terms = vanilla(
+        logp,
+        torch.zeros_like(logp),
+        f64([[advantage]]),
+        torch.ones(1, 1),
+        clip_low=0.2,
+        clip_high=0.3,
+        clip_c=3.0,
+    )
     assert terms.loss.item() == pytest.approx(loss)
     assert terms.stats["actor/pg_clipfrac"].item() == clipped
     assert terms.stats["actor/pg_clipfrac_lower"].item() == at_dual_clip
@@ -57,13 +65,31 @@ def test_vanilla_by_hand(ratio, advantage, loss, clipped, at_dual_clip):
 def test_vanilla_is_its_piecewise_definition(log_ratio, advantage, clips):
     low, high, c = clips
     logp = f64([[log_ratio]])
-    terms = vanilla(logp, torch.zeros_like(logp), f64([[advantage]]), torch.ones(1, 1), clip_low=low, clip_high=high, clip_c=c)
-    assert terms.loss.item() == pytest.approx(plain_ppo(math.exp(log_ratio), advantage, low, high, c), abs=1e-12)
+    terms = vanilla(
+        logp,
+        torch.zeros_like(logp),
+        f64([[advantage]]),
+        torch.ones(1, 1),
+        clip_low=low,
+        clip_high=high,
+        clip_c=c,
+    )
+    assert terms.loss.item() == pytest.approx(
+        plain_ppo(math.exp(log_ratio), advantage, low, high, c), abs=1e-12
+    )
 
 
 def test_log_ratio_is_bounded():
     logp = torch.tensor([[500.0, -500.0]], requires_grad=True)
-    terms = vanilla(logp, torch.zeros(1, 2), torch.tensor([[-1.0, 1.0]]), torch.ones(1, 2), clip_low=0.2, clip_high=0.2, clip_c=3.0)
+    terms = vanilla(
+        logp,
+        torch.zeros(1, 2),
+        torch.tensor([[-1.0, 1.0]]),
+        torch.ones(1, 2),
+        clip_low=0.2,
+        clip_high=0.2,
+        clip_c=3.0,
+    )
     terms.loss.sum().backward()
     assert terms.loss[0].tolist() == pytest.approx([3.0, -math.exp(-20.0)])
     assert logp.grad.tolist() == [[0.0, 0.0]]
@@ -109,7 +135,10 @@ def test_token_weights_by_hand(mode, mask_dtype):
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_a_mini_batch_without_a_trained_token_costs_nothing(mode):
     mask = torch.zeros(2, 3)
-    assert token_weights(mask, mode, Denominators.count(mask), 10.0, dtype=torch.float32).tolist() == [[0.0] * 3] * 2
+    assert (
+        token_weights(mask, mode, Denominators.count(mask), 10.0, dtype=torch.float32).tolist()
+        == [[0.0] * 3] * 2
+    )
 
 
 def test_denominators_add_and_travel_as_tensors():
@@ -125,7 +154,9 @@ def test_actor_loss_by_hand():
         "advantages": f64([[1.0, 1.0, 0.0]]),
         "ref_log_prob": f64([[math.log(0.25), math.log(0.5), 0.0]]),  # k1 is log 2 and 0
     }
-    loss_fn = ActorLoss(denominators=Denominators(4.0, 2.0), scale_factor=8.0, entropy_coeff=0.1, kl_coef=0.5, kl_type="kl")
+    loss_fn = ActorLoss(
+        denominators=Denominators(4.0, 2.0), scale_factor=8.0, entropy_coeff=0.1, kl_coef=0.5, kl_type="kl"
+    )
     loss, metrics = loss_fn(output(log_probs, entropy=f64([[0.3, 0.5, float("inf")]])), columns)
     pg, entropy, kl = (-1.0 - 1.2) / 4, (0.3 + 0.5) / 4, math.log(2) / 4
     assert loss.item() == pytest.approx(pg - 0.1 * entropy + 0.5 * kl)
@@ -148,13 +179,19 @@ def test_actor_loss_by_hand():
 
 def test_actor_loss_without_extras_reads_no_reference_and_no_entropy():
     columns = {"response_mask": torch.ones(1, 1), "old_log_probs": f64([[0.0]]), "advantages": f64([[2.0]])}
-    loss, metrics = ActorLoss(denominators=Denominators(1.0, 1.0), scale_factor=1.0)(output(f64([[0.0]])), columns)
+    loss, metrics = ActorLoss(denominators=Denominators(1.0, 1.0), scale_factor=1.0)(
+        output(f64([[0.0]])), columns
+    )
     assert loss.item() == -2.0
     assert set(metrics) == {"actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl", "actor/pg_loss"}
 
 
 def test_critic_loss_by_hand():
-    columns = {"response_mask": torch.tensor([[1, 1, 0]]), "values": f64([[1, 1, 5]]), "returns": f64([[3, 1, 5]])}
+    columns = {
+        "response_mask": torch.tensor([[1, 1, 0]]),
+        "values": f64([[1, 1, 5]]),
+        "returns": f64([[3, 1, 5]]),
+    }
     loss_fn = ValueLoss(denominators=Denominators(4.0, 1.0), scale_factor=1.0, cliprange=0.5)
     loss, metrics = loss_fn(output(values=f64([[2, 2, float("nan")]])), columns)
     assert loss.item() == (1.125 + 0.5) / 4
@@ -164,6 +201,8 @@ def test_critic_loss_by_hand():
 
 
 def test_sft_loss_by_hand():
-    loss, metrics = SFTLoss(Denominators(4.0, 2.0))(output(f64([[-1.0, -3.0, float("nan")]])), {"response_mask": torch.tensor([[1, 1, 0]])})
+    loss, metrics = SFTLoss(Denominators(4.0, 2.0))(
+        output(f64([[-1.0, -3.0, float("nan")]])), {"response_mask": torch.tensor([[1, 1, 0]])}
+    )
     assert loss.item() == 1.0  # 4 of this micro-batch over 4 tokens of the mini-batch
     assert metrics["train/loss"].value == 2.0 and metrics["train/loss"].weight == 2.0

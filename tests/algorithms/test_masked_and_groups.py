@@ -22,7 +22,9 @@ def test_masked_statistics_by_hand():
     assert masked_var(values, mask).item() == 13.0  # ((-3)^2 + (-1)^2 + 4^2) / 2
     white = masked_whiten(values, mask, eps=0.0)
     assert white.dtype == torch.float64
-    assert torch.allclose(white * math.sqrt(13), torch.tensor([[-3.0, 0, -1], [4, 0, 0]], dtype=torch.float64), atol=1e-12)
+    assert torch.allclose(
+        white * math.sqrt(13), torch.tensor([[-3.0, 0, -1], [4, 0, 0]], dtype=torch.float64), atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("trained", [0, 1])
@@ -47,7 +49,9 @@ def test_group_scores_by_hand():
     scores = torch.tensor([1.0, 10.0, 3.0, 7.0, 20.0], dtype=torch.float64)
     group = group_scores(scores, torch.tensor([4, -1, 4, 99, -1]))
     assert group.centred.tolist() == [-1.0, -5.0, 1.0, 0.0, 5.0]
-    assert group.std.tolist() == pytest.approx([math.sqrt(2), math.sqrt(50), math.sqrt(2), 0.0, math.sqrt(50)])
+    assert group.std.tolist() == pytest.approx(
+        [math.sqrt(2), math.sqrt(50), math.sqrt(2), 0.0, math.sqrt(50)]
+    )
     assert group.size.tolist() == [2, 2, 2, 1, 2]
 
 

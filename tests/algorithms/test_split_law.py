@@ -1,5 +1,6 @@
-"""The law of losses: for fixed rows neither the loss, nor a gradient, nor a metric depends on how the rows were split into
-micro-batches and ranks, in which order they came, or how far they were padded. In float64 to 1e-12.
+"""The law of losses: for fixed rows neither the loss, nor a gradient, nor a metric depends on how the rows
+were split into micro-batches and ranks, in which order they came, or how far they were padded. In float64 to
+1e-12.
 """
 
 from dataclasses import dataclass
@@ -45,7 +46,16 @@ def make_rows(seed: int, dtype: torch.dtype = torch.float64) -> dict[str, torch.
     mask = torch.rand(B, R, generator=generator) < 0.7
     mask[0], mask[1] = False, True
     rows = {"response_mask": mask.to(torch.int64)}
-    names = ("old_log_probs", "advantages", "ref_log_prob", "values", "returns", "x_log_probs", "x_entropy", "x_values")
+    names = (
+        "old_log_probs",
+        "advantages",
+        "ref_log_prob",
+        "values",
+        "returns",
+        "x_log_probs",
+        "x_entropy",
+        "x_values",
+    )
     return rows | {name: (draw() * mask).to(dtype) for name in names}
 
 
@@ -54,7 +64,8 @@ def padded(x: torch.Tensor, columns: int) -> torch.Tensor:
 
 
 def evaluate(loss_of, rows, ranks: list[Split], padding: int = 0):
-    """The summed loss, the gradient of every output (B, R), and the merged metrics, with each rank's part computed apart."""
+    """The summed loss, the gradient of every output (B, R), and the merged metrics, with each rank's part
+    computed apart."""
     # What the ranks do: count their own masks, add the counts up.
     counts = sum(Denominators.count(rows["response_mask"][sum(split, [])]).to_tensor() for split in ranks)
     loss_fn = loss_of(Denominators.from_tensor(counts))
@@ -64,7 +75,9 @@ def evaluate(loss_of, rows, ranks: list[Split], padding: int = 0):
         for number, part in enumerate(split):
             width = padding * (number + 1)  # micro-batches of different widths
             columns = {name: padded(column[part], width) for name, column in rows.items()}
-            loss, report = loss_fn(Output(**{name: padded(leaf[part], width) for name, leaf in leaves.items()}), columns)
+            loss, report = loss_fn(
+                Output(**{name: padded(leaf[part], width) for name, leaf in leaves.items()}), columns
+            )
             loss.backward()
             total += loss.item()
             reports.append(report)
@@ -114,7 +127,10 @@ def test_kl_penalty(kl_type, agg_mode):
 
 @pytest.mark.parametrize("agg_mode", LOSS_AGG_MODES)
 def test_value_loss(agg_mode):
-    check_law(lambda denominators: ValueLoss(denominators=denominators, scale_factor=SCALE, agg_mode=agg_mode), make_rows(seed=3))
+    check_law(
+        lambda denominators: ValueLoss(denominators=denominators, scale_factor=SCALE, agg_mode=agg_mode),
+        make_rows(seed=3),
+    )
 
 
 def test_sft_loss():
@@ -140,14 +156,18 @@ def test_any_split_of_any_rows(seed, order, cuts, rank_cut, padding, agg_mode, l
     rows = make_rows(seed)
     edges = [0, *sorted(cuts | {rank_cut} - {0, B}), B]
     parts = [(start, list(order[start:stop])) for start, stop in zip(edges, edges[1:])]
-    ranks = [[part for start, part in parts if start < rank_cut], [part for start, part in parts if start >= rank_cut]]
+    ranks = [
+        [part for start, part in parts if start < rank_cut],
+        [part for start, part in parts if start >= rank_cut],
+    ]
     loss_of = actor(loss_mode=loss_mode, agg_mode=agg_mode, entropy_coeff=0.05, kl_coef=0.2)
     whole = evaluate(loss_of, rows, [[list(range(B))]])
     assert_same(whole, evaluate(loss_of, rows, [ranks[0], ranks[1]], padding=padding), 1e-12)
 
 
 def test_the_law_can_fail():
-    """A mean over each micro-batch, as trainers often have it, breaks the law: the checks above would see it."""
+    """A mean over each micro-batch, as trainers often have it, breaks the law: the checks above would see
+    it."""
 
     class MeanOfMicroBatch:
         def __init__(self, denominators):

@@ -32,7 +32,12 @@ def configured(settings: Settings, config: Config) -> Config:
 
 def plan_of(settings: Settings, *, prompts: int | None = 1_000_000, **options: Any) -> BatchPlan:
     """The plan of a command line with these settings. Raises ConfigError."""
-    return resolve_plan(configured(settings, PPOConfig()), prompts=prompts, origins=dict.fromkeys(settings, "command line"), **options)
+    return resolve_plan(
+        configured(settings, PPOConfig()),
+        prompts=prompts,
+        origins=dict.fromkeys(settings, "command line"),
+        **options,
+    )
 
 
 def refusal(settings: Settings, **options: Any) -> list[Problem]:
@@ -50,7 +55,9 @@ def alternatives(problem: Problem) -> list[dict[str, Any]]:
     >>> alternatives(Problem("a", 1, "...", "a=2 or b=null c=0-3"))
     [{'a': 2}, {'b': None, 'c': '0-3'}]
     """
-    return [dict(_setting(word) for word in alternative.split()) for alternative in problem.remedy.split(" or ")]
+    return [
+        dict(_setting(word) for word in alternative.split()) for alternative in problem.remedy.split(" or ")
+    ]
 
 
 def _setting(word: str) -> tuple[str, Any]:

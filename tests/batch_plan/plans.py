@@ -14,11 +14,14 @@ ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "a
 
 
 def configured(schema: Any = PPOConfig, **values: Any) -> Any:
-    """A configuration with `section__key=value` set; `actor`, `rollout` and `ref` stand for their whole path."""
+    """A configuration with `section__key=value` set; `actor`, `rollout` and `ref` stand for their whole
+    path."""
     config = schema()
     for name, value in values.items():
         *sections, key = name.split("__")
-        target = config.actor_rollout_ref if sections and sections[0] in ("actor", "rollout", "ref") else config
+        target = (
+            config.actor_rollout_ref if sections and sections[0] in ("actor", "rollout", "ref") else config
+        )
         for section in sections:
             target = getattr(target, section)
         assert hasattr(target, key), name
@@ -28,7 +31,12 @@ def configured(schema: Any = PPOConfig, **values: Any) -> Any:
 
 def small(**values: Any) -> PPOConfig:
     """GRPO with Q=64, n=8, M=32, P=16, R=8."""
-    base = dict(data__train_batch_size=64, rollout__n=8, actor__ppo_mini_batch_size=32, algorithm__adv_estimator="grpo")
+    base = dict(
+        data__train_batch_size=64,
+        rollout__n=8,
+        actor__ppo_mini_batch_size=32,
+        algorithm__adv_estimator="grpo",
+    )
     return configured(**(base | dict(data__max_prompt_length=16, data__max_response_length=8) | values))
 
 

@@ -1,6 +1,7 @@
 """One step's sampling dealt out by hand: calls, engines with their slots, agent workers, asynchronous rounds.
 
-In: plain numbers (`Sampling`). Out: `SamplingCounts`, or `CannotRun`. With `simulation.py` the oracle of the batch plan.
+In: plain numbers (`Sampling`). Out: `SamplingCounts`, or `CannotRun`. With `simulation.py` the oracle of the
+batch plan.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def simulate_sampling(one: Sampling) -> SamplingCounts:
     """Deals out a step's sampling. Raises CannotRun."""
     size = (one.call or one.prompts_per_step) if one.filtered else one.prompts_per_step
     if max(size, one.prompts_per_step) > one.prompts:
-        raise CannotRun(f"a call of {size} prompts and a step of {one.prompts_per_step}, and the data has {one.prompts}")
+        raise CannotRun(
+            f"a call of {size} prompts and a step of {one.prompts_per_step}, and the data has {one.prompts}"
+        )
     if one.filtered and len({sample % 2 for sample in range(one.samples)}) < 2:
         raise CannotRun("a group of one response never has two scores")
     drawn, most = _draw(one, size)

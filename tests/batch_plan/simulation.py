@@ -1,7 +1,9 @@
-"""A training run dealt out by hand: devices get coordinates, rows get ranks and micro-batches, optimizer steps are counted.
+"""A training run dealt out by hand: devices get coordinates, rows get ranks and micro-batches, optimizer
+steps are counted.
 
-In: plain numbers (`Run`). Out: `Counts`, or `CannotRun` with the reason. This is the oracle of the batch plan: it divides nothing
-and knows no rule; it cuts lists and looks whether the last piece is whole. Left out on purpose: configuration keys.
+In: plain numbers (`Run`). Out: `Counts`, or `CannotRun` with the reason. This is the oracle of the batch
+plan: it divides nothing and knows no rule; it cuts lists and looks whether the last piece is whole. Left out
+on purpose: configuration keys.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class Engine:
 
 @dataclass(frozen=True)
 class Fill:
-    """How one forward is filled: with `rows` rows (None: as many as `tokens` hold), or when `dynamic` with tokens."""
+    """How one forward is filled: with `rows` rows (None: as many as `tokens` hold), or when `dynamic` with
+    tokens."""
 
     rows: int | None = None
     tokens: int = 16384
@@ -72,7 +75,8 @@ class Frozen:
 
 @dataclass(frozen=True)
 class Rollout:
-    """Generation engines: one replica spans tensor x pipeline x data devices, and each of its data ranks samples rows of its own."""
+    """Generation engines: one replica spans tensor x pipeline x data devices, and each of its data ranks
+    samples rows of its own."""
 
     devices: int
     tensor: int = 1
@@ -116,7 +120,8 @@ class TrainedCounts:
     micro_rows: int | None
     """Rows in each micro-batch; None: filled by tokens."""
     accumulation: int
-    """Micro-batches of one optimizer step and data rank; when filled by tokens, with rows that are all as long as allowed."""
+    """Micro-batches of one optimizer step and data rank; when filled by tokens, with rows that are all as
+    long as allowed."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +169,9 @@ def simulate(run: Run) -> Counts:
         for sample in range(run.samples)
     ]
     place = run.rollout
-    replicas = _coordinates(place.devices, {"tensor": place.tensor, "pipeline": place.pipeline, "data": place.data}, "replica")
+    replicas = _coordinates(
+        place.devices, {"tensor": place.tensor, "pipeline": place.pipeline, "data": place.data}, "replica"
+    )
     _share_for_compute(rows, len({(at["replica"], at["data"]) for at in replicas}))
     actor = _train(rows, run.actor)
     return Counts(
@@ -180,18 +187,21 @@ def simulate(run: Run) -> Counts:
     )
 
 
-# --- devices ---------------------------------------------------------------------------------------------------------
+# --- devices --------------------------------------------------
 
 
 def data_ranks(engine: Engine) -> int:
-    """Ranks among which rows are split, counted on a grid of devices. Raises CannotRun where the grid has a hole.
+    """Ranks among which rows are split, counted on a grid of devices. Raises CannotRun where the grid has a
+    hole.
 
     >>> data_ranks(Engine(devices=8, kind="megatron", tensor=2, pipeline=2))
     2
     """
     if engine.kind == "fsdp2":
         places = _coordinates(engine.devices, {"sequence": engine.sequence}, "data")
-        _coordinates(engine.devices, {"shard": engine.devices if engine.shard == -1 else engine.shard}, "copy")
+        _coordinates(
+            engine.devices, {"shard": engine.devices if engine.shard == -1 else engine.shard}, "copy"
+        )
         return _number(places, "data")
     if engine.virtual not in (None, 1) and engine.pipeline == 1:
         raise CannotRun("one pipeline stage has nothing to interleave")
@@ -206,7 +216,8 @@ def data_ranks(engine: Engine) -> int:
 
 
 def _coordinates(devices: int, sizes: Mapping[str, int], outer: str) -> list[dict[str, int]]:
-    """A place for each device: groups of one device per combination of `sizes`, one group after the other along `outer`."""
+    """A place for each device: groups of one device per combination of `sizes`, one group after the other
+    along `outer`."""
     group = [dict(zip(sizes, place)) for place in product(*(range(size) for size in sizes.values()))]
     placed: list[dict[str, int]] = []
     for number in count():
@@ -223,12 +234,15 @@ def _number(places: Sequence[Mapping[str, int]], axis: str) -> int:
     return len({place[axis] for place in places})
 
 
-# --- rows ------------------------------------------------------------------------------------------------------------
+# --- rows --------------------------------------------------
 
 
 def _load(run: Run) -> tuple[int, int, int]:
     """Steps in one pass over the data, steps of the run, prompts that no step takes."""
-    batches = [list(range(run.prompts))[start : start + run.prompts_per_step] for start in range(0, run.prompts, run.prompts_per_step)]
+    batches = [
+        list(range(run.prompts))[start : start + run.prompts_per_step]
+        for start in range(0, run.prompts, run.prompts_per_step)
+    ]
     whole = [batch for batch in batches if len(batch) == run.prompts_per_step]
     if not whole:
         raise CannotRun(f"{run.prompts} prompts do not fill one step of {run.prompts_per_step}")
@@ -245,7 +259,8 @@ def _load(run: Run) -> tuple[int, int, int]:
 
 
 def _schedule_rate(run: Run, steps: int) -> None:
-    """The learning rate of each step: it rises to its peak, and falls in at least one step if it is to fall."""
+    """The learning rate of each step: it rises to its peak, and falls in at least one step if it is to
+    fall."""
     rising = [step for step in range(steps) if step < run.warmup]
     after = [step for step in range(steps) if step >= run.warmup]
     if len(rising) < run.warmup:
@@ -326,7 +341,10 @@ def _schedule(pieces: list[list[Row]], engine: Engine) -> list[list[Row]]:
     """An interleaved pipeline sends micro-batches through in groups of as many as it has stages."""
     if engine.kind == "fsdp2" or engine.virtual in (None, 1):
         return pieces
-    if any(len(pieces[start : start + engine.pipeline]) < engine.pipeline for start in range(0, len(pieces), engine.pipeline)):
+    if any(
+        len(pieces[start : start + engine.pipeline]) < engine.pipeline
+        for start in range(0, len(pieces), engine.pipeline)
+    ):
         raise CannotRun(f"{len(pieces)} micro-batches leave a gap in a pipeline of {engine.pipeline} stages")
     return pieces
 
@@ -357,7 +375,8 @@ def _compute(rows: list[Row], engine: Engine, fill: Fill) -> int:
 
 
 def _share_for_compute(rows: list[Row], ranks: int) -> list[list[Row]]:
-    """Rows dealt out in turn; ranks that get fewer repeat their last row, but a rank without any row has nothing to repeat."""
+    """Rows dealt out in turn; ranks that get fewer repeat their last row, but a rank without any row has
+    nothing to repeat."""
     shares = [rows[rank::ranks] for rank in range(ranks)]
     if not all(shares):
         raise CannotRun(f"{len(rows)} rows for {ranks} ranks")

@@ -1,6 +1,8 @@
-"""The plan against brute force: it accepts what can be dealt out and nothing else, counts the same, and its remedies repair.
+"""The plan against brute force: it accepts what can be dealt out and nothing else, counts the same, and its
+remedies repair.
 
-Settings are drawn so that about half of them fit: a run that comes out even, in which some numbers are then replaced.
+Settings are drawn so that about half of them fit: a run that comes out even, in which some numbers are then
+replaced.
 """
 
 from __future__ import annotations
@@ -9,7 +11,18 @@ from collections.abc import Callable
 from typing import Any
 
 from batch_plan.overrides import alternatives, plan_of, refusal
-from batch_plan.simulation import CannotRun, Counts, Engine, Fill, Frozen, Rollout, Run, Trained, TrainedCounts, simulate
+from batch_plan.simulation import (
+    CannotRun,
+    Counts,
+    Engine,
+    Fill,
+    Frozen,
+    Rollout,
+    Run,
+    Trained,
+    TrainedCounts,
+    simulate,
+)
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
@@ -24,7 +37,7 @@ PROMPTS = "prompts in the data"
 """Stands among the settings, though it is no key."""
 
 
-# --- settings that come out even -------------------------------------------------------------------------------------------
+# --- settings that come out even --------------------------------------------------
 
 
 def divisors(number: int) -> list[int]:
@@ -71,8 +84,14 @@ def even_run(draw: Draw) -> dict[str, Any]:
         f"{ACTOR}.use_kl_loss": draw(st.booleans()),
     }
     taken |= draw(layout(ACTOR, kind, devices, shared)) | draw(rollout(devices))
-    taken |= draw(forward(f"{ROLLOUT}.log_prob", sum(longest), 40)) | draw(forward(f"{REF}.log_prob", sum(longest), 40))
-    return taken | draw(layout(REF, kind, devices, draw(divisor(devices)))) | draw(critic(devices, per_step, n, sum(longest)))
+    taken |= draw(forward(f"{ROLLOUT}.log_prob", sum(longest), 40)) | draw(
+        forward(f"{REF}.log_prob", sum(longest), 40)
+    )
+    return (
+        taken
+        | draw(layout(REF, kind, devices, draw(divisor(devices))))
+        | draw(critic(devices, per_step, n, sum(longest)))
+    )
 
 
 @st.composite
@@ -87,10 +106,17 @@ def layout(draw: Draw, role: str, kind: str, devices: int, shared: int) -> dict[
     pipeline = draw(divisor(shared // tensor))
     expert_tensor = draw(divisor(devices // pipeline))
     expert = draw(divisor(devices // pipeline // expert_tensor))
-    sizes = dict(tensor_model=tensor, pipeline_model=pipeline, context=shared // tensor // pipeline, expert_model=expert)
+    sizes = dict(
+        tensor_model=tensor,
+        pipeline_model=pipeline,
+        context=shared // tensor // pipeline,
+        expert_model=expert,
+    )
     sizes |= dict(expert_tensor=expert_tensor)
     virtual = {
-        f"{role}.megatron.virtual_pipeline_model_parallel_size": draw(st.sampled_from([None, None, 2]) if pipeline > 1 else st.none())
+        f"{role}.megatron.virtual_pipeline_model_parallel_size": draw(
+            st.sampled_from([None, None, 2]) if pipeline > 1 else st.none()
+        )
     }
     return {f"{role}.megatron.{name}_parallel_size": size for name, size in sizes.items()} | virtual
 
@@ -103,8 +129,13 @@ def rollout(draw: Draw, devices: int) -> dict[str, Any]:
     tensor = draw(divisor(devices))
     pipeline = draw(divisor(devices // tensor))
     data = draw(divisor(devices // tensor // pipeline))
-    sizes = dict(tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline, data_parallel_size=data)
-    return {f"{ROLLOUT}.{name}": size for name, size in (sizes | dict(nnodes=nodes, n_gpus_per_node=per_node)).items()}
+    sizes = dict(
+        tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline, data_parallel_size=data
+    )
+    return {
+        f"{ROLLOUT}.{name}": size
+        for name, size in (sizes | dict(nnodes=nodes, n_gpus_per_node=per_node)).items()
+    }
 
 
 @st.composite
@@ -127,7 +158,9 @@ def critic(draw: Draw, devices: int, per_step: int, n: int, longest: int) -> dic
         "critic.ppo_mini_batch_size": mini,
         "critic.ppo_epochs": draw(st.none() | st.integers(1, 3)),
         "critic.use_dynamic_bsz": draw(st.none() | st.booleans()),
-        "critic.ppo_micro_batch_size_per_gpu": draw(st.none() | divisor((mini or per_step) * n * shared // devices or 1)),
+        "critic.ppo_micro_batch_size_per_gpu": draw(
+            st.none() | divisor((mini or per_step) * n * shared // devices or 1)
+        ),
         "critic.ppo_max_token_len_per_gpu": draw(st.integers(longest, 40)),
         "critic.forward_micro_batch_size_per_gpu": draw(st.none() | st.integers(1, 9)),
         "critic.forward_max_token_len_per_gpu": draw(st.none() | st.integers(longest, 40)),
@@ -139,23 +172,32 @@ def critic(draw: Draw, devices: int, per_step: int, n: int, longest: int) -> dic
 def some_run(draw: Draw, most_replaced: int = 3) -> dict[str, Any]:
     """An even run in which up to so many numbers are replaced by any others."""
     taken = draw(even_run())
-    numbers = [key for key, value in taken.items() if isinstance(value, int) and not isinstance(value, bool) and value != -1]
+    numbers = [
+        key
+        for key, value in taken.items()
+        if isinstance(value, int) and not isinstance(value, bool) and value != -1
+    ]
     replaced = draw(st.lists(st.sampled_from(numbers), max_size=most_replaced, unique=True))
     return taken | {key: draw(st.integers(1, 12)) for key in replaced}
 
 
-# --- the same settings as plain numbers ------------------------------------------------------------------------------------
+# --- the same settings as plain numbers --------------------------------------------------
 
 
 def run_of(taken: dict[str, Any]) -> Run:
     """The settings as the simulation takes them; nulls replaced by what they follow."""
     devices = taken["trainer.nnodes"] * taken["trainer.n_gpus_per_node"]
     update = Fill(
-        taken[f"{ACTOR}.ppo_micro_batch_size_per_gpu"], taken[f"{ACTOR}.ppo_max_token_len_per_gpu"], taken[f"{ACTOR}.use_dynamic_bsz"]
+        taken[f"{ACTOR}.ppo_micro_batch_size_per_gpu"],
+        taken[f"{ACTOR}.ppo_max_token_len_per_gpu"],
+        taken[f"{ACTOR}.use_dynamic_bsz"],
     )
     mini, epochs = taken[f"{ACTOR}.ppo_mini_batch_size"], taken[f"{ACTOR}.ppo_epochs"]
     kind = taken[f"{ACTOR}.strategy"]
-    old, own = _follows(taken, f"{ROLLOUT}.log_prob", update), taken[f"{ROLLOUT}.nnodes"] * taken[f"{ROLLOUT}.n_gpus_per_node"]
+    old, own = (
+        _follows(taken, f"{ROLLOUT}.log_prob", update),
+        taken[f"{ROLLOUT}.nnodes"] * taken[f"{ROLLOUT}.n_gpus_per_node"],
+    )
     return Run(
         prompts=taken[PROMPTS],
         prompts_per_step=taken["data.train_batch_size"],
@@ -164,24 +206,46 @@ def run_of(taken: dict[str, Any]) -> Run:
         response_tokens=taken["data.max_response_length"],
         passes=taken["trainer.total_epochs"],
         steps=taken["trainer.total_training_steps"],
-        rollout=Rollout(own or devices, *(taken[f"{ROLLOUT}.{name}_parallel_size"] for name in ("tensor_model", "pipeline_model", "data"))),
+        rollout=Rollout(
+            own or devices,
+            *(
+                taken[f"{ROLLOUT}.{name}_parallel_size"]
+                for name in ("tensor_model", "pipeline_model", "data")
+            ),
+        ),
         actor=Trained(engine_of(taken, ACTOR, kind, devices), mini, epochs, update, old),
         warmup=max(0, taken[f"{ACTOR}.optim.lr_warmup_steps"]),
         decays=taken[f"{ACTOR}.optim.lr_scheduler_type"] != "constant",
-        critic=_critic_of(taken, devices, mini, epochs, update.dynamic) if taken["algorithm.adv_estimator"] == "gae" else None,
-        ref=Frozen(engine_of(taken, REF, kind, devices), _follows(taken, f"{REF}.log_prob", update))
-        if taken[f"{ACTOR}.use_kl_loss"]
-        else None,
+        critic=(
+            _critic_of(taken, devices, mini, epochs, update.dynamic)
+            if taken["algorithm.adv_estimator"] == "gae"
+            else None
+        ),
+        ref=(
+            Frozen(engine_of(taken, REF, kind, devices), _follows(taken, f"{REF}.log_prob", update))
+            if taken[f"{ACTOR}.use_kl_loss"]
+            else None
+        ),
     )
 
 
 def _critic_of(taken: dict[str, Any], devices: int, mini: int, epochs: int, dynamic: bool) -> Trained:
     own = taken["critic.use_dynamic_bsz"]
-    update = Fill(taken["critic.ppo_micro_batch_size_per_gpu"], taken["critic.ppo_max_token_len_per_gpu"], dynamic if own is None else own)
+    update = Fill(
+        taken["critic.ppo_micro_batch_size_per_gpu"],
+        taken["critic.ppo_max_token_len_per_gpu"],
+        dynamic if own is None else own,
+    )
     rows = taken["critic.forward_micro_batch_size_per_gpu"] or update.rows
     values = Fill(rows, taken["critic.forward_max_token_len_per_gpu"] or update.tokens, update.dynamic)
     engine = engine_of(taken, "critic", taken["critic.strategy"], devices)
-    return Trained(engine, taken["critic.ppo_mini_batch_size"] or mini, taken["critic.ppo_epochs"] or epochs, update, values)
+    return Trained(
+        engine,
+        taken["critic.ppo_mini_batch_size"] or mini,
+        taken["critic.ppo_epochs"] or epochs,
+        update,
+        values,
+    )
 
 
 def _follows(taken: dict[str, Any], prefix: str, update: Fill) -> Fill:
@@ -194,11 +258,22 @@ def engine_of(taken: dict[str, Any], role: str, kind: str, devices: int) -> Engi
     if kind == "fsdp2":
         keys = dict(sequence="ulysses_sequence_parallel_size", shard="fsdp_size")
         return Engine(
-            devices, kind, **{ours: taken.get(f"{role}.fsdp_config.{key}", default) for (ours, key), default in zip(keys.items(), (1, -1))}
+            devices,
+            kind,
+            **{
+                ours: taken.get(f"{role}.fsdp_config.{key}", default)
+                for (ours, key), default in zip(keys.items(), (1, -1))
+            },
         )
-    names = dict(tensor="tensor_model", pipeline="pipeline_model", virtual="virtual_pipeline_model", context="context")
+    names = dict(
+        tensor="tensor_model", pipeline="pipeline_model", virtual="virtual_pipeline_model", context="context"
+    )
     names |= dict(expert="expert_model", expert_tensor="expert_tensor")
-    return Engine(devices, kind, **{ours: taken[f"{role}.megatron.{name}_parallel_size"] for ours, name in names.items()})
+    return Engine(
+        devices,
+        kind,
+        **{ours: taken[f"{role}.megatron.{name}_parallel_size"] for ours, name in names.items()},
+    )
 
 
 def simulated(taken: dict[str, Any]) -> Counts | None:
@@ -214,7 +289,7 @@ def keys(taken: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in taken.items() if key != PROMPTS}
 
 
-# --- laws ------------------------------------------------------------------------------------------------------------------
+# --- laws --------------------------------------------------
 
 
 def role_counts(plan: RolePlan) -> TrainedCounts:
@@ -260,7 +335,8 @@ def test_what_can_be_dealt_out_has_a_plan_and_the_rest_has_remedies(taken: dict[
 
 
 def check_remedies(taken: dict[str, Any], problems: list[Problem]) -> None:
-    """The first remedies of all problems together repair; where there is one problem, so does every one of its remedies."""
+    """The first remedies of all problems together repair; where there is one problem, so does every one of
+    its remedies."""
     together: dict[str, Any] = {}
     for problem in problems:
         together |= alternatives(problem)[0]
@@ -273,9 +349,16 @@ def check_remedies(taken: dict[str, Any], problems: list[Problem]) -> None:
 @settings(max_examples=200, deadline=None)
 @given(even_run())
 def test_even_runs_can_mostly_be_dealt_out(taken: dict[str, Any]) -> None:
-    """The drawing is worth something: without replaced numbers only the other roles' layouts and the interleaving can be at fault."""
+    """The drawing is worth something: without replaced numbers only the other roles' layouts and the
+    interleaving can be at fault."""
     lone = taken | {"algorithm.adv_estimator": "grpo", f"{ACTOR}.use_kl_loss": False}
     lone |= {key: None for key in taken if "virtual_pipeline" in key} | {f"{ACTOR}.optim.lr_warmup_steps": 0}
-    lone |= {f"{ROLLOUT}.pipeline_model_parallel_size": 1, f"{ROLLOUT}.data_parallel_size": 1, f"{ROLLOUT}.nnodes": 0}
-    lone |= {f"{ROLLOUT}.tensor_model_parallel_size": taken["trainer.nnodes"] * taken["trainer.n_gpus_per_node"]}
+    lone |= {
+        f"{ROLLOUT}.pipeline_model_parallel_size": 1,
+        f"{ROLLOUT}.data_parallel_size": 1,
+        f"{ROLLOUT}.nnodes": 0,
+    }
+    lone |= {
+        f"{ROLLOUT}.tensor_model_parallel_size": taken["trainer.nnodes"] * taken["trainer.n_gpus_per_node"]
+    }
     assert simulated(lone) is not None

@@ -1,6 +1,8 @@
-"""Any consistent subset of the eight numbers of a step gives the other ones; a contradiction names both sides.
+"""Any consistent subset of the eight numbers of a step gives the other ones; a contradiction names both
+sides.
 
-The oracle is the table of equations below, solved with fractions by putting numbers in until nothing new follows.
+The oracle is the table of equations below, solved with fractions by putting numbers in until nothing new
+follows.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ def closure(known: dict[str, int]) -> dict[str, Fraction]:
             unknown = [name for name in left + right if name not in values]
             if len(unknown) == 1:
                 here, there = (left, right) if unknown[0] in left else (right, left)
-                values[unknown[0]] = product(values, there) / product(values, [name for name in here if name != unknown[0]])
+                values[unknown[0]] = product(values, there) / product(
+                    values, [name for name in here if name != unknown[0]]
+                )
                 grown = True
             elif not unknown and product(values, left) != product(values, right):
                 raise Contradiction(f"{' '.join(left)} = {' '.join(right)} with {values}")
@@ -67,12 +71,25 @@ def numbers_of_a_step(draw: Draw) -> dict[str, int]:
     mini_rows = ranks * accumulation * rows
     n = draw(st.sampled_from([d for d in range(1, mini_rows + 1) if mini_rows % d == 0]))
     mini = mini_rows // n
-    given_numbers = dict(Q=mini * times, n=n, M=mini, m=rows, S=mini_rows * times, G=mini_rows, K=times * epochs, a=accumulation)
+    given_numbers = dict(
+        Q=mini * times,
+        n=n,
+        M=mini,
+        m=rows,
+        S=mini_rows * times,
+        G=mini_rows,
+        K=times * epochs,
+        a=accumulation,
+    )
     return given_numbers | dict(dp=ranks, E=epochs)
 
 
 def command_line(numbers: dict[str, int], chosen: set[str]) -> dict[str, Any]:
-    rest = {"algorithm.adv_estimator": "grpo", "trainer.n_gpus_per_node": numbers["dp"], f"{ACTOR}.ppo_epochs": numbers["E"]}
+    rest = {
+        "algorithm.adv_estimator": "grpo",
+        "trainer.n_gpus_per_node": numbers["dp"],
+        f"{ACTOR}.ppo_epochs": numbers["E"],
+    }
     return rest | {KEYS[name]: numbers[name] for name in KEYS if name in chosen}
 
 
@@ -105,7 +122,8 @@ def test_a_sufficient_subset_gives_all_numbers(numbers: dict[str, int], chosen: 
 @example(dict(Q=4, n=3, M=4, m=1, S=12, G=12, K=1, a=4, dp=3, E=1), {"a", "Q"})
 @given(numbers_of_a_step(), subsets)
 def test_what_is_given_holds(numbers: dict[str, int], chosen: set[str]) -> None:
-    """A step that follows from what is given always has a plan; and whatever else follows from defaults, no given number changes."""
+    """A step that follows from what is given always has a plan; and whatever else follows from defaults, no
+    given number changes."""
     line = command_line(numbers, chosen)
     problems = refusal(line)
     if {"Q", "n", "M"} <= set(closure({name: numbers[name] for name in (*chosen, "dp", "E")})):
@@ -119,7 +137,9 @@ def test_what_is_given_holds(numbers: dict[str, int], chosen: set[str]) -> None:
 
 @settings(max_examples=400, deadline=None)
 @given(numbers_of_a_step(), subsets, st.data())
-def test_a_contradiction_names_both_sides(numbers: dict[str, int], chosen: set[str], data: st.DataObject) -> None:
+def test_a_contradiction_names_both_sides(
+    numbers: dict[str, int], chosen: set[str], data: st.DataObject
+) -> None:
     changed = data.draw(st.sampled_from(sorted(chosen)))
     wrong = numbers | {changed: data.draw(st.integers(1, 30).filter(lambda value: value != numbers[changed]))}
     try:
@@ -131,11 +151,16 @@ def test_a_contradiction_names_both_sides(numbers: dict[str, int], chosen: set[s
     problems = refusal(command_line(wrong, chosen))
     report = "\n".join(map(str, problems))
     note(report)
-    assert not refusal(command_line(wrong, chosen) | {key: value for one in problems for key, value in alternatives(one)[0].items()})
+    assert not refusal(
+        command_line(wrong, chosen)
+        | {key: value for one in problems for key, value in alternatives(one)[0].items()}
+    )
     named = {name for name in chosen if f"{KEYS[name]}={wrong[name]}" in report}
     assert changed in named, "without it there would be no contradiction"
     assert len(named) >= 2, "one side alone contradicts nothing"
-    assert not has_a_step({name: wrong[name] for name in (*named, "dp", "E")}), "what is named must contradict itself"
+    assert not has_a_step({name: wrong[name] for name in (*named, "dp", "E")}), (
+        "what is named must contradict itself"
+    )
 
 
 def has_a_step(known: dict[str, int], most: int = 40) -> bool:

@@ -9,12 +9,19 @@ from hydraflow.batch_plan.mapping import parse, text_of
 
 def megatron(**sizes):
     """The actor under Megatron-Core; `tensor=4` is actor.megatron.tensor_model_parallel_size=4."""
-    names = {"tensor": "tensor_model", "pipeline": "pipeline_model", "virtual": "virtual_pipeline_model", "context": "context"}
+    names = {
+        "tensor": "tensor_model",
+        "pipeline": "pipeline_model",
+        "virtual": "virtual_pipeline_model",
+        "context": "context",
+    }
     names |= {"expert": "expert_model", "expert_tensor": "expert_tensor"}
-    return {"actor__strategy": "megatron"} | {f"actor__megatron__{names[name]}_parallel_size": size for name, size in sizes.items()}
+    return {"actor__strategy": "megatron"} | {
+        f"actor__megatron__{names[name]}_parallel_size": size for name, size in sizes.items()
+    }
 
 
-# --- sets of devices -------------------------------------------------------------------------------------------------
+# --- sets of devices --------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -38,7 +45,9 @@ def test_forms_of_a_mapping(written, devices):
     assert parse(text_of(parse(written).devices)).devices == parse(written).devices
 
 
-@pytest.mark.parametrize("written", ["", "all", "7-0", [], [-1], "0-", True, {"a": 1}, "list(range(0,8,0))", "__import__('os')"])
+@pytest.mark.parametrize(
+    "written", ["", "all", "7-0", [], [-1], "0-", True, {"a": 1}, "list(range(0,8,0))", "__import__('os')"]
+)
 def test_what_is_no_mapping(written):
     with pytest.raises(ValueError, match=r"must|names no device|steps of 0"):
         parse(written)
@@ -50,18 +59,25 @@ def test_sets_of_devices():
     assert (str(b.first(3)), len(b), b.stop) == ("2-3,6", 8, 12)
 
 
-# --- machines --------------------------------------------------------------------------------------------------------
+# --- machines --------------------------------------------------
 
 
 def test_a_cluster_is_the_trainers_machines_where_nothing_else_is_said():
-    plan = resolve(configured(cluster__nodes=64, cluster__devices_per_node=8, data__train_batch_size=1024, rollout__n=8))
+    plan = resolve(
+        configured(cluster__nodes=64, cluster__devices_per_node=8, data__train_batch_size=1024, rollout__n=8)
+    )
     assert (plan.cluster.nodes, len(plan.cluster.devices), plan.actor.data_ranks) == (64, 512, 512)
 
 
 def test_machines_of_a_rollout_come_after_the_trainers():
-    config = small(trainer__n_gpus_per_node=8, rollout__name="vllm", rollout__nnodes=2, rollout__n_gpus_per_node=4)
+    config = small(
+        trainer__n_gpus_per_node=8, rollout__name="vllm", rollout__nnodes=2, rollout__n_gpus_per_node=4
+    )
     plan = resolve(config)
-    assert [(pool.name, pool.nodes, pool.first_device) for pool in plan.cluster.pools] == [("trainer", 1, 0), ("rollout", 2, 8)]
+    assert [(pool.name, pool.nodes, pool.first_device) for pool in plan.cluster.pools] == [
+        ("trainer", 1, 0),
+        ("rollout", 2, 8),
+    ]
     assert (str(plan.layouts["rollout"].devices), plan.placement) == ("8-15", "disaggregated")
     assert [plan.cluster.node_of(device) for device in (7, 8, 11, 12)] == [0, 1, 1, 2]
 
@@ -77,7 +93,11 @@ def test_a_reward_model_has_machines_of_its_own_where_asked():
     ("values", "key", "remedy"),
     [
         (dict(cluster__nodes=4, trainer__nnodes=2), "cluster.nodes", "cluster.nodes=2 or trainer.nnodes=4"),
-        (dict(cluster__devices_per_node=8, trainer__n_gpus_per_node=4), "trainer.n_gpus_per_node", "trainer.n_gpus_per_node=8"),
+        (
+            dict(cluster__devices_per_node=8, trainer__n_gpus_per_node=4),
+            "trainer.n_gpus_per_node",
+            "trainer.n_gpus_per_node=8",
+        ),
         (dict(rollout__nnodes=1, rollout__device_mapping="0-1"), f"{ROLLOUT}.nnodes", f"{ROLLOUT}.nnodes=0"),
     ],
 )
@@ -86,7 +106,7 @@ def test_machines_that_do_not_add_up(values, key, remedy):
     assert remedy in problems[key].remedy
 
 
-# --- mappings --------------------------------------------------------------------------------------------------------
+# --- mappings --------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -119,7 +139,7 @@ def test_who_follows_the_actor_is_not_reported_again():
     assert list(problems) == [f"{ACTOR}.device_mapping"]
 
 
-# --- sizes -----------------------------------------------------------------------------------------------------------
+# --- sizes --------------------------------------------------
 
 
 def test_ulysses_divides_data_ranks_and_hsdp_does_not():
@@ -145,7 +165,8 @@ def test_the_reference_divides_its_model_like_the_actor():
 
 
 def test_interleaved_micro_batches_come_in_groups():
-    # g = 32·8/4 = 64 rows; 24 tokens a row; 100 tokens hold 4; micro-batches of 4 rows are 16, a multiple of 2.
+    # g = 32·8/4 = 64 rows; 24 tokens a row; 100 tokens hold 4; micro-batches of 4 rows are 16, a multiple of
+    # 2.
     config = small(actor__ppo_max_token_len_per_gpu=100, **megatron(pipeline=2, virtual=2))
     assert resolve(config, devices=8).actor.accumulation_steps == 16
     config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu = 64  # one micro-batch
@@ -159,7 +180,11 @@ def test_interleaved_micro_batches_come_in_groups():
         (megatron(expert=16), f"{ACTOR}.megatron.expert_model_parallel_size", "expert_model_parallel_size=8"),
         (megatron(virtual=2), f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size", "parallel_size=null"),
         (dict(actor__fsdp_config__fsdp_size=3), f"{ACTOR}.fsdp_config.fsdp_size", "fsdp_size=4"),
-        (dict(rollout__tensor_model_parallel_size=16), f"{ROLLOUT}.tensor_model_parallel_size", "tensor_model_parallel_size=8"),
+        (
+            dict(rollout__tensor_model_parallel_size=16),
+            f"{ROLLOUT}.tensor_model_parallel_size",
+            "tensor_model_parallel_size=8",
+        ),
     ],
 )
 def test_sizes_that_do_not_divide_the_devices(values, key, remedy):
@@ -174,8 +199,16 @@ def test_sizes_that_do_not_divide_the_devices(values, key, remedy):
         (megatron(tensor=8), f"{ACTOR}.megatron.tensor_model_parallel_size", "12 attention heads"),
         (megatron(pipeline=8), f"{ACTOR}.megatron.pipeline_model_parallel_size", "12 layers"),
         (megatron(expert=2), f"{ACTOR}.megatron.expert_model_parallel_size", "the model has none"),
-        (dict(actor__fsdp_config__ulysses_sequence_parallel_size=8), f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size", "12 attention"),
-        (dict(rollout__tensor_model_parallel_size=8), f"{ROLLOUT}.tensor_model_parallel_size", "12 attention heads"),
+        (
+            dict(actor__fsdp_config__ulysses_sequence_parallel_size=8),
+            f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size",
+            "12 attention",
+        ),
+        (
+            dict(rollout__tensor_model_parallel_size=8),
+            f"{ROLLOUT}.tensor_model_parallel_size",
+            "12 attention heads",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_divided(values, key, said):
@@ -187,4 +220,6 @@ def test_a_model_that_cannot_be_divided(values, key, said):
 def test_few_key_value_heads_are_repeated():
     shape = ShapeNumbers(layers=12, heads=16, kv_heads=2)
     assert resolve(small(**megatron(tensor=4)), devices=8, shape=shape).layouts["actor"].tensor == 4
-    assert f"{REF}.megatron.tensor_model_parallel_size" not in resolve(small(), devices=8, shape=shape).layouts
+    assert (
+        f"{REF}.megatron.tensor_model_parallel_size" not in resolve(small(), devices=8, shape=shape).layouts
+    )

@@ -1,6 +1,8 @@
-"""Messages that users of other trainers ask about: each mistake is found before anything starts, with numbers and a remedy.
+"""Messages that users of other trainers ask about: each mistake is found before anything starts, with numbers
+and a remedy.
 
-The console blocks of `docs/faq.md` are run, and must print what the document shows; every remedy in them repairs its command.
+The console blocks of `docs/faq.md` are run, and must print what the document shows; every remedy in them
+repairs its command.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ ACTOR, REF, ROLLOUT = f"{POLICY}.actor", f"{POLICY}.ref", f"{POLICY}.rollout"
 GRPO = {"algorithm.adv_estimator": "grpo"}
 
 
-# --- the document ----------------------------------------------------------------------------------------------------------
+# --- the document --------------------------------------------------
 
 
 def blocks() -> list[tuple[str, list[str]]]:
@@ -60,18 +62,23 @@ def test_the_document_shows_what_is_printed(command: str, shown: list[str]) -> N
 
 @pytest.mark.parametrize("command", [command for command, shown in blocks() if "1 problem found" in shown[0]])
 def test_pasting_the_first_remedy_repairs_the_command(command: str) -> None:
-    (remedy,) = [line.partition("-> ")[2] for line in dict(blocks())[command] if line.lstrip().startswith("-> ")]
+    (remedy,) = [
+        line.partition("-> ")[2] for line in dict(blocks())[command] if line.lstrip().startswith("-> ")
+    ]
     assert printed(f"{command} {remedy.partition(' or ')[0]}")[0] == 0
 
 
 def test_the_table_points_to_sections() -> None:
-    headings = {re.sub(r"[^a-z -]", "", heading.lower()).replace(" ", "-") for heading in re.findall(r"^### (.*)$", DOCUMENT, re.MULTILINE)}
+    headings = {
+        re.sub(r"[^a-z -]", "", heading.lower()).replace(" ", "-")
+        for heading in re.findall(r"^### (.*)$", DOCUMENT, re.MULTILINE)
+    }
     links = re.findall(r"\]\(#([a-z-]+)\)", DOCUMENT)
     assert len(links) > 10
     assert set(links) == headings
 
 
-# --- the messages, one by one ----------------------------------------------------------------------------------------------
+# --- the messages, one by one --------------------------------------------------
 
 
 def only(problems: list[Problem]) -> Problem:
@@ -81,7 +88,9 @@ def only(problems: list[Problem]) -> Problem:
 
 def repairs(settings: dict[str, Any], problems: list[Problem]) -> None:
     """The first remedies together give a plan."""
-    assert not refusal(settings | {key: value for problem in problems for key, value in alternatives(problem)[0].items()})
+    assert not refusal(
+        settings | {key: value for problem in problems for key, value in alternatives(problem)[0].items()}
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,7 +104,11 @@ def repairs(settings: dict[str, Any], problems: list[Problem]) -> None:
     ],
 )
 def test_roll_node2pg_key_error(mapping: object, nodes: int, numbers: list[str]) -> None:
-    settings = GRPO | {"trainer.nnodes": nodes, "trainer.n_gpus_per_node": 8, f"{ACTOR}.device_mapping": mapping}
+    settings = GRPO | {
+        "trainer.nnodes": nodes,
+        "trainer.n_gpus_per_node": 8,
+        f"{ACTOR}.device_mapping": mapping,
+    }
     problem = only(refusal(settings))
     assert problem.field == f"{ACTOR}.device_mapping"
     assert all(number in problem.rule for number in numbers)
@@ -103,7 +116,8 @@ def test_roll_node2pg_key_error(mapping: object, nodes: int, numbers: list[str])
 
 
 def test_roll_lr_decay_steps() -> None:
-    """64 devices, p=1, g=32, 32 prompts, n=1, 10 steps: ROLL's nested divisions give a schedule of 0 steps."""
+    """64 devices, p=1, g=32, 32 prompts, n=1, 10 steps: ROLL's nested divisions give a schedule of 0
+    steps."""
     settings = GRPO | {
         "trainer.nnodes": 8,
         "trainer.n_gpus_per_node": 8,
@@ -120,7 +134,14 @@ def test_roll_lr_decay_steps() -> None:
 
 def test_a_plan_has_optimizer_steps_and_says_how_many() -> None:
     """2048 rows a step, 10 steps, 1 optimizer step each: 10 steps for the schedule, none lost by rounding."""
-    plan = plan_of(GRPO | {"trainer.total_training_steps": 10, "data.train_batch_size": 2048, f"{ACTOR}.ppo_mini_batch_size": 2048})
+    plan = plan_of(
+        GRPO
+        | {
+            "trainer.total_training_steps": 10,
+            "data.train_batch_size": 2048,
+            f"{ACTOR}.ppo_mini_batch_size": 2048,
+        }
+    )
     assert (plan.total_steps, plan.actor.total_optimizer_steps, plan.actor.decay_steps) == (10, 10, 10)
     problem = only(refusal(GRPO | {"data.train_batch_size": 1024}, prompts=1000))
     assert (problem.field, "1000" in problem.rule) == ("data.train_batch_size", True)
@@ -145,11 +166,23 @@ SPLIT_ROLLOUT = {f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.tensor_model_parallel_si
         ("critic", {"algorithm.adv_estimator": "gae"} | SPLIT_ACTOR | SPLIT_ROLLOUT),
         (
             "ref",
-            GRPO | SPLIT_ACTOR | SPLIT_ROLLOUT | {f"{ACTOR}.use_kl_loss": True, f"{REF}.fsdp_config.ulysses_sequence_parallel_size": 1},
+            GRPO
+            | SPLIT_ACTOR
+            | SPLIT_ROLLOUT
+            | {
+                f"{ACTOR}.use_kl_loss": True,
+                f"{REF}.fsdp_config.ulysses_sequence_parallel_size": 1,
+            },
         ),
         (
             "reward_model",
-            GRPO | SPLIT_ACTOR | SPLIT_ROLLOUT | {"reward.reward_model.enable": True, "reward.reward_model.model_path": "model"},
+            GRPO
+            | SPLIT_ACTOR
+            | SPLIT_ROLLOUT
+            | {
+                "reward.reward_model.enable": True,
+                "reward.reward_model.model_path": "model",
+            },
         ),
     ],
 )
@@ -216,7 +249,8 @@ def test_prompts_that_fill_no_step_are_said() -> None:
 
 
 def test_trinity_mini_batch_is_not_overwritten() -> None:
-    """128 experiences an update are 32 prompts of 4: a ppo_mini_batch_size of 64 contradicts, and is not replaced in silence."""
+    """128 experiences an update are 32 prompts of 4: a ppo_mini_batch_size of 64 contradicts, and is not
+    replaced in silence."""
     settings = GRPO | {
         "trainer.n_gpus_per_node": 4,
         "data.train_batch_size": 64,
@@ -242,7 +276,11 @@ def test_trinity_per_device_semantics() -> None:
     }
     actor = plan_of(settings).actor
     assert (actor.mini_batch_prompts, actor.rows_per_rank, actor.accumulation_steps) == (32, 32, 4)
-    broken = settings | {"trainer.n_gpus_per_node": 8, "data.train_batch_size": 63, "batch.global_batch_trajectories": 84}
+    broken = settings | {
+        "trainer.n_gpus_per_node": 8,
+        "data.train_batch_size": 63,
+        "batch.global_batch_trajectories": 84,
+    }
     problems = refusal(broken)
     assert any("84" in str(problem) and "8 data ranks" in problem.rule for problem in problems)
     repairs(broken, problems)
@@ -251,8 +289,14 @@ def test_trinity_per_device_semantics() -> None:
 @pytest.mark.parametrize(
     ("changed", "numbers"),
     [
-        ({"data.train_batch_size": 100, f"{ACTOR}.ppo_mini_batch_size": 64}, ["100"]),  # verl pads the second of two optimizer steps
-        ({f"{ACTOR}.ppo_mini_batch_size": 12, "data.train_batch_size": 60, f"{ROLLOUT}.n": 5}, ["60", "8 data ranks"]),  # 12·5 on 8
+        (
+            {"data.train_batch_size": 100, f"{ACTOR}.ppo_mini_batch_size": 64},
+            ["100"],
+        ),  # verl pads the second of two optimizer steps
+        (
+            {f"{ACTOR}.ppo_mini_batch_size": 12, "data.train_batch_size": 60, f"{ROLLOUT}.n": 5},
+            ["60", "8 data ranks"],
+        ),  # 12·5 on 8
         ({f"{ACTOR}.ppo_micro_batch_size_per_gpu": 12}, ["32·8/8 = 32"]),
         ({"data.train_batch_size": 128, f"{ACTOR}.ppo_mini_batch_size": 256}, ["128"]),
     ],
@@ -267,7 +311,11 @@ def test_verl_train_mini_micro(changed: dict[str, Any], numbers: list[str]) -> N
         f"{ACTOR}.ppo_micro_batch_size_per_gpu": 4,
     }
     plan = plan_of(even)
-    assert (plan.trajectories_per_step, plan.actor.optimizer_steps_per_step, plan.actor.accumulation_steps) == (512, 2, 8)
+    assert (
+        plan.trajectories_per_step,
+        plan.actor.optimizer_steps_per_step,
+        plan.actor.accumulation_steps,
+    ) == (512, 2, 8)
     problem = only(refusal(even | changed))
     assert all(number in problem.rule for number in numbers)
     for alternative in alternatives(problem):

@@ -19,7 +19,13 @@ def given(**values):
         (dict(batch__optimizer_steps_per_step=8, actor__ppo_epochs=2), 1024, 1, 256, None),
         (dict(batch__trajectories_per_step=512, data__train_batch_size=64), 64, 8, 64, None),
         (dict(batch__gradient_accumulation_steps=16), 1024, 1, 256, 8),  # 256/2 ranks/16
-        (dict(batch__gradient_accumulation_steps=16, actor__ppo_micro_batch_size_per_gpu=4), 1024, 1, 128, 4),  # ROLL: 16·4·2
+        (
+            dict(batch__gradient_accumulation_steps=16, actor__ppo_micro_batch_size_per_gpu=4),
+            1024,
+            1,
+            128,
+            4,
+        ),  # ROLL: 16·4·2
         (dict(data__train_batch_size=96), 96, 1, 96, None),
         (dict(actor__ppo_mini_batch_size=100), 1000, 1, 100, None),
     ],
@@ -33,7 +39,9 @@ def test_the_rest_follows(values, q, n, mini, rows):
 
 def test_a_default_that_yields_is_said():
     plan = resolve(given(data__train_batch_size=96), prompts=96)
-    assert plan.notes == (f"{ACTOR}.ppo_mini_batch_size=96: the default 256 yields to data.train_batch_size=96, 2 data ranks",)
+    assert plan.notes == (
+        f"{ACTOR}.ppo_mini_batch_size=96: the default 256 yields to data.train_batch_size=96, 2 data ranks",
+    )
     lines = {quantity.name: quantity for quantity in plan.quantities}
     assert lines["actor: prompts per optimizer step M"].provenance == "derived"
 
@@ -63,7 +71,11 @@ def test_responses_per_prompt_are_no_matter_of_divisibility():
             "batch.trajectories_per_step=512",
         ),
         (
-            dict(batch__trajectories_per_step=512, batch__global_batch_trajectories=128, batch__optimizer_steps_per_step=3),
+            dict(
+                batch__trajectories_per_step=512,
+                batch__global_batch_trajectories=128,
+                batch__optimizer_steps_per_step=3,
+            ),
             "batch.trajectories_per_step",
             "512/128 = 4 mini-batches per step; 1·4 = 4 is not the 3 optimizer steps per step",
             "batch.optimizer_steps_per_step=4",
@@ -97,7 +109,11 @@ def test_a_contradiction_names_both_sides(values, key, said, remedy):
 
 def test_rounds_that_were_not_given_fill_the_step():
     # 64 prompts are 2 rounds of 32: with 2 rounds asked for, one mini-batch each.
-    config = given(data__train_batch_size=64, actor__ppo_mini_batch_size=16, async_training__trigger_parameter_sync_step=2)
+    config = given(
+        data__train_batch_size=64,
+        actor__ppo_mini_batch_size=16,
+        async_training__trigger_parameter_sync_step=2,
+    )
     assert resolve(config).asynchronous.mini_batches_per_round == 2
     config.async_training.require_batches = 3
     problem = broken(config)["async_training.require_batches"]

@@ -1,7 +1,9 @@
-"""The batch plan against five other trainers: for their settings, their trajectories, optimizer steps and accumulation.
+"""The batch plan against five other trainers: for their settings, their trajectories, optimizer steps and
+accumulation.
 
-Each case has the peer's keys, the numbers that its own formula gives (worked out in a comment), and the plan of the same settings
-in our keys. `*_formula` is how the peer counts, `*_keys` is how its keys are written here. W devices, dp data ranks.
+Each case has the peer's keys, the numbers that its own formula gives (worked out in a comment), and the plan
+of the same settings in our keys. `*_formula` is how the peer counts, `*_keys` is how its keys are written
+here. W devices, dp data ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ class Numbers:
 def _megatron(theirs: Settings, **names: str) -> Settings:
     """Megatron's sizes under our keys; `names` maps our short name to theirs."""
     sizes = {ours: theirs.get(name, 1) for ours, name in names.items()}
-    return {f"{ACTOR}.strategy": "megatron"} | {f"{ACTOR}.megatron.{ours}_parallel_size": size for ours, size in sizes.items()}
+    return {f"{ACTOR}.strategy": "megatron"} | {
+        f"{ACTOR}.megatron.{ours}_parallel_size": size for ours, size in sizes.items()
+    }
 
 
 MEGATRON_NAMES = {
@@ -43,12 +47,19 @@ MEGATRON_NAMES = {
 }
 
 
-# --- verl: mini-batches in prompts, micro-batches per data rank ------------------------------------------------------------
+# --- verl: mini-batches in prompts, micro-batches per data rank --------------------------------------------------
 
 
 def verl_formula(theirs: Settings) -> Numbers:
-    """N = B·n; dp = W/sp, or W/(tp·pp·cp); per rank g = M·n/dp; g/micro forwards; B/M·epochs optimizer steps."""
-    ranks = theirs["W"] // theirs.get("sp", 1) // theirs.get("tp", 1) // theirs.get("pp", 1) // theirs.get("cp", 1)
+    """N = B·n; dp = W/sp, or W/(tp·pp·cp); per rank g = M·n/dp; g/micro forwards; B/M·epochs optimizer
+    steps."""
+    ranks = (
+        theirs["W"]
+        // theirs.get("sp", 1)
+        // theirs.get("tp", 1)
+        // theirs.get("pp", 1)
+        // theirs.get("cp", 1)
+    )
     per_rank = theirs["mini"] * theirs["n"] // ranks
     return Numbers(
         trajectories=theirs["B"] * theirs["n"],
@@ -60,7 +71,11 @@ def verl_formula(theirs: Settings) -> Numbers:
 def verl_keys(theirs: Settings) -> Settings:
     """The same keys: verl's names are ours."""
     short = {"tensor_model": "tp", "pipeline_model": "pp", "context": "cp", "expert_model": "ep"}
-    engine = _megatron(theirs, **short) if "tp" in theirs else {f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": theirs.get("sp", 1)}
+    engine = (
+        _megatron(theirs, **short)
+        if "tp" in theirs
+        else {f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": theirs.get("sp", 1)}
+    )
     return engine | {
         "trainer.n_gpus_per_node": theirs["W"],
         "data.train_batch_size": theirs["B"],
@@ -84,7 +99,7 @@ VERL: list[tuple[Settings, Numbers]] = [
 ]
 
 
-# --- ROLL: gradient accumulation is given, the mini-batch follows ----------------------------------------------------------
+# --- ROLL: gradient accumulation is given, the mini-batch follows --------------------------------------------------
 
 
 def roll_formula(theirs: Settings) -> Numbers:
@@ -94,7 +109,9 @@ def roll_formula(theirs: Settings) -> Numbers:
         ranks //= theirs.get(name, 1)
     rows = theirs["rollout_batch_size"] * theirs["num_return_sequences_in_group"]
     global_batch = theirs["per_device_train_batch_size"] * theirs["gradient_accumulation_steps"] * ranks
-    return Numbers(rows, theirs.get("ppo_epochs", 1) * rows // global_batch, theirs["gradient_accumulation_steps"])
+    return Numbers(
+        rows, theirs.get("ppo_epochs", 1) * rows // global_batch, theirs["gradient_accumulation_steps"]
+    )
 
 
 def roll_keys(theirs: Settings) -> Settings:
@@ -153,15 +170,20 @@ ROLL: list[tuple[Settings, Numbers]] = [
 ]
 
 
-# --- ChatLearn: everything in responses ------------------------------------------------------------------------------------
+# --- ChatLearn: everything in responses --------------------------------------------------
 
 
 def chatlearn_formula(theirs: Settings) -> Numbers:
-    """num_training_epoch·sample_per_episode/train_global_batch_size steps; global/(DP·micro) micro-batches."""
+    """num_training_epoch·sample_per_episode/train_global_batch_size steps; global/(DP·micro)
+    micro-batches."""
     ranks = theirs["num_gpu"] // theirs.get("ulysses_sequence_parallel_size", 1)
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
         ranks //= theirs.get(name, 1)
-    steps = theirs.get("num_training_epoch", 1) * theirs["sample_per_episode"] // theirs["train_global_batch_size"]
+    steps = (
+        theirs.get("num_training_epoch", 1)
+        * theirs["sample_per_episode"]
+        // theirs["train_global_batch_size"]
+    )
     micro = theirs["train_global_batch_size"] // (ranks * theirs["train_micro_batch_size"])
     return Numbers(theirs["sample_per_episode"], steps, micro)
 
@@ -183,7 +205,13 @@ def chatlearn_keys(theirs: Settings) -> Settings:
 CHATLEARN: list[tuple[Settings, Numbers]] = [
     # 512/512 = 1 step; 512/(8·8) = 8
     (
-        dict(num_gpu=8, sample_per_episode=512, num_inference_per_prompt=32, train_global_batch_size=512, train_micro_batch_size=8),
+        dict(
+            num_gpu=8,
+            sample_per_episode=512,
+            num_inference_per_prompt=32,
+            train_global_batch_size=512,
+            train_micro_batch_size=8,
+        ),
         Numbers(512, 1, 8),
     ),
     # 2048/512 = 4 steps; DP = 16/2 = 8, 512/(8·4) = 16
@@ -222,18 +250,31 @@ CHATLEARN: list[tuple[Settings, Numbers]] = [
 def slime_formula(theirs: Settings) -> Numbers:
     """R·N = G·steps; dp = actor devices/(tp·pp·cp); G/(dp·micro) micro-batches when not dynamic."""
     rows = theirs["rollout_batch_size"] * theirs["n_samples_per_prompt"]
-    steps = theirs["num_steps_per_rollout"] if "num_steps_per_rollout" in theirs else rows // theirs["global_batch_size"]
+    steps = (
+        theirs["num_steps_per_rollout"]
+        if "num_steps_per_rollout" in theirs
+        else rows // theirs["global_batch_size"]
+    )
     ranks = theirs["actor_num_nodes"] * theirs["actor_num_gpus_per_node"]
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
         ranks //= theirs.get(name, 1)
     micro = theirs.get("micro_batch_size", 1)
-    return Numbers(rows, steps, None if theirs.get("use_dynamic_batch_size") else rows // steps // ranks // micro)
+    return Numbers(
+        rows, steps, None if theirs.get("use_dynamic_batch_size") else rows // steps // ranks // micro
+    )
 
 
 def slime_keys(theirs: Settings) -> Settings:
     """G, or the number of optimizer steps, goes in as it is; the budget counts tokens per device in both."""
-    steps, batch, dynamic = "num_steps_per_rollout", "global_batch_size", theirs.get("use_dynamic_batch_size", False)
-    handles = {"batch.optimizer_steps_per_step": theirs.get(steps), "batch.global_batch_trajectories": theirs.get(batch)}
+    steps, batch, dynamic = (
+        "num_steps_per_rollout",
+        "global_batch_size",
+        theirs.get("use_dynamic_batch_size", False),
+    )
+    handles = {
+        "batch.optimizer_steps_per_step": theirs.get(steps),
+        "batch.global_batch_trajectories": theirs.get(batch),
+    }
     micro = (
         {f"{ACTOR}.ppo_max_token_len_per_gpu": theirs["max_tokens_per_gpu"]}
         if dynamic
@@ -302,7 +343,8 @@ SLIME: list[tuple[Settings, Numbers]] = [
 
 
 def trinity_formula(theirs: Settings) -> Numbers:
-    """Between two weight syncs: batch_size·sync_interval tasks, each repeat_times; train_batch_size experiences an update."""
+    """Between two weight syncs: batch_size·sync_interval tasks, each repeat_times; train_batch_size
+    experiences an update."""
     sampled = theirs["batch_size"] * theirs["repeat_times"]
     update = theirs.get("train_batch_size") or sampled
     rows = sampled * theirs.get("sync_interval", 1)
@@ -329,10 +371,26 @@ def trinity_keys(theirs: Settings) -> Settings:
 TRINITY: list[tuple[Settings, Numbers]] = [
     # its gspo example: 96·8 = 768 experiences, all in one update; by tokens
     (dict(trainer_gpus=2, batch_size=96, repeat_times=8), Numbers(768, 1, None)),
-    # its dapo example: 32·16 = 512 an update, 16 of them between two syncs = 8192; 512/8 = 64 a device, 64/8 = 8
-    (dict(trainer_gpus=8, batch_size=32, repeat_times=16, sync_interval=16, ppo_micro_batch_size_per_gpu=8), Numbers(8192, 16, 8)),
-    # its FAQ: 128 experiences on 4 data ranks are 32 each, 4 micro-batches of 8; 64·4 = 256 sampled, 2 updates
-    (dict(trainer_gpus=4, batch_size=64, repeat_times=4, train_batch_size=128, ppo_micro_batch_size_per_gpu=8), Numbers(256, 2, 4)),
+    # its dapo example: 32·16 = 512 an update, 16 of them between two syncs = 8192; 512/8 = 64 a device, 64/8
+    # = 8
+    (
+        dict(
+            trainer_gpus=8, batch_size=32, repeat_times=16, sync_interval=16, ppo_micro_batch_size_per_gpu=8
+        ),
+        Numbers(8192, 16, 8),
+    ),
+    # its FAQ: 128 experiences on 4 data ranks are 32 each, 4 micro-batches of 8; 64·4 = 256 sampled, 2
+    # updates
+    (
+        dict(
+            trainer_gpus=4,
+            batch_size=64,
+            repeat_times=4,
+            train_batch_size=128,
+            ppo_micro_batch_size_per_gpu=8,
+        ),
+        Numbers(256, 2, 4),
+    ),
     # DP = 8/2 = 4: 256/4 = 64, 64/16 = 4
     (
         dict(
@@ -347,7 +405,9 @@ TRINITY: list[tuple[Settings, Numbers]] = [
 ]
 
 
-PEERS: dict[str, tuple[Callable[[Settings], Numbers], Callable[[Settings], Settings], list[tuple[Settings, Numbers]]]] = {
+PEERS: dict[
+    str, tuple[Callable[[Settings], Numbers], Callable[[Settings], Settings], list[tuple[Settings, Numbers]]]
+] = {
     "verl": (verl_formula, verl_keys, VERL),
     "ROLL": (roll_formula, roll_keys, ROLL),
     "ChatLearn": (chatlearn_formula, chatlearn_keys, CHATLEARN),

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 POLICY = "actor_rollout_ref"
-KEYS = {role: f"{POLICY}.{role}.device_mapping" for role in ("actor", "ref", "rollout")} | {"critic": "critic.device_mapping"}
+KEYS = {role: f"{POLICY}.{role}.device_mapping" for role in ("actor", "ref", "rollout")} | {
+    "critic": "critic.device_mapping"
+}
 SHARED_BY_UP_TO_EIGHT = 840
 """Prompts that 1, 2, ... 8 data ranks can share."""
 
@@ -20,10 +22,22 @@ SHARED_BY_UP_TO_EIGHT = 840
 def written(draw: Draw, devices: list[int]) -> Any:
     """One of the forms in which a mapping can be written."""
     first, last = devices[0], devices[-1]
-    forms: list[Any] = [devices, ",".join(map(str, devices)), f"[{','.join(map(str, devices))}]", list(map(str, devices))]
+    forms: list[Any] = [
+        devices,
+        ",".join(map(str, devices)),
+        f"[{','.join(map(str, devices))}]",
+        list(map(str, devices)),
+    ]
     if devices == list(range(first, last + 1)):
-        forms += [f"{first}-{last}", [f"{first}-{last}"], f"list(range({first},{last + 1}))", f"list(range({first}, {last + 1}))"]
-    if devices[:-1] == list(range(first, last)) or devices[:-1] == list(range(first, first + len(devices) - 1)):
+        forms += [
+            f"{first}-{last}",
+            [f"{first}-{last}"],
+            f"list(range({first},{last + 1}))",
+            f"list(range({first}, {last + 1}))",
+        ]
+    if devices[:-1] == list(range(first, last)) or devices[:-1] == list(
+        range(first, first + len(devices) - 1)
+    ):
         forms += [f"{first}-{devices[-2]},{last}" if len(devices) > 1 else str(first)]
     return draw(st.sampled_from(forms))
 
@@ -46,7 +60,12 @@ def mapped(draw: Draw) -> tuple[int, dict[str, list[int]], dict[str, Any]]:
     names: dict[str, list[int]] = {}
     for role in KEYS:
         pieces = [list(range(count)), list(range(count // 2)), list(range(count // 2, count))]
-        some = st.lists(st.integers(0, count - 1 + beyond), min_size=1, max_size=count, unique=draw(st.sampled_from([True, True, False])))
+        some = st.lists(
+            st.integers(0, count - 1 + beyond),
+            min_size=1,
+            max_size=count,
+            unique=draw(st.sampled_from([True, True, False])),
+        )
         devices = draw(st.none() | st.sampled_from([piece for piece in pieces if piece]) | some.map(sorted))
         if devices is not None:
             names[role] = devices
@@ -55,8 +74,11 @@ def mapped(draw: Draw) -> tuple[int, dict[str, list[int]], dict[str, Any]]:
 
 
 def placed(count: int, names: dict[str, list[int]]) -> dict[str, set[int]] | None:
-    """The devices of each role; None where a mapping names none that is there, names one twice, or leaves one without a role."""
-    if any(len(set(devices)) < len(devices) or set(devices) - set(range(count)) for devices in names.values()):
+    """The devices of each role; None where a mapping names none that is there, names one twice, or leaves one
+    without a role."""
+    if any(
+        len(set(devices)) < len(devices) or set(devices) - set(range(count)) for devices in names.values()
+    ):
         return None
     actor = set(names.get("actor", range(count)))
     roles = {"actor": actor, "critic": set(names.get("critic", range(count)))}
@@ -83,10 +105,15 @@ def test_mappings_against_sets(drawn: tuple[int, dict[str, list[int]], dict[str,
     assert (roles is None) == bool(problems)
     if roles is not None:
         plan = plan_of(taken)
-        assert {role: {device for part in layout.devices.ranges for device in part} for role, layout in plan.layouts.items()} == roles
+        assert {
+            role: {device for part in layout.devices.ranges for device in part}
+            for role, layout in plan.layouts.items()
+        } == roles
         assert plan.placement == placement(roles)
         return
-    assert not refusal(taken | {key: value for problem in problems for key, value in alternatives(problem)[0].items()})
+    assert not refusal(
+        taken | {key: value for problem in problems for key, value in alternatives(problem)[0].items()}
+    )
     if len(problems) == 1:
         for alternative in alternatives(problems[0]):
             note(str(alternative))
@@ -95,7 +122,12 @@ def test_mappings_against_sets(drawn: tuple[int, dict[str, list[int]], dict[str,
 
 def test_placements_have_names() -> None:
     """16 devices: what the four words mean."""
-    small = {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 8, "algorithm.adv_estimator": "grpo", f"{POLICY}.rollout.name": "vllm"}
+    small = {
+        "trainer.nnodes": 2,
+        "trainer.n_gpus_per_node": 8,
+        "algorithm.adv_estimator": "grpo",
+        f"{POLICY}.rollout.name": "vllm",
+    }
     on = {
         "colocated": {},
         "disaggregated": {KEYS["actor"]: "0-7", KEYS["rollout"]: "8-15"},
@@ -107,4 +139,6 @@ def test_placements_have_names() -> None:
             f"{POLICY}.actor.ppo_mini_batch_size": 24,
         },
     }
-    assert {name: plan_of(small | mapping).placement for name, mapping in on.items()} == {name: name for name in on}
+    assert {name: plan_of(small | mapping).placement for name, mapping in on.items()} == {
+        name: name for name in on
+    }

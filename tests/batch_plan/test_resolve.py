@@ -22,12 +22,23 @@ ROOT = Path(__file__).parents[2]
 
 def test_numbers_by_hand():
     plan = resolve(small(trainer__total_epochs=3, actor__ppo_epochs=2))
-    assert (plan.prompts_per_step, plan.samples_per_prompt, plan.trajectories_per_step, plan.rollout_ranks) == (64, 8, 512, 2)
+    assert (
+        plan.prompts_per_step,
+        plan.samples_per_prompt,
+        plan.trajectories_per_step,
+        plan.rollout_ranks,
+    ) == (64, 8, 512, 2)
     actor = plan.actor
     assert (actor.mini_batch_prompts, actor.mini_batch_trajectories, actor.rows_per_rank) == (32, 256, 128)
     assert actor.optimizer_steps_per_step == 4  # 64/32 mini-batches, twice
-    assert (plan.steps_per_epoch, plan.total_steps, actor.total_optimizer_steps) == (140, 420, 1680)  # 9000 // 64
-    assert (plan.critic, plan.ref, plan.values, plan.reward_model, plan.filter, plan.asynchronous) == (None,) * 6
+    assert (plan.steps_per_epoch, plan.total_steps, actor.total_optimizer_steps) == (
+        140,
+        420,
+        1680,
+    )  # 9000 // 64
+    assert (plan.critic, plan.ref, plan.values, plan.reward_model, plan.filter, plan.asynchronous) == (
+        None,
+    ) * 6
     assert (plan.placement, list(plan.layouts)) == ("colocated", ["actor", "rollout"])
 
 
@@ -38,7 +49,8 @@ def test_total_training_steps_overrides_the_epochs():
 
 
 def test_static_micro_batches_that_were_not_given_are_the_largest_divisor_that_fits():
-    # g = 32·8/2 = 128 rows of 24 tokens; 250 tokens hold 10 rows, of which 8 divide 128. Forward passes need no divisor.
+    # g = 32·8/2 = 128 rows of 24 tokens; 250 tokens hold 10 rows, of which 8 divide 128. Forward passes need
+    # no divisor.
     plan = resolve(small(actor__ppo_max_token_len_per_gpu=250, actor__use_kl_loss=True))
     assert (plan.actor.micro, plan.actor.accumulation_steps) == (MicroPlan(rows=8, max_tokens=None), 16)
     assert plan.old_log_prob == plan.ref == MicroPlan(rows=10, max_tokens=None)
@@ -60,7 +72,9 @@ def test_forward_passes_have_their_own_micro_batches():
 
 
 def test_the_critic_follows_the_actor_where_it_says_nothing():
-    follower = resolve(small(critic__enable=True, actor__ppo_epochs=3, actor__shuffle=True, actor__use_dynamic_bsz=True))
+    follower = resolve(
+        small(critic__enable=True, actor__ppo_epochs=3, actor__shuffle=True, actor__use_dynamic_bsz=True)
+    )
     assert follower.critic.mini_batch_prompts == 32
     assert (follower.critic.epochs, follower.critic.shuffle) == (3, True)
     assert follower.critic.micro == follower.values == MicroPlan(rows=None, max_tokens=32768)
@@ -89,7 +103,12 @@ def test_warm_up_and_decay_in_steps_or_as_a_share():
     plan = resolve(small(actor__optim__lr_warmup_steps=5))
     assert (plan.actor.warmup_steps, plan.actor.decay_steps) == (5, 135)
     assert resolve(small(actor__optim__lr_warmup_steps_ratio=0.1)).actor.warmup_steps == 14  # of 140
-    assert resolve(small(actor__optim__lr_warmup_steps=0, actor__optim__lr_warmup_steps_ratio=0.1)).actor.warmup_steps == 0
+    assert (
+        resolve(
+            small(actor__optim__lr_warmup_steps=0, actor__optim__lr_warmup_steps_ratio=0.1)
+        ).actor.warmup_steps
+        == 0
+    )
     lines = {quantity.name: quantity for quantity in plan.quantities}
     assert lines["actor: warm-up"].formula == "5·K = 10 optimizer steps"
 
@@ -104,14 +123,22 @@ def test_sampling_numbers():
     )
     plan = resolve(config, devices=8)
     rollout = plan.rollout
-    assert (rollout.replicas, rollout.engines, rollout.concurrent_sequences) == (2, 4, 400)  # 8/(2·2) replicas, 2 ranks in each
+    assert (rollout.replicas, rollout.engines, rollout.concurrent_sequences) == (
+        2,
+        4,
+        400,
+    )  # 8/(2·2) replicas, 2 ranks in each
     assert (rollout.trajectories_per_engine, rollout.waves) == (128, 2)  # 64·8/4, in engines of 100
     assert (rollout.max_model_len, plan.agent.trajectories_per_worker) == (24, 171)  # 512/3
 
 
 def test_agent_workers_are_shown_to_who_names_them_or_takes_an_engine_that_has_them():
     def shown(**settings):
-        return {one.name for one in resolve(small(**settings), devices=2).quantities if one.name.startswith("agent workers")}
+        return {
+            one.name
+            for one in resolve(small(**settings), devices=2).quantities
+            if one.name.startswith("agent workers")
+        }
 
     both = {"agent workers", "agent workers: trajectories each"}
     assert shown() == set()
@@ -119,9 +146,17 @@ def test_agent_workers_are_shown_to_who_names_them_or_takes_an_engine_that_has_t
 
 
 def test_dynamic_sampling_numbers():
-    config = small(algorithm__filter_groups__enable=True, data__gen_batch_size=48, algorithm__filter_groups__max_num_gen_batches=5)
+    config = small(
+        algorithm__filter_groups__enable=True,
+        data__gen_batch_size=48,
+        algorithm__filter_groups__max_num_gen_batches=5,
+    )
     plan = resolve(config).filter
-    assert (plan.prompts_per_call, plan.least_prompts, plan.most_prompts) == (48, 96, 240)  # 64 prompts need two calls of 48
+    assert (plan.prompts_per_call, plan.least_prompts, plan.most_prompts) == (
+        48,
+        96,
+        240,
+    )  # 64 prompts need two calls of 48
     config.algorithm.filter_groups.max_num_gen_batches = 0
     assert resolve(config).filter.most_prompts is None
 
@@ -143,13 +178,18 @@ def test_reward_model_numbers():
 
 
 def test_prompts_that_no_step_takes_are_said():
-    assert resolve(small(), prompts=69).notes == ("5 of 69 training prompts fill no step of 64: an epoch leaves them out",)
+    assert resolve(small(), prompts=69).notes == (
+        "5 of 69 training prompts fill no step of 64: an epoch leaves them out",
+    )
     assert resolve(small(), prompts=128).notes == ()
 
 
 def test_quantities_say_where_a_number_comes_from():
     config = small(actor__use_kl_loss=True, critic__enable=True)
-    plan = resolve(config, origins={"data.train_batch_size": "command line", "actor_rollout_ref.rollout.n": "config/mine.yaml"})
+    plan = resolve(
+        config,
+        origins={"data.train_batch_size": "command line", "actor_rollout_ref.rollout.n": "config/mine.yaml"},
+    )
     lines = {quantity.name: quantity for quantity in plan.quantities}
     assert lines["prompts per step Q"].provenance == "command line"
     assert lines["trajectories per prompt n"].provenance == "config/mine.yaml"
@@ -201,12 +241,22 @@ def test_a_hundred_thousand_devices_and_ten_million_prompts_are_planned_at_once(
     assert min(seconds) < 0.05
 
 
-# --- the only reader -------------------------------------------------------------------------------------------------
+# --- the only reader --------------------------------------------------
 
-READERS = {f"hydraflow/batch_plan/{name}.py" for name in ("request", "handles", "topology", "sft", "generate")}
-JUDGES = {"hydraflow/runnable.py", "hydraflow/checks.py", "hydraflow/compose/effects.py"}
+READERS = {
+    f"hydraflow/batch_plan/{name}.py" for name in ("request", "handles", "topology", "sft", "generate")
+}
+JUDGES = {"hydraflow/compose/runnable.py", "hydraflow/compose/rules.py", "hydraflow/compose/effects.py"}
 """They only look whether a value is legal, can be run yet, or has an effect."""
-SIZE_ENDINGS = ("batch_size", "batch_size_per_gpu", "use_dynamic_bsz", "token_len_per_gpu", "ppo_epochs", "parallel_size", "fsdp_size")
+SIZE_ENDINGS = (
+    "batch_size",
+    "batch_size_per_gpu",
+    "use_dynamic_bsz",
+    "token_len_per_gpu",
+    "ppo_epochs",
+    "parallel_size",
+    "fsdp_size",
+)
 SIZES = {
     "device_mapping",
     "gradient_accumulation_steps",
@@ -225,7 +275,11 @@ OF_THE_PLAN = {"trajectories_per_step", "optimizer_steps_per_step"}
 
 def size_keys():
     keys = [key for schema in (PPOConfig, SFTConfig) for key in known_keys(schema)]
-    return {key.rpartition(".")[2] for key in keys if key.endswith(SIZE_ENDINGS) or key.rpartition(".")[2] in SIZES}
+    return {
+        key.rpartition(".")[2]
+        for key in keys
+        if key.endswith(SIZE_ENDINGS) or key.rpartition(".")[2] in SIZES
+    }
 
 
 def reads(tree):
@@ -241,8 +295,21 @@ def reads(tree):
 
 
 def test_no_other_module_reads_size_keys():
-    assert {"train_batch_size", "ppo_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz", "ppo_epochs"} <= size_keys()
-    assert {"tensor_model_parallel_size", "fsdp_size", "ulysses_sequence_parallel_size", "gen_batch_size"} | SIZES <= size_keys()
-    found = {str(path.relative_to(ROOT)): set(reads(ast.parse(path.read_text()))) for path in (ROOT / "hydraflow").rglob("*.py")}
+    assert {
+        "train_batch_size",
+        "ppo_micro_batch_size_per_gpu",
+        "log_prob_use_dynamic_bsz",
+        "ppo_epochs",
+    } <= size_keys()
+    assert {
+        "tensor_model_parallel_size",
+        "fsdp_size",
+        "ulysses_sequence_parallel_size",
+        "gen_batch_size",
+    } | SIZES <= size_keys()
+    found = {
+        str(path.relative_to(ROOT)): set(reads(ast.parse(path.read_text())))
+        for path in (ROOT / "hydraflow").rglob("*.py")
+    }
     assert {path: keys for path, keys in found.items() if keys and path not in READERS | JUDGES} == {}
     assert all(found[reader] for reader in READERS)

@@ -9,21 +9,60 @@ from hydraflow.schema import PPOConfig
 @pytest.mark.parametrize(
     ("values", "options", "field", "remedy"),
     [
-        (dict(actor__ppo_mini_batch_size=24), {}, f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.ppo_mini_batch_size=16"),
-        (dict(actor__ppo_mini_batch_size=128), {}, f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.ppo_mini_batch_size=64"),
+        (
+            dict(actor__ppo_mini_batch_size=24),
+            {},
+            f"{ACTOR}.ppo_mini_batch_size",
+            f"{ACTOR}.ppo_mini_batch_size=16",
+        ),
+        (
+            dict(actor__ppo_mini_batch_size=128),
+            {},
+            f"{ACTOR}.ppo_mini_batch_size",
+            f"{ACTOR}.ppo_mini_batch_size=64",
+        ),
         (dict(rollout__n=1), {"devices": 3}, f"{ACTOR}.ppo_mini_batch_size", f"{ROLLOUT}.n=3"),
-        (dict(actor__ppo_micro_batch_size_per_gpu=5), {}, f"{ACTOR}.ppo_micro_batch_size_per_gpu", "_per_gpu=4 or "),
+        (
+            dict(actor__ppo_micro_batch_size_per_gpu=5),
+            {},
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu",
+            "_per_gpu=4 or ",
+        ),
         (dict(actor__ppo_max_token_len_per_gpu=23), {}, f"{ACTOR}.ppo_max_token_len_per_gpu", "_per_gpu=24"),
         (dict(actor__optim__lr_warmup_steps=141), {}, f"{ACTOR}.optim.lr_warmup_steps", "lr_warmup_steps=14"),
-        (dict(actor__optim__lr_warmup_steps_ratio=1.5), {}, f"{ACTOR}.optim.lr_warmup_steps_ratio", "lr_warmup_steps_ratio=0.1"),
+        (
+            dict(actor__optim__lr_warmup_steps_ratio=1.5),
+            {},
+            f"{ACTOR}.optim.lr_warmup_steps_ratio",
+            "lr_warmup_steps_ratio=0.1",
+        ),
         (dict(), {"prompts": 63}, "data.train_batch_size", "data.train_batch_size=32"),
-        (dict(), {"prompts": 20}, "data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size=20 data.train_batch_size=20"),
+        (
+            dict(),
+            {"prompts": 20},
+            "data.train_batch_size",
+            f"{ACTOR}.ppo_mini_batch_size=20 data.train_batch_size=20",
+        ),
         (dict(rollout__n=0), {}, f"{ROLLOUT}.n", f"{ROLLOUT}.n=1"),
-        (dict(rollout__name="vllm", rollout__max_model_len=20), {}, f"{ROLLOUT}.max_model_len", "max_model_len=24"),
-        (dict(rollout__name="vllm", rollout__max_num_batched_tokens=512), {}, f"{ROLLOUT}.max_num_batched_tokens", "tokens=1024"),
+        (
+            dict(rollout__name="vllm", rollout__max_model_len=20),
+            {},
+            f"{ROLLOUT}.max_model_len",
+            "max_model_len=24",
+        ),
+        (
+            dict(rollout__name="vllm", rollout__max_num_batched_tokens=512),
+            {},
+            f"{ROLLOUT}.max_num_batched_tokens",
+            "tokens=1024",
+        ),
         (dict(algorithm__filter_groups__enable=True, rollout__n=1), {}, f"{ROLLOUT}.n", f"{ROLLOUT}.n=2"),
         (
-            dict(algorithm__filter_groups__enable=True, algorithm__filter_groups__max_num_gen_batches=2, data__gen_batch_size=16),
+            dict(
+                algorithm__filter_groups__enable=True,
+                algorithm__filter_groups__max_num_gen_batches=2,
+                data__gen_batch_size=16,
+            ),
             {},
             "algorithm.filter_groups.max_num_gen_batches",
             "max_num_gen_batches=4",
@@ -42,21 +81,39 @@ def test_a_step_that_no_mini_batch_fits():
     config.algorithm.adv_estimator, config.data.train_batch_size = "grpo", 5
     problems = broken(config, origins={"data.train_batch_size": "command line"})
     assert list(problems) == ["data.train_batch_size"]
-    assert problems["data.train_batch_size"].remedy.startswith("data.train_batch_size=6 or data.train_batch_size=4")
+    assert problems["data.train_batch_size"].remedy.startswith(
+        "data.train_batch_size=6 or data.train_batch_size=4"
+    )
 
 
 def test_a_decay_needs_a_step_after_the_warm_up():
     values = dict(trainer__total_training_steps=10, actor__optim__lr_warmup_steps=10)
     assert resolve(small(**values)).actor.warmup_steps == 10
-    assert "linear decay" in str(broken(small(actor__optim__lr_scheduler_type="linear", **values)).popitem()[1])
+    assert "linear decay" in str(
+        broken(small(actor__optim__lr_scheduler_type="linear", **values)).popitem()[1]
+    )
 
 
 @pytest.mark.parametrize("role", ["actor", "critic", "ref", "rollout"])
 def test_every_role_has_a_row_for_each_of_its_ranks(role):
     """ROLL: batch_size 32 < chunks 64, for each role: here 4 prompts and 8 devices of the one role."""
     lone = {"critic": "critic__device_mapping"}.get(role, f"{role}__device_mapping")
-    others = {name: "0" for name in ("actor__device_mapping", "critic__device_mapping", "ref__device_mapping", "rollout__device_mapping")}
-    values = dict(data__train_batch_size=4, actor__ppo_mini_batch_size=4, rollout__n=1, critic__enable=True, actor__use_kl_loss=True)
+    others = {
+        name: "0"
+        for name in (
+            "actor__device_mapping",
+            "critic__device_mapping",
+            "ref__device_mapping",
+            "rollout__device_mapping",
+        )
+    }
+    values = dict(
+        data__train_batch_size=4,
+        actor__ppo_mini_batch_size=4,
+        rollout__n=1,
+        critic__enable=True,
+        actor__use_kl_loss=True,
+    )
     problems = broken(small(**(others | {lone: "0-7"} | values)), devices=8)
     assert list(problems) == ["data.train_batch_size"]
     assert f"fewer than 8 data ranks of the {role}" in problems["data.train_batch_size"].rule
@@ -71,10 +128,17 @@ def test_without_chunks_a_forward_holds_a_prompt():
 
 def test_all_broken_rules_are_named_at_once():
     config = small(
-        critic__enable=True, actor__ppo_mini_batch_size=24, critic__ppo_max_token_len_per_gpu=3, critic__ppo_micro_batch_size_per_gpu=5
+        critic__enable=True,
+        actor__ppo_mini_batch_size=24,
+        critic__ppo_max_token_len_per_gpu=3,
+        critic__ppo_micro_batch_size_per_gpu=5,
     )
     problems = broken(config, prompts=10)
-    assert set(problems) == {f"{ACTOR}.ppo_mini_batch_size", "critic.ppo_micro_batch_size_per_gpu", "data.train_batch_size"}
+    assert set(problems) == {
+        f"{ACTOR}.ppo_mini_batch_size",
+        "critic.ppo_micro_batch_size_per_gpu",
+        "data.train_batch_size",
+    }
     config.critic.use_dynamic_bsz = True
     assert "critic.ppo_max_token_len_per_gpu" in broken(config)
 
@@ -87,10 +151,14 @@ def test_first_remedies_of_rules_that_hang_together_are_one():
 
 
 def test_a_key_that_the_critic_takes_from_the_actor_is_reported_once():
-    assert list(broken(small(actor__ppo_mini_batch_size=24, critic__enable=True))) == [f"{ACTOR}.ppo_mini_batch_size"]
+    assert list(broken(small(actor__ppo_mini_batch_size=24, critic__enable=True))) == [
+        f"{ACTOR}.ppo_mini_batch_size"
+    ]
 
 
 def test_values_that_the_checks_refuse_are_no_crash():
-    config = small(rollout__name="x", rollout__temperature=-1.0, async_training__staleness_threshold=float("inf"))
+    config = small(
+        rollout__name="x", rollout__temperature=-1.0, async_training__staleness_threshold=float("inf")
+    )
     config.actor_rollout_ref.actor.optim.lr_warmup_steps_ratio = float("nan")
     assert resolve(config).asynchronous.stale_trajectories == 0

@@ -90,7 +90,9 @@ def test_sampling_is_accepted_exactly_when_it_can_be_dealt_out(one: Sampling) ->
     except CannotRun as reason:
         note(f"the simulation cannot run: {reason}")
         assert problems
-        repaired = written(one) | {key: value for problem in problems for key, value in alternatives(problem)[0].items()}
+        repaired = written(one) | {
+            key: value for problem in problems for key, value in alternatives(problem)[0].items()
+        }
         assert not refusal(repaired, prompts=one.prompts)
         return
     assert not problems

@@ -1,5 +1,5 @@
-"""A plan takes no longer for more devices or more prompts. Counted in lines that run, because a clock would depend on the machine;
-`scripts/bench/plan_scale.py` prints milliseconds.
+"""A plan takes no longer for more devices or more prompts. Counted in lines that run, because a clock would
+depend on the machine; `scripts/bench/plan_scale.py` prints milliseconds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ POLICY = "actor_rollout_ref"
 
 
 def machines(nodes: int, **changed: Any) -> dict[str, Any]:
-    """Mixture-of-experts training with tp 4, pp 2, ep 8 on so many machines with 8 devices; the step grows with them."""
+    """Mixture-of-experts training with tp 4, pp 2, ep 8 on so many machines with 8 devices; the step grows
+    with them."""
     sizes = {"tensor_model": 4, "pipeline_model": 2, "expert_model": 8, "expert_tensor": 1}
     return {
         "trainer.nnodes": nodes,
@@ -51,7 +52,8 @@ def lines_run(settings: dict[str, Any], prompts: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize(("changed", "problems", "most"), [({}, 0, 1.2), ({"mini": 7, "micro": 3}, 2, 8.0)])
 def test_the_work_does_not_grow_with_the_cluster(changed: dict[str, Any], problems: int, most: float) -> None:
-    """100,000 devices and 10 million prompts against 16 and 1000; a search for remedies looks at divisors, whose search grows."""
+    """100,000 devices and 10 million prompts against 16 and 1000; a search for remedies looks at divisors,
+    whose search grows."""
     small, large = lines_run(machines(2, **changed), 1000), lines_run(machines(12_500, **changed), 10_000_000)
     assert small[1] == large[1] == problems
     assert large[0] < most * small[0]

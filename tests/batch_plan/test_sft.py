@@ -29,7 +29,10 @@ def test_numbers_by_hand():
     assert plan.role.micro == MicroPlan(rows=None, max_tokens=550)
     assert plan.notes == ("4 of 100 training conversations fill no step of 24: an epoch leaves them out",)
     static = resolve_sft_plan(sft(data__use_dynamic_bsz=False), conversations=100)
-    assert (static.role.micro, static.role.accumulation_steps) == (MicroPlan(rows=4, max_tokens=None), 3)  # 5 fit, 4 divide 12
+    assert (static.role.micro, static.role.accumulation_steps) == (
+        MicroPlan(rows=4, max_tokens=None),
+        3,
+    )  # 5 fit, 4 divide 12
     assert json.loads(plan.to_json())["conversations_per_step"] == 24
 
 
@@ -39,7 +42,9 @@ def test_ulysses_and_copies():
     assert (plan.role.data_ranks, plan.role.rows_per_rank, plan.role.micro.max_tokens) == (4, 6, 1100)
     assert plan.layouts["model"].shard == 4
     shape = ShapeNumbers(layers=2, heads=3, kv_heads=3)
-    assert list(broken(config, conversations=100, devices_per_node=8, shape=shape)) == ["fsdp_config.ulysses_sequence_parallel_size"]
+    assert list(broken(config, conversations=100, devices_per_node=8, shape=shape)) == [
+        "fsdp_config.ulysses_sequence_parallel_size"
+    ]
 
 
 def test_all_broken_rules_are_named_at_once():
@@ -62,7 +67,11 @@ def test_all_broken_rules_are_named_at_once():
     ("values", "key", "remedy"),
     [
         (dict(data__train_batch_size=0), "data.train_batch_size", "data.train_batch_size=256"),
-        (dict(data__use_dynamic_bsz=False, data__micro_batch_size_per_gpu=5), "data.micro_batch_size_per_gpu", "_per_gpu=4"),
+        (
+            dict(data__use_dynamic_bsz=False, data__micro_batch_size_per_gpu=5),
+            "data.micro_batch_size_per_gpu",
+            "_per_gpu=4",
+        ),
         (dict(fsdp_config__fsdp_size=3), "fsdp_config.fsdp_size", "fsdp_config.fsdp_size=-1"),
         (dict(optim__lr_warmup_steps=100), "optim.lr_warmup_steps", "optim.lr_warmup_steps=1"),
     ],

@@ -1,4 +1,5 @@
-"""The plan of supervised training against brute force: a conversation is a prompt with one response, a step is one mini-batch."""
+"""The plan of supervised training against brute force: a conversation is a prompt with one response, a step
+is one mini-batch."""
 
 from __future__ import annotations
 
@@ -41,14 +42,22 @@ def some_run(draw: Draw) -> Settings:
         "fsdp_config.ulysses_sequence_parallel_size": shared,
         "fsdp_config.fsdp_size": draw(st.just(-1) | divisor(devices)),
     }
-    numbers = [key for key, value in taken.items() if isinstance(value, int) and not isinstance(value, bool) and value != -1]
+    numbers = [
+        key
+        for key, value in taken.items()
+        if isinstance(value, int) and not isinstance(value, bool) and value != -1
+    ]
     replaced = draw(st.lists(st.sampled_from(numbers), max_size=2, unique=True))
     return taken | {key: draw(st.integers(1, 12)) for key in replaced}
 
 
 def plan_of(taken: Settings) -> SFTPlan:
     line = {key: value for key, value in taken.items() if key != CONVERSATIONS}
-    return resolve_sft_plan(configured(line, SFTConfig()), conversations=taken[CONVERSATIONS], origins=dict.fromkeys(line, "command line"))
+    return resolve_sft_plan(
+        configured(line, SFTConfig()),
+        conversations=taken[CONVERSATIONS],
+        origins=dict.fromkeys(line, "command line"),
+    )
 
 
 def refusal(taken: Settings) -> list[Problem]:
@@ -65,12 +74,18 @@ def simulated(taken: Settings) -> Counts | None:
         sequence=taken["fsdp_config.ulysses_sequence_parallel_size"],
         shard=taken["fsdp_config.fsdp_size"],
     )
-    fill = Fill(taken["data.micro_batch_size_per_gpu"], taken["data.max_token_len_per_gpu"], taken["data.use_dynamic_bsz"])
+    fill = Fill(
+        taken["data.micro_batch_size_per_gpu"],
+        taken["data.max_token_len_per_gpu"],
+        taken["data.use_dynamic_bsz"],
+    )
     batch = taken["data.train_batch_size"]
     steps, passes = taken["trainer.total_training_steps"], taken["trainer.total_epochs"]
     model = Trained(engine, batch, 1, fill, fill)
     try:
-        return simulate(Run(taken[CONVERSATIONS], batch, 1, taken["data.max_length"], 0, passes, steps, Rollout(1), model))
+        return simulate(
+            Run(taken[CONVERSATIONS], batch, 1, taken["data.max_length"], 0, passes, steps, Rollout(1), model)
+        )
     except CannotRun as reason:
         note(f"the simulation cannot run: {reason}")
         return None
@@ -84,7 +99,9 @@ def test_the_plan_accepts_exactly_what_can_be_dealt_out(taken: Settings) -> None
         note(str(problem))
     assert (counts is None) == bool(problems)
     if counts is None:
-        assert not refusal(taken | {key: value for problem in problems for key, value in alternatives(problem)[0].items()})
+        assert not refusal(
+            taken | {key: value for problem in problems for key, value in alternatives(problem)[0].items()}
+        )
         return
     plan = plan_of(taken)
     assert role_counts(plan.role) == by_tokens(counts.actor)

@@ -51,7 +51,11 @@ def configured(model: str | Path | None = None, data: Path | None = None, **keys
     """A small configuration with these values; `__` in a key stands for a dot."""
     config = PPOConfig()
     files = {"actor_rollout_ref.model.path": model and str(model), "data.train_files": data and str(data)}
-    for key, value in {**SMALL, **files, **{key.replace("__", "."): value for key, value in keys.items()}}.items():
+    for key, value in {
+        **SMALL,
+        **files,
+        **{key.replace("__", "."): value for key, value in keys.items()},
+    }.items():
         *sections, name = key.split(".")
         owner: Any = config
         for section in sections:

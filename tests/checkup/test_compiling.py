@@ -32,7 +32,9 @@ def test_no_compiler(tmp_path: Path) -> None:
 
 def test_a_compiler_that_fails(tmp_path: Path) -> None:
     broken = tmp_path / "cc"
-    broken.write_text("#!/bin/sh\necho 'answer.c:1:10: fatal error: Python.h: No such file or directory'\nexit 1\n")
+    broken.write_text(
+        "#!/bin/sh\necho 'answer.c:1:10: fatal error: Python.h: No such file or directory'\nexit 1\n"
+    )
     broken.chmod(0o755)
     found = compiling.compile_c({"PATH": f"{tmp_path}:{os.environ['PATH']}"})
     assert found.state is State.PROBLEM and "Python.h" in found.evidence

@@ -59,14 +59,20 @@ def test_a_missing_reward_model(tmp_path: Path) -> None:
 
 
 def test_rows_that_are_wrong_are_named(tmp_path: Path) -> None:
-    rows = [row(), {**row(), "prompt": 7}, {**row(), "reward_model": {"style": "rule"}}, {**row(), "data_source": None}]
+    rows = [
+        row(),
+        {**row(), "prompt": 7},
+        {**row(), "reward_model": {"style": "rule"}},
+        {**row(), "data_source": None},
+    ]
     found = look(jsonl(tmp_path / "data.jsonl", rows))
     assert states(found) == [State.PROBLEM] * 3
     assert "row 1" in found[0].evidence and "row 2" in found[1].evidence and "row 3" in found[2].evidence
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("{not json}\n", "line 1 is not JSON"), ("[1]\n", "a JSON list"), ("\n\n", "no rows"), ("\xff", "")]
+    ("text", "said"),
+    [("{not json}\n", "line 1 is not JSON"), ("[1]\n", "a JSON list"), ("\n\n", "no rows"), ("\xff", "")],
 )
 def test_lines_that_are_no_objects(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "data.jsonl"
@@ -84,14 +90,24 @@ def test_an_ending_that_is_not_known(tmp_path: Path) -> None:
 def test_a_recipe_that_has_made_nothing_yet(tmp_path: Path) -> None:
     facts = Facts(configured(recipe__name="arithmetic", recipe__cache_dir=str(tmp_path)))
     [found] = findings(facts, "data files")
-    assert (found.state, found.evidence) == (State.SKIPPED, "recipe=arithmetic makes its own when it first runs")
+    assert (found.state, found.evidence) == (
+        State.SKIPPED,
+        "recipe=arithmetic makes its own when it first runs",
+    )
     assert states(findings(facts, "model files")) == [State.SKIPPED]
 
 
 def test_samples_come_from_all_over_the_file(tmp_path: Path) -> None:
     rows = [row(f"{i}+1=") for i in range(100)]
     grouped = sampling.sample(parquet(tmp_path / "a.parquet", rows, group=10), "data.train_files", 20)
-    assert [record.row for record in grouped][:6] == [0, 1, 2, 10, 11, 12]  # 3 of each of 8 row groups, until there are 20
+    assert [record.row for record in grouped][:6] == [
+        0,
+        1,
+        2,
+        10,
+        11,
+        12,
+    ]  # 3 of each of 8 row groups, until there are 20
     assert len(grouped) == 20
     assert all(record.values["prompt"][0]["content"] == f"{record.row}+1=" for record in grouped)
     lines = sampling.sample(jsonl(tmp_path / "a.jsonl", rows), "data.train_files", 4)

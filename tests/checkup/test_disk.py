@@ -18,11 +18,16 @@ def test_enough_tight_and_too_little(tmp_path: Path) -> None:
     written = [Written("final_model/actor", 4 * GIB), Written("final_model/critic", 2 * GIB)]
     fits = judge(tmp_path, written, free=20 * GIB)
     assert fits.state is State.OK
-    assert "the run writes 6.00 GiB (final_model/actor 4.00 GiB + final_model/critic 2.00 GiB)" in fits.evidence
+    assert (
+        "the run writes 6.00 GiB (final_model/actor 4.00 GiB + final_model/critic 2.00 GiB)" in fits.evidence
+    )
     assert judge(tmp_path, written, free=6 * GIB + 1).state is State.WARNING
     short = judge(tmp_path, written, free=5 * GIB)
     assert short.state is State.PROBLEM
-    assert short.remedy == "trainer.default_local_dir=<a folder on a larger disk> or trainer.save_final_model=false"
+    assert (
+        short.remedy
+        == "trainer.default_local_dir=<a folder on a larger disk> or trainer.save_final_model=false"
+    )
 
 
 def test_checkpoints_that_will_not_all_fit(tmp_path: Path) -> None:
@@ -30,7 +35,10 @@ def test_checkpoints_that_will_not_all_fit(tmp_path: Path) -> None:
     assert found.state is State.WARNING and "later checkpoints will fail" in found.evidence
     # 45 GiB hold 4 at a time: 3 that stay, and the one that is being written
     assert found.remedy.startswith("trainer.max_actor_ckpt_to_keep=3 or ")
-    assert judge(tmp_path, [Written("checkpoint of the actor", 10 * GIB, 7)], free=9 * GIB).state is State.PROBLEM
+    assert (
+        judge(tmp_path, [Written("checkpoint of the actor", 10 * GIB, 7)], free=9 * GIB).state
+        is State.PROBLEM
+    )
 
 
 def written(**keys: object) -> dict[str, tuple[int, int]]:
@@ -43,16 +51,30 @@ def test_bytes_follow_the_model_and_the_plan(model: Path, data: Path) -> None:
     shape = Facts(configured(model, data)).shape
     given = {"model": model, "data": data}
     assert written(**given) == {"final_model/actor": (4 * shape.parameters, 1)}
-    half = written(**given, algorithm__adv_estimator="gae", actor_rollout_ref__actor__fsdp_config__model_dtype="bf16")
-    assert half == {"final_model/actor": (2 * shape.parameters, 1), "final_model/critic": (4 * shape.value_parameters, 1)}
+    half = written(
+        **given, algorithm__adv_estimator="gae", actor_rollout_ref__actor__fsdp_config__model_dtype="bf16"
+    )
+    assert half == {
+        "final_model/actor": (2 * shape.parameters, 1),
+        "final_model/critic": (4 * shape.value_parameters, 1),
+    }
 
 
 def test_checkpoints_hold_weights_and_two_moments(model: Path, data: Path) -> None:
     weights = 4 * Facts(configured(model, data)).shape.parameters
     steps = {"trainer__total_training_steps": 10, "trainer__save_freq": 4, "trainer__save_final_model": False}
-    assert written(model=model, data=data, **steps) == {"checkpoint of the actor": (3 * weights, 3)}  # at 4, 8 and 10
-    assert written(model=model, data=data, **steps, trainer__max_actor_ckpt_to_keep=1) == {"checkpoint of the actor": (3 * weights, 2)}
-    lean = written(model=model, data=data, **steps, actor_rollout_ref__actor__checkpoint__save_contents=["model", "extra"])
+    assert written(model=model, data=data, **steps) == {
+        "checkpoint of the actor": (3 * weights, 3)
+    }  # at 4, 8 and 10
+    assert written(model=model, data=data, **steps, trainer__max_actor_ckpt_to_keep=1) == {
+        "checkpoint of the actor": (3 * weights, 2)
+    }
+    lean = written(
+        model=model,
+        data=data,
+        **steps,
+        actor_rollout_ref__actor__checkpoint__save_contents=["model", "extra"],
+    )
     assert lean == {"checkpoint of the actor": (weights, 3)}
 
 
@@ -68,7 +90,9 @@ def recipe_folder(cache: Path) -> Facts:
 def test_a_recipe_needs_a_folder_that_can_be_made(tmp_path: Path) -> None:
     facts = recipe_folder(tmp_path / "new")
     [found] = check_recipe(facts)
-    assert found.state is State.OK and found.evidence.endswith("will be made") and not list(tmp_path.iterdir())
+    assert (
+        found.state is State.OK and found.evidence.endswith("will be made") and not list(tmp_path.iterdir())
+    )
     (tmp_path / "file").touch()
     [found] = check_recipe(recipe_folder(tmp_path / "file"))
     assert found.state is State.PROBLEM and "cannot be made (Not a directory)" in found.evidence

@@ -21,7 +21,10 @@ def prompts(tmp_path: Path, *lengths: int) -> Path:
 def test_all_fit(model: Path, tmp_path: Path) -> None:
     [found] = look(model, prompts(tmp_path, 3, 5, 16))
     assert found.state is State.OK
-    assert found.evidence == "data.train_files, all 3 rows: median 5 tokens, longest 16; data.max_prompt_length=16"
+    assert (
+        found.evidence
+        == "data.train_files, all 3 rows: median 5 tokens, longest 16; data.max_prompt_length=16"
+    )
 
 
 def test_a_sample_is_called_one(model: Path, tmp_path: Path) -> None:
@@ -33,7 +36,10 @@ def test_overlong_prompts_under_each_rule(model: Path, tmp_path: Path) -> None:
     data = prompts(tmp_path, 3, 5, 20)
     [refused] = look(model, data)
     assert refused.state is State.PROBLEM and "1 are longer" in refused.evidence
-    assert refused.remedy == "data.max_prompt_length=20 or data.filter_overlong_prompts=true or data.truncation=left"
+    assert (
+        refused.remedy
+        == "data.max_prompt_length=20 or data.filter_overlong_prompts=true or data.truncation=left"
+    )
     assert states(look(model, data, data__filter_overlong_prompts=True)) == [State.NOTE]
     [cut] = look(model, data, data__truncation="left")
     assert cut.state is State.WARNING and "lose their left part" in cut.evidence
@@ -41,7 +47,9 @@ def test_overlong_prompts_under_each_rule(model: Path, tmp_path: Path) -> None:
 
 
 def test_filters_that_leave_nothing(model: Path, tmp_path: Path) -> None:
-    assert states(look(model, prompts(tmp_path, 20, 30), data__filter_overlong_prompts=True)) == [State.PROBLEM]
+    assert states(look(model, prompts(tmp_path, 20, 30), data__filter_overlong_prompts=True)) == [
+        State.PROBLEM
+    ]
 
 
 def test_rows_longer_than_the_model_s_positions(model: Path, tmp_path: Path) -> None:

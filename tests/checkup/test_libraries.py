@@ -18,7 +18,12 @@ def distribution(folder: Path, name: str, version: str, *asks: str) -> None:
     """The metadata of a made-up distribution."""
     made = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     made.mkdir()
-    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {each}" for each in asks)]
+    lines = [
+        "Metadata-Version: 2.1",
+        f"Name: {name}",
+        f"Version: {version}",
+        *(f"Requires-Dist: {each}" for each in asks),
+    ]
     (made / "METADATA").write_text("\n".join(lines) + "\n")
 
 
@@ -69,14 +74,18 @@ def test_flash_attn_that_does_not_match(tmp_path: Path, monkeypatch: pytest.Monk
     assert "undefined symbol" in found.evidence and "SDPA" in found.evidence
 
 
-def test_attention_falls_back_where_flash_attn_does_not_match(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_falls_back_where_flash_attn_does_not_match(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     broken_flash(tmp_path, monkeypatch)
     assert attention.flash_kernel.__wrapped__() is None
 
 
 def test_flash_attn_that_is_there_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken_flash(tmp_path, monkeypatch)
-    (tmp_path / "flash_attn" / "__init__.py").write_text("__version__ = '2.9'\ndef flash_attn_varlen_func(): return 42\n")
+    (tmp_path / "flash_attn" / "__init__.py").write_text(
+        "__version__ = '2.9'\ndef flash_attn_varlen_func(): return 42\n"
+    )
     kernel = attention.flash_kernel.__wrapped__()
     monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
     assert kernel is not None and kernel() == 42

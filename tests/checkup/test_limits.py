@@ -1,4 +1,5 @@
-"""Shared memory, open files, temporary files: judged by numbers, and by a real limit in a process of its own."""
+"""Shared memory, open files, temporary files: judged by numbers, and by a real limit in a process of its
+own."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ import pytest
 
 from hydraflow.checkup.facts import Facts
 from hydraflow.checkup.finding import State
-from hydraflow.checkup.limits import check_temporary_files, judge_open_files, judge_shared_memory, judge_temporary_files, object_store_bytes
+from hydraflow.checkup.limits import (
+    check_temporary_files,
+    judge_open_files,
+    judge_shared_memory,
+    judge_temporary_files,
+    object_store_bytes,
+)
 from hydraflow.compose.loading import load
 from hydraflow.errors import ConfigError
 from hydraflow.schema import PPOConfig
@@ -68,7 +75,8 @@ def test_a_tiny_ulimit_is_seen_by_the_doctor(tmp_path: Path) -> None:
 
 
 def test_temporary_files_of_a_local_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A path without room for sockets, and a folder in the place of the user's own; neither matters in a cluster that is joined."""
+    """A path without room for sockets, and a folder in the place of the user's own; neither matters in a
+    cluster that is joined."""
     config = load("ppo", PPOConfig)
     long = tmp_path / ("long" * 20)
     long.mkdir()

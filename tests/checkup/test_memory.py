@@ -29,7 +29,9 @@ def test_a_small_model_fits(model: Path, data: Path) -> None:
 
 def test_sizes_that_the_estimate_does_not_know_are_no_problem(model: Path, data: Path) -> None:
     sizes = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({name: value for name, value in sizes.items() if name != "hidden_size"}))
+    (model / "config.json").write_text(
+        json.dumps({name: value for name, value in sizes.items() if name != "hidden_size"})
+    )
     [found] = findings(Facts(configured(model, data)), "host memory")
     assert found.state is State.SKIPPED and "hidden_size" in found.evidence
 
@@ -38,7 +40,9 @@ def test_device_memory_below_the_estimate(model: Path, data: Path) -> None:
     found = report(model, data)
     peak = max(group.peak for group in found.groups)
     assert judge_device(found, peak, "GPU 0").state is State.OK
-    assert judge_device(found, int(peak / 1.1), "GPU 0").state is State.WARNING  # within what an estimate may be off
+    assert (
+        judge_device(found, int(peak / 1.1), "GPU 0").state is State.WARNING
+    )  # within what an estimate may be off
     assert judge_device(found, peak // 2, "GPU 0").state is State.PROBLEM
 
 

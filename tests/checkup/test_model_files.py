@@ -23,7 +23,11 @@ from hydraflow.models.weight_map import INDEX
 def shards(folder: Path) -> Path:
     """Two files of weights and their index."""
     folder.mkdir(exist_ok=True)
-    places = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors", "c": "model-00002-of-00002.safetensors"}
+    places = {
+        "a": "model-00001-of-00002.safetensors",
+        "b": "model-00002-of-00002.safetensors",
+        "c": "model-00002-of-00002.safetensors",
+    }
     save_file({"a": torch.zeros(8)}, folder / places["a"])
     save_file({"b": torch.zeros(8), "c": torch.zeros(2, dtype=torch.bfloat16)}, folder / places["b"])
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
@@ -67,7 +71,9 @@ def test_a_shard_that_is_cut_off(tmp_path: Path) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(draw=st.data())
-def test_a_file_that_is_cut_anywhere_is_found(tmp_path_factory: pytest.TempPathFactory, draw: st.DataObject) -> None:
+def test_a_file_that_is_cut_anywhere_is_found(
+    tmp_path_factory: pytest.TempPathFactory, draw: st.DataObject
+) -> None:
     file = tmp_path_factory.mktemp("cut") / "model.safetensors"
     save_file({"a": torch.zeros(3), "b": torch.zeros(2, 2)}, file)
     assert file_fault(file) is None
@@ -77,7 +83,9 @@ def test_a_file_that_is_cut_anywhere_is_found(tmp_path_factory: pytest.TempPathF
 
 def test_a_shard_without_a_promised_weight(tmp_path: Path) -> None:
     save_file({"b": torch.zeros(8)}, shards(tmp_path) / "model-00002-of-00002.safetensors")
-    assert weight_faults(tmp_path) == ["model-00002-of-00002.safetensors lacks 1 weights that the index promises, the first c"]
+    assert weight_faults(tmp_path) == [
+        "model-00002-of-00002.safetensors lacks 1 weights that the index promises, the first c"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +125,9 @@ def test_a_hub_name_that_is_not_here(data: Path) -> None:
     assert to_download("gone", "a/b", offline=False).remedy == "hf download a/b"
 
 
-def test_a_hub_name_in_the_cache(model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_name_in_the_cache(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = tmp_path / "hub" / "models--me--small"
     (cache / "snapshots").mkdir(parents=True)
     (cache / "refs").mkdir()
@@ -137,7 +147,9 @@ def test_a_tokenizer_larger_than_the_model(model: Path, data: Path) -> None:
     make_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789+= ").save_pretrained(model)
     vocabulary, _ = findings(Facts(configured(model, data)), "model and tokenizer")
     assert vocabulary.state is State.PROBLEM
-    assert "the tokenizer has 41 tokens, the model 17: the last 24" in vocabulary.evidence  # 39 characters, padding and end; 15
+    assert (
+        "the tokenizer has 41 tokens, the model 17: the last 24" in vocabulary.evidence
+    )  # 39 characters, padding and end; 15
 
 
 def test_a_directory_without_a_tokenizer_is_reported_once(model: Path, data: Path) -> None:
@@ -151,5 +163,8 @@ def test_a_directory_without_a_tokenizer_is_reported_once(model: Path, data: Pat
 def test_positions() -> None:
     assert judge_positions(512, 512, 1024).state is State.OK
     over = judge_positions(1024, 512, 1024)
-    assert (over.state, over.remedy) == (State.WARNING, "data.max_prompt_length=512 or data.max_response_length=1")
+    assert (over.state, over.remedy) == (
+        State.WARNING,
+        "data.max_prompt_length=512 or data.max_response_length=1",
+    )
     assert judge_positions(16, 1024, 1024).state is State.PROBLEM

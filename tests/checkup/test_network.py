@@ -35,7 +35,9 @@ def answering(ray_session: None) -> str:
 def stranger() -> Iterator[str]:
     """An address at which something else listens: it answers every line with one of its own."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        threading.Thread(target=lambda: server.accept()[0].sendall(b"220 mail ready\r\n"), daemon=True).start()
+        threading.Thread(
+            target=lambda: server.accept()[0].sendall(b"220 mail ready\r\n"), daemon=True
+        ).start()
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
@@ -53,7 +55,12 @@ def test_free_ports_are_counted(tmp_path: Path) -> None:
     (tmp_path / "sys/net/ipv4").mkdir(parents=True)
     (tmp_path / "net").mkdir()
     (tmp_path / "sys/net/ipv4/ip_local_port_range").write_text("32768\t32777\n")
-    held = ["  sl  local_address rem_address", "0: 0100007F:8000 0:0 0A", "1: 0100007F:8001 0:0 0A", "2: 0100007F:0050 0:0 0A"]
+    held = [
+        "  sl  local_address rem_address",
+        "0: 0100007F:8000 0:0 0A",
+        "1: 0100007F:8001 0:0 0A",
+        "2: 0100007F:0050 0:0 0A",
+    ]
     (tmp_path / "net/tcp").write_text("\n".join(held) + "\n")
     assert free_ports(tmp_path) == 8  # 32768 to 32777 without 0x8000 and 0x8001; port 80 is not of the range
 

@@ -46,7 +46,12 @@ def test_a_broken_model_is_found(model: Path, data: Path) -> None:
 def test_it_is_fast(model: Path, data: Path) -> None:
     """In the time of this process alone: the machine may be busy with others."""
     warm = Facts(configured(model, data))
-    opened = {"tokenizer": warm.tokenizer, "plan": warm.plan, "machine": warm.machine, "first_rows": warm.first_rows}
+    opened = {
+        "tokenizer": warm.tokenizer,
+        "plan": warm.plan,
+        "machine": warm.machine,
+        "first_rows": warm.first_rows,
+    }
     fast = [check for check in CHECKS if check.fast]
     list(run_checks(Facts(warm.config, opened=opened), fast))  # imports
     began = time.process_time()
@@ -54,7 +59,12 @@ def test_it_is_fast(model: Path, data: Path) -> None:
     assert time.process_time() - began < 0.3
 
 
-def test_too_little_memory_of_the_machine_is_found(model: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_of_the_machine_is_found(
+    model: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(memory, "host_memory", lambda: memory.HostMemory(total=2**30, available=2**28))
-    with pytest.raises(ConfigError, match=r"host memory: the plan needs about .* of host memory; 256 MiB of 1.00 GiB available"):
+    with pytest.raises(
+        ConfigError,
+        match=r"host memory: the plan needs about .* of host memory; 256 MiB of 1.00 GiB available",
+    ):
         require_healthy(Facts(configured(model, data)))

@@ -15,7 +15,10 @@ def test_what_it_prints_and_how_it_ends() -> None:
 
 
 def test_a_signal() -> None:
-    assert run_python("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", seconds=20).reason == "ended with signal 11"
+    assert (
+        run_python("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", seconds=20).reason
+        == "ended with signal 11"
+    )
 
 
 def lives(process: int) -> bool:
@@ -28,7 +31,10 @@ def lives(process: int) -> bool:
 
 def test_its_children_end_with_it(tmp_path: Path) -> None:
     began = time.monotonic()
-    source = "import subprocess, sys, time; p = subprocess.Popen(['sleep', '60']); open(sys.argv[1], 'w').write(str(p.pid)); time.sleep(60)"
+    source = (
+        "import subprocess, sys, time; p = subprocess.Popen(['sleep', '60']); open(sys.argv[1],"
+        " 'w').write(str(p.pid)); time.sleep(60)"
+    )
     ended = run_python(source, str(tmp_path / "pid"), seconds=2)
     assert ended.code is None and ended.reason == "took too long"
     assert time.monotonic() - began < 20

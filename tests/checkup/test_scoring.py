@@ -20,13 +20,18 @@ def look(data: Path, function: Path | None = None, **keys: object) -> Finding:
 
 def function(tmp_path: Path, body: str, before: str = "") -> Path:
     path = tmp_path / "reward.py"
-    path.write_text(f"{before}\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n    {body}\n")
+    path.write_text(
+        f"{before}\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n    {body}\n"
+    )
     return path
 
 
 def test_a_built_in_function(data: Path) -> None:
     found = look(data)
-    assert (found.state, found.evidence) == (State.OK, "3 rows of arithmetic: the ground truth scores 1, an empty response 0")
+    assert (found.state, found.evidence) == (
+        State.OK,
+        "3 rows of arithmetic: the ground truth scores 1, an empty response 0",
+    )
 
 
 def test_a_recipe_s_rows_are_scored_before_they_are_made(tmp_path: Path) -> None:
@@ -53,7 +58,11 @@ def test_a_function_that_raises(tmp_path: Path, data: Path) -> None:
 
 def test_a_function_that_raises_for_some(tmp_path: Path, data: Path) -> None:
     found = look(data, function(tmp_path, "return float(int(solution_str) == int(ground_truth))"))
-    assert found.state is State.WARNING and "3 of 6 responses" in found.evidence and "ValueError" in found.evidence
+    assert (
+        found.state is State.WARNING
+        and "3 of 6 responses" in found.evidence
+        and "ValueError" in found.evidence
+    )
 
 
 def test_a_function_that_hangs(tmp_path: Path, data: Path) -> None:

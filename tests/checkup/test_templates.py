@@ -37,7 +37,10 @@ def test_a_missing_template(model: Path, data: Path) -> None:
 def test_a_doubled_template(model: Path, tmp_path: Path) -> None:
     applied = "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"
     [found] = look(
-        "chat template", model, parquet(tmp_path / "d.parquet", [row(applied)] * 3), actor_rollout_ref__model__custom_chat_template=USUAL
+        "chat template",
+        model,
+        parquet(tmp_path / "d.parquet", [row(applied)] * 3),
+        actor_rollout_ref__model__custom_chat_template=USUAL,
     )
     assert found.state is State.WARNING
     assert "<|im_start|>" in found.evidence and "twice" in found.evidence
@@ -82,8 +85,10 @@ def test_generation_that_stops_elsewhere_than_the_template_ends(model: Path, dat
         (model / name).write_text(json.dumps(settings))
     [found] = look("end of sequence", model, data)
     assert found.state is State.WARNING
-    assert found.evidence == (
-        "generation stops at 0 <|pad|>, but the chat template's end of an answer and the tokenizer's end token is 1 <|end|>"
+    assert (
+        found.evidence
+        == "generation stops at 0 <|pad|>, but the chat template's end of an answer and the tokenizer's end"
+        " token is 1 <|end|>"
     )
     assert found.remedy.startswith("actor_rollout_ref.rollout.stop_token_ids=[1]")
     [repaired] = look("end of sequence", model, data, actor_rollout_ref__rollout__stop_token_ids=[1])
@@ -97,7 +102,10 @@ def test_a_base_model_s_end_token_under_a_chat_template() -> None:
     closing = turn_end(tokenizer)
     assert closing == tokenizer.convert_tokens_to_ids("<|im_end|>") == 17
     [found] = judge_ends(tokenizer, [1], vocabulary=18)
-    assert found.state is State.WARNING and "the chat template's end of an answer is 17 <|im_end|>" in found.evidence
+    assert (
+        found.state is State.WARNING
+        and "the chat template's end of an answer is 17 <|im_end|>" in found.evidence
+    )
     assert states(list(judge_ends(tokenizer, [1, 17], vocabulary=18))) == [State.OK]
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from checkup.given import configured, findings, states
 
-from hydraflow.checks import LOGGERS
 from hydraflow.checkup.facts import Facts
 from hydraflow.checkup.finding import State
 from hydraflow.checkup.preflight import require_trackers
 from hydraflow.checkup.trackers import ON_SERVERS, TRACKER_CHECKS, judge_login, judge_mlflow
+from hydraflow.compose.rules import LOGGERS
 from hydraflow.errors import ConfigError
 from hydraflow.tracking.trackers import TRACKERS
 from hydraflow.trainer.config import SFTTrainerConfig
@@ -36,7 +36,10 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_trackers_write_what_they_are_given(tmp_path: Path) -> None:
     found = findings(Facts(configured(trainer__default_local_dir=str(tmp_path / "run"))), "trackers, used")
-    assert [(finding.state, finding.evidence.split()[0]) for finding in found] == [(State.OK, "file"), (State.OK, "tensorboard")]
+    assert [(finding.state, finding.evidence.split()[0]) for finding in found] == [
+        (State.OK, "file"),
+        (State.OK, "tensorboard"),
+    ]
     assert not (tmp_path / "run").exists(), "nothing is left behind"
 
 
@@ -70,7 +73,11 @@ def test_mlflow_servers_that_answer_and_that_do_not(monkeypatch: pytest.MonkeyPa
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
         assert judge_mlflow({"MLFLOW_TRACKING_URI": address}, without=REMEDY).state is State.OK
     silent = judge_mlflow({"MLFLOW_TRACKING_URI": address}, without=REMEDY)
-    assert silent.state is State.PROBLEM and "nothing answers there" in silent.evidence and REMEDY in silent.remedy
+    assert (
+        silent.state is State.PROBLEM
+        and "nothing answers there" in silent.evidence
+        and REMEDY in silent.remedy
+    )
 
 
 def test_an_mlflow_server_behind_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,8 +85,13 @@ def test_an_mlflow_server_behind_a_proxy(monkeypatch: pytest.MonkeyPatch) -> Non
     with socket.create_server(("127.0.0.1", 0)) as proxy:
         monkeypatch.setenv("http_proxy", f"127.0.0.1:{proxy.getsockname()[1]}")
         monkeypatch.setenv("no_proxy", "inside.invalid")
-        assert judge_mlflow({"MLFLOW_TRACKING_URI": "http://mlflow.invalid"}, without=REMEDY).state is State.OK
-        assert judge_mlflow({"MLFLOW_TRACKING_URI": "http://inside.invalid"}, without=REMEDY).state is State.PROBLEM
+        assert (
+            judge_mlflow({"MLFLOW_TRACKING_URI": "http://mlflow.invalid"}, without=REMEDY).state is State.OK
+        )
+        assert (
+            judge_mlflow({"MLFLOW_TRACKING_URI": "http://inside.invalid"}, without=REMEDY).state
+            is State.PROBLEM
+        )
 
 
 def test_mlflow_stores(without_packages: None) -> None:
@@ -92,7 +104,10 @@ def test_mlflow_stores(without_packages: None) -> None:
 
 def test_a_folder_for_responses_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
-    keys = {"trainer__rollout_data_dir": str(tmp_path / "file" / "deep"), "trainer__validation_data_dir": str(tmp_path / "val")}
+    keys = {
+        "trainer__rollout_data_dir": str(tmp_path / "file" / "deep"),
+        "trainer__validation_data_dir": str(tmp_path / "val"),
+    }
     keys["trainer__debug__save_rollouts"] = keys["trainer__rollout_data_dir"]
     *_, rollouts, validations, dumps = findings(Facts(configured(**keys)), "trackers")
     assert rollouts.state is State.PROBLEM and "trainer.rollout_data_dir=<a folder" in rollouts.remedy

@@ -1,6 +1,7 @@
 """An entry point that prints what it was given, for the tests of the command line.
 
-Use: python tests/compose/dummy_entry.py NAME [arguments]. Where HYDRAFLOW_TEST_ERROR is set, `run` raises that error.
+Use: python tests/compose/dummy_entry.py NAME [arguments]. Where HYDRAFLOW_TEST_ERROR is set, `run` raises
+that error.
 """
 
 import os
@@ -13,7 +14,12 @@ from hydraflow.compose.command import Command
 from hydraflow.compose.launch import launch
 from hydraflow.errors import WorkerError
 
-SCHEMAS = {"ppo": schema.PPOConfig, "sft": schema.SFTConfig, "generate": schema.GenerateConfig, "eval": schema.EvalConfig}
+SCHEMAS = {
+    "ppo": schema.PPOConfig,
+    "sft": schema.SFTConfig,
+    "generate": schema.GenerateConfig,
+    "eval": schema.EvalConfig,
+}
 
 
 def run(config: object, command: Command) -> int:

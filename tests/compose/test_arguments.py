@@ -51,5 +51,10 @@ def test_the_help_lists_own_options():
 
 def test_taking_an_option_leaves_the_others():
     found = split(["--cfg", "job", "--package=data", "--resolve"])
-    assert (found.take("--resolve"), found.take("--package", "-p"), found.take("--cfg"), found.take("--cfg")) == ("", "data", "job", None)
+    assert (
+        found.take("--resolve"),
+        found.take("--package", "-p"),
+        found.take("--cfg"),
+        found.take("--cfg"),
+    ) == ("", "data", "job", None)
     assert found.options == []

@@ -15,7 +15,14 @@ ROOT = ENTRY.parent.parent.parent
 
 def call(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    return subprocess.run([sys.executable, str(ENTRY), *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, str(ENTRY), *arguments],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
 def printed(result: subprocess.CompletedProcess[str]) -> list[dict]:
@@ -24,7 +31,9 @@ def printed(result: subprocess.CompletedProcess[str]) -> list[dict]:
 
 
 def test_a_run_gets_its_configuration_and_leaves_no_files(tmp_path):
-    [seen] = printed(call(tmp_path, "ppo", "+data.shuffle=false", "++trainer.seed=3", "data.val_batch_size=5"))
+    [seen] = printed(
+        call(tmp_path, "ppo", "+data.shuffle=false", "++trainer.seed=3", "data.val_batch_size=5")
+    )
     assert seen["config"]["data"]["shuffle"] is False
     assert seen["config"]["trainer"]["seed"] == 3
     assert seen["config"]["recipe"]["name"] == "arithmetic"
@@ -53,7 +62,10 @@ def test_a_run_gets_its_configuration_and_leaves_no_files(tmp_path):
         (["trainer.seed=${trainer.seed}"], "trainer.seed: "),
         (
             ["--config-name", "pqo"],
-            "--config-name pqo: there is no such file; there are eval, generate, ppo, sft\n      -> --config-name ppo",
+            (
+                "--config-name pqo: there is no such file; there are eval, generate, ppo, sft\n      ->"
+                " --config-name ppo"
+            ),
         ),
         (["--config-dir", "missing"], "--config-dir missing: there is no such folder"),
         (["--cfg", "job", "-m"], "only one of these options"),
@@ -104,15 +116,26 @@ def test_exit_codes(tmp_path, error, code):
 
 
 def test_a_users_file_is_checked_whole(tmp_path):
-    (tmp_path / "mine.yaml").write_text("defaults: [ppo, _self_]\ndata: {train_bach_size: 3, shuffle: maybe}\nnew: 3\n")
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [ppo, _self_]\ndata: {train_bach_size: 3, shuffle: maybe}\nnew: 3\n"
+    )
     result = call(tmp_path, "ppo", "--config-dir", ".", "--config-name", "mine")
     assert result.returncode == 2
-    found = ("5 problems", "data.train_bach_size=3", "data.shuffle=maybe", "new=3", "model.path=null: must be", "train_files=null: must be")
+    found = (
+        "5 problems",
+        "data.train_bach_size=3",
+        "data.shuffle=maybe",
+        "new=3",
+        "model.path=null: must be",
+        "train_files=null: must be",
+    )
     assert all(key in result.stderr for key in found)
 
 
 def test_a_users_files_are_used(tmp_path):
-    (tmp_path / "mine.yaml").write_text("defaults: [ppo, _self_]\nactor_rollout_ref: {model: {path: m}}\ndata: {train_files: t}\n")
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [ppo, _self_]\nactor_rollout_ref: {model: {path: m}}\ndata: {train_files: t}\n"
+    )
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "big.yaml").write_text("# @package _global_\ntrainer: {nnodes: 2}\n")
     [seen] = printed(call(tmp_path, "ppo", "--config-dir", ".", "--config-name", "mine", "+experiment=big"))
@@ -149,20 +172,37 @@ def test_help_lists_groups_and_keys(tmp_path):
 
 
 def test_what_is_shown_is_what_keys_came_to(tmp_path):
-    shown = call(tmp_path, "ppo", "--cfg", "job", "--package", "ray_init", "ray_kwargs.ray_init.num_cpus=8").stdout
-    assert shown == "# @package ray_init\naddress: local\nnum_cpus: 8\nruntime_env:\n  env_vars: {}\ntimeline_file: null\n"
-    words = ["trainer.seed=${data.train_batch_size}", "data.train_batch_size=96", "--cfg=job", "-p", "trainer"]
+    shown = call(
+        tmp_path, "ppo", "--cfg", "job", "--package", "ray_init", "ray_kwargs.ray_init.num_cpus=8"
+    ).stdout
+    assert (
+        shown
+        == "# @package ray_init\naddress: local\nnum_cpus: 8\nruntime_env:\n  env_vars: {}\ntimeline_file:"
+        " null\n"
+    )
+    words = [
+        "trainer.seed=${data.train_batch_size}",
+        "data.train_batch_size=96",
+        "--cfg=job",
+        "-p",
+        "trainer",
+    ]
     assert "seed: ${data.train_batch_size}\n" in call(tmp_path, "ppo", *words).stdout
     assert "seed: 96\n" in call(tmp_path, "ppo", *words, "--resolve").stdout
     assert "there is no such section" in call(tmp_path, "ppo", "--cfg", "job", "--package", "nothing").stderr
     wrong = call(tmp_path, "ppo", "--cfg", "job", "data.train_bach_size=96", "trainer.nnodes=0")
-    assert (wrong.returncode, "1 problem" in wrong.stderr) == (2, True)  # keys are judged, values are shown as they are
+    assert (wrong.returncode, "1 problem" in wrong.stderr) == (
+        2,
+        True,
+    )  # keys are judged, values are shown as they are
 
 
 def test_a_reader_may_stop_early(tmp_path):
     command = f"{sys.executable} {ENTRY} ppo --help | head -1"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
+    )
     assert (result.stdout.count("\n"), result.stderr) == (1, "")
 
 
@@ -170,9 +210,16 @@ def test_verls_files_and_names_are_taken_from_the_command_line(tmp_path):
     own = ["actor_rollout_ref.model.path=m", "data.train_files=t", "actor_rollout_ref.actor.grad_clip=0.5"]
     result = call(tmp_path, "ppo", "--config-path=config", "--config-name=ppo_megatron_trainer.yaml", *own)
     [seen] = printed(result)
-    assert seen["config"]["critic"]["strategy"] == seen["config"]["actor_rollout_ref"]["actor"]["strategy"] == "megatron"
+    assert (
+        seen["config"]["critic"]["strategy"]
+        == seen["config"]["actor_rollout_ref"]["actor"]["strategy"]
+        == "megatron"
+    )
     assert "actor_rollout_ref.actor.optim.clip_grad" in seen["given"]
-    assert "note: actor_rollout_ref.actor.grad_clip: taken as actor_rollout_ref.actor.optim.clip_grad=0.5" in result.stderr
+    assert (
+        "note: actor_rollout_ref.actor.grad_clip: taken as actor_rollout_ref.actor.optim.clip_grad=0.5"
+        in result.stderr
+    )
 
 
 def test_the_plans_rules_stand_in_the_same_report(tmp_path):
@@ -191,7 +238,10 @@ def test_the_plans_rules_stand_in_the_same_report(tmp_path):
     result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     assert result.returncode == 2
     assert result.stderr.startswith("7 problems found before anything was started:")
-    assert "actor_rollout_ref.actor.ppo_mini_batch_size=36: must divide data.train_batch_size=96" in result.stderr
+    assert (
+        "actor_rollout_ref.actor.ppo_mini_batch_size=36: must divide data.train_batch_size=96"
+        in result.stderr
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -211,10 +261,18 @@ def test_tab_completes(tmp_path, line, answer):
 def test_bash_completes_modules(tmp_path):
     script = call(tmp_path, "ppo", "-sc", "install=bash").stdout
     python = Path(sys.executable)
-    ask = 'COMP_LINE="python -m hydraflow.main_ppo data.train_b"; COMP_WORDS=($COMP_LINE); COMP_CWORD=3; _hydraflow_completion'
+    ask = (
+        'COMP_LINE="python -m hydraflow.main_ppo data.train_b"; COMP_WORDS=($COMP_LINE); COMP_CWORD=3;'
+        " _hydraflow_completion"
+    )
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{python.parent}:{os.environ['PATH']}"}
     result = subprocess.run(
-        ["bash", "-c", f"{script}\n{ask}; echo ${{COMPREPLY[@]}}"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
+        ["bash", "-c", f"{script}\n{ask}; echo ${{COMPREPLY[@]}}"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert result.stdout == "data.train_batch_size=\n", result.stderr
 
@@ -230,6 +288,8 @@ def test_neither_torch_nor_ray_is_imported_and_it_is_quick(tmp_path):
         "print([name for name in ('torch', 'ray', 'transformers', 'numpy') if name in sys.modules])\n"
     )
     start = time.perf_counter()
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     assert result.stdout == "[]\n", result.stderr
     assert time.perf_counter() - start < 10  # about 0.6 s on an idle core; the machine may be busy

@@ -22,14 +22,18 @@ def test_defaults_stand_in_the_dataclasses_alone():
 
 def test_every_entry_point_composes():
     assert load("sft", SFTConfig, ["model.path=m", "data.train_files=[a,b]"]).data.train_files == ["a", "b"]
-    assert load("generate", GenerateConfig, ["model.path=m", "data.path=p", "output.path=o"]).model.path == "m"
+    assert (
+        load("generate", GenerateConfig, ["model.path=m", "data.path=p", "output.path=o"]).model.path == "m"
+    )
     assert load("eval", EvalConfig, ["data.path=out.parquet"]).data.path == "out.parquet"
 
 
 def test_the_recipe_applies_when_neither_model_nor_data_is_given():
     config = load("ppo", PPOConfig)
     assert (config.recipe.name, config.algorithm.adv_estimator) == ("arithmetic", "grpo")
-    assert config.recipe.train_problems == PPOConfig().recipe.train_problems  # what the recipe's file leaves out keeps its default
+    assert (
+        config.recipe.train_problems == PPOConfig().recipe.train_problems
+    )  # what the recipe's file leaves out keeps its default
     assert load("ppo", PPOConfig, OWN).recipe.name == "none"
     with pytest.raises(ConfigError, match="data.train_files=null"):
         load("ppo", PPOConfig, OWN[:1])
@@ -42,7 +46,9 @@ def test_the_recipe_applies_when_neither_model_nor_data_is_given():
 
 
 def test_an_override_wins_over_the_recipe():
-    assert load("ppo", PPOConfig, ["data.train_batch_size=32", "+recipe=arithmetic"]).data.train_batch_size == 32
+    assert (
+        load("ppo", PPOConfig, ["data.train_batch_size=32", "+recipe=arithmetic"]).data.train_batch_size == 32
+    )
 
 
 @pytest.mark.parametrize("sign", ["", "+", "++"])
@@ -58,7 +64,12 @@ def test_open_subtrees_take_anything():
 
 
 def test_interpolations_are_resolved_against_all_keys():
-    assert load("ppo", PPOConfig, ["trainer.seed=${data.train_batch_size}", "data.train_batch_size=96"]).trainer.seed == 96
+    assert (
+        load(
+            "ppo", PPOConfig, ["trainer.seed=${data.train_batch_size}", "data.train_batch_size=96"]
+        ).trainer.seed
+        == 96
+    )
     with pytest.raises(ConfigError, match="data.nothing"):
         load("ppo", PPOConfig, ["trainer.seed=${data.nothing}"])
 
@@ -72,7 +83,14 @@ def test_text_of_the_environment_stands_for_a_number(monkeypatch):
 
 
 def test_all_problems_of_the_overrides_are_reported_together():
-    overrides = ["data.train_bach_size=4", "trainer.seed=1.5", "recipe=nothing", "trainer.logger=console,file", "foo", "data=5"]
+    overrides = [
+        "data.train_bach_size=4",
+        "trainer.seed=1.5",
+        "recipe=nothing",
+        "trainer.logger=console,file",
+        "foo",
+        "data=5",
+    ]
     with pytest.raises(ConfigError) as caught:
         load("ppo", PPOConfig, overrides)
     found = {problem.field: problem for problem in caught.value.problems}
@@ -90,7 +108,11 @@ def test_keys_inside_a_mapping_are_checked():
 
 def test_all_problems_of_values_are_reported_together():
     with pytest.raises(ConfigError) as caught:
-        load("ppo", PPOConfig, ["algorithm.adv_estimator=grop", "trainer.nnodes=0", "actor_rollout_ref.rollout.top_p=0"])
+        load(
+            "ppo",
+            PPOConfig,
+            ["algorithm.adv_estimator=grop", "trainer.nnodes=0", "actor_rollout_ref.rollout.top_p=0"],
+        )
     assert [problem.field for problem in caught.value.problems] == [
         "actor_rollout_ref.rollout.top_p",
         "algorithm.adv_estimator",
@@ -100,7 +122,10 @@ def test_all_problems_of_values_are_reported_together():
 
 
 def test_deleting_a_key_restores_its_default():
-    assert load("ppo", PPOConfig, ["~data.train_batch_size"]).data.train_batch_size == PPOConfig().data.train_batch_size
+    assert (
+        load("ppo", PPOConfig, ["~data.train_batch_size"]).data.train_batch_size
+        == PPOConfig().data.train_batch_size
+    )
 
 
 def test_given_keys_are_those_of_the_command_line():

@@ -23,15 +23,39 @@ CASES = [
     ("critic.optim.lr=1", ["algorithm.adv_estimator=grpo"], "algorithm.adv_estimator=gae"),
     ("critic.model.path=x", ["critic.enable=false", "algorithm.adv_estimator=rloo"], "critic.enable=true"),
     (f"{REF}.log_prob_micro_batch_size_per_gpu=4", [], "algorithm.use_kl_in_reward=true"),
-    (f"{ACTOR}.ppo_micro_batch_size_per_gpu=4", [f"{ACTOR}.use_dynamic_bsz=true"], f"{ACTOR}.use_dynamic_bsz=false"),
-    (f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=4", [f"{ACTOR}.use_dynamic_bsz=true"], f"{ROLLOUT}.log_prob_use_dynamic_bsz=false"),
-    ("critic.ppo_micro_batch_size_per_gpu=4", [f"{ACTOR}.use_dynamic_bsz=true"], "critic.use_dynamic_bsz=false"),
-    ("critic.forward_max_token_len_per_gpu=9000", ["critic.ppo_micro_batch_size_per_gpu=4"], "critic.use_dynamic_bsz=true"),
+    (
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
+        [f"{ACTOR}.use_dynamic_bsz=true"],
+        f"{ACTOR}.use_dynamic_bsz=false",
+    ),
+    (
+        f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=4",
+        [f"{ACTOR}.use_dynamic_bsz=true"],
+        f"{ROLLOUT}.log_prob_use_dynamic_bsz=false",
+    ),
+    (
+        "critic.ppo_micro_batch_size_per_gpu=4",
+        [f"{ACTOR}.use_dynamic_bsz=true"],
+        "critic.use_dynamic_bsz=false",
+    ),
+    (
+        "critic.forward_max_token_len_per_gpu=9000",
+        ["critic.ppo_micro_batch_size_per_gpu=4"],
+        "critic.use_dynamic_bsz=true",
+    ),
     (f"{ACTOR}.kl_loss_coef=0.1", [], f"{ACTOR}.use_kl_loss=true"),
     (f"{ACTOR}.loss_scale_factor=9", [], f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"),
-    (f"{ACTOR}.clip_ratio=0.1", [f"{ACTOR}.clip_ratio_low=0.2", f"{ACTOR}.clip_ratio_high=0.3"], f"{ACTOR}.clip_ratio_low=null"),
+    (
+        f"{ACTOR}.clip_ratio=0.1",
+        [f"{ACTOR}.clip_ratio_low=0.2", f"{ACTOR}.clip_ratio_high=0.3"],
+        f"{ACTOR}.clip_ratio_low=null",
+    ),
     (f"{ACTOR}.optim.min_lr_ratio=0.1", [], f"{ACTOR}.optim.lr_scheduler_type=cosine"),
-    (f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1", [f"{ACTOR}.optim.lr_warmup_steps=5"], f"{ACTOR}.optim.lr_warmup_steps=-1"),
+    (
+        f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1",
+        [f"{ACTOR}.optim.lr_warmup_steps=5"],
+        f"{ACTOR}.optim.lr_warmup_steps=-1",
+    ),
     ("algorithm.lam=0.9", ["algorithm.adv_estimator=grpo"], "algorithm.adv_estimator=gae"),
     ("algorithm.gamma=0.9", ["algorithm.adv_estimator=grpo"], "algorithm.adv_estimator=reinforce_plus_plus"),
     ("algorithm.norm_adv_by_std_in_grpo=false", [], "algorithm.adv_estimator=grpo"),
@@ -46,9 +70,17 @@ CASES = [
     (f"{ROLLOUT}.val_kwargs.top_p=0.7", ["data.val_files=v"], f"{ROLLOUT}.val_kwargs.do_sample=true"),
     ("trainer.test_freq=5", [], "data.val_files=v"),
     ("reward.reward_model.model_path=x", [], "reward.reward_model.enable=true"),
-    ("reward.reward_model.nnodes=2", ["reward.reward_model.enable=true"], "reward.reward_model.enable_resource_pool=true"),
+    (
+        "reward.reward_model.nnodes=2",
+        ["reward.reward_model.enable=true"],
+        "reward.reward_model.enable_resource_pool=true",
+    ),
     ("reward.custom_reward_function.name=f", [], "reward.custom_reward_function.path=r.py"),
-    ("recipe.warm_start_steps=5", [], "recipe.name=arithmetic actor_rollout_ref.model.path=null data.train_files=null"),
+    (
+        "recipe.warm_start_steps=5",
+        [],
+        "recipe.name=arithmetic actor_rollout_ref.model.path=null data.train_files=null",
+    ),
     ("trainer.total_epochs=2", ["trainer.total_training_steps=5"], "trainer.total_training_steps=null"),
     (f"{ROLLOUT}.update_weights_bucket_megabytes=64", [], f"{ROLLOUT}.name=vllm"),
     (
@@ -80,7 +112,11 @@ CASES = [
         ["data.val_files=v", "trainer.debug.train_only=true", "trainer.debug.load_rollouts=d"],
         "trainer.debug.train_only=false",
     ),
-    ("reward.failure_score=1", ["trainer.debug.train_only=true", "trainer.debug.load_rollouts=d"], "trainer.debug.train_only=false"),
+    (
+        "reward.failure_score=1",
+        ["trainer.debug.train_only=true", "trainer.debug.load_rollouts=d"],
+        "trainer.debug.train_only=false",
+    ),
     ("reward.timeout=5", ["reward.num_workers=0"], "reward.num_workers=1"),
     ("reward.max_memory=5", ["reward.num_workers=0"], "reward.num_workers=1"),
     ("reward.num_workers=5", ["trainer.debug.local=true"], "trainer.debug.local=false"),
@@ -104,7 +140,9 @@ def idle(key: str, *overrides: str) -> list[str]:
 
 @pytest.mark.parametrize(("key", "with_these", "cure"), CASES, ids=[case[0] for case in CASES])
 def test_a_key_without_effect_is_said_until_its_option_is_on(key, with_these, cure):
-    assert [remedy.partition(" or ")[0] for remedy in idle(key, *with_these)] == [f"leave out {key.partition('=')[0]}"]
+    assert [remedy.partition(" or ")[0] for remedy in idle(key, *with_these)] == [
+        f"leave out {key.partition('=')[0]}"
+    ]
     assert idle(key, *with_these, *cure.split()) == []
 
 
@@ -112,7 +150,12 @@ def test_a_key_without_effect_is_said_until_its_option_is_on(key, with_these, cu
 def test_the_suggested_option_is_one_that_helps(key, with_these, cure):
     [remedy] = idle(key, *with_these)
     for suggestion in remedy.split(" or ")[1:]:
-        assert idle(key, *with_these, *suggestion.replace("=...", "=x").replace("recipe=", "recipe.name=").split()) == []
+        assert (
+            idle(
+                key, *with_these, *suggestion.replace("=...", "=x").replace("recipe=", "recipe.name=").split()
+            )
+            == []
+        )
 
 
 def test_every_rule_is_about_keys_that_there_are():
@@ -125,7 +168,11 @@ def test_every_rule_is_about_keys_that_there_are():
 def test_strict_refuses_what_is_otherwise_said():
     assert "algorithm.lam=0.5: has no effect" in notes("algorithm.lam=0.5", "algorithm.adv_estimator=grpo")
     with pytest.raises(ConfigError) as caught:
-        load_command("ppo", PPOConfig, [*OWN, "algorithm.lam=0.5", "algorithm.adv_estimator=grpo", "+strict=true", "critic.grad_clip=3"])
+        load_command(
+            "ppo",
+            PPOConfig,
+            [*OWN, "algorithm.lam=0.5", "algorithm.adv_estimator=grpo", "+strict=true", "critic.grad_clip=3"],
+        )
     found = {problem.field: problem for problem in caught.value.problems}
     assert set(found) == {"algorithm.lam", "critic.optim.clip_grad"}
     assert found["algorithm.lam"].remedy == "leave out algorithm.lam or algorithm.adv_estimator=gae"
@@ -135,11 +182,19 @@ def test_strict_refuses_what_is_otherwise_said():
 
 def test_what_nobody_set_is_not_spoken_of():
     assert notes() == ""
-    assert load_command("ppo", PPOConfig)[1].notes == ()  # the recipe's own file sets keys of a critic that does not run
+    assert (
+        load_command("ppo", PPOConfig)[1].notes == ()
+    )  # the recipe's own file sets keys of a critic that does not run
 
 
 def test_supervised_training_has_rules_of_its_own():
-    given = ["model.path=m", "data.train_files=t", "data.micro_batch_size_per_gpu=4", "trainer.test_freq=5", "optim.min_lr_ratio=0.1"]
+    given = [
+        "model.path=m",
+        "data.train_files=t",
+        "data.micro_batch_size_per_gpu=4",
+        "trainer.test_freq=5",
+        "optim.min_lr_ratio=0.1",
+    ]
     _, command = load_command("sft", SFTConfig, given, tolerant=True)
     assert [note.partition("=")[0] for note in command.notes] == [
         "data.micro_batch_size_per_gpu",
@@ -153,5 +208,8 @@ def test_machines_to_plan_for_are_without_effect_in_a_run():
     assert notes("cluster.nodes=4") == ""
     _, command = load_command("ppo", PPOConfig, [*OWN, "cluster.nodes=4"])
     assert command.notes == (
-        "cluster.nodes=4: has no effect: it describes machines for python -m hydraflow.plan; a run takes those of trainer.*",
+        (
+            "cluster.nodes=4: has no effect: it describes machines for python -m hydraflow.plan; a run takes"
+            " those of trainer.*"
+        ),
     )

@@ -1,4 +1,5 @@
-"""Names in open mappings are those of the library that reads them, where it is installed; here, a stand-in for each."""
+"""Names in open mappings are those of the library that reads them, where it is installed; here, a stand-in
+for each."""
 
 import sys
 
@@ -17,13 +18,18 @@ def libraries(tmp_path, monkeypatch):
     (tmp_path / "vllm" / "engine").mkdir(parents=True)
     (tmp_path / "vllm" / "__init__.py").write_text("raise RuntimeError('imported')\n")
     (tmp_path / "vllm" / "engine" / "arg_utils.py").write_text(
-        "class EngineArgs:\n    model: str = 'm'\n    swap_space: float = 4\n    def method(self): ...\n"
-        "class AsyncEngineArgs(EngineArgs):\n    enable_log_requests: bool = False\nclass Other:\n    strange: int = 0\n"
+        "class EngineArgs:\n    model: str = 'm'\n    swap_space: float = 4\n    def method(self): ...\nclass"
+        " AsyncEngineArgs(EngineArgs):\n    enable_log_requests: bool = False\nclass Other:\n    strange: int"
+        " = 0\n"
     )
     core = tmp_path / "megatron" / "core"
     (core / "transformer").mkdir(parents=True)
-    (core / "model_parallel_config.py").write_text("class ModelParallelConfig:\n    sequence_parallel: bool = False\n")
-    (core / "transformer" / "transformer_config.py").write_text("class TransformerConfig:\n    recompute_granularity: str | None = None\n")
+    (core / "model_parallel_config.py").write_text(
+        "class ModelParallelConfig:\n    sequence_parallel: bool = False\n"
+    )
+    (core / "transformer" / "transformer_config.py").write_text(
+        "class TransformerConfig:\n    recompute_granularity: str | None = None\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     engine_arguments.argument_names.cache_clear()
     yield
@@ -37,11 +43,16 @@ def test_names_are_read_without_importing(libraries):
 
 
 def test_a_name_that_the_library_does_not_have_is_refused_with_the_nearest(libraries):
-    problems, notes = check_names({VLLM_KEY: {"swap_spaces": 8, "model": "x"}, MEGATRON_KEY: {"recompute_granularty": "full"}})
+    problems, notes = check_names(
+        {VLLM_KEY: {"swap_spaces": 8, "model": "x"}, MEGATRON_KEY: {"recompute_granularty": "full"}}
+    )
     assert notes == []
     assert [str(problem) for problem in problems] == [
         f"{VLLM_KEY}.swap_spaces=8: vLLM has no such argument\n      -> {VLLM_KEY}.swap_space=8",
-        f"{MEGATRON_KEY}.recompute_granularty=full: Megatron-Core has no such argument\n      -> {MEGATRON_KEY}.recompute_granularity=full",
+        (
+            f"{MEGATRON_KEY}.recompute_granularty=full: Megatron-Core has no such argument\n      ->"
+            f" {MEGATRON_KEY}.recompute_granularity=full"
+        ),
     ]
 
 

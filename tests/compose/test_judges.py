@@ -1,8 +1,15 @@
-"""What each command says against its configuration: missing files, and the plan of the machines that a run uses."""
+"""What each command says against its configuration: missing files, and the plan of the machines that a run
+uses."""
 
 import pytest
 
-from hydraflow.compose.judges import judge_ppo, missing_for_eval, missing_for_generate, missing_for_ppo, missing_for_sft
+from hydraflow.compose.judges import (
+    judge_ppo,
+    missing_for_eval,
+    missing_for_generate,
+    missing_for_ppo,
+    missing_for_sft,
+)
 from hydraflow.compose.loading import load_command
 from hydraflow.errors import ConfigError
 from hydraflow.schema import EvalConfig, GenerateConfig, PPOConfig, SFTConfig
@@ -11,7 +18,9 @@ MACHINES = ["cluster=h100", "cluster.nodes=64"]
 
 
 def judged(*overrides):
-    return load_command("ppo", PPOConfig, ["trainer.device=cpu", *overrides], judges=(judge_ppo, missing_for_ppo))[1]
+    return load_command(
+        "ppo", PPOConfig, ["trainer.device=cpu", *overrides], judges=(judge_ppo, missing_for_ppo)
+    )[1]
 
 
 def test_machines_that_are_planned_for_change_nothing():
@@ -26,7 +35,12 @@ def test_machines_that_are_planned_for_change_nothing():
 NOWHERE = "/nowhere/at/all"
 MODEL, CUSTOM = "actor_rollout_ref.model.path", "reward.custom_reward_function.path"
 MISSING = [
-    ("ppo", PPOConfig, missing_for_ppo, [MODEL, "critic.model.path", "data.train_files", "data.val_files", CUSTOM]),
+    (
+        "ppo",
+        PPOConfig,
+        missing_for_ppo,
+        [MODEL, "critic.model.path", "data.train_files", "data.val_files", CUSTOM],
+    ),
     ("sft", SFTConfig, missing_for_sft, ["model.path", "data.train_files", "data.val_files"]),
     ("generate", GenerateConfig, missing_for_generate, ["model.path", "data.path"]),
     ("eval", EvalConfig, missing_for_eval, ["data.path", CUSTOM]),
@@ -45,11 +59,18 @@ def test_everything_that_is_missing_comes_at_once_with_the_other_mistakes(name, 
 
 
 def test_missing_files_alone_are_left_to_the_job():
-    config, _ = load_command("sft", SFTConfig, [f"model.path={NOWHERE}", f"data.train_files={NOWHERE}"], missing=missing_for_sft)
+    config, _ = load_command(
+        "sft", SFTConfig, [f"model.path={NOWHERE}", f"data.train_files={NOWHERE}"], missing=missing_for_sft
+    )
     assert config.model.path == NOWHERE
 
 
 def test_files_that_a_run_does_not_read_need_not_be_there(tmp_path):
-    words = [f"critic.model.path={NOWHERE}", "algorithm.adv_estimator=grpo", "trainer.val_only=true", f"data.train_files={NOWHERE}"]
+    words = [
+        f"critic.model.path={NOWHERE}",
+        "algorithm.adv_estimator=grpo",
+        "trainer.val_only=true",
+        f"data.train_files={NOWHERE}",
+    ]
     (tmp_path / "val.jsonl").touch()
     judged(*words, f"{MODEL}=org/name", f"data.val_files={tmp_path}/val.jsonl")

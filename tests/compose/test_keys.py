@@ -40,7 +40,12 @@ def test_types(hint, good, bad):
 
 
 def test_a_value_gets_the_type_that_it_stands_for():
-    assert [type(fitted(float, 1)), type(fitted(str, 0.5)), type(fitted(int | None, 3)), fitted(float | None, None)] == [
+    assert [
+        type(fitted(float, 1)),
+        type(fitted(str, 0.5)),
+        type(fitted(int | None, 3)),
+        fitted(float | None, None),
+    ] == [
         float,
         str,
         int,
@@ -64,9 +69,20 @@ def test_nearest_keys_by_whole_path_and_by_last_name():
 
 
 def test_a_tree_is_checked_whole():
-    tree = {"data": {"train_bach_size": 3, "shuffle": "maybe"}, "new": 1, "trainer": 5, "critic": {"optim": {"lr": "x"}}}
+    tree = {
+        "data": {"train_bach_size": 3, "shuffle": "maybe"},
+        "new": 1,
+        "trainer": 5,
+        "critic": {"optim": {"lr": "x"}},
+    }
     judged = judge(PPOConfig, tree, {}, lambda key: None)
-    assert {problem.field for problem in judged.problems} == {"data.train_bach_size", "data.shuffle", "new", "trainer", "critic.optim.lr"}
+    assert {problem.field for problem in judged.problems} == {
+        "data.train_bach_size",
+        "data.shuffle",
+        "new",
+        "trainer",
+        "critic.optim.lr",
+    }
 
 
 def test_only_open_mappings_have_unknown_keys_below():

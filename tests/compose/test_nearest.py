@@ -96,7 +96,9 @@ def test_one_wrong_letter_in_the_last_name_finds_the_key(key, data):
     name = key.rpartition(".")[2]
     if len(name) < 8:
         return
-    at = data.draw(st.sampled_from([len(key) - len(name) + i for i, char in enumerate(name) if char.isalpha()]))
+    at = data.draw(
+        st.sampled_from([len(key) - len(name) + i for i, char in enumerate(name) if char.isalpha()])
+    )
     typo = key[:at] + "q" + key[at + 1 :]
     if typo != key:
         assert key in nearest_keys(PPOConfig, typo)[:2]

@@ -40,10 +40,12 @@ def test_every_leaf_has_an_origin():
 
 
 def test_default_file_and_command_line():
-    _, command = load_command("ppo", PPOConfig, ["data.train_batch_size=96", "+trainer={seed: 2}", "++data.val_max_samples=5"])
-    assert {key: command.origins[key] for key in ("data.train_batch_size", "trainer.seed", "data.val_max_samples")} == dict.fromkeys(
-        ["data.train_batch_size", "trainer.seed", "data.val_max_samples"], "command line"
+    _, command = load_command(
+        "ppo", PPOConfig, ["data.train_batch_size=96", "+trainer={seed: 2}", "++data.val_max_samples=5"]
     )
+    assert {
+        key: command.origins[key] for key in ("data.train_batch_size", "trainer.seed", "data.val_max_samples")
+    } == dict.fromkeys(["data.train_batch_size", "trainer.seed", "data.val_max_samples"], "command line")
     assert command.origins["data.max_prompt_length"] == "config/recipe/arithmetic.yaml"
     assert command.origins["data.prompt_key"] == "default"
 
@@ -56,7 +58,8 @@ def test_a_key_inside_an_open_mapping_counts_for_the_mapping():
 def test_a_users_file_is_named_as_the_user_would(tmp_path, monkeypatch):
     (tmp_path / "config").mkdir()
     (tmp_path / "mine.yaml").write_text(
-        "defaults: [ppo, _self_]\nactor_rollout_ref: {model: {path: m}}\ndata: {train_files: t, shuffle: true}\n"
+        "defaults: [ppo, _self_]\nactor_rollout_ref: {model: {path: m}}\ndata: {train_files: t, shuffle:"
+        " true}\n"
     )
     (tmp_path / "config" / "big.yaml").write_text(
         "defaults: [ppo, _self_]\nactor_rollout_ref: {model: {path: m}}\ndata: {train_files: t}\n"
@@ -90,7 +93,15 @@ def test_what_a_run_saved_can_be_run_again(tmp_path, monkeypatch):
     again, after = launched(monkeypatch, "--config-dir", str(tmp_path), "--config-name", "config")
     assert again == config  # recipe=arithmetic, without the files that it made
     assert (after.origins, after.notes) == (command.origins, command.notes)
-    changed, after = launched(monkeypatch, "--config-dir", str(tmp_path), "--config-name", "config", "trainer.seed=8", "+strict=true")
+    changed, after = launched(
+        monkeypatch,
+        "--config-dir",
+        str(tmp_path),
+        "--config-name",
+        "config",
+        "trainer.seed=8",
+        "+strict=true",
+    )
     assert (changed.trainer.seed, changed.data.train_batch_size) == (8, 96)
 
 
@@ -98,7 +109,9 @@ def test_what_was_changed_in_a_saved_configuration_is_the_files(tmp_path, monkey
     config, command = load_command("ppo", PPOConfig, ["data.train_batch_size=96"])
     folder = RunFolder.create(str(tmp_path), "ppo")
     folder.write_config(asdict(config), command.origins)
-    folder.config.write_text(folder.config.read_text().replace("max_prompt_length: 16", "max_prompt_length: 32"))
+    folder.config.write_text(
+        folder.config.read_text().replace("max_prompt_length: 16", "max_prompt_length: 32")
+    )
     monkeypatch.chdir(tmp_path)
     _, after = launched(monkeypatch, "--config-dir", ".", "--config-name", "config")
     assert after.origins["data.max_prompt_length"] == "config.yaml"
@@ -109,7 +122,14 @@ def test_what_was_changed_in_a_saved_configuration_is_the_files(tmp_path, monkey
 def test_each_run_of_a_sweep_has_its_own_origins(tmp_path):
     entry = Path(__file__).parent / "dummy_entry.py"
     env = {**os.environ, "PYTHONPATH": str(entry.parents[2])}
-    words = [sys.executable, str(entry), "ppo", "-m", "trainer.seed=1,2", "actor_rollout_ref.actor.grad_clip=0.5"]
+    words = [
+        sys.executable,
+        str(entry),
+        "ppo",
+        "-m",
+        "trainer.seed=1,2",
+        "actor_rollout_ref.actor.grad_clip=0.5",
+    ]
     result = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert [json.loads(line)["given"] for line in result.stdout.splitlines()] == [
@@ -125,7 +145,10 @@ def test_what_is_from_the_environment_is_written_as_a_reference(tmp_path, monkey
         "trainer.wandb_proxy=http://me:${oc.env:MY_TOKEN}@${oc.env:NO_HOST,'a:1'}",
         "trainer.project_name=of-${trainer.wandb_proxy}",
         "trainer.seed=${oc.env:MY_SEED}",
-        f"+{section}={{key: '${{oc.env:MY_TOKEN}}', other: '${{.key}}', count: '${{oc.decode:${{oc.env:MY_SEED}}}}', n: 2}}",
+        (
+            f"+{section}={{key: '${{oc.env:MY_TOKEN}}', other: '${{.key}}', count:"
+            " '${oc.decode:${oc.env:MY_SEED}}', n: 2}"
+        ),
         "+ray_kwargs.ray_init.runtime_env.env_vars.A=${oc.env:MY_TOKEN}",
     ]
     config, command = launched(monkeypatch, *words)
@@ -165,12 +188,21 @@ def test_secrets_of_a_saved_configuration_are_private_and_keep_their_origins(tmp
     own = ["--config-dir", str(tmp_path), "--config-name", "config"]
     assert launched(monkeypatch, *own)[1].origins["trainer.wandb_proxy"] == "command line"
     folder.config.write_text(folder.config.read_text().replace("s3cr3t", "t00"))
-    assert launched(monkeypatch, *own)[1].origins["trainer.wandb_proxy"].endswith("config.yaml"), "the secret is another one"
+    assert launched(monkeypatch, *own)[1].origins["trainer.wandb_proxy"].endswith("config.yaml"), (
+        "the secret is another one"
+    )
 
 
 def test_the_command_is_kept_without_its_secrets(monkeypatch):
-    words = ["+ray_init.runtime_env.env_vars={HF_TOKEN: s3cr3t, A: s3cr3t}", "trainer.wandb_proxy=http://me:s3cr3t@h:1", "trainer.seed=2"]
-    words += ["+reward.custom_reward_function.reward_kwargs={url: 'https://h/?api_key=s3cr3t', PASS: two s3cr3t, n: 1}"]
+    words = [
+        "+ray_init.runtime_env.env_vars={HF_TOKEN: s3cr3t, A: s3cr3t}",
+        "trainer.wandb_proxy=http://me:s3cr3t@h:1",
+        "trainer.seed=2",
+    ]
+    words += [
+        "+reward.custom_reward_function.reward_kwargs={url: 'https://h/?api_key=s3cr3t', PASS: two s3cr3t,"
+        " n: 1}"
+    ]
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "hydraflow.main_ppo", *words])
     said = launched(monkeypatch, *words)[1].words
     assert said == (
@@ -180,17 +212,40 @@ def test_the_command_is_kept_without_its_secrets(monkeypatch):
         "+ray_init.runtime_env.env_vars={HF_TOKEN: (hidden), A: (hidden)}",
         "trainer.wandb_proxy=http://(hidden)@h:1",
         "trainer.seed=2",
-        "+reward.custom_reward_function.reward_kwargs={url: https://h/?api_key=(hidden), PASS: (hidden), n: 1}",
+        (
+            "+reward.custom_reward_function.reward_kwargs={url: https://h/?api_key=(hidden), PASS: (hidden),"
+            " n: 1}"
+        ),
     )
 
 
 @pytest.mark.parametrize(
     "word",
     [
-        *("a={PASSWORD: two s3cr3t}", "a={DB_PASSWORD:ab's3cr3t}", "a={HF_TOKEN : s3cr3t}", r"a.PASSWORD=a\,s3cr3t", "a.PASS='it s3cr3t"),
-        *("a={HF_TOKEN: [s3cr3t, {b: s3cr3t}]}", "a.api_key=s3cr3t,s3cr3t", "a={x: 'Authorization: Bearer s3cr3t.s3cr3t'}"),
-        *("a={x: 'https://h/?n=1&sig=s3cr3t'}", "a='user:s3cr3t@host:1'", "a={MY_KEYS: s3cr3t", "--hf-token=s3cr3t"),
-        *("~a.api_key=s3cr3t", "a.api_key=glob(s3cr3t*)", "++a={env_vars:{B:s3cr3t}", "++a={c:1,env_vars: {B: 1, C: s3cr3t}"),
+        *(
+            "a={PASSWORD: two s3cr3t}",
+            "a={DB_PASSWORD:ab's3cr3t}",
+            "a={HF_TOKEN : s3cr3t}",
+            r"a.PASSWORD=a\,s3cr3t",
+            "a.PASS='it s3cr3t",
+        ),
+        *(
+            "a={HF_TOKEN: [s3cr3t, {b: s3cr3t}]}",
+            "a.api_key=s3cr3t,s3cr3t",
+            "a={x: 'Authorization: Bearer s3cr3t.s3cr3t'}",
+        ),
+        *(
+            "a={x: 'https://h/?n=1&sig=s3cr3t'}",
+            "a='user:s3cr3t@host:1'",
+            "a={MY_KEYS: s3cr3t",
+            "--hf-token=s3cr3t",
+        ),
+        *(
+            "~a.api_key=s3cr3t",
+            "a.api_key=glob(s3cr3t*)",
+            "++a={env_vars:{B:s3cr3t}",
+            "++a={c:1,env_vars: {B: 1, C: s3cr3t}",
+        ),
         *("https://u:s3cr3t@h/x", "https://u:s3cr3t@h/?a=1", "hf_s3cr3ts3cr3ts3cr3t"),
         *("a.env_vars={B: [s3cr3t]}", "hydra.job.env_set.B=s3cr3t", "a={x: \"{'password': 's3cr3t'}\"}"),
     ],
@@ -201,7 +256,17 @@ def test_however_it_is_written_a_secret_is_found(word):
 
 
 @pytest.mark.parametrize(
-    "word", ["a=1,2", "a=range(1,3)", "~a", "a={b: 'x y', c: [1]}", "--cfg", "job", "a=${oc.env:B}", "a={api_key: '${oc.env:B}'}"]
+    "word",
+    [
+        "a=1,2",
+        "a=range(1,3)",
+        "~a",
+        "a={b: 'x y', c: [1]}",
+        "--cfg",
+        "job",
+        "a=${oc.env:B}",
+        "a={api_key: '${oc.env:B}'}",
+    ],
 )
 def test_words_without_secrets_stay_as_they_were_typed(word):
     assert public_words([word]) == [word]

@@ -1,4 +1,5 @@
-"""verl's keys and command lines: each key falls in one class, and a command line means here what it means there."""
+"""verl's keys and command lines: each key falls in one class, and a command line means here what it means
+there."""
 
 import subprocess
 import sys
@@ -28,12 +29,13 @@ def is_ours(key: str) -> bool:
 
 
 def translated(tree: dict[str, object]) -> tuple[dict[str, object], verl.Translation]:
-    """What keys, all from the command line, come to: leaves of ours that were set, and what there is to say."""
+    """What keys, all from the command line, come to: leaves of ours that were set, and what there is to
+    say."""
     judged = judge(PPOConfig, nested(tree), dict.fromkeys(tree, "command line"), lambda key: None)
     return judged.leaves, judged.translation
 
 
-# --- the tables ------------------------------------------------------------------------------------------------------
+# --- the tables --------------------------------------------------
 
 
 def test_the_defaults_are_those_of_verl():
@@ -50,7 +52,11 @@ def test_every_key_of_verl_falls_in_exactly_one_class():
     for key in leaves():
         new = verl.renamed(key)
         found = [name for name, table in tables.items() for pattern in table if fits(pattern, new)]
-        found += ["known"] * is_ours(key) + ["moved"] * (new != key and is_ours(new)) + ["alias"] * (new in aliases)
+        found += (
+            ["known"] * is_ours(key)
+            + ["moved"] * (new != key and is_ours(new))
+            + ["alias"] * (new in aliases)
+        )
         assert len(found) == 1, (key, found)
 
 
@@ -63,7 +69,10 @@ def test_every_alias_leads_to_a_key_of_ours():
             assert is_ours(found.new) or old == "model_engine", (old, found.new)
         assert len(expand(pattern)) % len(expand(row.new)) == 0
     assert all(key in KEYS and leader in KEYS for key, leader in FOLLOWS.items())
-    assert all(any(key.startswith(new) for key in KEYS) or new.startswith(("reward_model", "reward.")) for new in SECTIONS.values())
+    assert all(
+        any(key.startswith(new) for key in KEYS) or new.startswith(("reward_model", "reward."))
+        for new in SECTIONS.values()
+    )
 
 
 def test_no_row_hides_a_key_of_ours():
@@ -73,17 +82,30 @@ def test_no_row_hides_a_key_of_ours():
 
 
 def test_the_page_is_made_from_the_tables():
-    made = subprocess.run([sys.executable, "scripts/verl_keys.py"], cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    assert made.stdout == (ROOT / "docs" / "verl_keys.md").read_text(), "python scripts/verl_keys.py > docs/verl_keys.md"
+    made = subprocess.run(
+        [sys.executable, "scripts/verl_keys.py"],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert made.stdout == (ROOT / "docs" / "verl_keys.md").read_text(), (
+        "python scripts/verl_keys.py > docs/verl_keys.md"
+    )
 
 
-# --- single keys -----------------------------------------------------------------------------------------------------
+# --- single keys --------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("old", "value", "new", "taken"),
     [
-        (f"{ACTOR}.ulysses_sequence_parallel_size", 2, f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size", 2),
+        (
+            f"{ACTOR}.ulysses_sequence_parallel_size",
+            2,
+            f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size",
+            2,
+        ),
         ("critic.fsdp.param_offload", True, "critic.fsdp_config.param_offload", True),
         ("critic.model.fsdp_config.param_offload", True, "critic.fsdp_config.param_offload", True),
         ("ray_kwargs.ray_init.num_cpus", 8, "ray_init.num_cpus", 8),
@@ -115,7 +137,9 @@ def test_a_key_of_verl_is_taken_at_its_word(old, value, new, taken):
 
 
 def test_reward_arguments_go_into_the_open_mapping():
-    found, _ = translated({"custom_reward_function.reward_kwargs.a": 1, "custom_reward_function.reward_kwargs.b.c": 2})
+    found, _ = translated(
+        {"custom_reward_function.reward_kwargs.a": 1, "custom_reward_function.reward_kwargs.b.c": 2}
+    )
     assert found["reward.custom_reward_function.reward_kwargs"] == {"a": 1, "b": {"c": 2}}
 
 
@@ -134,8 +158,9 @@ def test_a_size_over_all_ranks_is_divided_by_them(extra, per_rank):
 
 def test_a_size_over_all_ranks_that_cannot_be_divided_is_refused():
     _, said = translated({"critic.ppo_micro_batch_size": 12, "trainer.n_gpus_per_node": 8})
-    assert str(said.problems[0]) == (
-        "critic.ppo_micro_batch_size=12: counts rows over all data ranks, and 8 of them cannot share it\n"
+    assert (
+        str(said.problems[0])
+        == "critic.ppo_micro_batch_size=12: counts rows over all data ranks, and 8 of them cannot share it\n"
         "      -> critic.ppo_micro_batch_size_per_gpu=1"
     )
     _, said = translated({"critic.ppo_micro_batch_size": 16})
@@ -152,7 +177,11 @@ def test_a_size_over_all_ranks_that_cannot_be_divided_is_refused():
         ("data.dataloader_num_workers", 2, "has no effect: it changes speed only"),
         ("actor_rollout_ref.hybrid_engine", True, "asks for nothing: it is off, or what is done anyway"),
         ("trainer.default_hdfs_dir", None, "asks for nothing: it is off, or what is done anyway"),
-        (f"{ACTOR}.profiler.all_ranks", True, "has no effect: global_profiler.{tool,steps,ranks} profile all roles of a process together"),
+        (
+            f"{ACTOR}.profiler.all_ranks",
+            True,
+            "has no effect: global_profiler.{tool,steps,ranks} profile all roles of a process together",
+        ),
         ("reward_model.reward_manager", "naive", "asks for nothing: it is off, or what is done anyway"),
     ],
 )
@@ -164,13 +193,21 @@ def test_a_key_without_effect_is_accepted_and_said(key, value, said):
 @pytest.mark.parametrize(
     ("key", "value", "would"),
     [
-        ("actor_rollout_ref.hybrid_engine", False, "give the actor and the rollout engines of their own when false"),
+        (
+            "actor_rollout_ref.hybrid_engine",
+            False,
+            "give the actor and the rollout engines of their own when false",
+        ),
         ("trainer.default_hdfs_dir", "out", "keep checkpoints elsewhere"),
         ("global_profiler.finish_hook_cmd", "ls", "shape profiles"),
         ("skip.rollout.enable", True, "use responses of an earlier run again"),
         (f"{ROLLOUT}.multi_turn.enable", True, "hold conversations of several turns"),
         ("reward_model.reward_kwargs.overlong_buffer_cfg.len", 4096, "be handed to the reward manager"),
-        ("algorithm.rollout_correction.rollout_is", "token", "correct for the difference between rollout and training probabilities"),
+        (
+            "algorithm.rollout_correction.rollout_is",
+            "token",
+            "correct for the difference between rollout and training probabilities",
+        ),
         (f"{ACTOR}.veomni.param_offload", True, "set up another training engine"),
     ],
 )
@@ -183,8 +220,9 @@ def test_what_cannot_be_honoured_is_refused_with_what_it_would_do(key, value, wo
 
 def test_two_names_of_one_key_must_agree():
     _, said = translated({f"{ACTOR}.grad_clip": 0.5, f"{ACTOR}.optim.clip_grad": 2.0})
-    assert str(said.problems[0]) == (
-        f"{ACTOR}.grad_clip=0.5: is another name of {ACTOR}.optim.clip_grad, which is set to 2.0\n"
+    assert (
+        str(said.problems[0])
+        == f"{ACTOR}.grad_clip=0.5: is another name of {ACTOR}.optim.clip_grad, which is set to 2.0\n"
         f"      -> leave out {ACTOR}.grad_clip or {ACTOR}.optim.clip_grad=0.5"
     )
     assert translated({f"{ACTOR}.grad_clip": 0.5, f"{ACTOR}.optim.clip_grad": 0.5})[1].problems == []
@@ -195,29 +233,42 @@ def test_the_command_line_goes_before_a_file_by_whatever_name():
     origins = {f"{ACTOR}.grad_clip": "mine.yaml", f"{ACTOR}.optim.clip_grad": "command line"}
     judged = judge(PPOConfig, tree, origins, lambda key: None)
     assert judged.leaves[f"{ACTOR}.optim.clip_grad"] == 2.0
-    judged = judge(PPOConfig, tree, {key: origins[other] for key, other in zip(origins, reversed(origins), strict=True)}, lambda key: None)
+    judged = judge(
+        PPOConfig,
+        tree,
+        {key: origins[other] for key, other in zip(origins, reversed(origins), strict=True)},
+        lambda key: None,
+    )
     assert judged.leaves[f"{ACTOR}.optim.clip_grad"] == 0.5
     assert judged.problems == []
 
 
 def test_the_reference_follows_the_actors_layout():
-    config, command = load_command("ppo", PPOConfig, [*OWN, f"{ACTOR}.megatron.tensor_model_parallel_size=4"], tolerant=True)
-    assert config.actor_rollout_ref.ref.megatron.tensor_model_parallel_size == 4
-    assert command.origins["actor_rollout_ref.ref.megatron.tensor_model_parallel_size"] == (
-        f"follows {ACTOR}.megatron.tensor_model_parallel_size"
+    config, command = load_command(
+        "ppo", PPOConfig, [*OWN, f"{ACTOR}.megatron.tensor_model_parallel_size=4"], tolerant=True
     )
-    own = [f"{ACTOR}.megatron.tensor_model_parallel_size=4", "actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2"]
+    assert config.actor_rollout_ref.ref.megatron.tensor_model_parallel_size == 4
+    assert (
+        command.origins["actor_rollout_ref.ref.megatron.tensor_model_parallel_size"]
+        == f"follows {ACTOR}.megatron.tensor_model_parallel_size"
+    )
+    own = [
+        f"{ACTOR}.megatron.tensor_model_parallel_size=4",
+        "actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2",
+    ]
     config, _ = load_command("ppo", PPOConfig, [*OWN, *own], tolerant=True)
     assert config.actor_rollout_ref.ref.megatron.tensor_model_parallel_size == 2
 
 
-# --- command lines ---------------------------------------------------------------------------------------------------
+# --- command lines --------------------------------------------------
 
 
 def words_of(command_line: list[str]) -> list[str]:
     """The overrides of a command line; verl's configuration file becomes what it stands for."""
     files = [word.partition("=")[2] for word in command_line if word.startswith("--config-name")]
-    return [word for word in command_line if not word.startswith("--")] + [word for file in files for word in verl.config_file(file)]
+    return [word for word in command_line if not word.startswith("--")] + [
+        word for file in files for word in verl.config_file(file)
+    ]
 
 
 @pytest.mark.parametrize("name", verl_commands.RUNNABLE_MEANING)
@@ -225,13 +276,23 @@ def test_every_key_of_a_command_line_has_a_counterpart(name):
     command_line = verl_commands.RUNNABLE_MEANING[name]
     _, command = load_command("ppo", PPOConfig, words_of(command_line), tolerant=True)
     assert command.unsupported == ()
-    assert command.counts.honoured + command.counts.without_effect >= len([word for word in command_line if "=" in word and word[0] != "-"])
+    assert command.counts.honoured + command.counts.without_effect >= len(
+        [word for word in command_line if "=" in word and word[0] != "-"]
+    )
 
 
 def test_ppo_on_gsm8k_means_the_same():
     config, command = load_command("ppo", PPOConfig, verl_commands.PPO_GSM8K, tolerant=True)
-    assert (config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size, config.trainer.total_epochs) == (256, 64, 15)
-    assert (config.critic.optim.lr, config.critic.ppo_micro_batch_size_per_gpu, config.trainer.logger) == (1e-5, 4, ["console"])
+    assert (
+        config.data.train_batch_size,
+        config.actor_rollout_ref.actor.ppo_mini_batch_size,
+        config.trainer.total_epochs,
+    ) == (256, 64, 15)
+    assert (config.critic.optim.lr, config.critic.ppo_micro_batch_size_per_gpu, config.trainer.logger) == (
+        1e-5,
+        4,
+        ["console"],
+    )
     assert str(command.counts) == "23 keys honoured, 2 accepted without effect, 0 unsupported"
     assert command.notes == (
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4: has no effect: no reference runs",
@@ -243,8 +304,14 @@ def test_grpo_with_megatron_means_the_same():
     config, _ = load_command("ppo", PPOConfig, words_of(verl_commands.GRPO_MEGATRON), tolerant=True)
     policy = config.actor_rollout_ref
     assert (policy.actor.strategy, config.critic.strategy, policy.rollout.n) == ("megatron", "megatron", 8)
-    assert (policy.actor.megatron.expert_model_parallel_size, policy.ref.megatron.expert_model_parallel_size) == (4, 4)
-    assert policy.actor.megatron.override_transformer_config == {"recompute_granularity": "full", "recompute_num_layers": 1}
+    assert (
+        policy.actor.megatron.expert_model_parallel_size,
+        policy.ref.megatron.expert_model_parallel_size,
+    ) == (4, 4)
+    assert policy.actor.megatron.override_transformer_config == {
+        "recompute_granularity": "full",
+        "recompute_num_layers": 1,
+    }
     assert config.data.train_files == ["/data/gsm8k/train.parquet", "/data/math/train.parquet"]
 
 
@@ -252,7 +319,10 @@ def test_names_of_early_versions_mean_the_same():
     config, _ = load_command("ppo", PPOConfig, verl_commands.PPO_OLD, tolerant=True)
     assert config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 128 // 8
     assert (config.critic.fsdp_config.param_offload, config.trainer.log_val_generations) == (False, 4)
-    assert (config.reward.custom_reward_function.path, config.reward.custom_reward_function.name) == ("/code/reward.py", "score")
+    assert (config.reward.custom_reward_function.path, config.reward.custom_reward_function.name) == (
+        "/code/reward.py",
+        "score",
+    )
 
 
 def test_what_dapo_needs_besides_is_named_at_once():
@@ -278,7 +348,9 @@ def test_verls_groups_are_taken_or_named():
 
 def test_every_default_of_verl_is_accepted():
     """Whoever writes verl's own defaults on the command line asks for nothing special."""
-    given = {key: value for key, value in leaves(megatron=False).items() if value is not ... and value != "???"}
+    given = {
+        key: value for key, value in leaves(megatron=False).items() if value is not ... and value != "???"
+    }
     given |= {"trainer.n_gpus_per_node": 8, "trainer.nnodes": 1}
     found, said = translated(given)
     assert [str(problem) for problem in said.problems] == []

@@ -180,7 +180,8 @@ DAPO = [
     "trainer.total_epochs=1",
     "trainer.resume_mode=auto",
 ]
-"""Dynamic sampling and an overlong penalty on sixteen machines; the reward manager has no counterpart here."""
+"""Dynamic sampling and an overlong penalty on sixteen machines; the reward manager has no counterpart
+here."""
 
 PPO_OLD = [
     *GSM8K,

@@ -45,7 +45,9 @@ def test_impossible_sizes_are_refused(train: int, val: int) -> None:
         split_problems(train, val, seed=0)
 
 
-def test_files_have_the_schema_and_the_datasets_read_them(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_files_have_the_schema_and_the_datasets_read_them(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
     files = write_arithmetic(tmp_path / "made", train_problems=20, val_problems=5, seed=0)
     rows = pyarrow.parquet.read_table(files.val).to_pylist()
     prompt = rows[4]["prompt"][0]["content"]

@@ -18,13 +18,15 @@ from hydraflow.protocol.batch import DataProto
 
 END = "<|end|>"
 TURNS = (
-    "{% for m in messages %}{% if m['role'] == 'assistant' %}={{ m['content'] }}<|end|> {% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}={{ m['content'] }}<|end|> {% else %}{{"
+    " m['content'] }}{% endif %}{% endfor %}"
 )
-"""An assistant's turn opens with "=" (as the generation prompt does) and ends with the end token and the template's own space."""
+"""An assistant's turn opens with "=" (as the generation prompt does) and ends with the end token and the
+template's own space."""
 WITH_PROMPT = TURNS + "{% if add_generation_prompt %}={% endif %}"
 MARKED = (
-    "{% for m in messages %}{% if m['role'] == 'assistant' %}={% generation %}{{ m['content'] }}<|end|>{% endgeneration %}"
-    "{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}={% generation %}{{ m['content'] }}<|end|>{%"
+    " endgeneration %}{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
 )
 TWO_TURNS = [
     {"role": "user", "content": "1+2"},
@@ -49,7 +51,9 @@ def texts(batch: DataProto, tokenizer: PreTrainedTokenizerFast) -> list[tuple[st
 
 
 def test_one_turn(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    path = write(tmp_path / "a.jsonl", [{"prompt": "1+2=", "response": "3"}, {"prompt": "17+25=", "response": "042"}])
+    path = write(
+        tmp_path / "a.jsonl", [{"prompt": "1+2=", "response": "3"}, {"prompt": "17+25=", "response": "042"}]
+    )
     batch = ConversationDataset(SFTDataConfig(), path, tokenizer).batch([1, 0])
     assert texts(batch, tokenizer) == [
         ("17+25=", [("0", 1), ("4", 1), ("2", 1), (END, 1)]),
@@ -58,7 +62,9 @@ def test_one_turn(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 @pytest.mark.parametrize("template", [WITH_PROMPT, MARKED])
-def test_every_assistant_turn_and_nothing_else_is_trained(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, template: str) -> None:
+def test_every_assistant_turn_and_nothing_else_is_trained(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, template: str
+) -> None:
     tokenizer.chat_template = template
     path = write(tmp_path / "a.jsonl", [{"messages": TWO_TURNS}])
     ((prompt, response),) = texts(ConversationDataset(SFTDataConfig(), path, tokenizer).batch([0]), tokenizer)
@@ -66,19 +72,27 @@ def test_every_assistant_turn_and_nothing_else_is_trained(tmp_path: Path, tokeni
     assert [(t, m) for t, m in response if t != " "] == [
         ("3", 1), (END, 1), ("4", 0), ("+", 0), ("5", 0), ("=", 0), ("9", 1), (END, 1),
     ]  # fmt: skip
-    assert all(mask == 0 for token, mask in response if token == " ")  # the template's space after the end token
+    assert all(
+        mask == 0 for token, mask in response if token == " "
+    )  # the template's space after the end token
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_template_that_rewrites_earlier_turns_is_refused(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
     # As Qwen3 does with thinking: only the last assistant turn gets the "*".
     tokenizer.chat_template = (
-        "{% for m in messages %}{% if m['role'] == 'assistant' %}{% if loop.last %}*{% endif %}{{ m['content'] }}<|end|>"
-        "{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}{% if loop.last %}*{% endif %}{{"
+        " m['content'] }}<|end|>{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
     )
     path = write(tmp_path / "a.jsonl", [{"messages": TWO_TURNS[:2]}, {"messages": TWO_TURNS}])
-    with pytest.raises(ConfigError, match="row 1: message 1: the chat template writes the conversation up to it differently"):
+    with pytest.raises(
+        ConfigError, match="row 1: message 1: the chat template writes the conversation up to it differently"
+    ):
         ConversationDataset(SFTDataConfig(), path, tokenizer)
-    ((prompt, response),) = texts(ConversationDataset(SFTDataConfig(), path, tokenizer, max_samples=1).batch([0]), tokenizer)
+    ((prompt, response),) = texts(
+        ConversationDataset(SFTDataConfig(), path, tokenizer, max_samples=1).batch([0]), tokenizer
+    )
     assert (prompt, response) == ("1+2", [("*", 1), ("3", 1), (END, 1)])
 
 
@@ -98,14 +112,18 @@ def test_messages_are_used_where_a_file_has_them(tmp_path: Path, tokenizer: PreT
         ({"messages": TWO_TURNS[1:]}, "row 0: begins with the assistant"),
     ],
 )
-def test_bad_rows_are_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, row: dict[str, Any], message: str) -> None:
+def test_bad_rows_are_named(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, row: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         ConversationDataset(SFTDataConfig(), write(tmp_path / "a.jsonl", [row]), tokenizer)
 
 
 @pytest.fixture
 def long(tmp_path: Path) -> Path:
-    return write(tmp_path / "a.jsonl", [{"prompt": "1+2=", "response": "3"}, {"prompt": "11+22+33=", "response": "66"}])
+    return write(
+        tmp_path / "a.jsonl", [{"prompt": "1+2=", "response": "3"}, {"prompt": "11+22+33=", "response": "66"}]
+    )
 
 
 def test_overlong_conversations_are_errors(long: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -118,7 +136,9 @@ def test_overlong_conversations_are_errors(long: Path, tokenizer: PreTrainedToke
     ("side", "expected"),
     [("left", ("+22+33=", [("6", 1), ("6", 1), (END, 1)])), ("right", ("11+22+33=", [("6", 1)]))],
 )
-def test_truncation(long: Path, tokenizer: PreTrainedTokenizerFast, side: str, expected: tuple[str, list[tuple[str, int]]]) -> None:
+def test_truncation(
+    long: Path, tokenizer: PreTrainedTokenizerFast, side: str, expected: tuple[str, list[tuple[str, int]]]
+) -> None:
     dataset = ConversationDataset(SFTDataConfig(max_length=10, truncation=side), long, tokenizer)
     assert texts(dataset.batch([1]), tokenizer) == [expected]
 
@@ -129,10 +149,14 @@ def test_what_truncation_leaves_untrained_is_left_out(
     with caplog.at_level(logging.WARNING):
         assert len(ConversationDataset(SFTDataConfig(max_length=9, truncation="right"), long, tokenizer)) == 1
     assert "left out 1 of 2 conversations" in caplog.text
-    with pytest.raises(ConfigError, match="none of the 2 conversations has a trained token within data.max_length"):
+    with pytest.raises(
+        ConfigError, match="none of the 2 conversations has a trained token within data.max_length"
+    ):
         ConversationDataset(SFTDataConfig(max_length=3, truncation="right"), long, tokenizer)
 
 
 def test_a_prompt_has_at_least_one_token(long: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     dataset = ConversationDataset(SFTDataConfig(max_length=2, truncation="left"), long, tokenizer)
-    assert texts(dataset.batch([1]), tokenizer) == [("6", [(END, 1)])]  # nothing predicts the first token, so it is not trained
+    assert texts(dataset.batch([1]), tokenizer) == [
+        ("6", [(END, 1)])
+    ]  # nothing predicts the first token, so it is not trained

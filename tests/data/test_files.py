@@ -17,7 +17,9 @@ from hydraflow.errors import ConfigError
 def test_rows_of_several_files_keep_order_and_origin(tmp_path: Path) -> None:
     write_rows(tmp_path / "a.parquet", [{"x": 1, "nested": {"y": [1, 2]}}, {"x": 2, "nested": None}])
     (tmp_path / "b.jsonl").write_text('{"x": 3}\n\n{"x": 4, "other": "z"}\n')
-    records = read_records([str(tmp_path / "a.parquet"), tmp_path / "b.jsonl"], key="data.train_files", columns=["x"])
+    records = read_records(
+        [str(tmp_path / "a.parquet"), tmp_path / "b.jsonl"], key="data.train_files", columns=["x"]
+    )
     assert [(r.values["x"], r.file.name, r.row) for r in records] == [
         (1, "a.parquet", 0),
         (2, "a.parquet", 1),
@@ -39,7 +41,11 @@ def test_every_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         read_records([tmp_path / "no.parquet", tmp_path / "nor.jsonl", tmp_path], key="data.val_files")
     message = str(caught.value)
-    assert "no.parquet: no such file" in message and "nor.jsonl: no such file" in message and "is a folder" in message
+    assert (
+        "no.parquet: no such file" in message
+        and "nor.jsonl: no such file" in message
+        and "is a folder" in message
+    )
     assert "data.val_files=" in message
 
 
@@ -61,7 +67,11 @@ def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path) -> None:
         ("a.jsonl", '{"x": 1}\n{"x": \n', "line 2 is not JSON"),
         ("a.jsonl", "[1, 2]\n", "line 1 is a JSON list, not an object"),
         ("a.jsonl", "\n", "the file has no rows"),
-        ("a.jsonl", '{"x": 1}\n{"x": ' + "[" * 100_000 + "]" * 100_000 + "}", "line 2 is nested more than 100 levels deep"),
+        (
+            "a.jsonl",
+            '{"x": 1}\n{"x": ' + "[" * 100_000 + "]" * 100_000 + "}",
+            "line 2 is nested more than 100 levels deep",
+        ),
         ("a.jsonl", '{"x": ' + "[" * 100 + "]" * 100 + "}", "line 1 is nested more than 100 levels deep"),
         ("a.jsonl", '{"x": ' + "7" * 5000 + "}", "line 1 cannot be read: Exceeds the limit"),
         ("a.csv", "x\n1\n", "ends in .csv; known are .parquet, .jsonl, .json"),
@@ -91,7 +101,9 @@ def test_only_the_first_problems_are_shown(tmp_path: Path) -> None:
 
 
 def test_rows_nested_as_deep_as_allowed(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"x": ' + "[" * 99 + "]" * 99 + ', "many": [' + ", ".join(["[]"] * 200) + "]}")
+    (tmp_path / "a.jsonl").write_text(
+        '{"x": ' + "[" * 99 + "]" * 99 + ', "many": [' + ", ".join(["[]"] * 200) + "]}"
+    )
     [record] = read_records(tmp_path / "a.jsonl", key="k")
     assert len(record.values["many"]) == 200
 

@@ -26,7 +26,9 @@ class Numbers:
         return DataProto.from_dict(tensors={"number": torch.as_tensor(rows)})
 
 
-def loader(rows: int = 10, batch_size: int = 3, *, shuffle: bool = True, seed: int = 1, drop_last: bool = True) -> PromptLoader:
+def loader(
+    rows: int = 10, batch_size: int = 3, *, shuffle: bool = True, seed: int = 1, drop_last: bool = True
+) -> PromptLoader:
     return PromptLoader(Numbers(rows), batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last)
 
 
@@ -59,7 +61,9 @@ def test_each_epoch_is_another_permutation() -> None:
 def test_order_does_not_touch_global_random_state() -> None:
     before = torch.get_rng_state(), np.random.get_state()[1].copy()
     loader().next_batch()
-    assert torch.equal(before[0], torch.get_rng_state()) and np.array_equal(before[1], np.random.get_state()[1])
+    assert torch.equal(before[0], torch.get_rng_state()) and np.array_equal(
+        before[1], np.random.get_state()[1]
+    )
 
 
 @given(taken=st.integers(0, 12), rows=st.integers(3, 12))
@@ -69,7 +73,9 @@ def test_a_resumed_loader_goes_on_exactly(taken: int, rows: int) -> None:
         uninterrupted.next_batch()
     resumed = loader(rows=rows)
     resumed.load_state_dict(uninterrupted.state_dict())
-    assert [numbers(resumed.next_batch()) for _ in range(5)] == [numbers(uninterrupted.next_batch()) for _ in range(5)]
+    assert [numbers(resumed.next_batch()) for _ in range(5)] == [
+        numbers(uninterrupted.next_batch()) for _ in range(5)
+    ]
 
 
 def test_iteration_after_a_resume_yields_the_rest_of_the_epoch() -> None:
@@ -83,11 +89,16 @@ def test_iteration_after_a_resume_yields_the_rest_of_the_epoch() -> None:
 def test_a_state_of_other_data_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         loader(rows=10, seed=1).load_state_dict(loader(rows=11, seed=2).state_dict())
-    assert [(p.field, p.value) for p in caught.value.problems] == [("data loader's rows", 10), ("data loader's seed", 1)]
+    assert [(p.field, p.value) for p in caught.value.problems] == [
+        ("data loader's rows", 10),
+        ("data loader's seed", 1),
+    ]
     assert "written with 11" in str(caught.value)
 
 
 @pytest.mark.parametrize("batch_size", [0, 11])
 def test_a_batch_that_cannot_be_filled_is_refused(batch_size: int) -> None:
-    with pytest.raises(ConfigError, match=f"data.train_batch_size={batch_size}: must be between 1 and the number of rows, 10"):
+    with pytest.raises(
+        ConfigError, match=f"data.train_batch_size={batch_size}: must be between 1 and the number of rows, 10"
+    ):
         loader(batch_size=batch_size)

@@ -23,7 +23,12 @@ PROMPTS = ["17+25=", "1+2=", "100+200="]
 
 
 def row(prompt: Any, source: str = "arithmetic", **more: Any) -> dict[str, Any]:
-    return {"prompt": prompt, "data_source": source, "reward_model": {"style": "rule", "ground_truth": "042"}, **more}
+    return {
+        "prompt": prompt,
+        "data_source": source,
+        "reward_model": {"style": "rule", "ground_truth": "042"},
+        **more,
+    }
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -38,7 +43,9 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "train.parquet"
 
 
-def test_batch_holds_tokens_and_objects_in_the_asked_order(file: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_batch_holds_tokens_and_objects_in_the_asked_order(
+    file: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
     dataset = PromptDataset(DataConfig(max_prompt_length=8), file, tokenizer)
     batch = dataset.batch([1, 0])
     assert_as_documented(batch)
@@ -46,14 +53,21 @@ def test_batch_holds_tokens_and_objects_in_the_asked_order(file: Path, tokenizer
     assert [r.tolist() for r in ragged.rows(batch.batch["prompts"])] == [[3, 12, 4, 15], [3, 9, 12, 4, 7, 15]]
     objects = batch.non_tensor_batch
     assert objects["uid"].tolist() == ["1", "0"]
-    assert objects["raw_prompt"].tolist() == [[{"role": "user", "content": "1+2="}], [{"role": "user", "content": "17+25="}]]
+    assert objects["raw_prompt"].tolist() == [
+        [{"role": "user", "content": "1+2="}],
+        [{"role": "user", "content": "17+25="}],
+    ]
     assert objects["reward_model"][0] == {"style": "rule", "ground_truth": "042"}
     assert objects["extra_info"].tolist() == [{"index": 1}, {"index": 0}]
     assert dataset.data_sources() == ["arithmetic"]
 
 
-def test_generation_prompt_and_template_variables_are_used(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer.chat_template = "{{ messages[0]['content'] }}{% if add_generation_prompt %}={{ extra }}{% endif %}"
+def test_generation_prompt_and_template_variables_are_used(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    tokenizer.chat_template = (
+        "{{ messages[0]['content'] }}{% if add_generation_prompt %}={{ extra }}{% endif %}"
+    )
     config = DataConfig(apply_chat_template_kwargs={"extra": "7"})
     dataset = PromptDataset(config, write(tmp_path / "a.jsonl", [row("1")]), tokenizer)
     assert ragged.rows(dataset.batch([0]).batch["prompts"])[0].tolist() == [3, 15, 9]
@@ -63,14 +77,18 @@ def test_filter_leaves_out_overlong_prompts_and_says_how_many(
     file: Path, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        dataset = PromptDataset(DataConfig(max_prompt_length=6, filter_overlong_prompts=True), file, tokenizer)
+        dataset = PromptDataset(
+            DataConfig(max_prompt_length=6, filter_overlong_prompts=True), file, tokenizer
+        )
     assert dataset.batch(np.arange(2)).non_tensor_batch["uid"].tolist() == ["0", "1"] and len(dataset) == 2
     assert "left out 1 of 3 prompts with more than 6 tokens" in caplog.text
     with pytest.raises(ConfigError, match="all 3 prompts are longer than data.max_prompt_length=2"):
         PromptDataset(DataConfig(max_prompt_length=2, filter_overlong_prompts=True), file, tokenizer)
 
 
-def test_truncation_error_names_file_row_length_and_limit(file: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_truncation_error_names_file_row_length_and_limit(
+    file: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
     with pytest.raises(ConfigError) as caught:
         PromptDataset(DataConfig(max_prompt_length=6), file, tokenizer)
     (problem,) = caught.value.problems
@@ -79,8 +97,12 @@ def test_truncation_error_names_file_row_length_and_limit(file: Path, tokenizer:
     assert "data.max_prompt_length=8" in problem.remedy
 
 
-@pytest.mark.parametrize(("side", "kept"), [("left", [4, 2, 2, 15]), ("right", [3, 2, 2, 12]), ("middle", [3, 2, 2, 15])])
-def test_truncation_cuts_the_named_part(file: Path, tokenizer: PreTrainedTokenizerFast, side: str, kept: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("side", "kept"), [("left", [4, 2, 2, 15]), ("right", [3, 2, 2, 12]), ("middle", [3, 2, 2, 15])]
+)
+def test_truncation_cuts_the_named_part(
+    file: Path, tokenizer: PreTrainedTokenizerFast, side: str, kept: list[int]
+) -> None:
     dataset = PromptDataset(DataConfig(max_prompt_length=4, truncation=side), file, tokenizer)
     assert ragged.rows(dataset.batch([2]).batch["prompts"])[0].tolist() == kept  # of 100+200=
 
@@ -101,12 +123,16 @@ def test_the_source_column_can_be_chosen(tmp_path: Path, tokenizer: PreTrainedTo
     assert PromptDataset(DataConfig(reward_fn_key="kind"), path, tokenizer).data_sources() == ["aime24"]
 
 
-def test_prompts_for_generation_need_no_reward_columns(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_prompts_for_generation_need_no_reward_columns(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "1+1=", "note": "kept"}])
     dataset = PromptDataset(GenerateDataConfig(), path, tokenizer)
     assert dataset.records[0].values["note"] == "kept"
     assert set(dataset.batch([0]).non_tensor_batch) == {"uid", "extra_info", "raw_prompt"}
-    with pytest.raises(ConfigError, match="row 0: has no value in column data_source, reward_model; it has prompt, note"):
+    with pytest.raises(
+        ConfigError, match="row 0: has no value in column data_source, reward_model; it has prompt, note"
+    ):
         PromptDataset(DataConfig(), path, tokenizer)
 
 
@@ -118,25 +144,33 @@ def test_prompts_for_generation_need_no_reward_columns(tmp_path: Path, tokenizer
         (row([]), "row 1: column prompt must be"),
         (row([{"role": "user"}]), "row 1: column prompt must be"),
         (row([{"role": "user", "content": 5}]), "row 1: column prompt must be"),
-        (row([{"role": "user", "content": [{"type": "text", "text": "1"}]}]), "row 1: column prompt must be .* a text as content"),
+        (
+            row([{"role": "user", "content": [{"type": "text", "text": "1"}]}]),
+            "row 1: column prompt must be .* a text as content",
+        ),
         (row(""), "row 1: the chat template gives it no tokens"),
     ],
 )
-def test_bad_rows_are_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, bad: dict[str, Any], message: str) -> None:
+def test_bad_rows_are_named(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, bad: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         PromptDataset(DataConfig(), write(tmp_path / "a.jsonl", [row("1"), bad]), tokenizer)
 
 
 def test_a_row_that_the_template_refuses_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer.chat_template = (
-        "{% if messages[0]['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{{ messages[0]['content'] }}"
+        "{% if messages[0]['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{{"
+        " messages[0]['content'] }}"
     )
     path = write(tmp_path / "a.jsonl", [row("1"), row([{"role": "tool", "content": "1"}])])
     with pytest.raises(ConfigError, match="row 1: the chat template refuses it: no tools"):
         PromptDataset(DataConfig(), path, tokenizer)
 
 
-def test_a_template_that_cannot_compute_is_no_stack_trace(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_template_that_cannot_compute_is_no_stack_trace(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
     tokenizer.chat_template = "{{ messages[0]['content'] + depth }}"
     path = write(tmp_path / "a.jsonl", [row("1")])
     with pytest.raises(ConfigError, match="row 0: the chat template refuses it: can only concatenate str"):

@@ -24,7 +24,12 @@ SIZES = (1, 2, 4)
 def runtime(ray_session: None) -> Iterator[Runtime]:
     """Groups of 1, 2 and 4 processes with the roles `probe` and `other`."""
     with Runtime(RayInitConfig(), Limits(start=120, call=60)) as runtime:
-        runtime.start([ResourcePool(f"of{size}", [size], cpus_per_process=0.25, threads=2 if size == 1 else 1) for size in SIZES])
+        runtime.start(
+            [
+                ResourcePool(f"of{size}", [size], cpus_per_process=0.25, threads=2 if size == 1 else 1)
+                for size in SIZES
+            ]
+        )
         for size in SIZES:
             runtime.group(f"of{size}", {"probe": RoleSpec(Probe), "other": RoleSpec(Probe, (7,))})
         runtime.await_ready()
@@ -62,6 +67,8 @@ def batch_of() -> Callable[[int], DataProto]:
 
     def make(rows: int) -> DataProto:
         ids = ragged.from_rows([torch.full((row + 1,), row) for row in range(rows)])
-        return DataProto.from_dict({"x": torch.arange(rows), "ids": ids}, {"uid": [f"u{row}" for row in range(rows)]})
+        return DataProto.from_dict(
+            {"x": torch.arange(rows), "ids": ids}, {"uid": [f"u{row}" for row in range(rows)]}
+        )
 
     return make

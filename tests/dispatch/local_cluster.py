@@ -1,4 +1,5 @@
-"""A program that starts a local cluster with one worker process, says where it is, and ends when its input does."""
+"""A program that starts a local cluster with one worker process, says where it is, and ends when its input
+does."""
 
 from __future__ import annotations
 
@@ -19,13 +20,20 @@ from hydraflow.dispatch.worker import RoleSpec
 
 def main(variables: dict[str, str]) -> None:
     """`variables`: ray_init.runtime_env.env_vars."""
-    with Runtime(RayInitConfig(runtime_env=RuntimeEnvConfig(dict(variables))), Limits(start=120, call=60)) as runtime:
+    with Runtime(
+        RayInitConfig(runtime_env=RuntimeEnvConfig(dict(variables))), Limits(start=120, call=60)
+    ) as runtime:
         runtime.start([ResourcePool("pool", [1])])
         role = runtime.group("pool", {"described": RoleSpec(Described)}).role("described")
         runtime.await_ready()
         [found] = role.call(Described.surroundings)
         family = [psutil.Process(), *psutil.Process().children(recursive=True)]
-        sockets = [line for process in family for line in process.net_connections() if line.status == psutil.CONN_LISTEN]
+        sockets = [
+            line
+            for process in family
+            for line in process.net_connections()
+            if line.status == psutil.CONN_LISTEN
+        ]
         facts = {
             "gcs": ray.get_runtime_context().gcs_address,
             "pids": [process.pid for process in family],

@@ -1,6 +1,8 @@
-"""What another user of the machine gets from a run: a program that root starts and that gives its rights away before it looks.
+"""What another user of the machine gets from a run: a program that root starts and that gives its rights away
+before it looks.
 
-Arguments: the address of Ray's control service, the token's file, a session folder, a process. Output: one JSON object of refusals.
+Arguments: the address of Ray's control service, the token's file, a session folder, a process. Output: one
+JSON object of refusals.
 """
 
 from __future__ import annotations

@@ -16,7 +16,14 @@ import numpy as np
 import torch
 
 from hydraflow import metrics
-from hydraflow.dispatch.modes import Coordinates, Dispatch, Execute, mesh_mode, register, register_dispatch_mode
+from hydraflow.dispatch.modes import (
+    Coordinates,
+    Dispatch,
+    Execute,
+    mesh_mode,
+    register,
+    register_dispatch_mode,
+)
 from hydraflow.dispatch.shards import split
 from hydraflow.dispatch.worker import ProcessContext, Worker
 from hydraflow.errors import ConfigError
@@ -46,7 +53,8 @@ class Probe(Worker):
         self.offset = offset
 
     def mesh_coordinates(self, mesh: str) -> Coordinates:
-        """A 2 x 2 x 2 mesh in Megatron's order: tensor rank fastest, then data, then pipeline; collected from the last stage."""
+        """A 2 x 2 x 2 mesh in Megatron's order: tensor rank fastest, then data, then pipeline; collected from
+        the last stage."""
         if mesh == "flat":
             return super().mesh_coordinates(mesh)
         rank = self.process.rank
@@ -113,7 +121,10 @@ class Probe(Worker):
     @register(Dispatch.DP_COMPUTE_METRIC, padding=False)
     def measure(self, data: DataProto) -> dict[str, Metric]:
         x = data.get("x")
-        return {"x/mean": metrics.mean(float(x.float().mean()), weight=len(x)), "x/max": metrics.largest(float(x.max()))}
+        return {
+            "x/mean": metrics.mean(float(x.float().mean()), weight=len(x)),
+            "x/max": metrics.largest(float(x.max())),
+        }
 
     @register(Dispatch.DP_COMPUTE_METRIC, blocking=False)
     def tokens_later(self, data: DataProto) -> dict[str, Metric]:
@@ -202,7 +213,9 @@ class Troubled(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def join_collective(self) -> int:
         at = self.process
-        store = torch.distributed.TCPStore(at.master_addr, at.master_port, at.world_size, at.rank == 0, master_listen_fd=at.listen_fd)
+        store = torch.distributed.TCPStore(
+            at.master_addr, at.master_port, at.world_size, at.rank == 0, master_listen_fd=at.listen_fd
+        )
         torch.distributed.init_process_group("gloo", store=store, rank=at.rank, world_size=at.world_size)
         ones = torch.ones(1)
         torch.distributed.all_reduce(ones)
@@ -266,7 +279,9 @@ class Misconfigured(Worker):
     def __init__(self, process: ProcessContext):
         super().__init__(process)
         time.sleep(0.2 * (process.world_size - process.rank))
-        raise ConfigError.one("model.path", f"/nowhere/{process.rank}", "there is no such directory", "model.path=<directory>")
+        raise ConfigError.one(
+            "model.path", f"/nowhere/{process.rank}", "there is no such directory", "model.path=<directory>"
+        )
 
 
 class Described(Worker):

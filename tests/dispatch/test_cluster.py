@@ -1,4 +1,5 @@
-"""A running cluster with a token, looked at from outside by processes that have the right one, a wrong one and none."""
+"""A running cluster with a token, looked at from outside by processes that have the right one, a wrong one
+and none."""
 
 from __future__ import annotations
 
@@ -47,8 +48,19 @@ class Head:
 
     def tell(self, *words: str, mode: str = "token", token: Path | None = None) -> tuple[str, float]:
         """What a process with this authentication sees, and how long it looked."""
-        environ = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": mode, "RAY_AUTH_TOKEN_PATH": str(token or self.token)}
-        done = subprocess.run([sys.executable, "-c", LOOK, self.address, *words], env=environ, capture_output=True, text=True, check=False)
+        environ = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "RAY_AUTH_MODE": mode,
+            "RAY_AUTH_TOKEN_PATH": str(token or self.token),
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", LOOK, self.address, *words],
+            env=environ,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         said, _, seconds = done.stdout.partition("SECONDS ")
         assert seconds, done.stderr[-3000:]
         return said, float(seconds)
@@ -61,12 +73,32 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
     token.write_text("0123456789abcdef" * 4)
     held = hold(3)
     port, client, agent = held.ports
-    environ = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_TMPDIR": f"/tmp/hft{os.getpid()}"}
-    words = ["start", "--head", "--node-ip-address=127.0.0.1", f"--port={port}", f"--ray-client-server-port={client}", "--node-name=first"]
-    words += [f"--dashboard-agent-listen-port={agent}", "--include-dashboard=false", "--num-cpus=2", "--disable-usage-stats", "--block"]
+    environ = {
+        **os.environ,
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        "RAY_TMPDIR": f"/tmp/hft{os.getpid()}",
+    }
+    words = [
+        "start",
+        "--head",
+        "--node-ip-address=127.0.0.1",
+        f"--port={port}",
+        f"--ray-client-server-port={client}",
+        "--node-name=first",
+    ]
+    words += [
+        f"--dashboard-agent-listen-port={agent}",
+        "--include-dashboard=false",
+        "--num-cpus=2",
+        "--disable-usage-stats",
+        "--block",
+    ]
     held.open_up()
     with open(folder / "log", "w") as log:
-        process = subprocess.Popen([sys.executable, "-m", "ray.scripts.scripts", *words], env=environ, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ray.scripts.scripts", *words], env=environ, stdout=log, stderr=log
+        )
     made = Head(f"127.0.0.1:{port}", token)
     deadline = time.monotonic() + 120
     while "all are there" not in made.tell("first")[0]:
@@ -97,7 +129,10 @@ def test_no_token_is_told_at_once(head: Head, tmp_path: Path) -> None:
     said, seconds = head.tell("join", mode="disabled")
     assert "it wants a token, and we have none (RAY_AUTH_MODE is not token)" in said and seconds < 5
     said, seconds = head.tell("join", token=tmp_path / "nowhere")
-    assert f"RAY_AUTH_TOKEN_PATH is set but file cannot be opened or is empty: {tmp_path}/nowhere" in said and seconds < 5
+    assert (
+        f"RAY_AUTH_TOKEN_PATH is set but file cannot be opened or is empty: {tmp_path}/nowhere" in said
+        and seconds < 5
+    )
 
 
 def test_nodes_that_do_not_come_are_named_after_the_limit(head: Head) -> None:

@@ -31,7 +31,7 @@ PROGRAM = """
     from hydraflow.dispatch.runtime import Runtime
     from hydraflow.dispatch.watch import Watch
     from hydraflow.dispatch.worker import RoleSpec
-    from hydraflow.role_logs import LogSettings
+    from hydraflow.system.role_logs import LogSettings
 
     watch = Watch(logs=LogSettings(sys.argv[1], console=sys.argv[2] if len(sys.argv) > 2 else None))
     with Runtime(RayInitConfig(), Limits(start=120, call=60), watch=watch) as runtime:

@@ -17,8 +17,8 @@ from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.worker import RoleSpec
 from hydraflow.errors import ConfigError, EnvironmentFault
-from hydraflow.network import interfaces
-from hydraflow.node_folder import keep_modules_here, make_node_folder, node_folder
+from hydraflow.system.network import interfaces
+from hydraflow.system.node_folder import keep_modules_here, make_node_folder, node_folder
 
 
 def test_each_rank_has_caches_of_its_own_and_each_node_one_for_models_code() -> None:
@@ -54,7 +54,9 @@ def described(ray_session: None) -> list[dict[str, str]]:
         return role.call(Described.surroundings)
 
 
-def test_variables_reach_every_process_and_the_port_of_rank_0_is_held(described: list[dict[str, str]]) -> None:
+def test_variables_reach_every_process_and_the_port_of_rank_0_is_held(
+    described: list[dict[str, str]],
+) -> None:
     assert [found["HYDRAFLOW_TEST_COLOUR"] for found in described] == ["green", "green"]
     assert [found["OMP_NUM_THREADS"] for found in described] == ["1", "1"], "the user's word, not the pool's"
     assert [Path(found["TRITON_CACHE_DIR"]).name for found in described] == ["rank_0", "rank_1"]
@@ -67,7 +69,10 @@ def test_an_interface_that_is_not_there_is_told_in_the_users_words(ray_session: 
     with Runtime(RayInitConfig(runtime_env=env), Limits(start=120, call=60)) as runtime:
         runtime.start([ResourcePool("pool", [1])])
         runtime.group("pool", {"described": RoleSpec(Described)})
-        with pytest.raises(ConfigError, match="HYDRAFLOW_NETWORK_INTERFACE=ib77: .* has no such interface with an address; it has lo"):
+        with pytest.raises(
+            ConfigError,
+            match="HYDRAFLOW_NETWORK_INTERFACE=ib77: .* has no such interface with an address; it has lo",
+        ):
             runtime.await_ready()
 
 
@@ -82,7 +87,10 @@ def test_the_folder_on_the_node_is_the_users_alone(tmp_path: Path, monkeypatch: 
     node_folder().rmdir()
     (tmp_path / "elsewhere").mkdir()
     node_folder().symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(EnvironmentFault, match="is not a folder of this user's: somebody else made it; TMPDIR=<a folder of your own>"):
+    with pytest.raises(
+        EnvironmentFault,
+        match="is not a folder of this user's: somebody else made it; TMPDIR=<a folder of your own>",
+    ):
         make_node_folder()
 
 

@@ -30,7 +30,8 @@ Start = Callable[..., RoleGroup]
 
 @pytest.fixture
 def start(ray_session: None) -> Iterator[Start]:
-    """Starts groups of two processes with one role, all in one runtime, and unless `ready` is False waits for them all."""
+    """Starts groups of two processes with one role, all in one runtime, and unless `ready` is False waits for
+    them all."""
     runtimes: list[Runtime] = []
 
     def make(cls: type = Troubled, role: str = "troubled", ready: bool = True, **limits: float) -> RoleGroup:
@@ -74,8 +75,16 @@ def test_an_exception_while_the_others_are_in_a_collective(start: Start) -> None
     pids = role.call(Troubled.pids)
     error, seconds = _error_of(role.call, Troubled.fail_before_collective, 1)
     assert seconds < SOON
-    assert (error.role, error.rank, error.method, error.node) == ("troubled", 1, "fail_before_collective", os.uname().nodename)
-    assert error.cause.startswith("ZeroDivisionError: bad number on rank 1") and "raise ZeroDivisionError" in error.cause
+    assert (error.role, error.rank, error.method, error.node) == (
+        "troubled",
+        1,
+        "fail_before_collective",
+        os.uname().nodename,
+    )
+    assert (
+        error.cause.startswith("ZeroDivisionError: bad number on rank 1")
+        and "raise ZeroDivisionError" in error.cause
+    )
     assert "about to reduce on rank 1" in error.log_tail
     assert pickle.loads(pickle.dumps(error)).facts == error.facts
     _assert_gone(pids)
@@ -89,7 +98,11 @@ def test_a_death_is_the_first_cause_of_broken_connections(start: Start) -> None:
     error, seconds = _error_of(role.call, Troubled.die_before_collective, 0)
     assert seconds < SOON
     assert (error.role, error.rank, error.method) == ("troubled", 0, "die_before_collective")
-    assert error.cause.startswith("the process died: The actor is dead") and "exit" in error.cause and "the last words" in error.log_tail
+    assert (
+        error.cause.startswith("the process died: The actor is dead")
+        and "exit" in error.cause
+        and "the last words" in error.log_tail
+    )
     assert "\n" not in error.cause and "Some common causes" not in error.cause
 
 
@@ -98,8 +111,16 @@ def test_a_call_past_its_deadline(start: Start) -> None:
     pids = role.call(Troubled.pids)
     error, seconds = _error_of(role.call, Troubled.sleep_on, 1, 600.0)
     assert 2.0 <= seconds < SOON
-    assert (error.role, error.rank, error.method, error.node) == ("troubled", 1, "sleep_on", os.uname().nodename)
-    assert error.cause.startswith("no answer in 2 seconds; stacks of all workers: ") and "in sleep_on" in error.log_tail
+    assert (error.role, error.rank, error.method, error.node) == (
+        "troubled",
+        1,
+        "sleep_on",
+        os.uname().nodename,
+    )
+    assert (
+        error.cause.startswith("no answer in 2 seconds; stacks of all workers: ")
+        and "in sleep_on" in error.log_tail
+    )
     _assert_gone(pids)
 
 

@@ -36,11 +36,17 @@ def test_a_call_that_does_not_wait(pair: RoleGroup, batch_of: BatchOf) -> None:
 
 
 @pytest.mark.parametrize("to", [1, 2, 4])
-def test_futures_chain_over_groups_of_other_sizes(groups: dict[int, WorkerGroup], batch_of: BatchOf, to: int) -> None:
+def test_futures_chain_over_groups_of_other_sizes(
+    groups: dict[int, WorkerGroup], batch_of: BatchOf, to: int
+) -> None:
     made = groups[4].role("probe").call(Probe.double_later, batch_of(5), seconds=0.2)
     assert isinstance(made, Future)
     begun = time.monotonic()
-    chained = groups[to].role("probe").call(Probe.apply, lambda data: DataProto.from_dict({"x": data.get("y") + 1}), made)
+    chained = (
+        groups[to]
+        .role("probe")
+        .call(Probe.apply, lambda data: DataProto.from_dict({"x": data.get("y") + 1}), made)
+    )
     assert time.monotonic() - begun >= 0.1
     assert groups[to].role("probe").fetch(chained).get("x").tolist() == [1, 3, 5, 7, 9]
 
@@ -70,7 +76,8 @@ def test_a_future_of_metrics_is_no_batch(pair: RoleGroup, batch_of: BatchOf) -> 
 def test_a_chain_never_passes_data_through_the_controller(
     runtime: Runtime, groups: dict[int, WorkerGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """20 MB are made and summed; the controller reads nothing of them, whatever Ray function it could read them with."""
+    """20 MB are made and summed; the controller reads nothing of them, whatever Ray function it could read
+    them with."""
     seen: list[object] = []
     get = ray.get
     monkeypatch.setattr(ray, "get", lambda refs, **options: seen.append(refs) or get(refs, **options))
@@ -85,7 +92,9 @@ def test_a_chain_never_passes_data_through_the_controller(
     assert not [refs for refs in seen if columns & set(refs)]
 
 
-def test_bytes_of_local_columns_are_counted_and_stored_once(runtime: Runtime, groups: dict[int, WorkerGroup]) -> None:
+def test_bytes_of_local_columns_are_counted_and_stored_once(
+    runtime: Runtime, groups: dict[int, WorkerGroup]
+) -> None:
     four = groups[4].role("probe")
     small, large = np.zeros(1000, np.uint8), np.zeros(10 * INLINE_LIMIT, np.uint8)
     for array, sent in ((small, 4 * 1000), (large, 10 * INLINE_LIMIT)):
@@ -132,7 +141,11 @@ def _store_used_at_rest() -> int:
 
 def _store_used() -> int:
     """MiB in the object store. What `ray memory --stats-only` prints; Ray has no public function for it."""
-    return int(re.search(r"memory usage (\d+) MiB", memory_summary(ray.get_runtime_context().gcs_address, stats_only=True))[1])  # type: ignore[index]
+    return int(
+        re.search(
+            r"memory usage (\d+) MiB", memory_summary(ray.get_runtime_context().gcs_address, stats_only=True)
+        )[1]
+    )  # type: ignore[index]
 
 
 def test_an_empty_call_is_cheap(pair: RoleGroup) -> None:
@@ -167,6 +180,9 @@ def test_an_answer_that_does_not_arrive_has_a_limit(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ray, "wait", lambda refs, **options: (refs, []))
     ledger, crew, ref = Ledger(Traffic(), Timeline(None)), Crew(), object()
     ledger.pending[ref] = Ticket(crew, "actor", 1, "there", "update", 7.0, time.monotonic() + 7.0, {}, Work())  # type: ignore[index]
-    with pytest.raises(WorkerError, match="actor rank 1 on node there failed in update: its answer is there, but does not arrive"):
+    with pytest.raises(
+        WorkerError,
+        match="actor rank 1 on node there failed in update: its answer is there, but does not arrive",
+    ):
         ledger.settle([ref])  # type: ignore[list-item]
     assert asked == [7.0, FETCH] and crew.error is not None

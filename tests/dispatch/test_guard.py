@@ -1,4 +1,5 @@
-"""A process of Ray's is killed while Ray starts: the command ends soon, says so, and leaves nothing behind."""
+"""A process of Ray's is killed while Ray starts: the command ends soon, says so, and leaves nothing
+behind."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.group import Limits
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
-from hydraflow.interrupts import command
+from hydraflow.system.interrupts import command
 
 def work():
     with Runtime(RayInitConfig(), Limits(start=60, call=60)) as runtime:
@@ -63,7 +64,9 @@ def test_a_process_that_ray_needs_is_killed_while_it_starts(tmp_path: Path, name
     found[0].kill()
     assert process.wait(timeout=60) == 3, (tmp_path / "log").read_text()
     said = (tmp_path / "log").read_text()
-    assert f"Ray's {words} ({name}) has ended: it was killed, or it failed" in said and "Traceback" not in said
+    assert (
+        f"Ray's {words} ({name}) has ended: it was killed, or it failed" in said and "Traceback" not in said
+    )
     deadline = time.monotonic() + 10
     while left := family(mark):
         assert time.monotonic() < deadline, [process.name() for process in left]

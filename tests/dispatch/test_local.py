@@ -1,4 +1,5 @@
-"""Workers in this process: what the modes do is tested in test_modes.py, on a group of this kind as well; here is the rest."""
+"""Workers in this process: what the modes do is tested in test_modes.py, on a group of this kind as well;
+here is the rest."""
 
 from __future__ import annotations
 
@@ -64,7 +65,9 @@ def test_what_a_worker_gave_does_not_change_with_the_worker(batch_of: BatchOf) -
     role.call(Keeper.change)
     assert role.fetch(given).get("kept").tolist() == [0.0, 0.0]
     assert settings == {"n": 1}
-    assert list(role.fetch(given.select(["text"], [], [])).get("text")) == ["a", "b"], "row objects are columns of the answer"
+    assert list(role.fetch(given.select(["text"], [], [])).get("text")) == ["a", "b"], (
+        "row objects are columns of the answer"
+    )
 
 
 def test_a_worker_that_writes_into_its_arguments_spoils_nothing(local: Group, batch_of: BatchOf) -> None:
@@ -72,10 +75,14 @@ def test_a_worker_that_writes_into_its_arguments_spoils_nothing(local: Group, ba
     spoilt = role.call(Probe.spoil, batch)
     assert role.fetch(spoilt).get("x").tolist() == [100, 101, 102] and batch.get("x").tolist() == [0, 1, 2]
     again = role.call(Probe.spoil, spoilt)
-    assert role.fetch(again).get("x").tolist() == [200, 201, 202] and role.fetch(spoilt).get("x").tolist() == [100, 101, 102]
+    assert role.fetch(again).get("x").tolist() == [200, 201, 202] and role.fetch(spoilt).get(
+        "x"
+    ).tolist() == [100, 101, 102]
 
 
-def test_a_call_that_would_not_wait_is_made_at_once_and_can_be_passed_on(local: Group, batch_of: BatchOf) -> None:
+def test_a_call_that_would_not_wait_is_made_at_once_and_can_be_passed_on(
+    local: Group, batch_of: BatchOf
+) -> None:
     role = local.role("probe")
     later = role.call(Probe.double_later, batch_of(2))
     assert isinstance(later, Ready) and role.fetch(later.get()).get("y").tolist() == [0, 2]
@@ -95,7 +102,9 @@ def test_columns_of_a_batch_that_is_there_are_passed_on(local: Group, batch_of: 
 def test_variables_are_set_and_the_port_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HYDRAFLOW_TEST_COLOUR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "HF_MODULES_CACHE"):
         monkeypatch.setenv(name, "red")  # what the runtime sets is taken back after the test
-    runtime = LocalRuntime(RayInitConfig(runtime_env=RuntimeEnvConfig({"HYDRAFLOW_TEST_COLOUR": 7})), Limits(start=60, call=60))
+    runtime = LocalRuntime(
+        RayInitConfig(runtime_env=RuntimeEnvConfig({"HYDRAFLOW_TEST_COLOUR": 7})), Limits(start=60, call=60)
+    )
     runtime.start([ResourcePool("pool", [1])])
     role = runtime.group("pool", {"described": RoleSpec(Described)}).role("described")
     (found,) = role.call(Described.surroundings)
@@ -105,7 +114,9 @@ def test_variables_are_set_and_the_port_is_held(monkeypatch: pytest.MonkeyPatch)
 
 def test_each_pool_computes_with_its_own_threads() -> None:
     runtime = opened()
-    many, one = (runtime.group(pool, {"keeper": RoleSpec(Keeper, ({},))}).role("keeper") for pool in ("pool", "score"))
+    many, one = (
+        runtime.group(pool, {"keeper": RoleSpec(Keeper, ({},))}).role("keeper") for pool in ("pool", "score")
+    )
     assert [many.call(Keeper.threads), one.call(Keeper.threads), many.call(Keeper.threads)] == [2, 1, 2]
 
 

@@ -1,7 +1,7 @@
 """The mesh form on eight real processes that pretend to be 2 data x 2 tensor x 2 pipeline ranks.
 
-Rank = 4 * pipeline + 2 * data + tensor. So data rank 0 is ranks 0, 1, 4, 5, data rank 1 is ranks 2, 3, 6, 7, and the ranks to
-collect from (last stage, tensor rank 0) are 4 for data rank 0 and 6 for data rank 1.
+Rank = 4 * pipeline + 2 * data + tensor. So data rank 0 is ranks 0, 1, 4, 5, data rank 1 is ranks 2, 3, 6, 7,
+and the ranks to collect from (last stage, tensor rank 0) are 4 for data rank 0 and 6 for data rank 1.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def test_megatron_modes(mesh: RoleGroup, batch_of: BatchOf) -> None:
 def test_a_future_of_a_mesh_feeds_a_mesh(mesh: RoleGroup, batch_of: BatchOf) -> None:
     made = mesh.call(Probe.double, batch_of(3)).select(["y"]).rename("y", "x")
     chained = mesh.call(Probe.sum_of, mesh.call(Probe.mesh_rows, made), "y")
-    # Eight ranks, three rows: five ranks get a padded row each, which repeats rows 0, 1, 2, 0, 1 = 0, 2, 4, 0, 2.
+    # Eight ranks, three rows: five ranks get a padded row each, which repeats rows 0, 1, 2, 0, 1 = 0, 2, 4,
+    # 0, 2.
     assert metrics.values(chained) == {"sum": 0 + 2 + 4 + 0 + 2 + 4 + 0 + 2}
 
 

@@ -42,7 +42,9 @@ def test_rows_are_divided_and_joined_in_order(probe: RoleGroup, batch_of: BatchO
     assert isinstance(answer, RemoteBatch) and len(answer) == rows and answer.meta_info == {"factor": 3}
     data = probe.fetch(answer)
     assert data.get("y").tolist() == [3 * row for row in range(rows)]
-    assert [row.tolist() for row in ragged.rows(data.get("ids2"))] == [[3 * row] * (row + 1) for row in range(rows)]
+    assert [row.tolist() for row in ragged.rows(data.get("ids2"))] == [
+        [3 * row] * (row + 1) for row in range(rows)
+    ]
     part = -(-rows // probe.world_size)
     assert list(data.get("by")) == [f"rank{row // part}" for row in range(rows)]
 
@@ -63,7 +65,9 @@ def test_metrics_are_merged_by_weight(probe: RoleGroup, batch_of: BatchOf) -> No
     assert metrics.values(probe.call(Probe.measure, batch_of(8))) == {"x/mean": 3.5, "x/max": 7.0}
 
 
-def test_rows_that_do_not_divide_are_refused_with_the_numbers(groups: dict[int, WorkerGroup], batch_of: BatchOf) -> None:
+def test_rows_that_do_not_divide_are_refused_with_the_numbers(
+    groups: dict[int, WorkerGroup], batch_of: BatchOf
+) -> None:
     with pytest.raises(ValueError, match=r"6 rows do not divide over 4 ranks.*4 or 8 would"):
         groups[4].role("probe").call(Probe.measure, batch_of(6))
     with pytest.raises(ValueError, match="without rows"):
@@ -90,7 +94,9 @@ def test_one_to_all_gives_every_rank_the_whole_batch(probe: RoleGroup, batch_of:
 
 def test_a_batch_of_facts_alone_reaches_every_rank(probe: RoleGroup) -> None:
     facts = DataProto(None, {}, {"step": 4})
-    answer = probe.call(Probe.apply, lambda data: DataProto(None, {}, {"step": data.meta_info["step"] + 1}), facts)
+    answer = probe.call(
+        Probe.apply, lambda data: DataProto(None, {}, {"step": data.meta_info["step"] + 1}), facts
+    )
     assert answer.meta_info == {"step": 5}
 
 
@@ -145,11 +151,16 @@ def test_rows_of_a_future_that_do_not_divide_are_refused_too() -> None:
 
 def test_processes_know_their_place(runtime: Runtime, groups: dict[int, WorkerGroup]) -> None:
     places = groups[4].role("other").call(Probe.where)
-    assert [(place["rank"], place["world"], place["local"]) for place in places] == [(rank, 4, rank) for rank in range(4)]
+    assert [(place["rank"], place["world"], place["local"]) for place in places] == [
+        (rank, 4, rank) for rank in range(4)
+    ]
     assert {place["timeout"] for place in places} == {60}, "the limit of a call"
     assert len({place["master"] for place in places}) == 1 and len({place["pid"] for place in places}) == 4
     assert places[0]["roles"] == ["probe", "other"] and (places[0]["threads"], places[0]["omp"]) == (1, "1")
     alone = groups[1].role("probe").call(Probe.where)[0]
     assert (alone["threads"], alone["omp"]) == (2, "2")
-    assert groups[1].role("probe").call(Probe.where)[0]["pid"] == groups[1].role("other").call(Probe.where)[0]["pid"]
+    assert (
+        groups[1].role("probe").call(Probe.where)[0]["pid"]
+        == groups[1].role("other").call(Probe.where)[0]["pid"]
+    )
     assert groups[2].role("probe").call(Probe.peer_offset, "other") == [7, 7]

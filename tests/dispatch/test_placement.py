@@ -33,7 +33,9 @@ def test_what_fits_is_not_refused() -> None:
 )
 def test_what_never_fits_is_named(pool: ResourcePool, rule: str) -> None:
     problems = shortfall([pool], [NODE, NODE])
-    assert [problem.rule for problem in problems] == [rule] and all("train" in problem.field for problem in problems)
+    assert [problem.rule for problem in problems] == [rule] and all(
+        "train" in problem.field for problem in problems
+    )
 
 
 def test_a_pool_without_processes_is_refused() -> None:
@@ -43,14 +45,19 @@ def test_a_pool_without_processes_is_refused() -> None:
 
 def test_too_large_for_the_cluster_fails_at_once(ray_session: None) -> None:
     begun = time.monotonic()
-    with pytest.raises(ConfigError, match=r"resource pools train: need 9 CPUs together, the cluster has 8") as caught:
+    with pytest.raises(
+        ConfigError, match=r"resource pools train: need 9 CPUs together, the cluster has 8"
+    ) as caught:
         reserve([ResourcePool("train", [9])], timeout=60, growing=False)
     assert caught.value.exit_code == 2 and time.monotonic() - begun < 5
 
 
 def test_what_only_a_joined_cluster_shows_is_not_said_to_be_before_the_start(ray_session: None) -> None:
     runtime = Runtime(RayInitConfig(), Limits(start=60, call=60))
-    with pytest.raises(ConfigError, match=r"^1 problem found after the run had started:\n.*need 9 CPUs together, the cluster has 8"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^1 problem found after the run had started:\n.*need 9 CPUs together, the cluster has 8",
+    ):
         runtime.start([ResourcePool("train", [9])])
 
 
@@ -64,7 +71,10 @@ def test_a_cluster_that_may_grow_is_given_its_time(ray_session: None) -> None:
 def test_a_busy_cluster_is_named_after_a_bounded_wait(ray_session: None) -> None:
     free = int(ray.available_resources()["CPU"])
     held = reserve([ResourcePool("first", [free])], timeout=30, growing=False)
-    with pytest.raises(ConfigError, match=rf"not free within 1 s: needed per node second \[{{'CPU': {float(free)}}}\]; free in all"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"not free within 1 s: needed per node second \[{{'CPU': {float(free)}}}\]; free in all",
+    ):
         reserve([ResourcePool("second", [free])], timeout=1, growing=False)
     release(list(held.values()))
     again = reserve([ResourcePool("second", [free])], timeout=30, growing=False)

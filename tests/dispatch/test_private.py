@@ -33,7 +33,9 @@ def cluster(home: Path) -> Iterator[dict[str, Any]]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environ |= {"HOME": str(home), "PYTHONPATH": f"{HERE.parents[1]}{os.pathsep}{HERE.parent}"}
     command = [sys.executable, str(HERE / "local_cluster.py"), json.dumps(variables)]
-    with subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None and process.stdin is not None
         yield json.loads(process.stdout.readline())
         process.stdin.close()
@@ -49,7 +51,10 @@ def test_token_and_session_are_the_users_alone(cluster: dict[str, Any], home: Pa
     assert stat.S_IMODE(os.stat(cluster["token"]).st_mode) == 0o600
     assert len(Path(cluster["token"]).read_text()) == 64
     folder = Path(cluster["session"])
-    assert any(stat.S_IMODE(above.stat().st_mode) == 0o700 and above.name.startswith("hydraflow-") for above in folder.parents)
+    assert any(
+        stat.S_IMODE(above.stat().st_mode) == 0o700 and above.name.startswith("hydraflow-")
+        for above in folder.parents
+    )
     assert not (home / ".ray").exists(), "Ray would write a token there that everybody can read"
 
 
@@ -62,18 +67,31 @@ def test_variables_are_in_no_log_and_on_no_command_line(cluster: dict[str, Any])
     logs = [path for path in Path(cluster["session"]).rglob("*") if path.is_file()]
     assert logs
     assert [path for path in logs if SECRET.encode() in path.read_bytes()] == []
-    lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in cluster["pids"] if Path(f"/proc/{pid}").exists()}
+    lines = {
+        pid: Path(f"/proc/{pid}/cmdline").read_bytes()
+        for pid in cluster["pids"]
+        if Path(f"/proc/{pid}").exists()
+    }
     assert len(lines) > 5
-    program = cluster["pids"][0]  # the test gives it the variables on its command line, for want of a configuration file
+    program = cluster["pids"][
+        0
+    ]  # the test gives it the variables on its command line, for want of a configuration file
     assert [pid for pid, line in lines.items() if SECRET.encode() in line and pid != program] == []
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become somebody else")
 def test_another_user_is_refused_everywhere(cluster: dict[str, Any]) -> None:
     words = [cluster["gcs"], cluster["token"], cluster["session"], str(cluster["pids"][-1])]
-    done = subprocess.run([sys.executable, str(HERE / "other_user.py"), *words], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(HERE / "other_user.py"), *words], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
-    refused = {"token": "no permission", "session": "no permission", "environment": "no permission", "nodes": "UNAUTHENTICATED"}
+    refused = {
+        "token": "no permission",
+        "session": "no permission",
+        "environment": "no permission",
+        "nodes": "UNAUTHENTICATED",
+    }
     assert json.loads(done.stdout) == refused
 
 
@@ -84,8 +102,12 @@ def test_a_token_is_made_once_for_all_runs(tmp_path: Path, monkeypatch: pytest.M
     assert [path.name for path in private.token_file().parent.iterdir()] == ["ray-token"]
 
 
-@pytest.mark.parametrize(("name", "rule"), [("none", "cannot be read: No such file or directory"), ("empty", "the file is empty")])
-def test_a_named_file_without_a_token(name: str, rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "rule"), [("none", "cannot be read: No such file or directory"), ("empty", "the file is empty")]
+)
+def test_a_named_file_without_a_token(
+    name: str, rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "empty").touch()
     monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
     monkeypatch.setenv("RAY_AUTH_MODE", "token")

@@ -38,12 +38,20 @@ print(*[process.pid for process in found if process.is_running() and process.sta
 
 @pytest.mark.slow
 def test_nothing_of_rays_is_left_when_it_is_left() -> None:
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(PROGRAM)], capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(PROGRAM)],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
     assert (done.returncode, done.stdout) == (0, "\n"), done.stdout + done.stderr[-3000:]
 
 
 def test_who_does_not_end_is_killed() -> None:
-    deaf = subprocess.Popen(["sh", "-c", "trap '' TERM; echo deaf; sleep 300 & wait"], stdout=subprocess.PIPE, text=True)
+    deaf = subprocess.Popen(
+        ["sh", "-c", "trap '' TERM; echo deaf; sleep 300 & wait"], stdout=subprocess.PIPE, text=True
+    )
     assert deaf.stdout is not None and deaf.stdout.readline() == "deaf\n"
     family = [psutil.Process(deaf.pid), *psutil.Process(deaf.pid).children(recursive=True)]
     end_processes(family, grace=0.1)

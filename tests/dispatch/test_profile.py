@@ -1,4 +1,5 @@
-"""Profiles of real workers: torch's, allocations, and the command that Nsight Systems would be started with."""
+"""Profiles of real workers: torch's, allocations, and the command that Nsight Systems would be started
+with."""
 
 from __future__ import annotations
 
@@ -36,11 +37,15 @@ def train(runtime: Runtime) -> None:
             role.call(Probe.double, DataProto.from_dict({"x": torch.arange(4)}), factor=step)
 
 
-@pytest.mark.parametrize(("ranks", "expected"), [([0], ["probe-0"]), ([1], ["probe-1"]), (None, ["probe-0", "probe-1"])])
+@pytest.mark.parametrize(
+    ("ranks", "expected"), [([0], ["probe-0"]), ([1], ["probe-1"]), (None, ["probe-0", "probe-1"])]
+)
 def test_operators_of_a_step_on_the_ranks_that_were_asked_for(
     tmp_path: Path, ray_session: None, ranks: list[int] | None, expected: list[str]
 ) -> None:
-    with Runtime(RayInitConfig(), Limits(start=120, call=60), watch=watched(tmp_path, "torch", ranks=ranks)) as runtime:
+    with Runtime(
+        RayInitConfig(), Limits(start=120, call=60), watch=watched(tmp_path, "torch", ranks=ranks)
+    ) as runtime:
         runtime.start([ResourcePool("pool", [2], cpus_per_process=0.25)])
         runtime.group("pool", {"probe": RoleSpec(Probe)})
         runtime.await_ready()
@@ -56,7 +61,9 @@ def test_operators_of_a_step_on_the_ranks_that_were_asked_for(
 
 def test_allocations_on_a_cpu(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
-    runtime = LocalRuntime(RayInitConfig(), Limits(), watch=watched(tmp_path, "torch_memory", save_path=str(elsewhere)))
+    runtime = LocalRuntime(
+        RayInitConfig(), Limits(), watch=watched(tmp_path, "torch_memory", save_path=str(elsewhere))
+    )
     runtime.start([ResourcePool("pool", [1])])
     for name in ("probe", "other"):
         runtime.group("pool", {name: RoleSpec(Probe)})
@@ -98,13 +105,13 @@ def test_nsight_systems_starts_the_workers(tmp_path: Path) -> None:
     (tmp_path / "nsys").write_text(FAKE_NSYS.format(said=tmp_path / "said"))
     (tmp_path / "nsys").chmod(0o755)
     program = (
-        "import sys; from pathlib import Path; from dispatch.test_profile import watched, train, Probe, RoleSpec\n"
-        "from hydraflow.dispatch.runtime import Runtime; from hydraflow.dispatch.config import RayInitConfig\n"
-        "from hydraflow.dispatch.group import Limits; from hydraflow.dispatch.placement import ResourcePool\n"
-        "with Runtime(RayInitConfig(), Limits(start=120, call=60), watch=watched(Path(sys.argv[1]), 'nsys')) as runtime:\n"
-        "    runtime.start([ResourcePool('pool', [2])])\n"
-        "    runtime.group('pool', {'probe': RoleSpec(Probe)})\n"
-        "    runtime.await_ready(); train(runtime); print('done')\n"
+        "import sys; from pathlib import Path; from dispatch.test_profile import watched, train, Probe,"
+        " RoleSpec\nfrom hydraflow.dispatch.runtime import Runtime; from hydraflow.dispatch.config import"
+        " RayInitConfig\nfrom hydraflow.dispatch.group import Limits; from hydraflow.dispatch.placement"
+        " import ResourcePool\nwith Runtime(RayInitConfig(), Limits(start=120, call=60),"
+        " watch=watched(Path(sys.argv[1]), 'nsys')) as runtime:\n    runtime.start([ResourcePool('pool',"
+        " [2])])\n    runtime.group('pool', {'probe': RoleSpec(Probe)})\n    runtime.await_ready();"
+        " train(runtime); print('done')\n"
     )
     tests = Path(__file__).parents[1]
     env = {
@@ -112,7 +119,14 @@ def test_nsight_systems_starts_the_workers(tmp_path: Path) -> None:
         "PATH": f"{tmp_path}:{sys.prefix}/bin:{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)]),
     }
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=200, env=env, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=env,
+        check=False,
+    )
     assert done.stdout.strip().endswith("done"), done.stderr[-2000:]
     said = [line for line in (tmp_path / "said").read_text().splitlines() if "default_worker.py" in line]
     assert len(said) == 1, "rank 0 alone"
@@ -124,7 +138,9 @@ def test_on_a_gpu_only_the_steps_are_collected(tmp_path: Path) -> None:
     watch = watch_of(tmp_path, LogConfig(), ProfilerConfig(tool="nsys", steps=[2, 5]), debug=False)
     options = nsight_options(watch, "actor+rollout", 0, "cuda")
     assert options is not None
-    assert options["capture-range"] == "cudaProfilerApi" and options["capture-range-end"] == "repeat-shutdown:2"
+    assert (
+        options["capture-range"] == "cudaProfilerApi" and options["capture-range-end"] == "repeat-shutdown:2"
+    )
     assert options["o"] == f"{tmp_path}/profile/actor+rollout-0"
     assert nsight_options(watch, "actor+rollout", 1, "cuda") is None, "global_profiler.ranks is [0]"
     assert nsight_options(Watch(), "actor", 0, "cuda") is None

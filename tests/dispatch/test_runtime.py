@@ -1,4 +1,5 @@
-"""Start and end of a Ray of our own, in a process of its own: nothing is left behind, and Ctrl-C ends a wait."""
+"""Start and end of a Ray of our own, in a process of its own: nothing is left behind, and Ctrl-C ends a
+wait."""
 
 from __future__ import annotations
 
@@ -49,7 +50,11 @@ def test_ctrl_c_ends_a_wait_and_leaves_no_process() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
     # A session of its own, so that the signal reaches all its processes, as a terminal's Ctrl-C does.
     process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(PROGRAM)], stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
+        [sys.executable, "-c", textwrap.dedent(PROGRAM)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
     )
     try:
         assert process.stdout is not None
@@ -72,14 +77,19 @@ def test_ctrl_c_ends_a_wait_and_leaves_no_process() -> None:
 def test_a_local_cluster_counts_the_cpus_that_the_pools_need() -> None:
     assert _local_cpus(RayInitConfig(), 1000) == 1000
     assert _local_cpus(RayInitConfig(num_cpus=6), 5) == 6
-    with pytest.raises(ConfigError, match="ray_init.num_cpus=4: must be at least 5, which the worker groups need"):
+    with pytest.raises(
+        ConfigError, match="ray_init.num_cpus=4: must be at least 5, which the worker groups need"
+    ):
         _local_cpus(RayInitConfig(num_cpus=4), 5)
 
 
 def test_a_local_cluster_has_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.is_initialized", lambda: False)  # other tests of this process may share one
     pools = [ResourcePool("train", [2, 2]), ResourcePool("score", [1])]
-    with pytest.raises(ConfigError, match="before anything was started:\n.*trainer.nnodes=2: needs 2 nodes, and ray_init.address=local"):
+    with pytest.raises(
+        ConfigError,
+        match="before anything was started:\n.*trainer.nnodes=2: needs 2 nodes, and ray_init.address=local",
+    ):
         require_room(RayInitConfig(), pools)
     require_room(RayInitConfig(address="auto"), pools)
     require_room(RayInitConfig(), pools[1:])
@@ -87,7 +97,12 @@ def test_a_local_cluster_has_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("address", "words"),
-    [("127.0.0.1:1", "refused"), ("ray://127.0.0.1:1", "refused"), ("auto", "refused"), ("nonsense", "Invalid address format")],
+    [
+        ("127.0.0.1:1", "refused"),
+        ("ray://127.0.0.1:1", "refused"),
+        ("auto", "refused"),
+        ("nonsense", "Invalid address format"),
+    ],
 )
 def test_an_address_where_no_cluster_is(address: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # what `auto` stands for
@@ -96,5 +111,9 @@ def test_an_address_where_no_cluster_is(address: str, words: str, monkeypatch: p
         _join(address, {})
     assert time.monotonic() - begun < 5
     (problem,) = caught.value.problems
-    assert (problem.field, problem.value, problem.remedy) == ("ray_init.address", address, "ray_init.address=local")
+    assert (problem.field, problem.value, problem.remedy) == (
+        "ray_init.address",
+        address,
+        "ray_init.address=local",
+    )
     assert words in problem.rule

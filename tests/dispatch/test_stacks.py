@@ -18,7 +18,7 @@ from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.watch import Watch
 from hydraflow.dispatch.worker import ProcessContext, RoleSpec, Worker
 from hydraflow.errors import WorkerError
-from hydraflow.role_logs import LogSettings
+from hydraflow.system.role_logs import LogSettings
 
 
 @pytest.fixture
@@ -26,7 +26,12 @@ def runtime(tmp_path: Path, ray_session: None) -> Iterator[Runtime]:
     """Two pools; calls may take three seconds."""
     watch = Watch(logs=LogSettings(str(tmp_path / "logs")), stacks=str(tmp_path / "stacks"))
     with Runtime(RayInitConfig(), Limits(start=120, call=3), watch=watch) as runtime:
-        runtime.start([ResourcePool("pair", [2], cpus_per_process=0.25), ResourcePool("beside", [1], cpus_per_process=0.25)])
+        runtime.start(
+            [
+                ResourcePool("pair", [2], cpus_per_process=0.25),
+                ResourcePool("beside", [1], cpus_per_process=0.25),
+            ]
+        )
         yield runtime
 
 
@@ -57,7 +62,10 @@ def test_all_workers_of_all_groups(troubled: RoleGroup, tmp_path: Path) -> None:
     found = parts(tmp_path / "stacks")
     assert str(next((tmp_path / "stacks").glob("*.txt"))) in str(error)
     assert sorted(found) == ["other rank 0", "troubled+idle rank 0", "troubled+idle rank 1"]
-    assert "sleep_on (dispatch/probes.py" in found["troubled+idle rank 1"] or "sleep_on" in found["troubled+idle rank 1"]
+    assert (
+        "sleep_on (dispatch/probes.py" in found["troubled+idle rank 1"]
+        or "sleep_on" in found["troubled+idle rank 1"]
+    )
     assert "sleep_on" not in found["troubled+idle rank 0"] and "main_loop" in found["other rank 0"]
     assert "in sleep_on" in error.log_tail, "the last lines of the role's own log"
 
@@ -69,7 +77,9 @@ def test_a_process_that_is_stopped(troubled: RoleGroup, tmp_path: Path) -> None:
     assert "Thread" in parts(tmp_path / "stacks")["troubled+idle rank 0"]
 
 
-def test_without_py_spy_a_process_writes_its_own(troubled: RoleGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_py_spy_a_process_writes_its_own(
+    troubled: RoleGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stacks, "spy", lambda: None)
     pids = troubled.call(Troubled.pids)
     os.kill(pids[0], signal.SIGSTOP)

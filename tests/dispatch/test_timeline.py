@@ -16,11 +16,11 @@ from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.group import Limits
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
+from hydraflow.dispatch.spans import Span
 from hydraflow.dispatch.timeline import Timeline, _lanes
 from hydraflow.dispatch.watch import require_writable
 from hydraflow.dispatch.worker import RoleSpec
 from hydraflow.errors import ConfigError
-from hydraflow.spans import Span
 
 
 def written(timeline: Timeline, ray: list[dict] | None = None) -> dict:
@@ -33,10 +33,18 @@ def written(timeline: Timeline, ray: list[dict] | None = None) -> dict:
 
 def test_the_spans_of_a_step_add_up_to_it(tmp_path: Path) -> None:
     timeline = Timeline(str(tmp_path / "new" / "t.json"))
-    phases = [Span("gen", 100.25, 0.5, 3), Span("update_actor", 101.0, 0.75, 3), Span("step", 100.0, 2.0, 3), Span("testing", 102.5, 1.0)]
+    phases = [
+        Span("gen", 100.25, 0.5, 3),
+        Span("update_actor", 101.0, 0.75, 3),
+        Span("step", 100.0, 2.0, 3),
+        Span("testing", 102.5, 1.0),
+    ]
     timeline.note("controller", 0, phases)
     trace = written(timeline)
-    shown = [(event["name"], event["ts"] / 1e6, event["dur"] / 1e6) for event in trace_format.spans(trace, "controller")]
+    shown = [
+        (event["name"], event["ts"] / 1e6, event["dur"] / 1e6)
+        for event in trace_format.spans(trace, "controller")
+    ]
     assert shown == [
         ("step 3", 100.0, 2.0),
         ("dispatch", 100.0, 0.25),
@@ -50,13 +58,19 @@ def test_the_spans_of_a_step_add_up_to_it(tmp_path: Path) -> None:
 
 
 def test_a_long_run_is_written_at_once(tmp_path: Path) -> None:
-    """As many spans as are kept, of steps and of ranks: the end of a run that is told to stop has seconds, not minutes."""
+    """As many spans as are kept, of steps and of ranks: the end of a run that is told to stop has seconds,
+    not minutes."""
     timeline = Timeline(str(tmp_path / "t.json"))
     phases = [f"phase {number}" for number in range(9)]
     for step in range(15_000):
         begin = 10.0 * step
         timeline.note(
-            "controller", 0, [*(Span(name, begin + k, 0.5, step) for k, name in enumerate(phases)), Span("step", begin, 10.0, step)]
+            "controller",
+            0,
+            [
+                *(Span(name, begin + k, 0.5, step) for k, name in enumerate(phases)),
+                Span("step", begin, 10.0, step),
+            ],
         )
     for rank in range(150):
         timeline.note("actor", rank, [Span("update", float(number), 0.5) for number in range(1000)])
@@ -75,7 +89,11 @@ def test_roles_are_processes_and_ranks_are_threads(tmp_path: Path) -> None:
     timeline.note("actor", 0, [Span("update", 5.0, 2.0), Span("start", 1.0, 1.0, role="rollout")])
     timeline.note("controller", 0, [Span("step", 4.0, 4.0, 1)])
     trace = written(timeline)
-    assert list(trace_format.processes(trace)) == ["controller", "rollout", "actor"], "the controller first, then as they began"
+    assert list(trace_format.processes(trace)) == [
+        "controller",
+        "rollout",
+        "actor",
+    ], "the controller first, then as they began"
     assert [event["dur"] for event in trace_format.spans(trace, "actor", 1)] == [1e6]
     assert trace["otherData"]["spans_dropped"] == 0
 
@@ -128,7 +146,12 @@ def test_real_workers_and_real_ray(tmp_path: Path, ray_session: None) -> None:
     trace = json.loads(file.read_text())
     trace_format.check(trace)
     for rank in (0, 1):
-        assert [event["name"] for event in trace_format.spans(trace, "probe", rank)] == ["start", "read", "nothing", "write"]
+        assert [event["name"] for event in trace_format.spans(trace, "probe", rank)] == [
+            "start",
+            "read",
+            "nothing",
+            "write",
+        ]
         assert [event["name"] for event in trace_format.spans(trace, "other", rank)] == ["start"]
     assert [event["name"] for event in trace_format.spans(trace, "controller")] == ["start workers"]
     tasks = {event["name"] for event in trace["traceEvents"] if event["ph"] == "X" and event["pid"] >= 10_000}

@@ -1,4 +1,5 @@
-"""What a Chrome trace must be for viewers to show it: the fields of the format's description, and spans that nest."""
+"""What a Chrome trace must be for viewers to show it: the fields of the format's description, and spans that
+nest."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ def check(trace: dict[str, Any]) -> None:
     threads: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
     for event in trace["traceEvents"]:
         assert set(event) >= PHASES[event["ph"]], event
-        assert isinstance(event["pid"], int) and isinstance(event["tid"], int) and isinstance(event["name"], str), event
+        assert (
+            isinstance(event["pid"], int) and isinstance(event["tid"], int) and isinstance(event["name"], str)
+        ), event
         if event["ph"] == "M":
             named |= {event["pid"]} if event["name"] == "process_name" else set()
             continue
@@ -30,7 +33,8 @@ def check(trace: dict[str, Any]) -> None:
 
 
 def _check_nesting(events: list[dict[str, Any]]) -> None:
-    """In the order of the file: sorted by begin, the outer one first; each lies in the one around it or after it."""
+    """In the order of the file: sorted by begin, the outer one first; each lies in the one around it or after
+    it."""
     ends: list[float] = []
     before = 0.0
     for event in events:
@@ -38,16 +42,26 @@ def _check_nesting(events: list[dict[str, Any]]) -> None:
         before, end = event["ts"], event["ts"] + event["dur"]
         while ends and ends[-1] <= event["ts"] + 1.0:
             ends.pop()
-        assert not ends or end <= ends[-1] + 1.0, f"{event} reaches out of what is around it by {end - ends[-1]} us"
+        assert not ends or end <= ends[-1] + 1.0, (
+            f"{event} reaches out of what is around it by {end - ends[-1]} us"
+        )
         ends.append(end)
 
 
 def processes(trace: dict[str, Any]) -> dict[str, int]:
     """Name of each process -> its number."""
-    return {event["args"]["name"]: event["pid"] for event in trace["traceEvents"] if event["name"] == "process_name"}
+    return {
+        event["args"]["name"]: event["pid"]
+        for event in trace["traceEvents"]
+        if event["name"] == "process_name"
+    }
 
 
 def spans(trace: dict[str, Any], process: str, thread: int = 0) -> list[dict[str, Any]]:
     """The spans of a thread of a process."""
     pid = processes(trace)[process]
-    return [event for event in trace["traceEvents"] if event["ph"] == "X" and (event["pid"], event["tid"]) == (pid, thread)]
+    return [
+        event
+        for event in trace["traceEvents"]
+        if event["ph"] == "X" and (event["pid"], event["tid"]) == (pid, thread)
+    ]

@@ -38,7 +38,8 @@ def put_into_index(role: Path, folder: Path) -> None:
 
 
 def put_into_shard(role: Path, folder: Path, *, as_object: bool) -> None:
-    """Where a weight was, its shard makes `folder`; `as_object`: the index says that an object is to be unpickled there."""
+    """Where a weight was, its shard makes `folder`; `as_object`: the index says that an object is to be
+    unpickled there."""
     index: Metadata = pickle.loads((role / INDEX).read_bytes())
     places = [key for key in index.storage_data if key.fqn == WEIGHT]
     for key in places:

@@ -23,7 +23,9 @@ def free_port() -> int:
 def serve(rank: int, size: int, port: int, pipe: Connection) -> None:
     """A rank: runs what it is told until told nothing."""
     torch.set_num_threads(1)
-    process_group.start(rank=rank, world_size=size, address="127.0.0.1", port=port, device_type="cpu", timeout_s=120)
+    process_group.start(
+        rank=rank, world_size=size, address="127.0.0.1", port=port, device_type="cpu", timeout_s=120
+    )
     while (job := pipe.recv()) is not None:
         function, args = job
         try:
@@ -41,7 +43,8 @@ class Ranks:
         pairs = [context.Pipe() for _ in range(size)]
         self.pipes = [mine for mine, _ in pairs]
         self.processes = [
-            context.Process(target=serve, args=(rank, size, port, theirs), daemon=True) for rank, (_, theirs) in enumerate(pairs)
+            context.Process(target=serve, args=(rank, size, port, theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(pairs)
         ]
         for process in self.processes:
             process.start()

@@ -30,7 +30,9 @@ def make_engine(path: str, options: Mapping[str, Any] | None = None) -> FSDPEngi
     return FSDPEngine(
         ModelConfig(path=path, **options.pop("model", {})),
         FSDPConfig(**{"dtype": "fp32", **options.pop("fsdp", {})}),
-        None if optim is None else OptimConfig(**{"lr": 1e-2, "clip_grad": 1e9, "weight_decay": 0.1, **optim}),
+        None
+        if optim is None
+        else OptimConfig(**{"lr": 1e-2, "clip_grad": 1e9, "weight_decay": 0.1, **optim}),
         head=options.pop("head", "policy"),
         device=CPU,
         **options,
@@ -38,15 +40,22 @@ def make_engine(path: str, options: Mapping[str, Any] | None = None) -> FSDPEngi
 
 
 def make_batch(step: int = 0, rows: int = ROWS) -> DataProto:
-    """Rows of different lengths, with some response tokens that are not trained and a weight for each token."""
+    """Rows of different lengths, with some response tokens that are not trained and a weight for each
+    token."""
     draw = torch.Generator().manual_seed(100 + step)
 
     def ids(n: int) -> torch.Tensor:
         return torch.randint(2, 17, (n,), generator=draw)
 
-    prompts, lengths = [ids(1 + (3 * i + step) % 7) for i in range(rows)], [1 + (5 * i + step) % 9 for i in range(rows)]
+    prompts, lengths = (
+        [ids(1 + (3 * i + step) % 7) for i in range(rows)],
+        [1 + (5 * i + step) % 9 for i in range(rows)],
+    )
     total = sum(lengths)
-    mask, weight = torch.rand(total, generator=draw) > 0.2, torch.randn(total, generator=draw, dtype=torch.float64)
+    mask, weight = (
+        torch.rand(total, generator=draw) > 0.2,
+        torch.randn(total, generator=draw, dtype=torch.float64),
+    )
     sizes = torch.tensor(lengths)
     columns = {"response_mask": mask.long(), "advantages": weight}
     return DataProto.from_dict(
@@ -58,7 +67,9 @@ def make_batch(step: int = 0, rows: int = ROWS) -> DataProto:
     )
 
 
-def loss_of(output: ModelOutput, columns: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Metric]]:
+def loss_of(
+    output: ModelOutput, columns: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, Metric]]:
     """A weighted sum of what the model says, with a curve in it; entropy too when there is one."""
     said = output.log_probs if output.values is None else output.values
     assert said is not None
@@ -66,7 +77,10 @@ def loss_of(output: ModelOutput, columns: Mapping[str, torch.Tensor]) -> tuple[t
     loss = (weight * (said + 0.1 * said.square())).sum() / 10
     if output.entropy is not None:
         loss = loss - 0.05 * (output.entropy * columns["response_mask"]).sum()
-    return loss, {"loss": metrics.total(loss.item()), "tokens": metrics.total(float(columns["response_mask"].sum()))}
+    return loss, {
+        "loss": metrics.total(loss.item()),
+        "tokens": metrics.total(float(columns["response_mask"].sum())),
+    }
 
 
 def my_share(batch: DataProto) -> DataProto:
@@ -78,12 +92,20 @@ def full_weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
 
 
 def gradients(engine: FSDPEngine) -> dict[str, torch.Tensor]:
-    return {name: p.grad.full_tensor().clone() for name, p in engine.module.named_parameters() if p.grad is not None}
+    return {
+        name: p.grad.full_tensor().clone()
+        for name, p in engine.module.named_parameters()
+        if p.grad is not None
+    }
 
 
-def one_gradient(path: str, options: Mapping[str, Any], micro_rows: int, entropy: bool = False) -> dict[str, torch.Tensor]:
+def one_gradient(
+    path: str, options: Mapping[str, Any], micro_rows: int, entropy: bool = False
+) -> dict[str, torch.Tensor]:
     engine = make_engine(path, options)
-    engine.forward_backward(my_share(make_batch()).split(micro_rows), loss_of, temperature=0.8, entropy=entropy)
+    engine.forward_backward(
+        my_share(make_batch()).split(micro_rows), loss_of, temperature=0.8, entropy=entropy
+    )
     return gradients(engine)
 
 
@@ -112,7 +134,13 @@ def count_reductions(path: str, micro_batches: int) -> tuple[int, int]:
         share = my_share(make_batch())
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             engine.forward_backward(share.split(len(share) // n), loss_of)
-        counts.append(sum(event.count for event in profile.key_averages() if event.key.startswith("c10d::_reduce_scatter")))
+        counts.append(
+            sum(
+                event.count
+                for event in profile.key_averages()
+                if event.key.startswith("c10d::_reduce_scatter")
+            )
+        )
     return counts[0], counts[1]
 
 
@@ -121,7 +149,9 @@ def break_one_rank(path: str) -> tuple[dict[str, float], bool]:
     engine = make_engine(path)
     before = full_weights(engine)
 
-    def broken(output: ModelOutput, columns: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Metric]]:
+    def broken(
+        output: ModelOutput, columns: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[str, Metric]]:
         loss, told = loss_of(output, columns)
         return (loss * float("inf") if dist.get_rank() == 1 else loss), told
 
@@ -185,7 +215,9 @@ def moments(engine: FSDPEngine) -> dict[str, torch.Tensor]:
     found = {}
     for name, parameter in engine.module.named_parameters():
         for slot, value in engine._optimizer.state.get(parameter, {}).items():
-            found[f"{name}.{slot}"] = (value.full_tensor() if hasattr(value, "full_tensor") else value).clone().cpu()
+            found[f"{name}.{slot}"] = (
+                (value.full_tensor() if hasattr(value, "full_tensor") else value).clone().cpu()
+            )
     return found
 
 
@@ -194,7 +226,8 @@ def everything(engine: FSDPEngine) -> dict[str, Any]:
 
 
 def write_checkpoint(path: str, options: Mapping[str, Any], directory: str, steps: int = 2) -> dict[str, Any]:
-    """Some steps, a snapshot that is written by another thread while one more step is taken; what the snapshot must hold."""
+    """Some steps, a snapshot that is written by another thread while one more step is taken; what the
+    snapshot must hold."""
     import threading
 
     engine = make_engine(path, options)
@@ -207,10 +240,15 @@ def write_checkpoint(path: str, options: Mapping[str, Any], directory: str, step
     thread.start()
     step_once(engine, steps)
     thread.join()
-    return held | {"files": [str(path.relative_to(directory)) for path in files], "bytes": engine.stored_bytes(CONTENTS)}
+    return held | {
+        "files": [str(path.relative_to(directory)) for path in files],
+        "bytes": engine.stored_bytes(CONTENTS),
+    }
 
 
-def read_checkpoint(path: str, options: Mapping[str, Any], directory: str, contents: list[str]) -> dict[str, Any]:
+def read_checkpoint(
+    path: str, options: Mapping[str, Any], directory: str, contents: list[str]
+) -> dict[str, Any]:
     """What an engine holds after reading, and after one more step."""
     engine = make_engine(path, options)
     engine.load(directory, contents)
@@ -220,7 +258,8 @@ def read_checkpoint(path: str, options: Mapping[str, Any], directory: str, conte
 
 
 def write_on_a_full_disk(path: str, directory: str) -> str:
-    """Rank 1's disk is full while the first snapshot is written: what each rank is told. The second one is written well."""
+    """Rank 1's disk is full while the first snapshot is written: what each rank is told. The second one is
+    written well."""
     from torch.distributed.checkpoint.filesystem import FileSystem
 
     from hydraflow.errors import EnvironmentFault

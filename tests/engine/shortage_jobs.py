@@ -1,4 +1,5 @@
-"""What ranks do in the tests of memory that runs out; in a file of its own so that spawned processes can import it."""
+"""What ranks do in the tests of memory that runs out; in a file of its own so that spawned processes can
+import it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 
 ON_A_CPU = (
-    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8589934592 bytes."
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to"
+    " allocate 8589934592 bytes."
 )
 PLACES = ("pack", "embed", "layer", "head", "loss", "head_backward", "layer_backward", "embed_backward")
 """Where memory may run out, in the order in which a pass gets there."""
@@ -27,7 +29,8 @@ ROWS = 6
 
 
 class Trouble:
-    """Has memory run out on some ranks at a place of their passes: once, in pass number `at` (from 0), or in all that do not `fit`."""
+    """Has memory run out on some ranks at a place of their passes: once, in pass number `at` (from 0), or in
+    all that do not `fit`."""
 
     def __init__(
         self,
@@ -49,7 +52,9 @@ class Trouble:
         self._hooks = []
         for name, part in parts.items():
             self._hooks.append(part.register_forward_pre_hook(lambda *_, name=name: self._reached(name)))
-            self._hooks.append(part.register_forward_hook(lambda *args, name=name: self._watch(args[-1], f"{name}_backward")))
+            self._hooks.append(
+                part.register_forward_hook(lambda *args, name=name: self._watch(args[-1], f"{name}_backward"))
+            )
 
     def leave(self) -> None:
         """Takes the hooks away."""
@@ -91,8 +96,8 @@ class Case:
 
 
 def disturbed(path: str, options: Mapping[str, Any], cases: Sequence[Case]) -> list[str]:
-    """For each case what is wrong: a call with two rows in a pass is cut off, and the one with one row in a pass that comes after it
-    must be as if nothing had happened before. All cases with one engine."""
+    """For each case what is wrong: a call with two rows in a pass is cut off, and the one with one row in a
+    pass that comes after it must be as if nothing had happened before. All cases with one engine."""
     gc.freeze()  # a shortage has garbage collected, which takes half a second for all that is imported
     engine = rank_jobs.make_engine(path, options)
     share = rank_jobs.my_share(rank_jobs.make_batch(rows=ROWS * dist.get_world_size()))
@@ -109,13 +114,18 @@ def disturbed(path: str, options: Mapping[str, Any], cases: Sequence[Case]) -> l
             wrong.append(f"{case}: reported {found}")
         if rank_jobs.gradients(engine):
             wrong.append(f"{case}: a gradient is left")
-        told, gradient = engine.forward_backward(share.split(1), rank_jobs.loss_of), rank_jobs.gradients(engine)
+        told, gradient = (
+            engine.forward_backward(share.split(1), rank_jobs.loss_of),
+            rank_jobs.gradients(engine),
+        )
         if told != wanted[0] or not _equal(gradient, wanted[1]):
             wrong.append(f"{case}: another gradient")
     return wrong
 
 
-def gradient_after_a_shortage(path: str, options: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def gradient_after_a_shortage(
+    path: str, options: Mapping[str, Any]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The gradient of all rows in one pass, and that of four passes, of which one was cut off before."""
     engine = rank_jobs.make_engine(path, options)
     share = rank_jobs.my_share(rank_jobs.make_batch())
@@ -151,7 +161,9 @@ def tokens_of(data: DataProto) -> int:
 
 
 def _equal(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> bool:
-    return found.keys() == wanted.keys() and all(torch.equal(found[name], value) for name, value in wanted.items())
+    return found.keys() == wanted.keys() and all(
+        torch.equal(found[name], value) for name, value in wanted.items()
+    )
 
 
 def caught(call: Callable[[], Any]) -> list[tuple[int, int, int]] | None:

@@ -1,4 +1,5 @@
-"""Checkpoints of an engine: other numbers of ranks and other layouts read them, bit by bit; training beside the writing does not show."""
+"""Checkpoints of an engine: other numbers of ranks and other layouts read them, bit by bit; training beside
+the writing does not show."""
 
 from __future__ import annotations
 
@@ -36,18 +37,29 @@ def assert_equal(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) 
 def assert_holds(got: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert_equal(got["weights"], wanted["weights"])
     assert_equal(got["moments"], wanted["moments"])
-    assert got["lr"] == wanted["lr"] == 0.01 * 7 / 8, "one step of warm-up is over, and one of eight on the way down"
+    assert got["lr"] == wanted["lr"] == 0.01 * 7 / 8, (
+        "one step of warm-up is over, and one of eight on the way down"
+    )
 
 
 @pytest.mark.parametrize("written_by", SIZES)
-def test_any_number_of_ranks_reads_it_bit_by_bit(pools: dict[int, Ranks], tiny: str, tmp_path: Path, written_by: int) -> None:
+def test_any_number_of_ranks_reads_it_bit_by_bit(
+    pools: dict[int, Ranks], tiny: str, tmp_path: Path, written_by: int
+) -> None:
     written = pools[written_by].run(jobs.write_checkpoint, tiny, OPTIONS, str(tmp_path))
-    assert len(written[0]["moments"]) == 3 * len([name for name in written[0]["weights"] if "inv_freq" not in name])
+    assert len(written[0]["moments"]) == 3 * len(
+        [name for name in written[0]["weights"] if "inv_freq" not in name]
+    )
     for size in SIZES:
         for read in pools[size].run(jobs.read_checkpoint, tiny, OPTIONS, str(tmp_path), jobs.CONTENTS):
             assert_holds(read, written[0])
             if size == written_by:
-                assert_equal(read["next"], pools[size].run(jobs.read_checkpoint, tiny, OPTIONS, str(tmp_path), jobs.CONTENTS)[0]["next"])
+                assert_equal(
+                    read["next"],
+                    pools[size].run(jobs.read_checkpoint, tiny, OPTIONS, str(tmp_path), jobs.CONTENTS)[0][
+                        "next"
+                    ],
+                )
 
 
 OTHER_LAYOUTS = {
@@ -59,7 +71,9 @@ OTHER_LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", OTHER_LAYOUTS)
-def test_another_sharding_reads_and_writes_it(pools: dict[int, Ranks], tiny: str, tmp_path: Path, layout: str) -> None:
+def test_another_sharding_reads_and_writes_it(
+    pools: dict[int, Ranks], tiny: str, tmp_path: Path, layout: str
+) -> None:
     from hydraflow.engine.config import WrapPolicyConfig
 
     fsdp: dict[str, Any] = dict(OTHER_LAYOUTS[layout])
@@ -68,7 +82,10 @@ def test_another_sharding_reads_and_writes_it(pools: dict[int, Ranks], tiny: str
     other = {**OPTIONS, "fsdp": fsdp}
     for writer, reader, folder in ((OPTIONS, other, "a"), (other, OPTIONS, "b")):
         written = pools[2].run(jobs.write_checkpoint, tiny, writer, str(tmp_path / folder))[0]
-        assert_holds(pools[2].run(jobs.read_checkpoint, tiny, reader, str(tmp_path / folder), jobs.CONTENTS)[0], written)
+        assert_holds(
+            pools[2].run(jobs.read_checkpoint, tiny, reader, str(tmp_path / folder), jobs.CONTENTS)[0],
+            written,
+        )
 
 
 @pytest.mark.parametrize("variant", [{"model": {"lora_rank": 2}}, {"head": "value"}], ids=["lora", "value"])
@@ -87,7 +104,12 @@ def test_what_the_ranks_write_adds_up(pools: dict[int, Ranks], tiny: str, tmp_pa
     written = pools[2].run(jobs.write_checkpoint, tiny, OPTIONS, str(tmp_path))
     files = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
     assert sorted(written[0]["files"] + written[1]["files"]) == files
-    assert {"checkpoint.json", "dcp/.metadata", "huggingface/config.json", "huggingface/tokenizer.json"} <= set(written[0]["files"])
+    assert {
+        "checkpoint.json",
+        "dcp/.metadata",
+        "huggingface/config.json",
+        "huggingface/tokenizer.json",
+    } <= set(written[0]["files"])
     assert written[1]["files"] == ["dcp/__1_0.distcp"]
     numbers = sum(tensor.numel() for name, tensor in written[0]["weights"].items())
     assert sum(part["bytes"] for part in written) == 3 * 4 * numbers, "weights and two moments in four bytes"
@@ -110,8 +132,11 @@ def test_before_its_first_update_an_optimizer_has_no_state(tiny: str, tmp_path: 
 
 
 @pytest.mark.parametrize("head", ["policy", "value"])
-def test_writing_leaves_torchs_default_type_alone(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: str) -> None:
-    """It is one for the whole process, and training goes on beside the writing; transformers changes it where it makes a model."""
+def test_writing_leaves_torchs_default_type_alone(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: str
+) -> None:
+    """It is one for the whole process, and training goes on beside the writing; transformers changes it where
+    it makes a model."""
 
     def changed(dtype: torch.dtype) -> None:
         raise AssertionError(f"the default type becomes {dtype}")
@@ -128,7 +153,9 @@ def test_another_models_checkpoint_is_refused(tiny: str, tmp_path: Path) -> None
         jobs.make_engine(tiny, {**OPTIONS, "head": "value"}).load(tmp_path, jobs.CONTENTS)
 
 
-def test_a_disk_that_is_full_for_one_rank_is_told_to_all_and_stops_nobody(pools: dict[int, Ranks], tiny: str, tmp_path: Path) -> None:
+def test_a_disk_that_is_full_for_one_rank_is_told_to_all_and_stops_nobody(
+    pools: dict[int, Ranks], tiny: str, tmp_path: Path
+) -> None:
     told = pools[2].run(jobs.write_on_a_full_disk, tiny, str(tmp_path))
     assert told == ["rank 1: OSError: [Errno 28] No space left on device"] * 2
     read = pools[4].run(jobs.read_checkpoint, tiny, {}, str(tmp_path / "second"), jobs.CONTENTS)[0]

@@ -52,7 +52,9 @@ def test_code_in_the_index_is_not_run(checkpoint: Path, tiny: str, tmp_path: Pat
     assert not (tmp_path / "hacked").exists()
 
 
-def test_a_weight_that_the_index_calls_an_object_is_not_unpickled(checkpoint: Path, tiny: str, tmp_path: Path) -> None:
+def test_a_weight_that_the_index_calls_an_object_is_not_unpickled(
+    checkpoint: Path, tiny: str, tmp_path: Path
+) -> None:
     put_into_shard(checkpoint, tmp_path / "hacked", as_object=True)
     with pytest.raises(ConfigError, match=OBJECT):
         jobs.make_engine(tiny).load(checkpoint, jobs.CONTENTS)
@@ -61,7 +63,9 @@ def test_a_weight_that_the_index_calls_an_object_is_not_unpickled(checkpoint: Pa
 
 def test_code_in_a_shard_is_not_run(checkpoint: Path, tiny: str, tmp_path: Path) -> None:
     put_into_shard(checkpoint, tmp_path / "hacked", as_object=False)
-    with pytest.raises(EnvironmentFault, match="rank 0: a shard holds more than tensors, which was not executed") as caught:
+    with pytest.raises(
+        EnvironmentFault, match="rank 0: a shard holds more than tensors, which was not executed"
+    ) as caught:
         jobs.make_engine(tiny).load(checkpoint, jobs.CONTENTS)
     assert "weights_only=False" not in str(caught.value), "torch's advice to trust the file"
     assert not (tmp_path / "hacked").exists()
@@ -71,7 +75,9 @@ VARIANTS: list[dict[str, Any]] = [{}, {"model": {"lora_rank": 2}}, {"head": "val
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=["policy", "lora", "value"])
-def test_what_torch_writes_is_read_as_torch_reads_it(pool: Ranks, tiny: str, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_what_torch_writes_is_read_as_torch_reads_it(
+    pool: Ranks, tiny: str, tmp_path: Path, options: dict[str, Any]
+) -> None:
     pool.run(jobs.write_checkpoint, tiny, options, str(tmp_path))
     wanted: Metadata = pickle.loads((tmp_path / INDEX).read_bytes())
     got = Reader(tmp_path).read_metadata()
@@ -111,7 +117,10 @@ def global_name(module: str, name: str) -> bytes:
 NAMED = {
     "a function": ("builtins", "eval"),
     "a function of a module that has allowed names": ("torch.serialization", "load"),
-    "what an allowed name leads to": ("torch.distributed.checkpoint.filesystem", "_StorageInfo.__init__.__globals__"),
+    "what an allowed name leads to": (
+        "torch.distributed.checkpoint.filesystem",
+        "_StorageInfo.__init__.__globals__",
+    ),
     "a name of torch that is no type of numbers": ("torch", "load"),
 }
 
@@ -142,7 +151,9 @@ def test_a_short_file_takes_little_memory(tmp_path: Path, opcode: bytes) -> None
 
 def test_an_index_without_end_is_not_read(tmp_path: Path) -> None:
     os.truncate(write_index(tmp_path, b"") / INDEX, 2**40)
-    with pytest.raises(ConfigError, match="is no index of a distributed checkpoint: it has 1099511627776 bytes"):
+    with pytest.raises(
+        ConfigError, match="is no index of a distributed checkpoint: it has 1099511627776 bytes"
+    ):
         read_index(tmp_path)
 
 

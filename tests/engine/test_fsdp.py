@@ -35,16 +35,22 @@ OPTIONS: dict[str, dict[str, Any]] = {"fp64": {"fsdp": DOUBLE}, "fp32": {}}
 def plain_loss(model: torch.nn.Module, step: int) -> torch.Tensor:
     """The loss of `rank_jobs.loss_of` at temperature 0.8, from transformers' logits, one row at a time."""
     batch = jobs.make_batch(step)
-    columns = [ragged.rows(batch.batch[name]) for name in ("prompts", "responses", "response_mask", "advantages")]
+    columns = [
+        ragged.rows(batch.batch[name]) for name in ("prompts", "responses", "response_mask", "advantages")
+    ]
     total = torch.zeros((), dtype=torch.float64)
     for prompt, response, mask, weight in zip(*columns, strict=True):
-        logits = model(input_ids=torch.cat([prompt, response])[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+        logits = model(input_ids=torch.cat([prompt, response])[None], use_cache=False).logits[
+            0, len(prompt) - 1 : -1
+        ]
         logp = (logits / 0.8).log_softmax(-1).gather(-1, response[:, None])[:, 0]
         total = total + (weight * mask * (logp + 0.1 * logp.square())).sum() / 10
     return total
 
 
-def plain_training(path: str, dtype: torch.dtype, steps: int = 3) -> tuple[list[float], dict[str, torch.Tensor]]:
+def plain_training(
+    path: str, dtype: torch.dtype, steps: int = 3
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     norms = []
@@ -59,7 +65,9 @@ def plain_training(path: str, dtype: torch.dtype, steps: int = 3) -> tuple[list[
 def assert_same(got: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], atol: float) -> None:
     assert got.keys() == wanted.keys()
     for name, value in wanted.items():
-        torch.testing.assert_close(got[name], value.detach(), rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            got[name], value.detach(), rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
@@ -67,8 +75,11 @@ def test_weights_are_those_of_one_plain_process(tiny: str, ranks: Ranks, precisi
     norms, weights = plain_training(tiny, torch.float64 if precision == "fp64" else torch.float32)
     alone = jobs.train(tiny, OPTIONS[precision])
     for result in [alone, *ranks.run(jobs.train, tiny, OPTIONS[precision])]:
-        assert [told["grad_norm"] for told in result["told"]] == pytest.approx(norms, rel=1e-10 if precision == "fp64" else 1e-3)
-        # Adam's first steps are signs of gradients: rounding in a tiny gradient moves a weight by a visible part of lr
+        assert [told["grad_norm"] for told in result["told"]] == pytest.approx(
+            norms, rel=1e-10 if precision == "fp64" else 1e-3
+        )
+        # Adam's first steps are signs of gradients: rounding in a tiny gradient moves a weight by a visible
+        # part of lr
         assert_same(result["weights"], weights, 1e-10 if precision == "fp64" else 2e-3)
 
 
@@ -77,12 +88,16 @@ def test_forward_sees_the_newest_weights(tiny: str, ranks: Ranks) -> None:
     for kept in (True, False):
         both = ranks.run(jobs.train, tiny, {"fsdp": {**DOUBLE, "reshard_after_forward": not kept}})
         for step, whole in enumerate(alone):
-            torch.testing.assert_close(torch.cat([rank["seen"][step] for rank in both]), whole, rtol=0, atol=1e-10)
+            torch.testing.assert_close(
+                torch.cat([rank["seen"][step] for rank in both]), whole, rtol=0, atol=1e-10
+            )
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
 @pytest.mark.parametrize("head", ["policy", "value"])
-def test_gradient_does_not_depend_on_ranks_or_micro_batches(tiny: str, ranks: Ranks, precision: str, head: str) -> None:
+def test_gradient_does_not_depend_on_ranks_or_micro_batches(
+    tiny: str, ranks: Ranks, precision: str, head: str
+) -> None:
     options = {**OPTIONS[precision], "head": head}
     whole = jobs.one_gradient(tiny, options, jobs.ROWS, head == "policy")
     assert max(g.abs().max() for g in whole.values()) > 1e-2
@@ -104,7 +119,15 @@ def test_gradient_does_not_depend_on_ranks_or_micro_batches(tiny: str, ranks: Ra
         {"fsdp": DOUBLE, "model": {"use_remove_padding": False}},
         {"fsdp": DOUBLE, "model": {"enable_gradient_checkpointing": False}},
     ],
-    ids=["head_chunks", "keep_gathered", "one_unit", "param_offload", "optimizer_offload", "padded", "no_checkpointing"],
+    ids=[
+        "head_chunks",
+        "keep_gathered",
+        "one_unit",
+        "param_offload",
+        "optimizer_offload",
+        "padded",
+        "no_checkpointing",
+    ],
 )
 def test_options_of_layout_change_no_number(tiny: str, ranks: Ranks, change: dict[str, Any]) -> None:
     usual = jobs.train(tiny, OPTIONS["fp64"])["weights"]
@@ -126,7 +149,9 @@ def test_clipping(tiny: str, ranks: Ranks) -> None:
     clipped = jobs.make_engine(tiny, {"fsdp": DOUBLE, "optim": {"clip_grad": norm / 4}})
     seen: list[float] = []
     clipped._optimizer.register_step_pre_hook(
-        lambda *_: seen.append(torch.cat([g.flatten() for g in jobs.gradients(clipped).values()]).norm().item())
+        lambda *_: seen.append(
+            torch.cat([g.flatten() for g in jobs.gradients(clipped).values()]).norm().item()
+        )
     )
     clipped.forward_backward([jobs.make_batch()], jobs.loss_of)
     told = clipped.optimizer_step()
@@ -168,8 +193,12 @@ def test_output_and_columns_are_right_padded(tiny: str) -> None:
     assert told["tokens"].value == int(ragged.parts(batch.batch["response_mask"])[0].sum())
     inferred = engine.forward([batch], temperature=0.8, entropy=True)
     assert torch.equal(ragged.lengths(inferred.batch["log_probs"]), ragged.lengths(batch.batch["responses"]))
-    torch.testing.assert_close(ragged.to_padded(inferred.batch["log_probs"]) * mask, log_probs.detach(), rtol=0, atol=1e-6)
-    torch.testing.assert_close(ragged.to_padded(inferred.batch["entropys"]) * mask, entropy.detach(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        ragged.to_padded(inferred.batch["log_probs"]) * mask, log_probs.detach(), rtol=0, atol=1e-6
+    )
+    torch.testing.assert_close(
+        ragged.to_padded(inferred.batch["entropys"]) * mask, entropy.detach(), rtol=0, atol=1e-6
+    )
 
 
 def test_a_micro_batch_without_trained_tokens(tiny: str) -> None:
@@ -199,8 +228,14 @@ def test_schedule_moves_with_lr_step(tiny: str) -> None:
 
 
 @pytest.mark.parametrize("lora", [{}, {"lora_rank": 2}], ids=["full", "lora"])
-def test_directory_is_bit_equal_and_a_resumed_run_is_too(tiny: str, ranks: Ranks, tmp_path: Path, lora: dict[str, Any]) -> None:
-    options = {"model": lora, "optim": {"lr_warmup_steps": 1, "lr_scheduler_type": "linear"}, "total_steps": 9}
+def test_directory_is_bit_equal_and_a_resumed_run_is_too(
+    tiny: str, ranks: Ranks, tmp_path: Path, lora: dict[str, Any]
+) -> None:
+    options = {
+        "model": lora,
+        "optim": {"lr_warmup_steps": 1, "lr_scheduler_type": "linear"},
+        "total_steps": 9,
+    }
     first = ranks.run(jobs.save_both, tiny, options, str(tmp_path))[0]
     read = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert read.lm_head.weight is read.model.embed_tokens.weight
@@ -219,7 +254,14 @@ def test_directory_is_bit_equal_and_a_resumed_run_is_too(tiny: str, ranks: Ranks
 
 
 def test_untied_embeddings_are_saved_and_trained(tmp_path: Path, ranks: Ranks, tiny: str) -> None:
-    config = LlamaConfig(vocab_size=17, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, eos_token_id=1)
+    config = LlamaConfig(
+        vocab_size=17,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        eos_token_id=1,
+    )
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
     for file in Path(tiny).glob("*token*"):
@@ -241,12 +283,16 @@ def test_value_model_is_saved_as_token_classification(tiny: str, tmp_path: Path)
 
 def test_a_value_model_gets_a_class_that_reads_its_score(tiny: str, tmp_path: Path) -> None:
     """GPT-2's token classification calls its head otherwise and gives it a bias."""
-    shape = GPT2Config(vocab_size=17, n_embd=32, n_layer=2, n_head=2, n_positions=64, bos_token_id=0, eos_token_id=1)
+    shape = GPT2Config(
+        vocab_size=17, n_embd=32, n_layer=2, n_head=2, n_positions=64, bos_token_id=0, eos_token_id=1
+    )
     GPT2LMHeadModel(shape).save_pretrained(tmp_path / "gpt2")
     for file in Path(tiny).glob("*token*"):
         shutil.copy(file, tmp_path / "gpt2")
     saved = jobs.save_both(str(tmp_path / "gpt2"), {"head": "value"}, str(tmp_path))["saved"]
-    read, report = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    read, report = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "hf", output_loading_info=True
+    )
     assert not report["missing_keys"] and not report["unexpected_keys"]
     assert_same(dict(read.named_parameters()), saved, 0.0)
     assert read.config.architectures == ["GPT2ForSequenceClassification"]
@@ -257,10 +303,17 @@ def test_value_model_starts_at_zero(tiny: str) -> None:
     assert ragged.parts(values)[0].eq(0).all()
 
 
-def test_adapters_start_as_the_base_and_merge_to_what_they_compute(tiny: str, ranks: Ranks, tmp_path: Path) -> None:
-    options = {"fsdp": DOUBLE, "model": {"lora_rank": 2, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"]}}
+def test_adapters_start_as_the_base_and_merge_to_what_they_compute(
+    tiny: str, ranks: Ranks, tmp_path: Path
+) -> None:
+    options = {
+        "fsdp": DOUBLE,
+        "model": {"lora_rank": 2, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"]},
+    }
     batch = jobs.make_batch()
-    base = jobs.make_engine(tiny, {"fsdp": DOUBLE, "optim": None}).forward([batch]).batch["log_probs"].values()
+    base = (
+        jobs.make_engine(tiny, {"fsdp": DOUBLE, "optim": None}).forward([batch]).batch["log_probs"].values()
+    )
     engine = jobs.make_engine(tiny, options)
     trained = [name for name, p in engine.module.named_parameters() if p.requires_grad]
     assert len(trained) == 2 * 2 * 2 and all(".lora_" in name for name in trained)
@@ -275,8 +328,12 @@ def test_adapters_start_as_the_base_and_merge_to_what_they_compute(tiny: str, ra
 
     engine.save_hf(tmp_path / "merged")
     merged = jobs.make_engine(str(tmp_path / "merged"), {"fsdp": DOUBLE, "optim": None})
-    torch.testing.assert_close(merged.forward([batch]).batch["log_probs"].values(), changed, rtol=0, atol=1e-10)
-    assert_same(ranks.run(jobs.train, tiny, options)[0]["weights"], jobs.train(tiny, options)["weights"], 1e-10)
+    torch.testing.assert_close(
+        merged.forward([batch]).batch["log_probs"].values(), changed, rtol=0, atol=1e-10
+    )
+    assert_same(
+        ranks.run(jobs.train, tiny, options)[0]["weights"], jobs.train(tiny, options)["weights"], 1e-10
+    )
 
 
 def test_all_linear_adapts_every_projection_and_the_value_head_is_trained(tiny: str) -> None:
@@ -296,28 +353,43 @@ def test_missing_weights_stop_every_rank(tiny: str, ranks: Ranks, tmp_path: Path
 
 
 def test_token_budget_gives_every_rank_as_many_parts(ranks: Ranks) -> None:
-    lengths = [int(n) for n in ragged.lengths(jobs.make_batch().batch["prompts"]) + ragged.lengths(jobs.make_batch().batch["responses"])]
+    lengths = [
+        int(n)
+        for n in ragged.lengths(jobs.make_batch().batch["prompts"])
+        + ragged.lengths(jobs.make_batch().batch["responses"])
+    ]
     (first, order), (second, _) = ranks.run(jobs.split_by_tokens, max(lengths))
     assert first == second > 1
     assert sorted(order) == [0, 1, 2, 3]
 
 
 def test_supervised_rows_need_nothing_special(tiny: str) -> None:
-    """A supervised row: one token of prompt, and a mask that chooses what is learnt; the loss is transformers' own."""
+    """A supervised row: one token of prompt, and a mask that chooses what is learnt; the loss is
+    transformers' own."""
     row = torch.tensor([3, 5, 7, 2, 4])
     mask = torch.tensor([0, 1, 1, 0])
     data = jobs.DataProto.from_dict(
-        {"prompts": ragged.from_rows([row[:1]]), "responses": ragged.from_rows([row[1:]]), "response_mask": ragged.from_rows([mask])}
+        {
+            "prompts": ragged.from_rows([row[:1]]),
+            "responses": ragged.from_rows([row[1:]]),
+            "response_mask": ragged.from_rows([mask]),
+        }
     )
     engine = jobs.make_engine(tiny, {"fsdp": DOUBLE})
 
-    def mean_loss(output: ModelOutput, columns: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
+    def mean_loss(
+        output: ModelOutput, columns: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
         assert output.log_probs is not None
         return -output.log_probs.sum() / 2, {}
 
     engine.forward_backward([data], mean_loss)
     plain = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float64)
-    plain(input_ids=row[None], labels=torch.where(torch.cat([torch.tensor([0]), mask]).bool(), row, -100)[None]).loss.backward()
+    plain(
+        input_ids=row[None], labels=torch.where(torch.cat([torch.tensor([0]), mask]).bool(), row, -100)[None]
+    ).loss.backward()
     for name, gradient in jobs.gradients(engine).items():
         wanted = plain.get_parameter(name.removeprefix("lm.")).grad
-        torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-6)  # transformers takes its loss in float32
+        torch.testing.assert_close(
+            gradient, wanted, rtol=0, atol=1e-6
+        )  # transformers takes its loss in float32

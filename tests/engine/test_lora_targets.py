@@ -29,7 +29,13 @@ def test_modules_that_are_there(tiny: str, targets: object, head: str) -> None:
     ("targets", "rule"),
     [
         (["query", "c_attn"], f"the model has no module query and no c_attn; its linear layers are {LINEAR}"),
-        ("query", "names no linear layer of this model (Target modules query not found in the base model.* they are q_proj"),
+        (
+            "query",
+            (
+                "names no linear layer of this model (Target modules query not found in the base model.* they"
+                " are q_proj"
+            ),
+        ),
         ("*proj", "names no linear layer of this model (nothing to repeat at position 0); they are q_proj"),
         (["norm"], "names no linear layer of this model"),
         (["embed_tokens"], "embeddings get no adapters"),
@@ -40,10 +46,15 @@ def test_modules_that_are_not_there(tiny: str, targets: object, rule: str) -> No
         look(tiny, targets, "value")
     [problem] = caught.value.problems
     assert re.match(".*".join(map(re.escape, rule.split(".*"))), problem.rule), problem.rule
-    assert (problem.field, problem.remedy) == ("critic.model.target_modules", "critic.model.target_modules=all-linear")
+    assert (problem.field, problem.remedy) == (
+        "critic.model.target_modules",
+        "critic.model.target_modules=all-linear",
+    )
 
 
-def test_a_list_that_fits_several_models_is_taken_with_a_word(tiny: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_list_that_fits_several_models_is_taken_with_a_word(
+    tiny: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """As peft takes it: the usual seven names, on a model that has fused some of them."""
     look(tiny, ["q_proj", "qv_proj"], "policy")
     assert f"the model has no module qv_proj; its linear layers are {LINEAR}" in caplog.text

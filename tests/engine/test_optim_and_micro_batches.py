@@ -30,7 +30,9 @@ def test_ratio_counts_only_when_steps_are_not_given() -> None:
 
 def test_linear_and_cosine_end_at_the_smallest_rate() -> None:
     assert rates(7, 4, lr_scheduler_type="linear") == [8.0, 6.0, 4.0, 2.0, 0.0, 0.0, 0.0]
-    assert rates(6, 4, lr_scheduler_type="cosine", min_lr_ratio=0.5) == pytest.approx([8, 6 + 2**0.5, 6, 6 - 2**0.5, 4, 4])
+    assert rates(6, 4, lr_scheduler_type="cosine", min_lr_ratio=0.5) == pytest.approx(
+        [8, 6 + 2**0.5, 6, 6 - 2**0.5, 4, 4]
+    )
 
 
 def test_rows_in_order_and_back() -> None:
@@ -45,7 +47,10 @@ def test_rows_in_order_and_back() -> None:
 def test_tokens_within_budget_and_back(agreed: int) -> None:
     data = jobs.make_batch()
     parts = split_tokens(data, 30, lambda own: torch.maximum(own, torch.tensor([float(agreed)])))
-    sizes = [int((ragged.lengths(p.batch["prompts"]) + ragged.lengths(p.batch["responses"])).sum()) for p in parts.parts]
+    sizes = [
+        int((ragged.lengths(p.batch["prompts"]) + ragged.lengths(p.batch["responses"])).sum())
+        for p in parts.parts
+    ]
     assert max(sizes) <= 30 and len(sizes) >= agreed
     joined = type(data).concat(parts.parts)
     for name in ("responses", "prompts"):

@@ -1,4 +1,5 @@
-"""Memory that runs out in the middle of a pass, on one rank or on both: all hear of it, nothing of the pass is left, nobody waits."""
+"""Memory that runs out in the middle of a pass, on one rank or on both: all hear of it, nothing of the pass
+is left, nobody waits."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-ALL = [jobs.Case(place, ((0,), (1,), (0, 1))[(number + at) % 3], at) for number, place in enumerate(jobs.PLACES) for at in (0, 2)]
+ALL = [
+    jobs.Case(place, ((0,), (1,), (0, 1))[(number + at) % 3], at)
+    for number, place in enumerate(jobs.PLACES)
+    for at in (0, 2)
+]
 """Every place in the first and in the last pass, on one rank, the other, or both."""
 SOME = ALL[::3]
 
@@ -35,24 +40,35 @@ def in_the_head(case: jobs.Case) -> bool:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_comes_next_is_as_if_nothing_had_happened(tiny: str, ranks: Ranks, layout: str) -> None:
-    cases = ALL if layout == "usual" else [case for case in SOME if layout != "value" or not in_the_head(case)]
+    cases = (
+        ALL if layout == "usual" else [case for case in SOME if layout != "value" or not in_the_head(case)]
+    )
     for wrong in ranks.run(jobs.disturbed, tiny, LAYOUTS[layout], cases):
         assert wrong == []
 
 
 def test_the_gradient_is_that_of_whole_micro_batches(tiny: str, ranks: Ranks) -> None:
     for whole, halved in ranks.run(jobs.gradient_after_a_shortage, tiny, LAYOUTS["usual"]):
-        assert max(float(value.abs().max()) for value in whole.values()) > 1e-2 and whole.keys() == halved.keys()
+        assert (
+            max(float(value.abs().max()) for value in whole.values()) > 1e-2 and whole.keys() == halved.keys()
+        )
         for name, value in whole.items():
             torch.testing.assert_close(halved[name], value, rtol=0, atol=1e-12)
 
 
 def test_a_rank_alone(tiny: str) -> None:
-    assert jobs.disturbed(tiny, LAYOUTS["usual"], [jobs.Case(case.place, (0,), case.at) for case in SOME]) == []
+    assert (
+        jobs.disturbed(tiny, LAYOUTS["usual"], [jobs.Case(case.place, (0,), case.at) for case in SOME]) == []
+    )
 
 
 def test_in_a_forward_pass(tiny: str, ranks: Ranks) -> None:
-    cases = [jobs.Case(place, short, at) for place in ("pack", "embed", "layer", "head") for short in ((0,), (1,), (0, 1)) for at in (0, 1)]
+    cases = [
+        jobs.Case(place, short, at)
+        for place in ("pack", "embed", "layer", "head")
+        for short in ((0,), (1,), (0, 1))
+        for at in (0, 1)
+    ]
     for wrong in ranks.run(jobs.disturbed_inference, tiny, cases):
         assert wrong == []
 

@@ -13,7 +13,9 @@ KEY = "data.train_files"
 
 
 def parquet(path: Path, rows: int) -> str:
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": [str(i) for i in range(rows)]}), path, row_group_size=3)
+    pyarrow.parquet.write_table(
+        pyarrow.table({"prompt": [str(i) for i in range(rows)]}), path, row_group_size=3
+    )
     return str(path)
 
 
@@ -21,13 +23,17 @@ def test_parquet_rows_come_from_the_footer(tmp_path: Path) -> None:
     file = Path(parquet(tmp_path / "a.parquet", 10))
     whole = file.read_bytes()
     footer = int.from_bytes(whole[-8:-4], "little") + 8
-    file.write_bytes(b"PAR1" + b"\0" * (len(whole) - footer - 4) + whole[-footer:])  # the rows themselves are gone
+    file.write_bytes(
+        b"PAR1" + b"\0" * (len(whole) - footer - 4) + whole[-footer:]
+    )  # the rows themselves are gone
     assert count_rows(str(file), key=KEY) == Count(10)
 
 
 def test_files_add_up_and_the_limit_cuts(tmp_path: Path) -> None:
     lines = tmp_path / "b.jsonl"
-    lines.write_text("\n".join([json.dumps({"prompt": "1"}), "", json.dumps({"prompt": "2"})]))  # no newline at the end
+    lines.write_text(
+        "\n".join([json.dumps({"prompt": "1"}), "", json.dumps({"prompt": "2"})])
+    )  # no newline at the end
     files = [parquet(tmp_path / "a.parquet", 10), str(lines)]
     assert count_rows(files, key=KEY).rows == 12
     assert count_rows(files, key=KEY, limit=11).rows == 11
@@ -55,7 +61,9 @@ def test_a_file_elsewhere_is_noted_and_nothing_is_counted(tmp_path: Path) -> Non
         ("a.jsonl", b"\n\n", "no rows"),
     ],
 )
-def test_a_file_that_is_here_and_unusable_is_a_problem(tmp_path: Path, name: str, content: bytes, rule: str) -> None:
+def test_a_file_that_is_here_and_unusable_is_a_problem(
+    tmp_path: Path, name: str, content: bytes, rule: str
+) -> None:
     (tmp_path / name).write_bytes(content)
     (problem,) = count_rows(str(tmp_path / name), key=KEY).problems
     assert rule in problem.rule and problem.field == KEY

@@ -37,7 +37,9 @@ def test_a_name_whose_files_were_downloaded_before(tmp_path: Path, monkeypatch: 
     (tmp_path / "models--some--model" / "refs").mkdir()
     (tmp_path / "models--some--model" / "refs" / "main").write_text("abc")
     real = huggingface_hub.try_to_load_from_cache
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *names: real(*names, cache_dir=tmp_path))
+    monkeypatch.setattr(
+        huggingface_hub, "try_to_load_from_cache", lambda *names: real(*names, cache_dir=tmp_path)
+    )
     assert cached_snapshot("some/model") == snapshot
     assert cached_snapshot("some/other") is None
     found = find_models(named("some/model"))
@@ -58,7 +60,10 @@ def test_a_critic_of_its_own_is_looked_for() -> None:
     config = named(None)
     config.algorithm.adv_estimator = "gae"
     config.critic.model.path = "/cluster/critic"
-    assert [note.partition(":")[0] for note in find_models(config).notes] == ["actor_rollout_ref.model.path", "critic.model.path"]
+    assert [note.partition(":")[0] for note in find_models(config).notes] == [
+        "actor_rollout_ref.model.path",
+        "critic.model.path",
+    ]
 
 
 def test_a_broken_file_is_a_problem(tmp_path: Path) -> None:
@@ -75,7 +80,11 @@ def test_the_recipe_knows_its_model(tiny: str) -> None:
     config = named(None)
     config.recipe.name = "arithmetic"
     shape = find_models(config).policy
-    assert shape is not None and (shape.vocabulary, shape.hidden, shape.layers) == (found["vocab_size"], 128, 3)
+    assert shape is not None and (shape.vocabulary, shape.hidden, shape.layers) == (
+        found["vocab_size"],
+        128,
+        3,
+    )
 
 
 @pytest.mark.parametrize("path", ["not a name", "org/name@x", "a/b/c/d", "name.", "~/model", "."])
@@ -90,12 +99,23 @@ def test_a_path_that_can_be_no_model_is_only_noted(path: str) -> None:
         (b"\xff\xfe", "cannot be read"),
         (b"[1]", "holds no mapping"),
         (b"{", "cannot be read"),
-        (json.dumps(VALUES | {"num_attention_heads": 0}).encode(), "num_attention_heads=0: must be a whole number above 0"),
-        (json.dumps(VALUES | {"num_key_value_heads": "two"}).encode(), "num_key_value_heads=two: must be a whole number above 0"),
-        (json.dumps(VALUES | {"num_experts": 2.5}).encode(), "num_experts=2.5: must be a whole number above 0"),
+        (
+            json.dumps(VALUES | {"num_attention_heads": 0}).encode(),
+            "num_attention_heads=0: must be a whole number above 0",
+        ),
+        (
+            json.dumps(VALUES | {"num_key_value_heads": "two"}).encode(),
+            "num_key_value_heads=two: must be a whole number above 0",
+        ),
+        (
+            json.dumps(VALUES | {"num_experts": 2.5}).encode(),
+            "num_experts=2.5: must be a whole number above 0",
+        ),
     ],
 )
-def test_a_config_json_that_is_here_and_broken_is_a_problem(content: bytes, words: str, tmp_path: Path) -> None:
+def test_a_config_json_that_is_here_and_broken_is_a_problem(
+    content: bytes, words: str, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ConfigError, match=words):
         find_models(named(str(tmp_path)))

@@ -1,4 +1,5 @@
-"""docs/batch_plan.md says what the program does: its commands run, its picture and its output are the program's, every rule is there."""
+"""docs/batch_plan.md says what the program does: its commands run, its picture and its output are the
+program's, every rule is there."""
 
 import ast
 import re
@@ -15,7 +16,15 @@ from hydraflow.batch_plan.handles import NO_MINI_BATCH
 PAGE = (ROOT / "docs" / "batch_plan.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(bash|text)\n(.*?)```", PAGE, re.DOTALL)
 COMMANDS = [text for kind, text in BLOCKS if kind == "bash"]
-DYNAMIC = {"row", "experts", "attention heads", "key-value heads", "mapping readable", "mapping once", "mapping beyond"}
+DYNAMIC = {
+    "row",
+    "experts",
+    "attention heads",
+    "key-value heads",
+    "mapping readable",
+    "mapping once",
+    "mapping beyond",
+}
 """Rules whose names the source puts together."""
 
 
@@ -45,19 +54,25 @@ def test_the_picture_is_what_the_program_draws(tmp_path: Path) -> None:
 
 
 def rule_names(tree: ast.Module) -> Iterator[str]:
-    """What each `Violation(...)` and `_step(...)` of the source calls its rule, up to the colon before the role."""
+    """What each `Violation(...)` and `_step(...)` of the source calls its rule, up to the colon before the
+    role."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or ast.unparse(node.func) not in ("Violation", "_step"):
             continue
         given = [keyword.value for keyword in node.keywords if keyword.arg == "rule"]
         names = given or node.args[1 if ast.unparse(node.func) == "_step" else 0 :][:1]
-        first = names[0].values[0] if names and isinstance(names[0], ast.JoinedStr) else next(iter(names), None)
+        first = (
+            names[0].values[0] if names and isinstance(names[0], ast.JoinedStr) else next(iter(names), None)
+        )
         if isinstance(first, ast.Constant):
             yield str(first.value).partition(":")[0].strip()
 
 
 def test_every_rule_is_in_the_table() -> None:
-    listed = {name.replace("\\|", "|") for name in re.findall(r"^\| `((?:[^`])+)` \|", PAGE.partition("## Every rule")[2], re.MULTILINE)}
+    listed = {
+        name.replace("\\|", "|")
+        for name in re.findall(r"^\| `((?:[^`])+)` \|", PAGE.partition("## Every rule")[2], re.MULTILINE)
+    }
     plan = [path for path in FILES if path.parent.name == "batch_plan"]
     found = {name for path in plan for name in rule_names(tree_of(path))} - {"mapping"} | {NO_MINI_BATCH}
     assert {"M | Q", "dp | G", "size", "machines"} <= found

@@ -24,7 +24,9 @@ def test_a_narrow_terminal_cuts_nothing_off(width):
     assert "…" not in text
     assert report.memory is not None
     lines = {
-        line.split()[0]: re.sub(r" +", " ", line).strip() for line in text.partition("memory of one device")[2].splitlines() if line.split()
+        line.split()[0]: re.sub(r" +", " ", line).strip()
+        for line in text.partition("memory of one device")[2].splitlines()
+        if line.split()
     }
     assert lines["role"] == "role actor critic ref rollout"
     assert lines["total"] == " ".join(["total", *(size_text(role.total) for role in report.memory.roles)])

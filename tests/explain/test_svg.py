@@ -20,7 +20,11 @@ def words(picture: str) -> list[str]:
 
 
 def parts(picture: str) -> list[ElementTree.Element]:
-    return [rect for rect in ElementTree.fromstring(picture).iter(f"{SVG}rect") if rect.get("class") in ("part", "first")]
+    return [
+        rect
+        for rect in ElementTree.fromstring(picture).iter(f"{SVG}rect")
+        if rect.get("class") in ("part", "first")
+    ]
 
 
 def test_supervised_step_says_its_numbers() -> None:
@@ -57,6 +61,9 @@ def test_light_and_dark_pages_have_colours_of_their_own() -> None:
 
 @given(count=st.integers(1, 10_000), part=st.text("abc ", min_size=1, max_size=25))
 def test_cells_stand_in_a_row_inside_the_frame(count: int, part: str) -> None:
-    cells = [(int(rect.get("x", "")), int(rect.get("width", ""))) for rect in parts(draw(Step("t", (Bar("x", "y", "", count, part),), ())))]
+    cells = [
+        (int(rect.get("x", "")), int(rect.get("width", "")))
+        for rect in parts(draw(Step("t", (Bar("x", "y", "", count, part),), ())))
+    ]
     assert cells[0][0] == LEFT and cells[-1][0] + cells[-1][1] <= LEFT + BAR < WIDTH
     assert all(left + width < right for (left, width), (right, _) in zip(cells, cells[1:], strict=False))

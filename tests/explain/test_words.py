@@ -11,9 +11,19 @@ def ppo_config() -> PPOConfig:
     """64 prompts with 4 responses each, 2 optimizer steps, on 2 devices."""
     config = PPOConfig()
     config.algorithm.adv_estimator = "grpo"
-    config.data.train_batch_size, config.data.max_prompt_length, config.data.max_response_length = 64, 100, 200
+    config.data.train_batch_size, config.data.max_prompt_length, config.data.max_response_length = (
+        64,
+        100,
+        200,
+    )
     config.actor_rollout_ref.rollout.n, config.actor_rollout_ref.rollout.max_num_seqs = 4, 50
-    config.actor_rollout_ref.actor.ppo_mini_batch_size, config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu = 32, 16
+    (
+        config.actor_rollout_ref.actor.ppo_mini_batch_size,
+        config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu,
+    ) = (
+        32,
+        16,
+    )
     return config
 
 
@@ -24,12 +34,19 @@ def words(config: PPOConfig, prompts: int | None = 640) -> dict[str, str]:
 def test_a_step_of_grpo() -> None:
     found = words(ppo_config())
     assert found["prompts"] == "64 prompts of at most 100 tokens are drawn"
-    assert "256 trajectories from 2 engines, 128 trajectories each, in 3 waves of at most 100 at a time" in found["generate"]
-    assert found["advantages"].endswith("by groups of 4")
-    assert found["actor"] == (
-        "2 optimizer steps (2 mini-batches): each takes 32 prompts = 128 trajectories, on 2 data ranks of 64 rows, in 4 forwards of 16 rows"
+    assert (
+        "256 trajectories from 2 engines, 128 trajectories each, in 3 waves of at most 100 at a time"
+        in found["generate"]
     )
-    assert found["run"].startswith("10 training steps (10 are one pass over the prompts, 64 each), 20 optimizer steps")
+    assert found["advantages"].endswith("by groups of 4")
+    assert (
+        found["actor"]
+        == "2 optimizer steps (2 mini-batches): each takes 32 prompts = 128 trajectories, on 2 data ranks of"
+        " 64 rows, in 4 forwards of 16 rows"
+    )
+    assert found["run"].startswith(
+        "10 training steps (10 are one pass over the prompts, 64 each), 20 optimizer steps"
+    )
     assert not {"critic", "values", "reference"} & set(found)
 
 
@@ -57,8 +74,15 @@ def test_an_unknown_number_of_prompts_is_said() -> None:
 
 def test_a_step_of_supervised_training() -> None:
     config = SFTConfig()
-    config.data.train_batch_size, config.data.use_dynamic_bsz, config.data.micro_batch_size_per_gpu = 32, False, 4
-    found = {phase.name: phase.text for phase in sft_phases(resolve_sft_plan(config, conversations=320, devices_per_node=2), config)}
+    config.data.train_batch_size, config.data.use_dynamic_bsz, config.data.micro_batch_size_per_gpu = (
+        32,
+        False,
+        4,
+    )
+    found = {
+        phase.name: phase.text
+        for phase in sft_phases(resolve_sft_plan(config, conversations=320, devices_per_node=2), config)
+    }
     assert found["update"] == "1 optimizer step: 2 data ranks of 16 conversations, in 4 forwards of 4 rows"
     assert found["run"].startswith("10 training steps")
 
@@ -66,6 +90,11 @@ def test_a_step_of_supervised_training() -> None:
 def test_generation() -> None:
     config = GenerateConfig()
     config.rollout.n, config.rollout.max_num_seqs = 4, 100
-    found = {phase.name: phase.text for phase in generate_phases(resolve_generate_plan(config, prompts=500), config)}
-    assert found["call"].startswith("200 prompts together: 4 responses")  # 4 waves of 100 sequences on 2 processes
+    found = {
+        phase.name: phase.text
+        for phase in generate_phases(resolve_generate_plan(config, prompts=500), config)
+    }
+    assert found["call"].startswith(
+        "200 prompts together: 4 responses"
+    )  # 4 waves of 100 sequences on 2 processes
     assert found["run"] == "500 prompts in 3 calls: 2,000 responses"

@@ -33,13 +33,24 @@ def test_a_prompt_is_not_split_over_waves_when_one_can_hold_it() -> None:
 
 
 def test_without_padding_only_equal_lengths_meet() -> None:
-    assert [(w.width, w.prompts) for w in waves([6, 5, 6], [1, 1, 1], 9, pad=False)] == [(5, [1]), (6, [0, 2])]
+    assert [(w.width, w.prompts) for w in waves([6, 5, 6], [1, 1, 1], 9, pad=False)] == [
+        (5, [1]),
+        (6, [0, 2]),
+    ]
 
 
-@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 9)), min_size=1, max_size=20), st.integers(1, 12), st.booleans())
-def test_every_sample_runs_once_and_comes_back_in_order(prompts: list[tuple[int, int]], max_rows: int, pad: bool) -> None:
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 9)), min_size=1, max_size=20),
+    st.integers(1, 12),
+    st.booleans(),
+)
+def test_every_sample_runs_once_and_comes_back_in_order(
+    prompts: list[tuple[int, int]], max_rows: int, pad: bool
+) -> None:
     lengths, samples = [p for p, _ in prompts], [n for _, n in prompts]
     plan = list(waves(lengths, samples, max_rows, pad=pad))
     assert all(0 < len(w.owner) <= max_rows for w in plan)
     run = [(w.prompts[o], s) for w in plan for o, s in zip(w.owner, w.samples, strict=True)]
-    assert [run[i] for i in request_order(plan, samples)] == [(i, s) for i, n in enumerate(samples) for s in range(n)]
+    assert [run[i] for i in request_order(plan, samples)] == [
+        (i, s) for i, n in enumerate(samples) for s in range(n)
+    ]

@@ -27,14 +27,31 @@ from hydraflow.protocol import ragged
 
 VOCABULARY = 23
 END = 1
-SMALL = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-SMALL |= dict(num_key_value_heads=2, head_dim=8, max_position_embeddings=64, eos_token_id=END, bos_token_id=0, pad_token_id=0)
+SMALL = dict(
+    vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+)
+SMALL |= dict(
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=64,
+    eos_token_id=END,
+    bos_token_id=0,
+    pad_token_id=0,
+)
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SMALL),
     "qwen3 tied": Qwen3Config(**SMALL, tie_word_embeddings=True),
     "mistral, window 6": MistralConfig(**SMALL, sliding_window=6),
     "gemma2, window in every other layer": Gemma2Config(**SMALL, sliding_window=6, query_pre_attn_scalar=8),
-    "gpt2": GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, eos_token_id=END, bos_token_id=0),
+    "gpt2": GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=64,
+        eos_token_id=END,
+        bos_token_id=0,
+    ),
 }
 
 
@@ -57,14 +74,18 @@ def engine() -> NativeEngine:
 def make_request(lengths: list[int], samples: int = 1) -> GenerationRequest:
     generator = torch.Generator().manual_seed(5)
     prompts = [torch.randint(2, VOCABULARY, (n,), generator=generator) for n in lengths]
-    return GenerationRequest(prompts, [samples] * len(lengths), [(0, 7, f"uid{i}") for i in range(len(lengths))])
+    return GenerationRequest(
+        prompts, [samples] * len(lengths), [(0, 7, f"uid{i}") for i in range(len(lengths))]
+    )
 
 
 def rows(output: GenerationOutput) -> list[list[int]]:
     return [row.tolist() for row in ragged.rows(output.responses)]
 
 
-def expected_log_probs(model: PreTrainedModel, prompt: Tensor, response: Tensor, temperature: float) -> Tensor:
+def expected_log_probs(
+    model: PreTrainedModel, prompt: Tensor, response: Tensor, temperature: float
+) -> Tensor:
     with torch.no_grad():
         logits = model(input_ids=torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
     return (logits.double() / temperature).log_softmax(-1).gather(1, response[:, None])[:, 0]
@@ -95,7 +116,9 @@ def test_greedy_follows_the_argmax_of_plain_forwards(name: str) -> None:
             with torch.no_grad():
                 ids = torch.cat([ids, model(input_ids=ids[None]).logits[0, -1].argmax()[None]])
         assert row == ids[len(prompt) :].tolist()
-        assert torch.allclose(logp.double(), expected_log_probs(model, prompt, ids[len(prompt) :], 1.0), atol=1e-6)
+        assert torch.allclose(
+            logp.double(), expected_log_probs(model, prompt, ids[len(prompt) :], 1.0), atol=1e-6
+        )
 
 
 def test_samples_follow_the_distribution(engine: NativeEngine) -> None:
@@ -108,8 +131,14 @@ def test_samples_follow_the_distribution(engine: NativeEngine) -> None:
     assert float(((shares - probs) / (probs * (1 - probs) / 4000).sqrt()).abs().max()) < 4.5
 
 
-def generate_part(engine: NativeEngine, request: GenerationRequest, which: np.ndarray) -> dict[tuple[str | int, ...], object]:
-    part = GenerationRequest([request.prompts[i] for i in which], [request.samples[i] for i in which], [request.keys[i] for i in which])
+def generate_part(
+    engine: NativeEngine, request: GenerationRequest, which: np.ndarray
+) -> dict[tuple[str | int, ...], object]:
+    part = GenerationRequest(
+        [request.prompts[i] for i in which],
+        [request.samples[i] for i in which],
+        [request.keys[i] for i in which],
+    )
     output = engine.generate(part, SamplingParams(max_tokens=20, temperature=1.2))
     found, log_probs, at = rows(output), ragged.rows(output.log_probs), 0
     result: dict[tuple[str | int, ...], object] = {}
@@ -120,7 +149,9 @@ def generate_part(engine: NativeEngine, request: GenerationRequest, which: np.nd
 
 
 @pytest.mark.parametrize("name", ["qwen3 tied", "mistral, window 6"])
-def test_samples_do_not_depend_on_the_number_of_engines_nor_on_order_nor_on_the_limit_of_rows(name: str) -> None:
+def test_samples_do_not_depend_on_the_number_of_engines_nor_on_order_nor_on_the_limit_of_rows(
+    name: str,
+) -> None:
     model = make(CONFIGS[name])
     request = make_request([2 + i % 13 for i in range(64)], samples=4)
     whole = generate_part(NativeEngine(model), request, np.arange(64))
@@ -129,15 +160,20 @@ def test_samples_do_not_depend_on_the_number_of_engines_nor_on_order_nor_on_the_
     splits = [np.array_split(everything, 2), np.array_split(everything, 4), [shuffled], [everything[9:10]]]
     for max_rows, parts in [*((1024, split) for split in splits), (3, [everything]), (30, [everything])]:
         for part in parts:
-            for key, (tokens, log_probs) in generate_part(NativeEngine(model, max_num_seqs=max_rows), request, part).items():
+            for key, (tokens, log_probs) in generate_part(
+                NativeEngine(model, max_num_seqs=max_rows), request, part
+            ).items():
                 assert tokens == whole[key][0]
                 assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(log_probs, whole[key][1]))
 
 
 def test_no_matrix_product_has_few_rows_and_finished_rows_leave(engine: NativeEngine) -> None:
-    """Few rows are summed up in another order, so 16 of them are the least; and 64 rows shrink as responses end."""
+    """Few rows are summed up in another order, so 16 of them are the least; and 64 rows shrink as responses
+    end."""
     seen: list[tuple[int, int]] = []
-    handle = engine._model.register_forward_pre_hook(lambda _, __, kw: seen.append(tuple(kw["input_ids"].shape)), with_kwargs=True)
+    handle = engine._model.register_forward_pre_hook(
+        lambda _, __, kw: seen.append(tuple(kw["input_ids"].shape)), with_kwargs=True
+    )
     engine.generate(make_request([3]), SamplingParams(max_tokens=3, ignore_eos=True))
     assert seen == [(4, 4), (16, 1), (16, 1)]
     seen.clear()
@@ -178,13 +214,17 @@ def test_a_response_ends_with_its_end_token(engine: NativeEngine) -> None:
         assert len(row) == 15 or reason == "stop"
 
 
-def test_ignoring_end_tokens_changes_no_token_before_them_and_extra_stop_tokens_count(engine: NativeEngine) -> None:
+def test_ignoring_end_tokens_changes_no_token_before_them_and_extra_stop_tokens_count(
+    engine: NativeEngine,
+) -> None:
     request = make_request([5, 6, 7], samples=20)
     stopped = rows(engine.generate(request, SamplingParams(max_tokens=15)))
     free = engine.generate(request, SamplingParams(max_tokens=15, ignore_eos=True))
     assert set(free.finish_reason) == {"length"}
     assert [f[: len(s)] for f, s in zip(rows(free), stopped)] == stopped
-    extra = rows(engine.generate(request, SamplingParams(max_tokens=15, ignore_eos=True, stop_token_ids=(7, 8))))
+    extra = rows(
+        engine.generate(request, SamplingParams(max_tokens=15, ignore_eos=True, stop_token_ids=(7, 8)))
+    )
     cut = [next((i + 1 for i, t in enumerate(row) if t in (7, 8)), 15) for row in rows(free)]
     assert extra == [row[:n] for row, n in zip(rows(free), cut)]
 
@@ -196,7 +236,9 @@ def test_end_tokens_come_from_the_generation_settings_then_from_the_configuratio
     assert NativeEngine(model, generation_config=GenerationConfig())._eos == (END,)
 
 
-def test_long_prompts_are_prefilled_in_parts_with_the_same_outcome(engine: NativeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prompts_are_prefilled_in_parts_with_the_same_outcome(
+    engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     request = make_request([9, 12, 10, 11, 12], samples=2)
     whole = rows(engine.generate(request, SamplingParams(max_tokens=6)))
     monkeypatch.setattr("hydraflow.generation.decode._PREFILL_TOKENS", 24)
@@ -212,7 +254,9 @@ def test_outputs_can_take_part_in_training(engine: NativeEngine) -> None:
 
 
 def test_prompts_that_do_not_fit_are_refused_with_numbers(engine: NativeEngine) -> None:
-    with pytest.raises(ValueError, match="prompt 1 has 60 tokens; with max_tokens=5 that is 65, more than .*=64"):
+    with pytest.raises(
+        ValueError, match="prompt 1 has 60 tokens; with max_tokens=5 that is 65, more than .*=64"
+    ):
         engine.generate(make_request([3, 60]), SamplingParams(max_tokens=5))
     with pytest.raises(ValueError, match="prompt 0 holds token 23; the vocabulary has 23"):
         engine.generate(GenerationRequest([torch.tensor([23])], [1], [(0,)]), SamplingParams(max_tokens=5))
@@ -263,7 +307,9 @@ def test_weights_that_do_not_fit_are_named_and_leave_the_engine_unusable_until_a
     engine, good = NativeEngine(model), weights(model)
     with pytest.raises(ValueError, match="no weight model.norm.wait; did you mean model.norm.weight"):
         engine.update_weights([("model.norm.wait", torch.zeros(32))])
-    with pytest.raises(ValueError, match=r"model.norm.weight has shape \(31,\), but LlamaForCausalLM needs \(32,\)"):
+    with pytest.raises(
+        ValueError, match=r"model.norm.weight has shape \(31,\), but LlamaForCausalLM needs \(32,\)"
+    ):
         engine.update_weights([("model.norm.weight", torch.zeros(31))])
     with pytest.raises(ValueError, match="1 of 21 weights of LlamaForCausalLM did not come: lm_head.weight"):
         engine.update_weights((name, t) for name, t in good.items() if name != "lm_head.weight")
@@ -275,7 +321,12 @@ def test_weights_that_do_not_fit_are_named_and_leave_the_engine_unusable_until_a
 
 def test_sleep_frees_the_weights_and_waking_needs_them_again() -> None:
     model = make(CONFIGS["qwen3 tied"])
-    engine, good, request, params = NativeEngine(model), weights(model), make_request([3, 4], samples=2), SamplingParams(max_tokens=8)
+    engine, good, request, params = (
+        NativeEngine(model),
+        weights(model),
+        make_request([3, 4], samples=2),
+        SamplingParams(max_tokens=8),
+    )
     before = rows(engine.generate(request, params))
     engine.sleep()
     engine.sleep()

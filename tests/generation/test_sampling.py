@@ -22,7 +22,9 @@ ONES = 0xFFFFFFFF
         ),
     ],
 )
-def test_philox_gives_the_known_answers_of_its_authors(counter: list[int], key: list[int], expected: list[int]) -> None:
+def test_philox_gives_the_known_answers_of_its_authors(
+    counter: list[int], key: list[int], expected: list[int]
+) -> None:
     words = philox(np.array(counter, dtype=np.uint64)[:, None], np.array(key, dtype=np.uint64)[:, None])
     assert words[:, 0].tolist() == expected
 
@@ -36,7 +38,9 @@ def test_keys_of_different_types_or_splits_differ_and_numpy_integers_count_as_in
 def draws(rows: list[tuple[int, int]]) -> Draws:
     """Rows of (prompt, sample)."""
     prompts, samples = zip(*rows)
-    return Draws([(0, f"uid{i}") for i in range(4)], np.array(samples), np.array(prompts), torch.device("cpu"))
+    return Draws(
+        [(0, f"uid{i}") for i in range(4)], np.array(samples), np.array(prompts), torch.device("cpu")
+    )
 
 
 def test_a_draw_depends_on_prompt_sample_and_token_only() -> None:
@@ -105,17 +109,27 @@ def test_greedy_takes_the_best_token_with_its_log_prob_at_temperature_one() -> N
     assert tokens.tolist() == [1] and float(logp.exp()) == pytest.approx(0.4)
 
 
-def test_large_vocabularies_are_chosen_in_parts_with_the_same_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_vocabularies_are_chosen_in_parts_with_the_same_outcome(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     logits = torch.randn(7, 50, generator=torch.Generator().manual_seed(0))
     u = torch.linspace(0.05, 0.95, 7, dtype=torch.float64)
     params = SamplingParams(max_tokens=1, top_p=0.8)
-    whole, greedy = choose(logits, params, u), choose(logits, SamplingParams(max_tokens=1, temperature=0), None)
+    whole, greedy = (
+        choose(logits, params, u),
+        choose(logits, SamplingParams(max_tokens=1, temperature=0), None),
+    )
     monkeypatch.setattr("hydraflow.generation.sampling._CHUNK", 100)
     assert all(torch.equal(a, b) for a, b in zip(whole, choose(logits, params, u)))
-    assert all(torch.equal(a, b) for a, b in zip(greedy, choose(logits, SamplingParams(max_tokens=1, temperature=0), None)))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(greedy, choose(logits, SamplingParams(max_tokens=1, temperature=0), None))
+    )
 
 
-@pytest.mark.parametrize("wrong", [{"max_tokens": 0}, {"temperature": -1.0}, {"top_k": -2}, {"top_p": 0.0}, {"top_p": 1.1}])
+@pytest.mark.parametrize(
+    "wrong", [{"max_tokens": 0}, {"temperature": -1.0}, {"top_k": -2}, {"top_p": 0.0}, {"top_p": 1.1}]
+)
 def test_numbers_outside_their_range_are_refused_by_name(wrong: dict[str, float]) -> None:
     (name,) = wrong
     with pytest.raises(ValueError, match=name):

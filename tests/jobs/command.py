@@ -14,9 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SMALL_RECIPE = ["recipe.warm_start_steps=20", "recipe.warm_start_accuracy=1.0", "recipe.train_problems=600", "recipe.val_problems=32"]
+SMALL_RECIPE = [
+    "recipe.warm_start_steps=20",
+    "recipe.warm_start_accuracy=1.0",
+    "recipe.train_problems=600",
+    "recipe.val_problems=32",
+]
 """Few problems and a short warm start: it learns next to nothing, but everything runs."""
-SMALL_STEPS = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=4"]
+SMALL_STEPS = [
+    "data.train_batch_size=8",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "actor_rollout_ref.rollout.n=4",
+]
 
 STARTED: list[str] = []
 """Marks of commands that were started in the background."""
@@ -31,7 +40,9 @@ def end_leftovers() -> None:
         STARTED.pop()
 
 
-def hydraflow(command: str, *overrides: str, cwd: Path, timeout: float = 240.0) -> subprocess.CompletedProcess[str]:
+def hydraflow(
+    command: str, *overrides: str, cwd: Path, timeout: float = 240.0
+) -> subprocess.CompletedProcess[str]:
     """`python -m hydraflow.<command> overrides`, with what it printed."""
     return subprocess.run(
         [sys.executable, "-m", f"hydraflow.{command}", *overrides],
@@ -46,7 +57,8 @@ def hydraflow(command: str, *overrides: str, cwd: Path, timeout: float = 240.0) 
 
 @dataclass(frozen=True)
 class Started:
-    """A command that runs, in a session of its own, so that a signal to its group reaches all its processes as a terminal's does."""
+    """A command that runs, in a session of its own, so that a signal to its group reaches all its processes
+    as a terminal's does."""
 
     process: subprocess.Popen[bytes]
     log: Path
@@ -71,7 +83,11 @@ def start(command: str, *overrides: str, cwd: Path) -> Started:
     env = {**os.environ, "OMP_NUM_THREADS": "1", **dict([mark.split("=")])}
     with open(cwd / "log", "w") as log:
         STARTED.append(mark)
-        return Started(subprocess.Popen(words, cwd=cwd, env=env, stdout=log, stderr=log, start_new_session=True), cwd / "log", mark)
+        return Started(
+            subprocess.Popen(words, cwd=cwd, env=env, stdout=log, stderr=log, start_new_session=True),
+            cwd / "log",
+            mark,
+        )
 
 
 def wait_for(condition: Callable[[], object], seconds: float, what: str) -> None:

@@ -1,4 +1,5 @@
-"""One chain that the tests of three commands look at: a model learns four sums by heart (main_sft) and is asked them (main_generate)."""
+"""One chain that the tests of three commands look at: a model learns four sums by heart (main_sft) and is
+asked them (main_generate)."""
 
 from __future__ import annotations
 
@@ -46,7 +47,11 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The questions, and what main_eval needs to judge answers."""
     rows = [
-        {"prompt": question, "data_source": "arithmetic", "reward_model": {"style": "rule", "ground_truth": answer}}
+        {
+            "prompt": question,
+            "data_source": "arithmetic",
+            "reward_model": {"style": "rule", "ground_truth": answer},
+        }
         for question, answer in LEARNT.items()
     ]
     return write_lines(tmp_path_factory.mktemp("prompts") / "prompts.jsonl", rows)
@@ -56,14 +61,23 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sft_keys(tiny: str, conversations: Path, pairs: Path) -> list[str]:
     """What every supervised run here is told."""
     files = [f"model.path={tiny}", f"data.train_files={conversations}", f"data.val_files={pairs}"]
-    return [*files, "data.train_batch_size=4", "data.max_length=32", "optim.lr=0.01", "trainer.test_freq=30", "fsdp_config.dtype=fp32"]
+    return [
+        *files,
+        "data.train_batch_size=4",
+        "data.max_length=32",
+        "optim.lr=0.01",
+        "trainer.test_freq=30",
+        "fsdp_config.dtype=fp32",
+    ]
 
 
 @pytest.fixture(scope="session")
 def sft_run(tmp_path_factory: pytest.TempPathFactory, sft_keys: list[str]) -> Path:
     """The run folder of main_sft."""
     home = tmp_path_factory.mktemp("sft")
-    done = hydraflow("main_sft", *sft_keys, "trainer.total_training_steps=60", "trainer.default_local_dir=out", cwd=home)
+    done = hydraflow(
+        "main_sft", *sft_keys, "trainer.total_training_steps=60", "trainer.default_local_dir=out", cwd=home
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "command line" in done.stdout, "the plan says where a number comes from"
     return home / "out"

@@ -1,4 +1,5 @@
-"""Everything that is wrong with files, models and the machine comes in one report, before anything is started, and each thing once."""
+"""Everything that is wrong with files, models and the machine comes in one report, before anything is
+started, and each thing once."""
 
 from __future__ import annotations
 
@@ -48,23 +49,50 @@ def mistakes(tmp_path: Path, tiny: str) -> dict[str, Mistake]:
     jsonl(tmp_path / "source.jsonl", [row(source="my/own")])
     other = copied(tiny, tmp_path / "other", hidden_size=48)
     return {
-        "model folder": ({"actor_rollout_ref__model__path": "/nowhere/model"}, "/nowhere/model: there is no such directory"),
-        "training file": ({"data__train_files": str(tmp_path / "broken.parquet")}, "is not a readable Parquet file"),
+        "model folder": (
+            {"actor_rollout_ref__model__path": "/nowhere/model"},
+            "/nowhere/model: there is no such directory",
+        ),
+        "training file": (
+            {"data__train_files": str(tmp_path / "broken.parquet")},
+            "is not a readable Parquet file",
+        ),
         "held-out file": ({"data__val_files": str(tmp_path / "gone.jsonl")}, "gone.jsonl: no such file"),
-        "reward file": ({"reward__custom_reward_function__path": str(tmp_path / "reward.py")}, "no_such_module_anywhere"),
-        "run folder": ({"trainer__default_local_dir": str(tmp_path / "file" / "run")}, "the run folder cannot be written"),
-        "timeline": ({"ray_init__timeline_file": str(tmp_path / "file" / "t.json")}, "ray_init.timeline_file="),
+        "reward file": (
+            {"reward__custom_reward_function__path": str(tmp_path / "reward.py")},
+            "no_such_module_anywhere",
+        ),
+        "run folder": (
+            {"trainer__default_local_dir": str(tmp_path / "file" / "run")},
+            "the run folder cannot be written",
+        ),
+        "timeline": (
+            {"ray_init__timeline_file": str(tmp_path / "file" / "t.json")},
+            "ray_init.timeline_file=",
+        ),
         "device": ({"trainer__device": "cuda"}, "this machine has no such device"),
-        "profiler": ({"global_profiler__tool": "nsys", "global_profiler__steps": [1]}, "nsys is not found on PATH"),
+        "profiler": (
+            {"global_profiler__tool": "nsys", "global_profiler__steps": [1]},
+            "nsys is not found on PATH",
+        ),
         "tracker": ({"trainer__logger": ["mlflow"]}, "nothing answers there"),
-        "critic": ({"algorithm__adv_estimator": "gae", "critic__model__path": "/nowhere/critic"}, "critic.model.path=/nowhere/critic"),
+        "critic": (
+            {"algorithm__adv_estimator": "gae", "critic__model__path": "/nowhere/critic"},
+            "critic.model.path=/nowhere/critic",
+        ),
         "column": ({"data__val_files": str(tmp_path / "columns.jsonl")}, "has no value in column prompt"),
         "nesting": ({"data__val_files": str(tmp_path / "deep.jsonl")}, "nested more than 100 levels deep"),
-        "prompt length": ({"data__max_prompt_length": 3}, "the prompt has 4 tokens, more than data.max_prompt_length=3"),
+        "prompt length": (
+            {"data__max_prompt_length": 3},
+            "the prompt has 4 tokens, more than data.max_prompt_length=3",
+        ),
         "context": ({"data__max_response_length": 1021}, "more than the 1024 positions of the model"),
         "weights": ({"actor_rollout_ref__model__path": str(other)}, "of its weights are of another shape"),
         "adapters": (
-            {"actor_rollout_ref__model__lora_rank": 2, "actor_rollout_ref__model__target_modules": ["c_attn"]},
+            {
+                "actor_rollout_ref__model__lora_rank": 2,
+                "actor_rollout_ref__model__target_modules": ["c_attn"],
+            },
             "the model has no module c_attn; its linear layers are q_proj",
         ),
         "best checkpoint": ({"trainer__keep_best": "val/nothing"}, "no validation of this run measures it"),
@@ -101,28 +129,46 @@ def unsaid(made: list[Mistake], report: list[str]) -> list[str]:
     return [said for _, said in made if not any(said in line for line in report)]
 
 
-def test_each_mistake_is_said_once_and_nothing_that_follows_from_it(tiny: str, tmp_path: Path, mistakes: dict[str, Mistake]) -> None:
+def test_each_mistake_is_said_once_and_nothing_that_follows_from_it(
+    tiny: str, tmp_path: Path, mistakes: dict[str, Mistake]
+) -> None:
     reports = {name: ppo(tiny, tmp_path, mistake) for name, mistake in mistakes.items()}
-    assert {name: report for name, report in reports.items() if len(report) != 1 or mistakes[name][1] not in report[0]} == {}
+    assert {
+        name: report
+        for name, report in reports.items()
+        if len(report) != 1 or mistakes[name][1] not in report[0]
+    } == {}
 
 
 PAIRS = list(
     pairwise(
-        ["model folder", "training file", "held-out file", "reward file", "run folder", "timeline", "device", "profiler"]
+        [
+            "model folder",
+            "training file",
+            "held-out file",
+            "reward file",
+            "run folder",
+            "timeline",
+            "device",
+            "profiler",
+        ]
         + ["tracker", "critic", "weights", "adapters"]
     )
 )
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
-def test_two_mistakes_come_in_one_report(tiny: str, tmp_path: Path, mistakes: dict[str, Mistake], pair: tuple[str, str]) -> None:
+def test_two_mistakes_come_in_one_report(
+    tiny: str, tmp_path: Path, mistakes: dict[str, Mistake], pair: tuple[str, str]
+) -> None:
     made = [mistakes[name] for name in pair]
     report = ppo(tiny, tmp_path, *made)
     assert (len(report), unsaid(made, report)) == (2, []), report
 
 
 def test_all_mistakes_come_in_one_report(tiny: str, tmp_path: Path, mistakes: dict[str, Mistake]) -> None:
-    """But for those that cannot be seen beside another: what a broken model makes of prompts, and a second wrong value of a key."""
+    """But for those that cannot be seen beside another: what a broken model makes of prompts, and a second
+    wrong value of a key."""
     hidden = ["model folder", "held-out file", "nesting", "prompt length", "context", "best checkpoint"]
     made = [mistake for name, mistake in mistakes.items() if name not in hidden]
     report = ppo(tiny, tmp_path, *made)
@@ -130,11 +176,24 @@ def test_all_mistakes_come_in_one_report(tiny: str, tmp_path: Path, mistakes: di
 
 
 def test_a_recipe_is_looked_at_before_its_model_is_made(tmp_path: Path) -> None:
-    given: dict[str, Any] = {"recipe__name": "arithmetic", "recipe__cache_dir": str(tmp_path), "algorithm__adv_estimator": "gae"}
+    given: dict[str, Any] = {
+        "recipe__name": "arithmetic",
+        "recipe__cache_dir": str(tmp_path),
+        "algorithm__adv_estimator": "gae",
+    }
     given |= {"critic__model__path": "/nowhere/critic", "actor_rollout_ref__model__lora_rank": 2}
-    given |= {"actor_rollout_ref__model__target_modules": ["c_attn"], "data__max_prompt_length": 2, "trainer__logger": ["mlflow"]}
+    given |= {
+        "actor_rollout_ref__model__target_modules": ["c_attn"],
+        "data__max_prompt_length": 2,
+        "trainer__logger": ["mlflow"],
+    }
     report = report_of(lambda: run_ppo(configured(**given)), tmp_path)
-    said = ["/nowhere/critic: there is no such directory", "no module c_attn", "more than data.max_prompt_length=2", "nothing answers"]
+    said = [
+        "/nowhere/critic: there is no such directory",
+        "no module c_attn",
+        "more than data.max_prompt_length=2",
+        "nothing answers",
+    ]
     assert not [word for word in said if not any(word in line for line in report)], report
 
 
@@ -145,7 +204,9 @@ def test_a_broken_model_of_both_is_said_once(tiny: str, tmp_path: Path) -> None:
     assert problem.startswith("actor_rollout_ref.model.path=")
 
 
-def test_a_data_source_without_a_reward_function(tiny: str, tmp_path: Path, mistakes: dict[str, Mistake]) -> None:
+def test_a_data_source_without_a_reward_function(
+    tiny: str, tmp_path: Path, mistakes: dict[str, Mistake]
+) -> None:
     source = ({"data__val_files": str(tmp_path / "source.jsonl")}, "my/own")
     report = ppo(tiny, tmp_path, source, mistakes["run folder"])
     assert (len(report), unsaid([source, mistakes["run folder"]], report)) == (2, []), report
@@ -159,26 +220,63 @@ def test_main_sft_reports_all_at_once(tiny: str, tmp_path: Path) -> None:
     config.trainer.default_local_dir, config.trainer.device = "/proc/run", "cuda"
     config.trainer.logger, config.trainer.keep_best = ["mlflow"], "val/nothing"
     report = report_of(lambda: run_sft(config), tmp_path)
-    said = ["c_attn", "gone.jsonl: no such file", "column response", "/proc/run", "no such device", "nothing answers", "val/nothing"]
-    assert len(report) == len(said) and not [word for word in said if not any(word in line for line in report)], report
+    said = [
+        "c_attn",
+        "gone.jsonl: no such file",
+        "column response",
+        "/proc/run",
+        "no such device",
+        "nothing answers",
+        "val/nothing",
+    ]
+    assert len(report) == len(said) and not [
+        word for word in said if not any(word in line for line in report)
+    ], report
     config.model.path = "/nowhere/at/all"
     report = report_of(lambda: run_sft(config), tmp_path)
     said[0] = "there is no such directory"
-    assert len(report) == len(said) and not [word for word in said if not any(word in line for line in report)], report
+    assert len(report) == len(said) and not [
+        word for word in said if not any(word in line for line in report)
+    ], report
 
 
 def test_main_generate_reports_all_at_once(tiny: str, tmp_path: Path) -> None:
     config = GenerateConfig()
-    config.model.path = str(copied(tiny, tmp_path / "other", num_hidden_layers=3, layer_types=["full_attention"] * 3))
+    config.model.path = str(
+        copied(tiny, tmp_path / "other", num_hidden_layers=3, layer_types=["full_attention"] * 3)
+    )
     config.data.path = str(tmp_path / "gone.jsonl")
-    config.output.path, config.ray_init.timeline_file, config.trainer.device = "/proc/out.parquet", "/proc/t.json", "cuda"
+    config.output.path, config.ray_init.timeline_file, config.trainer.device = (
+        "/proc/out.parquet",
+        "/proc/t.json",
+        "cuda",
+    )
     report = report_of(lambda: run_generate(config), tmp_path)
-    said = ["11 weights are not in its files", "gone.jsonl: no such file", "/proc/out.parquet", "/proc/t.json", "no such device"]
-    assert len(report) == len(said) and not [word for word in said if not any(word in line for line in report)], report
+    said = [
+        "11 weights are not in its files",
+        "gone.jsonl: no such file",
+        "/proc/out.parquet",
+        "/proc/t.json",
+        "no such device",
+    ]
+    assert len(report) == len(said) and not [
+        word for word in said if not any(word in line for line in report)
+    ], report
 
 
 def test_files_that_are_not_there_and_the_machine(tiny: str, tmp_path: Path) -> None:
     """The command itself: what composing the configuration sees alone waits for what the job sees."""
-    given = ["data.train_files=gone.parquet", "actor_rollout_ref.model.path=/nowhere/model", "trainer.default_local_dir=/proc/run"]
+    given = [
+        "data.train_files=gone.parquet",
+        "actor_rollout_ref.model.path=/nowhere/model",
+        "trainer.default_local_dir=/proc/run",
+    ]
     done = hydraflow("main_ppo", *given, "trainer.nnodes=2", "trainer.device=cpu", cwd=tmp_path)
-    assert_refused(done, "4 problems found before anything was started", "gone.parquet", "/nowhere/model", "/proc/run", "needs 2 nodes")
+    assert_refused(
+        done,
+        "4 problems found before anything was started",
+        "gone.parquet",
+        "/nowhere/model",
+        "/proc/run",
+        "needs 2 nodes",
+    )

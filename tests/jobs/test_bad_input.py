@@ -38,10 +38,16 @@ def _parquet(path: Path, rows: list[dict]) -> Path:
 
 def ppo(tmp_path: Path, model: Path | str, data: Path | str, *more: str):
     """main_ppo with these files, in an otherwise valid small configuration."""
-    small = ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "algorithm.adv_estimator=grpo"]
+    small = [
+        "data.train_batch_size=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "algorithm.adv_estimator=grpo",
+    ]
     files = [f"actor_rollout_ref.model.path={model}", f"data.train_files={data}"]
     done = hydraflow("main_ppo", *files, *small, *more, cwd=tmp_path)
-    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").glob("*/metrics.jsonl")), "nothing was started"
+    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").glob("*/metrics.jsonl")), (
+        "nothing was started"
+    )
     return done
 
 
@@ -113,7 +119,12 @@ def test_gpus_that_the_machine_does_not_have(tmp_path: Path, model: Path, data: 
 
 
 def test_more_nodes_than_there_are(tmp_path: Path, model: Path, data: Path) -> None:
-    assert_refused(ppo(tmp_path, model, data, "trainer.nnodes=2"), "before anything was started", "trainer.nnodes=2", "needs 2 nodes")
+    assert_refused(
+        ppo(tmp_path, model, data, "trainer.nnodes=2"),
+        "before anything was started",
+        "trainer.nnodes=2",
+        "needs 2 nodes",
+    )
     assert not (tmp_path / "runs").exists()
 
 

@@ -1,4 +1,5 @@
-"""Parts of a run alone, rollouts that are replayed, and everything in one process: the same numbers, bit by bit."""
+"""Parts of a run alone, rollouts that are replayed, and everything in one process: the same numbers, bit by
+bit."""
 
 from __future__ import annotations
 
@@ -37,8 +38,18 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(home: Path, cache: Path, name: str, *overrides: str, code: int = 0) -> Path:
     """A run of three steps in a folder of `home`, with one process for each role."""
-    given = [*SMALL_RECIPE, *SMALL_STEPS, f"recipe.cache_dir={cache}", "trainer.n_gpus_per_node=1", f"trainer.default_local_dir={name}"]
-    given += ["trainer.total_training_steps=3", "reward.custom_reward_function.path=reward.py", "trainer.log_val_generations=2"]
+    given = [
+        *SMALL_RECIPE,
+        *SMALL_STEPS,
+        f"recipe.cache_dir={cache}",
+        "trainer.n_gpus_per_node=1",
+        f"trainer.default_local_dir={name}",
+    ]
+    given += [
+        "trainer.total_training_steps=3",
+        "reward.custom_reward_function.path=reward.py",
+        "trainer.log_val_generations=2",
+    ]
     done = hydraflow("main_ppo", *given, *overrides, cwd=home)
     assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
     return home / name
@@ -50,7 +61,10 @@ def with_ray(home: Path, recipe_cache: Path) -> Path:
 
 
 def numbers(run: Path) -> list[dict[str, Any]]:
-    return [{name: value for name, value in line.items() if not name.startswith(UNLIKE)} for line in read_steps(run)]
+    return [
+        {name: value for name, value in line.items() if not name.startswith(UNLIKE)}
+        for line in read_steps(run)
+    ]
 
 
 def weights(run: Path) -> bytes:
@@ -60,7 +74,11 @@ def weights(run: Path) -> bytes:
 def assert_same_rows(one: Path, other: Path) -> None:
     (rows, facts), (others, other_facts) = read_batch(one), read_batch(other)
     assert facts == other_facts and sorted(dict(rows.items())) == sorted(dict(others.items()))
-    assert {name: difference for name, column in rows.items() if (difference := first_difference(column, others.get(name)))} == {}
+    assert {
+        name: difference
+        for name, column in rows.items()
+        if (difference := first_difference(column, others.get(name)))
+    } == {}
 
 
 def test_the_reference_run_learns(with_ray: Path) -> None:
@@ -75,27 +93,49 @@ def test_without_ray_the_numbers_are_the_same(with_ray: Path, home: Path, recipe
     run = train(home, recipe_cache, "local", *local)
     assert numbers(run) == numbers(with_ray)
     assert weights(run) == weights(with_ray)
-    assert (run / "samples" / "step_000003.jsonl").read_text() == (with_ray / "samples" / "step_000003.jsonl").read_text()
+    assert (run / "samples" / "step_000003.jsonl").read_text() == (
+        with_ray / "samples" / "step_000003.jsonl"
+    ).read_text()
     for step in (1, 2, 3):
-        assert_same_rows(home / "dump_local" / f"step_{step}.safetensors", home / "dump" / f"step_{step}.safetensors")
+        assert_same_rows(
+            home / "dump_local" / f"step_{step}.safetensors", home / "dump" / f"step_{step}.safetensors"
+        )
 
 
 @pytest.mark.parametrize("where", ["trainer.debug.local=true", "trainer.debug.local=false"])
-def test_training_on_a_dump_gives_the_same_weights(with_ray: Path, home: Path, recipe_cache: Path, where: str) -> None:
+def test_training_on_a_dump_gives_the_same_weights(
+    with_ray: Path, home: Path, recipe_cache: Path, where: str
+) -> None:
     name = f"train_only_{where[-4:]}"
-    run = train(home, recipe_cache, name, where, "trainer.debug.train_only=true", "trainer.debug.load_rollouts=dump")
+    run = train(
+        home, recipe_cache, name, where, "trainer.debug.train_only=true", "trainer.debug.load_rollouts=dump"
+    )
     assert weights(run) == weights(with_ray)
-    trained = [{key: value for key, value in line.items() if not key.startswith("val-")} for line in numbers(with_ray)[1:]]
+    trained = [
+        {key: value for key, value in line.items() if not key.startswith("val-")}
+        for line in numbers(with_ray)[1:]
+    ]
     assert numbers(run)[1:] == trained, "no validation, and the same steps"
 
 
 def test_replayed_rollouts_beside_validation(with_ray: Path, home: Path, recipe_cache: Path) -> None:
-    run = train(home, recipe_cache, "replayed", "trainer.debug.local=true", "trainer.debug.load_rollouts=dump", "trainer.test_freq=2")
+    run = train(
+        home,
+        recipe_cache,
+        "replayed",
+        "trainer.debug.local=true",
+        "trainer.debug.load_rollouts=dump",
+        "trainer.test_freq=2",
+    )
     assert numbers(run) == numbers(with_ray) and weights(run) == weights(with_ray)
 
 
 def test_sampling_alone(with_ray: Path, home: Path, recipe_cache: Path) -> None:
-    only = ["trainer.debug.rollout_only=true", "trainer.debug.save_rollouts=dump_only", "trainer.debug.local=true"]
+    only = [
+        "trainer.debug.rollout_only=true",
+        "trainer.debug.save_rollouts=dump_only",
+        "trainer.debug.local=true",
+    ]
     only += ["trainer.rollout_data_dir=responses"]
     run = train(home, recipe_cache, "rollout_only", *only)
     assert_same_rows(home / "dump_only" / "step_1.safetensors", home / "dump" / "step_1.safetensors")
@@ -105,20 +145,29 @@ def test_sampling_alone(with_ray: Path, home: Path, recipe_cache: Path) -> None:
     assert first["response_length/max"] == reference["response_length/max"]
     assert "actor/grad_norm" not in first
     told = [json.loads(line) for line in (home / "responses" / "1.jsonl").read_text().splitlines()]
-    assert np.mean([row["score"] for row in told]) == pytest.approx(first["critic/score/mean"]) and len(told) == 32
+    assert (
+        np.mean([row["score"] for row in told]) == pytest.approx(first["critic/score/mean"])
+        and len(told) == 32
+    )
     stale, _ = read_batch(home / "dump_only" / "step_3.safetensors")
     assert len(stale) == 32 and len(np.unique(stale.get("group").numpy())) == 8
 
 
-def test_dumps_that_do_not_fit_are_refused_before_anything_starts(with_ray: Path, home: Path, recipe_cache: Path) -> None:
+def test_dumps_that_do_not_fit_are_refused_before_anything_starts(
+    with_ray: Path, home: Path, recipe_cache: Path
+) -> None:
     given = [*SMALL_RECIPE, *SMALL_STEPS, f"recipe.cache_dir={recipe_cache}", "trainer.debug.local=true"]
     given += ["trainer.debug.load_rollouts=dump", "trainer.debug.train_only=true"]
-    done = hydraflow("main_ppo", *given, "trainer.total_training_steps=5", "trainer.default_local_dir=longer", cwd=home)
+    done = hydraflow(
+        "main_ppo", *given, "trainer.total_training_steps=5", "trainer.default_local_dir=longer", cwd=home
+    )
     assert_refused(done, "has no trajectories of step 4 and 1 more", "trainer.total_training_steps=3")
     other = ["data.train_batch_size=4", "trainer.total_training_steps=3", "trainer.default_local_dir=smaller"]
     done = hydraflow("main_ppo", *given, *other, cwd=home)
     assert_refused(
-        done, "holds 8 prompts with 4 samples each; the plan has 4 with 4", "data.train_batch_size=8 actor_rollout_ref.rollout.n=4"
+        done,
+        "holds 8 prompts with 4 samples each; the plan has 4 with 4",
+        "data.train_batch_size=8 actor_rollout_ref.rollout.n=4",
     )
 
 
@@ -127,12 +176,16 @@ def debugged(home: Path, typed: str, *overrides: str) -> subprocess.CompletedPro
     command = [sys.executable, "-m", "hydraflow.main_ppo", *SMALL_RECIPE, *SMALL_STEPS, *overrides]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     environ.pop("PYTHONBREAKPOINT", None)  # Ray in the process of the tests has set it
-    return subprocess.run(command, cwd=home, input=typed, capture_output=True, text=True, timeout=240, check=False, env=environ)
+    return subprocess.run(
+        command, cwd=home, input=typed, capture_output=True, text=True, timeout=240, check=False, env=environ
+    )
 
 
 def test_a_breakpoint_in_a_reward_function_opens_pdb(home: Path, recipe_cache: Path) -> None:
     stops = "    if not seen:\n        seen.append(1)\n        breakpoint()\n    return 0.0\n"
-    (home / "stops.py").write_text(f"seen = []\n\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n{stops}")
+    (home / "stops.py").write_text(
+        f"seen = []\n\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n{stops}"
+    )
     given = [
         f"recipe.cache_dir={recipe_cache}",
         "trainer.debug.local=true",
@@ -148,18 +201,40 @@ def test_a_breakpoint_in_a_reward_function_opens_pdb(home: Path, recipe_cache: P
 
 def test_an_exception_of_a_worker_comes_with_its_stack(home: Path, recipe_cache: Path) -> None:
     """What pdb's post-mortem needs: the exception itself, not a message of another process."""
-    given = [f"recipe.cache_dir={recipe_cache}", "trainer.debug.local=true", "reward.custom_reward_function.path=reward.py"]
-    patch = "import hydraflow.workers.actor as a, sys, runpy; a.ActorWorker.update.__globals__['largest'] = None; "
+    given = [
+        f"recipe.cache_dir={recipe_cache}",
+        "trainer.debug.local=true",
+        "reward.custom_reward_function.path=reward.py",
+    ]
+    patch = (
+        "import hydraflow.workers.actor as a, sys, runpy; a.ActorWorker.update.__globals__['largest'] ="
+        " None; "
+    )
     program = patch + "sys.argv[0] = 'main_ppo'; runpy.run_module('hydraflow.main_ppo', run_name='__main__')"
-    command = [sys.executable, "-c", program, *SMALL_RECIPE, *SMALL_STEPS, *given, "trainer.default_local_dir=raises"]
+    command = [
+        sys.executable,
+        "-c",
+        program,
+        *SMALL_RECIPE,
+        *SMALL_STEPS,
+        *given,
+        "trainer.default_local_dir=raises",
+    ]
     done = subprocess.run(command, cwd=home, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-3000:]
     assert "TypeError: 'NoneType' object is not callable" in done.stderr and "in update" in done.stderr
 
 
-def test_supervised_training_and_generation_in_one_process(tmp_path: Path, sft_keys: list[str], sft_run: Path, prompts: Path) -> None:
+def test_supervised_training_and_generation_in_one_process(
+    tmp_path: Path, sft_keys: list[str], sft_run: Path, prompts: Path
+) -> None:
     """Two ranks and one begin with the same loss but for rounding; the responses are the same."""
-    here = ["trainer.debug.local=true", "trainer.threads_per_process=1", "trainer.default_local_dir=out", "ray_init.timeline_file=t.json"]
+    here = [
+        "trainer.debug.local=true",
+        "trainer.threads_per_process=1",
+        "trainer.default_local_dir=out",
+        "ray_init.timeline_file=t.json",
+    ]
     done = hydraflow("main_sft", *sft_keys, "trainer.total_training_steps=60", *here, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     lines, reference = read_steps(tmp_path / "out"), read_steps(sft_run)
@@ -168,9 +243,21 @@ def test_supervised_training_and_generation_in_one_process(tmp_path: Path, sft_k
     trace = json.loads((tmp_path / "t.json").read_text())
     trace_format.check(trace)
     assert len([event for event in trace_format.spans(trace, "sft") if event["name"] == "update"]) == 60
-    given = [f"model.path={sft_run / 'final_model'}", f"data.path={prompts}", "data.max_response_length=4", "rollout.temperature=0"]
+    given = [
+        f"model.path={sft_run / 'final_model'}",
+        f"data.path={prompts}",
+        "data.max_response_length=4",
+        "rollout.temperature=0",
+    ]
     for name, where in {"local": "trainer.debug.local=true", "ray": "trainer.n_gpus_per_node=1"}.items():
-        done = hydraflow("main_generate", *given, where, f"output.path={name}.parquet", f"ray_init.timeline_file={name}.json", cwd=tmp_path)
+        done = hydraflow(
+            "main_generate",
+            *given,
+            where,
+            f"output.path={name}.parquet",
+            f"ray_init.timeline_file={name}.json",
+            cwd=tmp_path,
+        )
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         trace_format.check(json.loads((tmp_path / f"{name}.json").read_text()))
     local, ray = (pyarrow.parquet.read_table(tmp_path / f"{name}.parquet") for name in ("local", "ray"))

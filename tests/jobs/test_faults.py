@@ -1,4 +1,5 @@
-"""Faults in the middle of a run, as a user meets them: what ends, with which words and exit code, and what goes on by itself."""
+"""Faults in the middle of a run, as a user meets them: what ends, with which words and exit code, and what
+goes on by itself."""
 
 from __future__ import annotations
 
@@ -20,16 +21,29 @@ pytestmark = pytest.mark.slow
 
 def begin(home: Path, cache: Path, *overrides: str) -> Started:
     """A long run with four steps done."""
-    given = [*SMALL_RECIPE, *SMALL_STEPS, "trainer.total_training_steps=100000", "trainer.default_local_dir=out"]
+    given = [
+        *SMALL_RECIPE,
+        *SMALL_STEPS,
+        "trainer.total_training_steps=100000",
+        "trainer.default_local_dir=out",
+    ]
     started = start("main_ppo", *given, f"recipe.cache_dir={cache}", *overrides, cwd=home)
-    wait_for(lambda: started.process.poll() is not None or has_lines(home / "out" / "metrics.jsonl", 5), 180, "the first steps")
+    wait_for(
+        lambda: started.process.poll() is not None or has_lines(home / "out" / "metrics.jsonl", 5),
+        180,
+        "the first steps",
+    )
     assert started.process.poll() is None, started.said()[-3000:]
     return started
 
 
 def family(started: Started, word: str) -> list[psutil.Process]:
     """Processes of the run whose command line holds that word."""
-    return [process for process in psutil.Process(started.process.pid).children(recursive=True) if word in " ".join(process.cmdline())]
+    return [
+        process
+        for process in psutil.Process(started.process.pid).children(recursive=True)
+        if word in " ".join(process.cmdline())
+    ]
 
 
 def steps(home: Path) -> list[int]:
@@ -37,20 +51,30 @@ def steps(home: Path) -> list[int]:
 
 
 def test_a_run_goes_on_by_itself_as_often_as_it_may(tmp_path: Path, recipe_cache: Path) -> None:
-    started = begin(tmp_path, recipe_cache, "trainer.save_freq=2", "trainer.max_restarts=1", "trainer.restart_backoff=0.5")
+    started = begin(
+        tmp_path, recipe_cache, "trainer.save_freq=2", "trainer.max_restarts=1", "trainer.restart_backoff=0.5"
+    )
     family(started, "ray::WorkerHost")[0].kill()
     wait_for(lambda: "RESTART 1 of 1 in 0.5 seconds" in started.said(), 60, "the restart")
     wait_for(lambda: "continues after step" in started.said(), 60, "the checkpoint")
     restored = int(re.findall(r"continues after step (\d+)", started.said())[0])
     assert restored >= 2 and restored % 2 == 0
     wait_for(lambda: has_lines(tmp_path / "out" / "metrics.jsonl", restored + 4), 120, "more steps")
-    assert steps(tmp_path)[: restored + 3] == list(range(restored + 3)), "no step is missing, none is there twice"
-    assert {line["step"] <= restored or line["training/restarts"] == 1.0 for line in read_steps(tmp_path / "out")} == {True}
+    assert steps(tmp_path)[: restored + 3] == list(range(restored + 3)), (
+        "no step is missing, none is there twice"
+    )
+    assert {
+        line["step"] <= restored or line["training/restarts"] == 1.0 for line in read_steps(tmp_path / "out")
+    } == {True}
 
     family(started, "ray::WorkerHost")[0].kill()
     assert started.ended(60) == 4, started.said()[-3000:]
-    assert "trainer.max_restarts=1 restarts are used up" in started.said() and "Traceback" not in started.said()
-    assert "default_local_dir: out\n" in (tmp_path / "out" / "config.yaml").read_text(), "the configuration that was asked for"
+    assert (
+        "trainer.max_restarts=1 restarts are used up" in started.said() and "Traceback" not in started.said()
+    )
+    assert "default_local_dir: out\n" in (tmp_path / "out" / "config.yaml").read_text(), (
+        "the configuration that was asked for"
+    )
 
 
 def test_rays_node_process_dies(tmp_path: Path, recipe_cache: Path) -> None:
@@ -59,7 +83,9 @@ def test_rays_node_process_dies(tmp_path: Path, recipe_cache: Path) -> None:
     family(started, "/raylet/raylet")[0].kill()
     assert started.ended(30) == 4, started.said()[-3000:]
     assert time.monotonic() - begun < 30
-    assert re.search(r"^\w+ rank \d on node \S+ failed in \w+: the process died", started.said(), re.MULTILINE), started.said()[-3000:]
+    assert re.search(
+        r"^\w+ rank \d on node \S+ failed in \w+: the process died", started.said(), re.MULTILINE
+    ), started.said()[-3000:]
 
 
 def test_rays_control_service_dies(tmp_path: Path, recipe_cache: Path) -> None:
@@ -78,24 +104,41 @@ def test_a_process_hangs(tmp_path: Path, recipe_cache: Path) -> None:
     assert started.ended(40) == 4, started.said()[-3000:]
     assert time.monotonic() - begun > 5
     assert "no answer in 6 seconds" in started.said() and "Traceback" not in started.said()
-    assert "; stacks of all workers: " in started.said() and len(list((tmp_path / "out" / "stacks").iterdir())) == 1
+    assert (
+        "; stacks of all workers: " in started.said()
+        and len(list((tmp_path / "out" / "stacks").iterdir())) == 1
+    )
 
 
 def test_a_gradient_that_is_never_finite(tmp_path: Path, sft_keys: list[str]) -> None:
-    """The first step throws the weights to 1e30, the second one is skipped. A stop in between forgets neither."""
-    many = ["optim.lr=1e30", "trainer.max_skipped_steps=2", "trainer.save_freq=2", "trainer.default_local_dir=out", "trainer.test_freq=-1"]
+    """The first step throws the weights to 1e30, the second one is skipped. A stop in between forgets
+    neither."""
+    many = [
+        "optim.lr=1e30",
+        "trainer.max_skipped_steps=2",
+        "trainer.save_freq=2",
+        "trainer.default_local_dir=out",
+        "trainer.test_freq=-1",
+    ]
     many += ["trainer.save_final_model=false"]
     first = hydraflow("main_sft", *sft_keys, *many, "trainer.total_training_steps=2", cwd=tmp_path)
     assert first.returncode == 0, (first.stdout + first.stderr)[-3000:]
     done = hydraflow("main_sft", *sft_keys, *many, "trainer.total_training_steps=20", cwd=tmp_path)
     assert "continues after step 2 of 20" in done.stdout
     assert done.returncode == 5, (done.stdout + done.stderr)[-3000:]
-    assert "the gradient of the model was not finite in 2 optimizer steps in a row, the last one in step 3" in done.stderr
+    assert (
+        "the gradient of the model was not finite in 2 optimizer steps in a row, the last one in step 3"
+        in done.stderr
+    )
     assert "Traceback" not in done.stderr
-    assert json.loads((tmp_path / "out" / "summary.json").read_text())["why_it_ended"].startswith("the gradient of the model")
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["why_it_ended"].startswith(
+        "the gradient of the model"
+    )
     logged = [line.get("train/skipped_steps") for line in read_steps(tmp_path / "out") if line["step"]]
     assert logged == [0.0, 1.0]
-    assert {line["train/oom_splits"] for line in read_steps(tmp_path / "out") if "train/loss" in line} == {0.0}
+    assert {line["train/oom_splits"] for line in read_steps(tmp_path / "out") if "train/loss" in line} == {
+        0.0
+    }
     files = sorted(os.listdir(tmp_path / "out" / "skipped"))
     assert files == [f"step_{step}_model_0_rank_{rank}.safetensors" for step in (2, 3) for rank in (0, 1)]
     rows, facts = read_skipped(tmp_path / "out" / "skipped" / files[0])

@@ -11,14 +11,23 @@ from jobs.command import SMALL_RECIPE, SMALL_STEPS, assert_refused, hydraflow, r
 
 pytestmark = pytest.mark.slow
 
-RESUME = ["trainer.resume_mode=resume_path", "trainer.resume_from_path=checkpoint/global_step_1", "trainer.default_local_dir=out"]
+RESUME = [
+    "trainer.resume_mode=resume_path",
+    "trainer.resume_from_path=checkpoint/global_step_1",
+    "trainer.default_local_dir=out",
+]
 WAYS = pytest.mark.parametrize("way", [[], ["trainer.val_only=true"]], ids=["trained", "validated"])
 
 
 @pytest.fixture(scope="module")
 def keys(recipe_cache: Path) -> list[str]:
     """What every run here is given: two steps, and a checkpoint after each."""
-    every = ["trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.save_final_model=false", "trainer.logger=[file]"]
+    every = [
+        "trainer.total_training_steps=2",
+        "trainer.save_freq=1",
+        "trainer.save_final_model=false",
+        "trainer.logger=[file]",
+    ]
     return [*SMALL_RECIPE, *SMALL_STEPS, *every, f"recipe.cache_dir={recipe_cache}"]
 
 
@@ -48,7 +57,9 @@ def test_code_in_it_is_refused_before_anything_starts(
         put_into_shard(checkpoint / "actor", tmp_path / "hacked", as_object=True)
     seal(checkpoint)
     done = hydraflow("main_ppo", *keys, *RESUME, *way, cwd=tmp_path)
-    assert_refused(done, REFUSED if where == "index" else OBJECT, str(checkpoint / "actor" / "dcp" / ".metadata"))
+    assert_refused(
+        done, REFUSED if where == "index" else OBJECT, str(checkpoint / "actor" / "dcp" / ".metadata")
+    )
     assert not (tmp_path / "hacked").exists() and not (tmp_path / "out" / "metrics.jsonl").exists()
 
 
@@ -64,7 +75,9 @@ def test_code_in_a_shard_is_not_run(checkpoint: Path, keys: list[str], tmp_path:
 
 
 @WAYS
-def test_an_honest_one_is_gone_on_from(checkpoint: Path, keys: list[str], tmp_path: Path, way: list[str]) -> None:
+def test_an_honest_one_is_gone_on_from(
+    checkpoint: Path, keys: list[str], tmp_path: Path, way: list[str]
+) -> None:
     done = hydraflow("main_ppo", *keys, *RESUME, *way, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert max(row["step"] for row in read_steps(tmp_path / "out")) == (1 if way else 2)

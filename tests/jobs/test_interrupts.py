@@ -1,4 +1,5 @@
-"""The main job is interrupted or loses a process: it ends soon, says why, leaves nothing behind, and can be started again."""
+"""The main job is interrupted or loses a process: it ends soon, says why, leaves nothing behind, and can be
+started again."""
 
 from __future__ import annotations
 
@@ -32,7 +33,12 @@ from hydraflow.trainer.signals import REPEATED
 
 pytestmark = pytest.mark.slow
 
-ENDLESS = [*SMALL_RECIPE, *SMALL_STEPS, "trainer.total_training_steps=100000", "trainer.default_local_dir=out"]
+ENDLESS = [
+    *SMALL_RECIPE,
+    *SMALL_STEPS,
+    "trainer.total_training_steps=100000",
+    "trainer.default_local_dir=out",
+]
 
 
 def why_it_ended(home: Path) -> str:
@@ -62,7 +68,9 @@ def interrupt_again_and_again(started: Started) -> None:
 
 def ray_starts(started: Started) -> bool:
     """Whether the first of Ray's own processes is there; the connection to it is not yet."""
-    return any("gcs_server" in Path(f"/proc/{pid}/cmdline").read_text() for pid in processes_with([started.mark]))
+    return any(
+        "gcs_server" in Path(f"/proc/{pid}/cmdline").read_text() for pid in processes_with([started.mark])
+    )
 
 
 def imports(started: Started) -> bool:
@@ -83,13 +91,19 @@ def begins_to_end(started: Started) -> bool:
 
 
 @pytest.mark.parametrize("moment", [imports, ray_starts, trains, begins_to_end])
-def test_ctrl_c_again_and_again(tmp_path: Path, recipe_cache: Path, moment: Callable[[Started], bool]) -> None:
-    started = start("main_ppo", *ENDLESS, "trainer.save_freq=1", f"recipe.cache_dir={recipe_cache}", cwd=tmp_path)
+def test_ctrl_c_again_and_again(
+    tmp_path: Path, recipe_cache: Path, moment: Callable[[Started], bool]
+) -> None:
+    started = start(
+        "main_ppo", *ENDLESS, "trainer.save_freq=1", f"recipe.cache_dir={recipe_cache}", cwd=tmp_path
+    )
     wait_for(lambda: moment(started), 180, moment.__name__)
     interrupt_again_and_again(started)
     assert started.process.wait(timeout=30) == 130, started.said()[-3000:]
     wait_for(lambda: not processes_with([started.mark]), 10, "all processes to end")
-    assert "Traceback" not in started.said() and started.said().endswith("interrupted\n"), started.said()[-3000:]
+    assert "Traceback" not in started.said() and started.said().endswith("interrupted\n"), started.said()[
+        -3000:
+    ]
     if moment in (trains, begins_to_end):
         RunLock(tmp_path / "out", field="trainer.default_local_dir").release()
         assert why_it_ended(tmp_path) == "interrupted"
@@ -97,7 +111,9 @@ def test_ctrl_c_again_and_again(tmp_path: Path, recipe_cache: Path, moment: Call
 
 def test_a_second_sigterm_does_not_wait_for_a_step_that_hangs(tmp_path: Path, recipe_cache: Path) -> None:
     """The first one only asks; a copy of it right after it changes nothing."""
-    started = start("main_ppo", *ENDLESS, "trainer.save_freq=2", f"recipe.cache_dir={recipe_cache}", cwd=tmp_path)
+    started = start(
+        "main_ppo", *ENDLESS, "trainer.save_freq=2", f"recipe.cache_dir={recipe_cache}", cwd=tmp_path
+    )
     wait_for(lambda: trains(started), 180, "the first steps")
     for process in psutil.Process(started.process.pid).children(recursive=True):
         if "ray::WorkerHost" in " ".join(process.cmdline()):
@@ -121,7 +137,11 @@ def interrupted_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache whose first user was interrupted during the warm start."""
     home = tmp_path_factory.mktemp("warm")
     started = start("main_ppo", *ENDLESS, f"recipe.cache_dir={home}/cache", cwd=home)
-    wait_for(lambda: has_lines(home / "out" / "warm_start" / "metrics.jsonl", 2), 180, "the first steps of the warm start")
+    wait_for(
+        lambda: has_lines(home / "out" / "warm_start" / "metrics.jsonl", 2),
+        180,
+        "the first steps of the warm start",
+    )
     interrupt(started)
     assert not list((home / "cache").glob("*/model")), "the warm start was over before the interrupt"
     return home / "cache"
@@ -138,17 +158,25 @@ def test_ctrl_c_during_steps(tmp_path: Path, recipe_cache: Path) -> None:
     assert store.pointer() is not None and store.newest_whole(["actor"]) == (store.pointer(), {})
 
 
-def test_a_killed_process_ends_a_run_on_a_cache_that_an_interrupted_one_left(tmp_path: Path, interrupted_cache: Path) -> None:
+def test_a_killed_process_ends_a_run_on_a_cache_that_an_interrupted_one_left(
+    tmp_path: Path, interrupted_cache: Path
+) -> None:
     started = start("main_ppo", *ENDLESS, f"recipe.cache_dir={interrupted_cache}", cwd=tmp_path)
     wait_for(lambda: has_lines(tmp_path / "out" / "metrics.jsonl", 4), 180, "the first steps")
     assert len(list(interrupted_cache.glob("*/model"))) == 1
     found: list[psutil.Process] = []
-    wait_for(lambda: found.extend(busy_training_processes(started)) or found, 60, "a training process at work")
+    wait_for(
+        lambda: found.extend(busy_training_processes(started)) or found, 60, "a training process at work"
+    )
     begun = time.monotonic()
     found[0].kill()
     assert started.ended(30) == 4, started.said()[-3000:]
     assert time.monotonic() - begun < 30
-    told = re.search(r"^(actor|rollout) rank [01] on node (\S+) failed in (\w+): the process died", started.said(), re.MULTILINE)
+    told = re.search(
+        r"^(actor|rollout) rank [01] on node (\S+) failed in (\w+): the process died",
+        started.said(),
+        re.MULTILINE,
+    )
     assert told is not None and told[2] == socket.gethostname(), started.said()[-3000:]
     assert "Traceback" not in started.said()
     assert why_it_ended(tmp_path).startswith(told[0])
@@ -167,9 +195,16 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 @pytest.mark.timeout(600)  # three runs, one after the other
 def test_sigterm_does_not_wait_for_rewards_that_sleep(tmp_path: Path, recipe_cache: Path) -> None:
-    """The step that cannot be finished is given up, what was trained before it is saved, and the rest comes to the same numbers."""
+    """The step that cannot be finished is given up, what was trained before it is saved, and the rest comes
+    to the same numbers."""
     (tmp_path / "reward.py").write_text(SLEEPY)
-    given = [*SMALL_RECIPE, *SMALL_STEPS, "trainer.total_training_steps=8", "trainer.save_freq=100", "reward.timeout=600"]
+    given = [
+        *SMALL_RECIPE,
+        *SMALL_STEPS,
+        "trainer.total_training_steps=8",
+        "trainer.save_freq=100",
+        "reward.timeout=600",
+    ]
     given += [f"recipe.cache_dir={recipe_cache}", f"reward.custom_reward_function.path={tmp_path}/reward.py"]
     started = start("main_ppo", *given, "trainer.default_local_dir=out", cwd=tmp_path)
     wait_for(lambda: has_lines(tmp_path / "out" / "metrics.jsonl", 4), 180, "the first steps")
@@ -181,7 +216,10 @@ def test_sigterm_does_not_wait_for_rewards_that_sleep(tmp_path: Path, recipe_cac
     started.process.send_signal(signal.SIGTERM)
     assert started.ended(60) == 0, started.said()[-3000:]
     assert time.monotonic() - begun < 30, "10 s on a machine with nothing else to do"
-    assert f"step {lines} is given up: its rewards are late" in started.said() and "Traceback" not in started.said()
+    assert (
+        f"step {lines} is given up: its rewards are late" in started.said()
+        and "Traceback" not in started.said()
+    )
     assert CheckpointStore(tmp_path / "out").pointer() == lines - 1
     assert why_it_ended(tmp_path) == "SIGTERM received"
 
@@ -194,4 +232,7 @@ def test_sigterm_does_not_wait_for_rewards_that_sleep(tmp_path: Path, recipe_cac
 def _values(folder: Path) -> list[dict[str, float]]:
     """Metrics that do not measure time."""
     timed = ("timing_s/", "perf/", "seconds")
-    return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in read_steps(folder)]
+    return [
+        {name: value for name, value in line.items() if not name.startswith(timed)}
+        for line in read_steps(folder)
+    ]

@@ -16,8 +16,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_session")]
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus", "gae"])
 def test_it_learns(estimator: str, tmp_path: Path, recipe_cache: Path) -> None:
-    overrides = [f"algorithm.adv_estimator={estimator}", f"recipe.cache_dir={recipe_cache}", f"trainer.default_local_dir={tmp_path}"]
-    overrides += ["trainer.total_training_steps=50", "trainer.test_freq=-1", "trainer.logger=[file]", "trainer.save_final_model=false"]
+    overrides = [
+        f"algorithm.adv_estimator={estimator}",
+        f"recipe.cache_dir={recipe_cache}",
+        f"trainer.default_local_dir={tmp_path}",
+    ]
+    overrides += [
+        "trainer.total_training_steps=50",
+        "trainer.test_freq=-1",
+        "trainer.logger=[file]",
+        "trainer.save_final_model=false",
+    ]
     PPOJob(load("ppo", PPOConfig, overrides)).run()
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert 0.3 <= summary["first_val_accuracy"] <= 0.6, "the warm start leaves something to learn"

@@ -18,7 +18,11 @@ from hydraflow.schema import EvalConfig
 
 
 def row(responses: Any, truth: Any = "002", source: str = "arithmetic") -> dict[str, Any]:
-    return {"responses": responses, "data_source": source, "reward_model": {"style": "rule", "ground_truth": truth}}
+    return {
+        "responses": responses,
+        "data_source": source,
+        "reward_model": {"style": "rule", "ground_truth": truth},
+    }
 
 
 def scored(path: Path, *overrides: str) -> dict[str, Any]:
@@ -40,7 +44,14 @@ def test_averages_by_data_source(tmp_path: Path) -> None:
             "responses": 6,
             "failed": 0,
         },
-        "openai/gsm8k": {"score/mean@1": 0.5, "acc/mean@1": 0.5, "score/best@1": 0.5, "prompts": 2, "responses": 2, "failed": 0},
+        "openai/gsm8k": {
+            "score/mean@1": 0.5,
+            "acc/mean@1": 0.5,
+            "score/best@1": 0.5,
+            "prompts": 2,
+            "responses": 2,
+            "failed": 0,
+        },
     }
 
 
@@ -60,7 +71,9 @@ def test_what_a_reward_function_prints_is_not_in_the_report(tmp_path: Path) -> N
         "    print('scored', flush=True)\n    os.write(1, b'written')\n    return 1.0\n"
     )
     write_lines(tmp_path / "rows.jsonl", [row("ab", source="mine")])
-    done = hydraflow("main_eval", "data.path=rows.jsonl", "reward.custom_reward_function.path=reward.py", cwd=tmp_path)
+    done = hydraflow(
+        "main_eval", "data.path=rows.jsonl", "reward.custom_reward_function.path=reward.py", cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["mine"]["score/mean@1"] == 1.0
     assert all(word in done.stderr for word in ("imported", "scored", "written"))
@@ -78,9 +91,21 @@ def test_a_function_of_ones_own_and_rows_that_fail(tmp_path: Path, caplog: pytes
         "def compute_score(data_source, solution_str, ground_truth, extra_info, bonus):\n"
         "    return {'score': len(solution_str) + bonus, 'acc': 1 / (len(solution_str) - 1)}\n"
     )
-    given = [f"reward.custom_reward_function.path={reward}", "reward.custom_reward_function.reward_kwargs={bonus: 10}"]
-    report = scored(write_lines(tmp_path / "rows.jsonl", [row("ab", source="mine"), row("c", source="mine")]), *given)
-    assert report["mine"] == {"score/mean@1": 6.0, "acc/mean@1": 0.5, "score/best@1": 6.0, "prompts": 2, "responses": 2, "failed": 1}
+    given = [
+        f"reward.custom_reward_function.path={reward}",
+        "reward.custom_reward_function.reward_kwargs={bonus: 10}",
+    ]
+    report = scored(
+        write_lines(tmp_path / "rows.jsonl", [row("ab", source="mine"), row("c", source="mine")]), *given
+    )
+    assert report["mine"] == {
+        "score/mean@1": 6.0,
+        "acc/mean@1": 0.5,
+        "score/best@1": 6.0,
+        "prompts": 2,
+        "responses": 2,
+        "failed": 1,
+    }
     assert "mine: 1 of 2 responses could not be scored; the first: ZeroDivisionError" in caplog.text
 
 
@@ -92,7 +117,10 @@ def test_a_function_of_ones_own_and_rows_that_fail(tmp_path: Path, caplog: pytes
         ([row("002", truth=None)], "row 0: column reward_model must hold"),
         ([{**row("002"), "reward_model": "002"}], "row 0: column reward_model must hold"),
         ([row("002"), row(["002", "003"])], "prompts of data source arithmetic have 1, 2 responses"),
-        ([{"data_source": "arithmetic", "reward_model": {"ground_truth": "1"}}], "has no value in column responses"),
+        (
+            [{"data_source": "arithmetic", "reward_model": {"ground_truth": "1"}}],
+            "has no value in column responses",
+        ),
         ([row("002", source="my/own")], "data_source=my/own: no built-in reward function is for it"),
     ],
 )
@@ -108,4 +136,8 @@ def test_a_mistake_is_one_message_and_leaves_no_file(tmp_path: Path) -> None:
     assert_refused(done, "data.path=no.parquet: no such file")
     assert list(tmp_path.iterdir()) == []
     write_lines(tmp_path / "rows.jsonl", [row("002")])
-    assert_refused(hydraflow("main_eval", "data.path=rows.jsonl", "output.path=.", cwd=tmp_path), "output.path=.", "cannot be written")
+    assert_refused(
+        hydraflow("main_eval", "data.path=rows.jsonl", "output.path=.", cwd=tmp_path),
+        "output.path=.",
+        "cannot be written",
+    )

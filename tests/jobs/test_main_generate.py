@@ -1,4 +1,5 @@
-"""main_generate: greedy responses are Hugging Face's, sampled ones depend on the seed alone, and no half file is left."""
+"""main_generate: greedy responses are Hugging Face's, sampled ones depend on the seed alone, and no half file
+is left."""
 
 from __future__ import annotations
 
@@ -24,7 +25,13 @@ from hydraflow.schema import GenerateConfig
 
 def generate(model: str | Path, prompts: Path, output: Path, *more: str) -> list[list[str]]:
     """The responses that main_generate writes."""
-    given = [f"model.path={model}", f"data.path={prompts}", f"output.path={output}", "data.max_response_length=6", "rollout.dtype=fp32"]
+    given = [
+        f"model.path={model}",
+        f"data.path={prompts}",
+        f"output.path={output}",
+        "data.max_response_length=6",
+        "rollout.dtype=fp32",
+    ]
     run_generate(load("generate", GenerateConfig, [*given, *more]))
     return pyarrow.parquet.read_table(output).column("responses").to_pylist()
 
@@ -32,7 +39,9 @@ def generate(model: str | Path, prompts: Path, output: Path, *more: str) -> list
 @pytest.mark.slow
 def test_the_trained_model_gives_the_answers_it_learnt(answers: Path) -> None:
     rows = pyarrow.parquet.read_table(answers).to_pylist()
-    assert [(row["prompt"], row["responses"]) for row in rows] == [(question, [answer]) for question, answer in LEARNT.items()]
+    assert [(row["prompt"], row["responses"]) for row in rows] == [
+        (question, [answer]) for question, answer in LEARNT.items()
+    ]
     assert rows[0]["reward_model"] == {"style": "rule", "ground_truth": "002"}
     assert [path.name for path in answers.parent.iterdir()] == ["answers.parquet"]
 
@@ -53,26 +62,42 @@ def test_greedy_is_what_hugging_face_generates(tiny: str, prompts: Path, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
-def test_samples_depend_on_the_seed_alone(tiny: str, prompts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_samples_depend_on_the_seed_alone(
+    tiny: str, prompts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     output = tmp_path / "out.parquet"
     first = generate(tiny, prompts, output, "rollout.n=3")
     assert [len(set(texts)) for texts in first] == [3, 3, 3, 3], "three different responses for each prompt"
     caplog.set_level("INFO", logger="hydraflow.jobs.generate")
-    assert generate(tiny, prompts, output, "rollout.n=3", "trainer.n_gpus_per_node=1", "rollout.max_num_seqs=1") == first
-    assert [record.message for record in caplog.records if "prompts" in record.message] == [f"{i} of 4 prompts" for i in (1, 2, 3, 4)]
+    assert (
+        generate(tiny, prompts, output, "rollout.n=3", "trainer.n_gpus_per_node=1", "rollout.max_num_seqs=1")
+        == first
+    )
+    assert [record.message for record in caplog.records if "prompts" in record.message] == [
+        f"{i} of 4 prompts" for i in (1, 2, 3, 4)
+    ]
     assert generate(tiny, prompts, output, "rollout.n=3", "trainer.seed=2") != first
 
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_no_process_and_no_file(tiny: str, prompts: Path, tmp_path: Path) -> None:
     mark = ("HYDRAFLOW_TEST_MARK", f"{tmp_path.name}-{os.getpid()}")
-    given = [f"model.path={tiny}", f"data.path=[{','.join([str(prompts)] * 200)}]", "output.path=out/responses.parquet"]
+    given = [
+        f"model.path={tiny}",
+        f"data.path=[{','.join([str(prompts)] * 200)}]",
+        "output.path=out/responses.parquet",
+    ]
     slow = ["rollout.max_num_seqs=1", "rollout.ignore_eos=true", "data.max_response_length=500"]
     command = [sys.executable, "-m", "hydraflow.main_generate", *given, *slow]
     log = tmp_path / "log"
     with open(log, "w") as out:
         started = subprocess.Popen(
-            command, cwd=tmp_path, env={**os.environ, mark[0]: mark[1]}, stdout=out, stderr=out, start_new_session=True
+            command,
+            cwd=tmp_path,
+            env={**os.environ, mark[0]: mark[1]},
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
         )
     deadline = time.monotonic() + 120
     while "of 800 prompts" not in log.read_text():
@@ -88,8 +113,16 @@ def test_ctrl_c_leaves_no_process_and_no_file(tiny: str, prompts: Path, tmp_path
 
 
 def test_a_mistake_is_one_message(tiny: str, tmp_path: Path) -> None:
-    assert_refused(hydraflow("main_generate", cwd=tmp_path), "3 problems", "model.path=null", "data.path=null", "output.path=null")
-    done = hydraflow("main_generate", f"model.path={tiny}", "data.path=no.parquet", "output.path=out.parquet", cwd=tmp_path)
+    assert_refused(
+        hydraflow("main_generate", cwd=tmp_path),
+        "3 problems",
+        "model.path=null",
+        "data.path=null",
+        "output.path=null",
+    )
+    done = hydraflow(
+        "main_generate", f"model.path={tiny}", "data.path=no.parquet", "output.path=out.parquet", cwd=tmp_path
+    )
     assert_refused(done, "data.path=no.parquet: no such file")
     assert list(tmp_path.iterdir()) == [], "no empty output"
 
@@ -100,11 +133,19 @@ def test_a_mistake_is_one_message(tiny: str, tmp_path: Path) -> None:
         ("model.path=./nowhere", "model.path=./nowhere: there is no such directory"),
         ("data.prompt_key=question", "has no value in column question"),
         ("output.path=responses.json", "must end in .parquet\n      -> output.path=responses.parquet"),
-        ("output.path=/dev/null/responses.parquet", "output.path=/dev/null/responses.parquet: cannot be written"),
-        ("data.max_response_length=1020", "the longest prompt has 6 tokens; together that is more than the 1024 positions"),
+        (
+            "output.path=/dev/null/responses.parquet",
+            "output.path=/dev/null/responses.parquet: cannot be written",
+        ),
+        (
+            "data.max_response_length=1020",
+            "the longest prompt has 6 tokens; together that is more than the 1024 positions",
+        ),
     ],
 )
-def test_mistakes_are_found_before_anything_starts(override: str, words: str, tiny: str, prompts: Path, tmp_path: Path) -> None:
+def test_mistakes_are_found_before_anything_starts(
+    override: str, words: str, tiny: str, prompts: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError) as caught:
         generate(tiny, prompts, tmp_path / "out.parquet", override)
     assert words in str(caught.value)
@@ -112,7 +153,9 @@ def test_mistakes_are_found_before_anything_starts(override: str, words: str, ti
 
 
 def test_rows_that_no_parquet_file_can_hold_are_found_before_sampling(tiny: str, tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "mixed.jsonl", [{"prompt": "1+1=", "level": 1}, {"prompt": "2+2=", "level": "hard"}])
+    path = write_lines(
+        tmp_path / "mixed.jsonl", [{"prompt": "1+1=", "level": 1}, {"prompt": "2+2=", "level": "hard"}]
+    )
     with pytest.raises(ConfigError, match="column level cannot be written as Parquet"):
         generate(tiny, path, tmp_path / "out.parquet")
     assert [file.name for file in tmp_path.iterdir()] == ["mixed.jsonl"]
@@ -121,7 +164,10 @@ def test_rows_that_no_parquet_file_can_hold_are_found_before_sampling(tiny: str,
 def test_rows_with_different_columns_keep_them_all() -> None:
     rows = [{"prompt": "a", "extra_info": {}, "responses": ["old"]}, {"prompt": "b", "level": 2}]
     table = input_table([Record(row, Path("rows.jsonl"), i) for i, row in enumerate(rows)])
-    assert table.to_pylist() == [{"prompt": "a", "extra_info": None, "level": None}, {"prompt": "b", "extra_info": None, "level": 2}]
+    assert table.to_pylist() == [
+        {"prompt": "a", "extra_info": None, "level": None},
+        {"prompt": "b", "extra_info": None, "level": 2},
+    ]
 
 
 def test_a_failure_keeps_the_earlier_output(tmp_path: Path) -> None:

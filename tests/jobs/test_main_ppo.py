@@ -56,13 +56,38 @@ def test_metrics_have_the_names_that_users_know(run: Path) -> None:
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert "val-core/arithmetic/acc/mean@1" in rows[1] and "val-core/arithmetic/acc/mean@1" not in rows[0]
     for row in rows:
-        known = {"actor/pg_loss", "actor/pg_clipfrac", "actor/ppo_kl", "actor/entropy", "actor/grad_norm", "actor/lr"}
-        known |= {"critic/score/mean", "critic/rewards/mean", "critic/advantages/mean", "response_length/mean", "prompt_length/mean"}
-        known |= {f"timing_s/{phase}" for phase in ("step", "gen", "reward", "adv", "update_actor", "update_weights")}
-        known |= {"perf/throughput", "training/global_step", "training/rollout_probs_diff_mean", "perf/total_num_tokens"}
+        known = {
+            "actor/pg_loss",
+            "actor/pg_clipfrac",
+            "actor/ppo_kl",
+            "actor/entropy",
+            "actor/grad_norm",
+            "actor/lr",
+        }
+        known |= {
+            "critic/score/mean",
+            "critic/rewards/mean",
+            "critic/advantages/mean",
+            "response_length/mean",
+            "prompt_length/mean",
+        }
+        known |= {
+            f"timing_s/{phase}"
+            for phase in ("step", "gen", "reward", "adv", "update_actor", "update_weights")
+        }
+        known |= {
+            "perf/throughput",
+            "training/global_step",
+            "training/rollout_probs_diff_mean",
+            "perf/total_num_tokens",
+        }
         assert known <= set(row), known - set(row)
-        assert row["training/rollout_probs_diff_max"] < 1e-4, "the generation engine's probabilities are the trainer's"
-        assert row["perf/total_num_tokens"] == pytest.approx(32 * (row["prompt_length/mean"] + row["response_length/mean"]))
+        assert row["training/rollout_probs_diff_max"] < 1e-4, (
+            "the generation engine's probabilities are the trainer's"
+        )
+        assert row["perf/total_num_tokens"] == pytest.approx(
+            32 * (row["prompt_length/mean"] + row["response_length/mean"])
+        )
 
 
 def test_the_trained_model_is_a_hugging_face_directory(run: Path) -> None:
@@ -88,7 +113,10 @@ def test_the_same_seed_gives_the_same_numbers(run: Path, tmp_path: Path, recipe_
     assert done.returncode == 0, done.stderr[-3000:]
     unlike = ("timing_s/", "perf/", "seconds")
     first, second = (
-        [{name: value for name, value in row.items() if not name.startswith(unlike)} for row in read_steps(folder)]
+        [
+            {name: value for name, value in row.items() if not name.startswith(unlike)}
+            for row in read_steps(folder)
+        ]
         for folder in (run, tmp_path / "again")
     )
     assert first == second

@@ -1,4 +1,5 @@
-"""main_sft: its losses are those that Hugging Face's model gives for the assistant's tokens, and it learns."""
+"""main_sft: its losses are those that Hugging Face's model gives for the assistant's tokens, and it
+learns."""
 
 from __future__ import annotations
 
@@ -20,14 +21,18 @@ Turns = list[tuple[str, str]]
 
 
 def loss_by_hand(model: str | Path, conversations: list[Turns]) -> float:
-    """Mean negative log-probability of every token of an answer and of the end token after it, without batching."""
+    """Mean negative log-probability of every token of an answer and of the end token after it, without
+    batching."""
     network, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
     losses = []
     for turns in conversations:
         ids: list[int] = []
         trained: list[bool] = []
         for question, answer in turns:
-            asked, said = tokenizer(question)["input_ids"], [*tokenizer(answer)["input_ids"], tokenizer.eos_token_id]
+            asked, said = (
+                tokenizer(question)["input_ids"],
+                [*tokenizer(answer)["input_ids"], tokenizer.eos_token_id],
+            )
             ids, trained = ids + asked + said, trained + [False] * len(asked) + [True] * len(said)
         with torch.no_grad():
             log_probs = network(torch.tensor([ids])).logits[0].log_softmax(-1)
@@ -44,17 +49,23 @@ def turns_of(path: Path) -> list[Turns]:
 
 
 @pytest.mark.slow
-def test_the_loss_is_that_of_the_assistants_tokens(sft_run: Path, tiny: str, conversations: Path, pairs: Path) -> None:
+def test_the_loss_is_that_of_the_assistants_tokens(
+    sft_run: Path, tiny: str, conversations: Path, pairs: Path
+) -> None:
     steps = read_steps(sft_run)
     assert [row["step"] for row in steps] == list(range(1, 61))
     assert steps[0]["train/loss"] == pytest.approx(loss_by_hand(tiny, turns_of(conversations)), rel=1e-5)
-    assert steps[-1]["val/loss"] == pytest.approx(loss_by_hand(sft_run / "final_model", turns_of(pairs)), rel=1e-4, abs=1e-6)
+    assert steps[-1]["val/loss"] == pytest.approx(
+        loss_by_hand(sft_run / "final_model", turns_of(pairs)), rel=1e-4, abs=1e-6
+    )
     assert [row["step"] for row in steps if "val/loss" in row] == [30, 60]
 
 
 @pytest.mark.slow
 def test_it_learns_and_leaves_what_it_promises(sft_run: Path) -> None:
-    assert read_steps(sft_run)[-1]["val/accuracy"] == 1.0, "every answer's every token is the most probable one"
+    assert read_steps(sft_run)[-1]["val/accuracy"] == 1.0, (
+        "every answer's every token is the most probable one"
+    )
     assert json.loads((sft_run / "summary.json").read_text())["why_it_ended"] == "all steps done"
     assert json.loads((sft_run / "plan.json").read_text())["conversations_per_step"] == 4
     assert AutoTokenizer.from_pretrained(sft_run / "final_model").chat_template
@@ -62,9 +73,20 @@ def test_it_learns_and_leaves_what_it_promises(sft_run: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
-def test_padding_and_the_number_of_processes_change_nothing(sft_run: Path, sft_keys: list[str], tmp_path: Path) -> None:
-    keys = [*sft_keys, "model.use_remove_padding=false", "trainer.n_gpus_per_node=1", "data.use_dynamic_bsz=false"]
-    keys += ["data.micro_batch_size_per_gpu=2", "trainer.total_training_steps=3", f"trainer.default_local_dir={tmp_path}"]
+def test_padding_and_the_number_of_processes_change_nothing(
+    sft_run: Path, sft_keys: list[str], tmp_path: Path
+) -> None:
+    keys = [
+        *sft_keys,
+        "model.use_remove_padding=false",
+        "trainer.n_gpus_per_node=1",
+        "data.use_dynamic_bsz=false",
+    ]
+    keys += [
+        "data.micro_batch_size_per_gpu=2",
+        "trainer.total_training_steps=3",
+        f"trainer.default_local_dir={tmp_path}",
+    ]
     run_sft(load("sft", SFTConfig, [*keys, "trainer.save_final_model=false", "trainer.logger=[file]"]))
     packed, padded = read_steps(sft_run)[:3], read_steps(tmp_path)
     assert len(padded) == 3 and not (tmp_path / "final_model").exists()
@@ -73,7 +95,9 @@ def test_padding_and_the_number_of_processes_change_nothing(sft_run: Path, sft_k
 
 
 def test_a_mistake_is_one_message(tmp_path: Path) -> None:
-    assert_refused(hydraflow("main_sft", cwd=tmp_path), "2 problems", "model.path=null", "data.train_files=null")
+    assert_refused(
+        hydraflow("main_sft", cwd=tmp_path), "2 problems", "model.path=null", "data.train_files=null"
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -87,10 +111,15 @@ def test_a_mistake_is_one_message(tmp_path: Path) -> None:
         ("data.response_key=reply", "has no value in column reply; it has prompt, response"),
         ("data.max_length=12", "data.max_length"),
         ("data.train_batch_size=6", "data.train_batch_size=6: is more than the 4 training conversations"),
-        ("trainer.default_local_dir=/dev/null/out", "trainer.default_local_dir=/dev/null/out: the run folder cannot be written"),
+        (
+            "trainer.default_local_dir=/dev/null/out",
+            "trainer.default_local_dir=/dev/null/out: the run folder cannot be written",
+        ),
     ],
 )
-def test_mistakes_are_found_before_anything_starts(override: str, words: str, sft_keys: list[str], tmp_path: Path) -> None:
+def test_mistakes_are_found_before_anything_starts(
+    override: str, words: str, sft_keys: list[str], tmp_path: Path
+) -> None:
     config = load("sft", SFTConfig, [*sft_keys, f"trainer.default_local_dir={tmp_path}", override])
     with pytest.raises(ConfigError) as caught:
         run_sft(config)

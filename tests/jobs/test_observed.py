@@ -1,4 +1,5 @@
-"""What a run lets its user see: the timeline, log files, profiles, stacks, a debugger in a worker; also when it fails."""
+"""What a run lets its user see: the timeline, log files, profiles, stacks, a debugger in a worker; also when
+it fails."""
 
 from __future__ import annotations
 
@@ -15,15 +16,33 @@ from jobs.test_faults import family
 
 pytestmark = pytest.mark.slow
 
-PHASES = ["gen", "old_log_prob", "ref", "values", "reward", "adv", "update_critic", "update_actor", "update_weights"]
+PHASES = [
+    "gen",
+    "old_log_prob",
+    "ref",
+    "values",
+    "reward",
+    "adv",
+    "update_critic",
+    "update_actor",
+    "update_weights",
+]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, recipe_cache: Path) -> Path:
     """Three steps on two ranks, the second of which is profiled."""
     home = tmp_path_factory.mktemp("observed")
-    seen = ["ray_init.timeline_file=out/timeline.json", "global_profiler.tool=torch", "global_profiler.steps=[2]"]
-    kept = ["trainer.total_training_steps=3", "trainer.default_local_dir=out", f"recipe.cache_dir={recipe_cache}"]
+    seen = [
+        "ray_init.timeline_file=out/timeline.json",
+        "global_profiler.tool=torch",
+        "global_profiler.steps=[2]",
+    ]
+    kept = [
+        "trainer.total_training_steps=3",
+        "trainer.default_local_dir=out",
+        f"recipe.cache_dir={recipe_cache}",
+    ]
     done = hydraflow("main_ppo", *SMALL_RECIPE, *SMALL_STEPS, *kept, *seen, "log.level=debug", cwd=home)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return home / "out"
@@ -40,35 +59,62 @@ def test_a_step_is_the_sum_of_its_spans_and_as_long_as_the_metrics_say(run: Path
     measured = {line["step"]: line for line in read_steps(run) if line["step"]}
     for number in (1, 2, 3):
         (step,) = [event for event in events if event["name"] == f"step {number}"]
-        inside = [event for event in events if event is not step and step["ts"] <= event["ts"] < step["ts"] + step["dur"]]
-        assert [event["name"] for event in inside if event["name"] != "dispatch"] == PHASES, "in the order of the step"
+        inside = [
+            event
+            for event in events
+            if event is not step and step["ts"] <= event["ts"] < step["ts"] + step["dur"]
+        ]
+        assert [event["name"] for event in inside if event["name"] != "dispatch"] == PHASES, (
+            "in the order of the step"
+        )
         assert sum(event["dur"] for event in inside) == pytest.approx(step["dur"], abs=20)
         assert step["dur"] / 1e6 == pytest.approx(measured[number]["timing_s/step"], abs=1e-3)
         for event in inside:
             if event["name"] in PHASES:
-                assert event["dur"] / 1e6 == pytest.approx(measured[number][f"timing_s/{event['name']}"], abs=1e-3)
+                assert event["dur"] / 1e6 == pytest.approx(
+                    measured[number][f"timing_s/{event['name']}"], abs=1e-3
+                )
                 assert event["args"] == {"step": number}
 
 
 def test_roles_and_ranks_of_the_timeline(run: Path) -> None:
     trace = trace_of(run)
     names = trace_format.processes(trace)
-    assert {"controller", "actor", "rollout", "reward", "advantage"} <= set(names) and next(iter(names)) == "controller"
+    assert {"controller", "actor", "rollout", "reward", "advantage"} <= set(names) and next(
+        iter(names)
+    ) == "controller"
     (step,) = [event for event in trace_format.spans(trace, "controller") if event["name"] == "step 2"]
     for rank in (0, 1):
         work = trace_format.spans(trace, "actor", rank)
-        (update,) = [event for event in work if event["name"] == "update" and step["ts"] <= event["ts"] < step["ts"] + step["dur"]]
+        (update,) = [
+            event
+            for event in work
+            if event["name"] == "update" and step["ts"] <= event["ts"] < step["ts"] + step["dur"]
+        ]
         inner = [
-            event["name"] for event in work if update["ts"] <= event["ts"] and event["ts"] + event["dur"] <= update["ts"] + update["dur"]
+            event["name"]
+            for event in work
+            if update["ts"] <= event["ts"] and event["ts"] + event["dur"] <= update["ts"] + update["dur"]
         ]
         assert inner == ["update", *["gradient", "optimizer_step"] * 2], "two optimizer steps"
-        generated = [event for event in trace_format.spans(trace, "rollout", rank) if event["name"] == "generate"]
-        assert len([event for event in generated if step["ts"] <= event["ts"] < step["ts"] + step["dur"]]) == 1
+        generated = [
+            event for event in trace_format.spans(trace, "rollout", rank) if event["name"] == "generate"
+        ]
+        assert (
+            len([event for event in generated if step["ts"] <= event["ts"] < step["ts"] + step["dur"]]) == 1
+        )
 
 
 def test_log_files_of_every_role_and_rank(run: Path) -> None:
     made = {path.name for path in (run / "logs").iterdir()}
-    assert {"controller-0.log", "actor-0.log", "actor-1.log", "rollout-0.log", "rollout-1.log", "reward-0.log"} <= made
+    assert {
+        "controller-0.log",
+        "actor-0.log",
+        "actor-1.log",
+        "rollout-0.log",
+        "rollout-1.log",
+        "reward-0.log",
+    } <= made
     said = hydraflow("logs", str(run), "--role", "controller", "--grep", "profile of step", cwd=run)
     assert said.returncode == 0 and re.fullmatch(
         r"\S+Z INFO controller-0 hydraflow\.dispatch\.runtime: profile of step 2: .*\n", said.stdout
@@ -77,8 +123,13 @@ def test_log_files_of_every_role_and_rank(run: Path) -> None:
 
 def test_the_profile_is_of_the_asked_step_and_rank(run: Path) -> None:
     files = sorted(path.relative_to(run / "profile").as_posix() for path in (run / "profile").rglob("*.json"))
-    assert files == ["step_2/actor+rollout-0.json", "step_2/reward+advantage-0.json"], "not of the warm start's second step"
-    names = {event.get("name") for event in json.loads((run / "profile" / files[0]).read_text())["traceEvents"]}
+    assert files == [
+        "step_2/actor+rollout-0.json",
+        "step_2/reward+advantage-0.json",
+    ], "not of the warm start's second step"
+    names = {
+        event.get("name") for event in json.loads((run / "profile" / files[0]).read_text())["traceEvents"]
+    }
     assert {"actor.update", "rollout.generate"} <= names
 
 
@@ -92,12 +143,18 @@ def begin(home: Path, cache: Path, *overrides: str) -> Started:
         f"recipe.cache_dir={cache}",
     ]
     started = start("main_ppo", *given, "ray_init.timeline_file=t.json", *overrides, cwd=home)
-    wait_for(lambda: started.process.poll() is not None or has_lines(home / "out" / "metrics.jsonl", 4), 180, "the first steps")
+    wait_for(
+        lambda: started.process.poll() is not None or has_lines(home / "out" / "metrics.jsonl", 4),
+        180,
+        "the first steps",
+    )
     assert started.process.poll() is None, started.said()[-3000:]
     return started
 
 
-def test_a_run_that_fails_leaves_its_timeline_and_says_it_in_its_log(tmp_path: Path, recipe_cache: Path) -> None:
+def test_a_run_that_fails_leaves_its_timeline_and_says_it_in_its_log(
+    tmp_path: Path, recipe_cache: Path
+) -> None:
     started = begin(tmp_path, recipe_cache)
     family(started, "ray::WorkerHost")[0].kill()
     assert started.ended(60) == 4, started.said()[-3000:]
@@ -110,7 +167,8 @@ def test_a_run_that_fails_leaves_its_timeline_and_says_it_in_its_log(tmp_path: P
 
 def test_a_call_that_takes_too_long_leaves_the_stacks_of_all(tmp_path: Path, recipe_cache: Path) -> None:
     (tmp_path / "slow.py").write_text(
-        "import time\n\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n    time.sleep(600)\n"
+        "import time\n\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n   "
+        " time.sleep(600)\n"
     )
     given = [
         *SMALL_RECIPE,
@@ -124,18 +182,25 @@ def test_a_call_that_takes_too_long_leaves_the_stacks_of_all(tmp_path: Path, rec
     assert done.returncode == 4, done.stderr[-3000:]
     (file,) = (tmp_path / "out" / "stacks").iterdir()
     assert (
-        f"reward rank 0 on node {socket.gethostname()} failed in score: no answer in 15 seconds; stacks of all workers: {file}"
-        in done.stderr
+        f"reward rank 0 on node {socket.gethostname()} failed in score: no answer in 15 seconds; stacks of"
+        f" all workers: {file}" in done.stderr
     )
     text = file.read_text()
     assert "compute_score (slow.py:4)" in text, "the child process of the reward worker, where it hangs"
-    assert re.findall(r"^=== (.*), pid", text, re.MULTILINE) == ["actor+rollout rank 0", "actor+rollout rank 1", "reward+advantage rank 0"]
+    assert re.findall(r"^=== (.*), pid", text, re.MULTILINE) == [
+        "actor+rollout rank 0",
+        "actor+rollout rank 1",
+        "reward+advantage rank 0",
+    ]
 
 
 def test_a_debugger_in_a_worker_of_ray(tmp_path: Path, recipe_cache: Path) -> None:
-    """With `ray debug`'s protocol, which is a terminal's: what needs no editor. The deadline of 5 s does not end it."""
+    """With `ray debug`'s protocol, which is a terminal's: what needs no editor. The deadline of 5 s does not
+    end it."""
     stops = "    if not seen:\n        seen.append(1)\n        breakpoint()\n    return 0.0\n"
-    (tmp_path / "stops.py").write_text(f"seen = []\n\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n{stops}")
+    (tmp_path / "stops.py").write_text(
+        f"seen = []\n\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n{stops}"
+    )
     given = [
         *SMALL_RECIPE,
         *SMALL_STEPS,
@@ -143,10 +208,17 @@ def test_a_debugger_in_a_worker_of_ray(tmp_path: Path, recipe_cache: Path) -> No
         "trainer.total_training_steps=1",
         "trainer.default_local_dir=out",
     ]
-    given += ["trainer.val_before_train=false", "reward.custom_reward_function.path=stops.py", "+debug=true", "trainer.rpc_timeout=5"]
+    given += [
+        "trainer.val_before_train=false",
+        "reward.custom_reward_function.path=stops.py",
+        "+debug=true",
+        "trainer.rpc_timeout=5",
+    ]
     started = start("main_ppo", *given, cwd=tmp_path)
     found = re.compile(r"\(WorkerHost.* RemotePdb session open at localhost:(\d+)")
-    wait_for(lambda: started.process.poll() is not None or found.search(started.said()), 180, "the breakpoint")
+    wait_for(
+        lambda: started.process.poll() is not None or found.search(started.said()), 180, "the breakpoint"
+    )
     match = found.search(started.said())
     assert match, started.said()[-3000:]
     with socket.create_connection(("localhost", int(match[1])), timeout=30) as connection:

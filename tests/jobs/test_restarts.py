@@ -1,4 +1,5 @@
-"""When a run whose worker failed is begun again, and when not. What runs here fails at once; `test_faults.py` kills real workers."""
+"""When a run whose worker failed is begun again, and when not. What runs here fails at once; `test_faults.py`
+kills real workers."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def test_as_often_as_it_may_and_in_its_folder(tmp_path: Path) -> None:
     with pytest.raises(WorkerError):
         with_restarts(job.config, job.run)
     assert [trainer.default_local_dir for trainer in job.seen] == [None, str(tmp_path), str(tmp_path)]
-    assert [trainer.resume_mode for trainer in job.seen] == ["disable", "auto", "auto"], "anew means the first time"
+    assert [trainer.resume_mode for trainer in job.seen] == ["disable", "auto", "auto"], (
+        "anew means the first time"
+    )
 
 
 def test_the_restart_is_said_in_the_log_of_the_run(tmp_path: Path) -> None:
@@ -49,7 +52,9 @@ def test_the_restart_is_said_in_the_log_of_the_run(tmp_path: Path) -> None:
     with pytest.raises(WorkerError):
         with_restarts(job.config, job.run)
     said = (tmp_path / "logs" / "controller-0.log").read_text()
-    assert "model rank 0 on node here failed in update: the process died -- RESTART 1 of 1 in 0 seconds" in said
+    assert (
+        "model rank 0 on node here failed in update: the process died -- RESTART 1 of 1 in 0 seconds" in said
+    )
 
 
 def test_guards_are_final(tmp_path: Path) -> None:
@@ -68,8 +73,11 @@ def test_the_pause_doubles_up_to_five_minutes() -> None:
 
 
 def test_a_worker_that_fails_after_the_run_was_told_to_stop(tmp_path: Path) -> None:
-    """A batch system sends SIGTERM to all processes: the workers end of it, and the run leaves a note instead of starting again."""
-    trainer = SFTTrainerConfig(max_restarts=5, restart_backoff=0.0, default_local_dir=str(tmp_path), device="cpu")
+    """A batch system sends SIGTERM to all processes: the workers end of it, and the run leaves a note instead
+    of starting again."""
+    trainer = SFTTrainerConfig(
+        max_restarts=5, restart_backoff=0.0, default_local_dir=str(tmp_path), device="cpu"
+    )
     begun = []
 
     def run(config: SFTConfig, restarts: Restarts) -> None:

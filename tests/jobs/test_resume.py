@@ -41,7 +41,12 @@ def train(folder: Path, cache: Path, matrix: ModuleType, method: str, *overrides
     """Eight steps in this process's Ray, two optimizer steps each, on two ranks."""
     folder.mkdir(exist_ok=True)
     (folder.parent / "reward.py").write_text(matrix.REWARD)
-    given = [*matrix.COMMON, *matrix.METHODS[method], f"recipe.cache_dir={cache}", f"trainer.default_local_dir={folder}"]
+    given = [
+        *matrix.COMMON,
+        *matrix.METHODS[method],
+        f"recipe.cache_dir={cache}",
+        f"trainer.default_local_dir={folder}",
+    ]
     given += [f"reward.custom_reward_function.path={folder.parent}/reward.py", f"trainer.keep_best={METRIC}"]
     PPOJob(load("ppo", PPOConfig, [*given, *overrides])).run()
 
@@ -61,7 +66,12 @@ def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("ray_session")
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
 def test_three_steps_and_five_are_eight(
-    tmp_path: Path, recipe_cache: Path, matrix: ModuleType, method: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    recipe_cache: Path,
+    matrix: ModuleType,
+    method: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     train(tmp_path / "whole", recipe_cache, matrix, method)
     with monkeypatch.context() as patch:
@@ -79,10 +89,14 @@ def test_three_steps_and_five_are_eight(
     assert "data: 3 of 75 batches of epoch 1 are done" in told
     assert ("KL controller: coefficient 0.000" in told) == (method == "ppo"), "it has moved from 0.001"
     wanted = matrix.read_result(tmp_path / "whole")
-    assert len({step for step, _ in wanted.metrics}) == 9 and len(wanted.weights) == (35 if method == "grpo" else 71)
+    assert len({step for step, _ in wanted.metrics}) == 9 and len(wanted.weights) == (
+        35 if method == "grpo" else 71
+    )
     assert list(matrix.differences(matrix.read_result(cut), wanted)) == []
     assert not (cut / "requeue").exists()
-    assert sorted(path.name for path in cut.glob("global_step_*")) == ["global_step_6", "global_step_8"], "two are kept"
+    assert sorted(path.name for path in cut.glob("global_step_*")) == ["global_step_6", "global_step_8"], (
+        "two are kept"
+    )
     found = {step: values[METRIC] for step, values in wanted.metrics if step and METRIC in values}
     assert sorted(found) == [3, 6, 8], "the validations of both"
     assert json.loads((cut / "best" / "best.json").read_text())["value"] == max(found.values())
@@ -90,7 +104,11 @@ def test_three_steps_and_five_are_eight(
     train(cut, recipe_cache, matrix, method)
     assert "all 8 steps are done; nothing was started" in capsys.readouterr().out
 
-    look = ["trainer.val_only=true", "trainer.resume_mode=resume_path", f"trainer.resume_from_path={cut}/global_step_6"]
+    look = [
+        "trainer.val_only=true",
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={cut}/global_step_6",
+    ]
     train(tmp_path / "look", recipe_cache, matrix, method, *look, "trainer.keep_best=null")
     ((step, values),) = matrix.read_result(tmp_path / "look").metrics
     assert (step, values[METRIC]) == (6, found[6]), "a checkpoint can be validated again"
@@ -98,7 +116,11 @@ def test_three_steps_and_five_are_eight(
 
 @pytest.mark.usefixtures("ray_session")
 def test_another_number_of_processes_goes_on(
-    tmp_path: Path, recipe_cache: Path, matrix: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    recipe_cache: Path,
+    matrix: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """And in another sharding. In float64, where the order of sums hardly shows."""
     actor = "actor_rollout_ref.actor"
@@ -108,13 +130,28 @@ def test_another_number_of_processes_goes_on(
     with monkeypatch.context() as patch:
         stop_after(3, patch)
         train(tmp_path / "cut", recipe_cache, matrix, "grpo", *double)
-    other = ["trainer.n_gpus_per_node=1", f"{actor}.fsdp_config.wrap_policy.min_num_params=0", f"{actor}.ppo_micro_batch_size_per_gpu=2"]
+    other = [
+        "trainer.n_gpus_per_node=1",
+        f"{actor}.fsdp_config.wrap_policy.min_num_params=0",
+        f"{actor}.ppo_micro_batch_size_per_gpu=2",
+    ]
     train(tmp_path / "cut", recipe_cache, matrix, "grpo", *double, *other)
     assert "written by 2 ranks, read by 1" in capsys.readouterr().out
-    rows = zip(matrix.read_result(tmp_path / "cut").metrics, matrix.read_result(tmp_path / "whole").metrics, strict=True)
+    rows = zip(
+        matrix.read_result(tmp_path / "cut").metrics,
+        matrix.read_result(tmp_path / "whole").metrics,
+        strict=True,
+    )
     for (step, mine), (_, theirs) in rows:
         assert mine.keys() == theirs.keys()
-        for name in mine.keys() & {"actor/grad_norm", "actor/pg_loss", "critic/score/mean", "actor/entropy", "actor/lr", METRIC}:
+        for name in mine.keys() & {
+            "actor/grad_norm",
+            "actor/pg_loss",
+            "critic/score/mean",
+            "actor/entropy",
+            "actor/lr",
+            METRIC,
+        }:
             assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-8), (step, name)
 
 
@@ -123,23 +160,41 @@ KILLED = (1, 5)
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory, recipe_cache: Path, matrix: ModuleType) -> dict[int, Any]:
+def outcomes(
+    tmp_path_factory: pytest.TempPathFactory, recipe_cache: Path, matrix: ModuleType
+) -> dict[int, Any]:
     """What came of each, all compared with one run that nothing stopped."""
     moments = [moment for moment in matrix.draw_moments(max(KILLED), seed=1) if moment.number in KILLED]
-    return {outcome.number: outcome for outcome in matrix.run_matrix(moments, tmp_path_factory.mktemp("matrix"), recipe_cache)}
+    return {
+        outcome.number: outcome
+        for outcome in matrix.run_matrix(moments, tmp_path_factory.mktemp("matrix"), recipe_cache)
+    }
 
 
 @pytest.mark.timeout(900)  # five runs one after the other
 @pytest.mark.parametrize("number", KILLED)
 def test_a_killed_run_goes_on(outcomes: dict[int, Any], number: int) -> None:
     assert outcomes[number].same, outcomes[number]
-    assert outcomes[number].exit_code == (-signal.SIGKILL if outcomes[number].moment.startswith("controller ") else 4)
+    assert outcomes[number].exit_code == (
+        -signal.SIGKILL if outcomes[number].moment.startswith("controller ") else 4
+    )
 
 
 def test_a_supervised_run_goes_on_after_a_warning_signal(tmp_path: Path, sft_keys: list[str]) -> None:
     """Slurm sends it to every process of a step."""
-    keys = [*sft_keys, "optim.lr_scheduler_type=linear", "optim.lr_warmup_steps=4", "trainer.keep_best=val/loss", "trainer.logger=[file]"]
-    keys += ["trainer.total_training_steps=160", "trainer.save_freq=50", "trainer.test_freq=50", "trainer.max_ckpt_to_keep=1"]
+    keys = [
+        *sft_keys,
+        "optim.lr_scheduler_type=linear",
+        "optim.lr_warmup_steps=4",
+        "trainer.keep_best=val/loss",
+        "trainer.logger=[file]",
+    ]
+    keys += [
+        "trainer.total_training_steps=160",
+        "trainer.save_freq=50",
+        "trainer.test_freq=50",
+        "trainer.max_ckpt_to_keep=1",
+    ]
     whole = hydraflow("main_sft", *keys, "trainer.default_local_dir=whole", cwd=tmp_path)
     assert whole.returncode == 0, whole.stderr[-3000:]
     started = start("main_sft", *keys, "trainer.default_local_dir=out", cwd=tmp_path)
@@ -155,12 +210,20 @@ def test_a_supervised_run_goes_on_after_a_warning_signal(tmp_path: Path, sft_key
 
     again = hydraflow("main_sft", *keys, "trainer.default_local_dir=out", cwd=tmp_path)
     assert again.returncode == 0, again.stderr[-3000:]
-    assert f"continues after step {step} of 160" in again.stdout and "model: weights, optimizer, place in the schedule" in again.stdout
-    rows = {name: [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()] for name in ("whole", "out")}
+    assert (
+        f"continues after step {step} of 160" in again.stdout
+        and "model: weights, optimizer, place in the schedule" in again.stdout
+    )
+    rows = {
+        name: [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("whole", "out")
+    }
     for mine, theirs in zip(rows["out"], rows["whole"], strict=True):
         for name in ("step", "train/loss", "train/grad_norm", "train/lr", "val/loss", "val/accuracy"):
             assert mine.get(name) == theirs.get(name), (mine["step"], name)
-    weights = [(tmp_path / name / "final_model" / "model.safetensors").read_bytes() for name in ("whole", "out")]
+    weights = [
+        (tmp_path / name / "final_model" / "model.safetensors").read_bytes() for name in ("whole", "out")
+    ]
     assert weights[0] == weights[1]
     assert [path.name for path in (tmp_path / "out").glob("global_step_*")] == ["global_step_160"]
     best = json.loads((tmp_path / "out" / "best" / "best.json").read_text())
@@ -169,4 +232,6 @@ def test_a_supervised_run_goes_on_after_a_warning_signal(tmp_path: Path, sft_key
     done = hydraflow("main_sft", *keys, "trainer.default_local_dir=out", cwd=tmp_path)
     assert done.returncode == 0 and "all 160 steps are done; nothing was started" in done.stdout
     other = hydraflow("main_sft", *keys, "trainer.default_local_dir=out", "optim.lr=0.5", cwd=tmp_path)
-    assert other.returncode == 2 and "optim.lr=0.5: " in other.stderr and "was trained with 0.01" in other.stderr
+    assert (
+        other.returncode == 2 and "optim.lr=0.5: " in other.stderr and "was trained with 0.01" in other.stderr
+    )

@@ -1,4 +1,5 @@
-"""Reward functions that do not work, as a user meets them: exit code, words, and that nothing passes for a success."""
+"""Reward functions that do not work, as a user meets them: exit code, words, and that nothing passes for a
+success."""
 
 from __future__ import annotations
 
@@ -15,10 +16,17 @@ ROW = {"responses": "ab", "data_source": "mine", "reward_model": {"style": "rule
 
 
 @pytest.mark.parametrize(
-    ("line", "words"), [("os._exit(0)", "exit code 0"), ("os.abort()", "signal 6"), ("raise SystemExit(0)", "SystemExit: 0 (line 2")]
+    ("line", "words"),
+    [
+        ("os._exit(0)", "exit code 0"),
+        ("os.abort()", "signal 6"),
+        ("raise SystemExit(0)", "SystemExit: 0 (line 2"),
+    ],
 )
 @pytest.mark.parametrize("command", ["main_ppo", "main_eval"])
-def test_a_file_that_ends_the_process_that_imports_it_is_no_success(tmp_path: Path, command: str, line: str, words: str) -> None:
+def test_a_file_that_ends_the_process_that_imports_it_is_no_success(
+    tmp_path: Path, command: str, line: str, words: str
+) -> None:
     (tmp_path / "reward.py").write_text(f"import os\n{line}\n{SIGNATURE}\n    return 1.0\n")
     write_lines(tmp_path / "rows.jsonl", [ROW])
     given = ["recipe=arithmetic"] if command == "main_ppo" else ["data.path=rows.jsonl"]
@@ -32,7 +40,11 @@ def test_an_evaluation_in_which_most_rows_fail_has_its_report_and_exit_code_5(tm
     given = ["data.path=rows.jsonl", f"{PATH}=reward.py", "output.path=report.json"]
     done = hydraflow("main_eval", *given, cwd=tmp_path)
     assert done.returncode == 5, done.stderr
-    assert json.loads(done.stdout)["mine"]["failed"] == json.loads((tmp_path / "report.json").read_text())["mine"]["failed"] == 2
+    assert (
+        json.loads(done.stdout)["mine"]["failed"]
+        == json.loads((tmp_path / "report.json").read_text())["mine"]["failed"]
+        == 2
+    )
     assert "failed on 2 of 3 rows (67%), more than reward.max_failed_share=0.5" in done.stderr
     assert "KeyError: 'other' (reward.py, line 2: return {'ab': 1.0}[solution_str])" in done.stderr
     assert "Traceback" not in done.stderr
@@ -41,14 +53,23 @@ def test_an_evaluation_in_which_most_rows_fail_has_its_report_and_exit_code_5(tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("validates", [False, True])
-def test_a_run_whose_function_fails_on_every_row_ends_before_it_trains(tmp_path: Path, recipe_cache: Path, validates: bool) -> None:
+def test_a_run_whose_function_fails_on_every_row_ends_before_it_trains(
+    tmp_path: Path, recipe_cache: Path, validates: bool
+) -> None:
     (tmp_path / "reward.py").write_text(f"{SIGNATURE}\n    return {{}}[solution_str]\n")
     given = [*SMALL_RECIPE, *SMALL_STEPS, f"recipe.cache_dir={recipe_cache}", "trainer.default_local_dir=out"]
-    given += ["trainer.total_training_steps=2", "trainer.save_freq=1", f"trainer.val_before_train={str(validates).lower()}"]
+    given += [
+        "trainer.total_training_steps=2",
+        "trainer.save_freq=1",
+        f"trainer.val_before_train={str(validates).lower()}",
+    ]
     done = hydraflow("main_ppo", *given, f"{PATH}=reward.py", cwd=tmp_path)
     assert done.returncode == 5, done.stderr[-3000:]
     where = "validation after step 0: " if validates else "step 1: "
-    assert f"{where}the reward function failed on 32 of 32 rows (100%), more than reward.max_failed_share=0.5" in done.stderr
+    assert (
+        f"{where}the reward function failed on 32 of 32 rows (100%), more than reward.max_failed_share=0.5"
+        in done.stderr
+    )
     assert "KeyError: " in done.stderr and "(reward.py, line 2: return {}[solution_str])" in done.stderr
     assert "Traceback" not in done.stderr
     assert not list((tmp_path / "out").glob("global_step_*"))

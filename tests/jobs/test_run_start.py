@@ -1,4 +1,5 @@
-"""Where a run begins: which folder, which checkpoint, and what of an earlier start stays. No worker runs here."""
+"""Where a run begins: which folder, which checkpoint, and what of an earlier start stays. No worker runs
+here."""
 
 from __future__ import annotations
 
@@ -62,12 +63,16 @@ def spoil(checkpoint: Path) -> None:
 
 
 def log(folder: Path, steps: int) -> None:
-    (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": step, "seconds": 1.0}) + "\n" for step in range(steps + 1)))
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": step, "seconds": 1.0}) + "\n" for step in range(steps + 1))
+    )
 
 
 def wanted(values: dict[str, Any] = IDENTITY, total: int = 8, **options: Any) -> Wanted:
     config = CheckpointConfig(**options.pop("contents", {}))
-    return Wanted(Identity(values), {"actor": RoleCheckpoints("actor.checkpoint", config, None, "")}, total, **options)
+    return Wanted(
+        Identity(values), {"actor": RoleCheckpoints("actor.checkpoint", config, None, "")}, total, **options
+    )
 
 
 def begin(want: Wanted | None = None, **trainer: Any) -> RunStart:
@@ -113,7 +118,9 @@ def test_a_folder_without_a_checkpoint_starts_anew(tmp_path: Path) -> None:
     CheckpointStore(tmp_path).begin(2, {"actor": 1}, {})
     start = begin(default_local_dir=str(tmp_path))
     assert start.found is None
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "earlier-1"], "and what was begun is gone"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "earlier-1"], (
+        "and what was begun is gone"
+    )
 
 
 def test_another_configuration_is_refused_and_nothing_changes(out: Path) -> None:
@@ -123,7 +130,9 @@ def test_another_configuration_is_refused_and_nothing_changes(out: Path) -> None
     assert caught.value.exit_code == 2
     assert "actor.lr=0.25: " in str(caught.value) and "was trained with 0.5" in str(caught.value)
     assert "trainer.resume_mode=disable" in str(caught.value)
-    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.name != ".lock"} == before
+    assert {
+        path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.name != ".lock"
+    } == before
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_said_to_be(out: Path) -> None:
@@ -147,7 +156,9 @@ def test_a_pointer_that_was_set_back_is_obeyed(out: Path) -> None:
     CheckpointStore(out).point_to(2)
     start = begin(default_local_dir=str(out))
     assert start.step == 2
-    assert (out / "earlier-1" / "global_step_4").is_dir(), "newer checkpoints would be mistaken for this run's"
+    assert (out / "earlier-1" / "global_step_4").is_dir(), (
+        "newer checkpoints would be mistaken for this run's"
+    )
 
 
 def rewrite(file: Path, content: str | bytes) -> None:
@@ -173,11 +184,17 @@ def test_a_state_of_another_version_is_refused(out: Path, change: Any, message: 
     state = out / "global_step_4" / "trainer.json"
     if isinstance(change, dict):
         found = {**json.loads(state.read_text()), **change}
-        change = json.dumps({name: value for name, value in found.items() if value is not None or name == "origin"})
+        change = json.dumps(
+            {name: value for name, value in found.items() if value is not None or name == "origin"}
+        )
     rewrite(state, change)
     with pytest.raises(ConfigError, match=message) as caught:
         begin(default_local_dir=str(out))
-    assert caught.value.exit_code == 2 and f"{state}: " in str(caught.value) and "trainer.resume_mode=disable" in str(caught.value)
+    assert (
+        caught.value.exit_code == 2
+        and f"{state}: " in str(caught.value)
+        and "trainer.resume_mode=disable" in str(caught.value)
+    )
     assert begin(default_local_dir=str(out), resume_mode="disable").found is None
 
 
@@ -203,7 +220,10 @@ def test_a_foreign_index_is_refused_before_anything_starts(out: Path, tmp_path: 
 
 def test_a_checkpoint_without_the_optimizer_cannot_give_one(out: Path) -> None:
     save(out, 6, contents=["model"])
-    with pytest.raises(ConfigError, match=r"was saved without optimizer, extra(.|\n)*actor.checkpoint.load_contents=\[model\]"):
+    with pytest.raises(
+        ConfigError,
+        match=r"was saved without optimizer, extra(.|\n)*actor.checkpoint.load_contents=\[model\]",
+    ):
         begin(default_local_dir=str(out))
     assert begin(wanted(contents={"load_contents": ["model"]}), default_local_dir=str(out)).step == 6
 
@@ -220,7 +240,11 @@ def test_done_is_done(out: Path) -> None:
 
 
 def test_a_path_in_another_folder_begins_a_run_of_its_own(out: Path, tmp_path: Path) -> None:
-    path = {"resume_mode": "resume_path", "resume_from_path": str(out / "global_step_2"), "default_local_dir": str(tmp_path / "new")}
+    path = {
+        "resume_mode": "resume_path",
+        "resume_from_path": str(out / "global_step_2"),
+        "default_local_dir": str(tmp_path / "new"),
+    }
     start = begin(**path)
     assert start.step == 2 and start.run_id != "run-1" and start.folder.path == tmp_path / "new"
     assert records(out) == 6 and CheckpointStore(out).pointer() == 4, "the other run stays as it is"
@@ -229,7 +253,9 @@ def test_a_path_in_another_folder_begins_a_run_of_its_own(out: Path, tmp_path: P
 
 
 def test_a_path_in_the_same_folder_goes_back(out: Path) -> None:
-    start = begin(default_local_dir=str(out), resume_mode="resume_path", resume_from_path=str(out / "global_step_2"))
+    start = begin(
+        default_local_dir=str(out), resume_mode="resume_path", resume_from_path=str(out / "global_step_2")
+    )
     assert start.step == 2 and start.run_id == "run-1" and records(out) == 3
     assert (out / "earlier-1" / "global_step_4").is_dir()
 
@@ -237,7 +263,11 @@ def test_a_path_in_the_same_folder_goes_back(out: Path) -> None:
 @pytest.mark.parametrize(("path", "why"), [("nowhere", "is no folder"), (".", "is no whole checkpoint")])
 def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path, path: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        begin(default_local_dir=str(tmp_path / "run"), resume_mode="resume_path", resume_from_path=str(tmp_path / path))
+        begin(
+            default_local_dir=str(tmp_path / "run"),
+            resume_mode="resume_path",
+            resume_from_path=str(tmp_path / path),
+        )
 
 
 def test_looking_at_a_checkpoint_leaves_its_run_alone(out: Path, tmp_path: Path) -> None:
@@ -245,7 +275,10 @@ def test_looking_at_a_checkpoint_leaves_its_run_alone(out: Path, tmp_path: Path)
     path = {"resume_mode": "resume_path", "resume_from_path": str(out / "global_step_2")}
     assert begin(look, default_local_dir=str(tmp_path / "new"), **path).step == 2
     for options in (path, {}):
-        with pytest.raises(ConfigError, match=f"belongs to a run with checkpoints(.|\n)*=<another folder> .*{out}/global_step_"):
+        with pytest.raises(
+            ConfigError,
+            match=f"belongs to a run with checkpoints(.|\n)*=<another folder> .*{out}/global_step_",
+        ):
             begin(look, default_local_dir=str(out), **options)
     assert records(out) == 6 and (out / "global_step_4").is_dir(), "nothing was set aside"
     assert begin(look, default_local_dir=str(tmp_path / "plain")).found is None

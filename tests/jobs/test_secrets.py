@@ -1,4 +1,5 @@
-"""A run that is given secrets in every way there is: which of them are in which of its files, and that it still runs again."""
+"""A run that is given secrets in every way there is: which of them are in which of its files, and that it
+still runs again."""
 
 from __future__ import annotations
 
@@ -13,7 +14,11 @@ TYPED, IN_ADDRESS, EXPORTED = "S3CRETTYPED", "S3CRETADDRESS", "S3CRETEXPORTED"
 
 
 def files_with(word: str, folder: Path) -> set[str]:
-    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file() and word.encode() in path.read_bytes()}
+    return {
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_file() and word.encode() in path.read_bytes()
+    }
 
 
 def mode(path: Path) -> int:
@@ -22,7 +27,8 @@ def mode(path: Path) -> int:
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sft_keys: list[str]) -> list[str]:
-    """One step of supervised training, with two secrets on its command line and a third one in its environment."""
+    """One step of supervised training, with two secrets on its command line and a third one in its
+    environment."""
     for name in [name for name in os.environ if name.startswith(("WANDB_", "SWANLAB_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -63,8 +69,14 @@ def test_secrets_of_a_run_are_in_its_configuration_alone(tmp_path: Path, given: 
     again = ["--config-dir", "run", "--config-name", "config", "trainer.default_local_dir=again"]
     done = hydraflow("main_sft", *again, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert files_with(TYPED, tmp_path) == {"run/config.yaml", "again/config.yaml"} and files_with(EXPORTED, tmp_path) == set()
-    origins = [(tmp_path / name / "config_origins.json").read_text().count('"command line"') for name in ("run", "again")]
+    assert (
+        files_with(TYPED, tmp_path) == {"run/config.yaml", "again/config.yaml"}
+        and files_with(EXPORTED, tmp_path) == set()
+    )
+    origins = [
+        (tmp_path / name / "config_origins.json").read_text().count('"command line"')
+        for name in ("run", "again")
+    ]
     assert origins[0] == origins[1], "what is hidden there keeps its origin, too"
 
 

@@ -11,8 +11,8 @@ import pytest
 from hydraflow.dispatch.config import ProfilerConfig
 from hydraflow.errors import EnvironmentFault, GuardStop
 from hydraflow.jobs.session import Session
-from hydraflow.role_logs import LogSettings
 from hydraflow.schema import SFTConfig
+from hydraflow.system.role_logs import LogSettings
 from hydraflow.tracking.run_lock import RunLock
 from hydraflow.trainer.config import SFTTrainerConfig
 from hydraflow.trainer.identity import Identity
@@ -27,13 +27,19 @@ def begun(folder: Path, **sections: object) -> None:
 
 
 @pytest.mark.parametrize(("steps", "told"), [([3, 8], ""), ([3, 9, 12], "[9, 12]")])
-def test_profiled_steps_that_never_come_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: list[int], told: str) -> None:
+def test_profiled_steps_that_never_come_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: list[int], told: str
+) -> None:
     begun(tmp_path, global_profiler=ProfilerConfig(tool="torch", steps=steps))
     expected = f"global_profiler.steps: the run has 8 steps, so it never comes to {told}"
-    assert [record.getMessage() for record in caplog.records if "profiler" in record.getMessage()] == ([expected] if told else [])
+    assert [record.getMessage() for record in caplog.records if "profiler" in record.getMessage()] == (
+        [expected] if told else []
+    )
 
 
-def test_a_run_can_do_without_log_files(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_can_do_without_log_files(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("hydraflow.jobs.session.log_settings", lambda run, log: LogSettings("/proc/nowhere"))
     begun(tmp_path)
     assert "no log files in /proc/nowhere" in caplog.text
@@ -61,7 +67,9 @@ def raising(fault: BaseException) -> Callable[..., None]:
     return close
 
 
-def ended(folder: Path, error: BaseException | None, *, runtime: Stopped, closing: BaseException | None = None) -> None:
+def ended(
+    folder: Path, error: BaseException | None, *, runtime: Stopped, closing: BaseException | None = None
+) -> None:
     """Begins a run, logs one step, and ends with `error`; `closing`: what the trackers raise then."""
     config = SFTConfig(trainer=SFTTrainerConfig(default_local_dir=str(folder), logger=["file"]))
     with Session(config, scoring=False) as session:
@@ -105,7 +113,10 @@ def test_an_error_of_rays_is_told_by_the_process_that_ended(tmp_path: Path) -> N
         ended(tmp_path, RuntimeError("Broken pipe"), runtime=runtime)
     assert_left(tmp_path, runtime)
     assert isinstance(caught.value.__cause__, RuntimeError)
-    assert json.loads((tmp_path / "summary.json").read_text())["why_it_ended"] == "Ray's node process (raylet) has ended"
+    assert (
+        json.loads((tmp_path / "summary.json").read_text())["why_it_ended"]
+        == "Ray's node process (raylet) has ended"
+    )
 
 
 def test_a_tracker_that_cannot_be_closed_does_not_fail_a_run_that_is_done(tmp_path: Path) -> None:
@@ -124,7 +135,10 @@ def test_a_ctrl_c_during_the_end_of_a_run_that_was_done_is_not_lost(tmp_path: Pa
 def test_a_summary_that_cannot_be_written_fails_a_run_that_is_done_and_frees_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hydraflow.jobs.session.RunFolder.write_summary", lambda folder, summary: raising(EnvironmentFault("full"))())
+    monkeypatch.setattr(
+        "hydraflow.jobs.session.RunFolder.write_summary",
+        lambda folder, summary: raising(EnvironmentFault("full"))(),
+    )
     with pytest.raises(EnvironmentFault, match="full"):
         ended(tmp_path, None, runtime=Stopped())
     RunLock(tmp_path, field="trainer.default_local_dir").release()

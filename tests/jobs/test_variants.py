@@ -1,4 +1,5 @@
-"""Every estimator and every option of the losses trains for some steps through the whole system, on two real worker processes."""
+"""Every estimator and every option of the losses trains for some steps through the whole system, on two real
+worker processes."""
 
 from __future__ import annotations
 
@@ -25,8 +26,19 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 def train(folder: Path, cache: Path, *overrides: str) -> list[dict[str, Any]]:
     """Trains in this process's Ray and returns the metrics of the steps."""
-    given = [*SMALL_RECIPE, *SMALL_STEPS, f"recipe.cache_dir={cache}", f"trainer.default_local_dir={folder}", "trainer.logger=[file]"]
-    given += ["trainer.total_training_steps=2", "trainer.val_before_train=false", "trainer.save_final_model=false", "trainer.test_freq=-1"]
+    given = [
+        *SMALL_RECIPE,
+        *SMALL_STEPS,
+        f"recipe.cache_dir={cache}",
+        f"trainer.default_local_dir={folder}",
+        "trainer.logger=[file]",
+    ]
+    given += [
+        "trainer.total_training_steps=2",
+        "trainer.val_before_train=false",
+        "trainer.save_final_model=false",
+        "trainer.test_freq=-1",
+    ]
     folder.mkdir(exist_ok=True)
     (folder / "reward.py").write_text(DENSE_REWARD)
     given += ["data.val_max_samples=4", f"reward.custom_reward_function.path={folder}/reward.py"]
@@ -40,9 +52,16 @@ def train(folder: Path, cache: Path, *overrides: str) -> list[dict[str, Any]]:
 
 def test_ppo_with_a_critic(tmp_path: Path, recipe_cache: Path) -> None:
     rows = train(
-        tmp_path, recipe_cache, "algorithm.adv_estimator=gae", f"{ACTOR}.ppo_epochs=2", "trainer.critic_warmup=1", "critic.optim.lr=1e-3"
+        tmp_path,
+        recipe_cache,
+        "algorithm.adv_estimator=gae",
+        f"{ACTOR}.ppo_epochs=2",
+        "trainer.critic_warmup=1",
+        "critic.optim.lr=1e-3",
     )
-    assert "actor/pg_loss" not in rows[0] and "critic/vf_loss" in rows[0], "in the first step only the critic learns"
+    assert "actor/pg_loss" not in rows[0] and "critic/vf_loss" in rows[0], (
+        "in the first step only the critic learns"
+    )
     assert rows[1]["actor/grad_norm"] > 0 and rows[1]["critic/grad_norm"] > 0
     assert rows[0]["critic/values/mean"] == 0.0, "a new critic starts at 0"
     assert rows[1]["critic/values/mean"] != 0.0
@@ -59,7 +78,9 @@ def test_rloo_with_a_kl_loss_and_an_entropy_bonus(tmp_path: Path, recipe_cache: 
         f"{ACTOR}.loss_agg_mode=seq-mean-token-sum",
     )
     assert rows[0]["actor/kl_coef"] == pytest.approx(0.001)
-    assert abs(rows[1]["actor/kl_loss"]) > abs(rows[0]["actor/kl_loss"]), "the policy moves away from the reference"
+    assert abs(rows[1]["actor/kl_loss"]) > abs(rows[0]["actor/kl_loss"]), (
+        "the policy moves away from the reference"
+    )
 
 
 def test_reinforce_plus_plus_with_kl_in_the_reward(tmp_path: Path, recipe_cache: Path) -> None:
@@ -70,7 +91,9 @@ def test_reinforce_plus_plus_with_kl_in_the_reward(tmp_path: Path, recipe_cache:
         "algorithm.use_kl_in_reward=true",
         f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
     )
-    assert rows[0]["actor/reward_kl_penalty"] == pytest.approx(0.0, abs=1e-5), "at the first step the policy is the reference"
+    assert rows[0]["actor/reward_kl_penalty"] == pytest.approx(0.0, abs=1e-5), (
+        "at the first step the policy is the reference"
+    )
     assert rows[1]["actor/reward_kl_penalty_coeff"] == 0.001
 
 
@@ -118,10 +141,22 @@ def test_micro_batches_and_recomputation_change_nothing(tmp_path: Path, recipe_c
 
 
 def test_the_number_of_processes_changes_nothing(tmp_path: Path, recipe_cache: Path) -> None:
-    """In float64, where rounding is out of sight: the same samples, the same gradients, with one process and with two."""
-    double = [f"{ACTOR}.fsdp_config.model_dtype=fp64", f"{ACTOR}.fsdp_config.dtype=fp64", f"{ACTOR}.fsdp_config.reduce_dtype=fp64"]
+    """In float64, where rounding is out of sight: the same samples, the same gradients, with one process and
+    with two."""
+    double = [
+        f"{ACTOR}.fsdp_config.model_dtype=fp64",
+        f"{ACTOR}.fsdp_config.dtype=fp64",
+        f"{ACTOR}.fsdp_config.reduce_dtype=fp64",
+    ]
     double += ["actor_rollout_ref.rollout.dtype=fp64"]
     runs = [train(tmp_path / str(n), recipe_cache, *double, f"trainer.n_gpus_per_node={n}") for n in (1, 2)]
     for one, two in zip(*runs, strict=True):
-        for name in ("actor/grad_norm", "actor/pg_loss", "critic/score/mean", "actor/entropy", "response_length/mean", "actor/ppo_kl"):
+        for name in (
+            "actor/grad_norm",
+            "actor/pg_loss",
+            "critic/score/mean",
+            "actor/entropy",
+            "response_length/mean",
+            "actor/ppo_kl",
+        ):
             assert two[name] == pytest.approx(one[name], rel=1e-6, abs=1e-9), name

@@ -22,7 +22,12 @@ from hydraflow.models.packing import PackedBatch, pack
 from hydraflow.protocol import ragged
 
 SIZES: dict[str, Any] = dict(
-    vocab_size=100, hidden_size=64, intermediate_size=192, num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=512
+    vocab_size=100,
+    hidden_size=64,
+    intermediate_size=192,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
 )
 EXPERTS = dict(head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=96)
 PROMPT, RESPONSE, ROWS = 64, 65, 4
@@ -45,7 +50,9 @@ def saved_bytes(model: Any, batch: PackedBatch) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        out = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, row_plan=batch.plan)
+        out = model(
+            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, row_plan=batch.plan
+        )
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     assert out.last_hidden_state.requires_grad
     return sum(size for place, size in kept.items() if place not in weights)
@@ -58,33 +65,47 @@ def saved_bytes(model: Any, batch: PackedBatch) -> int:
     [("Qwen3", dict(head_dim=16)), ("Qwen2", {}), ("Llama", {}), ("Mistral", {}), ("Qwen3Moe", EXPERTS)],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_layer_keeps_what_the_formula_says(name: str, options: dict[str, Any], dtype: torch.dtype, samples: int) -> None:
+def test_a_layer_keeps_what_the_formula_says(
+    name: str, options: dict[str, Any], dtype: torch.dtype, samples: int
+) -> None:
     register_attention()
     batch, totals = packed_rows(samples), []
     for layers in (1, 3):
         config = getattr(transformers, f"{name}Config")(num_hidden_layers=layers, **SIZES, **options)
-        model = getattr(transformers, f"{name}ForCausalLM")._from_config(config, dtype=dtype, attn_implementation=NAME)
+        model = getattr(transformers, f"{name}ForCausalLM")._from_config(
+            config, dtype=dtype, attn_implementation=NAME
+        )
         totals.append(saved_bytes(model.train().base_model, batch))
     shape = shape_of({**config.to_dict(), "model_type": config.model_type})
-    tokens = tokens_of(MicroPlan(ROWS, None), RowSizes(PROMPT, RESPONSE, samples, packed=True), most_rows=ROWS)
+    tokens = tokens_of(
+        MicroPlan(ROWS, None), RowSizes(PROMPT, RESPONSE, samples, packed=True), most_rows=ROWS
+    )
     assert tokens.line == batch.input_ids.numel()
     assert tokens.asked == len(batch.targets)
     expected = layer_costs(shape, tokens, torch.finfo(dtype).bits // 8).saved
     # index tensors of shared prompts and of experts are not all counted
-    assert (totals[1] - totals[0]) / 2 == pytest.approx(expected, rel=1e-9 if samples == 1 and name != "Qwen3Moe" else 0.01)
+    assert (totals[1] - totals[0]) / 2 == pytest.approx(
+        expected, rel=1e-9 if samples == 1 and name != "Qwen3Moe" else 0.01
+    )
 
 
 def test_tokens_of_rows_and_of_budgets() -> None:
     sizes = RowSizes(10, 6, samples=4, packed=True)
-    assert tokens_of(MicroPlan(4, None), sizes, most_rows=8) == Tokens(line=10 + 4 * 5, attended=4 * 15, asked=24)
-    assert tokens_of(MicroPlan(4, None), sizes, most_rows=2) == Tokens(line=10 + 2 * 5, attended=2 * 15, asked=12)
-    assert tokens_of(MicroPlan(None, 50), sizes, most_rows=8) == Tokens(line=3 * 15, attended=3 * 15, asked=18)
+    assert tokens_of(MicroPlan(4, None), sizes, most_rows=8) == Tokens(
+        line=10 + 4 * 5, attended=4 * 15, asked=24
+    )
+    assert tokens_of(MicroPlan(4, None), sizes, most_rows=2) == Tokens(
+        line=10 + 2 * 5, attended=2 * 15, asked=12
+    )
+    assert tokens_of(MicroPlan(None, 50), sizes, most_rows=8) == Tokens(
+        line=3 * 15, attended=3 * 15, asked=18
+    )
     assert tokens_of(MicroPlan(4, None), sizes, most_rows=8, devices=2) == Tokens(15, 30, 12)
     padded = RowSizes(10, 6, samples=4, packed=False)
     assert tokens_of(MicroPlan(4, None), padded, most_rows=8) == Tokens(line=64, attended=64, asked=24)
 
 
-# --- the head ------------------------------------------------------------------------------------------------------------
+# --- the head --------------------------------------------------
 
 V, HIDDEN, K = 4096, 4, 256
 
@@ -143,7 +164,8 @@ def test_the_head_allocates_what_the_formula_says(
     number = torch.finfo(dtype).bits // 8
 
     def forward() -> torch.Tensor:
-        """The loss, of log-probabilities alone or of both; what the loss does not use is gone when it is returned."""
+        """The loss, of log-probabilities alone or of both; what the loss does not use is gone when it is
+        returned."""
         log_probs, entropies = model(batch, 0.7, entropy)  # type: ignore[arg-type]
         return log_probs.sum() + entropies.sum() if trained and entropies is not None else log_probs.sum()
 

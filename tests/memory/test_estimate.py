@@ -24,12 +24,31 @@ from hydraflow.trainer.config import ClusterConfig
 
 GIB = 2**30
 QWEN_7B = shape_of(
-    dict(model_type="qwen2", hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4)
+    dict(
+        model_type="qwen2",
+        hidden_size=3584,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+    )
     | dict(intermediate_size=18944, vocab_size=152064)
 )
 QWEN_30B_A3B = shape_of(
-    dict(model_type="qwen3_moe", hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128)
-    | dict(intermediate_size=6144, vocab_size=151936, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768)
+    dict(
+        model_type="qwen3_moe",
+        hidden_size=2048,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+    )
+    | dict(
+        intermediate_size=6144,
+        vocab_size=151936,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+    )
 )
 POLICY = "actor_rollout_ref"
 
@@ -76,7 +95,8 @@ def overridden(config: PPOConfig, override: str) -> PPOConfig:
 
 
 def test_weights_and_optimizer_of_7b_on_8_devices() -> None:
-    """float32 weights and two moments, an eighth each; the generation engine half of the device while it samples."""
+    """float32 weights and two moments, an eighth each; the generation engine half of the device while it
+    samples."""
     report = report_of(configured())
     actor, rollout = report.roles
     assert actor.resting.weights == 4 * -(-QWEN_7B.parameters // 8)
@@ -103,16 +123,23 @@ def test_roles_of_one_process_load_one_after_another() -> None:
 
 
 def test_disaggregated_devices_are_groups_of_their_own() -> None:
-    config = configured(**{f"{POLICY}__actor__device_mapping": "0-5", f"{POLICY}__rollout__device_mapping": "6-7"})
+    config = configured(
+        **{f"{POLICY}__actor__device_mapping": "0-5", f"{POLICY}__rollout__device_mapping": "6-7"}
+    )
     config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size = 192, 96
     report = report_of(config)
-    assert [(group.devices, group.roles) for group in report.groups] == [("0-5", ("actor",)), ("6-7", ("rollout",))]
+    assert [(group.devices, group.roles) for group in report.groups] == [
+        ("0-5", ("actor",)),
+        ("6-7", ("rollout",)),
+    ]
     assert "update" not in report.groups[1].phases and "sample" not in report.groups[0].phases
     assert report.groups[1].phases["sample"] == 40 * GIB
 
 
 def test_overlapping_devices_hold_both_where_they_overlap() -> None:
-    config = configured(**{f"{POLICY}__actor__device_mapping": "0-5", f"{POLICY}__rollout__device_mapping": "4-7"})
+    config = configured(
+        **{f"{POLICY}__actor__device_mapping": "0-5", f"{POLICY}__rollout__device_mapping": "4-7"}
+    )
     config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size = 192, 96
     report = report_of(config)
     assert [(group.devices, group.roles) for group in report.groups] == [
@@ -123,13 +150,23 @@ def test_overlapping_devices_hold_both_where_they_overlap() -> None:
 
 
 def test_offloaded_moments_are_on_the_host() -> None:
-    plain, moved = report_of(configured()), report_of(configured(**{f"{POLICY}__actor__fsdp_config__optimizer_offload": True}))
-    assert moved.groups[0].phases["sample"] == plain.groups[0].phases["sample"] - plain.roles[0].resting.optimizer
+    plain, moved = (
+        report_of(configured()),
+        report_of(configured(**{f"{POLICY}__actor__fsdp_config__optimizer_offload": True})),
+    )
+    assert (
+        moved.groups[0].phases["sample"]
+        == plain.groups[0].phases["sample"] - plain.roles[0].resting.optimizer
+    )
     assert moved.host.offload == 8 * plain.roles[0].resting.optimizer
 
 
 def test_offloading_on_a_cpu_moves_nothing() -> None:
-    keys = {"cluster__device": "cpu", "cluster__device_memory_gib": None, f"{POLICY}__rollout__name": "native"}
+    keys = {
+        "cluster__device": "cpu",
+        "cluster__device_memory_gib": None,
+        f"{POLICY}__rollout__name": "native",
+    }
     plain = report_of(configured(**keys))
     moved = report_of(configured(**keys, **{f"{POLICY}__actor__fsdp_config__param_offload": True}))
     assert plain.groups == moved.groups
@@ -144,15 +181,31 @@ def test_hybrid_sharding_holds_more() -> None:
 
 def test_accumulation_holds_gradients_unsharded() -> None:
     """Said by a number that users of FSDP do not expect: 28 GiB of gradients on every device."""
-    one = report_of(configured(**{f"{POLICY}__actor__ppo_mini_batch_size": 8, f"{POLICY}__actor__ppo_micro_batch_size_per_gpu": 8}))
+    one = report_of(
+        configured(
+            **{
+                f"{POLICY}__actor__ppo_mini_batch_size": 8,
+                f"{POLICY}__actor__ppo_micro_batch_size_per_gpu": 8,
+            }
+        )
+    )
     many = report_of(configured(**{f"{POLICY}__actor__ppo_micro_batch_size_per_gpu": 8}))
-    assert many.roles[0].phases["update"].gradients > 4 * QWEN_7B.parameters > one.roles[0].phases["update"].gradients
+    assert (
+        many.roles[0].phases["update"].gradients
+        > 4 * QWEN_7B.parameters
+        > one.roles[0].phases["update"].gradients
+    )
 
 
 def test_lora_trains_little() -> None:
-    report = report_of(configured(**{f"{POLICY}__model__lora_rank": 16, f"{POLICY}__actor__use_kl_loss": True}))
+    report = report_of(
+        configured(**{f"{POLICY}__model__lora_rank": 16, f"{POLICY}__actor__use_kl_loss": True})
+    )
     actor = report.roles[0]
-    assert [role.role for role in report.roles] == ["actor", "rollout"]  # the reference is the actor without its adapters
+    assert [role.role for role in report.roles] == [
+        "actor",
+        "rollout",
+    ]  # the reference is the actor without its adapters
     assert actor.resting.optimizer < actor.resting.weights / 50
 
 
@@ -166,16 +219,28 @@ MEGATRON = {
 
 
 def megatron(**sizes: Any) -> PPOConfig:
-    return configured(**MEGATRON, **{f"{POLICY}__actor__megatron__{name}": value for name, value in sizes.items()})
+    return configured(
+        **MEGATRON, **{f"{POLICY}__actor__megatron__{name}": value for name, value in sizes.items()}
+    )
 
 
 def test_megatron_by_hand() -> None:
-    """64 machines, tp 4, pp 2, ep 8, etp 1: a device holds 24 layers, 16 of 128 experts, a quarter of every other matrix."""
-    sizes = dict(tensor_model_parallel_size=4, pipeline_model_parallel_size=2, expert_model_parallel_size=8, expert_tensor_parallel_size=1)
+    """64 machines, tp 4, pp 2, ep 8, etp 1: a device holds 24 layers, 16 of 128 experts, a quarter of every
+    other matrix."""
+    sizes = dict(
+        tensor_model_parallel_size=4,
+        pipeline_model_parallel_size=2,
+        expert_model_parallel_size=8,
+        expert_tensor_parallel_size=1,
+    )
     actor = report_of(megatron(**sizes), QWEN_30B_A3B).roles[0]
     shape = QWEN_30B_A3B
     experts = 24 * 16 * shape.expert
-    dense = 24 * (-(-shape.attention // 4) + 2 * shape.hidden + shape.hidden * 128) + shape.embedding // 4 + shape.hidden
+    dense = (
+        24 * (-(-shape.attention // 4) + 2 * shape.hidden + shape.hidden * 128)
+        + shape.embedding // 4
+        + shape.hidden
+    )
     assert actor.resting.weights == 2 * (experts + dense)
     assert actor.resting.gradients == 4 * (experts + dense)
     assert actor.resting.optimizer == 12 * (-(-dense // 64) + -(-experts // 32))
@@ -186,14 +251,18 @@ def test_megatron_offload_and_plain_optimizer() -> None:
     plain = report_of(megatron(**sizes)).roles[0]
     whole = report_of(megatron(**sizes, use_distributed_optimizer=False)).roles[0]
     assert whole.resting.optimizer == 6 * whole.resting.weights > plain.resting.optimizer
-    moved = report_of(megatron(**sizes, param_offload=True, grad_offload=True, optimizer_offload=True)).roles[0]
+    moved = report_of(megatron(**sizes, param_offload=True, grad_offload=True, optimizer_offload=True)).roles[
+        0
+    ]
     assert moved.resting.total == 0
     assert moved.host == plain.resting.total
     assert moved.phases["update"] == plain.phases["update"]
 
 
 def test_a_hundred_thousand_devices_take_no_longer() -> None:
-    config = configured(**{"trainer__nnodes": 12500, "cluster__nodes": 12500, "data__train_batch_size": 100_000})
+    config = configured(
+        **{"trainer__nnodes": 12500, "cluster__nodes": 12500, "data__train_batch_size": 100_000}
+    )
     config.actor_rollout_ref.actor.ppo_mini_batch_size = 100_000
     plan, limits = resolve_plan(config, prompts=10_000_000), limits_of(config)
     began = time.process_time()
@@ -202,12 +271,18 @@ def test_a_hundred_thousand_devices_take_no_longer() -> None:
     assert report.groups[0].count == 100_000
 
 
-# --- advice --------------------------------------------------------------------------------------------------------------
+# --- advice --------------------------------------------------
 
 
 def test_advice_makes_it_fit() -> None:
     """Every override is applied to the configuration and the whole run planned again."""
-    config = configured(**{f"{POLICY}__rollout__name": "native", "data__max_response_length": 8192, f"{POLICY}__actor__use_kl_loss": True})
+    config = configured(
+        **{
+            f"{POLICY}__rollout__name": "native",
+            "data__max_response_length": 8192,
+            f"{POLICY}__actor__use_kl_loss": True,
+        }
+    )
     report = report_of(config)
     assert report.fits is False and report.advice
     peak = report.groups[0].peak
@@ -223,7 +298,9 @@ def test_advice_makes_it_fit() -> None:
 def test_advice_that_is_not_enough_says_so() -> None:
     fits, tight = report_of(configured()), report_of(configured(cluster__device_memory_gib=1))
     assert (fits.missing_after_advice, fits.missing[1] <= 0) == (0, True)
-    assert tight.missing_after_advice == tight.groups[0].peak - GIB - sum(one.saves for one in tight.advice) > 0
+    assert (
+        tight.missing_after_advice == tight.groups[0].peak - GIB - sum(one.saves for one in tight.advice) > 0
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -235,7 +312,9 @@ def test_advice_that_is_not_enough_says_so() -> None:
     st.booleans(),
     st.sampled_from(["native", "vllm"]),
 )
-def test_advice_keeps_its_word(memory: int, response: int, micro: int | None, checkpointing: bool, reference: bool, engine: str) -> None:
+def test_advice_keeps_its_word(
+    memory: int, response: int, micro: int | None, checkpointing: bool, reference: bool, engine: str
+) -> None:
     """Each change saves what it says, on top of the ones before, in a plan that is resolved anew."""
     config = configured(
         **{
@@ -264,20 +343,28 @@ def test_unknown_limits_give_no_verdict() -> None:
     assert any("cluster.device_memory_gib" in note for note in report.notes)
 
 
-# --- the report ----------------------------------------------------------------------------------------------------------
+# --- the report --------------------------------------------------
 
 
 def test_json_holds_everything() -> None:
     told = json.loads(json.dumps(report_of(configured()).to_json()))
     assert told["fits"] is True
     assert told["groups"][0]["peak"] == max(told["groups"][0]["phases"].values())
-    assert {"weights", "gradients", "optimizer", "gathered", "activations", "logits", "kv_cache", "weight_sync"} <= set(
-        told["roles"][0]["resting"]
-    )
+    assert {
+        "weights",
+        "gradients",
+        "optimizer",
+        "gathered",
+        "activations",
+        "logits",
+        "kv_cache",
+        "weight_sync",
+    } <= set(told["roles"][0]["resting"])
 
 
 @pytest.mark.parametrize(
-    ("size", "text"), [(0, "0 B"), (1023, "1.00 KiB"), (1536, "1.50 KiB"), (10 * GIB, "10.0 GiB"), (-GIB, "-1.00 GiB")]
+    ("size", "text"),
+    [(0, "0 B"), (1023, "1.00 KiB"), (1536, "1.50 KiB"), (10 * GIB, "10.0 GiB"), (-GIB, "-1.00 GiB")],
 )
 def test_sizes_as_text(size: int, text: str) -> None:
     assert size_text(size) == text
@@ -287,7 +374,12 @@ def test_supervised_training() -> None:
     config = SFTConfig()
     config.trainer.n_gpus_per_node = 8
     cluster = ClusterConfig(device="H100", device_memory_gib=80, host_memory_gib=1024)
-    report = estimate_sft(resolve_sft_plan(config, conversations=None), config, QWEN_7B, limits=machine_limits(config.trainer, cluster))
+    report = estimate_sft(
+        resolve_sft_plan(config, conversations=None),
+        config,
+        QWEN_7B,
+        limits=machine_limits(config.trainer, cluster),
+    )
     (role,) = report.roles
     assert role.resting.weights == 4 * -(-QWEN_7B.parameters // 8)
     assert report.host.load == 4 * QWEN_7B.parameters
@@ -297,4 +389,9 @@ def test_supervised_training() -> None:
 def test_nothing_heavy_is_imported() -> None:
     heavy = "[name for name in ('torch', 'ray', 'transformers', 'numpy') if name in sys.modules]"
     code = f"import sys, hydraflow.memory.estimate, hydraflow.memory.sft; print({heavy})"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )

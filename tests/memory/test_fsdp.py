@@ -16,7 +16,14 @@ LAYER = 4 * 64 + 3 * 8 * 16 + 16
 ONE = Tokens(1, 1, 1)
 
 
-def sharded(shape: ModelShape = UNTIED, *, trained: bool = True, policy: bool = True, adapters: int = 0, least: int = 0) -> Sharded:
+def sharded(
+    shape: ModelShape = UNTIED,
+    *,
+    trained: bool = True,
+    policy: bool = True,
+    adapters: int = 0,
+    least: int = 0,
+) -> Sharded:
     units = units_of(shape, policy=policy, least=least, trained=trained, adapters=adapters)
     return Sharded(
         shape=shape,
@@ -59,14 +66,16 @@ def test_shards_at_rest() -> None:
 
 
 def test_one_micro_batch_peaks_when_the_embeddings_gradient_is_made() -> None:
-    """The layers' gradients are shards by then; the root is still gathered, and the last layer's gradients in their buffer."""
+    """The layers' gradients are shards by then; the root is still gathered, and the last layer's gradients in
+    their buffer."""
     parts = update(sharded(), accumulates=False)
     assert parts.gradients == 4 * (LAYER + 16008)  # two layers' halves, the root whole
     assert parts.gathered == 4 * (16008 + LAYER)
 
 
 def test_gloo_copies_once_more_while_it_sums() -> None:
-    """The buffer twice, the half that comes out, and the output matrix's gradient, whose name torch still holds."""
+    """The buffer twice, the half that comes out, and the output matrix's gradient, whose name torch still
+    holds."""
     parts = update(replace(sharded(), host_copies=True), accumulates=False)
     assert parts.gathered == 2 * 4 * 16008
     assert parts.gradients == 4 * (LAYER + 16008 // 2 + 8000)

@@ -1,4 +1,5 @@
-"""Key-value caches: the formulas against the native engine's own classes and constants, and vLLM's share by hand."""
+"""Key-value caches: the formulas against the native engine's own classes and constants, and vLLM's share by
+hand."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def test_the_cache_grows_as_the_engines(prompt: int, new: int) -> None:
 
 
 def test_native_by_hand() -> None:
-    """3 layers of keys and values, 16 wide; 32 rows whose prompts of 30 are padded to 32, and 10 tokens, the last of which never runs."""
+    """3 layers of keys and values, 16 wide; 32 rows whose prompts of 30 are padded to 32, and 10 tokens, the
+    last of which never runs."""
     assert kv_numbers(SHAPE) == 2 * 3 * 16
     parts = Native(SHAPE, 4).sample(RowSizes(30, 10, samples=4, packed=True), 32)
     assert parts.weights == SHAPE.parameters * 4

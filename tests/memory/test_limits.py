@@ -20,7 +20,9 @@ def described(**cluster: object) -> PPOConfig:
 
 
 def test_machines_that_are_described() -> None:
-    limits = limits_of(described(device="H100", devices_per_node=8, device_memory_gib=79.5, host_memory_gib=2048))
+    limits = limits_of(
+        described(device="H100", devices_per_node=8, device_memory_gib=79.5, host_memory_gib=2048)
+    )
     assert (limits.device_type, limits.devices_per_node) == ("gpu", 8)
     assert (limits.device_bytes, limits.host_bytes) == (int(79.5 * GIB), 2048 * GIB)
     assert limits.half and not limits.notes

@@ -1,4 +1,5 @@
-"""The promise: estimates of three small models are within 20 % of what real worker processes hold at their peaks."""
+"""The promise: estimates of three small models are within 20 % of what real worker processes hold at their
+peaks."""
 
 from __future__ import annotations
 
@@ -30,11 +31,21 @@ def script() -> Any:
 @pytest.mark.parametrize("case", ["tied", "untied", "stored"])
 def test_every_phase_is_estimated_within_20_percent(case: str) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, SCRIPT, "--cases", case], capture_output=True, text=True, env=environment, timeout=850)
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--cases", case],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=850,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     told = json.loads(done.stdout)
     assert set(told["phases"]) == {"sync", "sample", "log_probs", "update"}
-    off = {name: one for name, one in told["phases"].items() if not 0.8 <= one["estimate"] / one["measured"] <= 1.2}
+    off = {
+        name: one
+        for name, one in told["phases"].items()
+        if not 0.8 <= one["estimate"] / one["measured"] <= 1.2
+    }
     assert not off, f"{case}: {off}"
     largest = max(one["measured"] for one in told["phases"].values())
     assert largest > 500 * 2**20, "too little to tell the model from noise"
@@ -45,5 +56,7 @@ def test_the_cases_differ_in_what_they_stress() -> None:
     cases = script().CASES.values()
     assert {case.sizes["tie_word_embeddings"] for case in cases} == {True, False}
     assert {case.rows == case.micro for case in cases} == {True, False}
-    assert {case.settings.get("actor_rollout_ref.model.enable_gradient_checkpointing", True) for case in cases} == {True, False}
+    assert {
+        case.settings.get("actor_rollout_ref.model.enable_gradient_checkpointing", True) for case in cases
+    } == {True, False}
     assert len({case.architecture for case in cases}) == 3

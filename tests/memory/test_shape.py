@@ -15,7 +15,12 @@ from hydraflow.memory.shape import ModelShape, read_shape, shape_of
 from hydraflow.models.config import ModelSourceConfig
 
 SIZES: dict[str, Any] = dict(
-    vocab_size=50, hidden_size=24, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2
+    vocab_size=50,
+    hidden_size=24,
+    intermediate_size=40,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
 )
 EXPERTS: dict[str, Any] = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=12)
 
@@ -53,21 +58,51 @@ def test_counts_are_those_of_the_real_model(name: str, options: dict[str, Any]) 
     layers = [sum(p.numel() for p in layer.parameters()) for layer in model.model.layers]
     assert shape.parameters == sum(p.numel() for p in model.parameters())
     assert shape.largest_layer == max(layers)
-    assert shape.largest_tensor == max(p.numel() for p in model.parameters()) or name == "Phi3"  # Phi 3 joins two matrices in one
+    assert (
+        shape.largest_tensor == max(p.numel() for p in model.parameters()) or name == "Phi3"
+    )  # Phi 3 joins two matrices in one
     assert shape.notes == ()
 
 
 PUBLISHED = {
     # https://huggingface.co/Qwen/Qwen2.5-7B: 7.61B, of which 6.53B are not embeddings
-    "Qwen2.5-7B": (7_615_616_512, "qwen2", dict(hidden=3584, layers=28, heads=28, kv=4, mlp=18944, vocabulary=152064)),
+    "Qwen2.5-7B": (
+        7_615_616_512,
+        "qwen2",
+        dict(hidden=3584, layers=28, heads=28, kv=4, mlp=18944, vocabulary=152064),
+    ),
     # https://huggingface.co/Qwen/Qwen2.5-0.5B: 0.49B, tied
-    "Qwen2.5-0.5B": (494_032_768, "qwen2", dict(hidden=896, layers=24, heads=14, kv=2, mlp=4864, vocabulary=151936, tied=True)),
+    "Qwen2.5-0.5B": (
+        494_032_768,
+        "qwen2",
+        dict(hidden=896, layers=24, heads=14, kv=2, mlp=4864, vocabulary=151936, tied=True),
+    ),
     # https://huggingface.co/meta-llama/Meta-Llama-3-8B: 8.03B
-    "Llama-3-8B": (8_030_261_248, "llama", dict(hidden=4096, layers=32, heads=32, kv=8, mlp=14336, vocabulary=128256)),
-    "Mistral-7B": (7_241_732_096, "mistral", dict(hidden=4096, layers=32, heads=32, kv=8, mlp=14336, vocabulary=32000)),
-    "Mixtral-8x7B": (46_702_792_704, "mixtral", dict(hidden=4096, layers=32, heads=32, kv=8, mlp=14336, vocabulary=32000)),
-    "Qwen3-8B": (8_190_735_360, "qwen3", dict(hidden=4096, layers=36, heads=32, kv=8, mlp=12288, vocabulary=151936)),
-    "Qwen3-30B-A3B": (30_532_122_624, "qwen3_moe", dict(hidden=2048, layers=48, heads=32, kv=4, mlp=6144, vocabulary=151936)),
+    "Llama-3-8B": (
+        8_030_261_248,
+        "llama",
+        dict(hidden=4096, layers=32, heads=32, kv=8, mlp=14336, vocabulary=128256),
+    ),
+    "Mistral-7B": (
+        7_241_732_096,
+        "mistral",
+        dict(hidden=4096, layers=32, heads=32, kv=8, mlp=14336, vocabulary=32000),
+    ),
+    "Mixtral-8x7B": (
+        46_702_792_704,
+        "mixtral",
+        dict(hidden=4096, layers=32, heads=32, kv=8, mlp=14336, vocabulary=32000),
+    ),
+    "Qwen3-8B": (
+        8_190_735_360,
+        "qwen3",
+        dict(hidden=4096, layers=36, heads=32, kv=8, mlp=12288, vocabulary=151936),
+    ),
+    "Qwen3-30B-A3B": (
+        30_532_122_624,
+        "qwen3_moe",
+        dict(hidden=2048, layers=48, heads=32, kv=4, mlp=6144, vocabulary=151936),
+    ),
 }
 MORE = {
     "Mixtral-8x7B": dict(num_local_experts=8, num_experts_per_tok=2),
@@ -78,14 +113,25 @@ MORE = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_counts(name: str) -> None:
     parameters, kind, sizes = PUBLISHED[name]
-    keys = dict(hidden="hidden_size", layers="num_hidden_layers", heads="num_attention_heads", kv="num_key_value_heads")
+    keys = dict(
+        hidden="hidden_size",
+        layers="num_hidden_layers",
+        heads="num_attention_heads",
+        kv="num_key_value_heads",
+    )
     keys |= dict(mlp="intermediate_size", vocabulary="vocab_size", tied="tie_word_embeddings")
     config = {"model_type": kind, **{keys[key]: value for key, value in sizes.items()}, **MORE.get(name, {})}
     assert shape_of(config).parameters == parameters
 
 
 def test_active_parameters_of_qwen3_30b_a3b() -> None:
-    config = dict(model_type="qwen3_moe", hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4)
+    config = dict(
+        model_type="qwen3_moe",
+        hidden_size=2048,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+    )
     shape = shape_of(dict(config, intermediate_size=6144, vocab_size=151936, **MORE["Qwen3-30B-A3B"]))
     assert round(shape.active_parameters / 1e9, 1) == 3.4  # the A3B of its name, embeddings counted
     assert shape.expert_parameters == 48 * 128 * 3 * 2048 * 768
@@ -100,7 +146,10 @@ def test_a_critic_has_one_output() -> None:
 def test_missing_and_impossible_sizes_are_named_together() -> None:
     with pytest.raises(ConfigError) as caught:
         shape_of({**SIZES, "vocab_size": 0, "hidden_size": None})
-    assert [problem.field.rsplit(".", 1)[1] for problem in caught.value.problems] == ["vocab_size", "hidden_size"]
+    assert [problem.field.rsplit(".", 1)[1] for problem in caught.value.problems] == [
+        "vocab_size",
+        "hidden_size",
+    ]
     with pytest.raises(ConfigError, match="num_hidden_layers"):
         shape_of({key: value for key, value in SIZES.items() if key != "num_hidden_layers"})
 

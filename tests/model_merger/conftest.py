@@ -19,7 +19,8 @@ from hydraflow.model_merger.__main__ import main
 
 @pytest.fixture(scope="session")
 def models(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Directories of small models: tied and untied embeddings, float32 and bfloat16, and a value model whose head is not zero."""
+    """Directories of small models: tied and untied embeddings, float32 and bfloat16, and a value model whose
+    head is not zero."""
     folder = tmp_path_factory.mktemp("models")
     found = {"tied": tiny}
     for seed, (name, options) in enumerate(
@@ -37,11 +38,14 @@ def models(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str
 
 @pytest.fixture(scope="session")
 def made(models: dict[str, str], one_rank: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints from training engines of 1, 2 and 4 ranks, <ranks>-<case>, and with verl's files, verl-<case>."""
+    """Checkpoints from training engines of 1, 2 and 4 ranks, <ranks>-<case>, and with verl's files,
+    verl-<case>."""
     folder = tmp_path_factory.mktemp("made")
 
     def cases(size: int) -> list[tuple[str, Any, str]]:
-        return [(models[name], options, str(folder / f"{size}-{name}")) for name, options in jobs.SAVED.items()]
+        return [
+            (models[name], options, str(folder / f"{size}-{name}")) for name, options in jobs.SAVED.items()
+        ]
 
     jobs.save_many(cases(1))
     jobs.save(models["tied"], jobs.TRAINED, str(folder / "1-lora"), steps=2)
@@ -53,7 +57,10 @@ def made(models: dict[str, str], one_rank: None, tmp_path_factory: pytest.TempPa
         if size == 2:
             pool.run(jobs.save, models["tied"], jobs.TRAINED, str(folder / "2-lora"))
         else:
-            verl = [(models[model], str(folder / f"verl-{case}"), options) for case, (model, options) in jobs.SAVED_AS_VERL.items()]
+            verl = [
+                (models[model], str(folder / f"verl-{case}"), options)
+                for case, (model, options) in jobs.SAVED_AS_VERL.items()
+            ]
             pool.run(jobs.save_many_as_verl, verl)
         pool.stop()
     return folder
@@ -66,10 +73,16 @@ def _variant(source: str, target: Path, seed: int, *, value: bool, **options: An
     auto = AutoModelForTokenClassification if value else AutoModelForCausalLM
     config = {**json.loads((target / "config.json").read_text()), **options}
     (target / "config.json").write_text(json.dumps(config))
-    model = auto.from_config(auto.from_pretrained(source).config.__class__(**{k: v for k, v in config.items() if k != "architectures"}))
+    model = auto.from_config(
+        auto.from_pretrained(source).config.__class__(
+            **{k: v for k, v in config.items() if k != "architectures"}
+        )
+    )
     torch.manual_seed(seed)
     for parameter in model.parameters():
-        parameter.data = torch.randn_like(parameter.data, dtype=torch.float32).to(getattr(torch, config["dtype"]))
+        parameter.data = torch.randn_like(parameter.data, dtype=torch.float32).to(
+            getattr(torch, config["dtype"])
+        )
     model.config.dtype = getattr(torch, config["dtype"])
     model.save_pretrained(target)
 

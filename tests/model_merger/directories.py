@@ -25,7 +25,9 @@ def assert_same_bits(got: Mapping[str, torch.Tensor], wanted: Mapping[str, torch
     assert got.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert (got[name].dtype, got[name].shape) == (tensor.dtype, tensor.shape), name
-        assert torch.equal(got[name].view(-1).view(torch.uint8), tensor.contiguous().view(-1).view(torch.uint8)), name
+        assert torch.equal(
+            got[name].view(-1).view(torch.uint8), tensor.contiguous().view(-1).view(torch.uint8)
+        ), name
 
 
 def merge(checkpoint: str | Path, target: str | Path, *flags: str) -> dict[str, torch.Tensor]:

@@ -13,7 +13,12 @@ from engine.rank_jobs import make_engine, step_once
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import ShardedStateDictConfig, ShardingStrategy, StateDictType, fully_shard
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    GenerationConfig,
+)
 
 SAVED: dict[str, dict[str, Any]] = {
     "tied": {},
@@ -22,7 +27,10 @@ SAVED: dict[str, dict[str, Any]] = {
     "value": {"head": "value"},
 }
 """Models that the engine saves without a step, and its options."""
-TRAINED = {"model": {"lora_rank": 2, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"]}, "optim": {"lr": 0.1}}
+TRAINED = {
+    "model": {"lora_rank": 2, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"]},
+    "optim": {"lr": 0.1},
+}
 """Options for adapters."""
 SAVED_AS_VERL: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp2": ("tied", {}),
@@ -37,8 +45,16 @@ SAVED_AS_VERL: dict[str, tuple[str, dict[str, Any]]] = {
 """Case -> model and options of `save_as_verl`, on four ranks."""
 
 
-def save(path: str, options: Mapping[str, Any], directory: str, *, steps: int = 0, contents: list[str] | None = None) -> None:
-    """A checkpoint as training saves it, after so many steps; and beside it what the engine itself exports."""
+def save(
+    path: str,
+    options: Mapping[str, Any],
+    directory: str,
+    *,
+    steps: int = 0,
+    contents: list[str] | None = None,
+) -> None:
+    """A checkpoint as training saves it, after so many steps; and beside it what the engine itself
+    exports."""
     engine = make_engine(path, options)
     for step in range(steps):
         step_once(engine, step)
@@ -52,10 +68,20 @@ def save_many(cases: list[tuple[str, Mapping[str, Any], str]]) -> None:
         save(path, options, directory)
 
 
-def save_as_verl(path: str, directory: str, *, version: int = 2, fsdp_size: int = -1, dtype: str = "float32", lora: bool = False) -> None:
+def save_as_verl(
+    path: str,
+    directory: str,
+    *,
+    version: int = 2,
+    fsdp_size: int = -1,
+    dtype: str = "float32",
+    lora: bool = False,
+) -> None:
     """A checkpoint with the files that verl's FSDP checkpoint manager writes, from real FSDP ranks."""
     ranks, rank, folder = dist.get_world_size(), dist.get_rank(), Path(directory)
-    value = "ForTokenClassification" in json.loads((Path(path) / "config.json").read_text())["architectures"][0]
+    value = (
+        "ForTokenClassification" in json.loads((Path(path) / "config.json").read_text())["architectures"][0]
+    )
     auto = AutoModelForTokenClassification if value else AutoModelForCausalLM
     model = auto.from_pretrained(path, dtype=getattr(torch, dtype))
     if lora:
@@ -70,13 +96,17 @@ def save_as_verl(path: str, directory: str, *, version: int = 2, fsdp_size: int 
     dist.barrier()
     torch.save(state, folder / f"model_world_size_{ranks}_rank_{rank}.pt")
     if rank == 0:
-        (folder / "fsdp_config.json").write_text(json.dumps({"FSDP_version": version, "world_size": ranks}, indent=4))
+        (folder / "fsdp_config.json").write_text(
+            json.dumps({"FSDP_version": version, "world_size": ranks}, indent=4)
+        )
         config.save_pretrained(folder / "huggingface")
         AutoTokenizer.from_pretrained(path).save_pretrained(folder / "huggingface")
         if not value:
             GenerationConfig.from_pretrained(path).save_pretrained(folder / "huggingface")
         if lora:
-            (folder / "lora_train_meta.json").write_text(json.dumps({"r": 2, "lora_alpha": 6, "task_type": "CAUSAL_LM"}))
+            (folder / "lora_train_meta.json").write_text(
+                json.dumps({"r": 2, "lora_alpha": 6, "task_type": "CAUSAL_LM"})
+            )
     dist.barrier()
 
 
@@ -99,7 +129,13 @@ def _with_adapters(model: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(7)
-    config = LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=2,
+        lora_alpha=6,
+        target_modules=["q_proj", "down_proj"],
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+    )
     return get_peft_model(model, config)
 
 
@@ -113,6 +149,14 @@ def _fsdp2_state(model: Any, mesh: Any) -> Mapping[str, torch.Tensor]:
 
 def _fsdp1_state(model: Any, mesh: Any) -> Mapping[str, torch.Tensor]:
     strategy = ShardingStrategy.FULL_SHARD if mesh.ndim == 1 else ShardingStrategy.HYBRID_SHARD
-    sharded = FSDP1(model, device_mesh=mesh, device_id=torch.device("cpu"), sharding_strategy=strategy, use_orig_params=True)
-    with FSDP1.state_dict_type(sharded, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(offload_to_cpu=False)):
+    sharded = FSDP1(
+        model,
+        device_mesh=mesh,
+        device_id=torch.device("cpu"),
+        sharding_strategy=strategy,
+        use_orig_params=True,
+    )
+    with FSDP1.state_dict_type(
+        sharded, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(offload_to_cpu=False)
+    ):
         return sharded.state_dict()

@@ -1,4 +1,5 @@
-"""What readers expect: the table of families against transformers, other architectures, names that differ in files."""
+"""What readers expect: the table of families against transformers, other architectures, names that differ in
+files."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from hydraflow.model_merger.__main__ import main
 from hydraflow.model_merger.checkpoint import Checkpoint
 from hydraflow.model_merger.pieces import Extent, Piece, StoredTensor
 
-SIZES: dict[str, Any] = dict(vocab_size=17, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+SIZES: dict[str, Any] = dict(
+    vocab_size=17, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
+)
 BASE = {**SIZES, "num_key_value_heads": 1, "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 KNOWN: dict[str, dict[str, Any]] = {
@@ -43,7 +46,11 @@ def config_of(name: str, options: dict[str, Any]) -> Any:
     """A transformers configuration of that type."""
     model_type = options.get("model_type", name)
     settings = {key: value for key, value in options.items() if key != "model_type"}
-    base = {"vocab_size": 17, "bos_token_id": 0, "eos_token_id": 1} if model_type == "gpt2" else {**BASE, "tie_word_embeddings": False}
+    base = (
+        {"vocab_size": 17, "bos_token_id": 0, "eos_token_id": 1}
+        if model_type == "gpt2"
+        else {**BASE, "tie_word_embeddings": False}
+    )
     return transformers.AutoConfig.for_model(model_type, **{**base, **settings})
 
 
@@ -91,7 +98,12 @@ def test_the_table_says_what_transformers_says(name: str, tmp_path: Path) -> Non
     ids=lambda change: next(iter(change)),
 )
 def test_what_the_table_leaves_to_transformers(change: dict[str, Any]) -> None:
-    config = {**BASE, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": False}
+    config = {
+        **BASE,
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "tie_word_embeddings": False,
+    }
     assert families.class_name(config, "policy") == "Qwen2ForCausalLM"
     assert families.class_name({**config, **change}, "policy") is None
 
@@ -105,7 +117,17 @@ def test_names_in_files_are_transformers_own(name: str, layout: str, tmp_path: P
     for parameter in model.parameters():
         parameter.data = torch.randn_like(parameter.data)
     model.save_pretrained(tmp_path / "model")
-    command = ["split", "--hf_dir", tmp_path / "model", "--target_dir", tmp_path / "split", "--world_size", 3, "--layout", layout]
+    command = [
+        "split",
+        "--hf_dir",
+        tmp_path / "model",
+        "--target_dir",
+        tmp_path / "split",
+        "--world_size",
+        3,
+        "--layout",
+        layout,
+    ]
     assert main([str(argument) for argument in command]) == 0
     assert_same_bits(merge(tmp_path / "split", tmp_path / "merged"), read(tmp_path / "model"))
 
@@ -117,18 +139,37 @@ def test_experts_are_converted_one_at_a_time(tmp_path: Path) -> None:
     found = architecture.describe(tmp_path, shapes, head="policy").conversions(shapes)
     changed = [conversion for conversion in found if not conversion.renamed]
     assert [conversion.inputs for conversion in changed] == [
-        (f"model.layers.{layer}.mlp.experts.{name}",) for layer in range(2) for name in ("gate_up_proj", "down_proj")
+        (f"model.layers.{layer}.mlp.experts.{name}",)
+        for layer in range(2)
+        for name in ("gate_up_proj", "down_proj")
     ]
     assert {conversion.number_at for conversion in changed} == {5}
-    assert changed[0].output_of("model.layers.0.mlp.experts.1.up_proj.weight", 1) == "model.layers.0.mlp.experts.2.up_proj.weight"
-    assert changed[1].outputs == {f"model.layers.0.mlp.experts.{i}.down_proj.weight": (32, 16) for i in range(3)}
+    assert (
+        changed[0].output_of("model.layers.0.mlp.experts.1.up_proj.weight", 1)
+        == "model.layers.0.mlp.experts.2.up_proj.weight"
+    )
+    assert changed[1].outputs == {
+        f"model.layers.0.mlp.experts.{i}.down_proj.weight": (32, 16) for i in range(3)
+    }
 
 
 @pytest.mark.parametrize("name", ["gpt2", "phi3", "mixtral"])
 def test_a_value_model_gets_a_class_that_reads_its_score(name: str, tmp_path: Path) -> None:
-    """GPT-2's token classification calls its head otherwise and gives it a bias, so there it is sequence classification."""
-    transformers.AutoModelForCausalLM.from_config(config_of(name, OTHERS[name])).save_pretrained(tmp_path / "model")
-    command = ["split", "--hf_dir", tmp_path / "model", "--target_dir", tmp_path / "split", "--world_size", 2, "--is-value-model"]
+    """GPT-2's token classification calls its head otherwise and gives it a bias, so there it is sequence
+    classification."""
+    transformers.AutoModelForCausalLM.from_config(config_of(name, OTHERS[name])).save_pretrained(
+        tmp_path / "model"
+    )
+    command = [
+        "split",
+        "--hf_dir",
+        tmp_path / "model",
+        "--target_dir",
+        tmp_path / "split",
+        "--world_size",
+        2,
+        "--is-value-model",
+    ]
     assert main([str(argument) for argument in command]) == 0
     merged = merge(tmp_path / "split", tmp_path / "merged")
     assert merged["score.weight"].shape == (1, 32) and "lm_head.weight" not in merged
@@ -144,7 +185,12 @@ def weights() -> Callable[..., names.Weights]:
     """Weights of a checkpoint whose tensors have these names."""
 
     def make(*found: str, **facts: Any) -> names.Weights:
-        tensors = {name: StoredTensor(name, torch.float32, (2, 2), (Piece((0, 0), (2, 2), Extent(Path(name), 0, 16)),)) for name in found}
+        tensors = {
+            name: StoredTensor(
+                name, torch.float32, (2, 2), (Piece((0, 0), (2, 2), Extent(Path(name), 0, 16)),)
+            )
+            for name in found
+        }
         return names.weights_of(Checkpoint(Path("here"), "verl", 1, tensors, **facts))
 
     return make
@@ -152,14 +198,26 @@ def weights() -> Callable[..., names.Weights]:
 
 def test_wrappers_and_prefixes_come_off(weights: Callable[..., names.Weights]) -> None:
     long = "_fsdp_wrapped_module.model.layers.0._checkpoint_wrapped_module.mlp._orig_mod.up_proj.weight"
-    assert list(weights(long, "lm_head.weight").plain) == ["model.layers.0.mlp.up_proj.weight", "lm_head.weight"]
-    assert list(weights("lm.model.norm.weight", "lm.lm_head.weight").plain) == ["model.norm.weight", "lm_head.weight"]
+    assert list(weights(long, "lm_head.weight").plain) == [
+        "model.layers.0.mlp.up_proj.weight",
+        "lm_head.weight",
+    ]
+    assert list(weights("lm.model.norm.weight", "lm.lm_head.weight").plain) == [
+        "model.norm.weight",
+        "lm_head.weight",
+    ]
     assert list(weights("lm.norm.weight", prefix="").plain) == ["lm.norm.weight"]
     stem = "base_model.model.model.layers.0.self_attn.q_proj"
     found = weights(
-        f"{stem}.base_layer.weight", f"{stem}.base_layer.bias", f"{stem}.lora_A.default.weight", f"{stem}.lora_B.default.weight"
+        f"{stem}.base_layer.weight",
+        f"{stem}.base_layer.bias",
+        f"{stem}.lora_A.default.weight",
+        f"{stem}.lora_B.default.weight",
     )
-    assert list(found.plain) == ["model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.q_proj.bias"]
+    assert list(found.plain) == [
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.0.self_attn.q_proj.bias",
+    ]
     assert found.adapters["model.layers.0.self_attn.q_proj.weight"].b.name == f"{stem}.lora_B.default.weight"
 
 
@@ -176,7 +234,12 @@ def test_names_that_cannot_be_understood(weights: Callable[..., names.Weights]) 
 
 
 def test_trl_value_models_become_token_classification(weights: Callable[..., names.Weights]) -> None:
-    found = weights("pretrained_model.model.norm.weight", "pretrained_model.lm_head.weight", "v_head.summary.weight", "v_head.summary.bias")
+    found = weights(
+        "pretrained_model.model.norm.weight",
+        "pretrained_model.lm_head.weight",
+        "v_head.summary.weight",
+        "v_head.summary.bias",
+    )
     assert (list(found.plain), found.head) == (["model.norm.weight", "score.weight", "score.bias"], "value")
     assert found.notes == ["lm_head.weight is left out: a value model does not use it"]
 
@@ -189,9 +252,9 @@ def test_common_models_need_no_transformers(tmp_path: Path) -> None:
     command = ["split", "--hf_dir", tmp_path / "model", "--target_dir", tmp_path / "split", "--world_size", 2]
     assert main([str(argument) for argument in command]) == 0
     program = (
-        "import sys; from hydraflow.model_merger.__main__ import main;"
-        f"code = main(['merge', '--local_dir', {str(tmp_path / 'split')!r}, '--target_dir', {str(tmp_path / 'merged')!r}]);"
-        "sys.exit(code or 'transformers' in sys.modules or 'torch.distributed.tensor' in sys.modules)"
+        "import sys; from hydraflow.model_merger.__main__ import main;code = main(['merge', '--local_dir',"
+        f" {str(tmp_path / 'split')!r}, '--target_dir', {str(tmp_path / 'merged')!r}]);sys.exit(code or"
+        " 'transformers' in sys.modules or 'torch.distributed.tensor' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2], timeout=120)
     assert_same_bits(read(tmp_path / "merged"), read(tmp_path / "model"))
@@ -214,13 +277,17 @@ def test_code_that_comes_with_a_model_runs_only_when_trusted(
     tiny: str, refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    assert main(["split", "--hf_dir", tiny, "--target_dir", str(tmp_path / "split"), "--world_size", "2"]) == 0
+    assert (
+        main(["split", "--hf_dir", tiny, "--target_dir", str(tmp_path / "split"), "--world_size", "2"]) == 0
+    )
     file = tmp_path / "split" / "huggingface" / "config.json"
     auto = {"AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.MineForCausalLM"}
     mine = {"model_type": "mine", "auto_map": auto, "architectures": ["MineForCausalLM"]}
     file.write_text(json.dumps({**json.loads(file.read_text()), **mine}))
     file.with_name("mine.py").write_text(CODE)
-    told = refused("merge", "--local_dir", tmp_path / "split", "--target_dir", tmp_path / "out", target=tmp_path / "out")
+    told = refused(
+        "merge", "--local_dir", tmp_path / "split", "--target_dir", tmp_path / "out", target=tmp_path / "out"
+    )
     assert "--trust-remote-code" in told
     assert_same_bits(merge(tmp_path / "split", tmp_path / "out", "--trust_remote_code"), read(tiny))
     assert (tmp_path / "out" / "mine.py").read_text() == CODE

@@ -1,4 +1,5 @@
-"""The command line, the peak of memory, uploads, checksums, and checkpoints of `split` in the training engine."""
+"""The command line, the peak of memory, uploads, checksums, and checkpoints of `split` in the training
+engine."""
 
 from __future__ import annotations
 
@@ -23,21 +24,47 @@ from hydraflow.model_merger import arguments, families
 from hydraflow.model_merger.__main__ import main
 from hydraflow.model_merger.safetensors_files import Form, Writer
 
-FLAGS = ["local_dir", "target_dir", "hf_upload_path", "is_value_model", "tie_word_embedding", "trust_remote_code", "max_shard_size"]
+FLAGS = [
+    "local_dir",
+    "target_dir",
+    "hf_upload_path",
+    "is_value_model",
+    "tie_word_embedding",
+    "trust_remote_code",
+    "max_shard_size",
+]
 
 
-@pytest.mark.parametrize("spelling", [lambda name: f"--{name}", lambda name: f"--{name.replace('_', '-')}"], ids=["underscore", "dash"])
+@pytest.mark.parametrize(
+    "spelling",
+    [lambda name: f"--{name}", lambda name: f"--{name.replace('_', '-')}"],
+    ids=["underscore", "dash"],
+)
 def test_both_spellings(spelling: Any) -> None:
-    values = {"local_dir": ["a"], "target_dir": ["b"], "hf_upload_path": ["me/model"], "max_shard_size": ["2MB"]}
+    values = {
+        "local_dir": ["a"],
+        "target_dir": ["b"],
+        "hf_upload_path": ["me/model"],
+        "max_shard_size": ["2MB"],
+    }
     line = [word for name in FLAGS for word in (spelling(name), *values.get(name, []))]
-    args = arguments.parser().parse_args(["merge", "--backend", "fsdp", "--dtype", "bf16", "--private", *line])
-    assert (args.local_dir, args.target_dir, args.hf_upload_path, args.max_shard_size) == ("a", "b", "me/model", 2_000_000)
+    args = arguments.parser().parse_args(
+        ["merge", "--backend", "fsdp", "--dtype", "bf16", "--private", *line]
+    )
+    assert (args.local_dir, args.target_dir, args.hf_upload_path, args.max_shard_size) == (
+        "a",
+        "b",
+        "me/model",
+        2_000_000,
+    )
     assert args.is_value_model and args.tie_word_embedding and args.trust_remote_code and args.private
 
 
 def measured(command: list[str]) -> tuple[int, float]:
     """Exit code and peak resident megabytes of a process."""
-    process = subprocess.Popen(command, cwd=Path(__file__).parents[2], env={**os.environ, "OMP_NUM_THREADS": "1"})
+    process = subprocess.Popen(
+        command, cwd=Path(__file__).parents[2], env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     _, status, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     return process.returncode, used.ru_maxrss / 1000
@@ -47,23 +74,50 @@ def measured(command: list[str]) -> tuple[int, float]:
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of 0.39 GB whose largest tensor has 34 MB. In tensor i, row r holds r + i."""
     folder = tmp_path_factory.mktemp("large")
-    sizes = dict(vocab_size=8192, hidden_size=1024, intermediate_size=5120, num_hidden_layers=4, num_attention_heads=8)
-    config = Qwen2Config(**sizes, num_key_value_heads=8, tie_word_embeddings=False, dtype="float32", architectures=["Qwen2ForCausalLM"])
+    sizes = dict(
+        vocab_size=8192, hidden_size=1024, intermediate_size=5120, num_hidden_layers=4, num_attention_heads=8
+    )
+    config = Qwen2Config(
+        **sizes,
+        num_key_value_heads=8,
+        tie_word_embeddings=False,
+        dtype="float32",
+        architectures=["Qwen2ForCausalLM"],
+    )
     config.save_pretrained(folder)
     forms = {name: Form(torch.float32, shape) for name, shape in families.tensors(config.to_dict(), "policy")}
     writer = Writer(folder, forms, most_bytes=10**10)
     for i, (name, form) in enumerate(forms.items()):
         writer.write(name, _filled(form, i))
     writer.finish()
-    assert sum(form.nbytes for form in forms.values()) > 380e6 and max(form.nbytes for form in forms.values()) < 34e6
+    assert (
+        sum(form.nbytes for form in forms.values()) > 380e6
+        and max(form.nbytes for form in forms.values()) < 34e6
+    )
     return folder
 
 
 @pytest.mark.parametrize("layout", ["hydraflow", "verl"])
 def test_memory_does_not_grow_with_the_model(large: Path, tmp_path: Path, layout: str) -> None:
-    """Promised: at most the largest tensor and 300 MB above a process that has only imported torch. A few blocks of 8 MB in fact."""
+    """Promised: at most the largest tensor and 300 MB above a process that has only imported torch. A few
+    blocks of 8 MB in fact."""
     checkpoint, target = str(tmp_path / "split"), str(tmp_path / "merged")
-    assert main(["split", "--hf_dir", str(large), "--target_dir", checkpoint, "--world_size", "2", "--layout", layout]) == 0
+    assert (
+        main(
+            [
+                "split",
+                "--hf_dir",
+                str(large),
+                "--target_dir",
+                checkpoint,
+                "--world_size",
+                "2",
+                "--layout",
+                layout,
+            ]
+        )
+        == 0
+    )
     _, base = measured([sys.executable, "-c", "import torch"])
     merge_it = ["merge", "--local_dir", checkpoint, "--target_dir", target, "--dtype", "bf16"]
     code, peak = measured([sys.executable, "-m", "hydraflow.model_merger", *merge_it])
@@ -97,7 +151,9 @@ class Hub:
 
     def create_repo(self, **options: Any) -> None:
         if options["repo_id"] == "no/network":
-            raise huggingface_hub.errors.HfHubHTTPError.__bases__[0]("Connection refused")  # of the HTTP library
+            raise huggingface_hub.errors.HfHubHTTPError.__bases__[0](
+                "Connection refused"
+            )  # of the HTTP library
         if options["repo_id"] == "not/mine":
             raise huggingface_hub.errors.LocalTokenNotFoundError("Token is required")
         self.calls.append(("create", options))
@@ -105,19 +161,33 @@ class Hub:
     def upload_folder(self, *, folder_path: str, **options: Any) -> None:
         if options["repo_id"] == "me/gone":
             raise OSError("no route to host")
-        self.calls.append(("upload", {**options, "files": sorted(file.name for file in Path(folder_path).iterdir())}))
+        self.calls.append(
+            ("upload", {**options, "files": sorted(file.name for file in Path(folder_path).iterdir())})
+        )
 
 
-def test_uploads(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_uploads(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
     main(["split", "--hf_dir", tiny, "--target_dir", str(tmp_path / "split"), "--world_size", "1"])
     merge(tmp_path / "split", tmp_path / "merged", "--hf_upload_path", "me/model", "--private")
     (_, created), (_, sent) = Hub.calls
     assert created == {"repo_id": "me/model", "private": True, "exist_ok": True}
-    assert sent["repo_id"] == "me/model" and {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= set(
-        sent["files"]
-    )
-    command = ["merge", "--local_dir", str(tmp_path / "split"), "--target_dir", str(tmp_path / "other"), "--hf-upload-path"]
+    assert sent["repo_id"] == "me/model" and {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "chat_template.jinja",
+    } <= set(sent["files"])
+    command = [
+        "merge",
+        "--local_dir",
+        str(tmp_path / "split"),
+        "--target_dir",
+        str(tmp_path / "other"),
+        "--hf-upload-path",
+    ]
     assert main([*command, "not/mine"]) == main([*command, "no/network"]) == 3
     assert "the hub refuses it: Connection refused" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
@@ -131,7 +201,10 @@ def test_checksums(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     main(["split", "--hf_dir", tiny, "--target_dir", str(actor), "--world_size", "2"])
     assert main(["info", "--local_dir", str(actor), "--verify"]) == 2
     files = {f"actor/{file.relative_to(actor)}": file for file in actor.rglob("*") if file.is_file()}
-    facts = {name: {"bytes": file.stat().st_size, "crc32": f"{zlib.crc32(file.read_bytes()):08x}"} for name, file in files.items()}
+    facts = {
+        name: {"bytes": file.stat().st_size, "crc32": f"{zlib.crc32(file.read_bytes()):08x}"}
+        for name, file in files.items()
+    }
     (actor.parent / "manifest.json").write_text(json.dumps({"format": 1, "step": 5, "files": facts}))
     assert main(["info", "--local_dir", str(actor.parent), "--verify"]) == 0
     shard = files["actor/dcp/__1_0.distcp"]
@@ -148,11 +221,15 @@ def test_checksums(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("head", ["policy", "value"])
-def test_the_engine_loads_what_split_makes(models: dict[str, str], one_rank: None, tmp_path: Path, head: str) -> None:
+def test_the_engine_loads_what_split_makes(
+    models: dict[str, str], one_rank: None, tmp_path: Path, head: str
+) -> None:
     source = models["value" if head == "value" else "tied"]
     flags = ["--is_value_model"] if head == "value" else []
     main(["split", "--hf_dir", source, "--target_dir", str(tmp_path / "split"), "--world_size", "3", *flags])
-    engine = make_engine(models["untied"], {"head": head, "model": {"override_config": {"tie_word_embeddings": True}}})
+    engine = make_engine(
+        models["untied"], {"head": head, "model": {"override_config": {"tie_word_embeddings": True}}}
+    )
     assert not torch.equal(full_weights(engine)["model.norm.weight"], read(source)["model.norm.weight"])
     engine.load(tmp_path / "split", ["model"])
     assert_same_bits(full_weights(engine), read(source))

@@ -16,7 +16,15 @@ from safetensors.torch import save_file
 
 from hydraflow.errors import ConfigError
 from hydraflow.model_merger import pieces, safetensors_files
-from hydraflow.model_merger.pieces import Extent, Piece, StoredTensor, block_rows, numbers_of, odd_strides, whole
+from hydraflow.model_merger.pieces import (
+    Extent,
+    Piece,
+    StoredTensor,
+    block_rows,
+    numbers_of,
+    odd_strides,
+    whole,
+)
 from hydraflow.model_merger.safetensors_files import Form, Writer
 
 
@@ -28,16 +36,22 @@ def stored(file: Path, tensor: torch.Tensor, cuts: list[list[int]]) -> StoredTen
         for box in itertools.product(*(list(itertools.pairwise(edge)) for edge in edges)):
             part = tensor[tuple(slice(first, last) for first, last in box)].contiguous()
             opened.write(part.reshape(-1).view(torch.uint8).numpy().tobytes())
-            found.append(Piece(tuple(first for first, _ in box), tuple(part.shape), Extent(file, at, part.nbytes)))
+            found.append(
+                Piece(tuple(first for first, _ in box), tuple(part.shape), Extent(file, at, part.nbytes))
+            )
             at += part.nbytes
     return StoredTensor("w", tensor.dtype, tuple(tensor.shape), tuple(found))
 
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_however_it_is_cut_it_comes_back(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_however_it_is_cut_it_comes_back(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     shape = data.draw(st.lists(st.integers(1, 7), max_size=3))
-    cuts = [sorted(data.draw(st.sets(st.integers(1, size - 1), max_size=2))) if size > 1 else [] for size in shape]
+    cuts = [
+        sorted(data.draw(st.sets(st.integers(1, size - 1), max_size=2))) if size > 1 else [] for size in shape
+    ]
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool]))
     tensor = torch.randint(0, 2 if dtype == torch.bool else 100, shape).to(dtype)
     lying = stored(tmp_path_factory.mktemp("pieces") / "file", tensor, cuts)
@@ -66,20 +80,38 @@ def test_holes_and_overlaps_are_seen(tmp_path: Path) -> None:
 def test_numbers_that_do_not_lie_in_order(tmp_path: Path) -> None:
     """torch.save keeps a transposed tensor transposed, and a slice as a part of its storage."""
     full = torch.arange(24.0).view(4, 6)
-    for name, tensor in {"transposed": full.T, "slice": full[1:3], "columns": full[:, 2:4], "number": full[2, 3]}.items():
+    for name, tensor in {
+        "transposed": full.T,
+        "slice": full[1:3],
+        "columns": full[:, 2:4],
+        "number": full[2, 3],
+    }.items():
         torch.save(tensor, tmp_path / name)
         found = torch.load(tmp_path / name, map_location="meta", weights_only=True)
-        piece = Piece((0,) * tensor.dim(), tuple(tensor.shape), numbers_of(found, tmp_path / name), strides=odd_strides(found))
-        assert torch.equal(whole(StoredTensor("w", tensor.dtype, tuple(tensor.shape), (piece,))), tensor), name
+        piece = Piece(
+            (0,) * tensor.dim(),
+            tuple(tensor.shape),
+            numbers_of(found, tmp_path / name),
+            strides=odd_strides(found),
+        )
+        assert torch.equal(whole(StoredTensor("w", tensor.dtype, tuple(tensor.shape), (piece,))), tensor), (
+            name
+        )
         length = (tmp_path / name).stat().st_size
-        archived = Piece((0,) * tensor.dim(), tuple(tensor.shape), Extent(tmp_path / name, 0, length), archived=True)
-        assert torch.equal(whole(StoredTensor("w", tensor.dtype, tuple(tensor.shape), (archived,))), tensor), name
+        archived = Piece(
+            (0,) * tensor.dim(), tuple(tensor.shape), Extent(tmp_path / name, 0, length), archived=True
+        )
+        assert torch.equal(
+            whole(StoredTensor("w", tensor.dtype, tuple(tensor.shape), (archived,))), tensor
+        ), name
 
 
 def test_an_archive_must_hold_what_is_announced(tmp_path: Path) -> None:
     torch.save(torch.zeros(3), tmp_path / "file")
     piece = Piece((0,), (4,), Extent(tmp_path / "file", 0, (tmp_path / "file").stat().st_size), archived=True)
-    with pytest.raises(ConfigError, match=r"holds torch.float32 \[3\] at byte 0 where torch.float32 \[4\] is announced"):
+    with pytest.raises(
+        ConfigError, match=r"holds torch.float32 \[3\] at byte 0 where torch.float32 \[4\] is announced"
+    ):
         whole(StoredTensor("w", torch.float32, (4,), (piece,)))
 
 
@@ -91,14 +123,23 @@ def test_written_files_are_those_that_safetensors_reads(tmp_path: Path) -> None:
         "number": torch.tensor(7),
         "empty": torch.zeros(0, 4),
     }
-    writer = Writer(tmp_path, {name: Form(t.dtype, tuple(t.shape)) for name, t in tensors.items()}, most_bytes=10**6)
+    writer = Writer(
+        tmp_path, {name: Form(t.dtype, tuple(t.shape)) for name, t in tensors.items()}, most_bytes=10**6
+    )
     for name in reversed(list(tensors)):
-        rows = tensors[name].reshape(-1, *tensors[name].shape[1:]) if tensors[name].dim() else tensors[name].view(1)
+        rows = (
+            tensors[name].reshape(-1, *tensors[name].shape[1:])
+            if tensors[name].dim()
+            else tensors[name].view(1)
+        )
         writer.write(name, iter(rows.split(2)))
     writer.finish()
     assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
     assert_same_bits(read(tmp_path), tensors)
-    assert_same_bits({name: whole(found) for name, found in safetensors_files.read_directory(tmp_path, field="x").items()}, tensors)
+    assert_same_bits(
+        {name: whole(found) for name, found in safetensors_files.read_directory(tmp_path, field="x").items()},
+        tensors,
+    )
     assert writer.nbytes == 3 + 24 + 10 + 8
 
 
@@ -110,7 +151,13 @@ def test_several_files_and_their_index(tmp_path: Path) -> None:
     writer.finish()
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     files = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
-    assert index["weight_map"] == {"w0": files[0], "w1": files[0], "w2": files[1], "w3": files[1], "w4": files[2]}
+    assert index["weight_map"] == {
+        "w0": files[0],
+        "w1": files[0],
+        "w2": files[1],
+        "w3": files[1],
+        "w4": files[2],
+    }
     assert index["metadata"] == {"total_parameters": 25, "total_size": 100}
     assert_same_bits(read(tmp_path), tensors)
     (tmp_path / files[1]).unlink()
@@ -131,7 +178,12 @@ def test_broken_safetensors_files(tmp_path: Path) -> None:
     file.write_bytes(whole_file.replace(b'"F32"', b'"F99"'))
     with pytest.raises(ConfigError, match="a type that cannot be read"):
         list(safetensors_files.read_file(file))
-    for right, wrong in ((b"[4]", b"[5]"), (b"[0,16]", b"[4,16]"), (b'"shape"', b'"shap3"'), (b"[4]", b'"4"')):
+    for right, wrong in (
+        (b"[4]", b"[5]"),
+        (b"[0,16]", b"[4,16]"),
+        (b'"shape"', b'"shap3"'),
+        (b"[4]", b'"4"'),
+    ):
         assert right in whole_file
         file.write_bytes(whole_file.replace(right, wrong))
         with pytest.raises(ConfigError, match="w cannot be what the header says"):
@@ -147,7 +199,10 @@ DEEP = "[" * 100_000 + "]" * 100_000
         (f'{{"w": {DEEP}}}', "has no header"),
         (f'{{"w": {"9" * 5000}}}', "has no header"),
         ('{"w": {"dtype": ["F32"], "shape": [4], "data_offsets": [0, 16]}}', "a type that cannot be read"),
-        ('{"w": {"dtype": "F32", "shape": [4.0], "data_offsets": [0, 16]}}', "cannot be what the header says"),
+        (
+            '{"w": {"dtype": "F32", "shape": [4.0], "data_offsets": [0, 16]}}',
+            "cannot be what the header says",
+        ),
         ('{"w": {"dtype": "F32", "shape": 4, "data_offsets": [0, 16]}}', "cannot be what the header says"),
         ('{"w": {"dtype": "F32", "shape": [4], "data_offsets": [-8, 8]}}', "cannot be what the header says"),
     ],

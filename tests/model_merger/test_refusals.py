@@ -1,4 +1,5 @@
-"""Broken checkpoints and wishes that make no sense: a clear message, exit code 2, and no target, not even a part of one."""
+"""Broken checkpoints and wishes that make no sense: a clear message, exit code 2, and no target, not even a
+part of one."""
 
 from __future__ import annotations
 
@@ -32,7 +33,17 @@ def split(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> C
     def make(layout: str, model: str = "tied") -> Path:
         target = folder / f"{layout}-{model}"
         if not target.exists():
-            command = ["split", "--hf_dir", models[model], "--target_dir", str(target), "--world_size", "2", "--layout", layout]
+            command = [
+                "split",
+                "--hf_dir",
+                models[model],
+                "--target_dir",
+                str(target),
+                "--world_size",
+                "2",
+                "--layout",
+                layout,
+            ]
             assert main([*command, *(["--is-value-model"] if model == "value" else [])]) == 0
         return target
 
@@ -46,39 +57,54 @@ def broken(split: Callable[..., Path], tmp_path: Path) -> Callable[[str], Path]:
 
 
 @LAYOUTS
-def test_a_missing_shard(broken: Callable[[str], Path], refused: Refused, tmp_path: Path, layout: str) -> None:
+def test_a_missing_shard(
+    broken: Callable[[str], Path], refused: Refused, tmp_path: Path, layout: str
+) -> None:
     checkpoint = broken(layout)
     (checkpoint / SHARD[layout]).unlink()
-    told = refused("merge", "--local_dir", checkpoint, "--target_dir", tmp_path / "out", target=tmp_path / "out")
+    told = refused(
+        "merge", "--local_dir", checkpoint, "--target_dir", tmp_path / "out", target=tmp_path / "out"
+    )
     assert f"{checkpoint / SHARD[layout]}: this shard is missing" in told
     assert main(["info", "--local_dir", str(checkpoint)]) == 1
 
 
 @LAYOUTS
 @pytest.mark.parametrize("left", [0, 100, -100, -1])
-def test_a_truncated_shard(broken: Callable[[str], Path], refused: Refused, tmp_path: Path, layout: str, left: int) -> None:
+def test_a_truncated_shard(
+    broken: Callable[[str], Path], refused: Refused, tmp_path: Path, layout: str, left: int
+) -> None:
     checkpoint = broken(layout)
     shard = checkpoint / SHARD[layout]
     os.truncate(shard, left if left >= 0 else shard.stat().st_size + left)
-    told = refused("merge", "--local_dir", checkpoint, "--target_dir", tmp_path / "out", target=tmp_path / "out")
+    told = refused(
+        "merge", "--local_dir", checkpoint, "--target_dir", tmp_path / "out", target=tmp_path / "out"
+    )
     assert f"{shard}: is cut short" in told
 
 
 @LAYOUTS
-def test_a_foreign_shard_is_not_executed(broken: Callable[[str], Path], refused: Refused, tmp_path: Path, layout: str) -> None:
+def test_a_foreign_shard_is_not_executed(
+    broken: Callable[[str], Path], refused: Refused, tmp_path: Path, layout: str
+) -> None:
     checkpoint = broken(layout)
     command = ("merge", "--local_dir", checkpoint, "--target_dir", tmp_path / "out")
     if layout == "verl":
         torch.save({"w": Payload(tmp_path / "hacked")}, checkpoint / SHARD[layout])
         told = refused(*command, target=tmp_path / "out")
-        assert f"{checkpoint / SHARD[layout]}: holds what weights_only refuses" in told and "nothing was executed" in told
+        assert (
+            f"{checkpoint / SHARD[layout]}: holds what weights_only refuses" in told
+            and "nothing was executed" in told
+        )
         (checkpoint / SHARD[layout]).write_text("hello")
         assert "is cut short or no shard of a model" in refused(*command, target=tmp_path / "out")
         torch.save([1, 2], checkpoint / SHARD[layout])
         assert "holds a list, not a state dict" in refused(*command, target=tmp_path / "out")
     else:
         (checkpoint / "dcp" / ".metadata").write_bytes(pickle.dumps(Payload(tmp_path / "hacked")))
-        assert "it names posix.mkdir, which no index holds; nothing was executed" in refused(*command, target=tmp_path / "out")
+        assert "it names posix.mkdir, which no index holds; nothing was executed" in refused(
+            *command, target=tmp_path / "out"
+        )
         (checkpoint / "dcp" / ".metadata").write_bytes(pickle.dumps({"a": 1}))
         assert "holds a dict, not the index" in refused(*command, target=tmp_path / "out")
         (checkpoint / "dcp" / ".metadata").unlink()
@@ -105,7 +131,9 @@ def test_no_command_runs_what_an_index_names(
     assert not (tmp_path / "hacked").exists()
 
 
-def test_an_object_where_a_weight_was_is_not_unpickled(broken: Callable[[str], Path], refused: Refused, tmp_path: Path) -> None:
+def test_an_object_where_a_weight_was_is_not_unpickled(
+    broken: Callable[[str], Path], refused: Refused, tmp_path: Path
+) -> None:
     checkpoint = broken("hydraflow")
     put_into_shard(checkpoint, tmp_path / "hacked", as_object=True)
     command = ("merge", "--local_dir", checkpoint, "--target_dir", tmp_path / "out")
@@ -113,11 +141,22 @@ def test_an_object_where_a_weight_was_is_not_unpickled(broken: Callable[[str], P
     assert not (tmp_path / "hacked").exists()
 
 
-def test_pickled_weights_of_a_foreign_model_are_not_run(models: dict[str, str], refused: Refused, tmp_path: Path) -> None:
+def test_pickled_weights_of_a_foreign_model_are_not_run(
+    models: dict[str, str], refused: Refused, tmp_path: Path
+) -> None:
     model = Path(shutil.copytree(models["tied"], tmp_path / "model"))
     (model / "model.safetensors").unlink()
     torch.save({"w": Payload(tmp_path / "hacked")}, model / "pytorch_model.bin")
-    told = refused("split", "--hf_dir", model, "--target_dir", tmp_path / "out", "--world_size", 2, target=tmp_path / "out")
+    told = refused(
+        "split",
+        "--hf_dir",
+        model,
+        "--target_dir",
+        tmp_path / "out",
+        "--world_size",
+        2,
+        target=tmp_path / "out",
+    )
     assert f"--hf_dir={model}: its weights hold more than tensors, which was not executed" in told
     assert not (tmp_path / "hacked").exists()
 
@@ -126,11 +165,15 @@ def test_other_bytes_in_a_shard(broken: Callable[[str], Path], refused: Refused,
     checkpoint = broken("hydraflow")
     shard = checkpoint / SHARD["hydraflow"]
     shard.write_bytes(b"x" * shard.stat().st_size)
-    told = refused("merge", "--local_dir", checkpoint, "--target_dir", tmp_path / "out", target=tmp_path / "out")
+    told = refused(
+        "merge", "--local_dir", checkpoint, "--target_dir", tmp_path / "out", target=tmp_path / "out"
+    )
     assert f"{shard}: cannot be read at byte" in told
 
 
-def test_a_shard_of_another_checkpoint(split: Callable[..., Path], broken: Callable[[str], Path], refused: Refused, tmp_path: Path) -> None:
+def test_a_shard_of_another_checkpoint(
+    split: Callable[..., Path], broken: Callable[[str], Path], refused: Refused, tmp_path: Path
+) -> None:
     checkpoint = broken("verl")
     command = ("merge", "--local_dir", checkpoint, "--target_dir", tmp_path / "out")
     shutil.copyfile(split("verl", "value") / SHARD["verl"], checkpoint / SHARD["verl"])
@@ -138,11 +181,15 @@ def test_a_shard_of_another_checkpoint(split: Callable[..., Path], broken: Calla
         *command, target=tmp_path / "out"
     )
     shutil.copyfile(split("verl", "bf16") / SHARD["verl"], checkpoint / SHARD["verl"])
-    assert "torch.bfloat16 [17, 32] here and torch.float32 [17, 32] in rank 0's shard" in refused(*command, target=tmp_path / "out")
+    assert "torch.bfloat16 [17, 32] here and torch.float32 [17, 32] in rank 0's shard" in refused(
+        *command, target=tmp_path / "out"
+    )
 
 
 @LAYOUTS
-def test_a_wrong_world_size(broken: Callable[[str], Path], refused: Refused, tmp_path: Path, layout: str) -> None:
+def test_a_wrong_world_size(
+    broken: Callable[[str], Path], refused: Refused, tmp_path: Path, layout: str
+) -> None:
     checkpoint = broken(layout)
     command = ("merge", "--local_dir", checkpoint, "--target_dir", tmp_path / "out")
     config = checkpoint / ("fsdp_config.json" if layout == "verl" else "checkpoint.json")
@@ -152,11 +199,15 @@ def test_a_wrong_world_size(broken: Callable[[str], Path], refused: Refused, tmp
     if layout == "hydraflow":
         return
     for rank in range(2):
-        (checkpoint / f"model_world_size_2_rank_{rank}.pt").rename(checkpoint / f"model_world_size_4_rank_{rank}.pt")
+        (checkpoint / f"model_world_size_2_rank_{rank}.pt").rename(
+            checkpoint / f"model_world_size_4_rank_{rank}.pt"
+        )
     assert "was cut for 2 ranks; the file's name says 4" in refused(*command, target=tmp_path / "out")
 
 
-def test_weights_that_config_json_does_not_describe(broken: Callable[[str], Path], refused: Refused, tmp_path: Path) -> None:
+def test_weights_that_config_json_does_not_describe(
+    broken: Callable[[str], Path], refused: Refused, tmp_path: Path
+) -> None:
     checkpoint = broken("hydraflow")
     command = ("merge", "--local_dir", checkpoint, "--target_dir", tmp_path / "out")
     file = checkpoint / "huggingface" / "config.json"
@@ -176,7 +227,9 @@ def test_weights_that_config_json_does_not_describe(broken: Callable[[str], Path
     assert "the model's configuration is missing" in refused(*command, target=tmp_path / "out")
 
 
-def test_ties_that_the_user_knows_of(broken: Callable[[str], Path], models: dict[str, str], refused: Refused, tmp_path: Path) -> None:
+def test_ties_that_the_user_knows_of(
+    broken: Callable[[str], Path], models: dict[str, str], refused: Refused, tmp_path: Path
+) -> None:
     checkpoint = broken("hydraflow")
     file = checkpoint / "huggingface" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "tie_word_embeddings": False}))
@@ -185,10 +238,20 @@ def test_ties_that_the_user_knows_of(broken: Callable[[str], Path], models: dict
 
 
 @LAYOUTS
-def test_ties_that_are_none(split: Callable[..., Path], models: dict[str, str], refused: Refused, tmp_path: Path, layout: str) -> None:
+def test_ties_that_are_none(
+    split: Callable[..., Path], models: dict[str, str], refused: Refused, tmp_path: Path, layout: str
+) -> None:
     """config.json says tied, the two matrices differ: both are kept, and the new config.json says so."""
     checkpoint = Path(shutil.copytree(split(layout, "untied"), tmp_path / "checkpoint"))
-    told = refused("merge", "--local_dir", checkpoint, "--target_dir", tmp_path / "out", "--tie-word-embedding", target=tmp_path / "out")
+    told = refused(
+        "merge",
+        "--local_dir",
+        checkpoint,
+        "--target_dir",
+        tmp_path / "out",
+        "--tie-word-embedding",
+        target=tmp_path / "out",
+    )
     assert "lm_head.weight and model.embed_tokens.weight hold different numbers" in told
     file = checkpoint / "huggingface" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "tie_word_embeddings": True}))
@@ -196,21 +259,33 @@ def test_ties_that_are_none(split: Callable[..., Path], models: dict[str, str], 
     assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
 
 
-def test_directories_that_hold_no_checkpoint(split: Callable[..., Path], refused: Refused, tmp_path: Path) -> None:
+def test_directories_that_hold_no_checkpoint(
+    split: Callable[..., Path], refused: Refused, tmp_path: Path
+) -> None:
     target = tmp_path / "out"
     (tmp_path / "empty").mkdir()
-    assert "holds no sharded checkpoint" in refused("merge", "--local_dir", tmp_path / "empty", "--target_dir", target, target=target)
-    assert "no such directory" in refused("merge", "--local_dir", tmp_path / "none", "--target_dir", target, target=target)
+    assert "holds no sharded checkpoint" in refused(
+        "merge", "--local_dir", tmp_path / "empty", "--target_dir", target, target=target
+    )
+    assert "no such directory" in refused(
+        "merge", "--local_dir", tmp_path / "none", "--target_dir", target, target=target
+    )
     shutil.copytree(split("hydraflow"), tmp_path / "global_step_3.unfinished" / "actor")
     unfinished = tmp_path / "global_step_3.unfinished"
-    assert "a save that was interrupted" in refused("merge", "--local_dir", unfinished, "--target_dir", target, target=target)
+    assert "a save that was interrupted" in refused(
+        "merge", "--local_dir", unfinished, "--target_dir", target, target=target
+    )
     (tmp_path / "megatron" / "dist_ckpt").mkdir(parents=True)
     told = refused("merge", "--local_dir", tmp_path / "megatron", "--target_dir", target, target=target)
     assert "Megatron" in told
-    assert "Megatron" in refused("merge", "--backend", "megatron", "--local_dir", split("verl"), "--target_dir", target, target=target)
+    assert "Megatron" in refused(
+        "merge", "--backend", "megatron", "--local_dir", split("verl"), "--target_dir", target, target=target
+    )
 
 
-def test_runs_and_steps_give_their_actor(split: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_and_steps_give_their_actor(
+    split: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     split("hydraflow"), split("hydraflow", "value")
     capsys.readouterr()
     for step in (2, 12):
@@ -219,12 +294,20 @@ def test_runs_and_steps_give_their_actor(split: Callable[..., Path], tmp_path: P
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("12\n")
     assert main(["info", "--local_dir", str(tmp_path / "run"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [(Path(facts["directory"]).name, facts["step"]) for facts in found] == [("actor", 12), ("critic", 12)]
-    assert merge(tmp_path / "run", tmp_path / "a").keys() == merge(tmp_path / "run" / "global_step_2", tmp_path / "b").keys()
+    assert [(Path(facts["directory"]).name, facts["step"]) for facts in found] == [
+        ("actor", 12),
+        ("critic", 12),
+    ]
+    assert (
+        merge(tmp_path / "run", tmp_path / "a").keys()
+        == merge(tmp_path / "run" / "global_step_2", tmp_path / "b").keys()
+    )
     assert "score.weight" in merge(tmp_path / "run" / "global_step_12" / "critic", tmp_path / "c")
 
 
-def test_a_target_that_is_there_is_not_touched(split: Callable[..., Path], refused: Refused, tmp_path: Path) -> None:
+def test_a_target_that_is_there_is_not_touched(
+    split: Callable[..., Path], refused: Refused, tmp_path: Path
+) -> None:
     target = tmp_path / "out"
     target.mkdir()
     (target / "mine.txt").write_text("keep")
@@ -245,7 +328,19 @@ def test_only_what_it_made_is_removed(split: Callable[..., Path], tmp_path: Path
         file.parent.mkdir()
         file.write_text("keep")
     for _ in range(2):
-        assert main(["merge", "--local_dir", str(split("hydraflow")), "--target_dir", str(tmp_path / "out"), "--overwrite"]) == 0
+        assert (
+            main(
+                [
+                    "merge",
+                    "--local_dir",
+                    str(split("hydraflow")),
+                    "--target_dir",
+                    str(tmp_path / "out"),
+                    "--overwrite",
+                ]
+            )
+            == 0
+        )
     assert [file.read_text() for file in mine] == ["keep", "keep"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.old", "out.unfinished"]
 
@@ -253,7 +348,14 @@ def test_only_what_it_made_is_removed(split: Callable[..., Path], tmp_path: Path
 def test_an_earlier_model_stays_when_the_new_one_cannot_take_its_place(
     split: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = ["merge", "--local_dir", str(split("hydraflow")), "--target_dir", str(tmp_path / "out"), "--overwrite"]
+    command = [
+        "merge",
+        "--local_dir",
+        str(split("hydraflow")),
+        "--target_dir",
+        str(tmp_path / "out"),
+        "--overwrite",
+    ]
     assert main(command) == 0
     before = read(tmp_path / "out")
     whole = Path.rename
@@ -265,11 +367,15 @@ def test_an_earlier_model_stays_when_the_new_one_cannot_take_its_place(
 
     monkeypatch.setattr(Path, "rename", rename)
     assert main(command) == EnvironmentFault.exit_code
-    assert [path.name for path in tmp_path.iterdir()] == ["out"] and read(tmp_path / "out").keys() == before.keys()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] and read(
+        tmp_path / "out"
+    ).keys() == before.keys()
 
 
 @pytest.mark.parametrize("link", ["file", "folder"])
-def test_links_out_of_a_checkpoint_are_not_published(broken: Callable[[str], Path], refused: Refused, tmp_path: Path, link: str) -> None:
+def test_links_out_of_a_checkpoint_are_not_published(
+    broken: Callable[[str], Path], refused: Refused, tmp_path: Path, link: str
+) -> None:
     checkpoint, private = broken("hydraflow"), tmp_path / "private"
     if link == "file":
         private.mkdir()
@@ -278,16 +384,26 @@ def test_links_out_of_a_checkpoint_are_not_published(broken: Callable[[str], Pat
     else:
         (checkpoint / "huggingface").rename(private)
         (checkpoint / "huggingface").symlink_to(private)
-    told = refused("merge", "--local_dir", checkpoint, "--target_dir", tmp_path / "out", target=tmp_path / "out")
-    assert f"{checkpoint}/huggingface/{'notes.txt' if link == 'file' else 'config.json'}: is a link to {private}/" in told
+    told = refused(
+        "merge", "--local_dir", checkpoint, "--target_dir", tmp_path / "out", target=tmp_path / "out"
+    )
+    assert (
+        f"{checkpoint}/huggingface/{'notes.txt' if link == 'file' else 'config.json'}: is a link to"
+        f" {private}/" in told
+    )
 
 
-def test_links_within_a_checkpoint_are_copied_as_what_they_stand_for(broken: Callable[[str], Path], tmp_path: Path) -> None:
+def test_links_within_a_checkpoint_are_copied_as_what_they_stand_for(
+    broken: Callable[[str], Path], tmp_path: Path
+) -> None:
     checkpoint = broken("hydraflow")
     (checkpoint / "notes.txt").write_text("mine")
     (checkpoint / "huggingface" / "notes.txt").symlink_to("../notes.txt")
     merge(checkpoint, tmp_path / "out")
-    assert not (tmp_path / "out" / "notes.txt").is_symlink() and (tmp_path / "out" / "notes.txt").read_text() == "mine"
+    assert (
+        not (tmp_path / "out" / "notes.txt").is_symlink()
+        and (tmp_path / "out" / "notes.txt").read_text() == "mine"
+    )
 
 
 def test_a_model_in_the_hubs_cache_is_split(models: dict[str, str], tmp_path: Path) -> None:
@@ -297,29 +413,55 @@ def test_a_model_in_the_hubs_cache_is_split(models: dict[str, str], tmp_path: Pa
     shutil.copytree(models["tied"], tmp_path / "blobs")
     for file in (tmp_path / "blobs").iterdir():
         (snapshot / file.name).symlink_to(file)
-    assert main(["split", "--hf_dir", str(snapshot), "--target_dir", str(tmp_path / "checkpoint"), "--world_size", "2"]) == 0
+    assert (
+        main(
+            [
+                "split",
+                "--hf_dir",
+                str(snapshot),
+                "--target_dir",
+                str(tmp_path / "checkpoint"),
+                "--world_size",
+                "2",
+            ]
+        )
+        == 0
+    )
     assert not any(path.is_symlink() for path in (tmp_path / "checkpoint").rglob("*"))
     assert main(["test", "--local_dir", str(tmp_path / "checkpoint"), "--test_hf_dir", str(snapshot)]) == 0
 
 
 @pytest.mark.parametrize("target", ["checkpoint", "checkpoint/huggingface", "."])
-def test_a_target_that_holds_what_is_read(broken: Callable[[str], Path], refused: Refused, tmp_path: Path, target: str) -> None:
+def test_a_target_that_holds_what_is_read(
+    broken: Callable[[str], Path], refused: Refused, tmp_path: Path, target: str
+) -> None:
     checkpoint = broken("hydraflow")
     before = sorted(tmp_path.rglob("*"))
     told = refused("merge", "--local_dir", checkpoint, "--target_dir", tmp_path / target, "--overwrite")
     assert f"holds what is read: {checkpoint}/huggingface" in told
     assert "holds what is read" in refused(
-        "split", "--hf_dir", checkpoint / "huggingface", "--target_dir", checkpoint, "--world_size", 1, "--overwrite"
+        "split",
+        "--hf_dir",
+        checkpoint / "huggingface",
+        "--target_dir",
+        checkpoint,
+        "--world_size",
+        1,
+        "--overwrite",
     )
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_target_that_cannot_be_made(split: Callable[..., Path], refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert "cannot be made: Not a directory" in refused("merge", "--local_dir", split("verl"), "--target_dir", tmp_path / "file" / "out")
+    assert "cannot be made: Not a directory" in refused(
+        "merge", "--local_dir", split("verl"), "--target_dir", tmp_path / "file" / "out"
+    )
 
 
-def test_ctrl_c_leaves_nothing(split: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_ctrl_c_leaves_nothing(
+    split: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     def interrupted(*_: object) -> int:
         raise KeyboardInterrupt
 
@@ -329,17 +471,24 @@ def test_ctrl_c_leaves_nothing(split: Callable[..., Path], tmp_path: Path, monke
     assert not list(tmp_path.iterdir())
 
 
-def test_a_fault_of_the_disk_is_told(split: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_fault_of_the_disk_is_told(
+    split: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     def broken_disk(*_: object) -> int:
         raise OSError(5, "Input/output error", "/disk/shard")
 
     monkeypatch.setattr(safetensors_files, "_write_all", broken_disk)
-    assert main(["merge", "--local_dir", str(split("verl")), "--target_dir", str(tmp_path / "out")]) == EnvironmentFault.exit_code
+    assert (
+        main(["merge", "--local_dir", str(split("verl")), "--target_dir", str(tmp_path / "out")])
+        == EnvironmentFault.exit_code
+    )
     assert "Input/output error: '/disk/shard'; nothing was left there" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
-def test_an_index_that_lacks_what_every_index_has(broken: Callable[[str], Path], refused: Refused, tmp_path: Path) -> None:
+def test_an_index_that_lacks_what_every_index_has(
+    broken: Callable[[str], Path], refused: Refused, tmp_path: Path
+) -> None:
     checkpoint = broken("hydraflow")
     index = checkpoint / "dcp" / ".metadata"
     index.write_bytes(index.read_bytes().replace(b"offsets", b"0ffsets", 1))
@@ -348,29 +497,43 @@ def test_an_index_that_lacks_what_every_index_has(broken: Callable[[str], Path],
     )
 
 
-def test_a_full_disk_leaves_nothing(split: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_full_disk_leaves_nothing(
+    split: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(safetensors_files, "_write_all", full)
-    assert main(["merge", "--local_dir", str(split("verl")), "--target_dir", str(tmp_path / "out")]) == EnvironmentFault.exit_code == 3
+    assert (
+        main(["merge", "--local_dir", str(split("verl")), "--target_dir", str(tmp_path / "out")])
+        == EnvironmentFault.exit_code
+        == 3
+    )
     assert "the disk is full" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
-def test_no_space_is_known_before(split: Callable[..., Path], refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_space_is_known_before(
+    split: Callable[..., Path], refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 99, 1))
-    told = refused("merge", "--local_dir", split("verl"), "--target_dir", tmp_path / "out", target=tmp_path / "out")
+    told = refused(
+        "merge", "--local_dir", split("verl"), "--target_dir", tmp_path / "out", target=tmp_path / "out"
+    )
     assert "0.0 GB left" in told
 
 
-def test_numbers_too_large_for_the_type(broken: Callable[[str], Path], refused: Refused, tmp_path: Path) -> None:
+def test_numbers_too_large_for_the_type(
+    broken: Callable[[str], Path], refused: Refused, tmp_path: Path
+) -> None:
     checkpoint = broken("verl")
     state = torch.load(checkpoint / SHARD["verl"], weights_only=True)
     state["model.norm.weight"].to_local().fill_(70000.0)
     torch.save(state, checkpoint / SHARD["verl"])
     command = ("merge", "--local_dir", checkpoint, "--target_dir", tmp_path / "out", "--dtype", "fp16")
-    assert "model.norm.weight holds 70000, and float16 ends at 65504" in refused(*command, target=tmp_path / "out")
+    assert "model.norm.weight holds 70000, and float16 ends at 65504" in refused(
+        *command, target=tmp_path / "out"
+    )
 
 
 def test_wishes_that_do_not_fit(split: Callable[..., Path], refused: Refused, tmp_path: Path) -> None:
@@ -382,14 +545,24 @@ def test_wishes_that_do_not_fit(split: Callable[..., Path], refused: Refused, tm
     assert "invalid choice" in refused(*command, "--dtype", "int8", target=target)
     assert "no size" in refused(*command, "--max_shard_size", "much", target=target)
     assert "unrecognized" in refused(*command, "--is_value", target=target)
-    assert "no such directory" in refused("test", "--local_dir", split("verl"), "--test_hf_dir", tmp_path / "none")
+    assert "no such directory" in refused(
+        "test", "--local_dir", split("verl"), "--test_hf_dir", tmp_path / "none"
+    )
     (tmp_path / "empty").mkdir()
-    assert "no safetensors" in refused("test", "--local_dir", split("verl"), "--test_hf_dir", tmp_path / "empty")
-    assert "no config.json" in refused("split", "--hf_dir", tmp_path / "empty", "--target_dir", target, "--world_size", 2, target=target)
+    assert "no safetensors" in refused(
+        "test", "--local_dir", split("verl"), "--test_hf_dir", tmp_path / "empty"
+    )
+    assert "no config.json" in refused(
+        "split", "--hf_dir", tmp_path / "empty", "--target_dir", target, "--world_size", 2, target=target
+    )
     (tmp_path / "empty" / "config.json").write_text("{}")
-    told = refused("split", "--hf_dir", tmp_path / "empty", "--target_dir", target, "--world_size", 2, target=target)
+    told = refused(
+        "split", "--hf_dir", tmp_path / "empty", "--target_dir", target, "--world_size", 2, target=target
+    )
     assert f"--hf_dir={tmp_path}/empty: cannot be read as a model" in told
-    assert "at least 1" in refused("split", "--hf_dir", tmp_path / "empty", "--target_dir", target, "--world_size", 0, target=target)
+    assert "at least 1" in refused(
+        "split", "--hf_dir", tmp_path / "empty", "--target_dir", target, "--world_size", 0, target=target
+    )
 
 
 def test_an_adapter_on_a_tied_matrix(split: Callable[..., Path], refused: Refused, tmp_path: Path) -> None:
@@ -398,15 +571,25 @@ def test_an_adapter_on_a_tied_matrix(split: Callable[..., Path], refused: Refuse
         file = checkpoint / f"model_world_size_2_rank_{rank}.pt"
         state = torch.load(file, weights_only=True)
         state["lm_head.base_layer.weight"] = state.pop("lm_head.weight")
-        state |= {"lm_head.lora_A.default.weight": torch.ones(2, 32), "lm_head.lora_B.default.weight": torch.ones(17, 2)}
+        state |= {
+            "lm_head.lora_A.default.weight": torch.ones(2, 32),
+            "lm_head.lora_B.default.weight": torch.ones(17, 2),
+        }
         torch.save(state, file)
     (checkpoint / "lora_train_meta.json").write_text(json.dumps({"r": 2, "lora_alpha": 2}))
     command = ("merge", "--local_dir", checkpoint, "--target_dir", tmp_path / "out")
-    assert "lm_head.weight has an adapter and is tied to model.embed_tokens.weight" in refused(*command, target=tmp_path / "out")
+    assert "lm_head.weight has an adapter and is tied to model.embed_tokens.weight" in refused(
+        *command, target=tmp_path / "out"
+    )
     assert "lm_head.weight" not in merge(checkpoint, tmp_path / "out", "--lora", "adapter")
-    assert read(tmp_path / "out" / "lora_adapter").keys() == {f"base_model.model.lm_head.lora_{side}.weight" for side in "AB"}
+    assert read(tmp_path / "out" / "lora_adapter").keys() == {
+        f"base_model.model.lm_head.lora_{side}.weight" for side in "AB"
+    }
     differing = torch.load(checkpoint / SHARD["verl"], weights_only=True)
     differing["lm_head.lora_B.default.weight"][3] = 7
     torch.save(differing, checkpoint / SHARD["verl"])
     told = refused(*command, target=tmp_path / "other")
-    assert "lm_head.lora_B.default.weight is not cut, but differs from the copy in model_world_size_2_rank_0.pt" in told
+    assert (
+        "lm_head.lora_B.default.weight is not cut, but differs from the copy in model_world_size_2_rank_0.pt"
+        in told
+    )

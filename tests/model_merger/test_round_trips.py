@@ -1,4 +1,5 @@
-"""Hugging Face directory -> training engine on 1, 2 and 4 ranks -> checkpoint -> merged directory: every bit is the same."""
+"""Hugging Face directory -> training engine on 1, 2 and 4 ranks -> checkpoint -> merged directory: every bit
+is the same."""
 
 from __future__ import annotations
 
@@ -28,8 +29,13 @@ def test_nothing_is_lost(made: Path, models: dict[str, str], tmp_path: Path, siz
     assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
     assert model.dtype == (torch.bfloat16 if case == "bf16" else torch.float32)
     for name in ("config.json", "generation_config.json") if case != "value" else ("config.json",):
-        assert json.loads((tmp_path / "merged" / name).read_text()) == json.loads((checkpoint / "exported" / name).read_text())
-    assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template == AutoTokenizer.from_pretrained(models[case]).chat_template
+        assert json.loads((tmp_path / "merged" / name).read_text()) == json.loads(
+            (checkpoint / "exported" / name).read_text()
+        )
+    assert (
+        AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template
+        == AutoTokenizer.from_pretrained(models[case]).chat_template
+    )
 
 
 def test_a_type_may_be_chosen_and_comes_back(made: Path, models: dict[str, str], tmp_path: Path) -> None:
@@ -42,11 +48,15 @@ def test_a_type_may_be_chosen_and_comes_back(made: Path, models: dict[str, str],
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_adapters_are_merged_as_the_engine_merges_them(made: Path, models: dict[str, str], tmp_path: Path, size: int) -> None:
+def test_adapters_are_merged_as_the_engine_merges_them(
+    made: Path, models: dict[str, str], tmp_path: Path, size: int
+) -> None:
     merged = merge(made / f"{size}-lora", tmp_path / "merged")
     assert_same_bits(merged, read(made / f"{size}-lora" / "exported"))
     changed = {name for name, tensor in read(models["tied"]).items() if not torch.equal(tensor, merged[name])}
-    adapted = {f"model.layers.{i}.{name}.weight" for i in range(2) for name in ("self_attn.q_proj", "mlp.down_proj")}
+    adapted = {
+        f"model.layers.{i}.{name}.weight" for i in range(2) for name in ("self_attn.q_proj", "mlp.down_proj")
+    }
     assert changed == (adapted if size == 1 else set())  # only the checkpoint of one rank was trained
 
 
@@ -56,7 +66,9 @@ def test_adapters_are_exported_for_peft(made: Path, models: dict[str, str], tmp_
     config = json.loads((tmp_path / "merged" / "lora_adapter" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["target_modules"]) == (2, 6, ["down_proj", "q_proj"])
     ids = torch.arange(17)[None]
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), str(tmp_path / "merged" / "lora_adapter"))
+    model = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), str(tmp_path / "merged" / "lora_adapter")
+    )
     exported = AutoModelForCausalLM.from_pretrained(made / "1-lora" / "exported")
     torch.testing.assert_close(model(input_ids=ids).logits, exported(input_ids=ids).logits, rtol=0, atol=2e-6)
 
@@ -70,10 +82,14 @@ def test_weights_as_a_library_gives_them(made: Path, models: dict[str, str]) -> 
         parameter.data.zero_()
     model.load_state_dict(state)
     assert_same_bits(model.state_dict(), wanted)
-    assert {tensor.dtype for tensor in model_merger.load_state_dict(made / "4-tied", dtype="bf16").values()} == {torch.bfloat16}
+    assert {
+        tensor.dtype for tensor in model_merger.load_state_dict(made / "4-tied", dtype="bf16").values()
+    } == {torch.bfloat16}
 
 
-def test_compared_with_a_directory(made: Path, models: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compared_with_a_directory(
+    made: Path, models: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = ["test", "--local-dir", str(made / "4-untied" / "actor"), "--test-hf-dir"]
     assert main([*command, models["untied"]]) == 0
     assert "same: 25 tensors" in capsys.readouterr().out
@@ -84,13 +100,22 @@ def test_compared_with_a_directory(made: Path, models: dict[str, str], tmp_path:
     assert "torch.float32, torch.bfloat16 in the directory" in capsys.readouterr().out
     assert main([*command, models["bf16"]]) == 1
     told = capsys.readouterr().out
-    assert "only in the checkpoint: lm_head.weight" in told and "model.norm.weight: " in told and "numbers differ" in told
+    assert (
+        "only in the checkpoint: lm_head.weight" in told
+        and "model.norm.weight: " in told
+        and "numbers differ" in told
+    )
 
 
 def test_what_a_checkpoint_holds(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", "--local_dir", str(made / "4-value"), "--json"]) == 0
     (facts,) = json.loads(capsys.readouterr().out)
-    assert (facts["layout"], facts["world_size"], facts["details"]["head"], facts["problems"]) == ("hydraflow", 4, "value", [])
+    assert (facts["layout"], facts["world_size"], facts["details"]["head"], facts["problems"]) == (
+        "hydraflow",
+        4,
+        "value",
+        [],
+    )
     assert facts["tensors"]["score.weight"] == {"dtype": "float32", "shape": [1, 32], "bytes": 128}
     assert facts["weights"]["bytes"] == 4 * facts["weights"]["numbers"]
     assert facts["others"]["extra"]["entries"] == 1

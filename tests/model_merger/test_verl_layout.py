@@ -16,10 +16,15 @@ from hydraflow import model_merger
 from hydraflow.model_merger.__main__ import main
 
 
-@pytest.mark.parametrize("case", [*(name for name in SAVED_AS_VERL if name not in ("lora", "value")), "one", "plain"])
+@pytest.mark.parametrize(
+    "case", [*(name for name in SAVED_AS_VERL if name not in ("lora", "value")), "one", "plain"]
+)
 def test_nothing_is_lost(made: Path, models: dict[str, str], tmp_path: Path, case: str) -> None:
     model, options = SAVED_AS_VERL.get(case, ("tied", {}))
-    wanted = {name: tensor.to(getattr(torch, options.get("dtype", "float32"))) for name, tensor in read(models[model]).items()}
+    wanted = {
+        name: tensor.to(getattr(torch, options.get("dtype", "float32")))
+        for name, tensor in read(models[model]).items()
+    }
     assert_same_bits(merge(made / f"verl-{case}", tmp_path / "merged", "--backend", "fsdp"), wanted)
     _, report = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
@@ -43,15 +48,23 @@ def test_adapters_are_merged(made: Path, models: dict[str, str], tmp_path: Path)
         if f"{stem}A.weight" not in adapter:
             assert torch.equal(merged[name], tensor)
             continue
-        assert torch.equal(merged[name], tensor + adapter[f"{stem}B.weight"] @ adapter[f"{stem}A.weight"] * 3.0)
+        assert torch.equal(
+            merged[name], tensor + adapter[f"{stem}B.weight"] @ adapter[f"{stem}A.weight"] * 3.0
+        )
     assert len(adapter) == 2 * 2 * 2
-    with_peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), str(tmp_path / "base" / "lora_adapter"))
+    with_peft = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base"), str(tmp_path / "base" / "lora_adapter")
+    )
     ids = torch.arange(17)[None]
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    torch.testing.assert_close(with_peft(input_ids=ids).logits, plain(input_ids=ids).logits, rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        with_peft(input_ids=ids).logits, plain(input_ids=ids).logits, rtol=0, atol=1e-4
+    )
 
 
-def test_adapters_without_their_scale_are_not_guessed(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapters_without_their_scale_are_not_guessed(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (made / "verl-lora" / "lora_train_meta.json").rename(tmp_path / "kept.json")
     command = ["merge", "--local_dir", str(made / "verl-lora"), "--target_dir", str(tmp_path / "merged")]
     assert main(command) == 2

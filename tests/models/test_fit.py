@@ -54,7 +54,10 @@ def test_weights_that_fit(tiny: str, head: str) -> None:
 def test_another_hidden_size(copy: Path, head: str) -> None:
     rewrite(copy, hidden_size=48)
     [rule] = rules(copy, head=head)
-    assert "of its weights are of another shape, the first model.embed_tokens.weight: [17, 32], not [17, 48]" in rule
+    assert (
+        "of its weights are of another shape, the first model.embed_tokens.weight: [17, 32], not [17, 48]"
+        in rule
+    )
 
 
 def test_more_layers_than_there_are(copy: Path) -> None:
@@ -64,7 +67,9 @@ def test_more_layers_than_there_are(copy: Path) -> None:
 
 def test_another_vocabulary(copy: Path) -> None:
     rewrite(copy, vocab_size=20)
-    assert rules(copy) == ["1 of its weights are of another shape, the first model.embed_tokens.weight: [17, 32], not [20, 32]"]
+    assert rules(copy) == [
+        "1 of its weights are of another shape, the first model.embed_tokens.weight: [17, 32], not [20, 32]"
+    ]
 
 
 def test_a_value_model_needs_no_output_matrix(copy: Path) -> None:
@@ -99,7 +104,10 @@ def test_a_pickle_that_would_run_code(copy: Path) -> None:
     (copy / SINGLE).unlink()
     torch.save({"model.norm.weight": Bomb(copy / "exploded")}, copy / PICKLE)
     [rule] = rules(copy)
-    assert rule == "its weights hold more than tensors, which was not executed: Unsupported global: GLOBAL getattr"
+    assert (
+        rule
+        == "its weights hold more than tensors, which was not executed: Unsupported global: GLOBAL getattr"
+    )
     assert not (copy / "exploded").exists()
 
 
@@ -108,7 +116,9 @@ def test_a_pickle_without_names(copy: Path, content: object) -> None:
     (copy / SINGLE).unlink()
     torch.save(content, copy / PICKLE)
     [rule] = rules(copy)
-    assert rule.startswith("its weights cannot be read: pytorch_model.bin holds a ") and rule.endswith(", not tensors by name")
+    assert rule.startswith("its weights cannot be read: pytorch_model.bin holds a ") and rule.endswith(
+        ", not tensors by name"
+    )
 
 
 class Bomb:
@@ -122,10 +132,13 @@ class Bomb:
 
 
 def test_only_headers_are_read(tmp_path: Path) -> None:
-    """A file of 64 GiB, all of it a hole: reading it would take minutes, and its tensors would fill the memory."""
+    """A file of 64 GiB, all of it a hole: reading it would take minutes, and its tensors would fill the
+    memory."""
     make_model(tmp_path, hidden=32, layers=1, heads=2, kv_heads=1)
     rows = 2**29
-    header = json.dumps({"model.embed_tokens.weight": {"dtype": "F32", "shape": [rows, 32], "data_offsets": [0, rows * 128]}}).encode()
+    header = json.dumps(
+        {"model.embed_tokens.weight": {"dtype": "F32", "shape": [rows, 32], "data_offsets": [0, rows * 128]}}
+    ).encode()
     with (tmp_path / SINGLE).open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + rows * 128)
@@ -163,7 +176,13 @@ def test_an_index_of_another_form(copy: Path, text: str, fault: str) -> None:
 @pytest.mark.parametrize(
     "entry",
     [
-        *("3", "[]", "[" * 100_000, '{"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}', '{"dtype": "F32", "shape": 1}'),
+        *(
+            "3",
+            "[]",
+            "[" * 100_000,
+            '{"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}',
+            '{"dtype": "F32", "shape": 1}',
+        ),
         *(f'{{"dtype": "F32", "shape": [{size}], "data_offsets": [0, 4]}}' for size in (2**70, "true")),
     ],
 )

@@ -28,7 +28,10 @@ def problem(error: pytest.ExceptionInfo[ConfigError]) -> tuple[str, str]:
 def test_directory_without_config(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         loading.load_config(ModelConfig(path=str(tmp_path)))
-    assert problem(error) == ("actor_rollout_ref.model.path", "this directory has no config.json, so it is no Hugging Face model")
+    assert problem(error) == (
+        "actor_rollout_ref.model.path",
+        "this directory has no config.json, so it is no Hugging Face model",
+    )
 
 
 def test_no_such_directory_and_no_path() -> None:
@@ -56,12 +59,17 @@ def test_tokenizer_without_chat_template(tiny: Path) -> None:
     with pytest.raises(ConfigError, match="no chat template"):
         loading.load_tokenizer(ModelConfig(path=str(tiny)))
     assert loading.load_tokenizer(ModelConfig(path=str(tiny)), chat=False).chat_template is None
-    own = loading.load_tokenizer(ModelConfig(path=str(tiny), custom_chat_template="{{ messages[0]['content'] }}!"))
+    own = loading.load_tokenizer(
+        ModelConfig(path=str(tiny), custom_chat_template="{{ messages[0]['content'] }}!")
+    )
     assert own.apply_chat_template([{"role": "user", "content": "1+1"}], tokenize=False) == "1+1!"
 
 
 def test_overrides_replace_and_unknown_ones_are_named(tiny: Path) -> None:
-    assert loading.load_config(ModelConfig(path=str(tiny), override_config={"rms_norm_eps": 0.5})).rms_norm_eps == 0.5
+    assert (
+        loading.load_config(ModelConfig(path=str(tiny), override_config={"rms_norm_eps": 0.5})).rms_norm_eps
+        == 0.5
+    )
     with pytest.raises(ConfigError, match="knows no rms_eps"):
         loading.load_config(ModelConfig(path=str(tiny), override_config={"rms_eps": 0.5}))
 
@@ -77,7 +85,9 @@ def test_missing_weights_are_never_random(tiny: Path) -> None:
     weights.pop("model.layers.1.mlp.up_proj.weight")
     save_file(weights, tiny / "model.safetensors", metadata={"format": "pt"})
     options = ModelConfig(path=str(tiny))
-    with pytest.raises(ConfigError, match=r"1 weights are not in its files, the first model.layers.1.mlp.up_proj.weight"):
+    with pytest.raises(
+        ConfigError, match=r"1 weights are not in its files, the first model.layers.1.mlp.up_proj.weight"
+    ):
         loading.read_weights(loading.load_config(options), options, head="policy", dtype=torch.float32)
 
 
@@ -89,7 +99,10 @@ def test_broken_weights_are_the_users_to_know(tiny: Path) -> None:
         loading.read_weights(config, options, head="policy", dtype=torch.float32)
     file.write_bytes(content)
     config.intermediate_size = 40
-    with pytest.raises(ConfigError, match=r"6 of its weights are of another shape, .*down_proj.weight: \[32, \d+\], not \[32, 40\]"):
+    with pytest.raises(
+        ConfigError,
+        match=r"6 of its weights are of another shape, .*down_proj.weight: \[32, \d+\], not \[32, 40\]",
+    ):
         loading.read_weights(config, options, head="policy", dtype=torch.float32)
 
 
@@ -100,7 +113,9 @@ def test_value_head_is_zero_or_what_is_stored(tiny: Path) -> None:
     weights = load_file(tiny / "model.safetensors")
     score = torch.arange(32.0)[None]
     save_file({**weights, "score.weight": score}, tiny / "model.safetensors", metadata={"format": "pt"})
-    assert torch.equal(loading.read_weights(config, options, head="value", dtype=torch.float32)["score.weight"], score)
+    assert torch.equal(
+        loading.read_weights(config, options, head="value", dtype=torch.float32)["score.weight"], score
+    )
 
 
 def test_end_tokens_of_generation(tiny: Path) -> None:
@@ -113,7 +128,9 @@ def test_end_tokens_of_generation(tiny: Path) -> None:
 JSON_OF_ANOTHER_FORM = ["", "[]", "3", "null", "{", "[" * 100_000]
 
 
-@pytest.mark.parametrize("text", [*JSON_OF_ANOTHER_FORM, '{"model_type": ["a"]}', '{"model_type": "qwen3", "hidden_size": "x"}'])
+@pytest.mark.parametrize(
+    "text", [*JSON_OF_ANOTHER_FORM, '{"model_type": ["a"]}', '{"model_type": "qwen3", "hidden_size": "x"}']
+)
 def test_a_config_of_another_form(tiny: Path, text: str) -> None:
     (tiny / "config.json").write_text(text)
     with pytest.raises(ConfigError, match="cannot be read as a model: "):
@@ -121,7 +138,9 @@ def test_a_config_of_another_form(tiny: Path, text: str) -> None:
 
 
 def test_an_override_of_another_type(tiny: Path) -> None:
-    with pytest.raises(ConfigError, match="hidden_size=x is no value that a qwen3 model can have: .*expected int, got str"):
+    with pytest.raises(
+        ConfigError, match="hidden_size=x is no value that a qwen3 model can have: .*expected int, got str"
+    ):
         loading.load_config(ModelConfig(path=str(tiny), override_config={"hidden_size": "x"}))
 
 
@@ -134,7 +153,10 @@ def test_a_tokenizer_of_another_form(tiny: Path, file: str, text: str) -> None:
 
 
 def test_a_tokenizer_s_path_that_is_no_directory(tiny: Path) -> None:
-    for path, rule in ((tiny / "config.json", "is a file, not a directory"), (tiny / "gone", "there is no such directory")):
+    for path, rule in (
+        (tiny / "config.json", "is a file, not a directory"),
+        (tiny / "gone", "there is no such directory"),
+    ):
         with pytest.raises(ConfigError) as error:
             loading.load_tokenizer(ModelConfig(path=str(tiny), tokenizer_path=str(path)))
         assert problem(error) == ("actor_rollout_ref.model.tokenizer_path", rule)

@@ -77,10 +77,19 @@ def test_three_processes_load_a_model_with_its_own_code_at_the_same_time(tmp_pat
     model.mkdir()
     (model / "configuration_own.py").write_text(CODE)
     (model / "config.json").write_text(
-        json.dumps({"model_type": "own_test_model", "width": 7, "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}})
+        json.dumps(
+            {
+                "model_type": "own_test_model",
+                "width": 7,
+                "auto_map": {"AutoConfig": "configuration_own.OwnConfig"},
+            }
+        )
     )
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "HF_MODULES_CACHE": str(tmp_path / "modules")}
     words = [sys.executable, "-c", LOAD, str(model)]
-    loads = [subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    loads = [
+        subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
     told = [load.communicate(timeout=120) for load in loads]
     assert [said for said, _ in told] == ["7\n"] * 3, told

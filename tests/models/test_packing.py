@@ -36,13 +36,21 @@ SIZES = dict(
 )
 CONFIGS = {
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=8),
-    "qwen3-window": lambda: Qwen3Config(**SIZES, head_dim=8, use_sliding_window=True, sliding_window=5, max_window_layers=1),
+    "qwen3-window": lambda: Qwen3Config(
+        **SIZES, head_dim=8, use_sliding_window=True, sliding_window=5, max_window_layers=1
+    ),
     "llama": lambda: LlamaConfig(**SIZES),
     "granite": lambda: GraniteConfig(
-        **SIZES, logits_scaling=4.0, attention_multiplier=0.3, embedding_multiplier=2.0, residual_multiplier=0.5
+        **SIZES,
+        logits_scaling=4.0,
+        attention_multiplier=0.3,
+        embedding_multiplier=2.0,
+        residual_multiplier=0.5,
     ),
     "cohere": lambda: CohereConfig(**SIZES, logit_scale=0.3),
-    "gemma2": lambda: Gemma2Config(**SIZES, head_dim=8, sliding_window=6, final_logit_softcapping=3.0, attn_logit_softcapping=1.5),
+    "gemma2": lambda: Gemma2Config(
+        **SIZES, head_dim=8, sliding_window=6, final_logit_softcapping=3.0, attn_logit_softcapping=1.5
+    ),
 }
 
 
@@ -66,13 +74,17 @@ def models_of(config: PretrainedConfig, chunk: int = 1000) -> tuple[PolicyModel,
     with torch.no_grad():
         for parameter in ours.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
-    theirs = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=oracle).double().eval()
+    theirs = (
+        AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=oracle).double().eval()
+    )
     theirs.load_state_dict(ours.state_dict())
     assert padded or ours.config._attn_implementation == attention.NAME
     return PolicyModel(ours, chunk_tokens=chunk), PolicyModel(theirs, chunk_tokens=chunk), padded
 
 
-def oracle(lm: torch.nn.Module, prompts: torch.Tensor, responses: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+def oracle(
+    lm: torch.nn.Module, prompts: torch.Tensor, responses: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities and entropies of all response tokens from transformers' logits, one row at a time."""
     logp, entropy = [], []
     for p, r in zip(ragged.rows(prompts), ragged.rows(responses), strict=True):
@@ -104,7 +116,9 @@ def test_gradients_of_packed_rows_are_those_of_transformers(name: str) -> None:
     (ours(pack(prompts, responses, device=CPU), 1.0, False)[0] * weight).sum().backward()
     (oracle(theirs.lm, prompts, responses, 1.0)[0] * weight).sum().backward()
     for (key, mine), wanted in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, wanted.grad, rtol=0, atol=1e-10, msg=lambda text, key=key: f"{key}: {text}")
+        torch.testing.assert_close(
+            mine.grad, wanted.grad, rtol=0, atol=1e-10, msg=lambda text, key=key: f"{key}: {text}"
+        )
 
 
 def test_rows_of_very_different_lengths_form_several_groups() -> None:
@@ -113,7 +127,9 @@ def test_rows_of_very_different_lengths_form_several_groups() -> None:
     batch = pack(prompts, responses, device=CPU)
     assert batch.plan is not None
     assert [(g.rows, g.width) for g in batch.plan.groups] == [(1, 1099), (1, 319), (3, 7)]
-    torch.testing.assert_close(ours(batch, 1.0, False)[0], oracle(theirs.lm, prompts, responses, 1.0)[0], rtol=0, atol=1e-10)
+    torch.testing.assert_close(
+        ours(batch, 1.0, False)[0], oracle(theirs.lm, prompts, responses, 1.0)[0], rtol=0, atol=1e-10
+    )
 
 
 def test_short_rows_are_one_group_and_equal_rows_are_not_moved() -> None:
@@ -164,29 +180,43 @@ def test_a_shared_prompt_stands_in_the_line_once() -> None:
 
 
 def test_neighbours_share_a_prompt_only_if_all_of_it_is_equal() -> None:
-    same_length = ragged.from_rows([torch.tensor(p) for p in ([1, 2, 3], [1, 2, 4], [1, 2, 4], [1, 2], [1, 2, 3])])
+    same_length = ragged.from_rows(
+        [torch.tensor(p) for p in ([1, 2, 3], [1, 2, 4], [1, 2, 4], [1, 2], [1, 2, 3])]
+    )
     packed = pack(same_length, ragged.from_rows([torch.tensor([9])] * 5), device=CPU)
     assert packed.input_ids.tolist() == [[1, 2, 3, 1, 2, 4, 1, 2, 1, 2, 3]]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-window", "llama"])
-def test_shared_prompts_change_neither_numbers_nor_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # transformers' norms round to float32 in between; in float64 throughout, the sum of the samples' gradients is exact
+def test_shared_prompts_change_neither_numbers_nor_gradients(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # transformers' norms round to float32 in between; in float64 throughout, the sum of the samples'
+    # gradients is exact
     for norm in (LlamaRMSNorm, Qwen3RMSNorm):
-        monkeypatch.setattr(norm, "forward", lambda self, x: F.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon))
+        monkeypatch.setattr(
+            norm, "forward", lambda self, x: F.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
+        )
     ours, theirs, _ = models_of(CONFIGS[name](), chunk=5)
     prompts, responses = rows_of([(3, 4), (1, 9), (6, 1), (2, 7), (4, 3), (2, 0)])
     samples = torch.tensor([0, 0, 0, 1, 2, 2, 3, 0, 4, 4, 4, 4, 5, 5])
     prompts = ragged.take(prompts, samples)
-    responses = ragged.take(responses, samples[torch.randperm(len(samples), generator=torch.Generator().manual_seed(1))])
+    responses = ragged.take(
+        responses, samples[torch.randperm(len(samples), generator=torch.Generator().manual_seed(1))]
+    )
     weight = torch.linspace(-1, 1, int(ragged.lengths(responses).sum()), dtype=torch.float64)
-    got, expected = ours(pack(prompts, responses, device=CPU), 0.7, True), oracle(theirs.lm, prompts, responses, 0.7)
+    got, expected = (
+        ours(pack(prompts, responses, device=CPU), 0.7, True),
+        oracle(theirs.lm, prompts, responses, 0.7),
+    )
     for mine, wanted in zip(got, expected, strict=True):
         torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-10)
     (got[0] * weight + 0.1 * got[1]).sum().backward()
     (expected[0] * weight + 0.1 * expected[1]).sum().backward()
     for (key, mine), wanted in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, wanted.grad, rtol=0, atol=1e-10, msg=lambda text, key=key: f"{key}: {text}")
+        torch.testing.assert_close(
+            mine.grad, wanted.grad, rtol=0, atol=1e-10, msg=lambda text, key=key: f"{key}: {text}"
+        )
 
 
 def test_only_wanted_tokens_are_asked() -> None:
@@ -267,7 +297,9 @@ def test_reads_every_weight(tmp_path: Path) -> None:
     options = ModelConfig(path=str(make_model(tmp_path, hidden=32, layers=2, heads=2, kv_heads=1)))
     config = loading.load_config(options)
     weights = loading.read_weights(config, options, head="policy", dtype=torch.float32, tables=True)
-    shape = loading.empty_model(config, options, head="policy", dtype=torch.float32, attention="sdpa", chunk_tokens=8)
+    shape = loading.empty_model(
+        config, options, head="policy", dtype=torch.float32, attention="sdpa", chunk_tokens=8
+    )
     assert {name.removeprefix("lm.") for name, _ in shape.named_parameters()} <= set(weights)
     assert {name.removeprefix("lm.") for name, _ in shape.named_buffers()} <= set(weights)
     assert next(shape.parameters()).is_meta

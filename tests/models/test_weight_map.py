@@ -18,7 +18,17 @@ from hydraflow.models.loading import stored_tensor
 from hydraflow.models.weight_files import files_to_load
 from hydraflow.models.weight_map import INDEX, PICKLED_INDEX, read_weight_map
 
-OUTSIDE = ["../secret.safetensors", "/etc/passwd", "a/../../secret.safetensors", "", ".", "a\0b", 3, ["model.safetensors"], None]
+OUTSIDE = [
+    "../secret.safetensors",
+    "/etc/passwd",
+    "a/../../secret.safetensors",
+    "",
+    ".",
+    "a\0b",
+    3,
+    ["model.safetensors"],
+    None,
+]
 
 
 def directory(tmp_path: Path, named: object, index: str = INDEX) -> Path:
@@ -38,9 +48,13 @@ def test_files_elsewhere_are_refused_by_every_reader(tmp_path: Path, named: obje
     for reader in (
         lambda: read_directory(folder, field="--test_hf_dir"),
         lambda: stored_tensor(folder, "score.weight"),
-        lambda: require_weights(ModelConfig(path=str(folder)), PreTrainedConfig(), head="value", field="critic.model"),
+        lambda: require_weights(
+            ModelConfig(path=str(folder)), PreTrainedConfig(), head="value", field="critic.model"
+        ),
     ):
-        with pytest.raises(ConfigError, match="says that w is in .*, which is no file of this directory") as caught:
+        with pytest.raises(
+            ConfigError, match="says that w is in .*, which is no file of this directory"
+        ) as caught:
             reader()
         assert str(folder / INDEX) in str(caught.value) and caught.value.exit_code == 2
 
@@ -62,7 +76,9 @@ def test_files_of_the_directory_are_read(tmp_path: Path, named: str) -> None:
     assert found is not None and found.tolist() == [[1.0, 1.0]]
 
 
-@pytest.mark.parametrize("content", ["[" * 100_000, '{"weight_map": [1]}', "[]", "{}", '{"weight_map": 3', "\xff"])
+@pytest.mark.parametrize(
+    "content", ["[" * 100_000, '{"weight_map": [1]}', "[]", "{}", '{"weight_map": 3', "\xff"]
+)
 def test_other_content_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / INDEX).write_text(content, encoding="latin-1")
     with pytest.raises(ConfigError, match="cannot be read|it has no weight_map"):

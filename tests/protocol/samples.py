@@ -17,7 +17,8 @@ laws = settings(deadline=None, max_examples=50)
 
 
 def make_batch(lengths: list[int], seed: int = 0) -> DataProto:
-    """One row per length: ragged int64, bfloat16 and (j, 2) float32, dense float64 (B, 2) and bool (B,), two object columns."""
+    """One row per length: ragged int64, bfloat16 and (j, 2) float32, dense float64 (B, 2) and bool (B,), two
+    object columns."""
     g = torch.Generator().manual_seed(seed)
     rows, tokens = len(lengths), sum(lengths)
     counts = torch.tensor(lengths, dtype=torch.int64)
@@ -28,7 +29,10 @@ def make_batch(lengths: list[int], seed: int = 0) -> DataProto:
         "score": torch.randn(rows, 2, generator=g, dtype=torch.float64),
         "flag": torch.rand(rows, generator=g) > 0.5,
     }
-    objects = {"uid": [f"u{i}" for i in range(rows)], "info": [{"turns": [i, "ü"], "seed": seed} for i in range(rows)]}
+    objects = {
+        "uid": [f"u{i}" for i in range(rows)],
+        "info": [{"turns": [i, "ü"], "seed": seed} for i in range(rows)],
+    }
     return DataProto.from_dict(tensors, objects, {"step": 3})
 
 
@@ -39,7 +43,9 @@ def rows_of(data: DataProto) -> list[dict[str, Any]]:
 
 
 def _plain(column: torch.Tensor | np.ndarray) -> list[Any]:
-    return column.tolist() if isinstance(column, np.ndarray) else [row.tolist() for row in ragged.rows(column)]
+    return (
+        column.tolist() if isinstance(column, np.ndarray) else [row.tolist() for row in ragged.rows(column)]
+    )
 
 
 row_lengths = st.lists(st.integers(0, 5), max_size=7)

@@ -33,12 +33,17 @@ def test_partitions_hold_every_row_once_in_equal_numbers(k: int, each: int, data
 def test_partitions_of_known_lengths() -> None:
     assert loads(equal_size_partitions([8, 7, 6, 5, 4, 3, 2, 1], 2), [8, 7, 6, 5, 4, 3, 2, 1]) == [18, 18]
     assert sorted(loads(equal_size_partitions([10, 1, 1, 1, 1, 1], 3), [10, 1, 1, 1, 1, 1])) == [2, 2, 11]
-    assert equal_size_partitions(torch.tensor([3, 3]), 2) == equal_size_partitions(np.array([3, 3], dtype=np.uint8), 2) == [[0], [1]]
+    assert (
+        equal_size_partitions(torch.tensor([3, 3]), 2)
+        == equal_size_partitions(np.array([3, 3], dtype=np.uint8), 2)
+        == [[0], [1]]
+    )
 
 
 def test_a_swap_repairs_what_dealing_leaves() -> None:
     lengths = [100, 60, 41, 40, 39, 20]
-    # dealt: 100 + 40 + 39 = 179 and 60 + 41 + 20 = 121; swapping 40 for 20 gives 159 and 141, and no three rows with 100 are lighter
+    # dealt: 100 + 40 + 39 = 179 and 60 + 41 + 20 = 121; swapping 40 for 20 gives 159 and 141, and no three
+    # rows with 100 are lighter
     assert equal_size_partitions(lengths, 2) == [[0, 4, 5], [1, 2, 3]]
 
 
@@ -61,7 +66,8 @@ def test_bins_hold_every_row_once_under_the_budget(lengths: list[int], budget: i
 @laws
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=20), st.integers(20, 60))
 def test_bins_are_at_most_twice_as_many_as_their_tokens_fill(lengths: list[int], budget: int) -> None:
-    # a bin is opened only for a row that fits nowhere, so two bins hold more than one budget; rows of 11 of 20 come close to it
+    # a bin is opened only for a row that fits nowhere, so two bins hold more than one budget; rows of 11 of
+    # 20 come close to it
     assert len(token_bins(lengths, budget)) <= 2 * -(-sum(lengths) // budget)
 
 

@@ -51,7 +51,9 @@ def test_columns_that_are_none_are_refused(tensors: dict, objects: dict, message
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors_of_the_old_layout_are_refused() -> None:
-    with pytest.raises(ValueError, match="column 'x' is a nested tensor of the old layout; use layout=torch.jagged"):
+    with pytest.raises(
+        ValueError, match="column 'x' is a nested tensor of the old layout; use layout=torch.jagged"
+    ):
         DataProto.from_dict({"x": torch.nested.nested_tensor([torch.zeros(1)], layout=torch.strided)})
 
 
@@ -101,7 +103,11 @@ def test_indexing_gives_the_named_rows(lengths: list[int], data: st.DataObject) 
 
 def test_one_row() -> None:
     item = make_batch([2, 3])[-1]
-    assert item.batch["tokens"].shape == (3,) and item.batch["pairs"].shape == (3, 2) and item.batch["score"].shape == (2,)
+    assert (
+        item.batch["tokens"].shape == (3,)
+        and item.batch["pairs"].shape == (3, 2)
+        and item.batch["score"].shape == (2,)
+    )
     assert item.non_tensor_batch["uid"] == "u1" and item.meta_info == {"step": 3}
     with pytest.raises(IndexError, match="row 2 does not exist"):
         make_batch([2, 3])[2]
@@ -169,7 +175,12 @@ def test_unfold_column_chunks() -> None:
     unfolded = data.unfold_column_chunks(2, split_keys=["wide", "tokens"])
     assert unfolded.get("wide").tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert [row.tolist() for row in ragged.rows(unfolded.get("tokens"))] == [[0], [1], [2, 3], [4, 5]]
-    assert unfolded.get("score").tolist() == [0.5, 0.5, 1.5, 1.5] and unfolded.get("uid").tolist() == ["a", "a", "b", "b"]
+    assert unfolded.get("score").tolist() == [0.5, 0.5, 1.5, 1.5] and unfolded.get("uid").tolist() == [
+        "a",
+        "a",
+        "b",
+        "b",
+    ]
     with pytest.raises(ValueError, match="column 'tokens', row 0: 2 tokens do not divide into 4 pieces"):
         data.unfold_column_chunks(4, split_keys=["tokens"])
     with pytest.raises(ValueError, match="column 'score' of shape \\(2,\\) does not divide"):
@@ -196,10 +207,15 @@ def test_padding_that_makes_no_sense() -> None:
 def test_mini_batches_in_order_and_shuffled() -> None:
     data = numbers(0, 1, 2, 3)
     assert [listed(part) for part in data.make_iterator(2, epochs=2)] == [[0, 1], [2, 3], [0, 1], [2, 3]]
-    drawn = [[listed(part) for part in data.make_iterator(2, 3, seed=1, dataloader_kwargs={"shuffle": True})] for _ in range(2)]
+    drawn = [
+        [listed(part) for part in data.make_iterator(2, 3, seed=1, dataloader_kwargs={"shuffle": True})]
+        for _ in range(2)
+    ]
     assert drawn[0] == drawn[1]
     epochs = [drawn[0][i] + drawn[0][i + 1] for i in (0, 2, 4)]
-    assert all(sorted(epoch) == [0, 1, 2, 3] for epoch in epochs) and len({tuple(epoch) for epoch in epochs}) > 1
+    assert (
+        all(sorted(epoch) == [0, 1, 2, 3] for epoch in epochs) and len({tuple(epoch) for epoch in epochs}) > 1
+    )
     with pytest.raises(ValueError, match="4 rows do not divide into mini-batches of 3"):
         data.make_iterator(3, 1)
     with pytest.raises(ValueError, match="got \\['num_workers'\\]"):
@@ -242,7 +258,9 @@ def test_union_with_an_equal_batch_changes_nothing(lengths: list[int]) -> None:
 
 
 def test_union_adds_columns_and_facts() -> None:
-    data = make_batch([1, 2]).union(DataProto.from_dict({"values": torch.ones(2)}, {"tag": ["p", "q"]}, {"epoch": 1}))
+    data = make_batch([1, 2]).union(
+        DataProto.from_dict({"values": torch.ones(2)}, {"tag": ["p", "q"]}, {"epoch": 1})
+    )
     assert set(data.keys()) == {"tokens", "logp", "pairs", "score", "flag", "uid", "info", "values", "tag"}
     assert data.meta_info == {"step": 3, "epoch": 1}
     assert DataProto().union(numbers(1, 2)).get("x").tolist() == [1, 2]
@@ -261,7 +279,11 @@ def ragged_rows(*rows: list[float]) -> torch.Tensor:
         (ragged_rows([1, 2], [], [3]), ragged_rows([1], [2], [3]), "row 0"),
         (ragged_rows([1, 2], [5, 5], [3]), ragged_rows([1, 9], [5], [3]), "row 0"),
         (ragged_rows([1, 2], [5, 5]), ragged_rows([1, 2], [5]), "row 1"),
-        (torch.zeros(2), torch.zeros(2, dtype=torch.float64), "dense float32 \\(\\) and 2 rows of dense float64"),
+        (
+            torch.zeros(2),
+            torch.zeros(2, dtype=torch.float64),
+            "dense float32 \\(\\) and 2 rows of dense float64",
+        ),
         (np.array(["a", "b"], dtype=object), np.array(["a", "c"], dtype=object), "row 1"),
         (np.array([{"k": [1]}], dtype=object), np.array([{"k": [2]}], dtype=object), "row 0"),
         (np.array([1], dtype=object), torch.ones(1), "one is a tensor, the other holds objects"),
@@ -277,7 +299,9 @@ def test_union_names_the_column_and_the_first_differing_row(mine: object, theirs
 def test_nan_equals_nan_in_a_union() -> None:
     def batch() -> DataProto:
         tensors = {"d": torch.tensor([math.nan, 1.0]), "r": ragged_rows([math.nan], [2.0])}
-        return DataProto.from_dict(tensors, {"o": [float("nan"), {"v": np.array([math.nan, 1])}]}, {"limit": float("nan")})
+        return DataProto.from_dict(
+            tensors, {"o": [float("nan"), {"v": np.array([math.nan, 1])}]}, {"limit": float("nan")}
+        )
 
     assert len(batch().union(batch())) == 2
 
@@ -290,7 +314,10 @@ def test_union_refuses_other_row_counts_and_facts() -> None:
 
 
 def test_concat_merges_metrics_and_refuses_what_differs() -> None:
-    parts = [DataProto.from_dict({"x": torch.tensor([i])}, meta_info={"t": 1, "metrics": {"loss": float(i)}}) for i in range(3)]
+    parts = [
+        DataProto.from_dict({"x": torch.tensor([i])}, meta_info={"t": 1, "metrics": {"loss": float(i)}})
+        for i in range(3)
+    ]
     joined = DataProto.concat(parts)
     assert listed(joined) == [0, 1, 2] and joined.meta_info == {"t": 1, "metrics": {"loss": [0.0, 1.0, 2.0]}}
     assert DataProto.concat([joined, parts[1]]).meta_info["metrics"] == {"loss": [0.0, 1.0, 2.0, 1.0]}

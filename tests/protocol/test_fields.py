@@ -18,12 +18,21 @@ from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.fields import FIELDS
 
-PLACES = ("workers/*", "trainer/*", "engine/*", "algorithms/*_loss.py", "data/prompts.py", "data/conversations.py", "jobs/generate.py")
+PLACES = (
+    "workers/*",
+    "trainer/*",
+    "engine/*",
+    "algorithms/*_loss.py",
+    "data/prompts.py",
+    "data/conversations.py",
+    "jobs/generate.py",
+)
 """Files below hydraflow/ that make or read columns."""
 READERS = [
     path
     for path in FILES
-    if path.name != "config.py" and any(fnmatch(path.relative_to(ROOT / "hydraflow").as_posix(), place) for place in PLACES)
+    if path.name != "config.py"
+    and any(fnmatch(path.relative_to(ROOT / "hydraflow").as_posix(), place) for place in PLACES)
 ]
 
 METHODS = {"get", "select", "rename", "columns"}
@@ -47,7 +56,11 @@ def columns_in(tree: ast.AST) -> Iterator[tuple[str, int]]:
         for place in places_of_names(node):
             names = place if isinstance(place, list) else [place]
             for name in names:
-                if isinstance(name, ast.Constant) and isinstance(name.value, str) and re.fullmatch(r"\w+", name.value):
+                if (
+                    isinstance(name, ast.Constant)
+                    and isinstance(name.value, str)
+                    and re.fullmatch(r"\w+", name.value)
+                ):
                     yield name.value, name.lineno
 
 
@@ -72,7 +85,9 @@ def places_of_names(node: ast.AST) -> Iterator[ast.AST | list]:
 @pytest.mark.parametrize("path", READERS, ids=label)
 def test_every_column_that_is_named_is_in_the_table(path: Path) -> None:
     unknown = [f"{name} (line {line})" for name, line in columns_in(tree_of(path)) if name not in FIELDS]
-    assert not unknown, f"{label(path)}: {', '.join(unknown)}: add it to protocol/fields.py, or correct the name"
+    assert not unknown, (
+        f"{label(path)}: {', '.join(unknown)}: add it to protocol/fields.py, or correct the name"
+    )
 
 
 @cache
@@ -105,6 +120,10 @@ def test_the_law_sees_a_wrong_name(source: str) -> None:
 def test_a_column_of_another_type_is_seen() -> None:
     assert_as_documented(DataProto.from_dict({"score": torch.zeros(2)}, {"uid": ["a", "b"]}))
     ids = ragged.from_rows([torch.tensor([1.0])])
-    for tensors in ({"score": torch.zeros(2, dtype=torch.int64)}, {"scores": torch.zeros(2)}, {"responses": ids}):
+    for tensors in (
+        {"score": torch.zeros(2, dtype=torch.int64)},
+        {"scores": torch.zeros(2)},
+        {"responses": ids},
+    ):
         with pytest.raises(AssertionError, match="not as in protocol/fields.py"):
             assert_as_documented(DataProto.from_dict(tensors))

@@ -14,7 +14,9 @@ from hydraflow.protocol import ragged
 
 def column(lengths: list[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
     """Tokens 1, 2, 3, ... cut into rows."""
-    return ragged.from_parts(torch.arange(1, sum(lengths) + 1).to(dtype), torch.tensor(lengths, dtype=torch.int64))
+    return ragged.from_parts(
+        torch.arange(1, sum(lengths) + 1).to(dtype), torch.tensor(lengths, dtype=torch.int64)
+    )
 
 
 def plain(t: torch.Tensor) -> list[list[float]]:
@@ -42,7 +44,9 @@ def test_no_rows_give_no_dtype() -> None:
 
 
 def test_parts_of_a_view_with_holes_are_only_its_tokens() -> None:
-    holes = torch.nested.narrow(torch.arange(12).view(3, 4), 1, torch.tensor([0, 1, 2]), torch.tensor([2, 3, 1]), layout=torch.jagged)
+    holes = torch.nested.narrow(
+        torch.arange(12).view(3, 4), 1, torch.tensor([0, 1, 2]), torch.tensor([2, 3, 1]), layout=torch.jagged
+    )
     values, lengths = ragged.parts(holes)
     assert values.tolist() == [0, 1, 5, 6, 7, 10]
     assert lengths.tolist() == [2, 3, 1]
@@ -52,7 +56,9 @@ def test_parts_of_a_view_with_holes_are_only_its_tokens() -> None:
 @given(row_lengths, st.data())
 def test_take_gives_the_named_rows(lengths: list[int], data: st.DataObject) -> None:
     t = column(lengths)
-    index = data.draw(st.lists(st.integers(-len(lengths), len(lengths) - 1), max_size=9) if lengths else st.just([]))
+    index = data.draw(
+        st.lists(st.integers(-len(lengths), len(lengths) - 1), max_size=9) if lengths else st.just([])
+    )
     assert plain(ragged.take(t, index)) == [plain(t)[i] for i in index]
     assert ragged.take(ragged.lengths(t), index).tolist() == [lengths[i] for i in index]
 
@@ -62,7 +68,9 @@ def test_take_gives_the_named_rows(lengths: list[int], data: st.DataObject) -> N
 def test_take_by_mask_and_by_slice(lengths: list[int], data: st.DataObject) -> None:
     t = column(lengths)
     mask = data.draw(st.lists(st.booleans(), min_size=len(lengths), max_size=len(lengths)))
-    assert plain(ragged.take(t, np.array(mask, dtype=bool))) == [row for row, keep in zip(plain(t), mask) if keep]
+    assert plain(ragged.take(t, np.array(mask, dtype=bool))) == [
+        row for row, keep in zip(plain(t), mask) if keep
+    ]
     cut = data.draw(st.slices(len(lengths)))
     assert plain(ragged.take(t, cut)) == plain(t)[cut]
 

@@ -1,4 +1,5 @@
-"""RemoteBatch: row operations on references give the rows that the same operations give on data, and nothing is read for them."""
+"""RemoteBatch: row operations on references give the rows that the same operations give on data, and nothing
+is read for them."""
 
 from __future__ import annotations
 
@@ -48,7 +49,10 @@ class Store:
         """`data` as a batch of references, each tensor column in pieces of the given numbers of rows."""
         ends = np.cumsum(sizes)
         cuts = [slice(int(end) - size, int(end)) for end, size in zip(ends, sizes)]
-        columns = {key: Column(tuple(self.put(f"{key}{i}", data[cut].get(key)) for i, cut in enumerate(cuts))) for key in TENSORS}
+        columns = {
+            key: Column(tuple(self.put(f"{key}{i}", data[cut].get(key)) for i, cut in enumerate(cuts)))
+            for key in TENSORS
+        }
         return RemoteBatch(columns, dict(data.non_tensor_batch), dict(data.meta_info))
 
 
@@ -86,7 +90,9 @@ def operations(draw: st.DrawFn) -> list[Callable]:
 
 @laws
 @given(some_lengths, st.integers(1, 4), operations(), st.booleans())
-def test_the_same_operations_give_the_same_rows(lengths: list[int], pieces: int, steps: list[Callable], copy: bool) -> None:
+def test_the_same_operations_give_the_same_rows(
+    lengths: list[int], pieces: int, steps: list[Callable], copy: bool
+) -> None:
     store, data, batch = held(lengths, pieces)
     for step in steps:
         data, batch = step(data), step(batch)
@@ -123,7 +129,9 @@ def test_padding_repeats_from_the_start(lengths: list[int], divisor: int) -> Non
 def test_only_needed_pieces_and_columns_are_fetched_in_one_call() -> None:
     store, data, batch = held([1, 2, 3, 1, 2, 3])
     last = batch.chunk(3)[2]
-    assert rows_of(materialise(last, store.fetch, ["tokens", "uid"])) == rows_of(data[4:].select(["tokens"], ["uid"]))
+    assert rows_of(materialise(last, store.fetch, ["tokens", "uid"])) == rows_of(
+        data[4:].select(["tokens"], ["uid"])
+    )
     assert store.asked == [[FarRef("tokens2", 2)]]
     materialise(batch.select_idxs([5, 0]), store.fetch, ["tokens", "score"])
     assert sorted(ref.name for ref in store.asked[1]) == ["score0", "score2", "tokens0", "tokens2"]
@@ -134,7 +142,10 @@ def test_only_needed_pieces_and_columns_are_fetched_in_one_call() -> None:
 def test_pieces_and_their_order() -> None:
     _, _, batch = held([1, 2, 3, 1, 2, 3])
     pieces, order = batch.select_idxs([5, 2, 3, 4]).pieces("tokens")
-    assert [(ref.name, None if rows is None else rows.tolist()) for ref, rows in pieces] == [("tokens1", None), ("tokens2", [1, 0])]
+    assert [(ref.name, None if rows is None else rows.tolist()) for ref, rows in pieces] == [
+        ("tokens1", None),
+        ("tokens2", [1, 0]),
+    ]
     assert order.tolist() == [2, 0, 1, 3]
     pieces, order = batch.pieces("tokens")
     assert [rows for _, rows in pieces] == [None, None, None] and order is None
@@ -176,7 +187,9 @@ def test_local_columns_are_cut_before_they_are_sent() -> None:
     part = RemoteBatch.from_local(data).repeat(8).chunk(1000)[1]  # 800 rows of 100 values
     local = part.localised().columns["x"]
     assert local.refs[0].rows == 100
-    assert len(pickle.dumps(part.localised())) < 100 * 8 + 800 + 1000  # each value once, one byte of index a row, and the envelope
+    assert (
+        len(pickle.dumps(part.localised())) < 100 * 8 + 800 + 1000
+    )  # each value once, one byte of index a row, and the envelope
 
 
 def test_a_batch_of_references_pickles_small() -> None:
@@ -185,7 +198,9 @@ def test_a_batch_of_references_pickles_small() -> None:
     columns = {name: Column(tuple(FarRef(f"{name}{i}", rows // 8) for i in range(8))) for name in names}
     batch = RemoteBatch(columns).select_idxs(np.random.default_rng(0).permutation(rows))
     sent = sum(len(pickle.dumps(part.localised(), protocol=5)) for part in batch.chunk(8))
-    assert sent < 2 * rows + 8 * 32 * 60  # two bytes of index a row, shared by all columns; 32 references to each of 8 workers
+    assert (
+        sent < 2 * rows + 8 * 32 * 60
+    )  # two bytes of index a row, shared by all columns; 32 references to each of 8 workers
     assert store.asked == []
 
 
@@ -199,7 +214,9 @@ def test_columns_of_objects_may_be_references() -> None:
 def test_a_batch_without_rows_keeps_its_dtypes() -> None:
     store, data, batch = held([1, 2, 3])
     empty = materialise(batch[:0], store.fetch)
-    assert len(empty) == 0 and empty.get("logp").dtype == torch.bfloat16 and empty.get("pairs").shape[2:] == (2,)
+    assert (
+        len(empty) == 0 and empty.get("logp").dtype == torch.bfloat16 and empty.get("pairs").shape[2:] == (2,)
+    )
     assert rows_of(materialise(batch[:0].localised(), store.fetch)) == []
 
 
@@ -212,14 +229,20 @@ def test_select_pop_rename_reorder() -> None:
     assert batch.keys() == ["old_log_probs", "pairs", "score", "flag", "info"]
     assert batch.reorder([2, 1, 0]) is None
     assert materialise(batch, store.fetch, ["info"]).get("info").tolist() == data.get("info").tolist()[::-1]
-    for call in (lambda: batch.select(["nope"]), lambda: batch.rename("nope", "x"), lambda: materialise(batch, refuse, ["nope"])):
+    for call in (
+        lambda: batch.select(["nope"]),
+        lambda: batch.rename("nope", "x"),
+        lambda: materialise(batch, refuse, ["nope"]),
+    ):
         with pytest.raises(KeyError, match="nope"):
             call()
 
 
 def test_union_adds_columns_and_accepts_the_same_references() -> None:
     store, data, batch = held([1, 2, 3])
-    extra = DataProto.from_dict({"values": torch.tensor([1.0, 2.0, 3.0])}, {"uid": ["u0", "u1", "u2"]}, {"epoch": 1})
+    extra = DataProto.from_dict(
+        {"values": torch.tensor([1.0, 2.0, 3.0])}, {"uid": ["u0", "u1", "u2"]}, {"epoch": 1}
+    )
     assert batch.union(batch.select(["tokens"])).union(extra) is batch
     read = materialise(batch.select_idxs([2, 0]), store.fetch, ["values", "uid", "score"])
     assert read.get("values").tolist() == [3, 1] and read.get("uid").tolist() == ["u2", "u0"]

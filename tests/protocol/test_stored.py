@@ -17,10 +17,18 @@ from hydraflow.protocol.stored import read_batch, write_batch
 
 def a_batch() -> DataProto:
     shared = {"style": "rule", "ground_truth": "042"}
-    objects = {"uid": ["a", "b", "a"], "reward_model": [shared, {"ground_truth": None}, shared], "words": [["x"], [], ["y", 1.5]]}
+    objects = {
+        "uid": ["a", "b", "a"],
+        "reward_model": [shared, {"ground_truth": None}, shared],
+        "words": [["x"], [], ["y", 1.5]],
+    }
     tensors = {
-        "responses": ragged.from_rows([torch.tensor([1, 2]), torch.tensor([], dtype=torch.int64), torch.tensor([3])]),
-        "old_log_probs": ragged.from_rows([torch.tensor([-0.1, float("nan")]), torch.empty(0), torch.tensor([float("-inf")])]),
+        "responses": ragged.from_rows(
+            [torch.tensor([1, 2]), torch.tensor([], dtype=torch.int64), torch.tensor([3])]
+        ),
+        "old_log_probs": ragged.from_rows(
+            [torch.tensor([-0.1, float("nan")]), torch.empty(0), torch.tensor([float("-inf")])]
+        ),
         "half": torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], dtype=torch.bfloat16),
         "flag": torch.tensor([True, False, True]),
     }
@@ -33,10 +41,16 @@ def test_every_kind_of_column_comes_back(tmp_path: Path) -> None:
     read, facts = read_batch(path)
     assert facts == {"step": 3, "why": None}
     assert sorted(dict(read.items())) == sorted(dict(batch.items()))
-    assert {name: found for name, column in batch.items() if (found := first_difference(column, read.get(name)))} == {}
+    assert {
+        name: found for name, column in batch.items() if (found := first_difference(column, read.get(name)))
+    } == {}
     assert read.get("half").dtype == torch.bfloat16 and isinstance(read.get("uid"), np.ndarray)
-    assert read.get("reward_model")[0] is read.get("reward_model")[2], "rows that share an object share it again"
-    assert [entry.name for entry in path.parent.iterdir()] == ["step_3.safetensors"], "no half written file is left"
+    assert read.get("reward_model")[0] is read.get("reward_model")[2], (
+        "rows that share an object share it again"
+    )
+    assert [entry.name for entry in path.parent.iterdir()] == ["step_3.safetensors"], (
+        "no half written file is left"
+    )
 
 
 def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Columns and batches as bytes: exact, out of band, without torch's pickler, and refused in words when they cannot travel."""
+"""Columns and batches as bytes: exact, out of band, without torch's pickler, and refused in words when they
+cannot travel."""
 
 from __future__ import annotations
 
@@ -30,9 +31,12 @@ def bits(t: torch.Tensor) -> bytes:
 
 
 def any_bits(dtype: torch.dtype, count: int) -> torch.Tensor:
-    """Values of every bit pattern that random bytes give (NaN payloads, infinities, -0.0); bools are 0 and 1."""
+    """Values of every bit pattern that random bytes give (NaN payloads, infinities, -0.0); bools are 0 and
+    1."""
     size = torch.empty(0, dtype=dtype).element_size()
-    noise = torch.randint(0, 256, (count * size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    noise = torch.randint(
+        0, 256, (count * size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+    )
     return (noise % 2).bool() if dtype == torch.bool else noise.view(dtype)
 
 
@@ -44,7 +48,9 @@ def test_every_bit_survives(dtype: torch.dtype, copy: bool) -> None:
     assert back.dtype == dtype and back.shape == (3, 4) and bits(back) == bits(dense)
     column = ragged.from_parts(any_bits(dtype, 5), torch.tensor([2, 0, 3]))
     back = wire.decode(pickle.loads(pickle.dumps(wire.encode(column), protocol=5)), copy=copy)
-    assert ragged.lengths(back).tolist() == [2, 0, 3] and bits(ragged.parts(back)[0]) == bits(any_bits(dtype, 5))
+    assert ragged.lengths(back).tolist() == [2, 0, 3] and bits(ragged.parts(back)[0]) == bits(
+        any_bits(dtype, 5)
+    )
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0)])
@@ -76,7 +82,12 @@ def test_read_only_memory_is_taken_without_a_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for copy in (True, False):
-            assert wire.decode(wire.Encoded("dense", "int64", (), (read_only,)), copy=copy).tolist() == [0, 1, 2, 3]
+            assert wire.decode(wire.Encoded("dense", "int64", (), (read_only,)), copy=copy).tolist() == [
+                0,
+                1,
+                2,
+                3,
+            ]
 
 
 json_values = st.recursive(
@@ -94,7 +105,13 @@ def test_objects_come_back_equal(items: list) -> None:
 
 
 def test_numpy_values_become_plain_ones() -> None:
-    items = [np.float32(0.5), np.arange(3), {"n": np.int64(7), "flag": np.bool_(True)}, (1, [np.str_("a")]), math.nan]
+    items = [
+        np.float32(0.5),
+        np.arange(3),
+        {"n": np.int64(7), "flag": np.bool_(True)},
+        (1, [np.str_("a")]),
+        math.nan,
+    ]
     back = wire.decode(wire.encode(wire.as_objects(items))).tolist()
     assert back[:4] == [0.5, [0, 1, 2], {"n": 7, "flag": True}, [1, ["a"]]]
     assert math.isnan(back[4])
@@ -145,13 +162,17 @@ def test_bytes_travel_out_of_band() -> None:
     buffers: list[pickle.PickleBuffer] = []
     head = pickle.dumps(data, protocol=5, buffer_callback=buffers.append)
     assert len(head) < 1000
-    assert sum(buffer.raw().nbytes for buffer in buffers) == 50_000 * 4 + 50_000 * 4 + 5  # float32 and a number for each row, and ["u"]
+    assert (
+        sum(buffer.raw().nbytes for buffer in buffers) == 50_000 * 4 + 50_000 * 4 + 5
+    )  # float32 and a number for each row, and ["u"]
     assert rows_of(pickle.loads(head, buffers=buffers))[7] == {"x": 0.0, "uid": "u"}
 
 
 def test_a_batch_read_from_shared_read_only_memory_may_be_written() -> None:
     buffers: list[pickle.PickleBuffer] = []
-    head = pickle.dumps(DataProto.from_dict({"x": torch.zeros(3)}), protocol=5, buffer_callback=buffers.append)
+    head = pickle.dumps(
+        DataProto.from_dict({"x": torch.zeros(3)}), protocol=5, buffer_callback=buffers.append
+    )
     shared = [bytes(buffer.raw()) for buffer in buffers]
     first, second = pickle.loads(head, buffers=shared), pickle.loads(head, buffers=shared)
     first.get("x").add_(1)

@@ -1,4 +1,5 @@
-"""The embedded recipe: made once for each set of parameters, by one run at a time, with held-out problems that nobody trains on."""
+"""The embedded recipe: made once for each set of parameters, by one run at a time, with held-out problems
+that nobody trains on."""
 
 from __future__ import annotations
 
@@ -30,7 +31,14 @@ RIGHT = {question(a, b): answer(a, b) for a in range(100) for b in range(100)}
 
 def small(cache: Path) -> RecipeConfig:
     """Three supervised steps."""
-    return RecipeConfig("arithmetic", str(cache), warm_start_steps=3, warm_start_accuracy=1.0, train_problems=160, val_problems=16)
+    return RecipeConfig(
+        "arithmetic",
+        str(cache),
+        warm_start_steps=3,
+        warm_start_accuracy=1.0,
+        train_problems=160,
+        val_problems=16,
+    )
 
 
 def no_runtime() -> NoReturn:
@@ -46,7 +54,9 @@ def prepare(recipe: RecipeConfig, scratch: Path, *, seconds: float | None = None
         return runtimes[0]
 
     try:
-        return arithmetic.prepare(recipe, SEED, MACHINE, Clock(seconds), runtime=runtime, scratch=scratch, logger=[])
+        return arithmetic.prepare(
+            recipe, SEED, MACHINE, Clock(seconds), runtime=runtime, scratch=scratch, logger=[]
+        )
     finally:
         for started in runtimes:
             started.stop()
@@ -112,7 +122,10 @@ def test_what_is_made_is_taken_from_a_folder_that_cannot_be_written(made: Made, 
 
 
 def test_without_a_home_folder_a_place_must_be_named() -> None:
-    with pytest.raises(ConfigError, match="recipe.cache_dir: must be given: ~nobody-at-all/x is in no home folder that is known"):
+    with pytest.raises(
+        ConfigError,
+        match="recipe.cache_dir: must be given: ~nobody-at-all/x is in no home folder that is known",
+    ):
         cache_folder(small(Path("~nobody-at-all/x")), SEED)
 
 
@@ -134,11 +147,16 @@ def test_a_run_that_waits_too_long_says_for_what(tmp_path: Path, monkeypatch: py
     recipe = small(tmp_path)
     folder = cache_folder(recipe, SEED)
     folder.mkdir(parents=True)
-    with FileLock(folder / "lock"), pytest.raises(EnvironmentFault, match=f"another run has been making {folder}"):
+    with (
+        FileLock(folder / "lock"),
+        pytest.raises(EnvironmentFault, match=f"another run has been making {folder}"),
+    ):
         reuse(recipe, tmp_path / "scratch")
 
 
-def test_a_warm_start_that_the_clock_cut_short_is_not_kept_for_others(ray_session: None, tmp_path: Path) -> None:
+def test_a_warm_start_that_the_clock_cut_short_is_not_kept_for_others(
+    ray_session: None, tmp_path: Path
+) -> None:
     recipe = small(tmp_path / "cache")
     assets = prepare(recipe, tmp_path / "scratch", seconds=0.0)
     assert (assets.model / "config.json").is_file() and (tmp_path / "scratch") in assets.model.parents
@@ -149,11 +167,23 @@ def test_a_warm_start_that_the_clock_cut_short_is_not_kept_for_others(ray_sessio
 def test_every_parameter_has_its_own_folder(tmp_path: Path, name: str) -> None:
     recipe = small(tmp_path)
     value = getattr(recipe, name)
-    other = replace(recipe, **{name: "another" if isinstance(value, str) else value / 2 if isinstance(value, float) else value + 1})
+    other = replace(
+        recipe,
+        **{
+            name: "another"
+            if isinstance(value, str)
+            else value / 2
+            if isinstance(value, float)
+            else value + 1
+        },
+    )
     assert cache_folder(other, SEED) != cache_folder(recipe, SEED)
 
 
 def test_every_seed_has_its_own_folder_and_the_place_of_the_cache_does_not_matter(tmp_path: Path) -> None:
     recipe = small(tmp_path)
     assert cache_folder(recipe, SEED + 1) != cache_folder(recipe, SEED)
-    assert cache_folder(replace(recipe, cache_dir=str(tmp_path / "b")), SEED).name == cache_folder(recipe, SEED).name
+    assert (
+        cache_folder(replace(recipe, cache_dir=str(tmp_path / "b")), SEED).name
+        == cache_folder(recipe, SEED).name
+    )

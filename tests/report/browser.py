@@ -1,4 +1,5 @@
-"""A real Chromium without a window, spoken to over its debugging port: opens a page, runs expressions in it, hears its console."""
+"""A real Chromium without a window, spoken to over its debugging port: opens a page, runs expressions in it,
+hears its console."""
 
 from __future__ import annotations
 
@@ -17,12 +18,20 @@ import aiohttp
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 BROWSER = next((found for name in NAMES if (found := shutil.which(name))), None)
-FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--remote-debugging-port=0")
+FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--remote-debugging-port=0",
+)
 START_SECONDS, ANSWER_SECONDS = 120.0, 60.0
 
 
 def visit(page: Path, expressions: Sequence[str]) -> tuple[list[Any], list[str]]:
-    """The value of each expression in the page once it has drawn, and everything that the console said meanwhile."""
+    """The value of each expression in the page once it has drawn, and everything that the console said
+    meanwhile."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
         command = [str(BROWSER), *FLAGS, f"--user-data-dir={home}", "--window-size=1400,1000", "about:blank"]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -41,7 +50,9 @@ def _port(file: Path, process: subprocess.Popen[bytes]) -> int:
         if file.exists() and re.match(r"\d+\n", text := file.read_text()):
             return int(text.split()[0])
         time.sleep(0.05)
-    raise AssertionError(f"the browser did not open its debugging port within {START_SECONDS} s (exit code {process.poll()})")
+    raise AssertionError(
+        f"the browser did not open its debugging port within {START_SECONDS} s (exit code {process.poll()})"
+    )
 
 
 async def _talk(port: int, address: str, expressions: Sequence[str]) -> tuple[list[Any], list[str]]:
@@ -53,7 +64,10 @@ async def _talk(port: int, address: str, expressions: Sequence[str]) -> tuple[li
             for domain in ("Page", "Runtime", "Log"):
                 await tab.call(f"{domain}.enable")
             await tab.call("Page.navigate", url=address)
-            await tab.evaluate("new Promise(done => document.readyState === 'complete' ? done() : addEventListener('load', done))")
+            await tab.evaluate(
+                "new Promise(done => document.readyState === 'complete' ? done() : addEventListener('load',"
+                " done))"
+            )
             return [await tab.evaluate(expression) for expression in expressions], tab.console
 
 
@@ -70,7 +84,11 @@ class Tab:
         await self._socket.send_json({"id": self._last, "method": method, "params": parameters})
         while True:
             message = json.loads((await asyncio.wait_for(self._socket.receive(), ANSWER_SECONDS)).data)
-            if message.get("method") in ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"):
+            if message.get("method") in (
+                "Runtime.exceptionThrown",
+                "Runtime.consoleAPICalled",
+                "Log.entryAdded",
+            ):
                 self.console.append(json.dumps(message["params"])[:500])
             if message.get("id") == self._last:
                 assert "error" not in message, message
@@ -78,6 +96,8 @@ class Tab:
 
     async def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression in the page."""
-        found = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        found = await self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in found, (expression, found["exceptionDetails"])
         return found["result"].get("value")

@@ -1,4 +1,5 @@
-"""The page in a real browser: it draws, answers pointer and keys, complains of nothing, and runs nothing of what samples say."""
+"""The page in a real browser: it draws, answers pointer and keys, complains of nothing, and runs nothing of
+what samples say."""
 
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ from hydraflow.report.__main__ import main
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium here: apt-get install chromium")
 
 DRAWN = "document.documentElement.dataset.drawn"
-SCORE_PLOT = "[...document.querySelectorAll('figure')].find(one => one.textContent.startsWith('Score, mean')).querySelector('.plot')"
+SCORE_PLOT = (
+    "[...document.querySelectorAll('figure')].find(one => one.textContent.startsWith('Score,"
+    " mean')).querySelector('.plot')"
+)
 POINT = f"""(() => {{
   const plot = {SCORE_PLOT}, svg = plot.querySelector('svg'), box = svg.getBoundingClientRect();
   svg.dispatchEvent(new PointerEvent('pointermove', {{ clientX: box.left + box.width * 0.9999, clientY: box.top + 20 }}));
@@ -60,17 +64,45 @@ WIDER = "document.documentElement.scrollWidth - document.documentElement.clientW
 
 
 def test_a_run_is_drawn_and_answers_without_a_word_from_the_console(tmp_path: Path) -> None:
-    rows = [record(step, **({ACCURACY: step / 600} if step % 50 == 0 else {}), **{"reward/failed_rows": 0.0}) for step in range(600)]
+    rows = [
+        record(step, **({ACCURACY: step / 600} if step % 50 == 0 else {}), **{"reward/failed_rows": 0.0})
+        for step in range(600)
+    ]
     rows[7]["actor/entropy"] = "nan"
-    folder = write_run(tmp_path / "run", rows, samples={100: [{"input": "1+1=", "output": "2", "score": 1.0, "ground_truth": "2"}]})
-    assert main([str(folder)]) == 0
-    asked = [DRAWN, "document.querySelectorAll('figure svg path').length", "document.querySelectorAll('.band').length", POINT, KEYS]
-    asked += ["document.querySelectorAll('circle').length", f"{SCORE_PLOT}.querySelector('svg').getAttribute('aria-label')"]
-    asked += ["[...document.querySelectorAll('path')].filter(path => path.getAttribute('d').includes('NaN')).length", WIDER]
-    asked += [MINUTES, DARK, SIFT, "[...document.querySelectorAll('main > section')].map(one => one.id).join(' ')"]
-    (drawn, paths, bands, pointed, keys, marks, label, broken, wider, minutes, colours, sifted, sections), console = visit(
-        folder / "report.html", asked
+    folder = write_run(
+        tmp_path / "run",
+        rows,
+        samples={100: [{"input": "1+1=", "output": "2", "score": 1.0, "ground_truth": "2"}]},
     )
+    assert main([str(folder)]) == 0
+    asked = [
+        DRAWN,
+        "document.querySelectorAll('figure svg path').length",
+        "document.querySelectorAll('.band').length",
+        POINT,
+        KEYS,
+    ]
+    asked += [
+        "document.querySelectorAll('circle').length",
+        f"{SCORE_PLOT}.querySelector('svg').getAttribute('aria-label')",
+    ]
+    asked += [
+        (
+            "[...document.querySelectorAll('path')].filter(path =>"
+            " path.getAttribute('d').includes('NaN')).length"
+        ),
+        WIDER,
+    ]
+    asked += [
+        MINUTES,
+        DARK,
+        SIFT,
+        "[...document.querySelectorAll('main > section')].map(one => one.id).join(' ')",
+    ]
+    (
+        (drawn, paths, bands, pointed, keys, marks, label, broken, wider, minutes, colours, sifted, sections),
+        console,
+    ) = visit(folder / "report.html", asked)
     assert console == []
     assert (drawn, broken, wider) == ("yes", 0, 0)
     assert paths >= 8 and marks == 12, "twelve validations, with marks"
@@ -84,10 +116,17 @@ def test_a_run_is_drawn_and_answers_without_a_word_from_the_console(tmp_path: Pa
 
 
 def test_runs_are_compared_in_their_own_lines(tmp_path: Path) -> None:
-    folders = [str(write_run(tmp_path / f"run{number}", [record(step) for step in range(1, 30)])) for number in range(10)]
+    folders = [
+        str(write_run(tmp_path / f"run{number}", [record(step) for step in range(1, 30)]))
+        for number in range(10)
+    ]
     page = tmp_path / "page.html"
     assert main([*folders, "--output", str(page)]) == 0
-    asked = [DRAWN, f"{SCORE_PLOT}.querySelectorAll('.line').length", f"{SCORE_PLOT}.querySelectorAll('.line.run-1.dash-1').length"]
+    asked = [
+        DRAWN,
+        f"{SCORE_PLOT}.querySelectorAll('.line').length",
+        f"{SCORE_PLOT}.querySelectorAll('.line.run-1.dash-1').length",
+    ]
     asked += [POINT, WIDER]
     (drawn, lines, tenth, pointed, wider), console = visit(page, asked)
     assert (console, drawn, lines, wider) == ([], "yes", 10, 0)
@@ -98,11 +137,24 @@ def test_runs_are_compared_in_their_own_lines(tmp_path: Path) -> None:
 def test_hostile_text_runs_nothing(tmp_path: Path) -> None:
     folder = hostile_run(tmp_path / "run <b>&amp;")
     assert main([str(folder)]) == 0
-    asked = [DRAWN, "document.documentElement.dataset.hacked ?? 'no'", "document.querySelectorAll('script').length"]
+    asked = [
+        DRAWN,
+        "document.documentElement.dataset.hacked ?? 'no'",
+        "document.querySelectorAll('script').length",
+    ]
     asked += ["document.querySelectorAll('img, iframe, object, embed, a[href^=javascript]').length"]
-    asked += ["[...document.querySelectorAll('*')].filter(one => [...one.attributes].some(given => given.name.startsWith('on'))).length"]
-    asked += ["document.querySelector('h1').textContent", "document.querySelector('.samples tbody td').textContent", POINT]
-    (drawn, hacked, scripts, elements, handlers, title, cell, _), console = visit(folder / "report.html", asked)
+    asked += [
+        "[...document.querySelectorAll('*')].filter(one => [...one.attributes].some(given =>"
+        " given.name.startsWith('on'))).length"
+    ]
+    asked += [
+        "document.querySelector('h1').textContent",
+        "document.querySelector('.samples tbody td').textContent",
+        POINT,
+    ]
+    (drawn, hacked, scripts, elements, handlers, title, cell, _), console = visit(
+        folder / "report.html", asked
+    )
     assert console == [], "not even a refused attempt"
     assert (drawn, hacked, scripts, elements, handlers) == ("yes", "no", 2, 0, 0)
     assert (title, cell) == ("run <b>&amp;", HOSTILE[0])

@@ -1,4 +1,5 @@
-"""What went wrong is told: how it ended, restarts, skipped steps, numbers that are none, damaged checkpoints."""
+"""What went wrong is told: how it ended, restarts, skipped steps, numbers that are none, damaged
+checkpoints."""
 
 from __future__ import annotations
 
@@ -30,7 +31,11 @@ def test_how_it_ended(tmp_path: Path, why: str | None, weight: str, label: str) 
 
 def test_a_run_in_which_all_is_well_has_one_line(tmp_path: Path) -> None:
     run = read_run(
-        write_run(tmp_path / "run", [record(1, **{"reward/failed_rows": 0.0, "actor/skipped_steps": 0.0})], starts=[{"host": "a"}])
+        write_run(
+            tmp_path / "run",
+            [record(1, **{"reward/failed_rows": 0.0, "actor/skipped_steps": 0.0})],
+            starts=[{"host": "a"}],
+        )
     )
     assert [finding.what for finding in findings(run)] == ["Ended: all steps done"]
 
@@ -65,6 +70,8 @@ def test_everything_that_can_go_wrong(tmp_path: Path) -> None:
 
 
 def test_many_steps_are_shortened(tmp_path: Path) -> None:
-    run = read_run(write_run(tmp_path / "run", [record(step, **{"actor/lr": "inf"}) for step in range(1, 101)]))
+    run = read_run(
+        write_run(tmp_path / "run", [record(step, **{"actor/lr": "inf"}) for step in range(1, 101)])
+    )
     [finding] = [finding for finding in findings(run) if finding.what.startswith("actor/lr")]
     assert finding.what.endswith("100 times") and finding.detail.endswith("10, 11, 12 and 88 more")

@@ -23,7 +23,9 @@ def data_of(page: str) -> dict:
     return json.loads(found[1])
 
 
-def test_the_command_writes_a_page_into_the_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_a_page_into_the_run_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = write_run(tmp_path / "ppo-1", [record(step, **{ACCURACY: 0.5}) for step in (1, 2)])
     assert main([str(folder)]) == 0
     page = (folder / "report.html").read_text()
@@ -56,7 +58,9 @@ class Tags(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = dict(attrs)
-        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "action", "style")]
+        self.addresses += [
+            value or "" for name, value in attrs if name in ("src", "href", "srcset", "action", "style")
+        ]
         self.scripts += tag == "script"
         if given.get("http-equiv") == "Content-Security-Policy":
             self.policy = given.get("content") or ""
@@ -67,7 +71,9 @@ def test_nothing_is_fetched_and_only_the_pages_own_script_may_run(tmp_path: Path
     assert [address for address in tags.addresses if not address.startswith(("#", "data:,"))] == []
     assert tags.scripts == 2, "the data and the page's own"
     assert tags.policy.startswith("default-src 'none'; style-src 'sha256-") and "unsafe" not in tags.policy
-    assert {"base-uri 'none'", "form-action 'none'"} <= set(tags.policy.split("; ")), "default-src does not speak for these"
+    assert {"base-uri 'none'", "form-action 'none'"} <= set(tags.policy.split("; ")), (
+        "default-src does not speak for these"
+    )
 
 
 def test_hostile_text_is_text(tmp_path: Path) -> None:
@@ -83,7 +89,8 @@ def test_hostile_text_is_text(tmp_path: Path) -> None:
 def test_ten_thousand_steps_are_quick_and_small(tmp_path: Path) -> None:
     more = {f"actor/metric{number}": 0.123456789 * number for number in range(60)}
     folder = write_run(
-        tmp_path / "run", [record(step, **{name: value * step % 7 for name, value in more.items()}) for step in range(10_000)]
+        tmp_path / "run",
+        [record(step, **{name: value * step % 7 for name, value in more.items()}) for step in range(10_000)],
     )
     began = time.process_time()
     page = render([read_run(folder)])
@@ -109,5 +116,11 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
 
 
 def test_metrics_that_never_move_take_no_chart(tmp_path: Path) -> None:
-    page = render([read_run(write_run(tmp_path / "run", [record(step, **{"critic/score/max": 1.0}) for step in (1, 2, 3)]))])
+    page = render(
+        [
+            read_run(
+                write_run(tmp_path / "run", [record(step, **{"critic/score/max": 1.0}) for step in (1, 2, 3)])
+            )
+        ]
+    )
     assert "<code>critic/score/max</code> = 1" in page

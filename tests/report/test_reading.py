@@ -16,7 +16,9 @@ from hydraflow.report.reading import read_run, samples_of
 
 
 def test_a_whole_run(tmp_path: Path) -> None:
-    run = read_run(write_run(tmp_path / "run", [record(step) for step in (1, 2, 3)], samples={2: [{"output": "a"}]}))
+    run = read_run(
+        write_run(tmp_path / "run", [record(step) for step in (1, 2, 3)], samples={2: [{"output": "a"}]})
+    )
     column = run.columns[SCORE]
     assert column.steps.tolist() == [1, 2, 3] and column.seconds.tolist() == [1.5, 3.0, 4.5]
     assert column.values[1] == 1 - math.exp(-2 / 50)
@@ -27,7 +29,11 @@ def test_a_whole_run(tmp_path: Path) -> None:
 
 
 def test_lines_of_a_step_are_merged_and_numbers_that_json_has_not_are_read(tmp_path: Path) -> None:
-    lines = [{"step": 1, "seconds": 1, "a": "nan"}, {"step": 3, "seconds": 2, "a": "-inf", "words": "x"}, {"step": 1, "seconds": 1, "b": 2}]
+    lines = [
+        {"step": 1, "seconds": 1, "a": "nan"},
+        {"step": 3, "seconds": 2, "a": "-inf", "words": "x"},
+        {"step": 1, "seconds": 1, "b": 2},
+    ]
     run = read_run(write_run(tmp_path / "run", lines))
     np.testing.assert_array_equal(run.columns["a"].values, [math.nan, -math.inf])
     assert run.columns["b"].steps.tolist() == [1]
@@ -49,9 +55,19 @@ def test_a_half_written_run_and_rubbish_in_the_middle(tmp_path: Path) -> None:
     assert "it is under way" in render([run]).lower()
 
 
-@pytest.mark.parametrize("name", ["summary.json", "plan.json", "run.json", "config_origins.json", "samples/step_000001.jsonl"])
 @pytest.mark.parametrize(
-    "content", ["", "{", "[1]", "null", '{"starts": 3, "quantities": {"a": 1}, "notes": 5, "total_steps": "many"}', "\x00"]
+    "name", ["summary.json", "plan.json", "run.json", "config_origins.json", "samples/step_000001.jsonl"]
+)
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[1]",
+        "null",
+        '{"starts": 3, "quantities": {"a": 1}, "notes": 5, "total_steps": "many"}',
+        "\x00",
+    ],
 )
 def test_a_page_is_made_whatever_a_file_holds(tmp_path: Path, name: str, content: str) -> None:
     folder = write_run(tmp_path / "run", [record(1), record(2)])
@@ -69,7 +85,10 @@ def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
 
 
 def test_secrets_of_the_configuration_are_hidden(tmp_path: Path) -> None:
-    settings = {"ray_init.env_vars": ({"WANDB_API_KEY": "s3cr3t"}, "command line"), "x.api_key": ("s3cr3t", "default")}
+    settings = {
+        "ray_init.env_vars": ({"WANDB_API_KEY": "s3cr3t"}, "command line"),
+        "x.api_key": ("s3cr3t", "default"),
+    }
     settings["trainer.wandb_proxy"] = ("http://me:s3cr3t@host:1", "default")  # type: ignore[assignment]
     page = render([read_run(write_run(tmp_path / "run", [record(1)], settings=settings))])
     assert "s3cr3t" not in page and "http://(hidden)@host:1" in page
@@ -84,21 +103,35 @@ def test_folders_that_hold_no_run(tmp_path: Path) -> None:
 
 
 def test_what_runs_of_earlier_versions_wrote_down_is_hidden_too(tmp_path: Path) -> None:
-    start = {"command": "python -m hydraflow.main_ppo 'judge.PASSWORD=s3cr3t s3cr3t' +env_vars={A:s3cr3t} seed=1", "host": "a"}
+    start = {
+        "command": "python -m hydraflow.main_ppo 'judge.PASSWORD=s3cr3t s3cr3t' +env_vars={A:s3cr3t} seed=1",
+        "host": "a",
+    }
     why = "ValueError: https://host/?token=s3cr3t is gone"
-    run = read_run(write_run(tmp_path / "run", [record(1)], why=why, starts=[start], settings={"e.env_vars.A": ("s3cr3t", "x")}))
+    run = read_run(
+        write_run(
+            tmp_path / "run", [record(1)], why=why, starts=[start], settings={"e.env_vars.A": ("s3cr3t", "x")}
+        )
+    )
     (run.folder / "requeue").write_text(json.dumps({"step": 1, "why": "lost http://me:s3cr3t@host"}))
     page = render([run])
     assert "s3cr3t" not in page
     assert (
-        "judge.PASSWORD=(hidden)" in page and "seed=1" in page and "token=(hidden) is gone" in page and "lost http://(hidden)@host" in page
+        "judge.PASSWORD=(hidden)" in page
+        and "seed=1" in page
+        and "token=(hidden) is gone" in page
+        and "lost http://(hidden)@host" in page
     )
 
 
 @pytest.mark.parametrize("seconds", ["inf", "-inf", "nan", 10**400, None, "soon"])
 def test_times_that_are_none_are_left_out(tmp_path: Path, seconds: object) -> None:
     folder = write_run(tmp_path / "run", [])
-    lines = [{"step": 1, "seconds": 2.0, "a": 1}, {"step": 2, "seconds": seconds, "a": 2}, {"step": 3, "seconds": 4.0, "a": 3}]
+    lines = [
+        {"step": 1, "seconds": 2.0, "a": 1},
+        {"step": 2, "seconds": seconds, "a": 2},
+        {"step": 3, "seconds": 4.0, "a": 3},
+    ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     run = read_run(folder)
     assert run.columns["a"].seconds.tolist() == [2.0, 2.0, 4.0] and run.seconds == 4.0
@@ -110,8 +143,12 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
 )
 
 
-@pytest.mark.parametrize("content", ["a: &a [*a]\n", BOMB, "a: " + "[" * 3000, "a: " + "{b: " * 60 + "1" + "}" * 60])
-def test_a_configuration_that_stands_for_more_than_a_page_is_not_followed(tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize(
+    "content", ["a: &a [*a]\n", BOMB, "a: " + "[" * 3000, "a: " + "{b: " * 60 + "1" + "}" * 60]
+)
+def test_a_configuration_that_stands_for_more_than_a_page_is_not_followed(
+    tmp_path: Path, content: str
+) -> None:
     (tmp_path / "config.yaml").write_text(content)
     run = read_run(tmp_path)
     assert run.settings == {} and len(run.unread) == 1 and run.unread[0].startswith("config.yaml: ")

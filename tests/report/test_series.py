@@ -32,7 +32,11 @@ def test_mean_least_and_greatest_of_each_span() -> None:
 
 def test_metrics_of_the_same_steps_share_an_axis() -> None:
     axes = Axes()
-    assert [curve(column([1.0, 2.0]), axes, 5)["x"], curve(column([3.0, 4.0]), axes, 5)["x"], curve(column([1.0]), axes, 5)["x"]] == [
+    assert [
+        curve(column([1.0, 2.0]), axes, 5)["x"],
+        curve(column([3.0, 4.0]), axes, 5)["x"],
+        curve(column([1.0]), axes, 5)["x"],
+    ] == [
         0,
         0,
         1,
@@ -50,7 +54,9 @@ def test_no_value_lies_outside_the_band_and_the_extremes_stay(values: list[float
     for step, value in enumerate(values, 3):
         span = max(index for index, start in enumerate(first) if start <= step)
         assert first[span] <= step < first[span] + width
-        assert low[span] - abs(low[span]) * 1e-3 - 1e-12 <= value <= high[span] + abs(high[span]) * 1e-3 + 1e-12
+        assert (
+            low[span] - abs(low[span]) * 1e-3 - 1e-12 <= value <= high[span] + abs(high[span]) * 1e-3 + 1e-12
+        )
 
 
 @given(st.sets(st.integers(0, 10**6), min_size=1), st.integers(1, 40))
@@ -64,4 +70,6 @@ def test_spans_hold_every_point_once(steps: set[int], most: int) -> None:
 def test_means_over_the_steps_of_another_column() -> None:
     sparse = Column(np.array([1, 3]), np.zeros(2), np.array([8.0, 4.0]))
     steps = np.arange(4)
-    assert mean_at(sparse, steps, spans_of(steps, 2)).tolist() == [4.0, 2.0], "a step without a value took no time"
+    assert mean_at(sparse, steps, spans_of(steps, 2)).tolist() == [4.0, 2.0], (
+        "a step without a value took no time"
+    )

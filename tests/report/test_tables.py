@@ -29,7 +29,9 @@ def test_phases_fill_the_step_and_the_longest_comes_first(tmp_path: Path) -> Non
 
 
 def test_phases_of_a_run_without_times(tmp_path: Path) -> None:
-    assert tables.phases(read_run(write_run(tmp_path / "run", [{"step": 1, "seconds": 1.0, "a": 1.0}])), Axes(), 10) == ({}, [])
+    assert tables.phases(
+        read_run(write_run(tmp_path / "run", [{"step": 1, "seconds": 1.0, "a": 1.0}])), Axes(), 10
+    ) == ({}, [])
 
 
 def test_small_phases_are_drawn_together(tmp_path: Path) -> None:
@@ -50,7 +52,9 @@ def test_key_numbers(tmp_path: Path) -> None:
 
 
 def test_differences_of_configurations(tmp_path: Path) -> None:
-    first = write_run(tmp_path / "a", [], settings={"seed": (1, "default"), "lr": (0.1, "default"), "old": ("x", "default")})
+    first = write_run(
+        tmp_path / "a", [], settings={"seed": (1, "default"), "lr": (0.1, "default"), "old": ("x", "default")}
+    )
     second = write_run(tmp_path / "b", [], settings={"seed": (1, "command line"), "lr": (0.2, "default")})
     bare = tmp_path / "c"
     bare.mkdir()
@@ -62,9 +66,16 @@ def test_differences_of_configurations(tmp_path: Path) -> None:
 
 def test_versions_that_differ_are_marked(tmp_path: Path) -> None:
     git = {"commit": "0123456789abcdef", "branch": "main", "changed_files": 1}
-    one = write_run(tmp_path / "a", [], starts=[{"versions": {"torch": "2.1"}}, {"versions": {"torch": "2.2", "ray": "2.6"}, "git": git}])
+    one = write_run(
+        tmp_path / "a",
+        [],
+        starts=[{"versions": {"torch": "2.1"}}, {"versions": {"torch": "2.2", "ray": "2.6"}, "git": git}],
+    )
     two = write_run(tmp_path / "b", [], starts=[{"versions": {"torch": "2.3", "ray": "2.6"}}])
-    found = {row["name"]: (row["values"], row["differs"]) for row in tables.versions([read_run(one), read_run(two)])}
+    found = {
+        row["name"]: (row["values"], row["differs"])
+        for row in tables.versions([read_run(one), read_run(two)])
+    }
     assert found["torch"] == (["2.2", "2.3"], True) and found["ray"] == (["2.6", "2.6"], False)
     assert found["git"] == (["0123456789 on main, 1 file changed since", "–"], False)
 
@@ -74,4 +85,6 @@ def test_five_validations_spread_over_the_run(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run", [], samples={step: rows for step in range(0, 100, 10)}))
     shown = tables.samples(run)
     assert [validation["step"] for validation in shown] == [90, 70, 40, 20, 0]
-    assert shown[0]["names"] == ["output", "score"] and len(shown[0]["rows"]) == 20 and shown[0]["count"] == 30
+    assert (
+        shown[0]["names"] == ["output", "score"] and len(shown[0]["rows"]) == 20 and shown[0]["count"] == 30
+    )

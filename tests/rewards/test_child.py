@@ -34,6 +34,9 @@ def test_read_value(value: Any, result: Any) -> None:
 
 
 def test_a_child_imports_nothing_heavy() -> None:
-    code = "import hydraflow.rewards.child, sys; print(*({'torch', 'ray', 'numpy', 'sympy', 'transformers'} & set(sys.modules)))"
+    code = (
+        "import hydraflow.rewards.child, sys; print(*({'torch', 'ray', 'numpy', 'sympy', 'transformers'} &"
+        " set(sys.modules)))"
+    )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == ""

@@ -11,7 +11,10 @@ from hydraflow.rewards.config import CustomRewardConfig, RewardConfig
 from hydraflow.rewards.custom import check_sources, load_function
 from hydraflow.rewards.pool import check_function
 
-GOOD = "def compute_score(data_source, solution_str, ground_truth, extra_info, scale=1.0):\n    return scale * len(solution_str)\n"
+GOOD = (
+    "def compute_score(data_source, solution_str, ground_truth, extra_info, scale=1.0):\n    return scale *"
+    " len(solution_str)\n"
+)
 
 
 @pytest.fixture
@@ -52,8 +55,12 @@ def test_a_file_that_is_not_python(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_imported_shows_cause_and_line(file: Path) -> None:
-    assert "ModuleNotFoundError: No module named 'not_there' (line 2: import not_there)" in message(file, "import json\nimport not_there\n")
-    assert "SyntaxError" in message(file, "x = 1\ndef f(:\n") and "line 2" in message(file, "x = 1\ndef f(:\n")
+    assert "ModuleNotFoundError: No module named 'not_there' (line 2: import not_there)" in message(
+        file, "import json\nimport not_there\n"
+    )
+    assert "SyntaxError" in message(file, "x = 1\ndef f(:\n") and "line 2" in message(
+        file, "x = 1\ndef f(:\n"
+    )
     assert "SystemExit: 3 (line 1: raise SystemExit(3))" in message(file, "raise SystemExit(3)\n")
 
 
@@ -64,7 +71,9 @@ def test_a_missing_name_lists_what_is_there(file: Path) -> None:
 
 
 def test_a_signature_that_does_not_accept_the_arguments(file: Path) -> None:
-    assert "missing a required argument: 'answer'" in message(file, "def compute_score(answer, **kwargs):\n    return 0\n")
+    assert "missing a required argument: 'answer'" in message(
+        file, "def compute_score(answer, **kwargs):\n    return 0\n"
+    )
     assert "got an unexpected keyword argument 'extra_info'" in message(
         file, "def compute_score(data_source, solution_str, ground_truth):\n    return 0\n"
     )
@@ -73,7 +82,9 @@ def test_a_signature_that_does_not_accept_the_arguments(file: Path) -> None:
 
 
 def test_async_functions_are_refused(file: Path) -> None:
-    assert "is an async function, which is not supported" in message(file, "async def compute_score(**kwargs):\n    return 0\n")
+    assert "is an async function, which is not supported" in message(
+        file, "async def compute_score(**kwargs):\n    return 0\n"
+    )
 
 
 def test_check_function_looks_at_the_users_file(tmp_path: Path) -> None:

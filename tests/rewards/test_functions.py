@@ -8,7 +8,9 @@ from hydraflow.errors import ConfigError
 from hydraflow.rewards.functions import compute_score
 
 
-@pytest.mark.parametrize(("response", "score"), [("042", 1.0), (" 042\n", 1.0), ("42", 0.0), ("0420", 0.0), ("", 0.0)])
+@pytest.mark.parametrize(
+    ("response", "score"), [("042", 1.0), (" 042\n", 1.0), ("42", 0.0), ("0420", 0.0), ("", 0.0)]
+)
 def test_arithmetic_is_an_exact_match(response: str, score: float) -> None:
     assert compute_score("arithmetic", response, "042") == score
 
@@ -29,11 +31,23 @@ def test_arithmetic_is_an_exact_match(response: str, score: float) -> None:
     ],
 )
 def test_gsm8k(response: str, truth: str, strict: float, flexible: float) -> None:
-    assert compute_score("openai/gsm8k", response, truth) == {"score": strict, "acc": strict, "acc_flexible": flexible}
+    assert compute_score("openai/gsm8k", response, truth) == {
+        "score": strict,
+        "acc": strict,
+        "acc_flexible": flexible,
+    }
 
 
 @pytest.mark.parametrize(
-    "source", ["lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "math_dapo", "aime24", "aime_2025"]
+    "source",
+    [
+        "lighteval/MATH",
+        "DigitalLearningGmbH/MATH-lighteval",
+        "HuggingFaceH4/MATH-500",
+        "math_dapo",
+        "aime24",
+        "aime_2025",
+    ],
 )
 def test_mathematics_is_compared_by_value(source: str) -> None:
     assert compute_score(source, r"So \boxed{\frac{1}{2}}.", "0.5") == {"score": 1.0, "acc": 1.0}
@@ -65,5 +79,9 @@ def test_an_unknown_data_source_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError) as caught:
         compute_score("my/task", "1", "1")
     message = str(caught.value)
-    assert "data_source=my/task" in message and "arithmetic, openai/gsm8k, lighteval/MATH" in message and "aime*" in message
+    assert (
+        "data_source=my/task" in message
+        and "arithmetic, openai/gsm8k, lighteval/MATH" in message
+        and "aime*" in message
+    )
     assert "reward.custom_reward_function.path" in message

@@ -1,4 +1,5 @@
-"""What a reward function starts, and what it may do to its own process: nothing is left behind, and no wait is without an end."""
+"""What a reward function starts, and what it may do to its own process: nothing is left behind, and no wait
+is without an end."""
 
 from __future__ import annotations
 
@@ -84,7 +85,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 @pytest.fixture
 def config(tmp_path: Path) -> RewardConfig:
     (tmp_path / "mischief.py").write_text(MISCHIEF)
-    return RewardConfig(CustomRewardConfig(path=str(tmp_path / "mischief.py")), timeout=0.5, failure_score=-1.0)
+    return RewardConfig(
+        CustomRewardConfig(path=str(tmp_path / "mischief.py")), timeout=0.5, failure_score=-1.0
+    )
 
 
 def rows(*solutions: str) -> list[RewardRow]:
@@ -112,7 +115,9 @@ def test_what_a_function_starts_ends_with_the_pool(config: RewardConfig, how: st
     with RewardPool(config) as pool:
         (found,) = pool.score(rows(how))
         assert lives(found.extra["child"]), found
-        assert pool.score(rows("fine"))[0].score == 1.0 and lives(found.extra["child"]), "it may serve the rows that follow"
+        assert pool.score(rows("fine"))[0].score == 1.0 and lives(found.extra["child"]), (
+            "it may serve the rows that follow"
+        )
     assert [lives(found.extra[who]) for who in ("child", "pid", "supervisor")] == [False, False, False]
 
 
@@ -134,9 +139,13 @@ RewardPool(config).score([RewardRow("any", "hang with a child", sys.argv[2], {})
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_nothing_outlives_the_pool_s_process_however_it_ends(config: RewardConfig, tmp_path: Path, how: signal.Signals) -> None:
+def test_nothing_outlives_the_pool_s_process_however_it_ends(
+    config: RewardConfig, tmp_path: Path, how: signal.Signals
+) -> None:
     pids = tmp_path / "pids"
-    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(config.custom_reward_function.path), str(pids)])
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(config.custom_reward_function.path), str(pids)]
+    )
     try:
         wait_until(pids.exists, "the function to hang")
         started = [int(pid) for pid in pids.read_text().split()]
@@ -196,7 +205,9 @@ def test_a_function_that_breaks_its_connection_fails_its_row_alone(
     assert (first.score, last.score) == (1.0, 1.0)
 
 
-def test_a_process_that_does_not_read_is_replaced(config: RewardConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_does_not_read_is_replaced(
+    config: RewardConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(worker, "SEND_SECONDS", 0.5)
     config.timeout = 60.0
     with RewardPool(config) as pool:

@@ -58,18 +58,26 @@ def row(solution: str, truth: str = "", **extra: float) -> RewardRow:
 def test_a_row_that_asks_for_too_much_memory_fails_alone(config: RewardConfig) -> None:
     config.timeout = 30.0
     with RewardPool(config) as pool:
-        first, failed, child, last, core = pool.score([row("fine"), row("memory"), row("memory of a child"), row("fine"), row("core")])
+        first, failed, child, last, core = pool.score(
+            [row("fine"), row("memory"), row("memory of a child"), row("fine"), row("core")]
+        )
     assert (first.score, failed.score, last.score) == (1.0, -1.0, 1.0)
     assert failed.failed is not None
-    assert failed.failed.startswith("MemoryError: ") and failed.failed.endswith("the limit is reward.max_memory=1 GiB")
+    assert failed.failed.startswith("MemoryError: ") and failed.failed.endswith(
+        "the limit is reward.max_memory=1 GiB"
+    )
     assert "(reward.py, line 6: return len(bytearray(2**31)))" in failed.failed
     assert child.score == 1.0, "exit code of a Python that ran into the same limit"
     assert core.extra["soft"] == 0.0
 
 
-def test_a_file_that_asks_for_too_much_memory_is_refused_with_the_limit(config: RewardConfig, file: Path) -> None:
+def test_a_file_that_asks_for_too_much_memory_is_refused_with_the_limit(
+    config: RewardConfig, file: Path
+) -> None:
     file.write_text("table = bytearray(2**31)\n" + FUNCTION)
-    with pytest.raises(ConfigError, match=r"cannot be imported: MemoryError.*the limit is reward.max_memory=1 GiB"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be imported: MemoryError.*the limit is reward.max_memory=1 GiB"
+    ):
         check_function(config)
 
 
@@ -92,7 +100,11 @@ def test_a_file_whose_import_never_comes_back_is_refused(
     with RewardPool(config) as pool, pytest.raises(ConfigError) as caught:
         pool.require_loaded()
     (problem,) = caught.value.problems
-    assert (problem.field, problem.value, problem.rule) == ("reward.custom_reward_function.path", str(file), words)
+    assert (problem.field, problem.value, problem.rule) == (
+        "reward.custom_reward_function.path",
+        str(file),
+        words,
+    )
     assert problem.remedy
 
 
@@ -106,12 +118,16 @@ def test_a_pool_goes_on_with_the_process_that_was_checked(config: RewardConfig, 
 
 
 @pytest.mark.parametrize("raised", ["SystemExit(0)", "SystemExit()", "KeyError('x')"])
-def test_without_processes_of_its_own_an_exit_is_a_failed_row(config: RewardConfig, file: Path, raised: str) -> None:
+def test_without_processes_of_its_own_an_exit_is_a_failed_row(
+    config: RewardConfig, file: Path, raised: str
+) -> None:
     file.write_text(f"def compute_score(**row):\n    raise {raised}\n")
     config.num_workers = 0
     with RewardPool(config) as pool:
         (failed,) = pool.score([row("fine")])
-    assert failed.score == -1.0 and failed.failed is not None and failed.failed.startswith(raised.split("(")[0])
+    assert (
+        failed.score == -1.0 and failed.failed is not None and failed.failed.startswith(raised.split("(")[0])
+    )
 
 
 @pytest.fixture
@@ -128,7 +144,10 @@ def crowded() -> Iterator[int]:
         process.communicate()
 
 
-@pytest.mark.skipif(QueueTime(os.getpid()).seconds() == 0.0, reason="this kernel does not count how long a process waits for a processor")
+@pytest.mark.skipif(
+    QueueTime(os.getpid()).seconds() == 0.0,
+    reason="this kernel does not count how long a process waits for a processor",
+)
 def test_a_row_does_not_time_out_because_others_use_the_processor(config: RewardConfig, crowded: int) -> None:
     config.timeout = 1.0
     with RewardPool(config) as pool:

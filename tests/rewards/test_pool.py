@@ -56,7 +56,9 @@ def row(solution: float, ground_truth: str = "fine", **extra: Any) -> RewardRow:
 @pytest.fixture
 def config(tmp_path: Path) -> RewardConfig:
     (tmp_path / "mischief.py").write_text(MISCHIEF)
-    return RewardConfig(CustomRewardConfig(path=str(tmp_path / "mischief.py")), timeout=0.4, failure_score=-5.0)
+    return RewardConfig(
+        CustomRewardConfig(path=str(tmp_path / "mischief.py")), timeout=0.4, failure_score=-5.0
+    )
 
 
 @pytest.fixture
@@ -116,9 +118,14 @@ def test_a_bad_row_fails_alone_and_its_process_goes_on(pool: RewardPool, bad: st
 
 @pytest.mark.parametrize(
     ("bad", "reason"),
-    [("stuck", "took longer than 0.4 seconds and could not be interrupted"), ("exit", "ended its process (exit code 7)")],
+    [
+        ("stuck", "took longer than 0.4 seconds and could not be interrupted"),
+        ("exit", "ended its process (exit code 7)"),
+    ],
 )
-def test_a_process_that_hangs_or_dies_fails_its_row_alone_and_is_replaced(pool: RewardPool, bad: str, reason: str) -> None:
+def test_a_process_that_hangs_or_dies_fails_its_row_alone_and_is_replaced(
+    pool: RewardPool, bad: str, reason: str
+) -> None:
     began = time.monotonic()
     first, failed, last = pool.score([row(1), row(2, bad), row(3)])
     assert time.monotonic() - began < 20
@@ -128,7 +135,9 @@ def test_a_process_that_hangs_or_dies_fails_its_row_alone_and_is_replaced(pool: 
 
 
 @pytest.mark.parametrize(("times", "score"), [(1, 2.0), (2, -5.0)])
-def test_a_row_whose_process_is_killed_is_scored_once_more(pool: RewardPool, tmp_path: Path, times: int, score: float) -> None:
+def test_a_row_whose_process_is_killed_is_scored_once_more(
+    pool: RewardPool, tmp_path: Path, times: int, score: float
+) -> None:
     """Somebody else may have killed it; a row that does it by itself does it again."""
     results = pool.score([row(1), row(2, f"kill {tmp_path}/killed", times=times), row(3)])
     assert [result.score for result in results] == [1.0, score, 3.0]
@@ -159,7 +168,10 @@ def test_a_function_that_does_not_load_ends_the_run_with_its_reason(config: Rewa
     with RewardPool(config) as pool, pytest.raises(EnvironmentFault, match="No module named 'not_there'"):
         pool.score([row(1)])
     Path(str(config.custom_reward_function.path)).write_text("import os; os._exit(4)\n")
-    with RewardPool(config) as pool, pytest.raises(EnvironmentFault, match=r"while it was imported, it ended its process \(exit code 4\)"):
+    with (
+        RewardPool(config) as pool,
+        pytest.raises(EnvironmentFault, match=r"while it was imported, it ended its process \(exit code 4\)"),
+    ):
         pool.score([row(1)])
 
 
@@ -183,7 +195,9 @@ def test_results_of_cheap_rows_come_many_at_a_time(monkeypatch: pytest.MonkeyPat
     whole = RewardProcess.receive
     monkeypatch.setattr(RewardProcess, "receive", receive)
     with RewardPool(RewardConfig()) as pool:
-        pool.score([RewardRow("arithmetic", "042", "042", {"index": i, "split": "train"}) for i in range(512)])
+        pool.score(
+            [RewardRow("arithmetic", "042", "042", {"index": i, "split": "train"}) for i in range(512)]
+        )
     assert sum(received) == 512 and len(received) < 64
 
 
@@ -196,8 +210,13 @@ def test_without_processes_the_scores_are_the_same_and_the_function_is_loaded_on
     custom = CustomRewardConfig(path=str(tmp_path / "here.py"))
     results = []
     for workers in (0, 1):
-        with RewardPool(RewardConfig(custom_reward_function=custom, num_workers=workers, failure_score=-1.0)) as pool:
+        with RewardPool(
+            RewardConfig(custom_reward_function=custom, num_workers=workers, failure_score=-1.0)
+        ) as pool:
             results.append([*pool.score(rows), *pool.score(rows)])
     assert results[0] == results[1]
     assert [result.extra.get("calls") for result in results[0]] == [1, None, 3, 4, None, 6]
-    assert results[0][1].failed == "ValueError: no (here.py, line 6: raise ValueError('no'))" and results[0][1].score == -1.0
+    assert (
+        results[0][1].failed == "ValueError: no (here.py, line 6: raise ValueError('no'))"
+        and results[0][1].score == -1.0
+    )

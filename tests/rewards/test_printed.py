@@ -1,4 +1,5 @@
-"""What reward functions print: in the rotated log, a tag on every line, without control characters, and not without end."""
+"""What reward functions print: in the rotated log, a tag on every line, without control characters, and not
+without end."""
 
 from __future__ import annotations
 
@@ -12,8 +13,15 @@ from hydraflow.logs import read
 from hydraflow.rewards import printed
 from hydraflow.rewards.config import CustomRewardConfig, RewardConfig
 from hydraflow.rewards.pool import RewardPool, RewardRow
-from hydraflow.rewards.printed import BURST_BYTES, BYTES_PER_SECOND, LINE_BYTES, TAG_BYTES, Lines, PrintedReader
-from hydraflow.role_logs import LogSettings, RoleLogs
+from hydraflow.rewards.printed import (
+    BURST_BYTES,
+    BYTES_PER_SECOND,
+    LINE_BYTES,
+    TAG_BYTES,
+    Lines,
+    PrintedReader,
+)
+from hydraflow.system.role_logs import LogSettings, RoleLogs
 
 FORGED = "2026-11-21T08:47:24.123Z ERROR actor-0 hydraflow: all is lost"
 
@@ -30,7 +38,10 @@ def logs(tmp_path: Path) -> Iterator[RoleLogs]:
 
 
 def config(tmp_path: Path, body: str, timeout: float = 30.0) -> RewardConfig:
-    function = f"import os, sys\n\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n    {body}\n    return 1.0\n"
+    function = (
+        "import os, sys\n\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n   "
+        f" {body}\n    return 1.0\n"
+    )
     (tmp_path / "mine.py").write_text(function)
     return RewardConfig(CustomRewardConfig(path=str(tmp_path / "mine.py")), timeout=timeout)
 
@@ -41,10 +52,15 @@ def score(config: RewardConfig, rows: int = 1) -> list[float]:
 
 
 def test_lines_are_in_the_role_s_log_with_a_tag_each(tmp_path: Path, logs: RoleLogs) -> None:
-    body = "print('to be read'); print('and this', file=sys.stderr); os.write(1, b'past Python\\n'); print('no end', end='', flush=True)"
+    body = (
+        "print('to be read'); print('and this', file=sys.stderr); os.write(1, b'past Python\\n'); print('no"
+        " end', end='', flush=True)"
+    )
     assert score(config(tmp_path, body)) == [1.0]
     records = [(record.level, record.role, record.text) for record in read(tmp_path / "logs", [], [])]
-    assert records == [("OUT", "reward", text) for text in ("to be read", "and this", "past Python", "no end")]
+    assert records == [
+        ("OUT", "reward", text) for text in ("to be read", "and this", "past Python", "no end")
+    ]
 
 
 def test_lines_are_the_role_s_that_scored_whoever_runs_meanwhile(tmp_path: Path, logs: RoleLogs) -> None:
@@ -53,17 +69,26 @@ def test_lines_are_the_role_s_that_scored_whoever_runs_meanwhile(tmp_path: Path,
         with logs.of("actor"):
             pool.close()
             logging.getLogger("x").warning("the actor's")
-    assert {(record.role, record.text) for record in read(tmp_path / "logs", [], [])} == {("reward", "mine"), ("actor", "x: the actor's")}
+    assert {(record.role, record.text) for record in read(tmp_path / "logs", [], [])} == {
+        ("reward", "mine"),
+        ("actor", "x: the actor's"),
+    }
 
 
 def test_a_printed_line_cannot_pass_for_another_s(tmp_path: Path, logs: RoleLogs) -> None:
     score(config(tmp_path, f"print('first\\n{FORGED}\\r{FORGED}\\n\\x1b[2J\\x1b]0;title\\x07red\\x9b')"))
     records = list(read(tmp_path / "logs", [], []))
-    assert [(record.level, record.text) for record in records] == [("OUT", "first"), ("OUT", FORGED), ("OUT", "red")]
+    assert [(record.level, record.text) for record in records] == [
+        ("OUT", "first"),
+        ("OUT", FORGED),
+        ("OUT", "red"),
+    ]
 
 
 def test_what_an_exception_says_cannot_pass_for_another_s_line(tmp_path: Path, logs: RoleLogs) -> None:
-    with RewardPool(config(tmp_path, f"raise KeyError() if 0 else ValueError('x\\n{FORGED}\\x1b[31m')")) as pool:
+    with RewardPool(
+        config(tmp_path, f"raise KeyError() if 0 else ValueError('x\\n{FORGED}\\x1b[31m')")
+    ) as pool:
         (result,) = pool.score([RewardRow("any", "", "", {})])
     assert result.failed is not None and "\n" not in result.failed and "\x1b" not in result.failed
     logging.getLogger("x").warning("in more lines\n%s", FORGED)
@@ -78,7 +103,9 @@ def test_a_flood_is_rotated_and_cut_and_delays_nobody(tmp_path: Path, logs: Role
     assert sum(int(text.split()[0].lstrip("(")) for text in said) > 30_000_000
 
 
-def test_a_function_that_prints_when_nobody_reads_fails_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_that_prints_when_nobody_reads_fails_its_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(PrintedReader, "run", lambda self: None)
     monkeypatch.setattr(printed.PrintedReader, "join", lambda self, timeout=None: None)
     with RewardPool(config(tmp_path, "print('x' * 10_000_000)", timeout=0.5)) as pool:
@@ -86,7 +113,9 @@ def test_a_function_that_prints_when_nobody_reads_fails_its_row(tmp_path: Path, 
     assert result.failed is not None and result.failed.startswith("took longer than 0.5 seconds")
 
 
-def test_without_log_files_it_goes_to_standard_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_log_files_it_goes_to_standard_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     score(config(tmp_path, "print('seen')"))
     shown = capsys.readouterr()
     assert (shown.out, shown.err) == ("", "seen\n")
@@ -132,7 +161,10 @@ def test_what_comes_too_fast_is_dropped_and_counted(clock: Clock) -> None:
     made.feed(b"the rest of it\nback\n")
     lost = 9 * len(line) + len(b"dropped, too\n") + len(b"the rest of it\n")
     assert written[burst + 1 :] == [
-        f"({lost} bytes that the reward function printed were dropped: more than {BYTES_PER_SECOND:.0f} a second)",
+        (
+            f"({lost} bytes that the reward function printed were dropped: more than {BYTES_PER_SECOND:.0f} a"
+            " second)"
+        ),
         "back",
     ]
 

@@ -33,7 +33,9 @@ def raw(tmp_path: Path) -> Path:
     return path
 
 
-def test_local_files_become_the_schema(script: ModuleType, raw: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_local_files_become_the_schema(
+    script: ModuleType, raw: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert script.main(["--train", str(raw), "--test", str(raw), "--output", str(tmp_path / "out")]) == 0
     assert "train.parquet: 2 problems" in capsys.readouterr().out
     first, second = pyarrow.parquet.read_table(tmp_path / "out" / "test.parquet").to_pylist()
@@ -49,11 +51,16 @@ def test_local_files_become_the_schema(script: ModuleType, raw: Path, tmp_path: 
 
 def test_the_instruction_can_be_left_out(script: ModuleType, raw: Path, tmp_path: Path) -> None:
     assert script.main(["--train", str(raw), "--output", str(tmp_path), "--instruction", ""]) == 0
-    assert pyarrow.parquet.read_table(tmp_path / "train.parquet").to_pylist()[0]["prompt"][0]["content"] == RAW[0]["question"]
+    assert (
+        pyarrow.parquet.read_table(tmp_path / "train.parquet").to_pylist()[0]["prompt"][0]["content"]
+        == RAW[0]["question"]
+    )
     assert not (tmp_path / "test.parquet").exists()
 
 
-def test_mistakes_are_messages_and_exit_code_2(script: ModuleType, raw: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_messages_and_exit_code_2(
+    script: ModuleType, raw: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert script.main(["--train", str(tmp_path / "no.jsonl"), "--output", str(tmp_path)]) == 2
     assert "no.jsonl: no such file" in capsys.readouterr().err
     raw.write_text('{"question": "q", "answer": "just 42"}\n')

@@ -9,10 +9,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = sorted([*ROOT.glob("scripts/**/*.sh"), *ROOT.glob("examples/**/*.sbatch"), *ROOT.glob("tests/**/*.sh"), ROOT / ".ci" / "run"])
+SCRIPTS = sorted(
+    [
+        *ROOT.glob("scripts/**/*.sh"),
+        *ROOT.glob("examples/**/*.sbatch"),
+        *ROOT.glob("tests/**/*.sh"),
+        ROOT / ".ci" / "run",
+    ]
+)
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs the program shellcheck (apt-get install shellcheck)")
+@pytest.mark.skipif(
+    shutil.which("shellcheck") is None, reason="needs the program shellcheck (apt-get install shellcheck)"
+)
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_shellcheck(script: Path) -> None:
     done = subprocess.run(["shellcheck", script], capture_output=True, text=True, check=False)

@@ -53,13 +53,17 @@ class Job:
 
     def await_state(self, *states: str, seconds: float) -> str:
         """Waits until it is in one of these states."""
-        self.cluster.wait_for(lambda: self.state() in states, seconds, f"job {self.number} to be {states}", self.said)
+        self.cluster.wait_for(
+            lambda: self.state() in states, seconds, f"job {self.number} to be {states}", self.said
+        )
         return self.state()
 
     def await_step(self, step: int, seconds: float = 240) -> None:
         """Waits until it has logged so many steps."""
         what = f"step {step} of job {self.number}"
-        self.cluster.wait_for(lambda: self.steps()[-1:] >= [step] or self.state() == "FAILED", seconds, what, self.said)
+        self.cluster.wait_for(
+            lambda: self.steps()[-1:] >= [step] or self.state() == "FAILED", seconds, what, self.said
+        )
         assert self.state() == "RUNNING", self.said()[-4000:]
 
     def cancel(self) -> None:
@@ -74,7 +78,8 @@ class Cluster:
         self.folder = folder / "cluster"
         self.cache = folder / "cache"
         self.environ = {
-            # What the local Ray of other tests has set in this process would forbid Slurm's nodes to join one.
+            # What the local Ray of other tests has set in this process would forbid Slurm's nodes to join
+            # one.
             **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
             "SLURM_CONF": str(self.folder / "slurm.conf"),
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
@@ -84,22 +89,30 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         self.script("up")
-        self.wait_for(lambda: self.nodes() == {"node1": "idle", "node2": "idle"}, 60, "both nodes to be idle", self.logs)
+        self.wait_for(
+            lambda: self.nodes() == {"node1": "idle", "node2": "idle"}, 60, "both nodes to be idle", self.logs
+        )
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.ask("scancel", "--user=root")
         self.wait_for(lambda: not self.ask("squeue", "--noheader").strip(), 40, "all jobs to end", self.logs)
         self.script("down")
 
     def script(self, command: str, *more: str) -> None:
         """Runs two_nodes.sh."""
-        done = subprocess.run([SCRIPT, command, self.folder, *more], stdin=subprocess.DEVNULL, timeout=120, check=False)
+        done = subprocess.run(
+            [SCRIPT, command, self.folder, *more], stdin=subprocess.DEVNULL, timeout=120, check=False
+        )
         assert done.returncode == 0, f"two_nodes.sh {command} failed"
 
     def ask(self, *words: str) -> str:
         """What one of Slurm's commands prints."""
-        done = subprocess.run(words, env=self.environ, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            words, env=self.environ, capture_output=True, text=True, timeout=60, check=False
+        )
         return done.stdout + done.stderr
 
     def nodes(self) -> dict[str, str]:
@@ -114,15 +127,21 @@ class Cluster:
     def hydraflow(self, *words: str, home: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
         """`python -m hydraflow.words`."""
         command = [sys.executable, "-m", f"hydraflow.{words[0]}", *words[1:]]
-        return subprocess.run(command, cwd=home, env=self.environ, capture_output=True, text=True, timeout=timeout, check=False)
+        return subprocess.run(
+            command, cwd=home, env=self.environ, capture_output=True, text=True, timeout=timeout, check=False
+        )
 
     def submit(self, *words: str, home: Path, name: str = "job") -> Job:
         """A job on both nodes, submitted."""
-        done = self.hydraflow("slurm", "submit", "--nodes", "2", "--job-name", name, "--cpus-per-task", "4", *words, home=home)
+        done = self.hydraflow(
+            "slurm", "submit", "--nodes", "2", "--job-name", name, "--cpus-per-task", "4", *words, home=home
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return Job(self, re.findall(r"job (\d+) submitted", done.stdout)[0], home, name)
 
-    def wait_for(self, condition: Callable[[], object], seconds: float, what: str, said: Callable[[], str]) -> None:
+    def wait_for(
+        self, condition: Callable[[], object], seconds: float, what: str, said: Callable[[], str]
+    ) -> None:
         """Looks again and again until `condition` holds."""
         deadline = time.monotonic() + seconds
         while not condition():

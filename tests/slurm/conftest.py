@@ -1,4 +1,5 @@
-"""A real Slurm of two nodes for the tests that need one; elsewhere they say what they need and are skipped."""
+"""A real Slurm of two nodes for the tests that need one; elsewhere they say what they need and are
+skipped."""
 
 from __future__ import annotations
 
@@ -13,7 +14,14 @@ import pytest
 from filelock import FileLock
 from slurm.cluster import SCRIPT, Cluster
 
-PROGRAMS = {"slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "munged": "munge", "tini": "tini", "ip": "iproute2", "nsenter": "util-linux"}
+PROGRAMS = {
+    "slurmctld": "slurm-wlm",
+    "slurmd": "slurm-wlm",
+    "munged": "munge",
+    "tini": "tini",
+    "ip": "iproute2",
+    "nsenter": "util-linux",
+}
 """What must be on PATH -> Debian's package."""
 WAIT_SECONDS = 900
 """For another checkout's tests: names of bridges and namespaces are the machine's."""
@@ -25,10 +33,20 @@ def lacking(folder: Path) -> str:
         return "root"
     if packages := {package for program, package in PROGRAMS.items() if shutil.which(program) is None}:
         return f"apt-get install {' '.join(sorted(packages))}"
-    tried = subprocess.run([SCRIPT, "probe", folder], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
+    tried = subprocess.run(
+        [SCRIPT, "probe", folder],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     if tried.returncode != 0:
         said = " ".join(tried.stderr.split())[-300:]
-        return f"namespaces, bridges and mounts, which this machine forbids (of a container, --privileged allows them): {said}"
+        return (
+            "namespaces, bridges and mounts, which this machine forbids (of a container, --privileged allows"
+            f" them): {said}"
+        )
     return ""
 
 

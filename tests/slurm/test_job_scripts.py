@@ -1,4 +1,5 @@
-"""The batch script's part of a job, with an srun that only notes how it was called, and ends as it is told."""
+"""The batch script's part of a job, with an srun that only notes how it was called, and ends as it is
+told."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from hydraflow.allocation import Allocation
 from hydraflow.compose.loading import load
 from hydraflow.schema import PPOConfig
 from hydraflow.slurm.facts import Facts, facts_of
+from hydraflow.system.allocation import Allocation
 
 ROOT = Path(__file__).parents[2]
 SRUN = """#!/usr/bin/env bash
@@ -23,7 +24,10 @@ printf '%s\\n' "$@" >"$HOME/srun.words"
 cp "$HYDRAFLOW_JOB_FOLDER/token" "$HOME/token" && stat -c %a "$HYDRAFLOW_JOB_FOLDER/token" >"$HOME/token.mode"
 env | grep '^RAY_AUTH' | sort >"$HOME/srun.environment"
 """
-SCONTROL = '#!/usr/bin/env bash\necho "$@" >>"$HOME/scontrol.words"\n(sleep 1 && kill -TERM "$PPID") >/dev/null 2>&1 &\n'
+SCONTROL = (
+    '#!/usr/bin/env bash\necho "$@" >>"$HOME/scontrol.words"\n(sleep 1 && kill -TERM "$PPID") >/dev/null'
+    " 2>&1 &\n"
+)
 ENDS_WITH = 'echo {0} >"$HYDRAFLOW_JOB_FOLDER/exit_code"; exit {0}'
 
 
@@ -50,8 +54,16 @@ def batch(home: Path, srun: str, *arguments: str, **variables: str) -> subproces
         "HYDRAFLOW_SCRIPTS": str(ROOT / "scripts" / "slurm"),
         **variables,
     }
-    words = ["bash", "-c", 'set -euo pipefail; source "$HYDRAFLOW_SCRIPTS/job.sh"; run_job "$@"', "batch", *arguments]
-    return subprocess.Popen(words, cwd=home, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    words = [
+        "bash",
+        "-c",
+        'set -euo pipefail; source "$HYDRAFLOW_SCRIPTS/job.sh"; run_job "$@"',
+        "batch",
+        *arguments,
+    ]
+    return subprocess.Popen(
+        words, cwd=home, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def ended(process: subprocess.Popen[str], seconds: float = 30) -> tuple[int, str]:
@@ -71,13 +83,30 @@ def test_without_a_training_it_is_sruns(tmp_path: Path) -> None:
 
 
 def test_nodes_are_started_once_with_the_runs_arguments_as_they_are(tmp_path: Path) -> None:
-    ended(batch(tmp_path, ENDS_WITH.format(0), "data.train_files=a b.parquet", "trainer.experiment_name=$HOME", SLURM_CPUS_PER_TASK="64"))
+    ended(
+        batch(
+            tmp_path,
+            ENDS_WITH.format(0),
+            "data.train_files=a b.parquet",
+            "trainer.experiment_name=$HOME",
+            SLURM_CPUS_PER_TASK="64",
+        )
+    )
     words = (tmp_path / "srun.words").read_text().splitlines()
-    assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=64", "--export=ALL"} <= set(words)
-    assert words[-4:] == ["bash", str(ROOT / "scripts/slurm/node.sh"), "data.train_files=a b.parquet", "trainer.experiment_name=$HOME"]
+    assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=64", "--export=ALL"} <= set(
+        words
+    )
+    assert words[-4:] == [
+        "bash",
+        str(ROOT / "scripts/slurm/node.sh"),
+        "data.train_files=a b.parquet",
+        "trainer.experiment_name=$HOME",
+    ]
 
 
-def test_each_job_has_a_token_of_its_own_that_only_the_user_reads_and_that_goes_with_it(tmp_path: Path) -> None:
+def test_each_job_has_a_token_of_its_own_that_only_the_user_reads_and_that_goes_with_it(
+    tmp_path: Path,
+) -> None:
     tokens = []
     for _ in range(2):
         ended(batch(tmp_path, ENDS_WITH.format(0), RAY_AUTH_TOKEN="from outside"))
@@ -86,7 +115,9 @@ def test_each_job_has_a_token_of_its_own_that_only_the_user_reads_and_that_goes_
     assert (tmp_path / "token.mode").read_text() == "600\n"
     folder = tmp_path / "runs" / "slurm" / "job-77"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and not (folder / "token").exists()
-    assert (tmp_path / "srun.environment").read_text() == f"RAY_AUTH_MODE=token\nRAY_AUTH_TOKEN_PATH={folder}/token\n"
+    assert (
+        tmp_path / "srun.environment"
+    ).read_text() == f"RAY_AUTH_MODE=token\nRAY_AUTH_TOKEN_PATH={folder}/token\n"
 
 
 def test_a_job_folder_that_somebody_else_made_in_between_is_not_used(tmp_path: Path) -> None:
@@ -98,20 +129,39 @@ def test_a_job_folder_that_somebody_else_made_in_between_is_not_used(tmp_path: P
 
 
 def test_a_container_by_apptainer(tmp_path: Path) -> None:
-    variables = {"HYDRAFLOW_CONTAINER": "apptainer:/images/hf.sif", "HYDRAFLOW_CONTAINER_MOUNTS": "/data:/data", "SLURM_GPUS_ON_NODE": "8"}
+    variables = {
+        "HYDRAFLOW_CONTAINER": "apptainer:/images/hf.sif",
+        "HYDRAFLOW_CONTAINER_MOUNTS": "/data:/data",
+        "SLURM_GPUS_ON_NODE": "8",
+    }
     ended(batch(tmp_path, ENDS_WITH.format(0), **variables))
     words = (tmp_path / "srun.words").read_text().splitlines()
     start = words.index("apptainer")
     mounts = f"{tmp_path}:{tmp_path},{tmp_path}/runs/slurm/job-77:{tmp_path}/runs/slurm/job-77,{ROOT}/scripts/slurm:{ROOT}/scripts/slurm"
-    expected = ["apptainer", "exec", "--bind", f"{mounts},/data:/data", "--pwd", str(tmp_path), "--nv", "/images/hf.sif", "bash"]
+    expected = [
+        "apptainer",
+        "exec",
+        "--bind",
+        f"{mounts},/data:/data",
+        "--pwd",
+        str(tmp_path),
+        "--nv",
+        "/images/hf.sif",
+        "bash",
+    ]
     assert words[start:-1] == expected
 
 
 def test_a_container_by_pyxis(tmp_path: Path) -> None:
     ended(batch(tmp_path, ENDS_WITH.format(0), HYDRAFLOW_CONTAINER="pyxis:nvcr.io#nvidia/pytorch:25.10-py3"))
     words = (tmp_path / "srun.words").read_text().splitlines()
-    assert "--container-image=nvcr.io#nvidia/pytorch:25.10-py3" in words and f"--container-workdir={tmp_path}" in words
-    assert next(word for word in words if word.startswith("--container-mounts=")).startswith(f"--container-mounts={tmp_path}:{tmp_path},")
+    assert (
+        "--container-image=nvcr.io#nvidia/pytorch:25.10-py3" in words
+        and f"--container-workdir={tmp_path}" in words
+    )
+    assert next(word for word in words if word.startswith("--container-mounts=")).startswith(
+        f"--container-mounts={tmp_path}:{tmp_path},"
+    )
     assert words[-2] == "bash"
 
 
@@ -147,7 +197,9 @@ def test_a_lost_node_is_named_at_once_and_nobody_waits_for_it(tmp_path: Path) ->
         ({"HYDRAFLOW_MAX_REQUEUES": "3", "SLURM_RESTART_COUNT": "3"}, "it was put back 3 times already", 4),
     ],
 )
-def test_it_is_put_back_only_so_often_and_only_if_wanted(tmp_path: Path, variables: dict[str, str], said: str, code: int) -> None:
+def test_it_is_put_back_only_so_often_and_only_if_wanted(
+    tmp_path: Path, variables: dict[str, str], said: str, code: int
+) -> None:
     ended_with, log = ended(batch(tmp_path, LOST, **variables))
     assert ended_with == code and said in log and not (tmp_path / "scontrol.words").exists()
 
@@ -155,7 +207,9 @@ def test_it_is_put_back_only_so_often_and_only_if_wanted(tmp_path: Path, variabl
 def test_where_slurm_does_not_put_it_back_the_user_is_told_how_to_go_on(tmp_path: Path) -> None:
     program(tmp_path, "scontrol", "#!/usr/bin/env bash\nexit 1\n")
     code, said = ended(batch(tmp_path, REQUEUE_NOTE))
-    assert code == 0 and "Slurm does not put it back: the same command goes on from the last checkpoint" in said
+    assert (
+        code == 0 and "Slurm does not put it back: the same command goes on from the last checkpoint" in said
+    )
 
 
 def test_slurms_warning_reaches_the_training_and_not_the_step(tmp_path: Path) -> None:
@@ -227,7 +281,9 @@ def test_the_first_node_trains_and_ends_its_ray(tmp_path: Path, code: int) -> No
     folder = first_node(tmp_path, code)
     assert (folder / "exit_code").read_text() == f"{code}\n"
     assert (folder / "training").read_text().split() == ["trainer.seed=3", "ray_init.address=10.0.0.1:6379"]
-    assert not Path(f"/proc/{(folder / 'ray').read_text().strip()}").exists(), "Ray outlives its node's script"
+    assert not Path(f"/proc/{(folder / 'ray').read_text().strip()}").exists(), (
+        "Ray outlives its node's script"
+    )
     assert not (folder / "lost").exists() or not (folder / "lost").read_text()
     assert not list(tmp_path.glob("hydraflow-*/78")), "its temporary folder is gone"
 
@@ -241,12 +297,18 @@ def test_a_run_folder_with_any_name_reaches_the_training(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("job", "goes_on"), [("77", True), ("76", False)])
-def test_a_job_that_was_put_back_goes_on_even_where_it_was_told_to_begin_anew(tmp_path: Path, job: str, goes_on: bool) -> None:
+def test_a_job_that_was_put_back_goes_on_even_where_it_was_told_to_begin_anew(
+    tmp_path: Path, job: str, goes_on: bool
+) -> None:
     """But an earlier job's run in the same folder is not gone on with."""
     run = tmp_path / "run"
     run.mkdir()
     (run / "run.json").write_text(json.dumps({"starts": [{"slurm_job": job}]}))
-    config = load("ppo", PPOConfig, ["trainer.resume_mode=disable", f"trainer.default_local_dir={run}", "trainer.device=cpu"])
+    config = load(
+        "ppo",
+        PPOConfig,
+        ["trainer.resume_mode=disable", f"trainer.default_local_dir={run}", "trainer.device=cpu"],
+    )
     facts = facts_of(config, Allocation("77"))
     assert facts.goes_on == goes_on
     told = (first_node(tmp_path, facts=facts.to_shell()) / "training").read_text().splitlines()

@@ -60,7 +60,12 @@ def test_a_program_that_its_holder_becomes_keeps_the_lock_and_its_end_frees_it()
     found = hold(2)
     found.release()
     words = [sys.executable, "-c", CHILD, *map(str, found.ports)]
-    holder = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})
+    holder = subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
     try:
         assert holder.stdout is not None
         first = int(holder.stdout.readline())

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from hydraflow.allocation import Allocation
 from hydraflow.errors import EnvironmentFault
 from hydraflow.schema import GenerateConfig, PPOConfig
 from hydraflow.slurm.facts import Facts, facts_of
 from hydraflow.slurm.ports import hold
 from hydraflow.slurm.ray_node import _common, _head, await_head, job_nodes, object_store, own_name
+from hydraflow.system.allocation import Allocation
 
 FACTS = Facts(nodes=2, cpus=9, gpus=8, run_folder="/runs/1", start_timeout=300)
 
@@ -23,7 +23,12 @@ def test_every_option_is_one_of_ray_start_and_no_port_is_left_to_rays_defaults()
 
     known = {option for parameter in start.params for option in parameter.opts}
     held = hold(4)
-    words = [*_common("10.0.0.1", Path("/tmp/x"), FACTS), *_head(held, dashboard=True), "--address=a", "--block"]
+    words = [
+        *_common("10.0.0.1", Path("/tmp/x"), FACTS),
+        *_head(held, dashboard=True),
+        "--address=a",
+        "--block",
+    ]
     held.release()
     options = {word.partition("=")[0] for word in words}
     assert options <= known
@@ -36,11 +41,20 @@ def test_every_option_is_one_of_ray_start_and_no_port_is_left_to_rays_defaults()
         "--max-worker-port",
     }
     assert fixed_by_ray <= options
-    assert {"--num-cpus=9", "--num-gpus=8", "--dashboard-host=127.0.0.1", "--node-ip-address=10.0.0.1"} <= set(words)
+    assert {
+        "--num-cpus=9",
+        "--num-gpus=8",
+        "--dashboard-host=127.0.0.1",
+        "--node-ip-address=10.0.0.1",
+    } <= set(words)
 
 
 def test_gpus_that_slurm_does_not_count_are_found_by_ray() -> None:
-    assert not [word for word in _common("10.0.0.1", Path("/tmp/x"), Facts(1, 3, -1, "", 300)) if word.startswith("--num-gpus")]
+    assert not [
+        word
+        for word in _common("10.0.0.1", Path("/tmp/x"), Facts(1, 3, -1, "", 300))
+        if word.startswith("--num-gpus")
+    ]
 
 
 def test_the_object_store_is_a_share_of_the_jobs_memory_and_fits_into_shared_memory() -> None:
@@ -55,14 +69,22 @@ def test_what_the_nodes_must_know() -> None:
     config = PPOConfig()
     config.trainer.nnodes, config.trainer.default_local_dir = 4, "/shared/a b"
     given = Allocation("12", nodes=4, gpus=8, cpus=64)
-    assert facts_of(config, given) == Facts(nodes=4, cpus=64, gpus=8, run_folder="/shared/a b", start_timeout=300)
+    assert facts_of(config, given) == Facts(
+        nodes=4, cpus=64, gpus=8, run_folder="/shared/a b", start_timeout=300
+    )
     config.trainer.device, config.trainer.n_gpus_per_node, config.trainer.default_local_dir = "cpu", 96, None
     found = facts_of(config, given)
-    assert (found.cpus, found.gpus) == (97, 0), "a CPU for each process and one beside them, whatever cores there are"
-    assert found.run_folder == str(Path("runs/ppo-job12").absolute()), "a job that is put back finds its folder, and no other job's"
+    assert (found.cpus, found.gpus) == (97, 0), (
+        "a CPU for each process and one beside them, whatever cores there are"
+    )
+    assert found.run_folder == str(Path("runs/ppo-job12").absolute()), (
+        "a job that is put back finds its folder, and no other job's"
+    )
     config.ray_init.num_cpus = 5
     assert facts_of(config, given).cpus == 5
-    assert facts_of(GenerateConfig(), None) == Facts(nodes=1, cpus=3, gpus=-1, run_folder="", start_timeout=300)
+    assert facts_of(GenerateConfig(), None) == Facts(
+        nodes=1, cpus=3, gpus=-1, run_folder="", start_timeout=300
+    )
 
 
 def test_names_are_slurms() -> None:
@@ -87,7 +109,10 @@ def test_facts_come_through_a_shell_as_they_were(folder: str) -> None:
     facts = Facts(nodes=2, cpus=9, gpus=-1, run_folder=folder, start_timeout=300, goes_on=1)
     assert Facts.from_shell(facts.to_shell()) == facts
     script = facts.to_shell() + 'printf "%s." "$HF_RUN_FOLDER"'
-    assert subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout == f"{folder}."
+    assert (
+        subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
+        == f"{folder}."
+    )
 
 
 @pytest.mark.parametrize("name", ["../../x", "/etc/x", "a b\nc", "..", "ok-1.2"])

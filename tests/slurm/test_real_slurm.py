@@ -1,4 +1,5 @@
-"""Runs on a real Slurm of two nodes: training over both, two jobs at once, pre-emption, a lost node; sweeps up to the submission.
+"""Runs on a real Slurm of two nodes: training over both, two jobs at once, pre-emption, a lost node; sweeps
+up to the submission.
 
 One file, since one process of a test run has the cluster.
 """
@@ -28,14 +29,21 @@ LONG = 300.0
 
 def arguments(cluster: Cluster, *more: str, steps: int = STEPS) -> list[str]:
     """The default recipe, small; one process on each node."""
-    fixed = [f"recipe.cache_dir={cluster.cache}", f"trainer.total_training_steps={steps}", "trainer.save_freq=4", "trainer.test_freq=-1"]
+    fixed = [
+        f"recipe.cache_dir={cluster.cache}",
+        f"trainer.total_training_steps={steps}",
+        "trainer.save_freq=4",
+        "trainer.test_freq=-1",
+    ]
     return ["--", *SMALL_RECIPE, *SMALL_STEPS, "trainer.n_gpus_per_node=1", *fixed, *more]
 
 
 def numbers(job: Job) -> list[dict[str, float]]:
     """What it logged, without what depends on the clock."""
     clock = re.compile(r"timing_s/|perf/|seconds$|training/restarts$")
-    return [{key: value for key, value in line.items() if not clock.match(key)} for line in read_steps(job.folder)]
+    return [
+        {key: value for key, value in line.items() if not clock.match(key)} for line in read_steps(job.folder)
+    ]
 
 
 def weights(job: Job) -> dict[str, torch.Tensor]:
@@ -57,9 +65,14 @@ def whole(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Job:
 def test_the_default_recipe_trains_over_two_nodes(whole: Job) -> None:
     assert "all 2 nodes have joined Ray: node1, node2" in whole.said()
     assert [line["step"] for line in read_steps(whole.folder)] == list(range(STEPS + 1))
-    assert "trainer: machines                          2" in whole.said() and "follows SLURM_JOB_NUM_NODES=2" in whole.said()
+    assert (
+        "trainer: machines                          2" in whole.said()
+        and "follows SLURM_JOB_NUM_NODES=2" in whole.said()
+    )
     shards = whole.folder / f"global_step_{STEPS}" / "actor" / "dcp"
-    assert {"__0_0.distcp", "__1_0.distcp"} <= {file.name for file in shards.iterdir()}, "each node wrote its half"
+    assert {"__0_0.distcp", "__1_0.distcp"} <= {file.name for file in shards.iterdir()}, (
+        "each node wrote its half"
+    )
     assert "ended with 0" in whole.said()
 
 
@@ -70,7 +83,9 @@ def test_the_jobs_folder_is_the_users_alone_and_its_token_is_gone(whole: Job) ->
 
 
 def test_no_process_of_a_job_outlives_it(whole: Job) -> None:
-    assert not processes_with([f"/tmp/hydraflow-0/{whole.number}/"]), "Ray of the first of the two jobs is still there"
+    assert not processes_with([f"/tmp/hydraflow-0/{whole.number}/"]), (
+        "Ray of the first of the two jobs is still there"
+    )
 
 
 def test_two_jobs_on_the_same_nodes_took_ports_of_their_own(whole: Job) -> None:
@@ -78,10 +93,14 @@ def test_two_jobs_on_the_same_nodes_took_ports_of_their_own(whole: Job) -> None:
     assert len(files) == 2 and len({file.read_text() for file in files}) == 2
 
 
-def test_a_job_that_was_told_to_stop_and_then_killed_ends_with_the_same_numbers(cluster: Cluster, whole: Job, home: Path) -> None:
+def test_a_job_that_was_told_to_stop_and_then_killed_ends_with_the_same_numbers(
+    cluster: Cluster, whole: Job, home: Path
+) -> None:
     job = cluster.submit(*arguments(cluster), home=home)
     job.await_step(5)
-    cluster.ask("scancel", "--signal=USR1", "--batch", job.number)  # what --signal=B:USR1@120 sends ahead of the limit
+    cluster.ask(
+        "scancel", "--signal=USR1", "--batch", job.number
+    )  # what --signal=B:USR1@120 sends ahead of the limit
     job.await_state("PENDING", seconds=60)
     assert "it was told to stop, and saved; back into the queue, for the 1. time" in job.said()
     saved = max(job.steps())
@@ -99,15 +118,27 @@ def test_a_job_that_was_told_to_stop_and_then_killed_ends_with_the_same_numbers(
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-def test_a_lost_node_ends_the_run_with_its_name_within_a_minute_and_the_job_goes_on(cluster: Cluster, home: Path) -> None:
+def test_a_lost_node_ends_the_run_with_its_name_within_a_minute_and_the_job_goes_on(
+    cluster: Cluster, home: Path
+) -> None:
     job = cluster.submit(*arguments(cluster, steps=100000), home=home)
     job.await_step(5)  # step 4 is saved
     try:
         without_node2(cluster, job)
-        cluster.wait_for(lambda: re.search(r"continues after step [1-9]\d* of 100000", job.said()), LONG, "the job to go on", job.said)
+        cluster.wait_for(
+            lambda: re.search(r"continues after step [1-9]\d* of 100000", job.said()),
+            LONG,
+            "the job to go on",
+            job.said,
+        )
     finally:
         job.cancel()
-        cluster.wait_for(lambda: cluster.nodes() == {"node1": "idle", "node2": "idle"}, 120, "node2 to come back", cluster.logs)
+        cluster.wait_for(
+            lambda: cluster.nodes() == {"node1": "idle", "node2": "idle"},
+            120,
+            "node2 to come back",
+            cluster.logs,
+        )
 
 
 def without_node2(cluster: Cluster, job: Job) -> None:
@@ -117,16 +148,27 @@ def without_node2(cluster: Cluster, job: Job) -> None:
     try:
         cluster.wait_for(lambda: "] lost: node2." in job.said(), 60, "the message", job.said)
         print(f"a lost node is told after {time.monotonic() - begun:.0f} s")
-        assert re.search(r"^\w+ rank 1 on node node2 failed in \w+: the process died", job.said(), re.MULTILINE), job.said()[-4000:]
-        cluster.wait_for(lambda: "a node was lost; back into the queue" in job.said(), 30, "the job to be put back", job.said)
+        assert re.search(
+            r"^\w+ rank 1 on node node2 failed in \w+: the process died", job.said(), re.MULTILINE
+        ), job.said()[-4000:]
+        cluster.wait_for(
+            lambda: "a node was lost; back into the queue" in job.said(),
+            30,
+            "the job to be put back",
+            job.said,
+        )
         assert job.await_state("PENDING", "COMPLETING", seconds=30)
         assert "Traceback" not in job.said()
     finally:
         cluster.script("start", "2")
 
 
-def test_a_run_that_fails_by_itself_hands_its_exit_code_on_and_is_not_put_back(cluster: Cluster, home: Path) -> None:
-    job = cluster.submit(*arguments(cluster, "trainer.keep_best=val-core/none"), home=home)  # only the run itself knows its metrics
+def test_a_run_that_fails_by_itself_hands_its_exit_code_on_and_is_not_put_back(
+    cluster: Cluster, home: Path
+) -> None:
+    job = cluster.submit(
+        *arguments(cluster, "trainer.keep_best=val-core/none"), home=home
+    )  # only the run itself knows its metrics
     job.await_state("RUNNING", seconds=30)
     assert job.await_state("FAILED", "COMPLETED", "PENDING", seconds=LONG) == "FAILED", job.said()[-4000:]
     assert (job.fact("ExitCode"), job.fact("Restarts")) == ("2:0", "0")
@@ -141,11 +183,19 @@ def test_a_job_for_more_nodes_than_there_are_is_refused(cluster: Cluster, home: 
     assert not cluster.ask("squeue", "--noheader").strip()
 
 
-def test_a_run_that_contradicts_the_allocation_is_refused_on_the_nodes_too(cluster: Cluster, home: Path) -> None:
+def test_a_run_that_contradicts_the_allocation_is_refused_on_the_nodes_too(
+    cluster: Cluster, home: Path
+) -> None:
     """The file was edited after it was made: the job itself looks again, before Ray starts."""
-    done = cluster.hydraflow("slurm", "submit", "--nodes", "2", "--cpus-per-task", "4", "--dry-run", *arguments(cluster), home=home)
+    done = cluster.hydraflow(
+        "slurm", "submit", "--nodes", "2", "--cpus-per-task", "4", "--dry-run", *arguments(cluster), home=home
+    )
     script = home / "edited.sbatch"
-    script.write_text(done.stdout.replace("ARGUMENTS=(", "ARGUMENTS=(\n    trainer.nnodes=3").replace("runs/slurm/%x-%j.log", "log"))
+    script.write_text(
+        done.stdout.replace("ARGUMENTS=(", "ARGUMENTS=(\n    trainer.nnodes=3").replace(
+            "runs/slurm/%x-%j.log", "log"
+        )
+    )
     number = cluster.ask("sbatch", "--parsable", f"--chdir={home}", str(script)).strip()
     job = Job(cluster, number, home, "edited")
     assert job.await_state("FAILED", "COMPLETED", seconds=90) == "FAILED"
@@ -161,29 +211,63 @@ def tasks(cluster: Cluster, name: str) -> set[str]:
 
 
 def test_a_sweep_is_an_array_with_a_job_for_each_combination(cluster: Cluster, home: Path) -> None:
-    words = ["--multirun", "--nodes", "2", "--cpus-per-task", "4", "--job-name", "sweep", "--sbatch=--hold", "--"]
-    done = cluster.hydraflow("slurm", "submit", *words, *SMALL_RECIPE, *SMALL_STEPS, "trainer.seed=1,2,3", home=home)
+    words = [
+        "--multirun",
+        "--nodes",
+        "2",
+        "--cpus-per-task",
+        "4",
+        "--job-name",
+        "sweep",
+        "--sbatch=--hold",
+        "--",
+    ]
+    done = cluster.hydraflow(
+        "slurm", "submit", *words, *SMALL_RECIPE, *SMALL_STEPS, "trainer.seed=1,2,3", home=home
+    )
     assert done.returncode == 0, done.stderr
     number = re.findall(r"array (\d+) submitted", done.stdout)[0]
     try:
         assert tasks(cluster, "sweep") == {"0", "1", "2"}
         script = cluster.ask("scontrol", "write", "batch_script", number, "-")
-        assert [f"    {task}) ARGUMENTS=(" in script and f"trainer.seed={task + 1}" in script for task in range(3)] == [True] * 3
+        assert [
+            f"    {task}) ARGUMENTS=(" in script and f"trainer.seed={task + 1}" in script for task in range(3)
+        ] == [True] * 3
     finally:
         cluster.ask("scancel", number)
 
 
-@pytest.mark.skipif(find_spec("submitit") is None, reason="needs hydra-submitit-launcher (pip install -e '.[slurm]')")
+@pytest.mark.skipif(
+    find_spec("submitit") is None, reason="needs hydra-submitit-launcher (pip install -e '.[slurm]')"
+)
 def test_hydras_launcher_submits_the_sweep(cluster: Cluster, home: Path) -> None:
-    launcher = ["hydra/launcher=submitit_slurm", "hydra.launcher.name=submitit-sweep", "hydra.launcher.cpus_per_task=2"]
+    launcher = [
+        "hydra/launcher=submitit_slurm",
+        "hydra.launcher.name=submitit-sweep",
+        "hydra.launcher.cpus_per_task=2",
+    ]
     launcher += ["hydra.launcher.timeout_min=5", "+hydra.launcher.additional_parameters.hold=true"]
-    command = [sys.executable, "-m", "hydraflow.main_ppo", "--multirun", *launcher, *SMALL_RECIPE, *SMALL_STEPS, "trainer.seed=1,2"]
+    command = [
+        sys.executable,
+        "-m",
+        "hydraflow.main_ppo",
+        "--multirun",
+        *launcher,
+        *SMALL_RECIPE,
+        *SMALL_STEPS,
+        "trainer.seed=1,2",
+    ]
     with open(home / "log", "w") as log:
-        process = subprocess.Popen(command, cwd=home, env=cluster.environ, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(
+            command, cwd=home, env=cluster.environ, stdout=log, stderr=log, start_new_session=True
+        )
     try:
         said = (home / "log").read_text
         cluster.wait_for(
-            lambda: len(tasks(cluster, "submitit-sweep")) == 2 or process.poll() is not None, 120, "two jobs in the queue", said
+            lambda: len(tasks(cluster, "submitit-sweep")) == 2 or process.poll() is not None,
+            120,
+            "two jobs in the queue",
+            said,
         )
         assert tasks(cluster, "submitit-sweep") == {"0", "1"}, said()
         scripts = list((home / "multirun").rglob("*_submission.sh"))

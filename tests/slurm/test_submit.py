@@ -24,7 +24,9 @@ CPU = ["--", "trainer.device=cpu"]
 def submit(*words: str, home: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "hydraflow.slurm", "submit", *words]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=home, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command, cwd=home, env=environ, capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 def directives(script: str) -> dict[str, str]:
@@ -33,12 +35,42 @@ def directives(script: str) -> dict[str, str]:
 
 
 def test_a_dry_run_prints_the_script_and_makes_nothing(tmp_path: Path) -> None:
-    asked = ["--nodes", "4", "--gpus-per-node", "8", "--time", "8:00:00", "--partition", "gpu", "--sbatch=--reservation=r1"]
-    own = ["--python", "/opt/venv/bin/python", "--interface", "ib0", "--container", "apptainer:/images/hf.sif", "--dry-run"]
-    done = submit(*asked, *own, "--", "data.train_batch_size=128", "trainer.experiment_name=$HOME a", home=tmp_path)
+    asked = [
+        "--nodes",
+        "4",
+        "--gpus-per-node",
+        "8",
+        "--time",
+        "8:00:00",
+        "--partition",
+        "gpu",
+        "--sbatch=--reservation=r1",
+    ]
+    own = [
+        "--python",
+        "/opt/venv/bin/python",
+        "--interface",
+        "ib0",
+        "--container",
+        "apptainer:/images/hf.sif",
+        "--dry-run",
+    ]
+    done = submit(
+        *asked, *own, "--", "data.train_batch_size=128", "trainer.experiment_name=$HOME a", home=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     found = directives(done.stdout)
-    assert {name: found[name] for name in ("--nodes", "--gpus-per-node", "--cpus-per-task", "--time", "--partition", "--reservation")} == {
+    assert {
+        name: found[name]
+        for name in (
+            "--nodes",
+            "--gpus-per-node",
+            "--cpus-per-task",
+            "--time",
+            "--partition",
+            "--reservation",
+        )
+    } == {
         "--nodes": "4",
         "--gpus-per-node": "8",
         "--cpus-per-task": "64",
@@ -47,15 +79,27 @@ def test_a_dry_run_prints_the_script_and_makes_nothing(tmp_path: Path) -> None:
         "--reservation": "r1",
     }
     assert found["--signal"] == "B:USR1@120" and "--requeue" in found and found["--ntasks-per-node"] == "1"
-    said = bash(done.stdout.partition("source ")[0] + 'printf "%s\\n" "$HYDRAFLOW_CONTAINER" "$HYDRAFLOW_PYTHON" "${ARGUMENTS[@]}"')
-    assert said == ["apptainer:/images/hf.sif", "/opt/venv/bin/python", "data.train_batch_size=128", "trainer.experiment_name=$HOME a"]
+    said = bash(
+        done.stdout.partition("source ")[0]
+        + 'printf "%s\\n" "$HYDRAFLOW_CONTAINER" "$HYDRAFLOW_PYTHON" "${ARGUMENTS[@]}"'
+    )
+    assert said == [
+        "apptainer:/images/hf.sif",
+        "/opt/venv/bin/python",
+        "data.train_batch_size=128",
+        "trainer.experiment_name=$HOME a",
+    ]
     assert not list(tmp_path.iterdir())
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "hydraflow.slurm", "submit", "--dry-run", *CPU]
     with subprocess.Popen(
-        words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)}
+        words,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     ) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
@@ -63,14 +107,19 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
 
 
 def bash(script: str, **environ: str) -> list[str]:
-    done = subprocess.run(["bash", "-c", script], env={**os.environ, **environ}, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["bash", "-c", script], env={**os.environ, **environ}, capture_output=True, text=True, check=True
+    )
     return done.stdout.splitlines()
 
 
 def test_what_is_not_asked_for_is_left_to_slurm(tmp_path: Path) -> None:
     found = directives(submit("--exclusive", "--no-requeue", "--dry-run", *CPU, home=tmp_path).stdout)
     assert found["--nodes"] == "1" and "--exclusive" in found and "--no-requeue" in found
-    assert not {"--gpus-per-node", "--cpus-per-task", "--time", "--mem", "--requeue", "--array", "--partition"} & found.keys()
+    assert (
+        not {"--gpus-per-node", "--cpus-per-task", "--time", "--mem", "--requeue", "--array", "--partition"}
+        & found.keys()
+    )
 
 
 def test_the_run_is_judged_as_it_will_be_in_the_job(tmp_path: Path) -> None:
@@ -89,7 +138,14 @@ def test_an_unknown_key_is_found_before_the_queue(tmp_path: Path) -> None:
 
 
 def test_a_sweep_becomes_an_array(tmp_path: Path) -> None:
-    words = ["--multirun", "--dry-run", "--", "trainer.device=cpu", "trainer.seed=1,2", "actor_rollout_ref.actor.optim.lr=1e-5,1e-6"]
+    words = [
+        "--multirun",
+        "--dry-run",
+        "--",
+        "trainer.device=cpu",
+        "trainer.seed=1,2",
+        "actor_rollout_ref.actor.optim.lr=1e-5,1e-6",
+    ]
     done = submit(*words, home=tmp_path)
     assert done.returncode == 0, done.stderr
     assert directives(done.stdout)["--array"] == "0-3"
@@ -101,7 +157,9 @@ def test_a_sweep_becomes_an_array(tmp_path: Path) -> None:
 
 
 def test_each_combination_of_a_sweep_is_judged(tmp_path: Path) -> None:
-    done = submit("--multirun", "--dry-run", "--", "trainer.device=cpu", "data.train_batch_size=64,63", home=tmp_path)
+    done = submit(
+        "--multirun", "--dry-run", "--", "trainer.device=cpu", "data.train_batch_size=64,63", home=tmp_path
+    )
     assert done.returncode == 2 and "63" in done.stderr
 
 
@@ -126,7 +184,10 @@ def test_combinations_write_out_lists_ranges_and_nothing_else() -> None:
         (["--dry-run", "--wait"], "submits nothing that could be waited for"),
         (["--", "--multirun"], "the sweep is made when it is submitted"),
         (["--", "--help"], "shows something and runs nothing"),
-        (["--", "--cfg", "job", "trainer.seed=1"], "-> python -m hydraflow.main_ppo --cfg job trainer.seed=1"),
+        (
+            ["--", "--cfg", "job", "trainer.seed=1"],
+            "-> python -m hydraflow.main_ppo --cfg job trainer.seed=1",
+        ),
         (["--time", "2"], "the job would be told to save 120 s before its end"),
         (["--time", "1:00:00", "--warning", "3600"], "-> --time 120 or --warning 1800"),
         (["--node", "2"], "unrecognized arguments"),
@@ -151,15 +212,36 @@ def test_times_as_sbatch_takes_them(time: str) -> None:
 
 
 def test_files_that_are_missing_are_found_for_every_kind_of_job(tmp_path: Path) -> None:
-    done = submit("--dry-run", "--job", "generate", "--", "model.path=/no/model", "data.path=no.parquet", "output.path=x", home=tmp_path)
-    assert done.returncode == 2 and "model.path=/no/model" in done.stderr and "data.path=no.parquet" in done.stderr
+    done = submit(
+        "--dry-run",
+        "--job",
+        "generate",
+        "--",
+        "model.path=/no/model",
+        "data.path=no.parquet",
+        "output.path=x",
+        home=tmp_path,
+    )
+    assert (
+        done.returncode == 2
+        and "model.path=/no/model" in done.stderr
+        and "data.path=no.parquet" in done.stderr
+    )
 
 
 def test_jobs_of_a_sweep_do_not_share_a_run_folder(tmp_path: Path) -> None:
     words = ["--multirun", "--dry-run", "--", "trainer.device=cpu", "trainer.seed=1,2"]
     done = submit(*words, "trainer.default_local_dir=runs/mine", home=tmp_path)
-    assert done.returncode == 2 and "trainer.default_local_dir=runs/mine: is the folder of 2 of the 2 jobs" in done.stderr
-    assert submit("--multirun", "--dry-run", *CPU, "trainer.default_local_dir=runs/a,runs/b", home=tmp_path).returncode == 0
+    assert (
+        done.returncode == 2
+        and "trainer.default_local_dir=runs/mine: is the folder of 2 of the 2 jobs" in done.stderr
+    )
+    assert (
+        submit(
+            "--multirun", "--dry-run", *CPU, "trainer.default_local_dir=runs/a,runs/b", home=tmp_path
+        ).returncode
+        == 0
+    )
 
 
 def as_slurm_reads_it(script: str, home: Path) -> list[str]:
@@ -167,7 +249,9 @@ def as_slurm_reads_it(script: str, home: Path) -> list[str]:
     (home / "slurm.conf").write_text("ClusterName=x\nSlurmctldHost=localhost\n")
     lines = script.splitlines()
     last = max(number for number, line in enumerate(lines) if line.startswith("#SBATCH "))
-    (home / "job.sh").write_text("\n".join([*lines[: last + 1], "#SBATCH --no-such-option", *lines[last + 1 :]]))
+    (home / "job.sh").write_text(
+        "\n".join([*lines[: last + 1], "#SBATCH --no-such-option", *lines[last + 1 :]])
+    )
     environ = {**os.environ, "SLURM_CONF": str(home / "slurm.conf")}
     words = ["sbatch", "-vvv", str(home / "job.sh")]
     done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=60, check=False)
@@ -177,12 +261,34 @@ def as_slurm_reads_it(script: str, home: Path) -> list[str]:
 
 @pytest.mark.skipif(shutil.which("sbatch") is None, reason="Slurm is not installed: apt install slurm-wlm")
 def test_values_come_to_slurm_as_they_were_given(tmp_path: Path) -> None:
-    odd = {"--comment": "two words, \"one\" in 'quotes' # and \\ a backslash", "--output": r"a\1b $HOME-%j.log", "--mail-user": "me"}
-    own = ["--account", "our team", "--partition", "a#b,c", "--qos", "it's", "--sbatch=--reservation='my own'"]
-    done = submit("--dry-run", *own, *(f"--sbatch={name}={value}" for name, value in odd.items()), *CPU, home=tmp_path)
+    odd = {
+        "--comment": "two words, \"one\" in 'quotes' # and \\ a backslash",
+        "--output": r"a\1b $HOME-%j.log",
+        "--mail-user": "me",
+    }
+    own = [
+        "--account",
+        "our team",
+        "--partition",
+        "a#b,c",
+        "--qos",
+        "it's",
+        "--sbatch=--reservation='my own'",
+    ]
+    done = submit(
+        "--dry-run", *own, *(f"--sbatch={name}={value}" for name, value in odd.items()), *CPU, home=tmp_path
+    )
     assert done.returncode == 0, done.stderr
-    wanted = odd | {"--account": "our team", "--partition": "a#b,c", "--qos": "it's", "--reservation": "my own"}
-    found = {name: value for name, _, value in (word.partition("=") for word in as_slurm_reads_it(done.stdout, tmp_path))}
+    wanted = odd | {
+        "--account": "our team",
+        "--partition": "a#b,c",
+        "--qos": "it's",
+        "--reservation": "my own",
+    }
+    found = {
+        name: value
+        for name, _, value in (word.partition("=") for word in as_slurm_reads_it(done.stdout, tmp_path))
+    }
     assert {name: found[name] for name in wanted} == wanted
     assert found["--nodes"] == "1" and found["--signal"] == "B:USR1@120" and "--requeue" in found
 
@@ -204,14 +310,23 @@ def test_values_come_to_slurm_as_they_were_given(tmp_path: Path) -> None:
 def test_options_that_would_be_more_than_one_line_or_option(words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         parse([*words, "--dry-run"])
-    assert len(caught.value.problems) == 1 and not {"\r", "\x1b"} & set(str(caught.value)) and "\necho" not in str(caught.value)
+    assert (
+        len(caught.value.problems) == 1
+        and not {"\r", "\x1b"} & set(str(caught.value))
+        and "\necho" not in str(caught.value)
+    )
 
 
-def slurm(home: Path, monkeypatch: pytest.MonkeyPatch, *, sinfo: str = "main*|2|8", sbatch: str = "echo 41") -> None:
+def slurm(
+    home: Path, monkeypatch: pytest.MonkeyPatch, *, sinfo: str = "main*|2|8", sbatch: str = "echo 41"
+) -> None:
     """Slurm's commands, which print what they are told to."""
     programs = home / "bin"
     programs.mkdir()
-    for name, does in {"sinfo": f"echo '{sinfo}'", "sbatch": f"env >{home}/environment; cat >{home}/script; {sbatch}"}.items():
+    for name, does in {
+        "sinfo": f"echo '{sinfo}'",
+        "sbatch": f"env >{home}/environment; cat >{home}/script; {sbatch}",
+    }.items():
         (programs / name).write_text(f"#!/usr/bin/env bash\n{does}\n")
         (programs / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
@@ -222,12 +337,18 @@ def test_what_is_submitted_is_told_with_its_log(tmp_path: Path, monkeypatch: pyt
     assert "job 41 submitted; its log: runs/slurm/hydraflow-ppo-41.log" in submit(*CPU, home=tmp_path).stdout
     said = submit("--multirun", *CPU, "trainer.seed=1,2", home=tmp_path).stdout
     assert "array 41 submitted; its log: runs/slurm/hydraflow-ppo-41_*.log" in said
-    said = submit("--multirun", "--sbatch=--output=mine/%x.%j", "--sbatch=--job-name=x", *CPU, home=tmp_path).stdout
+    said = submit(
+        "--multirun", "--sbatch=--output=mine/%x.%j", "--sbatch=--job-name=x", *CPU, home=tmp_path
+    ).stdout
     assert "job 41 submitted; its log: mine/x.41" in said, "a sweep of one is no array"
-    assert "its log: my logs/41.log" in submit('--sbatch=--output="my logs/%j.log"', *CPU, home=tmp_path).stdout
+    assert (
+        "its log: my logs/41.log" in submit('--sbatch=--output="my logs/%j.log"', *CPU, home=tmp_path).stdout
+    )
 
 
-def test_a_job_does_not_inherit_the_job_that_it_is_submitted_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_does_not_inherit_the_job_that_it_is_submitted_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slurm(tmp_path, monkeypatch)
     for name in ("SLURM_JOB_ID", "SLURM_MEM_PER_CPU", "SLURM_CPUS_PER_TASK", "SLURM_CONF"):
         monkeypatch.setenv(name, "7")
@@ -236,12 +357,20 @@ def test_a_job_does_not_inherit_the_job_that_it_is_submitted_from(tmp_path: Path
     assert [line for line in found if line.startswith("SLURM_")] == ["SLURM_CONF=7"]
 
 
-def test_several_partitions_may_be_named_if_one_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_partitions_may_be_named_if_one_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slurm(tmp_path, monkeypatch, sinfo="small|1|8\nlarge|9|8")
     asked = ["--nodes", "4", *CPU]
     assert submit("--partition", "small,large", *asked, home=tmp_path).returncode == 0
-    assert "--nodes 4: partition small has 1 node" in submit("--partition", "small", *asked, home=tmp_path).stderr
-    assert "--partition small,larg: there are small, large" in submit("--partition", "small,larg", *asked, home=tmp_path).stderr
+    assert (
+        "--nodes 4: partition small has 1 node"
+        in submit("--partition", "small", *asked, home=tmp_path).stderr
+    )
+    assert (
+        "--partition small,larg: there are small, large"
+        in submit("--partition", "small,larg", *asked, home=tmp_path).stderr
+    )
 
 
 def test_a_controller_that_does_not_answer_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,19 +384,27 @@ def test_a_controller_that_does_not_answer_is_told(tmp_path: Path, monkeypatch: 
 def test_without_slurm_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     done = submit(*CPU, home=tmp_path)
-    assert done.returncode == 2 and "sbatch: is not on PATH: this is no machine of a Slurm cluster" in done.stderr
+    assert (
+        done.returncode == 2
+        and "sbatch: is not on PATH: this is no machine of a Slurm cluster" in done.stderr
+    )
 
 
 def test_the_example_is_a_whole_script_by_itself() -> None:
     text = shipped("examples/slurm/ppo.sbatch").read_text()
-    assert {"--nodes", "--gpus-per-node", "--cpus-per-task", "--signal", "--requeue", "--time"} <= directives(text).keys()
+    assert {"--nodes", "--gpus-per-node", "--cpus-per-task", "--signal", "--requeue", "--time"} <= directives(
+        text
+    ).keys()
     done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     assert fill(text, {"--nodes": "9", "--time": None}, {}, [["a=b"]]).count("#SBATCH --nodes=9\n") == 1
 
 
 def test_neither_torch_nor_ray_is_imported() -> None:
-    code = "import sys, hydraflow.slurm.__main__; print(*sorted({'torch', 'ray', 'transformers'} & sys.modules.keys()))"
+    code = (
+        "import sys, hydraflow.slurm.__main__; print(*sorted({'torch', 'ray', 'transformers'} &"
+        " sys.modules.keys()))"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
 

@@ -87,7 +87,8 @@ def interrupted_in_a_terminal(folder: Path, wait_for: bytes) -> bytes:
 
 
 def read_or_end(descriptor: int) -> bytes:
-    """The next output; b"" when the other side of the pseudo-terminal was closed, which Linux reports as an I/O error."""
+    """The next output; b"" when the other side of the pseudo-terminal was closed, which Linux reports as an
+    I/O error."""
     try:
         return os.read(descriptor, 4096)
     except OSError:

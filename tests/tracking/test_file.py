@@ -53,7 +53,8 @@ def test_a_full_disk_is_lived_through(tmp_path: Path, caplog: pytest.LogCaptureF
 
 
 class Disk:
-    """A file that has room for `room` bytes at first, and after one refusal for all, if it does not stay full."""
+    """A file that has room for `room` bytes at first, and after one refusal for all, if it does not stay
+    full."""
 
     def __init__(self, file: io.FileIO, room: int, error: int, stays_full: bool = False):
         self.file, self.room, self.error, self.stays_full = file, room, error, stays_full
@@ -104,13 +105,21 @@ def test_lines_of_one_step_are_merged_and_a_torn_last_line_is_left_out(tmp_path:
         file.write('{"step": 2, "sec')
     records = read_metrics(tmp_path)
     assert [record["step"] for record in records] == [0, 1]
-    assert [(point.step, point.value) for point in curve(records, validation_accuracy)] == [(0, 0.25), (1, 0.75)]
+    assert [(point.step, point.value) for point in curve(records, validation_accuracy)] == [
+        (0, 0.25),
+        (1, 0.75),
+    ]
     assert [(point.step, point.value) for point in curve(records, training_reward)] == [(1, 0.5)]
 
 
 def test_accuracy_falls_back_to_reward_and_ignores_other_statistics() -> None:
     assert validation_accuracy({"val-core/a/reward/mean@1": 0.5, "val-aux/a/reward/std@1": 9.0}) == 0.5
-    assert validation_accuracy({"val-core/a/acc/mean@4": 0.5, "val-core/a/acc/best@4/mean": 0.9, "val-core/a/reward/mean@4": 7.0}) == 0.5
+    assert (
+        validation_accuracy(
+            {"val-core/a/acc/mean@4": 0.5, "val-core/a/acc/best@4/mean": 0.9, "val-core/a/reward/mean@4": 7.0}
+        )
+        == 0.5
+    )
     assert validation_accuracy({"val/accuracy": 0.25, "val/loss": 1.0}) == 0.25
     assert validation_accuracy({"critic/score/mean": 0.5}) is None
 

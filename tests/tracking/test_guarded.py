@@ -19,7 +19,9 @@ from hydraflow.tracking.trackers import open_trackers
 class Memory:
     """Remembers what it got. `fails`: steps of which logging fails, with how often."""
 
-    def __init__(self, fails: dict[int, int] | None = None, opens: bool = True, hangs: threading.Event | None = None):
+    def __init__(
+        self, fails: dict[int, int] | None = None, opens: bool = True, hangs: threading.Event | None = None
+    ):
         if not opens:
             raise RuntimeError("no such server")
         self.fails, self.hangs = dict(fails or {}), hangs
@@ -45,14 +47,18 @@ class Memory:
 
 
 def background(memory: Memory, tmp_path: Path, **limits: float) -> Background:
-    return Background("memory", lambda run: memory, RunInfo(tmp_path, "", None), pauses=(0.01, 0.01), **limits)  # type: ignore[arg-type]
+    return Background(
+        "memory", lambda run: memory, RunInfo(tmp_path, "", None), pauses=(0.01, 0.01), **limits
+    )  # type: ignore[arg-type]
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
-def test_calls_come_in_their_order_and_a_passing_fault_is_not_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_calls_come_in_their_order_and_a_passing_fault_is_not_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     memory = Memory({2: 2})
     tracker = background(memory, tmp_path)
     for step in (1, 2, 3):
@@ -65,7 +71,9 @@ def test_calls_come_in_their_order_and_a_passing_fault_is_not_told(tmp_path: Pat
     assert warnings(caplog) == []
 
 
-def test_a_lasting_fault_costs_one_warning_and_a_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lasting_fault_costs_one_warning_and_a_count(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     memory = Memory({step: 99 for step in range(3, 9)})
     tracker = background(memory, tmp_path)
     for step in range(1, 11):
@@ -73,12 +81,17 @@ def test_a_lasting_fault_costs_one_warning_and_a_count(tmp_path: Path, caplog: p
     tracker.close()
     assert memory.got == [1, 2, 9, 10], "it is tried again with every step"
     assert warnings(caplog) == [
-        "tracker memory does not take what is logged (ConnectionError: broken pipe); training goes on, and metrics.jsonl has everything",
+        (
+            "tracker memory does not take what is logged (ConnectionError: broken pipe); training goes on,"
+            " and metrics.jsonl has everything"
+        ),
         "memory: 6 calls did not get there in all; metrics.jsonl has everything",
     ]
 
 
-def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     release = threading.Event()
     tracker = background(Memory(hangs=release), tmp_path, flush_seconds=0.1, close_seconds=0.2)
     began = time.monotonic()

@@ -35,7 +35,9 @@ def only_run(uri: str) -> tuple[Any, Any]:
 
 def test_a_run_that_goes_on_is_one_run_with_its_curve_table_and_configuration(tmp_path: Path) -> None:
     for done, steps, failed in ((0, (1, 2, 3), True), (2, (3, 4), False)):
-        trackers = open_trackers(["mlflow"], tmp_path, run_id="ppo-'1", done_steps=done, about=about(tmp_path))
+        trackers = open_trackers(
+            ["mlflow"], tmp_path, run_id="ppo-'1", done_steps=done, about=about(tmp_path)
+        )
         for step in steps:
             trackers.log({ACCURACY: step / 4, "nan": math.nan}, step)
         trackers.log_samples(SAMPLES, steps[-1])
@@ -44,7 +46,12 @@ def test_a_run_that_goes_on_is_one_run_with_its_curve_table_and_configuration(tm
     client, run = only_run(uri)
     assert (run.info.run_name, run.info.status) == ("first", "FINISHED")
     points = client.get_metric_history(run.info.run_id, NAME)
-    assert sorted({(point.step, point.value) for point in points}) == [(1, 0.25), (2, 0.5), (3, 0.75), (4, 1.0)]
+    assert sorted({(point.step, point.value) for point in points}) == [
+        (1, 0.25),
+        (2, 0.5),
+        (3, 0.75),
+        (4, 1.0),
+    ]
     assert (run.data.params["trainer.seed"], run.data.params["trainer.max_wall_time"]) == ("3", "None")
     assert run.data.tags["start.git.commit"] == "abc"
     artifacts = tmp_path / "mlflow" / "artifacts" / run.info.run_id / "artifacts"
@@ -54,7 +61,9 @@ def test_a_run_that_goes_on_is_one_run_with_its_curve_table_and_configuration(tm
     assert table["data"][1] == ["1+1=", SAMPLES[1]["output"], 0.0, ""]
 
 
-def test_two_runs_share_the_store_that_the_environment_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_runs_share_the_store_that_the_environment_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/shared.db")
     monkeypatch.chdir(tmp_path)  # where MLflow keeps the files of a store that has no place for them
     for name in ("a", "b"):
@@ -71,25 +80,48 @@ def test_two_runs_share_the_store_that_the_environment_names(tmp_path: Path, mon
 
 
 def test_names_and_rows_that_mlflow_would_refuse(tmp_path: Path) -> None:
-    """A name that could be another path, or is too long, would cost the numbers beside it; a table's columns have one type."""
+    """A name that could be another path, or is too long, would cost the numbers beside it; a table's columns
+    have one type."""
     from dataclasses import replace
 
     long = "val-core/" + "x" * 300
-    asked = replace(about(tmp_path), config={"reward": {"a(b)": 1, "": 2, "..": 3}}, facts={"versions": {"//": "1"}})
+    asked = replace(
+        about(tmp_path), config={"reward": {"a(b)": 1, "": 2, "..": 3}}, facts={"versions": {"//": "1"}}
+    )
     with open_trackers(["mlflow"], tmp_path, run_id="x", about=asked) as trackers:
         trackers.log({"val-core//acc": 0.5, "val-core/./../x": 0.5, long: 0.25, "loss": 1.0}, 1)
-        trackers.log_samples([{"input": 1, "output": "a", "score": 1, "ground_truth": 5}, {"score": None, "ground_truth": ["x"]}], 1)
+        trackers.log_samples(
+            [
+                {"input": 1, "output": "a", "score": 1, "ground_truth": 5},
+                {"score": None, "ground_truth": ["x"]},
+            ],
+            1,
+        )
     client, run = only_run(f"sqlite:///{tmp_path}/mlflow/mlflow.db")
     assert run.data.metrics == {"val-core/_/acc": 0.5, "val-core/_/_/x": 0.5, long[:250]: 0.25, "loss": 1.0}
     assert run.data.params == {"reward.a_b_": "1", "reward.": "2", "reward...": "3"}
-    table = json.loads((tmp_path / "mlflow" / "artifacts" / run.info.run_id / "artifacts" / "validation" / "step_000001.json").read_text())
+    table = json.loads(
+        (
+            tmp_path
+            / "mlflow"
+            / "artifacts"
+            / run.info.run_id
+            / "artifacts"
+            / "validation"
+            / "step_000001.json"
+        ).read_text()
+    )
     assert table["data"] == [["1", "a", 1.0, "5"], ["", "", None, "['x']"]]
 
 
-def test_a_folder_that_no_address_can_name(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_no_address_can_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("hydraflow.tracking.guarded.PAUSES", ())
     folder = tmp_path / "100%41?"
     with open_trackers(["mlflow"], folder, run_id="x", about=about(tmp_path)) as trackers:
         trackers.log({"loss": 1.0}, 1)
     assert "its database cannot lie in" in caplog.text
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["100%41?"], "nothing lies beside the run folder"
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["100%41?"], (
+        "nothing lies beside the run folder"
+    )

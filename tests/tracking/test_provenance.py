@@ -17,7 +17,9 @@ from hydraflow.tracking.run_folder import RunFolder
 
 def git(folder: Path, *words: str) -> str:
     identity = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
-    return subprocess.run(["git", "-C", str(folder), *identity, *words], check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", "-C", str(folder), *identity, *words], check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def test_commit_branch_and_changed_files_of_a_repository(tmp_path: Path) -> None:
@@ -28,7 +30,12 @@ def test_commit_branch_and_changed_files_of_a_repository(tmp_path: Path) -> None
     commit = git(tmp_path, "rev-parse", "HEAD")
     inside = tmp_path / "deep"
     inside.mkdir()
-    assert commit_of(inside) == {"commit": commit, "branch": "trunk", "changed_files": 0, "folder": str(tmp_path)}
+    assert commit_of(inside) == {
+        "commit": commit,
+        "branch": "trunk",
+        "changed_files": 0,
+        "folder": str(tmp_path),
+    }
     (tmp_path / "reward.py").write_text("a = 2\n")
     found = commit_of(tmp_path)
     assert found is not None and found["changed_files"] == 1
@@ -64,9 +71,14 @@ def test_an_installed_package_has_no_commit_of_the_repository_around_it(tmp_path
     git(tmp_path, "add", ".gitignore")
     git(tmp_path, "commit", "-qm", "first")
     shutil.copytree(Path(hydraflow.__file__).parent, tmp_path / "env" / "hydraflow")
-    program = "import json, sys; from hydraflow.tracking import provenance as p; print(json.dumps([p.__file__, p.facts_of_start(0, [])]))"
+    program = (
+        "import json, sys; from hydraflow.tracking import provenance as p; print(json.dumps([p.__file__,"
+        " p.facts_of_start(0, [])]))"
+    )
     environ = {**os.environ, "PYTHONPATH": str(tmp_path / "env")}
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environ, check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environ, check=True, capture_output=True, text=True
+    )
     file, facts = json.loads(done.stdout)
     assert file.startswith(str(tmp_path))
     assert facts["git"] is None and facts["git_of_folder"]["folder"] == str(tmp_path)
@@ -85,6 +97,8 @@ def test_every_start_of_a_run_is_noted(tmp_path: Path) -> None:
     assert folder.starts() == []
     folder.note_start({"after_step": 0})
     folder.note_start({"after_step": 5})
-    assert json.loads((tmp_path / "run" / "run.json").read_text()) == {"starts": [{"after_step": 0}, {"after_step": 5}]}
+    assert json.loads((tmp_path / "run" / "run.json").read_text()) == {
+        "starts": [{"after_step": 0}, {"after_step": 5}]
+    }
     folder.run.write_text("{")
     assert folder.starts() == []

@@ -26,7 +26,9 @@ def test_default_is_named_after_experiment_and_time(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("directory", ["/proc/hydraflow", "file/inside"])
-def test_a_folder_that_cannot_be_written_is_the_users_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directory: str) -> None:
+def test_a_folder_that_cannot_be_written_is_the_users_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directory: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(ConfigError, match="trainer.default_local_dir=.*cannot be written") as caught:
@@ -45,7 +47,10 @@ def test_an_earlier_run_is_set_aside_not_mixed_in(tmp_path: Path) -> None:
 
 
 def test_config_reads_back_as_it_was(tmp_path: Path) -> None:
-    config = {"trainer": {"logger": ["console"], "seed": 1, "max_wall_time": None}, "actor": {"optim": {"lr": 1e-6}}}
+    config = {
+        "trainer": {"logger": ["console"], "seed": 1, "max_wall_time": None},
+        "actor": {"optim": {"lr": 1e-6}},
+    }
     folder = RunFolder.create(str(tmp_path), "ppo")
     folder.write_config(config, {"trainer.seed": "default", "actor.optim.lr": "command line"})
     assert yaml.safe_load(folder.config.read_text()) == config
@@ -72,13 +77,18 @@ def test_summary_replaces_the_old_one_whole_and_holds_no_nan(tmp_path: Path) -> 
 
 def test_samples_of_a_step_are_one_json_object_a_line(tmp_path: Path) -> None:
     folder = RunFolder.create(str(tmp_path), "ppo")
-    samples = [{"output": "4\n2", "ground_truth": "042", "score": 0.0}, {"output": "é", "ground_truth": None, "score": 1.0}]
+    samples = [
+        {"output": "4\n2", "ground_truth": "042", "score": 0.0},
+        {"output": "é", "ground_truth": None, "score": 1.0},
+    ]
     folder.write_samples(20, samples)
     lines = (tmp_path / "samples" / "step_000020.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == samples
 
 
-def test_samples_that_cannot_be_written_do_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_samples_that_cannot_be_written_do_not_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = RunFolder.create(str(tmp_path), "ppo")
     folder.samples.touch()
     folder.write_samples(20, [{"output": "42"}])
@@ -102,7 +112,10 @@ def test_going_back_forgets_what_came_after(tmp_path: Path) -> None:
     assert folder.ended_with() == ("all steps done", 10)
     assert folder.go_back_to(3) == 3, "two whole lines, and the one that was cut"
     assert folder.metrics.read_text() == "".join(lines[:4])
-    assert sorted(path.name for path in folder.samples.iterdir()) == ["step_000000.jsonl", "step_000003.jsonl"]
+    assert sorted(path.name for path in folder.samples.iterdir()) == [
+        "step_000000.jsonl",
+        "step_000003.jsonl",
+    ]
     assert not folder.requeue.exists()
     assert folder.ended_with() == ("", 0)
 
@@ -111,7 +124,13 @@ def test_torn_lines_are_dropped_with_a_warning(tmp_path: Path, caplog: pytest.Lo
     """As a machine that lost its power leaves them, in the middle of what is gone on from."""
     folder = RunFolder.create(str(tmp_path), "ppo")
     lines = [json.dumps({"step": step, "seconds": 1.0 * step}) + "\n" for step in range(4)]
-    torn = ['{"step": 1, "sec\n', "\0" * 40 + "\n", "[" * 100_000 + "\n", "3\n", '{"step": "nan", "seconds": 1}\n']
+    torn = [
+        '{"step": 1, "sec\n',
+        "\0" * 40 + "\n",
+        "[" * 100_000 + "\n",
+        "3\n",
+        '{"step": "nan", "seconds": 1}\n',
+    ]
     folder.metrics.write_text("".join([*lines[:2], *torn, *lines[2:]]))
     with folder.metrics.open("ab") as file:
         file.write(b"\xff\xfe\n" + lines[3].encode())
@@ -135,10 +154,18 @@ def test_files_that_only_look_like_a_steps_are_kept(tmp_path: Path) -> None:
     assert [path.name for path in folder.skipped.iterdir()] == ["step_mine.safetensors"]
 
 
-def test_the_folders_of_an_experiment_come_newest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folders_of_an_experiment_come_newest_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert RunFolder.of_experiment("ppo") == []
-    for name in ("ppo-20250101-101010", "ppo-20250102-090909", "ppo-20250102-090909-2", "ppo-long-20250103-101010", "ppo-notes"):
+    for name in (
+        "ppo-20250101-101010",
+        "ppo-20250102-090909",
+        "ppo-20250102-090909-2",
+        "ppo-long-20250103-101010",
+        "ppo-notes",
+    ):
         (tmp_path / "runs" / name).mkdir(parents=True)
     found = [folder.path.name for folder in RunFolder.of_experiment("ppo")]
     assert found == ["ppo-20250102-090909-2", "ppo-20250102-090909", "ppo-20250101-101010"]
@@ -148,12 +175,18 @@ def test_checkpoints_of_an_earlier_run_are_set_aside_with_it(tmp_path: Path) -> 
     (tmp_path / "global_step_4").mkdir()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("4\n")
     RunFolder.create(str(tmp_path), "ppo")
-    assert sorted(path.name for path in (tmp_path / "earlier-1").iterdir()) == ["global_step_4", "latest_checkpointed_iteration.txt"]
+    assert sorted(path.name for path in (tmp_path / "earlier-1").iterdir()) == [
+        "global_step_4",
+        "latest_checkpointed_iteration.txt",
+    ]
 
 
 def test_samples_of_whatever_the_data_have(tmp_path: Path) -> None:
-    """A reference from Parquet may be a date or bytes, one from JSON half of a character pair; neither ends a run."""
+    """A reference from Parquet may be a date or bytes, one from JSON half of a character pair; neither ends a
+    run."""
     folder = RunFolder.make(str(tmp_path / "run"), "e")
-    folder.write_samples(3, [{"input": "a", "ground_truth": date(2026, 1, 2)}, {"input": "\ud800", "ground_truth": b"x"}])
+    folder.write_samples(
+        3, [{"input": "a", "ground_truth": date(2026, 1, 2)}, {"input": "\ud800", "ground_truth": b"x"}]
+    )
     rows = [json.loads(line) for line in (folder.samples / "step_000003.jsonl").read_text().splitlines()]
     assert rows == [{"input": "a", "ground_truth": "2026-01-02"}, {"input": "?", "ground_truth": "b'x'"}]

@@ -1,4 +1,5 @@
-"""Two runs in one folder: the second is refused, and told who the first is. A killed owner does not keep the folder."""
+"""Two runs in one folder: the second is refused, and told who the first is. A killed owner does not keep the
+folder."""
 
 from __future__ import annotations
 
@@ -65,7 +66,9 @@ def write_owner(folder: Path, **facts: object) -> None:
 
 @pytest.mark.usefixtures("no_locks")
 class TestWithoutLocks:
-    def test_a_run_starts_with_a_warning_and_takes_its_name_away(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_run_starts_with_a_warning_and_takes_its_name_away(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         lock = RunLock(tmp_path, field=FIELD)
         assert "this file system has no locks" in caplog.text
         assert is_at_work(tmp_path)
@@ -93,7 +96,9 @@ class TestWithoutLocks:
 
     def test_of_another_machine_nobody_knows(self, tmp_path: Path) -> None:
         write_owner(tmp_path, host="elsewhere")
-        with pytest.raises(ConfigError, match=r"(?s)of ada, since 2026.*or rm .*\.lock once that run has ended") as caught:
+        with pytest.raises(
+            ConfigError, match=r"(?s)of ada, since 2026.*or rm .*\.lock once that run has ended"
+        ) as caught:
             RunLock(tmp_path, field=FIELD)
         assert caught.value.exit_code == 2
 

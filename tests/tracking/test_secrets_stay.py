@@ -1,4 +1,5 @@
-"""What the trackers' own libraries find out about a process: in nothing that they write is a word of its command line's secrets."""
+"""What the trackers' own libraries find out about a process: in nothing that they write is a word of its
+command line's secrets."""
 
 from __future__ import annotations
 
@@ -32,7 +33,11 @@ opened.close()
 
 
 def files_with(word: str, folder: Path) -> list[str]:
-    return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and word.encode() in path.read_bytes()]
+    return [
+        str(path.relative_to(folder))
+        for path in folder.rglob("*")
+        if path.is_file() and word.encode() in path.read_bytes()
+    ]
 
 
 @pytest.mark.parametrize("tracker", list(PACKAGES))
@@ -45,7 +50,11 @@ def test_no_secret_of_the_process_is_in_what_a_tracker_writes(tmp_path: Path, tr
     subprocess.run(["git", "-C", str(home), "remote", "add", "origin", remote], check=True)
     commit = ["-c", "user.name=a", "-c", "user.email=a@b.c", "commit", "-q", "--allow-empty", "-m", "first"]
     subprocess.run(["git", "-C", str(home), *commit], check=True)
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "MLFLOW_", "SWANLAB_"))}
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("WANDB_", "MLFLOW_", "SWANLAB_"))
+    }
     environ |= {
         "HOME": str(home),
         "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
@@ -57,7 +66,9 @@ def test_no_secret_of_the_process_is_in_what_a_tracker_writes(tmp_path: Path, tr
         f"x.url=http://u:{SECRETS['in_an_address']}@h",
     ]
     command = [sys.executable, "-c", LOGS_A_STEP, tracker, str(run), SECRETS["proxy"], *words]
-    done = subprocess.run(command, cwd=home, env=environ, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        command, cwd=home, env=environ, capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert files_with("loss", run), "the step is there, as it was logged"
     (home / ".git" / "config").unlink()  # of this test's own making

@@ -23,7 +23,11 @@ def make_run(folder: Path, accuracies: list[float]) -> None:
 def test_first_last_and_best(tmp_path: Path) -> None:
     make_run(tmp_path, [0.25, 0.75, math.nan, 0.5])
     summary = summarise(tmp_path, seconds=61.04, why_it_ended="time limit")
-    assert (summary.first_val_accuracy, summary.last_val_accuracy, summary.best_val_accuracy) == (0.25, 0.5, 0.75)
+    assert (summary.first_val_accuracy, summary.last_val_accuracy, summary.best_val_accuracy) == (
+        0.25,
+        0.5,
+        0.75,
+    )
     assert (summary.steps, summary.seconds, summary.why_it_ended) == (3, 61.0, "time limit")
 
 
@@ -36,7 +40,9 @@ def test_the_printed_path_is_whole_on_a_narrow_terminal(tmp_path: Path) -> None:
     make_run(tmp_path, [0.25, 0.75, 0.5])
     text = io.StringIO()
     folder = tmp_path / ("long-" * 30 + "[bold]name")
-    print_summary(summarise(tmp_path, seconds=61, why_it_ended="all steps done"), folder, Console(file=text, width=60))
+    print_summary(
+        summarise(tmp_path, seconds=61, why_it_ended="all steps done"), folder, Console(file=text, width=60)
+    )
     assert f"run folder: {folder}\n" in text.getvalue()
     assert "2 steps in 1m01s; ended because: all steps done" in text.getvalue()
     for percent in ("25.0%", "50.0%", "75.0%"):

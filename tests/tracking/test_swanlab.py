@@ -63,7 +63,11 @@ def test_metrics_table_and_configuration_are_kept(tmp_path: Path) -> None:
         trackers.log_samples(SAMPLES, 3)
     assert (sys.excepthook, sys.stdout) == (hook, out), "what SwanLab puts in their place is gone"
     scalars = [record.scalar for record in records(tmp_path) if record.WhichOneof("record_type") == "scalar"]
-    assert [(scalar.step, scalar.value.number) for scalar in scalars if scalar.key == ACCURACY] == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    assert [(scalar.step, scalar.value.number) for scalar in scalars if scalar.key == ACCURACY] == [
+        (1, 0.25),
+        (2, 0.5),
+        (3, 0.75),
+    ]
     (table,) = tmp_path.glob("swanlab/run-*/media/echarts/*.json")
     assert json.loads(table.read_text())["rowData"][1]["output"] == SAMPLES[1]["output"]
     (config,) = tmp_path.glob("swanlab/run-*/files/config.yaml")
@@ -85,7 +89,10 @@ def test_a_server_that_lets_nobody_in_means_offline(
         server.shutdown()
     assert f"The run is kept in {tmp_path}/swanlab" in caplog.text
     assert sys.excepthook is hook
-    assert any("loss" in path.read_bytes().decode(errors="replace") for path in tmp_path.glob("swanlab/run-*/*.swanlab"))
+    assert any(
+        "loss" in path.read_bytes().decode(errors="replace")
+        for path in tmp_path.glob("swanlab/run-*/*.swanlab")
+    )
 
 
 def test_why_a_run_is_kept_offline(tmp_path: Path) -> None:

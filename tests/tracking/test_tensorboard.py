@@ -29,7 +29,9 @@ def test_steps_after_the_checkpoint_are_hidden(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread dies of it
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning"
+)  # TensorBoard's own thread dies of it
 def test_a_full_disk_costs_points_and_not_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

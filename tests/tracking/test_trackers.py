@@ -20,7 +20,11 @@ def test_tensorboard_reads_back_what_was_logged(tmp_path: Path) -> None:
         for step in (1, 2, 3):
             trackers.log({"critic/score/mean": step / 4}, step)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("critic/score/mean")] == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    assert [(event.step, event.value) for event in events.Scalars("critic/score/mean")] == [
+        (1, 0.25),
+        (2, 0.5),
+        (3, 0.75),
+    ]
 
 
 def test_an_interrupt_closes_every_tracker(tmp_path: Path) -> None:
@@ -43,8 +47,12 @@ class Closing:
             raise self.fault
 
 
-@pytest.mark.parametrize("fault", [OSError(122, "Disk quota exceeded"), RuntimeError("a library"), EnvironmentFault("no room")])
-def test_one_that_cannot_be_closed_costs_a_warning(fault: Exception, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "fault", [OSError(122, "Disk quota exceeded"), RuntimeError("a library"), EnvironmentFault("no room")]
+)
+def test_one_that_cannot_be_closed_costs_a_warning(
+    fault: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
     all_of_them = [Closing(), Closing(fault), Closing()]
     Trackers(all_of_them).close()  # type: ignore[arg-type]
     assert all(one.closed for one in all_of_them)

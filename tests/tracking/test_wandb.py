@@ -33,7 +33,8 @@ def _nobody_is_logged_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ite
 
 
 def records(folder: Path) -> Iterator[Any]:
-    """Everything in the offline runs of a run folder, the oldest run first, once W&B's own process has written it."""
+    """Everything in the offline runs of a run folder, the oldest run first, once W&B's own process has
+    written it."""
     import wandb
     from wandb.proto import wandb_internal_pb2
     from wandb.sdk.internal.datastore import DataStore
@@ -50,8 +51,12 @@ def records(folder: Path) -> Iterator[Any]:
 
 def history(folder: Path) -> list[dict[str, Any]]:
     """The rows that were logged."""
-    rows = [record.history.item for record in records(folder) if record.WhichOneof("record_type") == "history"]
-    return [{"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in row} for row in rows]
+    rows = [
+        record.history.item for record in records(folder) if record.WhichOneof("record_type") == "history"
+    ]
+    return [
+        {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in row} for row in rows
+    ]
 
 
 def test_metrics_tables_configuration_and_files_are_kept(tmp_path: Path) -> None:
@@ -69,12 +74,17 @@ def test_metrics_tables_configuration_and_files_are_kept(tmp_path: Path) -> None
     kept = {update.key: json.loads(update.value_json) for update in run.config.update}
     assert (run.run_id, run.project, run.display_name) == ("ppo-1-ff00", "sums", "first")
     assert (kept["trainer"]["seed"], kept["start"]["git"]["commit"]) == (3, "abc")
-    assert {path.name for path in tmp_path.glob("wandb/offline-run-*/files/*.json")} >= {"plan.json", "run.json"}
+    assert {path.name for path in tmp_path.glob("wandb/offline-run-*/files/*.json")} >= {
+        "plan.json",
+        "run.json",
+    }
 
 
 def test_references_of_several_types_make_a_table(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A table's columns have one type there: references are text, whatever the data have."""
-    samples = [{"input": "a", "output": "b", "score": 1.0, "ground_truth": truth} for truth in (5, "x", ["y"], None)]
+    samples = [
+        {"input": "a", "output": "b", "score": 1.0, "ground_truth": truth} for truth in (5, "x", ["y"], None)
+    ]
     with open_trackers(["wandb"], tmp_path, run_id="x", about=about(tmp_path)) as trackers:
         trackers.log_samples([*samples, {"input": "a", "output": "b", "score": None}], 1)
     list(records(tmp_path))
@@ -96,7 +106,9 @@ def test_a_run_that_goes_on_has_the_same_identity_and_a_failure_is_told(tmp_path
 
 
 @pytest.mark.parametrize("failed", [False, True])
-def test_what_is_logged_comes_to_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed: bool) -> None:
+def test_what_is_logged_comes_to_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed: bool
+) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with serving() as server:
@@ -115,10 +127,16 @@ def test_why_a_run_is_kept_offline(tmp_path: Path) -> None:
     home.mkdir()
     assert offline_because({"HOME": str(home)}) == "nobody is logged in"
     assert offline_because({"HOME": str(home), "WANDB_API_KEY": "k"}) is None
-    assert offline_because({"HOME": str(home), "WANDB_API_KEY": "k", "WANDB_MODE": "offline"}) == "WANDB_MODE=offline"
+    assert (
+        offline_because({"HOME": str(home), "WANDB_API_KEY": "k", "WANDB_MODE": "offline"})
+        == "WANDB_MODE=offline"
+    )
     (home / ".netrc").write_text("machine api.wandb.ai login user password secret\n")
     assert offline_because({"HOME": str(home)}) is None
-    assert offline_because({"HOME": str(home), "WANDB_BASE_URL": "https://wandb.example.org"}) == "nobody is logged in"
+    assert (
+        offline_because({"HOME": str(home), "WANDB_BASE_URL": "https://wandb.example.org"})
+        == "nobody is logged in"
+    )
     (home / ".netrc").write_text("machine api.wandb.ai login\n")
     assert offline_because({"HOME": str(home)}) == "nobody is logged in", "a broken file is no login"
 
@@ -126,7 +144,8 @@ def test_why_a_run_is_kept_offline(tmp_path: Path) -> None:
 def test_the_proxy_is_for_wandb_alone_and_an_unreachable_server_means_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A proxy that lets nobody through is asked for the server; the run is kept in its folder, and the environment is as it was."""
+    """A proxy that lets nobody through is asked for the server; the run is kept in its folder, and the
+    environment is as it was."""
     import os
     from dataclasses import replace
 

@@ -1,4 +1,5 @@
-"""As much of W&B's server as a run talks to: it answers that there is such a project, and keeps the rows that are sent."""
+"""As much of W&B's server as a run talks to: it answers that there is such a project, and keeps the rows that
+are sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The checkpoints of a run folder: whole or not there, found again, thinned out. The parts are written here as workers write them."""
+"""The checkpoints of a run folder: whole or not there, found again, thinned out. The parts are written here
+as workers write them."""
 
 from __future__ import annotations
 
@@ -57,7 +58,12 @@ def test_a_checkpoint_is_what_its_manifest_says(tmp_path: Path) -> None:
     assert (tmp_path / POINTER).read_text() == "3\n"
     manifest = json.loads((path / MANIFEST).read_text())
     assert manifest["step"] == 3 and manifest["format"] == 1
-    assert sorted(manifest["files"]) == ["actor/actor0.bin", "actor/actor1.bin", "critic/critic0.bin", "trainer.json"]
+    assert sorted(manifest["files"]) == [
+        "actor/actor0.bin",
+        "actor/actor1.bin",
+        "critic/critic0.bin",
+        "trainer.json",
+    ]
     assert manifest["files"]["actor/actor0.bin"]["bytes"] == 6000
     on_disk = {str(found.relative_to(path)) for found in path.rglob("*") if found.is_file()}
     assert on_disk == {*manifest["files"], MANIFEST}, "nothing else is left in it"
@@ -83,10 +89,16 @@ def flip_a_bit(path: Path) -> None:
     ("spoil", "complaint"),
     [
         (lambda path: cut(path / "actor" / "actor1.bin"), "actor/actor1.bin has 5999 bytes instead of 6000"),
-        (lambda path: flip_a_bit(path / "critic" / "critic0.bin"), "critic/critic0.bin has changed: its checksum is another one"),
+        (
+            lambda path: flip_a_bit(path / "critic" / "critic0.bin"),
+            "critic/critic0.bin has changed: its checksum is another one",
+        ),
         (lambda path: (path / "actor" / "actor0.bin").unlink(), "actor/actor0.bin is missing"),
         (lambda path: (path / MANIFEST).write_text("{"), f"{MANIFEST} is missing or cannot be read"),
-        (lambda path: (path / MANIFEST).write_text('{"format": 1}'), f"{MANIFEST} is missing or cannot be read"),
+        (
+            lambda path: (path / MANIFEST).write_text('{"format": 1}'),
+            f"{MANIFEST} is missing or cannot be read",
+        ),
         (
             lambda path: (path / MANIFEST).write_text('{"format": 1, "files": {"a": {"bites": 1}}}'),
             f"{MANIFEST} is missing or cannot be read",
@@ -95,7 +107,9 @@ def flip_a_bit(path: Path) -> None:
     ],
     ids=["cut", "bit", "missing", "manifest", "no files", "no facts", "state"],
 )
-def test_damage_is_found_and_the_newest_whole_one_is_taken(tmp_path: Path, spoil: Callable[[Path], None], complaint: str) -> None:
+def test_damage_is_found_and_the_newest_whole_one_is_taken(
+    tmp_path: Path, spoil: Callable[[Path], None], complaint: str
+) -> None:
     store = CheckpointStore(tmp_path)
     for step in (2, 4, 6):
         save(store, step)
@@ -143,7 +157,9 @@ def test_a_rank_that_cannot_even_say_so_is_noticed(tmp_path: Path, monkeypatch: 
         read_part(unfinished, "actor", 1)
 
 
-@pytest.mark.parametrize("report", ["", "{", "null", "[]", '{"files": 1, "error": ""}', '{"files": {"a": {}}, "error": ""}'])
+@pytest.mark.parametrize(
+    "report", ["", "{", "null", "[]", '{"files": 1, "error": ""}', '{"files": {"a": {}}, "error": ""}']
+)
 def test_a_report_that_is_none(tmp_path: Path, report: str) -> None:
     unfinished = CheckpointStore(tmp_path).begin(2, RANKS, {})
     (unfinished / "parts" / "actor-1.json").write_text(report)
@@ -211,7 +227,10 @@ def test_going_back_sets_newer_ones_aside_and_names_damaged_ones(tmp_path: Path)
     store.begin(10, RANKS, {})
     store.clear_leftovers()
     moved = store.set_aside(4, damaged=[6])
-    assert [str(path.relative_to(tmp_path)) for path in moved] == ["global_step_6.damaged", "earlier-1/global_step_8"]
+    assert [str(path.relative_to(tmp_path)) for path in moved] == [
+        "global_step_6.damaged",
+        "earlier-1/global_step_8",
+    ]
     assert store.steps() == [2, 4]
     assert not list(tmp_path.glob("*.unfinished"))
     save(store, 6)

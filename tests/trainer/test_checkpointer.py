@@ -1,4 +1,5 @@
-"""When a run saves, what the best is, and what happens when the disk is full. The workers here write a byte each."""
+"""When a run saves, what the best is, and what happens when the disk is full. The workers here write a byte
+each."""
 
 from __future__ import annotations
 
@@ -64,9 +65,15 @@ def group() -> Iterator[Group]:
 
 
 def checkpointer(folder: Path, group: Group, keep: int | None = None, **options: Any) -> Checkpointer:
-    roles = {"actor": RoleCheckpoints("actor_rollout_ref.actor.checkpoint", CheckpointConfig(), keep, "trainer.max_actor_ckpt_to_keep")}
+    roles = {
+        "actor": RoleCheckpoints(
+            "actor_rollout_ref.actor.checkpoint", CheckpointConfig(), keep, "trainer.max_actor_ckpt_to_keep"
+        )
+    }
     groups: Any = {"actor": group}
-    return Checkpointer(TrainerConfig(**options), CheckpointStore(folder), groups, roles, lambda step: {"step": step})
+    return Checkpointer(
+        TrainerConfig(**options), CheckpointStore(folder), groups, roles, lambda step: {"step": step}
+    )
 
 
 def run(saver: Checkpointer, values: list[float], *, preempted_at: int | None = None) -> None:
@@ -74,7 +81,9 @@ def run(saver: Checkpointer, values: list[float], *, preempted_at: int | None = 
     with saver as checkpoints:
         for step, value in enumerate(values, 1):
             preempted = step == preempted_at
-            checkpoints.after(step, {METRIC: value}, last=preempted or step == len(values), preempted=preempted)
+            checkpoints.after(
+                step, {METRIC: value}, last=preempted or step == len(values), preempted=preempted
+            )
 
 
 def test_every_so_many_steps_and_at_the_end(tmp_path: Path, group: Group) -> None:
@@ -97,13 +106,20 @@ def test_so_many_are_kept(tmp_path: Path, group: Group) -> None:
 
 
 def test_the_best_is_kept_apart_with_its_value(tmp_path: Path, group: Group) -> None:
-    run(checkpointer(tmp_path, group, keep=1, save_freq=2, keep_best=METRIC), [0.1, 0.5, 0.7, 0.6, float("nan"), 0.7])
+    run(
+        checkpointer(tmp_path, group, keep=1, save_freq=2, keep_best=METRIC),
+        [0.1, 0.5, 0.7, 0.6, float("nan"), 0.7],
+    )
     store = CheckpointStore(tmp_path)
     assert store.best() == {"metric": METRIC, "value": 0.7, "step": 3}
-    assert (store.steps(), store.pointer()) == ([6], 6), "a best step between two regular ones is no regular one"
+    assert (store.steps(), store.pointer()) == ([6], 6), (
+        "a best step between two regular ones is no regular one"
+    )
     assert (tmp_path / "best" / "global_step_3" / "manifest.json").exists()
     run(checkpointer(tmp_path, group, save_freq=2, keep_best=METRIC), [0.6, 0.65])
-    assert store.best() == {"metric": METRIC, "value": 0.7, "step": 3}, "a later start knows the value to beat"
+    assert store.best() == {"metric": METRIC, "value": 0.7, "step": 3}, (
+        "a later start knows the value to beat"
+    )
 
 
 def test_of_a_loss_the_least_is_best() -> None:
@@ -111,16 +127,23 @@ def test_of_a_loss_the_least_is_best() -> None:
     assert Score(METRIC, 0.6).beats(0.5) and not Score(METRIC, 0.5).beats(0.5)
 
 
-def test_a_full_disk_costs_the_new_checkpoint_only(tmp_path: Path, group: Group, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_costs_the_new_checkpoint_only(
+    tmp_path: Path, group: Group, caplog: pytest.LogCaptureFixture
+) -> None:
     with checkpointer(tmp_path, group, save_freq=1) as checkpoints:
         checkpoints.after(1, {}, last=False, preempted=False)
         checkpoints.settle()
         group.snapshot = FullDisk()
         checkpoints.after(2, {}, last=False, preempted=False)
         checkpoints.settle()
-        assert "step 2 could not be saved: actor rank 0: [Errno 28] No space left on device; training goes on" in caplog.text
+        assert (
+            "step 2 could not be saved: actor rank 0: [Errno 28] No space left on device; training goes on"
+            in caplog.text
+        )
         assert "the one of step 1 stays" in caplog.text
-        assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["global_step_1"], "the half written one gives its room back"
+        assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["global_step_1"], (
+            "the half written one gives its room back"
+        )
         group.snapshot = Snapshot()
         checkpoints.after(3, {}, last=True, preempted=False)
     assert CheckpointStore(tmp_path).steps() == [1, 3]
@@ -145,7 +168,11 @@ def test_a_best_value_that_was_not_saved_does_not_count(tmp_path: Path, group: G
 DIED = WorkerError(role="actor", rank=0, node="here", method="update", cause="the process died")
 
 
-@pytest.mark.parametrize("end", [DIED, HeadLost("Ray's control service is gone"), KeyboardInterrupt()], ids=lambda end: type(end).__name__)
+@pytest.mark.parametrize(
+    "end",
+    [DIED, HeadLost("Ray's control service is gone"), KeyboardInterrupt()],
+    ids=lambda end: type(end).__name__,
+)
 def test_nobody_waits_for_workers_that_died(tmp_path: Path, group: Group, end: BaseException) -> None:
     group.silent = True
     started = time.monotonic()
@@ -156,7 +183,9 @@ def test_nobody_waits_for_workers_that_died(tmp_path: Path, group: Group, end: B
     assert CheckpointStore(tmp_path).steps() == []
 
 
-def test_workers_that_do_not_finish_are_named(tmp_path: Path, group: Group, caplog: pytest.LogCaptureFixture) -> None:
+def test_workers_that_do_not_finish_are_named(
+    tmp_path: Path, group: Group, caplog: pytest.LogCaptureFixture
+) -> None:
     group.silent = True
     run(checkpointer(tmp_path, group, save_freq=1, rpc_timeout=0.2), [0.0])
     assert "actor rank 0 did not finish in 0.2 seconds" in caplog.text
@@ -176,7 +205,9 @@ class Stale:
         return self._read(path, **options)
 
 
-def test_a_read_error_of_a_moment_costs_nothing(tmp_path: Path, group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_error_of_a_moment_costs_nothing(
+    tmp_path: Path, group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stale = Stale(monkeypatch, times=5)
     run(checkpointer(tmp_path, group, save_freq=1), [0.0])
     assert stale.left == 0 and CheckpointStore(tmp_path).pointer() == 1
@@ -184,7 +215,11 @@ def test_a_read_error_of_a_moment_costs_nothing(tmp_path: Path, group: Group, mo
 
 @pytest.mark.parametrize("report", ["", "[1]"])
 def test_a_report_that_stays_unreadable_costs_the_save(
-    tmp_path: Path, group: Group, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, report: str
+    tmp_path: Path,
+    group: Group,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    report: str,
 ) -> None:
     monkeypatch.setattr(checkpoint, "DOUBT_SECONDS", 0.2)
     group.silent = True
@@ -213,15 +248,22 @@ def test_a_rank_that_wrote_nothing_is_looked_at_again_first(tmp_path: Path, grou
     assert CheckpointStore(tmp_path).steps() == [1]
 
 
-def test_a_disk_that_does_not_answer_is_not_waited_for_without_end(tmp_path: Path, group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_does_not_answer_is_not_waited_for_without_end(
+    tmp_path: Path, group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answers = threading.Event()
     monkeypatch.setattr(CheckpointStore, "seal", lambda *args: answers.wait(60))
-    with pytest.raises(EnvironmentFault, match="is not on the disk after 1 seconds: the disk does not answer"):
+    with pytest.raises(
+        EnvironmentFault, match="is not on the disk after 1 seconds: the disk does not answer"
+    ):
         run(checkpointer(tmp_path, group, save_freq=1, rpc_timeout=0.5), [0.0])
     answers.set()
 
 
-@pytest.mark.parametrize(("free", "keep", "verdict"), [(100, None, "refused"), (250, None, "warned"), (250, 1, ""), (2000, None, "")])
+@pytest.mark.parametrize(
+    ("free", "keep", "verdict"),
+    [(100, None, "refused"), (250, None, "warned"), (250, 1, ""), (2000, None, "")],
+)
 def test_room_is_looked_for_before_the_first_step(
     tmp_path: Path,
     group: Group,

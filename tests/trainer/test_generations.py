@@ -1,4 +1,5 @@
-"""Dumps of responses: one file a step, whole, under the names that verl's have; a full disk does not end a run."""
+"""Dumps of responses: one file a step, whole, under the names that verl's have; a full disk does not end a
+run."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def test_a_row_for_each_response(tmp_path: Path) -> None:
     dump = GenerationDump.to(str(tmp_path / "deep" / "rollouts"), "trainer.rollout_data_dir")
     assert dump is not None
     dump.write(3, list(SCORED.rows(3)))
-    first, second = (json.loads(line) for line in (tmp_path / "deep" / "rollouts" / "3.jsonl").read_text().splitlines())
+    first, second = (
+        json.loads(line) for line in (tmp_path / "deep" / "rollouts" / "3.jsonl").read_text().splitlines()
+    )
     assert first == {
         "step": 3,
         "uid": "a",
@@ -38,14 +41,18 @@ def test_a_row_for_each_response(tmp_path: Path) -> None:
     }
     assert (second["output"], second["gts"]) == ("? é\n", None), "half a character cannot be written"
     dump.write(3, [first])
-    assert [path.name for path in (tmp_path / "deep" / "rollouts").iterdir()] == ["3.jsonl"], "a step that is done again replaces it"
+    assert [path.name for path in (tmp_path / "deep" / "rollouts").iterdir()] == ["3.jsonl"], (
+        "a step that is done again replaces it"
+    )
 
 
 def test_nothing_is_dumped_unasked() -> None:
     assert GenerationDump.to(None, "trainer.rollout_data_dir") is None
 
 
-def test_a_folder_that_cannot_be_written_costs_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_cannot_be_written_costs_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").write_text("")
     dump = GenerationDump(tmp_path / "file", "trainer.rollout_data_dir")
     for step in (1, 2):

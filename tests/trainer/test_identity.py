@@ -54,7 +54,11 @@ def more_room(config: PPOConfig) -> None:
     config.actor_rollout_ref.model.enable_gradient_checkpointing = False
     config.actor_rollout_ref.rollout.max_num_seqs = 3
     config.trainer.n_gpus_per_node, config.trainer.save_freq, config.trainer.test_freq = 1, 5, 9
-    config.trainer.default_local_dir, config.data.val_files, config.trainer.max_wall_time = "elsewhere", "more.parquet", "1h"
+    config.trainer.default_local_dir, config.data.val_files, config.trainer.max_wall_time = (
+        "elsewhere",
+        "more.parquet",
+        "1h",
+    )
     actor.checkpoint.async_save = False
     config.reward.timeout, config.reward.max_memory, config.reward.max_failed_share = 99.0, 99.0, 1.0
 
@@ -70,15 +74,21 @@ def change_the_critic(config: PPOConfig) -> None:
 def test_what_shapes_training_is_named_with_both_values() -> None:
     problems = ppo(set_lr, set_seed).differences(ppo().values, where="out/global_step_4")
     assert [problem.field for problem in problems] == ["actor_rollout_ref.actor.optim.lr", "trainer.seed"]
-    assert str(problems[0]) == (
-        "actor_rollout_ref.actor.optim.lr=3e-06: out/global_step_4 was trained with 1e-06\n      -> actor_rollout_ref.actor.optim.lr=1e-06"
+    assert (
+        str(problems[0])
+        == "actor_rollout_ref.actor.optim.lr=3e-06: out/global_step_4 was trained with 1e-06\n      ->"
+        " actor_rollout_ref.actor.optim.lr=1e-06"
     )
     assert ppo(set_lr).hash != ppo().hash
 
 
 def judged_with(key: str) -> Change:
     def change(config: PPOConfig) -> None:
-        config.reward.custom_reward_function.reward_kwargs = {"api_key": key, "url": f"https://host/?token={key}", "n": 1}
+        config.reward.custom_reward_function.reward_kwargs = {
+            "api_key": key,
+            "url": f"https://host/?token={key}",
+            "n": 1,
+        }
 
     return change
 
@@ -87,11 +97,17 @@ def test_secrets_are_neither_kept_nor_told_but_a_change_is_noticed() -> None:
     old, new = ppo(judged_with("s3cr3t")), ppo(judged_with("t00s3cr3t"))
     section = "reward.custom_reward_function.reward_kwargs"
     assert "s3cr3t" not in json.dumps(old.values) and old.values[f"{section}.n"] == 1
-    assert differing(ppo(judged_with("s3cr3t")), old) == [] and ppo(judged_with("s3cr3t")).hash == old.hash != new.hash
+    assert (
+        differing(ppo(judged_with("s3cr3t")), old) == []
+        and ppo(judged_with("s3cr3t")).hash == old.hash != new.hash
+    )
     problems = new.differences(json.loads(json.dumps(old.values)), where="out/global_step_4")
     assert [problem.field for problem in problems] == [f"{section}.api_key", f"{section}.url"]
     assert "s3cr3t" not in str(ConfigError(problems))
-    assert f"{section}.api_key=(hidden): out/global_step_4 was trained with another value, which is hidden" in str(problems[0])
+    assert (
+        f"{section}.api_key=(hidden): out/global_step_4 was trained with another value, which is hidden"
+        in str(problems[0])
+    )
 
 
 def test_checkpoints_of_earlier_versions_have_secrets_as_they_were() -> None:
@@ -103,7 +119,9 @@ def test_checkpoints_of_earlier_versions_have_secrets_as_they_were() -> None:
     assert len(problems) == 2 and "s3cr3t" not in str(ConfigError(problems))
 
 
-@pytest.mark.parametrize("change", [more_room, written_otherwise, set_steps, change_the_critic], ids=lambda change: change.__name__)
+@pytest.mark.parametrize(
+    "change", [more_room, written_otherwise, set_steps, change_the_critic], ids=lambda change: change.__name__
+)
 def test_what_does_not_shape_it_may_change(change: Change) -> None:
     assert differing(ppo(change), ppo()) == []
     assert ppo(change).hash == ppo().hash

@@ -19,7 +19,8 @@ def mini_batches(order: np.ndarray, plan: RolePlan) -> list[set[int]]:
 
 
 def test_prompt_order_without_balancing() -> None:
-    """Two ranks, two mini-batches of two prompts with two samples: rank 0 gets the first half of each mini-batch."""
+    """Two ranks, two mini-batches of two prompts with two samples: rank 0 gets the first half of each
+    mini-batch."""
     plan = RolePlan.simple(data_ranks=2, mini_batch_trajectories=4)
     order = mini_batch_order(np.ones(8), plan, 2, balance=False, shuffle_key=None)
     assert order.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
@@ -35,7 +36,9 @@ def test_balancing_pairs_long_rows_with_short_ones() -> None:
 
 @pytest.mark.parametrize("balance", [False, True])
 @given(seed=st.integers(0, 1000), shuffled=st.booleans())
-def test_a_mini_batch_does_not_depend_on_the_number_of_ranks(balance: bool, seed: int, shuffled: bool) -> None:
+def test_a_mini_batch_does_not_depend_on_the_number_of_ranks(
+    balance: bool, seed: int, shuffled: bool
+) -> None:
     lengths = np.random.default_rng(seed).integers(1, 100, size=48)
     key = (seed, 7) if shuffled else None
     found = []

@@ -25,13 +25,24 @@ FACTS = {"step": 1, "scores": ["score"], "failed": 0, "why_failed": ""}
 def write(folder: Path, step: int, facts: dict[str, object] = FACTS) -> Path:
     """Two trajectories for each of two prompts."""
     rows = ragged.from_rows([torch.tensor([row]) for row in range(4)])
-    columns = {"prompts": rows, "responses": rows, "response_mask": rows, "group": torch.tensor([0, 0, 1, 1]), "score": torch.ones(4)}
+    columns = {
+        "prompts": rows,
+        "responses": rows,
+        "response_mask": rows,
+        "group": torch.tensor([0, 0, 1, 1]),
+        "score": torch.ones(4),
+    }
     write_batch(dump_file(folder, step), DataProto.from_dict(columns), facts)
     return dump_file(folder, step)
 
 
 def require(folder: Path) -> None:
-    words = ["trainer.device=cpu", "trainer.n_gpus_per_node=1", "data.train_batch_size=2", "actor_rollout_ref.rollout.n=2"]
+    words = [
+        "trainer.device=cpu",
+        "trainer.n_gpus_per_node=1",
+        "data.train_batch_size=2",
+        "actor_rollout_ref.rollout.n=2",
+    ]
     words += ["actor_rollout_ref.actor.ppo_mini_batch_size=2", "trainer.total_training_steps=1"]
     plan = resolve_plan(load("ppo", PPOConfig, words), prompts=600, devices_per_node=1)
     require_dumps(DebugConfig(load_rollouts=str(folder)), plan, first=1)
@@ -57,9 +68,15 @@ def other_batch(file: Path) -> None:
 
 @pytest.mark.parametrize(
     ("damage", "said"),
-    [(cut, "cannot be read as trajectories"), (weights, "cannot be read as trajectories"), (other_batch, "it has no prompts, responses")],
+    [
+        (cut, "cannot be read as trajectories"),
+        (weights, "cannot be read as trajectories"),
+        (other_batch, "it has no prompts, responses"),
+    ],
 )
-def test_what_is_none_is_refused_before_the_start_and_named_in_a_run(tmp_path: Path, damage: object, said: str) -> None:
+def test_what_is_none_is_refused_before_the_start_and_named_in_a_run(
+    tmp_path: Path, damage: object, said: str
+) -> None:
     assert callable(damage)
     damage(write(tmp_path, 1))
     with pytest.raises(ConfigError, match=rf"step_1.safetensors .*{said}"):

@@ -1,4 +1,5 @@
-"""What ranks do in the tests of faults during an update; in a file of its own so that spawned processes can import it."""
+"""What ranks do in the tests of faults during an update; in a file of its own so that spawned processes can
+import it."""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ def make_batch() -> DataProto:
     lengths = ragged.lengths(batch.get("responses"))
     draw = torch.Generator().manual_seed(5)
     names = ("old_log_probs", "ref_log_prob", "values", "returns")
-    more = {name: ragged.from_parts(-torch.rand(int(lengths.sum()), generator=draw, dtype=torch.float64), lengths) for name in names}
+    more = {
+        name: ragged.from_parts(-torch.rand(int(lengths.sum()), generator=draw, dtype=torch.float64), lengths)
+        for name in names
+    }
     return batch.union(DataProto.from_dict(more))
 
 
@@ -37,7 +41,12 @@ def update_with_little_memory(path: str, training: Training, ranks: list[int], r
     trouble = Trouble(worker.engine, "layer_backward", ranks, fit=lambda data: len(data) <= (rows or ROWS))  # type: ignore[arg-type]
     found = [values(worker.update(share, step)) for step in (1, 2)]
     weights = rank_jobs.full_weights(worker.engine)  # type: ignore[arg-type]
-    return {"metrics": found, "weights": weights, "passes": trouble.passes + 1, "plan": worker.learner.portions.plan}
+    return {
+        "metrics": found,
+        "weights": weights,
+        "passes": trouble.passes + 1,
+        "plan": worker.learner.portions.plan,
+    }
 
 
 def infer_with_little_memory(path: str, micro: MicroPlan, rows: int) -> dict[str, Any]:
@@ -62,7 +71,8 @@ def update_without_memory(path: str) -> str:
 
 
 def update_with_bad_rows(path: str, head: str, folder: str) -> dict[str, Any]:
-    """Two mini-batches, two epochs; the second mini-batch has a NaN on the last rank. And the same without that mini-batch."""
+    """Two mini-batches, two epochs; the second mini-batch has a NaN on the last rank. And the same without
+    that mini-batch."""
     training = Training(head, MicroPlan(rows=2, max_tokens=None))
     share = rank_jobs.my_share(make_batch())
     half = training.plan(dist.get_world_size()).rows_per_rank
@@ -70,11 +80,17 @@ def update_with_bad_rows(path: str, head: str, folder: str) -> dict[str, Any]:
     bad = DataProto.concat([share.slice(0, half), broken(share.slice(half, 2 * half))])
     told = values(worker.update(bad, 7))
     other.update(share.slice(0, half), 7)
-    return {"told": told, "found": state(worker), "wanted": state(other), "bad": columns(broken(share.slice(half, 2 * half)))}
+    return {
+        "told": told,
+        "found": state(worker),
+        "wanted": state(other),
+        "bad": columns(broken(share.slice(half, 2 * half))),
+    }
 
 
 def give_up(path: str, folder: str | None) -> tuple[str, bool, float]:
-    """Every mini-batch has a NaN on the last rank: what stops the run, whether weights moved, and how many steps a good update skips."""
+    """Every mini-batch has a NaN on the last rank: what stops the run, whether weights moved, and how many
+    steps a good update skips."""
     training = Training("policy", MicroPlan(rows=4, max_tokens=None))
     worker, share = make_worker(path, training, SkipLimits(3, folder)), rank_jobs.my_share(make_batch())
     before = state(worker)["weights"]

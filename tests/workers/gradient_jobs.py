@@ -1,6 +1,8 @@
-"""What ranks do in the test of the law of gradients; in a file of its own so that spawned processes can import it.
+"""What ranks do in the test of the law of gradients; in a file of its own so that spawned processes can
+import it.
 
-In: a batch, losses, and ways to cut the batch. Out: the whole gradient of every loss under every cut, as the workers get it.
+In: a batch, losses, and ways to cut the batch. Out: the whole gradient of every loss under every cut, as the
+workers get it.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ class OwnCounts(Case):
     """A loss that breaks the law: each micro-batch divides by its own counts."""
 
     def loss(self, denominators: Denominators) -> LossFn:
-        def loss(output: ModelOutput, columns: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Metric]]:
+        def loss(
+            output: ModelOutput, columns: Mapping[str, torch.Tensor]
+        ) -> tuple[torch.Tensor, dict[str, Metric]]:
             return super(OwnCounts, self).loss(Denominators.count(columns["response_mask"]))(output, columns)
 
         return loss
@@ -92,7 +96,9 @@ CUTS = {
 }
 
 
-def measure(path: str, head: str, options: Mapping[str, Any], batch: DataProto, cases: Sequence[Case]) -> dict[str, torch.Tensor]:
+def measure(
+    path: str, head: str, options: Mapping[str, Any], batch: DataProto, cases: Sequence[Case]
+) -> dict[str, torch.Tensor]:
     """By case: the gradients (cuts, parameters) under every one of CUTS, from one engine."""
     engine = rank_jobs.make_engine(path, {**options, "head": head})
     found: dict[str, list[torch.Tensor]] = {case.name: [] for case in cases}
@@ -101,14 +107,17 @@ def measure(path: str, head: str, options: Mapping[str, Any], batch: DataProto, 
         (denominators,) = global_denominators(engine, [share])
         micro_batches = split(engine, share, cut.micro).parts
         for case in cases:
-            engine.forward_backward(micro_batches, case.loss(denominators), temperature=TEMPERATURE, entropy=head == "policy")
+            engine.forward_backward(
+                micro_batches, case.loss(denominators), temperature=TEMPERATURE, entropy=head == "policy"
+            )
             found[case.name].append(whole_gradient(engine))
             engine.module.zero_grad()
     return {name: torch.stack(gradients) for name, gradients in found.items()}
 
 
 def whole_gradient(engine: FSDPEngine) -> torch.Tensor:
-    """The gradients of all ranks' shards as one vector, parameters in the order of their Hugging Face names."""
+    """The gradients of all ranks' shards as one vector, parameters in the order of their Hugging Face
+    names."""
     named = {name.removeprefix(engine.module.prefix): p for name, p in engine.module.named_parameters()}
     return torch.cat([named[name].grad.full_tensor().flatten() for name in sorted(named)]).clone()
 
@@ -141,8 +150,11 @@ class Training:
         return RolePlan.simple(data_ranks=data_ranks, mini_batch_trajectories=4, epochs=2, micro=self.micro)
 
 
-def train(path: str, training: Training, batch: DataProto) -> tuple[dict[str, Metric], dict[str, torch.Tensor]]:
-    """This rank's metrics and the whole weights after `update` on what a controller would send to this rank."""
+def train(
+    path: str, training: Training, batch: DataProto
+) -> tuple[dict[str, Metric], dict[str, torch.Tensor]]:
+    """This rank's metrics and the whole weights after `update` on what a controller would send to this
+    rank."""
     worker = make_worker(path, training)
     plan = training.plan(dist.get_world_size())
     lengths = ragged.lengths(batch.get("prompts")) + ragged.lengths(batch.get("responses"))
@@ -162,7 +174,9 @@ def make_worker(path: str, training: Training, skips: SkipLimits | None = None) 
     model, plan = ModelConfig(path=path), training.plan(size)
     if training.head == "value":
         critic = CriticConfig(model=model, **shared)
-        told: dict[str, Any] = dict(response_tokens=int(SCALE), total_steps=1, seed=0, skips=skips or SkipLimits())
+        told: dict[str, Any] = dict(
+            response_tokens=int(SCALE), total_steps=1, seed=0, skips=skips or SkipLimits()
+        )
         return CriticWorker(here, CriticSpec(critic, plan, training.micro, **told))
     actor = ActorConfig(entropy_coeff=0.02, use_kl_loss=True, kl_loss_coef=0.3, **shared)
     spec = ActorSpec(

@@ -1,4 +1,5 @@
-"""The losses once more, as a person would write them down: loops over rows and tokens, nothing of hydraflow but the names.
+"""The losses once more, as a person would write them down: loops over rows and tokens, nothing of hydraflow
+but the names.
 
 In: a plain Hugging Face model and one row after the other. Out: a loss, and its gradient by torch's autograd.
 """
@@ -28,9 +29,13 @@ class Row:
         return [t for t, mask in enumerate(self.columns["response_mask"]) if mask]
 
 
-def read_policy(model: nn.Module, prompt: Tensor, response: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def read_policy(
+    model: nn.Module, prompt: Tensor, response: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
     """(R,) log-probabilities and (R,) entropies."""
-    logits = model(input_ids=torch.cat([prompt, response])[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+    logits = model(input_ids=torch.cat([prompt, response])[None], use_cache=False).logits[
+        0, len(prompt) - 1 : -1
+    ]
     everything = (logits / temperature).log_softmax(-1)
     return everything[torch.arange(len(response)), response], -(everything.exp() * everything).sum(-1)
 
@@ -81,7 +86,9 @@ def actor_loss(rows: Sequence[Row], options: Mapping[str, Any], scale: float) ->
     for row in rows:
         losses.append([])
         for t in row.trained:
-            old, advantage, ref = (row.columns[name][t] for name in ("old_log_probs", "advantages", "ref_log_prob"))
+            old, advantage, ref = (
+                row.columns[name][t] for name in ("old_log_probs", "advantages", "ref_log_prob")
+            )
             loss = POLICY[options.get("loss_mode", "vanilla")](row.said[t], old, advantage)
             loss = loss - options.get("entropy_coeff", 0.0) * row.entropy[t]
             if "kl_coef" in options:
@@ -97,7 +104,9 @@ def value_loss(rows: Sequence[Row], options: Mapping[str, Any], scale: float) ->
         for t in row.trained:
             value, old, target = row.said[t], row.columns["values"][t], row.columns["returns"][t]
             gap = value.item() - old
-            near = value if abs(gap) <= 0.5 else torch.tensor(old + math.copysign(0.5, gap), dtype=value.dtype)
+            near = (
+                value if abs(gap) <= 0.5 else torch.tensor(old + math.copysign(0.5, gap), dtype=value.dtype)
+            )
             losses[-1].append(max((value - target) ** 2, (near - target) ** 2) / 2)
     return aggregate(losses, options.get("agg_mode", "token-mean"), scale)
 
@@ -120,4 +129,7 @@ def aggregate(losses: Sequence[Sequence[Tensor]], mode: str, scale: float) -> Te
     return sum(means[1:], means[0]) / len(losses)
 
 
-LOSS: dict[str, Callable[[Sequence[Row], Mapping[str, Any], float], Tensor]] = {"policy": actor_loss, "value": value_loss}
+LOSS: dict[str, Callable[[Sequence[Row], Mapping[str, Any], float], Tensor]] = {
+    "policy": actor_loss,
+    "value": value_loss,
+}

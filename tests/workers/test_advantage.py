@@ -38,7 +38,9 @@ def make_batch(last_scores: list[float]) -> tuple[DataProto, DataProto]:
 
 
 def make_worker(**options: object) -> AdvantageWorker:
-    return AdvantageWorker(process(), AdvantageSpec(AlgorithmConfig(adv_estimator="grpo", **options), response_tokens=3))  # type: ignore[arg-type]
+    return AdvantageWorker(
+        process(), AdvantageSpec(AlgorithmConfig(adv_estimator="grpo", **options), response_tokens=3)
+    )  # type: ignore[arg-type]
 
 
 def listed(batch: DataProto, name: str) -> list[float]:
@@ -46,7 +48,8 @@ def listed(batch: DataProto, name: str) -> list[float]:
 
 
 def test_grpo_and_its_metrics() -> None:
-    """Group 7 scores 1 and 0: mean 1/2, standard deviation sqrt(1/2). Group 3 scores 1 and 1: nothing to learn."""
+    """Group 7 scores 1 and 0: mean 1/2, standard deviation sqrt(1/2). Group 3 scores 1 and 1: nothing to
+    learn."""
     made = make_worker().compute(*make_batch([1, 0, 1, 1]))
     assert_as_documented(made)
     high = 0.5**0.5
@@ -59,7 +62,9 @@ def test_grpo_and_its_metrics() -> None:
             **{f"critic/{name}/mean": 0.75 for name in ("score", "rewards")},
             **{f"critic/{name}/max": 1 for name in ("score", "rewards")},
             **{f"critic/{name}/min": 0 for name in ("score", "rewards")},
-            **{f"critic/{name}/mean": high / 7 for name in ("advantages", "returns")},  # two of +high and one of -high, 7 trained tokens
+            **{
+                f"critic/{name}/mean": high / 7 for name in ("advantages", "returns")
+            },  # two of +high and one of -high, 7 trained tokens
             **{f"critic/{name}/max": high for name in ("advantages", "returns")},
             **{f"critic/{name}/min": -high for name in ("advantages", "returns")},
             "response_length/mean": 2,
@@ -80,25 +85,37 @@ def test_advantages_without_the_division() -> None:
 
 
 def test_kl_in_the_reward_and_its_controller() -> None:
-    """Half of each trained token's KL comes off. Means of the rows: 0.3, 0.1, 0.1, -0.1, so the step's KL is 0.1."""
+    """Half of each trained token's KL comes off. Means of the rows: 0.3, 0.1, 0.1, -0.1, so the step's KL is
+    0.1."""
     control = KLControlConfig(type="adaptive", kl_coef=0.5, target_kl=0.05, horizon=8)
-    worker = make_worker(use_kl_in_reward=True, kl_penalty="kl", kl_ctrl=control, norm_adv_by_std_in_grpo=False)
+    worker = make_worker(
+        use_kl_in_reward=True, kl_penalty="kl", kl_ctrl=control, norm_adv_by_std_in_grpo=False
+    )
     made = worker.compute(*make_batch([1, 0, 1, 1]))
-    assert listed(made, "token_level_rewards") == pytest.approx([-0.1, 0, 0.8, -0.05, 0, 0.9, 0.1, 1], abs=1e-6)
+    assert listed(made, "token_level_rewards") == pytest.approx(
+        [-0.1, 0, 0.8, -0.05, 0, 0.9, 0.1, 1], abs=1e-6
+    )
     # sums of the rows: 0.7 and -0.05, 0.9 and 1.1
-    assert listed(made, "advantages") == pytest.approx([0.375, 0, 0.375, -0.375, -0.1, -0.1, 0.1, 0.1], abs=1e-6)
+    assert listed(made, "advantages") == pytest.approx(
+        [0.375, 0, 0.375, -0.375, -0.1, -0.1, 0.1, 0.1], abs=1e-6
+    )
     metrics = made.meta_info["metrics"]
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.1, abs=1e-6)
     assert metrics["actor/reward_kl_penalty_coeff"] == 0.5
     assert metrics["critic/score/mean"] == 0.75
     assert metrics["critic/rewards/mean"] == pytest.approx((0.7 - 0.05 + 0.9 + 1.1) / 4, abs=1e-6)
     # twice the target: 1 + 0.2 * 4 trajectories / horizon 8
-    assert worker.compute(*make_batch([1, 0, 1, 1])).meta_info["metrics"]["actor/reward_kl_penalty_coeff"] == pytest.approx(0.55)
+    assert worker.compute(*make_batch([1, 0, 1, 1])).meta_info["metrics"][
+        "actor/reward_kl_penalty_coeff"
+    ] == pytest.approx(0.55)
 
 
 def test_the_distance_to_the_generator_counts_trained_tokens() -> None:
     probabilities = {"old_log_probs": [[0.5, 0.9], [0.2]], "rollout_log_probs": [[0.25, 0.1], [0.2]]}
-    columns = {name: column([torch.tensor(row).log().tolist() for row in rows]) for name, rows in probabilities.items()}
+    columns = {
+        name: column([torch.tensor(row).log().tolist() for row in rows])
+        for name, rows in probabilities.items()
+    }
     mask = ragged.from_rows([torch.tensor([1, 0]), torch.tensor([1])])
     batch = DataProto.from_dict({**columns, "response_mask": mask, "entropys": column([[1.0, 8.0], [2.0]])})
     told = make_worker().compare_with_rollout(batch)

@@ -21,4 +21,6 @@ def test_a_collective_waits_as_long_as_a_call_may_take(monkeypatch: pytest.Monke
     monkeypatch.setitem(engine_worker.TRAIN_ENGINES, "none", lambda *args, **kwargs: None)
     here = replace(process(rank=1, world_size=2), timeout_s=7200.0)
     EngineWorker(here, "none", ModelConfig(), FSDPConfig(), None, head="policy", total_steps=1, field="model")
-    assert told == dict(rank=1, world_size=2, address="127.0.0.1", port=0, device_type="cpu", timeout_s=7200.0, listen_fd=None)
+    assert told == dict(
+        rank=1, world_size=2, address="127.0.0.1", port=0, device_type="cpu", timeout_s=7200.0, listen_fd=None
+    )

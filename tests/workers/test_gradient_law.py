@@ -1,7 +1,9 @@
-"""The law of gradients on the real engine with the real losses: for fixed rows the gradient, summed over ranks, depends neither
-on micro-batches (rows or tokens), nor on packing or padding, nor on the rows' order, nor on the number of data ranks.
+"""The law of gradients on the real engine with the real losses: for fixed rows the gradient, summed over
+ranks, depends neither on micro-batches (rows or tokens), nor on packing or padding, nor on the rows' order,
+nor on the number of data ranks.
 
-Every gradient is also that of `naive.py`: a plain Hugging Face model, one row at a time, the loss written with loops.
+Every gradient is also that of `naive.py`: a plain Hugging Face model, one row at a time, the loss written
+with loops.
 """
 
 from __future__ import annotations
@@ -34,8 +36,15 @@ MASKS = ["111111", "1", "110011011", "0111", "10111101", "000", "11111", "111011
 """What is trained of each response: observations in the middle, and one row of nothing else."""
 
 POLICY_CASES = [
-    *(Case(f"{loss} {mode}", options={"loss_mode": loss, "agg_mode": mode}) for loss in POLICY_LOSSES for mode in LOSS_AGG_MODES),
-    *(Case(f"entropy and KL {mode}", options={"entropy_coeff": 0.5, "kl_coef": 0.7, "agg_mode": mode}) for mode in LOSS_AGG_MODES),
+    *(
+        Case(f"{loss} {mode}", options={"loss_mode": loss, "agg_mode": mode})
+        for loss in POLICY_LOSSES
+        for mode in LOSS_AGG_MODES
+    ),
+    *(
+        Case(f"entropy and KL {mode}", options={"entropy_coeff": 0.5, "kl_coef": 0.7, "agg_mode": mode})
+        for mode in LOSS_AGG_MODES
+    ),
 ]
 VALUE_CASES = [Case(f"value {mode}", "value", {"agg_mode": mode}) for mode in LOSS_AGG_MODES]
 CASES = {"policy": POLICY_CASES, "value": VALUE_CASES}
@@ -69,7 +78,11 @@ class Plain:
         for i in which:
             of_row = {name: column[i] for name, column in columns.items()}
             said, entropy = self._forward(of_row.pop("prompts"), of_row.pop("responses"))
-            self.rows.append(naive.Row(list(said), list(entropy), {name: column.tolist() for name, column in of_row.items()}))
+            self.rows.append(
+                naive.Row(
+                    list(said), list(entropy), {name: column.tolist() for name, column in of_row.items()}
+                )
+            )
         return self.rows
 
     def _forward(self, prompt: Tensor, response: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,7 +95,9 @@ class Plain:
 
     def gradient(self, options: Mapping[str, Any]) -> Tensor:
         names = sorted(self.parameters)
-        gradients = torch.autograd.grad(self.loss(options), [self.parameters[name] for name in names], retain_graph=True)
+        gradients = torch.autograd.grad(
+            self.loss(options), [self.parameters[name] for name in names], retain_graph=True
+        )
         return torch.cat([g.flatten() for g in gradients])
 
     def said(self) -> Tensor:
@@ -97,13 +112,18 @@ def path(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     for file in Path(tiny).iterdir():
         (directory / file.name).write_bytes(file.read_bytes())
     score = torch.randn(1, 32, generator=torch.Generator().manual_seed(1))
-    save_file({**load_file(directory / "model.safetensors"), "score.weight": score}, directory / "model.safetensors", {"format": "pt"})
+    save_file(
+        {**load_file(directory / "model.safetensors"), "score.weight": score},
+        directory / "model.safetensors",
+        {"format": "pt"},
+    )
     return str(directory)
 
 
 @pytest.fixture(scope="module")
 def plain(path: str) -> Callable[[str], Plain]:
-    """Plain models by head, on columns that lie around what the models say, so that clips hold for some tokens and not for others."""
+    """Plain models by head, on columns that lie around what the models say, so that clips hold for some
+    tokens and not for others."""
     empty = make_batch({})
     spoken = {head: Plain(path, head, empty).said() for head in ("policy", "value")}
     batch = make_batch(make_columns(spoken["policy"], spoken["value"]))
@@ -113,7 +133,10 @@ def plain(path: str) -> Callable[[str], Plain]:
 def make_batch(columns: Mapping[str, Tensor]) -> DataProto:
     draw = torch.Generator().manual_seed(7)
     lengths = torch.tensor([len(mask) for mask in MASKS])
-    tokens = [torch.randint(2, 17, (int(sizes.sum()),), generator=draw) for sizes in (torch.tensor(PROMPT_TOKENS), lengths)]
+    tokens = [
+        torch.randint(2, 17, (int(sizes.sum()),), generator=draw)
+        for sizes in (torch.tensor(PROMPT_TOKENS), lengths)
+    ]
     mask = torch.tensor([int(m) for m in "".join(MASKS)])
     response_columns = {"responses": tokens[1], "response_mask": mask, **columns}
     return DataProto.from_dict(
@@ -125,7 +148,8 @@ def make_batch(columns: Mapping[str, Tensor]) -> DataProto:
 
 
 def make_columns(logp: Tensor, value: Tensor) -> dict[str, Tensor]:
-    """Columns of all response tokens in float64; where nothing is trained they hold NaN, which must not matter."""
+    """Columns of all response tokens in float64; where nothing is trained they hold NaN, which must not
+    matter."""
     draw = torch.Generator().manual_seed(11)
     trained = torch.tensor([int(m) for m in "".join(MASKS)]).bool()
 
@@ -162,18 +186,28 @@ def test_every_loss_has_its_plain_twin() -> None:
 
 
 def test_rows_reach_every_branch_of_the_losses(plain: Callable[[str], Plain]) -> None:
-    """Some ratios are inside the clip, some above, some below, some at the dual clip; some KLs and values are clipped, some not."""
-    policy, critic = ([(row.said[t].item(), row.columns, t) for row in plain(head).rows for t in row.trained] for head in CASES)
-    ratios = [(torch.tensor(now - c["old_log_probs"][t]).exp().item(), c["advantages"][t]) for now, c, t in policy]
+    """Some ratios are inside the clip, some above, some below, some at the dual clip; some KLs and values are
+    clipped, some not."""
+    policy, critic = (
+        [(row.said[t].item(), row.columns, t) for row in plain(head).rows for t in row.trained]
+        for head in CASES
+    )
+    ratios = [
+        (torch.tensor(now - c["old_log_probs"][t]).exp().item(), c["advantages"][t]) for now, c, t in policy
+    ]
     assert any(r > 1.2 and a > 0 for r, a in ratios) and any(r > 3 and a < 0 for r, a in ratios)
     assert any(r < 0.8 and a < 0 for r, a in ratios) and any(0.8 < r < 1.2 for r, a in ratios)
     gaps = [c["ref_log_prob"][t] - now for now, c, t in policy]
-    assert min(gaps) < 0 and any(0 < gap < 2 for gap in gaps) and max(gaps) > 2.7  # from 2.6 on, low_var_kl is above 10
+    assert (
+        min(gaps) < 0 and any(0 < gap < 2 for gap in gaps) and max(gaps) > 2.7
+    )  # from 2.6 on, low_var_kl is above 10
     moved = [abs(now - c["values"][t]) for now, c, t in critic]
     assert min(moved) < 0.5 < max(moved)
 
 
-def test_token_budgets_are_binding_and_ranks_differ(path: str, plain: Callable[[str], Plain], ranks: Ranks) -> None:
+def test_token_budgets_are_binding_and_ranks_differ(
+    path: str, plain: Callable[[str], Plain], ranks: Ranks
+) -> None:
     first, second = ranks.run(jobs.count_micro_batches, path, plain("policy").batch)
     for cut in ("24 tokens", "shuffled, 13 tokens"):
         assert first[cut][0] == second[cut][0] == max(first[cut][1], second[cut][1]) > 1
@@ -186,7 +220,10 @@ def test_token_budgets_are_binding_and_ranks_differ(path: str, plain: Callable[[
 def test_gradient_is_the_plain_one_however_it_was_computed(
     path: str, plain: Callable[[str], Plain], ranks: Ranks, data_ranks: int, head: str, packed: bool
 ) -> None:
-    options = {"fsdp": DOUBLE, "model": {"use_remove_padding": packed, "enable_gradient_checkpointing": False}}
+    options = {
+        "fsdp": DOUBLE,
+        "model": {"use_remove_padding": packed, "enable_gradient_checkpointing": False},
+    }
     cases = CASES[head] + (SINGLE_TERMS if head == "policy" and packed else [])
     args = path, head, options, plain(head).batch, cases
     for found in [jobs.measure(*args)] if data_ranks == 1 else ranks.run(jobs.measure, *args):
@@ -202,16 +239,22 @@ def test_float32_on_two_ranks(path: str, plain: Callable[[str], Plain], ranks: R
 
 
 def test_the_law_can_fail(path: str, plain: Callable[[str], Plain]) -> None:
-    """Micro-batches that divide by their own counts, as some trainers' do, are right only where there is one of them."""
+    """Micro-batches that divide by their own counts, as some trainers' do, are right only where there is one
+    of them."""
     case = jobs.OwnCounts("own counts", "value", {"agg_mode": "token-mean"})
     found = jobs.measure(path, "value", {"fsdp": DOUBLE}, plain("value").batch, [case])["own counts"]
     wanted = plain("value").gradient(case.options)
-    right = [name for name, gradient in zip(CUTS, found, strict=True) if (gradient - wanted).norm() < 1e-9 * wanted.norm()]
+    right = [
+        name
+        for name, gradient in zip(CUTS, found, strict=True)
+        if (gradient - wanted).norm() < 1e-9 * wanted.norm()
+    ]
     assert right == ["all rows"]
 
 
 def plain_training(model: Plain, training: jobs.Training, options: Mapping[str, Any]) -> dict[str, float]:
-    """Two epochs of two mini-batches with torch's AdamW; the means over the four steps of what the worker reports."""
+    """Two epochs of two mini-batches with torch's AdamW; the means over the four steps of what the worker
+    reports."""
     parameters = list(model.parameters.values())
     optimizer = torch.optim.AdamW(parameters, lr=training.lr, weight_decay=training.weight_decay)
     means = {"loss": 0.0, "grad_norm": 0.0}
@@ -227,8 +270,11 @@ def plain_training(model: Plain, training: jobs.Training, options: Mapping[str, 
 
 
 @pytest.mark.parametrize("head", CASES)
-def test_a_training_step_of_the_worker(path: str, plain: Callable[[str], Plain], ranks: Ranks, head: str) -> None:
-    """Two mini-batches, two epochs: weights and merged metrics on one rank, on two ranks, and of a plain loop with AdamW."""
+def test_a_training_step_of_the_worker(
+    path: str, plain: Callable[[str], Plain], ranks: Ranks, head: str
+) -> None:
+    """Two mini-batches, two epochs: weights and merged metrics on one rank, on two ranks, and of a plain loop
+    with AdamW."""
     batch = plain(head).batch
     alone, weights = jobs.train(path, jobs.Training(head, jobs.rows(2)), batch)
     both = ranks.run(jobs.train, path, jobs.Training(head, jobs.tokens(24)), batch)
@@ -236,7 +282,9 @@ def test_a_training_step_of_the_worker(path: str, plain: Callable[[str], Plain],
     assert two == pytest.approx(one, rel=1e-10, abs=1e-12)
 
     model = Plain(path, head, batch)
-    options = {"agg_mode": "seq-mean-token-mean"} | ({"entropy_coeff": 0.02, "kl_coef": 0.3} if head == "policy" else {})
+    options = {"agg_mode": "seq-mean-token-mean"} | (
+        {"entropy_coeff": 0.02, "kl_coef": 0.3} if head == "policy" else {}
+    )
     means = plain_training(model, jobs.Training(head, jobs.rows(1)), options)
     prefix, loss, clipped, others = METRICS[head]
     assert one[f"{prefix}/grad_norm"] == pytest.approx(means["grad_norm"], rel=1e-9)
@@ -245,7 +293,13 @@ def test_a_training_step_of_the_worker(path: str, plain: Callable[[str], Plain],
     assert one.keys() >= {f"{prefix}/{name}" for name in others}
     for found in (weights, *(of_rank for _, of_rank in both)):
         for name, wanted in model.parameters.items():
-            torch.testing.assert_close(found[name], wanted.detach(), rtol=0, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                found[name],
+                wanted.detach(),
+                rtol=0,
+                atol=1e-10,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
 
 
 METRICS = {

@@ -1,4 +1,5 @@
-"""Memory that runs out in an update: smaller micro-batches, the same gradient, and what fits is remembered."""
+"""Memory that runs out in an update: smaller micro-batches, the same gradient, and what fits is
+remembered."""
 
 from __future__ import annotations
 
@@ -28,22 +29,30 @@ def without_counts(metrics: Mapping[str, float]) -> dict[str, float]:
 @pytest.mark.parametrize("short", [[0], [1], [0, 1]], ids=["first rank", "last rank", "both ranks"])
 @pytest.mark.parametrize("head", PREFIX)
 def test_an_update_is_that_of_a_smaller_plan(tiny: str, ranks: Ranks, head: str, short: list[int]) -> None:
-    """Two rows of a rank in each mini-batch, memory for one: one split, in the first of eight optimizer steps."""
+    """Two rows of a rank in each mini-batch, memory for one: one split, in the first of eight optimizer
+    steps."""
     found = ranks.run(jobs.update_with_little_memory, tiny, Training(head, rows(2)), short, 1)
     small = ranks.run(jobs.update_with_little_memory, tiny, Training(head, rows(1)), [], 0)
     whole = ranks.run(jobs.update_with_little_memory, tiny, Training(head, rows(2)), [], 0)
     for rank, (mine, other, planned) in enumerate(zip(found, small, whole, strict=True)):
         assert [metrics[f"{PREFIX[head]}/oom_splits"] for metrics in mine["metrics"]] == [1.0, 0.0]
-        assert [without_counts(metrics) for metrics in mine["metrics"]] == [without_counts(metrics) for metrics in other["metrics"]]
+        assert [without_counts(metrics) for metrics in mine["metrics"]] == [
+            without_counts(metrics) for metrics in other["metrics"]
+        ]
         assert mine["plan"] == rows(1)
         for name, weight in other["weights"].items():
             assert torch.equal(mine["weights"][name], weight), name
             torch.testing.assert_close(weight, planned["weights"][name], rtol=0, atol=1e-9)
-        assert (planned["passes"], other["passes"], mine["passes"]) == (8, 16, 16 + (2 if rank in short else 1))
+        assert (planned["passes"], other["passes"], mine["passes"]) == (
+            8,
+            16,
+            16 + (2 if rank in short else 1),
+        )
 
 
 def test_a_budget_of_tokens_shrinks_until_it_fits(tiny: str, ranks: Ranks) -> None:
-    """All rows of a mini-batch fit into 100 tokens, memory is for one row: the budget becomes the longest row, then one row at a time."""
+    """All rows of a mini-batch fit into 100 tokens, memory is for one row: the budget becomes the longest
+    row, then one row at a time."""
     found = ranks.run(jobs.update_with_little_memory, tiny, Training("policy", tokens(100)), [0], 1)
     small = ranks.run(jobs.update_with_little_memory, tiny, Training("policy", rows(1)), [], 0)
     for mine, other in zip(found, small, strict=True):
@@ -53,7 +62,8 @@ def test_a_budget_of_tokens_shrinks_until_it_fits(tiny: str, ranks: Ranks) -> No
 
 
 def test_passes_that_only_compute(tiny: str, ranks: Ranks) -> None:
-    """Four rows a rank, memory for one on rank 1: 4, 2, 1; the update that comes next tells of both splits."""
+    """Four rows a rank, memory for one on rank 1: 4, 2, 1; the update that comes next tells of both
+    splits."""
     found = ranks.run(jobs.infer_with_little_memory, tiny, rows(4), 1)
     plain = ranks.run(jobs.infer_with_little_memory, tiny, rows(1), 0)
     for mine, other in zip(found, plain, strict=True):
@@ -65,7 +75,10 @@ def test_a_single_row_that_does_not_fit(tiny: str, ranks: Ranks) -> None:
     first, second = ranks.run(jobs.update_without_memory, tiny)
     assert first == second
     assert DoesNotFit.exit_code == 3
-    assert first.startswith("update of the actor: rank 1 has no memory for a single row of ") and "param_offload=true" in first
+    assert (
+        first.startswith("update of the actor: rank 1 has no memory for a single row of ")
+        and "param_offload=true" in first
+    )
 
 
 class OneRank:
@@ -79,7 +92,10 @@ def lengths(*sizes: int) -> DataProto:
     """Rows of so many tokens, one of them the prompt."""
     ones = [torch.ones(size - 1, dtype=torch.int64) for size in sizes]
     return DataProto.from_dict(
-        {"prompts": ragged.from_rows([torch.ones(1, dtype=torch.int64)] * len(sizes)), "responses": ragged.from_rows(ones)}
+        {
+            "prompts": ragged.from_rows([torch.ones(1, dtype=torch.int64)] * len(sizes)),
+            "responses": ragged.from_rows(ones),
+        }
     )
 
 
@@ -96,4 +112,6 @@ def test_sizes() -> None:
     data: Any = lengths(10, 20, 30, 5, 5)
     assert after(rows(64), data, (5, 70), (3, 60)) == [rows(3), rows(2)], "five rows are all there are"
     assert after(tokens(1000), data, (5, 70), (3, 35)) == [tokens(35), tokens(30)]
-    assert after(tokens(64), data, (3, 60), (2, 30)) == [tokens(30), rows(1)], "no budget is below the longest row"
+    assert after(tokens(64), data, (3, 60), (2, 30)) == [tokens(30), rows(1)], (
+        "no budget is below the longest row"
+    )

@@ -40,8 +40,11 @@ def worker(path: str, reward: RewardConfig) -> Iterator[RewardWorker]:
 
 
 def make_batch(texts: list[str], truths: list[str], **columns: Any) -> tuple[DataProto, DataProto]:
-    """Row objects, and responses to the prompt 1+1= of one token per character; `.` stands for the end token."""
-    ids = [torch.tensor([TOKEN("<|end|>" if c == "." else c) for c in text], dtype=torch.int64) for text in texts]
+    """Row objects, and responses to the prompt 1+1= of one token per character; `.` stands for the end
+    token."""
+    ids = [
+        torch.tensor([TOKEN("<|end|>" if c == "." else c) for c in text], dtype=torch.int64) for text in texts
+    ]
     prompts = [torch.tensor([TOKEN(c) for c in "1+1="], dtype=torch.int64) for _ in texts]
     objects = {
         "data_source": ["arithmetic"] * len(texts),
@@ -70,10 +73,17 @@ def test_the_score_stands_on_the_last_token(tiny: str) -> None:
 def test_rows_that_fail_are_counted_and_cost_only_themselves(tiny: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FUNCTION)
     config = RewardConfig(CustomRewardConfig(path=str(tmp_path / "mine.py")), failure_score=-3.0)
-    batch = make_batch(["1.", "22.", "", "333"], ["", "raise", "", ""], extra_info=[{"acc": 1}, {}, {"acc": 0}, {"acc": 1}])
+    batch = make_batch(
+        ["1.", "22.", "", "333"], ["", "raise", "", ""], extra_info=[{"acc": 1}, {}, {"acc": 0}, {"acc": 1}]
+    )
     with worker(tiny, config) as reward:
         scored = reward.score(*batch)
-    assert token_scores(scored) == [[0, 0.5], [0, 0, -3], [], [0, 0, 1.5]]  # a response without tokens has no place for a score
+    assert token_scores(scored) == [
+        [0, 0.5],
+        [0, 0, -3],
+        [],
+        [0, 0, 1.5],
+    ]  # a response without tokens has no place for a score
     assert scored.get("score").tolist() == [0.5, -3, 0, 1.5]
     assert scored.get("acc").tolist() == [1, -3, 0, 1]
     assert scored.meta_info["failed"] == 1

@@ -1,4 +1,5 @@
-"""The rollout worker in this process: whose weights it samples with, and that samples belong to prompts, not to processes."""
+"""The rollout worker in this process: whose weights it samples with, and that samples belong to prompts, not
+to processes."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def make_actor(path: str) -> ActorWorker:
     return ActorWorker(process(), spec)
 
 
-def make_rollout(path: str, rank: int = 0, world_size: int = 1, actor: ActorWorker | None = None) -> RolloutWorker:
+def make_rollout(
+    path: str, rank: int = 0, world_size: int = 1, actor: ActorWorker | None = None
+) -> RolloutWorker:
     spec = RolloutSpec(ModelConfig(path=path), SamplingConfig(dtype="fp32"), max_tokens=MAX_TOKENS, seed=5)
     worker = RolloutWorker(process(rank, world_size, **({} if actor is None else {"actor": actor})), spec)
     worker.load_weights() if actor is None else worker.sync_from_actor()
@@ -49,7 +52,9 @@ def make_rollout(path: str, rank: int = 0, world_size: int = 1, actor: ActorWork
 def make_prompts(temperature: float = TEMPERATURE, step: int = 1) -> DataProto:
     order = SampleOrder(step=step, n=SAMPLES, temperature=temperature, top_k=-1, top_p=1.0)
     prompts = ragged.from_rows([torch.tensor(prompt) for prompt in PROMPTS])
-    return DataProto.from_dict({"prompts": prompts}, {"uid": [f"prompt {i}" for i in range(len(PROMPTS))]}, {"sampling": order})
+    return DataProto.from_dict(
+        {"prompts": prompts}, {"uid": [f"prompt {i}" for i in range(len(PROMPTS))]}, {"sampling": order}
+    )
 
 
 def listed(batch: DataProto, name: str) -> list[list[int]]:
@@ -73,7 +78,12 @@ def test_log_probs_are_the_trainers_before_and_after_an_update(tiny: str) -> Non
     lengths = ragged.lengths(first.get("responses"))
     advantages = ragged.from_parts(torch.randn(int(lengths.sum()), generator=draw), lengths)
     columns = {name: first.get(name) for name in ("prompts", "responses", "response_mask")}
-    actor.update(DataProto.from_dict({**columns, "old_log_probs": first.get("rollout_log_probs"), "advantages": advantages}), step=1)
+    actor.update(
+        DataProto.from_dict(
+            {**columns, "old_log_probs": first.get("rollout_log_probs"), "advantages": advantages}
+        ),
+        step=1,
+    )
     assert largest_gap(actor, first) > 1e-2
     rollout.sync_from_actor()
     assert largest_gap(actor, rollout.generate(make_prompts(step=2))) < 1e-4
@@ -81,24 +91,32 @@ def test_log_probs_are_the_trainers_before_and_after_an_update(tiny: str) -> Non
 
 def test_weights_come_from_the_directory_or_from_the_actor(tiny: str) -> None:
     from_files = make_rollout(tiny).generate(make_prompts())
-    assert listed(make_rollout(tiny, actor=make_actor(tiny)).generate(make_prompts()), "responses") == listed(from_files, "responses")
+    assert listed(make_rollout(tiny, actor=make_actor(tiny)).generate(make_prompts()), "responses") == listed(
+        from_files, "responses"
+    )
 
 
 def test_one_worker_and_two_draw_the_same_samples(tiny: str) -> None:
     whole = make_rollout(tiny).generate(make_prompts())
     shares = make_prompts().chunk(2)
-    halves = DataProto.concat([make_rollout(tiny, rank, 2).generate(share) for rank, share in enumerate(shares)])
+    halves = DataProto.concat(
+        [make_rollout(tiny, rank, 2).generate(share) for rank, share in enumerate(shares)]
+    )
     assert listed(halves, "responses") == listed(whole, "responses")
     log_probs = [ragged.parts(batch.get("rollout_log_probs"))[0] for batch in (halves, whole)]
     torch.testing.assert_close(*log_probs, rtol=0, atol=1e-5)
-    assert listed(make_rollout(tiny).generate(make_prompts(step=2)), "responses") != listed(whole, "responses")
+    assert listed(make_rollout(tiny).generate(make_prompts(step=2)), "responses") != listed(
+        whole, "responses"
+    )
 
 
 def test_trajectories_are_prompt_major_and_end_where_they_should(tiny: str) -> None:
     made = make_rollout(tiny).generate(make_prompts())
     responses = listed(made, "responses")
     assert listed(made, "prompts") == [prompt for prompt in PROMPTS for _ in range(SAMPLES)]
-    assert made.get("lengths").tolist() == [len(p) + len(r) for p, r in zip(listed(made, "prompts"), responses)]
+    assert made.get("lengths").tolist() == [
+        len(p) + len(r) for p, r in zip(listed(made, "prompts"), responses)
+    ]
     assert listed(made, "response_mask") == [[1] * len(response) for response in responses]
     assert any(len(response) < MAX_TOKENS for response in responses)
     for response in responses:

@@ -1,4 +1,5 @@
-"""Builds a sharded model: shape on the meta device, adapters, fully_shard, then weights from rank 0, tensor by tensor.
+"""Builds a sharded model: shape on the meta device, adapters, fully_shard, then weights from rank 0, tensor
+by tensor.
 
 In: a `ModelConfig` and an `FSDPConfig`. Out: a `PolicyModel` or `ValueModel` whose parameters are DTensors.
 Only rank 0 reads files, and no rank ever holds more than its shard and one full tensor on its device.
@@ -13,7 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hydraflow.device import resolve_dtype
@@ -26,13 +33,26 @@ from hydraflow.models.heads import PolicyModel, ValueModel
 
 
 def build_model(
-    model: ModelConfig, fsdp: FSDPConfig, *, head: str, mesh: DeviceMesh, device: torch.device, trained: bool, field: str, seed: int
+    model: ModelConfig,
+    fsdp: FSDPConfig,
+    *,
+    head: str,
+    mesh: DeviceMesh,
+    device: torch.device,
+    trained: bool,
+    field: str,
+    seed: int,
 ) -> tuple[PolicyModel | ValueModel, bool]:
-    """The sharded model with its weights, and whether its rows must be padded. Raises ConfigError on every rank alike."""
+    """The sharded model with its weights, and whether its rows must be padded. Raises ConfigError on every
+    rank alike."""
     config = loading.load_config(model, field=field)
-    attention, padded = loading.choose_attention(config, model, loading.causal_class(config, model, field=field))
+    attention, padded = loading.choose_attention(
+        config, model, loading.causal_class(config, model, field=field)
+    )
     dtype = resolve_dtype(fsdp.model_dtype, device.type)
-    module = loading.empty_model(config, model, head=head, dtype=dtype, attention=attention, chunk_tokens=fsdp.head_chunk_tokens)
+    module = loading.empty_model(
+        config, model, head=head, dtype=dtype, attention=attention, chunk_tokens=fsdp.head_chunk_tokens
+    )
     if not trained:
         module.requires_grad_(False)
     elif model.lora_rank > 0:
@@ -48,7 +68,8 @@ def build_model(
 
 
 def shard(module: PolicyModel | ValueModel, fsdp: FSDPConfig, mesh: DeviceMesh, device: torch.device) -> None:
-    """fully_shard on every layer that is large enough and on the root; gradients are then summed over ranks, not averaged."""
+    """fully_shard on every layer that is large enough and on the root; gradients are then summed over ranks,
+    not averaged."""
     policy: dict[str, Any] = dict(
         mesh=mesh,
         mp_policy=_precision(fsdp, device),
@@ -58,7 +79,8 @@ def shard(module: PolicyModel | ValueModel, fsdp: FSDPConfig, mesh: DeviceMesh, 
     for layer in _layers(module.hf):
         if sum(parameter.numel() for parameter in layer.parameters()) >= fsdp.wrap_policy.min_num_params:
             fully_shard(layer, **policy)
-    # the backward pass begins with the root's weights: freeing them after the forward pass would only fetch them again
+    # the backward pass begins with the root's weights: freeing them after the forward pass would only fetch
+    # them again
     fully_shard(module, **{**policy, "reshard_after_forward": False})
     for part in module.modules():
         if isinstance(part, FSDPModule):
@@ -78,7 +100,9 @@ def _layers(hf: nn.Module) -> list[nn.Module]:
 
 
 def _precision(fsdp: FSDPConfig, device: torch.device) -> MixedPrecisionPolicy:
-    kept, compute, reduce = (resolve_dtype(name, device.type) for name in (fsdp.model_dtype, fsdp.dtype, fsdp.reduce_dtype))
+    kept, compute, reduce = (
+        resolve_dtype(name, device.type) for name in (fsdp.model_dtype, fsdp.dtype, fsdp.reduce_dtype)
+    )
     if fsdp.dtype == "auto" and kept == torch.float64:
         compute = kept
     if compute == torch.float64:
@@ -93,8 +117,11 @@ def _offload(fsdp: FSDPConfig, device: torch.device) -> OffloadPolicy:
     return CPUOffloadPolicy(pin_memory=device.type != "cpu") if fsdp.param_offload else OffloadPolicy()
 
 
-def _read_on_rank_zero(config: Any, model: ModelConfig, *, head: str, dtype: torch.dtype, field: str) -> dict[str, torch.Tensor]:
-    """Weights on rank 0, nothing elsewhere. When rank 0 fails, every rank does: none waits for a broadcast that never comes."""
+def _read_on_rank_zero(
+    config: Any, model: ModelConfig, *, head: str, dtype: torch.dtype, field: str
+) -> dict[str, torch.Tensor]:
+    """Weights on rank 0, nothing elsewhere. When rank 0 fails, every rank does: none waits for a broadcast
+    that never comes."""
     weights: dict[str, torch.Tensor] = {}
     problem: list[ConfigError | None] = [None]
     if dist.get_rank() == 0:
@@ -110,14 +137,19 @@ def _read_on_rank_zero(config: Any, model: ModelConfig, *, head: str, dtype: tor
 
 @torch.no_grad()
 def _fill_parameters(
-    module: PolicyModel | ValueModel, source: dict[str, torch.Tensor], device: torch.device, draw: torch.Generator
+    module: PolicyModel | ValueModel,
+    source: dict[str, torch.Tensor],
+    device: torch.device,
+    draw: torch.Generator,
 ) -> None:
     for name, parameter in module.named_parameters():
         assert isinstance(parameter, DTensor), f"{name} is not sharded"
         full = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         if dist.get_rank() == 0:
             found = (
-                lora.initial_value(name, parameter.shape, parameter.dtype, draw) if lora.is_adapter(name) else source[hf_name(module, name)]
+                lora.initial_value(name, parameter.shape, parameter.dtype, draw)
+                if lora.is_adapter(name)
+                else source[hf_name(module, name)]
             )
             full.copy_(found)
         _broadcast(full)
@@ -126,8 +158,11 @@ def _fill_parameters(
 
 
 @torch.no_grad()
-def _fill_buffers(module: PolicyModel | ValueModel, source: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Rotary tables and the like: no file holds them, so rank 0's freshly made ones go to all. They live on the device."""
+def _fill_buffers(
+    module: PolicyModel | ValueModel, source: dict[str, torch.Tensor], device: torch.device
+) -> None:
+    """Rotary tables and the like: no file holds them, so rank 0's freshly made ones go to all. They live on
+    the device."""
     for name, buffer in list(module.named_buffers()):
         owner, _, leaf = name.rpartition(".")
         full = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)

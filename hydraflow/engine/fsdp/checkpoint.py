@@ -1,9 +1,11 @@
-"""Sharded state of a model in training, in torch's distributed checkpoint format: any number of ranks can read it back.
+"""Sharded state of a model in training, in torch's distributed checkpoint format: any number of ranks can
+read it back.
 
-In: a sharded model and its optimizer. Out: a `Snapshot` in host memory, which another thread may write while training goes on,
-and the way back. The file holds tensors alone, under flat names: `model.<parameter>`, `optim.<parameter>.<slot>` and
-`extra.schedule_step`. No random state is in it: nothing in an engine draws, and what a step draws is keyed by its number.
-Left out on purpose: directories, checksums and everything else that makes up a run (`trainer/checkpoint_store.py`).
+In: a sharded model and its optimizer. Out: a `Snapshot` in host memory, which another thread may write while
+training goes on, and the way back. The file holds tensors alone, under flat names: `model.<parameter>`,
+`optim.<parameter>.<slot>` and `extra.schedule_step`. No random state is in it: nothing in an engine draws,
+and what a step draws is keyed by its number. Left out on purpose: directories, checksums and everything else
+that makes up a run (`trainer/checkpoint_store.py`).
 """
 
 from __future__ import annotations
@@ -71,7 +73,14 @@ class Snapshot:
 
 @torch.no_grad()
 def snapshot(
-    module: Module, model: ModelConfig, optimizer: torch.optim.Optimizer, step: int, contents: Collection[str], *, head: str, field: str
+    module: Module,
+    model: ModelConfig,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    contents: Collection[str],
+    *,
+    head: str,
+    field: str,
 ) -> Snapshot:
     """Copies what `contents` names into host memory. Every rank takes part."""
     host_group()  # made here, where all ranks do the same; `write` runs beside their work
@@ -82,14 +91,20 @@ def snapshot(
 
 
 @torch.no_grad()
-def load(module: Module, optimizer: torch.optim.Optimizer, directory: Path, contents: Collection[str]) -> int | None:
-    """Fills model and optimizer with what `contents` names; returns the schedule's step, None when `extra` is not among it."""
+def load(
+    module: Module, optimizer: torch.optim.Optimizer, directory: Path, contents: Collection[str]
+) -> int | None:
+    """Fills model and optimizer with what `contents` names; returns the schedule's step, None when `extra` is
+    not among it."""
     reader = Reader(directory)
     stored = reader.index.tensors.keys()
     wanted = _parts(module, optimizer, 0, [MODEL, EXTRA])
     wanted = {name: tensor for name, tensor in wanted.items() if name.partition(".")[0] in contents}
     if missing := sorted(wanted.keys() - stored):
-        rule = f"holds no {missing[0]} ({len(missing)} tensors of this model are missing): it is of another model"
+        rule = (
+            f"holds no {missing[0]} ({len(missing)} tensors of this model are missing): it is of another"
+            " model"
+        )
         raise ConfigError.one("trainer.resume_from_path", directory, rule)
     if OPTIMIZER in contents:
         wanted |= _empty_optimizer_state(module, optimizer, stored)
@@ -103,8 +118,12 @@ def load(module: Module, optimizer: torch.optim.Optimizer, directory: Path, cont
 def stored_bytes(module: Module, optimizer: torch.optim.Optimizer, contents: Collection[str]) -> int:
     """Bytes of this rank's part of a checkpoint, AdamW's two moments counted even before the first step."""
     local = sum(_local_bytes(tensor) for tensor in _parts(module, optimizer, 0, [MODEL]).values())
-    trained = sum(_local_bytes(parameter) for group in optimizer.param_groups for parameter in group["params"])
-    return local * (MODEL in contents) + local * (HF_MODEL in contents) + 2 * trained * (OPTIMIZER in contents)
+    trained = sum(
+        _local_bytes(parameter) for group in optimizer.param_groups for parameter in group["params"]
+    )
+    return (
+        local * (MODEL in contents) + local * (HF_MODEL in contents) + 2 * trained * (OPTIMIZER in contents)
+    )
 
 
 def _parts(module: Module, optimizer: torch.optim.Optimizer, step: int, contents: Collection[str]) -> State:
@@ -126,7 +145,9 @@ def _slots(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tupl
             yield f"optim.{name}.{slot}", value
 
 
-def _empty_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, stored: Collection[str]) -> State:
+def _empty_optimizer_state(
+    module: nn.Module, optimizer: torch.optim.Optimizer, stored: Collection[str]
+) -> State:
     """Gives the optimizer the slots that the checkpoint has, still to be filled, and returns them by name."""
     optimizer.state.clear()
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -135,7 +156,9 @@ def _empty_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, 
         if not slots or id(parameter) not in trained:
             continue
         count = torch.zeros((), dtype=torch.float32, device=parameter.device)  # where fused AdamW wants it
-        optimizer.state[parameter] = {slot: count if slot == "step" else torch.zeros_like(parameter) for slot in slots}
+        optimizer.state[parameter] = {
+            slot: count if slot == "step" else torch.zeros_like(parameter) for slot in slots
+        }
     return dict(_slots(module, optimizer))
 
 
@@ -143,7 +166,9 @@ def _first_failure(error: dcp.CheckpointException) -> str:
     """What the lowest rank that failed says."""
     rank, (cause, _) = min(error.failures.items())
     if isinstance(cause, pickle.UnpicklingError):
-        return f"rank {rank}: a shard holds more than tensors, which was not executed: {refused_content(cause)}"
+        return (
+            f"rank {rank}: a shard holds more than tensors, which was not executed: {refused_content(cause)}"
+        )
     return f"rank {rank}: {type(cause).__name__}: {cause}"
 
 
@@ -167,6 +192,11 @@ def _facts(module: Module, model: ModelConfig, contents: Collection[str], head: 
         "lora_rank": model.lora_rank,
         "lora_alpha": model.lora_alpha,
         "tied": bool(module.hf.config.get_text_config().tie_word_embeddings),
-        "dtype": {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}[kept],
+        "dtype": {
+            torch.float32: "fp32",
+            torch.bfloat16: "bf16",
+            torch.float16: "fp16",
+            torch.float64: "fp64",
+        }[kept],
         "module_prefix": module.prefix,
     }

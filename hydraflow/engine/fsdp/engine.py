@@ -1,7 +1,8 @@
-"""The FSDP2 training engine: one rank of a sharded model, its optimizer and its schedule. On CPUs and GPUs alike.
+"""The FSDP2 training engine: one rank of a sharded model, its optimizer and its schedule. On CPUs and GPUs
+alike.
 
-In: micro-batches and a loss function. Out: log-probabilities or values, metrics, weights (see `engine/base.py`).
-Left out on purpose: splitting batches (`micro_batches.py`), losses, sequence parallelism.
+In: micro-batches and a loss function. Out: log-probabilities or values, metrics, weights (see
+`engine/base.py`). Left out on purpose: splitting batches (`micro_batches.py`), losses, sequence parallelism.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ from hydraflow.protocol.batch import DataProto
 class FSDPEngine:
     """A `TrainEngine`. torch.distributed must be ready (`process_group.start`).
 
-    `head` is policy or value; without `optim` the model is frozen and only `forward` and `weights` may be called.
-    `field` is the configuration key of `model`, for error messages; `total_steps` ends the learning rate schedule.
+    `head` is policy or value; without `optim` the model is frozen and only `forward` and `weights` may be
+    called. `field` is the configuration key of `model`, for error messages; `total_steps` ends the learning
+    rate schedule.
     """
 
     def __init__(
@@ -52,11 +54,25 @@ class FSDPEngine:
         seed: int = 0,
     ):
         self.data_rank, self.data_size = dist.get_rank(), dist.get_world_size()
-        self._model, self._fsdp, self._optim, self._head, self._device, self._field = model, fsdp, optim, head, device, field
+        self._model, self._fsdp, self._optim, self._head, self._device, self._field = (
+            model,
+            fsdp,
+            optim,
+            head,
+            device,
+            field,
+        )
         self._total_steps, self._step = total_steps, 0
         mesh = init_device_mesh(device.type, (self.data_size,))
         self.module, self._padded = build_model(
-            model, fsdp, head=head, mesh=mesh, device=device, trained=optim is not None, field=field, seed=seed
+            model,
+            fsdp,
+            head=head,
+            mesh=mesh,
+            device=device,
+            trained=optim is not None,
+            field=field,
+            seed=seed,
         )
         self._pace = Pace(self.module, device)
         self._norm: float | None = None
@@ -81,7 +97,9 @@ class FSDPEngine:
         attempt = self._pace.attempt()
         with nullcontext() if adapter else lora.adapters_off(self.module):
             for data in micro_batches:
-                attempt.run(data, lambda part: self.module(self._pack(part, None), temperature, entropy, greedy_match))
+                attempt.run(
+                    data, lambda part: self.module(self._pack(part, None), temperature, entropy, greedy_match)
+                )
         self._free_gathered_weights()
         (short_ranks,) = process_group.all_reduce(torch.tensor([attempt.is_short()])).tolist()
         results = attempt.results_of_all(short_ranks)
@@ -89,10 +107,17 @@ class FSDPEngine:
         names = ["values"] if self._head == "value" else ["log_probs"]
         names += ["entropys"] if entropy else ["greedy_match"] if greedy_match else []
         columns = {name: torch.cat([result[i] for result in results]).cpu() for i, name in enumerate(names)}
-        return DataProto.from_dict({name: ragged.from_parts(values, lengths) for name, values in columns.items()})
+        return DataProto.from_dict(
+            {name: ragged.from_parts(values, lengths) for name, values in columns.items()}
+        )
 
     def forward_backward(
-        self, micro_batches: Sequence[DataProto], loss_fn: LossFn, *, temperature: float = 1.0, entropy: bool = False
+        self,
+        micro_batches: Sequence[DataProto],
+        loss_fn: LossFn,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
     ) -> dict[str, Metric]:
         """See `TrainEngine`. Only tokens whose response_mask is set pass through the head."""
         assert self._optim is not None, "a frozen model is not trained"
@@ -148,7 +173,15 @@ class FSDPEngine:
         """See `TrainEngine`."""
         assert self._optimizer is not None, "a frozen model has no state of its own"
         self._free_gathered_weights()
-        return checkpoint.snapshot(self.module, self._model, self._optimizer, self._step, contents, head=self._head, field=self._field)
+        return checkpoint.snapshot(
+            self.module,
+            self._model,
+            self._optimizer,
+            self._step,
+            contents,
+            head=self._head,
+            field=self._field,
+        )
 
     def load(self, directory: str | Path, contents: Collection[str]) -> None:
         """See `TrainEngine`."""
@@ -176,23 +209,34 @@ class FSDPEngine:
         if self._device.type != "cpu" and not self._fsdp.param_offload:
             self._move(self._device)
 
-    def _learn(self, data: DataProto, loss_fn: LossFn, temperature: float, entropy: bool) -> dict[str, Metric]:
+    def _learn(
+        self, data: DataProto, loss_fn: LossFn, temperature: float, entropy: bool
+    ) -> dict[str, Metric]:
         """One micro-batch's share of the gradient."""
         batch = self._pack(data, ragged.parts(data.get("response_mask"))[0].bool())
         main, entropies = self.module(batch, temperature, entropy)
         loss, told = loss_fn(self._output(batch, main, entropies), self._columns(data, batch))
-        # entropies that the loss does not use would keep their logits: two copies of them for every token of the micro-batch
+        # entropies that the loss does not use would keep their logits: two copies of them for every token of
+        # the micro-batch
         del main, entropies
         loss.backward()
         return told
 
     def _pack(self, data: DataProto, wanted: torch.Tensor | None) -> PackedBatch:
-        return pack(data.get("prompts"), data.get("responses"), device=self._device, padded=self._padded, wanted=wanted)
+        return pack(
+            data.get("prompts"),
+            data.get("responses"),
+            device=self._device,
+            padded=self._padded,
+            wanted=wanted,
+        )
 
     def _output(self, batch: PackedBatch, main: torch.Tensor, entropies: torch.Tensor | None) -> ModelOutput:
         if self._head == "value":
             return ModelOutput(values=batch.dense(main))
-        return ModelOutput(log_probs=batch.dense(main), entropy=None if entropies is None else batch.dense(entropies))
+        return ModelOutput(
+            log_probs=batch.dense(main), entropy=None if entropies is None else batch.dense(entropies)
+        )
 
     def _columns(self, data: DataProto, batch: PackedBatch) -> Mapping[str, torch.Tensor]:
         """What the loss reads: ragged columns right padded to (B, R), dense ones as they are."""
@@ -205,7 +249,8 @@ class FSDPEngine:
         return columns
 
     def _reduce_gradients(self, last: bool) -> None:
-        """Gradients stay on their rank until the last micro-batch; so do gathered weights, unless memory is short."""
+        """Gradients stay on their rank until the last micro-batch; so do gathered weights, unless memory is
+        short."""
         assert isinstance(self.module, FSDPModule)
         self.module.set_requires_gradient_sync(last)
         self.module.set_reshard_after_backward(last or self._fsdp.reshard_after_forward)

@@ -1,8 +1,8 @@
 """Full weights out of a sharded model: as a stream for whoever samples, or as a Hugging Face directory.
 
-In: a sharded model. Out: (Hugging Face name, full tensor) one at a time; adapters are merged in passing, and the weights
-in training stay as they are. A tied output matrix is not sent twice.
-Left out on purpose: who receives the stream (`generation/`).
+In: a sharded model. Out: (Hugging Face name, full tensor) one at a time; adapters are merged in passing, and
+the weights in training stay as they are. A tied output matrix is not sent twice. Left out on purpose: who
+receives the stream (`generation/`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,12 @@ def stream(module: PolicyModel | ValueModel) -> Iterator[tuple[str, torch.Tensor
     """Every rank takes part in gathering the tensors, so all ranks must run through it to the end."""
     parameters = dict(module.named_parameters())
     layers = lora.adapted(module)
-    adapters = dict(gathered({name: parameter for name, parameter in parameters.items() if lora.is_adapter(name)}))
-    for name, full in gathered({name: parameter for name, parameter in parameters.items() if not lora.is_adapter(name)}):
+    adapters = dict(
+        gathered({name: parameter for name, parameter in parameters.items() if lora.is_adapter(name)})
+    )
+    for name, full in gathered(
+        {name: parameter for name, parameter in parameters.items() if not lora.is_adapter(name)}
+    ):
         plain = name.replace(".base_layer.", ".")
         if plain in layers:
             stem = plain.removesuffix("weight")
@@ -73,7 +77,8 @@ class Form:
     config: Any
     model: ModelConfig
     shape: Any
-    """The model of transformers that the weights fill, without values; None: there is no such class, or the name will do."""
+    """The model of transformers that the weights fill, without values; None: there is no such class, or the
+    name will do."""
     class_name: str | None
     """What config.json calls it."""
     generation: GenerationConfig | None = None
@@ -81,7 +86,8 @@ class Form:
 
 
 def form_of(module: PolicyModel | ValueModel, model: ModelConfig, *, weights: bool) -> Form:
-    """Not in a thread beside training: where transformers makes a model, it changes torch's default type for the whole process.
+    """Not in a thread beside training: where transformers makes a model, it changes torch's default type for
+    the whole process.
 
     weights: they will be written, too.
     """
@@ -92,11 +98,16 @@ def form_of(module: PolicyModel | ValueModel, model: ModelConfig, *, weights: bo
         return Form(config, model, shape, None if shape is None else type(shape).__name__)
     config, generation = copy.deepcopy(module.hf.config), loading.load_generation_config(model)
     name = loading.causal_class(config, model).__name__
-    return Form(config, model, _policy_shape(config, model, generation) if weights else None, name, generation)
+    return Form(
+        config, model, _policy_shape(config, model, generation) if weights else None, name, generation
+    )
 
 
-def write_hugging_face(form: Form, weights: dict[str, torch.Tensor] | None, directory: Path, *, field: str) -> None:
-    """Configuration, generation settings of a policy, tokenizer and, unless they are None, weights. In any thread."""
+def write_hugging_face(
+    form: Form, weights: dict[str, torch.Tensor] | None, directory: Path, *, field: str
+) -> None:
+    """Configuration, generation settings of a policy, tokenizer and, unless they are None, weights. In any
+    thread."""
     from huggingface_hub import save_torch_state_dict
 
     directory.mkdir(parents=True)
@@ -126,7 +137,9 @@ def _policy_shape(config: Any, model: ModelConfig, generation: GenerationConfig 
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        shape: Any = AutoModelForCausalLM.from_config(config, dtype=config.dtype, trust_remote_code=model.trust_remote_code)
+        shape: Any = AutoModelForCausalLM.from_config(
+            config, dtype=config.dtype, trust_remote_code=model.trust_remote_code
+        )
     if generation is not None:
         shape.generation_config = generation
     return shape
@@ -135,7 +148,8 @@ def _policy_shape(config: Any, model: ModelConfig, generation: GenerationConfig 
 def _value_shape(config: Any, *, trust: bool) -> Any:
     """A model whose head is `score.weight` alone, without values; None: there is none.
 
-    GPT-2's token classification, for one, calls its head `classifier` and gives it a bias: there it is sequence classification.
+    GPT-2's token classification, for one, calls its head `classifier` and gives it a bias: there it is
+    sequence classification.
     """
     from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
@@ -145,6 +159,8 @@ def _value_shape(config: Any, *, trust: bool) -> Any:
                 found: Any = auto.from_config(config, dtype=config.dtype, trust_remote_code=trust)
         except (ValueError, KeyError, OSError):  # there is no such class
             continue
-        if {name for name in found.state_dict() if not name.startswith(f"{found.base_model_prefix}.")} == {"score.weight"}:
+        if {name for name in found.state_dict() if not name.startswith(f"{found.base_model_prefix}.")} == {
+            "score.weight"
+        }:
             return found
     return None

@@ -1,6 +1,8 @@
-"""Full tensors out of sharded parameters, many to a collective: one gather for each tensor costs mostly waiting.
+"""Full tensors out of sharded parameters, many to a collective: one gather for each tensor costs mostly
+waiting.
 
-In: parameters by name, the same on every rank. Out: (name, full tensor), in order; at most a bucket of them exists at a time.
+In: parameters by name, the same on every rank. Out: (name, full tensor), in order; at most a bucket of them
+exists at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ Named = tuple[str, torch.Tensor]
 
 @torch.no_grad()
 def gathered(parameters: Mapping[str, torch.Tensor]) -> Iterator[Named]:
-    """Every rank takes part, and must run through it to the end. A tensor that is not sharded comes as it is."""
+    """Every rank takes part, and must run through it to the end. A tensor that is not sharded comes as it
+    is."""
     for bucket in _buckets(parameters):
         yield from _gather(bucket)
 
@@ -49,7 +52,10 @@ def _gather(bucket: list[Named]) -> list[Named]:
         everyone = mine.new_empty(ranks * len(mine))
         dist.all_gather_single(everyone, mine)
         rows = iter(everyone.view(ranks, -1).split([piece.numel() for piece in pieces], dim=1))
-    return [(name, _joined(next(rows), parameter) if _is_split_by_rows(parameter) else _whole(parameter)) for name, parameter in bucket]
+    return [
+        (name, _joined(next(rows), parameter) if _is_split_by_rows(parameter) else _whole(parameter))
+        for name, parameter in bucket
+    ]
 
 
 def _is_split_by_rows(parameter: torch.Tensor) -> bool:

@@ -1,8 +1,8 @@
 """Low-rank adapters: W + scale * B A, of which only A and B are trained.
 
-In: an unsharded Hugging Face model and a `ModelConfig`. Out: the same model with adapters in it (peft's layers), merged
-weights for those who sample from it, and the model as it was without them.
-Left out on purpose: adapters on embeddings, several adapters at a time, peft's other methods.
+In: an unsharded Hugging Face model and a `ModelConfig`. Out: the same model with adapters in it (peft's
+layers), merged weights for those who sample from it, and the model as it was without them. Left out on
+purpose: adapters on embeddings, several adapters at a time, peft's other methods.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 def add_adapters(hf: nn.Module, model: ModelConfig, dtype: torch.dtype, *, field: str) -> None:
     """Puts adapters of type `dtype` into `hf` and freezes the rest of it.
 
-    Raises ConfigError when target_modules names no linear layer; of names among others a warning says that the model has none such.
-    `hf` may be on the meta device, to find that out.
+    Raises ConfigError when target_modules names no linear layer; of names among others a warning says that
+    the model has none such. `hf` may be on the meta device, to find that out.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -41,11 +41,16 @@ def add_adapters(hf: nn.Module, model: ModelConfig, dtype: torch.dtype, *, field
         if len(lost) == len(targets):
             raise ConfigError.one(key, targets, rule, all_linear)
         log.warning("%s: %s", key, rule)
-    config = LoraConfig(r=model.lora_rank, lora_alpha=model.lora_alpha, target_modules=targets, lora_dropout=0.0, bias="none")
+    config = LoraConfig(
+        r=model.lora_rank, lora_alpha=model.lora_alpha, target_modules=targets, lora_dropout=0.0, bias="none"
+    )
     try:
         inject_adapter_in_model(config, hf, adapter_name=ADAPTER)
     except (ValueError, re.error) as error:
-        rule = f"names no linear layer of this model ({str(error).splitlines()[0]}); they are {', '.join(linear)}"
+        rule = (
+            f"names no linear layer of this model ({str(error).splitlines()[0]}); they are"
+            f" {', '.join(linear)}"
+        )
         raise ConfigError.one(key, targets, rule, all_linear) from error
     if any(".lora_embedding_" in name for name, _ in hf.named_parameters()):
         raise ConfigError.one(key, targets, "embeddings get no adapters", all_linear)
@@ -62,11 +67,18 @@ def linear_layers(hf: nn.Module) -> list[str]:
     """
     from transformers.pytorch_utils import Conv1D
 
-    return list(dict.fromkeys(name.rpartition(".")[2] for name, part in hf.named_modules() if isinstance(part, nn.Linear | Conv1D)))
+    return list(
+        dict.fromkeys(
+            name.rpartition(".")[2]
+            for name, part in hf.named_modules()
+            if isinstance(part, nn.Linear | Conv1D)
+        )
+    )
 
 
 def _unmatched(targets: str | list[str], hf: nn.Module) -> list[str]:
-    """Names of a list that no module ends in. A text is a pattern, or all-linear: peft says itself when nothing matches."""
+    """Names of a list that no module ends in. A text is a pattern, or all-linear: peft says itself when
+    nothing matches."""
     if isinstance(targets, str):
         return []
     names = [f".{name}" for name, _ in hf.named_modules()]
@@ -79,7 +91,8 @@ def is_adapter(name: str) -> bool:
 
 
 def initial_value(name: str, shape: torch.Size, dtype: torch.dtype, draw: torch.Generator) -> torch.Tensor:
-    """What an adapter starts as: A uniform as in a linear layer, B zero, so that nothing changes at first (Hu et al. 2021)."""
+    """What an adapter starts as: A uniform as in a linear layer, B zero, so that nothing changes at first (Hu
+    et al. 2021)."""
     if ".lora_B." in name:
         return torch.zeros(shape, dtype=dtype)
     bound = 1 / math.sqrt(shape[1])

@@ -1,11 +1,13 @@
 """Keeps a rank in step with the others when its memory runs out in the middle of a forward or backward pass.
 
-FSDP gathers weights and sums gradients in collectives that all ranks make, in the same order. A rank whose pass was cut off still owes
-the others the rest of them. It makes these in a second pass over a few tokens, in which the collectives that the first one made are left
-out; what that pass computes means nothing. Then all ranks forget the call and try again with smaller micro-batches.
+FSDP gathers weights and sums gradients in collectives that all ranks make, in the same order. A rank whose
+pass was cut off still owes the others the rest of them. It makes these in a second pass over a few tokens, in
+which the collectives that the first one made are left out; what that pass computes means nothing. Then all
+ranks forget the call and try again with smaller micro-batches.
 
-In: passes, as functions of a micro-batch. Out: what they return, and for all ranks alike whether one of them ran out of memory.
-Left out on purpose: which micro-batches are tried next (`workers/training.py`); HSDP, whose all-reduce cannot be left out in this way.
+In: passes, as functions of a micro-batch. Out: what they return, and for all ranks alike whether one of them
+ran out of memory. Left out on purpose: which micro-batches are tried next (`workers/training.py`); HSDP,
+whose all-reduce cannot be left out in this way.
 """
 
 from __future__ import annotations
@@ -73,7 +75,8 @@ class Pace:
         assert self._left_out == 0, "a pass over fewer tokens makes the same collectives"
 
     def is_due(self, gather: _Gather | None = None) -> bool:
-        """Whether a collective is to be made: in a pass that is made up for, only if it was not made before."""
+        """Whether a collective is to be made: in a pass that is made up for, only if it was not made
+        before."""
         if self._makes_up and gather is not None and gather.had_weights:
             gather.had_weights = False  # the others have these weights still, as this rank had
             return False
@@ -88,7 +91,8 @@ class Pace:
 
 
 class Attempt(Generic[Result]):
-    """The passes of one call: once memory has run out in one, this rank only keeps pace in the rest of them."""
+    """The passes of one call: once memory has run out in one, this rank only keeps pace in the rest of
+    them."""
 
     def __init__(self, pace: Pace):
         self._pace = pace
@@ -109,7 +113,8 @@ class Attempt(Generic[Result]):
         return float(self._short is not None)
 
     def results_of_all(self, short_ranks: float) -> list[Result]:
-        """What the passes returned. Raises OutOfMemory when `short_ranks`, the sum of `is_short` over ranks, is not 0."""
+        """What the passes returned. Raises OutOfMemory when `short_ranks`, the sum of `is_short` over ranks,
+        is not 0."""
         if short_ranks:
             raise OutOfMemory(self._shortages())
         return self._results
@@ -121,7 +126,9 @@ class Attempt(Generic[Result]):
         except (RuntimeError, MemoryError) as error:
             if not ran_out_of_memory(error):
                 raise
-            logger.warning("out of memory in a micro-batch of %d rows, %d tokens: %s", len(data), _tokens(data), error)
+            logger.warning(
+                "out of memory in a micro-batch of %d rows, %d tokens: %s", len(data), _tokens(data), error
+            )
             return False
         return True
 
@@ -136,7 +143,9 @@ class Attempt(Generic[Result]):
 class _Allocates:
     """Where FSDP's staging buffers come from."""
 
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
@@ -152,7 +161,11 @@ class _Gather(_Allocates, AllGather):
         self.had_weights = not isinstance(getattr(self._owner, self._name), DTensor)
 
     def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
     ) -> dist.Work | None:
         if not self._pace.is_due(self):
             output_tensor.zero_()
@@ -177,11 +190,14 @@ class _Reduce(_Allocates, ReduceScatter):
         if not self._pace.is_due():
             output_tensor.zero_()
             return None
-        return dist.reduce_scatter_single(output=output_tensor, input=input_tensor, group=group, op=op, async_op=async_op)
+        return dist.reduce_scatter_single(
+            output=output_tensor, input=input_tensor, group=group, op=op, async_op=async_op
+        )
 
 
 def _units(module: nn.Module) -> Iterator[tuple[FSDPModule, nn.Module, str]]:
-    """What is gathered together: the sharded module, and one of its parameters as (the module that has it, its name there)."""
+    """What is gathered together: the sharded module, and one of its parameters as (the module that has it,
+    its name there)."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             found = next(_own_parameters(part), None)
@@ -200,7 +216,9 @@ def _own_parameters(part: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 def _few_tokens(data: DataProto) -> DataProto:
     """The start of the first row."""
-    return DataProto.from_dict({name: _first_cells(column) for name, column in data.items() if isinstance(column, torch.Tensor)})
+    return DataProto.from_dict(
+        {name: _first_cells(column) for name, column in data.items() if isinstance(column, torch.Tensor)}
+    )
 
 
 def _first_cells(column: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """What a process did and when: named spans of time, kept for the timeline.
 
-In: `with span("optimizer_step"):` anywhere. Out: `Span`s, drained by whoever keeps the process's recorder; nothing is kept, and next
-to nothing is spent, in a process without one. Start times are Unix times that advance with a monotonic clock, so spans nest exactly.
-Left out on purpose: the file that people open (`dispatch/timeline.py`).
+In: `with span("optimizer_step"):` anywhere. Out: `Span`s, drained by whoever keeps the process's recorder;
+nothing is kept, and next to nothing is spent, in a process without one. Start times are Unix times that
+advance with a monotonic clock, so spans nest exactly. Left out on purpose: the file that people open
+(`dispatch/timeline.py`).
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
 import pytest
 
-from hydraflow.allocation import Allocation, allocation, node_names
 from hydraflow.compose.allocated import contradictions
 from hydraflow.compose.loading import load, load_command
 from hydraflow.errors import ConfigError
 from hydraflow.memory.limits import host_memory
 from hydraflow.schema import GenerateConfig, PPOConfig
+from hydraflow.system.allocation import Allocation, allocation, node_names
 
 JOIN = "ray_init.address=10.0.0.1:6379"
 
@@ -48,7 +48,11 @@ def test_memory_is_counted_in_mebibytes_by_node_or_by_core() -> None:
     by_node = allocation({"SLURM_JOB_ID": "1", "SLURM_MEM_PER_NODE": "2"})
     by_core = allocation({"SLURM_JOB_ID": "1", "SLURM_MEM_PER_CPU": "3", "SLURM_CPUS_ON_NODE": "4"})
     all_there_is = allocation({"SLURM_JOB_ID": "1", "SLURM_MEM_PER_NODE": "0"})
-    assert [found.memory_bytes for found in (by_node, by_core, all_there_is) if found] == [2 * 2**20, 12 * 2**20, None]
+    assert [found.memory_bytes for found in (by_node, by_core, all_there_is) if found] == [
+        2 * 2**20,
+        12 * 2**20,
+        None,
+    ]
 
 
 def test_outside_of_a_job_there_is_none() -> None:
@@ -84,7 +88,12 @@ def test_open_keys_take_what_slurm_gave(job: pytest.MonkeyPatch) -> None:
 def test_a_cluster_of_ones_own_is_one_machine_with_slurms_cores(job: pytest.MonkeyPatch) -> None:
     config = load("ppo", PPOConfig, [])
     assert (config.trainer.nnodes, config.trainer.n_gpus_per_node, config.ray_init.num_cpus) == (1, 8, 64)
-    assert load("generate", GenerateConfig, ["model.path=a", "data.path=b.parquet", "output.path=c.parquet"]).ray_init.num_cpus == 64
+    assert (
+        load(
+            "generate", GenerateConfig, ["model.path=a", "data.path=b.parquet", "output.path=c.parquet"]
+        ).ray_init.num_cpus
+        == 64
+    )
 
 
 def test_too_few_cores_for_ray_are_left_to_ray(job: pytest.MonkeyPatch) -> None:
@@ -96,7 +105,12 @@ def test_what_the_user_says_wins(job: pytest.MonkeyPatch) -> None:
     config = load("ppo", PPOConfig, [JOIN, "trainer.nnodes=2", "trainer.n_gpus_per_node=4"])
     assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (2, 4)
     assert load("ppo", PPOConfig, [JOIN, "trainer.device=cpu"]).trainer.n_gpus_per_node is None
-    assert load("ppo", PPOConfig, [JOIN, "trainer.device=cpu", "trainer.n_gpus_per_node=16"]).trainer.n_gpus_per_node == 16
+    assert (
+        load(
+            "ppo", PPOConfig, [JOIN, "trainer.device=cpu", "trainer.n_gpus_per_node=16"]
+        ).trainer.n_gpus_per_node
+        == 16
+    )
 
 
 @pytest.mark.parametrize("debugged", ["trainer.debug.local=true", "+debug=true"])
@@ -109,11 +123,14 @@ def test_contradictions_name_both_sides_and_come_together(job: pytest.MonkeyPatc
     with pytest.raises(ConfigError) as caught:
         load("ppo", PPOConfig, [JOIN, "trainer.nnodes=5", "trainer.n_gpus_per_node=9", "algorithm.lam=2"])
     nodes, gpus = (problem for problem in caught.value.problems if problem.field.startswith("trainer."))
-    assert str(nodes) == (
-        "trainer.nnodes=5: Slurm gave job 42 4 nodes (SLURM_JOB_NUM_NODES=4)\n      -> trainer.nnodes=4 or sbatch --nodes=5"
+    assert (
+        str(nodes)
+        == "trainer.nnodes=5: Slurm gave job 42 4 nodes (SLURM_JOB_NUM_NODES=4)\n      -> trainer.nnodes=4 or"
+        " sbatch --nodes=5"
     )
-    assert str(gpus) == (
-        "trainer.n_gpus_per_node=9: Slurm gave job 42 8 GPUs on this node (SLURM_GPUS_ON_NODE=8)\n"
+    assert (
+        str(gpus)
+        == "trainer.n_gpus_per_node=9: Slurm gave job 42 8 GPUs on this node (SLURM_GPUS_ON_NODE=8)\n"
         "      -> trainer.n_gpus_per_node=8 or sbatch --gpus-per-node=9"
     )
     assert any(problem.field == "algorithm.lam" for problem in caught.value.problems)
@@ -139,7 +156,10 @@ def test_the_cores_that_ray_counts_are_used_in_a_job_and_idle_elsewhere(job: pyt
     given = [JOIN, "ray_init.num_cpus=70"]
     assert not any("ray_init.num_cpus" in note for note in load_command("ppo", PPOConfig, given)[1].notes)
     job.delenv("SLURM_JOB_ID")
-    assert any("ray_init.num_cpus=70: has no effect" in note for note in load_command("ppo", PPOConfig, given)[1].notes)
+    assert any(
+        "ray_init.num_cpus=70: has no effect" in note
+        for note in load_command("ppo", PPOConfig, given)[1].notes
+    )
 
 
 def test_memory_that_slurm_gave_limits_the_machine(job: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,8 @@ VARIABLE = "HYDRAFLOW_NETWORK_INTERFACE"
 SIOCGIFADDR = 0x8915
 """The request of ioctl for an interface's IPv4 address (netdevice(7))."""
 ANYWHERE = "192.0.2.1"
-"""An address that exists nowhere (RFC 5737): asking for the way there gives the default route, and sends nothing."""
+"""An address that exists nowhere (RFC 5737): asking for the way there gives the default route, and sends
+nothing."""
 
 
 def interfaces() -> dict[str, str]:
@@ -40,8 +41,9 @@ def interface_of(address: str) -> str | None:
 
 
 def node_address(peer: str = "", environ: Mapping[str, str] = os.environ) -> str:
-    """The address by which other nodes reach this one: of HYDRAFLOW_NETWORK_INTERFACE, else of the interface that leads to `peer`
-    (a host name or address), else of the default route, else of the first interface that is not the loopback.
+    """The address by which other nodes reach this one: of HYDRAFLOW_NETWORK_INTERFACE, else of the interface
+    that leads to `peer` (a host name or address), else of the default route, else of the first interface that
+    is not the loopback.
 
     ConfigError when the variable names an interface that is not here.
     """
@@ -50,7 +52,12 @@ def node_address(peer: str = "", environ: Mapping[str, str] = os.environ) -> str
         if wanted not in found:
             here = ", ".join(f"{name} ({address})" for name, address in found.items())
             remedy = " or ".join(f"{VARIABLE}={name}" for name in found if name != "lo")
-            raise ConfigError.one(VARIABLE, wanted, f"{socket.gethostname()} has no such interface with an address; it has {here}", remedy)
+            raise ConfigError.one(
+                VARIABLE,
+                wanted,
+                f"{socket.gethostname()} has no such interface with an address; it has {here}",
+                remedy,
+            )
         return found[wanted]
     others = [address for address in interfaces().values() if not address.startswith("127.")]
     return _way_to(peer) or _way_to(ANYWHERE) or next(iter(others), "127.0.0.1")

@@ -3,7 +3,7 @@
 import pytest
 from batch_plan.plans import configured
 
-from hydraflow.runnable import problems
+from hydraflow.compose.runnable import problems
 from hydraflow.schema import PPOConfig
 
 
@@ -19,7 +19,10 @@ def test_the_defaults_run():
         (dict(critic__strategy="megatron"), "critic.strategy"),
         (dict(rollout__name="vllm"), "actor_rollout_ref.rollout.name"),
         (dict(rollout__tensor_model_parallel_size=2), "actor_rollout_ref.rollout.tensor_model_parallel_size"),
-        (dict(actor__fsdp_config__ulysses_sequence_parallel_size=2), "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"),
+        (
+            dict(actor__fsdp_config__ulysses_sequence_parallel_size=2),
+            "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size",
+        ),
         (dict(critic__fsdp_config__fsdp_size=2), "critic.fsdp_config.fsdp_size"),
         (dict(ref__device_mapping="0-1"), "actor_rollout_ref.ref.device_mapping"),
         (dict(rollout__nnodes=1), "actor_rollout_ref.rollout.nnodes"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hydraflow.errors import ConfigError
-from hydraflow.node_folder import LONGEST_SOCKET, SESSIONS, SOCKET, session_folder
+from hydraflow.system.node_folder import LONGEST_SOCKET, SESSIONS, SOCKET, session_folder
 
 
 @pytest.fixture
@@ -20,7 +20,9 @@ def short() -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_without_room_below_tmpdir_sessions_are_below_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_room_below_tmpdir_sessions_are_below_tmp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     long = tmp_path / ("long" * 20)
     long.mkdir()
     monkeypatch.delenv("RAY_TMPDIR", raising=False)
@@ -28,14 +30,18 @@ def test_without_room_below_tmpdir_sessions_are_below_tmp(tmp_path: Path, monkey
     assert session_folder() == Path(f"/tmp/hydraflow-{os.getuid()}/ray")
 
 
-def test_a_closed_folder_of_the_users_needs_no_other_one_in_it(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_folder_of_the_users_needs_no_other_one_in_it(
+    short: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It has room for sockets, and none for one more folder."""
     scratch = short / "x".ljust(LONGEST_SOCKET - len(SOCKET) - len(f"{short}//{SESSIONS}"), "x")
     scratch.mkdir(mode=0o700)
     monkeypatch.setenv("RAY_TMPDIR", str(scratch))
     assert session_folder() == scratch / SESSIONS
     scratch.chmod(0o755)
-    with pytest.raises(ConfigError, match=r"RAY_TMPDIR=.* is too long .* or \d+ for a folder of yours with mode 700"):
+    with pytest.raises(
+        ConfigError, match=r"RAY_TMPDIR=.* is too long .* or \d+ for a folder of yours with mode 700"
+    ):
         session_folder()
     assert list(scratch.iterdir()) == []
 

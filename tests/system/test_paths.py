@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hydraflow.paths import file_problems, listed, model_problems
+from hydraflow.system.paths import file_problems, listed, model_problems
 
 
 def rules(problems: list) -> list[str]:
@@ -37,7 +37,9 @@ def test_a_home_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_model_is_a_folder_with_a_config_or_a_name_on_the_hub(tmp_path: Path) -> None:
     weights = tmp_path / "model.safetensors"
     weights.touch()
-    assert rules(model_problems(str(tmp_path), "k")) == ["k: this directory has no config.json, so it is no Hugging Face model"]
+    assert rules(model_problems(str(tmp_path), "k")) == [
+        "k: this directory has no config.json, so it is no Hugging Face model"
+    ]
     [problem] = model_problems(str(weights), "k")
     assert (problem.rule, problem.remedy) == ("is a file, not a directory", f"k={tmp_path}")
     assert rules(model_problems("models/of/mine", "k")) == ["k: there is no such directory"]

@@ -1,4 +1,5 @@
-"""How a command ends: what one Ctrl-C does, what more of them do, and that no end lasts for ever. Each command here is a process."""
+"""How a command ends: what one Ctrl-C does, what more of them do, and that no end lasts for ever. Each
+command here is a process."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ from hydraflow.errors import GuardStop
 
 HEAD = """
 import subprocess, sys, threading, time
-from hydraflow import interrupts
+from hydraflow.system import interrupts
 from hydraflow.compose.launch import run_guarded
 from hydraflow.errors import GuardStop
-from hydraflow.interrupts import ENDS, command, ending
+from hydraflow.system.interrupts import ENDS, command, ending
 
 def say(*words):
     print(*words, flush=True)
@@ -53,7 +54,9 @@ class Command:
 
     def __init__(self, program: str):
         words = [sys.executable, "-c", textwrap.dedent(HEAD) + program]
-        self.process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+        self.process = subprocess.Popen(
+            words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
         assert self.process.stdout is not None
         self.stdout = self.process.stdout
 
@@ -85,7 +88,9 @@ def begin(commands: list[Command], program: str) -> Command:
     return commands[-1]
 
 
-def begin_to_work(commands: list[Command], *, seconds: float, patience: float = 60.0, limit: float = 60.0) -> tuple[Command, list[int]]:
+def begin_to_work(
+    commands: list[Command], *, seconds: float, patience: float = 60.0, limit: float = 60.0
+) -> tuple[Command, list[int]]:
     """A command that works, and its processes; once it is interrupted, it cleans up for so many seconds."""
     one = begin(commands, WORKS.format(seconds=seconds, patience=patience, limit=limit))
     word, *pids = one.line().split()
@@ -156,7 +161,12 @@ command(lambda: 3)
 
 @pytest.mark.parametrize(
     ("main", "code", "said"),
-    [("lambda: 5", 5, ""), ("lambda: sys.exit(4)", 4, ""), ("lambda: sys.exit()", 0, ""), ("lambda: sys.exit('no')", 1, "no\n")],
+    [
+        ("lambda: 5", 5, ""),
+        ("lambda: sys.exit(4)", 4, ""),
+        ("lambda: sys.exit()", 0, ""),
+        ("lambda: sys.exit('no')", 1, "no\n"),
+    ],
 )
 def test_the_code_is_handed_on(commands: list[Command], main: str, code: int, said: str) -> None:
     one = begin(commands, f"command({main})")
@@ -167,5 +177,7 @@ def test_a_job_in_the_background_stays_deaf(commands: list[Command]) -> None:
     """A shell has SIGINT ignored in what it starts with `&`."""
     program = "import signal\ncommand(lambda: int(signal.getsignal(signal.SIGINT) is signal.SIG_IGN) + 5)"
     shell = f"trap '' INT; exec {sys.executable} -c \"$0\""
-    done = subprocess.run(["sh", "-c", shell, HEAD + program], check=False, timeout=60, env=dict(os.environ), cwd=Path.cwd())
+    done = subprocess.run(
+        ["sh", "-c", shell, HEAD + program], check=False, timeout=60, env=dict(os.environ), cwd=Path.cwd()
+    )
     assert done.returncode == 6

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hydraflow.whole_files import prove_writable, replacing
+from hydraflow.system.whole_files import prove_writable, replacing
 
 
 def test_it_is_there_when_the_block_has_ended_and_not_before(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
-"""Files that are there whole or not at all, and whether one could be written before there is something to write.
+"""Files that are there whole or not at all, and whether one could be written before there is something to
+write.
 
-In: a path. Out: a name beside it to write to, or OSError. Standard library only. Left out on purpose: having the disk confirm what was
-written, which checkpoints need (`trainer/checkpoint_store.py`), and what to tell the user when it cannot.
+In: a path. Out: a name beside it to write to, or OSError. Standard library only. Left out on purpose: having
+the disk confirm what was written, which checkpoints need (`trainer/checkpoint_store.py`), and what to tell
+the user when it cannot.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A name in the folder of `path`, no other process's, which is renamed to `path` when the block ends well and removed when not.
+    """A name in the folder of `path`, no other process's, which is renamed to `path` when the block ends well
+    and removed when not.
 
     OSError when it cannot be renamed.
     """

@@ -1,7 +1,9 @@
-"""This user's folder on a disk of this machine: caches that nodes must not share, locks, Ray's sockets and token, models' own code.
+"""This user's folder on a disk of this machine: caches that nodes must not share, locks, Ray's sockets and
+token, models' own code.
 
-In: the folder for temporary files, TMPDIR or /tmp. Out: a folder below it that only this user can enter. Its name can be guessed, and
-whoever made it first could put code into it, so another user's folder is refused. Standard library only.
+In: the folder for temporary files, TMPDIR or /tmp. Out: a folder below it that only this user can enter. Its
+name can be guessed, and whoever made it first could put code into it, so another user's folder is refused.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -45,13 +47,18 @@ def own_folder_below(base: Path) -> Path:
             folder.chmod(0o700)
             return folder
     except OSError as error:
-        raise EnvironmentFault(f"{folder} cannot be made: {error.strerror}; TMPDIR=<a folder that you may write> helps") from error
-    raise EnvironmentFault(f"{folder} is not a folder of this user's: somebody else made it; TMPDIR=<a folder of your own> helps")
+        raise EnvironmentFault(
+            f"{folder} cannot be made: {error.strerror}; TMPDIR=<a folder that you may write> helps"
+        ) from error
+    raise EnvironmentFault(
+        f"{folder} is not a folder of this user's: somebody else made it; TMPDIR=<a folder of your own> helps"
+    )
 
 
 def session_folder() -> Path:
-    """Where a local Ray keeps sockets, logs and spilled objects: in the user's folder below RAY_TMPDIR, else below TMPDIR, else /tmp; or
-    in RAY_TMPDIR itself, where that is longer than sockets allow and nobody but the user can enter it. ConfigError when it is too long.
+    """Where a local Ray keeps sockets, logs and spilled objects: in the user's folder below RAY_TMPDIR, else
+    below TMPDIR, else /tmp; or in RAY_TMPDIR itself, where that is longer than sockets allow and nobody but
+    the user can enter it. ConfigError when it is too long.
     """
     named = os.environ.get(RAY_BASE)
     for base in [named] if named else [tempfile.gettempdir(), "/tmp"]:
@@ -62,7 +69,10 @@ def session_folder() -> Path:
         return folder / SESSIONS
     most = LONGEST_SOCKET - len(SOCKET) - len(f"/{SESSIONS}")
     private = most - len(f"/{_below(folder).name}")
-    rule = f"is too long for the sockets below it: at most {private} characters, or {most} for a folder of yours with mode 700"
+    rule = (
+        f"is too long for the sockets below it: at most {private} characters, or {most} for a folder of yours"
+        " with mode 700"
+    )
     raise ConfigError.one(RAY_BASE, named, rule, f"{RAY_BASE}=/tmp")
 
 
@@ -72,7 +82,11 @@ def _has_room(folder: Path) -> bool:
 
 def _is_closed(folder: Path) -> bool:
     """Whether it is the user's, and nobody else can enter it."""
-    return folder.is_dir() and folder.stat().st_uid == os.getuid() and not stat.S_IMODE(folder.stat().st_mode) & 0o077
+    return (
+        folder.is_dir()
+        and folder.stat().st_uid == os.getuid()
+        and not stat.S_IMODE(folder.stat().st_mode) & 0o077
+    )
 
 
 def _below(base: Path) -> Path:
@@ -80,6 +94,7 @@ def _below(base: Path) -> Path:
 
 
 def keep_modules_here() -> None:
-    """Has this process keep models' own code on this machine; nothing where the user says where. Before transformers is imported."""
+    """Has this process keep models' own code on this machine; nothing where the user says where. Before
+    transformers is imported."""
     if not os.environ.get(MODULES):
         os.environ[MODULES] = str(make_node_folder() / "hf_modules")

@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 
 from hydraflow.algorithms.config import AlgorithmConfig, KLControlConfig, PolicyLossConfig
-from hydraflow.checks import FIELD_RULES, LOGGERS, problems
+from hydraflow.compose.rules import FIELD_RULES, LOGGERS, problems
 from hydraflow.data.config import PromptConfig, SFTDataConfig
 from hydraflow.engine.config import OptimConfig
 from hydraflow.generation.config import SamplingConfig
@@ -30,7 +30,12 @@ def test_the_defaults_are_legal():
 
 
 def test_every_rule_names_a_field():
-    unknown = [(owner, name) for owner, rules in FIELD_RULES.items() for name in rules if name not in {f.name for f in fields(owner)}]
+    unknown = [
+        (owner, name)
+        for owner, rules in FIELD_RULES.items()
+        for name in rules
+        if name not in {f.name for f in fields(owner)}
+    ]
     assert unknown == []
 
 
@@ -115,16 +120,24 @@ def test_choices_are_those_that_the_code_offers():
 
 def test_nulls_that_a_type_allows_are_legal():
     config = valid()
-    config.actor_rollout_ref.actor.clip_ratio_low = config.trainer.n_gpus_per_node = config.critic.enable = None
+    config.actor_rollout_ref.actor.clip_ratio_low = config.trainer.n_gpus_per_node = config.critic.enable = (
+        None
+    )
     assert problems(config) == []
 
 
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        (lambda c: setattr(c.actor_rollout_ref.rollout, "temperature", 0.0), "actor_rollout_ref.rollout.temperature"),
+        (
+            lambda c: setattr(c.actor_rollout_ref.rollout, "temperature", 0.0),
+            "actor_rollout_ref.rollout.temperature",
+        ),
         (lambda c: setattr(c.critic, "enable", False), "critic.enable"),
-        (lambda c: setattr(c.actor_rollout_ref.rollout.val_kwargs, "do_sample", True), "actor_rollout_ref.rollout.val_kwargs.temperature"),
+        (
+            lambda c: setattr(c.actor_rollout_ref.rollout.val_kwargs, "do_sample", True),
+            "actor_rollout_ref.rollout.val_kwargs.temperature",
+        ),
         (lambda c: setattr(c.trainer, "val_only", True), "data.val_files"),
         (lambda c: setattr(c.data, "train_files", None), "data.train_files"),
     ],
@@ -143,7 +156,10 @@ DEBUG = "trainer.debug"
     [
         ({"debug": True}, []),
         ({"debug": True, "trainer.n_gpus_per_node": 2}, ["trainer.n_gpus_per_node"]),
-        ({f"{DEBUG}.local": True, "trainer.nnodes": 2, "trainer.n_gpus_per_node": 4}, ["trainer.nnodes", "trainer.n_gpus_per_node"]),
+        (
+            {f"{DEBUG}.local": True, "trainer.nnodes": 2, "trainer.n_gpus_per_node": 4},
+            ["trainer.nnodes", "trainer.n_gpus_per_node"],
+        ),
         ({f"{DEBUG}.local": True, "debug": True}, ["debug"]),
         ({f"{DEBUG}.train_only": True}, [f"{DEBUG}.load_rollouts"]),
         ({f"{DEBUG}.train_only": True, f"{DEBUG}.load_rollouts": "dump"}, []),
@@ -152,13 +168,22 @@ DEBUG = "trainer.debug"
             [f"{DEBUG}.rollout_only", f"{DEBUG}.load_rollouts"],
         ),
         ({f"{DEBUG}.save_rollouts": "dump", f"{DEBUG}.load_rollouts": "dump"}, [f"{DEBUG}.save_rollouts"]),
-        ({f"{DEBUG}.rollout_only": True, "trainer.keep_best": "x", "data.val_files": "val.parquet"}, ["trainer.keep_best"]),
-        ({f"{DEBUG}.save_rollouts": "dump", "trainer.val_only": True, "data.val_files": "val.parquet"}, ["trainer.val_only"]),
+        (
+            {f"{DEBUG}.rollout_only": True, "trainer.keep_best": "x", "data.val_files": "val.parquet"},
+            ["trainer.keep_best"],
+        ),
+        (
+            {f"{DEBUG}.save_rollouts": "dump", "trainer.val_only": True, "data.val_files": "val.parquet"},
+            ["trainer.val_only"],
+        ),
         ({"global_profiler.tool": "torch"}, ["global_profiler.steps"]),
         ({"global_profiler.tool": "npu", "global_profiler.steps": [1]}, ["global_profiler.tool"]),
         ({"global_profiler.tool": "torch", "global_profiler.steps": []}, ["global_profiler.steps"]),
         ({"global_profiler.tool": "torch", "global_profiler.steps": [0]}, ["global_profiler.steps"]),
-        ({"global_profiler.tool": "nsys", "global_profiler.steps": [1], f"{DEBUG}.local": True}, ["global_profiler.tool"]),
+        (
+            {"global_profiler.tool": "nsys", "global_profiler.steps": [1], f"{DEBUG}.local": True},
+            ["global_profiler.tool"],
+        ),
     ],
 )
 def test_debugging_keys_fit_each_other(given, found):
@@ -183,7 +208,11 @@ def test_a_recipe_takes_no_files_of_the_users():
     config = valid()
     config.data.val_files, config.recipe.name = "val.parquet", "arithmetic"
     found = problems(config)
-    assert [problem.field for problem in found] == ["actor_rollout_ref.model.path", "data.train_files", "data.val_files"]
+    assert [problem.field for problem in found] == [
+        "actor_rollout_ref.model.path",
+        "data.train_files",
+        "data.val_files",
+    ]
     assert "recipe=arithmetic makes its own" in found[0].rule and "recipe=none" in found[0].remedy
     config.actor_rollout_ref.model.path = config.data.train_files = config.data.val_files = None
     assert problems(config) == []
@@ -204,8 +233,16 @@ def test_checkpoint_keys_fit_each_other():
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        ("actor_rollout_ref.rollout.n", 0, "actor_rollout_ref.rollout.n=0: must be at least 1\n      -> actor_rollout_ref.rollout.n=1"),
-        ("trainer.n_gpus_per_node", 0, "trainer.n_gpus_per_node=0: must be at least 1\n      -> trainer.n_gpus_per_node=null"),
+        (
+            "actor_rollout_ref.rollout.n",
+            0,
+            "actor_rollout_ref.rollout.n=0: must be at least 1\n      -> actor_rollout_ref.rollout.n=1",
+        ),
+        (
+            "trainer.n_gpus_per_node",
+            0,
+            "trainer.n_gpus_per_node=0: must be at least 1\n      -> trainer.n_gpus_per_node=null",
+        ),
         ("algorithm.gamma", 7, "algorithm.gamma=7: must be from 0 to 1\n      -> algorithm.gamma=1.0"),
         ("actor_rollout_ref.actor.optim.betas", [2, 3], "betas=[2,3]: must be two numbers from 0 to below 1"),
         ("data.train_files", ["a", 3], "data.train_files=[a,3]: must be a file or a list of files"),
@@ -226,6 +263,12 @@ def test_a_remedy_is_legal(key, value, said):
 def test_two_dumps_in_one_folder_are_refused(again, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = valid()
-    config.trainer.rollout_data_dir, config.trainer.validation_data_dir = "out", again.format(here=tmp_path.name)
+    config.trainer.rollout_data_dir, config.trainer.validation_data_dir = (
+        "out",
+        again.format(here=tmp_path.name),
+    )
     [problem] = problems(config)
-    assert (problem.field, problem.remedy) == ("trainer.validation_data_dir", "trainer.validation_data_dir=out-val")
+    assert (problem.field, problem.remedy) == (
+        "trainer.validation_data_dir",
+        "trainer.validation_data_dir=out-val",
+    )

@@ -1,7 +1,8 @@
-"""What `+debug=true` and `trainer.debug.local=true` make of a configuration: one process per role, and nothing that a pause would break.
+"""What `+debug=true` and `trainer.debug.local=true` make of a configuration: one process per role, and
+nothing that a pause would break.
 
-In: a configuration as the user gave it. Out: the one that runs. Left out on purpose: refusing what contradicts it (`checks.py`), and
-doing it (`dispatch/`, `trainer/`).
+In: a configuration as the user gave it. Out: the one that runs. Left out on purpose: refusing what
+contradicts it (`rules.py`), and doing it (`dispatch/`, `trainer/`).
 """
 
 from __future__ import annotations

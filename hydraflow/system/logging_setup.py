@@ -1,6 +1,8 @@
-"""What people see of the log: our notes and warnings as plain lines on standard error, other libraries' only from warnings up.
+"""What people see of the log: our notes and warnings as plain lines on standard error, other libraries' only
+from warnings up.
 
-In: `log.level`. Out: Python's logging, set up once per process, and standard streams that outlive their readers.
+In: `log.level`. Out: Python's logging, set up once per process, and standard streams that outlive their
+readers.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-from hydraflow.role_logs import apply_level, write_stacks_when_asked
+from hydraflow.system.role_logs import apply_level, write_stacks_when_asked
 
 NOISY = ("datasets", "filelock", "urllib3", "torch", "transformers", "ray")
 
@@ -47,7 +49,8 @@ class Pipe(io.FileIO):
 
 
 def outlive_readers() -> None:
-    """Lets a run go on when nobody reads its output any more (`| head`, a pager that was left): all that counts is in its folder."""
+    """Lets a run go on when nobody reads its output any more (`| head`, a pager that was left): all that
+    counts is in its folder."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if not isinstance(stream, io.TextIOWrapper) or not _is_pipe(stream):
@@ -56,7 +59,11 @@ def outlive_readers() -> None:
             stream.flush()
             raw = Pipe(stream.fileno(), "w", closefd=False)
             lines, errors = stream.line_buffering, stream.errors
-            setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, errors, line_buffering=lines))
+            setattr(
+                sys,
+                name,
+                io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, errors, line_buffering=lines),
+            )
 
 
 def _is_pipe(stream: io.TextIOWrapper) -> bool:

@@ -1,8 +1,8 @@
 """Values that a type cannot judge: choices, ranges, and fields that depend on each other.
 
-In: a composed configuration. Out: every problem at once. `FIELD_RULES` says per dataclass what one field may hold,
-`CROSS_RULES` what fields must hold together. Left out on purpose: batch sizes, which `batch_plan/` judges against each other,
-and anything that needs a file or a device.
+In: a composed configuration. Out: every problem at once. `FIELD_RULES` says per dataclass what one field may
+hold, `CROSS_RULES` what fields must hold together. Left out on purpose: batch sizes, which `batch_plan/`
+judges against each other, and anything that needs a file or a device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from hydraflow.algorithms.config import AlgorithmConfig, FilterGroupsConfig, KLC
 from hydraflow.data.config import DataConfig, GenerateDataConfig, PromptConfig, SFTDataConfig
 from hydraflow.device import DEVICES
 from hydraflow.dispatch.config import LogConfig, ProfilerConfig, RayInitConfig, RuntimeEnvConfig
-from hydraflow.durations import seconds_of
 from hydraflow.engine.config import FSDPConfig, MegatronConfig, OptimConfig, WrapPolicyConfig
 from hydraflow.errors import Problem, shown
 from hydraflow.generation.config import RolloutConfig, SamplingConfig, ValSamplingConfig
@@ -28,7 +27,15 @@ from hydraflow.models.config import ModelConfig
 from hydraflow.recipes.config import RecipeConfig
 from hydraflow.rewards.config import RewardConfig
 from hydraflow.schema import EvalConfig, GenerateConfig, PPOConfig, SFTConfig
-from hydraflow.trainer.config import AsyncTrainingConfig, ClusterConfig, LoopConfig, RunConfig, SFTTrainerConfig, TrainerConfig
+from hydraflow.system.durations import seconds_of
+from hydraflow.trainer.config import (
+    AsyncTrainingConfig,
+    ClusterConfig,
+    LoopConfig,
+    RunConfig,
+    SFTTrainerConfig,
+    TrainerConfig,
+)
 from hydraflow.workers.config import ActorConfig, CheckpointConfig, CriticConfig
 
 
@@ -62,7 +69,10 @@ def within(low: float, high: float) -> Rule:
 def saved_of(*more: str) -> Rule:
     """What a checkpoint may hold, the weights among it."""
     parts = ("model", "optimizer", "extra", *more)
-    return Rule(f"must list model, and may list {', '.join(parts[1:])}", lambda value: {"model"} <= set(value) <= set(parts))
+    return Rule(
+        f"must list model, and may list {', '.join(parts[1:])}",
+        lambda value: {"model"} <= set(value) <= set(parts),
+    )
 
 
 def _listed(choices: tuple[str, ...]) -> str:
@@ -71,12 +81,18 @@ def _listed(choices: tuple[str, ...]) -> str:
 
 def _is_text_or_list(value: Any) -> bool:
     names = [value] if isinstance(value, str) else value
-    return isinstance(names, list) and bool(names) and all(isinstance(name, str) and bool(name.strip()) for name in names)
+    return (
+        isinstance(names, list)
+        and bool(names)
+        and all(isinstance(name, str) and bool(name.strip()) for name in names)
+    )
 
 
 def _are_variables(value: Mapping[Any, Any]) -> bool:
     named = all(isinstance(name, str) and name and not set("=\0") & set(name) for name in value)
-    return named and all(isinstance(one, str | int | float) and not isinstance(one, bool) for one in value.values())
+    return named and all(
+        isinstance(one, str | int | float) and not isinstance(one, bool) for one in value.values()
+    )
 
 
 POSITIVE = Rule("must be above 0", lambda value: value > 0)
@@ -85,13 +101,24 @@ SECONDS = Rule("must be a number of seconds above 0", lambda value: 0 < value < 
 UNLIMITED_OR_COUNT = Rule("must be -1 (no limit) or at least 1", lambda value: value == -1 or value >= 1)
 NEVER_OR_COUNT = Rule("must be -1 or at least 1", lambda value: value == -1 or value >= 1)
 PROBABILITY_MASS = Rule("must be above 0 and at most 1", lambda value: 0 < value <= 1)
-TIME = Rule("must be a positive time: seconds, or 90s, 8m, 1h30m", lambda value: seconds_of(value) is not None, example="8m")
+TIME = Rule(
+    "must be a positive time: seconds, or 90s, 8m, 1h30m",
+    lambda value: seconds_of(value) is not None,
+    example="8m",
+)
 NOT_NEGATIVE = Rule("must be at least 0 and finite", lambda value: 0 <= value < math.inf)
 SIZE = Rule("must be above 0 and finite", lambda value: 0 < value < math.inf)
 GIBIBYTES = Rule("must be above 0 and at most a million", lambda value: 0 < value <= 10**6)
 FILES = Rule("must be a file or a list of files", _is_text_or_list, example="/path/to/file.parquet")
-DECAYS = Rule("must be two numbers from 0 to below 1", lambda value: len(value) == 2 and all(0 <= beta < 1 for beta in value))
-VARIABLES = Rule("must be names with text or numbers, true and false in quotes", _are_variables, example="{A: INFO, B: 1, C: 'true'}")
+DECAYS = Rule(
+    "must be two numbers from 0 to below 1",
+    lambda value: len(value) == 2 and all(0 <= beta < 1 for beta in value),
+)
+VARIABLES = Rule(
+    "must be names with text or numbers, true and false in quotes",
+    _are_variables,
+    example="{A: INFO, B: 1, C: 'true'}",
+)
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOGGERS = ("console", "file", "tensorboard", "wandb", "mlflow", "swanlab")
 KNOWN_LOGGERS = Rule(f"may list {', '.join(LOGGERS)}", lambda value: set(value) <= set(LOGGERS))
@@ -103,7 +130,9 @@ PROXY = Rule(
 KEPT_DTYPE = one_of("fp32", "bf16", "fp16", "fp64")
 COMPUTE_DTYPE = one_of("auto", "fp32", "bf16", "fp16", "fp64")
 ENGINES = one_of("fsdp2", "megatron")
-AGGREGATION = one_of("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+AGGREGATION = one_of(
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+)
 KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 
 FIELD_RULES: dict[type, dict[str, Rule]] = {
@@ -113,7 +142,12 @@ FIELD_RULES: dict[type, dict[str, Rule]] = {
         "lam": within(0, 1),
         "kl_penalty": one_of(*KL_ESTIMATORS),
     },
-    KLControlConfig: {"type": one_of("fixed", "adaptive"), "kl_coef": NOT_NEGATIVE, "horizon": at_least(1), "target_kl": SIZE},
+    KLControlConfig: {
+        "type": one_of("fixed", "adaptive"),
+        "kl_coef": NOT_NEGATIVE,
+        "horizon": at_least(1),
+        "target_kl": SIZE,
+    },
     FilterGroupsConfig: {"metric": one_of("acc", "score", "seq_reward"), "max_num_gen_batches": at_least(0)},
     PolicyLossConfig: {"loss_mode": one_of("vanilla")},
     ActorConfig: {
@@ -139,7 +173,12 @@ FIELD_RULES: dict[type, dict[str, Rule]] = {
         "lr_warmup_steps_ratio": within(0, 1),
         "min_lr_ratio": within(0, 1),
     },
-    FSDPConfig: {"model_dtype": KEPT_DTYPE, "dtype": COMPUTE_DTYPE, "reduce_dtype": KEPT_DTYPE, "head_chunk_tokens": at_least(1)},
+    FSDPConfig: {
+        "model_dtype": KEPT_DTYPE,
+        "dtype": COMPUTE_DTYPE,
+        "reduce_dtype": KEPT_DTYPE,
+        "head_chunk_tokens": at_least(1),
+    },
     MegatronConfig: {"dtype": one_of("auto", "fp32", "bf16", "fp16")},
     WrapPolicyConfig: {"min_num_params": at_least(0)},
     SamplingConfig: {
@@ -211,7 +250,9 @@ FIELD_RULES: dict[type, dict[str, Rule]] = {
         "resume_mode": one_of("auto", "disable", "resume_path"),
         "max_skipped_steps": at_least(1),
         "max_restarts": at_least(0),
-        "restart_backoff": Rule("must be a number of seconds, at least 0", lambda value: 0 <= value < math.inf),
+        "restart_backoff": Rule(
+            "must be a number of seconds, at least 0", lambda value: 0 <= value < math.inf
+        ),
     },
     TrainerConfig: {
         "critic_warmup": at_least(0),
@@ -231,8 +272,14 @@ FIELD_RULES: dict[type, dict[str, Rule]] = {
     },
     ProfilerConfig: {
         "tool": one_of("torch", "torch_memory", "nsys"),
-        "steps": Rule("must list training steps, the first of which is 1", lambda value: all(step >= 1 for step in value)),
-        "ranks": Rule("must list ranks, the first of which is 0", lambda value: bool(value) and all(rank >= 0 for rank in value)),
+        "steps": Rule(
+            "must list training steps, the first of which is 1",
+            lambda value: all(step >= 1 for step in value),
+        ),
+        "ranks": Rule(
+            "must list ranks, the first of which is 0",
+            lambda value: bool(value) and all(rank >= 0 for rank in value),
+        ),
     },
     RecipeConfig: {
         "name": one_of("none", "arithmetic"),
@@ -245,7 +292,8 @@ FIELD_RULES: dict[type, dict[str, Rule]] = {
 
 
 def problems(config: object, *, planning: bool = False) -> list[Problem]:
-    """Everything that is wrong with the values of a composed configuration; `planning`: models and data need not be named.
+    """Everything that is wrong with the values of a composed configuration; `planning`: models and data need
+    not be named.
 
     >>> config = SFTConfig()
     >>> config.model.path, config.data.train_files, config.optim.lr_scheduler_type = "model", "data.parquet", "cosin"
@@ -254,19 +302,31 @@ def problems(config: object, *, planning: bool = False) -> list[Problem]:
           -> optim.lr_scheduler_type=cosine
     """
     across = [*CROSS_RULES.get(type(config), ()), *(() if planning else NEEDED.get(type(config), ()))]
-    return [*_field_problems(config, type(config)(), ""), *(problem for rule in across for problem in rule(config))]
+    return [
+        *_field_problems(config, type(config)(), ""),
+        *(problem for rule in across for problem in rule(config)),
+    ]
 
 
 def _field_problems(section: object, default: object, prefix: str) -> Iterator[Problem]:
     assert is_dataclass(section)
-    rules = {name: rule for owner in inspect.getmro(type(section)) for name, rule in FIELD_RULES.get(owner, {}).items()}
+    rules = {
+        name: rule
+        for owner in inspect.getmro(type(section))
+        for name, rule in FIELD_RULES.get(owner, {}).items()
+    }
     for field in fields(section):
         key, value = prefix + field.name, getattr(section, field.name)
         if is_dataclass(value):
             yield from _field_problems(value, getattr(default, field.name), f"{key}.")
         elif (rule := rules.get(field.name)) and value is not None and not rule.holds(value):
             close = difflib.get_close_matches(str(value), rule.choices, n=1)
-            yield Problem(key, value, rule.text, f"{key}={close[0]}" if close else _example(key, rule, getattr(default, field.name)))
+            yield Problem(
+                key,
+                value,
+                rule.text,
+                f"{key}={close[0]}" if close else _example(key, rule, getattr(default, field.name)),
+            )
 
 
 def _example(key: str, rule: Rule, default: Any) -> str:
@@ -304,7 +364,9 @@ def _sft_has_data(config: SFTConfig) -> Iterator[Problem]:
 
 
 def _generate_has_files(config: GenerateConfig) -> Iterator[Problem]:
-    yield from _missing({"model.path": config.model.path, "data.path": config.data.path, "output.path": config.output.path})
+    yield from _missing(
+        {"model.path": config.model.path, "data.path": config.data.path, "output.path": config.output.path}
+    )
 
 
 def _eval_has_data(config: EvalConfig) -> Iterator[Problem]:
@@ -321,7 +383,12 @@ def _training_samples(config: PPOConfig) -> Iterator[Problem]:
     temperature = config.actor_rollout_ref.rollout.temperature
     if temperature == 0 and not config.trainer.val_only:
         key = "actor_rollout_ref.rollout.temperature"
-        yield Problem(key, temperature, "must be above 0 for training: greedy responses carry no policy gradient", f"{key}=1.0")
+        yield Problem(
+            key,
+            temperature,
+            "must be above 0 for training: greedy responses carry no policy gradient",
+            f"{key}=1.0",
+        )
 
 
 def _gae_has_a_critic(config: PPOConfig) -> Iterator[Problem]:
@@ -331,7 +398,9 @@ def _gae_has_a_critic(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _warmup_has_a_critic(config: PPOConfig) -> Iterator[Problem]:
-    trained = config.critic.enable if config.critic.enable is not None else config.algorithm.adv_estimator == "gae"
+    trained = (
+        config.critic.enable if config.critic.enable is not None else config.algorithm.adv_estimator == "gae"
+    )
     if config.trainer.critic_warmup > 0 and not trained:
         rule = "there is no critic that could warm up, so these steps would train nothing"
         yield Problem("trainer.critic_warmup", config.trainer.critic_warmup, rule, "trainer.critic_warmup=0")
@@ -341,7 +410,9 @@ def _validation_samples(config: PPOConfig) -> Iterator[Problem]:
     sampling, key = config.actor_rollout_ref.rollout.val_kwargs, "actor_rollout_ref.rollout.val_kwargs"
     if sampling.do_sample and sampling.temperature == 0:
         remedy = f"{key}.temperature=1.0 or {key}.do_sample=false"
-        yield Problem(f"{key}.temperature", sampling.temperature, "must be above 0 when do_sample=true", remedy)
+        yield Problem(
+            f"{key}.temperature", sampling.temperature, "must be above 0 when do_sample=true", remedy
+        )
 
 
 def _native_has_whole_models(config: PPOConfig) -> Iterator[Problem]:
@@ -359,34 +430,60 @@ def _native_has_whole_models(config: PPOConfig) -> Iterator[Problem]:
 
 def _ulysses_packs(config: PPOConfig) -> Iterator[Problem]:
     policy = config.actor_rollout_ref
-    roles = {"actor_rollout_ref.actor": (policy.actor.strategy, policy.actor.fsdp_config, "actor_rollout_ref.model", policy.model)}
+    roles = {
+        "actor_rollout_ref.actor": (
+            policy.actor.strategy,
+            policy.actor.fsdp_config,
+            "actor_rollout_ref.model",
+            policy.model,
+        )
+    }
     roles["critic"] = (config.critic.strategy, config.critic.fsdp_config, "critic.model", config.critic.model)
     for section, (strategy, fsdp, key, model) in roles.items():
-        if strategy != "megatron" and fsdp.ulysses_sequence_parallel_size > 1 and not model.use_remove_padding:
+        if (
+            strategy != "megatron"
+            and fsdp.ulysses_sequence_parallel_size > 1
+            and not model.use_remove_padding
+        ):
             size = f"{section}.fsdp_config.ulysses_sequence_parallel_size"
             rule = f"{size}={fsdp.ulysses_sequence_parallel_size} divides packed rows"
-            yield Problem(f"{key}.use_remove_padding", "false", rule, f"{key}.use_remove_padding=true or {size}=1")
+            yield Problem(
+                f"{key}.use_remove_padding", "false", rule, f"{key}.use_remove_padding=true or {size}=1"
+            )
 
 
 def _reward_model_has_a_path(config: PPOConfig) -> Iterator[Problem]:
     reward = config.reward.reward_model
     if reward.enable and reward.model_path is None:
         key = "reward.reward_model"
-        yield Problem(f"{key}.model_path", "null", f"must be given: {key}.enable=true scores with it", f"{key}.model_path=...")
+        yield Problem(
+            f"{key}.model_path",
+            "null",
+            f"must be given: {key}.enable=true scores with it",
+            f"{key}.model_path=...",
+        )
 
 
 def _partial_rollout_is_stale(config: PPOConfig) -> Iterator[Problem]:
     training, key = config.async_training, "async_training"
     if training.partial_rollout and training.staleness_threshold == 0:
         rule = f"{key}.staleness_threshold=0 lets no response live through a weight update"
-        yield Problem(f"{key}.partial_rollout", "true", rule, f"{key}.partial_rollout=false or {key}.staleness_threshold=0.5")
+        yield Problem(
+            f"{key}.partial_rollout",
+            "true",
+            rule,
+            f"{key}.partial_rollout=false or {key}.staleness_threshold=0.5",
+        )
 
 
 def _resume_path_is_given(config: PPOConfig | SFTConfig) -> Iterator[Problem]:
     trainer, key = config.trainer, "trainer.resume_from_path"
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
         yield Problem(
-            key, "null", "trainer.resume_mode=resume_path needs a checkpoint", f"{key}=.../global_step_N or trainer.resume_mode=auto"
+            key,
+            "null",
+            "trainer.resume_mode=resume_path needs a checkpoint",
+            f"{key}=.../global_step_N or trainer.resume_mode=auto",
         )
 
 
@@ -399,32 +496,51 @@ def _loads_what_was_saved(config: PPOConfig | SFTConfig) -> Iterator[Problem]:
             "critic.checkpoint": config.critic.checkpoint,
         }
     for key, section in sections.items():
-        if not all(rule.holds(getattr(section, name)) for name, rule in FIELD_RULES[CheckpointConfig].items()):
+        if not all(
+            rule.holds(getattr(section, name)) for name, rule in FIELD_RULES[CheckpointConfig].items()
+        ):
             continue
         if lacking := [part for part in section.load_contents if part not in section.save_contents]:
             loaded = [part for part in section.load_contents if part not in lacking]
-            rule = f"{', '.join(lacking)} would not be in the checkpoints: {key}.save_contents=[{','.join(section.save_contents)}]"
-            yield Problem(f"{key}.load_contents", f"[{','.join(section.load_contents)}]", rule, f"{key}.load_contents=[{','.join(loaded)}]")
+            rule = (
+                f"{', '.join(lacking)} would not be in the checkpoints:"
+                f" {key}.save_contents=[{','.join(section.save_contents)}]"
+            )
+            yield Problem(
+                f"{key}.load_contents",
+                f"[{','.join(section.load_contents)}]",
+                rule,
+                f"{key}.load_contents=[{','.join(loaded)}]",
+            )
 
 
 def _best_is_measured(config: PPOConfig) -> Iterator[Problem]:
     trainer = config.trainer
     if trainer.keep_best is not None and config.data.val_files is None and config.recipe.name == "none":
         rule = "nothing is validated without data.val_files, so no checkpoint is the best"
-        yield Problem("trainer.keep_best", trainer.keep_best, rule, "data.val_files=... or trainer.keep_best=null")
+        yield Problem(
+            "trainer.keep_best", trainer.keep_best, rule, "data.val_files=... or trainer.keep_best=null"
+        )
 
 
 def _is_same_place(one: str, other: str | None) -> bool:
     """Whether two paths name the same folder, however they are written, made yet or not."""
-    return other is not None and os.path.realpath(os.path.expanduser(one)) == os.path.realpath(os.path.expanduser(other))
+    return other is not None and os.path.realpath(os.path.expanduser(one)) == os.path.realpath(
+        os.path.expanduser(other)
+    )
 
 
 def _dumps_lie_apart(config: PPOConfig) -> Iterator[Problem]:
     trainer = config.trainer
-    if trainer.rollout_data_dir is not None and _is_same_place(trainer.rollout_data_dir, trainer.validation_data_dir):
+    if trainer.rollout_data_dir is not None and _is_same_place(
+        trainer.rollout_data_dir, trainer.validation_data_dir
+    ):
         rule = "trainer.rollout_data_dir is the same folder, and both write <step>.jsonl"
         yield Problem(
-            "trainer.validation_data_dir", trainer.validation_data_dir, rule, f"trainer.validation_data_dir={trainer.rollout_data_dir}-val"
+            "trainer.validation_data_dir",
+            trainer.validation_data_dir,
+            rule,
+            f"trainer.validation_data_dir={trainer.rollout_data_dir}-val",
         )
 
 
@@ -434,32 +550,64 @@ def _one_process_is_debugged(config: PPOConfig | SFTConfig | GenerateConfig) -> 
         return
     for name, count in {"nnodes": trainer.nnodes, "n_gpus_per_node": trainer.n_gpus_per_node or 1}.items():
         if count > 1:
-            yield Problem(f"trainer.{name}", count, f"{asked}=true has one process per role", f"trainer.{name}=1 or {asked}=false")
+            yield Problem(
+                f"trainer.{name}",
+                count,
+                f"{asked}=true has one process per role",
+                f"trainer.{name}=1 or {asked}=false",
+            )
     if config.debug and trainer.debug.local:
-        rule = "trainer.debug.local=true runs without Ray, so Ray's debugger has nothing to do: breakpoint() opens pdb"
+        rule = (
+            "trainer.debug.local=true runs without Ray, so Ray's debugger has nothing to do: breakpoint()"
+            " opens pdb"
+        )
         yield Problem("debug", "true", rule, "debug=false or trainer.debug.local=false")
 
 
 def _profiled_steps_are_named(config: PPOConfig | SFTConfig) -> Iterator[Problem]:
     profiler, trainer = config.global_profiler, config.trainer
     if profiler.tool is not None and not profiler.steps:
-        yield Problem("global_profiler.steps", shown(profiler.steps), f"must be given: tool={profiler.tool}", "global_profiler.steps=[2]")
+        yield Problem(
+            "global_profiler.steps",
+            shown(profiler.steps),
+            f"must be given: tool={profiler.tool}",
+            "global_profiler.steps=[2]",
+        )
     if profiler.tool == "nsys" and trainer.debug.local:
         rule = "Nsight Systems starts the processes that it watches; trainer.debug.local=true has none"
-        yield Problem("global_profiler.tool", "nsys", rule, "global_profiler.tool=torch or trainer.debug.local=false")
+        yield Problem(
+            "global_profiler.tool", "nsys", rule, "global_profiler.tool=torch or trainer.debug.local=false"
+        )
 
 
 def _parts_of_a_run(config: PPOConfig) -> Iterator[Problem]:
     trainer, debug, key = config.trainer, config.trainer.debug, "trainer.debug"
     if debug.train_only and debug.load_rollouts is None:
-        yield Problem(f"{key}.load_rollouts", "null", f"must be given: {key}.train_only=true samples nothing", f"{key}.load_rollouts=...")
+        yield Problem(
+            f"{key}.load_rollouts",
+            "null",
+            f"must be given: {key}.train_only=true samples nothing",
+            f"{key}.load_rollouts=...",
+        )
     if debug.rollout_only and debug.train_only:
-        yield Problem(f"{key}.rollout_only", "true", f"{key}.train_only=true is the other half of a step", f"{key}.rollout_only=false")
+        yield Problem(
+            f"{key}.rollout_only",
+            "true",
+            f"{key}.train_only=true is the other half of a step",
+            f"{key}.rollout_only=false",
+        )
     if debug.rollout_only and debug.load_rollouts is not None:
         rule = f"{key}.rollout_only=true samples, and does nothing with trajectories that there are"
         yield Problem(f"{key}.load_rollouts", debug.load_rollouts, rule, f"{key}.load_rollouts=null")
-    if trainer.val_only and (debug.rollout_only or debug.train_only or debug.load_rollouts or debug.save_rollouts):
-        yield Problem("trainer.val_only", "true", f"there are no steps that {key}.* could change", "trainer.val_only=false")
+    if trainer.val_only and (
+        debug.rollout_only or debug.train_only or debug.load_rollouts or debug.save_rollouts
+    ):
+        yield Problem(
+            "trainer.val_only",
+            "true",
+            f"there are no steps that {key}.* could change",
+            "trainer.val_only=false",
+        )
     if debug.save_rollouts is not None and _is_same_place(debug.save_rollouts, debug.load_rollouts):
         rule = f"{key}.load_rollouts reads that folder"
         yield Problem(f"{key}.save_rollouts", debug.save_rollouts, rule, f"{key}.save_rollouts=null")
@@ -488,7 +636,12 @@ CROSS_RULES: dict[type, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
         _profiled_steps_are_named,
         _parts_of_a_run,
     ),
-    SFTConfig: (_resume_path_is_given, _loads_what_was_saved, _one_process_is_debugged, _profiled_steps_are_named),
+    SFTConfig: (
+        _resume_path_is_given,
+        _loads_what_was_saved,
+        _one_process_is_debugged,
+        _profiled_steps_are_named,
+    ),
     GenerateConfig: (_one_process_is_debugged,),
 }
 """What fields must hold together."""

@@ -1,14 +1,15 @@
 """How a command ends: in good order on the first Ctrl-C, whatever follows it, and with all its processes.
 
-In: `command(main)` from an entry point, and `ending` around what ends a run. Out: the exit code of the process.
+In: `command(main)` from an entry point, and `ending` around what ends a run. Out: the exit code of the
+process.
 
     first Ctrl-C          KeyboardInterrupt, from which the run ends itself: trackers, Ray, summary, lock
     those right after it  ignored: they would cut the end short
     PATIENCE seconds into the end    one more kills all processes of the command, and it ends at once
     LIMIT seconds into the end       the same without one: a library or a disk hangs
 
-Standard library only, and imported before anything else, so that Ctrl-C during the imports of a second or two is quiet, too.
-Left out on purpose: SIGTERM (`trainer/signals.py`), which comes here when it is repeated.
+Standard library only, and imported before anything else, so that Ctrl-C during the imports of a second or two
+is quiet, too. Left out on purpose: SIGTERM (`trainer/signals.py`), which comes here when it is repeated.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ PATIENCE = 5.0
 LIMIT = 120.0
 """Seconds that the end of a run may take; its trackers get 30 of them."""
 EXIT_LIMIT = 60.0
-"""Seconds that Python may take to leave after that: it waits for threads, and libraries end their own processes."""
+"""Seconds that Python may take to leave after that: it waits for threads, and libraries end their own
+processes."""
 KILL_SECONDS = 3.0
 """What the end at once waits for killed processes to be gone."""
 _ADOPT_ORPHANS = 36
@@ -47,7 +49,8 @@ class Ends:
 
     def __init__(self) -> None:
         self.commanded = False
-        """Whether this process is a command of ours, which may be ended at once; not a program that uses the package."""
+        """Whether this process is a command of ours, which may be ended at once; not a program that uses the
+        package."""
         self.code = INTERRUPTED
         """Exit code of what was interrupted last."""
         self.since: float | None = None
@@ -60,7 +63,8 @@ class Ends:
         self._raised = -REPEATS
 
     def interrupt(self, code: int) -> None:
-        """For signal handlers. Raises KeyboardInterrupt, does nothing, or ends the process, as the head of this file says."""
+        """For signal handlers. Raises KeyboardInterrupt, does nothing, or ends the process, as the head of
+        this file says."""
         now = time.monotonic()
         if self.since is not None:
             if self.commanded and now - self.since > self.patience:
@@ -78,7 +82,9 @@ ENDS = Ends()
 def command(main: Callable[[], int]) -> NoReturn:
     """Runs a command and leaves with its exit code. To be called once, by the main module."""
     ENDS.commanded = True
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell may have it ignored in a background job
+    if (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    ):  # a shell may have it ignored in a background job
         signal.signal(signal.SIGINT, _on_sigint)
     try:
         code = main()
@@ -93,7 +99,8 @@ def command(main: Callable[[], int]) -> NoReturn:
 
 @contextmanager
 def ending(error: BaseException | None) -> Iterator[None]:
-    """Its body ends a run that `error` ended (None: it was done), which one Ctrl-C more shall not cut short. May be nested."""
+    """Its body ends a run that `error` ended (None: it was done), which one Ctrl-C more shall not cut short.
+    May be nested."""
     if ENDS.since is not None:
         yield
         return
@@ -119,14 +126,16 @@ def say_interrupted() -> int:
 
 
 def end_at_once(code: int, why: str) -> NoReturn:
-    """Kills all processes that this one started, and ends it without another line of Python. From any thread."""
+    """Kills all processes that this one started, and ends it without another line of Python. From any
+    thread."""
     os.write(2, f"{ENDS.told}\n{why}: ended at once\n".lstrip("\n").encode(errors="replace"))
     kill_family()
     os._exit(code)
 
 
 def kill_family() -> None:
-    """Kills all processes that this one started, directly or not, also those whose parents end before them."""
+    """Kills all processes that this one started, directly or not, also those whose parents end before
+    them."""
     ctypes.CDLL(None).prctl(_ADOPT_ORPHANS, 1, 0, 0, 0)
     deadline = time.monotonic() + KILL_SECONDS
     while (family := _family()) and time.monotonic() < deadline:
@@ -137,7 +146,8 @@ def kill_family() -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """Ends this process; one more Ctrl-C does it at once. After an interrupt libraries' own ends, which wait and talk, are skipped."""
+    """Ends this process; one more Ctrl-C does it at once. After an interrupt libraries' own ends, which wait
+    and talk, are skipped."""
     ENDS.result, ENDS.told, ENDS.since = code, "", time.monotonic()
     if code in (INTERRUPTED, TERMINATED):
         for stream in (sys.stdout, sys.stderr):

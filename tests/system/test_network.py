@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from hydraflow.errors import ConfigError
-from hydraflow.network import interface_of, interfaces, node_address
+from hydraflow.system.network import interface_of, interfaces, node_address
 
 LOOPBACK = "127.0.0.1"
 
@@ -21,11 +21,16 @@ def test_the_named_interface_is_taken() -> None:
 
 
 def test_an_interface_that_is_not_here_is_refused_with_those_that_are() -> None:
-    with pytest.raises(ConfigError, match=rf"HYDRAFLOW_NETWORK_INTERFACE=ib7: {socket.gethostname()} has no such .* lo \(127.0.0.1\)"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"HYDRAFLOW_NETWORK_INTERFACE=ib7: {socket.gethostname()} has no such .* lo \(127.0.0.1\)",
+    ):
         node_address(environ={"HYDRAFLOW_NETWORK_INTERFACE": "ib7"})
 
 
-def test_without_a_name_it_is_the_way_to_the_other_node_and_never_the_loopback_where_there_is_another() -> None:
+def test_without_a_name_it_is_the_way_to_the_other_node_and_never_the_loopback_where_there_is_another() -> (
+    None
+):
     others = [address for name, address in interfaces().items() if name != "lo"]
     found = node_address("name.that.nobody.has.invalid", environ={})
     assert found in others or (not others and found == LOOPBACK)

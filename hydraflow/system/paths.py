@@ -1,8 +1,8 @@
 """Whether what a configuration names on this machine is there: data files, model folders, reward functions.
 
-In: paths as the user wrote them. Out: problems, in the words that every command has for them. Standard library only, so that missing
-files come in the same report as all other mistakes, before anything large is imported.
-Left out on purpose: what is in the files; whoever reads them judges that.
+In: paths as the user wrote them. Out: problems, in the words that every command has for them. Standard
+library only, so that missing files come in the same report as all other mistakes, before anything large is
+imported. Left out on purpose: what is in the files; whoever reads them judges that.
 """
 
 from __future__ import annotations
@@ -22,21 +22,40 @@ def listed(files: Any) -> list[Path] | None:
     ([PosixPath('a.parquet')], None, None)
     """
     names = [files] if isinstance(files, str | Path) else files
-    if not isinstance(names, Sequence) or not names or not all(isinstance(name, str | Path) for name in names):
+    if (
+        not isinstance(names, Sequence)
+        or not names
+        or not all(isinstance(name, str | Path) for name in names)
+    ):
         return None
-    return [Path(os.path.expanduser(name)) for name in names]  # Path's own way raises where there is no home folder
+    return [
+        Path(os.path.expanduser(name)) for name in names
+    ]  # Path's own way raises where there is no home folder
 
 
 def file_problems(files: Any, key: str) -> list[Problem]:
-    """What is wrong with `files`, a path or a list of them that `key` names: every one that is no file of this machine."""
+    """What is wrong with `files`, a path or a list of them that `key` names: every one that is no file of
+    this machine."""
     paths = listed(files)
     if paths is None:
-        return [Problem(key, files, "must be a Parquet or JSONL file, or a list of them", f"{key}=/path/to/file.parquet")]
-    return [Problem(key, path, "is a folder, not a file" if path.is_dir() else "no such file") for path in paths if not path.is_file()]
+        return [
+            Problem(
+                key,
+                files,
+                "must be a Parquet or JSONL file, or a list of them",
+                f"{key}=/path/to/file.parquet",
+            )
+        ]
+    return [
+        Problem(key, path, "is a folder, not a file" if path.is_dir() else "no such file")
+        for path in paths
+        if not path.is_file()
+    ]
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether a model's path is no folder of this machine, and can be none: it is a name on the Hugging Face hub.
+    """Whether a model's path is no folder of this machine, and can be none: it is a name on the Hugging Face
+    hub.
 
     >>> is_hub_name("Qwen/Qwen3-8B"), is_hub_name("/models/qwen"), is_hub_name("models/qwen/8b")
     (True, False, False)
@@ -45,7 +64,8 @@ def is_hub_name(path: str) -> bool:
 
 
 def model_problems(path: str, key: str) -> list[Problem]:
-    """What is wrong with a model's path that `key` names: a folder that is not here, or that holds no model."""
+    """What is wrong with a model's path that `key` names: a folder that is not here, or that holds no
+    model."""
     if is_hub_name(path):
         return []
     folder = Path(os.path.expanduser(path))

@@ -1,4 +1,5 @@
-"""Log files of processes: tags, levels, rotation, several roles in one process, and what is printed or written below Python."""
+"""Log files of processes: tags, levels, rotation, several roles in one process, and what is printed or
+written below Python."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from hydraflow.role_logs import LINE, LogSettings, RoleLogs, apply_level
+from hydraflow.system.role_logs import LINE, LogSettings, RoleLogs, apply_level
 
 
 @pytest.fixture
@@ -39,7 +40,9 @@ def test_a_line_says_when_who_and_how_bad(tmp_path: Path, root: logging.Logger) 
     apply_level("info")
     logging.getLogger("hydraflow.workers").warning("step %d is skipped", 7)
     (line,) = lines(tmp_path / "actor-3.log")
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT[\d:]{8}\.\d{3}Z WARNING actor-3 hydraflow\.workers: step 7 is skipped", line)
+    assert re.fullmatch(
+        r"\d{4}-\d\d-\d\dT[\d:]{8}\.\d{3}Z WARNING actor-3 hydraflow\.workers: step 7 is skipped", line
+    )
     assert LINE.fullmatch(line)
 
 
@@ -52,11 +55,18 @@ def test_the_file_is_that_of_the_role_whose_method_runs(tmp_path: Path, root: lo
         with logs.of("actor"):
             logging.getLogger("hydraflow").info("of the actor")
     logging.getLogger("hydraflow").info("of the actor again")
-    assert [line.partition("hydraflow: ")[2] for line in lines(tmp_path / "actor-0.log")] == ["of the actor", "of the actor again"]
-    assert [line.partition("hydraflow: ")[2] for line in lines(tmp_path / "rollout-0.log")] == ["of the rollout"]
+    assert [line.partition("hydraflow: ")[2] for line in lines(tmp_path / "actor-0.log")] == [
+        "of the actor",
+        "of the actor again",
+    ]
+    assert [line.partition("hydraflow: ")[2] for line in lines(tmp_path / "rollout-0.log")] == [
+        "of the rollout"
+    ]
 
 
-@pytest.mark.parametrize(("level", "ours", "others"), [("debug", 5, 4), ("info", 4, 4), ("warning", 3, 3), ("error", 2, 2)])
+@pytest.mark.parametrize(
+    ("level", "ours", "others"), [("debug", 5, 4), ("info", 4, 4), ("warning", 3, 3), ("error", 2, 2)]
+)
 def test_the_level_holds_for_ours_and_debug_not_for_others(
     tmp_path: Path, root: logging.Logger, level: str, ours: int, others: int
 ) -> None:
@@ -66,7 +76,10 @@ def test_the_level_holds_for_ours_and_debug_not_for_others(
         for number in (10, 20, 30, 40, 50):
             logging.getLogger(name).log(number, name)
     written = (tmp_path / "actor-0.log").read_text()
-    assert (written.count("hydraflow.x: hydraflow.x"), written.count("somelibrary: somelibrary")) == (ours, others)
+    assert (written.count("hydraflow.x: hydraflow.x"), written.count("somelibrary: somelibrary")) == (
+        ours,
+        others,
+    )
 
 
 def test_files_are_set_aside_at_their_size_and_the_oldest_goes(tmp_path: Path) -> None:
@@ -76,7 +89,9 @@ def test_files_are_set_aside_at_their_size_and_the_oldest_goes(tmp_path: Path) -
     kept = {path.name: [line.split()[3] for line in lines(path)] for path in tmp_path.iterdir()}
     assert sorted(kept) == ["actor-0.log", "actor-0.log.1", "actor-0.log.2"]
     numbers = kept["actor-0.log.2"] + kept["actor-0.log.1"] + kept["actor-0.log"]
-    assert numbers == [f"{number:03d}" for number in range(30 - len(numbers), 30)], "in order, without a gap, up to the last"
+    assert numbers == [f"{number:03d}" for number in range(30 - len(numbers), 30)], (
+        "in order, without a gap, up to the last"
+    )
     assert all(path.stat().st_size < 200 + 100 for path in tmp_path.iterdir())
 
 
@@ -93,7 +108,7 @@ def test_an_exception_comes_with_its_stack_below_the_line(tmp_path: Path, root: 
 
 CAPTURED = """
     import faulthandler, logging, os, subprocess, sys, warnings
-    from hydraflow.role_logs import LogSettings, RoleLogs, apply_level
+    from hydraflow.system.role_logs import LogSettings, RoleLogs, apply_level
     logs = RoleLogs(LogSettings(sys.argv[1], console="warning", max_bytes=2000), 1, "actor")
     logging.getLogger().addHandler(logs)
     apply_level("info")
@@ -117,17 +132,35 @@ CAPTURED = """
 
 
 def test_whatever_a_process_writes_is_in_its_files(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(CAPTURED), str(tmp_path)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(CAPTURED), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == -signal.SIGABRT
     actor = [line for path in (tmp_path / "actor-1.log.1", tmp_path / "actor-1.log") for line in lines(path)]
     told = [line.split(" ", 3)[3] if LINE.fullmatch(line) else f"| {line}" for line in actor]
-    assert told[:6] == ["printed words", "held together", "100%", "| from C", "| of a child", "hydraflow: a warning"]
+    assert told[:6] == [
+        "printed words",
+        "held together",
+        "100%",
+        "| from C",
+        "| of a child",
+        "hydraflow: a warning",
+    ]
     assert actor[0].split()[1:3] == ["OUT", "actor-1"]
     assert "| after the file was set aside" in told
     assert any("Fatal Python error: Aborted" in line for line in told), "what a crash leaves behind"
     rollout = lines(tmp_path / "rollout-1.log")
-    assert rollout[0].endswith("OUT rollout-1 of the rollout, without an end") and rollout[1] == "C code of the rollout"
-    assert done.stderr.splitlines()[0].endswith("WARNING actor-1 hydraflow: a warning") and "printed" not in done.stderr
+    assert (
+        rollout[0].endswith("OUT rollout-1 of the rollout, without an end")
+        and rollout[1] == "C code of the rollout"
+    )
+    assert (
+        done.stderr.splitlines()[0].endswith("WARNING actor-1 hydraflow: a warning")
+        and "printed" not in done.stderr
+    )
     assert done.stdout == ""
 
 
@@ -145,7 +178,8 @@ def test_a_full_disk_costs_lines_and_nothing_else(tmp_path: Path, monkeypatch: p
 
 
 def test_a_file_that_cannot_be_set_aside_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No room for another file, or too many open: no line is lost, no older file, and nothing is written to a file of somebody else."""
+    """No room for another file, or too many open: no line is lost, no older file, and nothing is written to a
+    file of somebody else."""
     logs = RoleLogs(LogSettings(str(tmp_path), max_bytes=100, keep=2), 0, "actor")
     for number in range(4):
         logs.line("INFO", f"{number} {'x' * 60}")
@@ -160,7 +194,11 @@ def test_a_file_that_cannot_be_set_aside_grows(tmp_path: Path, monkeypatch: pyte
         logs.line("INFO", f"{number} {'x' * 60}")
     monkeypatch.undo()
     assert set(os.listdir("/proc/self/fd")) == opened, "the file is still open, and no other is"
-    assert sorted(path.name for path in tmp_path.iterdir()) == before == ["actor-0.log", "actor-0.log.1", "actor-0.log.2"]
+    assert (
+        sorted(path.name for path in tmp_path.iterdir())
+        == before
+        == ["actor-0.log", "actor-0.log.1", "actor-0.log.2"]
+    )
     held = [text.split()[3] for name in reversed(before) for text in lines(tmp_path / name)]
     assert held[-5:] == ["3", "4", "5", "6", "7"]
     logs.line("INFO", "8")

@@ -1,7 +1,8 @@
 """What a batch system gave this job: nodes, GPUs, cores and memory, as Slurm's environment variables say.
 
-In: the environment. Out: an `Allocation`, or None outside of a job. Everybody who wants to know asks here. Standard library only.
-Left out on purpose: what a run needs (`batch_plan`), and how the two are compared (`compose/allocated.py`).
+In: the environment. Out: an `Allocation`, or None outside of a job. Everybody who wants to know asks here.
+Standard library only. Left out on purpose: what a run needs (`batch_plan`), and how the two are compared
+(`compose/allocated.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ MEBIBYTE = 2**20
 
 @dataclass(frozen=True)
 class Allocation:
-    """A job's share of a cluster; None where Slurm does not say. Numbers are of one node, as this process sees it."""
+    """A job's share of a cluster; None where Slurm does not say. Numbers are of one node, as this process
+    sees it."""
 
     job: str
     nodes: int | None = None
@@ -48,7 +50,9 @@ def allocation(environ: Mapping[str, str] = os.environ) -> Allocation | None:
     }
     sources = {field: f"{name}={environ[name]}" for field, (name, _) in found.items() if name}
     values = {field: value for field, (_, value) in found.items()}
-    return Allocation(environ[JOB], values["nodes"], values["gpus"], values["cpus"], values["memory"], sources)
+    return Allocation(
+        environ[JOB], values["nodes"], values["gpus"], values["cpus"], values["memory"], sources
+    )
 
 
 def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, int | None]:

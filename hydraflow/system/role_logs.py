@@ -1,12 +1,15 @@
-"""Log files of a run: one for each role and rank, `<run>/logs/actor-1.log`, with a tag on every line, and rotation.
+"""Log files of a run: one for each role and rank, `<run>/logs/actor-1.log`, with a tag on every line, and
+rotation.
 
-In: log records, what is printed, and what libraries below Python write; and which role is at work at the moment. Out: lines such as
+In: log records, what is printed, and what libraries below Python write; and which role is at work at the
+moment. Out: lines such as
 
     2026-11-21T08:47:24.123Z WARNING actor-1 hydraflow.workers.skipping: step 12: optimizer step 1 of the actor is skipped
 
-in UTC, so that the files of several machines can be merged. A line without a tag goes on from the line before: stack traces, and what
-C code writes. A process of several roles has several files; what it writes goes to the file of the role whose method runs.
-Left out on purpose: reading them again (`logs.py`), and the controller's console (`logging_setup.py`).
+in UTC, so that the files of several machines can be merged. A line without a tag goes on from the line
+before: stack traces, and what C code writes. A process of several roles has several files; what it writes
+goes to the file of the role whose method runs. Left out on purpose: reading them again (`logs.py`), and the
+controller's console (`logging_setup.py`).
 """
 
 from __future__ import annotations
@@ -53,7 +56,8 @@ class LogSettings:
     keep: int = 3
     """Files set aside that stay."""
     console: str | None = None
-    """Least level of lines that go to the process's first standard error, too, which Ray shows on the console; None: none do."""
+    """Least level of lines that go to the process's first standard error, too, which Ray shows on the
+    console; None: none do."""
 
 
 def apply_level(level: str) -> None:
@@ -104,7 +108,8 @@ class RoleFile:
     def _turn(self) -> None:
         """.log becomes .log.1, that .log.2, and so on; the oldest goes.
 
-        The new file is opened first, under another name: where that fails (OSError), nothing has moved, and `number` stays what it was.
+        The new file is opened first, under another name: where that fails (OSError), nothing has moved, and
+        `number` stays what it was.
         """
         fresh = self.path.with_name(f".{self.path.name}.new")
         number = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -124,8 +129,8 @@ class RoleFile:
 class RoleLogs(logging.Handler):
     """A process's log files, one for each of its roles, made when a role first writes.
 
-    A handler for Python's logging; with `capture`, whatever else the process writes to its standard output and error comes, too.
-    OSError when the folder cannot be made or written.
+    A handler for Python's logging; with `capture`, whatever else the process writes to its standard output
+    and error comes, too. OSError when the folder cannot be made or written.
     """
 
     def __init__(self, settings: LogSettings, rank: int, role: str):
@@ -141,7 +146,8 @@ class RoleLogs(logging.Handler):
         self._file()
 
     def capture(self, *, below_python: bool = True) -> None:
-        """Takes over this process's standard output and error. What a crash leaves there lands in the role's file, too.
+        """Takes over this process's standard output and error. What a crash leaves there lands in the role's
+        file, too.
 
         below_python: also what is written to the file numbers, past Python's sys.stdout and sys.stderr.
         """
@@ -169,7 +175,8 @@ class RoleLogs(logging.Handler):
         self.line(record.levelname if record.levelname in LEVELS else "INFO", text, record.created)
 
     def line(self, level: str, text: str, at: float | None = None, *, role: str | None = None) -> None:
-        """Writes one tagged line, which may have more lines below it. What the disk has no room for is lost, never the run.
+        """Writes one tagged line, which may have more lines below it. What the disk has no room for is lost,
+        never the run.
 
         `role`: whose line it is; None: that of the role whose method runs.
         """
@@ -177,7 +184,9 @@ class RoleLogs(logging.Handler):
             return
         with suppress(OSError), self._guard:
             role = role or self.role
-            tagged = f"{stamp(time.time() if at is None else at)} {level} {role}-{self.rank} {_untagged(text)}"
+            tagged = (
+                f"{stamp(time.time() if at is None else at)} {level} {role}-{self.rank} {_untagged(text)}"
+            )
             file = self._file(role)
             if file.write(tagged) and role == self.role:
                 self._point(file)
@@ -232,7 +241,8 @@ def log_of_this_process() -> RoleLogs | None:
 
 
 class PrintedLines(io.TextIOBase):
-    """Stands for sys.stdout or sys.stderr: whole lines get a tag; of a line that is overwritten (progress bars) the last state."""
+    """Stands for sys.stdout or sys.stderr: whole lines get a tag; of a line that is overwritten (progress
+    bars) the last state."""
 
     def __init__(self, logs: RoleLogs, number: int):
         self._logs, self._number, self._held = logs, number, ""

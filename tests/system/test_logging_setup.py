@@ -9,7 +9,7 @@ from pathlib import Path
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from hydraflow.logging_setup import outlive_readers
+from hydraflow.system.logging_setup import outlive_readers
 outlive_readers()
 outlive_readers()  # a run that goes on after a failure sets itself up again
 print("one ü", flush=True)
@@ -25,7 +25,9 @@ Path("done").touch()
 
 def test_a_reader_that_leaves_ends_nothing(tmp_path: Path) -> None:
     words = [sys.executable, "-c", PROGRAM]
-    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8") as running:
+    with subprocess.Popen(
+        words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8"
+    ) as running:
         assert running.stdout is not None
         assert running.stdout.readline() == "one ü\n"
         running.stdout.close()
@@ -36,6 +38,8 @@ def test_a_reader_that_leaves_ends_nothing(tmp_path: Path) -> None:
 
 def test_a_reader_that_stays_gets_everything(tmp_path: Path) -> None:
     (tmp_path / "left").touch()
-    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=30)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=30
+    )
     assert (done.returncode, done.stderr) == (0, "four\n")
     assert done.stdout == "one ü\ntwo\n" + "three" * 100_000 + "\n"
