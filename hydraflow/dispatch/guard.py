@@ -2,13 +2,17 @@
 its node process.
 
 In: this process's children. Out: the name of one that has ended. Where Ray's client waits for it inside its
-own code (up to a minute, after which it ends the process with exit code 1), the command is ended from here.
+own code (up to a minute, after which it ends the process with exit code 1), the command is ended from here. A
+run whose node process has ended is ended at once: Ray's client ends this process without a word, with exit
+code 1, the next time it touches the object store, if only to give a buffer back.
 Left out on purpose: clusters that were joined (`head.py` asks their control service), and workers
 (`future.py`).
 """
 
 from __future__ import annotations
 
+import os
+import select
 import threading
 import time
 from contextlib import suppress
@@ -22,6 +26,7 @@ from hydraflow.system.node_folder import session_folder
 
 VITAL = {"gcs_server": "control service", "raylet": "node process"}
 PERIOD = 0.25
+"""Seconds between two looks for processes that have started; an end is seen at once."""
 START_PATIENCE = 3.0
 """Seconds that Ray's own code may take to report it while it starts."""
 PATIENCE = 30.0
@@ -32,8 +37,9 @@ class RayGuard:
     """From `watch` to `stop`, in a thread."""
 
     def __init__(self) -> None:
-        self.patience = START_PATIENCE
+        self._is_started = False
         self._seen: dict[str, psutil.Process] = {}
+        self._ends = select.poll()
         self._stopped = threading.Event()
         self._before = _children()
 
@@ -43,7 +49,7 @@ class RayGuard:
 
     def started(self) -> None:
         """From now on the run notices by itself."""
-        self.patience = PATIENCE
+        self._is_started = True
 
     def stop(self) -> None:
         """Ray may end."""
@@ -70,23 +76,33 @@ class RayGuard:
 
     def _run(self) -> None:
         since: float | None = None
-        while not self._stopped.wait(PERIOD):
+        while not self._stopped.is_set():
+            if self._ends.poll(1000 * PERIOD):
+                self._stopped.wait(0.01 if since is None else PERIOD)  # an ended process stays readable
             self._look_for()
             fault = self.fault()
             since = None if fault is None else since or time.monotonic()
-            if fault is None or since is None or time.monotonic() - since < self.patience:
+            if fault is None or since is None or time.monotonic() - since < self._patience():
                 continue
-            if ENDS.commanded and ENDS.since is None:
+            if ENDS.commanded and ENDS.since is None and not self._stopped.is_set():
                 ENDS.told = str(fault)
                 end_at_once(fault.exit_code, "Ray's client does not come back")
             return
+
+    def _patience(self) -> float:
+        if not self._is_started:
+            return START_PATIENCE
+        node = self._seen.get("raylet")
+        is_alone = node is not None and not lives(node) and not ENDS.asked  # else the whole run was signalled
+        return 0.0 if is_alone else PATIENCE
 
     def _look_for(self) -> None:
         if len(self._seen) < len(VITAL):
             for process in _children() - self._before:
                 with suppress(psutil.NoSuchProcess):
-                    if process.name() in VITAL:
-                        self._seen.setdefault(process.name(), process)
+                    if process.name() in VITAL and process.name() not in self._seen:
+                        self._seen[process.name()] = process
+                        self._ends.register(os.pidfd_open(process.pid), select.POLLIN)
 
 
 def _children() -> set[psutil.Process]:

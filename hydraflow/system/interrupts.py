@@ -60,6 +60,8 @@ class Ends:
         """Exit code when this end is cut short."""
         self.told = ""
         """What must be said then: why the run ended."""
+        self.asked = False
+        """Whether a signal has asked this process to end in its own time."""
         self._raised = -REPEATS
 
     def interrupt(self, code: int) -> None:

@@ -52,6 +52,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        ENDS.asked = True
         if not self.received:
             self.received = signal.Signals(number).name
             logger.warning(

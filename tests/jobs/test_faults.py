@@ -81,11 +81,10 @@ def test_rays_node_process_dies(tmp_path: Path, recipe_cache: Path) -> None:
     started = begin(tmp_path, recipe_cache)
     begun = time.monotonic()
     family(started, "/raylet/raylet")[0].kill()
-    assert started.ended(30) == 4, started.said()[-3000:]
-    assert time.monotonic() - begun < 30
-    assert re.search(
-        r"^\w+ rank \d on node \S+ failed in \w+: the process died", started.said(), re.MULTILINE
-    ), started.said()[-3000:]
+    assert started.ended(30) == 3, started.said()[-3000:]
+    assert time.monotonic() - begun < 10
+    assert "Ray's node process (raylet) has ended: it was killed, or it failed" in started.said()
+    assert "The same command continues from the last checkpoint." in started.said()
 
 
 def test_rays_control_service_dies(tmp_path: Path, recipe_cache: Path) -> None:
