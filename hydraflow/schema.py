@@ -14,6 +14,7 @@ from hydraflow.dispatch.config import LogConfig, ProfilerConfig, RayInitConfig
 from hydraflow.engine.config import FSDPConfig, OptimConfig
 from hydraflow.generation.config import SamplingConfig
 from hydraflow.models.config import ModelConfig, ModelSourceConfig
+from hydraflow.options import option
 from hydraflow.recipes.config import RecipeConfig
 from hydraflow.rewards.config import ModelRewardConfig, RewardConfig
 from hydraflow.trainer.config import (
@@ -31,9 +32,9 @@ from hydraflow.workers.config import ActorRolloutRefConfig, CheckpointConfig, Cr
 class PPOConfig:
     """python -m hydraflow.main_ppo"""
 
-    strict: bool = False
+    strict: bool = option(False, shapes_training=False)
     """Refuse keys that are given and have no effect, instead of only saying so."""
-    debug: bool = False
+    debug: bool = option(False, shapes_training=False)
     """One process per role, no deadlines, and Ray's debugger: breakpoint() in a worker waits for it.
     docs/debugging.md"""
     actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
@@ -41,13 +42,13 @@ class PPOConfig:
     reward: ModelRewardConfig = field(default_factory=ModelRewardConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    trainer: TrainerConfig = option(factory=TrainerConfig, shapes_training=False)
     async_training: AsyncTrainingConfig = field(default_factory=AsyncTrainingConfig)
-    batch: BatchConfig = field(default_factory=BatchConfig)
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    ray_init: RayInitConfig = field(default_factory=RayInitConfig)
-    log: LogConfig = field(default_factory=LogConfig)
-    global_profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+    batch: BatchConfig = option(factory=BatchConfig, in_plan=True)
+    cluster: ClusterConfig = option(factory=ClusterConfig, shapes_training=False)
+    ray_init: RayInitConfig = option(factory=RayInitConfig, shapes_training=False)
+    log: LogConfig = option(factory=LogConfig, shapes_training=False)
+    global_profiler: ProfilerConfig = option(factory=ProfilerConfig, shapes_training=False)
     recipe: RecipeConfig = field(default_factory=RecipeConfig)
 
 
@@ -55,20 +56,20 @@ class PPOConfig:
 class SFTConfig:
     """python -m hydraflow.main_sft"""
 
-    strict: bool = False
+    strict: bool = option(False, shapes_training=False)
     """Refuse keys that are given and have no effect, instead of only saying so."""
-    debug: bool = False
+    debug: bool = option(False, shapes_training=False)
     """One process per role, no deadlines, and Ray's debugger: breakpoint() in a worker waits for it.
     docs/debugging.md"""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: SFTDataConfig = field(default_factory=SFTDataConfig)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    trainer: SFTTrainerConfig = field(default_factory=SFTTrainerConfig)
-    ray_init: RayInitConfig = field(default_factory=RayInitConfig)
-    log: LogConfig = field(default_factory=LogConfig)
-    global_profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+    checkpoint: CheckpointConfig = option(factory=CheckpointConfig, shapes_training=False)
+    trainer: SFTTrainerConfig = option(factory=SFTTrainerConfig, shapes_training=False)
+    ray_init: RayInitConfig = option(factory=RayInitConfig, shapes_training=False)
+    log: LogConfig = option(factory=LogConfig, shapes_training=False)
+    global_profiler: ProfilerConfig = option(factory=ProfilerConfig, shapes_training=False)
 
 
 @dataclass
@@ -84,17 +85,17 @@ class OutputConfig:
 class GenerateConfig:
     """python -m hydraflow.main_generate"""
 
-    strict: bool = False
+    strict: bool = option(False, shapes_training=False)
     """Refuse keys that are given and have no effect, instead of only saying so."""
-    debug: bool = False
+    debug: bool = option(False, shapes_training=False)
     """One process per role, no deadlines, and Ray's debugger: breakpoint() in a worker waits for it.
     docs/debugging.md"""
     model: ModelSourceConfig = field(default_factory=ModelSourceConfig)
     rollout: SamplingConfig = field(default_factory=SamplingConfig)
     data: GenerateDataConfig = field(default_factory=GenerateDataConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
-    trainer: RunConfig = field(default_factory=RunConfig)
-    ray_init: RayInitConfig = field(default_factory=RayInitConfig)
+    trainer: RunConfig = option(factory=RunConfig, shapes_training=False)
+    ray_init: RayInitConfig = option(factory=RayInitConfig, shapes_training=False)
 
 
 @dataclass
@@ -115,7 +116,7 @@ class EvalDataConfig:
 class EvalConfig:
     """python -m hydraflow.main_eval"""
 
-    strict: bool = False
+    strict: bool = option(False, shapes_training=False)
     """Refuse keys that are given and have no effect, instead of only saying so."""
     data: EvalDataConfig = field(default_factory=EvalDataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)

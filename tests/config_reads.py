@@ -261,8 +261,20 @@ def names_in(key: str) -> set[str]:
     while waiting:
         part = waiting.pop()
         found.add(resolve(module, part))
+        found |= chosen_in(module, part)
         waiting += [child for name, child in children(part) if name not in ("annotation", "returns")]
     return found - {""}
+
+
+def chosen_in(module: str, node: ast.AST) -> set[str]:
+    """What `TABLE[name].load()` or `.bound(...)` may give, of a table of `options.Named`."""
+    match node:
+        case ast.Attribute(attr="load" | "bound", value=ast.Subscript(value=table)):
+            made = definition(resolve(module, table))
+            texts = [part.value for part in ast.walk(made) if isinstance(part, ast.Constant)] if made else []
+            places = [text.split(":") for text in texts if isinstance(text, str) and ":" in text]
+            return {f"{place}.{name.partition('.')[0]}" for place, name in places}
+    return set()
 
 
 def children(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:

@@ -8,9 +8,12 @@ import config_reads
 import pytest
 
 from hydraflow import schema
+from hydraflow.algorithms.config import ESTIMATORS, POLICY_LOSSES, AlgorithmConfig
 from hydraflow.engine.config import OptimConfig
 from hydraflow.models.config import ModelConfig, ModelSourceConfig
+from hydraflow.options import option_of
 from hydraflow.trainer.config import TrainerConfig
+from hydraflow.workers.config import ActorConfig
 
 RUNS = {
     schema.PPOConfig: "hydraflow.main_ppo.run",
@@ -43,16 +46,35 @@ def leaves(kind: type, prefix: str = "") -> Iterator[tuple[str, type, str]]:
 ALL_LEAVES = [(config, *leaf) for config in RUNS for leaf in leaves(config)]
 
 
+READ_BY_NAME = {
+    (ActorConfig, field.name)
+    for field in fields(ActorConfig)
+    for loss in POLICY_LOSSES.values()
+    if field.name in loss.reads
+    or any(
+        option_of(other).follows == field.name for other in fields(ActorConfig) if other.name in loss.reads
+    )
+} | {(AlgorithmConfig, name) for estimator in ESTIMATORS.values() for name in estimator.reads}
+"""What `Named.bound` hands to the chosen function."""
+
+
 def is_read(run: str, kind: type, field: str) -> bool:
     """Whether `run` gets to code that reads the field from this class or, knowing less, from one of its
     bases."""
+    if run == RUNS[schema.PPOConfig] and (kind, field) in READ_BY_NAME:
+        return True
     owners = [f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__]
     return any((owner, field) in config_reads.reads_below(root) for owner in owners for root in (run, LAUNCH))
 
 
 def is_planned(key: str, kind: type, field: str) -> bool:
     """Whether plan or doctor reads the field, and a run that is given it says what it cannot do with it."""
-    refused = is_read(REFUSES, kind, field) or key.startswith(PLANNED)
+    planned = [(one.name, rule) for one in fields(kind) for rule in option_of(one).planned]
+    if any(f"{{{field}}}" in rule.what for _, rule in planned):
+        return True
+    refused = (
+        any(name == field for name, _ in planned) or is_read(REFUSES, kind, field) or key.startswith(PLANNED)
+    )
     return refused and any(is_read(planner, kind, field) for planner in PLANNERS)
 
 

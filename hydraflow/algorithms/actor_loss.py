@@ -15,7 +15,7 @@ from hydraflow import metrics
 from hydraflow.algorithms.aggregate import Denominators, token_weights
 from hydraflow.algorithms.kl import KL_ESTIMATORS
 from hydraflow.algorithms.masked import keep
-from hydraflow.algorithms.policy_loss import POLICY_LOSSES
+from hydraflow.algorithms.policy_loss import PolicyLoss
 from hydraflow.algorithms.token_terms import PolicyOutput, token_metrics
 from hydraflow.metrics import Metric
 
@@ -32,11 +32,7 @@ class ActorLoss:
     """Counts of the whole mini-batch, over all data ranks."""
     scale_factor: float
     """Divisor of seq-mean-token-sum-norm; unused in other modes."""
-    loss_mode: str = "vanilla"
-    """A name of POLICY_LOSSES."""
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    clip_c: float = 3.0
+    policy_loss: PolicyLoss
     agg_mode: str = "token-mean"
     """A name of LOSS_AGG_MODES."""
     entropy_coeff: float = 0.0
@@ -54,16 +50,7 @@ class ActorLoss:
         logp = keep(output.log_probs, mask)  # (B, R)
         old_logp, advantages = keep(columns["old_log_probs"], mask), keep(columns["advantages"], mask)
         weights = token_weights(mask, self.agg_mode, self.denominators, self.scale_factor, dtype=logp.dtype)
-        policy_loss = POLICY_LOSSES[self.loss_mode]
-        terms = policy_loss(
-            logp,
-            old_logp,
-            advantages,
-            mask,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            clip_c=self.clip_c,
-        )
+        terms = self.policy_loss(logp, old_logp, advantages, mask)
         loss = (terms.loss * weights).sum()
         stats, totals = dict(terms.stats), {"actor/pg_loss": loss}
         if output.entropy is not None:

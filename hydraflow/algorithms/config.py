@@ -4,18 +4,62 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hydraflow.options import NOT_NEGATIVE, SIZE, Named, Planned, Switch, option, unless, unread
+
+
+@dataclass(frozen=True)
+class Estimator(Named):
+    """An advantage estimator: a function of rewards and mask, (B, R) each, and of what it reads by name."""
+
+    critic: bool = False
+    """It is also given the critic's `values` (B, R)."""
+    groups: bool = False
+    """It compares the responses to one prompt: it is also given `group_ids` (B,)."""
+
+
+ESTIMATORS = {
+    "gae": Estimator("hydraflow.algorithms.gae:gae", reads=("gamma", "lam"), critic=True),
+    "grpo": Estimator("hydraflow.algorithms.grpo:grpo", reads=("norm_adv_by_std_in_grpo",), groups=True),
+    "rloo": Estimator("hydraflow.algorithms.rloo:rloo", groups=True),
+    "reinforce_plus_plus": Estimator(
+        "hydraflow.algorithms.reinforce_plus_plus:reinforce_plus_plus", reads=("gamma",)
+    ),
+}
+"""By the name that `algorithm.adv_estimator` gives; `reads` are keys of `algorithm`."""
+
+POLICY_LOSSES = {
+    "vanilla": Named(
+        "hydraflow.algorithms.policy_loss:vanilla",
+        reads=("clip_ratio_low", "clip_ratio_high", "clip_ratio_c"),
+    ),
+}
+"""By the name that `actor.policy_loss.loss_mode` gives; `reads` are keys of `actor`."""
+
+LOSS_AGG_MODES = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
+KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+
 
 @dataclass
 class KLControlConfig:
     """How the coefficient of the KL penalty in the reward moves."""
 
-    type: str = "fixed"
+    type: str = option("fixed", choices=("fixed", "adaptive"))
     """fixed, or adaptive (Ziegler et al. 2019)."""
-    kl_coef: float = 0.001
+    kl_coef: float = option(0.001, rule=NOT_NEGATIVE)
     """Its first value."""
-    horizon: int = 10000
+    horizon: int = option(
+        10000, ge=1, idle=unless("type", "adaptive", why="{s}.type=fixed keeps the coefficient")
+    )
     """Trajectories over which the adaptive controller moves."""
-    target_kl: float = 0.1
+    target_kl: float = option(
+        0.1, rule=SIZE, idle=unless("type", "adaptive", why="{s}.type=fixed keeps the coefficient")
+    )
     """KL per trained token, averaged over trajectories, that the adaptive controller steers to."""
 
 
@@ -23,7 +67,7 @@ class KLControlConfig:
 class PolicyLossConfig:
     """Which policy loss."""
 
-    loss_mode: str = "vanilla"
+    loss_mode: str = option("vanilla", choices=POLICY_LOSSES)
     """vanilla (clipped PPO with dual clip)."""
 
 
@@ -31,11 +75,15 @@ class PolicyLossConfig:
 class FilterGroupsConfig:
     """Dynamic sampling (DAPO): prompts whose responses all score the same are replaced by others."""
 
-    enable: bool = False
+    enable: bool = option(
+        False,
+        switch=Switch(off=False, remedy="{s}.enable=true"),
+        planned=Planned(bool, "replace prompts whose responses all have the same {metric}"),
+    )
     """Sample until a step holds data.train_batch_size prompts with different scores."""
-    metric: str = "acc"
+    metric: str = option("acc", choices=("acc", "score", "seq_reward"))
     """Score that must differ: acc, score or seq_reward."""
-    max_num_gen_batches: int = 0
+    max_num_gen_batches: int = option(0, ge=0)
     """Batches of data.gen_batch_size prompts that one step may sample; 0: no limit."""
 
 
@@ -43,17 +91,17 @@ class FilterGroupsConfig:
 class AlgorithmConfig:
     """Advantages and rewards."""
 
-    adv_estimator: str = "gae"
+    adv_estimator: str = option("gae", choices=ESTIMATORS)
     """gae, grpo, rloo or reinforce_plus_plus."""
-    gamma: float = 1.0
+    gamma: float = option(1.0, ge=0, le=1, idle=unread(ESTIMATORS, "adv_estimator"))
     """Discount per token."""
-    lam: float = 1.0
+    lam: float = option(1.0, ge=0, le=1, idle=unread(ESTIMATORS, "adv_estimator"))
     """Lambda of generalised advantage estimation."""
-    norm_adv_by_std_in_grpo: bool = True
+    norm_adv_by_std_in_grpo: bool = option(True, idle=unread(ESTIMATORS, "adv_estimator"))
     """Divide GRPO's advantages by the group's standard deviation."""
     use_kl_in_reward: bool = False
     """Take a KL penalty off every token's reward."""
-    kl_penalty: str = "kl"
+    kl_penalty: str = option("kl", choices=KL_ESTIMATORS, idle=unless("use_kl_in_reward"))
     """Its estimator: kl (k1), abs, mse (k2) or low_var_kl (k3)."""
-    kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
+    kl_ctrl: KLControlConfig = option(factory=KLControlConfig, idle=unless("use_kl_in_reward"))
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)

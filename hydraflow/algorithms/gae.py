@@ -18,7 +18,7 @@ from hydraflow.algorithms.masked import keep, masked_whiten
 
 
 @torch.no_grad()
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+def gae(rewards: Tensor, mask: Tensor, *, values: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Whitened advantages and returns, (B, R) each, 0 where the mask is 0.
 
     `rewards`, `values`, `mask`: (B, R), right padded. The returns are taken before the whitening, which spans

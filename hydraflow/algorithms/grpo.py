@@ -18,21 +18,26 @@ from hydraflow.algorithms.masked import keep
 
 @torch.no_grad()
 def grpo(
-    rewards: Tensor, mask: Tensor, ids: Tensor, *, norm_by_std: bool = True, eps: float = 1e-6
+    rewards: Tensor,
+    mask: Tensor,
+    *,
+    group_ids: Tensor,
+    norm_adv_by_std_in_grpo: bool = True,
+    eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns (the same numbers), (B, R) each, 0 where the mask is 0.
 
-    `rewards`, `mask`: (B, R); `ids`: (B,) integer, equal for the trajectories of one prompt.
+    `rewards`, `mask`: (B, R); `group_ids`: (B,) integer, equal for the trajectories of one prompt.
 
     >>> rewards, mask = torch.tensor([[0.0, 1.0], [0.0, 3.0]]), torch.ones(2, 2)
-    >>> grpo(rewards, mask, torch.tensor([7, 7]), norm_by_std=False)[0].tolist()
+    >>> grpo(rewards, mask, group_ids=torch.tensor([7, 7]), norm_adv_by_std_in_grpo=False)[0].tolist()
     [[-1.0, -1.0], [1.0, 1.0]]
     """
     scores = rewards.sum(dim=1)  # (B,)
-    group = group_scores(scores, ids)
+    group = group_scores(scores, group_ids)
     alone = group.size == 1
     advantage = torch.where(alone, scores, group.centred)  # (B,)
-    if norm_by_std:
+    if norm_adv_by_std_in_grpo:
         advantage = advantage / (torch.where(alone, 1.0, group.std) + eps)
     advantages = keep(advantage[:, None].expand_as(rewards), mask)
     return advantages, advantages.clone()

@@ -1,4 +1,4 @@
-"""Policy losses per token, as `actor.policy_loss.loss_mode` chooses them.
+"""Policy losses per token, as `actor.policy_loss.loss_mode` chooses them from `POLICY_LOSSES` in `config.py`.
 
 In: log-probabilities, advantages and the mask, (B, R) each. Out: the loss per token, which `aggregate.py`
 weighs. A loss may look along a row (a ratio of whole sequences) but never across rows: that is what keeps its
@@ -18,19 +18,9 @@ LOG_RATIO_BOUND = 20.0
 
 
 class PolicyLoss(Protocol):
-    """What every policy loss may be given; tensors (B, R)."""
+    """A policy loss with its knobs bound: keyword arguments, named as their keys; tensors (B, R)."""
 
-    def __call__(
-        self,
-        logp: Tensor,
-        old_logp: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        *,
-        clip_low: float,
-        clip_high: float,
-        clip_c: float,
-    ) -> TokenTerms: ...
+    def __call__(self, logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor) -> TokenTerms: ...
 
 
 def vanilla(
@@ -39,15 +29,16 @@ def vanilla(
     advantages: Tensor,
     mask: Tensor,
     *,
-    clip_low: float,
-    clip_high: float,
-    clip_c: float,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    clip_ratio_c: float,
 ) -> TokenTerms:
     """Clipped PPO (Schulman et al. 2017, https://arxiv.org/abs/1707.06347, equation 7) with a dual clip
     (Ye et al. 2020, https://arxiv.org/abs/1912.09729, equation 5).
 
         ratio = exp(clamp(logp - old_logp, -20, 20))
-        loss  = max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high)), at most -A clip_c where A < 0
+        loss  = max(-A ratio, -A clip(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high))
+                at most -A clip_ratio_c where A < 0
 
     Statistics: `actor/pg_clipfrac` tokens whose ratio was clipped, `actor/pg_clipfrac_lower` tokens at the
     dual clip, `actor/ppo_kl` the mean of `old_logp - logp`.
@@ -55,9 +46,9 @@ def vanilla(
     log_ratio = (logp - old_logp).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio = log_ratio.exp()
     plain = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    clipped = -advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
     worst = torch.maximum(plain, clipped)
-    bound = -advantages * clip_c
+    bound = -advantages * clip_ratio_c
     negative = advantages < 0
     stats = {
         "actor/pg_clipfrac": (clipped > plain).to(logp.dtype),
@@ -65,6 +56,3 @@ def vanilla(
         "actor/ppo_kl": -log_ratio.detach(),
     }
     return TokenTerms(torch.where(negative, torch.minimum(worst, bound), worst), stats)
-
-
-POLICY_LOSSES: dict[str, PolicyLoss] = {"vanilla": vanilla}

@@ -18,17 +18,17 @@ from hydraflow.algorithms.masked import keep
 
 
 @torch.no_grad()
-def rloo(rewards: Tensor, mask: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+def rloo(rewards: Tensor, mask: Tensor, *, group_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Advantages and returns (the same numbers), (B, R) each, 0 where the mask is 0.
 
-    `rewards`, `mask`: (B, R); `ids`: (B,) integer, equal for the trajectories of one prompt.
+    `rewards`, `mask`: (B, R); `group_ids`: (B,) integer, equal for the trajectories of one prompt.
 
     >>> rewards, mask = torch.tensor([[1.0], [2.0], [6.0]]), torch.ones(3, 1)
-    >>> rloo(rewards, mask, torch.tensor([0, 0, 0]))[0].tolist()
+    >>> rloo(rewards, mask, group_ids=torch.tensor([0, 0, 0]))[0].tolist()
     [[-3.0], [-1.5], [4.5]]
     """
     scores = rewards.sum(dim=1)  # (B,)
-    group = group_scores(scores, ids)
+    group = group_scores(scores, group_ids)
     others = (group.size - 1).clamp(min=1).to(scores.dtype)
     advantage = torch.where(group.size == 1, scores, group.centred * group.size / others)  # (B,)
     advantages = keep(advantage[:, None].expand_as(rewards), mask)

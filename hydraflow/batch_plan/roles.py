@@ -5,17 +5,16 @@ In: the configuration. Out: yes or no. Left out on purpose: where they run (`bat
 
 from __future__ import annotations
 
+from hydraflow.algorithms.config import ESTIMATORS
 from hydraflow.schema import PPOConfig
-
-ESTIMATORS_WITH_VALUES = ("gae",)
-"""Advantage estimators that need a critic."""
 
 
 def needs_critic(config: PPOConfig) -> bool:
     """Whether the run trains a value model."""
     if config.critic.enable is not None:
         return config.critic.enable
-    return config.algorithm.adv_estimator in ESTIMATORS_WITH_VALUES
+    chosen = ESTIMATORS.get(config.algorithm.adv_estimator)
+    return chosen is not None and chosen.critic
 
 
 def needs_reference(config: PPOConfig) -> bool:

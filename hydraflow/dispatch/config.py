@@ -5,12 +5,36 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from hydraflow.options import Rule, Switch, option
+
+
+def _are_variables(value: dict[Any, Any]) -> bool:
+    named = all(isinstance(name, str) and name and not set("=\0") & set(name) for name in value)
+    return named and all(
+        isinstance(one, str | int | float) and not isinstance(one, bool) for one in value.values()
+    )
+
+
+VARIABLES = Rule(
+    "must be names with text or numbers, true and false in quotes",
+    _are_variables,
+    example="{A: INFO, B: 1, C: 'true'}",
+)
+STEPS = Rule(
+    "must list training steps, the first of which is 1", lambda value: all(step >= 1 for step in value)
+)
+RANKS = Rule(
+    "must list ranks, the first of which is 0",
+    lambda value: bool(value) and all(rank >= 0 for rank in value),
+)
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
 
 @dataclass
 class RuntimeEnvConfig:
     """What worker processes find around them."""
 
-    env_vars: dict[str, Any] = field(default_factory=dict)
+    env_vars: dict[str, Any] = option(factory=dict, rule=VARIABLES)
     """Environment variables of all worker processes, by name: text or numbers; they are kept with the run."""
 
     def as_text(self) -> dict[str, str]:
@@ -28,7 +52,7 @@ class RayInitConfig:
 
     address: str = "local"
     """local starts a cluster of this run's own; else the address of a running one, or auto."""
-    num_cpus: int | None = None
+    num_cpus: int | None = option(None, ge=1)
     """CPUs that a local cluster counts; null: those this process may use, and at least what the worker groups
     ask for."""
     runtime_env: RuntimeEnvConfig = field(default_factory=RuntimeEnvConfig)
@@ -41,15 +65,15 @@ class RayInitConfig:
 class LogConfig:
     """What is written to <run>/logs/, one file for each role and rank."""
 
-    level: str = "info"
+    level: str = option("info", choices=LOG_LEVELS)
     """Least level that is written, on the console too: debug, info, warning or error; debug is for
     hydraflow's own lines."""
-    console: str | None = None
+    console: str | None = option(None, choices=LOG_LEVELS)
     """Least level of the workers' lines that the console shows, too; of equal lines of many workers one.
     null: none."""
-    max_megabytes: float = 50.0
+    max_megabytes: float = option(50.0, ge=0.001, le=100_000)
     """Size at which a file is set aside (.log.1, .log.2, ...) and a new one begun."""
-    keep: int = 3
+    keep: int = option(3, ge=0, le=1000)
     """Files set aside that stay, of each role and rank."""
 
 
@@ -57,11 +81,13 @@ class LogConfig:
 class ProfilerConfig:
     """Profiles of single training steps."""
 
-    tool: str | None = None
+    tool: str | None = option(
+        None, choices=("torch", "torch_memory", "nsys"), switch=Switch(off=None, remedy="{s}.tool=torch")
+    )
     """torch (operators), torch_memory (allocations) or nsys (Nsight Systems); null: no profiles."""
-    steps: list[int] | None = None
+    steps: list[int] | None = option(None, rule=STEPS)
     """Training steps that are profiled; null: none."""
     save_path: str | None = None
     """Folder for the profiles, step_N/<roles>-<rank>.*; null: profile/ in the run folder."""
-    ranks: list[int] | None = field(default_factory=lambda: [0])
+    ranks: list[int] | None = option(factory=lambda: [0], rule=RANKS)
     """Ranks of each worker group that are profiled; null: all."""

@@ -2,8 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
+
+from hydraflow.device import DEVICES
+from hydraflow.options import (
+    GIBIBYTES,
+    NEVER_OR_COUNT,
+    NOT_NEGATIVE_SECONDS,
+    TIME,
+    Planned,
+    Rule,
+    idle_when,
+    option,
+    replaced_by,
+    unless,
+)
+
+LOGGERS = ("console", "file", "tensorboard", "wandb", "mlflow", "swanlab")
+KNOWN_LOGGERS = Rule(f"may list {', '.join(LOGGERS)}", lambda value: set(value) <= set(LOGGERS))
+PROXY = Rule(
+    "must be the address of a proxy, http://host:port",
+    lambda value: re.fullmatch(r"https?://([^/\s@]+@)?[^/\s@:]+:\d{1,5}/?", value) is not None,
+    example="http://host:3128",
+)
 
 
 @dataclass
@@ -35,20 +58,20 @@ class DebugConfig(LocalConfig):
 class RunConfig:
     """What every entry point that starts workers may be told."""
 
-    nnodes: int = 1
+    nnodes: int = option(1, ge=1)
     """Machines."""
-    n_gpus_per_node: int | None = None
+    n_gpus_per_node: int | None = option(None, ge=1)
     """Worker processes per machine, each with one GPU; on a CPU processes alone. null: all GPUs, or 2
     processes on a CPU."""
-    device: str = "auto"
+    device: str = option("auto", choices=DEVICES)
     """auto, cpu or cuda."""
-    threads_per_process: int | None = None
+    threads_per_process: int | None = option(None, ge=1)
     """Threads of each worker process on a CPU; null: usable cores / processes, at least 1."""
-    seed: int = 1
+    seed: int = option(1, ge=0, le=2**63 - 1, shapes_training=True)
     """Governs all randomness: data order, sampling, initial heads, mini-batches."""
-    rpc_timeout: float = 3600.0
+    rpc_timeout: float = option(3600.0, gt=0)
     """Seconds that the controller waits for any one call to a worker."""
-    start_timeout: float = 300.0
+    start_timeout: float = option(300.0, gt=0)
     """Seconds that the controller waits for resources and for worker processes to start."""
     debug: LocalConfig = field(default_factory=LocalConfig)
 
@@ -64,23 +87,29 @@ class LoopConfig(RunConfig):
     default_local_dir: str | None = None
     """Run folder; null: runs/<experiment_name>-<date>-<time>, or the newest such folder whose run was cut
     off."""
-    total_epochs: int = 1
+    total_epochs: int = option(1, ge=1, idle=replaced_by("total_training_steps"))
     """Passes over the training data."""
-    total_training_steps: int | None = None
+    total_training_steps: int | None = option(None, ge=1)
     """Training steps; null: from total_epochs."""
-    max_wall_time: Any = None
+    max_wall_time: Any = option(None, rule=TIME)
     """Ends the run in good order after so many seconds, or 90s, 8m, 1h30m; null: no limit."""
-    test_freq: int = -1
+    test_freq: int = option(-1, rule=NEVER_OR_COUNT)
     """Steps between validations; -1: only at the end (and before the first step, if val_before_train)."""
-    logger: list[str] = field(default_factory=lambda: ["console", "file", "tensorboard"])
+    logger: list[str] = option(factory=lambda: ["console", "file", "tensorboard"], rule=KNOWN_LOGGERS)
     """Where metrics go: console, file, tensorboard, wandb, mlflow, swanlab; the file metrics.jsonl is always
     written."""
-    wandb_proxy: str | None = None
+    wandb_proxy: str | None = option(
+        None,
+        rule=PROXY,
+        idle=idle_when(
+            lambda s: "wandb" not in s.logger, "{s}.logger has no wandb", "{s}.logger=[console,wandb]"
+        ),
+    )
     """Proxy through which Weights & Biases alone is reached, http://host:port; the environment and everything
     else stay as they are."""
     save_final_model: bool = True
     """Write the trained weights as a Hugging Face directory at the end."""
-    save_freq: int = -1
+    save_freq: int = option(-1, rule=NEVER_OR_COUNT)
     """Training steps between checkpoints, and one at the end; -1: none, but for a run that is told to stop by
     a signal."""
     keep_best: str | None = None
@@ -88,17 +117,21 @@ class LoopConfig(RunConfig):
     best/; least wins for a loss."""
     stop_on_failed_save: bool = False
     """End the run when a checkpoint cannot be written (a full disk), instead of warning and going on."""
-    max_skipped_steps: int = 3
+    max_skipped_steps: int = option(3, ge=1)
     """Optimizer steps of one model, in a row, whose gradient is not finite: they are skipped, and at so many
     the run ends."""
-    max_restarts: int = 0
+    max_restarts: int = option(0, ge=0)
     """Times that a run whose worker failed goes on by itself, from its last whole checkpoint."""
-    restart_backoff: float = 10.0
+    restart_backoff: float = option(
+        10.0,
+        rule=NOT_NEGATIVE_SECONDS,
+        idle=idle_when(lambda s: s.max_restarts == 0, "{s}.max_restarts=0", "{s}.max_restarts=3"),
+    )
     """Seconds before the first of these restarts; before each further one twice as many, up to 300."""
-    resume_mode: str = "auto"
+    resume_mode: str = option("auto", choices=("auto", "disable", "resume_path"))
     """auto: go on from the run folder's last checkpoint, if there is one; disable: start anew; resume_path:
     resume_from_path."""
-    resume_from_path: str | None = None
+    resume_from_path: str | None = option(None, idle=unless("resume_mode", "resume_path"))
     """A checkpoint, .../global_step_N, to go on from with resume_mode=resume_path."""
 
 
@@ -108,7 +141,7 @@ class TrainerConfig(LoopConfig):
 
     experiment_name: str = "ppo"
     """Name of the run in trackers, and the start of its folder's name."""
-    critic_warmup: int = 0
+    critic_warmup: int = option(0, ge=0, shapes_training=True)
     """First steps in which only the critic learns."""
     balance_batch: bool = True
     """Give the data ranks rows of about equal total length (inside each mini-batch)."""
@@ -116,16 +149,16 @@ class TrainerConfig(LoopConfig):
     """Validate before the first step."""
     val_only: bool = False
     """Validate and stop."""
-    log_val_generations: int = 0
+    log_val_generations: int = option(0, ge=0)
     """Validation samples that are written to the run folder, and as a table to the trackers, each time."""
     rollout_data_dir: str | None = None
     """Folder for all responses of each training step, <step>.jsonl with prompt, response, score and
     reference; null: none."""
     validation_data_dir: str | None = None
     """The same for all responses of each validation."""
-    max_actor_ckpt_to_keep: int | None = None
+    max_actor_ckpt_to_keep: int | None = option(None, ge=1)
     """Checkpoints of the actor that stay, those of earlier starts of the run included; null: all."""
-    max_critic_ckpt_to_keep: int | None = None
+    max_critic_ckpt_to_keep: int | None = option(None, ge=1)
     """The same for the critic."""
     debug: DebugConfig = field(default_factory=DebugConfig)
 
@@ -134,14 +167,36 @@ class TrainerConfig(LoopConfig):
 class AsyncTrainingConfig:
     """Sampling beside training, with weights that may be some steps old."""
 
-    staleness_threshold: float = 0.0
+    staleness_threshold: float = option(
+        0.0,
+        ge=0,
+        le=1000,
+        planned=Planned(
+            lambda value: value > 0, "let {value:.0%} of a step's trajectories come from older weights"
+        ),
+    )
     """Trajectories that may come from older weights, as a share of those between two weight updates; 0:
     synchronous."""
-    trigger_parameter_sync_step: int = 1
+    trigger_parameter_sync_step: int = option(
+        1,
+        planned=Planned(
+            lambda value: value > 1, "give new weights to the rollout after every {value} rounds of training"
+        ),
+    )
     """Optimizer rounds between two weight updates of the rollout."""
-    require_batches: int = 1
+    require_batches: int = option(
+        1,
+        planned=Planned(
+            lambda value: value > 1, "start a round of training when {value} mini-batches are there"
+        ),
+    )
     """Mini-batches that are gathered before a round starts."""
-    partial_rollout: bool = False
+    partial_rollout: bool = option(
+        False,
+        planned=Planned(
+            bool, "interrupt responses at a weight update and continue them with the new weights"
+        ),
+    )
     """Interrupt running responses at a weight update and continue them with the new weights."""
 
 
@@ -155,9 +210,9 @@ class ClusterConfig:
     """Devices on each; null: trainer.n_gpus_per_node."""
     device: str | None = None
     """Kind of device, for the report: H100, A100, cpu, ...; null: this machine's."""
-    device_memory_gib: float | None = None
+    device_memory_gib: float | None = option(None, rule=GIBIBYTES)
     """Memory of one device in GiB; null: this machine's."""
-    host_memory_gib: float | None = None
+    host_memory_gib: float | None = option(None, rule=GIBIBYTES)
     """Memory of one machine in GiB; null: this machine's."""
 
 
@@ -182,5 +237,5 @@ class SFTTrainerConfig(LoopConfig):
 
     experiment_name: str = "sft"
     """Name of the run in trackers, and the start of its folder's name."""
-    max_ckpt_to_keep: int | None = None
+    max_ckpt_to_keep: int | None = option(None, ge=1)
     """Checkpoints that stay, those of earlier starts of the run included; null: all."""

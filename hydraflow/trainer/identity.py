@@ -1,8 +1,8 @@
 """Which keys shape training: a run goes on only with the same values for them.
 
 In: a configuration and its plan. Out: values by key, their hash, and the differences from those that a
-checkpoint carries. Every key shapes training unless `FREE` or `SIZES` lists it, so a new key is safe until
-someone says otherwise. Left out on purpose: what the files behind the paths hold; the data loader knows how
+checkpoint carries. Every key shapes training unless its field says otherwise (`shapes_training=False`, `in_plan=True` of
+`options.py`), so a new key is safe. Left out on purpose: what the files behind the paths hold; the data loader knows how
 many rows there were.
 """
 
@@ -11,8 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, is_dataclass
-from fnmatch import fnmatchcase
+from dataclasses import dataclass
 from typing import Any
 
 from hydraflow.batch_plan.parts import RolePlan
@@ -20,68 +19,11 @@ from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.batch_plan.sft import SFTPlan
 from hydraflow.engine.config import OptimConfig
 from hydraflow.errors import Problem
+from hydraflow.options import Leaf, walk
 from hydraflow.redact import fingerprinted, public
 from hydraflow.schema import PPOConfig, SFTConfig
 
 TOTAL = "trainer.total_training_steps"
-SHAPING_TRAINER_KEYS = ("trainer.seed", "trainer.critic_warmup")
-FREE = (
-    # how the run is started, watched, judged and kept
-    *("strict", "debug", "log.*", "global_profiler.*"),
-    *("trainer.*", "ray_init.*", "cluster.*", "recipe.cache_dir", "*.checkpoint.*", "checkpoint.*"),
-    # what limits a reward function: a run that ended for a limit goes on with another one
-    *("reward.num_workers", "reward.timeout", "reward.max_memory", "reward.max_failed_share"),
-    *("data.val_*", "*.val_kwargs.*", "*.probs_diff_limit"),
-    # where it runs and how the model lies on the devices: another number of ranks gives the same gradients
-    # but for rounding
-    *(
-        "*.device_mapping",
-        "*.nnodes",
-        "*.n_gpus_per_node",
-        "*parallel_size",
-        "*.agent.num_workers",
-        "*.enable_resource_pool",
-    ),
-    *(
-        "*fsdp_config.reshard_after_forward",
-        "*fsdp_config.*offload",
-        "*fsdp_config.head_chunk_tokens",
-        "*fsdp_config.wrap_policy.*",
-    ),
-    *(
-        "*fsdp_config.fsdp_size",
-        "*.megatron.*offload",
-        "*.megatron.sequence_parallel",
-        "*.megatron.use_distributed_optimizer",
-    ),
-    # how a mini-batch is cut into forward passes, and what is recomputed
-    *(
-        "*micro_batch_size_per_gpu",
-        "*use_dynamic_bsz",
-        "*max_token_len_per_gpu",
-        "*.use_remove_padding",
-        "model.use_remove_padding",
-    ),
-    *("*enable_gradient_checkpointing", "*trust_remote_code"),
-    # how the generation engine uses its memory
-    *(
-        "*.rollout.max_num_seqs",
-        "*.rollout.max_num_batched_tokens",
-        "*.rollout.max_model_len",
-        "*.rollout.gpu_memory_utilization",
-    ),
-    *("*.rollout.update_weights_bucket_megabytes", "*.rollout.engine_kwargs.*"),
-)
-"""Patterns of keys that may change when a run goes on."""
-SIZES = (
-    "batch.*",
-    "*.ppo_mini_batch_size",
-    "*.ppo_epochs",
-    "*.shuffle",
-    "*.rollout.n",
-    "data.train_batch_size",
-)
-"""Patterns of keys that say what the plan says better: several of them can be written in several ways."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +57,7 @@ class Identity:
 def identity_of(config: PPOConfig | SFTConfig, plan: BatchPlan | SFTPlan) -> Identity:
     """The identity of a run. `config` is as the user gave it: what a recipe makes is known by the recipe's
     parameters."""
-    values = {key: value for key, value in _flat(asdict(config)) if _shapes(key, plan)}
+    values = dict(_shaping(config, plan))
     if isinstance(config, PPOConfig):
         assert isinstance(plan, BatchPlan)
         values |= _ppo_sizes(plan)
@@ -163,24 +105,34 @@ def _follows_the_total(optim: OptimConfig) -> bool:
     )
 
 
-def _shapes(key: str, plan: BatchPlan | SFTPlan) -> bool:
-    if key in SHAPING_TRAINER_KEYS or key == "data.shuffle":
-        return True
-    if isinstance(plan, BatchPlan) and (
-        (plan.critic is None and key.startswith("critic."))
-        or (plan.ref is None and key.startswith("actor_rollout_ref.ref."))
-    ):
+def _shaping(config: PPOConfig | SFTConfig, plan: BatchPlan | SFTPlan) -> Iterator[tuple[str, Any]]:
+    """The keys that shape training, and their values; entries of mappings one by one."""
+    for leaf in walk(config):
+        if _shapes(leaf) and not (isinstance(plan, BatchPlan) and _has_no_role(leaf.key, plan)):
+            yield from _entries(leaf.key, leaf.value)
+
+
+def _shapes(leaf: Leaf) -> bool:
+    """As the field says; else as the nearest section above it that says something."""
+    on_the_way = [leaf.option, *(section.option for section in reversed(leaf.above))]
+    if any(option.in_plan for option in on_the_way):
         return False
-    return not any(fnmatchcase(key, pattern) for pattern in (*FREE, *SIZES))
+    said = [option.shapes_training for option in on_the_way if option.shapes_training is not None]
+    return said[0] if said else True
 
 
-def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    assert not is_dataclass(section)
-    for name, value in section.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
+def _has_no_role(key: str, plan: BatchPlan) -> bool:
+    return (plan.critic is None and key.startswith("critic.")) or (
+        plan.ref is None and key.startswith("actor_rollout_ref.ref.")
+    )
+
+
+def _entries(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for name, item in value.items():
+            yield from _entries(f"{key}.{name}", item)
+    else:
+        yield key, value
 
 
 def _shown(value: Any) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hydraflow.algorithms.actor_loss import ActorLoss
 from hydraflow.algorithms.aggregate import Denominators
+from hydraflow.algorithms.config import POLICY_LOSSES
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.dispatch.modes import mesh_mode, register
 from hydraflow.dispatch.worker import ProcessContext
@@ -103,10 +104,7 @@ class ActorWorker(EngineWorker):
     def _loss(self, denominators: Denominators, first: bool) -> LossFn:
         actor = self.spec.actor
         loss = ActorLoss(
-            loss_mode=actor.policy_loss.loss_mode,
-            clip_low=actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low,
-            clip_high=actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high,
-            clip_c=actor.clip_ratio_c,
+            policy_loss=POLICY_LOSSES[actor.policy_loss.loss_mode].bound(actor),
             agg_mode=actor.loss_agg_mode,
             scale_factor=actor.loss_scale_factor or self.spec.response_tokens,
             entropy_coeff=actor.entropy_coeff,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hydraflow.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
+from hydraflow.algorithms.advantages import estimate_advantages
 from hydraflow.algorithms.config import AlgorithmConfig
 from hydraflow.algorithms.diagnostics import rollout_probs_diff
 from hydraflow.algorithms.kl import apply_kl_penalty
@@ -60,16 +60,9 @@ class AdvantageWorker(Worker):
         rewards = padded["token_level_scores"]
         if algorithm.use_kl_in_reward:
             rewards, metrics = self._take_kl_off(padded, rewards, mask)
-        inputs = AdvantageInputs(
-            rewards=rewards,
-            mask=mask,
-            group_ids=batch.get("group"),
-            values=padded.get("values"),
-            gamma=algorithm.gamma,
-            lam=algorithm.lam,
-            norm_by_std=algorithm.norm_adv_by_std_in_grpo,
+        advantages, returns = estimate_advantages(
+            algorithm, rewards, mask, values=padded.get("values"), group_ids=batch.get("group")
         )
-        advantages, returns = ADVANTAGE_ESTIMATORS[algorithm.adv_estimator].estimate(inputs)
         metrics |= _data_metrics(padded, rewards, advantages, returns, mask)
         metrics |= _length_metrics(parts(batch.get("prompts"))[1], lengths, self.spec.response_tokens)
         columns = {"token_level_rewards": rewards, "advantages": advantages, "returns": returns}

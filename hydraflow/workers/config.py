@@ -5,20 +5,38 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydraflow.algorithms.config import PolicyLossConfig
-from hydraflow.engine.config import FSDPConfig, MegatronConfig, OptimConfig
-from hydraflow.generation.config import RolloutConfig
+from hydraflow.algorithms.config import KL_ESTIMATORS, LOSS_AGG_MODES, POLICY_LOSSES, PolicyLossConfig
+from hydraflow.engine.config import TRAIN_ENGINES, FSDPConfig, MegatronConfig, OptimConfig
+from hydraflow.generation.config import ANOTHER_PLACE, RolloutConfig
 from hydraflow.models.config import ModelConfig
+from hydraflow.options import NOT_NEGATIVE, Rule, idle_when, option, unless, unread
+
+BOTH_GIVEN = idle_when(
+    lambda s: None not in (s.clip_ratio_low, s.clip_ratio_high),
+    "clip_ratio_low and clip_ratio_high are both given",
+    "{s}.clip_ratio_low=null",
+)
+
+
+def saved_of(*more: str) -> Rule:
+    """What a checkpoint may hold, the weights among it."""
+    parts = ("model", "optimizer", "extra", *more)
+    return Rule(
+        f"must list model, and may list {', '.join(parts[1:])}",
+        lambda value: {"model"} <= set(value) <= set(parts),
+    )
 
 
 @dataclass
 class CheckpointConfig:
     """What a role's checkpoints hold."""
 
-    save_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
+    save_contents: list[str] = option(
+        factory=lambda: ["model", "optimizer", "extra"], rule=saved_of("hf_model")
+    )
     """Any of model (weights), optimizer, extra (place in the schedule), hf_model (full weights as a Hugging
     Face directory)."""
-    load_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
+    load_contents: list[str] = option(factory=lambda: ["model", "optimizer", "extra"], rule=saved_of())
     """What a run that goes on takes from them: model, and of optimizer and extra those that are named."""
     async_save: bool = True
     """Copy the state to host memory and write it while training goes on; false: training waits until it is
@@ -29,47 +47,71 @@ class CheckpointConfig:
 class ActorConfig:
     """The policy that is trained."""
 
-    strategy: str = "fsdp2"
+    strategy: str = option("fsdp2", choices=TRAIN_ENGINES)
     """Training engine: fsdp2 or megatron."""
-    ppo_mini_batch_size: int = 256
+    ppo_mini_batch_size: int = option(256, in_plan=True)
     """Prompts per optimizer step (M of the batch plan); times rollout.n it counts trajectories."""
-    ppo_micro_batch_size_per_gpu: int | None = None
+    ppo_micro_batch_size_per_gpu: int | None = option(
+        None,
+        shapes_training=False,
+        idle=unless("use_dynamic_bsz", False, why="{s}.use_dynamic_bsz=true fills micro-batches by tokens"),
+    )
     """Trajectories per data rank in one forward (m); null: the largest that fits
     ppo_max_token_len_per_gpu."""
-    use_dynamic_bsz: bool = False
+    use_dynamic_bsz: bool = option(False, shapes_training=False)
     """Fill micro-batches by tokens (ppo_max_token_len_per_gpu) instead of by trajectories."""
-    ppo_max_token_len_per_gpu: int = 16384
+    ppo_max_token_len_per_gpu: int = option(16384, shapes_training=False)
     """Tokens per device in one forward."""
-    ppo_epochs: int = 1
+    ppo_epochs: int = option(1, in_plan=True)
     """Passes over each step's trajectories."""
-    shuffle: bool = False
+    shuffle: bool = option(False, in_plan=True)
     """Draw the prompts of the mini-batches in random order (seeded by trainer.seed)."""
-    clip_ratio: float = 0.2
+    clip_ratio: float = option(0.2, gt=0, idle=(unread(POLICY_LOSSES, "policy_loss.loss_mode"), BOTH_GIVEN))
     """Range of the probability ratio outside which the policy gradient stops."""
-    clip_ratio_low: float | None = None
+    clip_ratio_low: float | None = option(
+        None, gt=0, follows="clip_ratio", idle=unread(POLICY_LOSSES, "policy_loss.loss_mode")
+    )
     """The same below 1; null: clip_ratio."""
-    clip_ratio_high: float | None = None
+    clip_ratio_high: float | None = option(
+        None, gt=0, follows="clip_ratio", idle=unread(POLICY_LOSSES, "policy_loss.loss_mode")
+    )
     """The same above 1; null: clip_ratio."""
-    clip_ratio_c: float = 3.0
+    clip_ratio_c: float = option(3.0, gt=1, idle=unread(POLICY_LOSSES, "policy_loss.loss_mode"))
     """Dual clip: bound on the loss of a negative advantage, as a multiple of it."""
-    loss_agg_mode: str = "token-mean"
+    loss_agg_mode: str = option("token-mean", choices=LOSS_AGG_MODES)
     """token-mean, token-sum, seq-mean-token-sum, seq-mean-token-mean or seq-mean-token-sum-norm."""
-    loss_scale_factor: float | None = None
+    loss_scale_factor: float | None = option(
+        None,
+        gt=0,
+        idle=unless(
+            "loss_agg_mode",
+            "seq-mean-token-sum-norm",
+            why="only {s}.loss_agg_mode=seq-mean-token-sum-norm divides by it",
+        ),
+    )
     """Divisor of seq-mean-token-sum-norm; null: data.max_response_length."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
     use_kl_loss: bool = False
     """Add a penalty for distance from the reference policy to the loss."""
-    kl_loss_coef: float = 0.001
+    kl_loss_coef: float = option(0.001, rule=NOT_NEGATIVE, idle=unless("use_kl_loss"))
     """Weight of that penalty."""
-    kl_loss_type: str = "low_var_kl"
+    kl_loss_type: str = option(
+        "low_var_kl",
+        choices=(*KL_ESTIMATORS, *(f"{name}+" for name in KL_ESTIMATORS)),
+        idle=unless("use_kl_loss"),
+    )
     """Its estimator: kl (k1), abs, mse (k2) or low_var_kl (k3); a trailing + takes k2's gradient."""
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
-    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
-    megatron: MegatronConfig = field(default_factory=MegatronConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    device_mapping: Any = None
+    fsdp_config: FSDPConfig = option(factory=FSDPConfig, idle=unread(TRAIN_ENGINES, "strategy"))
+    megatron: MegatronConfig = option(factory=MegatronConfig, idle=unread(TRAIN_ENGINES, "strategy"))
+    checkpoint: CheckpointConfig = option(factory=CheckpointConfig, shapes_training=False)
+    device_mapping: Any = option(
+        None,
+        shapes_training=False,
+        planned=ANOTHER_PLACE,
+    )
     """Devices of the role: a list of numbers, or text such as 0-7 or 0-3,8-11; null: all devices of the
     trainer."""
 
@@ -78,16 +120,20 @@ class ActorConfig:
 class RefConfig:
     """The frozen policy that KL terms measure from; its batching falls back to the actor's."""
 
-    log_prob_micro_batch_size_per_gpu: int | None = None
+    log_prob_micro_batch_size_per_gpu: int | None = option(None, shapes_training=False)
     """Trajectories per data rank in one forward; null: the largest that fits
     log_prob_max_token_len_per_gpu."""
-    log_prob_use_dynamic_bsz: bool | None = None
+    log_prob_use_dynamic_bsz: bool | None = option(None, shapes_training=False)
     """Fill micro-batches by tokens; null: actor.use_dynamic_bsz."""
-    log_prob_max_token_len_per_gpu: int | None = None
+    log_prob_max_token_len_per_gpu: int | None = option(None, shapes_training=False)
     """Tokens per device in one forward; null: actor.ppo_max_token_len_per_gpu."""
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
-    device_mapping: Any = None
+    device_mapping: Any = option(
+        None,
+        shapes_training=False,
+        planned=ANOTHER_PLACE,
+    )
     """Devices of the role; null: the actor's."""
 
 
@@ -107,32 +153,36 @@ class CriticConfig:
 
     enable: bool | None = None
     """Train a critic; null: when algorithm.adv_estimator needs values."""
-    strategy: str = "fsdp2"
+    strategy: str = option("fsdp2", choices=TRAIN_ENGINES)
     """Training engine: fsdp2 or megatron."""
     model: ModelConfig = field(default_factory=ModelConfig)
-    ppo_mini_batch_size: int | None = None
+    ppo_mini_batch_size: int | None = option(None, in_plan=True)
     """Prompts per optimizer step; null: the actor's."""
-    ppo_micro_batch_size_per_gpu: int | None = None
+    ppo_micro_batch_size_per_gpu: int | None = option(None, shapes_training=False)
     """Trajectories per data rank in one forward; null: the largest that fits ppo_max_token_len_per_gpu."""
-    use_dynamic_bsz: bool | None = None
+    use_dynamic_bsz: bool | None = option(None, shapes_training=False)
     """Fill micro-batches by tokens; null: the actor's."""
-    ppo_max_token_len_per_gpu: int = 32768
+    ppo_max_token_len_per_gpu: int = option(32768, shapes_training=False)
     """Tokens per device in one forward of an update."""
-    forward_micro_batch_size_per_gpu: int | None = None
+    forward_micro_batch_size_per_gpu: int | None = option(None, shapes_training=False)
     """Trajectories per data rank when only values are computed; null: ppo_micro_batch_size_per_gpu."""
-    forward_max_token_len_per_gpu: int | None = None
+    forward_max_token_len_per_gpu: int | None = option(None, shapes_training=False)
     """Tokens per device when only values are computed; null: ppo_max_token_len_per_gpu."""
-    ppo_epochs: int | None = None
+    ppo_epochs: int | None = option(None, in_plan=True)
     """Passes over each step's trajectories; null: the actor's."""
-    shuffle: bool | None = None
+    shuffle: bool | None = option(None, in_plan=True)
     """Draw the prompts of the mini-batches in random order; null: the actor's."""
-    cliprange_value: float = 0.5
+    cliprange_value: float = option(0.5, gt=0)
     """Largest change of a value against the one at the step's start that still earns gradient."""
-    loss_agg_mode: str = "token-mean"
+    loss_agg_mode: str = option("token-mean", choices=LOSS_AGG_MODES)
     """As actor.loss_agg_mode."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
-    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
-    megatron: MegatronConfig = field(default_factory=MegatronConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    device_mapping: Any = None
+    fsdp_config: FSDPConfig = option(factory=FSDPConfig, idle=unread(TRAIN_ENGINES, "strategy"))
+    megatron: MegatronConfig = option(factory=MegatronConfig, idle=unread(TRAIN_ENGINES, "strategy"))
+    checkpoint: CheckpointConfig = option(factory=CheckpointConfig, shapes_training=False)
+    device_mapping: Any = option(
+        None,
+        shapes_training=False,
+        planned=ANOTHER_PLACE,
+    )
     """Devices of the role; null: all devices of the trainer."""

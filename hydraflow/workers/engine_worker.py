@@ -7,7 +7,6 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from hydraflow.batch_plan.parts import MicroPlan
@@ -16,15 +15,11 @@ from hydraflow.dispatch.modes import Coordinates, Dispatch, register
 from hydraflow.dispatch.worker import ProcessContext, Worker
 from hydraflow.engine import process_group
 from hydraflow.engine.base import TrainEngine
-from hydraflow.engine.config import FSDPConfig, OptimConfig
-from hydraflow.engine.fsdp.engine import FSDPEngine
+from hydraflow.engine.config import TRAIN_ENGINES, FSDPConfig, OptimConfig
 from hydraflow.models.config import ModelConfig
 from hydraflow.workers.portions import Portions
 from hydraflow.workers.saving import save_part
 from hydraflow.workers.skipping import SkipLimits, Skips
-
-TRAIN_ENGINES: dict[str, Callable[..., TrainEngine]] = {"fsdp2": FSDPEngine}
-"""Training engines by the name that `strategy` gives."""
 
 
 class EngineWorker(Worker):
@@ -60,7 +55,7 @@ class EngineWorker(Worker):
         self._portions: list[Portions] = []
         self._skips: Skips | None = None
         device = current_device(process.device_type, process.local_rank)
-        self.engine = TRAIN_ENGINES[strategy](
+        self.engine: TrainEngine = TRAIN_ENGINES[strategy].load()(
             model, fsdp, optim, head=head, device=device, total_steps=total_steps, field=field, seed=seed
         )
 

@@ -7,7 +7,6 @@ uid and the sample's number, never on the process that drew it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,15 +15,11 @@ from hydraflow.device import current_device, resolve_dtype
 from hydraflow.dispatch.modes import Dispatch, mesh_mode, register
 from hydraflow.dispatch.worker import ProcessContext, Worker
 from hydraflow.generation.base import GenerationEngine, GenerationRequest, SamplingParams
-from hydraflow.generation.config import SamplingConfig
-from hydraflow.generation.native import NativeEngine
+from hydraflow.generation.config import GENERATION_ENGINES, SamplingConfig
 from hydraflow.models.config import ModelSourceConfig
 from hydraflow.models.loading import load_config, load_generation_config, read_weights
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.ragged import from_parts, parts, rows
-
-GENERATION_ENGINES: dict[str, Callable[..., GenerationEngine]] = {"native": NativeEngine.from_config}
-"""Generation engines by the name that `rollout.name` gives; each starts without weights."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +56,7 @@ class RolloutWorker(Worker):
     def __init__(self, process: ProcessContext, spec: RolloutSpec):
         super().__init__(process)
         self.spec = spec
-        self.engine = GENERATION_ENGINES[spec.rollout.name](
+        self.engine: GenerationEngine = GENERATION_ENGINES[spec.rollout.name].load()(
             load_config(spec.model),
             dtype=resolve_dtype(spec.rollout.dtype, process.device_type),
             device=current_device(process.device_type, process.local_rank),

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hydraflow.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
+from hydraflow.algorithms.advantages import estimate_advantages
+from hydraflow.algorithms.config import ESTIMATORS, AlgorithmConfig
 from hydraflow.algorithms.gae import gae
 from hydraflow.algorithms.grpo import grpo
 from hydraflow.algorithms.reinforce_plus_plus import reinforce_plus_plus, return_to_go
@@ -59,7 +60,7 @@ def batches(draw):
 def test_gae_by_hand():
     # delta_2 = 1 - 0.5 = 0.5; delta_1 = 0 + 0.5 * 0.5 - 0.25 = 0; A_1 = 0 + 0.5 * 0.5 * 0.5 = 0.125
     advantages, returns = gae(
-        f64([[0, 1, 0]]), f64([[0.25, 0.5, 9]]), torch.tensor([[1, 1, 0]]), gamma=0.5, lam=0.5
+        f64([[0, 1, 0]]), torch.tensor([[1, 1, 0]]), values=f64([[0.25, 0.5, 9]]), gamma=0.5, lam=0.5
     )
     assert returns.tolist() == [[0.375, 1.0, 0.0]]
     half = 1 / math.sqrt(2)
@@ -67,11 +68,11 @@ def test_gae_by_hand():
 
 
 def test_gae_steps_over_observations():
-    packed = gae(f64([[0, 2, 1]]), f64([[0.3, 0.6, 0.1]]), torch.ones(1, 3), gamma=0.9, lam=0.8)
+    packed = gae(f64([[0, 2, 1]]), torch.ones(1, 3), values=f64([[0.3, 0.6, 0.1]]), gamma=0.9, lam=0.8)
     spread = gae(
         f64([[0, 0, 2, 0, 1]]),
-        f64([[0.3, 77, 0.6, float("nan"), 0.1]]),
         torch.tensor([[1, 0, 1, 0, 1]]),
+        values=f64([[0.3, 77, 0.6, float("nan"), 0.1]]),
         gamma=0.9,
         lam=0.8,
     )
@@ -88,7 +89,9 @@ def test_gae_is_its_definition(batch, lam):
         gae_of_row(r, v, m, batch["gamma"], lam) for r, v, m in zip(batch["rewards"], batch["values"], mask)
     ]
     returns = [[a + v if m else 0.0 for a, v, m in zip(*row)] for row in zip(raw, batch["values"], mask)]
-    got = gae(f64(batch["rewards"]), f64(batch["values"]), torch.tensor(mask), gamma=batch["gamma"], lam=lam)
+    got = gae(
+        f64(batch["rewards"]), torch.tensor(mask), values=f64(batch["values"]), gamma=batch["gamma"], lam=lam
+    )
     assert torch.allclose(got[1], f64(returns), atol=1e-10)
     assert torch.allclose(got[0], f64(whitened(raw, mask)), atol=1e-7)
 
@@ -123,26 +126,33 @@ IDS = torch.tensor([5, 2, 5, 9])  # scores 1 and 5 are a group; 3 and 8 are alon
 
 def test_grpo_by_hand():
     root = math.sqrt(8)  # unbiased standard deviation of 1 and 5
-    advantages, returns = grpo(REWARDS, MASK, IDS)
+    advantages, returns = grpo(REWARDS, MASK, group_ids=IDS)
     assert torch.allclose(advantages, f64([[-2 / root] * 2, [3, 0], [2 / root] * 2, [8, 8]]), atol=1e-5)
     assert torch.equal(advantages, returns)
     assert advantages.dtype == torch.float64
 
 
 def test_dr_grpo_does_not_divide():
-    assert grpo(REWARDS, MASK, IDS, norm_by_std=False)[0].tolist() == [[-2, -2], [3, 0], [2, 2], [8, 8]]
+    assert grpo(REWARDS, MASK, group_ids=IDS, norm_adv_by_std_in_grpo=False)[0].tolist() == [
+        [-2, -2],
+        [3, 0],
+        [2, 2],
+        [8, 8],
+    ]
 
 
 def test_grpo_gives_a_group_of_equal_scores_no_signal():
     assert (
-        grpo(torch.full((8, 1), 0.1), torch.ones(8, 1), torch.zeros(8, dtype=torch.int64))[0].tolist()
+        grpo(torch.full((8, 1), 0.1), torch.ones(8, 1), group_ids=torch.zeros(8, dtype=torch.int64))[
+            0
+        ].tolist()
         == [[0.0]] * 8
     )
 
 
 def test_rloo_by_hand():
     # 1 less its other 5, 5 less its other 1; alone: the score itself
-    assert rloo(REWARDS, MASK, IDS)[0].tolist() == [[-4, -4], [3, 0], [4, 4], [8, 8]]
+    assert rloo(REWARDS, MASK, group_ids=IDS)[0].tolist() == [[-4, -4], [3, 0], [4, 4], [8, 8]]
 
 
 @settings(deadline=None, max_examples=40)
@@ -150,8 +160,8 @@ def test_rloo_by_hand():
 def test_group_estimators_agree_with_loops(rows):
     scores, ids = f64([[s] for _, s in rows]), torch.tensor([i for i, _ in rows])
     ours_grpo, ours_rloo = (
-        grpo(scores, torch.ones_like(scores), ids)[0],
-        rloo(scores, torch.ones_like(scores), ids)[0],
+        grpo(scores, torch.ones_like(scores), group_ids=ids)[0],
+        rloo(scores, torch.ones_like(scores), group_ids=ids)[0],
     )
     for row, (i, score) in enumerate(rows):
         others = [s for j, (k, s) in enumerate(rows) if k == i and j != row]
@@ -163,43 +173,33 @@ def test_group_estimators_agree_with_loops(rows):
         assert ours_grpo[row].item() == pytest.approx((score - mean) / (std + 1e-6), rel=1e-6, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
+@pytest.mark.parametrize("name", ESTIMATORS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_every_estimator_keeps_shape_and_dtype_and_is_zero_outside_the_mask(name, dtype):
     rewards = REWARDS.to(dtype)
-    inputs = AdvantageInputs(
-        rewards=rewards, mask=MASK, values=torch.full_like(rewards, 0.5), group_ids=IDS, gamma=0.9, lam=0.9
-    )
-    for result in ADVANTAGE_ESTIMATORS[name].estimate(inputs):
+    config = AlgorithmConfig(adv_estimator=name, gamma=0.9, lam=0.9)
+    values = torch.full_like(rewards, 0.5)
+    for result in estimate_advantages(config, rewards, MASK, values=values, group_ids=IDS):
         assert result.shape == rewards.shape and result.dtype == dtype
         assert result[1, 1].item() == 0.0
         assert result.abs().sum().item() > 0.0
 
 
-@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
+@pytest.mark.parametrize("name", ESTIMATORS)
 def test_padding_columns_and_padding_rows_of_no_token_change_no_advantage(name):
     generator = torch.Generator().manual_seed(0)
     rewards, values = (torch.randn(4, 3, dtype=torch.float64, generator=generator) for _ in range(2))
     mask, ids = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 1, 1]]), torch.tensor([0, 1, 0, 1])
     rewards = rewards * mask
     wide = lambda x: torch.nn.functional.pad(x, (0, 2, 0, 1))  # noqa: E731
-    estimate = ADVANTAGE_ESTIMATORS[name].estimate
-    plain = estimate(AdvantageInputs(rewards=rewards, mask=mask, values=values, group_ids=ids))
-    padded = estimate(
-        AdvantageInputs(
-            rewards=wide(rewards),
-            mask=wide(mask),
-            values=wide(values),
-            group_ids=torch.tensor([0, 1, 0, 1, 7]),
-        )
-    )
+    config = AlgorithmConfig(adv_estimator=name)
+    plain = estimate_advantages(config, rewards, mask, values=values, group_ids=ids)
+    longer = torch.tensor([0, 1, 0, 1, 7])
+    padded = estimate_advantages(config, wide(rewards), wide(mask), values=wide(values), group_ids=longer)
     for before, after in zip(plain, padded):
         assert torch.allclose(wide(before), after, atol=1e-12)
 
 
 def test_which_estimators_need_a_critic():
-    assert [name for name, estimator in ADVANTAGE_ESTIMATORS.items() if estimator.needs_values] == ["gae"]
-    assert [name for name, estimator in ADVANTAGE_ESTIMATORS.items() if estimator.needs_groups] == [
-        "grpo",
-        "rloo",
-    ]
+    assert [name for name, estimator in ESTIMATORS.items() if estimator.critic] == ["gae"]
+    assert [name for name, estimator in ESTIMATORS.items() if estimator.groups] == ["grpo", "rloo"]

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 
 from hydraflow.algorithms.actor_loss import ActorLoss
 from hydraflow.algorithms.aggregate import LOSS_AGG_MODES, Denominators, token_weights
+from hydraflow.algorithms.config import POLICY_LOSSES
 from hydraflow.algorithms.critic_loss import ValueLoss
 from hydraflow.algorithms.policy_loss import vanilla
 from hydraflow.algorithms.sft_loss import SFTLoss
 from hydraflow.algorithms.value_loss import clipped_value_loss
+from hydraflow.workers.config import ActorConfig
 
 
 def f64(rows) -> torch.Tensor:
@@ -50,9 +52,9 @@ def test_vanilla_by_hand(ratio, advantage, loss, clipped, at_dual_clip):
         torch.zeros_like(logp),
         f64([[advantage]]),
         torch.ones(1, 1),
-        clip_low=0.2,
-        clip_high=0.3,
-        clip_c=3.0,
+        clip_ratio_low=0.2,
+        clip_ratio_high=0.3,
+        clip_ratio_c=3.0,
     )
     assert terms.loss.item() == pytest.approx(loss)
     assert terms.stats["actor/pg_clipfrac"].item() == clipped
@@ -70,9 +72,9 @@ def test_vanilla_is_its_piecewise_definition(log_ratio, advantage, clips):
         torch.zeros_like(logp),
         f64([[advantage]]),
         torch.ones(1, 1),
-        clip_low=low,
-        clip_high=high,
-        clip_c=c,
+        clip_ratio_low=low,
+        clip_ratio_high=high,
+        clip_ratio_c=c,
     )
     assert terms.loss.item() == pytest.approx(
         plain_ppo(math.exp(log_ratio), advantage, low, high, c), abs=1e-12
@@ -86,9 +88,9 @@ def test_log_ratio_is_bounded():
         torch.zeros(1, 2),
         torch.tensor([[-1.0, 1.0]]),
         torch.ones(1, 2),
-        clip_low=0.2,
-        clip_high=0.2,
-        clip_c=3.0,
+        clip_ratio_low=0.2,
+        clip_ratio_high=0.2,
+        clip_ratio_c=3.0,
     )
     terms.loss.sum().backward()
     assert terms.loss[0].tolist() == pytest.approx([3.0, -math.exp(-20.0)])
@@ -155,7 +157,12 @@ def test_actor_loss_by_hand():
         "ref_log_prob": f64([[math.log(0.25), math.log(0.5), 0.0]]),  # k1 is log 2 and 0
     }
     loss_fn = ActorLoss(
-        denominators=Denominators(4.0, 2.0), scale_factor=8.0, entropy_coeff=0.1, kl_coef=0.5, kl_type="kl"
+        policy_loss=POLICY_LOSSES["vanilla"].bound(ActorConfig()),
+        denominators=Denominators(4.0, 2.0),
+        scale_factor=8.0,
+        entropy_coeff=0.1,
+        kl_coef=0.5,
+        kl_type="kl",
     )
     loss, metrics = loss_fn(output(log_probs, entropy=f64([[0.3, 0.5, float("inf")]])), columns)
     pg, entropy, kl = (-1.0 - 1.2) / 4, (0.3 + 0.5) / 4, math.log(2) / 4
@@ -179,9 +186,9 @@ def test_actor_loss_by_hand():
 
 def test_actor_loss_without_extras_reads_no_reference_and_no_entropy():
     columns = {"response_mask": torch.ones(1, 1), "old_log_probs": f64([[0.0]]), "advantages": f64([[2.0]])}
-    loss, metrics = ActorLoss(denominators=Denominators(1.0, 1.0), scale_factor=1.0)(
-        output(f64([[0.0]])), columns
-    )
+    policy_loss = POLICY_LOSSES["vanilla"].bound(ActorConfig())
+    loss_fn = ActorLoss(policy_loss=policy_loss, denominators=Denominators(1.0, 1.0), scale_factor=1.0)
+    loss, metrics = loss_fn(output(f64([[0.0]])), columns)
     assert loss.item() == -2.0
     assert set(metrics) == {"actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl", "actor/pg_loss"}
 

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from hydraflow import metrics
 from hydraflow.algorithms.actor_loss import ActorLoss
 from hydraflow.algorithms.aggregate import LOSS_AGG_MODES, Denominators
+from hydraflow.algorithms.config import POLICY_LOSSES
 from hydraflow.algorithms.critic_loss import ValueLoss
 from hydraflow.algorithms.kl import KL_ESTIMATORS
-from hydraflow.algorithms.policy_loss import POLICY_LOSSES
 from hydraflow.algorithms.sft_loss import SFTLoss
+from hydraflow.workers.config import ActorConfig
 
 B, R = 6, 5
 SCALE = 16.0
@@ -104,8 +105,11 @@ def check_law(loss_of, rows, tolerance: float = 1e-12) -> None:
     assert_same(whole, evaluate(loss_of, rows, two_ranks, padding=2), tolerance)
 
 
-def actor(**options):
-    return lambda denominators: ActorLoss(denominators=denominators, scale_factor=SCALE, **options)
+def actor(loss_mode="vanilla", **options):
+    policy_loss = POLICY_LOSSES[loss_mode].bound(ActorConfig())
+    return lambda denominators: ActorLoss(
+        policy_loss=policy_loss, denominators=denominators, scale_factor=SCALE, **options
+    )
 
 
 @pytest.mark.parametrize("agg_mode", LOSS_AGG_MODES)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
 
 import pytest
 
@@ -12,7 +11,6 @@ from hydraflow.batch_plan.resolve import resolve_plan
 from hydraflow.batch_plan.sft import resolve_sft_plan
 from hydraflow.errors import ConfigError
 from hydraflow.schema import PPOConfig, SFTConfig
-from hydraflow.trainer import identity
 from hydraflow.trainer.identity import Identity, identity_of
 
 Change = Callable[[PPOConfig], None]
@@ -148,11 +146,3 @@ def test_supervised_runs_have_one_too() -> None:
     first = identity_of(config, plan)
     config.optim.lr = 0.5
     assert differing(identity_of(config, plan), first) == ["optim.lr"]
-
-
-@pytest.mark.parametrize("pattern", identity.FREE + identity.SIZES)
-def test_every_pattern_matches_a_key(pattern: str) -> None:
-    from fnmatch import fnmatchcase
-
-    keys = [key for config in (PPOConfig(), SFTConfig()) for key, _ in identity._flat(asdict(config))]
-    assert any(fnmatchcase(key, pattern) for key in keys), "a key was renamed"

@@ -24,8 +24,8 @@ from workers import naive
 from workers.gradient_jobs import CUTS, SCALE, TEMPERATURE, Case
 
 from hydraflow.algorithms.aggregate import LOSS_AGG_MODES
+from hydraflow.algorithms.config import POLICY_LOSSES
 from hydraflow.algorithms.kl import KL_ESTIMATORS
-from hydraflow.algorithms.policy_loss import POLICY_LOSSES
 from hydraflow.metrics import merge, values
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto

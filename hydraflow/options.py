@@ -1,0 +1,308 @@
+"""The facts of a configuration key, beside its field: legal values, when it counts, what it shapes.
+
+In: the arguments of `option(...)`, in the dataclasses of the `config.py` files. Out: an `Option` in the
+field's metadata, from which the value checks, `--help`, the notes on keys without effect, what can be planned
+but not run, and the identity of a resumed run are derived. A named choice (an estimator, a loss, an engine)
+is a `Named`: the one place that says where its code is and which keys it reads. Standard library only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from hydraflow.system.durations import seconds_of
+
+_KEY = "option"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Which values a key may have, in words and as a test."""
+
+    text: str
+    holds: Callable[[Any], bool]
+    choices: tuple[str, ...] = ()
+    """The legal names; the error suggests the nearest."""
+    example: str = ""
+    """A legal value to suggest where no choice is near; empty: the field's default."""
+
+
+Idle = Callable[[Any, str], tuple[str, str] | None]
+"""Given the section that holds a key, and the key's name: None where the key counts; else why it has no
+effect, and overrides with which it would (empty: there are none). `{s}` in both is the dotted path of the
+section."""
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A key that turns the rest of its section off."""
+
+    off: Any
+    """The value that does."""
+    remedy: str
+    """An override that turns it on; `{s}` is the section."""
+    why: str = ""
+    """Empty: the switch and its value."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Values that the plan understands and a run cannot carry out yet."""
+
+    values: Callable[[Any], bool]
+    what: str
+    """What the value would do; `{value}` and the names of the section's other keys are filled in."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """A choice by name: where its code is, which keys it reads, whether it runs yet."""
+
+    where: str = ""
+    """module:attribute; empty: it does not run yet."""
+    reads: tuple[str, ...] = ()
+    """Names of keys, beside the one that chooses, that have an effect with this choice."""
+    planned: str = ""
+    """What it would do, where it can be planned only."""
+
+    def load(self) -> Any:
+        """The class or function itself."""
+        module, _, attribute = self.where.partition(":")
+        found: Any = importlib.import_module(module)
+        for name in attribute.split("."):
+            found = getattr(found, name)
+        return found
+
+    def bound(self, section: Any) -> Any:
+        """The function, with the keys that it reads from this section as keyword arguments of their names."""
+        return functools.partial(self.load(), **{name: value_of(section, name) for name in self.reads})
+
+
+@dataclass(frozen=True)
+class Option:
+    """What is known about a key beside its type, default and description."""
+
+    rule: Rule | None = None
+    idle: tuple[Idle, ...] = ()
+    switch: Switch | None = None
+    planned: tuple[Planned, ...] = ()
+    shapes_training: bool | None = None
+    """Whether a run resumes only with the same value; None: as its section, and at the top level yes."""
+    in_plan: bool = False
+    """Its effect on training is read off the batch plan, in which several keys can say the same."""
+    follows: str = ""
+    """The key of the same section whose value null stands for."""
+
+
+def option(
+    default: Any = dataclasses.MISSING,
+    *,
+    factory: Any = dataclasses.MISSING,
+    rule: Rule | None = None,
+    choices: Collection[str] | Mapping[str, Named] = (),
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+    idle: Idle | tuple[Idle, ...] = (),
+    switch: Switch | None = None,
+    planned: Planned | None = None,
+    shapes_training: bool | None = None,
+    in_plan: bool = False,
+    follows: str = "",
+) -> Any:
+    """A dataclass field with the facts of its key.
+
+    choices: names, or a table of them, of which those without code can be planned only. ge, gt, le, lt:
+    limits of a number. The other arguments are those of `Option`.
+    """
+    if choices:
+        rule = one_of(*choices)
+    elif rule is None and (ge, gt, le, lt) != (None, None, None, None):
+        rule = limits(ge=ge, gt=gt, le=le, lt=lt)
+    facts = Option(
+        rule=rule,
+        idle=idle if isinstance(idle, tuple) else (idle,),
+        switch=switch,
+        planned=(planned,) if planned else _planned_choices(choices) if isinstance(choices, Mapping) else (),
+        shapes_training=shapes_training,
+        in_plan=in_plan,
+        follows=follows,
+    )
+    if factory is not dataclasses.MISSING:
+        return dataclasses.field(default_factory=factory, metadata={_KEY: facts})
+    return dataclasses.field(default=default, metadata={_KEY: facts})
+
+
+def option_of(field: dataclasses.Field[Any]) -> Option:
+    """The facts of a field; of a plain one, none."""
+    found: Option = field.metadata.get(_KEY, Option())
+    return found
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A key of a configuration with its facts and its value."""
+
+    key: str
+    """Dotted path from the top."""
+    option: Option
+    value: Any
+    section: Any
+    """The dataclass that holds it."""
+    above: tuple[Leaf, ...] = ()
+    """The sections on the way to it, from the top."""
+
+
+def walk(section: Any, prefix: str = "", above: tuple[Leaf, ...] = ()) -> Iterator[Leaf]:
+    """Every leaf of a configuration, in the order of the source."""
+    for field in fields(section):
+        value = getattr(section, field.name)
+        leaf = Leaf(prefix + field.name, option_of(field), value, section, above)
+        if is_dataclass(value):
+            yield from walk(value, f"{leaf.key}.", (*above, leaf))
+        else:
+            yield leaf
+
+
+# --- rules -----------------------------------------------------------------------------------------------
+
+
+def listed(choices: Collection[str]) -> str:
+    """Names as a sentence has them.
+
+    >>> listed(["a", "b", "c"])
+    'a, b or c'
+    """
+    names = list(choices)
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+def one_of(*choices: str) -> Rule:
+    """One of these names."""
+    return Rule(f"must be {listed(choices)}", lambda value: value in choices, choices)
+
+
+def limits(
+    *, ge: float | None = None, gt: float | None = None, le: float | None = None, lt: float | None = None
+) -> Rule:
+    """A number within limits; infinity only where there is no upper one.
+
+    >>> limits(ge=0, le=1).text, limits(gt=0).text, limits(gt=0, lt=1).text
+    ('must be from 0 to 1', 'must be above 0', 'must be above 0 and below 1')
+    """
+    if ge is not None and le is not None:
+        text = f"must be from {ge} to {le}"
+    else:
+        named = {"at least": ge, "above": gt, "at most": le, "below": lt}
+        text = "must be " + " and ".join(
+            f"{word} {limit}" for word, limit in named.items() if limit is not None
+        )
+
+    def holds(value: Any) -> bool:
+        return (
+            (ge is None or value >= ge)
+            and (gt is None or value > gt)
+            and (le is None or value <= le)
+            and (lt is None or value < lt)
+        )
+
+    return Rule(text, holds)
+
+
+def _is_text_or_list(value: Any) -> bool:
+    names = [value] if isinstance(value, str) else value
+    return (
+        isinstance(names, list)
+        and bool(names)
+        and all(isinstance(name, str) and name.strip() for name in names)
+    )
+
+
+FINITE = Rule("must be finite", math.isfinite)
+NO_LIMIT_OR_COUNT = Rule("must be -1 (no limit) or at least 1", lambda value: value == -1 or value >= 1)
+NEVER_OR_COUNT = Rule("must be -1 or at least 1", lambda value: value == -1 or value >= 1)
+NOT_NEGATIVE = Rule("must be at least 0 and finite", lambda value: 0 <= value < math.inf)
+SIZE = Rule("must be above 0 and finite", lambda value: 0 < value < math.inf)
+GIBIBYTES = Rule("must be above 0 and at most a million", lambda value: 0 < value <= 10**6)
+NOT_NEGATIVE_SECONDS = Rule("must be a number of seconds, at least 0", lambda value: 0 <= value < math.inf)
+SECONDS = Rule("must be a number of seconds above 0", lambda value: 0 < value < math.inf)
+TIME = Rule(
+    "must be a positive time: seconds, or 90s, 8m, 1h30m",
+    lambda value: seconds_of(value) is not None,
+    example="8m",
+)
+FILES = Rule("must be a file or a list of files", _is_text_or_list, example="/path/to/file.parquet")
+MODULES = Rule("must be all-linear or a list of module names", _is_text_or_list)
+
+
+# --- when a key counts -----------------------------------------------------------------------------------
+
+
+def idle_when(condition: Callable[[Any], bool], why: str, remedy: str = "") -> Idle:
+    """No effect while a condition on the section holds."""
+    return lambda section, _: (why, remedy) if condition(section) else None
+
+
+def unless(key: str, value: Any = True, *, why: str = "") -> Idle:
+    """No effect unless another key of the section has this value; why: in place of a sentence that says
+    so."""
+    shown = str(value).lower() if isinstance(value, bool) else value
+    plain = (
+        f"{{s}}.{key}={str(not value).lower()}" if isinstance(value, bool) else f"{{s}}.{key} is not {value}"
+    )
+    return idle_when(lambda section: getattr(section, key) != value, why or plain, f"{{s}}.{key}={shown}")
+
+
+def replaced_by(key: str) -> Idle:
+    """No effect when another key of the section is given."""
+    return idle_when(
+        lambda section: getattr(section, key) is not None, f"{{s}}.{key} is given", f"{{s}}.{key}=null"
+    )
+
+
+def unread(table: Mapping[str, Named], chooser: str) -> Idle:
+    """No effect unless the choice that `chooser` makes from a table reads the key, or one that follows it.
+
+    chooser: name of a key of the same section, or section.key below it.
+    """
+
+    def idle(section: Any, name: str) -> tuple[str, str] | None:
+        chosen = section
+        for part in chooser.split("."):
+            chosen = getattr(chosen, part)
+        if chosen not in table or _is_read(table[chosen].reads, section, name):
+            return None
+        readers = [choice for choice, named in table.items() if _is_read(named.reads, section, name)]
+        first = f"{{s}}.{chooser}={readers[0]}"
+        return f"only {' and '.join([first, *readers[1:]])} read{'s' if len(readers) == 1 else ''} it", first
+
+    return idle
+
+
+def _is_read(names: Collection[str], section: Any, name: str) -> bool:
+    """Whether the key, or one that follows it, is among the names."""
+    return name in names or any(
+        option_of(field).follows == name for field in fields(section) if field.name in names
+    )
+
+
+def value_of(section: Any, name: str) -> Any:
+    """The value of a key, null replaced by that of the key it follows."""
+    value = getattr(section, name)
+    follows = next(option_of(field).follows for field in fields(section) if field.name == name)
+    return value_of(section, follows) if value is None and follows else value
+
+
+def _planned_choices(table: Mapping[str, Named]) -> tuple[Planned, ...]:
+    return tuple(
+        Planned(lambda value, name=name: value == name, named.planned)  # type: ignore[misc]
+        for name, named in table.items()
+        if named.planned
+    )
