@@ -47,33 +47,33 @@ KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 
 @dataclass
 class KLControlConfig:
-    """How the coefficient of the KL penalty in the reward moves."""
+    """Coefficient of the KL penalty in the reward."""
 
     type: str = option("fixed", choices=("fixed", "adaptive"))
-    """fixed, or adaptive (Ziegler et al. 2019)."""
+    """fixed keeps kl_coef; adaptive (Ziegler et al. 2019) steers the KL towards target_kl."""
     kl_coef: float = option(0.001, rule=NOT_NEGATIVE)
-    """Its first value."""
+    """Coefficient at the first step."""
     horizon: int = option(
         10000, ge=1, idle=unless("type", "adaptive", why="{s}.type=fixed keeps the coefficient")
     )
-    """Trajectories over which the adaptive controller moves."""
+    """Trajectories over which the adaptive controller adjusts the coefficient."""
     target_kl: float = option(
         0.1, rule=SIZE, idle=unless("type", "adaptive", why="{s}.type=fixed keeps the coefficient")
     )
-    """KL per trained token, averaged over trajectories, that the adaptive controller steers to."""
+    """Target KL per trained token, averaged over trajectories, of the adaptive controller."""
 
 
 @dataclass
 class PolicyLossConfig:
-    """Which policy loss."""
+    """Choice of the policy loss."""
 
     loss_mode: str = option("vanilla", choices=POLICY_LOSSES)
-    """vanilla (clipped PPO with dual clip)."""
+    """Policy loss. vanilla: PPO's clipped objective with a dual clip."""
 
 
 @dataclass
 class FilterGroupsConfig:
-    """Dynamic sampling (DAPO): prompts whose responses all score the same are replaced by others."""
+    """Dynamic sampling (DAPO): replaces prompts whose responses all score the same."""
 
     enable: bool = option(
         False,
@@ -82,9 +82,9 @@ class FilterGroupsConfig:
     )
     """Sample until a step holds data.train_batch_size prompts with different scores."""
     metric: str = option("acc", choices=("acc", "score", "seq_reward"))
-    """Score that must differ: acc, score or seq_reward."""
+    """Score that must differ within a group."""
     max_num_gen_batches: int = option(0, ge=0)
-    """Batches of data.gen_batch_size prompts that one step may sample; 0: no limit."""
+    """Maximum batches of data.gen_batch_size prompts sampled per step; 0: no limit."""
 
 
 @dataclass
@@ -92,16 +92,16 @@ class AlgorithmConfig:
     """Advantages and rewards."""
 
     adv_estimator: str = option("gae", choices=ESTIMATORS)
-    """gae, grpo, rloo or reinforce_plus_plus."""
+    """Advantage estimator."""
     gamma: float = option(1.0, ge=0, le=1, idle=unread(ESTIMATORS, "adv_estimator"))
-    """Discount per token."""
+    """Discount factor per token."""
     lam: float = option(1.0, ge=0, le=1, idle=unread(ESTIMATORS, "adv_estimator"))
-    """Lambda of generalised advantage estimation."""
+    """Lambda of generalized advantage estimation (GAE)."""
     norm_adv_by_std_in_grpo: bool = option(True, idle=unread(ESTIMATORS, "adv_estimator"))
-    """Divide GRPO's advantages by the group's standard deviation."""
+    """Divide GRPO's advantages by the group's standard deviation; false is Dr. GRPO."""
     use_kl_in_reward: bool = False
-    """Take a KL penalty off every token's reward."""
+    """Subtract a KL penalty against the reference policy from every token's reward."""
     kl_penalty: str = option("kl", choices=KL_ESTIMATORS, idle=unless("use_kl_in_reward"))
-    """Its estimator: kl (k1), abs, mse (k2) or low_var_kl (k3)."""
+    """Estimator of that penalty: kl (also k1), abs, mse (k2) or low_var_kl (k3)."""
     kl_ctrl: KLControlConfig = option(factory=KLControlConfig, idle=unless("use_kl_in_reward"))
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)

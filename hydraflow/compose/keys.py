@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import shutil
 import sys
 import textwrap
 import types
@@ -20,6 +21,7 @@ from typing import Any
 
 from hydraflow.compose.nearest import nearest
 from hydraflow.errors import Problem, shown
+from hydraflow.options import option_of
 from hydraflow.redact import public
 
 _SWITCHED = {"yes": True, "on": True, "y": True, "t": True, "no": False, "off": False, "n": False, "f": False}
@@ -36,6 +38,8 @@ class Key:
     """Type of a leaf, dataclass of a section."""
     default: Any
     doc: str
+    limits: str = ""
+    """Legal values of a leaf beyond its type, in words."""
 
     @property
     def is_section(self) -> bool:
@@ -60,7 +64,9 @@ def _walk(section: Any, prefix: str) -> Iterator[Key]:
     for field in fields(section):
         value, path = getattr(section, field.name), prefix + field.name
         doc = (inspect.getdoc(type(value)) or "") if is_dataclass(value) else docs.get(field.name, "")
-        yield Key(path, hints[field.name], value, doc)
+        rule = option_of(field).rule
+        limits = rule.text.removeprefix("must be ").removeprefix("must ") if rule else ""
+        yield Key(path, hints[field.name], value, " ".join(doc.split()), limits)
         if is_dataclass(value):
             yield from _walk(value, f"{path}.")
 
@@ -158,13 +164,17 @@ def type_words(hint: Any) -> str:
 
 
 def describe(schema: type) -> str:
-    """Every key with its default, its type and what it does; sections as headings."""
+    """Every key with its default, its legal values and what it does; sections as headings."""
     lines: list[str] = []
+    width = min(shutil.get_terminal_size().columns, 110)
+    wrap = functools.partial(textwrap.wrap, break_long_words=False, break_on_hyphens=False)
     for key in known_keys(schema).values():
         if key.is_section:
-            lines += ["", f"{key.path}: {key.doc.partition(chr(10))[0]}"]
+            lines += ["", *wrap(f"{key.path}: {key.doc}", width)]
         else:
-            lines += [f"  {key.path}={shown(key.default)}   ({type_words(key.hint)})", f"      {key.doc}"]
+            legal = "; ".join(filter(None, (type_words(key.hint), key.limits)))
+            lines += wrap(f"  {key.path}={shown(key.default)}   ({legal})", width, subsequent_indent=" " * 8)
+            lines += wrap(key.doc, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)
 
 

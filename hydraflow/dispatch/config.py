@@ -32,10 +32,10 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 @dataclass
 class RuntimeEnvConfig:
-    """What worker processes find around them."""
+    """Environment of worker processes."""
 
     env_vars: dict[str, Any] = option(factory=dict, rule=VARIABLES)
-    """Environment variables of all worker processes, by name: text or numbers; they are kept with the run."""
+    """Environment variables of all worker processes, by name: text or numbers. Stored with the run."""
 
     def as_text(self) -> dict[str, str]:
         """The variables as an environment holds them.
@@ -48,33 +48,30 @@ class RuntimeEnvConfig:
 
 @dataclass
 class RayInitConfig:
-    """How the controller reaches Ray."""
+    """Connection to Ray."""
 
     address: str = "local"
-    """local starts a cluster of this run's own; else the address of a running one, or auto."""
+    """local starts a private cluster for this run; else the address of a running cluster, or auto."""
     num_cpus: int | None = option(None, ge=1)
-    """CPUs that a local cluster counts; null: those this process may use, and at least what the worker groups
-    ask for."""
+    """Logical CPUs of a local cluster; null: the usable cores, and at least what the worker groups need."""
     runtime_env: RuntimeEnvConfig = field(default_factory=RuntimeEnvConfig)
     timeline_file: str | None = None
-    """File for a Chrome trace of phases, calls and Ray's tasks, written at the end and on failure; opens in
-    ui.perfetto.dev. null: none."""
+    """File for a Chrome trace of phases, calls and Ray's tasks, also written on failure (open it in
+    ui.perfetto.dev); null: none."""
 
 
 @dataclass
 class LogConfig:
-    """What is written to <run>/logs/, one file for each role and rank."""
+    """Log files <run>/logs/, one per role and rank."""
 
     level: str = option("info", choices=LOG_LEVELS)
-    """Least level that is written, on the console too: debug, info, warning or error; debug is for
-    hydraflow's own lines."""
+    """Minimum log level of files and console; debug applies to hydraflow's own lines."""
     console: str | None = option(None, choices=LOG_LEVELS)
-    """Least level of the workers' lines that the console shows, too; of equal lines of many workers one.
-    null: none."""
+    """Minimum level of workers' lines shown on the console, identical lines once; null: none."""
     max_megabytes: float = option(50.0, ge=0.001, le=100_000)
-    """Size at which a file is set aside (.log.1, .log.2, ...) and a new one begun."""
+    """File size at which a log is rotated (.log.1, .log.2, ...)."""
     keep: int = option(3, ge=0, le=1000)
-    """Files set aside that stay, of each role and rank."""
+    """Rotated files kept per role and rank."""
 
 
 @dataclass
@@ -84,10 +81,10 @@ class ProfilerConfig:
     tool: str | None = option(
         None, choices=("torch", "torch_memory", "nsys"), switch=Switch(off=None, remedy="{s}.tool=torch")
     )
-    """torch (operators), torch_memory (allocations) or nsys (Nsight Systems); null: no profiles."""
+    """torch (operators), torch_memory (allocations) or nsys (Nsight Systems); null: off."""
     steps: list[int] | None = option(None, rule=STEPS)
-    """Training steps that are profiled; null: none."""
+    """Training steps to profile; null: none."""
     save_path: str | None = None
     """Folder for the profiles, step_N/<roles>-<rank>.*; null: profile/ in the run folder."""
     ranks: list[int] | None = option(factory=lambda: [0], rule=RANKS)
-    """Ranks of each worker group that are profiled; null: all."""
+    """Ranks of each worker group to profile; null: all."""

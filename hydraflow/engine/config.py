@@ -22,22 +22,22 @@ DECAYS = Rule(
 
 @dataclass
 class OptimConfig:
-    """AdamW and its schedule."""
+    """AdamW and its learning-rate schedule."""
 
     lr: float = option(1e-6, rule=NOT_NEGATIVE)
     """Peak learning rate."""
     betas: list[float] = option(factory=lambda: [0.9, 0.999], rule=DECAYS)
-    """Decay of the first and the second moment."""
+    """AdamW's betas: decay rates of the first and second moment."""
     eps: float = option(1e-8, rule=SIZE)
-    """Added to the root of the second moment."""
+    """AdamW's epsilon."""
     weight_decay: float = option(0.01, rule=NOT_NEGATIVE)
     """Decoupled weight decay."""
     clip_grad: float = option(1.0, gt=0)
-    """Largest global gradient norm."""
+    """Maximum global gradient norm (gradient clipping)."""
     lr_scheduler_type: str = option("constant", choices=("constant", "linear", "cosine"))
-    """constant, linear or cosine, after the warm-up."""
+    """Learning-rate schedule after the warm-up."""
     lr_warmup_steps: int = option(-1, ge=-1)
-    """Training steps over which the rate rises from 0; -1: lr_warmup_steps_ratio decides."""
+    """Warm-up in training steps, from a learning rate of 0; -1: use lr_warmup_steps_ratio."""
     lr_warmup_steps_ratio: float = option(
         0.0,
         ge=0,
@@ -46,7 +46,7 @@ class OptimConfig:
             lambda s: s.lr_warmup_steps >= 0, "{s}.lr_warmup_steps is given", "{s}.lr_warmup_steps=-1"
         ),
     )
-    """Warm-up as a share of all training steps."""
+    """Warm-up as a fraction of all training steps."""
     min_lr_ratio: float = option(
         0.0,
         ge=0,
@@ -57,78 +57,76 @@ class OptimConfig:
             "{s}.lr_scheduler_type=cosine",
         ),
     )
-    """Rate at the last step, as a share of lr (linear and cosine)."""
+    """Final learning rate as a fraction of lr (linear and cosine)."""
 
 
 @dataclass
 class WrapPolicyConfig:
-    """Which layers are sharded by themselves."""
+    """Which layers become FSDP units of their own."""
 
     min_num_params: int = option(0, ge=0)
-    """A layer with fewer weights is gathered together with the rest of the model: less waiting, more memory
-    at a time."""
+    """A layer with fewer parameters is gathered together with the rest of the model: less waiting, higher
+    peak memory."""
 
 
 @dataclass
 class FSDPConfig:
-    """How fully_shard lays a model out."""
+    """FSDP2 (fully_shard) settings."""
 
     model_dtype: str = option("fp32", choices=DTYPES)
-    """Type in which weights and optimizer state are kept: fp32, bf16, fp16 (fp64 for proofs)."""
+    """Dtype of the stored weights and optimizer state (fp64 is meant for proofs)."""
     dtype: str = option("auto", choices=("auto", *DTYPES))
-    """Type of the forward and backward pass: auto (bf16 where the device computes in it, else fp32), fp32,
-    bf16, fp16, fp64."""
+    """Dtype of the forward and backward pass; auto: bf16 where the device computes in it, else fp32."""
     reduce_dtype: str = option("fp32", choices=DTYPES)
-    """Type in which gradients are summed over ranks."""
+    """Dtype of the gradient reduction across ranks."""
     reshard_after_forward: bool = option(True, shapes_training=False)
-    """Free gathered weights between forward and backward: less memory, one more gather."""
+    """Free gathered weights between forward and backward: less memory, one more all-gather."""
     param_offload: bool = option(False, shapes_training=False)
-    """Keep the shards of weights, gradients and optimizer in host memory during training (fully_shard's
+    """Keep sharded weights, gradients and optimizer state in host memory during training (fully_shard's CPU
     offload policy)."""
     optimizer_offload: bool = option(False, shapes_training=False)
     """Keep the optimizer state in host memory between updates."""
     head_chunk_tokens: int = option(2048, ge=1, shapes_training=False)
-    """Tokens whose logits exist at one time while log-probabilities are computed."""
+    """Chunk size, in tokens, in which logits are computed for log-probabilities."""
     wrap_policy: WrapPolicyConfig = option(factory=WrapPolicyConfig, shapes_training=False)
     fsdp_size: int = option(-1, shapes_training=False)
-    """Devices among which one copy of the model is sharded (HSDP keeps data ranks / fsdp_size copies); -1:
-    all data ranks."""
+    """FSDP shard group size; smaller than the data-parallel size gives HSDP, with data ranks / fsdp_size
+    replicas. -1: all data ranks."""
     ulysses_sequence_parallel_size: int = option(
         1,
         shapes_training=False,
         planned=Planned(lambda value: value > 1, "share the tokens of a row among {value} devices"),
     )
-    """Devices that share the tokens of one row (Ulysses)."""
+    """Ulysses sequence-parallel size: devices that share the tokens of one row."""
 
 
 @dataclass
 class MegatronConfig:
-    """How Megatron-Core lays a model out."""
+    """Megatron-Core parallelism settings."""
 
     tensor_model_parallel_size: int = option(1, shapes_training=False)
-    """Devices that share each matrix."""
+    """Tensor-parallel size (TP)."""
     pipeline_model_parallel_size: int = option(1, shapes_training=False)
-    """Devices in a row, each with a part of the layers."""
+    """Pipeline-parallel size (PP): number of stages."""
     virtual_pipeline_model_parallel_size: int | None = option(None, shapes_training=False)
-    """Parts of the layers per pipeline device (interleaved schedule); null: one."""
+    """Virtual pipeline stages per device (interleaved schedule); null: one."""
     context_parallel_size: int = option(1, shapes_training=False)
-    """Devices that share the tokens of one row."""
+    """Context-parallel size (CP): devices that share the tokens of one row."""
     expert_model_parallel_size: int = option(1, shapes_training=False)
-    """Devices among which the experts are divided."""
+    """Expert-parallel size (EP)."""
     expert_tensor_parallel_size: int | None = option(None, shapes_training=False)
-    """Devices that share each expert's matrices; null: tensor_model_parallel_size."""
+    """Tensor-parallel size of the experts; null: tensor_model_parallel_size."""
     sequence_parallel: bool = option(True, shapes_training=False)
-    """Divide activations outside the matrices over the tensor-parallel devices."""
+    """Sequence parallelism: shard activations outside the tensor-parallel layers, too."""
     use_distributed_optimizer: bool = option(True, shapes_training=False)
-    """Shard the optimizer state over data ranks."""
+    """Shard the optimizer state across data ranks."""
     param_offload: bool = option(False, shapes_training=False)
-    """Keep weights in host memory while the role rests."""
+    """Keep weights in host memory while the role is idle."""
     grad_offload: bool = option(False, shapes_training=False)
-    """Keep gradients in host memory while the role rests."""
+    """Keep gradients in host memory while the role is idle."""
     optimizer_offload: bool = option(False, shapes_training=False)
-    """Keep the optimizer state in host memory while the role rests."""
+    """Keep the optimizer state in host memory while the role is idle."""
     dtype: str = option("auto", choices=("auto", "fp32", "bf16", "fp16"))
-    """Type of the forward and backward pass: auto (bf16 where the device computes in it, else fp32), fp32,
-    bf16, fp16."""
+    """Dtype of the forward and backward pass; auto: bf16 where the device computes in it, else fp32."""
     override_transformer_config: dict[str, Any] = field(default_factory=dict)
-    """Fields of Megatron-Core's TransformerConfig."""
+    """Overrides of Megatron-Core's TransformerConfig."""

@@ -12,32 +12,33 @@ NO_ADAPTERS = idle_when(lambda s: s.lora_rank == 0, "{s}.lora_rank=0: no adapter
 
 @dataclass
 class ModelSourceConfig:
-    """A Hugging Face model directory and how it is opened."""
+    """A Hugging Face model and how it is loaded."""
 
     path: str | None = None
-    """Directory with config.json, weights and tokenizer, or a hub name; for the critic null means the
+    """Directory with config.json, weights and tokenizer, or a hub name; for the critic null is the
     actor's."""
     tokenizer_path: str | None = None
-    """Where the tokenizer is; null: with the model."""
+    """Path of the tokenizer; null: the model's."""
     custom_chat_template: str | None = None
-    """Jinja chat template used instead of the tokenizer's own."""
+    """Jinja chat template that replaces the tokenizer's own."""
     trust_remote_code: bool = option(False, shapes_training=False)
-    """Run Python code that comes with the model."""
+    """Allow Python code that comes with the model to run."""
     override_config: dict[str, Any] = field(default_factory=dict)
-    """Values that replace those of config.json."""
+    """Overrides of config.json."""
 
 
 @dataclass
 class ModelConfig(ModelSourceConfig):
-    """A model that is trained, or that a trained one is compared with."""
+    """A model that is trained, or the reference it is compared with."""
 
     use_remove_padding: bool = option(True, shapes_training=False)
-    """Pack rows without padding, where the model allows it."""
+    """Pack rows without padding (sequence packing), where the model allows it."""
     enable_gradient_checkpointing: bool = option(True, shapes_training=False)
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    """Activation checkpointing: recompute activations in the backward pass; less memory, about a third more
+    time."""
     lora_rank: int = option(0, ge=0)
-    """Rank of low-rank adapters; 0 trains all weights."""
+    """LoRA rank; 0 trains all weights."""
     lora_alpha: int = option(16, ge=1, idle=NO_ADAPTERS)
-    """Scale of the adapters: their output is multiplied by lora_alpha / lora_rank."""
+    """LoRA alpha: the adapters' output is scaled by lora_alpha / lora_rank."""
     target_modules: Any = option("all-linear", rule=MODULES, idle=NO_ADAPTERS)
-    """Modules that get adapters: all-linear, or a list of names."""
+    """LoRA target modules: all-linear, or a list of names."""

@@ -9,21 +9,21 @@ from hydraflow.options import Switch, option
 
 @dataclass
 class RecipeConfig:
-    """What is made before training; none: nothing, the user's files are used."""
+    """Data and model made on the spot; none: the user's own files."""
 
     name: str = option(
         "none",
         choices=("none", "arithmetic"),
         switch=Switch(off="none", remedy="{s}=arithmetic", why="recipe=none makes nothing"),
     )
-    """none or arithmetic."""
+    """Recipe. arithmetic: sums, and a model of 0.6 M parameters."""
     cache_dir: str | None = option(None, shapes_training=False)
-    """Where made data and models are kept; null: $HYDRAFLOW_CACHE, else ~/.cache/hydraflow."""
+    """Cache of generated data and models; null: $HYDRAFLOW_CACHE, else ~/.cache/hydraflow."""
     warm_start_steps: int = option(250, ge=0)
-    """Most supervised steps that the made model gets."""
+    """Maximum supervised steps before reinforcement learning."""
     warm_start_accuracy: float = option(0.42, ge=0, le=1)
-    """Held-out accuracy at which the supervised steps end."""
+    """Held-out accuracy at which the supervised steps stop."""
     train_problems: int = option(9000, ge=1)
-    """Training problems."""
+    """Number of training problems."""
     val_problems: int = option(500, ge=1)
-    """Held-out problems; none of them is a training problem."""
+    """Number of held-out problems; none of them is a training problem."""

@@ -31,73 +31,70 @@ PROXY = Rule(
 
 @dataclass
 class LocalConfig:
-    """Where a run's processes are."""
+    """Running without worker processes."""
 
     local: bool = False
-    """Run everything in this process, without Ray: breakpoint() and pdb work anywhere, the numbers are those
-    of one process per role."""
+    """Run everything in this process, without Ray: breakpoint() and pdb work anywhere. Same numbers as with
+    one process per role."""
 
 
 @dataclass
 class DebugConfig(LocalConfig):
-    """Parts of a run alone."""
+    """Debugging parts of a run."""
 
     rollout_only: bool = False
-    """Sample and score each step's prompts with the weights of model.path, and train nothing."""
+    """Sample and score each step's prompts with the initial weights; train nothing."""
     train_only: bool = False
-    """Train on the trajectories of load_rollouts, without a generation engine and without validation."""
+    """Train on the trajectories of load_rollouts, without generation or validation."""
     save_rollouts: str | None = None
-    """Folder to which each step's trajectories and scores are written; the controller reads them for that.
-    null: none."""
+    """Folder to write each step's trajectories and scores to; null: none."""
     load_rollouts: str | None = None
-    """Folder that save_rollouts wrote: each step takes its trajectories and scores from there. null: they are
-    sampled."""
+    """Folder written by save_rollouts, whose trajectories and scores replace sampling; null: sample."""
 
 
 @dataclass
 class RunConfig:
-    """What every entry point that starts workers may be told."""
+    """Settings of every command that starts workers."""
 
     nnodes: int = option(1, ge=1)
-    """Machines."""
+    """Number of machines."""
     n_gpus_per_node: int | None = option(None, ge=1)
-    """Worker processes per machine, each with one GPU; on a CPU processes alone. null: all GPUs, or 2
-    processes on a CPU."""
+    """Worker processes per machine, one per GPU (or plain processes on CPU). null: all GPUs, or 2 processes
+    on CPU."""
     device: str = option("auto", choices=DEVICES)
-    """auto, cpu or cuda."""
+    """Device type."""
     threads_per_process: int | None = option(None, ge=1)
-    """Threads of each worker process on a CPU; null: usable cores / processes, at least 1."""
+    """Threads per worker process on CPU; null: usable cores / processes, at least 1."""
     seed: int = option(1, ge=0, le=2**63 - 1, shapes_training=True)
-    """Governs all randomness: data order, sampling, initial heads, mini-batches."""
+    """Seed of all randomness: data order, sampling, initial heads, mini-batches."""
     rpc_timeout: float = option(3600.0, gt=0)
-    """Seconds that the controller waits for any one call to a worker."""
+    """Timeout, in seconds, of any one call to a worker."""
     start_timeout: float = option(300.0, gt=0)
-    """Seconds that the controller waits for resources and for worker processes to start."""
+    """Timeout, in seconds, for resources and worker processes to become ready."""
     debug: LocalConfig = field(default_factory=LocalConfig)
 
 
 @dataclass
 class LoopConfig(RunConfig):
-    """What every training loop may be told."""
+    """Settings of every training loop."""
 
     project_name: str = "hydraflow"
-    """Name of the project in trackers."""
+    """Project name in trackers."""
     experiment_name: str = "run"
-    """Name of the run in trackers, and the start of its folder's name."""
+    """Run name in trackers, and prefix of the run folder's name."""
     default_local_dir: str | None = None
-    """Run folder; null: runs/<experiment_name>-<date>-<time>, or the newest such folder whose run was cut
-    off."""
+    """Run folder; null: runs/<experiment_name>-<date>-<time>, or the latest such folder whose run was
+    interrupted."""
     total_epochs: int = option(1, ge=1, idle=replaced_by("total_training_steps"))
-    """Passes over the training data."""
+    """Epochs: passes over the training data."""
     total_training_steps: int | None = option(None, ge=1)
-    """Training steps; null: from total_epochs."""
+    """Number of training steps; null: from total_epochs."""
     max_wall_time: Any = option(None, rule=TIME)
-    """Ends the run in good order after so many seconds, or 90s, 8m, 1h30m; null: no limit."""
+    """Wall-clock limit, in seconds or as 90s, 8m, 1h30m: the run saves and stops cleanly. null: no limit."""
     test_freq: int = option(-1, rule=NEVER_OR_COUNT)
-    """Steps between validations; -1: only at the end (and before the first step, if val_before_train)."""
+    """Steps between validations; -1: only at the end (and before the first step with val_before_train)."""
     logger: list[str] = option(factory=lambda: ["console", "file", "tensorboard"], rule=KNOWN_LOGGERS)
-    """Where metrics go: console, file, tensorboard, wandb, mlflow, swanlab; the file metrics.jsonl is always
-    written."""
+    """Metric trackers; metrics.jsonl is always written."""
     wandb_proxy: str | None = option(
         None,
         rule=PROXY,
@@ -105,34 +102,32 @@ class LoopConfig(RunConfig):
             lambda s: "wandb" not in s.logger, "{s}.logger has no wandb", "{s}.logger=[console,wandb]"
         ),
     )
-    """Proxy through which Weights & Biases alone is reached, http://host:port; the environment and everything
-    else stay as they are."""
+    """Proxy for Weights & Biases only, http://host:port."""
     save_final_model: bool = True
-    """Write the trained weights as a Hugging Face directory at the end."""
+    """Save the final weights as a Hugging Face directory."""
     save_freq: int = option(-1, rule=NEVER_OR_COUNT)
-    """Training steps between checkpoints, and one at the end; -1: none, but for a run that is told to stop by
-    a signal."""
+    """Steps between checkpoints (and one at the end); -1: none, except when a signal stops the run."""
     keep_best: str | None = None
-    """Validation metric, such as val-core/arithmetic/acc/mean@1, whose best checkpoint is kept apart in
-    best/; least wins for a loss."""
+    """Validation metric, such as val-core/arithmetic/acc/mean@1, whose best checkpoint is kept in best/; for
+    a loss, the lowest is best."""
     stop_on_failed_save: bool = False
-    """End the run when a checkpoint cannot be written (a full disk), instead of warning and going on."""
+    """Stop the run if a checkpoint cannot be written (e.g. disk full) instead of warning and continuing."""
     max_skipped_steps: int = option(3, ge=1)
-    """Optimizer steps of one model, in a row, whose gradient is not finite: they are skipped, and at so many
-    the run ends."""
+    """Consecutive optimizer steps of one model with a non-finite gradient, which are skipped, after which the
+    run ends."""
     max_restarts: int = option(0, ge=0)
-    """Times that a run whose worker failed goes on by itself, from its last whole checkpoint."""
+    """Automatic restarts from the last complete checkpoint after a worker fails."""
     restart_backoff: float = option(
         10.0,
         rule=NOT_NEGATIVE_SECONDS,
         idle=idle_when(lambda s: s.max_restarts == 0, "{s}.max_restarts=0", "{s}.max_restarts=3"),
     )
-    """Seconds before the first of these restarts; before each further one twice as many, up to 300."""
+    """Seconds before the first automatic restart; doubles with each further one, up to 300."""
     resume_mode: str = option("auto", choices=("auto", "disable", "resume_path"))
-    """auto: go on from the run folder's last checkpoint, if there is one; disable: start anew; resume_path:
-    resume_from_path."""
+    """auto: resume from the run folder's latest checkpoint, if any; disable: start from scratch; resume_path:
+    resume from resume_from_path."""
     resume_from_path: str | None = option(None, idle=unless("resume_mode", "resume_path"))
-    """A checkpoint, .../global_step_N, to go on from with resume_mode=resume_path."""
+    """Checkpoint to resume from, .../global_step_N, with resume_mode=resume_path."""
 
 
 @dataclass
@@ -140,32 +135,32 @@ class TrainerConfig(LoopConfig):
     """Reinforcement learning."""
 
     experiment_name: str = "ppo"
-    """Name of the run in trackers, and the start of its folder's name."""
+    """Run name in trackers, and prefix of the run folder's name."""
     critic_warmup: int = option(0, ge=0, shapes_training=True)
     """First steps in which only the critic learns."""
     balance_batch: bool = True
-    """Give the data ranks rows of about equal total length (inside each mini-batch)."""
+    """Balance the total sequence length across data ranks (within each mini-batch)."""
     val_before_train: bool = True
     """Validate before the first step."""
     val_only: bool = False
-    """Validate and stop."""
+    """Validate and exit."""
     log_val_generations: int = option(0, ge=0)
-    """Validation samples that are written to the run folder, and as a table to the trackers, each time."""
+    """Validation samples to log to the run folder and as a table to the trackers, per validation."""
     rollout_data_dir: str | None = None
-    """Folder for all responses of each training step, <step>.jsonl with prompt, response, score and
-    reference; null: none."""
+    """Folder for all responses of each training step, <step>.jsonl with prompt, response, score and ground
+    truth; null: none."""
     validation_data_dir: str | None = None
-    """The same for all responses of each validation."""
+    """Folder for all responses of each validation; null: none."""
     max_actor_ckpt_to_keep: int | None = option(None, ge=1)
-    """Checkpoints of the actor that stay, those of earlier starts of the run included; null: all."""
+    """Checkpoints of the actor to keep, including those from before a resume; null: all."""
     max_critic_ckpt_to_keep: int | None = option(None, ge=1)
-    """The same for the critic."""
+    """Checkpoints of the critic to keep; null: all."""
     debug: DebugConfig = field(default_factory=DebugConfig)
 
 
 @dataclass
 class AsyncTrainingConfig:
-    """Sampling beside training, with weights that may be some steps old."""
+    """Asynchronous training: sampling in parallel with training, with weights that may be some steps old."""
 
     staleness_threshold: float = option(
         0.0,
@@ -175,22 +170,21 @@ class AsyncTrainingConfig:
             lambda value: value > 0, "let {value:.0%} of a step's trajectories come from older weights"
         ),
     )
-    """Trajectories that may come from older weights, as a share of those between two weight updates; 0:
-    synchronous."""
+    """Maximum fraction of trajectories from older weights between two weight updates; 0: synchronous."""
     trigger_parameter_sync_step: int = option(
         1,
         planned=Planned(
             lambda value: value > 1, "give new weights to the rollout after every {value} rounds of training"
         ),
     )
-    """Optimizer rounds between two weight updates of the rollout."""
+    """Training rounds between two weight updates of the rollout."""
     require_batches: int = option(
         1,
         planned=Planned(
             lambda value: value > 1, "start a round of training when {value} mini-batches are there"
         ),
     )
-    """Mini-batches that are gathered before a round starts."""
+    """Mini-batches collected before a round starts."""
     partial_rollout: bool = option(
         False,
         planned=Planned(
@@ -202,27 +196,27 @@ class AsyncTrainingConfig:
 
 @dataclass
 class ClusterConfig:
-    """Machines that are planned for; nulls are taken from trainer.* and from this machine."""
+    """Machines to plan for; nulls follow trainer.* and this machine."""
 
     nodes: int | None = None
-    """Machines; null: trainer.nnodes."""
+    """Number of machines; null: trainer.nnodes."""
     devices_per_node: int | None = None
-    """Devices on each; null: trainer.n_gpus_per_node."""
+    """Devices per machine; null: trainer.n_gpus_per_node."""
     device: str | None = None
-    """Kind of device, for the report: H100, A100, cpu, ...; null: this machine's."""
+    """Device name for the report: H100, A100, cpu, ...; null: this machine's."""
     device_memory_gib: float | None = option(None, rule=GIBIBYTES)
-    """Memory of one device in GiB; null: this machine's."""
+    """Memory per device, in GiB; null: this machine's."""
     host_memory_gib: float | None = option(None, rule=GIBIBYTES)
-    """Memory of one machine in GiB; null: this machine's."""
+    """Memory per machine, in GiB; null: this machine's."""
 
 
 @dataclass
 class BatchConfig:
-    """Other handles on the batch plan; each is another way to write a number, and must agree with the keys
-    that are given."""
+    """Alternative ways to give a number of the batch plan; each must agree with the other keys that are
+    given."""
 
     gradient_accumulation_steps: int | None = None
-    """Micro-batches of the actor per optimizer step and data rank (a)."""
+    """Gradient accumulation: micro-batches of the actor per optimizer step and data rank (a)."""
     optimizer_steps_per_step: int | None = None
     """Optimizer steps of the actor per training step (K)."""
     global_batch_trajectories: int | None = None
@@ -233,9 +227,9 @@ class BatchConfig:
 
 @dataclass
 class SFTTrainerConfig(LoopConfig):
-    """Supervised training."""
+    """Supervised fine-tuning."""
 
     experiment_name: str = "sft"
-    """Name of the run in trackers, and the start of its folder's name."""
+    """Run name in trackers, and prefix of the run folder's name."""
     max_ckpt_to_keep: int | None = option(None, ge=1)
-    """Checkpoints that stay, those of earlier starts of the run included; null: all."""
+    """Checkpoints to keep, including those from before a resume; null: all."""

@@ -29,57 +29,57 @@ def saved_of(*more: str) -> Rule:
 
 @dataclass
 class CheckpointConfig:
-    """What a role's checkpoints hold."""
+    """Contents of a role's checkpoints."""
 
     save_contents: list[str] = option(
         factory=lambda: ["model", "optimizer", "extra"], rule=saved_of("hf_model")
     )
-    """Any of model (weights), optimizer, extra (place in the schedule), hf_model (full weights as a Hugging
-    Face directory)."""
+    """Any of model (weights), optimizer, extra (schedule state), hf_model (full weights as a Hugging Face
+    directory)."""
     load_contents: list[str] = option(factory=lambda: ["model", "optimizer", "extra"], rule=saved_of())
-    """What a run that goes on takes from them: model, and of optimizer and extra those that are named."""
+    """What a resumed run restores: model, and optionally optimizer and extra."""
     async_save: bool = True
-    """Copy the state to host memory and write it while training goes on; false: training waits until it is
+    """Asynchronous saving: copy the state to host memory and write it during training; false blocks until
     written."""
 
 
 @dataclass
 class ActorConfig:
-    """The policy that is trained."""
+    """The policy being trained."""
 
     strategy: str = option("fsdp2", choices=TRAIN_ENGINES)
-    """Training engine: fsdp2 or megatron."""
+    """Training engine."""
     ppo_mini_batch_size: int = option(256, in_plan=True)
-    """Prompts per optimizer step (M of the batch plan); times rollout.n it counts trajectories."""
+    """Mini-batch size: prompts per optimizer step (M of the batch plan); times rollout.n trajectories."""
     ppo_micro_batch_size_per_gpu: int | None = option(
         None,
         shapes_training=False,
         idle=unless("use_dynamic_bsz", False, why="{s}.use_dynamic_bsz=true fills micro-batches by tokens"),
     )
-    """Trajectories per data rank in one forward (m); null: the largest that fits
+    """Micro-batch size in trajectories per data rank (m); null: the largest that fits
     ppo_max_token_len_per_gpu."""
     use_dynamic_bsz: bool = option(False, shapes_training=False)
     """Fill micro-batches by tokens (ppo_max_token_len_per_gpu) instead of by trajectories."""
     ppo_max_token_len_per_gpu: int = option(16384, shapes_training=False)
-    """Tokens per device in one forward."""
+    """Token budget per device of one forward pass."""
     ppo_epochs: int = option(1, in_plan=True)
-    """Passes over each step's trajectories."""
+    """PPO epochs: passes over each step's trajectories."""
     shuffle: bool = option(False, in_plan=True)
-    """Draw the prompts of the mini-batches in random order (seeded by trainer.seed)."""
+    """Shuffle prompts into mini-batches (seeded by trainer.seed)."""
     clip_ratio: float = option(0.2, gt=0, idle=(unread(POLICY_LOSSES, "policy_loss.loss_mode"), BOTH_GIVEN))
-    """Range of the probability ratio outside which the policy gradient stops."""
+    """PPO clip range of the probability ratio."""
     clip_ratio_low: float | None = option(
         None, gt=0, follows="clip_ratio", idle=unread(POLICY_LOSSES, "policy_loss.loss_mode")
     )
-    """The same below 1; null: clip_ratio."""
+    """Clip range below 1; null: clip_ratio."""
     clip_ratio_high: float | None = option(
         None, gt=0, follows="clip_ratio", idle=unread(POLICY_LOSSES, "policy_loss.loss_mode")
     )
-    """The same above 1; null: clip_ratio."""
+    """Clip range above 1 (clip-higher); null: clip_ratio."""
     clip_ratio_c: float = option(3.0, gt=1, idle=unread(POLICY_LOSSES, "policy_loss.loss_mode"))
-    """Dual clip: bound on the loss of a negative advantage, as a multiple of it."""
+    """Dual clip: upper bound of the loss for negative advantages, as a multiple of the advantage."""
     loss_agg_mode: str = option("token-mean", choices=LOSS_AGG_MODES)
-    """token-mean, token-sum, seq-mean-token-sum, seq-mean-token-mean or seq-mean-token-sum-norm."""
+    """How the loss is averaged over tokens and sequences."""
     loss_scale_factor: float | None = option(
         None,
         gt=0,
@@ -91,17 +91,18 @@ class ActorConfig:
     )
     """Divisor of seq-mean-token-sum-norm; null: data.max_response_length."""
     entropy_coeff: float = 0.0
-    """Weight of the entropy bonus."""
+    """Coefficient of the entropy bonus."""
     use_kl_loss: bool = False
-    """Add a penalty for distance from the reference policy to the loss."""
+    """Add a KL penalty against the reference policy to the loss."""
     kl_loss_coef: float = option(0.001, rule=NOT_NEGATIVE, idle=unless("use_kl_loss"))
-    """Weight of that penalty."""
+    """Coefficient of that penalty."""
     kl_loss_type: str = option(
         "low_var_kl",
         choices=(*KL_ESTIMATORS, *(f"{name}+" for name in KL_ESTIMATORS)),
         idle=unless("use_kl_loss"),
     )
-    """Its estimator: kl (k1), abs, mse (k2) or low_var_kl (k3); a trailing + takes k2's gradient."""
+    """Estimator of that penalty: kl (also k1), abs, mse (k2) or low_var_kl (k3); a trailing + uses k2's
+    gradient."""
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     fsdp_config: FSDPConfig = option(factory=FSDPConfig, idle=unread(TRAIN_ENGINES, "strategy"))
@@ -118,15 +119,15 @@ class ActorConfig:
 
 @dataclass
 class RefConfig:
-    """The frozen policy that KL terms measure from; its batching falls back to the actor's."""
+    """The frozen reference policy of the KL terms; unset batch sizes follow the actor's."""
 
     log_prob_micro_batch_size_per_gpu: int | None = option(None, shapes_training=False)
-    """Trajectories per data rank in one forward; null: the largest that fits
+    """Micro-batch size in trajectories per data rank; null: the largest that fits
     log_prob_max_token_len_per_gpu."""
     log_prob_use_dynamic_bsz: bool | None = option(None, shapes_training=False)
-    """Fill micro-batches by tokens; null: actor.use_dynamic_bsz."""
+    """Fill micro-batches by tokens (dynamic batch size); null: actor.use_dynamic_bsz."""
     log_prob_max_token_len_per_gpu: int | None = option(None, shapes_training=False)
-    """Tokens per device in one forward; null: actor.ppo_max_token_len_per_gpu."""
+    """Token budget per device of one forward pass; null: actor.ppo_max_token_len_per_gpu."""
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     device_mapping: Any = option(
@@ -152,28 +153,30 @@ class CriticConfig:
     """The value model; null fields follow the actor."""
 
     enable: bool | None = None
-    """Train a critic; null: when algorithm.adv_estimator needs values."""
+    """Train a critic; null: if algorithm.adv_estimator needs values."""
     strategy: str = option("fsdp2", choices=TRAIN_ENGINES)
-    """Training engine: fsdp2 or megatron."""
+    """Training engine."""
     model: ModelConfig = field(default_factory=ModelConfig)
     ppo_mini_batch_size: int | None = option(None, in_plan=True)
-    """Prompts per optimizer step; null: the actor's."""
+    """Mini-batch size: prompts per optimizer step; null: the actor's."""
     ppo_micro_batch_size_per_gpu: int | None = option(None, shapes_training=False)
-    """Trajectories per data rank in one forward; null: the largest that fits ppo_max_token_len_per_gpu."""
+    """Micro-batch size in trajectories per data rank; null: the largest that fits
+    ppo_max_token_len_per_gpu."""
     use_dynamic_bsz: bool | None = option(None, shapes_training=False)
-    """Fill micro-batches by tokens; null: the actor's."""
+    """Fill micro-batches by tokens (dynamic batch size); null: the actor's."""
     ppo_max_token_len_per_gpu: int = option(32768, shapes_training=False)
-    """Tokens per device in one forward of an update."""
+    """Token budget per device of one forward pass in an update."""
     forward_micro_batch_size_per_gpu: int | None = option(None, shapes_training=False)
-    """Trajectories per data rank when only values are computed; null: ppo_micro_batch_size_per_gpu."""
+    """Micro-batch size for computing values, in trajectories per data rank; null:
+    ppo_micro_batch_size_per_gpu."""
     forward_max_token_len_per_gpu: int | None = option(None, shapes_training=False)
-    """Tokens per device when only values are computed; null: ppo_max_token_len_per_gpu."""
+    """Token budget per device for computing values; null: ppo_max_token_len_per_gpu."""
     ppo_epochs: int | None = option(None, in_plan=True)
-    """Passes over each step's trajectories; null: the actor's."""
+    """PPO epochs: passes over each step's trajectories; null: the actor's."""
     shuffle: bool | None = option(None, in_plan=True)
-    """Draw the prompts of the mini-batches in random order; null: the actor's."""
+    """Shuffle prompts into mini-batches; null: the actor's."""
     cliprange_value: float = option(0.5, gt=0)
-    """Largest change of a value against the one at the step's start that still earns gradient."""
+    """PPO value clip range: a value may move this far from its old value before its gradient stops."""
     loss_agg_mode: str = option("token-mean", choices=LOSS_AGG_MODES)
     """As actor.loss_agg_mode."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))

@@ -310,6 +310,7 @@ def test_no_other_module_reads_size_keys():
     found = {
         str(path.relative_to(ROOT)): set(reads(ast.parse(path.read_text())))
         for path in (ROOT / "hydraflow").rglob("*.py")
+        if path.name != "config.py"  # says when a key counts
     }
     assert {path: keys for path, keys in found.items() if keys and path not in READERS | JUDGES} == {}
     assert all(found[reader] for reader in READERS)
