@@ -18,6 +18,7 @@ from workers.by_hand import process
 
 from hydraflow.algorithms.actor_loss import ActorLoss
 from hydraflow.algorithms.aggregate import Denominators
+from hydraflow.algorithms.config import POLICY_LOSSES
 from hydraflow.algorithms.critic_loss import ValueLoss
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.engine.base import LossFn, ModelOutput
@@ -40,7 +41,6 @@ TEMPERATURE = 0.8
 SCALE = 16.0
 """Divisor of seq-mean-token-sum-norm."""
 EVERYTHING = 10**6
-LOSSES: dict[str, Any] = {"policy": ActorLoss, "value": ValueLoss}
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,11 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
     def loss(self, denominators: Denominators) -> LossFn:
-        return LOSSES[self.head](denominators=denominators, scale_factor=SCALE, **self.options)
+        if self.head == "value":
+            return ValueLoss(denominators=denominators, scale_factor=SCALE, **self.options)
+        options = dict(self.options)
+        policy_loss = POLICY_LOSSES[options.pop("loss_mode", "vanilla")].bound(ActorConfig())
+        return ActorLoss(policy_loss=policy_loss, denominators=denominators, scale_factor=SCALE, **options)
 
 
 class OwnCounts(Case):

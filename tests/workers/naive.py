@@ -47,13 +47,19 @@ def read_values(model: nn.Module, score: Tensor, prompt: Tensor, response: Tenso
     return values, torch.zeros_like(values)
 
 
-def vanilla(now: Tensor, old: float, advantage: float) -> Tensor:
-    ratio = (now - old).exp()
-    clipped = ratio if 0.8 <= ratio <= 1.2 else torch.tensor(0.8 if ratio < 0.8 else 1.2, dtype=ratio.dtype)
-    loss = max(-advantage * ratio, -advantage * clipped)
-    if advantage < 0 and loss > -advantage * 3.0:
-        return torch.tensor(-advantage * 3.0, dtype=ratio.dtype)
-    return loss
+def clipped(ratio: Tensor) -> Tensor:
+    return ratio if 0.8 <= ratio <= 1.2 else torch.tensor(0.8 if ratio < 0.8 else 1.2, dtype=ratio.dtype)
+
+
+def vanilla(now: list[Tensor], old: list[float], advantages: list[float]) -> list[Tensor]:
+    losses = []
+    for logp, before, advantage in zip(now, old, advantages):
+        ratio = (logp - before).exp()
+        loss = max(-advantage * ratio, -advantage * clipped(ratio))
+        if advantage < 0 and loss > -advantage * 3.0:
+            loss = torch.tensor(-advantage * 3.0, dtype=ratio.dtype)
+        losses.append(loss)
+    return losses
 
 
 def low_var_kl(gap: Tensor) -> Tensor:
@@ -62,7 +68,8 @@ def low_var_kl(gap: Tensor) -> Tensor:
     return estimate if estimate < 10 else estimate.detach()
 
 
-POLICY: dict[str, Callable[[Tensor, float, float], Tensor]] = {"vanilla": vanilla}
+POLICY: dict[str, Callable[[list[Tensor], list[float], list[float]], list[Tensor]]] = {"vanilla": vanilla}
+"""Losses of the trained tokens of one row."""
 KL: dict[str, Callable[[Tensor], Tensor]] = {
     "kl": lambda gap: gap,
     "k1": lambda gap: gap,
@@ -85,11 +92,12 @@ def actor_loss(rows: Sequence[Row], options: Mapping[str, Any], scale: float) ->
     losses = []
     for row in rows:
         losses.append([])
-        for t in row.trained:
-            old, advantage, ref = (
-                row.columns[name][t] for name in ("old_log_probs", "advantages", "ref_log_prob")
-            )
-            loss = POLICY[options.get("loss_mode", "vanilla")](row.said[t], old, advantage)
+        old, advantages = (
+            [row.columns[name][t] for t in row.trained] for name in ("old_log_probs", "advantages")
+        )
+        policy_loss = POLICY[options.get("loss_mode", "vanilla")]
+        for t, loss in zip(row.trained, policy_loss([row.said[t] for t in row.trained], old, advantages)):
+            ref = row.columns["ref_log_prob"][t]
             loss = loss - options.get("entropy_coeff", 0.0) * row.entropy[t]
             if "kl_coef" in options:
                 loss = loss + options["kl_coef"] * kl(options.get("kl_type", "low_var_kl"), row.said[t] - ref)
