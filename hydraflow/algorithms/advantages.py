@@ -1,8 +1,8 @@
 """From rewards to advantages, by the estimator that `algorithm.adv_estimator` chooses.
 
 In: all rows of a step at once (whitening spans the batch and groups must be whole). Out: advantages and
-returns, (B, R) each, 0 where the mask is 0. Left out on purpose: the mathematics, one file each; their table is
-`ESTIMATORS` in `config.py`.
+returns, (B, R) each, 0 where the mask is 0. Left out on purpose: the mathematics, one file each; their table
+is `ESTIMATORS` in `config.py`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def estimate_advantages(
     values: Tensor | None = None,
     group_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns. Tensors (B, R), right padded; `group_ids` (B,) is equal for the responses to one
-    prompt.
+    """Advantages and returns. Tensors (B, R), right padded; `group_ids` (B,) is equal for the responses to
+    one prompt.
 
     rewards: per token, after any KL penalty; 0 beyond the response. mask: 1 = trained token. values: the
     critic's, for estimators that need one.

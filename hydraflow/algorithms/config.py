@@ -32,6 +32,7 @@ POLICY_LOSSES = {
         "hydraflow.algorithms.policy_loss:vanilla",
         reads=("clip_ratio_low", "clip_ratio_high", "clip_ratio_c"),
     ),
+    "gspo": Named("hydraflow.algorithms.gspo:gspo", reads=("clip_ratio_low", "clip_ratio_high")),
 }
 """By the name that `actor.policy_loss.loss_mode` gives; `reads` are keys of `actor`."""
 

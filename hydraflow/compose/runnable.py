@@ -1,8 +1,9 @@
 """What the configuration can ask for and the plan can work out, but `main_ppo` cannot run yet.
 
-In: a configuration. Out: one problem per key, which says what it would have done. What a value would do is said
-beside the key's field (`options.py`), and leaves it when the feature comes; here are the rules across keys. Left
-out on purpose: whether the numbers add up (`batch_plan/`), and which values are legal (`rules.py`).
+In: a configuration. Out: one problem per key, which says what it would have done. What a value would do is
+said beside the key's field (`options.py`), and leaves it when the feature comes; here are the rules across
+keys. Left out on purpose: whether the numbers add up (`batch_plan/`), and which values are legal
+(`rules.py`).
 """
 
 from __future__ import annotations

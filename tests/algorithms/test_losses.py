@@ -12,6 +12,7 @@ from hydraflow.algorithms.actor_loss import ActorLoss
 from hydraflow.algorithms.aggregate import LOSS_AGG_MODES, Denominators, token_weights
 from hydraflow.algorithms.config import POLICY_LOSSES
 from hydraflow.algorithms.critic_loss import ValueLoss
+from hydraflow.algorithms.gspo import gspo
 from hydraflow.algorithms.policy_loss import vanilla
 from hydraflow.algorithms.sft_loss import SFTLoss
 from hydraflow.algorithms.value_loss import clipped_value_loss
@@ -79,6 +80,17 @@ def test_vanilla_is_its_piecewise_definition(log_ratio, advantage, clips):
     assert terms.loss.item() == pytest.approx(
         plain_ppo(math.exp(log_ratio), advantage, low, high, c), abs=1e-12
     )
+
+
+def test_gspo_clips_a_row_as_one():
+    """Log-ratios 0.6 and 0 make a row's ratio exp(0.3), above 1.2; the last token is not trained."""
+    logp = f64([[0.6, 0.0, 9.0], [0.1, -0.1, 9.0]]).requires_grad_()
+    advantages, mask = f64([[2.0, 1.0, 0.0], [-3.0, -3.0, 0.0]]), torch.tensor([[1, 1, 0], [1, 1, 0]])
+    terms = gspo(logp, torch.zeros_like(logp), advantages, mask, clip_ratio_low=0.2, clip_ratio_high=0.2)
+    assert terms.loss[:, :2].flatten().tolist() == pytest.approx([-2.4, -1.2, 3.0, 3.0])
+    assert terms.stats["actor/pg_clipfrac"][:, :2].tolist() == [[1, 1], [0, 0]]
+    (terms.loss * mask).sum().backward()
+    assert logp.grad.flatten().tolist() == pytest.approx([0, 0, 0, 3.0, 3.0, 0])
 
 
 def test_log_ratio_is_bounded():

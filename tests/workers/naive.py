@@ -62,13 +62,24 @@ def vanilla(now: list[Tensor], old: list[float], advantages: list[float]) -> lis
     return losses
 
 
+def gspo(now: list[Tensor], old: list[float], advantages: list[float]) -> list[Tensor]:
+    if not now:
+        return []
+    whole = sum(logp.item() - before for logp, before in zip(now, old)) / len(now)
+    ratios = [math.exp(whole) * (logp - logp.detach()).exp() for logp in now]
+    return [max(-a * ratio, -a * clipped(ratio)) for a, ratio in zip(advantages, ratios)]
+
+
 def low_var_kl(gap: Tensor) -> Tensor:
     """`gap` is the policy's log-probability less the reference's."""
     estimate = (-gap).exp() + gap - 1
     return estimate if estimate < 10 else estimate.detach()
 
 
-POLICY: dict[str, Callable[[list[Tensor], list[float], list[float]], list[Tensor]]] = {"vanilla": vanilla}
+POLICY: dict[str, Callable[[list[Tensor], list[float], list[float]], list[Tensor]]] = {
+    "vanilla": vanilla,
+    "gspo": gspo,
+}
 """Losses of the trained tokens of one row."""
 KL: dict[str, Callable[[Tensor], Tensor]] = {
     "kl": lambda gap: gap,

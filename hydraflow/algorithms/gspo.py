@@ -1,0 +1,45 @@
+"""Group sequence policy optimization (Zheng et al. 2025, https://arxiv.org/abs/2507.18071, equations 5 and 14).
+
+    s    = exp(mean over the row's trained tokens of (logp - old_logp))
+    s_t  = stop_gradient(s) * exp(logp_t - stop_gradient(logp_t))
+    loss = max(-A s_t, -A clip(s_t, 1 - clip_ratio_low, 1 + clip_ratio_high))
+
+The ratio is that of the whole sequence, so a row is clipped as one. The paper averages over each sequence
+first, as `actor.loss_agg_mode=seq-mean-token-mean` does, and clips at about 3e-4 instead of 0.2.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hydraflow.algorithms.policy_loss import LOG_RATIO_BOUND
+from hydraflow.algorithms.token_terms import TokenTerms
+
+
+def gspo(
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+) -> TokenTerms:
+    """Tensors (B, R). Statistics: `actor/pg_clipfrac` tokens of clipped rows, `actor/ppo_kl` as in `vanilla`.
+
+    >>> logp = torch.tensor([[0.0, 0.2]])
+    >>> terms = gspo(logp, torch.zeros(1, 2), torch.ones(1, 2), torch.ones(1, 2),
+    ...              clip_ratio_low=0.2, clip_ratio_high=0.2)
+    >>> terms.loss  # both tokens have the ratio exp(0.1)
+    tensor([[-1.1052, -1.1052]])
+    """
+    log_ratio = (logp - old_logp).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    trained = mask.to(logp.dtype)
+    tokens = trained.sum(dim=1, keepdim=True).clamp(min=1.0)  # (B, 1)
+    of_row = (log_ratio * trained).sum(dim=1, keepdim=True) / tokens  # (B, 1)
+    ratio = (of_row.detach() + logp - logp.detach()).exp()
+    plain = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
+    stats = {"actor/pg_clipfrac": (clipped > plain).to(logp.dtype), "actor/ppo_kl": -log_ratio.detach()}
+    return TokenTerms(torch.maximum(plain, clipped), stats)
