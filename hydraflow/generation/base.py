@@ -75,9 +75,8 @@ class GenerationRequest:
         counts = len(self.prompts), len(self.samples), len(self.keys)
         if len(set(counts)) != 1:
             raise ValueError(
-                "a request has {} prompts, {} sample counts and {} keys; one of each per prompt is needed".format(
-                    *counts
-                )
+                f"a request has {counts[0]} prompts, {counts[1]} sample counts and {counts[2]} keys;"
+                " one of each per prompt is needed"
             )
         if not self.prompts:
             raise ValueError("a request needs at least one prompt")

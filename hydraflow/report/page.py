@@ -150,8 +150,10 @@ def constant_value(curves: Sequence[dict[str, Any]]) -> str | None:
     """The one value that all these curves have at all of their points; None: they move, or are a single
     point.
 
-    >>> constant_value([{"y": [0, 0], "lo": [0, 0], "hi": [0, 0]}]), constant_value([{"y": [0, 1]}]), constant_value([{"y": [1]}])
-    ('0', None, None)
+    >>> constant_value([{"y": [0, 0], "lo": [0, 0], "hi": [0, 0]}])
+    '0'
+    >>> constant_value([{"y": [0, 1]}]), constant_value([{"y": [1]}])
+    (None, None)
     """
     values = {value for one in curves for name in ("y", "lo", "hi") for value in one.get(name, ())}
     points = sum(len(one["y"]) for one in curves)

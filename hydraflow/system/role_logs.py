@@ -4,7 +4,7 @@ rotation.
 In: log records, what is printed, and what libraries below Python write; and which role is at work at the
 moment. Out: lines such as
 
-    2026-11-21T08:47:24.123Z WARNING actor-1 hydraflow.workers.skipping: step 12: optimizer step 1 of the actor is skipped
+    2026-11-21T08:47:24.123Z WARNING actor-1 hydraflow.workers.skipping: step 12: optimizer step 1 is skipped
 
 in UTC, so that the files of several machines can be merged. A line without a tag goes on from the line
 before: stack traces, and what C code writes. A process of several roles has several files; what it writes

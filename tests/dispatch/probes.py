@@ -68,9 +68,10 @@ class Probe(Worker):
     def where(self) -> dict[str, Any]:
         process = self.process
         return {
-            "rank": process.rank, "world": process.world_size, "local": process.local_rank, "node": process.node,
-            "master": (process.master_addr, process.master_port), "roles": list(process.roles), "pid": os.getpid(),
-            "threads": torch.get_num_threads(), "omp": os.environ.get("OMP_NUM_THREADS"), "timeout": process.timeout_s,
+            "rank": process.rank, "world": process.world_size, "local": process.local_rank,
+            "node": process.node, "roles": list(process.roles), "pid": os.getpid(),
+            "master": (process.master_addr, process.master_port), "timeout": process.timeout_s,
+            "threads": torch.get_num_threads(), "omp": os.environ.get("OMP_NUM_THREADS"),
         }  # fmt: skip
 
     @register(Dispatch.ONE_TO_ALL)
