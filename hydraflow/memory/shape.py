@@ -107,11 +107,6 @@ class ModelShape:
         )
 
     @property
-    def largest_layer(self) -> int:
-        """Parameters of the largest layer."""
-        return max(self.dense_layer if self.dense_layers else 0, self.sparse_layer)
-
-    @property
     def sparse_layers(self) -> int:
         """Layers with experts."""
         return self.layers - self.dense_layers
@@ -133,16 +128,6 @@ class ModelShape:
     def value_parameters(self) -> int:
         """All parameters with one output instead of the vocabulary: a critic."""
         return self.parameters - (0 if self.tied else self.embedding) + self.hidden
-
-    @property
-    def expert_parameters(self) -> int:
-        """Parameters of all routed experts of all layers."""
-        return self.sparse_layers * self.experts * self.expert
-
-    @property
-    def active_parameters(self) -> int:
-        """Parameters that one token passes through."""
-        return self.parameters - self.sparse_layers * (self.experts - self.experts_per_token) * self.expert
 
     @property
     def largest_tensor(self) -> int:

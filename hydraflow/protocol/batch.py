@@ -2,7 +2,7 @@
 
 In: tensors (dense, or ragged where rows differ in length), objects per row, and facts about the whole batch.
 Out: new batches; only `union`, `pop`, `rename` and `reorder` change the batch itself, as in verl.
-Left out on purpose: padding on the wire, verl's automatic padding (see `padding`), and saving to disk.
+Left out on purpose: padding on the wire, verl's automatic padding, and saving to disk.
 Column names are in `fields`; what the controller holds instead of a DataProto is in `remote`.
 
 Legend: B rows. Methods that fail on the user's data raise ValueError or KeyError that name the column.

@@ -162,11 +162,11 @@ class Probe(Worker):
 
     @register(Dispatch.DP_COMPUTE_METRIC, read_only=True)
     def shared_when_read_only(self, data: DataProto) -> dict[str, Metric]:
-        return {"shared": metrics.smallest(float(_in_object_store(data.get("big"))))}
+        return {"shared": metrics.total(float(_in_object_store(data.get("big"))))}
 
     @register(Dispatch.DP_COMPUTE_METRIC)
     def shared_otherwise(self, data: DataProto) -> dict[str, Metric]:
-        return {"shared": metrics.largest(float(_in_object_store(data.get("big"))))}
+        return {"shared": metrics.total(float(_in_object_store(data.get("big"))))}
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def big(self, data: DataProto, width: int) -> DataProto:
