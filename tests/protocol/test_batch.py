@@ -220,7 +220,7 @@ def test_select_pop_and_rename() -> None:
 
 def test_names_that_are_not_there() -> None:
     data = make_batch([1])
-    with pytest.raises(KeyError, match="no tensor column \\['nope'\\]"):
+    with pytest.raises(KeyError, match="no column \\['nope'\\]"):
         data.select(["nope"])
     with pytest.raises(KeyError, match="no object column \\['tokens'\\]"):
         data.pop(["score"], ["tokens"])
