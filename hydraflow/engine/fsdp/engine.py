@@ -253,7 +253,8 @@ class FSDPEngine:
 
     def _gradients(self) -> list[torch.Tensor]:
         """This rank's shards."""
-        return [_local(p.grad) for p in self.module.parameters() if p.grad is not None]
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]
 
     @torch.no_grad()
     def _local_square(self) -> float:
@@ -281,7 +282,3 @@ class FSDPEngine:
         for state in self._optimizer.state.values():
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = state[name].to(device)
-
-
-def _local(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
