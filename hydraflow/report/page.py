@@ -67,7 +67,10 @@ def render(runs: Sequence[Run]) -> str:
                 }
             )
         ),
-        runs=[_about(run) for run in runs],
+        runs=[
+            {"name": run.name, "folder": str(run.folder), "ending": ending(run), "starts": tables.starts(run)}
+            for run in runs
+        ],
         key_numbers=tables.key_numbers(runs),
         groups=grouped(charts),
         folded=FOLDED,
@@ -193,7 +196,3 @@ def embedded(data: Any) -> str:
         data, separators=(",", ":"), allow_nan=False
     )  # ASCII: other line ends of JavaScript are escaped, too
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _about(run: Run) -> dict[str, Any]:
-    return {"name": run.name, "folder": str(run.folder), "ending": ending(run), "starts": tables.starts(run)}
