@@ -34,14 +34,12 @@ from hydraflow.schema import PPOConfig
 
 INTRODUCTION = f"""# verl's keys here
 
-A command line of `python -m verl.trainer.main_ppo` runs with `python -m hydraflow.main_ppo`, or one report
-names every key that has no counterpart. `python -m hydraflow.plan` with the same arguments refuses none of
-them: it counts what is honoured, accepted without effect, and unsupported. The target is verl {VERSION};
-names of older and newer versions are marked.
+A command line of `python -m verl.trainer.main_ppo` runs with `python -m hydraflow.main_ppo`, or one report names every key that has no
+counterpart. `python -m hydraflow.plan` with the same arguments refuses none of them: it counts what is honoured, accepted without
+effect, and unsupported. The target is verl {VERSION}; names of older and newer versions are marked.
 
 This page is made by `python scripts/verl_keys.py > docs/verl_keys.md` from the tables that the program uses
-(`hydraflow/compose/verl_table.py`, `verl_defaults.py`). In a pattern `{{a,b}}` stands for either, `*` for one
-name, `**` for any names.
+(`hydraflow/compose/verl_table.py`, `verl_defaults.py`). In a pattern `{{a,b}}` stands for either, `*` for one name, `**` for any names.
 """
 KNOWN, ALIAS, NEVER, NOT_MISSED, REFUSED = "known", "alias", "ignored by verl", "not needed", "unsupported"
 MEANING = {
@@ -119,10 +117,7 @@ def _counts() -> str:
     counts = Counter(kind(key) for key in leaves())
     plain = len(leaves(megatron=False))
     rows = ((name, counts[name], MEANING[name]) for name in (KNOWN, ALIAS, NEVER, NOT_MISSED, REFUSED))
-    text = (
-        f"{plain} keys of verl's default configuration and {len(leaves()) - plain} more with"
-        " `model_engine=megatron`, without `_target_`."
-    )
+    text = f"{plain} keys of verl's default configuration and {len(leaves()) - plain} more with `model_engine=megatron`, without `_target_`."
     return _section("Counts", text, ("class", "keys", "meaning"), rows)
 
 
@@ -187,13 +182,11 @@ def _files() -> str:
     names = ", ".join(f"`{name}`" for name in CONFIG_NAMES)
     return f"""## Configuration files and groups
 
-- `--config-name` of verl's own files ({names}), with `--config-path` or without,
-  is taken as `model_engine=dp` or `model_engine=megatron`.
-- `model_engine=megatron` sets `strategy=megatron` for actor and critic; so do
-  `actor@actor_rollout_ref.actor=megatron_actor` and `critic@critic=megatron_critic`. The engines torchtitan
-  and veomni do not exist here.
-- Micro-batch sizes without `_per_gpu` count rows over all data ranks: they are divided by the number of
-  ranks, which needs `trainer.n_gpus_per_node`, and refused where that leaves a rest.
+- `--config-name` of verl's own files ({names}), with `--config-path` or without, is taken as `model_engine=dp` or `model_engine=megatron`.
+- `model_engine=megatron` sets `strategy=megatron` for actor and critic; so do `actor@actor_rollout_ref.actor=megatron_actor` and
+  `critic@critic=megatron_critic`. The engines torchtitan and veomni do not exist here.
+- Micro-batch sizes without `_per_gpu` count rows over all data ranks: they are divided by the number of ranks, which needs
+  `trainer.n_gpus_per_node`, and refused where that leaves a rest.
 """
 
 
