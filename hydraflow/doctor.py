@@ -17,7 +17,7 @@ from hydraflow.schema import PPOConfig
 
 SWITCHES = (
     Switch("--json", doc="Print JSON for machines."),
-    Switch("--all", doc="Also try what this configuration does not need: compilers, vLLM."),
+    Switch("--all", doc="Also try what this configuration does not need: vLLM."),
 )
 
 

@@ -119,13 +119,10 @@ class Follower:
         found = [
             record
             for key, paths in log_files(self._folder).items()
-            if self._chosen(key)
+            if _is_chosen(key, self._roles, self._ranks)
             for record in self._of(key, paths)
         ]
         return sorted(found, key=lambda record: record.time)
-
-    def _chosen(self, key: tuple[str, int]) -> bool:
-        return _is_chosen(key, self._roles, self._ranks)
 
     def _of(self, key: tuple[str, int], paths: Sequence[Path]) -> Iterator[Record]:
         parser = self._parsers.setdefault(key, Parser(*key))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Metric:
-    """A value and its weight under one way of reducing it: mean (weighted), sum, max or min.
+    """A value and its weight under one way of reducing it: mean (weighted), sum or max.
 
     >>> merge([{"loss": mean(2.0, weight=1)}, {"loss": mean(5.0, weight=2)}])["loss"].value
     4.0
@@ -29,9 +29,7 @@ class Metric:
             return Metric("mean", total / weight if weight else 0.0, weight)
         if self.how == "sum":
             return Metric("sum", self.value + other.value)
-        return Metric(
-            self.how, max(self.value, other.value) if self.how == "max" else min(self.value, other.value)
-        )
+        return Metric("max", max(self.value, other.value))
 
 
 def mean(value: float, weight: float = 1.0) -> Metric:
@@ -47,11 +45,6 @@ def total(value: float) -> Metric:
 def largest(value: float) -> Metric:
     """A maximum."""
     return Metric("max", float(value))
-
-
-def smallest(value: float) -> Metric:
-    """A minimum."""
-    return Metric("min", float(value))
 
 
 def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:

@@ -1,7 +1,7 @@
 """Makes GSM8K into files that hydraflow trains on.
 
-    python scripts/prepare_gsm8k.py --output data/gsm8k                                    # from the Hugging Face hub
-    python scripts/prepare_gsm8k.py --train train.jsonl --test test.jsonl --output data/gsm8k    # from local copies
+    python scripts/prepare_gsm8k.py --output data/gsm8k                     # from the Hugging Face hub
+    python scripts/prepare_gsm8k.py --train train.jsonl --test test.jsonl --output data/gsm8k  # from files
 
 In: rows with `question` and `answer` (worked out, ending in `#### 42`), from the hub or from local Parquet or
 JSONL files. Out: train.parquet and test.parquet with `prompt`, `data_source`, `ability`, `reward_model` and

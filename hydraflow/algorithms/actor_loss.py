@@ -62,7 +62,5 @@ class ActorLoss:
             kl = KL_ESTIMATORS[self.kl_type](logp, keep(columns["ref_log_prob"], mask))
             totals["actor/kl_loss"] = (kl * weights).sum()
             loss = loss + self.kl_coef * totals["actor/kl_loss"]
-        return loss, token_metrics(mask, stats, totals) | self._coefficients()
-
-    def _coefficients(self) -> dict[str, Metric]:
-        return {} if self.kl_coef is None else {"actor/kl_coef": metrics.mean(self.kl_coef)}
+        coefficients = {} if self.kl_coef is None else {"actor/kl_coef": metrics.mean(self.kl_coef)}
+        return loss, token_metrics(mask, stats, totals) | coefficients

@@ -38,16 +38,6 @@ class Denominators:
         trained = mask.bool()
         return cls(float(trained.sum()), float(trained.any(dim=1).sum()))
 
-    @classmethod
-    def from_tensor(cls, counts: Tensor) -> Denominators:
-        """The reverse of `to_tensor`, after a sum over ranks."""
-        tokens, sequences = counts.tolist()
-        return cls(tokens, sequences)
-
-    def to_tensor(self) -> Tensor:
-        """float64 (2,), for a sum over ranks."""
-        return torch.tensor([self.tokens, self.sequences], dtype=torch.float64)
-
     def __add__(self, other: Denominators) -> Denominators:
         return Denominators(self.tokens + other.tokens, self.sequences + other.sequences)
 

@@ -14,14 +14,11 @@ from pathlib import Path
 
 from hydraflow.checkup.facts import Facts
 from hydraflow.checkup.finding import Finding, Skip, note, ok, problem
+from hydraflow.dispatch import cluster
 from hydraflow.system.node_folder import RAY_BASE
 from hydraflow.trainer.machine import require_room, scoring_pool, training_pool
 
 CONNECT_SECONDS = 2.0
-FRAME_HEAD, SETTINGS_FRAME = 9, b"\x04"
-HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + SETTINGS_FRAME + bytes(5)
-"""How a client of gRPC begins (RFC 9113, 3.4): a fixed line and an empty SETTINGS frame. A server begins with
-such a frame, too."""
 CLUSTER_FILE = "ray/ray_current_cluster"
 PORTS_PER_PROCESS = 16
 """Ports that Ray and torch.distributed take for a worker process, rounded up."""
@@ -155,18 +152,8 @@ def _stale_remedy(source: str) -> str:
 
 
 def _silent(address: str) -> str | None:
-    """Why no Ray answers at host:port; None: one does, as far as the first frame of its protocol shows."""
+    """Why no Ray answers at host:port; None: one does."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
         return "it is not host:port"
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS) as connection:
-            connection.sendall(HTTP2_HELLO)
-            answer = connection.recv(FRAME_HEAD)
-    except OSError as error:
-        return str(error)
-    return (
-        None
-        if answer[3:4] == SETTINGS_FRAME
-        else "something listens there, but does not speak gRPC as Ray does"
-    )
+    return cluster.silence(f"{host}:{port}")

@@ -15,7 +15,6 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from hydraflow.checkup import (
-    compiling,
     data_files,
     disk,
     lengths,
@@ -70,11 +69,6 @@ CHECKS = (
     Check("tensordict and torch", libraries.check_tensordict, fast=True),
     Check("vLLM and torch", libraries.check_vllm, seconds=_lasting(libraries.PROBE_SECONDS + SECONDS)),
     Check("flash-attn", libraries.check_flash_attention, seconds=_lasting(libraries.PROBE_SECONDS + SECONDS)),
-    Check(
-        "compiler",
-        compiling.check_compiler,
-        seconds=_lasting(compiling.C_SECONDS + compiling.KERNEL_SECONDS + SECONDS),
-    ),
     Check("configuration", settings.check_settings),
     Check("batch plan", settings.check_plan),
     Check("processors", processors.check_processors, fast=True),

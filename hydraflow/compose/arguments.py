@@ -111,8 +111,9 @@ class Arguments:
 def split(argv: Sequence[str], switches: Sequence[Switch] = ()) -> Arguments:
     """Takes a command line apart.
 
-    >>> split(["--cfg", "job", "data.shuffle=false", "--config-dir=mine"])
-    Arguments(options=['--cfg', 'job', '--config-dir=mine'], overrides=['data.shuffle=false'], problems=[], switches={})
+    >>> found = split(["--cfg", "job", "data.shuffle=false", "--config-dir=mine"])
+    >>> found.options, found.overrides
+    (['--cfg', 'job', '--config-dir=mine'], ['data.shuffle=false'])
     >>> split(["--svg", "step.svg", "--json"], [Switch("--json"), Switch("--svg", value="FILE")]).switches
     {'--svg': 'step.svg', '--json': True}
     """

@@ -19,7 +19,8 @@ _SCRIPT = r"""_hydraflow_completion()
     [[ "$COMP_LINE" == *" " ]] && line="$line "
     local word=""
     [[ "$COMP_LINE" == *" " ]] || word="${words[-1]}"
-    COMPREPLY=($(compgen -W "$(COMP_LINE="$line" "${words[0]}" -m "${words[2]}" -sc query=bash 2>/dev/null)" -- "$word"))
+    local found="$(COMP_LINE="$line" "${words[0]}" -m "${words[2]}" -sc query=bash 2>/dev/null)"
+    COMPREPLY=($(compgen -W "$found" -- "$word"))
 }
 COMP_WORDBREAKS=${COMP_WORDBREAKS//=}
 complete -o nospace -o default -F _hydraflow_completion python python3"""

@@ -21,8 +21,8 @@ NO_DEADLINE = 30 * 86400.0
 def applied(config: Config) -> Config:
     """The configuration that runs; the same one where nothing is debugged.
 
-    >>> config = PPOConfig(debug=True)
-    >>> applied(config).trainer.n_gpus_per_node, applied(config).reward.num_workers, applied(config).trainer.rpc_timeout
+    >>> config = applied(PPOConfig(debug=True))
+    >>> config.trainer.n_gpus_per_node, config.reward.num_workers, config.trainer.rpc_timeout
     (1, 0, 2592000.0)
     """
     if not (config.debug or config.trainer.debug.local):

@@ -47,8 +47,10 @@ def find(
 def is_users(origin: str) -> bool:
     """Whether the user set it: on the command line or in a file of theirs.
 
-    >>> is_users("command line"), is_users("mine.yaml"), is_users("config/recipe/arithmetic.yaml"), is_users("default")
-    (True, True, False, False)
+    >>> is_users("command line"), is_users("mine.yaml")
+    (True, True)
+    >>> is_users("config/recipe/arithmetic.yaml"), is_users("default")
+    (False, False)
     """
     return not origin.startswith((OURS, DEFAULT, "follows "))
 

@@ -144,8 +144,8 @@ def _limit_lengths(ids: list[list[int]], records: Sequence[Record], config: Prom
 def truncate(tokens: list[int], limit: int, side: str) -> list[int]:
     """At most `limit` tokens; `side` (left, right or middle) is the part that is cut.
 
-    >>> truncate([1, 2, 3, 4, 5], 3, "left"), truncate([1, 2, 3, 4, 5], 3, "right"), truncate([1, 2, 3, 4, 5], 3, "middle")
-    ([3, 4, 5], [1, 2, 3], [1, 4, 5])
+    >>> [truncate([1, 2, 3, 4, 5], 3, side) for side in ("left", "right", "middle")]
+    [[3, 4, 5], [1, 2, 3], [1, 4, 5]]
     """
     if len(tokens) <= limit:
         return tokens

@@ -42,6 +42,16 @@ def refusal(address: str) -> str | None:
     return None
 
 
+def silence(address: str) -> str | None:
+    """Why no Ray answers at host:port; None: one does, though it may refuse our token."""
+    try:
+        _nodes(address)
+    except grpc.RpcError as error:
+        if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            return str(error.details())
+    return None
+
+
 def alive(address: str) -> set[str]:
     """Names of the nodes that are in the cluster; raises grpc.RpcError when it does not answer."""
     return {node.node_name for node in _nodes(address) if node.state == NODES.GcsNodeInfo.ALIVE}

@@ -157,7 +157,8 @@ class Ledger:
         except ray.exceptions.RayActorError as error:
             return Failure(ticket.error(f"the process died: {_how_it_died(error)}"), time.time(), died=True)
         except ray.exceptions.RayError as error:
-            return Failure(ticket.error(f"the call could not be made: {_first_lines(error)}"), time.time())
+            why = "\n".join(str(error).strip().splitlines()[:12])
+            return Failure(ticket.error(f"the call could not be made: {why}"), time.time())
         return self._opened(ticket, parcel)
 
     def _opened(self, ticket: Ticket, parcel: Parcel) -> Any:
@@ -221,10 +222,6 @@ def _how_it_died(error: ray.exceptions.RayActorError) -> str:
     """Ray's line about the end of the process, without its numbers of the actor and its guesses at causes."""
     lines = [line for line in str(error).splitlines() if line and not line.startswith("\t")]
     return lines[:2][-1].partition(" Some common causes include")[0]
-
-
-def _first_lines(error: Exception) -> str:
-    return "\n".join(str(error).strip().splitlines()[:12])
 
 
 class Future(Promised):

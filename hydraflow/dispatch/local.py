@@ -96,7 +96,11 @@ class LocalGroup(Group):
         device_type: str,
         first: bool = True,
     ):
-        self.roles, self.channel, self.processes = dict(roles), channel, {0: _facts()}
+        self.roles, self.channel, self.processes = (
+            dict(roles),
+            channel,
+            {0: ProcessFacts(os.getpid(), "", "", "")},
+        )
         self.device_type, self._first = device_type, first
         self._threads = pool.threads
         self._logs = log_of_this_process()
@@ -214,7 +218,3 @@ def _kept(answer: Any) -> Any:
         for name, column in answer.items()
     }
     return RemoteBatch(columns, {}, dict(answer.meta_info))
-
-
-def _facts() -> ProcessFacts:
-    return ProcessFacts(os.getpid(), "", "", "")

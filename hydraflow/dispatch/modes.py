@@ -80,7 +80,8 @@ class Mode:
 
 
 class Dispatch(StrEnum):
-    """Names of the built-in modes."""
+    """Names of the built-in modes. hydraflow's own workers use RANK_ZERO, ONE_TO_ALL and `mesh_mode`; the
+    others are verl's, for workers that are written as for verl."""
 
     RANK_ZERO = "rank_zero"
     """Rank 0 alone runs; its answer is the result."""

@@ -157,7 +157,13 @@ def reserve(pools: Sequence[ResourcePool], *, timeout: float, growing: bool) -> 
         raise ConfigError(problems)
     for problem in problems:
         log.warning("waiting up to %g s for the cluster to grow: %s", timeout, problem)
-    groups = [placement_group(pool.demand(), strategy=_strategy(pool)) for pool in pools]
+    groups = [
+        placement_group(
+            pool.demand(),
+            strategy="STRICT_SPREAD" if len(pool.processes_on_nodes) > 1 else "STRICT_PACK",
+        )
+        for pool in pools
+    ]
     waiting = (
         ray.wait([group.ready() for group in groups], num_returns=len(groups), timeout=timeout)[1]
         if groups
@@ -168,10 +174,6 @@ def reserve(pools: Sequence[ResourcePool], *, timeout: float, growing: bool) -> 
             remove_placement_group(group)
         raise ConfigError(shortfall(pools, _totals()) or [_busy(pools, timeout)])
     return {pool.name: _seated(pool, group) for pool, group in zip(pools, groups, strict=True)}
-
-
-def _strategy(pool: ResourcePool) -> str:
-    return "STRICT_SPREAD" if len(pool.processes_on_nodes) > 1 else "STRICT_PACK"
 
 
 def _totals() -> list[dict[str, float]]:
@@ -198,7 +200,8 @@ def _seated(pool: ResourcePool, group: PlacementGroup) -> Reservation:
     order = sorted(
         placed,
         key=lambda bundle: [
-            int(part) if part.isdigit() else 0 for part in _address(nodes[placed[bundle]]).split(".")
+            int(part) if part.isdigit() else 0
+            for part in str(nodes[placed[bundle]]["NodeManagerAddress"]).split(".")
         ],
     )
     bundles = [bundle for bundle in order for _ in range(pool.processes_on_nodes[bundle])]
@@ -207,10 +210,6 @@ def _seated(pool: ResourcePool, group: PlacementGroup) -> Reservation:
     several = len(order) > 1
     seats = [Seat(rank, pool.size, local[rank], names[rank], several) for rank in range(pool.size)]
     return Reservation(pool, group, seats, bundles)
-
-
-def _address(node: Mapping[str, Any]) -> str:
-    return str(node["NodeManagerAddress"])
 
 
 def release(reservations: Sequence[Reservation]) -> None:

@@ -18,8 +18,8 @@ from torch import profiler
 
 from hydraflow.device import begin_range, end_range, keep_allocations, write_allocations
 
-TORCH, MEMORY, NSYS = TOOLS = ("torch", "torch_memory", "nsys")
-"""What global_profiler.tool may say."""
+MEMORY, NSYS = "torch_memory", "nsys"
+"""Values of global_profiler.tool besides torch."""
 ROWS = 40
 """Operators in a table."""
 ALLOCATIONS = 100_000

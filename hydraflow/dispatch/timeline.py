@@ -170,7 +170,8 @@ def _lanes(events: Sequence[Event]) -> list[list[Event]]:
     """The events in as few rows as the first that fits gives: in a row two are one inside the other, or
     apart.
 
-    >>> [[event["ts"] for event in lane] for lane in _lanes([{"ts": 0, "dur": 5}, {"ts": 1, "dur": 2}, {"ts": 4, "dur": 3}])]
+    >>> lanes = _lanes([{"ts": 0, "dur": 5}, {"ts": 1, "dur": 2}, {"ts": 4, "dur": 3}])
+    >>> [[event["ts"] for event in lane] for lane in lanes]
     [[0, 1], [4]]
     """
     lanes: list[list[Event]] = []

@@ -234,7 +234,9 @@ class WorkerProcess:
             values = [_cut(value) for value in opened([*call.args, *call.kwargs.values()])]
             shards = [value for value in values if isinstance(value, Shard)]
             ready = [
-                _read(value, copy=not call.read_only) if isinstance(value, Shard) else value
+                materialise(value.batch, read_columns, copy=not call.read_only)
+                if isinstance(value, Shard)
+                else value
                 for value in values
             ]
         named = dict(zip(call.kwargs, ready[len(call.args) :], strict=True))
@@ -277,10 +279,6 @@ def _cut(value: Any) -> Any:
                 f"an argument is a future of a batch, but its maker returned a {type(receipt).__name__}"
             )
     return part_of(join(receipts), value)
-
-
-def _read(shard: Shard, copy: bool) -> DataProto:
-    return materialise(shard.batch, read_columns, copy=copy)
 
 
 DECISIONS = (GuardStop, DoesNotFit)

@@ -40,7 +40,7 @@ LossFn = Callable[[ModelOutput, Mapping[str, torch.Tensor]], tuple[torch.Tensor,
 R)."""
 
 
-MODEL, OPTIMIZER, EXTRA, HF_MODEL = CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
+MODEL, OPTIMIZER, EXTRA, HF_MODEL = ("model", "optimizer", "extra", "hf_model")
 """What a checkpoint may hold: weights, optimizer, place in the schedule, and full weights as a Hugging Face
 directory."""
 CHECKPOINT_FACTS = "checkpoint.json"
@@ -144,7 +144,7 @@ class TrainEngine(Protocol):
         at all."""
 
     def snapshot(self, contents: Collection[str]) -> Snapshot:
-        """Copies what `contents` (of CHECKPOINT_CONTENTS) names into host memory, to be written as one
+        """Copies what `contents` names (MODEL and the like) into host memory, to be written as one
         checkpoint."""
 
     def load(self, directory: str | Path, contents: Collection[str]) -> None:
@@ -153,9 +153,3 @@ class TrainEngine(Protocol):
 
     def stored_bytes(self, contents: Collection[str]) -> int:
         """Bytes that this rank's part of a checkpoint takes, but for small files."""
-
-    def offload(self) -> None:
-        """Moves weights and optimizer to host memory, to make room for another engine."""
-
-    def onload(self) -> None:
-        """Brings them back."""

@@ -50,7 +50,8 @@ def segments(layouts: Mapping[str, Layout], devices: int) -> list[Segment]:
 
     >>> actor = Layout("actor", "fsdp2", Devices((range(0, 8),)), 8)
     >>> rollout = Layout("rollout", "vllm", Devices((range(4, 12),)), 8)
-    >>> [(part.devices.start, sorted(part.roles)) for part in segments({"actor": actor, "rollout": rollout}, 16)]
+    >>> parts = segments({"actor": actor, "rollout": rollout}, 16)
+    >>> [(part.devices.start, sorted(part.roles)) for part in parts]
     [(0, ['actor']), (4, ['actor', 'rollout']), (8, ['rollout']), (12, [])]
     """
     edges = {0, devices}

@@ -22,13 +22,15 @@ MOST_PARTS = 8
 
 STYLE = """
 text { font-family: ui-sans-serif, system-ui, sans-serif; font-size: 14px; fill: #1f2328; }
-.head { font-size: 19px; font-weight: 600; } .strong { font-weight: 600; } .in { font-size: 12px; text-anchor: middle; }
+.head { font-size: 19px; font-weight: 600; } .strong { font-weight: 600; }
+.in { font-size: 12px; text-anchor: middle; }
 .key { font-family: ui-monospace, monospace; font-size: 11px; fill: #59636e; }
 .page { fill: #ffffff; } .part { fill: #dbe7f5; stroke: #6b8fb8; } .first { fill: #f6d9b0; stroke: #b9823b; }
 .zoom { fill: #f6d9b0; opacity: 0.35; }
 @media (prefers-color-scheme: dark) {
   text { fill: #e6edf3; } .key { fill: #9da7b1; } .page { fill: #0d1117; }
-  .part { fill: #1f3450; stroke: #5b80ab; } .first { fill: #5c4320; stroke: #c9974f; } .zoom { fill: #5c4320; }
+  .part { fill: #1f3450; stroke: #5b80ab; } .first { fill: #5c4320; stroke: #c9974f; }
+  .zoom { fill: #5c4320; }
 }
 """.strip()
 

@@ -15,8 +15,8 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-STOP, LENGTH, ABORT = "stop", "length", "abort"
-"""Why a response ended: an end token, `max_tokens`, or `abort()`."""
+STOP, LENGTH = "stop", "length"
+"""Why a response ended: an end token, or `max_tokens`."""
 
 Key = tuple[str | int, ...]
 
@@ -75,9 +75,8 @@ class GenerationRequest:
         counts = len(self.prompts), len(self.samples), len(self.keys)
         if len(set(counts)) != 1:
             raise ValueError(
-                "a request has {} prompts, {} sample counts and {} keys; one of each per prompt is needed".format(
-                    *counts
-                )
+                f"a request has {counts[0]} prompts, {counts[1]} sample counts and {counts[2]} keys;"
+                " one of each per prompt is needed"
             )
         if not self.prompts:
             raise ValueError("a request needs at least one prompt")
@@ -100,25 +99,15 @@ class GenerationOutput:
     """Ragged float32 (B, R): of each sampled token, under softmax(logits / temperature), before top-k and
     top-p."""
     finish_reason: np.ndarray
-    """Objects (B,): 'stop', 'length' or 'abort'. An aborted response keeps its tokens and may have none."""
+    """Objects (B,): 'stop' or 'length'."""
 
 
 class GenerationEngine(Protocol):
     """Samples responses from a copy of the trained model that lives in this process."""
 
     def generate(self, request: GenerationRequest, params: SamplingParams) -> GenerationOutput:
-        """Samples. ValueError for prompts that do not fit; RuntimeError while asleep or without weights."""
+        """Samples. ValueError for prompts that do not fit; RuntimeError without weights."""
 
     def update_weights(self, stream: Iterable[tuple[str, Tensor]]) -> None:
         """Takes every weight of the model as (Hugging Face name, full tensor). ValueError names what does not
         fit."""
-
-    def sleep(self) -> None:
-        """Frees the memory of weights and caches."""
-
-    def wake(self) -> None:
-        """Takes the memory back; `update_weights` must follow before `generate`."""
-
-    def abort(self) -> None:
-        """From another thread: ends a running `generate` after its current token; nothing happens when none
-        runs."""

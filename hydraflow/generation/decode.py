@@ -16,7 +16,7 @@ far.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -127,8 +127,8 @@ class WaveDecoder:
         self._moved: Tensor | None = None
         """Rows of the cache that the next forward needs, when they are not the ones it has, (B,)."""
 
-    def run(self, params: SamplingParams, stop_tokens: Tensor, aborted: Callable[[], bool]) -> WaveResult:
-        """Samples until every row has ended, `max_tokens` are reached, or `aborted()`.
+    def run(self, params: SamplingParams, stop_tokens: Tensor) -> WaveResult:
+        """Samples until every row has ended or `max_tokens` are reached.
 
         stop_tokens: int64 (S,). FloatingPointError when the model's logits are not numbers.
         """
@@ -148,7 +148,7 @@ class WaveDecoder:
             left = self._leave(alive)
             if left is not None:
                 alive, token = alive[left], token[left]
-            if step + 1 == params.max_tokens or not len(alive) or aborted():
+            if step + 1 == params.max_tokens or not len(alive):
                 break
             logits = self._step(token, step)
         return _result(tokens[:, : step + 1], log_probs[:, : step + 1], stop_tokens)

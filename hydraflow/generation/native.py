@@ -11,7 +11,6 @@ Legend: B rows, R response, N tokens of all rows together.
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -20,17 +19,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from hydraflow.generation.base import ABORT, LENGTH, STOP, GenerationOutput, GenerationRequest, SamplingParams
+from hydraflow.generation.base import LENGTH, STOP, GenerationOutput, GenerationRequest, SamplingParams
 from hydraflow.generation.decode import Forward, WaveDecoder, WaveResult
 from hydraflow.generation.layout import Wave, request_order, waves
 from hydraflow.generation.sampling import Draws
-from hydraflow.generation.weights import ParameterMemory, load_weights
+from hydraflow.generation.weights import load_weights
 from hydraflow.protocol import ragged
 
 
 class NativeEngine:
-    """A `GenerationEngine` around a model that it owns. `abort` may be called from another thread, the rest
-    from one."""
+    """A `GenerationEngine` around a model that it owns."""
 
     def __init__(
         self,
@@ -39,8 +37,7 @@ class NativeEngine:
         max_num_seqs: int = 1024,
         generation_config: GenerationConfig | None = None,
     ):
-        """A model whose weights are good already; it becomes the engine's: no gradients, and empty after
-        `sleep`.
+        """A model whose weights are good already; it becomes the engine's: no gradients.
 
         generation_config: where end tokens come from; by default the model's.
         """
@@ -50,11 +47,7 @@ class NativeEngine:
         self._forward = Forward(model)
         self._max_rows = max_num_seqs
         self._eos = end_tokens(generation_config or model.generation_config, model.config)
-        self._memory = ParameterMemory(model)
         self._not_ready = ""
-        self._asleep = False
-        self._running = False
-        self._abort = threading.Event()
 
     @classmethod
     def from_config(
@@ -82,58 +75,27 @@ class NativeEngine:
     def generate(self, request: GenerationRequest, params: SamplingParams) -> GenerationOutput:
         """Samples every prompt. See `GenerationOutput` for the order of rows.
 
-        ValueError: a prompt that does not fit the context or the vocabulary. RuntimeError: asleep, or without
-        weights. FloatingPointError: the model's logits are not numbers.
+        ValueError: a prompt that does not fit the context or the vocabulary. RuntimeError: without weights.
+        FloatingPointError: the model's logits are not numbers.
         """
         if self._not_ready:
             raise RuntimeError(self._not_ready)
         self._check(request.prompts, params)
-        self._abort.clear()
-        self._running = True
-        try:
-            lengths = [len(p) for p in request.prompts]
-            plan = list(waves(lengths, request.samples, self._max_rows, pad=self._forward.pads))
-            results = [self._run(wave, request, params) for wave in plan]
-        finally:
-            self._running = False
-        return _output(results, request_order(plan, request.samples), params.max_tokens)
+        lengths = [len(p) for p in request.prompts]
+        plan = list(waves(lengths, request.samples, self._max_rows, pad=self._forward.pads))
+        results = [self._run(wave, request, params) for wave in plan]
+        return _output(results, request_order(plan, request.samples))
 
     def update_weights(self, stream: Iterable[tuple[str, Tensor]]) -> None:
         """Takes all weights; types and devices are converted.
 
         ValueError: see `load_weights`; the engine then refuses to generate until an update succeeds.
         """
-        if self._asleep:
-            raise RuntimeError("the engine is asleep: call wake before update_weights")
         self._not_ready = (
             "the last update_weights failed half-way, so the weights are a mixture: update them again"
         )
         load_weights(self._model, stream)
         self._not_ready = ""
-
-    def sleep(self) -> None:
-        """Frees the weights; caches live only inside `generate`. Sleeping twice is once."""
-        if self._asleep:
-            return
-        self._asleep = True
-        self._not_ready = "the engine is asleep: call wake, then update_weights"
-        self._memory.free()
-        if self._forward.device.type != "cpu":
-            torch.get_device_module(self._forward.device).empty_cache()
-
-    def wake(self) -> None:
-        """Takes the weights' memory back; their values must come through `update_weights`."""
-        if not self._asleep:
-            return
-        self._asleep = False
-        self._not_ready = "the engine was woken without weights: call update_weights first"
-        self._memory.take()
-
-    def abort(self) -> None:
-        """Ends a running `generate` after its current token; rows that did not end by themselves keep what
-        they have."""
-        if self._running:
-            self._abort.set()
 
     def _check(self, prompts: Sequence[Tensor], params: SamplingParams) -> None:
         context = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
@@ -157,8 +119,6 @@ class NativeEngine:
     # training.
     @torch.inference_mode()
     def _run(self, wave: Wave, request: GenerationRequest, params: SamplingParams) -> WaveResult:
-        if self._abort.is_set():
-            return _nothing(len(wave.owner))
         device = self._forward.device
         draws = None
         if not params.greedy:
@@ -169,9 +129,7 @@ class NativeEngine:
         decoder = WaveDecoder(
             self._forward, [request.prompts[i] for i in wave.prompts], wave.owner, wave.width, draws
         )
-        return decoder.run(
-            params, torch.tensor(sorted(stops), dtype=torch.int64, device=device), self._abort.is_set
-        )
+        return decoder.run(params, torch.tensor(sorted(stops), dtype=torch.int64, device=device))
 
 
 def end_tokens(generation_config: GenerationConfig | None, config: PreTrainedConfig) -> tuple[int, ...]:
@@ -183,19 +141,11 @@ def end_tokens(generation_config: GenerationConfig | None, config: PreTrainedCon
     return ()
 
 
-def _nothing(rows: int) -> WaveResult:
-    """Rows that an abort kept from starting."""
-    empty = torch.empty(rows, 0, dtype=torch.int64)
-    return WaveResult(
-        empty, empty.float(), torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.bool)
-    )
-
-
-def _output(results: Sequence[WaveResult], order: np.ndarray, max_tokens: int) -> GenerationOutput:
+def _output(results: Sequence[WaveResult], order: np.ndarray) -> GenerationOutput:
     """Rows of all waves in the request's order, on the host."""
     lengths = torch.cat([r.lengths.cpu() for r in results])
     stopped = torch.cat([r.stopped.cpu() for r in results]).numpy()
-    reason = np.where(stopped, STOP, np.where(lengths.numpy() == max_tokens, LENGTH, ABORT)).astype(object)
+    reason = np.where(stopped, STOP, LENGTH).astype(object)
     columns = []
     for tensors in ([r.tokens for r in results], [r.log_probs for r in results]):
         used = [

@@ -53,23 +53,6 @@ def load_weights(model: nn.Module, stream: Iterable[tuple[str, Tensor]]) -> None
         )
 
 
-class ParameterMemory:
-    """Frees and restores the memory of a model's parameters; ties between them, and buffers, stay."""
-
-    def __init__(self, model: nn.Module):
-        self._shapes = [(p, p.shape) for p in model.parameters()]
-
-    def free(self) -> None:
-        """Every parameter becomes empty."""
-        for p, _ in self._shapes:
-            p.data = p.data.new_empty(0)
-
-    def take(self) -> None:
-        """Every parameter has its shape again, with arbitrary values."""
-        for p, shape in self._shapes:
-            p.data = p.data.new_empty(shape)
-
-
 def _kind(model: nn.Module) -> str:
     return type(model).__name__
 

@@ -7,13 +7,15 @@ one. Left out on purpose: reward functions and the machine (`ppo.py`, `session.p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from hydraflow.batch_plan.roles import needs_critic
-from hydraflow.data.config import PromptConfig
+from hydraflow.data.config import PromptConfig, SFTDataConfig
 from hydraflow.data.files import Record
 from hydraflow.data.prompts import PromptDataset, read_prompts
 from hydraflow.engine.fsdp import lora
@@ -28,6 +30,7 @@ from hydraflow.trainer.roles import critic_model
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+Rows = TypeVar("Rows")
 POLICY, CRITIC = "actor_rollout_ref.model", "critic.model"
 
 
@@ -87,20 +90,25 @@ def open_tokenizer(
     return faults.result(lambda: load_tokenizer(model, field=field))
 
 
-def open_prompts(
-    data: PromptConfig,
+def open_rows(
+    kind: Callable[..., Rows],
+    read: Callable[..., object],
+    data: PromptConfig | SFTDataConfig,
     files: Any,
     tokenizer: PreTrainedTokenizerBase | None,
     faults: Faults,
     *,
     key: str,
     max_samples: int,
-) -> PromptDataset | None:
-    """The prompts of files; without a tokenizer the files alone are looked at."""
+) -> Rows | None:
+    """A data set of files; without a tokenizer `read` looks at the files alone."""
     if tokenizer is None:
-        faults.passes(lambda: read_prompts(data, files, key=key, max_samples=max_samples))
+        faults.passes(lambda: read(data, files, key=key, max_samples=max_samples))
         return None
-    return faults.result(lambda: PromptDataset(data, files, tokenizer, key=key, max_samples=max_samples))
+    return faults.result(lambda: kind(data, files, tokenizer, key=key, max_samples=max_samples))
+
+
+open_prompts = partial(open_rows, PromptDataset, read_prompts)
 
 
 def open_inputs(config: PPOConfig, faults: Faults) -> Prompts | None:

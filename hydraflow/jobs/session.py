@@ -21,7 +21,7 @@ from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.profiler import require_profiler
 from hydraflow.dispatch.runtime import Runtime
-from hydraflow.dispatch.watch import Watch, log_settings, made, require_writable, watch_of
+from hydraflow.dispatch.watch import log_settings, made, require_writable, watch_of
 from hydraflow.errors import ConfigError, EnvironmentFault, Faults, HydraflowError, WorkerError
 from hydraflow.jobs import run_start
 from hydraflow.jobs.restarts import Restarts
@@ -163,15 +163,16 @@ class Session:
         """Ray, started on first use."""
         if self._runtime is None:
             self._runtime = open_runtime(
-                self.trainer, self._numbered(self.ray_init), self.machine, self._pools(), self._watch()
+                self.trainer,
+                self._numbered(self.ray_init),
+                self.machine,
+                self._pools(),
+                watch_of(self.folder.path, self.log, self.profiler, debug=self.debug),
             )
         return self._runtime
 
     def _pools(self) -> list[ResourcePool]:
         return [training_pool(self.machine), *([scoring_pool()] if self.scoring else [])]
-
-    def _watch(self) -> Watch:
-        return watch_of(self.folder.path, self.log, self.profiler, debug=self.debug)
 
     def _numbered(self, ray_init: RayInitConfig) -> RayInitConfig:
         """After a restart the timeline has a name of its own, so that the one of the failure stays."""

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from functools import partial
 
 from hydraflow.batch_plan.sft import SFTPlan, resolve_sft_plan
 from hydraflow.batch_plan.table import print_plan
 from hydraflow.checkup.preflight import require_trackers
 from hydraflow.compose.command import Command
 from hydraflow.compose.debugging import applied
-from hydraflow.data.config import SFTDataConfig
 from hydraflow.data.conversations import ConversationDataset, read_chats
 from hydraflow.data.loader import PromptLoader
-from hydraflow.errors import Faults
-from hydraflow.jobs.inputs import open_tokenizer, open_trained_model
+from hydraflow.jobs.inputs import open_rows, open_tokenizer, open_trained_model
 from hydraflow.jobs.restarts import Restarts, with_restarts
 from hydraflow.jobs.saving import Saving, at_its_place, require_metric, sft_roles
 from hydraflow.jobs.session import Session
@@ -25,8 +23,7 @@ from hydraflow.trainer.identity import identity_of
 from hydraflow.trainer.resume import Wanted
 from hydraflow.trainer.sft import SFTTrainer
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+open_chats = partial(open_rows, ConversationDataset, read_chats)
 
 
 def run_sft(config: SFTConfig, *, command: Command | None = None) -> None:
@@ -80,11 +77,11 @@ def _checked(
     data, faults, machine = config.data, session.faults, session.found_machine
     described = open_trained_model(config.model, faults, head="policy", field="model")
     tokenizer = open_tokenizer(config.model, described, faults, field="model")
-    train = _open(
+    train = open_chats(
         data, data.train_files, tokenizer, faults, key="data.train_files", max_samples=data.train_max_samples
     )
     val = (
-        _open(data, data.val_files, tokenizer, faults, key="data.val_files", max_samples=-1)
+        open_chats(data, data.val_files, tokenizer, faults, key="data.val_files", max_samples=-1)
         if data.val_files
         else None
     )
@@ -103,24 +100,6 @@ def _checked(
     faults.require_none()
     assert plan is not None and train is not None, "what could not be had is a fault"
     return plan, train, val
-
-
-def _open(
-    data: SFTDataConfig,
-    files: Any,
-    tokenizer: PreTrainedTokenizerBase | None,
-    faults: Faults,
-    *,
-    key: str,
-    max_samples: int,
-) -> ConversationDataset | None:
-    """The conversations of files; without a tokenizer the files alone are looked at."""
-    if tokenizer is None:
-        faults.passes(lambda: read_chats(data, files, key=key, max_samples=max_samples))
-        return None
-    return faults.result(
-        lambda: ConversationDataset(data, files, tokenizer, key=key, max_samples=max_samples)
-    )
 
 
 def held_out_batches(val: ConversationDataset | None, size: int) -> list[DataProto]:

@@ -133,7 +133,9 @@ def cache_room(width: int, last: int) -> int:
     """generation/cache.py: tokens for which a row's cache has room when `last` are in it, `width` of them the
     prompt's.
 
-    >>> cache_room(100, 120), cache_room(100, 130)   # room for a quarter more is made with the first token, and again when it is used up
+    Room for a quarter more is made with the first token, and again when it is used up:
+
+    >>> cache_room(100, 120), cache_room(100, 130)
     (126, 158)
     """
     room = width + 1 + max(ROOM, (width + 1) // 4)

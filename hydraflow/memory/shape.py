@@ -107,11 +107,6 @@ class ModelShape:
         )
 
     @property
-    def largest_layer(self) -> int:
-        """Parameters of the largest layer."""
-        return max(self.dense_layer if self.dense_layers else 0, self.sparse_layer)
-
-    @property
     def sparse_layers(self) -> int:
         """Layers with experts."""
         return self.layers - self.dense_layers
@@ -120,8 +115,10 @@ class ModelShape:
     def parameters(self) -> int:
         """All parameters, a tied output matrix counted once.
 
-        >>> shape_of({"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
-        ...     "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256}).parameters   # Llama 3 8B
+        >>> llama3_8b = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+        ...     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        ...     "vocab_size": 128256}
+        >>> shape_of(llama3_8b).parameters
         8030261248
         """
         layers = self.dense_layers * self.dense_layer + self.sparse_layers * self.sparse_layer
@@ -131,16 +128,6 @@ class ModelShape:
     def value_parameters(self) -> int:
         """All parameters with one output instead of the vocabulary: a critic."""
         return self.parameters - (0 if self.tied else self.embedding) + self.hidden
-
-    @property
-    def expert_parameters(self) -> int:
-        """Parameters of all routed experts of all layers."""
-        return self.sparse_layers * self.experts * self.expert
-
-    @property
-    def active_parameters(self) -> int:
-        """Parameters that one token passes through."""
-        return self.parameters - self.sparse_layers * (self.experts - self.experts_per_token) * self.expert
 
     @property
     def largest_tensor(self) -> int:
@@ -229,8 +216,8 @@ def shape_of(config: Mapping[str, Any], *, field: str = "actor_rollout_ref.model
     """The shape that a config.json describes. Raises ConfigError naming every size that is missing or no
     positive number.
 
-    >>> shape_of({"model_type": "qwen2", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 10,
-    ...     "intermediate_size": 16, "tie_word_embeddings": True}).parameters
+    >>> shape_of({"model_type": "qwen2", "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1,
+    ...     "num_attention_heads": 2, "vocab_size": 10, "tie_word_embeddings": True}).parameters
     768
     """
     config = _text_part(config)

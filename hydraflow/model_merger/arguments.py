@@ -19,6 +19,14 @@ def parser() -> argparse.ArgumentParser:
         description="Sharded checkpoints to Hugging Face directories and back.",
     )
     commands = top.add_subparsers(dest="command", required=True)
+    _add_merge(commands)
+    _add_test(commands)
+    _add_info(commands)
+    _add_split(commands)
+    return top
+
+
+def _add_merge(commands: Any) -> None:
     merge = _command(commands, "merge", "make a Hugging Face directory of a checkpoint")
     _checkpoint(merge)
     _flag(merge, "target_dir", required=True, metavar="OUT", help="the directory to make")
@@ -46,6 +54,8 @@ def parser() -> argparse.ArgumentParser:
     )
     _flag(merge, "private", action="store_true", help="make that repository private")
 
+
+def _add_test(commands: Any) -> None:
     test = _command(
         commands,
         "test",
@@ -56,6 +66,8 @@ def parser() -> argparse.ArgumentParser:
     _wishes(test)
     _flag(test, "lora_alpha", type=float, help="scale of the adapters, for checkpoints that do not say")
 
+
+def _add_info(commands: Any) -> None:
     info = _command(commands, "info", "tell what a checkpoint holds; exit code 1 when parts are missing")
     _checkpoint(info)
     _flag(
@@ -66,6 +78,8 @@ def parser() -> argparse.ArgumentParser:
     )
     _flag(info, "json", action="store_true", help="as JSON")
 
+
+def _add_split(commands: Any) -> None:
     split = _command(commands, "split", "make a checkpoint of a Hugging Face directory")
     _flag(split, "hf_dir", required=True, metavar="DIR", help="the directory to split")
     _flag(
@@ -97,7 +111,6 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="replace CKPT when it is there, once the new one is whole",
     )
-    return top
 
 
 def size(text: str) -> int:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from hydraflow.errors import ConfigError
-from hydraflow.model_merger.checkpoint import Checkpoint, model_directories, open_checkpoint, read_json
+from hydraflow.model_merger.checkpoint import Checkpoint, read_json
+from hydraflow.model_merger.opening import model_directories, open_checkpoint
 from hydraflow.model_merger.pieces import StoredTensor
 
 MANIFEST = "manifest.json"
@@ -38,7 +39,10 @@ def lines(facts: dict[str, Any]) -> list[str]:
         "layout": facts["layout"],
         "step": "unknown" if facts["step"] is None else facts["step"],
         "world size": facts["world_size"],
-        **{name: _plain(value) for name, value in facts["details"].items()},
+        **{
+            name: value if isinstance(value, str) else json.dumps(value)
+            for name, value in facts["details"].items()
+        },
         "weights": (
             f"{total['tensors']} tensors, {total['numbers']:,} numbers, {_bytes(total['bytes'])},"
             f" {', '.join(total['dtypes'])}"
@@ -144,10 +148,6 @@ def _tensor_lines(tensors: dict[str, dict[str, Any]]) -> list[str]:
 
 def _dtype(tensor: StoredTensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def _plain(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _bytes(size: int) -> str:

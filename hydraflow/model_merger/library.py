@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from hydraflow.errors import ConfigError
-from hydraflow.model_merger.checkpoint import open_checkpoint
+from hydraflow.model_merger.opening import open_checkpoint
 from hydraflow.model_merger.outputs import DTYPES, Wishes, cast, outputs_of
 from hydraflow.model_merger.pieces import whole
 

@@ -15,7 +15,7 @@ import torch
 
 from hydraflow.errors import EnvironmentFault
 from hydraflow.model_merger import lora, target
-from hydraflow.model_merger.checkpoint import open_checkpoint
+from hydraflow.model_merger.opening import open_checkpoint
 from hydraflow.model_merger.outputs import Outputs, Wishes, cast, outputs_of
 from hydraflow.model_merger.progress import Advance, bar
 from hydraflow.model_merger.safetensors_files import Form, Writer

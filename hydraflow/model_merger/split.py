@@ -34,7 +34,6 @@ from hydraflow.model_merger.progress import Advance, bar
 from hydraflow.models import loading
 from hydraflow.models.config import ModelSourceConfig
 
-LAYOUTS = ("hydraflow", "verl")
 _FIELD = "--hf_dir"
 _PREFIX = {"policy": "lm.", "value": ""}
 """What hydraflow's trainer has in front of Hugging Face's names (`models/heads.py`)."""

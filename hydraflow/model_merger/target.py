@@ -21,7 +21,8 @@ import torch
 
 from hydraflow.errors import ConfigError, EnvironmentFault, Problem
 from hydraflow.model_merger.architecture import Architecture
-from hydraflow.model_merger.checkpoint import UNFINISHED, read_json
+from hydraflow.model_merger.checkpoint import read_json
+from hydraflow.model_merger.opening import UNFINISHED
 
 _WEIGHTS = (
     ".safetensors",

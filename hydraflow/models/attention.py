@@ -54,9 +54,10 @@ class SharedPrompts:
 
     @classmethod
     def of(cls, to_rows: np.ndarray, tokens: int, device: torch.device) -> SharedPrompts:
-        """For a line of so many tokens, each of which stands in a row at least once.
+        """For a line of `tokens` tokens, each of which is in a row at least once. Token 0 is in two:
 
-        >>> SharedPrompts.of(np.array([0, 1, 0, 2]), 3, torch.device("cpu")).copies[1][1].tolist()   # token 0 stands twice
+        >>> shared = SharedPrompts.of(np.array([0, 1, 0, 2]), 3, torch.device("cpu"))
+        >>> shared.copies[1][1].tolist()
         [[0, 2]]
         """
         order = np.argsort(to_rows, kind="stable")

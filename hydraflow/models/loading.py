@@ -357,8 +357,8 @@ def first_line(error: BaseException) -> str:
 def refused_content(error: pickle.UnpicklingError) -> str:
     """What torch's unpickler refused, without its advice to trust the file.
 
-    >>> advice = "load it if you trust it. \\n\\tWeightsUnpickler error: Unsupported global: GLOBAL os.system was not an allowed global"
-    >>> refused_content(pickle.UnpicklingError(advice))
+    >>> why = "WeightsUnpickler error: Unsupported global: GLOBAL os.system was not an allowed global"
+    >>> refused_content(pickle.UnpicklingError(f"load it if you trust it. \\n\\t{why}"))
     'Unsupported global: GLOBAL os.system'
     """
     found = re.search(r"WeightsUnpickler error: (.+?)(?: was not an allowed|\. |$)", str(error), re.MULTILINE)

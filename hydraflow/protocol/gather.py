@@ -24,7 +24,9 @@ class Gather:
     """Picks the same rows from one column after another.
 
     >>> pick = Gather(torch.tensor([2, 0]))
-    >>> column = pick([ragged.from_rows([torch.tensor([1, 2])]), ragged.from_rows([torch.tensor([3]), torch.tensor([4, 5, 6])])])
+    >>> first = ragged.from_rows([torch.tensor([1, 2])])
+    >>> second = ragged.from_rows([torch.tensor([3]), torch.tensor([4, 5, 6])])
+    >>> column = pick([first, second])
     >>> [row.tolist() for row in ragged.rows(column)]
     [[4, 5, 6], [1, 2]]
     """

@@ -89,7 +89,7 @@ def piece_plan(column: Column) -> PiecePlan:
 
     >>> a, b = LocalColumn(np.arange(3)), LocalColumn(np.arange(2))
     >>> plan = piece_plan(Column((a, b), np.array([4, 1, 3])))
-    >>> [(number, local.tolist() if local is not None else None) for number, local in plan.picks], plan.order.tolist()
+    >>> [(number, local.tolist()) for number, local in plan.picks], plan.order.tolist()
     ([(0, [1]), (1, [1, 0])], [1, 0, 2])
     """
     if len(column) == 0:

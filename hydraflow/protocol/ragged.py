@@ -102,8 +102,8 @@ def rows(t: Tensor) -> list[Tensor]:
 def as_index(index: RowIndex, n_rows: int) -> np.ndarray:
     """Row numbers int64 (K,), each in [0, n_rows). IndexError for a row that does not exist, naming it.
 
-    >>> as_index([True, False, True], 3).tolist(), as_index([-1, 0], 3).tolist(), as_index(slice(1, None), 3).tolist()
-    ([0, 2], [2, 0], [1, 2])
+    >>> [as_index(index, 3).tolist() for index in ([True, False, True], [-1, 0], slice(1, None))]
+    [[0, 2], [2, 0], [1, 2]]
     """
     if isinstance(index, slice):
         return np.arange(*index.indices(n_rows)).astype(

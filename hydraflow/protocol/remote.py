@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -23,9 +23,9 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from hydraflow.protocol import ragged, wire
-from hydraflow.protocol.batch import DataProto, check_rows, concat_facts, merge_facts
+from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.columns import concat as join_rows
-from hydraflow.protocol.columns import first_difference, n_rows, object_column
+from hydraflow.protocol.columns import n_rows, object_column
 from hydraflow.protocol.columns import take as take_rows
 from hydraflow.protocol.gather import Gather
 from hydraflow.protocol.pieces import (
@@ -42,11 +42,12 @@ from hydraflow.protocol.pieces import (
     piece_plan,
 )
 from hydraflow.protocol.ragged import RowIndex
+from hydraflow.protocol.rows import Rows, check_rows, concat_facts
 from hydraflow.protocol.wire import ColumnData
 
 
 @dataclass(eq=False)
-class RemoteBatch:
+class RemoteBatch(Rows):
     """Columns by reference, objects by value, facts about the batch. Row operations only compute on row
     numbers.
 
@@ -70,7 +71,7 @@ class RemoteBatch:
             raise ValueError(f"columns {sorted(twice)} are both references and objects")
 
     @classmethod
-    def from_local(cls, data: DataProto) -> RemoteBatch:
+    def from_local(cls, data: DataProto) -> Self:
         """A batch whose tensors are `LocalColumn`s, sharing memory with `data`."""
         local = {
             key: Column((LocalColumn(value),)) for key, value in data.items() if isinstance(value, Tensor)
@@ -84,10 +85,6 @@ class RemoteBatch:
             return len(column)
         return next((len(value) for value in self.objects.values()), 0)
 
-    def keys(self) -> list[str]:
-        """Names of all columns, references first."""
-        return [*self.columns, *self.objects]
-
     def __repr__(self) -> str:
         kinds = [f"{key}: {len(column.refs)} pieces" for key, column in self.columns.items()]
         kinds += [f"{key}: objects" for key in self.objects]
@@ -99,40 +96,19 @@ class RemoteBatch:
         """The named rows: slice, row numbers, or one bool per row."""
         return self.select_idxs(index)
 
-    def select_idxs(self, index: RowIndex) -> RemoteBatch:
+    def select_idxs(self, index: RowIndex) -> Self:
         """The named rows, in the named order."""
         chosen = ragged.as_index(index, len(self))
         moved = {id(column.index): compose(column.index, chosen) for column in self.columns.values()}
         picked = {key: Column(column.refs, moved[id(column.index)]) for key, column in self.columns.items()}
-        return RemoteBatch(
-            picked, {key: value[chosen] for key, value in self.objects.items()}, dict(self.meta_info)
-        )
+        objects = {key: value[chosen] for key, value in self.objects.items()}
+        return self._like(picked, objects, dict(self.meta_info), len(chosen))
 
-    def reorder(self, indices: RowIndex) -> None:
-        """Puts row `indices[i]` at place i, in the batch itself."""
-        ordered = self.select_idxs(indices)
-        self.columns, self.objects = ordered.columns, ordered.objects
+    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> Self:
+        """Rows `start:end:step`."""
+        return self.select_idxs(slice(start, end, step))
 
-    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> RemoteBatch:
-        """Each row `repeat_times` times: aabb when interleaved, abab otherwise."""
-        rows = np.arange(len(self))
-        return self.select_idxs(np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times))
-
-    def chunk(self, chunks: int) -> list[RemoteBatch]:
-        """`chunks` equal parts. ValueError when the rows do not divide."""
-        if chunks < 1 or len(self) % chunks:
-            raise ValueError(f"{len(self)} rows do not divide into {chunks} equal chunks")
-        return [self.select_idxs(rows) for rows in np.arange(len(self)).reshape(chunks, -1)]
-
-    def split(self, split_size: int) -> list[RemoteBatch]:
-        """Parts of `split_size` rows; the last may be shorter. An empty batch gives no part."""
-        if split_size < 1:
-            raise ValueError(f"split_size is {split_size}; it must be at least 1")
-        return [
-            self.select_idxs(slice(start, start + split_size)) for start in range(0, len(self), split_size)
-        ]
-
-    def pad_to_divisor(self, divisor: int) -> tuple[RemoteBatch, int]:
+    def pad_to_divisor(self, divisor: int) -> tuple[Self, int]:
         """Rows repeated from the start until `divisor` divides their number, and how many were added."""
         pad = -len(self) % divisor
         return (self.select_idxs(np.arange(len(self) + pad) % len(self)), pad) if pad else (self, 0)
@@ -155,74 +131,10 @@ class RemoteBatch:
         objects = {key: np.concatenate([part.objects[key] for part in data]) for key in data[0].objects}
         return RemoteBatch(joined, objects, concat_facts([part.meta_info for part in data]))
 
-    # Columns
-
-    def select(
-        self,
-        batch_keys: Iterable[str] | None = None,
-        non_tensor_batch_keys: Iterable[str] | None = None,
-        meta_info_keys: Iterable[str] | None = None,
-    ) -> RemoteBatch:
-        """A batch of the named references, objects and facts; None keeps all of a kind. KeyError for a name
-        that is not there."""
-        picked = _pick(self.columns, batch_keys, "column")
-        objects = _pick(self.objects, non_tensor_batch_keys, "object column")
-        return RemoteBatch(picked, objects, _pick(self.meta_info, meta_info_keys, "meta_info"))
-
-    def pop(
-        self,
-        batch_keys: Iterable[str] | None = None,
-        non_tensor_batch_keys: Iterable[str] | None = None,
-        meta_info_keys: Iterable[str] | None = None,
-    ) -> RemoteBatch:
-        """Takes the named references, objects and facts out of this batch and returns them; None takes none
-        of a kind."""
-        popped = self.select(
-            list(batch_keys or ()), list(non_tensor_batch_keys or ()), list(meta_info_keys or ())
-        )
-        for key in popped.columns:
-            del self.columns[key]
-        for key in popped.objects:
-            del self.objects[key]
-        for key in popped.meta_info:
-            del self.meta_info[key]
-        return popped
-
-    def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> RemoteBatch:
-        """Renames columns in this batch and returns it. ValueError unless every old name has one new name of
-        its own."""
-        old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
-        new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
-        missing = [key for key in old if key not in self.keys()]
-        if missing:
-            raise KeyError(f"the batch has no columns {missing}; it has {self.keys()}")
-        if len(old) != len(new):
-            raise ValueError(f"{len(old)} columns cannot get {len(new)} names: {old} -> {new}")
-        change = dict(zip(old, new, strict=True))
-        if len({change.get(key, key) for key in self.keys()}) != len(self.keys()):
-            raise ValueError(f"renaming {old} to {new} would give two columns one name")
-        self.columns = {change.get(key, key): column for key, column in self.columns.items()}
-        self.objects = {change.get(key, key): value for key, value in self.objects.items()}
-        return self
-
-    def union(self, other: RemoteBatch | DataProto) -> RemoteBatch:
-        """Adds the columns and facts of `other` to this batch and returns it.
-
-        ValueError, and no change, when row counts differ, when shared objects or facts are not equal, or when
-        a shared column is not by reference the same: the controller does not read tensors to compare them.
-        """
-        other = RemoteBatch.from_local(other) if isinstance(other, DataProto) else other
-        if len(self) != len(other) and self.keys() and other.keys():
-            raise ValueError(f"batches of {len(self)} and {len(other)} rows cannot be united")
-        mine = self.columns | self.objects
-        for key, theirs in (other.columns | other.objects).items():
-            difference = _difference(mine[key], theirs) if key in mine else None
-            if difference:
-                raise ValueError(f"union: column {key!r} {difference}")
-        self.meta_info = merge_facts([self.meta_info, other.meta_info], "union")
-        self.columns = {**other.columns, **self.columns}
-        self.objects = {**other.objects, **self.objects}
-        return self
+    def union(self, other: Self | DataProto) -> Self:
+        """See `Rows`. A column that both have must be by reference the same: the controller does not read
+        tensors to compare them."""
+        return super().union(self.from_local(other) if isinstance(other, DataProto) else other)
 
     # Reading
 
@@ -246,6 +158,35 @@ class RemoteBatch:
         memo: dict[object, Shrunk] = {}
         smaller = {key: localise(column, plans, memo) for key, column in self.columns.items()}
         return RemoteBatch(smaller, self.objects, self.meta_info)
+
+    # Inner parts
+
+    def _columns(self) -> dict[str, Column]:
+        return self.columns
+
+    def _objects(self) -> dict[str, np.ndarray]:
+        return self.objects
+
+    def _like(
+        self, columns: dict[str, Any], objects: dict[str, Any], facts: dict[str, Any], rows: int
+    ) -> Self:
+        return type(self)(columns, objects, facts)
+
+    def _set(self, columns: dict[str, Any], objects: dict[str, np.ndarray], rows: int) -> None:
+        self.columns, self.objects = columns, objects
+
+    def _forget(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            del (self.objects if key in self.objects else self.columns)[key]
+
+    def _difference(self, mine: Any, theirs: Any) -> str | None:
+        if isinstance(mine, np.ndarray) and isinstance(theirs, np.ndarray):
+            return super()._difference(mine, theirs)
+        if isinstance(mine, np.ndarray) or isinstance(theirs, np.ndarray):
+            return "is a reference in one batch and objects in the other"
+        if mine.refs == theirs.refs and _same_index(mine.index, theirs.index):
+            return None
+        return "is in both batches and not by reference the same; pop or rename one of the two first"
 
     def __reduce__(self) -> tuple[Callable[..., RemoteBatch], tuple[Any, ...]]:
         objects = {key: wire.encode(value, key) for key, value in self.objects.items()}
@@ -338,17 +279,6 @@ def _copied(column: ColumnData) -> ColumnData:
     return ragged.from_parts(values.clone(), lengths)
 
 
-def _difference(mine: Column | np.ndarray, theirs: Column | np.ndarray) -> str | None:
-    if isinstance(mine, np.ndarray) and isinstance(theirs, np.ndarray):
-        where = first_difference(mine, theirs)
-        return f"differs between the two batches, first at {where}" if where else None
-    if isinstance(mine, np.ndarray) or isinstance(theirs, np.ndarray):
-        return "is a reference in one batch and objects in the other"
-    if mine.refs == theirs.refs and _same_index(mine.index, theirs.index):
-        return None
-    return "is in both batches and not by reference the same; pop or rename one of the two first"
-
-
 def _same_index(a: np.ndarray | None, b: np.ndarray | None) -> bool:
     return a is b or (a is not None and b is not None and np.array_equal(a, b))
 
@@ -361,14 +291,6 @@ def _subset(batch: RemoteBatch, keys: Iterable[str]) -> RemoteBatch:
     return batch.select(
         [name for name in names if name in batch.columns], [name for name in names if name in batch.objects]
     )
-
-
-def _pick(given: Mapping[str, Any], keys: Iterable[str] | None, what: str) -> dict[str, Any]:
-    wanted = list(given) if keys is None else list(keys)
-    missing = [key for key in wanted if key not in given]
-    if missing:
-        raise KeyError(f"the batch has no {what} {missing}; it has {sorted(given)}")
-    return {key: given[key] for key in wanted}
 
 
 def _unpickle_batch(

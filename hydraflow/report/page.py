@@ -67,7 +67,10 @@ def render(runs: Sequence[Run]) -> str:
                 }
             )
         ),
-        runs=[_about(run) for run in runs],
+        runs=[
+            {"name": run.name, "folder": str(run.folder), "ending": ending(run), "starts": tables.starts(run)}
+            for run in runs
+        ],
         key_numbers=tables.key_numbers(runs),
         groups=grouped(charts),
         folded=FOLDED,
@@ -150,8 +153,10 @@ def constant_value(curves: Sequence[dict[str, Any]]) -> str | None:
     """The one value that all these curves have at all of their points; None: they move, or are a single
     point.
 
-    >>> constant_value([{"y": [0, 0], "lo": [0, 0], "hi": [0, 0]}]), constant_value([{"y": [0, 1]}]), constant_value([{"y": [1]}])
-    ('0', None, None)
+    >>> constant_value([{"y": [0, 0], "lo": [0, 0], "hi": [0, 0]}])
+    '0'
+    >>> constant_value([{"y": [0, 1]}]), constant_value([{"y": [1]}])
+    (None, None)
     """
     values = {value for one in curves for name in ("y", "lo", "hi") for value in one.get(name, ())}
     points = sum(len(one["y"]) for one in curves)
@@ -191,7 +196,3 @@ def embedded(data: Any) -> str:
         data, separators=(",", ":"), allow_nan=False
     )  # ASCII: other line ends of JavaScript are escaped, too
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _about(run: Run) -> dict[str, Any]:
-    return {"name": run.name, "folder": str(run.folder), "ending": ending(run), "starts": tables.starts(run)}

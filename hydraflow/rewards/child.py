@@ -1,8 +1,7 @@
 """What runs inside a reward process: rows in, scores out, a clock per row, a limit on memory.
 
-In: chunks of rows over a socket. Out: their results, after at most `FLUSH_SECONDS` of work.
-Before each row the process notes the row and the time in shared memory, so that the pool knows at which row
-it died or hangs.
+In: chunks of rows over a socket. Out: their results, after at most `FLUSH_SECONDS` of work. Before each row
+the process notes the row and the time in shared memory, so that the pool knows at which row it died or hangs.
 Imports are light on purpose: no torch, no Ray, so that a process is ready in a tenth of a second.
 """
 

@@ -20,8 +20,8 @@ def require_scored(
     >>> require_scored(3, 4, "KeyError: 'x'", 0.5, where="step 3", so="nothing was trained on them")
     Traceback (most recent call last):
         ...
-    hydraflow.errors.GuardStop: step 3: the reward function failed on 3 of 4 rows (75%), more than reward.max_failed_share=0.5: \
-nothing was trained on them. The first cause: KeyError: 'x'
+    hydraflow.errors.GuardStop: step 3: the reward function failed on 3 of 4 rows (75%), more than \
+reward.max_failed_share=0.5: nothing was trained on them. The first cause: KeyError: 'x'
           -> correct the reward function; reward.max_failed_share=1.0 never stops
     """
     if failed <= most * rows:

@@ -1,12 +1,10 @@
 """Scores rows in processes of their own, so that no reward function can hang or end a run.
 
 In: rows of (data source, response text, ground truth, extra info). Out: one result per row, in the order of
-the rows.
-A row that raises, takes too long, ends its process or returns no finite number scores `failure_score`, with
-the reason.
-The time limit is kept twice: by an alarm inside the process, and, where code never returns to Python, by the
-pool, which ends the process some grace after the limit and starts another. The processes themselves are in
-`worker.py`.
+the rows. A row that raises, takes too long, ends its process or returns no finite number scores
+`failure_score`, with the reason. The time limit is kept twice: by an alarm inside the process, and, where
+code never returns to Python, by the pool, which ends the process some grace after the limit and starts
+another. The processes themselves are in `worker.py`.
 """
 
 from __future__ import annotations
@@ -57,8 +55,9 @@ class RewardPool:
     They start at `start()`, else with the first `score`; call it early, since their start is then hidden
     behind other work. One thread may use a pool at a time.
 
+    >>> rows = [RewardRow("arithmetic", answer, "042", {}) for answer in ("042", "24")]
     >>> with RewardPool(RewardConfig()) as pool:
-    ...     [r.score for r in pool.score([RewardRow("arithmetic", "042", "042", {}), RewardRow("arithmetic", "24", "042", {})])]
+    ...     [scored.score for scored in pool.score(rows)]
     [1.0, 0.0]
     """
 

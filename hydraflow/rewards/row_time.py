@@ -3,8 +3,7 @@ fail a row.
 
 In: a process number. Out: when a row's time is over. Linux counts per thread how long it was ready to run and
 did not (the second number of /proc/<pid>/schedstat); only the main thread's is looked at, which is where a
-reward function runs.
-Left out on purpose: the waits of processes that a function starts itself.
+reward function runs. Left out on purpose: the waits of processes that a function starts itself.
 """
 
 from __future__ import annotations

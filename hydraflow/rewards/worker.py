@@ -1,10 +1,9 @@
 """One process of a pool: how it is started, spoken to and ended, and which row it is at.
 
 In: the configuration, then chunks of rows. Out: their results as they come, the time at which it should have
-been done, and why it ended.
-Every wait has a limit. Between here and the function's process stands a supervisor (`supervisor.py`), which
-ends everything with it.
-Left out on purpose: `multiprocessing.Process`, which imports the main program again in every child.
+been done, and why it ended. Every wait has a limit. Between here and the function's process stands a
+supervisor (`supervisor.py`), which ends everything with it. Left out on purpose: `multiprocessing.Process`,
+which imports the main program again in every child.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ rotation.
 In: log records, what is printed, and what libraries below Python write; and which role is at work at the
 moment. Out: lines such as
 
-    2026-11-21T08:47:24.123Z WARNING actor-1 hydraflow.workers.skipping: step 12: optimizer step 1 of the actor is skipped
+    2026-11-21T08:47:24.123Z WARNING actor-1 hydraflow.workers.skipping: step 12: optimizer step 1 is skipped
 
 in UTC, so that the files of several machines can be merged. A line without a tag goes on from the line
 before: stack traces, and what C code writes. A process of several roles has several files; what it writes
@@ -86,7 +86,7 @@ class RoleFile:
 
     def __init__(self, path: Path, max_bytes: int, keep: int):
         self.path, self._max_bytes, self._keep = path, max_bytes, keep
-        self.number = self._opened()
+        self.number = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def write(self, line: str) -> bool:
         """Appends a line; True when the file was set aside for it, and `number` is another one now."""
@@ -101,9 +101,6 @@ class RoleFile:
     def close(self) -> None:
         """Gives the file number back."""
         os.close(self.number)
-
-    def _opened(self) -> int:
-        return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def _turn(self) -> None:
         """.log becomes .log.1, that .log.2, and so on; the oldest goes.

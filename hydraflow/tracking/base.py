@@ -83,8 +83,10 @@ def rows_of(samples: Sequence[Sample]) -> list[list[str | float]]:
     """The samples as a table's rows: every column is text, but for the score, which is a number. Some
     trackers refuse what is mixed.
 
-    >>> rows_of([{"input": "1+1=", "output": "2", "score": 1, "ground_truth": 2}, {"input": "?", "output": "", "ground_truth": None}])
-    [['1+1=', '2', 1.0, '2'], ['?', '', nan, '']]
+    >>> rows_of([{"input": "1+1=", "output": "2", "score": 1, "ground_truth": 2}])
+    [['1+1=', '2', 1.0, '2']]
+    >>> rows_of([{"input": "?", "output": "", "ground_truth": None}])
+    [['?', '', nan, '']]
     """
     return [
         [_score(sample.get(name)) if name == "score" else _text(sample.get(name)) for name in SAMPLE_COLUMNS]

@@ -56,7 +56,7 @@ def print_summary(summary: Summary, folder: Path, console: Console | None = None
     if summary.first_val_accuracy is not None:
         table = Table("validation accuracy", "first", "last", "best")
         values = (summary.first_val_accuracy, summary.last_val_accuracy, summary.best_val_accuracy)
-        table.add_row("", *(_percent(value) for value in values))
+        table.add_row("", *("" if value is None else f"{100 * value:.1f}%" for value in values))
         console.print(table)
     # soft_wrap: a path that is broken over two lines cannot be copied. markup: a path may hold [brackets].
     line = (
@@ -78,7 +78,3 @@ def duration(seconds: float) -> str:
         return f"{rest}s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s"
-
-
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.1f}%"

@@ -151,8 +151,8 @@ class Checkpointer:
             for name in sizes
         )
         room = (
-            f"a checkpoint takes {_gib(size)}, {planned} are planned, and {self.store.folder} has room for"
-            f" {free // size}"
+            f"a checkpoint takes {size / 2**30:.3g} GiB, {planned} are planned, and {self.store.folder} has"
+            f" room for {free // size}"
         )
         limits = " ".join(f"{role.keep_key}=1" for role in self.roles.values())
         if free // size < min(2, planned):
@@ -293,7 +293,3 @@ class Checkpointer:
     def _what_is_left(self) -> str:
         pointer = self.store.pointer()
         return "there is no checkpoint yet" if pointer is None else f"the one of step {pointer} stays"
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.3g} GiB"

@@ -4,8 +4,8 @@ found again.
 In: parts that workers have written, and what the controller knows. Out:
 
     latest_checkpointed_iteration.txt   the step to go on from; replaced last, in one go
-    global_step_12/                     manifest.json (every file with size and checksum), trainer.json, a folder for each role
-    global_step_14.5f1c09be.unfinished/ being written, or left by a run that was cut off; each attempt has a name of its own
+    global_step_12/                     manifest.json (sizes, checksums), trainer.json, a folder for each role
+    global_step_14.5f1c09be.unfinished/ being written, or left by an interrupted run; each attempt's own
     best/global_step_6/                 the best by a metric, and best/best.json with its value
 
 A reader finds a checkpoint whole or not at all: files and folders are flushed before the rename, the rename

@@ -3,7 +3,8 @@
 In: a batch of prompts. Out: trajectories and their scores. A step that reads a dump computes what the step
 that wrote it computed, bit by bit: the file holds every column as it was.
 
-    <folder>/step_12.safetensors     prompts, responses, response_mask, rollout_log_probs, lengths, group, scores, row objects
+    <folder>/step_12.safetensors     prompts, responses, response_mask, rollout_log_probs, lengths, group,
+                                     scores, row objects
 
 Left out on purpose: JSON for people to read, and what is done with the trajectories (`ppo.py`).
 """

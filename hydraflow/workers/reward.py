@@ -19,7 +19,7 @@ from hydraflow.models.loading import load_tokenizer
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.ragged import from_parts, parts, rows
 from hydraflow.rewards.config import RewardConfig
-from hydraflow.rewards.pool import RewardPool, RewardResult, RewardRow
+from hydraflow.rewards.pool import RewardPool, RewardRow
 
 WITH_TEXTS = "texts"
 """Fact of a batch that asks for the decoded responses and prompts; the batch has both."""
@@ -59,12 +59,15 @@ class RewardWorker(Worker):
             tensors={
                 "token_level_scores": _on_last_token(scores, parts(sampled.get("responses"))[1]),
                 "score": scores,
-                "acc": torch.tensor([_accuracy(result) for result in results], dtype=torch.float32),
+                # what the function calls acc, else its score
+                "acc": torch.tensor(
+                    [float(result.extra.get("acc", result.score)) for result in results], dtype=torch.float32
+                ),
             },
             non_tensors=self._texts(sampled, texts) if batch.meta_info.get(WITH_TEXTS) else {},
             meta_info={
                 "failed": sum(result.failed is not None for result in results),
-                "why_failed": _first_failure(results),
+                "why_failed": next((result.failed for result in results if result.failed is not None), None),
             },
         )
 
@@ -100,12 +103,3 @@ def _on_last_token(scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     filled = lengths > 0
     values[lengths.cumsum(0)[filled] - 1] = scores[filled]
     return from_parts(values, lengths)
-
-
-def _accuracy(result: RewardResult) -> float:
-    """What the function calls acc, else its score."""
-    return float(result.extra.get("acc", result.score))
-
-
-def _first_failure(results: Sequence[RewardResult]) -> str | None:
-    return next((result.failed for result in results if result.failed is not None), None)

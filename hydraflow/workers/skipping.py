@@ -5,7 +5,7 @@ In: whether a step was skipped, and its rows. Out: a file for each rank and skip
 open it, or GuardStop. All ranks see the same gradient norm, so all count the same. How many were skipped in a
 row is saved with a checkpoint.
 
-    skipped/step_12_actor_1_rank_0.safetensors      training step 12, the actor's optimizer step 1 of it, the rows of rank 0
+    skipped/step_12_actor_1_rank_0.safetensors   training step 12, the actor's optimizer step 1, rank 0's rows
 
 Left out on purpose: what is skipped, and that weights and optimizer stay as they were (`engine/`).
 """

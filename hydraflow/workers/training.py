@@ -69,9 +69,11 @@ class Learner:
         self.engine.lr_step()
         found = merge([*of_rows, *(_step_metrics(of_step, self.prefix) for of_step in of_steps)])
         skipped = sum(of_step["skipped"] for of_step in of_steps)
-        return {name: _per_step(metric, len(of_steps)) for name, metric in found.items()} | {
-            f"{self.prefix}/skipped_steps": largest(skipped)
+        per_step = {
+            name: replace(metric, value=metric.value / len(of_steps)) if metric.how == "sum" else metric
+            for name, metric in found.items()
         }
+        return per_step | {f"{self.prefix}/skipped_steps": largest(skipped)}
 
     def _gradient(
         self, rows: DataProto, loss: LossFn, *, temperature: float, entropy: bool
@@ -114,7 +116,3 @@ def _step_metrics(step: dict[str, float], prefix: str) -> dict[str, Metric]:
         f"{prefix}/grad_norm_max": largest(step["grad_norm"]),
         f"{prefix}/lr": mean(step["lr"]),
     }
-
-
-def _per_step(metric: Metric, optimizer_steps: int) -> Metric:
-    return replace(metric, value=metric.value / optimizer_steps) if metric.how == "sum" else metric

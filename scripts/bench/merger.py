@@ -1,7 +1,8 @@
 """Time and peak memory of `model_merger merge`, and how they compare with verl's merger on the same
 checkpoint.
 
-    python scripts/bench/merger.py [--sizes 0.5b 1.5b] [--layouts verl hydraflow] [--repeats 3] [--verl VENV/bin/python] [--folder DIR]
+    python scripts/bench/merger.py [--sizes 0.5b 1.5b] [--layouts verl hydraflow] [--repeats 3]
+        [--verl VENV/bin/python] [--folder DIR]
 
 Makes models of random bf16 weights in Qwen2's shapes, splits them over 4 ranks with `split`, merges, and
 compares the result with the model bit by bit. Prints one JSON object. `ratio_*` are verl's figures divided by
@@ -154,7 +155,8 @@ _SAME = """
 import glob, sys, torch
 from safetensors import safe_open
 def read(folder):
-    return {k: s.get_tensor(k) for f in glob.glob(folder + "/*.safetensors") for s in [safe_open(f, "pt")] for k in s.keys()}
+    files = [safe_open(f, "pt") for f in glob.glob(folder + "/*.safetensors")]
+    return {k: f.get_tensor(k) for f in files for k in f.keys()}
 a, b = read(sys.argv[1]), read(sys.argv[2])
 assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a), "the merged model is another one"
 """

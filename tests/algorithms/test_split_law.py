@@ -68,8 +68,8 @@ def evaluate(loss_of, rows, ranks: list[Split], padding: int = 0):
     """The summed loss, the gradient of every output (B, R), and the merged metrics, with each rank's part
     computed apart."""
     # What the ranks do: count their own masks, add the counts up.
-    counts = sum(Denominators.count(rows["response_mask"][sum(split, [])]).to_tensor() for split in ranks)
-    loss_fn = loss_of(Denominators.from_tensor(counts))
+    counts = [Denominators.count(rows["response_mask"][sum(split, [])]) for split in ranks]
+    loss_fn = loss_of(sum(counts[1:], counts[0]))
     leaves = {name: rows[f"x_{name}"].clone().requires_grad_() for name in ("log_probs", "entropy", "values")}
     total, reports = 0.0, []
     for split in ranks:

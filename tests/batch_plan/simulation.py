@@ -157,9 +157,12 @@ def simulate(run: Run) -> Counts:
 
     >>> engine = Engine(devices=2)
     >>> actor = Trained(engine, mini=4, epochs=1, update=Fill(rows=2), forward=Fill(rows=2))
-    >>> run = Run(20, 8, 2, 4, 4, 1, None, Rollout(2), actor)   # 8 prompts twice, 4 prompts = 8 rows a mini-batch, 4 rows a rank
-    >>> simulate(run).actor
-    TrainedCounts(data_ranks=2, rows_per_optimizer_step=8, rows_per_rank=4, optimizer_steps=2, micro_rows=2, accumulation=2)
+    >>> run = Run(20, 8, 2, 4, 4, 1, None, Rollout(2), actor)   # 8 prompts twice, 4 prompts a mini-batch
+    >>> counts = simulate(run).actor
+    >>> counts.data_ranks, counts.rows_per_optimizer_step, counts.rows_per_rank
+    (2, 8, 4)
+    >>> counts.optimizer_steps, counts.micro_rows, counts.accumulation
+    (2, 2, 2)
     """
     steps_per_pass, steps, unused = _load(run)
     _schedule_rate(run, steps)

@@ -47,7 +47,7 @@ MEGATRON_NAMES = {
 }
 
 
-# --- verl: mini-batches in prompts, micro-batches per data rank --------------------------------------------------
+# --- verl: mini-batches in prompts, micro-batches per data rank ---------------------------------------------
 
 
 def verl_formula(theirs: Settings) -> Numbers:
@@ -99,7 +99,7 @@ VERL: list[tuple[Settings, Numbers]] = [
 ]
 
 
-# --- ROLL: gradient accumulation is given, the mini-batch follows --------------------------------------------------
+# --- ROLL: gradient accumulation is given, the mini-batch follows -------------------------------------------
 
 
 def roll_formula(theirs: Settings) -> Numbers:
@@ -170,7 +170,7 @@ ROLL: list[tuple[Settings, Numbers]] = [
 ]
 
 
-# --- ChatLearn: everything in responses --------------------------------------------------
+# --- ChatLearn: everything in responses ---------------------------------------------------------------------
 
 
 def chatlearn_formula(theirs: Settings) -> Numbers:
@@ -244,7 +244,7 @@ CHATLEARN: list[tuple[Settings, Numbers]] = [
 ]
 
 
-# --- slime: prompts in, samples per optimizer step, or the number of optimizer steps ---------------------------------------
+# --- slime: prompts in, samples per optimizer step, or the number of optimizer steps ------------------------
 
 
 def slime_formula(theirs: Settings) -> Numbers:
@@ -339,7 +339,7 @@ SLIME: list[tuple[Settings, Numbers]] = [
 ]
 
 
-# --- Trinity-RFT: experiences per optimizer step, tasks per explore step, explore steps per weight sync --------------------
+# --- Trinity-RFT: experiences per optimizer step, tasks per explore step, explore steps per weight sync -----
 
 
 def trinity_formula(theirs: Settings) -> Numbers:

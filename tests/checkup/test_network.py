@@ -97,7 +97,7 @@ def test_a_cluster_that_answers(tmp_path: Path, answering: str, silent: str) -> 
 
 def test_a_port_that_is_somebody_else_s_now(tmp_path: Path, stranger: str) -> None:
     found = judge_ray(stranger, environ={}, folder=tmp_path)
-    assert found.state is State.PROBLEM and "does not speak gRPC" in found.evidence
+    assert found.state is State.PROBLEM and "where no Ray answers" in found.evidence
 
 
 def test_the_environment_comes_before_the_file(tmp_path: Path, silent: str) -> None:

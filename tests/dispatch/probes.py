@@ -68,9 +68,10 @@ class Probe(Worker):
     def where(self) -> dict[str, Any]:
         process = self.process
         return {
-            "rank": process.rank, "world": process.world_size, "local": process.local_rank, "node": process.node,
-            "master": (process.master_addr, process.master_port), "roles": list(process.roles), "pid": os.getpid(),
-            "threads": torch.get_num_threads(), "omp": os.environ.get("OMP_NUM_THREADS"), "timeout": process.timeout_s,
+            "rank": process.rank, "world": process.world_size, "local": process.local_rank,
+            "node": process.node, "roles": list(process.roles), "pid": os.getpid(),
+            "master": (process.master_addr, process.master_port), "timeout": process.timeout_s,
+            "threads": torch.get_num_threads(), "omp": os.environ.get("OMP_NUM_THREADS"),
         }  # fmt: skip
 
     @register(Dispatch.ONE_TO_ALL)
@@ -161,11 +162,11 @@ class Probe(Worker):
 
     @register(Dispatch.DP_COMPUTE_METRIC, read_only=True)
     def shared_when_read_only(self, data: DataProto) -> dict[str, Metric]:
-        return {"shared": metrics.smallest(float(_in_object_store(data.get("big"))))}
+        return {"shared": metrics.total(float(_in_object_store(data.get("big"))))}
 
     @register(Dispatch.DP_COMPUTE_METRIC)
     def shared_otherwise(self, data: DataProto) -> dict[str, Metric]:
-        return {"shared": metrics.largest(float(_in_object_store(data.get("big"))))}
+        return {"shared": metrics.total(float(_in_object_store(data.get("big"))))}
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def big(self, data: DataProto, width: int) -> DataProto:

@@ -31,7 +31,8 @@ try:
     elif what == "look":
         print(cluster.refusal(address), sorted(cluster.alive(address)), sorted(cluster.lost(address)))
     else:
-        cluster.await_nodes(address, what.split(","), 2.0, ended=lambda: sys.argv[3] if len(sys.argv) > 3 else None)
+        ended = sys.argv[3] if len(sys.argv) > 3 else None
+        cluster.await_nodes(address, what.split(","), 2.0, ended=lambda: ended)
         print("all are there")
 except HydraflowError as error:
     print(error)

@@ -101,8 +101,11 @@ def test_roles_are_processes_and_ranks_are_threads(tmp_path: Path) -> None:
 def test_rays_events_get_numbers_names_and_rows_that_nest(tmp_path: Path) -> None:
     timeline = Timeline(str(tmp_path / "t.json"))
     common = {"cat": "task", "pid": "10.0.0.1", "ph": "X", "args": {}}
-    events = [{**common, "name": name, "tid": f"worker:{worker}", "ts": ts, "dur": dur}
-              for name, worker, ts, dur in [("a", "w1", 0.0, 10.0), ("b", "w1", 8.0, 10.0), ("c", "w2", 1.0, -0.1)]]  # fmt: skip
+    rows = [("a", "w1", 0.0, 10.0), ("b", "w1", 8.0, 10.0), ("c", "w2", 1.0, -0.1)]
+    events = [
+        {**common, "name": name, "tid": f"worker:{worker}", "ts": ts, "dur": dur}
+        for name, worker, ts, dur in rows
+    ]
     trace = written(timeline, events)
     names = [event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"]
     assert names == ["actor rank 0", "actor rank 0 (2)", "worker:w2"]

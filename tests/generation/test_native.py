@@ -1,10 +1,5 @@
 """The engine against plain forwards of the same models, and its promise that neighbours do not matter."""
 
-import itertools
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
 import numpy as np
 import pytest
 import torch
@@ -317,60 +312,3 @@ def test_weights_that_do_not_fit_are_named_and_leave_the_engine_unusable_until_a
         engine.generate(make_request([3]), SamplingParams(max_tokens=2))
     engine.update_weights(good.items())
     engine.generate(make_request([3]), SamplingParams(max_tokens=2))
-
-
-def test_sleep_frees_the_weights_and_waking_needs_them_again() -> None:
-    model = make(CONFIGS["qwen3 tied"])
-    engine, good, request, params = (
-        NativeEngine(model),
-        weights(model),
-        make_request([3, 4], samples=2),
-        SamplingParams(max_tokens=8),
-    )
-    before = rows(engine.generate(request, params))
-    engine.sleep()
-    engine.sleep()
-    assert sum(p.untyped_storage().nbytes() for p in model.parameters()) == 0
-    with pytest.raises(RuntimeError, match="asleep"):
-        engine.generate(request, params)
-    with pytest.raises(RuntimeError, match="asleep"):
-        engine.update_weights(good.items())
-    engine.wake()
-    with pytest.raises(RuntimeError, match="without weights"):
-        engine.generate(request, params)
-    engine.update_weights(good.items())
-    engine.wake()
-    assert rows(engine.generate(request, params)) == before
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-
-
-def test_abort_ends_a_running_generate_and_keeps_what_there_is(engine: NativeEngine) -> None:
-    request, params = make_request([4, 4, 20], samples=2), SamplingParams(max_tokens=30, ignore_eos=True)
-    whole = rows(engine.generate(request, params))
-    with at_forward(engine, 4, lambda: in_other_thread(engine.abort)):
-        aborted = engine.generate(request, params)
-    # Prefill and three more forwards: four tokens of the first wave, and the second never starts.
-    assert rows(aborted) == [row[:4] for row in whole[:4]] + [[], []]
-    assert set(aborted.finish_reason) == {"abort"}
-    assert rows(engine.generate(request, params)) == whole, "an abort is over with the call that it ended"
-
-
-def in_other_thread(call: Callable[[], None]) -> None:
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join()
-
-
-@contextmanager
-def at_forward(engine: NativeEngine, number: int, call: Callable[[], None]) -> Iterator[None]:
-    """Calls when the model's forward number `number`, counted from 1, begins."""
-    forwards = itertools.count(1)
-    handle = engine._model.register_forward_pre_hook(lambda *_: call() if next(forwards) == number else None)
-    yield
-    handle.remove()
-
-
-def test_abort_without_a_running_generate_does_nothing(engine: NativeEngine) -> None:
-    engine.abort()
-    output = engine.generate(make_request([4]), SamplingParams(max_tokens=3, ignore_eos=True))
-    assert output.finish_reason.tolist() == ["length"]

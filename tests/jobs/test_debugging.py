@@ -25,7 +25,8 @@ UNLIKE = ("timing_s/", "perf/", "seconds")
 """Numbers that no two runs have alike."""
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
-    return float(len(set(solution_str))) / 8  # other digits, more reward: there is something to learn from the first step
+    # more different digits, more reward: there is something to learn from the first step
+    return float(len(set(solution_str))) / 8
 """
 
 

@@ -13,14 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydraflow.batch_plan.resolve import resolve_plan
-from hydraflow.batch_plan.sft import resolve_sft_plan
 from hydraflow.memory.estimate import PROCESS_BYTES, estimate
-from hydraflow.memory.limits import limits_of, machine_limits
+from hydraflow.memory.limits import limits_of
 from hydraflow.memory.report import MemoryReport, size_text
-from hydraflow.memory.sft import estimate_sft
 from hydraflow.memory.shape import ModelShape, shape_of
-from hydraflow.schema import PPOConfig, SFTConfig
-from hydraflow.trainer.config import ClusterConfig
+from hydraflow.schema import PPOConfig
 
 GIB = 2**30
 QWEN_7B = shape_of(
@@ -370,25 +367,9 @@ def test_sizes_as_text(size: int, text: str) -> None:
     assert size_text(size) == text
 
 
-def test_supervised_training() -> None:
-    config = SFTConfig()
-    config.trainer.n_gpus_per_node = 8
-    cluster = ClusterConfig(device="H100", device_memory_gib=80, host_memory_gib=1024)
-    report = estimate_sft(
-        resolve_sft_plan(config, conversations=None),
-        config,
-        QWEN_7B,
-        limits=machine_limits(config.trainer, cluster),
-    )
-    (role,) = report.roles
-    assert role.resting.weights == 4 * -(-QWEN_7B.parameters // 8)
-    assert report.host.load == 4 * QWEN_7B.parameters
-    assert report.fits
-
-
 def test_nothing_heavy_is_imported() -> None:
     heavy = "[name for name in ('torch', 'ray', 'transformers', 'numpy') if name in sys.modules]"
-    code = f"import sys, hydraflow.memory.estimate, hydraflow.memory.sft; print({heavy})"
+    code = f"import sys, hydraflow.memory.estimate; print({heavy})"
     assert (
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True

@@ -55,9 +55,7 @@ def built(name: str, options: dict[str, Any]) -> tuple[Any, ModelShape]:
 @pytest.mark.parametrize(("name", "options"), MODELS.values(), ids=MODELS)
 def test_counts_are_those_of_the_real_model(name: str, options: dict[str, Any]) -> None:
     model, shape = built(name, options)
-    layers = [sum(p.numel() for p in layer.parameters()) for layer in model.model.layers]
     assert shape.parameters == sum(p.numel() for p in model.parameters())
-    assert shape.largest_layer == max(layers)
     assert (
         shape.largest_tensor == max(p.numel() for p in model.parameters()) or name == "Phi3"
     )  # Phi 3 joins two matrices in one
@@ -122,19 +120,6 @@ def test_published_counts(name: str) -> None:
     keys |= dict(mlp="intermediate_size", vocabulary="vocab_size", tied="tie_word_embeddings")
     config = {"model_type": kind, **{keys[key]: value for key, value in sizes.items()}, **MORE.get(name, {})}
     assert shape_of(config).parameters == parameters
-
-
-def test_active_parameters_of_qwen3_30b_a3b() -> None:
-    config = dict(
-        model_type="qwen3_moe",
-        hidden_size=2048,
-        num_hidden_layers=48,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-    )
-    shape = shape_of(dict(config, intermediate_size=6144, vocab_size=151936, **MORE["Qwen3-30B-A3B"]))
-    assert round(shape.active_parameters / 1e9, 1) == 3.4  # the A3B of its name, embeddings counted
-    assert shape.expert_parameters == 48 * 128 * 3 * 2048 * 768
 
 
 def test_a_critic_has_one_output() -> None:

@@ -14,7 +14,6 @@ from tensordict import TensorDict
 
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
-from hydraflow.protocol.padding import pad_dataproto_to_divisor, unpad_dataproto
 
 
 def numbers(*values: int) -> DataProto:
@@ -187,23 +186,6 @@ def test_unfold_column_chunks() -> None:
         data.unfold_column_chunks(2)
 
 
-@laws
-@given(some_lengths, st.integers(1, 9))
-def test_pad_then_unpad_is_the_batch(lengths: list[int], divisor: int) -> None:
-    data, rows = make_batch(lengths), rows_of(make_batch(lengths))
-    padded, pad_size = pad_dataproto_to_divisor(data, divisor)
-    assert len(padded) % divisor == 0 and 0 <= pad_size < divisor
-    assert rows_of(padded) == [rows[i % len(rows)] for i in range(len(rows) + pad_size)]
-    assert rows_of(unpad_dataproto(padded, pad_size)) == rows
-
-
-def test_padding_that_makes_no_sense() -> None:
-    with pytest.raises(ValueError, match="size_divisor is 0"):
-        pad_dataproto_to_divisor(numbers(1), 0)
-    with pytest.raises(ValueError, match="2 rows of padding cannot be taken from a batch of 1 rows"):
-        unpad_dataproto(numbers(1), 2)
-
-
 def test_mini_batches_in_order_and_shuffled() -> None:
     data = numbers(0, 1, 2, 3)
     assert [listed(part) for part in data.make_iterator(2, epochs=2)] == [[0, 1], [2, 3], [0, 1], [2, 3]]
@@ -238,7 +220,7 @@ def test_select_pop_and_rename() -> None:
 
 def test_names_that_are_not_there() -> None:
     data = make_batch([1])
-    with pytest.raises(KeyError, match="no tensor column \\['nope'\\]"):
+    with pytest.raises(KeyError, match="no column \\['nope'\\]"):
         data.select(["nope"])
     with pytest.raises(KeyError, match="no object column \\['tokens'\\]"):
         data.pop(["score"], ["tokens"])

@@ -20,7 +20,8 @@ SCORE_PLOT = (
 )
 POINT = f"""(() => {{
   const plot = {SCORE_PLOT}, svg = plot.querySelector('svg'), box = svg.getBoundingClientRect();
-  svg.dispatchEvent(new PointerEvent('pointermove', {{ clientX: box.left + box.width * 0.9999, clientY: box.top + 20 }}));
+  const at = {{ clientX: box.left + box.width * 0.9999, clientY: box.top + 20 }};
+  svg.dispatchEvent(new PointerEvent('pointermove', at));
   return plot.querySelector('.tip').textContent;
 }})()"""
 KEYS = f"""(() => {{
@@ -50,7 +51,8 @@ DARK = """(() => {
 })()"""
 SIFT = """(() => {
   const find = document.querySelector('.find'), chosen = document.querySelector('.chosen');
-  const shown = () => [...document.querySelectorAll('.settings tbody tr')].filter(row => getComputedStyle(row).display !== 'none').length;
+  const rows = [...document.querySelectorAll('.settings tbody tr')];
+  const shown = () => rows.filter(row => getComputedStyle(row).display !== 'none').length;
   const counts = [shown()];
   find.value = 'SEED';
   find.dispatchEvent(new Event('input'));

@@ -137,7 +137,8 @@ def test_a_container_by_apptainer(tmp_path: Path) -> None:
     ended(batch(tmp_path, ENDS_WITH.format(0), **variables))
     words = (tmp_path / "srun.words").read_text().splitlines()
     start = words.index("apptainer")
-    mounts = f"{tmp_path}:{tmp_path},{tmp_path}/runs/slurm/job-77:{tmp_path}/runs/slurm/job-77,{ROOT}/scripts/slurm:{ROOT}/scripts/slurm"
+    mounted = (tmp_path, tmp_path / "runs/slurm/job-77", ROOT / "scripts/slurm")
+    mounts = ",".join(f"{folder}:{folder}" for folder in mounted)
     expected = [
         "apptainer",
         "exec",
@@ -245,7 +246,10 @@ PYTHON = """#!/usr/bin/env bash
 shift 2 # -m hydraflow.slurm
 case "$1" in
     check) echo "$FACTS" >"$HYDRAFLOW_JOB_FOLDER/facts" ;;
-    start) echo 10.0.0.1:6379 >"$HYDRAFLOW_JOB_FOLDER/address"; echo $$ >"$HYDRAFLOW_JOB_FOLDER/ray"; exec sleep 60 ;;
+    start)
+        echo 10.0.0.1:6379 >"$HYDRAFLOW_JOB_FOLDER/address"
+        echo $$ >"$HYDRAFLOW_JOB_FOLDER/ray"
+        exec sleep 60 ;;
     await) until [[ -s "$HYDRAFLOW_JOB_FOLDER/ray" ]]; do sleep 0.1; done ;;
     lost) ;;
     *) printf '%s\\n' "$@" >"$HYDRAFLOW_JOB_FOLDER/training"; exit "$CODE" ;;

@@ -17,7 +17,8 @@ SCRIPT = """
 import signal, sys, time
 from pathlib import Path
 from hydraflow.tracking.trackers import open_trackers
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background inherits that SIGINT is ignored
+# a test that runs in the background inherits an ignored SIGINT
+signal.signal(signal.SIGINT, signal.default_int_handler)
 try:
     with open_trackers(["console"], Path(sys.argv[1]), title="tiny", total_steps=1000) as trackers:
         for step in range(1000):

@@ -26,7 +26,8 @@ from pathlib import Path
 from tracking.samples import about
 from hydraflow.tracking.trackers import TRACKERS, RunInfo
 tracker, folder, proxy = sys.argv[1], Path(sys.argv[2]), f"http://user:{sys.argv[3]}@host:1"
-opened = TRACKERS[tracker](RunInfo(folder, "", None, run_id="x", about=replace(about(folder), wandb_proxy=proxy)))
+run_about = replace(about(folder), wandb_proxy=proxy)
+opened = TRACKERS[tracker](RunInfo(folder, "", None, run_id="x", about=run_about))
 opened.log({"loss": 0.5}, 1)
 opened.close()
 """

@@ -73,7 +73,9 @@ def shard(module: PolicyModel | ValueModel, fsdp: FSDPConfig, mesh: DeviceMesh, 
     policy: dict[str, Any] = dict(
         mesh=mesh,
         mp_policy=_precision(fsdp, device),
-        offload_policy=_offload(fsdp, device),
+        offload_policy=(
+            CPUOffloadPolicy(pin_memory=device.type != "cpu") if fsdp.param_offload else OffloadPolicy()
+        ),
         reshard_after_forward=fsdp.reshard_after_forward,
     )
     for layer in _layers(module.hf):
@@ -111,10 +113,6 @@ def _precision(fsdp: FSDPConfig, device: torch.device) -> MixedPrecisionPolicy:
         param_dtype=None if compute == kept else compute,
         reduce_dtype=None if reduce == compute else reduce,
     )
-
-
-def _offload(fsdp: FSDPConfig, device: torch.device) -> OffloadPolicy:
-    return CPUOffloadPolicy(pin_memory=device.type != "cpu") if fsdp.param_offload else OffloadPolicy()
 
 
 def _read_on_rank_zero(

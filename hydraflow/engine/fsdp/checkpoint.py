@@ -84,7 +84,10 @@ def snapshot(
 ) -> Snapshot:
     """Copies what `contents` names into host memory. Every rank takes part."""
     host_group()  # made here, where all ranks do the same; `write` runs beside their work
-    state = {name: _copied(tensor) for name, tensor in _parts(module, optimizer, step, contents).items()}
+    state = {
+        name: tensor.detach().to("cpu", copy=True)
+        for name, tensor in _parts(module, optimizer, step, contents).items()
+    }
     weights = export.full_weights(module) if HF_MODEL in contents else None
     form = export.form_of(module, model, weights=weights is not None) if dist.get_rank() == 0 else None
     return Snapshot(state, weights, form, _facts(module, model, contents, head), field)
@@ -170,10 +173,6 @@ def _first_failure(error: dcp.CheckpointException) -> str:
             f"rank {rank}: a shard holds more than tensors, which was not executed: {refused_content(cause)}"
         )
     return f"rank {rank}: {type(cause).__name__}: {cause}"
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True)
 
 
 def _local_bytes(tensor: torch.Tensor) -> int:

@@ -199,16 +199,6 @@ class FSDPEngine:
         assert self._optimizer is not None, "a frozen model has no state of its own"
         return checkpoint.stored_bytes(self.module, self._optimizer, contents)
 
-    def offload(self) -> None:
-        """See `TrainEngine`. With param_offload everything but gathered layers is in host memory anyway."""
-        if self._device.type != "cpu" and not self._fsdp.param_offload:
-            self._move(torch.device("cpu"))
-
-    def onload(self) -> None:
-        """See `TrainEngine`."""
-        if self._device.type != "cpu" and not self._fsdp.param_offload:
-            self._move(self._device)
-
     def _learn(
         self, data: DataProto, loss_fn: LossFn, temperature: float, entropy: bool
     ) -> dict[str, Metric]:
@@ -263,7 +253,8 @@ class FSDPEngine:
 
     def _gradients(self) -> list[torch.Tensor]:
         """This rank's shards."""
-        return [_local(p.grad) for p in self.module.parameters() if p.grad is not None]
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]
 
     @torch.no_grad()
     def _local_square(self) -> float:
@@ -283,14 +274,6 @@ class FSDPEngine:
         for group in self._optimizer.param_groups:
             group["lr"] = self._lr()
 
-    def _move(self, device: torch.device) -> None:
-        self._free_gathered_weights()
-        self.module.to(device)
-        if self._optimizer is not None and not self._fsdp.optimizer_offload:
-            self._move_optimizer_state(device)
-        if device.type == "cpu":
-            torch.get_device_module(self._device).empty_cache()
-
     def _move_optimizer_state(self, device: torch.device) -> None:
         """Moves the moments, and only them: AdamW keeps its step count where it likes."""
         assert self._optimizer is not None
@@ -299,7 +282,3 @@ class FSDPEngine:
         for state in self._optimizer.state.values():
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = state[name].to(device)
-
-
-def _local(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -62,7 +62,8 @@ def add_adapters(hf: nn.Module, model: ModelConfig, dtype: torch.dtype, *, field
 def linear_layers(hf: nn.Module) -> list[str]:
     """The last parts of the names of linear layers, each once.
 
-    >>> linear_layers(nn.ModuleDict({"a": nn.ModuleDict({"up": nn.Linear(1, 1)}), "b": nn.ModuleDict({"up": nn.Linear(1, 1)})}))
+    >>> blocks = {name: nn.ModuleDict({"up": nn.Linear(1, 1)}) for name in ("a", "b")}
+    >>> linear_layers(nn.ModuleDict(blocks))
     ['up']
     """
     from transformers.pytorch_utils import Conv1D
