@@ -1,4 +1,4 @@
-"""Group sequence policy optimization (Zheng et al. 2025, https://arxiv.org/abs/2507.18071, equations 5 and 14).
+"""Group sequence policy optimization (Zheng et al. 2025, https://arxiv.org/abs/2507.18071), equations 5, 14.
 
     s    = exp(mean over the row's trained tokens of (logp - old_logp))
     s_t  = stop_gradient(s) * exp(logp_t - stop_gradient(logp_t))
