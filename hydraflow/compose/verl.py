@@ -2,8 +2,8 @@
 honour yet.
 
 In: keys that are not ours with their values, and the known ones. Out: `Translation`, while values of renamed
-keys go to the known keys. The tables are in `verl_table.py`. Left out on purpose: verl's other commands
-(`sft_trainer` and such).
+keys go to the known keys. The tables are in `verl_table.py` and `verl_data/`. Left out on purpose: verl's
+other commands (`sft_trainer` and such).
 """
 
 from __future__ import annotations
@@ -25,16 +25,13 @@ from hydraflow.compose.verl_table import (
     ENGINES,
     FILTER_METRICS,
     FOLLOWS,
-    IGNORED,
-    NOT_NEEDED,
     OVER_ALL_RANKS,
-    SECTIONS,
     STRATEGIES,
-    UNSUPPORTED,
     VERL_TRACKERS,
     Alias,
     Ignored,
     Unsupported,
+    tables,
 )
 from hydraflow.errors import Problem, shown
 from hydraflow.redact import public
@@ -82,13 +79,14 @@ def classify(key: str) -> Row | None:
         return Alias(moved)
     if alias := _aliases().get(moved):
         return alias
-    tables: list[Mapping[str, Row]] = [IGNORED, NOT_NEEDED, UNSUPPORTED]
-    return next((row for table in tables for pattern, row in table.items() if fits(pattern, moved)), None)
+    rows = tables()
+    found: list[Mapping[str, Row]] = [rows.ignored, rows.not_needed, rows.unsupported]
+    return next((row for table in found for pattern, row in table.items() if fits(pattern, moved)), None)
 
 
 def renamed(key: str) -> str:
     """The key with the section that holds its keys now."""
-    for old, new in SECTIONS.items():
+    for old, new in tables().sections.items():
         if key.startswith(old):
             return new + key.removeprefix(old)
     return key
@@ -191,7 +189,7 @@ def translate(
 
 def is_never_read(key: str) -> bool:
     """Whether verl itself ignores the key."""
-    return any(fits(pattern, renamed(key)) for pattern in IGNORED)
+    return any(fits(pattern, renamed(key)) for pattern in tables().ignored)
 
 
 def _unsupported(key: str, value: Any, row: Unsupported) -> Problem:
