@@ -16,7 +16,6 @@ from hydraflow.compose.verl import classify, is_never_read, renamed, value_of
 from hydraflow.compose.verl_defaults import VERSION, leaves
 from hydraflow.compose.verl_table import (
     ALIASES,
-    CONFIG_NAMES,
     DTYPES,
     ENGINES,
     FILTER_METRICS,
@@ -25,6 +24,7 @@ from hydraflow.compose.verl_table import (
     VERL_TRACKERS,
     Alias,
     Ignored,
+    read,
     tables,
 )
 from hydraflow.schema import PPOConfig
@@ -184,11 +184,15 @@ def _value_rows() -> Iterator[tuple[str, str, str]]:
 
 
 def _files() -> str:
-    names = ", ".join(f"`{name}`" for name in CONFIG_NAMES)
+    names = ", ".join(f"`{name}`" for name in read("trees")["primary"])
     return f"""## Configuration files and groups
 
-- `--config-name` of verl's own files ({names}), with `--config-path` or
-  without, is taken as `model_engine=dp` or `model_engine=megatron`.
+- A file that the command line names is read, whatever its name. Where there is no such file, `--config-name`
+  of verl's own files ({names}) is taken as `model_engine=dp` or
+  `model_engine=megatron`.
+- A defaults list may name verl's files (`ppo_trainer`, `actor@actor_rollout_ref.actor: dp_actor` and so on):
+  they stand for the defaults here, unless the folder has files of these names.
+- In a file, keys of other versions of verl are accepted while they are off or at that version's default.
 - `model_engine=megatron` sets `strategy=megatron` for actor and critic; so do
   `actor@actor_rollout_ref.actor=megatron_actor` and `critic@critic=megatron_critic`. The engines torchtitan
   and veomni do not exist here.

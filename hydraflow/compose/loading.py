@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import reduce
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -24,7 +24,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hydraflow.compose import allocated
+from hydraflow.compose import allocated, verl_trees
 from hydraflow.compose import origins as provenance
 from hydraflow.compose import rules as checks
 from hydraflow.compose.arguments import Arguments
@@ -34,7 +34,7 @@ from hydraflow.compose.engine_arguments import check_names
 from hydraflow.compose.environment import unread_environment
 from hydraflow.compose.keys import fitted, known_keys
 from hydraflow.compose.overrides import Prepared, config_folder, groups_in, prepare
-from hydraflow.compose.tree import Doubts, Judged, judge, nested
+from hydraflow.compose.tree import Doubts, Judged, judge, nested, over
 from hydraflow.errors import ConfigError, Problem
 from hydraflow.schema import EvalConfig, GenerateConfig, PPOConfig, SFTConfig
 from hydraflow.system.allocation import allocation
@@ -107,9 +107,14 @@ def load_command(
     return found.config, found.command
 
 
-def register(entry: Entry[Any]) -> None:
-    """Makes the schema's defaults known as `schema_<config_name>`, which the YAML files start from."""
+def register(entry: Entry[Any], folders: Sequence[Path] = ()) -> None:
+    """Makes the schema's defaults known as `schema_<config_name>`, which the YAML files start from.
+
+    `folders` have files of the user's, which may name verl's.
+    """
     ConfigStore.instance().store(f"schema_{entry.config_name}", asdict(entry.schema()))
+    if folders and entry.schema is PPOConfig:
+        verl_trees.register(folders)
 
 
 def finish(
@@ -127,10 +132,13 @@ def finish(
     `config_name` and `words` are the file and the overrides that this composition is of. `only_keys`: values
     are not judged, since the configuration is only to be shown.
     """
-    origins = _find_origins(entry, config_name, words)
+    origins = _find_origins(entry, config_name, words, prepared)
     content = OmegaConf.to_container(composed, resolve=False)
     assert isinstance(content, dict)
     tree = {str(name): value for name, value in content.items()}
+    if config_name != entry.config_name:
+        tree = over(asdict(cast(Any, entry.schema())), tree)
+        composed = OmegaConf.create(tree)
     judged = judge(entry.schema, tree, origins, lambda key: _resolved(composed, key))
     allocated.take(entry.schema, judged.leaves, judged.origins, allocation())
     judged.doubts.keys |= prepared.doubts.keys
@@ -159,12 +167,15 @@ def translated(error: HydraException | OmegaConfBaseException) -> ConfigError:
     )
 
 
-def _find_origins(entry: Entry[Any], config_name: str, words: Sequence[str]) -> dict[str, str]:
+def _find_origins(
+    entry: Entry[Any], config_name: str, words: Sequence[str], prepared: Prepared
+) -> dict[str, str]:
     loader, ours = GlobalHydra.instance().config_loader(), config_folder(entry.config_name)
-    folders = [Path(source.path) for source in loader.get_sources() if source.scheme() == "file"]
-    return provenance.find(
-        entry.schema, loader, config_name, words, groups_in([ours, *folders], entry.schema), ours
-    )
+    sources = [Path(source.path) for source in loader.get_sources() if source.scheme() == "file"]
+    folders = [*sources, *prepared.folders, ours]
+    words = [*words, *(word for word in prepared.words if word.startswith("hydra.searchpath="))]
+    groups = groups_in([ours, *folders], entry.schema)
+    return provenance.find(entry.schema, loader, config_name, words, groups, folders, ours)
 
 
 def from_environment(

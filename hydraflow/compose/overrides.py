@@ -23,8 +23,9 @@ from hydra.errors import HydraException
 from hydraflow.compose.arguments import Arguments
 from hydraflow.compose.command_words import plain, unparsed, values
 from hydraflow.compose.keys import Key, known_keys, nearest_keys, unknown_key
+from hydraflow.compose.own_files import OwnFiles
 from hydraflow.compose.tree import Doubts, value_problems
-from hydraflow.compose.verl import group_override
+from hydraflow.compose.verl_trees import engine_override, group_override
 from hydraflow.errors import ConfigError, Problem, shown
 
 Groups = Mapping[str, Sequence[str]]
@@ -42,6 +43,8 @@ class Prepared:
 
     words: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    folders: Sequence[Path] = ()
+    """Where YAML files of the user's may be."""
     doubts: Doubts = field(default_factory=Doubts)
     """What was left out of `words`, so that nobody judges it by its default."""
 
@@ -74,16 +77,14 @@ def groups_in(folders: Sequence[Path], schema: type) -> dict[str, list[str]]:
     return groups
 
 
-def prepare(config_name: str, schema: type, arguments: Arguments) -> Prepared:
+def prepare(config_name: str, schema: type, arguments: Arguments, own: OwnFiles | None = None) -> Prepared:
     """Words for Hydra, and what is wrong with those that it could not take."""
-    folders = [
-        config_folder(config_name),
-        *(Path(path) for path in [arguments.value("--config-dir", "-cd")] if path),
-    ]
+    own = own or OwnFiles()
+    folders = [config_folder(config_name), *own.folders]
     groups = groups_in(folders, schema)
     chosen = _groups_of(folders[0] / f"{config_name}.yaml")
     own_file = arguments.has("--config-name", "-cn", "--config-path", "-cp")
-    prepared = Prepared(problems=list(arguments.problems))
+    prepared = Prepared(list(own.words), list(arguments.problems), own.folders)
     keys: set[str] = set()
     for word in arguments.overrides:
         parsed = _parse(word, prepared)
@@ -227,6 +228,9 @@ def _normalised(override: Override, groups: Groups, chosen: frozenset[str], *, o
     if is_hydras(override):
         return [word]
     bare = word.lstrip("+")
+    if own_file and override.key_or_group == "model_engine":
+        engine = engine_override(plain(override.value()))
+        return [word] if engine is None else engine
     if not _is_choice(override, groups):
         return [f"++{bare}"]
     if override.key_or_group in chosen:

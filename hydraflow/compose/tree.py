@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from hydraflow.compose import verl
+from hydraflow.compose.command import COMMAND_LINE
 from hydraflow.compose.keys import accepts, is_below_open, known_keys, nearest_keys, unknown_key, wrong_type
 from hydraflow.compose.verl import Translation
 from hydraflow.errors import ConfigError, Problem
@@ -87,7 +88,7 @@ def judge(schema: type, tree: Mapping[str, Any], origins: Mapping[str, str], res
             judged.problems += error.problems
             judged.doubts.add(key)
     if schema is PPOConfig:
-        verl.translate(foreign, judged.leaves, judged.origins, origins, judged.translation)
+        verl.translate(foreign, judged.leaves, judged.origins, origins, judged.translation, judged.written)
         judged.problems += judged.translation.problems
         foreign = judged.translation.unknown
     for key, value in foreign.items():
@@ -105,11 +106,20 @@ def _sort(schema: type, key: str, value: Any, judged: Judged, foreign: dict[str,
     if schema is PPOConfig:
         value, note = verl.value_of(key, value)
         judged.translation.notes += [note] if note else []
+        if value == "???" or (
+            value is None and not accepts(known.hint, None) and _is_default_of_verls(key, judged)
+        ):
+            return
     if known.is_section or not accepts(known.hint, value):
         judged.problems.append(wrong_type(schema, known, value))
         judged.doubts.add(f"{key}." if known.is_section else key)
         return
     judged.leaves[key] = value
+
+
+def _is_default_of_verls(key: str, judged: Judged) -> bool:
+    """Whether a file leaves a key at the null that a version of verl's has for it."""
+    return verl.in_file(judged.origins.get(key, COMMAND_LINE)) and verl.is_other_default(key, None)
 
 
 def _as_typed(schema: type, key: str, value: Any) -> Any:
@@ -164,6 +174,20 @@ def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
             node = node.setdefault(section, {})
         node[last] = value
     return tree
+
+
+def over(base: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A tree with what it leaves out taken from another.
+
+    >>> over({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 5}})
+    {'a': {'b': 5, 'c': 2}, 'd': 3}
+    """
+    merged = dict(base)
+    for name, value in tree.items():
+        below = merged.get(name)
+        both = isinstance(value, Mapping) and isinstance(below, Mapping)
+        merged[name] = over(below, value) if both else value
+    return merged
 
 
 def leaf_of(schema: type, key: str) -> str:

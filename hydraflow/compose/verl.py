@@ -8,8 +8,9 @@ other commands (`sft_trainer` and such).
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+import difflib
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -20,7 +21,6 @@ from hydraflow.compose.patterns import expand, fits
 from hydraflow.compose.verl_defaults import leaves as verl_leaves
 from hydraflow.compose.verl_table import (
     ALIASES,
-    CONFIG_NAMES,
     DTYPES,
     ENGINES,
     FILTER_METRICS,
@@ -38,6 +38,9 @@ from hydraflow.redact import public
 from hydraflow.schema import PPOConfig
 
 Row = Alias | Ignored | Unsupported
+
+_MISSPELT = 0.9
+"""Likeness from which a name counts as a misspelt other one."""
 
 _ROLE_KEYS = (
     "actor_rollout_ref.actor.",
@@ -58,6 +61,8 @@ class Translation:
     unsupported: list[Problem] = field(default_factory=list)
     ignored: list[Problem] = field(default_factory=list)
     """Accepted without effect."""
+    untouched: Counter[str] = field(default_factory=Counter)
+    """File -> keys of verl's in it that are off or at a default of verl's: one note says how many."""
     honoured: set[str] = field(default_factory=set)
     """Keys of ours that got a value by another name."""
     unknown: dict[str, Any] = field(default_factory=dict)
@@ -153,18 +158,25 @@ def translate(
     origins: dict[str, str],
     found_origins: Mapping[str, str],
     result: Translation,
+    interpolated: Container[str] = (),
 ) -> None:
     """Sorts the keys that are not ours into `result`. Values of renamed keys go to `leaves`, with their
     origin to `origins`.
 
-    `found_origins` has the origins under the names that the user wrote.
+    `found_origins` has the origins under the names that the user wrote; `interpolated` the keys whose values
+    were written as interpolations.
     """
     for key, value in sorted(
         foreign.items(), key=lambda item: counts_all_ranks(classify(item[0]))
     ):  # those need the sizes of others
         row = classify(key)
         origin = found_origins.get(key, COMMAND_LINE)
-        if row is None:
+        if value == {} and key not in found_origins and found_origins:
+            continue  # a group of verl's that a defaults list names: nobody set anything in it
+        follows = key in interpolated and verl_leaves().get(key) is ...
+        if in_file(origin) and not isinstance(row, Alias) and (follows or _asks_for_nothing(key, value, row)):
+            result.untouched[origin] += 1
+        elif row is None:
             result.unknown[key] = value
         elif isinstance(row, Alias):
             for new, converted in _renamed_values(key, value, row, leaves, result):
@@ -183,8 +195,20 @@ def translate(
             )
         else:
             result.unsupported.append(_unsupported(key, value, row))
+    for origin, count in result.untouched.items():
+        keys = "1 key of verl's is" if count == 1 else f"{count} keys of verl's are"
+        result.notes.append(f"{origin}: {keys} off or at verl's default, without effect here")
     result.problems += result.unsupported
     _follow(leaves, origins)
+
+
+def _asks_for_nothing(key: str, value: Any, row: Row | None) -> bool:
+    """Whether a key of a file only repeats what verl does anyway, in this version or another."""
+    if row is None:
+        return is_of_another_version(key, value)
+    if isinstance(row, Unsupported) and _is_harmless(key, value, row):
+        return True
+    return is_off(value) or _is_default(key, value) or key.endswith("._target_")
 
 
 def is_never_read(key: str) -> bool:
@@ -204,10 +228,59 @@ def _unsupported(key: str, value: Any, row: Unsupported) -> Problem:
 
 def _is_harmless(key: str, value: Any, row: Unsupported) -> bool:
     """Whether a value asks for nothing: verl's default, or one that the row names."""
-    default = verl_leaves().get(key, verl_leaves().get(renamed(key), ...))
-    if default is not ... and _same(value, default):
-        return True
-    return any(_same(value, harmless) for harmless in row.harmless)
+    return _is_default(key, value) or any(_same(value, harmless) for harmless in row.harmless)
+
+
+def _is_default(key: str, value: Any) -> bool:
+    """Whether a value is verl's default, in this version or another."""
+    default = verl_leaves().get(key, _moved_defaults().get(renamed(key), ...))
+    return (default is not ... and _same(value, default)) or is_other_default(key, value)
+
+
+@cache
+def _moved_defaults() -> dict[str, Any]:
+    """verl's defaults under the names of the sections that hold the keys now."""
+    return {renamed(key): default for key, default in verl_leaves().items()}
+
+
+def is_other_default(key: str, value: Any) -> bool:
+    """Whether a value is the default of another version of verl's.
+
+    >>> is_other_default("algorithm.filter_groups.metric", None)
+    True
+    """
+    others = tables().other_defaults.items()
+    return any(_same(value, default) and fits(pattern, key) for pattern, default in others)
+
+
+def in_file(origin: str) -> bool:
+    """Whether a value was set in a YAML file, which may list defaults, rather than on the command line."""
+    return origin not in (COMMAND_LINE, DEFAULT)
+
+
+def is_off(value: Any) -> bool:
+    """Whether a value asks for nothing, whatever its key does.
+
+    >>> is_off(False), is_off(0), is_off("disabled"), is_off(1)
+    (True, True, True, False)
+    """
+    return any(_same(value, off) for off in (None, False, {}, [], 0, -1, "", "disabled"))
+
+
+def is_of_another_version(key: str, value: Any) -> bool:
+    """Whether an unknown key of a file may be one that verl 0.9.1 lacks, and asks for nothing: it is in a
+    section of verl's, off, and no misspelt name of a key of that section."""
+    section, _, name = key.rpartition(".")
+    beside = {known.removeprefix(f"{section}.") for known in _all_keys() if known.startswith(f"{section}.")}
+    names = {known.partition(".")[0] for known in beside}
+    misspelt = difflib.get_close_matches(name, names, n=1, cutoff=_MISSPELT)
+    return bool(section and names) and is_off(value) and not misspelt
+
+
+@cache
+def _all_keys() -> frozenset[str]:
+    """Keys of ours and of verl 0.9.1's."""
+    return frozenset(known_keys(PPOConfig)) | frozenset(verl_leaves())
 
 
 def _same(value: Any, other: Any) -> bool:
@@ -315,6 +388,8 @@ def _take(
             Problem(old, shown(value), rule, f"leave out {old} or {new}={shown(value, old)}")
         )
         return
+    if in_file(origin) and leaves.get(new) == value:
+        return  # a default that the file repeats
     _set(new, value, leaves)
     origins[new] = origin
     result.honoured.add(new)
@@ -348,35 +423,3 @@ def _follow(leaves: dict[str, Any], origins: dict[str, str]) -> None:
         if leader in origins and key not in origins and leaves.get(leader) is not None:
             leaves[key] = leaves[leader]
             origins[key] = f"follows {leader}"
-
-
-# --- Hydra's options and groups --------------------------------------------------
-
-
-def config_file(name: str) -> list[str] | None:
-    """The overrides that stand for one of verl's configuration files; None: it is none.
-
-    >>> config_file("ppo_megatron_trainer.yaml")
-    ['++model_engine=megatron']
-    """
-    engine = CONFIG_NAMES.get(name.removesuffix(".yaml"))
-    return None if engine is None else ([] if engine == "dp" else [f"++model_engine={engine}"])
-
-
-def group_override(group: str, package: str | None, value: Any) -> list[str] | None:
-    """The overrides that stand for verl's `actor@actor_rollout_ref.actor=megatron_actor` and its like; None:
-    it is none.
-
-    >>> group_override("critic", "critic", "megatron_critic")
-    ['++critic.strategy=megatron']
-    """
-    match = re.fullmatch(r"(dp|megatron)_(actor|ref|critic)", str(value))
-    if package is None or match is None or match[2] != group:
-        return None
-    engine, role = (
-        match[1],
-        {"actor": "actor_rollout_ref.actor", "ref": "actor_rollout_ref.ref", "critic": "critic"}[match[2]],
-    )
-    if role != package:
-        return None
-    return [f"++{role}.strategy=megatron"] if engine == "megatron" else []

@@ -58,6 +58,8 @@ class Tables:
     """Keys without a counterpart that are not missed: what is learned does not depend on them."""
     unsupported: dict[str, Unsupported]
     """What cannot be honoured yet."""
+    other_defaults: dict[str, object]
+    """Defaults of other versions of verl's."""
 
 
 OVER_ALL_RANKS = "rows over all data ranks, divided by their number"
@@ -160,9 +162,6 @@ FILTER_METRICS = {"reward": "score", "seq_final_reward": "seq_reward"}
 VERL_TRACKERS = ("vemlp_wandb", "clearml", "trackio", "rl_insight")
 """Trackers of verl's that there are not here; metrics.jsonl is always written."""
 
-CONFIG_NAMES: dict[str, str] = {"ppo_trainer": "dp", "ppo_megatron_trainer": "megatron"}
-"""verl's configuration files -> the model_engine that they choose."""
-
 
 @cache
 def tables() -> Tables:
@@ -184,7 +183,8 @@ def tables() -> Tables:
         {_pattern(pattern, names): Ignored(row["why"]) for row in content[name] for pattern in row["keys"]}
         for name in ("ignored", "not_needed")
     )
-    return Tables(content["sections"], ignored, not_needed, unsupported)
+    others = {_pattern(pattern, names): default for pattern, default in content["other_defaults"].items()}
+    return Tables(content["sections"], ignored, not_needed, unsupported, others)
 
 
 def read(file: str) -> Any:

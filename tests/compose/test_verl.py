@@ -15,6 +15,7 @@ from hydraflow.compose.patterns import expand, fits
 from hydraflow.compose.tree import flatten, judge, nested
 from hydraflow.compose.verl_defaults import leaves
 from hydraflow.compose.verl_table import ALIASES, FOLLOWS, Alias, tables
+from hydraflow.compose.verl_trees import config_file
 from hydraflow.errors import ConfigError
 from hydraflow.schema import PPOConfig
 
@@ -271,7 +272,7 @@ def words_of(command_line: list[str]) -> list[str]:
     """The overrides of a command line; verl's configuration file becomes what it stands for."""
     files = [word.partition("=")[2] for word in command_line if word.startswith("--config-name")]
     return [word for word in command_line if not word.startswith("--")] + [
-        word for file in files for word in verl.config_file(file)
+        word for file in files for word in config_file(file)
     ]
 
 
