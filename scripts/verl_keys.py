@@ -12,7 +12,7 @@ from typing import Any
 
 from hydraflow.compose.keys import is_below_open, known_keys, shown
 from hydraflow.compose.patterns import expand
-from hydraflow.compose.verl import classify, is_never_read, renamed, value_of
+from hydraflow.compose.verl import classify, is_never_read, renamed
 from hydraflow.compose.verl_defaults import VERSION, leaves
 from hydraflow.compose.verl_table import (
     ALIASES,
@@ -27,6 +27,7 @@ from hydraflow.compose.verl_table import (
     read,
     tables,
 )
+from hydraflow.compose.verl_values import value_of
 from hydraflow.schema import PPOConfig
 
 INTRODUCTION = f"""# verl's keys here

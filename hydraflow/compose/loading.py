@@ -11,7 +11,7 @@ what values may be (`rules.py`), what keys mean (`tree.py`, `verl.py`, `effects.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import reduce
 from pathlib import Path
@@ -35,6 +35,8 @@ from hydraflow.compose.environment import unread_environment
 from hydraflow.compose.keys import fitted, known_keys
 from hydraflow.compose.overrides import Prepared, config_folder, groups_in, prepare
 from hydraflow.compose.tree import Doubts, Judged, judge, nested, over
+from hydraflow.compose.verl_values import ROLLOUT
+from hydraflow.device import planned_devices
 from hydraflow.errors import ConfigError, Problem
 from hydraflow.schema import EvalConfig, GenerateConfig, PPOConfig, SFTConfig
 from hydraflow.system.allocation import allocation
@@ -144,6 +146,8 @@ def finish(
     judged.doubts.keys |= prepared.doubts.keys
     judged.doubts.everything |= prepared.doubts.everything
     unsupported = judged.translation.unsupported
+    if not entry.tolerant:  # what takes the place of a refused value is not the user's
+        judged.doubts.keys |= {one.field for one in unsupported if one.field == f"{ROLLOUT}.name"}
     problems = prepared.problems + [
         one for one in judged.problems if not (entry.tolerant and one in unsupported)
     ]
@@ -225,6 +229,7 @@ def _describe(
         *judged.translation.notes,
         *(str(one).partition("\n")[0] for one in idle),
         *_open_mappings(judged)[1],
+        *_default_devices(config, judged),
     ]
     if entry.tolerant:
         notes += [str(one).partition("\n")[0] for one in unsupported]
@@ -238,6 +243,16 @@ def _describe(
     told = tuple(unsupported) if entry.tolerant else ()
     said = tuple(dict.fromkeys(notes))
     return Command(entry.config_name, origins, said, counts, told, entry.switches, entry.words, written), idle
+
+
+def _default_devices(config: Any, judged: Judged) -> Iterator[str]:
+    """What takes the place of verl's 8 GPUs, where a command line of verl's does not say how many."""
+    key, said = "trainer.n_gpus_per_node", judged.translation
+    if not isinstance(config, PPOConfig) or key in judged.origins or config.cluster.devices_per_node:
+        return
+    if said.honoured or said.ignored or said.unsupported or said.untouched:
+        count = planned_devices(config.trainer.device)
+        yield f"{key}: not set; verl takes 8, here it is what this machine has ({count})"
 
 
 def _open_mappings(judged: Judged) -> tuple[list[Problem], list[str]]:

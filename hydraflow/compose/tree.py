@@ -19,6 +19,7 @@ from hydraflow.compose import verl
 from hydraflow.compose.command import COMMAND_LINE
 from hydraflow.compose.keys import accepts, is_below_open, known_keys, nearest_keys, unknown_key, wrong_type
 from hydraflow.compose.verl import Translation
+from hydraflow.compose.verl_values import value_of
 from hydraflow.errors import ConfigError, Problem
 from hydraflow.schema import PPOConfig
 
@@ -104,7 +105,7 @@ def _sort(schema: type, key: str, value: Any, judged: Judged, foreign: dict[str,
         foreign[key] = value
         return
     if schema is PPOConfig:
-        value, note = verl.value_of(key, value)
+        value, note = value_of(key, value)
         judged.translation.notes += [note] if note else []
         if value == "???" or (
             value is None and not accepts(known.hint, None) and _is_default_of_verls(key, judged)

@@ -21,18 +21,14 @@ from hydraflow.compose.patterns import expand, fits
 from hydraflow.compose.verl_defaults import leaves as verl_leaves
 from hydraflow.compose.verl_table import (
     ALIASES,
-    DTYPES,
-    ENGINES,
-    FILTER_METRICS,
     FOLLOWS,
     OVER_ALL_RANKS,
-    STRATEGIES,
-    VERL_TRACKERS,
     Alias,
     Ignored,
     Unsupported,
     tables,
 )
+from hydraflow.compose.verl_values import beside_others, unbuilt, value_of
 from hydraflow.errors import Problem, shown
 from hydraflow.redact import public
 from hydraflow.schema import PPOConfig
@@ -108,47 +104,6 @@ def _aliases() -> dict[str, Alias]:
     return found
 
 
-# --- one value --------------------------------------------------
-
-
-def value_of(key: str, value: Any) -> tuple[Any, str | None]:
-    """Our form of a value that verl writes otherwise, and what to say about it.
-
-    >>> value_of("critic.strategy", "fsdp")
-    ('fsdp2', 'critic.strategy=fsdp: taken as fsdp2')
-    """
-    name = key.rpartition(".")[2]
-    new = value
-    if name in ("dtype", "model_dtype", "reduce_dtype"):
-        new = DTYPES.get(str(value), value)
-    elif name == "strategy":
-        new = STRATEGIES.get(str(value), value)
-    elif key == "actor_rollout_ref.rollout.name":
-        new = ENGINES.get(str(value), value)
-    elif key == "algorithm.filter_groups.metric":
-        new = FILTER_METRICS.get(str(value), value)
-    elif (name, value) in (("lr_warmup_steps", None), ("test_freq", 0)):
-        new = -1
-    elif key == "trainer.logger":
-        return _loggers(value)
-    return (new, None) if new == value else (new, f"{key}={shown(value)}: taken as {shown(new)}")
-
-
-def _loggers(value: Any) -> tuple[Any, str | None]:
-    names = [value] if isinstance(value, str) else value
-    if not isinstance(names, list):
-        return value, None
-    absent = [name for name in names if name in VERL_TRACKERS]
-    kept = [name for name in names if name not in absent]
-    if not absent:
-        return kept, None
-    kept += [name for name in ("file", "tensorboard") if name not in kept]
-    return (
-        kept,
-        f"trainer.logger: there is no {' and no '.join(absent)} here yet; metrics go to {', '.join(kept)}",
-    )
-
-
 # --- a whole command --------------------------------------------------
 
 
@@ -166,10 +121,14 @@ def translate(
     `found_origins` has the origins under the names that the user wrote; `interpolated` the keys whose values
     were written as interpolations.
     """
-    for key, value in sorted(
-        foreign.items(), key=lambda item: counts_all_ranks(classify(item[0]))
-    ):  # those need the sizes of others
-        row = classify(key)
+    foreign = dict(foreign)
+    result.unsupported += unbuilt(leaves, origins, foreign)
+    waiting = [key for key in foreign if counts_all_ranks(classify(key))]  # for the sizes that divide them
+    for key in [*(key for key in foreign if key not in waiting), None, *waiting]:
+        if key is None:
+            _follow(leaves, origins)
+            continue
+        row, value = classify(key), foreign[key]
         origin = found_origins.get(key, COMMAND_LINE)
         if value == {} and key not in found_origins and found_origins:
             continue  # a group of verl's that a defaults list names: nobody set anything in it
@@ -200,6 +159,7 @@ def translate(
         result.notes.append(f"{origin}: {keys} off or at verl's default, without effect here")
     result.problems += result.unsupported
     _follow(leaves, origins)
+    result.notes += beside_others(leaves, origins)
 
 
 def _asks_for_nothing(key: str, value: Any, row: Row | None) -> bool:
@@ -208,7 +168,9 @@ def _asks_for_nothing(key: str, value: Any, row: Row | None) -> bool:
         return is_of_another_version(key, value)
     if isinstance(row, Unsupported) and _is_harmless(key, value, row):
         return True
-    return is_off(value) or _is_default(key, value) or key.endswith("._target_")
+    if _is_default(key, value) or key.endswith("._target_"):
+        return True
+    return is_off(value) and verl_leaves().get(key, ...) is ...
 
 
 def is_never_read(key: str) -> bool:

@@ -67,6 +67,12 @@ OVER_ALL_RANKS = "rows over all data ranks, divided by their number"
 SEED = "trainer.seed governs all randomness here"
 
 ALIASES: dict[str, Alias] = {
+    "{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.fsdp_config.mixed_precision.param_dtype": Alias(
+        "{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.fsdp_config.dtype"
+    ),
+    "{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.fsdp_config.mixed_precision.reduce_dtype": Alias(
+        "{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.fsdp_config.reduce_dtype"
+    ),
     "{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.ulysses_sequence_parallel_size": Alias(
         "{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.fsdp_config.ulysses_sequence_parallel_size"
     ),
@@ -159,6 +165,9 @@ DTYPES = {
 STRATEGIES = {"fsdp": "fsdp2"}
 ENGINES = {"hf": "native"}
 FILTER_METRICS = {"reward": "score", "seq_final_reward": "seq_reward"}
+UNBUILT_ENGINES = ("sglang", "trtllm")
+UNBUILT_STRATEGIES = ("fsdp_turbo", "veomni", "torchtitan", "automodel", "mindspeed")
+"""Engines of verl's that there are not here."""
 VERL_TRACKERS = ("vemlp_wandb", "clearml", "trackio", "rl_insight")
 """Trackers of verl's that there are not here; metrics.jsonl is always written."""
 
