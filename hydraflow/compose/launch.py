@@ -28,8 +28,9 @@ from hydraflow.compose import completion
 from hydraflow.compose.arguments import Arguments, Switch, split
 from hydraflow.compose.command import Command
 from hydraflow.compose.command_words import public_words
+from hydraflow.compose.hydra_errors import translated
 from hydraflow.compose.keys import describe
-from hydraflow.compose.loading import VERSION_BASE, Composed, Entry, Judge, finish, register, translated
+from hydraflow.compose.loading import VERSION_BASE, Composed, Entry, Judge, finish, register
 from hydraflow.compose.overrides import Prepared, config_folder, groups_in, prepare
 from hydraflow.compose.own_files import take, unreadable
 from hydraflow.errors import ConfigError, HydraflowError, Problem
@@ -223,7 +224,7 @@ def _call_hydra(
     try:
         main()
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError([*prepared.problems, *translated(error).problems]) from error
+        raise ConfigError([*prepared.problems, *translated(error, prepared.files).problems]) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         if reached:
             raise  # it is no configuration that could not be read

@@ -12,7 +12,7 @@ what values may be (`rules.py`), what keys mean (`tree.py`, `verl.py`, `effects.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
@@ -32,6 +32,7 @@ from hydraflow.compose.command import DEFAULT, Command, Counts
 from hydraflow.compose.effects import idle_keys
 from hydraflow.compose.engine_arguments import check_names
 from hydraflow.compose.environment import unread_environment
+from hydraflow.compose.hydra_errors import translated
 from hydraflow.compose.keys import fitted, known_keys
 from hydraflow.compose.overrides import Prepared, config_folder, groups_in, prepare
 from hydraflow.compose.tree import Doubts, Judged, judge, nested, over
@@ -161,16 +162,6 @@ def finish(
     return Composed(config, command, nested(written))
 
 
-def translated(error: HydraException | OmegaConfBaseException) -> ConfigError:
-    """What Hydra or OmegaConf found, as a problem of the user's."""
-    key = getattr(error, "full_key", None) or "configuration"
-    text = str(error).partition("Config search path:")[0]  # which repeats folders that the user did not name
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return ConfigError.one(
-        key, None, " ".join(line for line in lines if not line.startswith(("full_key:", "object_type=")))
-    )
-
-
 def _find_origins(
     entry: Entry[Any], config_name: str, words: Sequence[str], prepared: Prepared
 ) -> dict[str, str]:
@@ -204,7 +195,7 @@ def _resolved(composed: DictConfig, key: str) -> Any:
         return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
     except OmegaConfBaseException as error:
         problem = translated(error).problems[0]
-        raise ConfigError.one(key, None, problem.rule) from error
+        raise ConfigError([replace(problem, field=key)]) from error
 
 
 def _build(schema: type[Config], leaves: Mapping[str, Any]) -> Config:

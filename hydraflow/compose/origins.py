@@ -42,7 +42,7 @@ def find(
         config_name=config_name, overrides=list(words), run_mode=RunMode.RUN
     ).defaults
     origins: dict[str, str] = {}
-    primary = next((file for each in folders if (file := _yaml(each, config_name)).is_file()), None)
+    primary = next((path for each in folders if (path := _yaml(each, config_name)).is_file()), None)
     for default in defaults:
         if file := _file_of(default, folders):
             origins |= _origins_in(schema, file, default.package or "", _label(file, ours))
@@ -52,6 +52,10 @@ def find(
     for key, value in overridden(words, groups).items():
         for leaf, _ in flatten(schema, nested({key: value})):
             origins[leaf_of(schema, leaf)] = COMMAND_LINE
+    for word in words:
+        if word.startswith("~"):  # a deleted key has the schema's default
+            gone = word[1:].partition("=")[0]
+            origins = {key: one for key, one in origins.items() if not f"{key}.".startswith(f"{gone}.")}
     return origins
 
 
@@ -69,7 +73,7 @@ def _file_of(default: ResultDefault, folders: Sequence[Path]) -> Path | None:
     name = default.config_path or ""
     if name.startswith("hydra/"):
         return None
-    return next((file for folder in folders if (file := _yaml(folder, name)).is_file()), None)
+    return next((path for folder in folders if (path := _yaml(folder, name)).is_file()), None)
 
 
 def _yaml(folder: Path, name: str) -> Path:

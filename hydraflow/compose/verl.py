@@ -11,12 +11,13 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 from hydraflow.compose.command import COMMAND_LINE, DEFAULT
 from hydraflow.compose.keys import accepts, is_below_open, known_keys, wrong_type
+from hydraflow.compose.nearest import nearest
 from hydraflow.compose.patterns import expand, fits
 from hydraflow.compose.verl_defaults import leaves as verl_leaves
 from hydraflow.compose.verl_table import (
@@ -226,7 +227,8 @@ def is_off(value: Any) -> bool:
     >>> is_off(False), is_off(0), is_off("disabled"), is_off(1)
     (True, True, True, False)
     """
-    return any(_same(value, off) for off in (None, False, {}, [], 0, -1, "", "disabled"))
+    nothing: tuple[object, ...] = (None, False, {}, [], 0, -1, "", "disabled")
+    return any(_same(value, off) for off in nothing)
 
 
 def is_of_another_version(key: str, value: Any) -> bool:
@@ -237,6 +239,22 @@ def is_of_another_version(key: str, value: Any) -> bool:
     names = {known.partition(".")[0] for known in beside}
     misspelt = difflib.get_close_matches(name, names, n=1, cutoff=_MISSPELT)
     return bool(section and names) and is_off(value) and not misspelt
+
+
+def suggested(problem: Problem, value: Any) -> Problem:
+    """The report of an unknown key, with the nearest key of verl's first where none of ours is as near.
+
+    >>> print(suggested(Problem("actor_rollout_ref.rollout.enfrce_eager", True, "unknown key"), True).remedy)
+    actor_rollout_ref.rollout.enforce_eager=true
+    """
+    ours = [key.path for key in known_keys(PPOConfig).values() if not key.is_section]
+    others = [key for key in {**verl_leaves(), **_aliases()} if key not in ours]
+    near = nearest(problem.field, [*ours, *others], 1)
+    if not near or near[0] in ours:
+        return problem
+    first = f"{near[0]}={shown(public(public(value, problem.field), near[0]))}"
+    rest = problem.remedy.split(" or ")[:2] if "=" in problem.remedy else []
+    return replace(problem, remedy=" or ".join([first, *rest]))
 
 
 @cache

@@ -128,6 +128,21 @@ ALIASES: dict[str, Alias] = {
 }
 """Renamed keys. Those that count rows over all ranks are divided by the data ranks (`verl.py`)."""
 
+OTHER_ALIASES: dict[str, dict[str, str]] = {
+    "SFTConfig": {
+        "optim.warmup_style": "optim.lr_scheduler_type",
+        "optim.lr_decay_style": "optim.lr_scheduler_type",
+        "optim.grad_clip": "optim.clip_grad",
+    },
+    "GenerateConfig": {
+        "data.n_samples": "rollout.n",
+        "data.output_path": "output.path",
+        "rollout.prompt_length": "data.max_prompt_length",
+        "rollout.response_length": "data.max_response_length",
+    },
+}
+"""Schema of another entry point -> key of verl's -> ours."""
+
 MEGATRON_FOLLOWS = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",

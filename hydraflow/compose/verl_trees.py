@@ -34,6 +34,11 @@ def is_primary(name: str) -> bool:
     return name.removesuffix(".yaml") in _trees()["primary"]
 
 
+def primary_names() -> list[str]:
+    """verl's own primary configurations."""
+    return list(_trees()["primary"])
+
+
 def register(folders: Sequence[Path]) -> None:
     """Puts a stand-in for each of verl's files that is not in `folders` into Hydra's store.
 
