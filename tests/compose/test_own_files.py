@@ -174,6 +174,11 @@ def test_other_unknown_keys_of_a_file_are_refused(key, value):
     assert [problem.field for problem in judged_as_a_file({key: value}).problems] == [key]
 
 
+def test_off_is_not_nothing_where_verls_default_is_on():
+    [problem] = judged_as_a_file({"actor_rollout_ref.hybrid_engine": False}).problems
+    assert "in verl it would give the actor and the rollout engines of their own" in problem.rule
+
+
 def test_on_the_command_line_an_unknown_key_is_refused_even_if_it_is_off():
     key = "actor_rollout_ref.rollout.brand_new"
     assert judge(PPOConfig, nested({key: None}), {key: "command line"}, lambda key: None).problems != []
