@@ -81,6 +81,7 @@ setup(
     packages=[*find_packages(include=["hydraflow", "hydraflow.*"]), *BESIDE],
     package_dir={"hydraflow": "hydraflow", **BESIDE},
     package_data={
+        "hydraflow.compose": ["verl_data/*.yaml"],
         "hydraflow.config": ["*.yaml", "**/*.yaml"],
         "hydraflow.report": ["page.*"],
         "hydraflow.scripts.slurm": ["*.sh"],

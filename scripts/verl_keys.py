@@ -12,34 +12,34 @@ from typing import Any
 
 from hydraflow.compose.keys import is_below_open, known_keys, shown
 from hydraflow.compose.patterns import expand
-from hydraflow.compose.verl import classify, is_never_read, renamed, value_of
+from hydraflow.compose.verl import classify, is_never_read, renamed
 from hydraflow.compose.verl_defaults import VERSION, leaves
 from hydraflow.compose.verl_table import (
     ALIASES,
-    CONFIG_NAMES,
     DTYPES,
     ENGINES,
     FILTER_METRICS,
     FOLLOWS,
-    IGNORED,
-    NOT_NEEDED,
-    SECTIONS,
     STRATEGIES,
-    UNSUPPORTED,
     VERL_TRACKERS,
     Alias,
     Ignored,
+    read,
+    tables,
 )
+from hydraflow.compose.verl_values import value_of
 from hydraflow.schema import PPOConfig
 
 INTRODUCTION = f"""# verl's keys here
 
-A command line of `python -m verl.trainer.main_ppo` runs with `python -m hydraflow.main_ppo`, or one report names every key that has no
-counterpart. `python -m hydraflow.plan` with the same arguments refuses none of them: it counts what is honoured, accepted without
-effect, and unsupported. The target is verl {VERSION}; names of older and newer versions are marked.
+A command line of `python -m verl.trainer.main_ppo` runs with `python -m hydraflow.main_ppo`, or one report
+names every key that has no counterpart. `python -m hydraflow.plan` with the same arguments refuses none of
+them: it counts what is honoured, accepted without effect, and unsupported. The target is verl {VERSION};
+names of older and newer versions are marked.
 
 This page is made by `python scripts/verl_keys.py > docs/verl_keys.md` from the tables that the program uses
-(`hydraflow/compose/verl_table.py`, `verl_defaults.py`). In a pattern `{{a,b}}` stands for either, `*` for one name, `**` for any names.
+(`hydraflow/compose/verl_table.py`, `hydraflow/compose/verl_data/`). In a pattern `{{a,b}}` stands for either,
+`*` for one name, `**` for any names.
 """
 KNOWN, ALIAS, NEVER, NOT_MISSED, REFUSED = "known", "alias", "ignored by verl", "not needed", "unsupported"
 MEANING = {
@@ -81,25 +81,28 @@ def page() -> str:
             "Sections that moved",
             "Every key of them is looked up in the other.",
             ("verl", "here"),
-            SECTIONS.items(),
+            tables().sections.items(),
         ),
         _section(
             "Never did anything",
             "Accepted with a note.",
             ("key", "why"),
-            ((key, row.why) for key, row in IGNORED.items()),
+            ((key, row.why) for key, row in tables().ignored.items()),
         ),
         _section(
             "Not needed here",
             "Accepted with a note.",
             ("key", "why"),
-            ((key, row.why) for key, row in NOT_NEEDED.items()),
+            ((key, row.why) for key, row in tables().not_needed.items()),
         ),
         _section(
             "Not supported yet",
             "Refused, except for verl's default and the values in the third column, which ask for nothing.",
             ("key", "in verl it would", "also accepted", "instead"),
-            ((key, row.would, _values(row.harmless), row.instead) for key, row in UNSUPPORTED.items()),
+            (
+                (key, row.would, _values(row.harmless), row.instead)
+                for key, row in tables().unsupported.items()
+            ),
         ),
         _section("Values that are written otherwise", "", ("key", "verl", "here"), _value_rows()),
         _section(
@@ -117,7 +120,10 @@ def _counts() -> str:
     counts = Counter(kind(key) for key in leaves())
     plain = len(leaves(megatron=False))
     rows = ((name, counts[name], MEANING[name]) for name in (KNOWN, ALIAS, NEVER, NOT_MISSED, REFUSED))
-    text = f"{plain} keys of verl's default configuration and {len(leaves()) - plain} more with `model_engine=megatron`, without `_target_`."
+    text = (
+        f"{plain} keys of verl's default configuration and {len(leaves()) - plain} more with"
+        " `model_engine=megatron`, without `_target_`."
+    )
     return _section("Counts", text, ("class", "keys", "meaning"), rows)
 
 
@@ -179,14 +185,20 @@ def _value_rows() -> Iterator[tuple[str, str, str]]:
 
 
 def _files() -> str:
-    names = ", ".join(f"`{name}`" for name in CONFIG_NAMES)
+    names = ", ".join(f"`{name}`" for name in read("trees")["primary"])
     return f"""## Configuration files and groups
 
-- `--config-name` of verl's own files ({names}), with `--config-path` or without, is taken as `model_engine=dp` or `model_engine=megatron`.
-- `model_engine=megatron` sets `strategy=megatron` for actor and critic; so do `actor@actor_rollout_ref.actor=megatron_actor` and
-  `critic@critic=megatron_critic`. The engines torchtitan and veomni do not exist here.
-- Micro-batch sizes without `_per_gpu` count rows over all data ranks: they are divided by the number of ranks, which needs
-  `trainer.n_gpus_per_node`, and refused where that leaves a rest.
+- A file that the command line names is read, whatever its name. Where there is no such file, `--config-name`
+  of verl's own files ({names}) is taken as `model_engine=dp` or
+  `model_engine=megatron`.
+- A defaults list may name verl's files (`ppo_trainer`, `actor@actor_rollout_ref.actor: dp_actor` and so on):
+  they stand for the defaults here, unless the folder has files of these names.
+- In a file, keys of other versions of verl are accepted while they are off or at that version's default.
+- `model_engine=megatron` sets `strategy=megatron` for actor and critic; so do
+  `actor@actor_rollout_ref.actor=megatron_actor` and `critic@critic=megatron_critic`. The engines torchtitan
+  and veomni do not exist here.
+- Micro-batch sizes without `_per_gpu` count rows over all data ranks: they are divided by the number of
+  ranks, which needs `trainer.n_gpus_per_node`, and refused where that leaves a remainder.
 """
 
 

@@ -28,13 +28,14 @@ from hydraflow.compose import completion
 from hydraflow.compose.arguments import Arguments, Switch, split
 from hydraflow.compose.command import Command
 from hydraflow.compose.command_words import public_words
+from hydraflow.compose.hydra_errors import translated
 from hydraflow.compose.keys import describe
-from hydraflow.compose.loading import VERSION_BASE, Composed, Entry, Judge, finish, register, translated
+from hydraflow.compose.loading import VERSION_BASE, Composed, Entry, Judge, finish, register
 from hydraflow.compose.overrides import Prepared, config_folder, groups_in, prepare
-from hydraflow.compose.own_files import missing_files, unreadable
-from hydraflow.compose.verl import config_file
+from hydraflow.compose.own_files import take, unreadable
 from hydraflow.errors import ConfigError, HydraflowError, Problem
 from hydraflow.redact import public_text
+from hydraflow.schema import PPOConfig
 from hydraflow.system.interrupts import INTERRUPTED, TERMINATED, say_interrupted
 
 Config = TypeVar("Config")
@@ -160,14 +161,14 @@ def _hydra_main(
     entry: Entry[Config], arguments: Arguments, job: Callable[[Composed[Config]], int], codes: list[int]
 ) -> None:
     """Lets Hydra compose and call `job` for each configuration, or do what its options ask for."""
-    _take_verls_files(entry, arguments)
+    own = take(arguments, config_folder(entry.config_name), verl=entry.schema is PPOConfig)
     shown = _take_what_to_show(arguments)
-    if missing := missing_files(arguments, config_folder(entry.config_name)):
-        raise ConfigError([*arguments.problems, *missing])
-    prepared = prepare(entry.config_name, entry.schema, arguments)
+    if own.problems:
+        raise ConfigError([*arguments.problems, *own.problems])
+    prepared = prepare(entry.config_name, entry.schema, arguments, own)
     if prepared.problems and (arguments.multirun or not arguments.runs):
         raise ConfigError(prepared.problems)
-    register(entry)
+    register(entry, own.folders)
 
     def compose(composed: DictConfig) -> int:
         facts = HydraConfig.get()
@@ -223,20 +224,11 @@ def _call_hydra(
     try:
         main()
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError([*prepared.problems, *translated(error).problems]) from error
+        raise ConfigError([*prepared.problems, *translated(error, prepared.files).problems]) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         if reached:
             raise  # it is no configuration that could not be read
         raise ConfigError([*prepared.problems, unreadable(error)]) from error
-
-
-def _take_verls_files(entry: Entry[Any], arguments: Arguments) -> None:
-    """verl's own configuration files, which its users name on the command line, are not needed here."""
-    words = config_file(arguments.value("--config-name", "-cn") or "") if entry.config_name == "ppo" else None
-    if words is not None:
-        arguments.take("--config-name", "-cn")
-        arguments.take("--config-path", "-cp")
-        arguments.overrides += words
 
 
 def _take_what_to_show(arguments: Arguments) -> tuple[str, bool] | None:

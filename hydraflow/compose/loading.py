@@ -11,11 +11,11 @@ what values may be (`rules.py`), what keys mean (`tree.py`, `verl.py`, `effects.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -24,7 +24,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hydraflow.compose import allocated
+from hydraflow.compose import allocated, verl_trees
 from hydraflow.compose import origins as provenance
 from hydraflow.compose import rules as checks
 from hydraflow.compose.arguments import Arguments
@@ -32,9 +32,12 @@ from hydraflow.compose.command import DEFAULT, Command, Counts
 from hydraflow.compose.effects import idle_keys
 from hydraflow.compose.engine_arguments import check_names
 from hydraflow.compose.environment import unread_environment
+from hydraflow.compose.hydra_errors import translated
 from hydraflow.compose.keys import fitted, known_keys
 from hydraflow.compose.overrides import Prepared, config_folder, groups_in, prepare
-from hydraflow.compose.tree import Doubts, Judged, judge, nested
+from hydraflow.compose.tree import Doubts, Judged, judge, nested, over
+from hydraflow.compose.verl_values import ROLLOUT
+from hydraflow.device import planned_devices
 from hydraflow.errors import ConfigError, Problem
 from hydraflow.schema import EvalConfig, GenerateConfig, PPOConfig, SFTConfig
 from hydraflow.system.allocation import allocation
@@ -107,9 +110,14 @@ def load_command(
     return found.config, found.command
 
 
-def register(entry: Entry[Any]) -> None:
-    """Makes the schema's defaults known as `schema_<config_name>`, which the YAML files start from."""
+def register(entry: Entry[Any], folders: Sequence[Path] = ()) -> None:
+    """Makes the schema's defaults known as `schema_<config_name>`, which the YAML files start from.
+
+    `folders` have files of the user's, which may name verl's.
+    """
     ConfigStore.instance().store(f"schema_{entry.config_name}", asdict(entry.schema()))
+    if folders and entry.schema is PPOConfig:
+        verl_trees.register(folders)
 
 
 def finish(
@@ -127,15 +135,20 @@ def finish(
     `config_name` and `words` are the file and the overrides that this composition is of. `only_keys`: values
     are not judged, since the configuration is only to be shown.
     """
-    origins = _find_origins(entry, config_name, words)
+    origins = _find_origins(entry, config_name, words, prepared)
     content = OmegaConf.to_container(composed, resolve=False)
     assert isinstance(content, dict)
     tree = {str(name): value for name, value in content.items()}
+    if config_name != entry.config_name:
+        tree = over(asdict(cast(Any, entry.schema())), tree)
+        composed = OmegaConf.create(tree)
     judged = judge(entry.schema, tree, origins, lambda key: _resolved(composed, key))
     allocated.take(entry.schema, judged.leaves, judged.origins, allocation())
     judged.doubts.keys |= prepared.doubts.keys
     judged.doubts.everything |= prepared.doubts.everything
     unsupported = judged.translation.unsupported
+    if not entry.tolerant:  # what takes the place of a refused value is not the user's
+        judged.doubts.keys |= {one.field for one in unsupported if one.field == f"{ROLLOUT}.name"}
     problems = prepared.problems + [
         one for one in judged.problems if not (entry.tolerant and one in unsupported)
     ]
@@ -149,22 +162,15 @@ def finish(
     return Composed(config, command, nested(written))
 
 
-def translated(error: HydraException | OmegaConfBaseException) -> ConfigError:
-    """What Hydra or OmegaConf found, as a problem of the user's."""
-    key = getattr(error, "full_key", None) or "configuration"
-    text = str(error).partition("Config search path:")[0]  # which repeats folders that the user did not name
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return ConfigError.one(
-        key, None, " ".join(line for line in lines if not line.startswith(("full_key:", "object_type=")))
-    )
-
-
-def _find_origins(entry: Entry[Any], config_name: str, words: Sequence[str]) -> dict[str, str]:
+def _find_origins(
+    entry: Entry[Any], config_name: str, words: Sequence[str], prepared: Prepared
+) -> dict[str, str]:
     loader, ours = GlobalHydra.instance().config_loader(), config_folder(entry.config_name)
-    folders = [Path(source.path) for source in loader.get_sources() if source.scheme() == "file"]
-    return provenance.find(
-        entry.schema, loader, config_name, words, groups_in([ours, *folders], entry.schema), ours
-    )
+    sources = [Path(source.path) for source in loader.get_sources() if source.scheme() == "file"]
+    folders = [*sources, *prepared.folders, ours]
+    words = [*words, *(word for word in prepared.words if word.startswith("hydra.searchpath="))]
+    groups = groups_in([ours, *folders], entry.schema)
+    return provenance.find(entry.schema, loader, config_name, words, groups, folders, ours)
 
 
 def from_environment(
@@ -189,7 +195,7 @@ def _resolved(composed: DictConfig, key: str) -> Any:
         return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
     except OmegaConfBaseException as error:
         problem = translated(error).problems[0]
-        raise ConfigError.one(key, None, problem.rule) from error
+        raise ConfigError([replace(problem, field=key)]) from error
 
 
 def _build(schema: type[Config], leaves: Mapping[str, Any]) -> Config:
@@ -214,6 +220,7 @@ def _describe(
         *judged.translation.notes,
         *(str(one).partition("\n")[0] for one in idle),
         *_open_mappings(judged)[1],
+        *_default_devices(config, judged),
     ]
     if entry.tolerant:
         notes += [str(one).partition("\n")[0] for one in unsupported]
@@ -227,6 +234,16 @@ def _describe(
     told = tuple(unsupported) if entry.tolerant else ()
     said = tuple(dict.fromkeys(notes))
     return Command(entry.config_name, origins, said, counts, told, entry.switches, entry.words, written), idle
+
+
+def _default_devices(config: Any, judged: Judged) -> Iterator[str]:
+    """What takes the place of verl's 8 GPUs, where a command line of verl's does not say how many."""
+    key, said = "trainer.n_gpus_per_node", judged.translation
+    if not isinstance(config, PPOConfig) or key in judged.origins or config.cluster.devices_per_node:
+        return
+    if said.honoured or said.ignored or said.unsupported or said.untouched:
+        count = planned_devices(config.trainer.device)
+        yield f"{key}: not set; verl takes 8, here it is what this machine has ({count})"
 
 
 def _open_mappings(judged: Judged) -> tuple[list[Problem], list[str]]:

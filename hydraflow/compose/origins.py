@@ -20,6 +20,7 @@ from hydra.types import RunMode
 from hydraflow.compose.command import COMMAND_LINE, DEFAULT
 from hydraflow.compose.overrides import Groups, overridden
 from hydraflow.compose.tree import flatten, leaf_of, nested
+from hydraflow.compose.verl_trees import keys_of
 from hydraflow.redact import fingerprinted
 
 OURS = "config/"
@@ -27,20 +28,34 @@ OURS = "config/"
 
 
 def find(
-    schema: type, loader: ConfigLoader, config_name: str, words: Sequence[str], groups: Groups, ours: Path
+    schema: type,
+    loader: ConfigLoader,
+    config_name: str,
+    words: Sequence[str],
+    groups: Groups,
+    folders: Sequence[Path],
+    ours: Path,
 ) -> dict[str, str]:
-    """Key -> origin. `ours` is the folder of our own files, `words` the overrides as Hydra got them."""
-    folders = [Path(source.path) for source in loader.get_sources() if source.scheme() == "file"]
+    """Key -> origin. `words` are the overrides as Hydra got them, `folders` where it looks for files, `ours`
+    the folder of our own."""
     defaults = loader.compute_defaults_list(
         config_name=config_name, overrides=list(words), run_mode=RunMode.RUN
     ).defaults
     origins: dict[str, str] = {}
+    primary = next((path for each in folders if (path := _yaml(each, config_name)).is_file()), None)
     for default in defaults:
         if file := _file_of(default, folders):
             origins |= _origins_in(schema, file, default.package or "", _label(file, ours))
+        elif primary and primary.parent != ours and default.config_path:
+            chosen = keys_of(default.config_path, default.package or "")
+            origins |= dict.fromkeys(chosen, _label(primary, ours))
     for key, value in overridden(words, groups).items():
         for leaf, _ in flatten(schema, nested({key: value})):
             origins[leaf_of(schema, leaf)] = COMMAND_LINE
+    for word in words:
+        if word.startswith("~"):  # a deleted key has the schema's default
+            gone = word[1:].partition("=")[0]
+            origins = {key: one for key, one in origins.items() if not f"{key}.".startswith(f"{gone}.")}
     return origins
 
 
@@ -60,8 +75,11 @@ def _file_of(default: ResultDefault, folders: Sequence[Path]) -> Path | None:
     name = default.config_path or ""
     if name.startswith("hydra/"):
         return None
-    candidates = (folder / (name if name.endswith(".yaml") else f"{name}.yaml") for folder in folders)
-    return next((file for file in candidates if file.is_file()), None)
+    return next((path for folder in folders if (path := _yaml(folder, name)).is_file()), None)
+
+
+def _yaml(folder: Path, name: str) -> Path:
+    return folder / (name if name.endswith(".yaml") else f"{name}.yaml")
 
 
 def _origins_in(schema: type, file: Path, package: str, label: str) -> dict[str, str]:

@@ -22,10 +22,13 @@ from hydra.errors import HydraException
 
 from hydraflow.compose.arguments import Arguments
 from hydraflow.compose.command_words import plain, unparsed, values
-from hydraflow.compose.keys import Key, known_keys, nearest_keys, unknown_key
+from hydraflow.compose.keys import Key, is_below_open, known_keys, nearest_keys, unknown_key
+from hydraflow.compose.own_files import OwnFiles
 from hydraflow.compose.tree import Doubts, value_problems
-from hydraflow.compose.verl import group_override
+from hydraflow.compose.verl import classify
+from hydraflow.compose.verl_trees import engine_override, group_override, primary_names
 from hydraflow.errors import ConfigError, Problem, shown
+from hydraflow.schema import PPOConfig
 
 Groups = Mapping[str, Sequence[str]]
 """Folder of YAML files -> the choices in it."""
@@ -42,6 +45,10 @@ class Prepared:
 
     words: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    folders: Sequence[Path] = ()
+    """Where YAML files of the user's may be."""
+    files: Sequence[str] = ()
+    """What a defaults list may name."""
     doubts: Doubts = field(default_factory=Doubts)
     """What was left out of `words`, so that nobody judges it by its default."""
 
@@ -74,19 +81,21 @@ def groups_in(folders: Sequence[Path], schema: type) -> dict[str, list[str]]:
     return groups
 
 
-def prepare(config_name: str, schema: type, arguments: Arguments) -> Prepared:
+def prepare(config_name: str, schema: type, arguments: Arguments, own: OwnFiles | None = None) -> Prepared:
     """Words for Hydra, and what is wrong with those that it could not take."""
-    folders = [
-        config_folder(config_name),
-        *(Path(path) for path in [arguments.value("--config-dir", "-cd")] if path),
-    ]
+    own = own or OwnFiles()
+    folders = [config_folder(config_name), *own.folders]
     groups = groups_in(folders, schema)
     chosen = _groups_of(folders[0] / f"{config_name}.yaml")
     own_file = arguments.has("--config-name", "-cn", "--config-path", "-cp")
-    prepared = Prepared(problems=list(arguments.problems))
+    prepared = Prepared(list(own.words), list(arguments.problems), own.folders)
+    prepared.files = [
+        *(file.stem for folder in folders for file in folder.glob("*.yaml")),
+        *(primary_names() if own.folders else ()),
+    ]
     keys: set[str] = set()
     for word in arguments.overrides:
-        parsed = _parse(word, prepared)
+        parsed = _parse(word, schema, prepared)
         if parsed is None:
             continue
         keys.add(parsed.key_or_group)
@@ -118,7 +127,7 @@ def is_hydras(override: Override) -> bool:
     return override.is_delete() or override.package is not None or key.startswith(("hydra.", "hydra/"))
 
 
-def _parse(word: str, prepared: Prepared) -> Override | None:
+def _parse(word: str, schema: type, prepared: Prepared) -> Override | None:
     key, equals, value = word.lstrip("+~").partition("=")
     if word.startswith("~") or (key and equals):
         try:
@@ -126,10 +135,18 @@ def _parse(word: str, prepared: Prepared) -> Override | None:
         except HydraException as error:
             prepared.problems.append(_unreadable(word, key, value, str(error).splitlines()[0]))
     else:
-        prepared.problems.append(Problem(word or "''", None, "is not key=value"))
+        prepared.problems.append(_no_value(word, schema))
     if key:
         prepared.doubts.add(key)
     return None
+
+
+def _no_value(word: str, schema: type) -> Problem:
+    known = known_keys(schema).get(word.lstrip("+"))
+    remedy = (
+        "--help lists every key" if known is None or known.is_section else f"{word}={shown(known.default)}"
+    )
+    return Problem(word or "''", None, "is not key=value", remedy)
 
 
 def _unreadable(word: str, key: str, value: str, reason: str) -> Problem:
@@ -157,6 +174,8 @@ def _problems(override: Override, schema: type, groups: Groups, *, multirun: boo
     """Why Hydra could not take an override; in a sweep also what is wrong with each of its values, before the
     first of them runs."""
     key = override.key_or_group
+    if override.is_delete() and not key.startswith("hydra") and key not in groups:
+        return _no_deletion(key, schema)
     if is_hydras(override):
         return []
     if override.is_sweep_override() and not multirun:
@@ -179,6 +198,15 @@ def _problems(override: Override, schema: type, groups: Groups, *, multirun: boo
         if multirun
         else []
     )
+
+
+def _no_deletion(key: str, schema: type) -> list[Problem]:
+    """Why a key cannot be deleted: only what is known and what a file may have added can."""
+    known = known_keys(schema)
+    if key in known or is_below_open(known, key) or (schema is PPOConfig and classify(key) is not None):
+        return []
+    near = " or ".join(f"~{name}" for name in nearest_keys(schema, key)) or f"leave out ~{key}"
+    return [Problem(f"~{key}", None, "there is no such key to delete", near)]
 
 
 def _is_choice(override: Override, groups: Groups) -> bool:
@@ -227,6 +255,9 @@ def _normalised(override: Override, groups: Groups, chosen: frozenset[str], *, o
     if is_hydras(override):
         return [word]
     bare = word.lstrip("+")
+    if own_file and override.key_or_group == "model_engine":
+        engine = engine_override(plain(override.value()))
+        return [word] if engine is None else engine
     if not _is_choice(override, groups):
         return [f"++{bare}"]
     if override.key_or_group in chosen:

@@ -1,48 +1,72 @@
-"""The YAML files that a user brings with --config-dir and --config-name: whether they are there, and why they
-cannot be read.
+"""The YAML files that a user brings with --config-path, --config-dir and --config-name: where they are, and
+why they cannot be read.
 
-In: a command line, our own folder of YAML files; or what a reader of YAML raised. Out: problems.
-Left out on purpose: what is in them (`tree.py`), and --config-path, which is Hydra's to judge.
+In: a command line, our own folder of YAML files; or what a reader of YAML raised. Out: folders to search and
+problems. Left out on purpose: what is in the files (`tree.py`).
 """
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 
+from hydraflow.compose import verl_trees
 from hydraflow.compose.arguments import Arguments
+from hydraflow.compose.command_words import plain
 from hydraflow.errors import Problem
 
+_PATH, _FOLDER, _NAME = ("--config-path", "-cp"), ("--config-dir", "-cd"), ("--config-name", "-cn")
+_FILE, _SEARCH = "file://", "hydra.searchpath"
+_VERLS_FOLDER = "config"
+"""What verl's command lines call verl's own folder: Hydra looks for it beside verl's entry point."""
 
-def missing_files(arguments: Arguments, ours: Path) -> list[Problem]:
-    """What is wrong with the folder and the file that a command line names; `ours` is the folder of our own
-    files."""
-    folder, name = arguments.value("--config-dir", "-cd"), arguments.value("--config-name", "-cn")
-    if folder is not None and not Path(folder).is_dir():
-        rule = "is a file, not a folder" if Path(folder).is_file() else "there is no such folder"
-        return [
-            Problem(
-                f"--config-dir {folder}",
-                None,
-                rule,
-                f"--config-dir {Path(folder).parent}" if Path(folder).is_file() else "",
-            )
-        ]
-    if name is None or arguments.has("--config-path", "-cp"):
-        return []
-    folders = [ours, *([Path(folder)] if folder else [])]
-    if any(_yaml(each, name).is_file() for each in folders):
-        return []
-    choices = sorted({file.stem for each in folders for file in each.glob("*.yaml")})
-    close = difflib.get_close_matches(Path(name).stem, choices, n=1)
-    remedy = f"--config-name {close[0]}" if close else "--config-dir DIR names the folder of your own files"
-    return [
-        Problem(
-            f"--config-name {name}", None, f"there is no such file; there are {', '.join(choices)}", remedy
-        )
-    ]
+
+@dataclass
+class OwnFiles:
+    """What a command line names besides our own files."""
+
+    folders: list[Path] = field(default_factory=list)
+    """Where YAML files of the user's may be."""
+    words: list[str] = field(default_factory=list)
+    """Overrides that make Hydra look there."""
+    problems: list[Problem] = field(default_factory=list)
+
+
+def take(arguments: Arguments, ours: Path, *, verl: bool) -> OwnFiles:
+    """Finds the user's files, and rewrites the options that name them so that Hydra finds them, too.
+
+    `ours` is the folder of our own files. `verl`: one of verl's primary configurations may be named; where
+    there is no such file, overrides stand for it.
+    """
+    _split_name(arguments)
+    path, extra, name = (arguments.value(*names) for names in (_PATH, _FOLDER, _NAME))
+    if path is not None and path.startswith("pkg://"):
+        return OwnFiles()
+    named = [Path(folder) for folder in (path, extra) if folder is not None]
+    if verl and name is not None and _stands_for_verls(name, path, named):
+        arguments.take(*_NAME)
+        arguments.take(*_PATH)
+        arguments.overrides += verl_trees.config_file(name)
+        return take(arguments, ours, verl=False)
+    if problems := [*_no_folder(_PATH[0], path), *_no_folder(_FOLDER[0], extra)]:
+        return OwnFiles(problems=problems)
+    found = OwnFiles([folder.resolve() for folder in named])
+    if name is not None:
+        folders = [ours, *named] if path is None else named
+        found.problems += _no_file(name, folders, verl=verl and path is not None)
+    if path is not None:
+        arguments.take(*_PATH)
+        arguments.options += ["--config-path", str(Path(path).resolve())]
+    if not found.problems:
+        _search(arguments, ours, found, name)
+    return found
 
 
 def unreadable(error: yaml.YAMLError | UnicodeDecodeError) -> Problem:
@@ -59,6 +83,96 @@ def unreadable(error: yaml.YAMLError | UnicodeDecodeError) -> Problem:
         return Problem("configuration", None, f"a YAML file cannot be read: {error}", "write it in UTF-8")
     file = "configuration" if mark.name.startswith("<") else mark.name
     return Problem(file, None, f"is not YAML: {getattr(error, 'problem', error)} (line {mark.line + 1})")
+
+
+def _split_name(arguments: Arguments) -> None:
+    """Takes `--config-name folder/mine.yaml` as the folder and the name, where there is such a file."""
+    name = arguments.value(*_NAME)
+    if name is None or arguments.has(*_PATH) or len(Path(name).parts) < 2:
+        return
+    file = _yaml(Path(), name)
+    if file.is_file():
+        arguments.take(*_NAME)
+        arguments.options += ["--config-path", str(file.parent), "--config-name", file.stem]
+
+
+def _stands_for_verls(name: str, path: str | None, named: list[Path]) -> bool:
+    """Whether the name is that of verl's own file, and there is no such file of the user's."""
+    if not verl_trees.is_primary(name) or any(_yaml(folder, name).is_file() for folder in named):
+        return False
+    return path is None or Path(path).parts == (_VERLS_FOLDER,)
+
+
+def _no_folder(option: str, folder: str | None) -> list[Problem]:
+    if folder is None or Path(folder).is_dir():
+        return []
+    if Path(folder).is_file():
+        remedy = f"{option} {Path(folder).parent}"
+        return [Problem(f"{option} {folder}", None, "is a file, not a folder", remedy)]
+    close = difflib.get_close_matches(Path(folder).name, _folders_beside(folder), n=1)
+    remedy = f"{option} {Path(folder).with_name(close[0])}" if close else f"leave out {option}"
+    return [Problem(f"{option} {folder}", None, "there is no such folder", remedy)]
+
+
+def _folders_beside(folder: str) -> list[str]:
+    above = Path(folder).parent
+    return [each.name for each in above.iterdir() if each.is_dir()] if above.is_dir() else []
+
+
+def _no_file(name: str, folders: list[Path], *, verl: bool) -> list[Problem]:
+    if any(_yaml(each, name).is_file() for each in folders):
+        return []
+    choices = sorted({file.stem for each in folders for file in each.glob("*.yaml")})
+    close = difflib.get_close_matches(Path(name).stem, choices, n=1)
+    remedy = f"--config-name {close[0]}" if close else "--config-dir DIR names the folder of your own files"
+    if verl and verl_trees.is_primary(name):
+        remedy = f"leave out --config-path: {name} alone stands for verl's own file"
+    there = f"there are {', '.join(choices)}" if choices else f"there is no YAML file in {folders[0]}"
+    return [Problem(f"--config-name {name}", None, f"there is no such file; {there}", remedy)]
+
+
+def _search(arguments: Arguments, ours: Path, found: OwnFiles, name: str | None) -> None:
+    """Lets Hydra find our own files beside the user's, and drops folders of a search path that are not there,
+    such as verl's in a file that was written for a clone of it."""
+    given = _given_search(arguments)
+    listed = _search_of(name, found.folders) if given is None else given
+    kept = [entry for entry in listed if not entry.startswith(_FILE) or _folder(entry).is_dir()]
+    found.folders += [_folder(entry).resolve() for entry in kept if entry.startswith(_FILE)]
+    wanted = [*kept, *([f"{_FILE}{ours}"] if arguments.has(*_PATH) else [])]
+    if wanted != listed or given is not None:
+        quoted = ",".join('"' + entry.replace('"', '\\"') + '"' for entry in wanted)
+        found.words.append(f"{_SEARCH}=[{quoted}]")
+
+
+def _given_search(arguments: Arguments) -> list[str] | None:
+    """The search path of the command line, which is taken out of it."""
+    word = next((word for word in arguments.overrides if word.lstrip("+").startswith(f"{_SEARCH}=")), None)
+    if word is None:
+        return None
+    try:
+        listed = plain(OverridesParser.create().parse_override(word).value())
+    except HydraException:
+        return None
+    arguments.overrides.remove(word)
+    return [str(entry) for entry in listed] if isinstance(listed, list) else [str(listed)]
+
+
+def _search_of(name: str | None, folders: list[Path]) -> list[str]:
+    """The search path that the user's primary file asks for; what is wrong with the file, Hydra finds."""
+    file = next((file for each in folders if name and (file := _yaml(each, name)).is_file()), None)
+    if file is None:
+        return []
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError):
+        return []
+    hydra = content.get("hydra") if isinstance(content, Mapping) else None
+    listed: Any = hydra.get("searchpath") if isinstance(hydra, Mapping) else None
+    return [str(entry) for entry in listed] if isinstance(listed, list) else []
+
+
+def _folder(entry: str) -> Path:
+    return Path(entry.removeprefix(_FILE))
 
 
 def _yaml(folder: Path, name: str) -> Path:

@@ -16,9 +16,21 @@ from typing import Any
 import yaml
 
 from hydraflow.compose import verl
-from hydraflow.compose.keys import accepts, is_below_open, known_keys, nearest_keys, unknown_key, wrong_type
+from hydraflow.compose.command import COMMAND_LINE
+from hydraflow.compose.keys import (
+    Key,
+    accepts,
+    is_below_open,
+    known_keys,
+    nearest_keys,
+    type_words,
+    unknown_key,
+    wrong_type,
+)
 from hydraflow.compose.verl import Translation
-from hydraflow.errors import ConfigError, Problem
+from hydraflow.compose.verl_table import OTHER_ALIASES
+from hydraflow.compose.verl_values import value_of
+from hydraflow.errors import ConfigError, Problem, shown
 from hydraflow.schema import PPOConfig
 
 _DECIDES_THE_PLAN = (
@@ -87,13 +99,30 @@ def judge(schema: type, tree: Mapping[str, Any], origins: Mapping[str, str], res
             judged.problems += error.problems
             judged.doubts.add(key)
     if schema is PPOConfig:
-        verl.translate(foreign, judged.leaves, judged.origins, origins, judged.translation)
+        verl.translate(foreign, judged.leaves, judged.origins, origins, judged.translation, judged.written)
         judged.problems += judged.translation.problems
         foreign = judged.translation.unknown
+    else:
+        foreign = dict(_without_aliases(schema, foreign, judged, origins))
     for key, value in foreign.items():
-        judged.problems.append(unknown_key(schema, key, value))
+        problem = unknown_key(schema, key, value)
+        judged.problems.append(verl.suggested(problem, value) if schema is PPOConfig else problem)
         judged.doubts.add(*nearest_keys(schema, key, 1))
     return judged
+
+
+def _without_aliases(
+    schema: type, foreign: Mapping[str, Any], judged: Judged, origins: Mapping[str, str]
+) -> Iterator[tuple[str, Any]]:
+    """Takes the keys that the other entry points of verl's call otherwise; yields the rest."""
+    for key, value in foreign.items():
+        new = OTHER_ALIASES.get(schema.__name__, {}).get(key)
+        if new is None or new in judged.origins:
+            yield key, value
+            continue
+        _sort(schema, new, value, judged, {})
+        judged.origins[new] = origins.get(key, COMMAND_LINE)
+        judged.translation.notes.append(f"{key}: taken as {new}={shown(value, new)}")
 
 
 def _sort(schema: type, key: str, value: Any, judged: Judged, foreign: dict[str, Any]) -> None:
@@ -103,13 +132,43 @@ def _sort(schema: type, key: str, value: Any, judged: Judged, foreign: dict[str,
         foreign[key] = value
         return
     if schema is PPOConfig:
-        value, note = verl.value_of(key, value)
+        value, note = value_of(key, value)
         judged.translation.notes += [note] if note else []
+        if value == "???" or (
+            value is None and not accepts(known.hint, None) and _is_default_of_verls(key, judged)
+        ):
+            return
     if known.is_section or not accepts(known.hint, value):
-        judged.problems.append(wrong_type(schema, known, value))
+        judged.problems.append(_as_meant(known, value) or wrong_type(schema, known, value))
         judged.doubts.add(f"{key}." if known.is_section else key)
         return
     judged.leaves[key] = value
+
+
+def _as_meant(known: Key, value: Any) -> Problem | None:
+    """The report of a value that is right but for the quotes around it, or for a list too many."""
+    if known.is_section:
+        return None
+    if isinstance(value, str):
+        try:
+            meant = yaml.safe_load(value)
+        except yaml.YAMLError:
+            return None
+        if isinstance(meant, str) or meant is None or not accepts(known.hint, meant):
+            return None
+        rule = f"must be {type_words(known.hint)}, and the quotes make it text"
+        return Problem(known.path, shown(f"'{value}'", known.path), rule, f"{known.path}={shown(meant)}")
+    if isinstance(value, list) and any(isinstance(item, list) for item in value):
+        flat = [one for item in value for one in (item if isinstance(item, list) else [item])]
+        if accepts(known.hint, flat):
+            rule = f"must be {type_words(known.hint)}, without a list inside"
+            return Problem(known.path, shown(value), rule, f"{known.path}={shown(flat)}")
+    return None
+
+
+def _is_default_of_verls(key: str, judged: Judged) -> bool:
+    """Whether a file leaves a key at the null that a version of verl's has for it."""
+    return verl.in_file(judged.origins.get(key, COMMAND_LINE)) and verl.is_other_default(key, None)
 
 
 def _as_typed(schema: type, key: str, value: Any) -> Any:
@@ -164,6 +223,22 @@ def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
             node = node.setdefault(section, {})
         node[last] = value
     return tree
+
+
+def over(base: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A tree with what it leaves out taken from another.
+
+    >>> over({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 5}})
+    {'a': {'b': 5, 'c': 2}, 'd': 3}
+    """
+    merged = dict(base)
+    for name, value in tree.items():
+        below = merged.get(name)
+        if isinstance(value, Mapping) and isinstance(below, Mapping):
+            merged[name] = over(below, value)
+        else:
+            merged[name] = value
+    return merged
 
 
 def leaf_of(schema: type, key: str) -> str:

@@ -2,45 +2,42 @@
 honour yet.
 
 In: keys that are not ours with their values, and the known ones. Out: `Translation`, while values of renamed
-keys go to the known keys. The tables are in `verl_table.py`. Left out on purpose: verl's other commands
-(`sft_trainer` and such).
+keys go to the known keys. The tables are in `verl_table.py` and `verl_data/`. Left out on purpose: verl's
+other commands (`sft_trainer` and such).
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import difflib
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 from hydraflow.compose.command import COMMAND_LINE, DEFAULT
 from hydraflow.compose.keys import accepts, is_below_open, known_keys, wrong_type
+from hydraflow.compose.nearest import nearest
 from hydraflow.compose.patterns import expand, fits
 from hydraflow.compose.verl_defaults import leaves as verl_leaves
 from hydraflow.compose.verl_table import (
     ALIASES,
-    CONFIG_NAMES,
-    DTYPES,
-    ENGINES,
-    FILTER_METRICS,
     FOLLOWS,
-    IGNORED,
-    NOT_NEEDED,
     OVER_ALL_RANKS,
-    SECTIONS,
-    STRATEGIES,
-    UNSUPPORTED,
-    VERL_TRACKERS,
     Alias,
     Ignored,
     Unsupported,
+    tables,
 )
+from hydraflow.compose.verl_values import beside_others, unbuilt, value_of
 from hydraflow.errors import Problem, shown
 from hydraflow.redact import public
 from hydraflow.schema import PPOConfig
 
 Row = Alias | Ignored | Unsupported
+
+_MISSPELT = 0.9
+"""Likeness from which a name counts as a misspelt other one."""
 
 _ROLE_KEYS = (
     "actor_rollout_ref.actor.",
@@ -61,6 +58,8 @@ class Translation:
     unsupported: list[Problem] = field(default_factory=list)
     ignored: list[Problem] = field(default_factory=list)
     """Accepted without effect."""
+    untouched: Counter[str] = field(default_factory=Counter)
+    """File -> keys of verl's in it that are off or at a default of verl's: one note says how many."""
     honoured: set[str] = field(default_factory=set)
     """Keys of ours that got a value by another name."""
     unknown: dict[str, Any] = field(default_factory=dict)
@@ -82,13 +81,14 @@ def classify(key: str) -> Row | None:
         return Alias(moved)
     if alias := _aliases().get(moved):
         return alias
-    tables: list[Mapping[str, Row]] = [IGNORED, NOT_NEEDED, UNSUPPORTED]
-    return next((row for table in tables for pattern, row in table.items() if fits(pattern, moved)), None)
+    rows = tables()
+    found: list[Mapping[str, Row]] = [rows.ignored, rows.not_needed, rows.unsupported]
+    return next((row for table in found for pattern, row in table.items() if fits(pattern, moved)), None)
 
 
 def renamed(key: str) -> str:
     """The key with the section that holds its keys now."""
-    for old, new in SECTIONS.items():
+    for old, new in tables().sections.items():
         if key.startswith(old):
             return new + key.removeprefix(old)
     return key
@@ -105,47 +105,6 @@ def _aliases() -> dict[str, Alias]:
     return found
 
 
-# --- one value --------------------------------------------------
-
-
-def value_of(key: str, value: Any) -> tuple[Any, str | None]:
-    """Our form of a value that verl writes otherwise, and what to say about it.
-
-    >>> value_of("critic.strategy", "fsdp")
-    ('fsdp2', 'critic.strategy=fsdp: taken as fsdp2')
-    """
-    name = key.rpartition(".")[2]
-    new = value
-    if name in ("dtype", "model_dtype", "reduce_dtype"):
-        new = DTYPES.get(str(value), value)
-    elif name == "strategy":
-        new = STRATEGIES.get(str(value), value)
-    elif key == "actor_rollout_ref.rollout.name":
-        new = ENGINES.get(str(value), value)
-    elif key == "algorithm.filter_groups.metric":
-        new = FILTER_METRICS.get(str(value), value)
-    elif (name, value) in (("lr_warmup_steps", None), ("test_freq", 0)):
-        new = -1
-    elif key == "trainer.logger":
-        return _loggers(value)
-    return (new, None) if new == value else (new, f"{key}={shown(value)}: taken as {shown(new)}")
-
-
-def _loggers(value: Any) -> tuple[Any, str | None]:
-    names = [value] if isinstance(value, str) else value
-    if not isinstance(names, list):
-        return value, None
-    absent = [name for name in names if name in VERL_TRACKERS]
-    kept = [name for name in names if name not in absent]
-    if not absent:
-        return kept, None
-    kept += [name for name in ("file", "tensorboard") if name not in kept]
-    return (
-        kept,
-        f"trainer.logger: there is no {' and no '.join(absent)} here yet; metrics go to {', '.join(kept)}",
-    )
-
-
 # --- a whole command --------------------------------------------------
 
 
@@ -155,18 +114,29 @@ def translate(
     origins: dict[str, str],
     found_origins: Mapping[str, str],
     result: Translation,
+    interpolated: Container[str] = (),
 ) -> None:
     """Sorts the keys that are not ours into `result`. Values of renamed keys go to `leaves`, with their
     origin to `origins`.
 
-    `found_origins` has the origins under the names that the user wrote.
+    `found_origins` has the origins under the names that the user wrote; `interpolated` the keys whose values
+    were written as interpolations.
     """
-    for key, value in sorted(
-        foreign.items(), key=lambda item: counts_all_ranks(classify(item[0]))
-    ):  # those need the sizes of others
-        row = classify(key)
+    foreign = dict(foreign)
+    result.unsupported += unbuilt(leaves, origins, foreign)
+    waiting = [key for key in foreign if counts_all_ranks(classify(key))]  # for the sizes that divide them
+    for key in [*(key for key in foreign if key not in waiting), None, *waiting]:
+        if key is None:
+            _follow(leaves, origins)
+            continue
+        row, value = classify(key), foreign[key]
         origin = found_origins.get(key, COMMAND_LINE)
-        if row is None:
+        if value == {} and key not in found_origins and found_origins:
+            continue  # a group of verl's that a defaults list names: nobody set anything in it
+        follows = key in interpolated and verl_leaves().get(key) is ...
+        if in_file(origin) and not isinstance(row, Alias) and (follows or _asks_for_nothing(key, value, row)):
+            result.untouched[origin] += 1
+        elif row is None:
             result.unknown[key] = value
         elif isinstance(row, Alias):
             for new, converted in _renamed_values(key, value, row, leaves, result):
@@ -185,13 +155,28 @@ def translate(
             )
         else:
             result.unsupported.append(_unsupported(key, value, row))
+    for origin, count in result.untouched.items():
+        keys = "1 key of verl's is" if count == 1 else f"{count} keys of verl's are"
+        result.notes.append(f"{origin}: {keys} off or at verl's default, without effect here")
     result.problems += result.unsupported
     _follow(leaves, origins)
+    result.notes += beside_others(leaves, origins)
+
+
+def _asks_for_nothing(key: str, value: Any, row: Row | None) -> bool:
+    """Whether a key of a file only repeats what verl does anyway, in this version or another."""
+    if row is None:
+        return is_of_another_version(key, value)
+    if isinstance(row, Unsupported) and _is_harmless(key, value, row):
+        return True
+    if _is_default(key, value) or key.endswith("._target_"):
+        return True
+    return is_off(value) and verl_leaves().get(key, ...) is ...
 
 
 def is_never_read(key: str) -> bool:
     """Whether verl itself ignores the key."""
-    return any(fits(pattern, renamed(key)) for pattern in IGNORED)
+    return any(fits(pattern, renamed(key)) for pattern in tables().ignored)
 
 
 def _unsupported(key: str, value: Any, row: Unsupported) -> Problem:
@@ -206,10 +191,76 @@ def _unsupported(key: str, value: Any, row: Unsupported) -> Problem:
 
 def _is_harmless(key: str, value: Any, row: Unsupported) -> bool:
     """Whether a value asks for nothing: verl's default, or one that the row names."""
-    default = verl_leaves().get(key, verl_leaves().get(renamed(key), ...))
-    if default is not ... and _same(value, default):
-        return True
-    return any(_same(value, harmless) for harmless in row.harmless)
+    return _is_default(key, value) or any(_same(value, harmless) for harmless in row.harmless)
+
+
+def _is_default(key: str, value: Any) -> bool:
+    """Whether a value is verl's default, in this version or another."""
+    default = verl_leaves().get(key, _moved_defaults().get(renamed(key), ...))
+    return (default is not ... and _same(value, default)) or is_other_default(key, value)
+
+
+@cache
+def _moved_defaults() -> dict[str, Any]:
+    """verl's defaults under the names of the sections that hold the keys now."""
+    return {renamed(key): default for key, default in verl_leaves().items()}
+
+
+def is_other_default(key: str, value: Any) -> bool:
+    """Whether a value is the default of another version of verl's.
+
+    >>> is_other_default("algorithm.filter_groups.metric", None)
+    True
+    """
+    others = tables().other_defaults.items()
+    return any(_same(value, default) and fits(pattern, key) for pattern, default in others)
+
+
+def in_file(origin: str) -> bool:
+    """Whether a value was set in a YAML file, which may list defaults, rather than on the command line."""
+    return origin not in (COMMAND_LINE, DEFAULT)
+
+
+def is_off(value: Any) -> bool:
+    """Whether a value asks for nothing, whatever its key does.
+
+    >>> is_off(False), is_off(0), is_off("disabled"), is_off(1)
+    (True, True, True, False)
+    """
+    nothing: tuple[object, ...] = (None, False, {}, [], 0, -1, "", "disabled")
+    return any(_same(value, off) for off in nothing)
+
+
+def is_of_another_version(key: str, value: Any) -> bool:
+    """Whether an unknown key of a file may be one that verl 0.9.1 lacks, and asks for nothing: it is in a
+    section of verl's, off, and no misspelt name of a key of that section."""
+    section, _, name = key.rpartition(".")
+    beside = {known.removeprefix(f"{section}.") for known in _all_keys() if known.startswith(f"{section}.")}
+    names = {known.partition(".")[0] for known in beside}
+    misspelt = difflib.get_close_matches(name, names, n=1, cutoff=_MISSPELT)
+    return bool(section and names) and is_off(value) and not misspelt
+
+
+def suggested(problem: Problem, value: Any) -> Problem:
+    """The report of an unknown key, with the nearest key of verl's first where none of ours is as near.
+
+    >>> print(suggested(Problem("actor_rollout_ref.rollout.enfrce_eager", True, "unknown key"), True).remedy)
+    actor_rollout_ref.rollout.enforce_eager=true
+    """
+    ours = [key.path for key in known_keys(PPOConfig).values() if not key.is_section]
+    others = [key for key in {**verl_leaves(), **_aliases()} if key not in ours]
+    near = nearest(problem.field, [*ours, *others], 1)
+    if not near or near[0] in ours:
+        return problem
+    first = f"{near[0]}={shown(public(public(value, problem.field), near[0]))}"
+    rest = problem.remedy.split(" or ")[:2] if "=" in problem.remedy else []
+    return replace(problem, remedy=" or ".join([first, *rest]))
+
+
+@cache
+def _all_keys() -> frozenset[str]:
+    """Keys of ours and of verl 0.9.1's."""
+    return frozenset(known_keys(PPOConfig)) | frozenset(verl_leaves())
 
 
 def _same(value: Any, other: Any) -> bool:
@@ -317,6 +368,8 @@ def _take(
             Problem(old, shown(value), rule, f"leave out {old} or {new}={shown(value, old)}")
         )
         return
+    if in_file(origin) and leaves.get(new) == value:
+        return  # a default that the file repeats
     _set(new, value, leaves)
     origins[new] = origin
     result.honoured.add(new)
@@ -350,35 +403,3 @@ def _follow(leaves: dict[str, Any], origins: dict[str, str]) -> None:
         if leader in origins and key not in origins and leaves.get(leader) is not None:
             leaves[key] = leaves[leader]
             origins[key] = f"follows {leader}"
-
-
-# --- Hydra's options and groups --------------------------------------------------
-
-
-def config_file(name: str) -> list[str] | None:
-    """The overrides that stand for one of verl's configuration files; None: it is none.
-
-    >>> config_file("ppo_megatron_trainer.yaml")
-    ['++model_engine=megatron']
-    """
-    engine = CONFIG_NAMES.get(name.removesuffix(".yaml"))
-    return None if engine is None else ([] if engine == "dp" else [f"++model_engine={engine}"])
-
-
-def group_override(group: str, package: str | None, value: Any) -> list[str] | None:
-    """The overrides that stand for verl's `actor@actor_rollout_ref.actor=megatron_actor` and its like; None:
-    it is none.
-
-    >>> group_override("critic", "critic", "megatron_critic")
-    ['++critic.strategy=megatron']
-    """
-    match = re.fullmatch(r"(dp|megatron)_(actor|ref|critic)", str(value))
-    if package is None or match is None or match[2] != group:
-        return None
-    engine, role = (
-        match[1],
-        {"actor": "actor_rollout_ref.actor", "ref": "actor_rollout_ref.ref", "critic": "critic"}[match[2]],
-    )
-    if role != package:
-        return None
-    return [f"++{role}.strategy=megatron"] if engine == "megatron" else []

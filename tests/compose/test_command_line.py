@@ -57,7 +57,10 @@ def test_a_run_gets_its_configuration_and_leaves_no_files(tmp_path):
         (["data.train_files=~/a.parquet"], "'data.train_files=\"~/a.parquet\"'"),
         (["strict=yes"], "-> strict=true"),
         (["data.train_batch_size=1e30"], "-> data.train_batch_size=1024"),
-        (["trainer.seed=${nope}"], "trainer.seed: Interpolation key 'nope' not found"),
+        (
+            ["trainer.seed=${nope}"],
+            "trainer.seed=${nope}: Interpolation key 'nope' not found\n      -> write the whole path",
+        ),
         (["trainer.seed=${oc.env:NOT_THERE}"], "NOT_THERE"),
         (["trainer.seed=${trainer.seed}"], "trainer.seed: "),
         (
@@ -85,8 +88,11 @@ def test_a_mistake_is_named_without_a_stack_trace(tmp_path, arguments, expected)
         (b"data:\n  train_files: [a\n", "is not YAML: expected ',' or ']'"),
         (b"trainer: {seed: 1}\ntrainer: {seed: 2}\n", "is not YAML: found duplicate key trainer (line 2)"),
         (b"\xff\xfe", "-> write it in UTF-8"),
-        (b"- a\n- b\n", "must be a DictConfig"),
-        (b"defaults: [ppo, nowhere, _self_]\n", "Could not load 'nowhere'.\n"),
+        (b"- a\n- b\n", "mine.yaml: holds a list where keys belong"),
+        (
+            b"defaults: [ppo, nowhere, _self_]\n",
+            "its defaults list names 'nowhere', and there is no such file\n      -> ",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named_without_a_stack_trace(tmp_path, content, expected):

@@ -14,7 +14,8 @@ from hydraflow.compose.loading import load_command
 from hydraflow.compose.patterns import expand, fits
 from hydraflow.compose.tree import flatten, judge, nested
 from hydraflow.compose.verl_defaults import leaves
-from hydraflow.compose.verl_table import ALIASES, FOLLOWS, IGNORED, NOT_NEEDED, SECTIONS, UNSUPPORTED, Alias
+from hydraflow.compose.verl_table import ALIASES, FOLLOWS, Alias, tables
+from hydraflow.compose.verl_trees import config_file
 from hydraflow.errors import ConfigError
 from hydraflow.schema import PPOConfig
 
@@ -47,11 +48,15 @@ def test_the_defaults_are_those_of_verl():
 
 
 def test_every_key_of_verl_falls_in_exactly_one_class():
-    tables = {"ignored": IGNORED, "not needed": NOT_NEEDED, "unsupported": UNSUPPORTED}
+    rows = {
+        "ignored": tables().ignored,
+        "not needed": tables().not_needed,
+        "unsupported": tables().unsupported,
+    }
     aliases = {form for pattern in ALIASES for form in expand(pattern)}
     for key in leaves():
         new = verl.renamed(key)
-        found = [name for name, table in tables.items() for pattern in table if fits(pattern, new)]
+        found = [name for name, table in rows.items() for pattern in table if fits(pattern, new)]
         found += (
             ["known"] * is_ours(key)
             + ["moved"] * (new != key and is_ours(new))
@@ -71,12 +76,12 @@ def test_every_alias_leads_to_a_key_of_ours():
     assert all(key in KEYS and leader in KEYS for key, leader in FOLLOWS.items())
     assert all(
         any(key.startswith(new) for key in KEYS) or new.startswith(("reward_model", "reward."))
-        for new in SECTIONS.values()
+        for new in tables().sections.values()
     )
 
 
 def test_no_row_hides_a_key_of_ours():
-    for pattern in [*IGNORED, *NOT_NEEDED, *UNSUPPORTED]:
+    for pattern in [*tables().ignored, *tables().not_needed, *tables().unsupported]:
         hidden = [key for key in KEYS if fits(pattern, key) and not KEYS[key].is_section]
         assert hidden == [], pattern
 
@@ -267,7 +272,7 @@ def words_of(command_line: list[str]) -> list[str]:
     """The overrides of a command line; verl's configuration file becomes what it stands for."""
     files = [word.partition("=")[2] for word in command_line if word.startswith("--config-name")]
     return [word for word in command_line if not word.startswith("--")] + [
-        word for file in files for word in verl.config_file(file)
+        word for file in files for word in config_file(file)
     ]
 
 

@@ -1,0 +1,91 @@
+"""What Hydra and OmegaConf raise, in this program's form: field, value, rule, remedy.
+
+In: an exception. Out: ConfigError. A message that no row below knows keeps its own words.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Sequence
+
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from hydraflow.errors import ConfigError, Problem
+
+
+def translated(error: HydraException | OmegaConfBaseException, files: Sequence[str] = ()) -> ConfigError:
+    """What Hydra or OmegaConf found, as a problem of the user's; `files` are those that a defaults list may
+    name.
+
+    >>> from hydra.errors import ConfigCompositionException
+    >>> print(translated(ConfigCompositionException("In 'mine': Could not load 'pqo'."), ["ppo"]).problems[0])
+    mine.yaml: its defaults list names 'pqo', and there is no such file
+          -> write ppo instead
+    """
+    key = getattr(error, "full_key", None) or "configuration"
+    text = str(error).partition("Config search path:")[0]  # which repeats folders that the user did not name
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    said = " ".join(line for line in lines if not line.startswith(("full_key:", "object_type=")))
+    for pattern, problem in _ROWS:
+        if match := re.search(pattern, said):
+            return ConfigError([problem(key, match, files)])
+    return ConfigError.one(key, None, said)
+
+
+def _deletion(key: str, match: re.Match[str], files: Sequence[str]) -> Problem:
+    name = match[1]
+    return Problem(f"~{name}", None, "there is no such key to delete", f"leave out ~{name}")
+
+
+def _interpolation(key: str, match: re.Match[str], files: Sequence[str]) -> Problem:
+    rule = f"Interpolation key '{match[1]}' not found"
+    return Problem(
+        key,
+        f"${{{match[1]}}}",
+        rule,
+        "write the whole path of a key that --help lists, such as ${trainer.seed}",
+    )
+
+
+def _no_mapping(key: str, match: re.Match[str], files: Sequence[str]) -> Problem:
+    kind = "a list" if match[2] == "ListConfig" else "no keys"
+    return Problem(f"{match[1]}.yaml", None, f"holds {kind} where keys belong", "write lines `key: value`")
+
+
+def _default(key: str, match: re.Match[str], files: Sequence[str]) -> Problem:
+    name = match[2]
+    close = difflib.get_close_matches(name.rpartition("/")[2], files, n=1)
+    remedy = (
+        f"write {close[0]} instead" if close else f"leave out {name}, or --config-dir DIR names its folder"
+    )
+    return Problem(
+        f"{match[1]}.yaml", None, f"its defaults list names '{name}', and there is no such file", remedy
+    )
+
+
+def _choice(key: str, match: re.Match[str], files: Sequence[str]) -> Problem:
+    group, _, name = match[2].rpartition("/")
+    choices = match[3].split()
+    close = difflib.get_close_matches(name, choices, n=1)
+    rule = f"its defaults list names '{name}' of {group}; there are {', '.join(choices)}"
+    return Problem(f"{match[1]}.yaml", None, rule, f"write {group}: {(close or choices)[0]}")
+
+
+def _override(key: str, match: re.Match[str], files: Sequence[str]) -> Problem:
+    rule = f"overrides '{match[2]}', which no file before it in the defaults list has"
+    remedy = f"write {match[2]} without override, or put the file that has it first"
+    return Problem(f"{match[1]}.yaml", None, rule, remedy)
+
+
+_ROWS: tuple[tuple[str, Callable[[str, re.Match[str], Sequence[str]], Problem]], ...] = (
+    (r"Could not delete from config\. '(.+?)' does not exist", _deletion),
+    (r"Could not delete from config\. The value of '(.+?)'", _deletion),
+    (r"Interpolation key '(.+?)' not found", _interpolation),
+    (r"primary config '(.+?)' must be a DictConfig, got (\w+)", _no_mapping),
+    (r"In '(.+?)': Could not (?:load|find) '(.+?)'\.?\s*Available options in '.+?':\s*(.+)", _choice),
+    (r"In '(.+?)': Could not (?:load|find) '(.+?)'", _default),
+    (r"In '(.+?)': Could not override '(.+?)'\. No match in the defaults list", _override),
+)
+"""Words of Hydra's -> the problem."""

@@ -1,0 +1,101 @@
+"""verl's configuration folder, where a command line or a defaults list names files of it that are not there.
+
+In: `verl_data/trees.yaml`, options and groups as a user wrote them. Out: configurations for Hydra's store
+that stand in for verl's files, or overrides of ours. A file that the user brings goes before its stand-in.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+
+from hydraflow.compose.verl_table import read
+
+_SECTIONS = {"actor": "actor_rollout_ref.actor", "ref": "actor_rollout_ref.ref", "critic": "critic"}
+
+
+@cache
+def _trees() -> Mapping[str, Any]:
+    content: Mapping[str, Any] = read("trees")
+    return content
+
+
+def is_primary(name: str) -> bool:
+    """Whether it is one of verl's own primary configurations.
+
+    >>> is_primary("ppo_trainer.yaml"), is_primary("mine")
+    (True, False)
+    """
+    return name.removesuffix(".yaml") in _trees()["primary"]
+
+
+def primary_names() -> list[str]:
+    """verl's own primary configurations."""
+    return list(_trees()["primary"])
+
+
+def register(folders: Sequence[Path]) -> None:
+    """Puts a stand-in for each of verl's files that is not in `folders` into Hydra's store.
+
+    Hydra would take one beside a file of the same name for that file's schema.
+    """
+    trees = _trees()
+    plain = ["schema_ppo", {"recipe": "none"}, *trees["defaults"], "_self_"]
+    megatron = ["ppo_trainer", {"override model_engine": "megatron"}, "_self_"]
+    primary = {"ppo_trainer": {"defaults": plain}, "ppo_megatron_trainer": {"defaults": megatron}}
+    for path, content in {**trees["files"], **primary}.items():
+        group, _, name = path.rpartition("/")
+        if any((folder / f"{path}.yaml").is_file() for folder in folders):
+            continue
+        package = "_global_" if group in ("", "model_engine") else None
+        ConfigStore.instance().store(name, dict(content), group=group or None, package=package)
+
+
+def keys_of(path: str, package: str) -> list[str]:
+    """The keys that one of verl's files sets in a package, where its stand-in was taken.
+
+    >>> keys_of("critic/megatron_critic", "critic"), keys_of("mine", "")
+    (['critic.strategy'], [])
+    """
+    prefix = f"{package}." if package else ""
+    return [prefix + name for name in _trees()["files"].get(path, {})]
+
+
+def config_file(name: str) -> list[str]:
+    """The overrides that stand for one of verl's primary configurations.
+
+    >>> config_file("ppo_megatron_trainer.yaml")
+    ['++model_engine=megatron']
+    """
+    engine = _trees()["primary"][name.removesuffix(".yaml")]
+    return [] if engine == "dp" else [f"++model_engine={engine}"]
+
+
+def group_override(group: str, package: str | None, value: Any) -> list[str] | None:
+    """The overrides that stand for verl's `actor@actor_rollout_ref.actor=megatron_actor` and its like; None:
+    it is none.
+
+    >>> group_override("critic", "critic", "megatron_critic")
+    ['++critic.strategy=megatron']
+    """
+    match = re.fullmatch(r"(dp|megatron)_(actor|ref|critic)", str(value))
+    if package is None or match is None or match[2] != group or package != _SECTIONS[group]:
+        return None
+    return [f"++{package}.strategy=megatron"] if match[1] == "megatron" else []
+
+
+def engine_override(engine: Any) -> list[str] | None:
+    """The overrides that stand for `model_engine=...`, which Hydra takes for a choice of verl's files once a
+    user's file names them; None: there is no such engine.
+
+    >>> engine_override("megatron")
+    ['++actor_rollout_ref.actor.strategy=megatron', '++critic.strategy=megatron']
+    """
+    if engine not in _trees()["primary"].values():
+        return None
+    return [f"++{_SECTIONS[role]}.strategy={engine}" for role in ("actor", "critic") if engine != "dp"]

@@ -1,0 +1,127 @@
+"""Values that verl takes and that are written otherwise here, or that mean something else beside other keys.
+
+In: known keys with their values. Out: our values, and what to say about each. Left out on purpose: names of
+keys (`verl.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hydraflow.compose.command import DEFAULT
+from hydraflow.compose.verl_table import (
+    DTYPES,
+    ENGINES,
+    FILTER_METRICS,
+    STRATEGIES,
+    UNBUILT_ENGINES,
+    UNBUILT_STRATEGIES,
+    VERL_TRACKERS,
+)
+from hydraflow.errors import Problem, shown
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+def value_of(key: str, value: Any) -> tuple[Any, str | None]:
+    """Our form of a value that verl writes otherwise, and what to say about it.
+
+    >>> value_of("critic.strategy", "fsdp")
+    ('fsdp2', 'critic.strategy=fsdp: taken as fsdp2')
+    """
+    name = key.rpartition(".")[2]
+    new, why = value, ""
+    if name in ("dtype", "model_dtype", "reduce_dtype"):
+        new = DTYPES.get(str(value), value)
+    elif name == "strategy":
+        new = STRATEGIES.get(str(value), value)
+    elif key == f"{ROLLOUT}.name":
+        new = ENGINES.get(str(value), value)
+    elif key == "algorithm.filter_groups.metric":
+        new = FILTER_METRICS.get(str(value), value)
+    elif name == "save_contents" and value == ["hf_model"]:
+        new, why = ["model", "hf_model"], ", since a run resumes from model"
+    elif (name, value) in (("lr_warmup_steps", None), ("test_freq", 0)):
+        new = -1
+    elif key == "trainer.logger":
+        return _loggers(value)
+    return (new, None) if new == value else (new, f"{key}={shown(value)}: taken as {shown(new)}{why}")
+
+
+def _loggers(value: Any) -> tuple[Any, str | None]:
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list):
+        return value, None
+    absent = [name for name in names if name in VERL_TRACKERS]
+    kept = [name for name in names if name not in absent]
+    if not absent:
+        return kept, None
+    kept += [name for name in ("file", "tensorboard") if name not in kept]
+    return (
+        kept,
+        f"trainer.logger: there is no {' and no '.join(absent)} here yet; metrics go to {', '.join(kept)}",
+    )
+
+
+# --- beside other keys --------------------------------------------------
+
+
+def beside_others(leaves: dict[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
+    """Changes values whose meaning in verl depends on other keys; yields what to say about each."""
+    yield from _sharded_over_all(leaves)
+    tool = leaves.get("global_profiler.tool")
+    if tool is not None and not leaves.get("global_profiler.steps"):
+        leaves["global_profiler.tool"] = None
+        yield (
+            f"global_profiler.tool={shown(tool)}: profiles nothing without global_profiler.steps, such as"
+            " global_profiler.steps=[2]"
+        )
+    for role in (ACTOR, "critic"):
+        loaded, follows = f"{role}.checkpoint.load_contents", f"follows {role}.checkpoint.save_contents"
+        if origins.get(loaded) == follows:  # hf_model is for other programs; a run does not load it
+            leaves[loaded] = [part for part in leaves[loaded] if part != "hf_model"]
+
+
+def _sharded_over_all(leaves: dict[str, Any]) -> Iterator[str]:
+    """A shard size above the number of devices means all of them."""
+    per_node = leaves.get("trainer.n_gpus_per_node")
+    if per_node is None:
+        return
+    devices = per_node * leaves.get("trainer.nnodes", 1)
+    for role in (ACTOR, "actor_rollout_ref.ref", "critic"):
+        key = f"{role}.fsdp_config.fsdp_size"
+        if isinstance(size := leaves.get(key), int) and size > devices:
+            leaves[key] = -1
+            yield f"{key}={size}: more than the {devices} devices, so the model is sharded over all of them"
+
+
+def unbuilt(leaves: dict[str, Any], origins: Mapping[str, str], foreign: dict[str, Any]) -> Iterator[Problem]:
+    """Engines of verl's that do not exist here, with every key that names them in one remedy. The nearest of
+    ours takes their place in `leaves`; the keys are taken out of `foreign`."""
+    name = f"{ROLLOUT}.name"
+    if leaves.get(name) in UNBUILT_ENGINES and origins.get(name, DEFAULT) != DEFAULT:
+        sizes = [
+            f"{ROLLOUT}.{size}=1"
+            for size in ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
+            if leaves.get(f"{ROLLOUT}.{size}", 1) != 1
+        ]
+        remedy = " ".join([f"{name}=native", *sizes])
+        yield Problem(name, leaves[name], "there is no such engine here yet", remedy)
+        leaves[name] = "vllm"
+    for roles in ((ACTOR, "actor_rollout_ref.ref"), ("critic",)):
+        keys = [
+            key
+            for key in (*leaves, *foreign)
+            if key.endswith(".strategy")
+            and key.startswith(tuple(f"{role}." for role in roles))
+            and {**leaves, **foreign}[key] in UNBUILT_STRATEGIES
+        ]
+        if not keys:
+            continue
+        value = {**leaves, **foreign}[keys[0]]
+        remedy = " ".join(f"{key}=fsdp2" for key in keys)
+        yield Problem(keys[0], value, "there is no such training engine here", remedy)
+        for key in keys:
+            if foreign.pop(key, None) is None:
+                leaves[key] = "fsdp2"

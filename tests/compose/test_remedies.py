@@ -1,0 +1,109 @@
+"""Remedies that lead somewhere: verl's names for misspelt ones of verl's, Hydra's words in this program's
+form."""
+
+import pytest
+from hydra.errors import ConfigCompositionException
+
+from hydraflow.compose.hydra_errors import translated
+from hydraflow.compose.loading import load, load_command
+from hydraflow.compose.tree import value_problems
+from hydraflow.errors import ConfigError
+from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "remedy"),
+    [
+        (f"{ROLLOUT}.enfrce_eager", True, f"{ROLLOUT}.enforce_eager=true"),
+        (f"{ROLLOUT}.moed", "async", f"{ROLLOUT}.mode=async"),
+        ("actor_rollout_ref.actor.grad_clp", 1, "actor_rollout_ref.actor.grad_clip=1"),
+        ("data.train_bach_size", 3, "data.train_batch_size=3"),
+        ("actor_rollout_ref.actor.use_dynamc_bsz", True, "actor_rollout_ref.actor.use_dynamic_bsz=true"),
+    ],
+)
+def test_the_nearest_name_comes_first_be_it_ours_or_verls(key, value, remedy):
+    [problem] = value_problems(PPOConfig, key, value)
+    assert problem.remedy.split(" or ")[0] == remedy
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        (
+            "trainer.logger",
+            [["console", "file"]],
+            "without a list inside\n      -> trainer.logger=[console,file]",
+        ),
+        ("data.train_batch_size", "64", "='64': must be a whole number, and the quotes make it text\n"),
+        ("actor_rollout_ref.actor.optim.betas", "[0.9,0.95]", "optim.betas=[0.9,0.95]"),
+        ("trainer.seed", "abc", "trainer.seed=abc: must be a whole number, not text"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_shown_as_it_was_written(key, value, expected):
+    [problem] = value_problems(PPOConfig, key, value)
+    assert expected in str(problem)
+
+
+def test_other_entry_points_know_verls_names():
+    assert (
+        load(
+            "sft", SFTConfig, ["model.path=m", "data.train_files=t", "optim.warmup_style=cosine"]
+        ).optim.lr_scheduler_type
+        == "cosine"
+    )
+    config, command = load_command(
+        "generate",
+        GenerateConfig,
+        ["model.path=m", "data.path=d", "data.n_samples=2", "data.output_path=o.jsonl"],
+    )
+    assert (config.rollout.n, config.output.path, config.data.max_samples) == (2, "o.jsonl", -1)
+    assert command.origins["rollout.n"] == "command line"
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("~data.shufle", "~data.shufle: there is no such key to delete\n      -> ~data.shuffle"),
+        ("trainer.seed=${nope}", "trainer.seed=${nope}: Interpolation key 'nope' not found\n      -> "),
+        ("data.train_batch_size", "is not key=value\n      -> data.train_batch_size=1024"),
+        ("data.nope", "is not key=value\n      -> --help lists every key"),
+    ],
+)
+def test_a_word_that_hydra_cannot_take_has_a_remedy(word, expected):
+    with pytest.raises(ConfigError) as refused:
+        load("ppo", PPOConfig, [word])
+    assert expected in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (
+            "primary config 'mine' must be a DictConfig, got ListConfig",
+            "mine.yaml: holds a list where keys belong\n",
+        ),
+        ("In 'mine': Could not load 'ppo_triner'.", "-> write ppo_trainer instead"),
+        ("In 'mine': Could not load 'nowhere'.", "-> leave out nowhere"),
+        (
+            "In 'mine': Could not find 'model_engine/veomni'\n\nAvailable options in 'model_engine':"
+            "\n\tdp\n\tmegatron",
+            "names 'veomni' of model_engine; there are dp, megatron\n      -> write model_engine: dp",
+        ),
+        (
+            "In 'mine': Could not override 'recipe'. No match in the defaults list.",
+            "-> write recipe without override",
+        ),
+        ("something new", "configuration: something new"),
+    ],
+)
+def test_hydras_words_get_field_rule_and_remedy(said, expected):
+    found = translated(ConfigCompositionException(said), ["ppo", "ppo_trainer"])
+    assert expected in str(found)
+
+
+def test_a_deleted_key_is_at_its_default():
+    config, command = load_command("ppo", PPOConfig, ["~data.train_batch_size", "trainer.n_gpus_per_node=2"])
+    assert (config.data.train_batch_size, command.origins["data.train_batch_size"]) == (1024, "default")
+    assert command.origins["data.max_prompt_length"] == "config/recipe/arithmetic.yaml"

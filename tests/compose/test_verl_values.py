@@ -1,0 +1,111 @@
+"""Legal lines of verl's whose values mean something else beside other keys, and engines that are not here."""
+
+import pytest
+
+from hydraflow.compose.loading import load_command
+from hydraflow.compose.tree import judge, nested
+from hydraflow.errors import ConfigError
+from hydraflow.schema import PPOConfig
+
+ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
+OWN = ["actor_rollout_ref.model.path=model", "data.train_files=train.parquet", "trainer.n_gpus_per_node=8"]
+
+
+def translated(tree: dict[str, object]):
+    judged = judge(PPOConfig, nested(tree), dict.fromkeys(tree, "command line"), lambda key: None)
+    return judged.leaves, judged.translation
+
+
+@pytest.mark.parametrize(("name", "ours"), [("param_dtype", "dtype"), ("reduce_dtype", "reduce_dtype")])
+@pytest.mark.parametrize("section", [f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", "critic.fsdp"])
+def test_mixed_precision_is_taken(section, name, ours):
+    found, said = translated({f"{section}.mixed_precision.{name}": "float32"})
+    assert found[f"{section.replace('fsdp_config', 'fsdp').replace('fsdp', 'fsdp_config')}.{ours}"] == "fp32"
+    assert said.problems == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        (f"{ACTOR}.fsdp_config.mixed_precision.buffer_dtype", "fp32"),
+        *(("trainer.use_legacy_worker_impl", word) for word in ("disable", "auto", "enable")),
+    ],
+)
+def test_these_have_no_effect(key, value):
+    _, said = translated({key: value})
+    assert (said.problems, [one.field for one in said.ignored]) == ([], [key])
+
+
+def test_weights_to_resume_from_are_added_to_hf_model():
+    config, command = load_command("ppo", PPOConfig, [*OWN, f"{ACTOR}.checkpoint.save_contents=[hf_model]"])
+    saved = config.actor_rollout_ref.actor.checkpoint
+    assert (saved.save_contents, saved.load_contents) == (["model", "hf_model"], ["model"])
+    assert command.notes[0].endswith("taken as [model,hf_model], since a run resumes from model")
+
+
+@pytest.mark.parametrize(("size", "taken"), [(32, -1), (16, 16), (4, 4)])
+def test_a_shard_size_above_the_devices_shards_over_all(size, taken):
+    key = f"{ACTOR}.fsdp_config.fsdp_size"
+    found, said = translated({key: size, "trainer.n_gpus_per_node": 8, "trainer.nnodes": 2})
+    assert found[key] == taken
+    assert said.notes == (
+        []
+        if size == taken
+        else [f"{key}=32: more than the 16 devices, so the model is sharded over all of them"]
+    )
+
+
+def test_a_profiler_without_steps_profiles_nothing():
+    config, command = load_command("ppo", PPOConfig, [*OWN, "global_profiler.tool=torch_memory"])
+    assert config.global_profiler.tool is None
+    assert "profiles nothing without global_profiler.steps" in command.notes[0]
+    config, _ = load_command(
+        "ppo", PPOConfig, [*OWN, "global_profiler.tool=torch", "global_profiler.steps=[2]"]
+    )
+    assert config.global_profiler.tool == "torch"
+
+
+def test_what_takes_the_place_of_verls_eight_gpus_is_said():
+    words = [*OWN[:2], f"{ACTOR}.grad_clip=0.5"]
+    said = "trainer.n_gpus_per_node: not set; verl takes 8, here it is what this machine has ("
+    assert any(note.startswith(said) for note in load_command("ppo", PPOConfig, words)[1].notes)
+    assert not any(
+        said in note for note in load_command("ppo", PPOConfig, OWN[:2])[1].notes
+    )  # no line of verl's
+    assert not any(said in note for note in load_command("ppo", PPOConfig, [*words, OWN[2]])[1].notes)
+
+
+@pytest.mark.parametrize("extra", [{}, {f"{REF}.ulysses_sequence_parallel_size": 4}])
+def test_a_size_over_all_ranks_is_divided_by_the_ranks_of_its_role(extra):
+    """8 devices share 4 rows at a time with a sequence parallel size of 2, which the reference takes from the
+    actor."""
+    sizes = {f"{role}.log_prob_micro_batch_size": 32 for role in (REF, ROLLOUT)}
+    layout = {"trainer.n_gpus_per_node": 8, f"{ACTOR}.ulysses_sequence_parallel_size": 2}
+    found, said = translated({**sizes, **layout, **extra})
+    assert said.problems == []
+    assert found[f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"] == 8
+    assert found[f"{REF}.log_prob_micro_batch_size_per_gpu"] == (16 if extra else 8)
+
+
+# --- engines that are not here --------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.tensor_model_parallel_size=2"],
+        [f"{ROLLOUT}.name=trtllm"],
+        [f"{ACTOR}.strategy=fsdp_turbo", f"{REF}.strategy=fsdp_turbo"],
+        [f"{ACTOR}.strategy=veomni", f"{REF}.strategy=veomni", "critic.strategy=veomni"],
+        [f"{ACTOR}.strategy=fsdp2", f"{REF}.strategy=veomni"],
+    ],
+)
+def test_pasting_the_remedies_of_unbuilt_engines_ends_in_a_run(words):
+    with pytest.raises(ConfigError) as refused:
+        load_command("ppo", PPOConfig, [*OWN, *words])
+    remedies = [
+        word for problem in refused.value.problems for word in problem.remedy.split(" or ")[0].split()
+    ]
+    changed = {word.partition("=")[0]: word for word in [*words, *remedies]}
+    load_command("ppo", PPOConfig, [*OWN, *changed.values()])
+    load_command("ppo", PPOConfig, [*OWN, *words], tolerant=True)
