@@ -33,6 +33,7 @@ POLICY_LOSSES = {
         reads=("clip_ratio_low", "clip_ratio_high", "clip_ratio_c"),
     ),
     "gspo": Named("hydraflow.algorithms.gspo:gspo", reads=("clip_ratio_low", "clip_ratio_high")),
+    "sapo": Named("hydraflow.algorithms.sapo:sapo", reads=("tau_pos", "tau_neg")),
 }
 """By the name that `actor.policy_loss.loss_mode` gives; `reads` are keys of `actor`."""
 

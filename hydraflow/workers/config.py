@@ -78,6 +78,10 @@ class ActorConfig:
     """Clip range above 1 (clip-higher); null: clip_ratio."""
     clip_ratio_c: float = option(3.0, gt=1, idle=unread(POLICY_LOSSES, "policy_loss.loss_mode"))
     """Dual clip: upper bound of the loss for negative advantages, as a multiple of the advantage."""
+    tau_pos: float = option(1.0, gt=0, idle=unread(POLICY_LOSSES, "policy_loss.loss_mode"))
+    """SAPO's temperature for positive advantages."""
+    tau_neg: float = option(1.05, gt=0, idle=unread(POLICY_LOSSES, "policy_loss.loss_mode"))
+    """SAPO's temperature for negative advantages."""
     loss_agg_mode: str = option("token-mean", choices=LOSS_AGG_MODES)
     """How the loss is averaged over tokens and sequences."""
     loss_scale_factor: float | None = option(

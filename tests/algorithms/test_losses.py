@@ -14,6 +14,7 @@ from hydraflow.algorithms.config import POLICY_LOSSES
 from hydraflow.algorithms.critic_loss import ValueLoss
 from hydraflow.algorithms.gspo import gspo
 from hydraflow.algorithms.policy_loss import vanilla
+from hydraflow.algorithms.sapo import sapo
 from hydraflow.algorithms.sft_loss import SFTLoss
 from hydraflow.algorithms.value_loss import clipped_value_loss
 from hydraflow.workers.config import ActorConfig
@@ -91,6 +92,16 @@ def test_gspo_clips_a_row_as_one():
     assert terms.stats["actor/pg_clipfrac"][:, :2].tolist() == [[1, 1], [0, 0]]
     (terms.loss * mask).sum().backward()
     assert logp.grad.flatten().tolist() == pytest.approx([0, 0, 0, 3.0, 3.0, 0])
+
+
+def test_sapo_by_hand():
+    """At ratio 2: 4/tau sigmoid(tau), and the gradient by log p is -A 4 sigmoid (1 - sigmoid) ratio."""
+    logp = f64([[math.log(2.0), math.log(2.0)]]).requires_grad_()
+    terms = sapo(logp, torch.zeros_like(logp), f64([[3.0, -3.0]]), torch.ones(1, 2), tau_pos=1.0, tau_neg=2.0)
+    up, down = 1 / (1 + math.exp(-1.0)), 1 / (1 + math.exp(-2.0))
+    assert terms.loss[0].tolist() == pytest.approx([-3 * 4 * up, 3 * 2 * down])
+    terms.loss.sum().backward()
+    assert logp.grad[0].tolist() == pytest.approx([-3 * 4 * up * (1 - up) * 2, 3 * 4 * down * (1 - down) * 2])
 
 
 def test_log_ratio_is_bounded():

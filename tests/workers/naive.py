@@ -70,6 +70,14 @@ def gspo(now: list[Tensor], old: list[float], advantages: list[float]) -> list[T
     return [max(-a * ratio, -a * clipped(ratio)) for a, ratio in zip(advantages, ratios)]
 
 
+def sapo(now: list[Tensor], old: list[float], advantages: list[float]) -> list[Tensor]:
+    losses = []
+    for logp, before, advantage in zip(now, old, advantages):
+        tau = 1.0 if advantage > 0 else 1.05
+        losses.append(-advantage * 4 / tau / (1 + (-tau * ((logp - before).exp() - 1)).exp()))
+    return losses
+
+
 def low_var_kl(gap: Tensor) -> Tensor:
     """`gap` is the policy's log-probability less the reference's."""
     estimate = (-gap).exp() + gap - 1
@@ -79,6 +87,7 @@ def low_var_kl(gap: Tensor) -> Tensor:
 POLICY: dict[str, Callable[[list[Tensor], list[float], list[float]], list[Tensor]]] = {
     "vanilla": vanilla,
     "gspo": gspo,
+    "sapo": sapo,
 }
 """Losses of the trained tokens of one row."""
 KL: dict[str, Callable[[Tensor], Tensor]] = {

@@ -1,0 +1,29 @@
+"""Soft adaptive policy optimization (Gao et al. 2025, https://arxiv.org/abs/2511.20347), equations 5 and 6.
+
+    loss = -A (4 / tau) sigmoid(tau (ratio - 1)),    tau = tau_pos where A > 0, else tau_neg
+
+A smooth gate in place of a clip: the gradient's weight is 1 at ratio 1 and fades on both sides of it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hydraflow.algorithms.policy_loss import LOG_RATIO_BOUND
+from hydraflow.algorithms.token_terms import TokenTerms
+
+
+def sapo(
+    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, *, tau_pos: float, tau_neg: float
+) -> TokenTerms:
+    """Tensors (B, R). Statistics: `actor/ppo_kl` as in `vanilla`.
+
+    >>> one = torch.ones(1, 1)
+    >>> sapo(one, one, one, one, tau_pos=1.0, tau_neg=1.05).loss  # -4 sigmoid(0)
+    tensor([[-2.]])
+    """
+    log_ratio = (logp - old_logp).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    tau = torch.where(advantages > 0, tau_pos, tau_neg).to(logp.dtype)
+    gate = torch.sigmoid(tau * (log_ratio.exp() - 1.0)) * 4.0 / tau
+    return TokenTerms(-advantages * gate, {"actor/ppo_kl": -log_ratio.detach()})
