@@ -3,12 +3,14 @@
 In: the metrics of each step, by rising step. Out: sentences that name the steps, the usual causes and what to
 look at. Left out on purpose: faults that the run counts itself (skipped steps, rows without a score).
 
-| symptom | rule, for `IN_A_ROW` steps in a row |
-|---|---|
-| no signal | every advantage of the step is exactly 0 (`critic/advantages/max` and `min`) |
-| entropy collapse | `actor/entropy` is below 0.05 nats per token and below a tenth of the first step's, and the mean score is below 90 % of the range of scores seen so far: a policy that has learned its task may be certain |
-| all cut off | `response_length/clip_ratio` is 1 |
-| learning rate 0 | `actor/lr` or `train/lr` has been 0 in every step of the run: a warm-up or a decay passes 0 |
+Each rule has to hold for `IN_A_ROW` steps in a row.
+- No signal: every advantage of the step is exactly 0 (`critic/advantages/max` and `min`).
+- Entropy collapse: `actor/entropy` is below 0.05 nats per token and below a tenth of the first step's, and
+  the mean score is below 90 % of the range of scores seen so far. (A policy that has learned its task may be
+  certain.)
+- All cut off: `response_length/clip_ratio` is 1.
+- Learning rate 0: `actor/lr` or `train/lr` has been 0 in every step of the run. (A warm-up starts at 0, and a
+  decay may end there.)
 """
 
 from __future__ import annotations
