@@ -182,6 +182,9 @@ def _schedule(request: Request, role: RoleRequest, plan: RolePlan) -> Iterator[Q
     name, steps, total = role.name, plan.optimizer_steps_per_step, request.total_steps
     if total:
         formula = f"training steps · K = {total}·{steps}"
+        if plan.first_step > 1:
+            formula = f"(training steps - critic_warmup + 1)·K = ({total} - {plan.first_step} + 1)·{steps}"
+            formula += ", at least 0" if plan.first_step > total + 1 else ""
         yield Quantity(
             f"{name}: optimizer steps", "optimizer steps", plan.total_optimizer_steps, formula, DERIVED
         )

@@ -218,10 +218,12 @@ def _run(per_epoch: int, total: int, role: RolePlan, rows: str, batch: int) -> I
         )
         return
     epochs = f" ({per_epoch:,} are one pass over the {rows}, {batch:,} each)" if per_epoch else ""
-    steps = total * role.optimizer_steps_per_step
+    steps = role.optimizer_steps(total)
     warm = (
         f"; the learning rate rises over the first {count(role.warmup_steps, 'training step')}"
         if role.warmup_steps
         else ""
     )
+    if role.first_step > 1:
+        warm += f"; only the critic learns before step {role.first_step:,}"
     yield "run", f"{count(total, 'training step')}{epochs}, {count(steps, 'optimizer step')}{warm}"

@@ -109,7 +109,8 @@ class TrainerConfig(LoopConfig):
     experiment_name: str = "ppo"
     """Name of the run in trackers, and the start of its folder's name."""
     critic_warmup: int = 0
-    """First steps in which only the critic learns."""
+    """First steps in which only the critic learns: the actor learns from step critic_warmup on. Steps count
+    from 1, as in verl, so that 10 leaves 9 steps to the critic alone."""
     balance_batch: bool = True
     """Give the data ranks rows of about equal total length (inside each mini-batch)."""
     val_before_train: bool = True

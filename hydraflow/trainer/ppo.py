@@ -209,8 +209,8 @@ class PPOTrainer:
         )
 
     def update_actor(self, batch: RemoteBatch, step: int) -> Promised | None:
-        """Takes the actor's optimizer steps, once the critic has warmed up."""
-        if step <= self.config.trainer.critic_warmup:
+        """Takes the actor's optimizer steps, from step `trainer.critic_warmup` on."""
+        if step < self.plan.actor.first_step:
             return None
         names = ACTOR_COLUMNS + (["ref_log_prob"] if self.config.actor_rollout_ref.actor.use_kl_loss else [])
         return self._update(

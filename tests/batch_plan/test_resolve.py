@@ -42,6 +42,37 @@ def test_numbers_by_hand():
     assert (plan.placement, list(plan.layouts)) == ("colocated", ["actor", "rollout"])
 
 
+def test_a_warm_up_of_the_critic_takes_steps_from_the_actor():
+    """verl's meaning: the actor learns from step critic_warmup on, so 10 leaves the first 9 to the critic."""
+    gae = {"algorithm__adv_estimator": "gae", "trainer__total_training_steps": 12}
+    plan = resolve(small(**gae, trainer__critic_warmup=10))
+    assert (plan.actor.first_step, plan.actor.total_optimizer_steps) == (10, 3 * 2)
+    assert plan.critic is not None
+    assert (plan.critic.first_step, plan.critic.total_optimizer_steps) == (1, 12 * 2)
+    [line] = [one for one in plan.quantities if one.name == "actor: optimizer steps"]
+    assert (line.value, line.formula) == (6, "(training steps - critic_warmup + 1)·K = (12 - 10 + 1)·2")
+    assert resolve(small(**gae, trainer__critic_warmup=1)).actor.total_optimizer_steps == 12 * 2
+
+
+@pytest.mark.parametrize(
+    ("warmup", "steps", "words"),
+    [
+        (11, 2 * 2, None),
+        (12, 2, "learns in the last step alone"),
+        (13, 0, "never learns"),
+        (1000, 0, "never learns"),
+    ],
+)
+def test_a_warm_up_that_takes_the_whole_run_is_noted(warmup, steps, words):
+    gae = {"algorithm__adv_estimator": "gae", "trainer__total_training_steps": 12}
+    plan = resolve(small(**gae, trainer__critic_warmup=warmup))
+    assert plan.actor.total_optimizer_steps == steps
+    said = [note for note in plan.notes if note.startswith(f"trainer.critic_warmup={warmup}: the actor")]
+    assert [words in note and "the run has 12 training steps" in note for note in said] == [True] * bool(
+        words
+    )
+
+
 def test_total_training_steps_overrides_the_epochs():
     assert resolve(small(trainer__total_training_steps=7)).total_steps == 7
     unknown = resolve(small(), prompts=None)
