@@ -35,11 +35,12 @@ from hydraflow.compose.environment import unread_environment
 from hydraflow.compose.keys import fitted, known_keys
 from hydraflow.compose.overrides import Prepared, config_folder, groups_in, prepare
 from hydraflow.compose.tree import Doubts, Judged, judge, nested
-from hydraflow.errors import ConfigError, Problem
+from hydraflow.errors import ConfigError, HydraflowError, Problem
 from hydraflow.schema import EvalConfig, GenerateConfig, PPOConfig, SFTConfig
 from hydraflow.system.allocation import allocation
 
 Config = TypeVar("Config")
+ShowError = Callable[[HydraflowError], None]
 Judge = Callable[[Any, Command], Iterable[Problem]]
 """What an entry point itself has to say against a configuration, for the same report."""
 VERSION_BASE = "1.3"
@@ -62,6 +63,8 @@ class Entry(Generic[Config]):
     """The entry point's own options that were given."""
     words: tuple[str, ...] = ()
     """The command line of the process, without its secrets."""
+    show_error: ShowError | None = None
+    """Prints an error for the user; None: it goes to standard error."""
 
 
 @dataclass(frozen=True)
