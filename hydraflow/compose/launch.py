@@ -45,6 +45,7 @@ from hydraflow.compose.verl import config_file
 from hydraflow.errors import ConfigError, HydraflowError, Problem
 from hydraflow.redact import public_text
 from hydraflow.system.interrupts import INTERRUPTED, TERMINATED, say_interrupted
+from hydraflow.system.printing import make_printable
 
 Config = TypeVar("Config")
 Run = Callable[[Config, Command], int | None]
@@ -81,6 +82,7 @@ def launch(
     an error for the user, in place of standard error. Use: `command(lambda: launch("ppo",
     PPOConfig, run))`, of `system/interrupts.py`; `sys.exit` where nothing is to be ended.
     """
+    make_printable()
     arguments = split(sys.argv[1:], switches)
     if arguments.has("--help", "-h"):
         _print(help_text(config_name, schema, switches))
