@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from hydraflow.compose.advice import advice
 from hydraflow.compose.arguments import Switch
 from hydraflow.compose.command import Command
 from hydraflow.compose.debugging import applied
@@ -112,6 +113,7 @@ def main() -> int:
         switches=SWITCHES,
         judges=(planning.judge,),
         tolerant=True,
+        advise=advice,
         show_error=_print_problems if given.get("--json") else None,
     )
 

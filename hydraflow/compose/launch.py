@@ -31,6 +31,7 @@ from hydraflow.compose.command_words import public_words
 from hydraflow.compose.keys import describe
 from hydraflow.compose.loading import (
     VERSION_BASE,
+    Advise,
     Composed,
     Entry,
     Judge,
@@ -69,6 +70,7 @@ def launch(
     judges: Sequence[Judge] = (),
     missing: Judge | None = None,
     tolerant: bool = False,
+    advise: Advise | None = None,
     show_error: ShowError | None = None,
 ) -> int:
     """Calls `run(config, command)` for the command line, or for each configuration of a sweep; returns the
@@ -78,7 +80,8 @@ def launch(
     own. `judges`: what it has to say against a configuration, in the same report as everything else.
     `missing`: of these, what `run` finds itself, with what else is wrong with the machine; it is only asked
     where the configuration is wrong. `tolerant`: it runs nothing, so what could not be honoured is told
-    instead of refused; such an entry point prints the notes itself. `show_error`: prints
+    instead of refused; such an entry point prints the notes itself. `advise`: adds
+    notes on values that are hardly meant. `show_error`: prints
     an error for the user, in place of standard error. Use: `command(lambda: launch("ppo",
     PPOConfig, run))`, of `system/interrupts.py`; `sys.exit` where nothing is to be ended.
     """
@@ -97,6 +100,7 @@ def launch(
         tolerant,
         arguments.switches,
         tuple(public_words(sys.orig_argv)),
+        advise,
         show_error,
     )
     codes: list[int] = []

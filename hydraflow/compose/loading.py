@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import reduce
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -41,9 +41,16 @@ from hydraflow.system.allocation import allocation
 
 Config = TypeVar("Config")
 ShowError = Callable[[HydraflowError], None]
+
 Judge = Callable[[Any, Command], Iterable[Problem]]
 """What an entry point itself has to say against a configuration, for the same report."""
 VERSION_BASE = "1.3"
+
+
+class Advise(Protocol):
+    """What is said of a configuration without refusing it."""
+
+    def __call__(self, config: object, *, planning: bool) -> Iterable[str]: ...
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,8 @@ class Entry(Generic[Config]):
     """The entry point's own options that were given."""
     words: tuple[str, ...] = ()
     """The command line of the process, without its secrets."""
+    advise: Advise | None = None
+    """Notes on values that are legal and hardly meant (`advice.py`)."""
     show_error: ShowError | None = None
     """Prints an error for the user; None: it goes to standard error."""
 
@@ -217,6 +226,7 @@ def _describe(
         *judged.translation.notes,
         *(str(one).partition("\n")[0] for one in idle),
         *_open_mappings(judged)[1],
+        *(entry.advise(config, planning=entry.tolerant) if entry.advise else ()),
     ]
     if entry.tolerant:
         notes += [str(one).partition("\n")[0] for one in unsupported]
