@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 
+from hydraflow.compose.advice import advice
 from hydraflow.compose.arguments import Switch
 from hydraflow.compose.command import Command
 from hydraflow.compose.debugging import applied
@@ -45,4 +46,4 @@ def run(config: PPOConfig, command: Command) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(launch("ppo", PPOConfig, run, switches=SWITCHES, tolerant=True))
+    sys.exit(launch("ppo", PPOConfig, run, switches=SWITCHES, tolerant=True, advise=advice))

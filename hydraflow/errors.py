@@ -39,6 +39,15 @@ class Problem:
     def __str__(self) -> str:
         return self.fault + (f"\n      -> {public_text(self.remedy)}" if self.remedy else "")
 
+    def to_json(self) -> dict[str, str | None]:
+        """Its parts for programs, without secrets."""
+        return {
+            "field": public_word(self.field),
+            "value": None if self.value is None else shown(self.value, self.field),
+            "rule": public_text(self.rule),
+            "remedy": public_text(self.remedy),
+        }
+
     @property
     def fault(self) -> str:
         """The message without the remedy."""

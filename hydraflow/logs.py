@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from hydraflow.system.printing import make_printable
 from hydraflow.system.role_logs import LEVELS, LINE
 from hydraflow.tracking.endings import DONE, is_orderly
 from hydraflow.tracking.run_lock import is_at_work
@@ -271,6 +272,7 @@ def _absent(options: argparse.Namespace, folder: Path) -> tuple[str, str] | None
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
+    make_printable()
     options = _arguments(argv)
     folder = options.run.expanduser() / "logs"
     if problem := _problem(options, folder):

@@ -25,11 +25,12 @@ def run(config: PPOConfig, command: Command) -> None:
 
 def main() -> int:
     """Composes the configuration and runs; returns the exit code."""
+    from hydraflow.compose.advice import advice
     from hydraflow.compose.judges import judge_ppo, missing_for_ppo
     from hydraflow.compose.launch import launch
     from hydraflow.schema import PPOConfig
 
-    return launch("ppo", PPOConfig, run, judges=(judge_ppo,), missing=missing_for_ppo)
+    return launch("ppo", PPOConfig, run, judges=(judge_ppo,), missing=missing_for_ppo, advise=advice)
 
 
 if __name__ == "__main__":

@@ -26,11 +26,12 @@ def run(config: SFTConfig, command: Command) -> None:
 
 def main() -> int:
     """Composes the configuration and runs; returns the exit code."""
+    from hydraflow.compose.advice import advice
     from hydraflow.compose.judges import judge_sft, missing_for_sft
     from hydraflow.compose.launch import launch
     from hydraflow.schema import SFTConfig
 
-    return launch("sft", SFTConfig, run, judges=(judge_sft,), missing=missing_for_sft)
+    return launch("sft", SFTConfig, run, judges=(judge_sft,), missing=missing_for_sft, advise=advice)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""python -m hydraflow.plan [overrides] [--json] [--svg FILE] [--job ppo|sft|generate]: what the numbers of a
-command line will do.
+"""python -m hydraflow.plan [overrides] [--all] [--json] [--svg FILE] [--job ppo|sft|generate]: what the
+numbers of a command line will do.
 
 In: the overrides of main_ppo (or of main_sft, main_generate). Out: the batch plan with its formulas, which
 role runs where, one step in words, memory, notes; or every broken rule, with exit code 2. Starts nothing and
@@ -8,28 +8,36 @@ needs no GPU, no model and no data.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
+from hydraflow.compose.advice import advice
 from hydraflow.compose.arguments import Switch
 from hydraflow.compose.command import Command
 from hydraflow.compose.debugging import applied
 from hydraflow.compose.launch import given_switches, launch
-from hydraflow.errors import ConfigError, Problem
+from hydraflow.errors import ConfigError, HydraflowError, Problem
 from hydraflow.explain.report import Report, make_report
+from hydraflow.explain.show import show
 from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
 
 Config = PPOConfig | SFTConfig | GenerateConfig
 JOBS: dict[str, type[Config]] = {"ppo": PPOConfig, "sft": SFTConfig, "generate": GenerateConfig}
+NO_ROOM = 1
+"""Exit code of a plan whose memory estimate says that it does not fit."""
 SWITCHES = (
-    Switch("--json", doc="Print one JSON object instead."),
+    Switch("--all", doc="Show every number with its formula, and the memory by what it holds."),
+    Switch("--json", doc='Print one JSON object instead; {"problems": [...]} where a rule is broken.'),
     Switch("--svg", value="FILE", doc="Also draw the step, from prompts to optimizer steps, to FILE."),
     Switch(
         "--job",
         value="NAME",
         choices=tuple(JOBS),
-        doc="Plan main_ppo (the default), main_sft or main_generate.",
+        doc="Plan main_ppo (the default), main_sft or main_generate.\n"
+        "          Exit codes: 0 a plan, 1 a plan that DOES NOT FIT the memory, 2 a broken rule.",
     ),
 )
 
@@ -48,27 +56,32 @@ class Planning:
             return error.problems
         return []
 
-    def show(self, config: Config, command: Command) -> None:
-        """Prints the report, and draws it where that was asked for."""
+    def show(self, config: Config, command: Command) -> int:
+        """Prints the report, and draws it where that was asked for; returns the exit code."""
         report = self._report or make_report(applied(config), command)
         if path := command.switches.get("--svg"):
             _draw(report, Path(str(path)))
         try:
-            _print(report, as_json=bool(command.switches.get("--json")))
+            _print(report, command.switches)
             sys.stdout.flush()
         except (
             BrokenPipeError
         ):  # the reader, such as `head`, has seen enough; Python must not complain at exit either
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return NO_ROOM if report.memory is not None and report.memory.fits is False else 0
 
 
-def _print(report: Report, *, as_json: bool) -> None:
-    if as_json:
+def _print(report: Report, switches: Mapping[str, str | bool]) -> None:
+    if switches.get("--json"):
         print(report.to_json())
-        return
-    from hydraflow.explain.show import show  # rich, which --json does without
+    else:
+        show(report, everything=bool(switches.get("--all")))
 
-    show(report)
+
+def _print_problems(error: HydraflowError) -> None:
+    """What is wrong, as one JSON object."""
+    problems = error.problems if isinstance(error, ConfigError) else [Problem("", None, str(error))]
+    print(json.dumps({"problems": [problem.to_json() for problem in problems]}, indent=2, ensure_ascii=False))
 
 
 def _draw(report: Report, path: Path) -> None:
@@ -90,7 +103,8 @@ def _draw(report: Report, path: Path) -> None:
 
 def main() -> int:
     """Plans what the command line says; returns the exit code."""
-    job = str(given_switches(SWITCHES).get("--job", "ppo"))
+    given = given_switches(SWITCHES)
+    job = str(given.get("--job", "ppo"))
     planning = Planning()
     return launch(
         job,
@@ -99,6 +113,8 @@ def main() -> int:
         switches=SWITCHES,
         judges=(planning.judge,),
         tolerant=True,
+        advise=advice,
+        show_error=_print_problems if given.get("--json") else None,
     )
 
 

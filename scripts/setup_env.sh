@@ -9,6 +9,7 @@
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${HYDRAFLOW_VENV:-$ROOT/.venv}"
+CPU_WHEELS="https://download.pytorch.org/whl/cpu"  # PyTorch's public index
 TORCH_VERSION="$(sed -n 's/^torch==//p' "$ROOT/constraints.txt")"
 
 say() { printf '[hydraflow] %s\n' "$*"; }
@@ -48,7 +49,8 @@ On Debian and Ubuntu: apt install python3.11 python3.11-venv"
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
 
 # torch goes first and by itself. Without a GPU the wheel is asked for by its full name, so that pip cannot choose the CUDA
-# build, which is 20 times larger. It is looked for where pip looks anyhow, and at $HYDRAFLOW_TORCH_INDEX.
+# build, which is 20 times larger. It is looked for where pip looks anyhow, then also at $HYDRAFLOW_TORCH_INDEX, by default
+# PyTorch's own index of CPU wheels. Where neither has it, the plain package does the same, only larger.
 install_torch() {
     if "$PYTHON" -c "import importlib.metadata as m, sys; sys.exit(m.version('torch').split('+')[0] != '$TORCH_VERSION')" 2>/dev/null; then
         return
@@ -58,10 +60,23 @@ install_torch() {
         "$PYTHON" -m pip install --quiet "torch==$TORCH_VERSION"
     else
         say "installing torch $TORCH_VERSION for CPUs; about 200 MB, a minute or two"
-        "$PYTHON" -m pip install --quiet ${HYDRAFLOW_TORCH_INDEX:+--extra-index-url "$HYDRAFLOW_TORCH_INDEX"} "torch==$TORCH_VERSION+cpu" ||
-            fail "pip finds no CPU build of torch $TORCH_VERSION. Set HYDRAFLOW_TORCH_INDEX to PyTorch's index of CPU wheels \
-(their installation page names it) and run this again."
+        install_cpu_torch || {
+            say "pip finds no CPU build of torch $TORCH_VERSION, neither in its own index nor at ${HYDRAFLOW_TORCH_INDEX:-$CPU_WHEELS}"
+            say "installing the plain torch $TORCH_VERSION instead; with CUDA libraries that is about 3 GB, some minutes"
+            "$PYTHON" -m pip install --quiet "torch==$TORCH_VERSION" ||
+                fail "pip cannot install torch $TORCH_VERSION. Is the network reachable, and are there 6 GB of free disk? \
+Set HYDRAFLOW_TORCH_INDEX to an index or PIP_FIND_LINKS to a folder that has its wheel, and run this again."
+        }
     fi
+}
+
+install_cpu_torch() {
+    if [[ -z "${HYDRAFLOW_TORCH_INDEX:-}" ]] && "$PYTHON" -m pip install --quiet "torch==$TORCH_VERSION+cpu" 2>/dev/null; then
+        return
+    fi
+    # a network without that index is given up after seconds, not after pip's five attempts
+    "$PYTHON" -m pip install --quiet --retries 1 --timeout 15 --extra-index-url "${HYDRAFLOW_TORCH_INDEX:-$CPU_WHEELS}" \
+        "torch==$TORCH_VERSION+cpu"
 }
 
 fingerprint() {

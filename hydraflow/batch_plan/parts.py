@@ -51,7 +51,13 @@ class RolePlan:
     decay_steps: int = 0
     """Training steps after the warm-up; 0: the total is not known, or the rate stays as it is."""
     total_optimizer_steps: int = 0
-    """Optimizer steps of the run; 0: not known."""
+    """Optimizer steps of the run; 0: not known, or none."""
+    first_step: int = 1
+    """The training step, counted from 1, from which on the role learns."""
+
+    def optimizer_steps(self, training_steps: int) -> int:
+        """Optimizer steps in the first `training_steps` training steps."""
+        return max(0, training_steps - self.first_step + 1) * self.optimizer_steps_per_step
 
     @classmethod
     def simple(

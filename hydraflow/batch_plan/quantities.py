@@ -141,7 +141,7 @@ def _step(request: Request) -> Iterator[Quantity]:
         "trajectories per prompt n", "trajectories", request.n, _from(request, "n"), _given(request, "n")
     )
     yield Quantity("trajectories per step S", "trajectories", s, f"Q·n = {request.q}·{request.n}", DERIVED)
-    formula = f"P + R = {request.longest_prompt} + {request.longest_response}"
+    formula = f"prompt + response = {request.longest_prompt} + {request.longest_response}"
     yield Quantity("longest row", "tokens", request.longest_row, formula, DERIVED)
 
 
@@ -182,6 +182,9 @@ def _schedule(request: Request, role: RoleRequest, plan: RolePlan) -> Iterator[Q
     name, steps, total = role.name, plan.optimizer_steps_per_step, request.total_steps
     if total:
         formula = f"training steps · K = {total}·{steps}"
+        if plan.first_step > 1:
+            formula = f"(training steps - critic_warmup + 1)·K = ({total} - {plan.first_step} + 1)·{steps}"
+            formula += ", at least 0" if plan.first_step > total + 1 else ""
         yield Quantity(
             f"{name}: optimizer steps", "optimizer steps", plan.total_optimizer_steps, formula, DERIVED
         )
@@ -271,7 +274,9 @@ def _rollout(request: Request, plan: BatchPlan) -> Iterator[Quantity]:
     if request.rollout.engine == "vllm":
         own = request.rollout.max_model_len is not None
         given = origin(f"{ROLLOUT}.max_model_len") if own else DERIVED
-        yield Quantity("rollout: longest row", "tokens", rollout.max_model_len, "" if own else "P + R", given)
+        yield Quantity(
+            "rollout: longest row", "tokens", rollout.max_model_len, "" if own else "prompt + response", given
+        )
         tokens = rollout.max_num_batched_tokens
         yield Quantity(
             "rollout: tokens per forward", "tokens", tokens, "", origin(f"{ROLLOUT}.max_num_batched_tokens")

@@ -42,6 +42,8 @@ class RoleRequest:
     micro: MicroRequest
     optim: OptimConfig
     optim_key: str
+    first_step: int = 1
+    """The training step, counted from 1, from which on it learns."""
 
 
 @dataclass(frozen=True)
@@ -295,6 +297,7 @@ def _read_actor(config: PPOConfig, numbers: Numbers, layouts: Mapping[str, Layou
         micro=_shared(micro, layouts, "actor"),
         optim=actor.optim,
         optim_key=f"{ACTOR}.optim",
+        first_step=max(1, config.trainer.critic_warmup),
     )
 
 

@@ -230,7 +230,7 @@ def _plan(request: Request, topology: Topology) -> BatchPlan:
         steps_per_epoch=request.steps_per_epoch,
         total_steps=request.total_steps,
         quantities=(),
-        notes=(*request.numbers.notes, *_left_over(request)),
+        notes=(*request.numbers.notes, *_left_over(request), *_idle_actor(request)),
     )
 
 
@@ -240,6 +240,17 @@ def _left_over(request: Request) -> Iterator[str]:
         yield (
             f"{left} of {request.prompts} training prompts fill no step of {request.q}: an epoch leaves"
             " them out"
+        )
+
+
+def _idle_actor(request: Request) -> Iterator[str]:
+    """A critic's warm-up that takes the whole run."""
+    warmup, total = request.actor.first_step, request.total_steps
+    if total and warmup > 1 and warmup >= total:
+        learns = "never learns" if warmup > total else "learns in the last step alone"
+        yield (
+            f"trainer.critic_warmup={warmup}: the actor {learns}, because the run has {total} training steps;"
+            f" a run that trains the actor has a smaller one, such as trainer.critic_warmup={total // 10}"
         )
 
 
@@ -261,7 +272,8 @@ def _role_plan(request: Request, role: RoleRequest) -> RolePlan:
         accumulation_steps=rows // micro.rows if micro.rows else None,
         warmup_steps=warmup,
         decay_steps=max(0, request.total_steps - warmup),
-        total_optimizer_steps=request.total_steps * steps,
+        total_optimizer_steps=max(0, request.total_steps - role.first_step + 1) * steps,
+        first_step=role.first_step,
     )
 
 

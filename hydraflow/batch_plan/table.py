@@ -1,6 +1,7 @@
 """The batch plan as a table in the terminal.
 
-In: a plan's quantities and notes. Out: printed text. Left out on purpose: every number; those are the plan's.
+In: a plan's quantities and notes. Out: lines of text. Left out on purpose: the numbers themselves; those are
+the plan's.
 """
 
 from __future__ import annotations
@@ -8,14 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-
 from hydraflow.batch_plan.parts import Quantity
+from hydraflow.system.columns import fits, output_width, paragraph, table
 
-FILE_WIDTH = 140
-"""Columns of the table where there is no terminal to measure."""
+HEAD = ("quantity", "value", "unit", "formula", "from")
 
 
 class Explained(Protocol):
@@ -30,28 +27,25 @@ class Explained(Protocol):
         """What was given and has no effect."""
 
 
-def print_plan(plan: Explained, *, console: Console | None = None) -> None:
-    """Prints one line per quantity, and after it the notes; `console` is standard output by default.
-
-    Where that is a file the lines are as long as they need to be.
-    """
-    console = console or Console()
-    if not console.is_terminal:
-        console.width = max(console.width, FILE_WIDTH)
-    console.print(plan_table(plan))
+def print_plan(plan: Explained) -> None:
+    """Prints one line per quantity, and after it the notes, on standard output."""
+    width = output_width()
+    print("batch plan", *plan_lines(plan.quantities, width), "", sep="\n")
     for note in plan.notes:
-        console.print(f"note: {note}", markup=False, highlight=False)
+        print(*paragraph(f"note: {note}", width, first="", rest="  "), sep="\n")
 
 
-def plan_table(plan: Explained) -> Table:
-    """The quantities as a rich table: name, value, unit, formula with numbers, provenance."""
-    table = Table(title="batch plan", title_justify="left", box=SIMPLE_HEAD)
-    table.add_column("quantity", overflow="fold")
-    table.add_column("value", justify="right", overflow="fold")
-    for name in ("unit", "formula", "from"):
-        table.add_column(name, overflow="fold")
-    for quantity in plan.quantities:
-        table.add_row(
-            quantity.name, str(quantity.value), quantity.unit, quantity.formula, quantity.provenance
-        )
-    return table
+def plan_lines(quantities: Sequence[Quantity], width: int) -> list[str]:
+    """The quantities as a table: name, value, unit, formula with numbers, provenance; on a narrow terminal
+    value and unit share a column, and formula and provenance another."""
+    rows = [(one.name, str(one.value), one.unit, one.formula, one.provenance) for one in quantities]
+    if fits([HEAD, *rows], width):
+        return table([HEAD, *rows], width, right=[1])
+    narrow = [(name, f"{value} {unit}", _how(formula, origin)) for name, value, unit, formula, origin in rows]
+    return table([("quantity", "value", "formula, or where it is from"), *narrow], width)
+
+
+def _how(formula: str, origin: str) -> str:
+    if origin == "derived" or not formula:
+        return formula or origin
+    return f"{formula}; {origin}"

@@ -53,6 +53,12 @@ def _check_table(table: sampling.Table, key: str, facts: Facts) -> Iterator[Find
         yield ok(f"{table.path}: {table.rows} rows; {types}")
 
 
+def require_prompts(records: Sequence[Record], column: str) -> None:
+    """Skip where rows have no prompts: `check_data` reports that."""
+    if any(column not in record.values for record in records):
+        raise Skip(f"rows have no column {column}: see data files")
+
+
 def row_problems(records: Sequence[Record], data: DataConfig) -> list[str]:
     """What is wrong with rows whose file has the columns that are needed."""
     found = []

@@ -104,6 +104,8 @@ class Facts:
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The policy's tokenizer, with or without a chat template."""
+        if not self.config.actor_rollout_ref.model.tokenizer_path:
+            assert self.model_config is not None, "a folder whose config.json is broken is reported once"
         return self._once("tokenizer", lambda: load_tokenizer(self.own_model(), field=MODEL, chat=False))
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hydraflow.checkup import sampling
+from hydraflow.checkup.data_files import require_prompts
 from hydraflow.checkup.facts import FILE_KEYS, Facts
 from hydraflow.checkup.finding import Finding, Skip, note, ok, problem, warning
 from hydraflow.data.chat import as_messages, tokenise_chats
@@ -26,6 +27,7 @@ def check_lengths(facts: Facts) -> Iterator[Finding]:
         if not facts.files(key):
             continue
         records = facts.sample(key, SAMPLE)
+        require_prompts(records, data.prompt_key)
         chats = [as_messages(record, data.prompt_key) for record in records]
         ids = tokenise_chats(
             tokenizer,

@@ -6,15 +6,15 @@ a missing, cut off or never downloaded shard is found within milliseconds instea
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hydraflow.checkup.facts import CRITIC, MODEL, Facts
 from hydraflow.checkup.finding import Finding, Skip, note, of_problem, ok, problem, warning
+from hydraflow.engine.fsdp.lora import require_targets
 from hydraflow.memory.report import size_text
-from hydraflow.models.cache import cached_snapshot
+from hydraflow.models.cache import cached_snapshot, hub_fault, is_offline
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.fit import DOWNLOAD_AGAIN, require_weights
 from hydraflow.models.loading import load_config
@@ -43,17 +43,13 @@ def _check_directory(model: ModelConfig, field: str) -> Iterator[Finding]:
     hub = is_hub_name(model.path)
     directory = cached_snapshot(model.path) if hub else Path(model.path).expanduser()
     if directory is None:
-        yield to_download(
-            f"{field}.path={model.path} is not on this machine", model.path, offline=_is_offline()
-        )
+        yield to_download(f"{field}.path={model.path} is not on this machine", model.path, fault=hub_fault())
         return
     faults = weight_faults(directory)
     for fault in faults[:SHOWN]:
         evidence = f"{field}.path: {fault}"
         yield (
-            to_download(evidence, model.path, offline=_is_offline())
-            if hub
-            else problem(evidence, DOWNLOAD_AGAIN)
+            to_download(evidence, model.path, fault=hub_fault()) if hub else problem(evidence, DOWNLOAD_AGAIN)
         )
     if not faults:
         files = weight_files(directory)
@@ -61,16 +57,13 @@ def _check_directory(model: ModelConfig, field: str) -> Iterator[Finding]:
         yield ok(f"{directory}: {len(files)} weight files, {size}, {', '.join(stored_types(files))}")
 
 
-def to_download(evidence: str, name: str, *, offline: bool) -> Finding:
-    """What is missing of a model on the hub: it comes at the start of the run, unless Hugging Face is told to
-    stay offline."""
-    if offline:
-        return problem(f"{evidence}, and HF_HUB_OFFLINE is set", f"unset HF_HUB_OFFLINE; hf download {name}")
-    return note(f"{evidence}; it will be downloaded at the start", f"hf download {name}")
-
-
-def _is_offline() -> bool:
-    return os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
+def to_download(evidence: str, name: str, *, fault: str | None) -> Finding:
+    """What is missing of a model on the hub: it comes at the start of the run, unless there is a `fault`."""
+    if fault is None:
+        return note(f"{evidence}; it will be downloaded at the start", f"hf download {name}")
+    first = "unset HF_HUB_OFFLINE; " if is_offline() else ""
+    remedy = f"{first}hf download {name} where the hub can be reached, or the path of a folder with the model"
+    return problem(f"{evidence}, and {fault}", remedy)
 
 
 def check_weights(facts: Facts) -> Iterator[Finding]:
@@ -80,6 +73,8 @@ def check_weights(facts: Facts) -> Iterator[Finding]:
     if is_hub_name(str(policy.path)):
         raise Skip("the weights are the hub's own")
     require_weights(policy, facts.model_config, head="policy", field=MODEL)
+    if policy.lora_rank > 0:
+        require_targets(policy, facts.model_config, head="policy", field=MODEL)
     if critic.path and facts.plan.critic is not None:
         require_weights(critic, load_config(critic, field=CRITIC), head="value", field=CRITIC)
     yield ok("names and shapes are those of config.json")

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from hydraflow.checkup.finding import State
 from hydraflow.checkup.table import Result
 from hydraflow.errors import ConfigError
+from hydraflow.system.columns import output_width, paragraph
 
 STYLES = {
     State.OK: "green",
@@ -24,14 +24,10 @@ STYLES = {
     State.PROBLEM: "bold red",
     State.SKIPPED: "dim",
 }
-FILE_WIDTH = 160
-"""Columns where there is no terminal to measure."""
 
 
 def print_report(results: Iterable[Result], console: Console) -> int:
-    """Prints the table and returns the exit code. A terminal is told meanwhile how far it is."""
-    if not console.is_terminal:
-        console.width = max(console.width, FILE_WIDTH)
+    """Prints the table and returns the exit code. A terminal is shown meanwhile how far it is."""
     kept = []
     for result in results:
         kept.append(result)
@@ -39,32 +35,34 @@ def print_report(results: Iterable[Result], console: Console) -> int:
             console.print(
                 Text(f"looked at {result.name} ({result.seconds:.1f} s)", style="dim"), end="\x1b[K\r"
             )
-    console.print(as_table(kept))
+    console.print("check-up of this machine for this configuration", style="italic")
+    for line in as_lines(kept, output_width()):
+        console.print(line, soft_wrap=True)
     counts = Counter(finding.state for result in kept for finding in result.findings)
     console.print(", ".join(f"{counts[state]} {state}" for state in State if counts[state]), highlight=False)
     return exit_code(kept)
 
 
-def as_table(results: Iterable[Result]) -> Table:
-    """check, state, evidence and what to do, one line per finding."""
-    table = Table(
-        title="check-up of this machine for this configuration",
-        title_justify="left",
-        box=None,
-        padding=(0, 1, 0, 0),
-    )
-    table.add_column("check", no_wrap=True)
-    table.add_column("state", no_wrap=True)
-    table.add_column("evidence, and what would repair it", overflow="fold")
+def as_lines(results: Sequence[Result], width: int) -> Iterator[Text]:
+    """check, state, evidence and what to do; no word is split and no line ends in blanks."""
+    names = max((len(result.name) for result in results), default=0) + 1
+    states = max(map(len, State)) + 1
     for result in results:
         for number, finding in enumerate(result.findings):
-            said = Text(finding.evidence)
-            if finding.remedy:
-                said.append(f"\n-> {finding.remedy}", style="bold")
-            table.add_row(
-                "" if number else result.name, Text(finding.state, style=STYLES[finding.state]), said
+            head = ("" if number else result.name).ljust(names)
+            indent = " " * (names + states)
+            first, *rest = paragraph(
+                finding.evidence, width, first=head + finding.state.ljust(states), rest=indent
             )
-    return table
+            shown = Text(first)
+            shown.stylize(STYLES[finding.state], names, names + len(finding.state))
+            yield shown
+            yield from map(Text, rest)
+            for part in finding.remedy.splitlines():
+                yield from (
+                    Text(line, style="bold")
+                    for line in paragraph(f"-> {part}", width, first=indent, rest=indent + "   ")
+                )
 
 
 def as_json(results: Iterable[Result]) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
+from hydraflow.checkup.data_files import require_prompts
 from hydraflow.checkup.facts import MODEL, Facts
 from hydraflow.checkup.finding import Finding, note, ok, problem, warning
 from hydraflow.data.chat import Messages, as_messages
@@ -47,6 +48,7 @@ def check_template(facts: Facts) -> Iterator[Finding]:
         )
         return
     data = facts.config.data
+    require_prompts(facts.first_rows, data.prompt_key)
     chats = [as_messages(record, data.prompt_key) for record in facts.first_rows]
     try:
         found = list(judge_chats(tokenizer, chats, options=data.apply_chat_template_kwargs))

@@ -30,13 +30,23 @@ from hydraflow.compose.command import Command
 from hydraflow.compose.command_words import public_words
 from hydraflow.compose.hydra_errors import translated
 from hydraflow.compose.keys import describe
-from hydraflow.compose.loading import VERSION_BASE, Composed, Entry, Judge, finish, register
+from hydraflow.compose.loading import (
+    VERSION_BASE,
+    Advise,
+    Composed,
+    Entry,
+    Judge,
+    ShowError,
+    finish,
+    register,
+)
 from hydraflow.compose.overrides import Prepared, config_folder, groups_in, prepare
 from hydraflow.compose.own_files import take, unreadable
 from hydraflow.errors import ConfigError, HydraflowError, Problem
 from hydraflow.redact import public_text
 from hydraflow.schema import PPOConfig
 from hydraflow.system.interrupts import INTERRUPTED, TERMINATED, say_interrupted
+from hydraflow.system.printing import make_printable
 
 Config = TypeVar("Config")
 Run = Callable[[Config, Command], int | None]
@@ -60,6 +70,8 @@ def launch(
     judges: Sequence[Judge] = (),
     missing: Judge | None = None,
     tolerant: bool = False,
+    advise: Advise | None = None,
+    show_error: ShowError | None = None,
 ) -> int:
     """Calls `run(config, command)` for the command line, or for each configuration of a sweep; returns the
     exit code.
@@ -68,9 +80,12 @@ def launch(
     own. `judges`: what it has to say against a configuration, in the same report as everything else.
     `missing`: of these, what `run` finds itself, with what else is wrong with the machine; it is only asked
     where the configuration is wrong. `tolerant`: it runs nothing, so what could not be honoured is told
-    instead of refused; such an entry point prints the notes itself. Use: `command(lambda: launch("ppo",
+    instead of refused; such an entry point prints the notes itself. `advise`: adds
+    notes on values that are hardly meant. `show_error`: prints
+    an error for the user, in place of standard error. Use: `command(lambda: launch("ppo",
     PPOConfig, run))`, of `system/interrupts.py`; `sys.exit` where nothing is to be ended.
     """
+    make_printable()
     arguments = split(sys.argv[1:], switches)
     if arguments.has("--help", "-h"):
         _print(help_text(config_name, schema, switches))
@@ -78,7 +93,15 @@ def launch(
     if arguments.has("--shell-completion", "-sc") and completion.install(arguments.overrides):
         return 0
     entry = Entry(
-        config_name, schema, judges, missing, tolerant, arguments.switches, tuple(public_words(sys.orig_argv))
+        config_name,
+        schema,
+        judges,
+        missing,
+        tolerant,
+        arguments.switches,
+        tuple(public_words(sys.orig_argv)),
+        advise,
+        show_error,
     )
     codes: list[int] = []
 
@@ -88,7 +111,7 @@ def launch(
                 print(f"note: {note}", file=sys.stderr)
         return run(one.config, one.command) or 0
 
-    code = run_guarded(lambda: _hydra_main(entry, arguments, job, codes))
+    code = run_guarded(lambda: _hydra_main(entry, arguments, job, codes), show_error)
     return code or next((code for code in codes if code), 0)
 
 
@@ -102,9 +125,9 @@ def given_switches(switches: Sequence[Switch], argv: Sequence[str] | None = None
     return split(sys.argv[1:] if argv is None else argv, switches).switches
 
 
-def run_guarded(work: Callable[[], int | None]) -> int:
-    """Runs `work` and returns its exit code. Errors for the user become a message on stderr and their exit
-    code.
+def run_guarded(work: Callable[[], int | None], show_error: ShowError | None = None) -> int:
+    """Runs `work` and returns its exit code. Errors for the user become a message, on stderr or where
+    `show_error` prints it, and their exit code.
 
     With HYDRAFLOW_FULL_ERROR=1 in the environment the stack trace comes first. Faults of our own propagate.
     """
@@ -113,7 +136,10 @@ def run_guarded(work: Callable[[], int | None]) -> int:
     except HydraflowError as error:
         if os.environ.get("HYDRAFLOW_FULL_ERROR") == "1":
             print(public_text(traceback.format_exc()), end="", file=sys.stderr)
-        print(error, file=sys.stderr)
+        if show_error is not None:
+            show_error(error)
+        else:
+            print(error, file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return say_interrupted()
@@ -178,7 +204,7 @@ def _hydra_main(
         )
         if shown is not None:
             return _show(finished(only_keys=True), shown)
-        codes.append(run_guarded(lambda: job(finished())))
+        codes.append(run_guarded(lambda: job(finished()), entry.show_error))
         if codes[-1] in (INTERRUPTED, TERMINATED):
             sys.exit(codes[-1])
         return codes[-1]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -38,14 +38,22 @@ from hydraflow.compose.overrides import Prepared, config_folder, groups_in, prep
 from hydraflow.compose.tree import Doubts, Judged, judge, nested, over
 from hydraflow.compose.verl_values import ROLLOUT
 from hydraflow.device import planned_devices
-from hydraflow.errors import ConfigError, Problem
+from hydraflow.errors import ConfigError, HydraflowError, Problem
 from hydraflow.schema import EvalConfig, GenerateConfig, PPOConfig, SFTConfig
 from hydraflow.system.allocation import allocation
 
 Config = TypeVar("Config")
+ShowError = Callable[[HydraflowError], None]
+
 Judge = Callable[[Any, Command], Iterable[Problem]]
 """What an entry point itself has to say against a configuration, for the same report."""
 VERSION_BASE = "1.3"
+
+
+class Advise(Protocol):
+    """What is said of a configuration without refusing it."""
+
+    def __call__(self, config: object, *, planning: bool) -> Iterable[str]: ...
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,10 @@ class Entry(Generic[Config]):
     """The entry point's own options that were given."""
     words: tuple[str, ...] = ()
     """The command line of the process, without its secrets."""
+    advise: Advise | None = None
+    """Notes on values that are legal and hardly meant (`advice.py`)."""
+    show_error: ShowError | None = None
+    """Prints an error for the user; None: it goes to standard error."""
 
 
 @dataclass(frozen=True)
@@ -221,6 +233,7 @@ def _describe(
         *(str(one).partition("\n")[0] for one in idle),
         *_open_mappings(judged)[1],
         *_default_devices(config, judged),
+        *(entry.advise(config, planning=entry.tolerant) if entry.advise else ()),
     ]
     if entry.tolerant:
         notes += [str(one).partition("\n")[0] for one in unsupported]

@@ -119,7 +119,7 @@ def _values_come_from_a_critic(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _warmup_has_a_critic(config: PPOConfig) -> Iterator[Problem]:
-    if config.trainer.critic_warmup > 0 and not needs_critic(config):
+    if config.trainer.critic_warmup > 1 and not needs_critic(config):
         rule = "there is no critic that could warm up, so these steps would train nothing"
         yield Problem("trainer.critic_warmup", config.trainer.critic_warmup, rule, "trainer.critic_warmup=0")
 

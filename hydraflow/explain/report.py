@@ -31,6 +31,7 @@ from hydraflow.memory.estimate import estimate
 from hydraflow.memory.limits import limits_of
 from hydraflow.memory.report import MemoryReport
 from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
+from hydraflow.trainer.phases import rollout_is_exact
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def _ppo_report(config: PPOConfig, command: Command) -> Report:
         plan=plan,
         placement=plan.placement,
         picture=tuple(picture(plan.layouts, plan.cluster)),
-        phases=tuple(ppo_phases(plan, config)),
+        phases=tuple(ppo_phases(plan, config, exact=rollout_is_exact(config, limits.bytes_of))),
         memory=memory,
         notes=(*command.notes, *plan.notes, *_file_notes(config, prompts, held_out), *models.notes),
         not_yet=tuple(runnable.problems(config)),

@@ -1,84 +1,111 @@
 """A report for people: table, picture, words, memory and notes, in the terminal.
 
-In: a `Report`. Out: printed text. Left out on purpose: every number; those are the report's.
+In: a `Report`. Out: printed text, no line of which is wider than the output unless a word is. Left out on
+purpose: every number; those are the report's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-
-from hydraflow.batch_plan.table import FILE_WIDTH, plan_table
+from hydraflow.batch_plan.parts import Quantity
+from hydraflow.batch_plan.table import plan_lines
 from hydraflow.explain.picture import MODES
 from hydraflow.explain.report import Report
 from hydraflow.memory.report import MemoryReport, size_text
+from hydraflow.system.columns import output_width, paragraph, table
+
+BRIEF = re.compile(
+    r"devices|training steps|prompts per step Q|trajectories per (prompt n|step S)|longest row"
+    r"|.*: (data ranks dp|prompts per optimizer step M|rows per data rank g|optimizer steps)"
+    r"|micro-batch of the \S+ update|conversations per step.*|prompts per call.*|rollout: waves"
+)
+"""Quantities that are shown without --all; those that the command line gave are, too."""
 
 
-def show(report: Report, *, console: Console | None = None) -> None:
-    """Prints the report; `console` is standard output by default. Where that is a file the lines are as long
-    as they need to be."""
-    console = console or Console()
-    if not console.is_terminal:
-        console.width = max(console.width, FILE_WIDTH)
-    console.print(plan_table(report.plan))
-    _heading(console, f"devices and roles: {report.placement}, {MODES[report.placement]}")
-    _lines(console, report.picture)
-    _heading(console, "one step")
-    _phases(console, report)
+def show(report: Report, *, everything: bool = False, width: int | None = None) -> None:
+    """Prints the report; `everything`: all quantities, and the memory of each role by what it holds."""
+    print(*report_lines(report, everything=everything, width=width or output_width()), sep="\n")
+
+
+def report_lines(report: Report, *, everything: bool, width: int) -> Iterator[str]:
+    """What `show` prints."""
+    quantities = [one for one in report.plan.quantities if everything or _is_brief(one)]
+    yield "batch plan"
+    yield from plan_lines(quantities, width)
+    yield ""
+    yield from _flush(f"devices and roles: {report.placement}, {MODES[report.placement]}", width)
+    for line in report.picture:
+        yield from _drawn(f"  {line}".rstrip(), width)
+    yield "\none step"
+    yield from _phases(report, width)
     if report.memory:
-        _show_memory(console, report.memory)
-    _heading(console, "notes")
-    _lines(console, _notes(report))
+        yield from _memory(report.memory, width, everything=everything)
+    yield "\nnotes"
+    yield from _paragraphs(_notes(report), width)
+    if not everything:
+        yield ""
+        yield from _flush(
+            "--all shows every number with its formula, and the memory by what it holds.", width
+        )
 
 
-def _heading(console: Console, words: str) -> None:
-    console.print(f"\n{words}", style="italic", markup=False, highlight=False)
+def _flush(text: str, width: int) -> list[str]:
+    return paragraph(text, width, first="", rest="  ")
 
 
-def _lines(console: Console, lines: Iterator[str] | tuple[str, ...]) -> None:
-    for line in lines:
-        console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+def _is_brief(one: Quantity) -> bool:
+    return one.provenance == "command line" or bool(BRIEF.fullmatch(one.name))
 
 
-def _phases(console: Console, report: Report) -> None:
+def _paragraphs(texts: Iterable[str], width: int) -> Iterator[str]:
+    for text in texts:
+        yield from paragraph(text, width)
+
+
+def _drawn(line: str, width: int) -> Iterator[str]:
+    """A line of the picture; where it is too wide, its words are below its drawing."""
+    drawing, _, words = re.sub(r" {2,}(?=\w+[,:] )", "\0", line).partition("\0")
+    if len(line) <= width or not words:
+        yield line
+        return
+    yield drawing
+    yield from paragraph(words, width, first=" " * 6, rest=" " * 8)
+
+
+def _phases(report: Report, width: int) -> Iterator[str]:
     """Name and text in two columns, long texts under themselves."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column()
-    table.add_column()
+    head = max(len(phase.name) for phase in report.phases) + 4
     for phase in report.phases:
-        table.add_row(f"  {phase.name}", phase.text)
-    console.print(table)
+        yield from paragraph(phase.text, width, first=f"  {phase.name}".ljust(head), rest=" " * head)
 
 
-def _show_memory(console: Console, memory: MemoryReport) -> None:
+def _memory(memory: MemoryReport, width: int, *, everything: bool) -> Iterator[str]:
     limits = memory.limits
     name = limits.device_name or limits.device_type
     of = f" of {size_text(limits.device_bytes)}" if limits.device_bytes else ""
-    _heading(console, f"memory of one device ({name}{of}), each role at its highest moment")
-    console.print(_role_table(memory))
-    _lines(console, _fit_lines(memory))
-    _lines(console, tuple(memory.notes))
+    yield ""
+    yield from _flush(f"memory of one device ({name}{of}), each role at its highest moment", width)
+    if everything:
+        rows = list(_role_rows(memory))
+        yield from table(rows, width, right=range(1, len(rows[0])))
+    yield from _paragraphs(_fit_lines(memory), width)
+    if everything:
+        yield from _paragraphs(memory.notes, width)
 
 
-def _role_table(memory: MemoryReport) -> Table:
+def _role_rows(memory: MemoryReport) -> Iterator[list[str]]:
     """One column per role, which fits a narrow terminal: what it holds on each of its devices."""
-    used = [part for part in memory.roles[0].parts if any(role.parts[part] for role in memory.roles)]
-    table = Table(box=SIMPLE_HEAD)
-    table.add_column("role")
-    for role in memory.roles:
-        table.add_column(role.role.replace("_", " "), justify="right", overflow="fold")
-    table.add_row("moment", *(role.peak_phase.replace("_", " ") for role in memory.roles))
-    table.add_row("devices", *(str(role.devices) for role in memory.roles))
-    for part in used:
-        table.add_row(
-            part.replace("_", " "),
-            *(size_text(role.parts[part]) if role.parts[part] else "-" for role in memory.roles),
-        )
-    table.add_row("total", *(size_text(role.total) for role in memory.roles))
-    return table
+    roles = memory.roles
+    yield ["role", *(role.role.replace("_", " ") for role in roles)]
+    yield ["moment", *(role.peak_phase.replace("_", " ") for role in roles)]
+    yield ["devices", *(str(role.devices) for role in roles)]
+    for part in roles[0].parts:
+        if any(role.parts[part] for role in roles):
+            sizes = (size_text(role.parts[part]) if role.parts[part] else "-" for role in roles)
+            yield [part.replace("_", " "), *sizes]
+    yield ["total", *(size_text(role.total) for role in roles)]
 
 
 def _fit_lines(memory: MemoryReport) -> Iterator[str]:
@@ -93,7 +120,8 @@ def _fit_lines(memory: MemoryReport) -> Iterator[str]:
         )
     host = memory.host
     of = f" of {size_text(host.limit)}" if host.limit else ""
-    yield f"each machine: {size_text(host.total)}{of}: {_verdict(host.fits)}; {host.load_text}"
+    rows = f"; {size_text(host.rows)} of it are a step's trajectories" if 10 * host.rows > host.total else ""
+    yield f"each machine: {size_text(host.total)}{of}: {_verdict(host.fits)}{rows}; {host.load_text}"
     if memory.fits is False:
         yield from _advice_lines(memory)
 
@@ -111,6 +139,12 @@ def _advice_lines(memory: MemoryReport) -> Iterator[str]:
         yield (
             f"-> {size_text(left)} are missing even then: more or larger devices are needed, or a smaller"
             " model"
+        )
+    if where == "host" and 2 * memory.host.rows > memory.host.total:
+        yield (
+            f"-> {size_text(memory.host.rows)} are the trajectories of a step: fewer of them"
+            " (data.train_batch_size, actor_rollout_ref.rollout.n) or shorter ones (data.max_response_length)"
+            " need less"
         )
 
 

@@ -92,5 +92,5 @@ def _forwards(role: RolePlan, section: str) -> Bar:
 def _total(steps: int, role: RolePlan) -> tuple[str, ...]:
     if not steps:
         return ()
-    whole = count(steps * role.optimizer_steps_per_step, "optimizer step")
+    whole = count(role.optimizer_steps(steps), "optimizer step")
     return (f"{count(steps, 'training step')} in the run = {whole}",)

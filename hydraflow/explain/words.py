@@ -6,7 +6,7 @@ keys; numbers are the plan's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from hydraflow.batch_plan.generate import GeneratePlan
@@ -14,6 +14,7 @@ from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.batch_plan.sft import SFTPlan
 from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
+from hydraflow.trainer.phases import step_phases
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,9 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun if number == 1 else plural}"
 
 
-def ppo_phases(plan: BatchPlan, config: PPOConfig) -> list[Phase]:
-    """A step of reinforcement learning."""
-    return [Phase(name, text) for name, text in _ppo(plan, config)]
+def ppo_phases(plan: BatchPlan, config: PPOConfig, *, exact: bool = False) -> list[Phase]:
+    """A step of reinforcement learning. `exact`: see `rollout_is_exact`."""
+    return [Phase(name, text) for name, text in _ppo(plan, config, exact)]
 
 
 def sft_phases(plan: SFTPlan, config: SFTConfig) -> list[Phase]:
@@ -93,31 +94,9 @@ def forwards(micro: MicroPlan, rows: int) -> str:
     )
 
 
-def _ppo(plan: BatchPlan, config: PPOConfig) -> Iterator[tuple[str, str]]:
-    estimator = config.algorithm.adv_estimator
-    yield "prompts", _prompts(plan, config)
-    yield "generate", _generation(plan, config)
-    yield "score", _scoring(plan, config)
-    yield (
-        "log-probs",
-        f"the actor computes log-probabilities again, {_pass(plan, 'actor', plan.old_log_prob)}",
-    )
-    if plan.ref:
-        yield (
-            "reference",
-            (
-                "the reference computes its own,"
-                f" {_pass(plan, 'ref' if 'ref' in plan.layouts else 'actor', plan.ref)}"
-            ),
-        )
-    if plan.values:
-        yield "values", f"the critic computes values, {_pass(plan, 'critic', plan.values)}"
-    groups = f", by groups of {plan.samples_per_prompt}" if estimator in ("grpo", "rloo") else ""
-    yield "advantages", f"{estimator} turns scores into advantages{groups}"
-    if plan.critic:
-        yield "critic", _update(plan.critic, plan.prompts_per_step)
-    yield "actor", _update(plan.actor, plan.prompts_per_step)
-    yield "sync", f"the new weights go to {count(plan.rollout.engines, 'generation engine')}{_rounds(plan)}"
+def _ppo(plan: BatchPlan, config: PPOConfig, exact: bool) -> Iterator[tuple[str, str]]:
+    for phase in step_phases(config):
+        yield phase.name, _TEXTS[phase.name](plan, config, exact)
     yield from _run(plan.steps_per_epoch, plan.total_steps, plan.actor, "prompts", plan.prompts_per_step)
 
 
@@ -174,6 +153,53 @@ def _scoring(plan: BatchPlan, config: PPOConfig) -> str:
     return f"the reward function scores {count(plan.trajectories_per_step, 'trajectory')}, in {workers}"
 
 
+def _old_log_probs(plan: BatchPlan, config: PPOConfig, exact: bool) -> str:
+    if not exact:
+        return f"the actor computes log-probabilities again, {_pass(plan, 'actor', plan.old_log_prob)}"
+    first = _pass(plan, "actor", plan.old_log_prob)
+    return (
+        "those of the generation engine, which computes as the actor does; in the first step after a start"
+        f" the actor computes its own and compares them, {first}"
+    )
+
+
+def _reference(plan: BatchPlan) -> str:
+    assert plan.ref is not None
+    role = "ref" if "ref" in plan.layouts else "actor"
+    return f"the reference computes its own, {_pass(plan, role, plan.ref)}"
+
+
+def _values(plan: BatchPlan) -> str:
+    assert plan.values is not None
+    return f"the critic computes values, {_pass(plan, 'critic', plan.values)}"
+
+
+def _advantages(plan: BatchPlan, config: PPOConfig) -> str:
+    estimator = config.algorithm.adv_estimator
+    groups = f", by groups of {plan.samples_per_prompt}" if estimator in ("grpo", "rloo") else ""
+    return f"{estimator} turns scores into advantages{groups}"
+
+
+def _critic(plan: BatchPlan) -> str:
+    assert plan.critic is not None
+    return _update(plan.critic, plan.prompts_per_step)
+
+
+_TEXTS: dict[str, Callable[[BatchPlan, PPOConfig, bool], str]] = {
+    "prompts": lambda plan, config, exact: _prompts(plan, config),
+    "generate": lambda plan, config, exact: _generation(plan, config),
+    "score": lambda plan, config, exact: _scoring(plan, config),
+    "log-probs": lambda plan, config, exact: _old_log_probs(plan, config, exact),
+    "reference": lambda plan, config, exact: _reference(plan),
+    "values": lambda plan, config, exact: _values(plan),
+    "advantages": lambda plan, config, exact: _advantages(plan, config),
+    "critic": lambda plan, config, exact: _critic(plan),
+    "actor": lambda plan, config, exact: _update(plan.actor, plan.prompts_per_step),
+    "sync": lambda plan, config, exact: _sync(plan),
+}
+"""Phase of `trainer/phases.py` -> what it does, with the plan's numbers."""
+
+
 def _pass(plan: BatchPlan, role: str, micro: MicroPlan) -> str:
     """How all trajectories of a step pass through a role's model once."""
     ranks = plan.layouts[role].data_ranks
@@ -194,6 +220,10 @@ def _update(role: RolePlan, prompts: int) -> str:
         "each" if role.optimizer_steps_per_step > 1 else "it",
     )
     return f"{steps} ({count(minis, 'mini-batch')}{passes}): {each} takes {one}, on {rank}"
+
+
+def _sync(plan: BatchPlan) -> str:
+    return f"the new weights go to {count(plan.rollout.engines, 'generation engine')}{_rounds(plan)}"
 
 
 def _rounds(plan: BatchPlan) -> str:
@@ -218,10 +248,12 @@ def _run(per_epoch: int, total: int, role: RolePlan, rows: str, batch: int) -> I
         )
         return
     epochs = f" ({per_epoch:,} are one pass over the {rows}, {batch:,} each)" if per_epoch else ""
-    steps = total * role.optimizer_steps_per_step
+    steps = role.optimizer_steps(total)
     warm = (
         f"; the learning rate rises over the first {count(role.warmup_steps, 'training step')}"
         if role.warmup_steps
         else ""
     )
+    if role.first_step > 1:
+        warm += f"; only the critic learns before step {role.first_step:,}"
     yield "run", f"{count(total, 'training step')}{epochs}, {count(steps, 'optimizer step')}{warm}"

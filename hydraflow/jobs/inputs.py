@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-
 from hydraflow.batch_plan.roles import needs_critic
 from hydraflow.data.config import PromptConfig, SFTDataConfig
 from hydraflow.data.files import Record
 from hydraflow.data.prompts import PromptDataset, read_prompts
-from hydraflow.engine.fsdp import lora
+from hydraflow.engine.fsdp.lora import require_targets
 from hydraflow.errors import Faults
 from hydraflow.jobs.context import require_context
 from hydraflow.models.config import ModelConfig, ModelSourceConfig
@@ -72,13 +70,6 @@ def open_trained_model(
     if config is not None and model.lora_rank > 0:
         faults.passes(lambda: require_targets(model, config, head=head, field=field))
     return config
-
-
-def require_targets(model: ModelConfig, config: PreTrainedConfig, *, head: str, field: str) -> None:
-    """Raises ConfigError when low-rank adapters could not be put where `target_modules` says."""
-    module = require_model(model, config, head=head, field=field)
-    if module is not None:
-        lora.add_adapters(module.hf, model, torch.float32, field=field)
 
 
 def open_tokenizer(

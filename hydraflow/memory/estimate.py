@@ -104,7 +104,19 @@ def _host(facts: Facts, roles: tuple[RoleMemory, ...], groups: tuple[DeviceGroup
     if limits.device_type == "cpu":
         running = max(group.peak * min(group.count, per_node) for group in groups)
     load, text = _load(facts)
-    return HostMemory(load, text, offload, per_node * PROCESS_BYTES, running, limits.host_bytes)
+    rows = _row_bytes(facts)
+    return HostMemory(load, text, offload, per_node * PROCESS_BYTES, running, limits.host_bytes, rows)
+
+
+def _row_bytes(facts: Facts) -> int:
+    """A machine's share of a step's columns (`protocol/fields.py`), which stay in the object store: token ids
+    and mask of 8 bytes, and numbers of 4 for each token of the response."""
+    plan, data = facts.plan, facts.config.data
+    numbers = 5 + 2 * bool(plan.ref) + 2 * bool(plan.values)  # log-probabilities twice, scores, rewards, ...
+    each = 8 * data.max_prompt_length + (16 + 4 * numbers) * data.max_response_length
+    layout = plan.layouts["actor"]
+    machines = -(-len(layout.devices) // layout.devices_per_node)
+    return -(-plan.trajectories_per_step // machines) * each
 
 
 def _load(facts: Facts) -> tuple[int, str]:

@@ -133,11 +133,13 @@ class HostMemory:
     running: int
     """On CPUs: what the processes hold in the fullest phase; otherwise 0."""
     limit: int | None
+    rows: int = 0
+    """What the object store holds of a step's trajectories, all of the greatest length."""
 
     @property
     def total(self) -> int:
         """Models are read before anything else is held, so the larger of the two counts."""
-        return self.processes + max(self.load, self.offload + self.running)
+        return self.processes + max(self.load, self.offload + self.running + self.rows)
 
     @property
     def fits(self) -> bool | None:

@@ -1,12 +1,25 @@
-"""Where the files of a model on the Hugging Face hub lie on this machine.
+"""Where the files of a model on the Hugging Face hub lie on this machine, and whether the hub can be reached.
 
-In: a name on the hub. Out: a folder. Standard library and huggingface_hub, which is imported only where a
-name is looked up. Left out on purpose: downloads, and which paths are such names (`system/paths.py`).
+In: a name on the hub. Out: a folder, or why it cannot be fetched. Standard library and huggingface_hub, which
+is imported only where a name is looked up. Left out on purpose: downloads, and which paths are such names
+(`system/paths.py`).
 """
 
 from __future__ import annotations
 
+import os
+import socket
+import threading
+from functools import cache
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from urllib.parse import urlsplit
+
+from hydraflow.errors import Problem
+
+SECONDS = 5.0
+"""What the hub may take to answer; huggingface_hub itself tries for half a minute."""
+PROXIES = ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
 
 
 def cached_snapshot(name: str) -> Path | None:
@@ -19,3 +32,45 @@ def cached_snapshot(name: str) -> Path | None:
     except HFValidationError:
         return None
     return Path(found).parent if isinstance(found, str) else None
+
+
+def download_problem(name: str, key: str) -> Problem | None:
+    """Why a model that the cache does not hold cannot be fetched; None: it is here, or the hub answers."""
+    if cached_snapshot(name) is not None or (reason := hub_fault()) is None:
+        return None
+    remedy = f"{key}=<folder with the model>, or hf download {name} where the hub can be reached"
+    return Problem(key, name, f"is no folder and not in the cache of Hugging Face, and {reason}", remedy)
+
+
+def is_offline() -> bool:
+    """Whether Hugging Face is not to use the network."""
+    return os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
+
+
+def hub_fault() -> str | None:
+    """Why nothing can be downloaded; None: the hub answers, or a proxy is asked in its place."""
+    if is_offline():
+        return "HF_HUB_OFFLINE is set"
+    if any(os.environ.get(name) for name in PROXIES):
+        return None
+    address = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    return _unreachable(str(address.hostname), address.port or (80 if address.scheme == "http" else 443))
+
+
+@cache
+def _unreachable(host: str, port: int) -> str | None:
+    """Why a host cannot be reached. In a thread: looking up its name may take longer than a socket may."""
+    answers: SimpleQueue[str | None] = SimpleQueue()
+    threading.Thread(target=lambda: answers.put(_connected(host, port)), daemon=True).start()
+    try:
+        return answers.get(timeout=SECONDS)
+    except Empty:
+        return f"{host} does not answer within {SECONDS:g} s"
+
+
+def _connected(host: str, port: int) -> str | None:
+    try:
+        socket.create_connection((host, port), timeout=SECONDS).close()
+    except OSError as error:
+        return f"{host} cannot be reached ({error.strerror or error})"
+    return None

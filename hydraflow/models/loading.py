@@ -21,6 +21,7 @@ from torch import nn
 
 from hydraflow.errors import ConfigError, Problem
 from hydraflow.models.attention import NAME, register_attention
+from hydraflow.models.cache import download_problem
 from hydraflow.models.config import ModelConfig, ModelSourceConfig
 from hydraflow.models.heads import PolicyModel, ValueModel
 from hydraflow.models.once import resolving
@@ -52,7 +53,7 @@ def load_config(model: ModelSourceConfig, *, field: str = "actor_rollout_ref.mod
             config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     except _unreadable() as error:
         raise ConfigError.one(
-            f"{field}.path", path, f"cannot be read as a model: {first_line(error)}", _hint(error, field)
+            f"{field}.path", path, f"cannot be read as a model: {_reason(error)}", _hint(error, field, path)
         ) from error
     unknown = [name for name in model.override_config if not hasattr(config, name)]
     if unknown:
@@ -62,8 +63,11 @@ def load_config(model: ModelSourceConfig, *, field: str = "actor_rollout_ref.mod
         for name, value in model.override_config.items():
             setattr(config, name, value)
     except _unreadable() as error:
-        rule = f"{name}={value} is no value that a {config.model_type} model can have: {first_line(error)}"
-        raise ConfigError.one(f"{field}.override_config", dict(model.override_config), rule) from error
+        rule = f"{name}={value} is no value that a {config.model_type} model can have: {_reason(error)}"
+        remedy = f"leave out {name}, or correct it"
+        raise ConfigError.one(
+            f"{field}.override_config", dict(model.override_config), rule, remedy
+        ) from error
     text = config.get_text_config()
     for name, value in text.to_dict().items():
         if (name.endswith("dropout") or name.endswith("pdrop")) and isinstance(value, float):
@@ -83,6 +87,8 @@ def load_tokenizer(
     if not is_hub_name(path) and not Path(path).is_dir():
         rule = "is a file, not a directory" if Path(path).exists() else "there is no such directory"
         raise ConfigError.one(f"{field}.{key}", path, rule, remedy)
+    if is_hub_name(path) and (problem := download_problem(path, f"{field}.{key}")):
+        raise ConfigError([problem])
     if Path(path).is_dir() and not any(
         True for pattern in _TOKENIZER_FILES for _ in Path(path).glob(pattern)
     ):
@@ -345,6 +351,8 @@ def _require_path(model: ModelSourceConfig, field: str) -> str:
         )
     if problems := model_problems(model.path, f"{field}.path"):
         raise ConfigError(problems)
+    if is_hub_name(model.path) and (problem := download_problem(model.path, f"{field}.path")):
+        raise ConfigError([problem])
     return os.path.expanduser(model.path)
 
 
@@ -373,5 +381,17 @@ def _unreadable() -> tuple[type[Exception], ...]:
     return AttributeError, LookupError, OSError, RuntimeError, StrictDataclassError, TypeError, ValueError
 
 
-def _hint(error: BaseException, field: str) -> str:
-    return f"{field}.trust_remote_code=true, if you trust it" if "trust_remote_code" in str(error) else ""
+def _reason(error: BaseException) -> str:
+    """What transformers refuses, without the name of the check that found it."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    cause = error.__cause__ if isinstance(error, StrictDataclassError) else None
+    return first_line(cause or error)
+
+
+def _hint(error: BaseException, field: str, path: str) -> str:
+    if "trust_remote_code" in str(error):
+        return f"{field}.trust_remote_code=true, if you trust it"
+    if is_hub_name(path):
+        return f"{field}.path=<folder with the model, or its right name on the hub>"
+    return f"correct {Path(path) / 'config.json'}, or download the model again"

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hydraflow.errors import ConfigError, HydraflowError
+from hydraflow.system.printing import make_printable
 from hydraflow.system.whole_files import replacing
 
 MOST_RUNS = 32
@@ -23,6 +24,7 @@ NAME = "report.html"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes the page and says where it is; returns the exit code."""
+    make_printable()
     parser = argparse.ArgumentParser(
         "python -m hydraflow.report", description="One HTML page about training runs."
     )

@@ -15,6 +15,7 @@ import numpy as np
 from hydraflow.redact import public_text
 from hydraflow.report.reading import Column, Run
 from hydraflow.tracking.endings import DONE, is_orderly
+from hydraflow.tracking.symptoms import NEEDED, symptoms_of
 
 SHOWN_STEPS = 12
 SERIOUS, NOTABLE, FINE = "serious", "notable", "fine"
@@ -58,7 +59,7 @@ def findings(run: Run) -> list[Finding]:
             end.weight, f"Ended: {end.detail}" if end.label != "no end noted" else end.detail.capitalize()
         )
     ]
-    for look in (_requeue, _starts, _counts, _not_finite, _checkpoints, _set_aside, _unread):
+    for look in (_requeue, _starts, _symptoms, _counts, _not_finite, _checkpoints, _set_aside, _unread):
         found += look(run)
     return found
 
@@ -86,6 +87,17 @@ def _starts(run: Run) -> Iterator[Finding]:
             f"Went on by itself after a worker failed, {_times(count)} in one start",
             "metric training/restarts",
         )
+
+
+def _symptoms(run: Run) -> Iterator[Finding]:
+    rows: dict[int, dict[str, float]] = {}
+    for name in NEEDED & run.columns.keys():
+        column = run.columns[name]
+        for step, value in zip(column.steps.tolist(), column.values.tolist(), strict=True):
+            rows.setdefault(step, {})[name] = value
+    for sentence in symptoms_of(sorted(rows.items())):
+        steps, _, what = sentence.partition(": ")
+        yield Finding(SERIOUS, what[:1].upper() + what[1:], steps)
 
 
 _COUNTED = (

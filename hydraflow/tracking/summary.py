@@ -5,7 +5,7 @@ In: metrics.jsonl of the run folder and why the run ended. Out: a Summary, and t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
@@ -13,6 +13,7 @@ from rich.table import Table
 
 from hydraflow.redact import public_text
 from hydraflow.tracking.history import curve, read_metrics, validation_accuracy
+from hydraflow.tracking.symptoms import symptoms_of
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Summary:
     """Wall time of the whole run."""
     why_it_ended: str
     """For people: all steps done, the time limit, an interrupt, an error's first line."""
+    symptoms: list[str] = field(default_factory=list)
+    """Signs that the run did not learn (`symptoms.py`), in sentences."""
 
 
 def summarise(folder: Path, *, seconds: float, why_it_ended: str) -> Summary:
@@ -47,6 +50,7 @@ def summarise(folder: Path, *, seconds: float, why_it_ended: str) -> Summary:
         steps=int(records[-1]["step"]) if records else 0,
         seconds=round(seconds, 1),
         why_it_ended=public_text(why_it_ended),
+        symptoms=symptoms_of((int(record["step"]), record) for record in records),
     )
 
 
@@ -58,6 +62,8 @@ def print_summary(summary: Summary, folder: Path, console: Console | None = None
         values = (summary.first_val_accuracy, summary.last_val_accuracy, summary.best_val_accuracy)
         table.add_row("", *("" if value is None else f"{100 * value:.1f}%" for value in values))
         console.print(table)
+    for symptom in summary.symptoms:
+        console.print(symptom, soft_wrap=True, markup=False, highlight=False)
     # soft_wrap: a path that is broken over two lines cannot be copied. markup: a path may hold [brackets].
     line = (
         f"{summary.steps} steps in {duration(summary.seconds)}; ended because: {summary.why_it_ended}\nrun"

@@ -19,6 +19,7 @@ from hydraflow.tracking.guarded import Background, Forgiving
 from hydraflow.tracking.history import seconds_of
 from hydraflow.tracking.mlflow import MlflowTracker
 from hydraflow.tracking.swanlab import SwanlabTracker
+from hydraflow.tracking.symptoms import SymptomWatch
 from hydraflow.tracking.tensorboard import TensorboardTracker
 from hydraflow.tracking.wandb import WandbTracker
 
@@ -43,11 +44,15 @@ class Trackers:
 
     def __init__(self, trackers: Sequence[Tracker]):
         self._trackers = list(trackers)
+        self._symptoms = SymptomWatch()
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Passes the numbers of one step to every tracker."""
+        """Passes the numbers of one step to every tracker; warns once of each sign that nothing is
+        learned."""
         for tracker in self._trackers:
             tracker.log(metrics, step)
+        for sentence in self._symptoms.after(step, metrics):
+            logger.warning("%s", sentence)
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         """Passes a validation's samples to every tracker."""

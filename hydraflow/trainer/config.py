@@ -137,7 +137,8 @@ class TrainerConfig(LoopConfig):
     experiment_name: str = "ppo"
     """Run name in trackers, and prefix of the run folder's name."""
     critic_warmup: int = option(0, ge=0, shapes_training=True)
-    """First steps in which only the critic learns."""
+    """Critic warm-up: the step from which the actor learns, too. Steps count from 1, as in verl, so 10 leaves
+    9 steps to the critic alone."""
     balance_batch: bool = True
     """Balance the total sequence length across data ranks (within each mini-batch)."""
     val_before_train: bool = True

@@ -1,16 +1,8 @@
 """One training step, phase by phase. What happens between steps (validate, log, stop) is in `loop.py`.
 
 In: a batch of prompts. Out: new weights and the step's metrics. The batch holds references to columns that
-stay in the workers' object stores; the controller reads sequence lengths and nothing else of them.
-
-| phase      | worker            | the batch gains                                                 |
-|------------|-------------------|-----------------------------------------------------------------|
-| gen        | RolloutWorker     | prompts, responses, response_mask, rollout_log_probs, lengths   |
-| reward     | RewardWorker      | token_level_scores, score, acc                                  |
-| old, ref, values | Actor, Reference, Critic | old_log_probs, ref_log_prob, values                |
-| adv        | AdvantageWorker   | token_level_rewards, advantages, returns                        |
-| update     | Critic, Actor     | metrics                                                         |
-| update_weights | RolloutWorker | the generation engine holds the new weights                     |
+stay in the workers' object stores; the controller reads sequence lengths and nothing else of them. The
+phases are listed in `phases.py`, with the columns that each reads and adds.
 """
 
 from __future__ import annotations
@@ -22,7 +14,6 @@ from functools import partial
 from hydraflow import metrics as reductions
 from hydraflow.batch_plan.parts import RolePlan
 from hydraflow.batch_plan.resolve import BatchPlan
-from hydraflow.batch_plan.roles import needs_reference
 from hydraflow.dispatch.group import RoleGroup
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.shards import Promised, Ready
@@ -34,7 +25,8 @@ from hydraflow.rewards.failures import require_scored
 from hydraflow.schema import PPOConfig
 from hydraflow.trainer.generations import GenerationDump, read_scored
 from hydraflow.trainer.mini_batches import mini_batch_order
-from hydraflow.trainer.roles import Roles, rollout_is_exact
+from hydraflow.trainer.phases import step_phases
+from hydraflow.trainer.roles import Roles, old_is_rollout
 from hydraflow.trainer.rollouts import Rollouts
 from hydraflow.trainer.timing import PhaseTimer
 from hydraflow.workers.actor import ActorWorker
@@ -44,10 +36,6 @@ from hydraflow.workers.reference import ReferenceWorker
 from hydraflow.workers.rollout import RolloutWorker
 
 logger = logging.getLogger(__name__)
-
-MODEL_INPUTS = ["prompts", "responses", "response_mask"]
-ACTOR_COLUMNS = [*MODEL_INPUTS, "old_log_probs", "advantages"]
-CRITIC_COLUMNS = [*MODEL_INPUTS, "values", "returns"]
 
 
 class PPOTrainer:
@@ -71,6 +59,8 @@ class PPOTrainer:
             rollouts,
             dump,
         )
+        self.reads = {phase.name: phase.reads for phase in step_phases(config)}
+        """Phase -> the columns that it is given; a phase that the run does not need is not here."""
         self.timer = PhaseTimer(runtime.timeline)
         self.metrics: dict[str, float] = {}
         self.kl: dict[str, float] = {}
@@ -155,11 +145,11 @@ class PPOTrainer:
         taken and compared with the trainer's in the first mini-batch; otherwise the trainer computes them.
         The first step after a start always computes them, and stops the run if the two disagree.
         """
-        exact = rollout_is_exact(self.config, self.runtime.device_type)
+        exact = old_is_rollout(self.config, self.runtime.device_type)
         if self._compared and exact:
             return _taken_from_rollout(batch)
         computed = batch.union(
-            self.roles.actor.call(ActorWorker.compute_log_prob, columns(batch, MODEL_INPUTS))
+            self.roles.actor.call(ActorWorker.compute_log_prob, columns(batch, self.reads["log-probs"]))
         )
         measured = self._compare_with_rollout(computed)
         if step == 1 or not exact:  # a run that goes on notes what it would have noted without the stop
@@ -168,9 +158,9 @@ class PPOTrainer:
 
     def reference_log_probs(self, batch: RemoteBatch) -> RemoteBatch:
         """Adds the reference policy's log-probabilities, if a KL term needs them."""
-        if not needs_reference(self.config):
+        if "reference" not in self.reads:
             return batch
-        inputs = columns(batch, MODEL_INPUTS)
+        inputs = columns(batch, self.reads["reference"])
         if self.roles.ref is None:
             return batch.union(self.roles.actor.call(ActorWorker.compute_ref_log_prob, inputs))
         return batch.union(self.roles.ref.call(ReferenceWorker.compute_ref_log_prob, inputs))
@@ -179,14 +169,13 @@ class PPOTrainer:
         """Adds the critic's values, if there is one."""
         if self.roles.critic is None:
             return batch
-        return batch.union(self.roles.critic.call(CriticWorker.compute_values, columns(batch, MODEL_INPUTS)))
+        inputs = columns(batch, self.reads["values"])
+        return batch.union(self.roles.critic.call(CriticWorker.compute_values, inputs))
 
     def advantages(self, batch: RemoteBatch, scored: Promised) -> Promised:
         """Rewards, advantages and returns."""
-        names = ["prompts", "response_mask", "group"]
-        names += ["values"] if self.roles.critic else []
-        names += ["old_log_probs", "ref_log_prob"] if self.config.algorithm.use_kl_in_reward else []
-        return self.roles.advantage.call(AdvantageWorker.compute, columns(batch, names), scored)
+        inputs = columns(batch, self.reads["advantages"])
+        return self.roles.advantage.call(AdvantageWorker.compute, inputs, scored)
 
     def noted(self, output: RemoteBatch) -> RemoteBatch:
         """The output, once its metrics and the KL controller's state are kept."""
@@ -202,20 +191,18 @@ class PPOTrainer:
             self._update(
                 self.roles.critic,
                 CriticWorker.update,
-                columns(batch, CRITIC_COLUMNS + ["lengths"]),
+                columns(batch, self.reads["critic"]),
                 self.plan.critic,
                 step,
             )
         )
 
     def update_actor(self, batch: RemoteBatch, step: int) -> Promised | None:
-        """Takes the actor's optimizer steps, once the critic has warmed up."""
-        if step <= self.config.trainer.critic_warmup:
+        """Takes the actor's optimizer steps, from step `trainer.critic_warmup` on."""
+        if step < self.plan.actor.first_step:
             return None
-        names = ACTOR_COLUMNS + (["ref_log_prob"] if self.config.actor_rollout_ref.actor.use_kl_loss else [])
-        return self._update(
-            self.roles.actor, ActorWorker.update, columns(batch, names + ["lengths"]), self.plan.actor, step
-        )
+        inputs = columns(batch, self.reads["actor"])
+        return self._update(self.roles.actor, ActorWorker.update, inputs, self.plan.actor, step)
 
     def note_update(self, updating: Promised | None) -> None:
         """Waits for an update and keeps its metrics."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.batch_plan.roles import own_reference
 from hydraflow.device import resolve_dtype
@@ -20,6 +18,7 @@ from hydraflow.dispatch.worker import RoleSpec
 from hydraflow.models.config import ModelConfig
 from hydraflow.schema import PPOConfig
 from hydraflow.trainer.machine import SCORE, TRAIN
+from hydraflow.trainer.phases import rollout_is_exact
 from hydraflow.workers.actor import ActorSpec, ActorWorker
 from hydraflow.workers.advantage import AdvantageSpec, AdvantageWorker
 from hydraflow.workers.critic import CriticSpec, CriticWorker
@@ -49,19 +48,9 @@ class SamplingRoles:
     reward: RoleGroup
 
 
-def rollout_is_exact(config: PPOConfig, device_type: str) -> bool:
-    """Whether the generation engine's log-probabilities are the trainer's: the same mathematics in the same
-    type.
-
-    In 16 bits two orders of the same sums differ by more than a ratio near 1 can bear, so there they are
-    never taken as equal.
-    """
-    policy = config.actor_rollout_ref
-    fsdp = policy.actor.fsdp_config
-    types = {
-        resolve_dtype(name, device_type) for name in (policy.rollout.dtype, fsdp.dtype, fsdp.model_dtype)
-    }
-    return policy.rollout.name == "native" and len(types) == 1 and types <= {torch.float32, torch.float64}
+def old_is_rollout(config: PPOConfig, device_type: str) -> bool:
+    """Whether the step takes the generation engine's log-probabilities as the old ones."""
+    return rollout_is_exact(config, lambda name: resolve_dtype(name, device_type).itemsize)
 
 
 def build_roles(config: PPOConfig, plan: BatchPlan, runtime: Runtime, *, skipped: Path) -> Roles:
@@ -107,7 +96,7 @@ def _training_roles(
         temperature=temperature,
         response_tokens=tokens,
         total_steps=plan.total_steps,
-        old_is_rollout=rollout_is_exact(config, device_type),
+        old_is_rollout=old_is_rollout(config, device_type),
         seed=config.trainer.seed,
         skips=skips,
     )

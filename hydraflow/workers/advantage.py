@@ -14,6 +14,7 @@ import torch
 from hydraflow.algorithms.advantages import estimate_advantages
 from hydraflow.algorithms.config import AlgorithmConfig
 from hydraflow.algorithms.diagnostics import rollout_probs_diff
+from hydraflow.algorithms.groups import group_scores
 from hydraflow.algorithms.kl import apply_kl_penalty
 from hydraflow.algorithms.kl_control import make_kl_controller
 from hydraflow.dispatch.modes import Dispatch, register
@@ -64,6 +65,7 @@ class AdvantageWorker(Worker):
             algorithm, rewards, mask, values=padded.get("values"), group_ids=batch.get("group")
         )
         metrics |= _data_metrics(padded, rewards, advantages, returns, mask)
+        metrics |= _group_metrics(padded["token_level_scores"].sum(1), batch.get("group"))
         metrics |= _length_metrics(parts(batch.get("prompts"))[1], lengths, self.spec.response_tokens)
         columns = {"token_level_rewards": rewards, "advantages": advantages, "returns": returns}
         return DataProto.from_dict(
@@ -125,6 +127,16 @@ def _data_metrics(
     for name, column in columns.items():
         metrics |= _spread(name, column)
     return metrics
+
+
+def _group_metrics(scores: torch.Tensor, ids: torch.Tensor) -> dict[str, float]:
+    """The share of groups (the responses to one prompt) whose scores are all equal, so that comparing them
+    teaches nothing; {} where every group is a single row."""
+    group = group_scores(scores, ids)
+    if int(group.size.max()) == 1:
+        return {}
+    of_row = 1.0 / group.size  # a group's rows count as one
+    return {"critic/groups/no_signal_ratio": float((of_row * (group.std == 0)).sum() / of_row.sum())}
 
 
 def _length_metrics(

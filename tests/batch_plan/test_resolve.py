@@ -1,18 +1,16 @@
 """The numbers of a plan, worked out by hand; who may read the keys that they come from."""
 
 import ast
-import io
 import json
 import time
 from pathlib import Path
 
 import pytest
 from batch_plan.plans import resolve, small
-from rich.console import Console
 
 from hydraflow.batch_plan.parts import MicroPlan
 from hydraflow.batch_plan.resolve import resolve_plan
-from hydraflow.batch_plan.table import plan_table, print_plan
+from hydraflow.batch_plan.table import plan_lines, print_plan
 from hydraflow.compose.keys import known_keys
 from hydraflow.compose.loading import load
 from hydraflow.schema import PPOConfig, SFTConfig
@@ -40,6 +38,37 @@ def test_numbers_by_hand():
         None,
     ) * 6
     assert (plan.placement, list(plan.layouts)) == ("colocated", ["actor", "rollout"])
+
+
+def test_a_warm_up_of_the_critic_takes_steps_from_the_actor():
+    """verl's meaning: the actor learns from step critic_warmup on, so 10 leaves the first 9 to the critic."""
+    gae = {"algorithm__adv_estimator": "gae", "trainer__total_training_steps": 12}
+    plan = resolve(small(**gae, trainer__critic_warmup=10))
+    assert (plan.actor.first_step, plan.actor.total_optimizer_steps) == (10, 3 * 2)
+    assert plan.critic is not None
+    assert (plan.critic.first_step, plan.critic.total_optimizer_steps) == (1, 12 * 2)
+    [line] = [one for one in plan.quantities if one.name == "actor: optimizer steps"]
+    assert (line.value, line.formula) == (6, "(training steps - critic_warmup + 1)·K = (12 - 10 + 1)·2")
+    assert resolve(small(**gae, trainer__critic_warmup=1)).actor.total_optimizer_steps == 12 * 2
+
+
+@pytest.mark.parametrize(
+    ("warmup", "steps", "words"),
+    [
+        (11, 2 * 2, None),
+        (12, 2, "learns in the last step alone"),
+        (13, 0, "never learns"),
+        (1000, 0, "never learns"),
+    ],
+)
+def test_a_warm_up_that_takes_the_whole_run_is_noted(warmup, steps, words):
+    gae = {"algorithm__adv_estimator": "gae", "trainer__total_training_steps": 12}
+    plan = resolve(small(**gae, trainer__critic_warmup=warmup))
+    assert plan.actor.total_optimizer_steps == steps
+    said = [note for note in plan.notes if note.startswith(f"trainer.critic_warmup={warmup}: the actor")]
+    assert [words in note and "the run has 12 training steps" in note for note in said] == [True] * bool(
+        words
+    )
 
 
 def test_total_training_steps_overrides_the_epochs():
@@ -199,7 +228,7 @@ def test_quantities_say_where_a_number_comes_from():
     assert lines["actor: rows per data rank g"].formula == "G/dp = 256/2"
     assert len(lines) == len(plan.quantities), "names are unique"
     assert all(quantity.unit or quantity.name == "placement" for quantity in plan.quantities)
-    assert plan_table(plan).row_count == len(plan.quantities)
+    assert len(plan_lines(plan.quantities, 500)) == len(plan.quantities) + 2
 
 
 def test_plan_json_holds_all_of_it():
@@ -208,11 +237,13 @@ def test_plan_json_holds_all_of_it():
     assert saved["layouts"]["rollout"]["devices"]["ranges"] == [[0, 2]]
 
 
-def test_the_plan_is_printed_with_its_notes():
-    text = io.StringIO()
-    print_plan(resolve(small(), prompts=69), console=Console(file=text, width=200))
-    assert "Q·n = 64·8" in text.getvalue()
-    assert "note: 5 of 69 training prompts" in text.getvalue()
+def test_the_plan_is_printed_with_its_notes(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    print_plan(resolve(small(), prompts=69))
+    lines = capsys.readouterr().out.splitlines()
+    assert any("Q·n = 64·8" in line for line in lines)
+    assert "note: 5 of 69 training prompts" in "\n".join(lines)
+    assert max(map(len, lines)) <= 60 and not [line for line in lines if line != line.rstrip()]
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])

@@ -52,6 +52,15 @@ def test_a_missing_column_names_the_one_that_is_near(tmp_path: Path) -> None:
     assert states(look(tmp_path / "data.parquet", data__prompt_key="prompts")) == [State.OK]
 
 
+def test_a_file_without_prompts_is_one_problem(model: Path, tmp_path: Path) -> None:
+    rows = [{("question" if name == "prompt" else name): value for name, value in row().items()}] * 4
+    facts = Facts(configured(model, parquet(tmp_path / "train.parquet", rows)))
+    [found] = findings(facts, "data files")
+    assert "has no column prompt" in found.evidence and "data.prompt_key=" in found.remedy
+    for name in ("chat template", "prompt lengths"):
+        assert states(findings(facts, name)) == [State.SKIPPED]
+
+
 def test_a_missing_reward_model(tmp_path: Path) -> None:
     rows = [{name: value for name, value in row().items() if name != "reward_model"}]
     [found] = look(jsonl(tmp_path / "data.jsonl", rows))

@@ -19,6 +19,8 @@ from hydraflow.models.tiny import make_tokenizer
 from hydraflow.models.weight_files import file_fault, weight_faults
 from hydraflow.models.weight_map import INDEX
 
+LORA = {"lora_rank": 2, "target_modules": ["nope_proj"]}
+
 
 def shards(folder: Path) -> Path:
     """Two files of weights and their index."""
@@ -121,8 +123,32 @@ def test_a_hub_name_that_is_not_here(data: Path) -> None:
     [found] = findings(facts, "model files")
     assert found.state in (State.NOTE, State.PROBLEM)  # the latter where the tests run offline
     assert states(findings(facts, "model and tokenizer")) == [State.SKIPPED]
-    assert to_download("gone", "a/b", offline=True).state is State.PROBLEM
-    assert to_download("gone", "a/b", offline=False).remedy == "hf download a/b"
+    assert to_download("gone", "a/b", fault="the hub is away").state is State.PROBLEM
+    assert to_download("gone", "a/b", fault=None).remedy == "hf download a/b"
+
+
+def test_a_configuration_that_transformers_refuses_is_one_problem(model: Path, data: Path) -> None:
+    values = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(values | {"num_hidden_layers": 9}))
+    facts = Facts(configured(model, data))
+    checks = (
+        "weights and model",
+        "model and tokenizer",
+        "end of sequence",
+        "prompt lengths",
+        "chat template",
+    )
+    found = [one for name in checks for one in findings(facts, name) if one.state is State.PROBLEM]
+    [one] = [finding for finding in found if "num_hidden_layers" in finding.evidence]
+    assert "`num_hidden_layers` (9) must be equal to the number of `layer_types`" in one.evidence
+    assert one.remedy == f"correct {model / 'config.json'}, or download the model again"
+    assert not [finding for finding in found if "report it" in finding.remedy]
+
+
+def test_adapters_that_no_layer_takes_are_found(model: Path, data: Path) -> None:
+    keys = {f"actor_rollout_ref.model.{name}": value for name, value in LORA.items()}
+    found = findings(Facts(configured(model, data, **keys)), "weights and model")
+    assert states(found) == [State.PROBLEM] and "nope_proj" in found[0].evidence
 
 
 def test_a_hub_name_in_the_cache(

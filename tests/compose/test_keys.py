@@ -18,7 +18,7 @@ def test_every_leaf_says_what_it_changes(schema):
 def test_inherited_fields_keep_the_documentation_of_their_class():
     keys = known_keys(PPOConfig)
     assert keys["trainer.nnodes"].doc == "Number of machines."
-    assert keys["trainer.critic_warmup"].doc.startswith("First steps")
+    assert keys["trainer.critic_warmup"].doc.startswith("Critic warm-up")
 
 
 @pytest.mark.parametrize(

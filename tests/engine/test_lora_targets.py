@@ -6,8 +6,8 @@ import re
 
 import pytest
 
+from hydraflow.engine.fsdp.lora import require_targets
 from hydraflow.errors import ConfigError
-from hydraflow.jobs.inputs import require_targets
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.loading import load_config
 

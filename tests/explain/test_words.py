@@ -5,6 +5,7 @@ from hydraflow.batch_plan.resolve import resolve_plan
 from hydraflow.batch_plan.sft import resolve_sft_plan
 from hydraflow.explain.words import generate_phases, ppo_phases, sft_phases
 from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
+from hydraflow.trainer.phases import step_phases
 
 
 def ppo_config() -> PPOConfig:
@@ -48,6 +49,25 @@ def test_a_step_of_grpo() -> None:
         "10 training steps (10 are one pass over the prompts, 64 each), 20 optimizer steps"
     )
     assert not {"critic", "values", "reference"} & set(found)
+
+
+def test_the_generation_engines_log_probs_are_taken_where_they_are_the_actors() -> None:
+    config = ppo_config()
+    plan = resolve_plan(config, prompts=640)
+    exact, again = (
+        {phase.name: phase.text for phase in ppo_phases(plan, config, exact=exact)}["log-probs"]
+        for exact in (True, False)
+    )
+    assert exact.startswith("those of the generation engine") and "in the first step after a start" in exact
+    assert again.startswith("the actor computes log-probabilities again, 2 data ranks of 128 rows, in 3")
+
+
+def test_the_words_follow_the_phases_of_the_step() -> None:
+    config = ppo_config()
+    config.algorithm.adv_estimator = "gae"
+    config.actor_rollout_ref.actor.use_kl_loss = True
+    for one in (ppo_config(), config):
+        assert list(words(one)) == [*(phase.name for phase in step_phases(one)), "run"]
 
 
 def test_roles_that_run_are_said() -> None:

@@ -75,3 +75,17 @@ def test_a_run_whose_function_fails_on_every_row_ends_before_it_trains(
     assert not list((tmp_path / "out").glob("global_step_*"))
     metrics = tmp_path / "out" / "metrics.jsonl"
     assert not metrics.exists() or read_steps(tmp_path / "out") == []
+
+
+@pytest.mark.slow
+def test_a_run_whose_responses_all_score_alike_says_so_once(tmp_path: Path, recipe_cache: Path) -> None:
+    (tmp_path / "reward.py").write_text(f"{SIGNATURE}\n    return 0.0\n")
+    given = [*SMALL_RECIPE, *SMALL_STEPS, f"recipe.cache_dir={recipe_cache}", "trainer.default_local_dir=out"]
+    given += ["trainer.total_training_steps=4", "trainer.val_before_train=false"]
+    done = hydraflow("main_ppo", *given, f"{PATH}=reward.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    words = "steps 1 to 3: every advantage is 0"
+    assert done.stderr.count(words) == 1, done.stderr[-3000:]
+    [symptom] = json.loads((tmp_path / "out" / "summary.json").read_text())["symptoms"]
+    assert symptom.startswith(words)
+    assert [row["critic/groups/no_signal_ratio"] for row in read_steps(tmp_path / "out")] == [1.0] * 4

@@ -56,7 +56,7 @@ def test_ppo_with_a_critic(tmp_path: Path, recipe_cache: Path) -> None:
         recipe_cache,
         "algorithm.adv_estimator=gae",
         f"{ACTOR}.ppo_epochs=2",
-        "trainer.critic_warmup=1",
+        "trainer.critic_warmup=2",
         "critic.optim.lr=1e-3",
     )
     assert "actor/pg_loss" not in rows[0] and "critic/vf_loss" in rows[0], (

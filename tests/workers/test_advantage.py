@@ -67,6 +67,7 @@ def test_grpo_and_its_metrics() -> None:
             },  # two of +high and one of -high, 7 trained tokens
             **{f"critic/{name}/max": high for name in ("advantages", "returns")},
             **{f"critic/{name}/min": -high for name in ("advantages", "returns")},
+            "critic/groups/no_signal_ratio": 0.5,
             "response_length/mean": 2,
             "response_length/max": 3,
             "response_length/min": 1,
@@ -77,6 +78,21 @@ def test_grpo_and_its_metrics() -> None:
         },
         abs=2e-6,
     )
+
+
+@pytest.mark.parametrize(
+    ("scores", "share"), [([1, 0, 0, 1], 0.0), ([0, 0, 1, 1], 1.0), ([0.1, 0.1, 0.3, 0.1], 0.5)]
+)
+def test_the_share_of_groups_without_signal(scores: list[float], share: float) -> None:
+    metrics = make_worker().compute(*make_batch(scores)).meta_info["metrics"]
+    assert metrics["critic/groups/no_signal_ratio"] == share
+
+
+def test_rows_without_a_group_have_no_share_of_groups() -> None:
+    batch, scored = make_batch([1, 0, 1, 1])
+    columns = {name: batch.get(name) for name in batch.keys()} | {"group": torch.arange(4)}
+    metrics = make_worker().compute(DataProto.from_dict(columns), scored).meta_info["metrics"]
+    assert not [name for name in metrics if name.startswith("critic/groups/")]
 
 
 def test_advantages_without_the_division() -> None:

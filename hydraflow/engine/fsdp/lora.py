@@ -12,13 +12,17 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from hydraflow.errors import ConfigError
 from hydraflow.models.config import ModelConfig
+from hydraflow.models.fit import require_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 ADAPTER = "default"
 
@@ -57,6 +61,13 @@ def add_adapters(hf: nn.Module, model: ModelConfig, dtype: torch.dtype, *, field
     for name, parameter in hf.named_parameters():
         parameter.requires_grad_(is_adapter(name))
         parameter.data = parameter.data.to(dtype)
+
+
+def require_targets(model: ModelConfig, config: PreTrainedConfig, *, head: str, field: str) -> None:
+    """Raises ConfigError when adapters could not be put where `target_modules` says."""
+    module = require_model(model, config, head=head, field=field)
+    if module is not None:
+        add_adapters(module.hf, model, torch.float32, field=field)
 
 
 def linear_layers(hf: nn.Module) -> list[str]:

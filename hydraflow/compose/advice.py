@@ -1,0 +1,138 @@
+"""Values that are legal and almost certainly not meant: notes, not errors.
+
+In: a composed configuration. Out: sentences that name the key, the value, what it does and what is usual.
+Left out on purpose: what is wrong in any case (`rules.py`) and keys without effect (`effects.py`). Standard
+library only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from hydraflow.batch_plan.roles import needs_critic
+from hydraflow.device import CPU_PROCESSES, listed_gpus, usable_cores
+from hydraflow.engine.config import OptimConfig
+from hydraflow.models.config import ModelConfig
+from hydraflow.schema import PPOConfig, SFTConfig
+
+COMPARING = ("grpo", "rloo")
+"""Estimators that compare the responses to one prompt."""
+POLICY = "actor_rollout_ref"
+
+
+def advice(config: object, *, planning: bool) -> Iterator[str]:
+    """All notes about a configuration. `planning`: it is not this machine that will run it."""
+    if isinstance(config, PPOConfig):
+        for look in PPO:
+            yield from look(config)
+    if isinstance(config, PPOConfig | SFTConfig):
+        yield from _processes(config, planning=planning)
+    if isinstance(config, SFTConfig):
+        yield from _learning_rate(config.optim, "optim")
+        yield from _rank(config.model, "model")
+
+
+def _single_responses(config: PPOConfig) -> Iterator[str]:
+    estimator, n = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
+    if estimator in COMPARING and n == 1 and config.batch.trajectories_per_step is None:
+        yield (
+            f"{POLICY}.rollout.n=1: {estimator} compares the responses to a prompt, and with a single one its"
+            f" advantage is its score, without a baseline; usual are {POLICY}.rollout.n=4 to 16"
+        )
+
+
+def _learning_rates(config: PPOConfig) -> Iterator[str]:
+    yield from _learning_rate(config.actor_rollout_ref.actor.optim, f"{POLICY}.actor.optim")
+    if needs_critic(config):
+        yield from _learning_rate(config.critic.optim, "critic.optim")
+
+
+def _learning_rate(optim: OptimConfig, key: str) -> Iterator[str]:
+    if optim.lr == 0:
+        yield f"{key}.lr=0: no weight will change; usual are {key}.lr=1e-6 to 1e-3"
+    elif optim.lr > 1:
+        yield f"{key}.lr={optim.lr:g}: steps this large destroy the weights; usual are {key}.lr=1e-6 to 1e-3"
+
+
+def _clip_range(config: PPOConfig) -> Iterator[str]:
+    actor = config.actor_rollout_ref.actor
+    key, low = "clip_ratio", actor.clip_ratio
+    if actor.clip_ratio_low is not None:
+        key, low = "clip_ratio_low", actor.clip_ratio_low
+    if low >= 1:
+        yield (
+            f"{POLICY}.actor.{key}={low:g}: the ratio of two probabilities is never below 1 - {low:g}, so"
+            f" nothing is clipped from below; usual is {POLICY}.actor.{key}=0.2"
+        )
+
+
+def _entropy_bonus(config: PPOConfig) -> Iterator[str]:
+    coefficient = config.actor_rollout_ref.actor.entropy_coeff
+    if coefficient < 0:
+        yield (
+            f"{POLICY}.actor.entropy_coeff={coefficient:g}: a negative coefficient rewards low entropy, so"
+            f" the policy stops exploring; usual is {POLICY}.actor.entropy_coeff=0 or a small positive number"
+        )
+
+
+def _ranks(config: PPOConfig) -> Iterator[str]:
+    yield from _rank(config.actor_rollout_ref.model, f"{POLICY}.model")
+    if needs_critic(config):
+        yield from _rank(config.critic.model, "critic.model")
+
+
+def _rank(model: ModelConfig, key: str) -> Iterator[str]:
+    hidden = _hidden_size(model) if model.lora_rank > 0 else None
+    if hidden is not None and model.lora_rank > hidden:
+        yield (
+            f"{key}.lora_rank={model.lora_rank}: is more than the model's hidden size {hidden}, so the"
+            f" adapters are larger than the matrices they change; usual are {key}.lora_rank=8 to 64"
+        )
+
+
+def _hidden_size(model: ModelConfig) -> int | None:
+    """What `override_config` or a config.json on this machine says; None: not known."""
+    found = model.override_config.get("hidden_size")
+    if found is None and model.path:
+        try:
+            file = Path(os.path.expanduser(model.path)) / "config.json"
+            found = json.loads(file.read_text(encoding="utf-8")).get("hidden_size")
+        except (OSError, ValueError, AttributeError):
+            return None
+    return found if isinstance(found, int) else None
+
+
+def _profiled_steps(config: PPOConfig) -> Iterator[str]:
+    total, profiler = config.trainer.total_training_steps, config.global_profiler
+    late = [step for step in profiler.steps or () if total is not None and step > total]
+    if profiler.tool is not None and late:
+        yield (
+            f"global_profiler.steps=[{','.join(map(str, late))}]: the run has {total} training steps, so"
+            f" these are never profiled; steps count from 1 to {total}"
+        )
+
+
+def _processes(config: PPOConfig | SFTConfig, *, planning: bool) -> Iterator[str]:
+    trainer = config.trainer
+    on_cpu = trainer.device == "cpu" or (trainer.device == "auto" and not planning and not listed_gpus())
+    each, cores = trainer.n_gpus_per_node or CPU_PROCESSES, usable_cores()
+    if on_cpu and trainer.n_gpus_per_node is not None and each > cores:
+        yield (
+            f"trainer.n_gpus_per_node={each}: on a CPU these are processes, and this machine has"
+            f" {cores} {'core' if cores == 1 else 'cores'}, so they take turns;"
+            f" trainer.n_gpus_per_node={cores}"
+        )
+
+
+PPO: tuple[Callable[[PPOConfig], Iterator[str]], ...] = (
+    _single_responses,
+    _learning_rates,
+    _clip_range,
+    _entropy_bonus,
+    _ranks,
+    _profiled_steps,
+)
+"""What is looked at for reinforcement learning, besides what all training shares."""

@@ -1,0 +1,96 @@
+"""Plain text that fits a width: tables and paragraphs whose words are never split.
+
+In: cells or sentences, and how many columns there are. Out: lines without trailing blanks. A word that is
+longer than the width, such as a path or an override to paste, has a line of its own.
+"""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Sequence
+from itertools import zip_longest
+
+PIPED_WIDTH = 100
+"""Columns where there is no terminal to measure and COLUMNS is not set."""
+GAP = "  "
+
+
+def output_width() -> int:
+    """Columns of the output: COLUMNS, else the terminal's, else `PIPED_WIDTH`."""
+    return shutil.get_terminal_size((PIPED_WIDTH, 24)).columns
+
+
+def paragraph(text: str, width: int, *, first: str = "  ", rest: str = "    ") -> list[str]:
+    """The text in lines of at most `width`, the first and the others with their indents.
+
+    >>> paragraph("key=value: a rule with several words", 24)
+    ['  key=value: a rule with', '    several words']
+    """
+    return _wrap(text, width, first, rest) or [first.rstrip()]
+
+
+def table(
+    rows: Sequence[Sequence[str]], width: int, *, right: Sequence[int] = (), rule: bool = True
+) -> list[str]:
+    """Rows as columns, of which the first row is the head; the columns `right` are aligned to the right.
+
+    Cells wrap where the width asks for it. A table whose longest words do not fit is as wide as they need.
+
+    >>> print("\\n".join(table([["name", "n"], ["a long name", "7"]], 12, right=[1])))
+      name     n
+      -------  -
+      a long   7
+      name
+    """
+    columns = list(zip(*rows, strict=True))
+    widths = _widths(columns, width)
+    cells = [[_wrap(cell, wide) or [""] for cell, wide in zip(row, widths, strict=True)] for row in rows]
+    lines = [line for row in cells for line in _lines(row, widths, set(right))]
+    head = max(map(len, cells[0]))
+    ruled = [GAP + GAP.join("-" * wide for wide in widths)] if rule else []
+    return [*lines[:head], *ruled, *lines[head:]]
+
+
+def fits(rows: Sequence[Sequence[str]], width: int) -> bool:
+    """Whether a table of the rows needs no cell wrapped."""
+    return sum(max(map(len, column)) + len(GAP) for column in zip(*rows, strict=True)) <= width
+
+
+def _lines(cells: Sequence[Sequence[str]], widths: Sequence[int], right: set[int]) -> list[str]:
+    found = []
+    for parts in zip_longest(*cells, fillvalue=""):
+        aligned = [
+            part.rjust(wide) if number in right else part.ljust(wide)
+            for number, (part, wide) in enumerate(zip(parts, widths, strict=True))
+        ]
+        found.append((GAP + GAP.join(aligned)).rstrip())
+    return found
+
+
+def _widths(columns: Sequence[Sequence[str]], width: int) -> list[int]:
+    """As wide as the longest cell; where that is too much, the widest columns that can give way do."""
+    widths = [max(1, *map(len, column)) for column in columns]
+    least = [_longest_word(column) for column in columns]
+    excess = sum(widths) + len(GAP) * len(widths) - width
+    for _ in range(max(0, excess)):
+        wrapping = [wide if wide > few else 0 for wide, few in zip(widths, least, strict=True)]
+        if not any(wrapping):
+            break
+        widths[wrapping.index(max(wrapping))] -= 1
+    return widths
+
+
+def _longest_word(column: Sequence[str]) -> int:
+    return max((len(word) for cell in column for word in cell.split()), default=0)
+
+
+def _wrap(text: str, width: int, first: str = "", rest: str = "") -> list[str]:
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=first,
+        subsequent_indent=rest,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

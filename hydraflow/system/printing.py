@@ -1,0 +1,31 @@
+"""Output that can always be written: a stream that is not UTF-8 gets ASCII in place of what it lacks.
+
+In: the streams of this process. Out: the same streams, which no longer raise UnicodeEncodeError.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import sys
+
+HANDLER = "hydraflow-ascii"
+ASCII = {"·": "*", "×": "x", "→": "->", "≤": "<=", "≥": ">=", "…": "...", "–": "-", "—": "-", "■": "#"}
+ASCII |= {"⌊": "floor(", "⌋": ")", "⌈": "ceil(", "⌉": ")", "─": "-", "━": "-"}
+"""What is printed in place of a character that the encoding lacks; others become backslash escapes."""
+
+
+def make_printable() -> None:
+    """Has standard output and standard error replace what their encoding cannot hold."""
+    codecs.register_error(HANDLER, _replaced)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=HANDLER)
+
+
+def _replaced(error: UnicodeError) -> tuple[str | bytes, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    lacking = error.object[error.start : error.end]
+    shown = (ASCII.get(one) or one.encode("ascii", "backslashreplace").decode() for one in lacking)
+    return "".join(shown), error.end

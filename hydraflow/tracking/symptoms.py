@@ -1,0 +1,158 @@
+"""Training that runs but does not learn, recognised from its metrics: one sentence each, once per run.
+
+In: the metrics of each step, by rising step. Out: sentences that name the steps, the usual causes and what to
+look at. Left out on purpose: faults that the run counts itself (skipped steps, rows without a score).
+
+Each rule has to hold for `IN_A_ROW` steps in a row.
+- No signal: every advantage of the step is exactly 0 (`critic/advantages/max` and `min`).
+- Entropy collapse: `actor/entropy` is below 0.05 nats per token and below a tenth of the first step's, and
+  the mean score is below 90 % of the range of scores seen so far. (A policy that has learned its task may be
+  certain.)
+- All cut off: `response_length/clip_ratio` is 1.
+- Learning rate 0: `actor/lr` or `train/lr` has been 0 in every step of the run. (A warm-up starts at 0, and a
+  decay may end there.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+IN_A_ROW = 3
+"""Steps that have to look alike before it is said. One step of a small batch may do so by chance."""
+COLLAPSED_NATS, COLLAPSED_SHARE, LEARNED = 0.05, 0.1, 0.9
+
+NEEDED = frozenset(
+    {
+        "critic/advantages/max",
+        "critic/advantages/min",
+        "critic/score/mean",
+        "critic/score/max",
+        "critic/score/min",
+        "actor/entropy",
+        "response_length/clip_ratio",
+        "actor/lr",
+        "train/lr",
+    }
+)
+"""The metrics that the rules read."""
+
+Row = Mapping[str, float]
+
+
+@dataclass
+class Seen:
+    """What the rules need of earlier steps."""
+
+    first_entropy: float | None = None
+    lowest_score: float = float("inf")
+    highest_score: float = float("-inf")
+    learned: bool = False
+    """Whether an optimizer step had a learning rate above 0."""
+
+    def add(self, row: Row) -> None:
+        """Takes the next step in."""
+        if self.first_entropy is None:
+            self.first_entropy = row.get("actor/entropy")
+        self.lowest_score = min(self.lowest_score, row.get("critic/score/min", self.lowest_score))
+        self.highest_score = max(self.highest_score, row.get("critic/score/max", self.highest_score))
+        self.learned |= any(row.get(name, 0.0) > 0 for name in ("actor/lr", "train/lr"))
+
+
+@dataclass(frozen=True)
+class Symptom:
+    """A rule and what is said once it has held for `IN_A_ROW` steps."""
+
+    holds: Callable[[Row, Seen], bool | None]
+    """Whether the step shows it; None: the step lacks the numbers, and neither ends nor extends the row."""
+    sentence: str
+    """After the steps."""
+
+
+def _no_signal(row: Row, seen: Seen) -> bool | None:
+    if "critic/advantages/max" not in row:
+        return None
+    return row["critic/advantages/max"] == row["critic/advantages/min"] == 0
+
+
+def _entropy_collapse(row: Row, seen: Seen) -> bool | None:
+    if "actor/entropy" not in row or "critic/score/mean" not in row or seen.first_entropy is None:
+        return None
+    enough = seen.lowest_score + LEARNED * (seen.highest_score - seen.lowest_score)
+    low = row["actor/entropy"] < min(COLLAPSED_NATS, COLLAPSED_SHARE * seen.first_entropy)
+    return low and row["critic/score/mean"] < enough
+
+
+def _all_cut_off(row: Row, seen: Seen) -> bool | None:
+    share = row.get("response_length/clip_ratio")
+    return None if share is None else share == 1
+
+
+def _no_learning_rate(row: Row, seen: Seen) -> bool | None:
+    if "actor/lr" not in row and "train/lr" not in row:
+        return None
+    return not seen.learned
+
+
+SYMPTOMS = (
+    Symptom(
+        _no_signal,
+        "every advantage is 0, so the reward gives no gradient: the responses to a prompt all score alike."
+        " Usual causes: prompts that are too hard or too easy, a reward function that returns one value,"
+        " answers in a format that it does not recognise, a temperature that is too low. Look at"
+        " critic/score/mean, critic/groups/no_signal_ratio and the responses in samples/.",
+    ),
+    Symptom(
+        _entropy_collapse,
+        f"the entropy has collapsed (actor/entropy below {COLLAPSED_NATS:g} nats per token and a tenth of its"
+        " first value) while the score is not high: the policy hardly explores. Usual causes: a learning rate"
+        " that is too high, no entropy or KL term, a low temperature. Look at actor/entropy, actor/ppo_kl and"
+        " critic/groups/no_signal_ratio; try a lower actor_rollout_ref.actor.optim.lr or a higher"
+        " clip_ratio_high.",
+    ),
+    Symptom(
+        _all_cut_off,
+        "every response is cut off at the length limit (response_length/clip_ratio is 1), so no answer is"
+        " complete. Usual causes: data.max_response_length is too small, a chat template or tokenizer without"
+        " the model's end-of-sequence token. Look at the responses in samples/.",
+    ),
+    Symptom(
+        _no_learning_rate,
+        "the learning rate has been 0 in every step, so no weight has changed. Look at actor/lr (train/lr in"
+        " supervised training) and the keys lr, lr_warmup_steps and min_lr_ratio of the optimizer.",
+    ),
+)
+
+
+@dataclass
+class SymptomWatch:
+    """Takes step after step in and says each symptom once."""
+
+    seen: Seen = field(default_factory=Seen)
+    _rows: dict[int, list[int]] = field(default_factory=dict)
+    """Symptom -> the steps in a row that show it."""
+    _said: set[int] = field(default_factory=set)
+
+    def after(self, step: int, row: Row) -> list[str]:
+        """The sentences that this step makes true for the first time."""
+        self.seen.add(row)
+        found = []
+        for number, symptom in enumerate(SYMPTOMS):
+            holds = symptom.holds(row, self.seen)
+            if holds is None or number in self._said:
+                continue
+            steps = self._rows.setdefault(number, [])
+            if not holds:
+                steps.clear()
+                continue
+            steps.append(step)
+            if len(steps) == IN_A_ROW:
+                self._said.add(number)
+                found.append(f"steps {steps[0]} to {steps[-1]}: {symptom.sentence}")
+        return found
+
+
+def symptoms_of(rows: Iterable[tuple[int, Row]]) -> list[str]:
+    """All sentences about a run, from its steps and their metrics by rising step."""
+    watch = SymptomWatch()
+    return [sentence for step, row in rows for sentence in watch.after(step, row)]

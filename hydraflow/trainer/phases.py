@@ -1,0 +1,89 @@
+"""The phases of a training step: who does them, which columns of the batch each reads and which it adds.
+
+In: the configuration. Out: the phases of its step, in order. `ppo.py` takes from here which columns it passes
+on, the plan its account of a step, and the README its table. Standard library and the schema only: a plan
+does without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hydraflow.batch_plan.roles import needs_critic, needs_reference, own_reference
+from hydraflow.schema import PPOConfig
+
+
+@dataclass(frozen=True)
+class StepPhase:
+    """One phase of a step."""
+
+    name: str
+    worker: str
+    """The class that does it, and the folder with what it does it with."""
+    reads: tuple[str, ...]
+    adds: tuple[str, ...] = ()
+    """Columns; empty: the phase changes weights."""
+
+
+MODEL_INPUTS = ("prompts", "responses", "response_mask")
+
+
+def step_phases(config: PPOConfig) -> tuple[StepPhase, ...]:
+    """The phases of a step, in the order in which they begin; without those that the run does not need."""
+    critic, reference = needs_critic(config), needs_reference(config)
+    in_reward = ("old_log_probs", "ref_log_prob") if config.algorithm.use_kl_in_reward else ()
+    in_loss = ("ref_log_prob",) if config.actor_rollout_ref.actor.use_kl_loss else ()
+    values = ("values",) if critic else ()
+    phases = (
+        StepPhase("prompts", "data/", (), ("prompts", "group", "data_source", "reward_model", "extra_info")),
+        StepPhase(
+            "generate",
+            "RolloutWorker, generation/",
+            ("prompts",),
+            ("responses", "response_mask", "rollout_log_probs", "lengths"),
+        ),
+        StepPhase(
+            "score",
+            "RewardWorker, rewards/",
+            ("responses", "data_source", "reward_model", "extra_info"),
+            ("token_level_scores", "score", "acc"),
+        ),
+        StepPhase("log-probs", "ActorWorker, engine/", MODEL_INPUTS, ("old_log_probs",)),
+        StepPhase("reference", reference_worker(config), MODEL_INPUTS, ("ref_log_prob",)),
+        StepPhase("values", "CriticWorker, engine/", MODEL_INPUTS, ("values",)),
+        StepPhase(
+            "advantages",
+            "AdvantageWorker, algorithms/",
+            ("prompts", "response_mask", "group", *values, *in_reward),
+            ("token_level_rewards", "advantages", "returns"),
+        ),
+        StepPhase("critic", "CriticWorker, engine/", (*MODEL_INPUTS, "values", "returns", "lengths")),
+        StepPhase(
+            "actor",
+            "ActorWorker, engine/",
+            (*MODEL_INPUTS, "old_log_probs", "advantages", *in_loss, "lengths"),
+        ),
+        StepPhase("sync", "RolloutWorker, generation/", ()),
+    )
+    left_out = set() if critic else {"values", "critic"}
+    left_out |= set() if reference else {"reference"}
+    return tuple(phase for phase in phases if phase.name not in left_out)
+
+
+def reference_worker(config: PPOConfig) -> str:
+    """Who computes the reference's log-probabilities: with adapters the actor, with its adapters off."""
+    return f"{'ReferenceWorker' if own_reference(config) else 'ActorWorker'}, engine/"
+
+
+def rollout_is_exact(config: PPOConfig, bytes_of: Callable[[str], int]) -> bool:
+    """Whether the generation engine's log-probabilities are the trainer's: the same mathematics in the same
+    type. `bytes_of`: the size of a number of a configured type.
+
+    In 16 bits two orders of the same sums differ by more than a ratio near 1 can bear, so there they are
+    never taken as equal.
+    """
+    policy = config.actor_rollout_ref
+    fsdp = policy.actor.fsdp_config
+    sizes = {bytes_of(name) for name in (policy.rollout.dtype, fsdp.dtype, fsdp.model_dtype)}
+    return policy.rollout.name == "native" and len(sizes) == 1 and sizes <= {4, 8}
