@@ -282,7 +282,10 @@ def settle(
         static=not actor.use_dynamic_bsz,
         asynchronous=asynchronous,
     )
-    return _Settling(settings, given, step, ranks).result()
+    if step.static or "a" not in given:
+        return _Settling(settings, given, step, ranks).result()
+    numbers, broken = _Settling(settings, _without(given, "a"), step, ranks).result()
+    return numbers, [_dynamic_accumulation(given["a"]), *broken]
 
 
 class _Settling:
@@ -301,13 +304,11 @@ class _Settling:
 
     def result(self) -> tuple[Numbers, list[Violation]]:
         """The numbers, and what cannot hold."""
-        if "a" in self.handles and not self.step.static:
-            return self._numbers(self.given, {}), [_dynamic_accumulation(self.handles["a"])]
         solution = self._keeping(self.binding)
         if solution is not None:
-            return self._numbers(solution, self.binding), []
+            return self._numbers(solution), []
         core = self._core()
-        numbers = replace(self._numbers(self._guess(), self.binding), notes=())
+        numbers = replace(self._numbers(self._guess()), notes=())
         guessed = [] if "M" in self.binding else [KEYS["M"], KEYS["m"]]
         if core & set(self.handles):
             return replace(numbers, doubtful=frozenset([*guessed, *HANDLES.values()])), [
@@ -336,31 +337,31 @@ class _Settling:
             **{name: follows[name] for name in KEYS if name in follows and name not in self.binding},
         }
 
-    def _numbers(self, solution: Mapping[str, int], binding: Mapping[str, int]) -> Numbers:
+    def _numbers(self, solution: Mapping[str, int]) -> Numbers:
         known = {name: solution[name] for name in KEYS if name in solution}
         if "m" not in self.given and "a" not in self.handles:
             known.pop("m", None)
         derived, notes = {}, []
         for name, value in known.items():
             changed = value != self.given.get(name)
-            source = None if name in binding else self._source(name, binding)
-            if name in binding or not (source or changed):
+            source = None if name in self.binding else self._source(name)
+            if name in self.binding or not (source or changed):
                 continue
             derived[name] = source or self._rival(name)
             if name in self.given and changed:
                 origin = self.settings.origin(KEYS[name])
                 whose = "the default" if origin == DEFAULT else f"{origin}'s"
-                to = ", ".join([*self._named(binding), f"{self.step.ranks} data ranks"])
+                to = ", ".join([*self._named(self.binding), f"{self.step.ranks} data ranks"])
                 notes.append(f"{KEYS[name]}={value}: {whose} {self.given[name]} yields to {to}")
         handles = {HANDLES[name]: value for name, value in self.handles.items()}
         return Numbers(known, derived, handles, self.step.asynchronous, self.ranks, tuple(notes))
 
-    def _source(self, name: str, binding: Mapping[str, int]) -> str | None:
+    def _source(self, name: str) -> str | None:
         """The handle without which a number would not follow."""
-        if name not in self.step.follow(binding).values:
+        if name not in self.step.follow(self.binding).values:
             return None
         for handle in self.handles:
-            if name not in self.step.follow(_without(binding, handle)).values:
+            if name not in self.step.follow(_without(self.binding, handle)).values:
                 return HANDLES[handle]
         return None
 
