@@ -106,11 +106,11 @@ def _quantities(
 ) -> Iterator[Quantity]:
     n, concurrent = settings.config.rollout.n, settings.config.rollout.max_num_seqs
     if prompts is not None:
-        yield Quantity("prompts", "prompts", prompts, "counted in the files", "derived")
+        yield Quantity("prompts", "prompts", prompts, "counted in the files")
     yield Quantity("responses per prompt n", "responses", n, "", settings.origin("rollout.n"))
     if prompts is not None:
-        yield Quantity("responses", "responses", prompts * n, f"prompts·n = {prompts}·{n}", "derived")
-    yield Quantity("replicas", "processes", replicas, "one per process", "derived")
+        yield Quantity("responses", "responses", prompts * n, f"prompts·n = {prompts}·{n}")
+    yield Quantity("replicas", "processes", replicas, "one per process")
     yield Quantity(
         "sequences at a time",
         "sequences per replica",
@@ -119,6 +119,6 @@ def _quantities(
         settings.origin("rollout.max_num_seqs"),
     )
     formula = f"⌊{WAVES_PER_CALL}·sequences·replicas/n⌋ = ⌊{WAVES_PER_CALL}·{concurrent}·{replicas}/{n}⌋"
-    yield Quantity("prompts per call", "prompts", per_call, formula, "derived")
+    yield Quantity("prompts per call", "prompts", per_call, formula)
     if prompts is not None:
-        yield Quantity("calls", "calls", -(-prompts // per_call), f"⌈{prompts}/{per_call}⌉", "derived")
+        yield Quantity("calls", "calls", -(-prompts // per_call), f"⌈{prompts}/{per_call}⌉")

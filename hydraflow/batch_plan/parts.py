@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from hydraflow.batch_plan.repair import BUDGET, MICRO, SCHEDULE, SIZES, Cure, Violation
 from hydraflow.engine.config import OptimConfig
 
+DERIVED = "derived"
+
 
 @dataclass(frozen=True)
 class MicroPlan:
@@ -87,9 +89,9 @@ class Quantity:
     name: str
     unit: str
     value: int | float | str
-    formula: str
+    formula: str = ""
     """How it was computed, with the numbers put in; empty for a number that was given."""
-    provenance: str
+    provenance: str = DERIVED
     """default, a file, command line or derived."""
 
 

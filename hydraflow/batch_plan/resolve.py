@@ -17,17 +17,17 @@ where (`trainer/mini_batches.py`), how tables look (`batch_plan/table.py`).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from hydraflow.batch_plan import repair, targets
 from hydraflow.batch_plan.device_rules import judge_devices
 from hydraflow.batch_plan.handles import NO_MINI_BATCH
-from hydraflow.batch_plan.layout import Cluster, Layout, ShapeNumbers, placement_of
-from hydraflow.batch_plan.parts import MicroPlan, MicroRequest, Quantity, RolePlan, no_sizes, warmup_steps
+from hydraflow.batch_plan.layout import ShapeNumbers, placement_of
+from hydraflow.batch_plan.parts import MicroPlan, MicroRequest, RolePlan, no_sizes, warmup_steps
 from hydraflow.batch_plan.plans import AgentPlan, AsyncPlan, FilterPlan, RolloutPlan, ValidationPlan
+from hydraflow.batch_plan.plans import BatchPlan as BatchPlan
 from hydraflow.batch_plan.quantities import quantities
 from hydraflow.batch_plan.repair import BATCH, MICRO, Cure, Violation
 from hydraflow.batch_plan.request import Request, RoleRequest, read, sizes
@@ -37,49 +37,6 @@ from hydraflow.batch_plan.topology import Topology, read_topology
 from hydraflow.batch_plan.topology import sizes as device_sizes
 from hydraflow.errors import ConfigError, Problem
 from hydraflow.schema import PPOConfig
-
-
-@dataclass(frozen=True)
-class BatchPlan:
-    """Every number that the running code takes from the batch-size keys."""
-
-    prompts_per_step: int
-    samples_per_prompt: int
-    trajectories_per_step: int
-    rollout_ranks: int
-    """Engines that sample, each a part of the trajectories."""
-    actor: RolePlan
-    critic: RolePlan | None
-    old_log_prob: MicroPlan
-    ref: MicroPlan | None
-    values: MicroPlan | None
-    reward_model: MicroPlan | None
-    rollout: RolloutPlan
-    agent: AgentPlan
-    validation: ValidationPlan
-    filter: FilterPlan | None
-    """None: every sampled prompt is trained on."""
-    asynchronous: AsyncPlan | None
-    """None: sampling and training take turns."""
-    cluster: Cluster
-    layouts: dict[str, Layout]
-    """By role: actor, critic, ref, rollout, reward_model; those that run and have weights of their own."""
-    placement: str
-    """colocated, disaggregated, overlapping or partial."""
-    steps_per_epoch: int
-    """Whole batches in one pass over the prompts; 0: the number of prompts is not known."""
-    total_steps: int
-    """Training steps of the run; 0: not known."""
-    quantities: tuple[Quantity, ...]
-    """All of it again for people: unit, formula, provenance."""
-    notes: tuple[str, ...]
-    """What is to be said aloud: numbers that yielded, prompts that no step takes."""
-
-    def to_json(self) -> str:
-        """The content of `plan.json`; device ranges as [first, last + 1]."""
-        return json.dumps(
-            asdict(self), indent=2, ensure_ascii=False, default=lambda part: [part.start, part.stop]
-        )
 
 
 @dataclass(frozen=True)
@@ -150,10 +107,10 @@ def judge(settings: Settings[PPOConfig], facts: Facts) -> Verdict:
         for one in relations
     ]
     broken = judge_batches(request)
-    if any(one.stage in (BATCH, MICRO) for one in broken):
-        relations = [
-            one for one in relations if one.rule != NO_MINI_BATCH
-        ]  # another rule speaks of the same numbers
+    if any(one.stage == BATCH for one in broken):  # another rule reports the same numbers
+        relations = [one for one in relations if one.rule != NO_MINI_BATCH]
+    elif any(one.rule == NO_MINI_BATCH for one in relations):
+        broken = [one for one in broken if one.stage != MICRO]
     found = [*devices.violations, *relations, *broken]
     keys = {violation.field for violation in small}
     return Verdict(

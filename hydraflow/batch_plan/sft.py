@@ -16,7 +16,6 @@ from hydraflow.batch_plan import repair
 from hydraflow.batch_plan.device_rules import device_cures, judge_devices
 from hydraflow.batch_plan.layout import Cluster, Devices, Layout, Pool, ShapeNumbers
 from hydraflow.batch_plan.parts import (
-    MicroPlan,
     MicroRequest,
     Quantity,
     RolePlan,
@@ -25,7 +24,7 @@ from hydraflow.batch_plan.parts import (
     warmup_steps,
     warmup_violations,
 )
-from hydraflow.batch_plan.quantities import DERIVED, layout_quantities, micro_quantities
+from hydraflow.batch_plan.quantities import layout_quantities, micro_quantities, run_quantities
 from hydraflow.batch_plan.repair import BATCH, Cure, Violation
 from hydraflow.batch_plan.settings import Settings, value_at
 from hydraflow.batch_plan.topology import NODES, PER_NODE, RoleDevices, Topology, fsdp_degrees
@@ -63,21 +62,17 @@ class SFTPlan:
 
 
 @dataclass(frozen=True)
-class _Facts:
-    conversations: int | None
-    devices_per_node: int
-    shapes: Mapping[str, ShapeNumbers]
-
-
-@dataclass(frozen=True)
 class _Request:
     settings: Settings[SFTConfig]
-    config: SFTConfig
     topology: Topology
     layout: Layout | None
     """None: the devices do not add up."""
     conversations: int | None
     micro: MicroRequest
+
+    @property
+    def config(self) -> SFTConfig:
+        return self.settings.config
 
     @property
     def batch(self) -> int:
@@ -94,10 +89,8 @@ class _Request:
 
     @property
     def total_steps(self) -> int:
-        return (
-            self.config.trainer.total_training_steps
-            or self.steps_per_epoch * self.config.trainer.total_epochs
-        )
+        trainer = self.config.trainer
+        return trainer.total_training_steps or self.steps_per_epoch * trainer.total_epochs
 
 
 def resolve_sft_plan(
@@ -121,28 +114,30 @@ def resolve_sft_plan(
     (4, 12)
     """
     settings = Settings(config, SFTConfig(), origins or {})
-    facts = _Facts(conversations, devices_per_node, {"model": shape} if shape else {})
-    request, violations = _judge(settings, facts)
+
+    def judge(values: Mapping[str, object]) -> tuple[_Request, list[Violation]]:
+        return _judge(settings.changed(values), conversations, devices_per_node, shape)
+
+    request, violations = judge({})
     if violations:
-
-        def judged(values: Mapping[str, object]) -> list[Violation]:
-            return _judge(settings.changed(values), facts)[1] if values else violations
-
-        raise ConfigError(repair.problems(judged, partial(value_at, config)))
+        raise ConfigError(repair.problems(lambda values: judge(values)[1], partial(value_at, config)))
     return _plan(request)
 
 
-def _judge(settings: Settings[SFTConfig], facts: _Facts) -> tuple[_Request, list[Violation]]:
+def _judge(
+    settings: Settings[SFTConfig],
+    conversations: int | None,
+    devices_per_node: int,
+    shape: ShapeNumbers | None,
+) -> tuple[_Request, list[Violation]]:
     small = no_sizes(_sizes(settings.config), partial(value_at, settings.defaults))
-    if small:
-        settings = settings.changed({violation.field: 1 for violation in small})
-    config: SFTConfig = settings.config
-    topology = _read_topology(config, facts.devices_per_node)
-    devices = judge_devices(topology, facts.shapes)
-    layout = devices.layouts.get("model")
-    request = _Request(settings, config, topology, layout, facts.conversations, _read_micro(config, layout))
-    found = [*devices.violations, *(violation for rule in RULES for violation in rule(request))]
     keys = {violation.field for violation in small}
+    settings = settings.changed(dict.fromkeys(keys, 1))
+    topology = _read_topology(settings.config, devices_per_node)
+    devices = judge_devices(topology, {"model": shape} if shape else {})
+    layout = devices.layouts.get("model")
+    request = _Request(settings, topology, layout, conversations, _read_micro(settings.config, layout))
+    found = [*devices.violations, *(violation for rule in RULES for violation in rule(request))]
     return request, [*small, *(violation for violation in found if violation.field not in keys)]
 
 
@@ -194,19 +189,18 @@ def _read_micro(config: SFTConfig, layout: Layout | None) -> MicroRequest:
 def _ranks_share_the_batch(request: _Request) -> Iterator[Violation]:
     if request.batch % request.ranks == 0:
         return
+
+    def cures() -> Iterator[Cure]:
+        most = request.conversations or request.batch * request.ranks
+        for batch in multiples(min(request.batch, most), request.ranks):
+            yield {_BATCH: batch}
+        model = request.topology.roles["model"]
+        if request.batch < request.ranks:
+            yield from device_cures(request.topology, model, model.model_parallel)
+            yield {NODES: 1, PER_NODE: model.model_parallel}
+
     text = f"conversations cannot be shared equally by {request.ranks} data ranks"
-    yield Violation("dp | batch", BATCH, _BATCH, request.batch, text, partial(_batches, request))
-
-
-def _batches(request: _Request) -> Iterator[Cure]:
-    """Other batches that the data ranks can share, and fewer devices."""
-    most = request.conversations or request.batch * request.ranks
-    for batch in multiples(min(request.batch, most), request.ranks):
-        yield {_BATCH: batch}
-    model = request.topology.roles["model"]
-    if request.batch < request.ranks:
-        yield from device_cures(request.topology, model, model.model_parallel)
-        yield {NODES: 1, PER_NODE: model.model_parallel}
+    yield Violation("dp | batch", BATCH, _BATCH, request.batch, text, cures)
 
 
 def _micro_batches_fill_a_rank(request: _Request) -> Iterator[Violation]:
@@ -251,26 +245,13 @@ RULES: list[Callable[[_Request], Iterator[Violation]]] = [
 
 def _plan(request: _Request) -> SFTPlan:
     assert request.layout is not None
-    rows = request.batch // request.ranks
+    batch, total = request.batch, request.total_steps
+    rows, warmup = batch // request.ranks, warmup_steps(request.config.optim, request.total_steps)
     micro = request.micro.plan(rows_per_rank=rows, row_tokens=request.config.data.max_length, exact=True)
-    return SFTPlan(
-        conversations_per_step=request.batch,
-        role=(role := _role_plan(request, rows, micro)),
-        cluster=request.topology.cluster,
-        layouts={"model": request.layout},
-        steps_per_epoch=request.steps_per_epoch,
-        total_steps=request.total_steps,
-        quantities=tuple(_quantities(request, role, request.layout)),
-        notes=tuple(_left_over(request)),
-    )
-
-
-def _role_plan(request: _Request, rows: int, micro: MicroPlan) -> RolePlan:
-    warmup = warmup_steps(request.config.optim, request.total_steps)
-    return RolePlan(
+    role = RolePlan(
         data_ranks=request.ranks,
-        mini_batch_prompts=request.batch,
-        mini_batch_trajectories=request.batch,
+        mini_batch_prompts=batch,
+        mini_batch_trajectories=batch,
         rows_per_rank=rows,
         epochs=1,
         shuffle=False,
@@ -278,47 +259,45 @@ def _role_plan(request: _Request, rows: int, micro: MicroPlan) -> RolePlan:
         optimizer_steps_per_step=1,
         accumulation_steps=rows // micro.rows if micro.rows else None,
         warmup_steps=warmup,
-        decay_steps=max(0, request.total_steps - warmup),
-        total_optimizer_steps=request.total_steps,
+        decay_steps=max(0, total - warmup),
+        total_optimizer_steps=total,
     )
-
-
-def _left_over(request: _Request) -> Iterator[str]:
-    if request.conversations is not None and (left := request.conversations % request.batch):
-        yield (
-            f"{left} of {request.conversations} training conversations fill no step of {request.batch}: an"
-            " epoch leaves them out"
-        )
+    left = (request.conversations or 0) % batch
+    text = (
+        f"{left} of {request.conversations} training conversations fill no step of {batch}: an epoch leaves"
+    )
+    return SFTPlan(
+        conversations_per_step=batch,
+        role=role,
+        cluster=request.topology.cluster,
+        layouts={"model": request.layout},
+        steps_per_epoch=request.steps_per_epoch,
+        total_steps=total,
+        quantities=tuple(_quantities(request, role, request.layout)),
+        notes=(f"{text} them out",) if left else (),
+    )
 
 
 def _quantities(request: _Request, role: RolePlan, layout: Layout) -> Iterator[Quantity]:
-    origin, config = request.settings.origin, request.config
-    batch, dp, trainer = request.batch, request.ranks, config.trainer
+    origin, config, rows = request.settings.origin, request.config, role.rows_per_rank
+    batch, trainer, kind = request.batch, config.trainer, config.optim.lr_scheduler_type
     yield from layout_quantities(layout)
     yield Quantity("conversations per step", "conversations", batch, "", origin(_BATCH))
-    yield Quantity("rows per data rank", "conversations", role.rows_per_rank, f"{batch}/{dp}", DERIVED)
-    yield from micro_quantities(
-        request.micro, role.micro, origin(request.micro.deciding_key), config.data.max_length
-    )
+    yield Quantity("rows per data rank", "conversations", rows, f"{batch}/{role.data_ranks}")
+    given = origin(request.micro.deciding_key)
+    yield from micro_quantities(request.micro, role.micro, given, config.data.max_length)
     if role.accumulation_steps is not None:
-        formula = f"{role.rows_per_rank}/{role.micro.rows}"
-        yield Quantity("accumulation steps", "micro-batches", role.accumulation_steps, formula, DERIVED)
-    if request.conversations is not None:
-        formula = f"⌊{request.conversations}/{batch}⌋"
-        yield Quantity("steps per epoch", "steps", request.steps_per_epoch, formula, DERIVED)
-    if trainer.total_training_steps is not None:
-        yield Quantity(
-            "training steps",
-            "steps",
-            trainer.total_training_steps,
-            "",
-            origin("trainer.total_training_steps"),
-        )
-    elif request.total_steps:
-        formula = f"steps per epoch · epochs = {request.steps_per_epoch}·{trainer.total_epochs}"
-        yield Quantity("training steps", "steps", request.total_steps, formula, DERIVED)
+        formula = f"{rows}/{role.micro.rows}"
+        yield Quantity("accumulation steps", "micro-batches", role.accumulation_steps, formula)
+    yield from run_quantities(
+        None if request.conversations is None else request.steps_per_epoch,
+        f"⌊{request.conversations}/{batch}⌋",
+        trainer.total_epochs,
+        trainer.total_training_steps,
+        origin("trainer.total_training_steps"),
+    )
     if role.warmup_steps:
-        yield Quantity("warm-up", "steps", role.warmup_steps, "", DERIVED)
-    if role.decay_steps and config.optim.lr_scheduler_type != "constant":
+        yield Quantity("warm-up", "steps", role.warmup_steps)
+    if role.decay_steps and kind != "constant":
         formula = f"{request.total_steps} - {role.warmup_steps}"
-        yield Quantity(f"{config.optim.lr_scheduler_type} decay", "steps", role.decay_steps, formula, DERIVED)
+        yield Quantity(f"{kind} decay", "steps", role.decay_steps, formula)

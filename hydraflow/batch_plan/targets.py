@@ -8,7 +8,7 @@ which of them are legal the judge decides (`batch_plan/repair.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from hydraflow.batch_plan.handles import HANDLES, KEYS
 from hydraflow.batch_plan.parts import divisors, multiples, nearest
@@ -17,13 +17,28 @@ from hydraflow.batch_plan.request import CRITIC_MINI, Request
 
 
 def cures(request: Request) -> Iterator[Cure]:
-    """Overrides that lead to steps near the one that was asked for: small changes first, then those that
-    always lead to a legal step."""
+    """Overrides that lead to steps near the one that was asked for: those that the data ranks can share, and
+    those whose micro-batches come out even besides."""
+    ranks = {role.name: role.ranks for role in request.roles if role.ranks}
+    rows = {
+        role.name: role.ranks * role.micro.group * (1 if role.micro.dynamic else role.micro.rows or 1)
+        for role in request.roles
+        if role.ranks
+    }
+    for shares in (ranks, rows):
+        for step in _near(request, shares):
+            if all(step[:3]):
+                yield _overrides(request, *step)
+
+
+def _near(request: Request, shares: Mapping[str, int]) -> Iterator[tuple[int, int, int, int]]:
+    """Q, n, M and the critic's M near those that were asked for, small changes first; `shares`: what must
+    divide the trajectories of a role's mini-batch."""
     q, n, mini = request.q, request.n, request.actor.mini
     own = request.critic if request.critic and request.critic.mini_key == CRITIC_MINI else None
     critic = own.mini if own else 0
-    ranks = [role.ranks for role in request.roles if role.ranks and role is not own]
-    critic_ranks = [own.ranks or 1] if own else []
+    ranks = [share for role, share in shares.items() if role == "actor" or not own]
+    critic_ranks = [shares.get("critic", 1)] if own else []
     most = max([1, *(layout.data_ranks for layout in request.layouts.values())])
     limit = request.prompts or max(q, most) * 1024
 
@@ -31,34 +46,32 @@ def cures(request: Request) -> Iterator[Cure]:
     critics = [critic, *nearest(critic, _fitting(q, critic_unit))] if own else [0]
     for other in [mini, *nearest(mini, _fitting(q, unit))]:
         for other_critic in critics:
-            yield _overrides(request, q, n, other, other_critic)
+            yield q, n, other, other_critic
     sampling = request.layouts["rollout"].data_ranks if "rollout" in request.layouts else 1
     samples = max(2 if request.filter else 1, -(-sampling // min(request.prompts_per_call, limit)))
     step = math.lcm(mini_batch_unit(ranks, mini), mini_batch_unit(critic_ranks, critic or 1))
     for other in (n, max(n, samples, -(-most // q))):
         for several in multiples(other, step):
-            yield _overrides(request, q, several, mini, critic)
+            yield q, several, mini, critic
 
     steps = (min(q, limit), max(q, -(-most // n)))
     for other in [mini, *multiples(mini, unit)]:
         for other_critic in [critic, *multiples(critic, critic_unit), other] if own else [0]:
             for near in steps:
                 for prompts in multiples(near, math.lcm(other, other_critic or 1)):
-                    yield _overrides(request, prompts, n, other, other_critic)
+                    yield prompts, n, other, other_critic
     for near in steps:
         for prompts in multiples(near, mini_batch_unit([*ranks, *critic_ranks], n)):
-            yield _overrides(request, prompts, n, prompts, prompts)
+            yield prompts, n, prompts, prompts
     whole = mini_batch_unit([*ranks, *critic_ranks], steps[0])
     for other in (max(n, samples), max(n, -(-most // steps[0]))):
         for several in multiples(other, whole):
-            yield _overrides(request, steps[0], several, steps[0], steps[0])
+            yield steps[0], several, steps[0], steps[0]
 
 
 def _overrides(request: Request, q: int, n: int, mini: int, critic: int) -> Values:
     """What must be said so that a step has these numbers: the keys that differ, and the handles that would
     contradict; `critic` counts where the critic's mini-batches are its own."""
-    if not (q and n and mini):
-        return {}
     numbers, rounds = request.numbers, request.asynchronous
     wanted = {
         name: value for name, value in (("Q", q), ("n", n), ("M", mini)) if value != numbers.values[name]
