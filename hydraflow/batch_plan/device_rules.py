@@ -38,7 +38,7 @@ class Judged:
     """Roles that no rule complains about."""
 
 
-def judge_devices(topology: Topology, shapes: Mapping[str, ShapeNumbers]) -> Judged:
+def judge_devices(topology: Topology, shapes: Mapping[str, ShapeNumbers | None]) -> Judged:
     """Every broken rule of machines, mappings and sizes; `shapes` per role."""
     judged = Judged([*_machines(topology), *_twofold(topology)])
     placed = True

@@ -106,8 +106,6 @@ class MicroRequest:
     max_tokens: int
     """Tokens per device."""
     tokens_key: str
-    switch_key: str
-    """Key of the switch that decides `dynamic`."""
     sharers: int = 1
     """sp or cp: devices that share the tokens of a row."""
     group: int = 1
@@ -126,7 +124,7 @@ class MicroRequest:
         `exact`: training micro-batches are equal, so a size that was not given is a divisor of
         `rows_per_rank`.
 
-        >>> request = MicroRequest("update", None, "rows", False, 100, "tokens", "dynamic")
+        >>> request = MicroRequest("update", None, "rows", False, 100, "tokens")
         >>> request.plan(rows_per_rank=12, row_tokens=20, exact=True)   # 5 rows fit, 4 divide 12
         MicroPlan(rows=4, max_tokens=None)
         """

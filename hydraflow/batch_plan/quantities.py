@@ -208,14 +208,14 @@ def _rollout(request: Request, plan: BatchPlan) -> Iterator[Quantity]:
     yield Quantity("rollout: trajectories per engine", "trajectories", each, formula)
     formula = f"⌈{each}/{asked.max_num_seqs}⌉"
     yield Quantity("rollout: waves", "fillings of an engine", rollout.waves, formula)
-    if asked.engine == "vllm":
+    if asked.name == "vllm":
         own = asked.max_model_len is not None
         given = ("", origin(f"{ROLLOUT}.max_model_len")) if own else ("P + R", DERIVED)
         yield Quantity("rollout: longest row", "tokens", rollout.max_model_len, *given)
         given = origin(f"{ROLLOUT}.max_num_batched_tokens")
         yield Quantity("rollout: tokens per forward", "tokens", rollout.max_num_batched_tokens, "", given)
     workers, given = plan.agent.workers, origin(f"{ROLLOUT}.agent.num_workers")
-    if asked.engine == "native" and given == DEFAULT:
+    if asked.name == "native" and given == DEFAULT:
         return  # no agents lead its conversations: nobody asked for these numbers
     yield Quantity("agent workers", "processes", workers, "", given)
     formula = f"⌈S/workers⌉ = ⌈{request.q * request.n}/{workers}⌉"

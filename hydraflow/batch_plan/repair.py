@@ -11,7 +11,8 @@ configuration that the search ended in, and the judge has accepted it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hydraflow.errors import Problem, shown
@@ -25,6 +26,7 @@ SIZES, MACHINES, MAPPING, HOLES, DIVISION, BATCH, MICRO, BUDGET, SCHEDULE = STAG
 """Stages, in the order in which rules depend on each other: a cure of one may break a later one, not an
 earlier one."""
 
+_A_STEP_BACK = 10**6
 MOST_STEPS, MOST_REMEDIES, MOST_ALIKE = 24, 3, 2
 _WEIGHTS = {
     "nnodes": 12,
@@ -94,27 +96,25 @@ class _Search:
             if worst is None:
                 break
             owner = worst.rule if worst.rule in original else owner
-            cure = self._best_cure(worst, left)
-            if cure is None:
+            asks, cure = min(self._helpful(worst, left), key=lambda one: one[0], default=(math.inf, {}))
+            if asks >= _A_STEP_BACK:
                 hopeless.add(worst.rule)
-                continue
             self.changes |= cure
             self.owned.setdefault(owner, set()).update(cure)
             left = self.judge(self.changes)
         return left
 
-    def _best_cure(self, broken: Violation, left: Sequence[Violation]) -> Values | None:
-        """Of the cures that help, the one that asks least; what stays broken asks, too.
+    def _helpful(self, broken: Violation, left: Sequence[Violation]) -> Iterator[tuple[float, Values]]:
+        """The cures after which a rule holds, each with what it asks; what stays broken asks, too.
 
-        A cure helps if its rule holds then, and less is broken in the earliest stage where it makes a
-        difference: so the search ends.
+        A cure is a step back where not less is broken in the earliest stage in which it makes a difference.
+        Such a cure is taken where no other helps, and once for a rule: so the search ends.
         """
-        helpful: list[tuple[float, Values]] = []
         for cure in _distinct(broken.cures()):
             after = self.judge(self.changes | cure)
-            if _by_stage(after) < _by_stage(left) and all(one.rule != broken.rule for one in after):
-                helpful.append((self._asks(self.changes | cure) + 2 * len(after), cure))
-        return min(helpful, key=lambda one: one[0])[1] if helpful else None
+            if all(one.rule != broken.rule for one in after):
+                asks = self._asks(self.changes | cure) + 2 * len(after)
+                yield asks + (_A_STEP_BACK if _by_stage(after) >= _by_stage(left) else 0), cure
 
     def _asks(self, values: Values) -> float:
         """How much a change asks of the user: keys count, and how far each moves."""

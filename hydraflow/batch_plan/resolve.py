@@ -33,20 +33,10 @@ from hydraflow.batch_plan.repair import BATCH, MICRO, Cure, Violation
 from hydraflow.batch_plan.request import Request, RoleRequest, read, sizes
 from hydraflow.batch_plan.rules import judge_batches
 from hydraflow.batch_plan.settings import Settings, value_at
-from hydraflow.batch_plan.topology import Topology, read_topology
+from hydraflow.batch_plan.topology import PER_NODE, Topology, read_topology
 from hydraflow.batch_plan.topology import sizes as device_sizes
-from hydraflow.errors import ConfigError, Problem
+from hydraflow.errors import ConfigError
 from hydraflow.schema import PPOConfig
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What the configuration does not say."""
-
-    prompts: int | None
-    devices_per_node: int
-    shapes: Mapping[str, ShapeNumbers]
-    """By role."""
 
 
 @dataclass(frozen=True)
@@ -83,39 +73,53 @@ def resolve_plan(
     """
     settings = Settings(config, PPOConfig(), origins or {})
     shapes = dict.fromkeys(("actor", "ref", "rollout"), shape) | {"critic": critic_shape or shape}
-    facts = Facts(prompts, devices_per_node, {role: one for role, one in shapes.items() if one is not None})
-    verdict = judge(settings, facts)
+    verdict = judge(settings, prompts, devices_per_node, shapes)
+
+    def judged(values: Mapping[str, object]) -> list[Violation]:
+        if not values:
+            return verdict.violations
+        return judge(settings.changed(values), prompts, devices_per_node, shapes).violations
+
+    def in_force(key: str) -> object:
+        value = value_at(config, key)
+        if value is None and key == PER_NODE:
+            return verdict.topology.pools["trainer"].devices_per_node
+        return value
+
     if verdict.violations:
-        raise ConfigError(_problems(settings, facts, verdict))
+        raise ConfigError(repair.problems(judged, in_force))
     plan = _plan(verdict.request, verdict.topology)
     return replace(plan, quantities=tuple(quantities(verdict.request, verdict.topology, plan)))
 
 
-def judge(settings: Settings[PPOConfig], facts: Facts) -> Verdict:
-    """What is asked for, with every rule that it breaks."""
-    config = settings.config
+def judge(
+    settings: Settings[PPOConfig],
+    prompts: int | None,
+    devices_per_node: int,
+    shapes: Mapping[str, ShapeNumbers | None],
+) -> Verdict:
+    """What is asked for, with every rule that it breaks; `shapes` by role."""
+    config: PPOConfig = settings.config
     small = no_sizes([*sizes(config), *device_sizes(config)], partial(value_at, settings.defaults))
-    if small:
-        settings = settings.changed(
-            {violation.field: _legal_size(settings, violation.field) for violation in small}
-        )
-    topology = read_topology(settings, facts.devices_per_node)
-    devices = judge_devices(topology, facts.shapes)
-    request, relations = read(settings, devices.layouts, facts.prompts)
-    relations = [
-        replace(one, cures=partial(_with_other_steps, one, request)) if one.stage == BATCH else one
-        for one in relations
-    ]
+    legal: dict[str, object] = {}
+    for one in small:  # the rest is judged with a size in its place
+        default = value_at(settings.defaults, one.field)
+        legal[one.field] = 1 if isinstance(default, int) and default < 1 else default
+    settings = settings.changed(legal)
+    topology = read_topology(settings, devices_per_node)
+    devices = judge_devices(topology, shapes)
+    request, relations = read(settings, devices.layouts, prompts)
     broken = judge_batches(request)
     if any(one.stage == BATCH for one in broken):  # another rule reports the same numbers
         relations = [one for one in relations if one.rule != NO_MINI_BATCH]
     elif any(one.rule == NO_MINI_BATCH for one in relations):
         broken = [one for one in broken if one.stage != MICRO]
+    relations = [
+        replace(one, cures=partial(_with_other_steps, one, request)) if one.stage == BATCH else one
+        for one in relations
+    ]
     found = [*devices.violations, *relations, *broken]
-    keys = {violation.field for violation in small}
-    return Verdict(
-        topology, request, [*small, *(violation for violation in found if violation.field not in keys)]
-    )
+    return Verdict(topology, request, [*small, *(one for one in found if one.field not in legal)])
 
 
 def _with_other_steps(violation: Violation, request: Request) -> Iterator[Cure]:
@@ -128,27 +132,6 @@ def _with_other_steps(violation: Violation, request: Request) -> Iterator[Cure]:
         yield {**cure, **dropped}
 
 
-def _legal_size(settings: Settings[PPOConfig], key: str) -> object:
-    """A size to judge the rest with, in place of one that is no size."""
-    default = value_at(settings.defaults, key)
-    return default if default is None or (isinstance(default, int) and default >= 1) else 1
-
-
-def _problems(settings: Settings[PPOConfig], facts: Facts, verdict: Verdict) -> list[Problem]:
-    def judged(values: Mapping[str, object]) -> list[Violation]:
-        return judge(settings.changed(values), facts).violations if values else verdict.violations
-
-    return repair.problems(judged, partial(_in_force, settings, verdict))
-
-
-def _in_force(settings: Settings[PPOConfig], verdict: Verdict, key: str) -> object:
-    """The value of a key, or what is used where it says nothing."""
-    value = value_at(settings.config, key)
-    if value is None and key == "trainer.n_gpus_per_node":
-        return verdict.topology.pools["trainer"].devices_per_node
-    return value
-
-
 # --- the plan --------------------------------------------------
 
 
@@ -156,15 +139,16 @@ def _plan(request: Request, topology: Topology) -> BatchPlan:
     layouts, s = dict(request.layouts), request.q * request.n
 
     def forward(micro: MicroRequest | None, role: str) -> MicroPlan | None:
-        if micro is None:
-            return None
-        layout = layouts.get(role, layouts["actor"])
-        return micro.plan(
-            rows_per_rank=-(-s // layout.data_ranks), row_tokens=request.longest_row, exact=False
-        )
+        rows = -(-s // layouts.get(role, layouts["actor"]).data_ranks)
+        tokens = request.longest_row
+        return micro.plan(rows_per_rank=rows, row_tokens=tokens, exact=False) if micro else None
 
     old_log_prob = forward(request.old_log_prob, "actor")
     assert old_log_prob is not None
+    notes = list(request.numbers.notes)
+    if request.prompts is not None and (left := request.prompts % request.q):
+        text = f"{left} of {request.prompts} training prompts fill no step of {request.q}"
+        notes.append(f"{text}: an epoch leaves them out")
     return BatchPlan(
         prompts_per_step=request.q,
         samples_per_prompt=request.n,
@@ -187,17 +171,8 @@ def _plan(request: Request, topology: Topology) -> BatchPlan:
         steps_per_epoch=request.steps_per_epoch,
         total_steps=request.total_steps,
         quantities=(),
-        notes=(*request.numbers.notes, *_left_over(request)),
+        notes=tuple(notes),
     )
-
-
-def _left_over(request: Request) -> Iterator[str]:
-    """Prompts that no step of an epoch takes."""
-    if request.prompts is not None and (left := request.prompts % request.q):
-        yield (
-            f"{left} of {request.prompts} training prompts fill no step of {request.q}: an epoch leaves"
-            " them out"
-        )
 
 
 def _role_plan(request: Request, role: RoleRequest) -> RolePlan:

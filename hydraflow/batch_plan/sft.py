@@ -181,7 +181,6 @@ def _read_micro(config: SFTConfig, layout: Layout | None) -> MicroRequest:
         dynamic=config.data.use_dynamic_bsz,
         max_tokens=config.data.max_token_len_per_gpu,
         tokens_key="data.max_token_len_per_gpu",
-        switch_key="data.use_dynamic_bsz",
         sharers=layout.context if layout else 1,
     )
 
