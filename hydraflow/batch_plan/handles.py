@@ -400,7 +400,7 @@ class _Settling:
         known += [f"{self.step.ranks} data ranks"] if "a" in core else []
         text = f"cannot hold{named}: {'; '.join(why)}" + (f" ({', '.join(known)})" if known else "")
         cures = [cure for name in [first, *others] for cure in self._other_values(name)]
-        return Violation("contradiction", BATCH, HANDLES[first], self.given[first], text, lambda: cures)
+        return Violation("contradiction", BATCH, HANDLES[first], self.given[first], text, cures)
 
     def _other_values(self, name: str) -> Iterator[Cure]:
         """Other values for one number, so that the rest can hold."""
@@ -442,7 +442,7 @@ class _Settling:
         cures += [{KEYS["Q"]: rounds * batches * mini}, {KEYS["Q"]: rounds * batches * mini, KEYS["M"]: mini}]
         cures += [{KEYS["P"]: 1, KEYS["R"]: q // mini}] if q % mini == 0 else []
         cures += [{KEYS["P"]: 1, KEYS["R"]: 1, KEYS["M"]: q}]
-        return [Violation("rounds", BATCH, KEYS["R"], batches, text, lambda: cures)]
+        return [Violation("rounds", BATCH, KEYS["R"], batches, text, cures)]
 
     def _no_mini_batch_violation(self, core: set[str]) -> list[Violation]:
         """Where no mini-batch was given, the step alone may be one that none fits."""
@@ -453,7 +453,7 @@ class _Settling:
         shared = f"{KEYS['n']}={known['n']} on {self.step.ranks} data ranks"
         text = f"must be a multiple of {unit}, so that each rank has equally many trajectories: {shared}"
         cures = [{KEYS["Q"]: near} for near in nearest(known["Q"], multiples(known["Q"], unit))]
-        return [Violation(NO_MINI_BATCH, BATCH, KEYS["Q"], known["Q"], text, lambda: cures)]
+        return [Violation(NO_MINI_BATCH, BATCH, KEYS["Q"], known["Q"], text, cures)]
 
 
 def _without(numbers: Mapping[str, int], *names: str) -> dict[str, int]:
@@ -466,4 +466,4 @@ def _dynamic_accumulation(steps: int) -> Violation:
         f"cannot be fixed while {SWITCH}=true fills micro-batches by tokens: there are as many as the rows"
         " need"
     )
-    return Violation("accumulation", MICRO, key, steps, text, lambda: [{key: None}, {SWITCH: False}])
+    return Violation("accumulation", MICRO, key, steps, text, [{key: None}, {SWITCH: False}])

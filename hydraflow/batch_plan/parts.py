@@ -7,14 +7,26 @@ tables use. Left out on purpose: which configuration keys the numbers come from 
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from hydraflow.batch_plan.repair import BUDGET, MICRO, SCHEDULE, SIZES, Cure, Violation
 from hydraflow.engine.config import OptimConfig
 
 DERIVED = "derived"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the plans of all kinds of runs have."""
+
+    def to_json(self) -> str:
+        """The content of `plan.json`; device ranges as [first, last + 1]."""
+        return json.dumps(
+            asdict(self), indent=2, ensure_ascii=False, default=lambda part: [part.start, part.stop]
+        )
 
 
 @dataclass(frozen=True)
@@ -154,7 +166,7 @@ class MicroRequest:
             field=self.tokens_key,
             value=self.max_tokens,
             text=f"tokens per device{shared} must hold the longest row, {formula} = {longest_row} tokens",
-            cures=lambda: [
+            cures=[
                 {self.tokens_key: -(-longest_row // self.sharers)},
                 {self.tokens_key: longest_row},
             ],
@@ -207,7 +219,7 @@ class MicroRequest:
             f"an interleaved pipeline needs a multiple of its {self.group} stages as micro-batches"
         )
         return Violation(
-            f"micro-batch:{self.purpose}", MICRO, self.group_key, None, text, lambda: [{self.group_key: None}]
+            f"micro-batch:{self.purpose}", MICRO, self.group_key, None, text, [{self.group_key: None}]
         )
 
     @property
@@ -262,7 +274,7 @@ def no_sizes(numbers: Iterable[tuple[str, int | None]], default: Callable[[str],
 
 def _size_violation(key: str, value: int, default: object) -> Violation:
     text, least = ("must be at least 1", 1) if value < 1 else (f"must be at most {MOST}", MOST)
-    return Violation(f"size:{key}", SIZES, key, value, text, lambda: [{key: least}, {key: default}])
+    return Violation(f"size:{key}", SIZES, key, value, text, [{key: least}, {key: default}])
 
 
 def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
@@ -286,4 +298,4 @@ def warmup_violations(optim: OptimConfig, optim_key: str, total_steps: int) -> I
     room = f", and the {optim.lr_scheduler_type} decay needs one of them" if decays else ""
     fitting = min(latest, total_steps // 10) if by_steps else 0.1
     text = f"{warmup} warm-up steps do not fit {total_steps} training steps{room}"
-    yield Violation(f"warm-up:{optim_key}", SCHEDULE, key, given, text, lambda: [{key: fitting}])
+    yield Violation(f"warm-up:{optim_key}", SCHEDULE, key, given, text, [{key: fitting}])

@@ -5,11 +5,10 @@ In: numbers. Out: small classes that the running code, the tables and the memory
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from hydraflow.batch_plan.layout import Cluster, Layout
-from hydraflow.batch_plan.parts import MicroPlan, Quantity, RolePlan
+from hydraflow.batch_plan.parts import MicroPlan, Plan, Quantity, RolePlan
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ class AsyncPlan:
 
 
 @dataclass(frozen=True)
-class BatchPlan:
+class BatchPlan(Plan):
     """Every number that the running code takes from the batch-size keys."""
 
     prompts_per_step: int
@@ -119,9 +118,3 @@ class BatchPlan:
     """All of it again for people: unit, formula, provenance."""
     notes: tuple[str, ...]
     """What is to be said aloud: numbers that yielded, prompts that no step takes."""
-
-    def to_json(self) -> str:
-        """The content of `plan.json`; device ranges as [first, last + 1]."""
-        return json.dumps(
-            asdict(self), indent=2, ensure_ascii=False, default=lambda part: [part.start, part.stop]
-        )

@@ -210,8 +210,8 @@ def _rollout(request: Request, plan: BatchPlan) -> Iterator[Quantity]:
     yield Quantity("rollout: waves", "fillings of an engine", rollout.waves, formula)
     if asked.name == "vllm":
         own = asked.max_model_len is not None
-        given = ("", origin(f"{ROLLOUT}.max_model_len")) if own else ("P + R", DERIVED)
-        yield Quantity("rollout: longest row", "tokens", rollout.max_model_len, *given)
+        formula, given = ("", origin(f"{ROLLOUT}.max_model_len")) if own else ("P + R", DERIVED)
+        yield Quantity("rollout: longest row", "tokens", rollout.max_model_len, formula, given)
         given = origin(f"{ROLLOUT}.max_num_batched_tokens")
         yield Quantity("rollout: tokens per forward", "tokens", rollout.max_num_batched_tokens, "", given)
     workers, given = plan.agent.workers, origin(f"{ROLLOUT}.agent.num_workers")

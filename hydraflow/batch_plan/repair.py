@@ -51,10 +51,17 @@ class Violation:
     value: object
     text: str
     """What must hold, with numbers."""
-    cures: Callable[[], Iterable[Cure]] = tuple
+    cures: Sequence[Cure] | Callable[[], Iterable[Cure]] = ()
     """Overrides, each of which may repair it; wrong ones are found out."""
     advice: str = ""
     """What to do where no override helps."""
+
+    def candidates(self) -> list[Values]:
+        """The cures, each once."""
+        cures = self.cures() if callable(self.cures) else self.cures
+        return list(
+            {str(pairs): dict(pairs) for pairs in (sorted(cure.items()) for cure in cures) if pairs}.values()
+        )
 
 
 Judge = Callable[[Mapping[str, object]], Sequence[Violation]]
@@ -87,14 +94,13 @@ class _Search:
 
     def _repair(self) -> Sequence[Violation]:
         """Changes keys until nothing is broken, or nothing helps; gives what is left."""
-        left, original, hopeless = self.found, {violation.rule for violation in self.found}, set[str]()
-        owner = left[0].rule
+        left: Sequence[Violation] = self.found
+        original, hopeless, owner = {one.rule for one in left}, set[str](), left[0].rule
         for _ in range(MOST_STEPS):
-            worst = min(
-                (one for one in left if one.rule not in hopeless), key=lambda one: one.stage, default=None
-            )
-            if worst is None:
+            curable = [one for one in left if one.rule not in hopeless]
+            if not curable:
                 break
+            worst = min(curable, key=lambda one: one.stage)
             owner = worst.rule if worst.rule in original else owner
             asks, cure = min(self._helpful(worst, left), key=lambda one: one[0], default=(math.inf, {}))
             if asks >= _A_STEP_BACK:
@@ -110,7 +116,7 @@ class _Search:
         A cure is a step back where not less is broken in the earliest stage in which it makes a difference.
         Such a cure is taken where no other helps, and once for a rule: so the search ends.
         """
-        for cure in _distinct(broken.cures()):
+        for cure in broken.candidates():
             after = self.judge(self.changes | cure)
             if all(one.rule != broken.rule for one in after):
                 asks = self._asks(self.changes | cure) + 2 * len(after)
@@ -144,7 +150,7 @@ class _Search:
             for key, value in values.items()
             if rule != violation.rule and key not in first
         }
-        for cure in sorted(_distinct(violation.cures()), key=self._asks):
+        for cure in sorted(violation.candidates(), key=self._asks):
             if len(alternatives) == MOST_REMEDIES:
                 break
             alike = sum(cure.keys() == other.keys() for other in alternatives)
@@ -163,9 +169,3 @@ def _without(values: Values, key: str) -> Values:
 def _by_stage(violations: Iterable[Violation]) -> tuple[int, ...]:
     stages = [violation.stage for violation in violations]
     return tuple(stages.count(stage) for stage in STAGES)
-
-
-def _distinct(cures: Iterable[Cure]) -> list[Values]:
-    return list(
-        {str(pairs): dict(pairs) for cure in cures if cure for pairs in [sorted(cure.items())]}.values()
-    )

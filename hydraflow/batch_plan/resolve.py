@@ -124,7 +124,7 @@ def judge(
 
 def _with_other_steps(violation: Violation, request: Request) -> Iterator[Cure]:
     """Cures of a contradiction: its own, other steps, and steps without any handle."""
-    yield from violation.cures()
+    yield from violation.candidates()
     dropped: Cure = dict.fromkeys(request.numbers.handles, None)
     yield dropped
     for cure in targets.cures(request):

@@ -151,8 +151,9 @@ def _engine_holds_a_row(request: Request) -> Iterator[Violation]:
     longest, key = rollout.max_model_len, f"{ROLLOUT}.max_model_len"
     if longest is not None and longest < row:
         sum_ = f"{request.longest_prompt} + {request.longest_response} = {row}"
-        text, fitting = f"must hold the longest row, {sum_} tokens", [{key: None}, {key: row}]
-        yield Violation("max_model_len", BUDGET, key, longest, text, lambda: fitting)
+        fitting: list[Cure] = [{key: None}, {key: row}]
+        text = f"must hold the longest row, {sum_} tokens"
+        yield Violation("max_model_len", BUDGET, key, longest, text, fitting)
     tokens, key, most = (
         rollout.max_num_batched_tokens,
         f"{ROLLOUT}.max_num_batched_tokens",
@@ -168,7 +169,7 @@ def _engine_holds_a_row(request: Request) -> Iterator[Violation]:
     if tokens >= most:
         because = f"{ROLLOUT}.engine_kwargs.vllm.enable_chunked_prefill=false"
         text = f"must hold a whole row of {longest or row} tokens, because {because}"
-    yield Violation("max_num_batched_tokens", BUDGET, key, tokens, text, lambda: [{key: least}])
+    yield Violation("max_num_batched_tokens", BUDGET, key, tokens, text, [{key: least}])
 
 
 def _filter_can_fill_a_step(request: Request) -> Iterator[Violation]:
@@ -180,11 +181,11 @@ def _filter_can_fill_a_step(request: Request) -> Iterator[Violation]:
     if calls and calls * size < request.q:
         text = f"batches of {size} prompts are {calls * size}, fewer than the {request.q} of a step"
         cures = [{key: -(-request.q // size)}, {GEN_BATCH: -(-request.q // calls)}, {key: 0}]
-        yield Violation("filter", BUDGET, key, calls, text, lambda: cures)
+        yield Violation("filter", BUDGET, key, calls, text, cures)
     if request.filter.call_key == GEN_BATCH and request.prompts is not None and size > request.prompts:
         text = f"is more than the {request.prompts} training prompts that there are"
-        fewer = [{GEN_BATCH: None}, {GEN_BATCH: request.prompts}]
-        yield Violation("gen batch", BATCH, GEN_BATCH, size, text, lambda: fewer)
+        fewer: list[Cure] = [{GEN_BATCH: None}, {GEN_BATCH: request.prompts}]
+        yield Violation("gen batch", BATCH, GEN_BATCH, size, text, fewer)
 
 
 # --- the schedule --------------------------------------------------

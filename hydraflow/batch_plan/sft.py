@@ -7,9 +7,8 @@ with every broken rule and remedies that work together.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 
 from hydraflow.batch_plan import repair
@@ -17,6 +16,7 @@ from hydraflow.batch_plan.device_rules import device_cures, judge_devices
 from hydraflow.batch_plan.layout import Cluster, Devices, Layout, Pool, ShapeNumbers
 from hydraflow.batch_plan.parts import (
     MicroRequest,
+    Plan,
     Quantity,
     RolePlan,
     multiples,
@@ -35,7 +35,7 @@ _BATCH = "data.train_batch_size"
 
 
 @dataclass(frozen=True)
-class SFTPlan:
+class SFTPlan(Plan):
     """Every number that supervised training takes from the batch-size keys."""
 
     conversations_per_step: int
@@ -53,12 +53,6 @@ class SFTPlan:
     """All of it again for people: unit, formula, provenance."""
     notes: tuple[str, ...]
     """What is to be said aloud: conversations that no step takes."""
-
-    def to_json(self) -> str:
-        """The content of `plan.json`; device ranges as [first, last + 1]."""
-        return json.dumps(
-            asdict(self), indent=2, ensure_ascii=False, default=lambda part: [part.start, part.stop]
-        )
 
 
 @dataclass(frozen=True)
