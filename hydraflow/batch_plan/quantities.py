@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 
 from hydraflow.batch_plan.handles import KEYS
 from hydraflow.batch_plan.layout import Layout
-from hydraflow.batch_plan.parts import DERIVED, MicroPlan, MicroRequest, Quantity, RolePlan
+from hydraflow.batch_plan.parts import DERIVED, MicroPlan, MicroRequest, Quantity, RolePlan, RoleRequest
 from hydraflow.batch_plan.plans import BatchPlan
-from hydraflow.batch_plan.request import CRITIC_MINI, Request, RoleRequest
+from hydraflow.batch_plan.request import CRITIC_MINI, Request
 from hydraflow.batch_plan.settings import DEFAULT
 from hydraflow.batch_plan.topology import REWARD, ROLLOUT, Topology
 

@@ -15,33 +15,16 @@ from dataclasses import dataclass, replace
 
 from hydraflow.batch_plan.handles import EPOCHS, KEYS, Numbers, settle
 from hydraflow.batch_plan.layout import Layout
-from hydraflow.batch_plan.parts import MicroRequest
+from hydraflow.batch_plan.parts import MicroRequest, RoleRequest
 from hydraflow.batch_plan.repair import Violation
 from hydraflow.batch_plan.roles import needs_critic, needs_reference
 from hydraflow.batch_plan.settings import Settings
 from hydraflow.batch_plan.topology import ACTOR, REF, REWARD, ROLLOUT
-from hydraflow.engine.config import OptimConfig
 from hydraflow.generation.config import RolloutConfig
 from hydraflow.schema import PPOConfig
 
 TRAIN_BATCH, SAMPLES = KEYS["Q"], KEYS["n"]
 CRITIC_MINI = "critic.ppo_mini_batch_size"
-
-
-@dataclass(frozen=True)
-class RoleRequest:
-    """What the configuration says about a trained role, and under which keys."""
-
-    name: str
-    mini: int
-    mini_key: str
-    ranks: int | None
-    """Data ranks; None: its devices do not add up."""
-    epochs: int
-    shuffle: bool
-    micro: MicroRequest
-    optim: OptimConfig
-    optim_key: str
 
 
 @dataclass(frozen=True)

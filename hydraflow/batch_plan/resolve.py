@@ -25,12 +25,12 @@ from hydraflow.batch_plan import repair, targets
 from hydraflow.batch_plan.device_rules import judge_devices
 from hydraflow.batch_plan.handles import NO_MINI_BATCH
 from hydraflow.batch_plan.layout import ShapeNumbers, placement_of
-from hydraflow.batch_plan.parts import MicroPlan, MicroRequest, RolePlan, no_sizes, warmup_steps
+from hydraflow.batch_plan.parts import MicroPlan, MicroRequest, RolePlan, RoleRequest, no_sizes
 from hydraflow.batch_plan.plans import AgentPlan, AsyncPlan, FilterPlan, RolloutPlan, ValidationPlan
 from hydraflow.batch_plan.plans import BatchPlan as BatchPlan
 from hydraflow.batch_plan.quantities import quantities
 from hydraflow.batch_plan.repair import BATCH, MICRO, Cure, Violation
-from hydraflow.batch_plan.request import Request, RoleRequest, read, sizes
+from hydraflow.batch_plan.request import Request, read, sizes
 from hydraflow.batch_plan.rules import judge_batches
 from hydraflow.batch_plan.settings import Settings, value_at
 from hydraflow.batch_plan.topology import PER_NODE, Topology, read_topology
@@ -138,6 +138,10 @@ def _with_other_steps(violation: Violation, request: Request) -> Iterator[Cure]:
 def _plan(request: Request, topology: Topology) -> BatchPlan:
     layouts, s = dict(request.layouts), request.q * request.n
 
+    def trained(role: RoleRequest) -> RolePlan:
+        tokens, total = request.longest_row, request.total_steps
+        return role.plan(q=request.q, n=request.n, row_tokens=tokens, total_steps=total)
+
     def forward(micro: MicroRequest | None, role: str) -> MicroPlan | None:
         rows = -(-s // layouts.get(role, layouts["actor"]).data_ranks)
         tokens = request.longest_row
@@ -154,8 +158,8 @@ def _plan(request: Request, topology: Topology) -> BatchPlan:
         samples_per_prompt=request.n,
         trajectories_per_step=s,
         rollout_ranks=layouts["rollout"].data_ranks,
-        actor=_role_plan(request, request.actor),
-        critic=_role_plan(request, request.critic) if request.critic else None,
+        actor=trained(request.actor),
+        critic=trained(request.critic) if request.critic else None,
         old_log_prob=old_log_prob,
         ref=forward(request.ref, "ref"),
         values=forward(request.values, "critic"),
@@ -172,28 +176,6 @@ def _plan(request: Request, topology: Topology) -> BatchPlan:
         total_steps=request.total_steps,
         quantities=(),
         notes=tuple(notes),
-    )
-
-
-def _role_plan(request: Request, role: RoleRequest) -> RolePlan:
-    assert role.ranks is not None
-    trajectories = role.mini * request.n
-    rows, steps = trajectories // role.ranks, request.q // role.mini * role.epochs
-    micro = role.micro.plan(rows_per_rank=rows, row_tokens=request.longest_row, exact=True)
-    warmup = warmup_steps(role.optim, request.total_steps)
-    return RolePlan(
-        data_ranks=role.ranks,
-        mini_batch_prompts=role.mini,
-        mini_batch_trajectories=trajectories,
-        rows_per_rank=rows,
-        epochs=role.epochs,
-        shuffle=role.shuffle,
-        micro=micro,
-        optimizer_steps_per_step=steps,
-        accumulation_steps=rows // micro.rows if micro.rows else None,
-        warmup_steps=warmup,
-        decay_steps=max(0, request.total_steps - warmup),
-        total_optimizer_steps=request.total_steps * steps,
     )
 
 

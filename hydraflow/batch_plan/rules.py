@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from hydraflow.batch_plan import targets
-from hydraflow.batch_plan.parts import divisors, warmup_violations
+from hydraflow.batch_plan.parts import RoleRequest, divisors
 from hydraflow.batch_plan.repair import BATCH, BUDGET, MICRO, Cure, Violation
-from hydraflow.batch_plan.request import SAMPLES, TRAIN_BATCH, Request, RoleRequest
+from hydraflow.batch_plan.request import SAMPLES, TRAIN_BATCH, Request
 from hydraflow.batch_plan.topology import PER_NODE, ROLLOUT
 
 GEN_BATCH = "data.gen_batch_size"
@@ -125,11 +125,8 @@ def _groups_can_differ(request: Request) -> Iterator[Violation]:
 def _micro_batches_fill_a_rank(request: Request) -> Iterator[Violation]:
     """m divides g, where micro-batches of an update have a fixed size."""
     for role in request.roles:
-        rows, left = divmod(role.mini * request.n, role.ranks) if role.ranks else (0, 1)
-        if left == 0:
-            yield from role.micro.divisor_violations(
-                rows, request.longest_row, f"{role.mini}·{request.n}/{role.ranks}"
-            )
+        formula = f"{role.mini}·{request.n}/{role.ranks}"
+        yield from role.micro_batch_violations(request.n, request.longest_row, formula)
 
 
 def _token_budgets_hold_a_row(request: Request) -> Iterator[Violation]:
@@ -194,7 +191,7 @@ def _filter_can_fill_a_step(request: Request) -> Iterator[Violation]:
 def _warmups_end(request: Request) -> Iterator[Violation]:
     """Warm-up and decay fit the run."""
     for role in request.roles:
-        yield from warmup_violations(role.optim, role.optim_key, request.total_steps)
+        yield from role.warmup_violations(request.total_steps)
 
 
 RULES: list[Callable[[Request], Iterator[Violation]]] = [

@@ -7,7 +7,7 @@ with every broken rule and remedies that work together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,10 +19,9 @@ from hydraflow.batch_plan.parts import (
     Plan,
     Quantity,
     RolePlan,
+    RoleRequest,
     multiples,
     no_sizes,
-    warmup_steps,
-    warmup_violations,
 )
 from hydraflow.batch_plan.quantities import layout_quantities, micro_quantities, run_quantities
 from hydraflow.batch_plan.repair import BATCH, Cure, Violation
@@ -62,29 +61,10 @@ class _Request:
     layout: Layout | None
     """None: the devices do not add up."""
     conversations: int | None
-    micro: MicroRequest
-
-    @property
-    def config(self) -> SFTConfig:
-        return self.settings.config
-
-    @property
-    def batch(self) -> int:
-        return self.config.data.train_batch_size
-
-    @property
-    def ranks(self) -> int:
-        """Data ranks; 1 where the devices do not add up, which is another rule's matter."""
-        return self.layout.data_ranks if self.layout else 1
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return (self.conversations or 0) // self.batch
-
-    @property
-    def total_steps(self) -> int:
-        trainer = self.config.trainer
-        return trainer.total_training_steps or self.steps_per_epoch * trainer.total_epochs
+    role: RoleRequest
+    row_tokens: int
+    steps_per_epoch: int
+    total_steps: int
 
 
 def resolve_sft_plan(
@@ -119,19 +99,27 @@ def resolve_sft_plan(
 
 
 def _judge(
-    settings: Settings[SFTConfig],
-    conversations: int | None,
-    devices_per_node: int,
-    shape: ShapeNumbers | None,
+    settings: Settings[SFTConfig], conversations: int | None, per_node: int, shape: ShapeNumbers | None
 ) -> tuple[_Request, list[Violation]]:
     small = no_sizes(_sizes(settings.config), partial(value_at, settings.defaults))
     keys = {violation.field for violation in small}
     settings = settings.changed(dict.fromkeys(keys, 1))
-    topology = _read_topology(settings.config, devices_per_node)
+    topology = _read_topology(settings.config, per_node)
     devices = judge_devices(topology, {"model": shape} if shape else {})
     layout = devices.layouts.get("model")
-    request = _Request(settings, topology, layout, conversations, _read_micro(settings.config, layout))
-    found = [*devices.violations, *(violation for rule in RULES for violation in rule(request))]
+    config: SFTConfig = settings.config
+    per_epoch = (conversations or 0) // config.data.train_batch_size
+    request = _Request(
+        settings=settings,
+        topology=topology,
+        layout=layout,
+        conversations=conversations,
+        role=_read_role(config, layout),
+        row_tokens=config.data.max_length,
+        steps_per_epoch=per_epoch,
+        total_steps=config.trainer.total_training_steps or per_epoch * config.trainer.total_epochs,
+    )
+    found = [*devices.violations, *_violations(request)]
     return request, [*small, *(violation for violation in found if violation.field not in keys)]
 
 
@@ -167,8 +155,8 @@ def _read_topology(config: SFTConfig, devices_per_node: int) -> Topology:
     return Topology(Cluster((pool,)), {"model": model}, NODES, PER_NODE, None, None, frozenset(), ())
 
 
-def _read_micro(config: SFTConfig, layout: Layout | None) -> MicroRequest:
-    return MicroRequest(
+def _read_role(config: SFTConfig, layout: Layout | None) -> RoleRequest:
+    micro = MicroRequest(
         purpose="the update",
         rows=config.data.micro_batch_size_per_gpu,
         rows_key="data.micro_batch_size_per_gpu",
@@ -177,88 +165,50 @@ def _read_micro(config: SFTConfig, layout: Layout | None) -> MicroRequest:
         tokens_key="data.max_token_len_per_gpu",
         sharers=layout.context if layout else 1,
     )
+    return RoleRequest(
+        name="model",
+        mini=config.data.train_batch_size,
+        mini_key=_BATCH,
+        ranks=layout.data_ranks if layout else None,
+        epochs=1,
+        shuffle=False,
+        micro=micro,
+        optim=config.optim,
+        optim_key="optim",
+    )
 
 
-def _ranks_share_the_batch(request: _Request) -> Iterator[Violation]:
-    if request.batch % request.ranks == 0:
-        return
+def _violations(request: _Request) -> Iterator[Violation]:
+    """What the numbers must hold, once the devices add up."""
+    role, there = request.role, request.conversations
+    batch, ranks, model = role.mini, role.ranks or 1, request.topology.roles["model"]
 
-    def cures() -> Iterator[Cure]:
-        most = request.conversations or request.batch * request.ranks
-        for batch in multiples(min(request.batch, most), request.ranks):
-            yield {_BATCH: batch}
-        model = request.topology.roles["model"]
-        if request.batch < request.ranks:
+    def shared() -> Iterator[Cure]:
+        for other in multiples(min(batch, there or batch * ranks), ranks):
+            yield {_BATCH: other}
+        if batch < ranks:
             yield from device_cures(request.topology, model, model.model_parallel)
             yield {NODES: 1, PER_NODE: model.model_parallel}
 
-    text = f"conversations cannot be shared equally by {request.ranks} data ranks"
-    yield Violation("dp | batch", BATCH, _BATCH, request.batch, text, cures)
-
-
-def _micro_batches_fill_a_rank(request: _Request) -> Iterator[Violation]:
-    rows, left = divmod(request.batch, request.ranks)
-    if left == 0:
-        yield from request.micro.divisor_violations(
-            rows, request.config.data.max_length, f"{request.batch}/{request.ranks}"
-        )
-
-
-def _token_budget_holds_a_row(request: _Request) -> Iterator[Violation]:
-    yield from request.micro.token_budget_violations(request.config.data.max_length, "data.max_length")
-
-
-def _conversations_make_a_step(request: _Request) -> Iterator[Violation]:
-    there = request.conversations
-    if there is None or there >= request.batch:
-        return
-    text = f"is more than the {there} training conversations that there are, so no step can be taken"
-
-    def cures() -> Iterator[Cure]:
-        if batch := there // request.ranks * request.ranks:
-            yield {_BATCH: batch}
-        if there:
-            yield {_BATCH: 1, NODES: 1, PER_NODE: request.topology.roles["model"].model_parallel}
-
-    yield Violation("conversations >= batch", BATCH, _BATCH, request.batch, text, cures, advice="more data")
-
-
-def _warmup_ends(request: _Request) -> Iterator[Violation]:
-    yield from warmup_violations(request.config.optim, "optim", request.total_steps)
-
-
-RULES: list[Callable[[_Request], Iterator[Violation]]] = [
-    _ranks_share_the_batch,
-    _micro_batches_fill_a_rank,
-    _token_budget_holds_a_row,
-    _conversations_make_a_step,
-    _warmup_ends,
-]
+    if batch % ranks:
+        text = f"conversations cannot be shared equally by {ranks} data ranks"
+        yield Violation("dp | batch", BATCH, _BATCH, batch, text, shared)
+    yield from role.micro_batch_violations(1, request.row_tokens, f"{batch}/{ranks}")
+    yield from role.micro.token_budget_violations(request.row_tokens, "data.max_length")
+    if there is not None and there < batch:
+        fewer: list[Cure] = [{_BATCH: there // ranks * ranks}] if there >= ranks else []
+        fewer += [{_BATCH: 1, NODES: 1, PER_NODE: model.model_parallel}] if there else []
+        text = f"is more than the {there} training conversations that there are, so no step can be taken"
+        yield Violation("conversations >= batch", BATCH, _BATCH, batch, text, fewer, advice="more data")
+    yield from role.warmup_violations(request.total_steps)
 
 
 def _plan(request: _Request) -> SFTPlan:
     assert request.layout is not None
-    batch, total = request.batch, request.total_steps
-    rows, warmup = batch // request.ranks, warmup_steps(request.config.optim, request.total_steps)
-    micro = request.micro.plan(rows_per_rank=rows, row_tokens=request.config.data.max_length, exact=True)
-    role = RolePlan(
-        data_ranks=request.ranks,
-        mini_batch_prompts=batch,
-        mini_batch_trajectories=batch,
-        rows_per_rank=rows,
-        epochs=1,
-        shuffle=False,
-        micro=micro,
-        optimizer_steps_per_step=1,
-        accumulation_steps=rows // micro.rows if micro.rows else None,
-        warmup_steps=warmup,
-        decay_steps=max(0, total - warmup),
-        total_optimizer_steps=total,
-    )
+    batch, total, tokens = request.role.mini, request.total_steps, request.row_tokens
+    role = request.role.plan(q=batch, n=1, row_tokens=tokens, total_steps=total)
     left = (request.conversations or 0) % batch
-    text = (
-        f"{left} of {request.conversations} training conversations fill no step of {batch}: an epoch leaves"
-    )
+    text = f"{left} of {request.conversations} training conversations fill no step of {batch}"
     return SFTPlan(
         conversations_per_step=batch,
         role=role,
@@ -267,18 +217,18 @@ def _plan(request: _Request) -> SFTPlan:
         steps_per_epoch=request.steps_per_epoch,
         total_steps=total,
         quantities=tuple(_quantities(request, role, request.layout)),
-        notes=(f"{text} them out",) if left else (),
+        notes=(f"{text}: an epoch leaves them out",) if left else (),
     )
 
 
 def _quantities(request: _Request, role: RolePlan, layout: Layout) -> Iterator[Quantity]:
-    origin, config, rows = request.settings.origin, request.config, role.rows_per_rank
-    batch, trainer, kind = request.batch, config.trainer, config.optim.lr_scheduler_type
+    config: SFTConfig = request.settings.config
+    origin, trainer, rows = request.settings.origin, config.trainer, role.rows_per_rank
+    batch, kind, micro = request.role.mini, request.role.optim.lr_scheduler_type, request.role.micro
     yield from layout_quantities(layout)
     yield Quantity("conversations per step", "conversations", batch, "", origin(_BATCH))
     yield Quantity("rows per data rank", "conversations", rows, f"{batch}/{role.data_ranks}")
-    given = origin(request.micro.deciding_key)
-    yield from micro_quantities(request.micro, role.micro, given, config.data.max_length)
+    yield from micro_quantities(micro, role.micro, origin(micro.deciding_key), request.row_tokens)
     if role.accumulation_steps is not None:
         formula = f"{rows}/{role.micro.rows}"
         yield Quantity("accumulation steps", "micro-batches", role.accumulation_steps, formula)
