@@ -285,7 +285,10 @@ def settle(
     if step.static or "a" not in given:
         return _Settling(settings, given, step, ranks).result()
     numbers, broken = _Settling(settings, _without(given, "a"), step, ranks).result()
-    return numbers, [_dynamic_accumulation(given["a"]), *broken]
+    text = f"cannot be fixed while {SWITCH}=true fills micro-batches by tokens: there are as many as"
+    text += " the rows need"
+    cures: list[Cure] = [{HANDLES["a"]: None}, {SWITCH: False}]
+    return numbers, [Violation("accumulation", MICRO, HANDLES["a"], given["a"], text, cures), *broken]
 
 
 class _Settling:
@@ -311,9 +314,8 @@ class _Settling:
         numbers = replace(self._numbers(self._guess()), notes=())
         guessed = [] if "M" in self.binding else [KEYS["M"], KEYS["m"]]
         if core & set(self.handles):
-            return replace(numbers, doubtful=frozenset([*guessed, *HANDLES.values()])), [
-                self._contradiction(core)
-            ]
+            doubtful = frozenset([*guessed, *HANDLES.values()])
+            return replace(numbers, doubtful=doubtful), [self._contradiction(core)]
         violations = self._rounds_violation(core) or self._no_mini_batch_violation(core)
         return replace(numbers, doubtful=frozenset(guessed if violations else ())), violations
 
@@ -329,23 +331,19 @@ class _Settling:
 
     def _guess(self) -> dict[str, int]:
         """Numbers to judge the rest with where there is no solution: those that follow, else those given."""
-        fixed = {name: value for name, value in self.binding.items() if name not in HANDLES}
+        fixed = _without(self.binding, *HANDLES)
         everything = self.step.follow({"n": self.given["n"], **self.binding})
         follows = (self.step.follow(fixed) if everything.contradicts else everything).whole
-        return {
-            **self.given,
-            **{name: follows[name] for name in KEYS if name in follows and name not in self.binding},
-        }
+        return {**self.given, **_without(follows, *self.binding)}
 
     def _numbers(self, solution: Mapping[str, int]) -> Numbers:
         known = {name: solution[name] for name in KEYS if name in solution}
         if "m" not in self.given and "a" not in self.handles:
             known.pop("m", None)
         derived, notes = {}, []
-        for name, value in known.items():
-            changed = value != self.given.get(name)
-            source = None if name in self.binding else self._source(name)
-            if name in self.binding or not (source or changed):
+        for name, value in _without(known, *self.binding).items():
+            source, changed = self._source(name), value != self.given.get(name)
+            if not source and not changed:
                 continue
             derived[name] = source or self._rival(name)
             if name in self.given and changed:
@@ -358,9 +356,8 @@ class _Settling:
 
     def _source(self, name: str) -> str | None:
         """The handle without which a number would not follow."""
-        if name not in self.step.follow(self.binding).values:
-            return None
-        for handle in self.handles:
+        follows = name in self.step.follow(self.binding).values
+        for handle in self.handles if follows else ():
             if name not in self.step.follow(_without(self.binding, handle)).values:
                 return HANDLES[handle]
         return None
@@ -383,11 +380,7 @@ class _Settling:
             fewer = _without(core, name)
             if self.step.follow(fewer).contradicts if contradicts else self.step.solve(fewer) is None:
                 core = fewer
-        if (
-            "n" not in self.step.follow(core).values
-            and {"S", "G", "a"} & set(core)
-            and not self.step.explain(core)
-        ):
+        if core.keys() & HANDLES.keys() and not self.step.explain(core):
             core["n"] = self.given["n"]
         return set(core)
 
@@ -399,7 +392,11 @@ class _Settling:
         known = [f"{EPOCHS}={self.step.epochs}"] if "K" in core else []
         known += [f"{self.step.ranks} data ranks"] if "a" in core else []
         text = f"cannot hold{named}: {'; '.join(why)}" + (f" ({', '.join(known)})" if known else "")
-        cures = [cure for name in [first, *others] for cure in self._other_values(name)]
+
+        def cures() -> Iterator[Cure]:
+            for name in [first, *others]:
+                yield from self._other_values(name)
+
         return Violation("contradiction", BATCH, HANDLES[first], self.given[first], text, cures)
 
     def _other_values(self, name: str) -> Iterator[Cure]:
@@ -439,9 +436,7 @@ class _Settling:
             for name, others in (("R", rounds * mini), ("P", batches * mini), ("M", rounds * batches))
             if q % others == 0
         ]
-        cures += [{KEYS["Q"]: rounds * batches * mini}, {KEYS["Q"]: rounds * batches * mini, KEYS["M"]: mini}]
-        cures += [{KEYS["P"]: 1, KEYS["R"]: q // mini}] if q % mini == 0 else []
-        cures += [{KEYS["P"]: 1, KEYS["R"]: 1, KEYS["M"]: q}]
+        cures += [{KEYS["Q"]: rounds * batches * mini}, {KEYS["P"]: 1, KEYS["R"]: 1, KEYS["M"]: q}]
         return [Violation("rounds", BATCH, KEYS["R"], batches, text, cures)]
 
     def _no_mini_batch_violation(self, core: set[str]) -> list[Violation]:
@@ -458,12 +453,3 @@ class _Settling:
 
 def _without(numbers: Mapping[str, int], *names: str) -> dict[str, int]:
     return {name: value for name, value in numbers.items() if name not in names}
-
-
-def _dynamic_accumulation(steps: int) -> Violation:
-    key = HANDLES["a"]
-    text = (
-        f"cannot be fixed while {SWITCH}=true fills micro-batches by tokens: there are as many as the rows"
-        " need"
-    )
-    return Violation("accumulation", MICRO, key, steps, text, [{key: None}, {SWITCH: False}])
