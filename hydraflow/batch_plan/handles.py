@@ -241,7 +241,7 @@ def _nearest(value: int, unit: int) -> list[int]:
 
 
 def is_asynchronous(config: PPOConfig) -> bool:
-    """Whether sampling goes on beside training."""
+    """Whether sampling continues during training."""
     training = config.async_training
     return (
         training.staleness_threshold > 0

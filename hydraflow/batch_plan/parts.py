@@ -31,8 +31,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class MicroPlan:
-    """What one forward of one data rank holds: so many rows, or rows up to so many tokens. Exactly one is
-    set."""
+    """What one forward of one data rank holds: a number of rows, or rows up to a number of tokens. Exactly
+    one is set."""
 
     rows: int | None
     max_tokens: int | None
@@ -121,7 +121,7 @@ class MicroRequest:
     sharers: int = 1
     """sp or cp: devices that share the tokens of a row."""
     group: int = 1
-    """Micro-batches come in groups of so many: the stages of an interleaved pipeline."""
+    """Micro-batches come in groups of this size: the stages of an interleaved pipeline."""
     group_key: str = ""
     """Key that makes the pipeline an interleaved one."""
 
@@ -302,7 +302,7 @@ def multiples(value: int, unit: int) -> list[int]:
 
 
 def no_sizes(numbers: Iterable[tuple[str, int | None]], default: Callable[[str], object]) -> list[Violation]:
-    """Sizes that were given and count less than one, or more than anybody has; null stands for a number to be
+    """Sizes that were given and count less than one, or more than `MOST`; null means a number to be
     derived."""
     found = []
     for key, value in numbers:

@@ -216,7 +216,7 @@ def _rollout(request: Request, plan: BatchPlan) -> Iterator[Quantity]:
         yield Quantity("rollout: tokens per forward", "tokens", rollout.max_num_batched_tokens, "", given)
     workers, given = plan.agent.workers, origin(f"{ROLLOUT}.agent.num_workers")
     if asked.name == "native" and given == DEFAULT:
-        return  # no agents lead its conversations: nobody asked for these numbers
+        return  # no agents lead its conversations: nothing uses these numbers
     yield Quantity("agent workers", "processes", workers, "", given)
     formula = f"⌈S/workers⌉ = ⌈{request.q * request.n}/{workers}⌉"
     each = plan.agent.trajectories_per_worker

@@ -5,8 +5,8 @@ overrides to paste.
 
 Every rule proposes cures for itself, those near what was asked for. The search takes one broken rule after
 the other, in the order of their stages, and of its cures the one that leaves the least broken; what that
-breaks further down is cured next. Whoever pastes the first remedy of every problem has exactly the
-configuration that the search ended in, and the judge has accepted it.
+breaks further down is cured next. Pasting the first remedy of every problem gives exactly the configuration
+that the search ended in, which the judge has accepted.
 """
 
 from __future__ import annotations

@@ -10,9 +10,10 @@ forward, a = g/m; L tokens per device; E passes; K = (Q/M)·E optimizer steps pe
 response.
 
 The way: `topology.py` reads machines and devices, `device_rules.py` judges them; `handles.py` settles the
-step's numbers, `request.py` reads the rest, `rules.py` judges it; `repair.py` finds remedies; `quantities.py`
-explains. No step of it is longer for a larger cluster or more prompts. Left out on purpose: which rows go
-where (`trainer/mini_batches.py`), how tables look (`batch_plan/table.py`).
+step's numbers, `request.py` reads the rest, `rules.py` judges it; `repair.py` finds remedies among the
+rules' cures and the steps of `targets.py`; `quantities.py` explains. None of it takes longer for a larger
+cluster or more prompts. Left out on purpose: which rows go where (`trainer/mini_batches.py`), how tables look
+(`batch_plan/table.py`).
 """
 
 from __future__ import annotations

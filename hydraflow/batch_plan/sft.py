@@ -75,7 +75,7 @@ def resolve_sft_plan(
     origins: Mapping[str, str] | None = None,
     shape: ShapeNumbers | None = None,
 ) -> SFTPlan:
-    """The plan of a run over so many training conversations (None: not known yet).
+    """The plan of a run over `conversations` for training (None: not known yet).
 
     `devices_per_node`: devices of a machine where `trainer.n_gpus_per_node` does not say it; `origins`: key
     -> where its value is from; `shape`: what the model can be divided into. Raises ConfigError with all

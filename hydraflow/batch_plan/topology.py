@@ -1,8 +1,8 @@
 """What the configuration asks of machines and devices: pools, the devices of each role, how each divides its
 model.
 
-In: settings, and how many devices a machine has where nobody says. Out: one `Topology`. The only reader of
-these keys. Left out on purpose: whether it adds up (`batch_plan/device_rules.py`).
+In: settings, and how many devices a machine has where none of them says so. Out: one `Topology`. The only
+reader of these keys. Left out on purpose: whether it adds up (`batch_plan/device_rules.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CLUSTER_NODES, CLUSTER_PER_NODE = "cluster.nodes", "cluster.devices_per_node"
 
 @dataclass(frozen=True)
 class Degree:
-    """One of the sizes by which a role divides its work, and the key that it stands under."""
+    """One of the sizes by which a role divides its work, and its key."""
 
     value: int
     key: str
