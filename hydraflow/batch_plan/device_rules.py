@@ -7,7 +7,7 @@ that has none.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from hydraflow.batch_plan.layout import Devices, Layout, Pool, ShapeNumbers
@@ -22,9 +22,8 @@ _PARTS = {
     "pipeline": "pipeline",
     "context": "sequence or context",
     "replica_data": "data",
-    "expert": "expert",
 }
-_PARTS |= {"expert_tensor": "expert tensor"}
+_PARTS |= {"expert": "expert", "expert_tensor": "expert tensor"}
 ROW = ("tensor", "pipeline", "context")
 """Sizes whose product is the devices that one row needs."""
 
@@ -38,18 +37,17 @@ class Judged:
     """Roles that no rule complains about."""
 
 
-def judge_devices(topology: Topology, shapes: Mapping[str, ShapeNumbers]) -> Judged:
+def judge_devices(topology: Topology, shapes: Mapping[str, ShapeNumbers | None]) -> Judged:
     """Every broken rule of machines, mappings and sizes; `shapes` per role."""
     judged = Judged([*_machines(topology), *_twofold(topology)])
     placed = True
     for role in topology.roles.values():
-        misplaced = list(_mapping(role, topology))
+        misplaced, wrong = _mapping(role, topology), list[Violation]()
         placed = placed and not misplaced
-        wrong = (
-            [] if misplaced else [*_division(role, topology), *_shape(role, topology, shapes.get(role.role))]
-        )
+        if not misplaced:
+            wrong = [*_division(role, topology), *_shape(role, topology, shapes.get(role.role))]
         judged.violations += misplaced if role.mapping is not None else []
-        judged.violations += wrong if not _says_the_actor(role, topology) else []
+        judged.violations += wrong if not _is_the_actor(role, topology) else []
         if not misplaced and not wrong:
             judged.layouts[role.role] = _layout(role)
     if placed:
@@ -57,35 +55,23 @@ def judge_devices(topology: Topology, shapes: Mapping[str, ShapeNumbers]) -> Jud
     return judged
 
 
-def _says_the_actor(role: RoleDevices, topology: Topology) -> bool:
+def _is_the_actor(role: RoleDevices, topology: Topology) -> bool:
     """A reference that follows the actor in everything breaks its rules too; they are reported once."""
-    if role.role != "ref":
-        return False
-    actor = topology.roles["actor"]
-    return (role.devices, dict(role.degrees)) == (actor.devices, {**actor.degrees, **_own_shard(role)})
-
-
-def _own_shard(role: RoleDevices) -> Values:
-    return {"shard": role.degrees["shard"]} if "shard" in role.degrees else {}
+    actor = topology.roles.get("actor", role)
+    degrees = [{**one.degrees, "shard": None} for one in (role, actor)]
+    return role.role == "ref" and role.devices == actor.devices and degrees[0] == degrees[1]
 
 
 def _layout(role: RoleDevices) -> Layout:
-    shard = (
-        role.degree("shard") if role.degree("shard") > 0 and "shard" in role.degrees else len(role.devices)
-    )
+    count = len(role.devices)
+    shard = role.degree("shard") if "shard" in role.degrees else count
     return Layout(
         role=role.role,
         engine=role.engine,
         devices=role.devices,
         devices_per_node=role.devices_per_node,
-        tensor=role.degree("tensor"),
-        pipeline=role.degree("pipeline"),
-        virtual_pipeline=role.degree("virtual_pipeline"),
-        context=role.degree("context"),
-        expert=role.degree("expert"),
-        expert_tensor=role.degree("expert_tensor"),
-        shard=shard if role.engine == "fsdp2" else 1,
-        replica_data=role.degree("replica_data"),
+        shard=(shard if shard > 0 else count) if role.engine == "fsdp2" else 1,
+        **{name: role.degree(name) for name in (*_PARTS, "virtual_pipeline")},
     )
 
 
@@ -94,61 +80,44 @@ def _layout(role: RoleDevices) -> Layout:
 
 def _machines(topology: Topology) -> Iterator[Violation]:
     """What the pools need is what the cluster has."""
-    pools, asked = topology.cluster.pools, topology.asked_nodes
-    if asked is not None and asked != topology.cluster.nodes:
+    pools, asked, per_node = topology.cluster.pools, topology.asked_nodes, topology.asked_per_node
+    nodes = topology.cluster.nodes
+    if asked is not None and asked != nodes:
         needs = " + ".join(f"{pool.name} {pool.nodes}" for pool in pools)
-        needs += f" = {topology.cluster.nodes}" if len(pools) > 1 else ""
-        more = (
-            "more than there are"
-            if topology.cluster.nodes > asked
-            else f"{asked - topology.cluster.nodes} would stay unused"
-        )
+        needs += f" = {nodes}" if len(pools) > 1 else ""
+        more = "more than there are" if nodes > asked else f"{asked - nodes} would stay unused"
+        cures: list[Cure] = [{CLUSTER_NODES: nodes}]
+        for pool in pools:
+            rest, key = asked - (nodes - pool.nodes), _pool_keys(topology, pool)[0]
+            cures += [{key: rest}] if rest > 0 and key != CLUSTER_NODES else []
         text = f"machines, but {needs} are asked for: {more}"
-        yield Violation("machines", MACHINES, CLUSTER_NODES, asked, text, lambda: _machine_cures(topology))
-    per_node = topology.asked_per_node
-    for pool in pools if per_node is not None else ():
-        if pool.devices_per_node == per_node:
+        yield Violation("machines", MACHINES, CLUSTER_NODES, asked, text, cures)
+    for pool in pools:
+        own = pool.devices_per_node
+        if per_node is None or own == per_node:
             continue
-        key = pool_keys(topology, pool)[1]
-        text = (
-            f"devices on each machine of the {pool.name} are not the {per_node} of"
-            f" {CLUSTER_PER_NODE}={per_node}"
-        )
-        cures = [{key: per_node}, {CLUSTER_PER_NODE: pool.devices_per_node}]
-        yield Violation(
-            f"devices per machine:{pool.name}",
-            MACHINES,
-            key,
-            pool.devices_per_node,
-            text,
-            lambda cures=cures: cures,  # type: ignore[misc]
-        )
-
-
-def _machine_cures(topology: Topology) -> Iterator[Cure]:
-    assert topology.asked_nodes is not None
-    yield {CLUSTER_NODES: topology.cluster.nodes}
-    for pool in topology.cluster.pools:
-        rest = topology.asked_nodes - (topology.cluster.nodes - pool.nodes)
-        if rest > 0 and (key := pool_keys(topology, pool)[0]) != CLUSTER_NODES:
-            yield {key: rest}
+        key = _pool_keys(topology, pool)[1]
+        text = f"devices on each machine of the {pool.name} are not the {per_node} of"
+        text += f" {CLUSTER_PER_NODE}={per_node}"
+        either: list[Cure] = [{key: per_node}, {CLUSTER_PER_NODE: own}]
+        yield Violation(f"devices per machine:{pool.name}", MACHINES, key, own, text, either)
 
 
 def _twofold(topology: Topology) -> Iterator[Violation]:
     for name in topology.twofold:
         role, section = topology.roles[name], SECTIONS[name]
-        key, off = (
-            (f"{section}.nnodes", 0) if name == "rollout" else (f"{section}.enable_resource_pool", False)
+        own: Values = (
+            {f"{section}.nnodes": 0} if name == "rollout" else {f"{section}.enable_resource_pool": False}
         )
-        cures: list[Cure] = [{key: off}, {role.mapping_key: None}]
         text = (
             f"gives the {name} machines of its own, and {role.mapping_key}={_show(role.mapping)} devices of"
             " the trainer; only one can be"
         )
-        yield Violation(f"twofold:{name}", MACHINES, key, "given", text, lambda cures=cures: cures)  # type: ignore[misc]
+        either: list[Cure] = [own, {role.mapping_key: None}]
+        yield Violation(f"twofold:{name}", MACHINES, next(iter(own)), "given", text, either)
 
 
-def pool_keys(topology: Topology, pool: Pool) -> tuple[str, str]:
+def _pool_keys(topology: Topology, pool: Pool) -> tuple[str, str]:
     """The keys that decide a pool's machines and the devices on each."""
     if pool.name == "trainer":
         return topology.nodes_key, topology.per_node_key
@@ -164,7 +133,7 @@ def device_cures(topology: Topology, role: RoleDevices, unit: int) -> Iterator[C
                 yield {role.mapping_key: text_of(role.devices.first(devices))}
         return
     pool = topology.pools[role.pool]
-    nodes_key, per_node_key = pool_keys(topology, pool)
+    nodes_key, per_node_key = _pool_keys(topology, pool)
     others = topology.cluster.nodes - pool.nodes if nodes_key == CLUSTER_NODES else 0
     for nodes in multiples(pool.nodes, unit // math.gcd(unit, pool.devices_per_node)):
         if nodes != pool.nodes:
@@ -181,46 +150,36 @@ def _show(mapping: object) -> str:
     return shown(mapping).replace(" ", "")
 
 
-def _mapping(role: RoleDevices, topology: Topology) -> Iterator[Violation]:
+def _mapping(role: RoleDevices, topology: Topology) -> list[Violation]:
     """A mapping can be read, names each device once, and only devices that there are. Who follows the actor's
     breaks them too."""
-    key, there = role.mapping_key, topology.cluster.devices
-    make = _maker(role)
+    key, there, inside = role.mapping_key, topology.cluster.devices, role.devices & topology.cluster.devices
+    beyond, all_there = role.devices - there, text_of(there)
+
+    def cures() -> Iterator[Cure]:
+        if inside:
+            yield {key: text_of(inside)}
+        yield {key: text_of(there.first(len(role.devices))) if beyond else all_there}
+        yield {key: None}
+        if beyond:
+            yield from _resized(topology, role.devices.stop)
+
     if role.fault:
-        yield make("readable", role.fault, lambda: [{key: text_of(there)}, {key: None}])
-        return
-    beyond = role.devices - there
-    if role.twice:
-        yield make(
-            "once",
-            f"names devices {role.twice} twice",
-            lambda: [{key: text_of(role.devices & there or there)}],
-        )
+        rule, text = "readable", role.fault
+    elif role.twice:
+        rule, text = "once", f"names devices {role.twice} twice"
     elif beyond:
+        rule = "beyond"
         text = f"names devices {beyond}, but {_machines_text(topology)} have only {there}"
-        yield make("beyond", text, lambda: _beyond_cures(role, topology))
+    else:
+        return []
+    return [Violation(f"mapping {rule}:{role.role}", MAPPING, key, _show(role.mapping), text, cures)]
 
 
-def _maker(role: RoleDevices) -> Callable[[str, str, Callable[[], Iterable[Cure]]], Violation]:
-    def make(rule: str, text: str, cures: Callable[[], Iterable[Cure]]) -> Violation:
-        shown = _show(role.mapping)
-        return Violation(f"mapping {rule}:{role.role}", MAPPING, role.mapping_key, shown, text, cures)
-
-    return make
-
-
-def _beyond_cures(role: RoleDevices, topology: Topology) -> Iterator[Cure]:
-    there, pool = topology.cluster.devices, topology.pools["trainer"]
-    if inside := role.devices & there:
-        yield {role.mapping_key: text_of(inside)}
-    yield {role.mapping_key: text_of(there.first(len(role.devices)))}
-    yield {role.mapping_key: None}
-    yield from _resized(topology, pool, role.devices.stop)
-
-
-def _resized(topology: Topology, pool: Pool, stop: int) -> Iterator[Cure]:
-    """A pool that ends at device `stop`."""
-    nodes_key, per_node_key = pool_keys(topology, pool)
+def _resized(topology: Topology, stop: int) -> Iterator[Cure]:
+    """Machines of the trainer that end at device `stop`."""
+    pool = topology.pools["trainer"]
+    nodes_key, per_node_key = _pool_keys(topology, pool)
     if nodes := -(-stop // pool.devices_per_node):
         yield {nodes_key: nodes}
     if pool.nodes == 1 and stop:
@@ -238,19 +197,18 @@ def _holes(topology: Topology) -> Iterator[Violation]:
     mapped = [role for role in topology.roles.values() if role.mapping is not None]
     if not unused or not mapped:
         return
-    key, value = mapped[0].mapping_key, _show(mapped[0].mapping)
-    roles = ", ".join(f"{role.role} {role.devices}" for role in topology.roles.values())
-    text = (
-        f"no role uses devices {unused} of {topology.cluster.devices} ({_machines_text(topology)}; {roles})"
-    )
 
     def cures() -> Iterator[Cure]:
         for role in mapped:
             yield {role.mapping_key: text_of(role.devices | unused)}
             yield {role.mapping_key: None}
-        yield from _resized(topology, topology.pools["trainer"], used.stop)
+        yield from _resized(topology, used.stop)
         yield {role.mapping_key: None for role in mapped}
 
+    key, value = mapped[0].mapping_key, _show(mapped[0].mapping)
+    roles = ", ".join(f"{role.role} {role.devices}" for role in topology.roles.values())
+    where = f"{_machines_text(topology)}; {roles}"
+    text = f"no role uses devices {unused} of {topology.cluster.devices} ({where})"
     yield Violation("mapping holes", HOLES, key, value, text, cures)
 
 
@@ -260,35 +218,21 @@ def _holes(topology: Topology) -> Iterator[Violation]:
 def _division(role: RoleDevices, topology: Topology) -> Iterator[Violation]:
     """The devices of a role divide into rows' shares, experts' shares, copies and replicas."""
     yield from _divides(role, topology, "row", (*ROW, "replica_data"))
+    count = len(role.devices)
     if role.engine == "megatron":
         if role.degree("expert") > 1 or role.degrees["expert_tensor"] != role.degrees["tensor"]:
             yield from _divides(role, topology, "experts", ("expert_tensor", "expert", "pipeline"))
         chunks, stages = role.degrees["virtual_pipeline"], role.degrees["pipeline"]
         if chunks.value > 1 and stages.value == 1:
             text = f"parts of the layers per stage need a pipeline, but {stages.key}=1"
-            yield Violation(
-                f"interleaving:{role.role}",
-                DIVISION,
-                chunks.key,
-                chunks.value,
-                text,
-                lambda: [{chunks.key: None}, {stages.key: 2}],
-            )
-    if "shard" in role.degrees:
-        shard, count = role.degrees["shard"], len(role.devices)
-        if shard.value != -1 and (shard.value < 1 or count % shard.value):
-            text = f"must be -1 or divide the {count} devices of the {role.role}"
-            yield Violation(
-                f"copies:{role.role}",
-                DIVISION,
-                shard.key,
-                shard.value,
-                text,
-                lambda: [
-                    {shard.key: -1},
-                    *({shard.key: size} for size in nearest(shard.value, divisors(count))),
-                ],
-            )
+            cures: list[Cure] = [{chunks.key: None}, {stages.key: 2}]
+            yield Violation(f"interleaving:{role.role}", DIVISION, chunks.key, chunks.value, text, cures)
+    shard = role.degrees.get("shard")
+    if shard and shard.value != -1 and (shard.value < 1 or count % shard.value):
+        text = f"must be -1 or divide the {count} devices of the {role.role}"
+        sizes = [-1, *nearest(shard.value, divisors(count))]
+        fitting: list[Cure] = [{shard.key: size} for size in sizes]
+        yield Violation(f"copies:{role.role}", DIVISION, shard.key, shard.value, text, fitting)
 
 
 def _divides(role: RoleDevices, topology: Topology, what: str, names: tuple[str, ...]) -> Iterator[Violation]:
@@ -296,33 +240,26 @@ def _divides(role: RoleDevices, topology: Topology, what: str, names: tuple[str,
     product, count = math.prod(degree.value for degree in given.values()), len(role.devices)
     if count % product == 0:
         return
-    key, value = next((degree.key, degree.value) for degree in given.values())
-    factors = " x ".join(f"{_PARTS[name]} {degree.value}" for name, degree in given.items())
-    text = (
-        f"{factors} = {product} devices do not divide the {count} devices of the {role.role} ({role.devices})"
-    )
 
     def cures() -> Iterator[Cure]:
         for degree in given.values():
             others = product // degree.value
             if count % others == 0:
                 yield from ({degree.key: size} for size in nearest(degree.value, divisors(count // others)))
-        yield _fitted(role, names)
+        left, fitting = count, Values()
+        for degree in given.values():  # every size as large as still divides
+            size = math.gcd(degree.value, left)
+            left //= size
+            if size != degree.value:
+                fitting[degree.key] = size
+        yield fitting
         yield from device_cures(topology, role, math.lcm(product, role.model_parallel))
 
-    yield Violation(f"{what}:{role.role}", DIVISION, key, value, text, cures)
-
-
-def _fitted(role: RoleDevices, names: tuple[str, ...]) -> Values:
-    """Every size as large as still divides."""
-    left, values = len(role.devices), Values()
-    for name in names:
-        size = role.degree(name)
-        fitting = math.gcd(size, left)
-        left //= fitting
-        if fitting != size:
-            values[role.degrees[name].key] = fitting
-    return values
+    first = next(iter(given.values()))
+    factors = " x ".join(f"{_PARTS[name]} {degree.value}" for name, degree in given.items())
+    devices = f"the {count} devices of the {role.role} ({role.devices})"
+    text = f"{factors} = {product} devices do not divide {devices}"
+    yield Violation(f"{what}:{role.role}", DIVISION, first.key, first.value, text, cures)
 
 
 def _shape(role: RoleDevices, topology: Topology, shape: ShapeNumbers | None) -> Iterator[Violation]:
@@ -335,7 +272,8 @@ def _shape(role: RoleDevices, topology: Topology, shape: ShapeNumbers | None) ->
             yield from _shares(role, name, shape.kv_heads, "key-value heads", either_way=True)
     if role.engine == "megatron":
         yield from _shares(role, "expert", shape.experts, "experts")
-        yield from _stages(role, shape, topology)
+        if role.role not in topology.layers_fixed:
+            yield from _stages(role, shape.layers)
 
 
 def _shares(
@@ -345,11 +283,6 @@ def _shares(
     if size == 1 or (number and number % size == 0) or (either_way and number and size % number == 0):
         return
     key, count = role.degrees[name].key, len(role.devices)
-    text = (
-        f"must divide the {number} {what} of the {role.role}'s model"
-        if number
-        else f"divides {what}, and the model has none"
-    )
 
     def cures() -> Iterator[Cure]:
         legal = divisors(number) if number else [1]
@@ -357,29 +290,28 @@ def _shares(
         yield from ({key: part} for part in nearest(size, [part for part in legal if count % part == 0]))
         yield {key: 1}
 
+    text = f"divides {what}, and the model has none"
+    if number:
+        text = f"must divide the {number} {what} of the {role.role}'s model"
     yield Violation(f"{what}:{name}:{role.role}", DIVISION, key, size, text, cures)
 
 
-def _stages(role: RoleDevices, shape: ShapeNumbers, topology: Topology) -> Iterator[Violation]:
+def _stages(role: RoleDevices, layers: int) -> Iterator[Violation]:
     stages, chunks = role.degrees["pipeline"], role.degrees["virtual_pipeline"]
-    parts = stages.value * chunks.value
-    if role.role in topology.layers_fixed or shape.layers % parts == 0:
+    if layers % (stages.value * chunks.value) == 0:
         return
-    each = f" x {chunks.key}={chunks.value} parts" if chunks.value > 1 else ""
-    text = f"stages{each} must divide the {shape.layers} layers of the {role.role}'s model"
 
     def cures() -> Iterator[Cure]:
         if chunks.value > 1:
             yield {chunks.key: None}
-            if shape.layers % stages.value == 0:
-                yield from (
-                    {chunks.key: n if n > 1 else None}
-                    for n in nearest(chunks.value, divisors(shape.layers // stages.value))
-                )
-        if shape.layers % chunks.value == 0:
-            yield from (
-                {stages.key: n} for n in nearest(stages.value, divisors(shape.layers // chunks.value))
-            )
+        if chunks.value > 1 and layers % stages.value == 0:
+            for parts in nearest(chunks.value, divisors(layers // stages.value)):
+                yield {chunks.key: parts if parts > 1 else None}
+        if layers % chunks.value == 0:
+            for parts in nearest(stages.value, divisors(layers // chunks.value)):
+                yield {stages.key: parts}
         yield {stages.key: 1, chunks.key: None}
 
+    each = f" x {chunks.key}={chunks.value} parts" if chunks.value > 1 else ""
+    text = f"stages{each} must divide the {layers} layers of the {role.role}'s model"
     yield Violation(f"layers:{role.role}", DIVISION, stages.key, stages.value, text, cures)

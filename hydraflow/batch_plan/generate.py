@@ -6,12 +6,11 @@ broken rule.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from hydraflow.batch_plan.layout import Cluster, Devices, Layout, Pool
-from hydraflow.batch_plan.parts import Quantity, no_sizes
+from hydraflow.batch_plan.parts import Plan, Quantity, no_sizes
 from hydraflow.batch_plan.repair import Violation, problems
 from hydraflow.batch_plan.settings import Settings, value_at
 from hydraflow.errors import ConfigError
@@ -23,7 +22,7 @@ WAVES_PER_CALL = 4
 
 
 @dataclass(frozen=True)
-class GeneratePlan:
+class GeneratePlan(Plan):
     """Every number that generation takes from the batch-size keys."""
 
     samples_per_prompt: int
@@ -41,12 +40,6 @@ class GeneratePlan:
     quantities: tuple[Quantity, ...]
     """All of it again for people: unit, formula, provenance."""
     notes: tuple[str, ...] = ()
-
-    def to_json(self) -> str:
-        """The content of `plan.json`; device ranges as [first, last + 1]."""
-        return json.dumps(
-            asdict(self), indent=2, ensure_ascii=False, default=lambda part: [part.start, part.stop]
-        )
 
 
 def resolve_generate_plan(
@@ -106,19 +99,14 @@ def _quantities(
 ) -> Iterator[Quantity]:
     n, concurrent = settings.config.rollout.n, settings.config.rollout.max_num_seqs
     if prompts is not None:
-        yield Quantity("prompts", "prompts", prompts, "counted in the files", "derived")
+        yield Quantity("prompts", "prompts", prompts, "counted in the files")
     yield Quantity("responses per prompt n", "responses", n, "", settings.origin("rollout.n"))
     if prompts is not None:
-        yield Quantity("responses", "responses", prompts * n, f"prompts·n = {prompts}·{n}", "derived")
-    yield Quantity("replicas", "processes", replicas, "one per process", "derived")
-    yield Quantity(
-        "sequences at a time",
-        "sequences per replica",
-        concurrent,
-        "",
-        settings.origin("rollout.max_num_seqs"),
-    )
+        yield Quantity("responses", "responses", prompts * n, f"prompts·n = {prompts}·{n}")
+    yield Quantity("replicas", "processes", replicas, "one per process")
+    given = settings.origin("rollout.max_num_seqs")
+    yield Quantity("sequences at a time", "sequences per replica", concurrent, "", given)
     formula = f"⌊{WAVES_PER_CALL}·sequences·replicas/n⌋ = ⌊{WAVES_PER_CALL}·{concurrent}·{replicas}/{n}⌋"
-    yield Quantity("prompts per call", "prompts", per_call, formula, "derived")
+    yield Quantity("prompts per call", "prompts", per_call, formula)
     if prompts is not None:
-        yield Quantity("calls", "calls", -(-prompts // per_call), f"⌈{prompts}/{per_call}⌉", "derived")
+        yield Quantity("calls", "calls", -(-prompts // per_call), f"⌈{prompts}/{per_call}⌉")

@@ -1,21 +1,24 @@
-"""The step's numbers from any consistent subset of them: prompts, samples, mini-batch, micro-batch, and
-handles for what follows.
+"""The step's numbers from any consistent subset of them, handles of other trainers included.
+
+    S = Q·n   G = M·n   Q = M·t   S = G·t   K = E·t   G = a·m·dp   t = P·R
+
+Q prompts and S trajectories per step, n trajectories per prompt, M prompts and G trajectories per optimizer
+step, t mini-batches per step, E passes, K optimizer steps per step, m rows per micro-batch, a micro-batches
+per optimizer step, dp data ranks; P rounds of R mini-batches are a step of asynchronous training.
 
 In: settings, and what layouts say. Out: `Numbers`, and a broken rule where what was given cannot hold
-together.
-
-Who yields: what was given binds; a default yields to it, and so does a number of a file to a handle on the
-command line. Of the weaker numbers as many as possible are kept, samples first, then the step, then the
-mini-batch. Equations: `batch_plan/equations.py`.
+together. Who yields: what was given binds; a default yields to it, and so does a number of a file to a handle
+on the command line. Of the weaker numbers as many as possible are kept, samples first, then the step, then
+the mini-batch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
-from hydraflow.batch_plan.equations import Step, closure, explain, prompts_unit, solve
 from hydraflow.batch_plan.parts import divisors, multiples, nearest
 from hydraflow.batch_plan.repair import BATCH, MICRO, Cure, Violation
 from hydraflow.batch_plan.settings import DEFAULT, Settings
@@ -42,6 +45,28 @@ ALL_KEYS = KEYS | HANDLES
 NO_MINI_BATCH = "a mini-batch | Q"
 """The rule that a step is one that some mini-batch fits."""
 EPOCHS, SWITCH = f"{ACTOR}.ppo_epochs", f"{ACTOR}.use_dynamic_bsz"
+_PRODUCTS = (
+    ("S", ("Q", "n")),
+    ("G", ("M", "n")),
+    ("Q", ("M", "t")),
+    ("S", ("G", "t")),
+    ("K", ("E", "t")),
+    ("G", ("a", "m", "dp")),
+    ("t", ("P", "R")),
+)
+_WORDS = {
+    "S": "trajectories per step",
+    "G": "trajectories per optimizer step",
+    "Q": "prompts per step",
+    "M": "prompts per optimizer step",
+    "n": "responses per prompt",
+    "t": "mini-batches per step",
+    "K": "optimizer steps per step",
+    "a": "micro-batches per optimizer step",
+    "m": "rows per micro-batch",
+    "P": "rounds",
+    "R": "mini-batches per round",
+}
 _TEXTS = {
     "S": "trajectories per step = prompts per step x responses per prompt",
     "G": "trajectories per optimizer step = prompts per optimizer step x responses per prompt",
@@ -64,8 +89,8 @@ class Numbers:
     """The actor's; None: not known because devices do not add up."""
     notes: tuple[str, ...] = ()
     doubtful: frozenset[str] = frozenset()
-    """Keys of mini-batches that nobody gave, or that contradict each other: no rule need speak of them
-    besides."""
+    """Keys of mini-batches that were not given, or that contradict each other: other rules do not report
+    them."""
 
     def key(self, name: str) -> str:
         """The key that decides a number: its own, or that of the handle that it follows from."""
@@ -73,12 +98,150 @@ class Numbers:
         return source if source in self.handles else KEYS[name]
 
     def shown(self, name: str) -> int:
-        """What stands at `key(name)`, or the number in force."""
+        """The value at `key(name)`, or the number in force."""
         return self.handles.get(self.key(name), self.values[name])
 
 
+@dataclass(frozen=True)
+class Following:
+    """What follows from some numbers of a step."""
+
+    values: Mapping[str, int | Fraction]
+    fault: list[str]
+    """How they come to something that cannot be, one line for each number on the way ("256/8 = 32 prompts per
+    optimizer step", "100/32 mini-batches per step is no whole number"); empty: they do not."""
+    ways: Mapping[str, list[str]]
+    """The same for each number that followed."""
+    contradicts: bool
+    """Whether two ways to a number differ."""
+
+    @property
+    def whole(self) -> dict[str, int]:
+        """Those that are whole."""
+        return {name: value for name, value in self.values.items() if isinstance(value, int)}
+
+
+@dataclass(frozen=True)
+class Step:
+    """What limits the numbers of a step besides what was given for them."""
+
+    epochs: int
+    ranks: int
+    """The actor's data ranks."""
+    group: int
+    """Micro-batches come in groups of this size."""
+    shares: tuple[int, ...]
+    """Numbers that must divide G besides: those of a critic with the same mini-batches."""
+    whole: int
+    """A number that must divide Q besides: the critic's own mini-batch."""
+    preferred: Mapping[str, int]
+    """Q, n, M: what is taken where nothing forbids it."""
+    static: bool
+    """Whether micro-batches have a fixed number of rows."""
+    asynchronous: bool
+
+    def follow(self, known: Mapping[str, int]) -> Following:
+        """Everything that follows from `known`."""
+        values: dict[str, int | Fraction] = {**known, "E": self.epochs, "dp": self.ranks}
+        if not self.static:
+            values = {name: value for name, value in values.items() if name not in ("m", "a")}
+        ways: dict[str, list[str]] = {}
+        fault: list[str] = []
+        while True:
+            for total, factors in _PRODUCTS:
+                unknown = [name for name in (total, *factors) if name not in values]
+                there = [values[name] for name in factors if name in values]
+                product = math.prod(there)
+                if len(unknown) == 1 or (not unknown and product != values[total]):
+                    break
+            else:
+                return Following(values, fault, ways, contradicts=False)
+            text = "·".join(map(str, there))
+            way = list(dict.fromkeys(line for name in (total, *factors) for line in ways.get(name, ())))
+            if not unknown:
+                line = f"{text} = {product} is not the {values[total]} {_WORDS[total]}"
+                return Following(values, fault or [*way, line], ways, contradicts=True)
+            name, value = unknown[0], Fraction(product)
+            if name != total:
+                value = values[total] / value
+                text = f"{values[total]}/{text if len(there) == 1 else f'({text})'}"
+            values[name] = int(value) if value.denominator == 1 else value
+            if value.denominator != 1:
+                fault = fault or [*way, f"{text} {_WORDS[name]} is no whole number"]
+            ways[name] = way if product == 1 else [*way, f"{text} = {value} {_WORDS[name]}"]
+
+    def explain(self, known: Mapping[str, int]) -> list[str]:
+        """Why there is no step with these numbers."""
+        follows = self.follow(known)
+        if follows.fault:
+            return follows.fault
+        values = follows.whole
+        for share in (self.ranks, *self.shares):
+            if values.get("G", 0) % share:
+                text = f"{values['G']} trajectories cannot be shared equally by {share} data ranks"
+                return [*follows.ways.get("G", ()), text]
+        if not {"Q", "n"} <= set(values) or values["Q"] % (unit := self.unit(values)) == 0:
+            return []
+        times = "·".join(str(values[name]) for name in ("a", "m", "dp") if name in values)
+        least = f"{times}/{values['n']} = {unit}" if unit * values["n"] == self._rows(values) else str(unit)
+        step = f"{values['Q']} prompts per step"
+        return [f"an optimizer step has a multiple of {least} prompts, and none divides {step}"]
+
+    def _rows(self, values: Mapping[str, int]) -> int:
+        """What the actor's ranks and micro-batches divide G into."""
+        if not self.static:
+            return self.ranks
+        return self.ranks * values.get("m", 1) * math.lcm(values.get("a", 1), self.group)
+
+    def unit(self, values: Mapping[str, int]) -> int:
+        """Prompts of the smallest mini-batch that all data ranks can share, with n of `values`; all others
+        are multiples of it."""
+        shares = (self._rows(values), *self.shares)
+        return math.lcm(*(share // math.gcd(share, values["n"]) for share in shares))
+
+    def solve(self, known: Mapping[str, int]) -> dict[str, int] | None:
+        """Whole Q, n, M (and m, P, R where they follow) that agree with `known` and that the data ranks can
+        share; None where there are none.
+
+        n follows, or is the preferred one: how many responses a prompt gets is no matter of divisibility.
+        """
+        follows = self.follow(known)
+        if follows.fault:
+            return None
+        values = follows.whole
+        if "n" not in values:
+            return self.solve({**known, "n": self.preferred["n"]})
+        unit = self.unit(values)
+        rounds = math.lcm(values.get("P", 1), values.get("R", 1))
+        for mini in self._minis(values, unit, rounds):
+            whole = math.lcm(mini * rounds, self.whole)
+            q = values.get("Q") or mini * values.get("t", 0) or _nearest(self.preferred["Q"], whole)[0]
+            if mini % unit == 0 and q % whole == 0:
+                found = self.follow({**values, "Q": q, "M": mini}).whole
+                if self.asynchronous and "R" not in found:
+                    found["P"] = values.get("P", 1)
+                    found["R"] = found["t"] // found["P"]
+                return found
+        return None
+
+    def _minis(self, values: Mapping[str, int], unit: int, rounds: int) -> Sequence[int]:
+        """Candidates for M, the preferred first."""
+        if "M" in values:
+            return [values["M"]]
+        if "Q" not in values:
+            return _nearest(self.preferred["M"], unit)
+        step, rest = divmod(values["Q"], rounds)
+        fitting = [] if rest else [one for one in divisors(step) if one % unit == 0]
+        return [one for one in fitting if one <= self.preferred["M"]][-1:] or fitting[:1]
+
+
+def _nearest(value: int, unit: int) -> list[int]:
+    """The multiples of `unit` next to `value`, the nearest first."""
+    return sorted(multiples(value, unit), key=lambda one: abs(one - value))
+
+
 def is_asynchronous(config: PPOConfig) -> bool:
-    """Whether sampling goes on beside training."""
+    """Whether sampling continues during training."""
     training = config.async_training
     return (
         training.staleness_threshold > 0
@@ -91,209 +254,173 @@ def is_asynchronous(config: PPOConfig) -> bool:
 def settle(
     settings: Settings[PPOConfig], *, ranks: int | None, group: int, shares: Sequence[int], whole: int
 ) -> tuple[Numbers, list[Violation]]:
-    """The numbers in force. `ranks`: the actor's data ranks, None if its devices do not add up; `group`: see
-    `Step`; `shares`, `whole`: what a critic asks of G and Q."""
+    """The numbers in force, and what cannot hold. `ranks`: the actor's data ranks, None if its devices do not
+    add up; `group`: see `Step`; `shares`, `whole`: what a critic asks of G and Q."""
     config: PPOConfig = settings.config
-    actor = config.actor_rollout_ref.actor
-    given = _given(config)
+    batch, training, actor = config.batch, config.async_training, config.actor_rollout_ref.actor
+    asynchronous = is_asynchronous(config)
+    found = {
+        "n": config.actor_rollout_ref.rollout.n,
+        "Q": config.data.train_batch_size,
+        "M": actor.ppo_mini_batch_size,
+        "m": None if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu,
+        "P": training.trigger_parameter_sync_step if asynchronous else None,
+        "R": training.require_batches if asynchronous else None,
+        "S": batch.trajectories_per_step,
+        "G": batch.global_batch_trajectories,
+        "K": batch.optimizer_steps_per_step,
+        "a": batch.gradient_accumulation_steps,
+    }
+    given = {name: value for name, value in found.items() if value is not None}
     step = Step(
         epochs=actor.ppo_epochs,
         ranks=ranks or 1,
         group=group,
         shares=tuple(shares),
         whole=whole,
-        preferred={name: given[name] for name in ("Q", "n", "M")},
+        preferred=given,
         static=not actor.use_dynamic_bsz,
-        asynchronous=is_asynchronous(config),
+        asynchronous=asynchronous,
     )
-    handles = {name: value for name, value in given.items() if name in HANDLES}
-    return _Settling(settings, given, handles, step, ranks).result()
+    if step.static or "a" not in given:
+        return _Settling(settings, given, step, ranks).result()
+    numbers, broken = _Settling(settings, _without(given, "a"), step, ranks).result()
+    text = f"cannot be fixed while {SWITCH}=true fills micro-batches by tokens: there are as many as"
+    text += " the rows need"
+    cures: list[Cure] = [{HANDLES["a"]: None}, {SWITCH: False}]
+    return numbers, [Violation("accumulation", MICRO, HANDLES["a"], given["a"], text, cures), *broken]
 
 
-def _given(config: PPOConfig) -> dict[str, int]:
-    """Every number that stands in the configuration, by its letter."""
-    batch, training, actor = config.batch, config.async_training, config.actor_rollout_ref.actor
-    found = {
-        "n": config.actor_rollout_ref.rollout.n,
-        "Q": config.data.train_batch_size,
-        "M": actor.ppo_mini_batch_size,
-        "m": None if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu,
-        "P": training.trigger_parameter_sync_step if is_asynchronous(config) else None,
-        "R": training.require_batches if is_asynchronous(config) else None,
-        "S": batch.trajectories_per_step,
-        "G": batch.global_batch_trajectories,
-        "K": batch.optimizer_steps_per_step,
-        "a": batch.gradient_accumulation_steps,
-    }
-    return {name: value for name, value in found.items() if value is not None}
-
-
-@dataclass(frozen=True)
 class _Settling:
-    settings: Settings[PPOConfig]
-    given: Mapping[str, int]
-    handles: Mapping[str, int]
-    step: Step
-    ranks: int | None
+    def __init__(
+        self, settings: Settings[PPOConfig], given: Mapping[str, int], step: Step, ranks: int | None
+    ):
+        self.settings, self.given, self.step, self.ranks = settings, given, step, ranks
+        self.handles = {name: value for name, value in given.items() if name in HANDLES}
+        self.strength = {name: settings.strength(ALL_KEYS[name]) for name in given}
+        least = 2 if any(self.strength[name] == 2 for name in self.handles) else 1
+        self.binding = {
+            name: value for name, value in given.items() if name in HANDLES or self.strength[name] >= least
+        }
+        """What does not yield: handles, numbers that were given, and those of files where no handle is on the
+        command line."""
 
     def result(self) -> tuple[Numbers, list[Violation]]:
         """The numbers, and what cannot hold."""
-        if "a" in self.handles and not self.step.static:
-            return self._numbers(self.given, {}), [_dynamic_accumulation(self.handles["a"])]
-        binding = self._binding()
-        solution = self._keeping(binding)
+        solution = self._keeping(self.binding)
         if solution is not None:
-            return self._numbers(solution, binding), []
-        core = self._core(binding)
-        settled = replace(self._numbers(self._guess(binding), binding), notes=())
-        guessed = [] if "M" in binding else [KEYS["M"], KEYS["m"]]
-        if not core & set(self.handles):
-            violations = self._rounds_violation(core) or self._no_mini_batch_violation(core)
-            return replace(settled, doubtful=frozenset(guessed if violations else ())), violations
-        return replace(settled, doubtful=frozenset([*guessed, *HANDLES.values()])), [
-            self._contradiction(core, binding)
-        ]
-
-    def _guess(self, binding: Mapping[str, int]) -> dict[str, int]:
-        """Numbers to go on with where there is no solution: those that follow, and else those that stand
-        there."""
-        fixed = {name: value for name, value in binding.items() if name not in self.handles}
-        follows = (
-            closure({"n": self.given["n"]} | dict(binding), self.step) or closure(fixed, self.step) or {}
-        )
-        whole = {name: int(value) for name, value in follows.items() if value.denominator == 1 and value >= 1}
-        return {**self.given, **{name: whole[name] for name in KEYS if name in whole and name not in binding}}
-
-    def _strength(self, name: str) -> int:
-        return self.settings.strength(ALL_KEYS[name])
-
-    def _binding(self) -> dict[str, int]:
-        """What does not yield: handles, numbers that were given, and those of files where no handle is on the
-        command line."""
-        least = 2 if any(self._strength(name) == 2 for name in self.handles) else 1
-        return {
-            name: value
-            for name, value in self.given.items()
-            if name in self.handles or self._strength(name) >= least
-        }
+            return self._numbers(solution), []
+        core = self._core()
+        numbers = replace(self._numbers(self._guess()), notes=())
+        guessed = [] if "M" in self.binding else [KEYS["M"], KEYS["m"]]
+        if core & set(self.handles):
+            doubtful = frozenset([*guessed, *HANDLES.values()])
+            return replace(numbers, doubtful=doubtful), [self._contradiction(core)]
+        violations = self._rounds_violation(core) or self._no_mini_batch_violation(core)
+        return replace(numbers, doubtful=frozenset(guessed if violations else ())), violations
 
     def _keeping(self, binding: Mapping[str, int]) -> dict[str, int] | None:
         """A solution that keeps as many of the other numbers as it can, the stronger first."""
-        known = dict(binding)
-        solution = solve(known, self.step)
+        known, solution = dict(binding), self.step.solve(binding)
         others = [name for name in KEYS if name in self.given and name not in binding]
-        for name in sorted(others, key=lambda one: -self._strength(one)) if solution else ():
-            kept = solve({**known, name: self.given[name]}, self.step)
+        for name in sorted(others, key=lambda one: -self.strength[one]) if solution else ():
+            kept = self.step.solve({**known, name: self.given[name]})
             if kept is not None:
                 known[name], solution = self.given[name], kept
         return solution
 
-    def _numbers(self, solution: Mapping[str, int], binding: Mapping[str, int]) -> Numbers:
-        values = {name: solution.get(name, self.given.get(name)) for name in KEYS}
-        known = {name: value for name, value in values.items() if value is not None}
+    def _guess(self) -> dict[str, int]:
+        """Numbers to judge the rest with where there is no solution: those that follow, else those given."""
+        fixed = _without(self.binding, *HANDLES)
+        everything = self.step.follow({"n": self.given["n"], **self.binding})
+        follows = (self.step.follow(fixed) if everything.contradicts else everything).whole
+        return {**self.given, **_without(follows, *self.binding)}
+
+    def _numbers(self, solution: Mapping[str, int]) -> Numbers:
+        known = {name: solution[name] for name in KEYS if name in solution}
         if "m" not in self.given and "a" not in self.handles:
             known.pop("m", None)
         derived, notes = {}, []
-        for name, value in known.items():
-            if name in binding or (value == self.given.get(name) and self._source(name, binding) is None):
+        for name, value in _without(known, *self.binding).items():
+            source, changed = self._source(name), value != self.given.get(name)
+            if not source and not changed:
                 continue
-            source = self._source(name, binding)
-            derived[name] = source or self._rival(name, binding)
-            if name in self.given and value != self.given[name]:
-                notes.append(self._note(name, value, binding))
+            derived[name] = source or self._rival(name)
+            if name in self.given and changed:
+                origin = self.settings.origin(KEYS[name])
+                whose = "the default" if origin == DEFAULT else f"{origin}'s"
+                to = ", ".join([*self._named(self.binding), f"{self.step.ranks} data ranks"])
+                notes.append(f"{KEYS[name]}={value}: {whose} {self.given[name]} yields to {to}")
         handles = {HANDLES[name]: value for name, value in self.handles.items()}
         return Numbers(known, derived, handles, self.step.asynchronous, self.ranks, tuple(notes))
 
-    def _source(self, name: str, binding: Mapping[str, int]) -> str | None:
+    def _source(self, name: str) -> str | None:
         """The handle without which a number would not follow."""
-        if name not in (closure(binding, self.step) or {}):
-            return None
-        for handle in self.handles:
-            fewer = {other: value for other, value in binding.items() if other != handle}
-            if handle in binding and name not in (closure(fewer, self.step) or {}):
+        follows = name in self.step.follow(self.binding).values
+        for handle in self.handles if follows else ():
+            if name not in self.step.follow(_without(self.binding, handle)).values:
                 return HANDLES[handle]
         return None
 
-    def _rival(self, name: str, binding: Mapping[str, int]) -> str:
+    def _rival(self, name: str) -> str:
         """A key that a number without a handle yields to."""
-        order = [*{"Q": "MnmPR", "M": "QnmPR", "n": "QMm", "R": "QMP", "P": "QMR"}.get(name, "")]
-        return next((KEYS[other] for other in order if other in binding), "trainer.n_gpus_per_node")
+        order = {"Q": "MnmPR", "M": "QnmPR", "n": "QMm", "R": "QMP", "P": "QMR"}.get(name, "")
+        return next((KEYS[other] for other in order if other in self.binding), "trainer.n_gpus_per_node")
 
-    def _note(self, name: str, value: int, binding: Mapping[str, int]) -> str:
-        origin = self.settings.origin(KEYS[name])
-        whose = "the default" if origin == DEFAULT else f"{origin}'s"
-        to = ", ".join([*self._named(binding), f"{self.step.ranks} data ranks"])
-        return f"{KEYS[name]}={value}: {whose} {self.given[name]} yields to {to}"
-
-    def _named(self, names: Mapping[str, int] | Sequence[str]) -> list[str]:
-        return [f"{ALL_KEYS[name]}={self.given[name]}" for name in ALL_KEYS if name in names]
+    def _named(self, names: Iterable[str]) -> list[str]:
+        return [f"{ALL_KEYS[name]}={self.given[name]}" for name in ALL_KEYS if name in set(names)]
 
     # --- contradictions
 
-    def _core(self, binding: Mapping[str, int]) -> set[str]:
+    def _core(self) -> set[str]:
         """Numbers that cannot hold together, though without any one of them the rest could."""
-        contradicts = closure(binding, self.step) is None
-        core = dict(binding)
-        for name in sorted(binding, key=lambda one: one not in self.handles):
-            fewer = {other: value for other, value in core.items() if other != name}
-            if (closure(fewer, self.step) is None) if contradicts else (solve(fewer, self.step) is None):
+        contradicts = self.step.follow(self.binding).contradicts
+        core = dict(self.binding)
+        for name in sorted(core, key=lambda one: one not in HANDLES):
+            fewer = _without(core, name)
+            if self.step.follow(fewer).contradicts if contradicts else self.step.solve(fewer) is None:
                 core = fewer
-        follows = closure(core, self.step)
-        if (
-            follows is not None
-            and "n" not in follows
-            and {"S", "G", "a"} & set(core)
-            and not explain(core, self.step)
-        ):
+        if core.keys() & HANDLES.keys() and not self.step.explain(core):
             core["n"] = self.given["n"]
         return set(core)
 
-    def _contradiction(self, core: set[str], binding: Mapping[str, int]) -> Violation:
+    def _contradiction(self, core: set[str]) -> Violation:
         first = next(name for name in HANDLES if name in core)
         others = [name for name in ALL_KEYS if name in core and name != first]
         named = f" together with {', '.join(self._named(others))}" if others else ""
-        shown = explain({name: self.given[name] for name in core}, self.step)
-        known = [f"{EPOCHS}={self.step.epochs}"] * ("K" in core) + [f"{self.step.ranks} data ranks"] * (
-            "a" in core
-        )
-        text = f"cannot hold{named}: {'; '.join(shown or [_TEXTS[first]])}" + (
-            f" ({', '.join(known)})" if known else ""
-        )
+        why = self.step.explain({name: self.given[name] for name in core}) or [_TEXTS[first]]
+        known = [f"{EPOCHS}={self.step.epochs}"] if "K" in core else []
+        known += [f"{self.step.ranks} data ranks"] if "a" in core else []
+        text = f"cannot hold{named}: {'; '.join(why)}" + (f" ({', '.join(known)})" if known else "")
 
         def cures() -> Iterator[Cure]:
             for name in [first, *others]:
-                yield from self._without(name, binding)
+                yield from self._other_values(name)
 
         return Violation("contradiction", BATCH, HANDLES[first], self.given[first], text, cures)
 
-    def _without(self, name: str, binding: Mapping[str, int]) -> Iterator[Cure]:
+    def _other_values(self, name: str) -> Iterator[Cure]:
         """Other values for one number, so that the rest can hold."""
-        rest = {other: value for other, value in binding.items() if other != name}
-        solution = self._keeping(rest) if name in HANDLES else solve(rest, self.step)
-        implied = solution and {**solution, **_implied(solution, self.step)}.get(name)
+        rest = _without(self.binding, name)
+        solution = self._keeping(rest) if name in HANDLES else self.step.solve(rest)
+        implied = solution and self.step.follow(_without(solution, *HANDLES)).whole.get(name)
         if implied and implied != self.given[name]:
             yield {ALL_KEYS[name]: implied}
         if name in HANDLES or name == "m":
             yield {ALL_KEYS[name]: None}
         if name in HANDLES:
-            for near in nearest(self.given[name], self._possible(name, binding)):
-                yield {ALL_KEYS[name]: near}
+            for near in nearest(self.given[name], self._possible(name)):
+                yield {HANDLES[name]: near}
 
-    def _possible(self, name: str, binding: Mapping[str, int]) -> list[int]:
+    def _possible(self, name: str) -> list[int]:
         """Values near that a handle might have."""
-        follows = (
-            closure({key: value for key, value in binding.items() if key not in self.handles}, self.step)
-            or {}
-        )
-        value = self.given[name]
+        follows = self.step.follow(_without(self.binding, *HANDLES)).whole
+        value, ranks = self.given[name], self.step.ranks
         if name == "K" and "Q" in follows:
-            return [t * self.step.epochs for t in divisors(int(follows["Q"]))]
+            return [t * self.step.epochs for t in divisors(follows["Q"])]
         if name == "a" and {"Q", "n"} <= set(follows):
-            return divisors(
-                max(1, int(follows["Q"] * follows["n"]) // (self.step.ranks * int(follows.get("m", 1))))
-            )
-        unit = int(follows.get("n", 1)) if name in ("S", "G") else 1
-        unit = unit * self.step.ranks if name == "G" else unit
+            return divisors(max(1, follows["Q"] * follows["n"] // (ranks * follows.get("m", 1))))
+        unit = follows.get("n", 1) * (ranks if name == "G" else 1) if name in "SG" else 1
         return [max(1, value // unit) * unit, (value // unit + 1) * unit]
 
     def _rounds_violation(self, core: set[str]) -> list[Violation]:
@@ -302,47 +429,27 @@ class _Settling:
         if not core & {"P", "R"} or rounds * batches * mini == q:
             return []
         text = (
-            f"x {KEYS['P']}={rounds} x {KEYS['M']}={mini} is not {KEYS['Q']}={q}, the prompts of so many"
-            " rounds"
+            f"x {KEYS['P']}={rounds} x {KEYS['M']}={mini} is not {KEYS['Q']}={q}, the prompts of all rounds"
         )
-
-        def cures() -> Iterator[Cure]:
-            for name, others in (("R", rounds * mini), ("P", batches * mini), ("M", rounds * batches)):
-                if q % others == 0:
-                    yield {KEYS[name]: q // others}
-            yield {KEYS["Q"]: rounds * batches * mini}
-            if q % mini == 0:
-                yield {KEYS["P"]: 1, KEYS["R"]: q // mini}
-            yield {KEYS["Q"]: rounds * batches * mini, KEYS["M"]: mini}
-            yield {KEYS["P"]: 1, KEYS["R"]: 1, KEYS["M"]: q}
-
+        cures: list[Cure] = [
+            {KEYS[name]: q // others}
+            for name, others in (("R", rounds * mini), ("P", batches * mini), ("M", rounds * batches))
+            if q % others == 0
+        ]
+        cures += [{KEYS["Q"]: rounds * batches * mini}, {KEYS["P"]: 1, KEYS["R"]: 1, KEYS["M"]: q}]
         return [Violation("rounds", BATCH, KEYS["R"], batches, text, cures)]
 
     def _no_mini_batch_violation(self, core: set[str]) -> list[Violation]:
-        """Where nobody gave a mini-batch, the step alone may be one that no mini-batch fits."""
+        """Where no mini-batch was given, the step alone may be one that none fits."""
         if "Q" not in core or "M" in core:
             return []
         known = {name: self.given[name] for name in core | {"n"}}
-        unit = math.lcm(prompts_unit(known, self.step), self.step.whole)
+        unit = math.lcm(self.step.unit(known), self.step.whole)
         shared = f"{KEYS['n']}={known['n']} on {self.step.ranks} data ranks"
         text = f"must be a multiple of {unit}, so that each rank has equally many trajectories: {shared}"
         cures = [{KEYS["Q"]: near} for near in nearest(known["Q"], multiples(known["Q"], unit))]
-        return [Violation(NO_MINI_BATCH, BATCH, KEYS["Q"], known["Q"], text, lambda: cures)]
+        return [Violation(NO_MINI_BATCH, BATCH, KEYS["Q"], known["Q"], text, cures)]
 
 
-def _implied(solution: Mapping[str, int], step: Step) -> dict[str, int]:
-    """What the handles are for a solution."""
-    found = {"S": solution["Q"] * solution["n"], "G": solution["M"] * solution["n"]}
-    found["K"] = solution["Q"] // solution["M"] * step.epochs
-    if "m" in solution:
-        found["a"] = found["G"] // (step.ranks * solution["m"])
-    return found
-
-
-def _dynamic_accumulation(steps: int) -> Violation:
-    key = HANDLES["a"]
-    text = (
-        f"cannot be fixed while {SWITCH}=true fills micro-batches by tokens: there are as many as the rows"
-        " need"
-    )
-    return Violation("accumulation", MICRO, key, steps, text, lambda: [{key: None}, {SWITCH: False}])
+def _without(numbers: Mapping[str, int], *names: str) -> dict[str, int]:
+    return {name: value for name, value in numbers.items() if name not in names}

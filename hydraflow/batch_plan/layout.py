@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Devices:
-    """A set of device numbers, as disjoint rising ranges. Device d of a cluster of equal machines stands on
+    """A set of device numbers, as disjoint rising ranges. Device d of a cluster of equal machines is on
     node d // devices_per_node; `Cluster.node_of` knows it for all."""
 
     ranges: tuple[range, ...]

@@ -7,18 +7,32 @@ tables use. Left out on purpose: which configuration keys the numbers come from 
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from hydraflow.batch_plan.repair import BUDGET, MICRO, SCHEDULE, SIZES, Cure, Violation
 from hydraflow.engine.config import OptimConfig
 
+DERIVED = "derived"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the plans of all kinds of runs have."""
+
+    def to_json(self) -> str:
+        """The content of `plan.json`; device ranges as [first, last + 1]."""
+        return json.dumps(
+            asdict(self), indent=2, ensure_ascii=False, default=lambda part: [part.start, part.stop]
+        )
+
 
 @dataclass(frozen=True)
 class MicroPlan:
-    """What one forward of one data rank holds: so many rows, or rows up to so many tokens. Exactly one is
-    set."""
+    """What one forward of one data rank holds: a number of rows, or rows up to a number of tokens. Exactly
+    one is set."""
 
     rows: int | None
     max_tokens: int | None
@@ -93,9 +107,9 @@ class Quantity:
     name: str
     unit: str
     value: int | float | str
-    formula: str
+    formula: str = ""
     """How it was computed, with the numbers put in; empty for a number that was given."""
-    provenance: str
+    provenance: str = DERIVED
     """default, a file, command line or derived."""
 
 
@@ -110,12 +124,10 @@ class MicroRequest:
     max_tokens: int
     """Tokens per device."""
     tokens_key: str
-    switch_key: str
-    """Key of the switch that decides `dynamic`."""
     sharers: int = 1
     """sp or cp: devices that share the tokens of a row."""
     group: int = 1
-    """Micro-batches come in groups of so many: the stages of an interleaved pipeline."""
+    """Micro-batches come in groups of this size: the stages of an interleaved pipeline."""
     group_key: str = ""
     """Key that makes the pipeline an interleaved one."""
 
@@ -130,7 +142,7 @@ class MicroRequest:
         `exact`: training micro-batches are equal, so a size that was not given is a divisor of
         `rows_per_rank`.
 
-        >>> request = MicroRequest("update", None, "rows", False, 100, "tokens", "dynamic")
+        >>> request = MicroRequest("update", None, "rows", False, 100, "tokens")
         >>> request.plan(rows_per_rank=12, row_tokens=20, exact=True)   # 5 rows fit, 4 divide 12
         MicroPlan(rows=4, max_tokens=None)
         """
@@ -139,10 +151,9 @@ class MicroRequest:
         if self.rows is not None:
             return MicroPlan(rows=self.rows, max_tokens=None)
         fitting = max(1, min(self.budget // row_tokens, rows_per_rank))
-        rows = (
-            max((d for d in self.legal_rows(rows_per_rank) if d <= fitting), default=1) if exact else fitting
-        )
-        return MicroPlan(rows=rows, max_tokens=None)
+        if exact:
+            fitting = max((d for d in self.legal_rows(rows_per_rank) if d <= fitting), default=1)
+        return MicroPlan(rows=fitting, max_tokens=None)
 
     def legal_rows(self, rows_per_rank: int) -> list[int]:
         """Micro-batch sizes into which the rows of a data rank can be cut, in whole groups."""
@@ -154,16 +165,10 @@ class MicroRequest:
         if (not self.dynamic and self.rows is not None) or self.budget >= longest_row:
             return
         shared = f" x {self.sharers} devices that share a row" if self.sharers > 1 else ""
+        text = f"tokens per device{shared} must hold the longest row, {formula} = {longest_row} tokens"
+        key, least = self.tokens_key, -(-longest_row // self.sharers)
         yield Violation(
-            rule=f"token budget:{self.tokens_key}",
-            stage=BUDGET,
-            field=self.tokens_key,
-            value=self.max_tokens,
-            text=f"tokens per device{shared} must hold the longest row, {formula} = {longest_row} tokens",
-            cures=lambda: [
-                {self.tokens_key: -(-longest_row // self.sharers)},
-                {self.tokens_key: longest_row},
-            ],
+            f"token budget:{key}", BUDGET, key, self.max_tokens, text, [{key: least}, {key: longest_row}]
         )
 
     def divisor_violations(self, rows_per_rank: int, row_tokens: int, formula: str) -> Iterator[Violation]:
@@ -172,27 +177,21 @@ class MicroRequest:
         Filled by tokens, there are as many as the longest rows need, rounded up to whole groups: each needs a
         row.
         """
-        if self.dynamic:
+        asked, purpose = self.rows, self.purpose
+        if self.dynamic or asked is None:
             needed = -(-rows_per_rank // max(1, self.budget // row_tokens))
-            if -(-needed // self.group) * self.group > rows_per_rank:
-                yield self._groups_violation(rows_per_rank, formula)
-        elif self.rows is None:
-            if rows_per_rank % self.group:
-                yield self._groups_violation(rows_per_rank, formula)
-        elif rows_per_rank % self.rows:
-            text = f"must divide the rows of a data rank in one optimizer step, {formula} = {rows_per_rank}"
-            yield self._rows_violation(rows_per_rank, text)
-        elif rows_per_rank // self.rows % self.group:
-            count = rows_per_rank // self.rows
-            text = (
-                f"makes {count} micro-batches of {rows_per_rank} rows; an interleaved pipeline needs a"
-                f" multiple of {self.group}"
-            )
-            yield self._rows_violation(rows_per_rank, text)
-
-    def _rows_violation(self, rows_per_rank: int, text: str) -> Violation:
-        assert self.rows is not None
-        asked = self.rows
+            short = -(-needed // self.group) * self.group > rows_per_rank
+            if short if self.dynamic else rows_per_rank % self.group:
+                text = (
+                    f"gives a data rank {formula} = {rows_per_rank} rows in one optimizer step; "
+                    f"an interleaved pipeline needs a multiple of its {self.group} stages as micro-batches"
+                )
+                off: list[Cure] = [{self.group_key: None}]
+                yield Violation(f"micro-batch:{purpose}", MICRO, self.group_key, None, text, off)
+            return
+        count, rest = divmod(rows_per_rank, asked)
+        if rest == 0 and count % self.group == 0:
+            return
 
         def cures() -> Iterator[Cure]:
             for rows in nearest(asked, self.legal_rows(rows_per_rank)):
@@ -200,26 +199,79 @@ class MicroRequest:
             yield {self.rows_key: None}
             if self.group > 1:
                 yield {self.group_key: None}
-                yield from (
-                    {self.group_key: None, self.rows_key: rows}
-                    for rows in nearest(asked, divisors(rows_per_rank))
-                )
+                for rows in nearest(asked, divisors(rows_per_rank)):
+                    yield {self.group_key: None, self.rows_key: rows}
 
-        return Violation(f"micro-batch:{self.purpose}", MICRO, self.rows_key, asked, text, cures)
-
-    def _groups_violation(self, rows_per_rank: int, formula: str) -> Violation:
-        text = (
-            f"gives a data rank {formula} = {rows_per_rank} rows in one optimizer step; "
-            f"an interleaved pipeline needs a multiple of its {self.group} stages as micro-batches"
-        )
-        return Violation(
-            f"micro-batch:{self.purpose}", MICRO, self.group_key, None, text, lambda: [{self.group_key: None}]
-        )
+        text = f"must divide the rows of a data rank in one optimizer step, {formula} = {rows_per_rank}"
+        if rest == 0:
+            text = f"makes {count} micro-batches of {rows_per_rank} rows; an interleaved pipeline needs a"
+            text += f" multiple of {self.group}"
+        yield Violation(f"micro-batch:{purpose}", MICRO, self.rows_key, asked, text, cures)
 
     @property
     def deciding_key(self) -> str:
         """The key whose provenance is the micro-batch's."""
         return self.tokens_key if self.dynamic else self.rows_key
+
+
+@dataclass(frozen=True)
+class RoleRequest:
+    """What the configuration says about a trained role, and under which keys."""
+
+    name: str
+    mini: int
+    mini_key: str
+    ranks: int | None
+    """Data ranks; None: its devices do not add up."""
+    epochs: int
+    shuffle: bool
+    micro: MicroRequest
+    optim: OptimConfig
+    optim_key: str
+    first_step: int = 1
+    """The training step, counted from 1, from which on it learns."""
+
+    def plan(self, *, q: int, n: int, row_tokens: int, total_steps: int) -> RolePlan:
+        """How it cuts a step of `q` prompts with `n` rows each."""
+        assert self.ranks is not None
+        rows, steps = self.mini * n // self.ranks, q // self.mini * self.epochs
+        micro = self.micro.plan(rows_per_rank=rows, row_tokens=row_tokens, exact=True)
+        warmup = warmup_steps(self.optim, total_steps)
+        return RolePlan(
+            data_ranks=self.ranks,
+            mini_batch_prompts=self.mini,
+            mini_batch_trajectories=self.mini * n,
+            rows_per_rank=rows,
+            epochs=self.epochs,
+            shuffle=self.shuffle,
+            micro=micro,
+            optimizer_steps_per_step=steps,
+            accumulation_steps=rows // micro.rows if micro.rows else None,
+            warmup_steps=warmup,
+            decay_steps=max(0, total_steps - warmup),
+            total_optimizer_steps=max(0, total_steps - self.first_step + 1) * steps,
+            first_step=self.first_step,
+        )
+
+    def micro_batch_violations(self, n: int, row_tokens: int, formula: str) -> Iterator[Violation]:
+        """Micro-batches of an update must fill a data rank's rows; `formula`: of these rows."""
+        if self.ranks and self.mini * n % self.ranks == 0:
+            yield from self.micro.divisor_violations(self.mini * n // self.ranks, row_tokens, formula)
+
+    def warmup_violations(self, total_steps: int) -> Iterator[Violation]:
+        """A warm-up must end within the run, and leave a step for a decay; not judged while the total is
+        unknown (0)."""
+        optim, warmup = self.optim, warmup_steps(self.optim, total_steps)
+        decays, by_steps = optim.lr_scheduler_type != "constant", optim.lr_warmup_steps >= 0
+        latest = total_steps - 1 if decays else total_steps
+        if total_steps == 0 or warmup <= max(latest, 0):
+            return
+        key = f"{self.optim_key}.{'lr_warmup_steps' if by_steps else 'lr_warmup_steps_ratio'}"
+        given = optim.lr_warmup_steps if by_steps else optim.lr_warmup_steps_ratio
+        room = f", and the {optim.lr_scheduler_type} decay needs one of them" if decays else ""
+        fitting = min(latest, total_steps // 10) if by_steps else 0.1
+        text = f"{warmup} warm-up steps do not fit {total_steps} training steps{room}"
+        yield Violation(f"warm-up:{self.optim_key}", SCHEDULE, key, given, text, [{key: fitting}])
 
 
 MOST = 10**9
@@ -259,16 +311,16 @@ def multiples(value: int, unit: int) -> list[int]:
 
 
 def no_sizes(numbers: Iterable[tuple[str, int | None]], default: Callable[[str], object]) -> list[Violation]:
-    """Sizes that were given and count less than one, or more than anybody has; null stands for a number to be
+    """Sizes that were given and count less than one, or more than `MOST`; null means a number to be
     derived."""
-    return [
-        _size_violation(key, n, default(key)) for key, n in numbers if n is not None and not 1 <= n <= MOST
-    ]
-
-
-def _size_violation(key: str, value: int, default: object) -> Violation:
-    text, least = ("must be at least 1", 1) if value < 1 else (f"must be at most {MOST}", MOST)
-    return Violation(f"size:{key}", SIZES, key, value, text, lambda: [{key: least}, {key: default}])
+    found = []
+    for key, value in numbers:
+        if value is not None and not 1 <= value <= MOST:
+            text, least = ("must be at least 1", 1) if value < 1 else (f"must be at most {MOST}", MOST)
+            found.append(
+                Violation(f"size:{key}", SIZES, key, value, text, [{key: least}, {key: default(key)}])
+            )
+    return found
 
 
 def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
@@ -277,19 +329,3 @@ def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
     if optim.lr_warmup_steps >= 0:
         return optim.lr_warmup_steps
     return int(optim.lr_warmup_steps_ratio * total_steps) if math.isfinite(optim.lr_warmup_steps_ratio) else 0
-
-
-def warmup_violations(optim: OptimConfig, optim_key: str, total_steps: int) -> Iterator[Violation]:
-    """A warm-up must end within the run, and leave a step for a decay; not judged while the total is unknown
-    (0)."""
-    decays = optim.lr_scheduler_type != "constant"
-    latest, warmup = total_steps - 1 if decays else total_steps, warmup_steps(optim, total_steps)
-    if total_steps == 0 or warmup <= max(latest, 0):
-        return
-    by_steps = optim.lr_warmup_steps >= 0
-    key = f"{optim_key}.{'lr_warmup_steps' if by_steps else 'lr_warmup_steps_ratio'}"
-    given = optim.lr_warmup_steps if by_steps else optim.lr_warmup_steps_ratio
-    room = f", and the {optim.lr_scheduler_type} decay needs one of them" if decays else ""
-    fitting = min(latest, total_steps // 10) if by_steps else 0.1
-    text = f"{warmup} warm-up steps do not fit {total_steps} training steps{room}"
-    yield Violation(f"warm-up:{optim_key}", SCHEDULE, key, given, text, lambda: [{key: fitting}])

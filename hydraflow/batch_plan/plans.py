@@ -1,4 +1,4 @@
-"""The parts of a reinforcement-learning plan besides its trained roles. Standard library only.
+"""The reinforcement-learning plan, and its parts besides the trained roles.
 
 In: numbers. Out: small classes that the running code, the tables and the memory estimate read.
 """
@@ -6,6 +6,9 @@ In: numbers. Out: small classes that the running code, the tables and the memory
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from hydraflow.batch_plan.layout import Cluster, Layout
+from hydraflow.batch_plan.parts import MicroPlan, Plan, Quantity, RolePlan
 
 
 @dataclass(frozen=True)
@@ -78,3 +81,40 @@ class AsyncPlan:
     """The same in trajectories."""
     stale_trajectories: int
     """Of these, how many may come from older weights."""
+
+
+@dataclass(frozen=True)
+class BatchPlan(Plan):
+    """Every number that the running code takes from the batch-size keys."""
+
+    prompts_per_step: int
+    samples_per_prompt: int
+    trajectories_per_step: int
+    rollout_ranks: int
+    """Engines that sample, each a part of the trajectories."""
+    actor: RolePlan
+    critic: RolePlan | None
+    old_log_prob: MicroPlan
+    ref: MicroPlan | None
+    values: MicroPlan | None
+    reward_model: MicroPlan | None
+    rollout: RolloutPlan
+    agent: AgentPlan
+    validation: ValidationPlan
+    filter: FilterPlan | None
+    """None: every sampled prompt is trained on."""
+    asynchronous: AsyncPlan | None
+    """None: sampling and training take turns."""
+    cluster: Cluster
+    layouts: dict[str, Layout]
+    """By role: actor, critic, ref, rollout, reward_model; those that run and have weights of their own."""
+    placement: str
+    """colocated, disaggregated, overlapping or partial."""
+    steps_per_epoch: int
+    """Whole batches in one pass over the prompts; 0: the number of prompts is not known."""
+    total_steps: int
+    """Training steps of the run; 0: not known."""
+    quantities: tuple[Quantity, ...]
+    """All of it again for people: unit, formula, provenance."""
+    notes: tuple[str, ...]
+    """What is to be said aloud: numbers that yielded, prompts that no step takes."""

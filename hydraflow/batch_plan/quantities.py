@@ -8,19 +8,14 @@ number is a line here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from hydraflow.batch_plan.handles import KEYS
 from hydraflow.batch_plan.layout import Layout
-from hydraflow.batch_plan.parts import MicroPlan, MicroRequest, Quantity, RolePlan
-from hydraflow.batch_plan.request import Request, RoleRequest
+from hydraflow.batch_plan.parts import DERIVED, MicroPlan, MicroRequest, Quantity, RolePlan, RoleRequest
+from hydraflow.batch_plan.plans import BatchPlan
+from hydraflow.batch_plan.request import CRITIC_MINI, Request
 from hydraflow.batch_plan.settings import DEFAULT
-from hydraflow.batch_plan.topology import ROLLOUT, Topology
-
-if TYPE_CHECKING:
-    from hydraflow.batch_plan.resolve import BatchPlan
-
-DERIVED = "derived"
+from hydraflow.batch_plan.topology import REWARD, ROLLOUT, Topology
 
 
 def quantities(request: Request, topology: Topology, plan: BatchPlan) -> Iterator[Quantity]:
@@ -28,182 +23,147 @@ def quantities(request: Request, topology: Topology, plan: BatchPlan) -> Iterato
     yield from _machines(request, topology, plan)
     yield from _run(request)
     yield from _step(request)
-    for role in request.roles:
-        role_plan = plan.actor if role.name == "actor" else plan.critic
-        assert role_plan is not None
-        yield from _role(request, role, role_plan)
-    for micro, micro_plan in _forward_passes(request, plan):
-        yield from _micro(request, micro, micro_plan)
+    yield from _role(request, request.actor, plan.actor)
+    if request.critic and plan.critic:
+        yield from _role(request, request.critic, plan.critic)
+    passes = [
+        (request.old_log_prob, plan.old_log_prob),
+        (request.ref, plan.ref),
+        (request.values, plan.values),
+        (request.reward_model, plan.reward_model),
+    ]
+    for micro, micro_plan in passes:
+        if micro and micro_plan:
+            yield from _micro(request, micro, micro_plan)
     yield from _rollout(request, plan)
     yield from _filter(request, plan)
     yield from _asynchronous(request, plan)
     yield from _validation(request, plan)
 
 
-def _forward_passes(request: Request, plan: BatchPlan) -> Iterator[tuple[MicroRequest, MicroPlan]]:
-    pairs = [
-        (request.old_log_prob, plan.old_log_prob),
-        (request.ref, plan.ref),
-        (request.values, plan.values),
-        (request.reward_model, plan.reward_model),
-    ]
-    for micro, micro_plan in pairs:
-        if micro and micro_plan:
-            yield micro, micro_plan
-
-
-def _given(request: Request, name: str) -> str:
-    """Provenance of one of the step's numbers."""
-    return DERIVED if name in request.numbers.derived else request.settings.origin(KEYS[name])
-
-
-def _from(request: Request, name: str) -> str:
-    """The formula of a number that followed from another key."""
+def _origin(request: Request, name: str) -> tuple[str, str]:
+    """Formula and provenance of one of the step's numbers: it was given, or followed from another key."""
     source = request.numbers.derived.get(name)
     if source is None:
-        return ""
+        return "", request.settings.origin(KEYS[name])
     value = request.numbers.handles.get(source, request.q if source == KEYS["Q"] else None)
-    return f"follows from {source}={value}" if value is not None else f"follows from {source}"
+    return f"follows from {source}" + ("" if value is None else f"={value}"), DERIVED
 
 
 # --- machines --------------------------------------------------
 
 
 def _machines(request: Request, topology: Topology, plan: BatchPlan) -> Iterator[Quantity]:
-    origin = request.settings.origin
     keys = {"trainer": (topology.nodes_key, topology.per_node_key)}
     keys["rollout"] = (f"{ROLLOUT}.nnodes", f"{ROLLOUT}.n_gpus_per_node")
-    keys["reward_model"] = ("reward.reward_model.nnodes", "reward.reward_model.n_gpus_per_node")
+    keys["reward_model"] = (f"{REWARD}.nnodes", f"{REWARD}.n_gpus_per_node")
     for pool in plan.cluster.pools:
-        nodes, per_node = keys[pool.name]
-        yield Quantity(f"{pool.name}: machines", "machines", pool.nodes, "", origin(nodes))
-        yield Quantity(
-            f"{pool.name}: devices per machine", "devices", pool.devices_per_node, "", origin(per_node)
-        )
+        nodes, per_node = map(request.settings.origin, keys[pool.name])
+        yield Quantity(f"{pool.name}: machines", "machines", pool.nodes, "", nodes)
+        yield Quantity(f"{pool.name}: devices per machine", "devices", pool.devices_per_node, "", per_node)
     pools = " + ".join(f"{pool.nodes}·{pool.devices_per_node}" for pool in plan.cluster.pools)
-    yield Quantity("devices", "devices", len(plan.cluster.devices), pools, DERIVED)
-    yield Quantity(
-        "placement",
-        "",
-        plan.placement,
-        ", ".join(f"{r} {one.devices}" for r, one in plan.layouts.items()),
-        DERIVED,
-    )
-    for role in plan.layouts.values():
-        yield from layout_quantities(role)
+    yield Quantity("devices", "devices", len(plan.cluster.devices), pools)
+    roles = ", ".join(f"{role} {layout.devices}" for role, layout in plan.layouts.items())
+    yield Quantity("placement", "", plan.placement, roles)
+    for layout in plan.layouts.values():
+        yield from layout_quantities(layout)
+
+
+def _quotient(letter: str, count: int, sizes: Mapping[str, int]) -> str:
+    """A number of devices over sizes, in letters and in numbers, without those of 1."""
+    used = {name: size for name, size in sizes.items() if size > 1}
+    if not used:
+        return f"{letter} = {count}"
+    return f"{letter}/({'·'.join(used)}) = {count}/({'·'.join(map(str, used.values()))})"
 
 
 def layout_quantities(layout: Layout) -> Iterator[Quantity]:
-    """The lines that show how a role lies on its devices."""
+    """The lines that show how a role is divided among its devices."""
     role, count = layout.role, len(layout.devices)
-    yield Quantity(f"{role}: devices W", "devices", count, str(layout.devices), DERIVED)
-    factors = [
-        ("tp", layout.tensor),
-        ("pp", layout.pipeline),
-        ("cp" if layout.engine == "megatron" else "sp", layout.context),
-    ]
-    used = [(name, size) for name, size in factors if size > 1]
-    names, sizes = "·".join(name for name, _ in used), "·".join(str(size) for _, size in used)
-    formula = f"W/({names}) = {count}/({sizes})" if used else f"W = {count}"
-    yield Quantity(f"{role}: data ranks dp", "data ranks", layout.data_ranks, formula, DERIVED)
+    yield Quantity(f"{role}: devices W", "devices", count, str(layout.devices))
+    context = "cp" if layout.engine == "megatron" else "sp"
+    sizes = {"tp": layout.tensor, "pp": layout.pipeline, context: layout.context}
+    yield Quantity(f"{role}: data ranks dp", "data ranks", layout.data_ranks, _quotient("W", count, sizes))
     if layout.engine == "megatron" and layout.expert > 1:
         ranks = count // (layout.expert_tensor * layout.expert * layout.pipeline)
         formula = f"W/(etp·ep·pp) = {count}/({layout.expert_tensor}·{layout.expert}·{layout.pipeline})"
-        yield Quantity(f"{role}: data ranks of the experts", "data ranks", ranks, formula, DERIVED)
+        yield Quantity(f"{role}: data ranks of the experts", "data ranks", ranks, formula)
     if layout.engine == "fsdp2" and layout.shard < count:
         formula = f"W/fsdp_size = {count}/{layout.shard}"
-        yield Quantity(f"{role}: copies of the model", "copies", count // layout.shard, formula, DERIVED)
+        yield Quantity(f"{role}: copies of the model", "copies", count // layout.shard, formula)
 
 
 # --- the run and the step --------------------------------------------------
 
 
+def run_quantities(
+    per_epoch: int | None, formula: str, epochs: int, asked: int | None, origin: str
+) -> Iterator[Quantity]:
+    """The lines that show how many steps a run takes; `formula`: that of the steps of an epoch, `origin`: of
+    the steps that were asked for."""
+    if per_epoch is not None:
+        yield Quantity("steps per epoch", "steps", per_epoch, formula)
+    if asked is not None:
+        yield Quantity("training steps", "steps", asked, "", origin)
+    elif per_epoch:
+        formula = f"steps per epoch · epochs = {per_epoch}·{epochs}"
+        yield Quantity("training steps", "steps", per_epoch * epochs, formula)
+
+
 def _run(request: Request) -> Iterator[Quantity]:
-    per_epoch, origin = request.steps_per_epoch, request.settings.origin
     if request.prompts is not None:
-        yield Quantity("training prompts", "prompts", request.prompts, "counted in the files", DERIVED)
-        formula = f"⌊prompts/Q⌋ = ⌊{request.prompts}/{request.q}⌋"
-        formula += ", at most: dropped groups cost prompts" if request.filter else ""
-        yield Quantity("steps per epoch", "steps", per_epoch, formula, DERIVED)
-    if request.asked_steps is not None:
-        yield Quantity(
-            "training steps", "steps", request.asked_steps, "", origin("trainer.total_training_steps")
-        )
-    elif request.total_steps:
-        formula = f"steps per epoch · epochs = {per_epoch}·{request.epochs}"
-        yield Quantity("training steps", "steps", request.total_steps, formula, DERIVED)
+        yield Quantity("training prompts", "prompts", request.prompts, "counted in the files")
+    formula = f"⌊prompts/Q⌋ = ⌊{request.prompts}/{request.q}⌋"
+    formula += ", at most: dropped groups cost prompts" if request.filter else ""
+    per_epoch = None if request.prompts is None else request.steps_per_epoch
+    origin = request.settings.origin("trainer.total_training_steps")
+    yield from run_quantities(per_epoch, formula, request.epochs, request.asked_steps, origin)
 
 
 def _step(request: Request) -> Iterator[Quantity]:
-    s = request.q * request.n
-    yield Quantity("prompts per step Q", "prompts", request.q, _from(request, "Q"), _given(request, "Q"))
-    yield Quantity(
-        "trajectories per prompt n", "trajectories", request.n, _from(request, "n"), _given(request, "n")
-    )
-    yield Quantity("trajectories per step S", "trajectories", s, f"Q·n = {request.q}·{request.n}", DERIVED)
+    q, n = request.q, request.n
+    yield Quantity("prompts per step Q", "prompts", q, *_origin(request, "Q"))
+    yield Quantity("trajectories per prompt n", "trajectories", n, *_origin(request, "n"))
+    yield Quantity("trajectories per step S", "trajectories", q * n, f"Q·n = {q}·{n}")
     formula = f"prompt + response = {request.longest_prompt} + {request.longest_response}"
-    yield Quantity("longest row", "tokens", request.longest_row, formula, DERIVED)
+    yield Quantity("longest row", "tokens", request.longest_row, formula)
 
 
 def _role(request: Request, role: RoleRequest, plan: RolePlan) -> Iterator[Quantity]:
     mini, n, dp, steps, name = role.mini, request.n, plan.data_ranks, plan.optimizer_steps_per_step, role.name
-    own = name != "actor" and role.mini_key.startswith("critic")
-    given = request.settings.origin(role.mini_key) if own else _given(request, "M")
-    yield Quantity(
-        f"{name}: prompts per optimizer step M", "prompts", mini, "" if own else _from(request, "M"), given
-    )
-    trajectories = plan.mini_batch_trajectories
-    yield Quantity(
-        f"{name}: trajectories per optimizer step G",
-        "trajectories",
-        trajectories,
-        f"M·n = {mini}·{n}",
-        DERIVED,
-    )
-    yield Quantity(
-        f"{name}: rows per data rank g",
-        "trajectories",
-        plan.rows_per_rank,
-        f"G/dp = {trajectories}/{dp}",
-        DERIVED,
-    )
+    own = role.mini_key == CRITIC_MINI
+    given = ("", request.settings.origin(role.mini_key)) if own else _origin(request, "M")
+    yield Quantity(f"{name}: prompts per optimizer step M", "prompts", mini, *given)
+    rows, each = plan.mini_batch_trajectories, plan.rows_per_rank
+    yield Quantity(f"{name}: trajectories per optimizer step G", "trajectories", rows, f"M·n = {mini}·{n}")
+    yield Quantity(f"{name}: rows per data rank g", "trajectories", each, f"G/dp = {rows}/{dp}")
     yield from _micro(request, role.micro, plan.micro)
     if plan.accumulation_steps is not None:
-        formula = f"g/m = {plan.rows_per_rank}/{plan.micro.rows}"
-        yield Quantity(
-            f"{name}: accumulation steps a", "micro-batches", plan.accumulation_steps, formula, DERIVED
-        )
+        formula = f"g/m = {each}/{plan.micro.rows}"
+        yield Quantity(f"{name}: accumulation steps a", "micro-batches", plan.accumulation_steps, formula)
     formula = f"(Q/M)·E = ({request.q}/{mini})·{role.epochs}"
-    yield Quantity(f"{name}: optimizer steps per step K", "optimizer steps", steps, formula, DERIVED)
+    yield Quantity(f"{name}: optimizer steps per step K", "optimizer steps", steps, formula)
     yield from _schedule(request, role, plan)
 
 
 def _schedule(request: Request, role: RoleRequest, plan: RolePlan) -> Iterator[Quantity]:
     name, steps, total = role.name, plan.optimizer_steps_per_step, request.total_steps
+    warmup, decay = plan.warmup_steps, plan.decay_steps
     if total:
         formula = f"training steps · K = {total}·{steps}"
         if plan.first_step > 1:
             formula = f"(training steps - critic_warmup + 1)·K = ({total} - {plan.first_step} + 1)·{steps}"
             formula += ", at least 0" if plan.first_step > total + 1 else ""
-        yield Quantity(
-            f"{name}: optimizer steps", "optimizer steps", plan.total_optimizer_steps, formula, DERIVED
-        )
-    if plan.warmup_steps:
+        yield Quantity(f"{name}: optimizer steps", "optimizer steps", plan.total_optimizer_steps, formula)
+    if warmup:
         by_ratio = role.optim.lr_warmup_steps < 0
-        key = f"{role.optim_key}.lr_warmup_steps"
         formula = f"⌊{role.optim.lr_warmup_steps_ratio}·{total}⌋; " if by_ratio else ""
-        formula += f"{plan.warmup_steps}·K = {plan.warmup_steps * steps} optimizer steps"
-        origin = DERIVED if by_ratio else request.settings.origin(key)
-        yield Quantity(f"{name}: warm-up", "training steps", plan.warmup_steps, formula, origin)
-    if plan.decay_steps and role.optim.lr_scheduler_type != "constant":
-        formula = f"{total} - {plan.warmup_steps}; times K = {plan.decay_steps * steps} optimizer steps"
-        yield Quantity(
-            f"{name}: {role.optim.lr_scheduler_type} decay",
-            "training steps",
-            plan.decay_steps,
-            formula,
-            DERIVED,
-        )
+        formula += f"{warmup}·K = {warmup * steps} optimizer steps"
+        origin = DERIVED if by_ratio else request.settings.origin(f"{role.optim_key}.lr_warmup_steps")
+        yield Quantity(f"{name}: warm-up", "training steps", warmup, formula, origin)
+    if decay and role.optim.lr_scheduler_type != "constant":
+        formula = f"{total} - {warmup}; times K = {decay * steps} optimizer steps"
+        yield Quantity(f"{name}: {role.optim.lr_scheduler_type} decay", "training steps", decay, formula)
 
 
 def _micro(request: Request, micro: MicroRequest, plan: MicroPlan) -> Iterator[Quantity]:
@@ -215,150 +175,91 @@ def micro_quantities(
 ) -> Iterator[Quantity]:
     """The lines that show a micro-batch; `origin` is that of the key that decided."""
     name = f"micro-batch of {micro.purpose}"
-    if plan.max_tokens is not None:
-        if micro.sharers == 1:
-            yield Quantity(name, "tokens per device", micro.max_tokens, "", origin)
-            return
+    if plan.max_tokens is not None and micro.sharers == 1:
+        yield Quantity(name, "tokens per device", micro.max_tokens, "", origin)
+    elif plan.max_tokens is not None:
         yield Quantity(f"{name}: tokens per device L", "tokens per device", micro.max_tokens, "", origin)
         formula = f"L x devices that share a row = {micro.max_tokens}·{micro.sharers}"
-        yield Quantity(name, "tokens per data rank", plan.max_tokens, formula, DERIVED)
-        return
-    assert plan.rows is not None
-    if micro.rows is None:
+        yield Quantity(name, "tokens per data rank", plan.max_tokens, formula)
+    elif micro.rows is None:
+        assert plan.rows is not None
         fitting = f"⌊{micro.budget}/{row_tokens}⌋"
-        most = plan.rows == micro.budget // row_tokens
-        formula = (
-            f"rows that {micro.budget} tokens hold = {fitting}"
-            if most
-            else f"of the {fitting} that fit, as many as come out even"
-        )
-        yield Quantity(name, "rows per data rank", plan.rows, formula, DERIVED)
-        return
-    by_handle = micro.rows_key.startswith("batch.")
-    yield Quantity(
-        name,
-        "rows per data rank",
-        plan.rows,
-        f"g/a, {micro.rows_key}" if by_handle else "",
-        DERIVED if by_handle else origin,
-    )
+        formula = f"of the {fitting} that fit, as many as come out even"
+        if plan.rows == micro.budget // row_tokens:
+            formula = f"rows that {micro.budget} tokens hold = {fitting}"
+        yield Quantity(name, "rows per data rank", plan.rows, formula)
+    elif micro.rows_key.startswith("batch."):
+        yield Quantity(name, "rows per data rank", micro.rows, f"g/a, {micro.rows_key}")
+    else:
+        yield Quantity(name, "rows per data rank", micro.rows, "", origin)
 
 
 # --- sampling --------------------------------------------------
 
 
 def _rollout(request: Request, plan: BatchPlan) -> Iterator[Quantity]:
-    rollout, layout, origin = plan.rollout, plan.layouts["rollout"], request.settings.origin
-    sizes = [("tp", layout.tensor), ("pp", layout.pipeline), ("dp", layout.replica_data)]
-    used: Mapping[str, int] = {name: size for name, size in sizes if size > 1}
-    formula = (
-        f"W/({'·'.join(used)}) = {len(layout.devices)}/({'·'.join(map(str, used.values()))})"
-        if used
-        else f"W = {rollout.replicas}"
-    )
-    yield Quantity("rollout: replicas", "engines", rollout.replicas, formula, DERIVED)
-    per_engine = request.rollout.max_num_seqs
-    yield Quantity(
-        "rollout: sequences per engine", "sequences", per_engine, "", origin(f"{ROLLOUT}.max_num_seqs")
-    )
-    formula = f"{rollout.engines} engines · {per_engine}"
-    yield Quantity(
-        "rollout: concurrent sequences", "sequences", rollout.concurrent_sequences, formula, DERIVED
-    )
+    rollout, layout, asked = plan.rollout, plan.layouts["rollout"], request.rollout
+    count, origin = len(layout.devices), request.settings.origin
+    sizes = {"tp": layout.tensor, "pp": layout.pipeline, "dp": layout.replica_data}
+    yield Quantity("rollout: replicas", "engines", rollout.replicas, _quotient("W", count, sizes))
+    given = origin(f"{ROLLOUT}.max_num_seqs")
+    yield Quantity("rollout: sequences per engine", "sequences", asked.max_num_seqs, "", given)
+    formula = f"{rollout.engines} engines · {asked.max_num_seqs}"
+    yield Quantity("rollout: concurrent sequences", "sequences", rollout.concurrent_sequences, formula)
+    each = rollout.trajectories_per_engine
     formula = f"⌈{rollout.prompts_per_call}·{request.n}/{rollout.engines}⌉"
-    yield Quantity(
-        "rollout: trajectories per engine", "trajectories", rollout.trajectories_per_engine, formula, DERIVED
-    )
-    formula = f"⌈{rollout.trajectories_per_engine}/{per_engine}⌉"
-    yield Quantity("rollout: waves", "fillings of an engine", rollout.waves, formula, DERIVED)
-    if request.rollout.engine == "vllm":
-        own = request.rollout.max_model_len is not None
-        given = origin(f"{ROLLOUT}.max_model_len") if own else DERIVED
-        yield Quantity(
-            "rollout: longest row", "tokens", rollout.max_model_len, "" if own else "prompt + response", given
-        )
-        tokens = rollout.max_num_batched_tokens
-        yield Quantity(
-            "rollout: tokens per forward", "tokens", tokens, "", origin(f"{ROLLOUT}.max_num_batched_tokens")
-        )
+    yield Quantity("rollout: trajectories per engine", "trajectories", each, formula)
+    formula = f"⌈{each}/{asked.max_num_seqs}⌉"
+    yield Quantity("rollout: waves", "fillings of an engine", rollout.waves, formula)
+    if asked.name == "vllm":
+        own = asked.max_model_len is not None
+        formula, given = ("", origin(f"{ROLLOUT}.max_model_len")) if own else ("prompt + response", DERIVED)
+        yield Quantity("rollout: longest row", "tokens", rollout.max_model_len, formula, given)
+        given = origin(f"{ROLLOUT}.max_num_batched_tokens")
+        yield Quantity("rollout: tokens per forward", "tokens", rollout.max_num_batched_tokens, "", given)
     workers, given = plan.agent.workers, origin(f"{ROLLOUT}.agent.num_workers")
-    if request.rollout.engine == "native" and given == DEFAULT:
-        return  # no agents lead its conversations: nobody asked for these numbers
+    if asked.name == "native" and given == DEFAULT:
+        return  # no agents lead its conversations: nothing uses these numbers
     yield Quantity("agent workers", "processes", workers, "", given)
     formula = f"⌈S/workers⌉ = ⌈{request.q * request.n}/{workers}⌉"
-    yield Quantity(
-        "agent workers: trajectories each",
-        "trajectories",
-        plan.agent.trajectories_per_worker,
-        formula,
-        DERIVED,
-    )
+    each = plan.agent.trajectories_per_worker
+    yield Quantity("agent workers: trajectories each", "trajectories", each, formula)
 
 
 def _filter(request: Request, plan: BatchPlan) -> Iterator[Quantity]:
     if plan.filter is None or request.filter is None:
         return
-    size, key, calls = plan.filter.prompts_per_call, request.filter.call_key, request.filter.most_calls
-    own = key == "data.gen_batch_size"
-    yield Quantity(
-        "filter: prompts per call",
-        "prompts",
-        size,
-        "" if own else "Q",
-        request.settings.origin(key) if own else DERIVED,
-    )
+    size, most = plan.filter.prompts_per_call, plan.filter.most_prompts
+    own = request.filter.call_key == "data.gen_batch_size"
+    given = ("", request.settings.origin("data.gen_batch_size")) if own else ("Q", DERIVED)
+    yield Quantity("filter: prompts per call", "prompts", size, *given)
     formula = f"⌈Q/{size}⌉·{size} = ⌈{request.q}/{size}⌉·{size}"
-    yield Quantity(
-        "filter: prompts per step, at least", "prompts", plan.filter.least_prompts, formula, DERIVED
-    )
-    most = plan.filter.most_prompts
-    formula = "no limit on calls" if most is None else f"{calls} calls · {size}"
-    yield Quantity(
-        "filter: prompts per step, at most", "prompts", "no limit" if most is None else most, formula, DERIVED
-    )
+    yield Quantity("filter: prompts per step, at least", "prompts", plan.filter.least_prompts, formula)
+    formula = "no limit on calls" if most is None else f"{request.filter.most_calls} calls · {size}"
+    yield Quantity("filter: prompts per step, at most", "prompts", most or "no limit", formula)
 
 
 def _asynchronous(request: Request, plan: BatchPlan) -> Iterator[Quantity]:
     if plan.asynchronous is None or request.asynchronous is None:
         return
-    one, share = plan.asynchronous, request.asynchronous.staleness
-    yield Quantity(
-        "async: rounds per weight update P",
-        "rounds",
-        one.rounds_per_sync,
-        _from(request, "P"),
-        _given(request, "P"),
-    )
-    batches = one.mini_batches_per_round
-    yield Quantity(
-        "async: mini-batches per round R", "mini-batches", batches, _from(request, "R"), _given(request, "R")
-    )
-    formula = f"R·M = {batches}·{request.actor.mini}"
-    yield Quantity("async: prompts per round", "prompts", one.prompts_per_round, formula, DERIVED)
-    yield Quantity(
-        "async: staleness", "share", share, "", request.settings.origin("async_training.staleness_threshold")
-    )
-    formula = (
-        f"⌊(1 + staleness)·P·R·M⌋ = ⌊(1 + {share})·{one.rounds_per_sync}·{batches}·{request.actor.mini}⌋"
-    )
-    yield Quantity("async: prompts in flight, at most", "prompts", one.prompts_in_flight, formula, DERIVED)
-    formula = f"{one.prompts_in_flight}·{request.n}"
-    yield Quantity(
-        "async: trajectories in flight, at most", "trajectories", one.trajectories_in_flight, formula, DERIVED
-    )
-    formula = f"({one.prompts_in_flight} - {request.q})·{request.n}"
-    yield Quantity(
-        "async: stale trajectories, at most", "trajectories", one.stale_trajectories, formula, DERIVED
-    )
+    one, share, mini = plan.asynchronous, request.asynchronous.staleness, request.actor.mini
+    rounds, batches, flying = one.rounds_per_sync, one.mini_batches_per_round, one.prompts_in_flight
+    yield Quantity("async: rounds per weight update P", "rounds", rounds, *_origin(request, "P"))
+    yield Quantity("async: mini-batches per round R", "mini-batches", batches, *_origin(request, "R"))
+    yield Quantity("async: prompts per round", "prompts", one.prompts_per_round, f"R·M = {batches}·{mini}")
+    origin = request.settings.origin("async_training.staleness_threshold")
+    yield Quantity("async: staleness", "share", share, "", origin)
+    formula = f"⌊(1 + staleness)·P·R·M⌋ = ⌊(1 + {share})·{rounds}·{batches}·{mini}⌋"
+    yield Quantity("async: prompts in flight, at most", "prompts", flying, formula)
+    formula, rows = f"{flying}·{request.n}", one.trajectories_in_flight
+    yield Quantity("async: trajectories in flight, at most", "trajectories", rows, formula)
+    formula, rows = f"({flying} - {request.q})·{request.n}", one.stale_trajectories
+    yield Quantity("async: stale trajectories, at most", "trajectories", rows, formula)
 
 
 def _validation(request: Request, plan: BatchPlan) -> Iterator[Quantity]:
-    size, n, origin = (
-        plan.validation.prompts_per_call,
-        plan.validation.samples_per_prompt,
-        request.settings.origin,
-    )
+    size, n, origin = request.val_prompts, request.val_n, request.settings.origin
     yield Quantity("validation batch", "prompts per call", size or "all", "", origin("data.val_batch_size"))
     yield Quantity("validation responses", "responses per prompt", n, "", origin(f"{ROLLOUT}.val_kwargs.n"))
     if size:
-        yield Quantity("validation trajectories", "trajectories per call", size * n, f"{size}·{n}", DERIVED)
+        yield Quantity("validation trajectories", "trajectories per call", size * n, f"{size}·{n}")

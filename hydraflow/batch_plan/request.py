@@ -15,35 +15,16 @@ from dataclasses import dataclass, replace
 
 from hydraflow.batch_plan.handles import EPOCHS, KEYS, Numbers, settle
 from hydraflow.batch_plan.layout import Layout
-from hydraflow.batch_plan.parts import MicroRequest
+from hydraflow.batch_plan.parts import MicroRequest, RoleRequest
 from hydraflow.batch_plan.repair import Violation
 from hydraflow.batch_plan.roles import needs_critic, needs_reference
 from hydraflow.batch_plan.settings import Settings
 from hydraflow.batch_plan.topology import ACTOR, REF, REWARD, ROLLOUT
-from hydraflow.engine.config import OptimConfig
+from hydraflow.generation.config import RolloutConfig
 from hydraflow.schema import PPOConfig
 
 TRAIN_BATCH, SAMPLES = KEYS["Q"], KEYS["n"]
 CRITIC_MINI = "critic.ppo_mini_batch_size"
-
-
-@dataclass(frozen=True)
-class RoleRequest:
-    """What the configuration says about a trained role, and under which keys."""
-
-    name: str
-    mini: int
-    mini_key: str
-    ranks: int | None
-    """Data ranks; None: its devices do not add up."""
-    epochs: int
-    epochs_key: str
-    shuffle: bool
-    micro: MicroRequest
-    optim: OptimConfig
-    optim_key: str
-    first_step: int = 1
-    """The training step, counted from 1, from which on it learns."""
 
 
 @dataclass(frozen=True)
@@ -63,18 +44,6 @@ class AsyncRequest:
     staleness: float
     rounds: int
     batches: int
-    partial: bool
-
-
-@dataclass(frozen=True)
-class RolloutRequest:
-    """The generation engine as asked for."""
-
-    engine: str
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int | None
-    chunked_prefill: bool
 
 
 @dataclass(frozen=True)
@@ -94,7 +63,7 @@ class Request:
     ref: MicroRequest | None
     values: MicroRequest | None
     reward_model: MicroRequest | None
-    rollout: RolloutRequest
+    rollout: RolloutConfig
     filter: FilterRequest | None
     asynchronous: AsyncRequest | None
     workers: int
@@ -200,12 +169,25 @@ def read(
 ) -> tuple[Request, list[Violation]]:
     """What the configuration asks for, and the relations between its numbers that cannot hold."""
     config: PPOConfig = settings.config
-    ranks, group = _ranks(layouts, "actor"), _group(layouts.get("actor"))
+    rollout, training = config.actor_rollout_ref.rollout, config.async_training
+    groups, per_call = config.algorithm.filter_groups, config.data.gen_batch_size
+    has_critic, mini = needs_critic(config), config.critic.ppo_mini_batch_size
     numbers, broken = settle(
-        settings, ranks=ranks, group=group, shares=_critic_shares(config, layouts), whole=_critic_mini(config)
+        settings,
+        ranks=layouts["actor"].data_ranks if "actor" in layouts else None,
+        group=_group(layouts.get("actor")),
+        shares=_critic_shares(config, layouts) if has_critic and mini is None else [],
+        whole=mini or 1 if has_critic else 1,
     )
-    rollout = config.actor_rollout_ref.rollout
-    critic = needs_critic(config)
+    filtered = asynchronous = None
+    if groups.enable:
+        key = numbers.key("Q") if per_call is None else "data.gen_batch_size"
+        filtered = FilterRequest(per_call or numbers.values["Q"], key, groups.max_num_gen_batches)
+    if numbers.asynchronous:
+        staleness = training.staleness_threshold if math.isfinite(training.staleness_threshold) else 0.0
+        asynchronous = AsyncRequest(staleness, numbers.values["P"], numbers.values["R"])
+    actor = _read_actor(config, numbers, layouts)
+    critic = _read_critic(config, actor, layouts) if has_critic else None
     request = Request(
         settings=settings,
         numbers=numbers,
@@ -213,21 +195,15 @@ def read(
         prompts=prompts,
         longest_prompt=config.data.max_prompt_length,
         longest_response=config.data.max_response_length,
-        actor=_read_actor(config, numbers, layouts),
-        critic=_read_critic(config, numbers, layouts) if critic else None,
-        old_log_prob=_read_log_prob(config, numbers, layouts, ROLLOUT),
-        ref=_read_log_prob(config, numbers, layouts, REF) if needs_reference(config) else None,
-        values=_read_values(config, numbers, layouts) if critic else None,
+        actor=actor,
+        critic=critic,
+        old_log_prob=_read_log_prob(config, actor.micro, layouts, ROLLOUT),
+        ref=_read_log_prob(config, actor.micro, layouts, REF) if needs_reference(config) else None,
+        values=_read_values(config, critic.micro) if critic else None,
         reward_model=_read_reward(config) if config.reward.reward_model.enable else None,
-        rollout=RolloutRequest(
-            engine=rollout.name,
-            max_num_seqs=rollout.max_num_seqs,
-            max_num_batched_tokens=rollout.max_num_batched_tokens,
-            max_model_len=rollout.max_model_len,
-            chunked_prefill=rollout.engine_kwargs.vllm.get("enable_chunked_prefill", True) is not False,
-        ),
-        filter=_read_filter(config, numbers),
-        asynchronous=_read_async(config, numbers),
+        rollout=rollout,
+        filter=filtered,
+        asynchronous=asynchronous,
         workers=rollout.agent.num_workers,
         val_prompts=config.data.val_batch_size,
         val_n=rollout.val_kwargs.n,
@@ -237,45 +213,32 @@ def read(
     return request, broken
 
 
-def _ranks(layouts: Mapping[str, Layout], role: str) -> int | None:
-    return layouts[role].data_ranks if role in layouts else None
-
-
 def _group(layout: Layout | None) -> int:
     """Micro-batches that an interleaved pipeline takes together."""
     return layout.pipeline if layout and layout.virtual_pipeline > 1 else 1
 
 
-def _critic_mini(config: PPOConfig) -> int:
-    """The critic's own mini-batch, of which a step holds whole ones; 1: it has none."""
-    return (config.critic.ppo_mini_batch_size or 1) if needs_critic(config) else 1
-
-
 def _critic_shares(config: PPOConfig, layouts: Mapping[str, Layout]) -> list[int]:
     """What a critic with the actor's mini-batches divides their trajectories into."""
     critic, layout = config.critic, layouts.get("critic")
-    if not needs_critic(config) or critic.ppo_mini_batch_size is not None or layout is None:
+    if layout is None:
         return []
-    dynamic = (
-        config.actor_rollout_ref.actor.use_dynamic_bsz
-        if critic.use_dynamic_bsz is None
-        else critic.use_dynamic_bsz
-    )
-    rows = 1 if dynamic else (critic.ppo_micro_batch_size_per_gpu or 1) * _group(layout)
-    return [layout.data_ranks * rows]
+    dynamic = critic.use_dynamic_bsz
+    if dynamic is None:
+        dynamic = config.actor_rollout_ref.actor.use_dynamic_bsz
+    return [
+        layout.data_ranks * (1 if dynamic else (critic.ppo_micro_batch_size_per_gpu or 1) * _group(layout))
+    ]
 
 
-def _shared(micro: MicroRequest, layouts: Mapping[str, Layout], role: str) -> MicroRequest:
+def _shared(micro: MicroRequest, layout: Layout | None) -> MicroRequest:
     """With what the role's layout says: devices that share a row, and the groups of an interleaved
     pipeline."""
-    layout = layouts.get(role)
-    if layout is None:
-        return micro
-    return replace(micro, sharers=layout.context, group=_group(layout))
+    return replace(micro, sharers=layout.context, group=_group(layout)) if layout else micro
 
 
 def _read_actor(config: PPOConfig, numbers: Numbers, layouts: Mapping[str, Layout]) -> RoleRequest:
-    actor = config.actor_rollout_ref.actor
+    actor, layout = config.actor_rollout_ref.actor, layouts.get("actor")
     micro = MicroRequest(
         purpose="the actor's update",
         rows=numbers.values.get("m", actor.ppo_micro_batch_size_per_gpu),
@@ -283,91 +246,78 @@ def _read_actor(config: PPOConfig, numbers: Numbers, layouts: Mapping[str, Layou
         dynamic=actor.use_dynamic_bsz,
         max_tokens=actor.ppo_max_token_len_per_gpu,
         tokens_key=f"{ACTOR}.ppo_max_token_len_per_gpu",
-        switch_key=f"{ACTOR}.use_dynamic_bsz",
         group_key=f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size",
     )
     return RoleRequest(
         name="actor",
         mini=numbers.values["M"],
         mini_key=numbers.key("M"),
-        ranks=_ranks(layouts, "actor"),
+        ranks=layout.data_ranks if layout else None,
         epochs=actor.ppo_epochs,
-        epochs_key=EPOCHS,
         shuffle=actor.shuffle,
-        micro=_shared(micro, layouts, "actor"),
+        micro=_shared(micro, layout),
         optim=actor.optim,
         optim_key=f"{ACTOR}.optim",
         first_step=max(1, config.trainer.critic_warmup),
     )
 
 
-def _read_critic(config: PPOConfig, numbers: Numbers, layouts: Mapping[str, Layout]) -> RoleRequest:
+def _read_critic(config: PPOConfig, actor: RoleRequest, layouts: Mapping[str, Layout]) -> RoleRequest:
     """Nulls follow the actor; a key that does so is named as the actor's."""
-    critic, actor = config.critic, _read_actor(config, numbers, layouts)
-    own_mini = critic.ppo_mini_batch_size is not None
-    own_switch = critic.use_dynamic_bsz is not None
-    own_epochs = critic.ppo_epochs is not None
+    critic, layout = config.critic, layouts.get("critic")
     micro = MicroRequest(
         purpose="the critic's update",
         rows=critic.ppo_micro_batch_size_per_gpu,
         rows_key="critic.ppo_micro_batch_size_per_gpu",
-        dynamic=bool(critic.use_dynamic_bsz) if own_switch else actor.micro.dynamic,
+        dynamic=actor.micro.dynamic if critic.use_dynamic_bsz is None else critic.use_dynamic_bsz,
         max_tokens=critic.ppo_max_token_len_per_gpu,
         tokens_key="critic.ppo_max_token_len_per_gpu",
-        switch_key="critic.use_dynamic_bsz" if own_switch else actor.micro.switch_key,
         group_key="critic.megatron.virtual_pipeline_model_parallel_size",
     )
     return RoleRequest(
         name="critic",
         mini=critic.ppo_mini_batch_size or actor.mini,
-        mini_key=CRITIC_MINI if own_mini else actor.mini_key,
-        ranks=_ranks(layouts, "critic"),
+        mini_key=actor.mini_key if critic.ppo_mini_batch_size is None else CRITIC_MINI,
+        ranks=layout.data_ranks if layout else None,
         epochs=critic.ppo_epochs or actor.epochs,
-        epochs_key="critic.ppo_epochs" if own_epochs else actor.epochs_key,
         shuffle=actor.shuffle if critic.shuffle is None else critic.shuffle,
-        micro=_shared(micro, layouts, "critic"),
+        micro=_shared(micro, layout),
         optim=critic.optim,
         optim_key="critic.optim",
     )
 
 
 def _read_log_prob(
-    config: PPOConfig, numbers: Numbers, layouts: Mapping[str, Layout], prefix: str
+    config: PPOConfig, update: MicroRequest, layouts: Mapping[str, Layout], prefix: str
 ) -> MicroRequest:
-    """Log-probabilities of the actor (`rollout.log_prob_*`) or of the reference (`ref.log_prob_*`); nulls
-    follow the actor."""
-    actor = _read_actor(config, numbers, layouts).micro
-    section = config.actor_rollout_ref.rollout if prefix == ROLLOUT else config.actor_rollout_ref.ref
-    own_switch, own_tokens = (
-        section.log_prob_use_dynamic_bsz is not None,
-        section.log_prob_max_token_len_per_gpu is not None,
-    )
+    """Log-probabilities of the actor or the reference; nulls follow the actor's update."""
+    policy = config.actor_rollout_ref
+    section = policy.rollout if prefix == ROLLOUT else policy.ref
+    dynamic, tokens = section.log_prob_use_dynamic_bsz, section.log_prob_max_token_len_per_gpu
     micro = MicroRequest(
         purpose="the old log-probabilities" if prefix == ROLLOUT else "the reference's log-probabilities",
         rows=section.log_prob_micro_batch_size_per_gpu,
         rows_key=f"{prefix}.log_prob_micro_batch_size_per_gpu",
-        dynamic=bool(section.log_prob_use_dynamic_bsz) if own_switch else actor.dynamic,
-        max_tokens=section.log_prob_max_token_len_per_gpu or actor.max_tokens,
-        tokens_key=f"{prefix}.log_prob_max_token_len_per_gpu" if own_tokens else actor.tokens_key,
-        switch_key=f"{prefix}.log_prob_use_dynamic_bsz" if own_switch else actor.switch_key,
+        dynamic=update.dynamic if dynamic is None else dynamic,
+        max_tokens=tokens or update.max_tokens,
+        tokens_key=update.tokens_key if tokens is None else f"{prefix}.log_prob_max_token_len_per_gpu",
     )
-    return _shared(micro, layouts, "ref" if prefix == REF and "ref" in layouts else "actor")
+    return _shared(micro, layouts.get("ref" if prefix == REF and "ref" in layouts else "actor"))
 
 
-def _read_values(config: PPOConfig, numbers: Numbers, layouts: Mapping[str, Layout]) -> MicroRequest:
+def _read_values(config: PPOConfig, update: MicroRequest) -> MicroRequest:
     """Values without an update; nulls follow the critic's update."""
-    critic, update = config.critic, _read_critic(config, numbers, layouts).micro
-    own_rows, own_tokens = (
-        critic.forward_micro_batch_size_per_gpu is not None,
-        critic.forward_max_token_len_per_gpu is not None,
+    rows, tokens = (
+        config.critic.forward_micro_batch_size_per_gpu,
+        config.critic.forward_max_token_len_per_gpu,
     )
     return replace(
         update,
         purpose="the values",
-        rows=critic.forward_micro_batch_size_per_gpu or update.rows,
-        rows_key="critic.forward_micro_batch_size_per_gpu" if own_rows else update.rows_key,
-        max_tokens=critic.forward_max_token_len_per_gpu or update.max_tokens,
-        tokens_key="critic.forward_max_token_len_per_gpu" if own_tokens else update.tokens_key,
+        rows=rows or update.rows,
+        rows_key=update.rows_key if rows is None else "critic.forward_micro_batch_size_per_gpu",
+        max_tokens=tokens or update.max_tokens,
+        tokens_key=update.tokens_key if tokens is None else "critic.forward_max_token_len_per_gpu",
     )
 
 
@@ -382,23 +332,4 @@ def _read_reward(config: PPOConfig) -> MicroRequest:
         dynamic=False,
         max_tokens=reward.max_token_len_per_gpu,
         tokens_key=f"{REWARD}.max_token_len_per_gpu",
-        switch_key="",
     )
-
-
-def _read_filter(config: PPOConfig, numbers: Numbers) -> FilterRequest | None:
-    groups, own = config.algorithm.filter_groups, config.data.gen_batch_size
-    if not groups.enable:
-        return None
-    key = "data.gen_batch_size" if own is not None else numbers.key("Q")
-    return FilterRequest(own or numbers.values["Q"], key, groups.max_num_gen_batches)
-
-
-def _read_async(config: PPOConfig, numbers: Numbers) -> AsyncRequest | None:
-    training = config.async_training
-    if not numbers.asynchronous:
-        return None
-    staleness = (
-        training.staleness_threshold if math.isfinite(training.staleness_threshold) else 0.0
-    )  # checks.py says it
-    return AsyncRequest(staleness, numbers.values["P"], numbers.values["R"], training.partial_rollout)

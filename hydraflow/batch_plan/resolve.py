@@ -10,86 +10,34 @@ forward, a = g/m; L tokens per device; E passes; K = (Q/M)·E optimizer steps pe
 response.
 
 The way: `topology.py` reads machines and devices, `device_rules.py` judges them; `handles.py` settles the
-step's numbers, `request.py` reads the rest, `rules.py` judges it; `repair.py` finds remedies; `quantities.py`
-explains. No step of it is longer for a larger cluster or more prompts. Left out on purpose: which rows go
-where (`trainer/mini_batches.py`), how tables look (`batch_plan/table.py`).
+step's numbers, `request.py` reads the rest, `rules.py` judges it; `repair.py` finds remedies among the
+rules' cures and the steps of `targets.py`; `quantities.py` explains. None of it takes longer for a larger
+cluster or more prompts. Left out on purpose: which rows go where (`trainer/mini_batches.py`), how tables look
+(`batch_plan/table.py`).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from hydraflow.batch_plan import repair, targets
 from hydraflow.batch_plan.device_rules import judge_devices
 from hydraflow.batch_plan.handles import NO_MINI_BATCH
-from hydraflow.batch_plan.layout import Cluster, Layout, ShapeNumbers, placement_of
-from hydraflow.batch_plan.parts import MicroPlan, MicroRequest, Quantity, RolePlan, no_sizes, warmup_steps
+from hydraflow.batch_plan.layout import ShapeNumbers, placement_of
+from hydraflow.batch_plan.parts import MicroPlan, MicroRequest, RolePlan, RoleRequest, no_sizes
 from hydraflow.batch_plan.plans import AgentPlan, AsyncPlan, FilterPlan, RolloutPlan, ValidationPlan
+from hydraflow.batch_plan.plans import BatchPlan as BatchPlan
 from hydraflow.batch_plan.quantities import quantities
 from hydraflow.batch_plan.repair import BATCH, MICRO, Cure, Violation
-from hydraflow.batch_plan.request import Request, RoleRequest, read, sizes
+from hydraflow.batch_plan.request import Request, read, sizes
 from hydraflow.batch_plan.rules import judge_batches
 from hydraflow.batch_plan.settings import Settings, value_at
-from hydraflow.batch_plan.topology import Topology, read_topology
+from hydraflow.batch_plan.topology import PER_NODE, Topology, read_topology
 from hydraflow.batch_plan.topology import sizes as device_sizes
-from hydraflow.errors import ConfigError, Problem
+from hydraflow.errors import ConfigError
 from hydraflow.schema import PPOConfig
-
-
-@dataclass(frozen=True)
-class BatchPlan:
-    """Every number that the running code takes from the batch-size keys."""
-
-    prompts_per_step: int
-    samples_per_prompt: int
-    trajectories_per_step: int
-    rollout_ranks: int
-    """Engines that sample, each a part of the trajectories."""
-    actor: RolePlan
-    critic: RolePlan | None
-    old_log_prob: MicroPlan
-    ref: MicroPlan | None
-    values: MicroPlan | None
-    reward_model: MicroPlan | None
-    rollout: RolloutPlan
-    agent: AgentPlan
-    validation: ValidationPlan
-    filter: FilterPlan | None
-    """None: every sampled prompt is trained on."""
-    asynchronous: AsyncPlan | None
-    """None: sampling and training take turns."""
-    cluster: Cluster
-    layouts: dict[str, Layout]
-    """By role: actor, critic, ref, rollout, reward_model; those that run and have weights of their own."""
-    placement: str
-    """colocated, disaggregated, overlapping or partial."""
-    steps_per_epoch: int
-    """Whole batches in one pass over the prompts; 0: the number of prompts is not known."""
-    total_steps: int
-    """Training steps of the run; 0: not known."""
-    quantities: tuple[Quantity, ...]
-    """All of it again for people: unit, formula, provenance."""
-    notes: tuple[str, ...]
-    """What is to be said aloud: numbers that yielded, prompts that no step takes."""
-
-    def to_json(self) -> str:
-        """The content of `plan.json`; device ranges as [first, last + 1]."""
-        return json.dumps(
-            asdict(self), indent=2, ensure_ascii=False, default=lambda part: [part.start, part.stop]
-        )
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What the configuration does not say."""
-
-    prompts: int | None
-    devices_per_node: int
-    shapes: Mapping[str, ShapeNumbers]
-    """By role."""
 
 
 @dataclass(frozen=True)
@@ -126,70 +74,63 @@ def resolve_plan(
     """
     settings = Settings(config, PPOConfig(), origins or {})
     shapes = dict.fromkeys(("actor", "ref", "rollout"), shape) | {"critic": critic_shape or shape}
-    facts = Facts(prompts, devices_per_node, {role: one for role, one in shapes.items() if one is not None})
-    verdict = judge(settings, facts)
+    verdict = judge(settings, prompts, devices_per_node, shapes)
+
+    def judged(values: Mapping[str, object]) -> list[Violation]:
+        if not values:
+            return verdict.violations
+        return judge(settings.changed(values), prompts, devices_per_node, shapes).violations
+
+    def in_force(key: str) -> object:
+        value = value_at(config, key)
+        if value is None and key == PER_NODE:
+            return verdict.topology.pools["trainer"].devices_per_node
+        return value
+
     if verdict.violations:
-        raise ConfigError(_problems(settings, facts, verdict))
+        raise ConfigError(repair.problems(judged, in_force))
     plan = _plan(verdict.request, verdict.topology)
     return replace(plan, quantities=tuple(quantities(verdict.request, verdict.topology, plan)))
 
 
-def judge(settings: Settings[PPOConfig], facts: Facts) -> Verdict:
-    """What is asked for, with every rule that it breaks."""
-    config = settings.config
+def judge(
+    settings: Settings[PPOConfig],
+    prompts: int | None,
+    devices_per_node: int,
+    shapes: Mapping[str, ShapeNumbers | None],
+) -> Verdict:
+    """What is asked for, with every rule that it breaks; `shapes` by role."""
+    config: PPOConfig = settings.config
     small = no_sizes([*sizes(config), *device_sizes(config)], partial(value_at, settings.defaults))
-    if small:
-        settings = settings.changed(
-            {violation.field: _legal_size(settings, violation.field) for violation in small}
-        )
-    topology = read_topology(settings, facts.devices_per_node)
-    devices = judge_devices(topology, facts.shapes)
-    request, relations = read(settings, devices.layouts, facts.prompts)
+    legal: dict[str, object] = {}
+    for one in small:  # the rest is judged with a size in its place
+        default = value_at(settings.defaults, one.field)
+        legal[one.field] = 1 if isinstance(default, int) and default < 1 else default
+    settings = settings.changed(legal)
+    topology = read_topology(settings, devices_per_node)
+    devices = judge_devices(topology, shapes)
+    request, relations = read(settings, devices.layouts, prompts)
+    broken = judge_batches(request)
+    if any(one.stage == BATCH for one in broken):  # another rule reports the same numbers
+        relations = [one for one in relations if one.rule != NO_MINI_BATCH]
+    elif any(one.rule == NO_MINI_BATCH for one in relations):
+        broken = [one for one in broken if one.stage != MICRO]
     relations = [
         replace(one, cures=partial(_with_other_steps, one, request)) if one.stage == BATCH else one
         for one in relations
     ]
-    broken = judge_batches(request)
-    if any(one.stage in (BATCH, MICRO) for one in broken):
-        relations = [
-            one for one in relations if one.rule != NO_MINI_BATCH
-        ]  # another rule speaks of the same numbers
     found = [*devices.violations, *relations, *broken]
-    keys = {violation.field for violation in small}
-    return Verdict(
-        topology, request, [*small, *(violation for violation in found if violation.field not in keys)]
-    )
+    return Verdict(topology, request, [*small, *(one for one in found if one.field not in legal)])
 
 
 def _with_other_steps(violation: Violation, request: Request) -> Iterator[Cure]:
     """Cures of a contradiction: its own, other steps, and steps without any handle."""
-    yield from violation.cures()
+    yield from violation.candidates()
     dropped: Cure = dict.fromkeys(request.numbers.handles, None)
     yield dropped
     for cure in targets.cures(request):
         yield cure
         yield {**cure, **dropped}
-
-
-def _legal_size(settings: Settings[PPOConfig], key: str) -> object:
-    """A size to judge the rest with, in place of one that is no size."""
-    default = value_at(settings.defaults, key)
-    return default if default is None or (isinstance(default, int) and default >= 1) else 1
-
-
-def _problems(settings: Settings[PPOConfig], facts: Facts, verdict: Verdict) -> list[Problem]:
-    def judged(values: Mapping[str, object]) -> list[Violation]:
-        return judge(settings.changed(values), facts).violations if values else verdict.violations
-
-    return repair.problems(judged, partial(_in_force, settings, verdict))
-
-
-def _in_force(settings: Settings[PPOConfig], verdict: Verdict, key: str) -> object:
-    """The value of a key, or what is used where it says nothing."""
-    value = value_at(settings.config, key)
-    if value is None and key == "trainer.n_gpus_per_node":
-        return verdict.topology.pools["trainer"].devices_per_node
-    return value
 
 
 # --- the plan --------------------------------------------------
@@ -198,23 +139,28 @@ def _in_force(settings: Settings[PPOConfig], verdict: Verdict, key: str) -> obje
 def _plan(request: Request, topology: Topology) -> BatchPlan:
     layouts, s = dict(request.layouts), request.q * request.n
 
+    def trained(role: RoleRequest) -> RolePlan:
+        tokens, total = request.longest_row, request.total_steps
+        return role.plan(q=request.q, n=request.n, row_tokens=tokens, total_steps=total)
+
     def forward(micro: MicroRequest | None, role: str) -> MicroPlan | None:
-        if micro is None:
-            return None
-        layout = layouts.get(role, layouts["actor"])
-        return micro.plan(
-            rows_per_rank=-(-s // layout.data_ranks), row_tokens=request.longest_row, exact=False
-        )
+        rows = -(-s // layouts.get(role, layouts["actor"]).data_ranks)
+        tokens = request.longest_row
+        return micro.plan(rows_per_rank=rows, row_tokens=tokens, exact=False) if micro else None
 
     old_log_prob = forward(request.old_log_prob, "actor")
     assert old_log_prob is not None
+    notes = list(request.numbers.notes)
+    if request.prompts is not None and (left := request.prompts % request.q):
+        text = f"{left} of {request.prompts} training prompts fill no step of {request.q}"
+        notes.append(f"{text}: an epoch leaves them out")
     return BatchPlan(
         prompts_per_step=request.q,
         samples_per_prompt=request.n,
         trajectories_per_step=s,
         rollout_ranks=layouts["rollout"].data_ranks,
-        actor=_role_plan(request, request.actor),
-        critic=_role_plan(request, request.critic) if request.critic else None,
+        actor=trained(request.actor),
+        critic=trained(request.critic) if request.critic else None,
         old_log_prob=old_log_prob,
         ref=forward(request.ref, "ref"),
         values=forward(request.values, "critic"),
@@ -230,50 +176,7 @@ def _plan(request: Request, topology: Topology) -> BatchPlan:
         steps_per_epoch=request.steps_per_epoch,
         total_steps=request.total_steps,
         quantities=(),
-        notes=(*request.numbers.notes, *_left_over(request), *_idle_actor(request)),
-    )
-
-
-def _left_over(request: Request) -> Iterator[str]:
-    """Prompts that no step of an epoch takes."""
-    if request.prompts is not None and (left := request.prompts % request.q):
-        yield (
-            f"{left} of {request.prompts} training prompts fill no step of {request.q}: an epoch leaves"
-            " them out"
-        )
-
-
-def _idle_actor(request: Request) -> Iterator[str]:
-    """A critic's warm-up that takes the whole run."""
-    warmup, total = request.actor.first_step, request.total_steps
-    if total and warmup > 1 and warmup >= total:
-        learns = "never learns" if warmup > total else "learns in the last step alone"
-        yield (
-            f"trainer.critic_warmup={warmup}: the actor {learns}, because the run has {total} training steps;"
-            f" a run that trains the actor has a smaller one, such as trainer.critic_warmup={total // 10}"
-        )
-
-
-def _role_plan(request: Request, role: RoleRequest) -> RolePlan:
-    assert role.ranks is not None
-    trajectories = role.mini * request.n
-    rows, steps = trajectories // role.ranks, request.q // role.mini * role.epochs
-    micro = role.micro.plan(rows_per_rank=rows, row_tokens=request.longest_row, exact=True)
-    warmup = warmup_steps(role.optim, request.total_steps)
-    return RolePlan(
-        data_ranks=role.ranks,
-        mini_batch_prompts=role.mini,
-        mini_batch_trajectories=trajectories,
-        rows_per_rank=rows,
-        epochs=role.epochs,
-        shuffle=role.shuffle,
-        micro=micro,
-        optimizer_steps_per_step=steps,
-        accumulation_steps=rows // micro.rows if micro.rows else None,
-        warmup_steps=warmup,
-        decay_steps=max(0, request.total_steps - warmup),
-        total_optimizer_steps=max(0, request.total_steps - role.first_step + 1) * steps,
-        first_step=role.first_step,
+        notes=(*notes, *_idle_actor(request)),
     )
 
 
@@ -312,3 +215,14 @@ def _async_plan(request: Request) -> AsyncPlan | None:
         trajectories_in_flight=flying * request.n,
         stale_trajectories=(flying - request.q) * request.n,
     )
+
+
+def _idle_actor(request: Request) -> Iterator[str]:
+    """A critic's warm-up that takes the whole run."""
+    warmup, total = request.actor.first_step, request.total_steps
+    if total and warmup > 1 and warmup >= total:
+        learns = "never learns" if warmup > total else "learns in the last step alone"
+        yield (
+            f"trainer.critic_warmup={warmup}: the actor {learns}, because the run has {total} training steps;"
+            f" a run that trains the actor has a smaller one, such as trainer.critic_warmup={total // 10}"
+        )

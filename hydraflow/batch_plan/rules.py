@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from hydraflow.batch_plan import targets
-from hydraflow.batch_plan.handles import KEYS
-from hydraflow.batch_plan.parts import divisors, warmup_violations
+from hydraflow.batch_plan.parts import RoleRequest, divisors
 from hydraflow.batch_plan.repair import BATCH, BUDGET, MICRO, Cure, Violation
-from hydraflow.batch_plan.request import SAMPLES, TRAIN_BATCH, Request, RoleRequest
+from hydraflow.batch_plan.request import SAMPLES, TRAIN_BATCH, Request
 from hydraflow.batch_plan.topology import PER_NODE, ROLLOUT
 
 GEN_BATCH = "data.gen_batch_size"
@@ -43,30 +42,11 @@ def _mini_batches_fill_the_step(request: Request) -> Iterator[Violation]:
     """M divides Q."""
     for role in request.roles:
         if request.q % role.mini:
-            text = f"{_means(request, role)}must divide {_q(request)}"
-            yield _step(request, f"M | Q:{role.mini_key}", role.mini_key, _at(request, role), text)
-
-
-def _at(request: Request, role: RoleRequest) -> int:
-    """What stands at the key that decides a role's mini-batches."""
-    return request.numbers.handles.get(role.mini_key, role.mini)
-
-
-def _means(request: Request, role: RoleRequest) -> str:
-    return (
-        ""
-        if role.mini_key not in request.numbers.handles
-        else f"makes {role.mini} prompts per optimizer step, which "
-    )
-
-
-def _q(request: Request) -> str:
-    derived = request.numbers.key("Q") != KEYS["Q"]
-    return f"{request.q} prompts per step" if derived else f"{TRAIN_BATCH}={request.q}"
-
-
-def _n(request: Request) -> str:
-    return f"{SAMPLES}={request.n}"
+            key, given = role.mini_key, request.numbers.handles.get(role.mini_key)
+            derived = request.numbers.key("Q") != TRAIN_BATCH
+            step = f"{request.q} prompts per step" if derived else f"{TRAIN_BATCH}={request.q}"
+            makes = f"makes {role.mini} prompts per optimizer step, which " if given else ""
+            yield _step(request, f"M | Q:{key}", key, given or role.mini, f"{makes}must divide {step}")
 
 
 def _ranks_share_a_mini_batch(request: Request) -> Iterator[Violation]:
@@ -75,25 +55,22 @@ def _ranks_share_a_mini_batch(request: Request) -> Iterator[Violation]:
         g_all = role.mini * request.n
         if role.ranks is None or g_all % role.ranks == 0 or request.q * request.n < role.ranks:
             continue
-        times = f"makes {role.mini} prompts, which " if role.mini_key in request.numbers.handles else ""
+        key, given = role.mini_key, request.numbers.handles.get(role.mini_key)
+        makes = f"makes {role.mini} prompts, which " if given else ""
         text = (
-            f"{times}times {_n(request)} is {g_all} trajectories per optimizer step, "
+            f"{makes}times {SAMPLES}={request.n} is {g_all} trajectories per optimizer step, "
             f"which {role.ranks} data ranks of the {role.name} cannot share equally"
         )
         cures = partial(_with_fewer_devices, request, role)
-        yield Violation(f"dp | G:{role.name}", BATCH, role.mini_key, _at(request, role), text, cures)
+        yield Violation(f"dp | G:{role.name}", BATCH, key, given or role.mini, text, cures)
 
 
 def _with_fewer_devices(request: Request, role: RoleRequest) -> Iterator[Cure]:
     yield from targets.cures(request)
     layout = request.layouts[role.name]
-    alone = len(layout.devices) == layout.devices_per_node and all(
-        one.devices == layout.devices for one in request.layouts.values()
-    )
-    if not alone or role.ranks is None:
-        return
-    ranks = [d for d in divisors(role.mini * request.n) if d < role.ranks]
-    if ranks:
+    ranks = [d for d in divisors(role.mini * request.n) if d < layout.data_ranks]
+    alone = all(one.devices == layout.devices for one in request.layouts.values())
+    if ranks and alone and len(layout.devices) == layout.devices_per_node:
         yield {PER_NODE: ranks[-1] * layout.model_parallel}
 
 
@@ -105,16 +82,12 @@ def _every_rank_has_rows(request: Request) -> Iterator[Violation]:
         if rows >= layout.data_ranks:
             continue
         key = request.filter.call_key if request.filter and role == "rollout" else request.numbers.key("Q")
-        value = request.numbers.handles.get(key, calls)
-        text = (
-            f"times {_n(request)} is {rows} trajectories per {what}, fewer than {layout.data_ranks} data"
-            f" ranks of the {role}"
-        )
-        if key in request.numbers.handles:
-            text = f"is fewer trajectories per {what} than {layout.data_ranks} data ranks of the {role}"
-        yield Violation(
-            f"S >= dp:{role}", BATCH, key, value, text, partial(_larger_calls, request, layout.data_ranks)
-        )
+        given = request.numbers.handles.get(key)
+        text = "is fewer" if given else f"times {SAMPLES}={request.n} is {rows}"
+        text += f" trajectories per {what}" + (" than" if given else ", fewer than")
+        text += f" {layout.data_ranks} data ranks of the {role}"
+        cures = partial(_larger_calls, request, layout.data_ranks)
+        yield Violation(f"S >= dp:{role}", BATCH, key, given or calls, text, cures)
 
 
 def _larger_calls(request: Request, ranks: int) -> Iterator[Cure]:
@@ -128,13 +101,11 @@ def _prompts_make_a_step(request: Request) -> Iterator[Violation]:
     """An epoch holds at least one whole batch."""
     if request.prompts is None or request.prompts >= request.q:
         return
-    text = f"is more than the {request.prompts} training prompts that there are, so no step can be taken"
-    key = request.numbers.key("Q")
-    if key != TRAIN_BATCH:
-        text = (
-            f"makes {request.q} prompts per step, more than the {request.prompts} that there are, so no step"
-            " can be taken"
-        )
+    key, there = request.numbers.key("Q"), f"the {request.prompts}"
+    text = f"makes {request.q} prompts per step, more than {there} that there are"
+    if key == TRAIN_BATCH:
+        text = f"is more than {there} training prompts that there are"
+    text += ", so no step can be taken"
     yield _step(request, "prompts >= Q", key, request.numbers.shown("Q"), text)
 
 
@@ -154,11 +125,8 @@ def _groups_can_differ(request: Request) -> Iterator[Violation]:
 def _micro_batches_fill_a_rank(request: Request) -> Iterator[Violation]:
     """m divides g, where micro-batches of an update have a fixed size."""
     for role in request.roles:
-        rows, left = divmod(role.mini * request.n, role.ranks) if role.ranks else (0, 1)
-        if left == 0:
-            yield from role.micro.divisor_violations(
-                rows, request.longest_row, f"{role.mini}·{request.n}/{role.ranks}"
-            )
+        formula = f"{role.mini}·{request.n}/{role.ranks}"
+        yield from role.micro_batch_violations(request.n, request.longest_row, formula)
 
 
 def _token_budgets_hold_a_row(request: Request) -> Iterator[Violation]:
@@ -174,60 +142,47 @@ def _token_budgets_hold_a_row(request: Request) -> Iterator[Violation]:
 def _engine_holds_a_row(request: Request) -> Iterator[Violation]:
     """vLLM refuses rows longer than max_model_len, and budgets below its sequences or, without chunks, below
     a prompt."""
-    rollout = request.rollout
-    if rollout.engine != "vllm":
+    rollout, row = request.rollout, request.longest_row
+    if rollout.name != "vllm":
         return
     longest, key = rollout.max_model_len, f"{ROLLOUT}.max_model_len"
-    if longest is not None and longest < request.longest_row:
-        text = (
-            f"must hold the longest row, {request.longest_prompt} + {request.longest_response} ="
-            f" {request.longest_row} tokens"
-        )
-        yield Violation(
-            "max_model_len", BUDGET, key, longest, text, lambda: [{key: None}, {key: request.longest_row}]
-        )
-    tokens, tokens_key = rollout.max_num_batched_tokens, f"{ROLLOUT}.max_num_batched_tokens"
-    row = longest or request.longest_row
-    least = rollout.max_num_seqs if rollout.chunked_prefill else max(rollout.max_num_seqs, row)
+    if longest is not None and longest < row:
+        sum_ = f"{request.longest_prompt} + {request.longest_response} = {row}"
+        fitting: list[Cure] = [{key: None}, {key: row}]
+        text = f"must hold the longest row, {sum_} tokens"
+        yield Violation("max_model_len", BUDGET, key, longest, text, fitting)
+    tokens, key, most = (
+        rollout.max_num_batched_tokens,
+        f"{ROLLOUT}.max_num_batched_tokens",
+        rollout.max_num_seqs,
+    )
+    whole = rollout.engine_kwargs.vllm.get("enable_chunked_prefill", True) is False
+    least = max(most, longest or row) if whole else most
     if tokens >= least:
         return
     text = (
-        f"must be at least {ROLLOUT}.max_num_seqs={rollout.max_num_seqs}: vLLM decodes one token of each"
-        " sequence at a time"
+        f"must be at least {ROLLOUT}.max_num_seqs={most}: vLLM decodes one token of each sequence at a time"
     )
-    if tokens >= rollout.max_num_seqs:
-        text = (
-            f"must hold a whole row of {row} tokens, because"
-            f" {ROLLOUT}.engine_kwargs.vllm.enable_chunked_prefill=false"
-        )
-    yield Violation("max_num_batched_tokens", BUDGET, tokens_key, tokens, text, lambda: [{tokens_key: least}])
+    if tokens >= most:
+        because = f"{ROLLOUT}.engine_kwargs.vllm.enable_chunked_prefill=false"
+        text = f"must hold a whole row of {longest or row} tokens, because {because}"
+    yield Violation("max_num_batched_tokens", BUDGET, key, tokens, text, [{key: least}])
 
 
 def _filter_can_fill_a_step(request: Request) -> Iterator[Violation]:
-    """The prompts that dynamic sampling may take are enough for a step, and there are so many."""
+    """The prompts that dynamic sampling may take are enough for a step, and the data has that many."""
     if not request.filter:
         return
-    calls, size, key = (
-        request.filter.most_calls,
-        request.filter.prompts_per_call,
-        "algorithm.filter_groups.max_num_gen_batches",
-    )
+    calls, size = request.filter.most_calls, request.filter.prompts_per_call
+    key = "algorithm.filter_groups.max_num_gen_batches"
     if calls and calls * size < request.q:
-        needed, larger = -(-request.q // size), -(-request.q // calls)
         text = f"batches of {size} prompts are {calls * size}, fewer than the {request.q} of a step"
-        yield Violation(
-            "filter", BUDGET, key, calls, text, lambda: [{key: needed}, {GEN_BATCH: larger}, {key: 0}]
-        )
+        cures = [{key: -(-request.q // size)}, {GEN_BATCH: -(-request.q // calls)}, {key: 0}]
+        yield Violation("filter", BUDGET, key, calls, text, cures)
     if request.filter.call_key == GEN_BATCH and request.prompts is not None and size > request.prompts:
         text = f"is more than the {request.prompts} training prompts that there are"
-        yield Violation(
-            "gen batch",
-            BATCH,
-            GEN_BATCH,
-            size,
-            text,
-            lambda: [{GEN_BATCH: n} for n in (None, request.prompts)],
-        )
+        fewer: list[Cure] = [{GEN_BATCH: None}, {GEN_BATCH: request.prompts}]
+        yield Violation("gen batch", BATCH, GEN_BATCH, size, text, fewer)
 
 
 # --- the schedule --------------------------------------------------
@@ -236,7 +191,7 @@ def _filter_can_fill_a_step(request: Request) -> Iterator[Violation]:
 def _warmups_end(request: Request) -> Iterator[Violation]:
     """Warm-up and decay fit the run."""
     for role in request.roles:
-        yield from warmup_violations(role.optim, role.optim_key, request.total_steps)
+        yield from role.warmup_violations(request.total_steps)
 
 
 RULES: list[Callable[[Request], Iterator[Violation]]] = [

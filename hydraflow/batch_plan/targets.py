@@ -8,8 +8,7 @@ which of them are legal the judge decides (`batch_plan/repair.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 
 from hydraflow.batch_plan.handles import HANDLES, KEYS
 from hydraflow.batch_plan.parts import divisors, multiples, nearest
@@ -17,136 +16,84 @@ from hydraflow.batch_plan.repair import Cure, Values
 from hydraflow.batch_plan.request import CRITIC_MINI, Request
 
 
-@dataclass(frozen=True)
-class Target:
-    """Numbers of a step; `critic` is 0 where the critic's mini-batches are the actor's, or there is none."""
-
-    q: int
-    n: int
-    mini: int
-    critic: int
-
-
 def cures(request: Request) -> Iterator[Cure]:
-    """Overrides that lead to steps near the one that was asked for."""
-    for target in _Near(request).targets():
-        if target.q > 0 and target.n > 0 and target.mini > 0:
-            yield overrides(request, target)
-
-
-def overrides(request: Request, target: Target) -> Values:
-    """What must be said so that the numbers become the target's: the keys that differ, and the handles that
-    would contradict."""
-    numbers = request.numbers
-    values: Values = {}
-    for name, wanted in (("Q", target.q), ("n", target.n), ("M", target.mini)):
-        if wanted != numbers.values[name] and numbers.key(name) == KEYS[name]:
-            values[KEYS[name]] = wanted
-    critic = request.critic
-    if target.critic and critic and target.critic != critic.mini:
-        values[CRITIC_MINI] = target.critic
-    for key, handle in _handles(request, target).items():
-        if key in numbers.handles and handle != numbers.handles[key]:
-            values[key] = handle
-    return values | _rounds(request, target)
-
-
-def _handles(request: Request, target: Target) -> dict[str, int | None]:
-    """What the handles must say for a target; null where no whole number would."""
-    numbers, epochs = request.numbers, request.actor.epochs
-    found: dict[str, int | None] = {
-        HANDLES["S"]: target.q * target.n,
-        HANDLES["G"]: target.mini * target.n,
-        HANDLES["K"]: target.q * epochs // target.mini if target.q * epochs % target.mini == 0 else None,
+    """Overrides that lead to steps near the one that was asked for: those that the data ranks can share, and
+    those whose micro-batches come out even besides."""
+    ranks = {role.name: role.ranks for role in request.roles if role.ranks}
+    rows = {
+        role.name: role.ranks * role.micro.group * (1 if role.micro.dynamic else role.micro.rows or 1)
+        for role in request.roles
+        if role.ranks
     }
+    for shares in (ranks, rows):
+        for step in _near(request, shares):
+            if all(step[:3]):
+                yield _overrides(request, *step)
+
+
+def _near(request: Request, shares: Mapping[str, int]) -> Iterator[tuple[int, int, int, int]]:
+    """Q, n, M and the critic's M near those that were asked for, small changes first; `shares`: what must
+    divide the trajectories of a role's mini-batch."""
+    q, n, mini = request.q, request.n, request.actor.mini
+    own = request.critic if request.critic and request.critic.mini_key == CRITIC_MINI else None
+    critic = own.mini if own else 0
+    ranks = [share for role, share in shares.items() if role == "actor" or not own]
+    critic_ranks = [shares.get("critic", 1)] if own else []
+    most = max([1, *(layout.data_ranks for layout in request.layouts.values())])
+    limit = request.prompts or max(q, most) * 1024
+
+    unit, critic_unit = mini_batch_unit(ranks, n), mini_batch_unit(critic_ranks, n)
+    critics = [critic, *nearest(critic, _fitting(q, critic_unit))] if own else [0]
+    for other in [mini, *nearest(mini, _fitting(q, unit))]:
+        for other_critic in critics:
+            yield q, n, other, other_critic
+    sampling = request.layouts["rollout"].data_ranks if "rollout" in request.layouts else 1
+    samples = max(2 if request.filter else 1, -(-sampling // min(request.prompts_per_call, limit)))
+    step = math.lcm(mini_batch_unit(ranks, mini), mini_batch_unit(critic_ranks, critic or 1))
+    for other in (n, max(n, samples, -(-most // q))):
+        for several in multiples(other, step):
+            yield q, several, mini, critic
+
+    steps = (min(q, limit), max(q, -(-most // n)))
+    for other in [mini, *multiples(mini, unit)]:
+        for other_critic in [critic, *multiples(critic, critic_unit), other] if own else [0]:
+            for near in steps:
+                for prompts in multiples(near, math.lcm(other, other_critic or 1)):
+                    yield prompts, n, other, other_critic
+    for near in steps:
+        for prompts in multiples(near, mini_batch_unit([*ranks, *critic_ranks], n)):
+            yield prompts, n, prompts, prompts
+    whole = mini_batch_unit([*ranks, *critic_ranks], steps[0])
+    for other in (max(n, samples), max(n, -(-most // steps[0]))):
+        for several in multiples(other, whole):
+            yield steps[0], several, steps[0], steps[0]
+
+
+def _overrides(request: Request, q: int, n: int, mini: int, critic: int) -> Values:
+    """What must be said so that a step has these numbers: the keys that differ, and the handles that would
+    contradict; `critic` counts where the critic's mini-batches are its own."""
+    numbers, rounds = request.numbers, request.asynchronous
+    wanted = {
+        name: value for name, value in (("Q", q), ("n", n), ("M", mini)) if value != numbers.values[name]
+    }
+    values = Values({KEYS[name]: value for name, value in wanted.items() if numbers.key(name) == KEYS[name]})
+    if request.critic and request.critic.mini_key == CRITIC_MINI and critic not in (0, request.critic.mini):
+        values[CRITIC_MINI] = critic
+    handles = {"S": q * n, "G": mini * n, "K": _whole(q * request.actor.epochs, mini)}
     if numbers.data_ranks and "m" in numbers.values and numbers.key("m") == KEYS["m"]:
-        steps, rest = divmod(target.mini * target.n, numbers.data_ranks * numbers.values["m"])
-        found[HANDLES["a"]] = steps if rest == 0 and steps else None
-    return found
+        handles["a"] = _whole(mini * n, numbers.data_ranks * numbers.values["m"])
+    for name, value in handles.items():
+        if numbers.handles.get(HANDLES[name], value) != value:
+            values[HANDLES[name]] = value
+    if rounds and q % mini == 0 and rounds.rounds * rounds.batches != q // mini:
+        batches = _whole(q // mini, rounds.rounds)
+        values |= {KEYS["R"]: batches} if batches else {KEYS["P"]: 1, KEYS["R"]: q // mini}
+    return values
 
 
-def _rounds(request: Request, target: Target) -> Values:
-    """Asynchronous rounds that fill the step."""
-    if not request.asynchronous or target.q % target.mini:
-        return {}
-    batches, rounds = target.q // target.mini, request.asynchronous.rounds
-    if rounds * request.asynchronous.batches == batches:
-        return {}
-    if batches % rounds == 0:
-        return {KEYS["R"]: batches // rounds}
-    return {KEYS["P"]: 1, KEYS["R"]: batches}
-
-
-class _Near:
-    """Targets near a request."""
-
-    def __init__(self, request: Request):
-        self.q, self.n = request.q, request.n
-        roles = {role.name: role for role in request.roles}
-        self.mini = roles["actor"].mini
-        own_critic = "critic" in roles and roles["critic"].mini_key == CRITIC_MINI
-        self.critic = roles["critic"].mini if own_critic else 0
-        shared = [role for name, role in roles.items() if name == "actor" or not own_critic]
-        self.ranks = [role.ranks for role in shared if role.ranks]
-        self.critic_ranks = [roles["critic"].ranks or 1] if own_critic else []
-        self.most = [layout.data_ranks for layout in request.layouts.values()]
-        self.limit = request.prompts or max(self.q, *self.most, 1) * 1024
-        calls = min(request.prompts_per_call, self.limit)
-        sampling = [layout.data_ranks for role, layout in request.layouts.items() if role == "rollout"]
-        self.samples = max(2 if request.filter else 1, *(-(-ranks // calls) for ranks in sampling), 1)
-
-    def targets(self) -> Iterator[Target]:
-        """Small changes first, then those that always lead to a legal step."""
-        yield from self._other_mini_batches()
-        yield from self._other_steps()
-        yield from self._other_samples()
-        yield from self._pairs()
-        yield from self._one_mini_batch()
-
-    def _other_mini_batches(self) -> Iterator[Target]:
-        minis = [self.mini, *nearest(self.mini, _fitting(self.q, mini_batch_unit(self.ranks, self.n)))]
-        critics = [self.critic]
-        if self.critic:
-            critics += nearest(self.critic, _fitting(self.q, mini_batch_unit(self.critic_ranks, self.n)))
-        for mini in minis:
-            for critic in critics:
-                yield Target(self.q, self.n, mini, critic)
-
-    def _other_steps(self) -> Iterator[Target]:
-        whole = math.lcm(self.mini, self.critic or 1)
-        least = -(-max(self.most, default=1) // self.n)
-        for q in (*multiples(min(self.q, self.limit), whole), *multiples(max(self.q, least), whole)):
-            yield Target(q, self.n, self.mini, self.critic)
-
-    def _other_samples(self) -> Iterator[Target]:
-        units = [ranks // math.gcd(ranks, self.mini) for ranks in self.ranks]
-        units += [ranks // math.gcd(ranks, self.critic) for ranks in self.critic_ranks]
-        least = max(self.samples, -(-max(self.most, default=1) // self.q))
-        for n in (*multiples(self.n, math.lcm(*units)), *multiples(max(self.n, least), math.lcm(*units))):
-            yield Target(self.q, n, self.mini, self.critic)
-
-    def _pairs(self) -> Iterator[Target]:
-        for mini in multiples(self.mini, mini_batch_unit(self.ranks, self.n)):
-            critics = (
-                multiples(self.critic, mini_batch_unit(self.critic_ranks, self.n)) if self.critic else [0]
-            )
-            for critic in (*critics, *([mini] if self.critic else [])):
-                for q in multiples(min(self.q, self.limit), math.lcm(mini, critic or 1)):
-                    yield Target(q, self.n, mini, critic)
-
-    def _one_mini_batch(self) -> Iterator[Target]:
-        all_ranks = [*self.ranks, *self.critic_ranks]
-        least = -(-max(self.most, default=1) // self.n)
-        for asked in dict.fromkeys((min(self.q, self.limit), max(self.q, least))):
-            for q in multiples(asked, mini_batch_unit(all_ranks, self.n)):
-                yield Target(q, self.n, q, q if self.critic else 0)
-        q = min(self.q, self.limit)
-        unit = mini_batch_unit(all_ranks, q)
-        for n in (
-            *multiples(max(self.n, self.samples), unit),
-            -(-max(self.n, -(-max(self.most, default=1) // q)) // unit) * unit,
-        ):
-            yield Target(q, n, q, q if self.critic else 0)
+def _whole(number: int, by: int) -> int | None:
+    """The quotient; null where it is no positive whole number, so that a handle is dropped."""
+    return number // by or None if number % by == 0 else None
 
 
 def mini_batch_unit(ranks: Sequence[int], n: int) -> int:

@@ -1,8 +1,8 @@
 """What the configuration asks of machines and devices: pools, the devices of each role, how each divides its
 model.
 
-In: settings, and how many devices a machine has where nobody says. Out: one `Topology`. The only reader of
-these keys. Left out on purpose: whether it adds up (`batch_plan/device_rules.py`).
+In: settings, and how many devices a machine has where none of them says so. Out: one `Topology`. The only
+reader of these keys. Left out on purpose: whether it adds up (`batch_plan/device_rules.py`).
 """
 
 from __future__ import annotations
@@ -16,22 +16,20 @@ from hydraflow.batch_plan.roles import needs_critic, own_reference
 from hydraflow.batch_plan.settings import Settings
 from hydraflow.engine.config import FSDPConfig, MegatronConfig
 from hydraflow.schema import PPOConfig
+from hydraflow.workers.config import ActorConfig, CriticConfig, RefConfig
 
-ACTOR, CRITIC, REF, ROLLOUT = (
-    "actor_rollout_ref.actor",
-    "critic",
-    "actor_rollout_ref.ref",
-    "actor_rollout_ref.rollout",
-)
+ACTOR, CRITIC = "actor_rollout_ref.actor", "critic"
+REF, ROLLOUT = "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 REWARD = "reward.reward_model"
 SECTIONS = {"actor": ACTOR, "critic": CRITIC, "ref": REF, "rollout": ROLLOUT, "reward_model": REWARD}
+TRAINED = ("actor", "critic", "ref")
 NODES, PER_NODE = "trainer.nnodes", "trainer.n_gpus_per_node"
 CLUSTER_NODES, CLUSTER_PER_NODE = "cluster.nodes", "cluster.devices_per_node"
 
 
 @dataclass(frozen=True)
 class Degree:
-    """One of the sizes by which a role divides its work, and the key that it stands under."""
+    """One of the sizes by which a role divides its work, and its key."""
 
     value: int
     key: str
@@ -100,32 +98,25 @@ class Topology:
 def read_topology(settings: Settings[PPOConfig], devices_per_node: int) -> Topology:
     """What is asked for; `devices_per_node` counts where neither `cluster` nor `trainer` says how many
     devices a machine has."""
-    reader = _Reader(settings, devices_per_node)
-    pools = reader.pools()
-    roles = {role: reader.role(role, {pool.name: pool for pool in pools}) for role in reader.names()}
+    cluster, reader = settings.config.cluster, _Reader(settings)
+    nodes_key, per_node_key, pools = reader.pools(devices_per_node)
     return Topology(
-        cluster=Cluster(tuple(pools)),
-        roles=roles,
-        nodes_key=reader.nodes_key,
-        per_node_key=reader.per_node_key,
-        asked_nodes=reader.cluster_nodes,
-        asked_per_node=reader.cluster_per_node,
-        layers_fixed=frozenset(role for role in roles if reader.says_layers(role)),
-        twofold=tuple(role for role in roles if reader.is_twofold(role)),
+        cluster=Cluster(tuple(pools.values())),
+        roles={role: reader.role(role, pools) for role in reader.names()},
+        nodes_key=nodes_key,
+        per_node_key=per_node_key,
+        asked_nodes=cluster.nodes,
+        asked_per_node=cluster.devices_per_node,
+        layers_fixed=frozenset(role for role in reader.names() if reader.says_layers(role)),
+        twofold=tuple(role for role in reader.names() if reader.is_twofold(role)),
     )
 
 
 class _Reader:
-    def __init__(self, settings: Settings[PPOConfig], devices_per_node: int):
+    def __init__(self, settings: Settings[PPOConfig]):
         self.settings = settings
         self.config: PPOConfig = settings.config
         self.policy = self.config.actor_rollout_ref
-        cluster, trainer = self.config.cluster, self.config.trainer
-        self.cluster_nodes, self.cluster_per_node = cluster.nodes, cluster.devices_per_node
-        self.nodes_key, self.per_node_key = NODES, PER_NODE
-        self.per_node = self._yielding(trainer.n_gpus_per_node, PER_NODE) or devices_per_node
-        if self.cluster_per_node is not None and self._yields(PER_NODE, CLUSTER_PER_NODE):
-            self.per_node_key = CLUSTER_PER_NODE
 
     def names(self) -> list[str]:
         """The roles that run and hold a model."""
@@ -140,45 +131,34 @@ class _Reader:
 
     # --- machines
 
-    def pools(self) -> list[Pool]:
-        """The trainer's machines, and those of roles that have their own."""
+    def pools(self, devices_per_node: int) -> tuple[str, str, dict[str, Pool]]:
+        """The keys that decide the trainer's machines and the devices on each; the trainer's machines, and
+        those of roles that have their own."""
         rollout, reward = self.policy.rollout, self.config.reward.reward_model
-        asked = []
+        cluster, trainer = self.config.cluster, self.config.trainer
+        others = {}
         if rollout.nnodes > 0 and rollout.device_mapping is None:
-            asked.append(
-                (
-                    "rollout",
-                    rollout.nnodes,
-                    self._yielding(rollout.n_gpus_per_node, f"{ROLLOUT}.n_gpus_per_node"),
-                )
-            )
+            others["rollout"] = (rollout.nnodes, rollout.n_gpus_per_node)
         if reward.enable and reward.enable_resource_pool and reward.device_mapping is None:
-            asked.append(
-                (
-                    "reward_model",
-                    reward.nnodes,
-                    self._yielding(reward.n_gpus_per_node, f"{REWARD}.n_gpus_per_node"),
-                )
-            )
-        nodes = self._trainer_nodes(sum(count for _, count, _ in asked))
-        pools = [Pool("trainer", nodes, self.per_node, 0)]
-        for name, count, per_node in asked:
-            assert per_node is not None
-            pools.append(Pool(name, count, per_node, pools[-1].devices.stop))
-        return pools
+            others["reward_model"] = (reward.nnodes, reward.n_gpus_per_node)
+        nodes, nodes_key, per_node_key = trainer.nnodes, NODES, PER_NODE
+        if cluster.nodes is not None and self._yields(NODES, CLUSTER_NODES):
+            nodes = max(1, cluster.nodes - sum(count for count, _ in others.values()))
+            nodes_key = CLUSTER_NODES
+        if cluster.devices_per_node is not None and self._yields(PER_NODE, CLUSTER_PER_NODE):
+            per_node_key = CLUSTER_PER_NODE
+        per_node = self._per_node(trainer.n_gpus_per_node, PER_NODE) or devices_per_node
+        pools = {"trainer": Pool("trainer", nodes, per_node, 0)}
+        for name, (count, devices) in others.items():
+            own = self._per_node(devices, f"{SECTIONS[name]}.n_gpus_per_node")
+            assert own is not None
+            pools[name] = Pool(name, count, own, [*pools.values()][-1].devices.stop)
+        return nodes_key, per_node_key, pools
 
-    def _trainer_nodes(self, others: int) -> int:
-        asked = self.config.trainer.nnodes
-        if self.cluster_nodes is None or not self._yields(NODES, CLUSTER_NODES):
-            return asked
-        self.nodes_key = CLUSTER_NODES
-        return max(1, self.cluster_nodes - others)
-
-    def _yielding(self, per_node: int | None, key: str) -> int | None:
+    def _per_node(self, per_node: int | None, key: str) -> int | None:
         """A number of devices per machine; where it was not given, that of the cluster."""
-        if self.cluster_per_node is not None and (per_node is None or self._yields(key, CLUSTER_PER_NODE)):
-            return self.cluster_per_node
-        return per_node
+        cluster = self.config.cluster.devices_per_node
+        return cluster if cluster and (per_node is None or self._yields(key, CLUSTER_PER_NODE)) else per_node
 
     def _yields(self, key: str, to: str) -> bool:
         return self.settings.strength(key) < self.settings.strength(to)
@@ -218,14 +198,22 @@ class _Reader:
         return own.get(role, False) and self._mapping(role) is not None
 
     def _mapping(self, role: str) -> object:
-        mappings = {
-            "actor": self.policy.actor.device_mapping,
-            "critic": self.config.critic.device_mapping,
-            "ref": self.policy.ref.device_mapping,
-            "rollout": self.policy.rollout.device_mapping,
-            "reward_model": self.config.reward.reward_model.device_mapping,
-        }
-        return mappings[role]
+        if role in TRAINED:
+            return self._section(role).device_mapping
+        rollout = role == "rollout"
+        return (
+            self.policy.rollout.device_mapping if rollout else self.config.reward.reward_model.device_mapping
+        )
+
+    def _section(self, role: str) -> ActorConfig | CriticConfig | RefConfig:
+        """The configuration of a role with a training engine."""
+        return (
+            self.config.critic
+            if role == "critic"
+            else self.policy.ref
+            if role == "ref"
+            else self.policy.actor
+        )
 
     def _engine(self, role: str) -> str:
         if role == "rollout":
@@ -234,56 +222,38 @@ class _Reader:
         return "megatron" if strategy == "megatron" and role != "reward_model" else "fsdp2"
 
     def _degrees(self, role: str) -> dict[str, Degree]:
+        rollout, reward = self.policy.rollout, self.config.reward.reward_model
         if role == "rollout":
-            rollout = self.policy.rollout
-            return {
-                "tensor": Degree(rollout.tensor_model_parallel_size, f"{ROLLOUT}.tensor_model_parallel_size"),
-                "pipeline": Degree(
-                    rollout.pipeline_model_parallel_size, f"{ROLLOUT}.pipeline_model_parallel_size"
-                ),
-                "replica_data": Degree(rollout.data_parallel_size, f"{ROLLOUT}.data_parallel_size"),
+            sizes = {
+                "tensor": ("tensor_model_parallel_size", rollout.tensor_model_parallel_size),
+                "pipeline": ("pipeline_model_parallel_size", rollout.pipeline_model_parallel_size),
+                "replica_data": ("data_parallel_size", rollout.data_parallel_size),
             }
+            return {name: Degree(size, f"{ROLLOUT}.{key}") for name, (key, size) in sizes.items()}
         if role == "reward_model":
-            size = self.config.reward.reward_model.tensor_model_parallel_size
-            return {"tensor": Degree(size, f"{REWARD}.tensor_model_parallel_size")}
-        own = self.trained_degrees(role)
+            key = f"{REWARD}.tensor_model_parallel_size"
+            return {"tensor": Degree(reward.tensor_model_parallel_size, key)}
+        own, leader = self.trained_degrees(role), self.trained_degrees("actor")
         if role != "ref":
             return own
-        leader = self.trained_degrees("actor")
-        return {
-            name: self._following(degree, leader[name]) if name != "shard" else degree
-            for name, degree in own.items()
+        # the reference divides its model as the actor does, where nothing else is said
+        follows = {
+            name for name, one in own.items() if name != "shard" and not self.settings.strength(one.key)
         }
-
-    def _following(self, own: Degree, leader: Degree) -> Degree:
-        """The reference divides its model as the actor does, where nothing else is said."""
-        return own if self.settings.strength(own.key) else leader
+        return {name: leader[name] if name in follows else one for name, one in own.items()}
 
     def trained_degrees(self, role: str) -> dict[str, Degree]:
         """The sizes of a role with a training engine, as its own section says."""
-        section = (
-            self.config.critic
-            if role == "critic"
-            else self.policy.ref
-            if role == "ref"
-            else self.policy.actor
-        )
+        section = self._section(role)
         if self._engine(role) == "megatron":
             return megatron_degrees(section.megatron, f"{SECTIONS[role]}.megatron")
         return fsdp_degrees(section.fsdp_config, f"{SECTIONS[role]}.fsdp_config")
 
     def says_layers(self, role: str) -> bool:
-        """Whether Megatron is told which layers each pipeline stage has."""
-        if role not in ("actor", "critic", "ref") or self._engine(role) != "megatron":
+        """Whether Megatron is given the layers of each pipeline stage."""
+        if role not in TRAINED or self._engine(role) != "megatron":
             return False
-        section = (
-            self.config.critic
-            if role == "critic"
-            else self.policy.ref
-            if role == "ref"
-            else self.policy.actor
-        )
-        return any("pipeline" in key for key in section.megatron.override_transformer_config)
+        return any("pipeline" in key for key in self._section(role).megatron.override_transformer_config)
 
 
 def fsdp_degrees(fsdp: FSDPConfig, prefix: str) -> dict[str, Degree]:
@@ -297,20 +267,21 @@ def fsdp_degrees(fsdp: FSDPConfig, prefix: str) -> dict[str, Degree]:
 def megatron_degrees(megatron: MegatronConfig, prefix: str) -> dict[str, Degree]:
     """The sizes that Megatron-Core knows; experts are divided like the rest of a layer where nothing else is
     said."""
-    tensor = Degree(megatron.tensor_model_parallel_size, f"{prefix}.tensor_model_parallel_size")
-    own_tensor, chunks = megatron.expert_tensor_parallel_size, megatron.virtual_pipeline_model_parallel_size
-    return {
-        "tensor": tensor,
-        "pipeline": Degree(megatron.pipeline_model_parallel_size, f"{prefix}.pipeline_model_parallel_size"),
-        "virtual_pipeline": Degree(
-            1 if chunks is None else chunks, f"{prefix}.virtual_pipeline_model_parallel_size"
-        ),
-        "context": Degree(megatron.context_parallel_size, f"{prefix}.context_parallel_size"),
-        "expert": Degree(megatron.expert_model_parallel_size, f"{prefix}.expert_model_parallel_size"),
-        "expert_tensor": tensor
-        if own_tensor is None
-        else Degree(own_tensor, f"{prefix}.expert_tensor_parallel_size"),
+    sizes = {
+        "tensor": ("tensor_model", megatron.tensor_model_parallel_size),
+        "pipeline": ("pipeline_model", megatron.pipeline_model_parallel_size),
+        "virtual_pipeline": ("virtual_pipeline_model", megatron.virtual_pipeline_model_parallel_size),
+        "context": ("context", megatron.context_parallel_size),
+        "expert": ("expert_model", megatron.expert_model_parallel_size),
+        "expert_tensor": ("expert_tensor", megatron.expert_tensor_parallel_size),
     }
+    found = {
+        name: Degree(1 if size is None else size, f"{prefix}.{key}_parallel_size")
+        for name, (key, size) in sizes.items()
+    }
+    if megatron.expert_tensor_parallel_size is None:
+        found["expert_tensor"] = found["tensor"]
+    return found
 
 
 def sizes(config: PPOConfig) -> list[tuple[str, int | None]]:
@@ -341,9 +312,8 @@ def sizes(config: PPOConfig) -> list[tuple[str, int | None]]:
             (f"{REWARD}.nnodes", reward.nnodes),
             (f"{REWARD}.n_gpus_per_node", reward.n_gpus_per_node),
         ]
-    reader = _Reader(Settings(config, PPOConfig()), 1)
-    trained = [role for role in reader.names() if role in ("actor", "critic", "ref")]
-    for role in trained:
-        degrees = reader.trained_degrees(role)
+    reader = _Reader(Settings(config, PPOConfig()))
+    for role in reader.names():
+        degrees = reader.trained_degrees(role) if role in TRAINED else {}
         found += [(degree.key, degree.value) for name, degree in degrees.items() if name != "shard"]
     return found

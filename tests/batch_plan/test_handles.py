@@ -118,3 +118,38 @@ def test_rounds_that_were_not_given_fill_the_step():
     config.async_training.require_batches = 3
     problem = broken(config)["async_training.require_batches"]
     assert "async_training.require_batches=2" in problem.remedy
+
+
+def test_accumulation_beside_dynamic_micro_batches_hides_and_adds_nothing():
+    """The rest is judged as if it were not given: no default mini-batch of 256 is held against 64 prompts,
+    and a contradiction of other handles is reported too."""
+    values = dict(
+        batch__gradient_accumulation_steps=4, actor__use_dynamic_bsz=True, data__train_batch_size=64
+    )
+    assert set(broken(given(**values))) == {"batch.gradient_accumulation_steps"}
+    problems = broken(given(batch__trajectories_per_step=500, rollout__n=8, **values))
+    assert set(problems) == {"batch.gradient_accumulation_steps", "batch.trajectories_per_step"}
+
+
+def test_a_step_too_small_for_its_micro_batches_grows():
+    """3 prompts in one mini-batch on 2 ranks with micro-batches of 4: 8 is the nearest step that comes out
+    even."""
+    values = dict(data__train_batch_size=3, batch__optimizer_steps_per_step=1)
+    problems = broken(given(actor__ppo_micro_batch_size_per_gpu=4, **values))
+    assert all("data.train_batch_size=8" in problem.remedy.split(" or ")[0] for problem in problems.values())
+
+
+def test_a_step_that_no_mini_batch_fits_is_reported_instead_of_the_critics_micro_batch():
+    """6 rows are the fewest that the critic's 2 ranks cut into micro-batches of 3, and 4 is no multiple."""
+    config = configured(data__train_batch_size=4, critic__enable=True, critic__ppo_micro_batch_size_per_gpu=3)
+    problems = broken(config)
+    assert list(problems) == ["data.train_batch_size"]
+    assert problems["data.train_batch_size"].remedy.startswith("data.train_batch_size=6")
+
+
+def test_a_contradiction_names_the_responses_that_are_part_of_its_reason():
+    # 12 prompts in 3 mini-batches are 4·7 = 28 rows each; the critic's 2 ranks need a multiple of 3·2
+    values = dict(data__train_batch_size=12, batch__optimizer_steps_per_step=3, rollout__n=7)
+    config = configured(critic__enable=True, critic__ppo_micro_batch_size_per_gpu=3, **values)
+    problem = broken(config, origins={f"{ROLLOUT}.n": "default"})["batch.optimizer_steps_per_step"]
+    assert "4·7 = 28" in problem.rule and f"{ROLLOUT}.n=7" in problem.rule
