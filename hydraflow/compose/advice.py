@@ -12,14 +12,13 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from hydraflow.algorithms.config import ESTIMATORS
 from hydraflow.batch_plan.roles import needs_critic
 from hydraflow.device import CPU_PROCESSES, listed_gpus, usable_cores
 from hydraflow.engine.config import OptimConfig
 from hydraflow.models.config import ModelConfig
 from hydraflow.schema import PPOConfig, SFTConfig
 
-COMPARING = ("grpo", "rloo")
-"""Estimators that compare the responses to one prompt."""
 POLICY = "actor_rollout_ref"
 
 
@@ -37,7 +36,8 @@ def advice(config: object, *, planning: bool) -> Iterator[str]:
 
 def _single_responses(config: PPOConfig) -> Iterator[str]:
     estimator, n = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
-    if estimator in COMPARING and n == 1 and config.batch.trajectories_per_step is None:
+    compares = estimator in ESTIMATORS and ESTIMATORS[estimator].groups
+    if compares and n == 1 and config.batch.trajectories_per_step is None:
         yield (
             f"{POLICY}.rollout.n=1: {estimator} compares the responses to a prompt, and with a single one its"
             f" advantage is its score, without a baseline; usual are {POLICY}.rollout.n=4 to 16"

@@ -128,8 +128,7 @@ def register(entry: Entry[Any], folders: Sequence[Path] = ()) -> None:
     `folders` have files of the user's, which may name verl's.
     """
     ConfigStore.instance().store(f"schema_{entry.config_name}", asdict(entry.schema()))
-    if folders and entry.schema is PPOConfig:
-        verl_trees.register(folders)
+    verl_trees.register(folders if entry.schema is PPOConfig else ())
 
 
 def finish(

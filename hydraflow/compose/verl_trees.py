@@ -19,6 +19,10 @@ from hydraflow.compose.verl_table import read
 _SECTIONS = {"actor": "actor_rollout_ref.actor", "ref": "actor_rollout_ref.ref", "critic": "critic"}
 
 
+_registered: set[str] = set()
+"""Groups and files at the top of Hydra's store that stand in for verl's."""
+
+
 @cache
 def _trees() -> Mapping[str, Any]:
     content: Mapping[str, Any] = read("trees")
@@ -40,10 +44,17 @@ def primary_names() -> list[str]:
 
 
 def register(folders: Sequence[Path]) -> None:
-    """Puts a stand-in for each of verl's files that is not in `folders` into Hydra's store.
+    """Puts a stand-in for each of verl's files that is not in `folders` into Hydra's store, and takes those of an
+    earlier command of this process out. No folders: none.
 
     Hydra would take one beside a file of the same name for that file's schema.
     """
+    store = ConfigStore.instance()
+    for group in _registered:
+        store.repo.pop(group, None)
+    _registered.clear()
+    if not folders:
+        return
     trees = _trees()
     plain = ["schema_ppo", {"recipe": "none"}, *trees["defaults"], "_self_"]
     megatron = ["ppo_trainer", {"override model_engine": "megatron"}, "_self_"]
@@ -53,7 +64,8 @@ def register(folders: Sequence[Path]) -> None:
         if any((folder / f"{path}.yaml").is_file() for folder in folders):
             continue
         package = "_global_" if group in ("", "model_engine") else None
-        ConfigStore.instance().store(name, dict(content), group=group or None, package=package)
+        store.store(name, dict(content), group=group or None, package=package)
+        _registered.add(group.partition("/")[0] if group else f"{name}.yaml")
 
 
 def keys_of(path: str, package: str) -> list[str]:

@@ -277,7 +277,9 @@ def test_a_hundred_thousand_devices_and_ten_million_prompts_are_planned_at_once(
 READERS = {
     f"hydraflow/batch_plan/{name}.py" for name in ("request", "handles", "topology", "sft", "generate")
 }
-JUDGES = {"hydraflow/compose/runnable.py", "hydraflow/compose/rules.py", "hydraflow/compose/effects.py"}
+JUDGES = {"hydraflow/compose/runnable.py", "hydraflow/compose/rules.py", "hydraflow/compose/effects.py"} | {
+    "hydraflow/compose/advice.py"
+}
 """They only look whether a value is legal, can be run yet, or has an effect."""
 SIZE_ENDINGS = (
     "batch_size",
