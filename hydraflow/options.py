@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+from hydraflow.errors import shown
 from hydraflow.system.durations import seconds_of
 
 _KEY = "option"
@@ -96,6 +97,8 @@ class Option:
     """Whether a run resumes only with the same value; None: as its section, and at the top level yes."""
     in_plan: bool = False
     """Its effect on training is read off the batch plan, in which several keys can say the same."""
+    size: bool = False
+    """A number of the batch plan that counts something: at least 1."""
     follows: str = ""
     """The key of the same section whose value null stands for."""
 
@@ -115,6 +118,7 @@ def option(
     planned: Planned | None = None,
     shapes_training: bool | None = None,
     in_plan: bool = False,
+    size: bool = False,
     follows: str = "",
 ) -> Any:
     """A dataclass field with the facts of its key.
@@ -124,6 +128,8 @@ def option(
     """
     if choices:
         rule = one_of(*choices)
+    elif size:
+        rule = AT_LEAST_ONE
     elif rule is None and (ge, gt, le, lt) != (None, None, None, None):
         rule = limits(ge=ge, gt=gt, le=le, lt=lt)
     facts = Option(
@@ -133,6 +139,7 @@ def option(
         planned=(planned,) if planned else _planned_choices(choices) if isinstance(choices, Mapping) else (),
         shapes_training=shapes_training,
         in_plan=in_plan,
+        size=size,
         follows=follows,
     )
     if factory is not dataclasses.MISSING:
@@ -225,6 +232,7 @@ def _is_text_or_list(value: Any) -> bool:
     )
 
 
+AT_LEAST_ONE = limits(ge=1)
 FINITE = Rule("must be finite", math.isfinite)
 NO_LIMIT_OR_COUNT = Rule("must be -1 (no limit) or at least 1", lambda value: value == -1 or value >= 1)
 NEVER_OR_COUNT = Rule("must be -1 or at least 1", lambda value: value == -1 or value >= 1)
@@ -306,3 +314,28 @@ def _planned_choices(table: Mapping[str, Named]) -> tuple[Planned, ...]:
         for name, named in table.items()
         if named.planned
     )
+
+
+def why_idle(section: Any, key: str) -> tuple[str, str] | None:
+    """Why a key has no effect, and the remedy, as the options on the way to it say."""
+    path, rest = "", key
+    while is_dataclass(section):
+        name, _, rest = rest.partition(".")
+        options = {field.name: option_of(field) for field in fields(section)}
+        if name not in options:
+            return None
+        for found in (
+            *_switched_off(section, options, name),
+            *(idle(section, name) for idle in options[name].idle),
+        ):
+            if found is not None:
+                return found[0].replace("{s}", path), found[1].replace("{s}", path)
+        section, path = getattr(section, name), f"{path}.{name}".lstrip(".")
+    return None
+
+
+def _switched_off(section: Any, options: dict[str, Option], name: str) -> Iterator[tuple[str, str]]:
+    for switch, option in options.items():
+        if option.switch and switch != name and getattr(section, switch) == option.switch.off:
+            why = option.switch.why or f"{{s}}.{switch}={shown(option.switch.off)}"
+            yield why, option.switch.remedy

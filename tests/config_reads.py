@@ -24,11 +24,6 @@ TREES = {module_name(path): tree_of(path) for path in FILES}
 SAME_TYPE = {"replace", "deepcopy", "copy"}
 """Calls that give what they are given."""
 LOOKERS = ("hydraflow.compose.rules.", "hydraflow.compose.effects.")
-JUDGES = {
-    "hydraflow.batch_plan.request.sizes",
-    "hydraflow.batch_plan.topology.sizes",
-    "hydraflow.batch_plan.sft._sizes",
-}
 """What only looks whether a value is legal, or has an effect: such a read makes nothing of the option."""
 
 
@@ -242,7 +237,7 @@ def reads_below(root: str) -> set[tuple[str, str]]:
 @cache
 def reads_in(key: str) -> set[tuple[str, str]]:
     """The reads in one definition."""
-    if key.startswith(LOOKERS) or key in JUDGES:
+    if key.startswith(LOOKERS):
         return set()
     found: set[tuple[str, str]] = set()
     node = definition(key)

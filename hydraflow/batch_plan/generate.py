@@ -63,7 +63,7 @@ def resolve_generate_plan(
     settings = Settings(config, GenerateConfig(), origins or {})
 
     def judge(values: Mapping[str, object]) -> list[Violation]:
-        return no_sizes(_sizes(settings.changed(values).config), lambda key: value_at(settings.defaults, key))
+        return no_sizes(settings.changed(values))
 
     if judge({}):
         raise ConfigError(problems(judge, lambda key: value_at(config, key)))
@@ -81,17 +81,6 @@ def resolve_generate_plan(
         layouts={"rollout": layout},
         quantities=tuple(_quantities(settings, prompts, replicas, per_call)),
     )
-
-
-def _sizes(config: GenerateConfig) -> list[tuple[str, int | None]]:
-    return [
-        ("rollout.n", config.rollout.n),
-        ("rollout.max_num_seqs", config.rollout.max_num_seqs),
-        ("data.max_prompt_length", config.data.max_prompt_length),
-        ("data.max_response_length", config.data.max_response_length),
-        ("trainer.nnodes", config.trainer.nnodes),
-        ("trainer.n_gpus_per_node", config.trainer.n_gpus_per_node),
-    ]
 
 
 def _quantities(

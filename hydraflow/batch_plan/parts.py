@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from hydraflow.batch_plan.repair import BUDGET, MICRO, SCHEDULE, SIZES, Cure, Violation
+from hydraflow.batch_plan.settings import Settings, value_at
 from hydraflow.engine.config import OptimConfig
+from hydraflow.options import walk, why_idle
 
 DERIVED = "derived"
 
@@ -310,16 +313,17 @@ def multiples(value: int, unit: int) -> list[int]:
     return [unit * k for k in dict.fromkeys((value // unit, -(-value // unit))) if k]
 
 
-def no_sizes(numbers: Iterable[tuple[str, int | None]], default: Callable[[str], object]) -> list[Violation]:
-    """Sizes that were given and count less than one, or more than `MOST`; null means a number to be
+def no_sizes(settings: Settings[Any]) -> list[Violation]:
+    """Sizes that have an effect and count less than one, or more than `MOST`; null is a number to be
     derived."""
     found = []
-    for key, value in numbers:
-        if value is not None and not 1 <= value <= MOST:
-            text, least = ("must be at least 1", 1) if value < 1 else (f"must be at most {MOST}", MOST)
-            found.append(
-                Violation(f"size:{key}", SIZES, key, value, text, [{key: least}, {key: default(key)}])
-            )
+    for leaf in walk(settings.config):
+        value = leaf.value
+        if not leaf.option.size or value is None or 1 <= value <= MOST or why_idle(settings.config, leaf.key):
+            continue
+        text, least = ("must be at least 1", 1) if value < 1 else (f"must be at most {MOST}", MOST)
+        cures = [{leaf.key: least}, {leaf.key: value_at(settings.defaults, leaf.key)}]
+        found.append(Violation(f"size:{leaf.key}", SIZES, leaf.key, value, text, cures))
     return found
 
 

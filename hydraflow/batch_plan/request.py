@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from hydraflow.batch_plan.handles import EPOCHS, KEYS, Numbers, settle
+from hydraflow.batch_plan.handles import KEYS, Numbers, settle
 from hydraflow.batch_plan.layout import Layout
 from hydraflow.batch_plan.parts import MicroRequest, RoleRequest
 from hydraflow.batch_plan.repair import Violation
@@ -114,54 +114,6 @@ class Request:
     def total_steps(self) -> int:
         """Training steps of the run; 0: not known."""
         return self.asked_steps or self.steps_per_epoch * self.epochs
-
-
-def sizes(config: PPOConfig) -> list[tuple[str, int | None]]:
-    """Every size that must count at least one, where it is given."""
-    policy, critic, reward, batch = (
-        config.actor_rollout_ref,
-        config.critic,
-        config.reward.reward_model,
-        config.batch,
-    )
-    actor, rollout, ref, training = policy.actor, policy.rollout, policy.ref, config.async_training
-    return [
-        (TRAIN_BATCH, config.data.train_batch_size),
-        ("data.gen_batch_size", config.data.gen_batch_size),
-        ("data.val_batch_size", config.data.val_batch_size),
-        ("data.max_prompt_length", config.data.max_prompt_length),
-        ("data.max_response_length", config.data.max_response_length),
-        (SAMPLES, rollout.n),
-        (f"{ROLLOUT}.val_kwargs.n", rollout.val_kwargs.n),
-        (f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", rollout.log_prob_micro_batch_size_per_gpu),
-        (f"{ROLLOUT}.log_prob_max_token_len_per_gpu", rollout.log_prob_max_token_len_per_gpu),
-        (f"{ROLLOUT}.max_num_seqs", rollout.max_num_seqs),
-        (f"{ROLLOUT}.max_num_batched_tokens", rollout.max_num_batched_tokens),
-        (f"{ROLLOUT}.max_model_len", rollout.max_model_len),
-        (f"{ROLLOUT}.agent.num_workers", rollout.agent.num_workers),
-        (f"{REF}.log_prob_micro_batch_size_per_gpu", ref.log_prob_micro_batch_size_per_gpu),
-        (f"{REF}.log_prob_max_token_len_per_gpu", ref.log_prob_max_token_len_per_gpu),
-        (KEYS["M"], actor.ppo_mini_batch_size),
-        (KEYS["m"], actor.ppo_micro_batch_size_per_gpu),
-        (f"{ACTOR}.ppo_max_token_len_per_gpu", actor.ppo_max_token_len_per_gpu),
-        (EPOCHS, actor.ppo_epochs),
-        (CRITIC_MINI, critic.ppo_mini_batch_size),
-        ("critic.ppo_micro_batch_size_per_gpu", critic.ppo_micro_batch_size_per_gpu),
-        ("critic.ppo_max_token_len_per_gpu", critic.ppo_max_token_len_per_gpu),
-        ("critic.forward_micro_batch_size_per_gpu", critic.forward_micro_batch_size_per_gpu),
-        ("critic.forward_max_token_len_per_gpu", critic.forward_max_token_len_per_gpu),
-        ("critic.ppo_epochs", critic.ppo_epochs),
-        (f"{REWARD}.micro_batch_size_per_gpu", reward.micro_batch_size_per_gpu),
-        (f"{REWARD}.max_token_len_per_gpu", reward.max_token_len_per_gpu),
-        (KEYS["P"], training.trigger_parameter_sync_step),
-        (KEYS["R"], training.require_batches),
-        ("batch.trajectories_per_step", batch.trajectories_per_step),
-        ("batch.global_batch_trajectories", batch.global_batch_trajectories),
-        ("batch.optimizer_steps_per_step", batch.optimizer_steps_per_step),
-        ("batch.gradient_accumulation_steps", batch.gradient_accumulation_steps),
-        ("trainer.total_epochs", config.trainer.total_epochs),
-        ("trainer.total_training_steps", config.trainer.total_training_steps),
-    ]
 
 
 def read(

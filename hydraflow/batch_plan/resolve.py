@@ -31,11 +31,10 @@ from hydraflow.batch_plan.plans import AgentPlan, AsyncPlan, FilterPlan, Rollout
 from hydraflow.batch_plan.plans import BatchPlan as BatchPlan
 from hydraflow.batch_plan.quantities import quantities
 from hydraflow.batch_plan.repair import BATCH, MICRO, Cure, Violation
-from hydraflow.batch_plan.request import Request, read, sizes
+from hydraflow.batch_plan.request import Request, read
 from hydraflow.batch_plan.rules import judge_batches
 from hydraflow.batch_plan.settings import Settings, value_at
 from hydraflow.batch_plan.topology import PER_NODE, Topology, read_topology
-from hydraflow.batch_plan.topology import sizes as device_sizes
 from hydraflow.errors import ConfigError
 from hydraflow.schema import PPOConfig
 
@@ -100,8 +99,7 @@ def judge(
     shapes: Mapping[str, ShapeNumbers | None],
 ) -> Verdict:
     """What is asked for, with every rule that it breaks; `shapes` by role."""
-    config: PPOConfig = settings.config
-    small = no_sizes([*sizes(config), *device_sizes(config)], partial(value_at, settings.defaults))
+    small = no_sizes(settings)
     legal: dict[str, object] = {}
     for one in small:  # the rest is judged with a size in its place
         default = value_at(settings.defaults, one.field)

@@ -101,7 +101,7 @@ def resolve_sft_plan(
 def _judge(
     settings: Settings[SFTConfig], conversations: int | None, per_node: int, shape: ShapeNumbers | None
 ) -> tuple[_Request, list[Violation]]:
-    small = no_sizes(_sizes(settings.config), partial(value_at, settings.defaults))
+    small = no_sizes(settings)
     keys = {violation.field for violation in small}
     settings = settings.changed(dict.fromkeys(keys, 1))
     topology = _read_topology(settings.config, per_node)
@@ -121,21 +121,6 @@ def _judge(
     )
     found = [*devices.violations, *_violations(request)]
     return request, [*small, *(violation for violation in found if violation.field not in keys)]
-
-
-def _sizes(config: SFTConfig) -> list[tuple[str, int | None]]:
-    data, trainer = config.data, config.trainer
-    return [
-        (_BATCH, data.train_batch_size),
-        ("data.micro_batch_size_per_gpu", data.micro_batch_size_per_gpu),
-        ("data.max_token_len_per_gpu", data.max_token_len_per_gpu),
-        ("data.max_length", data.max_length),
-        ("fsdp_config.ulysses_sequence_parallel_size", config.fsdp_config.ulysses_sequence_parallel_size),
-        (NODES, trainer.nnodes),
-        (PER_NODE, trainer.n_gpus_per_node),
-        ("trainer.total_epochs", trainer.total_epochs),
-        ("trainer.total_training_steps", trainer.total_training_steps),
-    ]
 
 
 def _read_topology(config: SFTConfig, devices_per_node: int) -> Topology:

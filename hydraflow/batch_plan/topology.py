@@ -282,38 +282,3 @@ def megatron_degrees(megatron: MegatronConfig, prefix: str) -> dict[str, Degree]
     if megatron.expert_tensor_parallel_size is None:
         found["expert_tensor"] = found["tensor"]
     return found
-
-
-def sizes(config: PPOConfig) -> list[tuple[str, int | None]]:
-    """Every size of this file that must count at least one, where it is given and used."""
-    rollout, reward, trainer, cluster = (
-        config.actor_rollout_ref.rollout,
-        config.reward.reward_model,
-        config.trainer,
-        config.cluster,
-    )
-    found = [
-        (NODES, trainer.nnodes),
-        (PER_NODE, trainer.n_gpus_per_node),
-        (CLUSTER_NODES, cluster.nodes),
-        (CLUSTER_PER_NODE, cluster.devices_per_node),
-        (f"{ROLLOUT}.tensor_model_parallel_size", rollout.tensor_model_parallel_size),
-        (f"{ROLLOUT}.pipeline_model_parallel_size", rollout.pipeline_model_parallel_size),
-        (f"{ROLLOUT}.data_parallel_size", rollout.data_parallel_size),
-    ]
-    if rollout.nnodes > 0:
-        found += [
-            (f"{ROLLOUT}.nnodes", rollout.nnodes),
-            (f"{ROLLOUT}.n_gpus_per_node", rollout.n_gpus_per_node),
-        ]
-    if reward.enable:
-        found += [
-            (f"{REWARD}.tensor_model_parallel_size", reward.tensor_model_parallel_size),
-            (f"{REWARD}.nnodes", reward.nnodes),
-            (f"{REWARD}.n_gpus_per_node", reward.n_gpus_per_node),
-        ]
-    reader = _Reader(Settings(config, PPOConfig()))
-    for role in reader.names():
-        degrees = reader.trained_degrees(role) if role in TRAINED else {}
-        found += [(degree.key, degree.value) for name, degree in degrees.items() if name != "shard"]
-    return found

@@ -9,13 +9,13 @@ Left out on purpose: keys that are verl's alone (`verl.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from hydraflow.batch_plan.roles import needs_critic, needs_reference
 from hydraflow.compose.patterns import fits
 from hydraflow.errors import Problem, shown
-from hydraflow.options import Option, option_of
+from hydraflow.options import why_idle
 from hydraflow.schema import PPOConfig, SFTConfig
 from hydraflow.system.allocation import allocation
 
@@ -258,33 +258,8 @@ def idle_keys(config: object, given: Iterable[tuple[str, Any]], *, planning: boo
     ]
     for key, value in given:
         broken = next((rule for rule in rules if key not in _DECIDES and fits(rule.pattern, key)), None)
-        found = (broken.why, broken.remedy) if broken else _idle_beside_its_field(config, key)
+        found = (broken.why, broken.remedy) if broken else why_idle(config, key)
         if found is not None:
             why, suggestion = found
             remedy = f"leave out {key}" + (f" or {suggestion}" if suggestion else "")
             yield Problem(key, shown(value), f"has no effect: {why}", remedy)
-
-
-def _idle_beside_its_field(section: Any, key: str) -> tuple[str, str] | None:
-    """Why a key has no effect, and the remedy, as the options on the way to it say."""
-    path, rest = "", key
-    while is_dataclass(section):
-        name, _, rest = rest.partition(".")
-        options = {field.name: option_of(field) for field in fields(section)}
-        if name not in options:
-            return None
-        for found in (
-            *_switched_off(section, options, name),
-            *(idle(section, name) for idle in options[name].idle),
-        ):
-            if found is not None:
-                return found[0].replace("{s}", path), found[1].replace("{s}", path)
-        section, path = getattr(section, name), f"{path}.{name}".lstrip(".")
-    return None
-
-
-def _switched_off(section: Any, options: dict[str, Option], name: str) -> Iterator[tuple[str, str]]:
-    for switch, option in options.items():
-        if option.switch and switch != name and getattr(section, switch) == option.switch.off:
-            why = option.switch.why or f"{{s}}.{switch}={shown(option.switch.off)}"
-            yield why, option.switch.remedy

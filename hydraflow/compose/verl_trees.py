@@ -44,8 +44,8 @@ def primary_names() -> list[str]:
 
 
 def register(folders: Sequence[Path]) -> None:
-    """Puts a stand-in for each of verl's files that is not in `folders` into Hydra's store, and takes those of an
-    earlier command of this process out. No folders: none.
+    """Puts a stand-in for each of verl's files that is not in `folders` into Hydra's store, and removes those
+    of an earlier command of this process. No folders: none.
 
     Hydra would take one beside a file of the same name for that file's schema.
     """

@@ -14,9 +14,9 @@ class PromptConfig:
 
     prompt_key: str = "prompt"
     """Column with chat messages, or with a plain string (used as one user message)."""
-    max_prompt_length: int = option(512, ge=1)
+    max_prompt_length: int = option(512, size=True)
     """Maximum prompt length, in tokens after the chat template."""
-    max_response_length: int = option(512, ge=1)
+    max_response_length: int = option(512, size=True)
     """Maximum response length, in tokens."""
     filter_overlong_prompts: bool = False
     """Drop prompts longer than max_prompt_length and report how many."""
@@ -42,11 +42,11 @@ class DataConfig(PromptConfig):
     """Parquet or JSONL file of training prompts, or a list of them."""
     val_files: Any = option(None, rule=FILES, shapes_training=False)
     """Parquet or JSONL file of held-out prompts, or a list of them; null: no validation."""
-    train_batch_size: int = option(1024, in_plan=True)
+    train_batch_size: int = option(1024, size=True, in_plan=True)
     """Prompts per training step (Q of the batch plan)."""
-    gen_batch_size: int | None = None
+    gen_batch_size: int | None = option(None, size=True)
     """Prompts sampled at a time when filter_groups fills a step; null: train_batch_size."""
-    val_batch_size: int | None = option(None, shapes_training=False)
+    val_batch_size: int | None = option(None, size=True, shapes_training=False)
     """Prompts per validation call; null: all at once."""
     shuffle: bool = True
     """Shuffle the training prompts every epoch (seeded by trainer.seed)."""
@@ -80,16 +80,18 @@ class SFTDataConfig:
     """Column with the prompt (string or chat messages) of files without messages."""
     response_key: str = "response"
     """Column with the response to that prompt."""
-    train_batch_size: int = option(256, in_plan=True)
+    train_batch_size: int = option(256, size=True, in_plan=True)
     """Conversations per optimizer step, over all data ranks."""
     micro_batch_size_per_gpu: int | None = option(
         None,
+        size=True,
         shapes_training=False,
         idle=unless("use_dynamic_bsz", False, why="{s}.use_dynamic_bsz=true fills micro-batches by tokens"),
     )
     """Micro-batch size in conversations per data rank; null: from max_token_len_per_gpu."""
     max_token_len_per_gpu: int = option(
         8192,
+        size=True,
         shapes_training=False,
         idle=idle_when(
             lambda s: s.micro_batch_size_per_gpu is not None and not s.use_dynamic_bsz,
@@ -100,7 +102,7 @@ class SFTDataConfig:
     """Token budget per device of one forward pass, with use_dynamic_bsz or without a micro-batch size."""
     use_dynamic_bsz: bool = option(True, shapes_training=False)
     """Fill micro-batches by tokens (dynamic batch size) instead of by conversations."""
-    max_length: int = option(1024, ge=1)
+    max_length: int = option(1024, size=True)
     """Maximum conversation length, in tokens."""
     truncation: str = option("error", choices=("error", "left", "right"))
     """How a longer conversation is handled: error, or the side that is cut (left, right)."""

@@ -94,6 +94,7 @@ class FSDPConfig:
     replicas. -1: all data ranks."""
     ulysses_sequence_parallel_size: int = option(
         1,
+        size=True,
         shapes_training=False,
         planned=Planned(lambda value: value > 1, "share the tokens of a row among {value} devices"),
     )
@@ -104,17 +105,17 @@ class FSDPConfig:
 class MegatronConfig:
     """Megatron-Core parallelism settings."""
 
-    tensor_model_parallel_size: int = option(1, shapes_training=False)
+    tensor_model_parallel_size: int = option(1, size=True, shapes_training=False)
     """Tensor-parallel size (TP)."""
-    pipeline_model_parallel_size: int = option(1, shapes_training=False)
+    pipeline_model_parallel_size: int = option(1, size=True, shapes_training=False)
     """Pipeline-parallel size (PP): number of stages."""
-    virtual_pipeline_model_parallel_size: int | None = option(None, shapes_training=False)
+    virtual_pipeline_model_parallel_size: int | None = option(None, size=True, shapes_training=False)
     """Virtual pipeline stages per device (interleaved schedule); null: one."""
-    context_parallel_size: int = option(1, shapes_training=False)
+    context_parallel_size: int = option(1, size=True, shapes_training=False)
     """Context-parallel size (CP): devices that share the tokens of one row."""
-    expert_model_parallel_size: int = option(1, shapes_training=False)
+    expert_model_parallel_size: int = option(1, size=True, shapes_training=False)
     """Expert-parallel size (EP)."""
-    expert_tensor_parallel_size: int | None = option(None, shapes_training=False)
+    expert_tensor_parallel_size: int | None = option(None, size=True, shapes_training=False)
     """Tensor-parallel size of the experts; null: tensor_model_parallel_size."""
     sequence_parallel: bool = option(True, shapes_training=False)
     """Sequence parallelism: shard activations outside the tensor-parallel layers, too."""

@@ -49,7 +49,7 @@ VALIDATION_IS_GREEDY = unless("do_sample", why="{s}.do_sample=false takes the mo
 class ValSamplingConfig:
     """Sampling for validation."""
 
-    n: int = 1
+    n: int = option(1, size=True)
     """Responses per held-out prompt."""
     do_sample: bool = False
     """Sample; false decodes greedily."""
@@ -67,7 +67,7 @@ class SamplingConfig:
 
     name: str = option("native", choices=GENERATION_ENGINES)
     """Generation engine."""
-    n: int = option(1, ge=1, in_plan=True)
+    n: int = option(1, size=True, in_plan=True)
     """Responses per prompt."""
     temperature: float = option(1.0, rule=NOT_NEGATIVE)
     """Sampling temperature; log-probabilities in training use it, too."""
@@ -96,7 +96,7 @@ class SamplingConfig:
     """Continue to max_response_length after an end-of-sequence token."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Stop tokens besides the model's own end-of-sequence tokens."""
-    max_num_seqs: int = option(1024, ge=1, shapes_training=False)
+    max_num_seqs: int = option(1024, size=True, shapes_training=False)
     """Maximum number of sequences decoded concurrently per rollout process."""
     dtype: str = option("auto", choices=("auto", "fp32", "bf16", "fp16", "fp64"))
     """Dtype of the engine; auto: as actor.fsdp_config.dtype."""
@@ -106,7 +106,7 @@ class SamplingConfig:
 class AgentConfig:
     """Processes that run conversations with tools and environments."""
 
-    num_workers: int = option(8, shapes_training=False)
+    num_workers: int = option(8, size=True, shapes_training=False)
     """Number of agent workers; each takes a share of a step's trajectories."""
 
 
@@ -122,26 +122,30 @@ class EngineKwargs:
 class RolloutConfig(SamplingConfig):
     """Sampling for training and validation, and recomputation of log-probabilities."""
 
-    log_prob_micro_batch_size_per_gpu: int | None = option(None, shapes_training=False)
+    log_prob_micro_batch_size_per_gpu: int | None = option(None, size=True, shapes_training=False)
     """Micro-batch size of log-probability passes, in trajectories per data rank; null: as many as fit the
     token budget."""
     log_prob_use_dynamic_bsz: bool | None = option(None, shapes_training=False)
     """Fill those micro-batches by tokens (dynamic batch size); null: actor.use_dynamic_bsz."""
-    log_prob_max_token_len_per_gpu: int | None = option(None, shapes_training=False)
+    log_prob_max_token_len_per_gpu: int | None = option(None, size=True, shapes_training=False)
     """Token budget per device of those passes; null: actor.ppo_max_token_len_per_gpu."""
-    tensor_model_parallel_size: int = option(1, shapes_training=False, planned=MORE_DEVICES)
+    tensor_model_parallel_size: int = option(1, size=True, shapes_training=False, planned=MORE_DEVICES)
     """Tensor-parallel size of one engine replica."""
-    data_parallel_size: int = option(1, shapes_training=False, planned=MORE_DEVICES)
+    data_parallel_size: int = option(1, size=True, shapes_training=False, planned=MORE_DEVICES)
     """Data-parallel size inside one engine replica."""
-    pipeline_model_parallel_size: int = option(1, shapes_training=False, planned=MORE_DEVICES)
+    pipeline_model_parallel_size: int = option(1, size=True, shapes_training=False, planned=MORE_DEVICES)
     """Pipeline-parallel size of one engine replica."""
     gpu_memory_utilization: float = option(
         0.5, gt=0, lt=1, shapes_training=False, idle=unread(GENERATION_ENGINES, "name")
     )
     """Fraction of a device's memory for the engine: weights, activations and KV cache."""
-    max_num_batched_tokens: int = option(8192, shapes_training=False, idle=unread(GENERATION_ENGINES, "name"))
+    max_num_batched_tokens: int = option(
+        8192, size=True, shapes_training=False, idle=unread(GENERATION_ENGINES, "name")
+    )
     """Maximum tokens one replica processes in one forward pass."""
-    max_model_len: int | None = option(None, shapes_training=False, idle=unread(GENERATION_ENGINES, "name"))
+    max_model_len: int | None = option(
+        None, size=True, shapes_training=False, idle=unread(GENERATION_ENGINES, "name")
+    )
     """Maximum sequence length of the engine; null: data.max_prompt_length + data.max_response_length."""
     update_weights_bucket_megabytes: int = option(
         2048, ge=1, shapes_training=False, idle=unread(GENERATION_ENGINES, "name")
@@ -156,6 +160,7 @@ class RolloutConfig(SamplingConfig):
     """Machines dedicated to the rollout; 0: it shares the trainer's."""
     n_gpus_per_node: int = option(
         8,
+        size=True,
         shapes_training=False,
         idle=idle_when(
             lambda s: s.nnodes == 0, "{s}.nnodes=0: the rollout shares the trainer's devices", "{s}.nnodes=1"

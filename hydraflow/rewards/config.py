@@ -43,19 +43,19 @@ class RewardModelConfig:
     """Score with a reward model."""
     model_path: str | None = None
     """Directory of the model."""
-    micro_batch_size_per_gpu: int | None = option(None, shapes_training=False)
+    micro_batch_size_per_gpu: int | None = option(None, size=True, shapes_training=False)
     """Micro-batch size in trajectories per data rank; null: the largest that fits max_token_len_per_gpu."""
-    max_token_len_per_gpu: int = option(32768, shapes_training=False)
+    max_token_len_per_gpu: int = option(32768, size=True, shapes_training=False)
     """Token budget per device of one forward pass."""
     enable_resource_pool: bool = option(False, shapes_training=False)
     """Dedicated devices for the reward model: nnodes machines with n_gpus_per_node each."""
-    nnodes: int = option(1, shapes_training=False, idle=SHARED_DEVICES)
+    nnodes: int = option(1, size=True, shapes_training=False, idle=SHARED_DEVICES)
     """Dedicated machines."""
-    n_gpus_per_node: int = option(8, shapes_training=False, idle=SHARED_DEVICES)
+    n_gpus_per_node: int = option(8, size=True, shapes_training=False, idle=SHARED_DEVICES)
     """Devices on each dedicated machine."""
     device_mapping: Any = option(None, shapes_training=False)
     """Devices of the role; null: all devices of the trainer, or the dedicated ones."""
-    tensor_model_parallel_size: int = option(1, shapes_training=False)
+    tensor_model_parallel_size: int = option(1, size=True, shapes_training=False)
     """Tensor-parallel size."""
 
 

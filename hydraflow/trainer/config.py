@@ -56,9 +56,9 @@ class DebugConfig(LocalConfig):
 class RunConfig:
     """Settings of every command that starts workers."""
 
-    nnodes: int = option(1, ge=1)
+    nnodes: int = option(1, size=True)
     """Number of machines."""
-    n_gpus_per_node: int | None = option(None, ge=1)
+    n_gpus_per_node: int | None = option(None, size=True)
     """Worker processes per machine, one per GPU (or plain processes on CPU). null: all GPUs, or 2 processes
     on CPU."""
     device: str = option("auto", choices=DEVICES)
@@ -85,9 +85,9 @@ class LoopConfig(RunConfig):
     default_local_dir: str | None = None
     """Run folder; null: runs/<experiment_name>-<date>-<time>, or the latest such folder whose run was
     interrupted."""
-    total_epochs: int = option(1, ge=1, idle=replaced_by("total_training_steps"))
+    total_epochs: int = option(1, size=True, idle=replaced_by("total_training_steps"))
     """Epochs: passes over the training data."""
-    total_training_steps: int | None = option(None, ge=1)
+    total_training_steps: int | None = option(None, size=True)
     """Number of training steps; null: from total_epochs."""
     max_wall_time: Any = option(None, rule=TIME)
     """Wall-clock limit, in seconds or as 90s, 8m, 1h30m: the run saves and stops cleanly. null: no limit."""
@@ -174,6 +174,7 @@ class AsyncTrainingConfig:
     """Maximum fraction of trajectories from older weights between two weight updates; 0: synchronous."""
     trigger_parameter_sync_step: int = option(
         1,
+        size=True,
         planned=Planned(
             lambda value: value > 1, "give new weights to the rollout after every {value} rounds of training"
         ),
@@ -181,6 +182,7 @@ class AsyncTrainingConfig:
     """Training rounds between two weight updates of the rollout."""
     require_batches: int = option(
         1,
+        size=True,
         planned=Planned(
             lambda value: value > 1, "start a round of training when {value} mini-batches are there"
         ),
@@ -199,9 +201,9 @@ class AsyncTrainingConfig:
 class ClusterConfig:
     """Machines to plan for; nulls follow trainer.* and this machine."""
 
-    nodes: int | None = None
+    nodes: int | None = option(None, size=True)
     """Number of machines; null: trainer.nnodes."""
-    devices_per_node: int | None = None
+    devices_per_node: int | None = option(None, size=True)
     """Devices per machine; null: trainer.n_gpus_per_node."""
     device: str | None = None
     """Device name for the report: H100, A100, cpu, ...; null: this machine's."""
@@ -216,13 +218,13 @@ class BatchConfig:
     """Alternative ways to give a number of the batch plan; each must agree with the other keys that are
     given."""
 
-    gradient_accumulation_steps: int | None = None
+    gradient_accumulation_steps: int | None = option(None, size=True)
     """Gradient accumulation: micro-batches of the actor per optimizer step and data rank (a)."""
-    optimizer_steps_per_step: int | None = None
+    optimizer_steps_per_step: int | None = option(None, size=True)
     """Optimizer steps of the actor per training step (K)."""
-    global_batch_trajectories: int | None = None
+    global_batch_trajectories: int | None = option(None, size=True)
     """Trajectories per optimizer step of the actor (G)."""
-    trajectories_per_step: int | None = None
+    trajectories_per_step: int | None = option(None, size=True)
     """Trajectories per training step (S)."""
 
 

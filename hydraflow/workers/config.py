@@ -49,10 +49,11 @@ class ActorConfig:
 
     strategy: str = option("fsdp2", choices=TRAIN_ENGINES)
     """Training engine."""
-    ppo_mini_batch_size: int = option(256, in_plan=True)
+    ppo_mini_batch_size: int = option(256, size=True, in_plan=True)
     """Mini-batch size: prompts per optimizer step (M of the batch plan); times rollout.n trajectories."""
     ppo_micro_batch_size_per_gpu: int | None = option(
         None,
+        size=True,
         shapes_training=False,
         idle=unless("use_dynamic_bsz", False, why="{s}.use_dynamic_bsz=true fills micro-batches by tokens"),
     )
@@ -60,9 +61,9 @@ class ActorConfig:
     ppo_max_token_len_per_gpu."""
     use_dynamic_bsz: bool = option(False, shapes_training=False)
     """Fill micro-batches by tokens (ppo_max_token_len_per_gpu) instead of by trajectories."""
-    ppo_max_token_len_per_gpu: int = option(16384, shapes_training=False)
+    ppo_max_token_len_per_gpu: int = option(16384, size=True, shapes_training=False)
     """Token budget per device of one forward pass."""
-    ppo_epochs: int = option(1, in_plan=True)
+    ppo_epochs: int = option(1, size=True, in_plan=True)
     """PPO epochs: passes over each step's trajectories."""
     shuffle: bool = option(False, in_plan=True)
     """Shuffle prompts into mini-batches (seeded by trainer.seed)."""
@@ -125,12 +126,12 @@ class ActorConfig:
 class RefConfig:
     """The frozen reference policy of the KL terms; unset batch sizes follow the actor's."""
 
-    log_prob_micro_batch_size_per_gpu: int | None = option(None, shapes_training=False)
+    log_prob_micro_batch_size_per_gpu: int | None = option(None, size=True, shapes_training=False)
     """Micro-batch size in trajectories per data rank; null: the largest that fits
     log_prob_max_token_len_per_gpu."""
     log_prob_use_dynamic_bsz: bool | None = option(None, shapes_training=False)
     """Fill micro-batches by tokens (dynamic batch size); null: actor.use_dynamic_bsz."""
-    log_prob_max_token_len_per_gpu: int | None = option(None, shapes_training=False)
+    log_prob_max_token_len_per_gpu: int | None = option(None, size=True, shapes_training=False)
     """Token budget per device of one forward pass; null: actor.ppo_max_token_len_per_gpu."""
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
@@ -161,21 +162,21 @@ class CriticConfig:
     strategy: str = option("fsdp2", choices=TRAIN_ENGINES)
     """Training engine."""
     model: ModelConfig = field(default_factory=ModelConfig)
-    ppo_mini_batch_size: int | None = option(None, in_plan=True)
+    ppo_mini_batch_size: int | None = option(None, size=True, in_plan=True)
     """Mini-batch size: prompts per optimizer step; null: the actor's."""
-    ppo_micro_batch_size_per_gpu: int | None = option(None, shapes_training=False)
+    ppo_micro_batch_size_per_gpu: int | None = option(None, size=True, shapes_training=False)
     """Micro-batch size in trajectories per data rank; null: the largest that fits
     ppo_max_token_len_per_gpu."""
     use_dynamic_bsz: bool | None = option(None, shapes_training=False)
     """Fill micro-batches by tokens (dynamic batch size); null: the actor's."""
-    ppo_max_token_len_per_gpu: int = option(32768, shapes_training=False)
+    ppo_max_token_len_per_gpu: int = option(32768, size=True, shapes_training=False)
     """Token budget per device of one forward pass in an update."""
-    forward_micro_batch_size_per_gpu: int | None = option(None, shapes_training=False)
+    forward_micro_batch_size_per_gpu: int | None = option(None, size=True, shapes_training=False)
     """Micro-batch size for computing values, in trajectories per data rank; null:
     ppo_micro_batch_size_per_gpu."""
-    forward_max_token_len_per_gpu: int | None = option(None, shapes_training=False)
+    forward_max_token_len_per_gpu: int | None = option(None, size=True, shapes_training=False)
     """Token budget per device for computing values; null: ppo_max_token_len_per_gpu."""
-    ppo_epochs: int | None = option(None, in_plan=True)
+    ppo_epochs: int | None = option(None, size=True, in_plan=True)
     """PPO epochs: passes over each step's trajectories; null: the actor's."""
     shuffle: bool | None = option(None, in_plan=True)
     """Shuffle prompts into mini-batches; null: the actor's."""
