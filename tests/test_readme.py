@@ -1,4 +1,5 @@
-"""Every command of the README does what the page says: here, or in .ci/run."""
+"""Every command of the README does what the page says: here, or in .ci/run. Its table of what works is the
+code's, and what the pages cite is there."""
 
 from __future__ import annotations
 
@@ -6,15 +7,23 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jobs.command import SMALL_RECIPE, SMALL_STEPS, hydraflow
 from jobs.conftest import write_lines
 from transformers import AutoModelForCausalLM
 
+from hydraflow.algorithms.config import ESTIMATORS, POLICY_LOSSES
+from hydraflow.compose import runnable
 from hydraflow.data.files import write_rows
+from hydraflow.engine.config import TRAIN_ENGINES
+from hydraflow.generation.config import GENERATION_ENGINES
 from hydraflow.models.tiny import make_model
+from hydraflow.options import Leaf, Named, walk
+from hydraflow.schema import PPOConfig
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "README.md").read_text()
@@ -48,6 +57,141 @@ def test_no_command_is_left_out_here() -> None:
     assert named == KNOWN | SCRIPTS, "a new command in the README needs a test in this file"
     for script in ("scripts/quickstart.sh", "scripts/test.sh"):
         assert f"bash {script}" in (ROOT / ".ci" / "run").read_text()
+
+
+# --- what works and what does not yet ----------------------------------------------------------------------
+
+CHOSEN_BY: dict[str, Mapping[str, Named]] = {
+    "algorithm.adv_estimator": ESTIMATORS,
+    "actor.policy_loss.loss_mode": POLICY_LOSSES,
+    "actor.strategy": TRAIN_ENGINES,
+    "critic.strategy": TRAIN_ENGINES,
+    "rollout.name": GENERATION_ENGINES,
+}
+"""The key that chooses -> the table it chooses from."""
+Row = tuple[str, set[str], set[str]]
+
+
+def table_of_what_works(page: str = PAGE) -> list[Row]:
+    """Each row: what it is about, the names that work, the names that can only be planned."""
+    (section,) = re.findall(r"^## What works.*?\n(.*?)^## ", page, re.DOTALL | re.MULTILINE)
+    rows = [line.strip("|").split(" | ") for line in section.splitlines() if line.startswith("| ")]
+    assert all(len(row) == 3 for row in rows)
+    return [(about, names_in(works), names_in(planned)) for about, works, planned in rows[1:]]
+
+
+def names_in(cell: str) -> set[str]:
+    return set(re.findall(r"`([^`]+)`", cell))
+
+
+def named_and_not_named(rows: list[Row]) -> dict[str, tuple[set[str], set[str]]]:
+    """For each choosing key of the table, the names that work and those that can only be planned."""
+    return {key: (works, planned) for about, works, planned in rows for key in names_in(about)}
+
+
+def facts_of_the_tables() -> dict[str, tuple[set[str], set[str]]]:
+    return {
+        key: (
+            {name for name, named in table.items() if named.where},
+            {name for name, named in table.items() if not named.where},
+        )
+        for key, table in CHOSEN_BY.items()
+    }
+
+
+def refused_keys() -> set[str]:
+    """Keys of which some value can only be planned, except those that choose a name."""
+    found = set()
+    for leaf in walk(PPOConfig()):
+        for value in other_values(leaf):
+            config = PPOConfig()
+            config.trainer.n_gpus_per_node = 4
+            change(config, leaf.key, value)
+            found |= {problem.field for problem in runnable.problems(config)}
+    return {key for key in found if not key.endswith(tuple(CHOSEN_BY))}
+
+
+def other_values(leaf: Leaf) -> Iterator[Any]:
+    """Values of the key's kind that ask for more than its default does."""
+    if isinstance(leaf.value, bool):
+        yield not leaf.value
+    elif isinstance(leaf.value, int):
+        yield 2
+    elif isinstance(leaf.value, float):
+        yield 0.5
+    elif leaf.value is None:
+        yield from ("0-3", 2)
+    elif isinstance(leaf.value, str) and leaf.option.rule is not None:
+        yield from leaf.option.rule.choices
+
+
+def change(config: PPOConfig, key: str, value: Any) -> None:
+    section: Any = config
+    *path, name = key.split(".")
+    for part in path:
+        section = getattr(section, part)
+    setattr(section, name, value)
+
+
+def test_the_table_names_every_choice_where_it_belongs() -> None:
+    assert named_and_not_named(table_of_what_works()) == facts_of_the_tables()
+
+
+def test_the_table_lists_every_key_that_can_only_be_planned() -> None:
+    listed = {name for about, _, planned in table_of_what_works() if not names_in(about) for name in planned}
+    refused = refused_keys()
+    assert len(refused) > 10
+    unlisted = {key for key in refused if not key.endswith(tuple(f".{name}" for name in listed))}
+    unlisted -= listed
+    assert not unlisted, "the README's table of what works lacks them"
+    idle = {name for name in listed if not any(f".{key}".endswith(f".{name}") for key in refused)}
+    assert not idle, "the README's table says that they cannot run; main_ppo does not refuse them"
+
+
+def test_a_wrong_table_is_noticed() -> None:
+    moved = PAGE.replace("| `fsdp2` | `megatron` |", "| `fsdp2`, `megatron` | |")
+    assert named_and_not_named(table_of_what_works(moved)) != facts_of_the_tables()
+
+
+# --- what the pages cite -----------------------------------------------------------------------------------
+
+GENERATED = {"verl_keys.md"}
+PAGES = [
+    *(ROOT / "README.md", ROOT / "CONTRIBUTING.md"),
+    *sorted(page for page in (ROOT / "docs").glob("*.md") if page.name not in GENERATED),
+    *sorted((ROOT / "examples").glob("*/README.md")),
+]
+FOLDERS = ("hydraflow", "tests", "scripts", "examples")
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)]*)\)", page.read_text()):
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name}: {target}"
+        assert not anchor or anchor in anchors(file), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_a_page_cites_exist(page: Path) -> None:
+    """Paths from the root of the clone, from `hydraflow/` or from the page; or the bare name of a file."""
+    names = {file.name for folder in FOLDERS for file in (ROOT / folder).rglob("*.*")}
+    for name in re.findall(
+        r"`([\w/]+\.(?:py|sh|sbatch)|(?:tests|scripts|examples)/[\w/]+)`", page.read_text()
+    ):
+        places = (ROOT, ROOT / "hydraflow", page.parent)
+        assert name in names or any((place / name).exists() for place in places), f"{page.name}: {name}"
+
+
+# --- commands ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("arguments", of("plan"), ids=" ".join)
