@@ -3,17 +3,19 @@ code's, and what the pages cite is there."""
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jobs.command import SMALL_RECIPE, SMALL_STEPS, hydraflow
 from jobs.conftest import write_lines
+from source_tree import FILES, imports, tree_of
 from transformers import AutoModelForCausalLM
 
 from hydraflow.algorithms.config import ESTIMATORS, POLICY_LOSSES
@@ -102,27 +104,24 @@ def facts_of_the_tables() -> dict[str, tuple[set[str], set[str]]]:
 def refused_keys() -> set[str]:
     """Keys of which some value can only be planned, except those that choose a name."""
     found = set()
-    for leaf in walk(PPOConfig()):
-        for value in other_values(leaf):
-            config = PPOConfig()
-            config.trainer.n_gpus_per_node = 4
-            change(config, leaf.key, value)
-            found |= {problem.field for problem in runnable.problems(config)}
+    for number in range(max(len(other_values(leaf)) for leaf in walk(PPOConfig()))):
+        config = PPOConfig()
+        for leaf in walk(PPOConfig()):
+            if number < len(values := other_values(leaf)):
+                change(config, leaf.key, values[number])
+        config.trainer.nnodes, config.trainer.n_gpus_per_node = 1, 4
+        found |= {problem.field for problem in runnable.problems(config)}
     return {key for key in found if not key.endswith(tuple(CHOSEN_BY))}
 
 
-def other_values(leaf: Leaf) -> Iterator[Any]:
+def other_values(leaf: Leaf) -> Sequence[Any]:
     """Values of the key's kind that ask for more than its default does."""
+    if isinstance(leaf.value, str):
+        return leaf.option.rule.choices if leaf.option.rule is not None else ()
     if isinstance(leaf.value, bool):
-        yield not leaf.value
-    elif isinstance(leaf.value, int):
-        yield 2
-    elif isinstance(leaf.value, float):
-        yield 0.5
-    elif leaf.value is None:
-        yield from ("0-3", 2)
-    elif isinstance(leaf.value, str) and leaf.option.rule is not None:
-        yield from leaf.option.rule.choices
+        return (not leaf.value,)
+    by_kind: dict[type, Sequence[Any]] = {int: (2,), float: (0.5,), type(None): ("0-3", 2)}
+    return by_kind.get(type(leaf.value), ())
 
 
 def change(config: PPOConfig, key: str, value: Any) -> None:
@@ -189,6 +188,24 @@ def test_files_that_a_page_cites_exist(page: Path) -> None:
     ):
         places = (ROOT, ROOT / "hydraflow", page.parent)
         assert name in names or any((place / name).exists() for place in places), f"{page.name}: {name}"
+
+
+PRIVATE = re.compile(r"\b(torch|ray|transformers)\.(?:\w+\.)*_[a-z]\w*")
+
+
+def test_private_names_of_libraries_are_listed() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text().partition("## What an upgrade must check")[2]
+    users = {path.relative_to(ROOT / "hydraflow").as_posix() for path in FILES if uses_private_names(path)}
+    assert len(users) > 5
+    assert users <= names_in(page), "docs/architecture.md lacks them"
+
+
+def uses_private_names(path: Path) -> bool:
+    """Imports such as `torch.nested._internal`, and attributes such as `torch._foreach_norm`."""
+    if not re.search(r"\b(torch|ray|transformers)\b.*[. ]_[a-z]", path.read_text()):
+        return False
+    nodes = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute)]
+    return any(PRIVATE.match(name) for name in (*imports(path), *map(ast.unparse, nodes)))
 
 
 # --- commands ----------------------------------------------------------------------------------------------
