@@ -1,20 +1,31 @@
-"""Every command of the README does what the page says: here, or in .ci/run."""
+"""Every command of the README does what the page says: here, or in .ci/run. Its table of what works is the
+code's, and what the pages cite is there."""
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jobs.command import SMALL_RECIPE, SMALL_STEPS, hydraflow
 from jobs.conftest import write_lines
+from source_tree import FILES, imports, tree_of
 from transformers import AutoModelForCausalLM
 
+from hydraflow.algorithms.config import ESTIMATORS, POLICY_LOSSES
+from hydraflow.compose import runnable
 from hydraflow.data.files import write_rows
+from hydraflow.engine.config import TRAIN_ENGINES
+from hydraflow.generation.config import GENERATION_ENGINES
 from hydraflow.models.tiny import make_model
+from hydraflow.options import Leaf, Named, walk
+from hydraflow.schema import PPOConfig
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "README.md").read_text()
@@ -48,6 +59,169 @@ def test_no_command_is_left_out_here() -> None:
     assert named == KNOWN | SCRIPTS, "a new command in the README needs a test in this file"
     for script in ("scripts/quickstart.sh", "scripts/test.sh"):
         assert f"bash {script}" in (ROOT / ".ci" / "run").read_text()
+
+
+# --- what works and what does not yet ----------------------------------------------------------------------
+
+CHOSEN_BY: dict[str, Mapping[str, Named]] = {
+    "algorithm.adv_estimator": ESTIMATORS,
+    "actor.policy_loss.loss_mode": POLICY_LOSSES,
+    "actor.strategy": TRAIN_ENGINES,
+    "critic.strategy": TRAIN_ENGINES,
+    "rollout.name": GENERATION_ENGINES,
+}
+"""The key that chooses -> the table it chooses from."""
+Row = tuple[str, set[str], set[str]]
+
+
+def table_of_what_works(page: str = PAGE) -> list[Row]:
+    """Each row: what it is about, the names that work, the names that can only be planned."""
+    (section,) = re.findall(r"^## What works.*?\n(.*?)^## ", page, re.DOTALL | re.MULTILINE)
+    rows = [line.strip("|").split(" | ") for line in section.splitlines() if line.startswith("| ")]
+    assert all(len(row) == 3 for row in rows)
+    return [(about, names_in(works), names_in(planned)) for about, works, planned in rows[1:]]
+
+
+def names_in(cell: str) -> set[str]:
+    return set(re.findall(r"`([^`]+)`", cell))
+
+
+def named_and_not_named(rows: list[Row]) -> dict[str, tuple[set[str], set[str]]]:
+    """For each choosing key of the table, the names that work and those that can only be planned."""
+    return {key: (works, planned) for about, works, planned in rows for key in names_in(about)}
+
+
+def facts_of_the_tables() -> dict[str, tuple[set[str], set[str]]]:
+    return {
+        key: (
+            {name for name, named in table.items() if named.where},
+            {name for name, named in table.items() if not named.where},
+        )
+        for key, table in CHOSEN_BY.items()
+    }
+
+
+def refused_keys() -> set[str]:
+    """Keys of which some value can only be planned, except those that choose a name."""
+    found = set()
+    for number in range(max(len(other_values(leaf)) for leaf in walk(PPOConfig()))):
+        config = PPOConfig()
+        for leaf in walk(PPOConfig()):
+            if number < len(values := other_values(leaf)):
+                change(config, leaf.key, values[number])
+        config.trainer.nnodes, config.trainer.n_gpus_per_node = 1, 4
+        found |= {problem.field for problem in runnable.problems(config)}
+    return {key for key in found if not key.endswith(tuple(CHOSEN_BY))}
+
+
+def other_values(leaf: Leaf) -> Sequence[Any]:
+    """Values of the key's kind that ask for more than its default does."""
+    if isinstance(leaf.value, str):
+        return leaf.option.rule.choices if leaf.option.rule is not None else ()
+    if isinstance(leaf.value, bool):
+        return (not leaf.value,)
+    by_kind: dict[type, Sequence[Any]] = {int: (2,), float: (0.5,), type(None): ("0-3", 2)}
+    return by_kind.get(type(leaf.value), ())
+
+
+def change(config: PPOConfig, key: str, value: Any) -> None:
+    section: Any = config
+    *path, name = key.split(".")
+    for part in path:
+        section = getattr(section, part)
+    setattr(section, name, value)
+
+
+def test_the_table_names_every_choice_where_it_belongs() -> None:
+    assert named_and_not_named(table_of_what_works()) == facts_of_the_tables()
+
+
+def unlisted_and_idle(rows: list[Row]) -> tuple[set[str], set[str]]:
+    """Keys that can only be planned and are not in the table; and the table's keys that are no such keys. The
+    table may leave out the start of a key."""
+    listed = {name for about, _, planned in rows if not names_in(about) for name in planned}
+    refused = refused_keys()
+    ends = {name: {key for key in refused if f".{key}".endswith(f".{name}")} for name in listed}
+    return refused - set().union(*ends.values()), {name for name, keys in ends.items() if not keys}
+
+
+def test_the_table_lists_every_key_that_can_only_be_planned() -> None:
+    assert unlisted_and_idle(table_of_what_works()) == (set(), set())
+
+
+@pytest.mark.parametrize(
+    ("cell", "other"),
+    [
+        ("| `fsdp2` | `megatron` |", "| `fsdp2`, `megatron` | |"),
+        ("`rloo`, ", ""),
+        ("`reward.reward_model.enable`", ""),
+        ("`reward.reward_model.enable`", "`reward.reward_model.enable`, `rollout.n`"),
+    ],
+)
+def test_a_wrong_table_is_noticed(cell: str, other: str) -> None:
+    assert PAGE.count(cell) == 1
+    rows = table_of_what_works(PAGE.replace(cell, other))
+    named = named_and_not_named(rows) == facts_of_the_tables()
+    assert not named or unlisted_and_idle(rows) != (set(), set())
+
+
+# --- what the pages cite -----------------------------------------------------------------------------------
+
+GENERATED = {"verl_keys.md"}
+PAGES = [
+    *(ROOT / "README.md", ROOT / "CONTRIBUTING.md"),
+    *sorted(page for page in (ROOT / "docs").glob("*.md") if page.name not in GENERATED),
+    *sorted((ROOT / "examples").glob("*/README.md")),
+]
+FOLDERS = ("hydraflow", "tests", "scripts", "examples")
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)]*)\)", page.read_text()):
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name}: {target}"
+        assert not anchor or anchor in anchors(file), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_a_page_cites_exist(page: Path) -> None:
+    """Paths from the root of the clone, from `hydraflow/` or from the page; or the bare name of a file."""
+    names = {file.name for folder in FOLDERS for file in (ROOT / folder).rglob("*.*")}
+    for name in re.findall(
+        r"`([\w/]+\.(?:py|sh|sbatch)|(?:tests|scripts|examples)/[\w/]+)`", page.read_text()
+    ):
+        places = (ROOT, ROOT / "hydraflow", page.parent)
+        assert name in names or any((place / name).exists() for place in places), f"{page.name}: {name}"
+
+
+PRIVATE = re.compile(r"\b(torch|ray|transformers)\.(?:\w+\.)*_[a-z]\w*")
+
+
+def test_private_names_of_libraries_are_listed() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text().partition("## What an upgrade must check")[2]
+    users = {path.relative_to(ROOT / "hydraflow").as_posix() for path in FILES if uses_private_names(path)}
+    assert len(users) > 5
+    assert users <= names_in(page), "docs/architecture.md lacks them"
+
+
+def uses_private_names(path: Path) -> bool:
+    """Imports such as `torch.nested._internal`, and attributes such as `torch._foreach_norm`."""
+    if not re.search(r"\b(torch|ray|transformers)\b.*[. ]_[a-z]", path.read_text()):
+        return False
+    nodes = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute)]
+    return any(PRIVATE.match(name) for name in (*imports(path), *map(ast.unparse, nodes)))
+
+
+# --- commands ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("arguments", of("plan"), ids=" ".join)

@@ -322,7 +322,7 @@ def no_sizes(settings: Settings[Any]) -> list[Violation]:
         if not leaf.option.size or value is None or 1 <= value <= MOST or why_idle(settings.config, leaf.key):
             continue
         text, least = ("must be at least 1", 1) if value < 1 else (f"must be at most {MOST}", MOST)
-        cures = [{leaf.key: least}, {leaf.key: value_at(settings.defaults, leaf.key)}]
+        cures: list[Cure] = [{leaf.key: least}, {leaf.key: value_at(settings.defaults, leaf.key)}]
         found.append(Violation(f"size:{leaf.key}", SIZES, leaf.key, value, text, cures))
     return found
 

@@ -88,7 +88,12 @@ def launch(
     make_printable()
     arguments = split(sys.argv[1:], switches)
     if arguments.has("--help", "-h"):
-        _print(help_text(config_name, schema, switches))
+        if arguments.overrides == ["verl"]:
+            from hydraflow.compose.verl_page import page  # nothing else needs these tables
+
+            _print(page())
+        else:
+            _print(help_text(config_name, schema, switches))
         return 0
     if arguments.has("--shell-completion", "-sc") and completion.install(arguments.overrides):
         return 0
@@ -169,10 +174,11 @@ def help_text(config_name: str, schema: type, switches: Sequence[Switch] = ()) -
         "          --config-name NAME take your own YAML file (start it with `defaults: ["
         + config_name
         + ", _self_]`);",
-        "          --info shows where values come from; --hydra-help lists the rest.",
+        "          --info shows where values come from; --hydra-help lists the rest;",
+        "          --help verl says what becomes of each of verl's keys.",
         *own,
         *(["\nGroups:", *groups] if groups else []),
-        "\nKeys:",
+        "\nKeys:\n",
     ]
     return "\n".join(parts) + describe(schema)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from compose import verl_commands
 
-from hydraflow.compose import verl
+from hydraflow.compose import verl, verl_page
 from hydraflow.compose.keys import accepts, is_below_open, known_keys
 from hydraflow.compose.loading import load_command
 from hydraflow.compose.patterns import expand, fits
@@ -86,17 +86,12 @@ def test_no_row_hides_a_key_of_ours():
         assert hidden == [], pattern
 
 
-def test_the_page_is_made_from_the_tables():
-    made = subprocess.run(
-        [sys.executable, "scripts/verl_keys.py"],
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert made.stdout == (ROOT / "docs" / "verl_keys.md").read_text(), (
-        "python scripts/verl_keys.py > docs/verl_keys.md"
-    )
+def test_help_says_what_becomes_of_verls_keys():
+    command = [sys.executable, "-m", "hydraflow.main_ppo", "--help", "verl"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert said.strip() == verl_page.page().strip()
+    assert f"| unsupported | {sum(verl_page.kind(key) == 'unsupported' for key in leaves())} |" in said
+    assert "| `algorithm.filter_groups.metric` | `reward` | `score` |" in said
 
 
 # --- single keys --------------------------------------------------

@@ -1,7 +1,6 @@
-"""docs/verl_keys.md from the tables of hydraflow/compose: python scripts/verl_keys.py > docs/verl_keys.md
+"""What `--help verl` prints: what becomes of each of verl's keys, as Markdown.
 
-In: the tables. Out: the page on standard output. Left out on purpose: anything that is not in the tables;
-edit those, not the page.
+In: the tables of `verl_table.py`, `verl_values.py` and `verl_data/`. Out: the page.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ names every key that has no counterpart. `python -m hydraflow.plan` with the sam
 them: it counts what is honoured, accepted without effect, and unsupported. The target is verl {VERSION};
 names of older and newer versions are marked.
 
-This page is made by `python scripts/verl_keys.py > docs/verl_keys.md` from the tables that the program uses
-(`hydraflow/compose/verl_table.py`, `hydraflow/compose/verl_data/`). In a pattern `{{a,b}}` stands for either,
+In a pattern `{{a,b}}` stands for either,
 `*` for one name, `**` for any names.
 """
 KNOWN, ALIAS, NEVER, NOT_MISSED, REFUSED = "known", "alias", "ignored by verl", "not needed", "unsupported"
@@ -200,7 +198,3 @@ def _files() -> str:
 - Micro-batch sizes without `_per_gpu` count rows over all data ranks: they are divided by the number of
   ranks, which needs `trainer.n_gpus_per_node`, and refused where that leaves a remainder.
 """
-
-
-if __name__ == "__main__":
-    print(page(), end="")
