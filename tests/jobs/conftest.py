@@ -76,7 +76,12 @@ def sft_run(tmp_path_factory: pytest.TempPathFactory, sft_keys: list[str]) -> Pa
     """The run folder of main_sft."""
     home = tmp_path_factory.mktemp("sft")
     done = hydraflow(
-        "main_sft", *sft_keys, "trainer.total_training_steps=60", "trainer.default_local_dir=out", cwd=home
+        "main_sft",
+        *sft_keys,
+        "trainer.total_training_steps=60",
+        "trainer.default_local_dir=out",
+        cwd=home,
+        fresh=True,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "command line" in done.stdout, "the plan says where a number comes from"
@@ -88,7 +93,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory, sft_run: Path, prompts: Pa
     """What main_generate wrote: greedy answers of the trained model."""
     home = tmp_path_factory.mktemp("answers")
     given = [f"model.path={sft_run}/final_model", f"data.path={prompts}", "output.path=deep/answers.parquet"]
-    done = hydraflow("main_generate", *given, "data.max_response_length=8", "rollout.temperature=0", cwd=home)
+    given += ["data.max_response_length=8", "rollout.temperature=0", "ray_init.timeline_file=t.json"]
+    done = hydraflow("main_generate", *given, cwd=home, fresh=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert done.stdout == "4 prompts, 1 response each: deep/answers.parquet\n"
     return home / "deep" / "answers.parquet"
