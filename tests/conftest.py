@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+from once import folder_of_all
 
 if TYPE_CHECKING:
     from engine.pool import Ranks
@@ -55,8 +56,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         slow = [item for item in items if item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
+        for item in items:
+            draw_few(getattr(item, "obj", None))
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: -weights[item.path])
+
+
+def draw_few(test: object) -> None:
+    """Lets a property test draw a hundred examples where it asks for more. hypothesis offers no way to change
+    what a test's own settings say."""
+    test = getattr(test, "__func__", test)
+    own = getattr(test, "_hypothesis_internal_use_settings", None)
+    if own is not None and own.max_examples > 100:
+        test._hypothesis_internal_use_settings = settings(own, max_examples=100)  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="session")
@@ -110,7 +122,5 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 def recipe_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the arithmetic recipe keeps its assets during the test run, those of all test processes
     ($HYDRAFLOW_TEST_CACHE keeps them between runs)."""
-    if kept := os.environ.get("HYDRAFLOW_TEST_CACHE"):
-        return Path(kept)
-    own = tmp_path_factory.getbasetemp()  # with pytest-xdist a folder per process, in one of the test run
-    return (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "recipe_cache"
+    kept = os.environ.get("HYDRAFLOW_TEST_CACHE")
+    return Path(kept) if kept else folder_of_all(tmp_path_factory) / "recipe_cache"

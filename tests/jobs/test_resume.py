@@ -181,7 +181,7 @@ def test_a_run_that_is_killed_twice_goes_on(
     """Two of the twenty moments, one after the other: a rank in the middle of a save, then the controller."""
     (save,) = (moment for moment in matrix.draw_moments(10, seed=1) if moment.number == 10)
     assert (save.target, save.method, save.steps) == ("middle of a save", "ppo", 2)
-    later = matrix.Moment(0, "controller", "ppo", steps=6, delay=0.1, rank=0)
+    later = matrix.Moment(0, "controller", "ppo", steps=7, delay=0.0, rank=0)
     for moment, code in ((save, 4), (later, -signal.SIGKILL)):
         run = matrix.Run(tmp_path, "ppo", recipe_cache)
         matrix.strike(run, moment)
