@@ -91,6 +91,7 @@ def test_ctrl_c_leaves_no_process_and_no_file(tiny: str, prompts: Path, tmp_path
         "output.path=out/responses.parquet",
     ]
     slow = ["rollout.max_num_seqs=1", "rollout.ignore_eos=true", "data.max_response_length=500"]
+    slow += ["trainer.n_gpus_per_node=1"]
     command = [sys.executable, "-m", "hydraflow.main_generate", *given, *slow]
     log = tmp_path / "log"
     with open(log, "w") as out:

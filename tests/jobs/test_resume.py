@@ -203,9 +203,9 @@ def test_a_supervised_run_goes_on_after_a_warning_signal(tmp_path: Path, sft_key
         "trainer.logger=[file]",
     ]
     keys += [
-        "trainer.total_training_steps=160",
-        "trainer.save_freq=50",
-        "trainer.test_freq=50",
+        "trainer.total_training_steps=80",
+        "trainer.save_freq=30",
+        "trainer.test_freq=30",
         "trainer.max_ckpt_to_keep=1",
     ]
     whole = hydraflow("main_sft", *keys, *LOCAL, "trainer.default_local_dir=whole", cwd=tmp_path)
@@ -220,12 +220,12 @@ def test_a_supervised_run_goes_on_after_a_warning_signal(tmp_path: Path, sft_key
     assert started.ended(60) == 0, started.said()[-3000:]
     assert "SIGUSR1: saves after this step, then ends" in started.said()
     step = json.loads((tmp_path / "out" / "requeue").read_text())["step"]
-    assert 0 < step < 160
+    assert 0 < step < 80
 
     again = hydraflow("main_sft", *keys, *LOCAL, cwd=tmp_path)
     assert again.returncode == 0, again.stderr[-3000:]
     assert (
-        f"continues after step {step} of 160" in again.stdout
+        f"continues after step {step} of 80" in again.stdout
         and "model: weights, optimizer, place in the schedule" in again.stdout
     )
     rows = {
@@ -239,12 +239,12 @@ def test_a_supervised_run_goes_on_after_a_warning_signal(tmp_path: Path, sft_key
         (tmp_path / name / "final_model" / "model.safetensors").read_bytes() for name in ("whole", "out")
     ]
     assert weights[0] == weights[1]
-    assert [path.name for path in (tmp_path / "out").glob("global_step_*")] == ["global_step_160"]
+    assert [path.name for path in (tmp_path / "out").glob("global_step_*")] == ["global_step_80"]
     best = json.loads((tmp_path / "out" / "best" / "best.json").read_text())
     assert best["value"] == min(row["val/loss"] for row in rows["whole"] if "val/loss" in row)
 
     done = hydraflow("main_sft", *keys, cwd=tmp_path)
-    assert done.returncode == 0 and "all 160 steps are done; nothing was started" in done.stdout
+    assert done.returncode == 0 and "all 80 steps are done; nothing was started" in done.stdout
     other = hydraflow("main_sft", *keys, "optim.lr=0.5", cwd=tmp_path)
     assert (
         other.returncode == 2 and "optim.lr=0.5: " in other.stderr and "was trained with 0.01" in other.stderr
