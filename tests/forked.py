@@ -33,10 +33,22 @@ OF_RAY = ("RAY_", "PYTHONBREAKPOINT")
 """Ray sets them where a test has started it in its own process; commands start a Ray of their own."""
 STARTED: list[Server] = []
 """The server of this process, once a command was run."""
+ASKED: list[dict[str, str]] = []
+"""The environment of the last command."""
 
 
-def server(environ: dict[str, str]) -> Server:
-    """The server of this process; it is started when the first command is run."""
+def server(environ: dict[str, str]) -> Server | None:
+    """The server of this process for a command with this environment; None: it needs a process of its own.
+
+    A test may change the environment for itself, and some change it for all that follow: two commands in a row
+    with the same one get a server with it.
+    """
+    again = [relevant(environ)] == ASKED
+    ASKED[:] = [relevant(environ)]
+    if STARTED and STARTED[0].environ != relevant(environ):
+        if not again:
+            return None
+        STARTED.pop().stop()
     if not STARTED:
         STARTED.append(Server(environ))
     return STARTED[0]
@@ -62,10 +74,6 @@ class Server:
             )
         self._answers = self._socket.makefile()
 
-    def serves(self, environ: dict[str, str]) -> bool:
-        """Whether a command with this environment may find libraries that were imported with the server's."""
-        return relevant(environ) == self.environ
-
     def run(
         self, module: str, *words: str, cwd: Path, environ: dict[str, str], timeout: float
     ) -> subprocess.CompletedProcess[str]:
@@ -84,6 +92,7 @@ class Server:
                 code = int(self._answers.readline())
             except TimeoutError:
                 os.kill(pid, signal.SIGKILL)
+                STARTED.clear()
                 self.stop()
                 raise subprocess.TimeoutExpired(argv, timeout, text(out), text(err)) from None
             return subprocess.CompletedProcess(argv, code, text(out), text(err))

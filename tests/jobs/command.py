@@ -56,10 +56,9 @@ def hydraflow(
     while they are imported.
     """
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if not fresh:
-        server = forked.server(environ)
-        if server.serves(environ):
-            return server.run(f"hydraflow.{command}", *overrides, cwd=cwd, environ=environ, timeout=timeout)
+    server = None if fresh else forked.server(environ)
+    if server is not None:
+        return server.run(f"hydraflow.{command}", *overrides, cwd=cwd, environ=environ, timeout=timeout)
     return subprocess.run(
         [sys.executable, "-m", f"hydraflow.{command}", *overrides],
         cwd=cwd,
