@@ -9,7 +9,7 @@ another exit code than 0, 3 or 4), or when a process of it outlived it.
 
     python scripts/kill_matrix.py                       20 moments, about a quarter of an hour on two cores
     python scripts/kill_matrix.py --random 20           any process of the run, Ray's included, at any time
-    python scripts/kill_matrix.py --moments 3 --json    the first three; two are in tests/jobs/test_resume.py
+    python scripts/kill_matrix.py --moments 3 --json    the first three; two more are a test (test_resume.py)
 
 `timing_s/*`, `perf/*` and the wall time of a record are left out of the comparison: they are never the same
 twice.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+from once import folder_of_all
 
 if TYPE_CHECKING:
     from engine.pool import Ranks
@@ -24,6 +26,49 @@ for _name in [name for name in os.environ if name.startswith("SLURM_")]:
 # How long an example takes depends on what else the machine does. CI draws the same examples every time.
 settings.register_profile("hydraflow", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("hydraflow")
+
+
+SLOW = {"ray_session", "cluster", "head", "ranks", "pools", "made", "recipe_cache", "sft_run"}
+"""Fixtures with Ray or Slurm, ranks in processes of their own, checkpoints of such ranks, or a trained model.
+A test that uses one, directly or not, is slow."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--fast",
+        action="store_true",
+        help="without slow tests: those that use Ray or several ranks, or train",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks slow tests, and puts the files with most of them first: of two test processes, each takes a file
+    at a time, and short ones at the end let both finish together."""
+    weights: Counter[Path] = Counter()
+    for item in items:
+        if SLOW.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker("slow")
+        if item.get_closest_marker("slow"):
+            limit = item.get_closest_marker("timeout")
+            weights[item.path] += limit.args[0] if limit else 300
+    if config.getoption("--fast"):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+        for item in items:
+            draw_few(getattr(item, "obj", None))
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: -weights[item.path])
+
+
+def draw_few(test: object) -> None:
+    """Lets a property test draw a hundred examples where it asks for more. hypothesis offers no way to change
+    what a test's own settings say."""
+    test = getattr(test, "__func__", test)
+    own = getattr(test, "_hypothesis_internal_use_settings", None)
+    if own is not None and own.max_examples > 100:
+        test._hypothesis_internal_use_settings = settings(own, max_examples=100)  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="session")
@@ -75,7 +120,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def recipe_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the arithmetic recipe keeps its assets during the test run ($HYDRAFLOW_TEST_CACHE keeps them
-    between runs)."""
+    """Where the arithmetic recipe keeps its assets during the test run, those of all test processes
+    ($HYDRAFLOW_TEST_CACHE keeps them between runs)."""
     kept = os.environ.get("HYDRAFLOW_TEST_CACHE")
-    return Path(kept) if kept else tmp_path_factory.mktemp("cache")
+    return Path(kept) if kept else folder_of_all(tmp_path_factory) / "recipe_cache"

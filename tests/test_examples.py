@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from jobs.command import hydraflow, read_steps
+from jobs.command import LOCAL, hydraflow, read_steps
 
 from hydraflow.batch_plan.resolve import BatchPlan, resolve_plan
 from hydraflow.batch_plan.roles import needs_critic, needs_reference
@@ -67,7 +67,7 @@ def test_gsm8k_grpo_fits_eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_custom_reward_learns(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(EXAMPLES)
     make_model(tmp_path / "runs" / "tiny")
-    given = ["--config-dir", "examples/custom_reward", "--config-name", "custom_reward"]
+    given = ["--config-dir", "examples/custom_reward", "--config-name", "custom_reward", *LOCAL]
     done = hydraflow(
         "main_ppo", *given, "trainer.total_training_steps=15", "trainer.default_local_dir=out", cwd=tmp_path
     )
@@ -82,7 +82,12 @@ def test_custom_reward_learns(tmp_path: Path) -> None:
         "output.path=runs/repeat.parquet",
     ]
     done = hydraflow(
-        "main_generate", "model.path=out/final_model/actor", *files, "rollout.temperature=0", cwd=tmp_path
+        "main_generate",
+        "model.path=out/final_model/actor",
+        *files,
+        *LOCAL,
+        "rollout.temperature=0",
+        cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     reward = ["reward.custom_reward_function.path=examples/custom_reward/repeat.py"]

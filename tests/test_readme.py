@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs.command import SMALL_RECIPE, SMALL_STEPS, hydraflow
+from jobs.command import LOCAL, SMALL_RECIPE, SMALL_STEPS, hydraflow
 from jobs.conftest import write_lines
 from source_tree import FILES, imports, tree_of
 from transformers import AutoModelForCausalLM
@@ -301,6 +301,7 @@ def test_a_reward_of_ones_own(tmp_path: Path, recipe_cache: Path) -> None:
     small = [
         *SMALL_RECIPE,
         *SMALL_STEPS,
+        *LOCAL,
         f"recipe.cache_dir={recipe_cache}",
         "trainer.total_training_steps=1",
     ]
@@ -313,6 +314,7 @@ def test_a_checkpoint_becomes_a_model(tmp_path: Path, recipe_cache: Path) -> Non
     small = [
         *SMALL_RECIPE,
         *SMALL_STEPS,
+        *LOCAL,
         f"recipe.cache_dir={recipe_cache}",
         "trainer.default_local_dir=RUN",
         "trainer.save_freq=1",
@@ -347,8 +349,8 @@ def test_supervised_training_then_answers_then_their_score(tmp_path: Path) -> No
     (tmp_path / "data" / "gsm8k").mkdir(parents=True)
     write_rows(tmp_path / "data" / "gsm8k" / "test.parquet", problems)
     short = {
-        "main_sft": ["data.max_length=32"],
-        "main_generate": ["data.max_prompt_length=16", "data.max_response_length=4"],
+        "main_sft": ["data.max_length=32", *LOCAL],
+        "main_generate": ["data.max_prompt_length=16", "data.max_response_length=4", *LOCAL],
         "main_eval": [],
     }
     for command, more in short.items():
@@ -361,7 +363,7 @@ def test_supervised_training_then_answers_then_their_score(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_the_bench_of_a_step(recipe_cache: Path) -> None:
-    small = [*SMALL_RECIPE, *SMALL_STEPS, f"recipe.cache_dir={recipe_cache}"]
+    small = [*SMALL_RECIPE, *SMALL_STEPS, *LOCAL, f"recipe.cache_dir={recipe_cache}"]
     run = [sys.executable, "scripts/bench/grpo_step.py", "--steps", "2", *small]
     done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -23,7 +23,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=40)
     args, overrides = parser.parse_known_args()
-    default_assets()
+    default_assets(*overrides)
     print(json.dumps(asdict(hydraflow_steps(args.steps, *overrides)), indent=2))
 
 

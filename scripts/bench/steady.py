@@ -37,12 +37,12 @@ class Steady:
     """Share of a step that the controller spent outside of what the workers measured as their own time."""
 
 
-def default_assets() -> ArithmeticAssets:
-    """The default recipe's files; made by a run of one step if they are missing."""
-    config = load("ppo", PPOConfig, [])
+def default_assets(*overrides: str) -> ArithmeticAssets:
+    """The default recipe's files, with `overrides`; made by a run of one step if they are missing."""
+    config = load("ppo", PPOConfig, overrides)
     folder = cache_folder(config.recipe, config.trainer.seed)
     if not is_made(folder):
-        hydraflow_steps(1)
+        hydraflow_steps(1, *overrides)
     return ArithmeticAssets(folder / "train.parquet", folder / "val.parquet", folder / "model")
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 from hydraflow.compose.launch import run_guarded

@@ -100,6 +100,7 @@ exec "$@"
 """
 
 
+@pytest.mark.slow
 def test_nsight_systems_starts_the_workers(tmp_path: Path) -> None:
     """In a Ray of its own, whose processes find the program on PATH."""
     (tmp_path / "nsys").write_text(FAKE_NSYS.format(said=tmp_path / "said"))

@@ -46,6 +46,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_wait_and_leaves_no_process() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
     # A session of its own, so that the signal reaches all its processes, as a terminal's Ctrl-C does.

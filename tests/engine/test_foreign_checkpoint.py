@@ -6,7 +6,6 @@ import enum
 import io
 import os
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,6 @@ from hydraflow.engine import dcp_index
 from hydraflow.engine.dcp_index import read_index
 from hydraflow.engine.fsdp.reader import Reader
 from hydraflow.errors import ConfigError, EnvironmentFault
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Ranks]:
-    """Two ranks."""
-    made = Ranks(2)
-    yield made
-    made.stop()
 
 
 @pytest.fixture
@@ -76,9 +67,9 @@ VARIANTS: list[dict[str, Any]] = [{}, {"model": {"lora_rank": 2}}, {"head": "val
 
 @pytest.mark.parametrize("options", VARIANTS, ids=["policy", "lora", "value"])
 def test_what_torch_writes_is_read_as_torch_reads_it(
-    pool: Ranks, tiny: str, tmp_path: Path, options: dict[str, Any]
+    ranks: Ranks, tiny: str, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    pool.run(jobs.write_checkpoint, tiny, options, str(tmp_path))
+    ranks.run(jobs.write_checkpoint, tiny, options, str(tmp_path))
     wanted: Metadata = pickle.loads((tmp_path / INDEX).read_bytes())
     got = Reader(tmp_path).read_metadata()
     assert got.state_dict_metadata == wanted.state_dict_metadata

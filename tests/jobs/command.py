@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import forked
+
 SMALL_RECIPE = [
     "recipe.warm_start_steps=20",
     "recipe.warm_start_accuracy=1.0",
@@ -26,6 +28,10 @@ SMALL_STEPS = [
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",
     "actor_rollout_ref.rollout.n=4",
 ]
+
+LOCAL = ["trainer.debug.local=true", "trainer.n_gpus_per_node=1"]
+"""Without Ray, in one process: bit by bit what a run on one rank does (`test_debugging.py`), in a tenth of
+the time."""
 
 STARTED: list[str] = []
 """Marks of commands that were started in the background."""
@@ -41,13 +47,22 @@ def end_leftovers() -> None:
 
 
 def hydraflow(
-    command: str, *overrides: str, cwd: Path, timeout: float = 240.0
+    command: str, *overrides: str, cwd: Path, timeout: float = 240.0, fresh: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """`python -m hydraflow.<command> overrides`, with what it printed."""
+    """`python -m hydraflow.<command> overrides`, with what it printed.
+
+    It runs in a fork of a process that has imported the libraries (`forked.py`); `fresh`: in a process that
+    imports them itself. That is also what it gets where a test has changed the environment: libraries read it
+    while they are imported.
+    """
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    server = None if fresh else forked.server(environ)
+    if server is not None:
+        return server.run(f"hydraflow.{command}", *overrides, cwd=cwd, environ=environ, timeout=timeout)
     return subprocess.run(
         [sys.executable, "-m", f"hydraflow.{command}", *overrides],
         cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env=environ,
         capture_output=True,
         text=True,
         timeout=timeout,

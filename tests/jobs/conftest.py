@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from jobs.command import end_leftovers, hydraflow
+from once import made_once
 
 LEARNT = {"1+1=": "002", "17+25=": "042", "60+60=": "120", "9+9=": "018"}
 """What the model learns in the first turn of a conversation."""
@@ -74,21 +75,25 @@ def sft_keys(tiny: str, conversations: Path, pairs: Path) -> list[str]:
 @pytest.fixture(scope="session")
 def sft_run(tmp_path_factory: pytest.TempPathFactory, sft_keys: list[str]) -> Path:
     """The run folder of main_sft."""
-    home = tmp_path_factory.mktemp("sft")
-    done = hydraflow(
-        "main_sft", *sft_keys, "trainer.total_training_steps=60", "trainer.default_local_dir=out", cwd=home
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "command line" in done.stdout, "the plan says where a number comes from"
-    return home / "out"
+    given = [*sft_keys, "trainer.total_training_steps=60", "trainer.default_local_dir=out"]
+
+    def train(home: Path) -> None:
+        done = hydraflow("main_sft", *given, cwd=home, fresh=True)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        assert "command line" in done.stdout, "the plan says where a number comes from"
+
+    return made_once(tmp_path_factory, "sft", train) / "out"
 
 
 @pytest.fixture(scope="session")
 def answers(tmp_path_factory: pytest.TempPathFactory, sft_run: Path, prompts: Path) -> Path:
     """What main_generate wrote: greedy answers of the trained model."""
-    home = tmp_path_factory.mktemp("answers")
     given = [f"model.path={sft_run}/final_model", f"data.path={prompts}", "output.path=deep/answers.parquet"]
-    done = hydraflow("main_generate", *given, "data.max_response_length=8", "rollout.temperature=0", cwd=home)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert done.stdout == "4 prompts, 1 response each: deep/answers.parquet\n"
-    return home / "deep" / "answers.parquet"
+    given += ["data.max_response_length=8", "rollout.temperature=0", "ray_init.timeline_file=t.json"]
+
+    def generate(home: Path) -> None:
+        done = hydraflow("main_generate", *given, cwd=home, fresh=True)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        assert done.stdout == "4 prompts, 1 response each: deep/answers.parquet\n"
+
+    return made_once(tmp_path_factory, "answers", generate) / "deep" / "answers.parquet"

@@ -12,7 +12,17 @@ from pathlib import Path
 
 import psutil
 import pytest
-from jobs.command import SMALL_RECIPE, SMALL_STEPS, Started, has_lines, hydraflow, read_steps, start, wait_for
+from jobs.command import (
+    LOCAL,
+    SMALL_RECIPE,
+    SMALL_STEPS,
+    Started,
+    has_lines,
+    hydraflow,
+    read_steps,
+    start,
+    wait_for,
+)
 
 from hydraflow.workers.skipping import read_skipped
 
@@ -78,7 +88,7 @@ def test_a_run_goes_on_by_itself_as_often_as_it_may(tmp_path: Path, recipe_cache
 
 
 def test_rays_node_process_dies(tmp_path: Path, recipe_cache: Path) -> None:
-    started = begin(tmp_path, recipe_cache)
+    started = begin(tmp_path, recipe_cache, "trainer.n_gpus_per_node=1")
     begun = time.monotonic()
     family(started, "/raylet/raylet")[0].kill()
     assert started.ended(30) == 3, started.said()[-3000:]
@@ -88,7 +98,7 @@ def test_rays_node_process_dies(tmp_path: Path, recipe_cache: Path) -> None:
 
 
 def test_rays_control_service_dies(tmp_path: Path, recipe_cache: Path) -> None:
-    started = begin(tmp_path, recipe_cache)
+    started = begin(tmp_path, recipe_cache, "trainer.n_gpus_per_node=1")
     begun = time.monotonic()
     family(started, "gcs_server")[0].kill()
     assert started.ended(30) == 3, started.said()[-3000:]
@@ -97,7 +107,7 @@ def test_rays_control_service_dies(tmp_path: Path, recipe_cache: Path) -> None:
 
 
 def test_a_process_hangs(tmp_path: Path, recipe_cache: Path) -> None:
-    started = begin(tmp_path, recipe_cache, "trainer.rpc_timeout=6")
+    started = begin(tmp_path, recipe_cache, "trainer.rpc_timeout=6", "trainer.n_gpus_per_node=1")
     begun = time.monotonic()
     family(started, "ray::WorkerHost")[0].send_signal(signal.SIGSTOP)
     assert started.ended(40) == 4, started.said()[-3000:]
@@ -111,7 +121,7 @@ def test_a_process_hangs(tmp_path: Path, recipe_cache: Path) -> None:
 
 def test_a_gradient_that_is_never_finite(tmp_path: Path, sft_keys: list[str]) -> None:
     """The first step throws the weights to 1e30, the second one is skipped. A stop in between forgets
-    neither."""
+    neither. Several ranks: `workers/test_skipping.py`."""
     many = [
         "optim.lr=1e30",
         "trainer.max_skipped_steps=2",
@@ -119,7 +129,7 @@ def test_a_gradient_that_is_never_finite(tmp_path: Path, sft_keys: list[str]) ->
         "trainer.default_local_dir=out",
         "trainer.test_freq=-1",
     ]
-    many += ["trainer.save_final_model=false"]
+    many += ["trainer.save_final_model=false", *LOCAL]
     first = hydraflow("main_sft", *sft_keys, *many, "trainer.total_training_steps=2", cwd=tmp_path)
     assert first.returncode == 0, (first.stdout + first.stderr)[-3000:]
     done = hydraflow("main_sft", *sft_keys, *many, "trainer.total_training_steps=20", cwd=tmp_path)
@@ -139,6 +149,6 @@ def test_a_gradient_that_is_never_finite(tmp_path: Path, sft_keys: list[str]) ->
         0.0
     }
     files = sorted(os.listdir(tmp_path / "out" / "skipped"))
-    assert files == [f"step_{step}_model_0_rank_{rank}.safetensors" for step in (2, 3) for rank in (0, 1)]
+    assert files == [f"step_{step}_model_0_rank_0.safetensors" for step in (2, 3)]
     rows, facts = read_skipped(tmp_path / "out" / "skipped" / files[0])
-    assert len(rows) == 2 and facts["step"] == 2
+    assert len(rows) == 4 and facts["step"] == 2

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from jobs.command import SMALL_RECIPE, SMALL_STEPS, hydraflow, read_steps
+from jobs.command import LOCAL, SMALL_RECIPE, SMALL_STEPS, hydraflow, read_steps
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +23,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, recipe_cache: Path) -> Path:
         "trainer.log_val_generations=4",
         "trainer.default_local_dir=out",
         cwd=home,
+        fresh=True,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "\x1b[" not in done.stdout, "piped to a file it prints plain lines"
@@ -99,34 +100,12 @@ def test_the_trained_model_is_a_hugging_face_directory(run: Path) -> None:
     assert tokenizer.apply_chat_template([{"role": "user", "content": "17+25="}], tokenize=False) == "17+25="
 
 
-def test_the_same_seed_gives_the_same_numbers(run: Path, tmp_path: Path, recipe_cache: Path) -> None:
-    done = hydraflow(
-        "main_ppo",
-        *SMALL_RECIPE,
-        *SMALL_STEPS,
-        f"recipe.cache_dir={recipe_cache}",
-        "trainer.total_training_steps=3",
-        "trainer.test_freq=2",
-        "trainer.default_local_dir=again",
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    unlike = ("timing_s/", "perf/", "seconds")
-    first, second = (
-        [
-            {name: value for name, value in row.items() if not name.startswith(unlike)}
-            for row in read_steps(folder)
-        ]
-        for folder in (run, tmp_path / "again")
-    )
-    assert first == second
-
-
 def test_max_wall_time_ends_a_run_in_good_order(tmp_path: Path, recipe_cache: Path) -> None:
     done = hydraflow(
         "main_ppo",
         *SMALL_RECIPE,
         *SMALL_STEPS,
+        *LOCAL,
         f"recipe.cache_dir={recipe_cache}",
         "trainer.max_wall_time=1s",
         "trainer.default_local_dir=out",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs.command import assert_refused, hydraflow, read_steps
+from jobs.command import LOCAL, assert_refused, hydraflow, read_steps
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hydraflow.compose.loading import load
@@ -72,14 +72,13 @@ def test_it_learns_and_leaves_what_it_promises(sft_run: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("ray_session")
 def test_padding_and_the_number_of_processes_change_nothing(
     sft_run: Path, sft_keys: list[str], tmp_path: Path
 ) -> None:
     keys = [
         *sft_keys,
+        *LOCAL,
         "model.use_remove_padding=false",
-        "trainer.n_gpus_per_node=1",
         "data.use_dynamic_bsz=false",
     ]
     keys += [
@@ -87,7 +86,9 @@ def test_padding_and_the_number_of_processes_change_nothing(
         "trainer.total_training_steps=3",
         f"trainer.default_local_dir={tmp_path}",
     ]
-    run_sft(load("sft", SFTConfig, [*keys, "trainer.save_final_model=false", "trainer.logger=[file]"]))
+    keys += ["trainer.save_final_model=false", "trainer.logger=[file]"]
+    done = hydraflow("main_sft", *keys, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
     packed, padded = read_steps(sft_run)[:3], read_steps(tmp_path)
     assert len(padded) == 3 and not (tmp_path / "final_model").exists()
     for name in ("train/loss", "train/grad_norm"):

@@ -5,15 +5,15 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
-from jobs.command import has_lines, hydraflow, processes_with, start, wait_for
+from jobs.command import LOCAL, has_lines, hydraflow, processes_with, start, wait_for
 
 from hydraflow.compose.loading import load
 from hydraflow.jobs.ppo import PPOJob
@@ -37,18 +37,33 @@ def matrix() -> ModuleType:
     return module
 
 
-def train(folder: Path, cache: Path, matrix: ModuleType, method: str, *overrides: str) -> None:
-    """Eight steps in this process's Ray, two optimizer steps each, on two ranks."""
+def given(folder: Path, cache: Path, matrix: ModuleType, method: str) -> list[str]:
+    """Eight steps, two optimizer steps each, on two ranks."""
     folder.mkdir(exist_ok=True)
     (folder.parent / "reward.py").write_text(matrix.REWARD)
-    given = [
+    words = [
         *matrix.COMMON,
         *matrix.METHODS[method],
         f"recipe.cache_dir={cache}",
         f"trainer.default_local_dir={folder}",
     ]
-    given += [f"reward.custom_reward_function.path={folder.parent}/reward.py", f"trainer.keep_best={METRIC}"]
-    PPOJob(load("ppo", PPOConfig, [*given, *overrides])).run()
+    return [
+        *words,
+        f"reward.custom_reward_function.path={folder.parent}/reward.py",
+        f"trainer.keep_best={METRIC}",
+    ]
+
+
+def train(folder: Path, cache: Path, matrix: ModuleType, method: str, *overrides: str) -> None:
+    """Trains in this process's Ray."""
+    PPOJob(load("ppo", PPOConfig, [*given(folder, cache, matrix, method), *overrides])).run()
+
+
+def train_locally(folder: Path, cache: Path, matrix: ModuleType, method: str, *overrides: str) -> str:
+    """Trains in a process without Ray, on one rank; returns what was printed."""
+    done = hydraflow("main_ppo", *given(folder, cache, matrix, method), *overrides, *LOCAL, cwd=folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
 
 
 def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,17 +78,25 @@ def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FileTracker, "log", log)
 
 
-@pytest.mark.usefixtures("ray_session")
-@pytest.mark.parametrize("method", ["grpo", "ppo"])
+@pytest.fixture(scope="module")
+def whole(
+    ray_session: None, tmp_path_factory: pytest.TempPathFactory, recipe_cache: Path, matrix: ModuleType
+) -> Path:
+    """The folder of a run that nothing stopped, with a critic and an adaptive KL controller."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    train(folder, recipe_cache, matrix, "ppo")
+    return folder
+
+
 def test_three_steps_and_five_are_eight(
     tmp_path: Path,
     recipe_cache: Path,
     matrix: ModuleType,
-    method: str,
+    whole: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    train(tmp_path / "whole", recipe_cache, matrix, method)
+    method = "ppo"
     with monkeypatch.context() as patch:
         stop_after(3, patch)
         train(tmp_path / "cut", recipe_cache, matrix, method)
@@ -87,11 +110,9 @@ def test_three_steps_and_five_are_eight(
     assert f"continues after step 3 of 8, from {cut}/global_step_3" in told
     assert "actor: weights, optimizer, place in the schedule; written by 2 ranks, read by 2" in told
     assert "data: 3 of 75 batches of epoch 1 are done" in told
-    assert ("KL controller: coefficient 0.000" in told) == (method == "ppo"), "it has moved from 0.001"
-    wanted = matrix.read_result(tmp_path / "whole")
-    assert len({step for step, _ in wanted.metrics}) == 9 and len(wanted.weights) == (
-        35 if method == "grpo" else 71
-    )
+    assert "KL controller: coefficient 0.000" in told, "it has moved from 0.001"
+    wanted = matrix.read_result(whole)
+    assert len({step for step, _ in wanted.metrics}) == 9 and len(wanted.weights) == 71
     assert list(matrix.differences(matrix.read_result(cut), wanted)) == []
     assert not (cut / "requeue").exists()
     assert sorted(path.name for path in cut.glob("global_step_*")) == ["global_step_6", "global_step_8"], (
@@ -109,7 +130,7 @@ def test_three_steps_and_five_are_eight(
         "trainer.resume_mode=resume_path",
         f"trainer.resume_from_path={cut}/global_step_6",
     ]
-    train(tmp_path / "look", recipe_cache, matrix, method, *look, "trainer.keep_best=null")
+    train_locally(tmp_path / "look", recipe_cache, matrix, method, *look, "trainer.keep_best=null")
     ((step, values),) = matrix.read_result(tmp_path / "look").metrics
     assert (step, values[METRIC]) == (6, found[6]), "a checkpoint can be validated again"
 
@@ -120,23 +141,21 @@ def test_another_number_of_processes_goes_on(
     recipe_cache: Path,
     matrix: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """And in another sharding. In float64, where the order of sums hardly shows."""
     actor = "actor_rollout_ref.actor"
     double = [f"{actor}.fsdp_config.{name}=fp64" for name in ("model_dtype", "dtype", "reduce_dtype")]
     double += ["actor_rollout_ref.rollout.dtype=fp64", "trainer.save_final_model=false"]
-    train(tmp_path / "whole", recipe_cache, matrix, "grpo", *double)
+    train_locally(tmp_path / "whole", recipe_cache, matrix, "grpo", *double)
     with monkeypatch.context() as patch:
         stop_after(3, patch)
         train(tmp_path / "cut", recipe_cache, matrix, "grpo", *double)
     other = [
-        "trainer.n_gpus_per_node=1",
         f"{actor}.fsdp_config.wrap_policy.min_num_params=0",
         f"{actor}.ppo_micro_batch_size_per_gpu=2",
     ]
-    train(tmp_path / "cut", recipe_cache, matrix, "grpo", *double, *other)
-    assert "written by 2 ranks, read by 1" in capsys.readouterr().out
+    told = train_locally(tmp_path / "cut", recipe_cache, matrix, "grpo", *double, *other)
+    assert "written by 2 ranks, read by 1" in told
     rows = zip(
         matrix.read_result(tmp_path / "cut").metrics,
         matrix.read_result(tmp_path / "whole").metrics,
@@ -155,33 +174,27 @@ def test_another_number_of_processes_goes_on(
             assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-8), (step, name)
 
 
-KILLED = (1, 5)
-"""Two of the twenty moments: a controller, and the middle of a save; test_faults.py kills workers."""
-
-
-@pytest.fixture(scope="module")
-def outcomes(
-    tmp_path_factory: pytest.TempPathFactory, recipe_cache: Path, matrix: ModuleType
-) -> dict[int, Any]:
-    """What came of each, all compared with one run that nothing stopped."""
-    moments = [moment for moment in matrix.draw_moments(max(KILLED), seed=1) if moment.number in KILLED]
-    return {
-        outcome.number: outcome
-        for outcome in matrix.run_matrix(moments, tmp_path_factory.mktemp("matrix"), recipe_cache)
-    }
-
-
-@pytest.mark.timeout(900)  # five runs one after the other
-@pytest.mark.parametrize("number", KILLED)
-def test_a_killed_run_goes_on(outcomes: dict[int, Any], number: int) -> None:
-    assert outcomes[number].same, outcomes[number]
-    assert outcomes[number].exit_code == (
-        -signal.SIGKILL if outcomes[number].moment.startswith("controller ") else 4
-    )
+@pytest.mark.timeout(900)  # three runs one after the other
+def test_a_run_that_is_killed_twice_goes_on(
+    tmp_path: Path, recipe_cache: Path, matrix: ModuleType, whole: Path
+) -> None:
+    """Two of the twenty moments, one after the other: a rank in the middle of a save, then the controller."""
+    (save,) = (moment for moment in matrix.draw_moments(10, seed=1) if moment.number == 10)
+    assert (save.target, save.method, save.steps) == ("middle of a save", "ppo", 2)
+    later = matrix.Moment(0, "controller", "ppo", steps=7, delay=0.0, rank=0)
+    for moment, code in ((save, 4), (later, -signal.SIGKILL)):
+        run = matrix.Run(tmp_path, "ppo", recipe_cache)
+        matrix.strike(run, moment)
+        assert run.ending(matrix.ENDS) == (code, ""), run.said()
+    last = matrix.Run(tmp_path, "ppo", recipe_cache)
+    assert last.ending(matrix.STARTS) == (0, ""), last.said()
+    restored = re.findall(r"continues after step (\d+)", last.log.read_text())
+    assert len(restored) == 2 and int(restored[0]) in (2, 4) and int(restored[1]) >= 4
+    assert list(matrix.differences(matrix.read_result(last.folder), matrix.read_result(whole))) == []
 
 
 def test_a_supervised_run_goes_on_after_a_warning_signal(tmp_path: Path, sft_keys: list[str]) -> None:
-    """Slurm sends it to every process of a step."""
+    """Slurm sends it to every process of a step. In Ray up to there, without Ray before and after."""
     keys = [
         *sft_keys,
         "optim.lr_scheduler_type=linear",
@@ -190,14 +203,15 @@ def test_a_supervised_run_goes_on_after_a_warning_signal(tmp_path: Path, sft_key
         "trainer.logger=[file]",
     ]
     keys += [
-        "trainer.total_training_steps=160",
-        "trainer.save_freq=50",
-        "trainer.test_freq=50",
+        "trainer.total_training_steps=80",
+        "trainer.save_freq=30",
+        "trainer.test_freq=30",
         "trainer.max_ckpt_to_keep=1",
     ]
-    whole = hydraflow("main_sft", *keys, "trainer.default_local_dir=whole", cwd=tmp_path)
+    whole = hydraflow("main_sft", *keys, *LOCAL, "trainer.default_local_dir=whole", cwd=tmp_path)
     assert whole.returncode == 0, whole.stderr[-3000:]
-    started = start("main_sft", *keys, "trainer.default_local_dir=out", cwd=tmp_path)
+    keys += ["trainer.n_gpus_per_node=1", "trainer.default_local_dir=out"]
+    started = start("main_sft", *keys, cwd=tmp_path)
     wait_for(lambda: has_lines(tmp_path / "out" / "metrics.jsonl", 20), 180, "the first steps")
     everyone = processes_with([started.mark])
     assert len(everyone) > 5 and started.process.pid in everyone, "workers and Ray's own processes"
@@ -206,12 +220,12 @@ def test_a_supervised_run_goes_on_after_a_warning_signal(tmp_path: Path, sft_key
     assert started.ended(60) == 0, started.said()[-3000:]
     assert "SIGUSR1: saves after this step, then ends" in started.said()
     step = json.loads((tmp_path / "out" / "requeue").read_text())["step"]
-    assert 0 < step < 160
+    assert 0 < step < 80
 
-    again = hydraflow("main_sft", *keys, "trainer.default_local_dir=out", cwd=tmp_path)
+    again = hydraflow("main_sft", *keys, *LOCAL, cwd=tmp_path)
     assert again.returncode == 0, again.stderr[-3000:]
     assert (
-        f"continues after step {step} of 160" in again.stdout
+        f"continues after step {step} of 80" in again.stdout
         and "model: weights, optimizer, place in the schedule" in again.stdout
     )
     rows = {
@@ -225,13 +239,13 @@ def test_a_supervised_run_goes_on_after_a_warning_signal(tmp_path: Path, sft_key
         (tmp_path / name / "final_model" / "model.safetensors").read_bytes() for name in ("whole", "out")
     ]
     assert weights[0] == weights[1]
-    assert [path.name for path in (tmp_path / "out").glob("global_step_*")] == ["global_step_160"]
+    assert [path.name for path in (tmp_path / "out").glob("global_step_*")] == ["global_step_80"]
     best = json.loads((tmp_path / "out" / "best" / "best.json").read_text())
     assert best["value"] == min(row["val/loss"] for row in rows["whole"] if "val/loss" in row)
 
-    done = hydraflow("main_sft", *keys, "trainer.default_local_dir=out", cwd=tmp_path)
-    assert done.returncode == 0 and "all 160 steps are done; nothing was started" in done.stdout
-    other = hydraflow("main_sft", *keys, "trainer.default_local_dir=out", "optim.lr=0.5", cwd=tmp_path)
+    done = hydraflow("main_sft", *keys, cwd=tmp_path)
+    assert done.returncode == 0 and "all 80 steps are done; nothing was started" in done.stdout
+    other = hydraflow("main_sft", *keys, "optim.lr=0.5", cwd=tmp_path)
     assert (
         other.returncode == 2 and "optim.lr=0.5: " in other.stderr and "was trained with 0.01" in other.stderr
     )

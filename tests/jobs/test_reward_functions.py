@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from jobs.command import SMALL_RECIPE, SMALL_STEPS, assert_refused, hydraflow, read_steps
+from jobs.command import LOCAL, SMALL_RECIPE, SMALL_STEPS, assert_refused, hydraflow, read_steps
 from jobs.conftest import write_lines
 
 PATH = "reward.custom_reward_function.path"
@@ -63,6 +63,7 @@ def test_a_run_whose_function_fails_on_every_row_ends_before_it_trains(
         "trainer.save_freq=1",
         f"trainer.val_before_train={str(validates).lower()}",
     ]
+    given += LOCAL if validates else []
     done = hydraflow("main_ppo", *given, f"{PATH}=reward.py", cwd=tmp_path)
     assert done.returncode == 5, done.stderr[-3000:]
     where = "validation after step 0: " if validates else "step 1: "

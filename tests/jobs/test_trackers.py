@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from jobs.command import SMALL_RECIPE, SMALL_STEPS, hydraflow, read_steps
+from jobs.command import LOCAL, SMALL_RECIPE, SMALL_STEPS, hydraflow, read_steps
 
 for _package in ("wandb", "mlflow", "sqlalchemy", "swanlab"):
     pytest.importorskip(
@@ -30,6 +30,7 @@ def test_all_trackers_follow_a_run_that_goes_on(tmp_path: Path, recipe_cache: Pa
     given = [
         *SMALL_RECIPE,
         *SMALL_STEPS,
+        *LOCAL,
         f"recipe.cache_dir={recipe_cache}",
         "trainer.default_local_dir=run",
         "trainer.save_freq=2",

@@ -1,5 +1,6 @@
-"""Every estimator and every option of the losses trains for some steps through the whole system, on two real
-worker processes."""
+"""Every estimator and every option of the losses trains for some steps through the whole system: on two real
+worker processes where ranks could differ in what they do (a critic, micro-batches by tokens, adapters), else
+in one process."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs.command import SMALL_RECIPE, SMALL_STEPS, read_steps
+from jobs.command import LOCAL, SMALL_RECIPE, SMALL_STEPS, hydraflow, read_steps
 
 from hydraflow.compose.loading import load
 from hydraflow.jobs.ppo import PPOJob
@@ -25,7 +26,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 
 def train(folder: Path, cache: Path, *overrides: str) -> list[dict[str, Any]]:
-    """Trains in this process's Ray and returns the metrics of the steps."""
+    """Trains in this process's Ray, or in a process without one, and returns the metrics of the steps."""
     given = [
         *SMALL_RECIPE,
         *SMALL_STEPS,
@@ -42,7 +43,11 @@ def train(folder: Path, cache: Path, *overrides: str) -> list[dict[str, Any]]:
     folder.mkdir(exist_ok=True)
     (folder / "reward.py").write_text(DENSE_REWARD)
     given += ["data.val_max_samples=4", f"reward.custom_reward_function.path={folder}/reward.py"]
-    PPOJob(load("ppo", PPOConfig, [*given, *overrides])).run()
+    if LOCAL[0] in overrides:
+        done = hydraflow("main_ppo", *given, *overrides, cwd=folder)
+        assert done.returncode == 0, done.stderr[-3000:]
+    else:
+        PPOJob(load("ppo", PPOConfig, [*given, "trainer.n_gpus_per_node=2", *overrides])).run()
     rows = [row for row in read_steps(folder) if row["step"] > 0]
     for row in rows:
         strange = {name: value for name, value in row.items() if not math.isfinite(float(value))}
@@ -56,6 +61,9 @@ def test_ppo_with_a_critic(tmp_path: Path, recipe_cache: Path) -> None:
         recipe_cache,
         "algorithm.adv_estimator=gae",
         f"{ACTOR}.ppo_epochs=2",
+        f"{ACTOR}.use_dynamic_bsz=true",
+        f"{ACTOR}.ppo_max_token_len_per_gpu=64",
+        f"{ACTOR}.shuffle=true",
         "trainer.critic_warmup=2",
         "critic.optim.lr=1e-3",
     )
@@ -71,6 +79,7 @@ def test_rloo_with_a_kl_loss_and_an_entropy_bonus(tmp_path: Path, recipe_cache: 
     rows = train(
         tmp_path,
         recipe_cache,
+        *LOCAL,
         "algorithm.adv_estimator=rloo",
         f"{ACTOR}.use_kl_loss=true",
         f"{ACTOR}.entropy_coeff=0.01",
@@ -87,6 +96,7 @@ def test_reinforce_plus_plus_with_kl_in_the_reward(tmp_path: Path, recipe_cache:
     rows = train(
         tmp_path,
         recipe_cache,
+        *LOCAL,
         "algorithm.adv_estimator=reinforce_plus_plus",
         "algorithm.use_kl_in_reward=true",
         f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
@@ -101,6 +111,7 @@ def test_an_adaptive_kl_controller_moves(tmp_path: Path, recipe_cache: Path) -> 
     rows = train(
         tmp_path,
         recipe_cache,
+        *LOCAL,
         "algorithm.use_kl_in_reward=true",
         "algorithm.kl_ctrl.type=adaptive",
         "algorithm.kl_ctrl.horizon=100",
@@ -114,25 +125,12 @@ def test_an_adaptive_kl_controller_moves(tmp_path: Path, recipe_cache: Path) -> 
     assert rows[1]["actor/reward_kl_penalty_coeff"] == pytest.approx(0.001 * (1 - 0.2 * 32 / 100))
 
 
-def test_adapters_with_themselves_switched_off_as_reference(tmp_path: Path, recipe_cache: Path) -> None:
-    rows = train(
-        tmp_path,
-        recipe_cache,
-        "actor_rollout_ref.model.lora_rank=4",
-        f"{ACTOR}.use_kl_loss=true",
-        f"{ACTOR}.loss_agg_mode=token-sum",
-        f"{ACTOR}.ppo_mini_batch_size=8",
-    )
-    assert rows[0]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-5), "new adapters change nothing"
-    assert rows[1]["actor/kl_loss"] > 0
-    assert rows[1]["training/rollout_probs_diff_max"] < 1e-4, "the generation engine got the merged weights"
-
-
 def test_micro_batches_and_recomputation_change_nothing(tmp_path: Path, recipe_cache: Path) -> None:
-    plain = train(tmp_path / "plain", recipe_cache)
+    plain = train(tmp_path / "plain", recipe_cache, *LOCAL)
     cut = train(
         tmp_path / "cut",
         recipe_cache,
+        *LOCAL,
         f"{ACTOR}.ppo_micro_batch_size_per_gpu=2",
         "actor_rollout_ref.model.enable_gradient_checkpointing=true",
     )
@@ -140,20 +138,30 @@ def test_micro_batches_and_recomputation_change_nothing(tmp_path: Path, recipe_c
         assert cut[1][name] == pytest.approx(plain[1][name], rel=1e-3, abs=1e-5)
 
 
-def test_the_number_of_processes_changes_nothing(tmp_path: Path, recipe_cache: Path) -> None:
-    """In float64, where rounding is out of sight: the same samples, the same gradients, with one process and
-    with two."""
-    double = [
+def test_adapters_with_themselves_switched_off_as_reference_on_one_rank_and_two(
+    tmp_path: Path, recipe_cache: Path
+) -> None:
+    """In float64, where rounding is out of sight: the same samples, the same gradients. Without adapters:
+    test_resume.py."""
+    given = [
+        "actor_rollout_ref.model.lora_rank=4",
+        f"{ACTOR}.use_kl_loss=true",
+        f"{ACTOR}.loss_agg_mode=token-sum",
+        f"{ACTOR}.ppo_mini_batch_size=8",
         f"{ACTOR}.fsdp_config.model_dtype=fp64",
         f"{ACTOR}.fsdp_config.dtype=fp64",
         f"{ACTOR}.fsdp_config.reduce_dtype=fp64",
+        "actor_rollout_ref.rollout.dtype=fp64",
     ]
-    double += ["actor_rollout_ref.rollout.dtype=fp64"]
-    runs = [train(tmp_path / str(n), recipe_cache, *double, f"trainer.n_gpus_per_node={n}") for n in (1, 2)]
-    for one, two in zip(*runs, strict=True):
+    rows = train(tmp_path / "two", recipe_cache, *given)
+    assert rows[0]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-5), "new adapters change nothing"
+    assert rows[1]["actor/kl_loss"] > 0
+    assert rows[1]["training/rollout_probs_diff_max"] < 1e-4, "the generation engine got the merged weights"
+    for one, two in zip(train(tmp_path / "one", recipe_cache, *given, *LOCAL), rows, strict=True):
         for name in (
             "actor/grad_norm",
             "actor/pg_loss",
+            "actor/kl_loss",
             "critic/score/mean",
             "actor/entropy",
             "response_length/mean",

@@ -12,6 +12,7 @@ import pytest
 import torch
 from engine.pool import Ranks
 from model_merger import rank_jobs as jobs
+from once import made_once
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from hydraflow.model_merger.__main__ import main
@@ -40,8 +41,10 @@ def models(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str
 def made(models: dict[str, str], one_rank: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints from training engines of 1, 2 and 4 ranks, <ranks>-<case>, and with verl's files,
     verl-<case>."""
-    folder = tmp_path_factory.mktemp("made")
+    return made_once(tmp_path_factory, "checkpoints", lambda folder: _save_all(models, folder))
 
+
+def _save_all(models: dict[str, str], folder: Path) -> None:
     def cases(size: int) -> list[tuple[str, Any, str]]:
         return [
             (models[name], options, str(folder / f"{size}-{name}")) for name, options in jobs.SAVED.items()
@@ -63,7 +66,6 @@ def made(models: dict[str, str], one_rank: None, tmp_path_factory: pytest.TempPa
             ]
             pool.run(jobs.save_many_as_verl, verl)
         pool.stop()
-    return folder
 
 
 def _variant(source: str, target: Path, seed: int, *, value: bool, **options: Any) -> None:

@@ -1,0 +1,188 @@
+"""Runs a command in a process forked from one that has already imported the libraries.
+
+`python -m hydraflow.main_ppo` takes six seconds of processor time before it reads its first argument, nearly
+all of them for imports. Here one server for each process of the test run imports them once and forks for
+every command. The child has the working directory, environment, arguments and streams of the command, runs
+its module as `__main__`, and leaves as an interpreter leaves: an exit code, or a stack trace. What differs
+from a process of its own: the libraries are imported, /proc shows the server's command line and environment,
+and all commands share one seed of hashes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+PRELOADED = ("ppo", "sft", "generate", "evaluate")
+"""Modules of `hydraflow.jobs` that import what the others import, too."""
+
+
+OF_RAY = ("RAY_", "PYTHONBREAKPOINT")
+"""Ray sets them where a test has started it in its own process; commands start a Ray of their own."""
+STARTED: list[Server] = []
+"""The server of this process, once a command was run."""
+ASKED: list[dict[str, str]] = []
+"""The environment of the last command."""
+
+
+def server(environ: dict[str, str]) -> Server | None:
+    """The server of this process for a command with this environment; None: it needs a process of its own.
+
+    A test may change the environment for itself, and some change it for all that follow: two commands in a
+    row with the same one get a server with it.
+    """
+    again = [relevant(environ)] == ASKED
+    ASKED[:] = [relevant(environ)]
+    if STARTED and STARTED[0].environ != relevant(environ):
+        if not again:
+            return None
+        STARTED.pop().stop()
+    if not STARTED:
+        STARTED.append(Server(environ))
+    return STARTED[0]
+
+
+def relevant(environ: dict[str, str]) -> dict[str, str]:
+    """Variables that a library may read while it is imported."""
+    return {name: value for name, value in environ.items() if not name.startswith(("PYTEST_", *OF_RAY))}
+
+
+class Server:
+    """The process that forks, from the side of the tests. It ends with the process that started it."""
+
+    def __init__(self, environ: dict[str, str]) -> None:
+        self.environ = relevant(environ)
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno())],
+                env=environ,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+        self._answers = self._socket.makefile()
+
+    def run(
+        self, module: str, *words: str, cwd: Path, environ: dict[str, str], timeout: float
+    ) -> subprocess.CompletedProcess[str]:
+        """`python -m module words`, with what it printed."""
+        argv = [sys.executable, "-m", module, *words]
+        request = json.dumps({"argv": argv, "cwd": str(cwd), "environ": environ})
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            self._socket.settimeout(timeout + 60)
+            socket.send_fds(
+                self._socket, [f"{len(request.encode()):08}".encode()], [out.fileno(), err.fileno()]
+            )
+            self._socket.sendall(request.encode())
+            pid = int(self._answers.readline())
+            self._socket.settimeout(timeout)
+            try:
+                code = int(self._answers.readline())
+            except TimeoutError:
+                os.kill(pid, signal.SIGKILL)
+                STARTED.clear()
+                self.stop()
+                raise subprocess.TimeoutExpired(argv, timeout, text(out), text(err)) from None
+            return subprocess.CompletedProcess(argv, code, text(out), text(err))
+
+    def stop(self) -> None:
+        self._answers.close()
+        self._socket.close()
+        self._process.wait(timeout=30)
+
+
+def text(file: tempfile._TemporaryFileWrapper[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode().replace("\r\n", "\n")
+
+
+def preload() -> None:
+    """Imports what commands import, and composes a configuration, which makes Hydra's parsers."""
+    import importlib
+
+    from hydraflow.compose.loading import load
+    from hydraflow.schema import PPOConfig
+
+    for name in PRELOADED:
+        importlib.import_module(f"hydraflow.jobs.{name}")
+    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+
+    load("ppo", PPOConfig, ["recipe=arithmetic"])
+
+
+def serve(requests: socket.socket) -> dict | None:
+    """Forks for every request and reports the child's id and exit code. Returns the request in a child, and
+    None at the end."""
+    while True:
+        size, streams, _, _ = socket.recv_fds(requests, 8, 2)
+        if not size:
+            return None
+        request = bytearray()
+        while len(request) < int(size):
+            request += requests.recv(int(size) - len(request))
+        pid = os.fork()
+        if pid == 0:
+            for number, stream in enumerate(streams, start=1):
+                os.dup2(stream, number)
+                os.close(stream)
+            requests.close()
+            return json.loads(request)
+        for stream in streams:
+            os.close(stream)
+        requests.sendall(f"{pid}\n".encode())
+        _, status = os.waitpid(pid, 0)
+        requests.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+
+
+def become(argv: list[str], cwd: str, environ: dict[str, str]) -> int:
+    """Runs a module in this process as `python -m` does; returns the exit code."""
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.orig_argv[:] = argv
+    sys.argv = argv[2:]
+    sys.path[0] = cwd
+    try:
+        runpy.run_module(argv[2], run_name="__main__", alter_sys=True)
+    except SystemExit as wanted:
+        if wanted.code is None or isinstance(wanted.code, int):
+            return wanted.code or 0
+        print(wanted.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process as an interpreter does, but frees no memory: that would copy the server's pages."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    preload()
+    gc.collect()
+    gc.freeze()  # a child that collected garbage would copy every page
+    asked = serve(connection)
+    if asked is not None:
+        leave(become(**asked))
