@@ -178,7 +178,10 @@ def help_text(config_name: str, schema: type, switches: Sequence[Switch] = ()) -
         "          --help verl says what becomes of each of verl's keys.",
         *own,
         *(["\nGroups:", *groups] if groups else []),
-        "\nKeys:\n",
+        "\nKeys, with the defaults for your own data. The recipe, which runs without any, sets others:"
+        " --cfg job shows what is in force.\n"
+        if config_name == "ppo"
+        else "\nKeys:\n",
     ]
     return "\n".join(parts) + describe(schema)
 

@@ -24,6 +24,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hydraflow.batch_plan.roles import needs_critic
 from hydraflow.compose import allocated, verl_trees
 from hydraflow.compose import origins as provenance
 from hydraflow.compose import rules as checks
@@ -232,6 +233,7 @@ def _describe(
         *(str(one).partition("\n")[0] for one in idle),
         *_open_mappings(judged)[1],
         *_default_devices(config, judged),
+        *_default_estimator(config, judged),
         *(entry.advise(config, planning=entry.tolerant) if entry.advise else ()),
     ]
     if entry.tolerant:
@@ -256,6 +258,15 @@ def _default_devices(config: Any, judged: Judged) -> Iterator[str]:
     if said.honoured or said.ignored or said.unsupported or said.untouched:
         count = planned_devices(config.trainer.device)
         yield f"{key}: not set; verl takes 8, here it is what this machine has ({count})"
+
+
+def _default_estimator(config: Any, judged: Judged) -> Iterator[str]:
+    """A critic by default: the recipe's estimator needs none, that of one's own data does."""
+    key = "algorithm.adv_estimator"
+    is_meant = any(given == key or given.startswith("critic.") for given in judged.origins)
+    if isinstance(config, PPOConfig) and not is_meant and needs_critic(config):
+        name = config.algorithm.adv_estimator
+        yield f"{key}: not set, so {name} as in verl, which trains a critic; {key}=grpo needs none"
 
 
 def _open_mappings(judged: Judged) -> tuple[list[Problem], list[str]]:

@@ -181,7 +181,7 @@ def test_strict_refuses_what_is_otherwise_said():
 
 
 def test_what_nobody_set_is_not_spoken_of():
-    assert notes() == ""
+    assert notes("algorithm.adv_estimator=gae") == ""
     assert (
         load_command("ppo", PPOConfig)[1].notes == ()
     )  # the recipe's own file sets keys of a critic that does not run
@@ -204,9 +204,16 @@ def test_supervised_training_has_rules_of_its_own():
     assert str(command.counts) == "2 keys honoured, 3 accepted without effect, 0 unsupported"
 
 
+def test_a_critic_by_default_is_announced():
+    said = "algorithm.adv_estimator: not set, so gae as in verl, which trains a critic"
+    assert said in notes()
+    for meant in ("algorithm.adv_estimator=gae", "critic.optim.lr=1e-5", "critic.enable=true"):
+        assert said not in notes(meant), meant
+
+
 def test_machines_to_plan_for_are_without_effect_in_a_run():
-    assert notes("cluster.nodes=4") == ""
-    _, command = load_command("ppo", PPOConfig, [*OWN, "cluster.nodes=4"])
+    assert notes("cluster.nodes=4", "algorithm.adv_estimator=grpo") == ""
+    _, command = load_command("ppo", PPOConfig, [*OWN, "cluster.nodes=4", "algorithm.adv_estimator=grpo"])
     assert command.notes == (
         (
             "cluster.nodes=4: has no effect: it describes machines for python -m hydraflow.plan; a run takes"
