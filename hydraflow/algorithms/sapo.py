@@ -24,6 +24,6 @@ def sapo(
     tensor([[-2.]])
     """
     log_ratio = (logp - old_logp).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    tau = torch.where(advantages > 0, tau_pos, tau_neg).to(logp.dtype)
+    tau = torch.full_like(logp, tau_neg).masked_fill(advantages > 0, tau_pos)
     gate = torch.sigmoid(tau * (log_ratio.exp() - 1.0)) * 4.0 / tau
     return TokenTerms(-advantages * gate, {"actor/ppo_kl": -log_ratio.detach()})

@@ -13,10 +13,9 @@ from hydraflow.checkup.facts import Facts
 from hydraflow.checkup.finding import State
 from hydraflow.checkup.preflight import require_trackers
 from hydraflow.checkup.trackers import ON_SERVERS, TRACKER_CHECKS, judge_login, judge_mlflow
-from hydraflow.compose.rules import LOGGERS
 from hydraflow.errors import ConfigError
 from hydraflow.tracking.trackers import TRACKERS
-from hydraflow.trainer.config import SFTTrainerConfig
+from hydraflow.trainer.config import LOGGERS, SFTTrainerConfig
 
 REMEDY = "trainer.logger=[console]"
 
