@@ -73,8 +73,8 @@ def test_lists_of_nodes(written: str, names: list[str]) -> None:
     assert node_names(written) == names
 
 
-def test_a_list_that_is_none_is_no_list() -> None:
-    with pytest.raises(ValueError, match="no list of nodes"):
+def test_text_that_is_not_a_list_of_nodes_is_refused() -> None:
+    with pytest.raises(ValueError, match="not a list of nodes"):
         node_names("gpu[1-2")
 
 
