@@ -1,7 +1,6 @@
-"""The one place that knows which device there is, what it computes in, and how many cores this process may
-use.
+"""Devices, dtypes and cores that this process can use.
 
-Everything else asks here; no other module names "cuda". torch is imported inside the functions, because
+All other modules ask here; none of them names "cuda". torch is imported inside the functions, because
 configuration and planning ask for cores without needing it.
 """
 
@@ -16,14 +15,14 @@ if TYPE_CHECKING:
     import torch
 
 DEVICES = ("auto", "cpu", "cuda")
-"""What trainer.device may say."""
+"""Legal values of trainer.device."""
 CPU_PROCESSES = 2
-"""Worker processes of a machine without GPUs, where the user names no number."""
+"""Default number of worker processes on a machine without GPUs."""
 _DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def usable_cores() -> int:
-    """Cores that this process may really use, at least 1: the smallest of `core_limits`."""
+    """Cores that this process may use, at least 1: the smallest of `core_limits`."""
     return max(1, int(min(core_limits().values())))
 
 
@@ -33,8 +32,7 @@ def core_limits(
     membership: Path = Path("/proc/self/cgroup"),
     environ: Mapping[str, str] = os.environ,
 ) -> dict[str, float]:
-    """What limits the cores of this process -> to how many: affinity mask, cgroup quota (v1 and v2), Slurm's
-    allocation.
+    """Source of a limit -> number of cores: affinity mask, cgroup quota (v1 and v2), Slurm's allocation.
 
     cgroups: where the control groups are mounted. membership: the file that says which ones this process is
     in.
@@ -95,7 +93,7 @@ def gpu_memory(index: int) -> tuple[int, int]:
 
 
 def gpu_name(index: int) -> str:
-    """What a CUDA device calls itself."""
+    """Name of a CUDA device, as its driver gives it."""
     import torch
 
     return torch.cuda.get_device_name(index)
@@ -104,7 +102,8 @@ def gpu_name(index: int) -> str:
 def listed_gpus(
     driver: Path = Path("/proc/driver/nvidia/gpus"), environ: Mapping[str, str] = os.environ
 ) -> int:
-    """GPUs that the driver lists and the environment leaves visible, for plans, which do without torch."""
+    """GPUs that the driver lists and the environment leaves visible; for the planner, which runs without
+    torch."""
     listed = len(list(driver.iterdir())) if driver.is_dir() else 0
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     return (
@@ -148,7 +147,7 @@ _OUT_OF_MEMORY = (
     "DefaultCPUAllocator: not enough memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
-"""What RuntimeErrors say that mean it, too."""
+"""Messages of RuntimeErrors that also mean out of memory."""
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
@@ -192,7 +191,7 @@ def cpu_has_bf16() -> bool:
 
 
 def keep_allocations(device_type: str, most: int) -> None:
-    """Keeps the newest allocations of a GPU with their stacks, for `write_allocations`; on a CPU nothing."""
+    """Starts recording a GPU's allocations with their stacks, for `write_allocations`; no-op on a CPU."""
     if device_type != "cpu":
         import torch
 
@@ -200,7 +199,7 @@ def keep_allocations(device_type: str, most: int) -> None:
 
 
 def write_allocations(device_type: str, path: str) -> None:
-    """Writes what was kept, for pytorch.org/memory_viz, and keeps no more; on a CPU nothing."""
+    """Writes the recorded allocations for pytorch.org/memory_viz, and stops recording; no-op on a CPU."""
     if device_type != "cpu":
         import torch
 
@@ -209,7 +208,7 @@ def write_allocations(device_type: str, path: str) -> None:
 
 
 def begin_range(device_type: str) -> None:
-    """Begins what a profiler outside of the process (Nsight Systems) collects; on a CPU it collects
+    """Starts the range that an external profiler (Nsight Systems) collects; on a CPU it collects
     everything."""
     if device_type != "cpu":
         import torch
@@ -218,7 +217,7 @@ def begin_range(device_type: str) -> None:
 
 
 def end_range(device_type: str) -> None:
-    """Ends it."""
+    """Ends the range of `start_range`."""
     if device_type != "cpu":
         import torch
 

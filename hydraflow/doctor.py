@@ -1,8 +1,8 @@
-"""python -m hydraflow.doctor [--json] [--all] [overrides]: looks at this machine for what a main_ppo
+"""python -m hydraflow.doctor [--json] [--all] [overrides]: checks that this machine has what a main_ppo
 configuration needs.
 
-In: the configuration of `main_ppo`. Out: state, evidence and remedy of each check; exit code 2 when one found
-a problem. Nothing is started and nothing is left behind. The checks are the table in `checkup/table.py`.
+In: the configuration of `main_ppo`. Out: state, evidence and remedy of each check; exit code 2 if one found a
+problem. Starts nothing and leaves nothing behind. The checks are the table in `checkup/table.py`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from hydraflow.schema import PPOConfig
 
 SWITCHES = (
     Switch("--json", doc="Print JSON for machines."),
-    Switch("--all", doc="Also try what this configuration does not need: vLLM."),
+    Switch("--all", doc="Also check what this configuration does not need: vLLM."),
 )
 
 
 def run(config: PPOConfig, command: Command) -> int:
-    """Makes every check. The imports are here so that configuration mistakes are answered in a second."""
+    """Runs every check. The imports are here so that configuration errors are reported within a second."""
     from rich.console import Console
 
     from hydraflow.checkup.facts import Facts

@@ -1,11 +1,10 @@
-"""Errors that reach the user: what was wrong, by which rule, and what would repair it.
+"""Errors that reach the user: what is wrong, which rule it breaks, and how to fix it.
 
-In: facts from whoever finds a fault. Out: one message without a stack trace and the process's exit code.
-Left out on purpose: faults of our own; those are `assert`s and propagate with their stack traces.
+In: the facts of a fault. Out: one message without a stack trace, and the process's exit code. Left out on
+purpose: our own bugs; those are `assert`s and propagate with their stack traces.
 
-Exit codes: 0 done, 2 a mistake of the user's, which is nearly always found before something starts, 3 an
-environment fault found later, 4 a worker failed, 5 training stopped by a guard, 130 interrupted, 143 ended by
-a repeated SIGTERM.
+Exit codes: 0 done, 2 a user error, nearly always found before anything starts, 3 an environment fault found
+later, 4 a worker failed, 5 training stopped by a guard, 130 interrupted, 143 ended by a repeated SIGTERM.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake: where it is, what stands there, the rule it breaks, and what to do.
+    """One mistake: the key, its value, the rule that it breaks, and a remedy.
 
     Its text has no secrets.
     """
@@ -30,17 +29,17 @@ class Problem:
     field: str
     """Configuration key or file, as the user writes it."""
     value: object
-    """What stands there now; `None` leaves it out of the message."""
+    """Its current value; `None` leaves it out of the message."""
     rule: str
-    """What must hold, with numbers."""
+    """The rule that is broken, with numbers."""
     remedy: str = ""
-    """What would repair it, as an override to paste where there is one."""
+    """The remedy, if possible as an override to paste."""
 
     def __str__(self) -> str:
         return self.fault + (f"\n      -> {public_text(self.remedy)}" if self.remedy else "")
 
     def to_json(self) -> dict[str, str | None]:
-        """Its parts for programs, without secrets."""
+        """The fields as a mapping, without secrets."""
         return {
             "field": public_word(self.field),
             "value": None if self.value is None else shown(self.value, self.field),
@@ -55,7 +54,7 @@ class Problem:
 
     @property
     def head(self) -> str:
-        """What it is about: the key and its value, or the file."""
+        """The subject of the problem: the key and its value, or the file."""
         return (
             public_word(self.field) if self.value is None else f"{self.field}={shown(self.value, self.field)}"
         )
@@ -91,7 +90,7 @@ class HydraflowError(Exception):
 
 
 class ConfigError(HydraflowError, ValueError):
-    """Mistakes of the user's: configuration, data, paths, resources. Reported all at once.
+    """User errors: configuration, data, paths, resources. Reported all at once.
 
     >>> print(ConfigError([Problem("trainer.nnodes", 0, "must be at least 1", "trainer.nnodes=1")]))
     1 problem found before anything was started:
@@ -105,8 +104,8 @@ class ConfigError(HydraflowError, ValueError):
         assert problems, "a ConfigError names at least one problem"
         self.problems = list(problems)
         self.started = started
-        """Whether processes of the run were there already. Set where that is known, which is seldom where the
-        mistake is found."""
+        """Whether the run had started processes. Set by a caller that knows, which is seldom the place where
+        the mistake is found."""
         super().__init__(self.problems)
 
     def __str__(self) -> str:
@@ -126,7 +125,7 @@ class ConfigError(HydraflowError, ValueError):
 
 @contextmanager
 def after_the_start() -> Iterator[None]:
-    """A ConfigError from its body says that the run had started."""
+    """Marks a ConfigError from the block as raised after the run had started."""
     try:
         yield
     except ConfigError as error:
@@ -135,9 +134,9 @@ def after_the_start() -> Iterator[None]:
 
 
 class Faults:
-    """Problems that are collected while as much as possible is still looked at.
+    """Collects problems while as much as possible is still checked.
 
-    What needs a result that could not be had is not looked at: its problems would only follow from the first.
+    Checks that need a missing result are skipped, because their problems would only follow from the first.
 
     >>> faults = Faults()
     >>> faults.result(lambda: 7), faults.passes(lambda: None), faults.problems
@@ -148,7 +147,7 @@ class Faults:
         self.problems: list[Problem] = []
 
     def result(self, work: Callable[[], T]) -> T | None:
-        """What `work` gives; None where it raised a ConfigError, whose problems are kept."""
+        """The result of `work`; None if it raised a ConfigError, whose problems are kept."""
         try:
             return work()
         except ConfigError as error:
@@ -165,7 +164,7 @@ class Faults:
         return True
 
     def add(self, problems: Sequence[Problem]) -> None:
-        """Keeps problems, but for those that are known: two checks may open the same file."""
+        """Adds problems, without duplicates: two checks may open the same file."""
         self.problems += [problem for problem in problems if problem not in self.problems]
 
     def require_none(self) -> None:
@@ -175,7 +174,7 @@ class Faults:
 
 
 class EnvironmentFault(HydraflowError):
-    """The machine or cluster cannot do what was asked, found after the start (a lost node, a full disk)."""
+    """A fault of the machine or cluster that is found after the start (a lost node, a full disk)."""
 
     exit_code = 3
 

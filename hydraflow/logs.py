@@ -1,9 +1,9 @@
-"""python -m hydraflow.logs RUN: the log files of a run as one, in the order of time; of one role or rank,
-filtered, or as they grow.
+"""python -m hydraflow.logs RUN: merges the log files of a run by time; filters by role, rank or text, and
+follows growing files.
 
 In: `<run>/logs/`, which `system/role_logs.py` writes. Out: lines on standard output. Lines without a tag
-belong to the line before them, and are shown or left out with it. Imports the standard library only, so it
-answers at once. Left out on purpose: files of machines that do not share the run folder; each has its own.
+belong to the line before them, and are shown or left out with it. Imports only the standard library, so it
+starts at once. Left out on purpose: files of machines that do not share the run folder; each has its own.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from hydraflow.tracking.run_lock import is_at_work
 
 POLL_SECONDS = 0.2
 QUIET_POLLS = 5
-"""Looks without a new line after which a run that has ended is over for `--follow`."""
+"""`--follow` stops after this many polls without a new line once the run has ended."""
 ENDED = "summary.json"
-"""What a run writes when it ends."""
+"""The line that a run writes when it ends."""
 FILE = re.compile(r"(.+)-(\d+)\.log(?:\.(\d+))?")
-"""Role, rank, and how many files were begun after this one."""
+"""Role, rank, and number of the rotated file (0: the newest)."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ Wanted = Callable[[Record], bool]
 
 
 class Parser:
-    """Makes records of the lines of one file, as far as it has them: a record is whole when the next one
-    begins, or at `rest`."""
+    """Groups the lines of one file into records: a record is complete when the next one starts, or at
+    `rest`."""
 
     def __init__(self, role: str, rank: int):
         self._role, self._rank = role, rank
@@ -62,7 +62,7 @@ class Parser:
         self._head = ("", "OUT")
 
     def feed(self, line: str) -> Iterator[Record]:
-        """Takes a line; gives the record before it, if one ends there."""
+        """Adds a line; returns the previous record if this line starts a new one."""
         found = LINE.fullmatch(line)
         if found and found[2] in LEVELS:
             yield from self.rest()
@@ -71,7 +71,7 @@ class Parser:
             self._held.append(line)
 
     def rest(self) -> Iterator[Record]:
-        """What is held, as a record."""
+        """The pending lines as a record."""
         if self._held:
             yield Record(*self._head, self._role, self._rank, "\n".join(self._held))
         self._held = []
@@ -100,23 +100,22 @@ def _records(key: tuple[str, int], paths: Sequence[Path]) -> Iterator[Record]:
     parser = Parser(*key)
     for path in paths:
         with suppress(FileNotFoundError), path.open(encoding="utf-8", errors="replace", newline="\n") as file:
-            for line in file:  # a file that is not there any more was set aside since the folder was listed
+            for line in file:  # a missing file has been rotated since the folder was listed
                 yield from parser.feed(line.removesuffix("\n"))
     yield from parser.rest()
 
 
 class Follower:
-    """Files as they grow. A file that was set aside is read to its end, and so is the one that took its
-    place."""
+    """Reads files as they grow. A rotated file is read to its end, and so is its successor."""
 
     def __init__(self, folder: Path, roles: Sequence[str], ranks: Sequence[int]):
         self._folder, self._roles, self._ranks = folder, roles, ranks
         self._parsers: dict[tuple[str, int], Parser] = {}
         self._read: dict[int, tuple[int, bytes]] = {}
-        """By inode: bytes that were read, and the beginning of a line whose end has not come."""
+        """Inode -> bytes that were read, and an unfinished line."""
 
     def new(self) -> list[Record]:
-        """The records that have come since it was asked last, by time."""
+        """The records since the last call, by time."""
         found = [
             record
             for key, paths in log_files(self._folder).items()
@@ -137,17 +136,17 @@ class Follower:
             with path.open("rb") as file:
                 status = os.fstat(file.fileno())
                 inode = status.st_ino
-                at, begun = self._read.get(inode, (0, b""))
+                at, unfinished = self._read.get(inode, (0, b""))
                 if (
                     status.st_size < at
                 ):  # the file that was read is gone, and its inode has been given to this one
-                    at, begun = 0, b""
+                    at, unfinished = 0, b""
                 file.seek(at)
                 fresh = file.read()
         except FileNotFoundError:
-            return []  # it was set aside since the folder was listed
-        *lines, begun = (begun + fresh).split(b"\n")
-        self._read[inode] = (at + len(fresh), begun)
+            return []  # it has been rotated since the folder was listed
+        *lines, unfinished = (unfinished + fresh).split(b"\n")
+        self._read[inode] = (at + len(fresh), unfinished)
         return [line.decode(errors="replace") for line in lines]
 
 
@@ -161,7 +160,7 @@ def wanted_by(pattern: str | None, level: str | None) -> Wanted:
 
 
 def show(folder: Path, options: argparse.Namespace, wanted: Wanted) -> None:
-    """Prints what there is, and with `--follow` what comes, until the run has ended."""
+    """Prints the existing lines, and with `--follow` new ones until the run has ended."""
     if not options.follow:
         records: Iterator[Record] | deque[Record] = (
             record for record in read(folder, options.role, options.rank) if wanted(record)
@@ -183,10 +182,10 @@ def show(folder: Path, options: argparse.Namespace, wanted: Wanted) -> None:
 
 
 def has_ended(run: Path) -> bool:
-    """Whether nothing more will come: the run said so in good order, or its process is gone, killed or not.
+    """Whether the run has ended: it wrote its last line, or its process is gone.
 
-    While the process lives, a failure may be followed by a restart (`trainer.max_restarts`). Of a process on
-    another machine nothing is known but what it wrote last.
+    While the process lives, a failure may be followed by a restart (`trainer.max_restarts`). For a process on
+    another machine, only its last line is known.
     """
     said = (run / ENDED).exists()
     try:
@@ -214,23 +213,26 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--level",
         choices=[level.lower() for level in LEVELS if level != "OUT"],
-        help="least level that is shown",
+        help="lowest level that is shown",
     )
     parser.add_argument(
         "--grep",
         metavar="PATTERN",
-        help="regular expression that a record must hold, its tag and all its lines looked at",
+        help="regular expression to search for in each record, its tag and all its lines included",
     )
     parser.add_argument("-n", "--lines", type=int, metavar="N", help="the last N records only")
     parser.add_argument(
-        "-f", "--follow", action="store_true", help="go on with what comes, until the run ends or Ctrl-C"
+        "-f",
+        "--follow",
+        action="store_true",
+        help="print new lines as they appear, until the run ends or Ctrl-C",
     )
     return parser.parse_args(argv)
 
 
 def _problem(options: argparse.Namespace, folder: Path) -> str:
-    """What is wrong with what was asked for, and what would do; empty when nothing is. A role that is
-    followed may yet come."""
+    """The error in the options, with a remedy; empty if there is none. With `--follow`, a missing role is not
+    an error, since it may still start."""
     if not folder.is_dir():
         return (
             f"{options.run}: no logs/ in it\n      -> the folder of a run, such as runs/ppo-20260101-120000"
@@ -245,33 +247,33 @@ def _problem(options: argparse.Namespace, folder: Path) -> str:
         re.compile(options.grep or "")
     except re.error as error:
         return (
-            f"--grep={options.grep}: no regular expression: {error}\n      -> --grep"
+            f"--grep={options.grep}: not a regular expression: {error}\n      -> --grep"
             f" '{re.escape(options.grep)}'"
         )
     return ""
 
 
 def _absent(options: argparse.Namespace, folder: Path) -> tuple[str, str] | None:
-    """The first role or rank that was asked for and has no file, and those that have."""
+    """The first requested role or rank without a file, and those with one."""
     there = log_files(folder)
     roles, ranks = list(dict.fromkeys(name for name, _ in there)), {number for _, number in there}
     for role in options.role:
         if role not in roles:
             return (
                 f"--role={role}: no such role in this run",
-                f"--role {' or --role '.join(roles)}" if roles else "nobody has written a line",
+                f"--role {' or --role '.join(roles)}" if roles else "no line has been written yet",
             )
     for rank in options.rank:
         if rank not in ranks:
             return (
                 f"--rank={rank}: no such rank in this run",
-                f"--rank 0 to --rank {max(ranks)}" if ranks else "nobody has written a line",
+                f"--rank 0 to --rank {max(ranks)}" if ranks else "no line has been written yet",
             )
     return None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Prints the log of a run; returns the exit code."""
     make_printable()
     options = _arguments(argv)
     folder = options.run.expanduser() / "logs"
@@ -288,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except (
         BrokenPipeError
-    ):  # the reader, such as `head`, has seen enough; Python must not complain at exit either
+    ):  # the reader, such as `head`, closed the pipe; keep Python from reporting it again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def run(config: EvalConfig, command: Command) -> None:
-    """Scores as `config` says. The import is here so that configuration mistakes are answered in a second."""
+    """Scores as configured. The import is here so that configuration errors are reported within a second."""
     from hydraflow.jobs.evaluate import run_eval
 
     run_eval(config)

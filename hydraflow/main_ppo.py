@@ -1,6 +1,6 @@
 """python -m hydraflow.main_ppo [overrides]: reinforcement learning, PPO and its relatives.
 
-In: the configuration. Out: a run folder. Everything that can be wrong is found before Ray starts.
+In: the configuration. Out: a run folder. Errors are found before Ray starts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def run(config: PPOConfig, command: Command) -> None:
-    """Trains as `config` says. The import is here so that configuration mistakes are answered in a second."""
+    """Trains as configured. The import is here so that configuration errors are reported within a second."""
     keep_modules_here()
     from hydraflow.jobs.ppo import run_ppo
 

@@ -1,6 +1,6 @@
 """python -m hydraflow.main_sft [overrides]: supervised training on conversations.
 
-In: the configuration. Out: a run folder with the trained model. Everything that can be wrong is found before
+In: the configuration. Out: a run folder with the trained model. Errors are found before
 Ray starts.
 """
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def run(config: SFTConfig, command: Command) -> None:
-    """Trains as `config` says. The import is here so that configuration mistakes are answered in a second."""
+    """Trains as configured. The import is here so that configuration errors are reported within a second."""
     keep_modules_here()
     from hydraflow.jobs.sft import run_sft
 

@@ -38,12 +38,12 @@ def mean(value: float, weight: float = 1.0) -> Metric:
 
 
 def total(value: float) -> Metric:
-    """A sum."""
+    """A metric that is summed."""
     return Metric("sum", float(value))
 
 
 def largest(value: float) -> Metric:
-    """A maximum."""
+    """A metric of which the maximum is kept."""
     return Metric("max", float(value))
 
 
@@ -57,5 +57,5 @@ def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """The plain numbers."""
+    """Name -> reduced number."""
     return {name: metric.value for name, metric in metrics.items()}

@@ -1,4 +1,4 @@
-"""The facts of a configuration key, beside its field: legal values, when it counts, what it shapes.
+"""The facts of a configuration key, declared beside its field: legal values, conditions, resume identity.
 
 In: the arguments of `option(...)`, in the dataclasses of the `config.py` files. Out: an `Option` in the
 field's metadata, from which the value checks, `--help`, the notes on keys without effect, what can be planned
@@ -24,37 +24,37 @@ _KEY = "option"
 
 @dataclass(frozen=True)
 class Rule:
-    """Which values a key may have, in words and as a test."""
+    """The legal values of a key, in words and as a predicate."""
 
     text: str
     holds: Callable[[Any], bool]
     choices: tuple[str, ...] = ()
     """The legal names; the error suggests the nearest."""
     example: str = ""
-    """A legal value to suggest where no choice is near; empty: the field's default."""
+    """A legal value to suggest if no choice is similar; empty: the field's default."""
 
 
 Idle = Callable[[Any, str], tuple[str, str] | None]
-"""Given the section that holds a key, and the key's name: None where the key counts; else why it has no
-effect, and overrides with which it would (empty: there are none). `{s}` in both is the dotted path of the
-section."""
+"""Takes the section that holds a key, and the key's name. Returns None if the key has an effect; else the
+reason why not, and overrides that would change that (empty: there are none). `{s}` in both is the dotted path
+of the section."""
 
 
 @dataclass(frozen=True)
 class Switch:
-    """A key that turns the rest of its section off."""
+    """A key that switches the rest of its section off."""
 
     off: Any
-    """The value that does."""
+    """The value that switches it off."""
     remedy: str
-    """An override that turns it on; `{s}` is the section."""
+    """An override that switches it on; `{s}` is the section."""
     why: str = ""
-    """Empty: the switch and its value."""
+    """The reason in messages; empty: the switch and its value."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """Values that the plan understands and a run cannot carry out yet."""
+    """Values that the planner accepts but that are not implemented yet."""
 
     values: Callable[[Any], bool]
     what: str
@@ -63,14 +63,14 @@ class Planned:
 
 @dataclass(frozen=True)
 class Named:
-    """A choice by name: where its code is, which keys it reads, whether it runs yet."""
+    """A named choice: where its code is, which keys it reads, whether it is implemented yet."""
 
     where: str = ""
-    """module:attribute; empty: it does not run yet."""
+    """module:attribute; empty: not implemented yet."""
     reads: tuple[str, ...] = ()
-    """Names of keys, beside the one that chooses, that have an effect with this choice."""
+    """Names of keys, besides the one that chooses, that have an effect with this choice."""
     planned: str = ""
-    """What it would do, where it can be planned only."""
+    """What it would do, if it is not implemented yet."""
 
     def load(self) -> Any:
         """The class or function itself."""
@@ -87,7 +87,7 @@ class Named:
 
 @dataclass(frozen=True)
 class Option:
-    """What is known about a key beside its type, default and description."""
+    """The facts of a key besides its type, default and description."""
 
     rule: Rule | None = None
     idle: tuple[Idle, ...] = ()
@@ -100,7 +100,7 @@ class Option:
     size: bool = False
     """A number of the batch plan that counts something: at least 1."""
     follows: str = ""
-    """The key of the same section whose value null stands for."""
+    """The key of the same section whose value is used for null."""
 
 
 def option(
@@ -123,7 +123,7 @@ def option(
 ) -> Any:
     """A dataclass field with the facts of its key.
 
-    choices: names, or a table of them, of which those without code can be planned only. ge, gt, le, lt:
+    choices: names, or a table of them, of which those without code can only be planned. ge, gt, le, lt:
     limits of a number. The other arguments are those of `Option`.
     """
     if choices:
@@ -148,7 +148,7 @@ def option(
 
 
 def option_of(field: dataclasses.Field[Any]) -> Option:
-    """The facts of a field; of a plain one, none."""
+    """The facts of a field; an empty `Option` for a plain field."""
     found: Option = field.metadata.get(_KEY, Option())
     return found
 
@@ -182,7 +182,7 @@ def walk(section: Any, prefix: str = "", above: tuple[Leaf, ...] = ()) -> Iterat
 
 
 def listed(choices: Collection[str]) -> str:
-    """Names as a sentence has them.
+    """Joins names for a sentence.
 
     >>> listed(["a", "b", "c"])
     'a, b or c'
@@ -192,7 +192,7 @@ def listed(choices: Collection[str]) -> str:
 
 
 def one_of(*choices: str) -> Rule:
-    """One of these names."""
+    """A rule that allows only these names."""
     return Rule(f"must be {listed(choices)}", lambda value: value in choices, choices)
 
 
@@ -254,7 +254,7 @@ MODULES = Rule("must be all-linear or a list of module names", _is_text_or_list)
 
 
 def idle_when(condition: Callable[[Any], bool], why: str, remedy: str = "") -> Idle:
-    """No effect while a condition on the section holds."""
+    """No effect if a condition on the section holds."""
     return lambda section, _: (why, remedy) if condition(section) else None
 
 
@@ -317,7 +317,7 @@ def _planned_choices(table: Mapping[str, Named]) -> tuple[Planned, ...]:
 
 
 def why_idle(section: Any, key: str) -> tuple[str, str] | None:
-    """Why a key has no effect, and the remedy, as the options on the way to it say."""
+    """Why a key has no effect, and the remedy, from its own options and those of the sections around it."""
     path, rest = "", key
     while is_dataclass(section):
         name, _, rest = rest.partition(".")

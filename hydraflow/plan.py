@@ -1,9 +1,9 @@
-"""python -m hydraflow.plan [overrides] [--all] [--json] [--svg FILE] [--job ppo|sft|generate]: what the
-numbers of a command line will do.
+"""python -m hydraflow.plan [overrides] [--all] [--json] [--svg FILE] [--job ppo|sft|generate]: explains what
+a command line would run.
 
-In: the overrides of main_ppo (or of main_sft, main_generate). Out: the batch plan with its formulas, which
-role runs where, one step in words, memory, notes; or every broken rule, with exit code 2. Starts nothing and
-needs no GPU, no model and no data.
+In: the overrides of main_ppo (or of main_sft, main_generate). Out: the batch plan with its formulas, the
+placement of roles, one step in words, memory, notes; or every broken rule, with exit code 2. Starts nothing
+and needs no GPU, no model and no data.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ SWITCHES = (
 
 
 class Planning:
-    """One command line's report: made when it is judged, shown when there is nothing wrong."""
+    """The report of one command line: made while it is checked, shown if it has no errors."""
 
     def __init__(self) -> None:
         self._report: Report | None = None
 
     def judge(self, config: Config, command: Command) -> list[Problem]:
-        """What the plan and the files on this machine say against the configuration."""
+        """Problems that the planner and the files on this machine find."""
         try:
             self._report = make_report(applied(config), command)
         except ConfigError as error:
@@ -57,7 +57,7 @@ class Planning:
         return []
 
     def show(self, config: Config, command: Command) -> int:
-        """Prints the report, and draws it where that was asked for; returns the exit code."""
+        """Prints the report, and draws it if --svg is given; returns the exit code."""
         report = self._report or make_report(applied(config), command)
         if path := command.switches.get("--svg"):
             _draw(report, Path(str(path)))
@@ -66,7 +66,7 @@ class Planning:
             sys.stdout.flush()
         except (
             BrokenPipeError
-        ):  # the reader, such as `head`, has seen enough; Python must not complain at exit either
+        ):  # the reader, such as `head`, closed the pipe; keep Python from reporting it again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NO_ROOM if report.memory is not None and report.memory.fits is False else 0
 
@@ -79,14 +79,13 @@ def _print(report: Report, switches: Mapping[str, str | bool]) -> None:
 
 
 def _print_problems(error: HydraflowError) -> None:
-    """What is wrong, as one JSON object."""
+    """The problems as one JSON object."""
     problems = error.problems if isinstance(error, ConfigError) else [Problem("", None, str(error))]
     print(json.dumps({"problems": [problem.to_json() for problem in problems]}, indent=2, ensure_ascii=False))
 
 
 def _draw(report: Report, path: Path) -> None:
-    """Writes the picture of a step. Raises ConfigError where there is no such picture, or it cannot be
-    written there."""
+    """Writes the picture of a step. Raises ConfigError if the job has none, or the file cannot be written."""
     from hydraflow.explain.svg import draw
 
     if report.step is None:
@@ -102,7 +101,7 @@ def _draw(report: Report, path: Path) -> None:
 
 
 def main() -> int:
-    """Plans what the command line says; returns the exit code."""
+    """Plans the command line; returns the exit code."""
     given = given_switches(SWITCHES)
     job = str(given.get("--job", "ppo"))
     planning = Planning()

@@ -16,7 +16,7 @@ from typing import Any
 
 HIDDEN = "(hidden)"
 ENVIRONMENTS = {"env_vars", "env_set"}
-"""Keys of mappings whose values are all hidden: nobody can say which environment variables are secret."""
+"""Keys of mappings whose values are all hidden, because any environment variable may be a secret."""
 
 _PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 """The words of a name: openaiApiKey, OPENAI_API_KEY and openai-api-key have the same three."""
@@ -116,7 +116,7 @@ _LOOKS_SECRET = re.compile(
     |(?<=\bBearer\ )[\w.~+/=-]{6,}|(?<=\bBasic\ )[A-Za-z0-9+/=]{8,}""",
     re.VERBOSE | re.DOTALL,
 )
-"""What well-known services give out, whatever its key; PEM blocks; the two usual Authorization headers."""
+"""Credentials of well-known services, under any key; PEM blocks; the two usual Authorization headers."""
 
 _ASSIGNED = re.compile(
     r"(?<!\w)(?P<quote>['\"]?)(?P<name>[A-Za-z_][\w.-]*)(?P=quote)"
@@ -129,12 +129,12 @@ _SPACED = re.compile(rf"[\[{{][^\]}}]*[\]}}]?|(?:{_REFERENCE}|{_QUOTED}|\\.|[^,\
 _WORD = re.compile(r"(?P<before>[+~]*(?P<key>[\w.@:/-]+)=)(?P<value>.+)", re.DOTALL)
 _NUMBERS = re.compile(r"[\d\s.,e+\[\]-]+")
 _OPEN = re.compile(r"\$\{oc\.env:\w+\}|\(hidden\)|\{?\.\.\.\}?|null|true|false", re.IGNORECASE)
-"""Values under secret names that tell nothing: a reference to the environment, a placeholder, a switch."""
+"""Harmless values under secret names: a reference to the environment, a placeholder, a switch."""
 _FINGERPRINT = re.compile(r"(?P<public>.*\(hidden\).*) #[0-9a-f]{8}", re.DOTALL)
 
 
 def public(value: Any, key: str = "") -> Any:
-    """The value of `key`, which may be dotted, as others may see it.
+    """The value of `key`, which may be dotted, without secrets.
 
     >>> public({"env_vars": {"A": "b"}, "wandb_proxy": "http://me:pw@host:3128", "max_tokens": 5})
     {'env_vars': {'A': '(hidden)'}, 'wandb_proxy': 'http://(hidden)@host:3128', 'max_tokens': 5}
@@ -145,10 +145,9 @@ def public(value: Any, key: str = "") -> Any:
 
 
 def fingerprinted(value: Any, key: str = "") -> Any:
-    """As `public`, but values that differ stay different: what is hidden leaves a few digits. Those stay.
+    """As `public`, but different values stay different: a hidden value leaves a few digits of its hash.
 
-    They are too few to give a random secret away, and slow to compute, so that weak ones are not guessed by
-    the million.
+    They are too few to reveal a random secret, and slow to compute, which makes guessing weak secrets costly.
 
     >>> fingerprinted({"api_key": "one", "seed": 1}, "judge")
     {'api_key': '(hidden) #bc3dad32', 'seed': 1}
@@ -157,7 +156,7 @@ def fingerprinted(value: Any, key: str = "") -> Any:
 
 
 def public_text(text: str) -> str:
-    """A message, or any other text, without what looks secret in it.
+    """A message, or any other text, without anything that looks secret.
 
     >>> public_text("https://host/?n=1&token=abc failed"), public_text("data.prompt_key=prompt max_tokens=5")
     ('https://host/?n=1&token=(hidden) failed', 'data.prompt_key=prompt max_tokens=5')

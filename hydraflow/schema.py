@@ -1,7 +1,7 @@
-"""The whole configuration as dataclasses: what every entry point may be told. Standard library only.
+"""The whole configuration as dataclasses. Standard library only.
 
-In: nothing. Out: one class per entry point, whose leaves are the known keys. Each part stands next to its
-reader.
+In: nothing. Out: one class per entry point, whose leaves are the known keys. Each section is defined next to
+its reader.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PPOConfig:
     """python -m hydraflow.main_ppo"""
 
     strict: bool = option(False, shapes_training=False)
-    """Refuse keys that are given and have no effect, instead of only saying so."""
+    """Reject keys that are set and have no effect, instead of only printing a note."""
     debug: bool = option(False, shapes_training=False)
     """One process per role, no deadlines, and Ray's debugger: breakpoint() in a worker waits for it.
     docs/debugging.md"""
@@ -57,7 +57,7 @@ class SFTConfig:
     """python -m hydraflow.main_sft"""
 
     strict: bool = option(False, shapes_training=False)
-    """Refuse keys that are given and have no effect, instead of only saying so."""
+    """Reject keys that are set and have no effect, instead of only printing a note."""
     debug: bool = option(False, shapes_training=False)
     """One process per role, no deadlines, and Ray's debugger: breakpoint() in a worker waits for it.
     docs/debugging.md"""
@@ -74,7 +74,7 @@ class SFTConfig:
 
 @dataclass
 class OutputConfig:
-    """Where results go."""
+    """The file that receives the results."""
 
     path: str | None = None
     """File to write: Parquet with responses (main_generate), or JSON with averages (main_eval; null: they are
@@ -86,7 +86,7 @@ class GenerateConfig:
     """python -m hydraflow.main_generate"""
 
     strict: bool = option(False, shapes_training=False)
-    """Refuse keys that are given and have no effect, instead of only saying so."""
+    """Reject keys that are set and have no effect, instead of only printing a note."""
     debug: bool = option(False, shapes_training=False)
     """One process per role, no deadlines, and Ray's debugger: breakpoint() in a worker waits for it.
     docs/debugging.md"""
@@ -100,7 +100,7 @@ class GenerateConfig:
 
 @dataclass
 class EvalDataConfig:
-    """What main_eval scores."""
+    """Input of main_eval: responses and the columns to read."""
 
     path: str | None = None
     """Parquet or JSONL file with responses."""
@@ -117,7 +117,7 @@ class EvalConfig:
     """python -m hydraflow.main_eval"""
 
     strict: bool = option(False, shapes_training=False)
-    """Refuse keys that are given and have no effect, instead of only saying so."""
+    """Reject keys that are set and have no effect, instead of only printing a note."""
     data: EvalDataConfig = field(default_factory=EvalDataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     output: OutputConfig = field(default_factory=OutputConfig)

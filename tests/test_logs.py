@@ -90,7 +90,7 @@ def test_what_is_chosen(
     [
         (["--role", "critic"], "--role=critic: no such role in this run"),
         (["--rank", "7"], "-> --rank 0 to --rank 1"),
-        (["--grep", "("], "no regular expression"),
+        (["--grep", "("], "not a regular expression"),
         (["--lines", "-1"], "must be at least 0"),
     ],
 )
@@ -226,7 +226,7 @@ def test_a_run_in_which_nobody_wrote(
 ) -> None:
     (tmp_path / "logs").mkdir()
     assert said(capsys, str(tmp_path)) == []
-    assert "nobody has written a line" in "\n".join(said(capsys, str(tmp_path), *asked, code=2))
+    assert "no line has been written yet" in "\n".join(said(capsys, str(tmp_path), *asked, code=2))
 
 
 def test_a_file_that_got_the_inode_of_one_that_is_gone_is_read_from_its_beginning(tmp_path: Path) -> None:

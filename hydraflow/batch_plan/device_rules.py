@@ -1,7 +1,7 @@
-"""Whether machines, devices and the sizes of roles add up.
+"""Checks machines, devices and the parallel sizes of roles.
 
-In: a `Topology`, and the models' shapes where they are known. Out: broken rules, and a `Layout` for each role
-that has none.
+In: a `Topology`, and the models' shapes if known. Out: broken rules, and a `Layout` for each role without
+one.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ ROW = ("tensor", "pipeline", "context")
 
 @dataclass
 class Judged:
-    """What the rules found."""
+    """Broken rules, and the layouts of the other roles."""
 
     violations: list[Violation] = field(default_factory=list)
     layouts: dict[str, Layout] = field(default_factory=dict)
-    """Roles that no rule complains about."""
+    """Layouts of the roles that break no rule."""
 
 
 def judge_devices(topology: Topology, shapes: Mapping[str, ShapeNumbers | None]) -> Judged:
@@ -79,7 +79,7 @@ def _layout(role: RoleDevices) -> Layout:
 
 
 def _machines(topology: Topology) -> Iterator[Violation]:
-    """What the pools need is what the cluster has."""
+    """The pools need exactly the machines that the cluster has."""
     pools, asked, per_node = topology.cluster.pools, topology.asked_nodes, topology.asked_per_node
     nodes = topology.cluster.nodes
     if asked is not None and asked != nodes:
@@ -151,8 +151,8 @@ def _show(mapping: object) -> str:
 
 
 def _mapping(role: RoleDevices, topology: Topology) -> list[Violation]:
-    """A mapping can be read, names each device once, and only devices that there are. Who follows the actor's
-    breaks them too."""
+    """A mapping can be parsed and names each device once, and only existing devices. A role that follows the
+    actor's mapping breaks the same rules."""
     key, there, inside = role.mapping_key, topology.cluster.devices, role.devices & topology.cluster.devices
     beyond, all_there = role.devices - there, text_of(there)
 
@@ -191,7 +191,7 @@ def _machines_text(topology: Topology) -> str:
 
 
 def _holes(topology: Topology) -> Iterator[Violation]:
-    """Every device of the cluster has a role: one that has none is paid for and idle, or was forgotten."""
+    """Every device of the cluster has a role: an unused one is paid for, or was forgotten."""
     used = Devices.of(part for role in topology.roles.values() for part in role.devices.ranges)
     unused = topology.cluster.devices - used
     mapped = [role for role in topology.roles.values() if role.mapping is not None]

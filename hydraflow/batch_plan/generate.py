@@ -32,13 +32,13 @@ class GeneratePlan(Plan):
     concurrent_sequences: int
     """Sequences that one of them decodes at the same time."""
     prompts_per_call: int
-    """Prompts that are handed to all of them together."""
+    """Prompts in one call, over all processes."""
     prompts: int | None
     """None: not known."""
     cluster: Cluster
     layouts: dict[str, Layout]
     quantities: tuple[Quantity, ...]
-    """All of it again for people: unit, formula, provenance."""
+    """The same numbers for the table: unit, formula, origin."""
     notes: tuple[str, ...] = ()
 
 

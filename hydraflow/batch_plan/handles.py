@@ -6,10 +6,10 @@ Q prompts and S trajectories per step, n trajectories per prompt, M prompts and 
 step, t mini-batches per step, E passes, K optimizer steps per step, m rows per micro-batch, a micro-batches
 per optimizer step, dp data ranks; P rounds of R mini-batches are a step of asynchronous training.
 
-In: settings, and what layouts say. Out: `Numbers`, and a broken rule where what was given cannot hold
-together. Who yields: what was given binds; a default yields to it, and so does a number of a file to a handle
-on the command line. Of the weaker numbers as many as possible are kept, samples first, then the step, then
-the mini-batch.
+In: settings and layouts. Out: `Numbers`, and a broken rule if the given numbers contradict each other.
+Precedence: given numbers are binding; defaults yield to them, and numbers of a file yield to a handle on the
+command line. As many of the weaker numbers as possible are kept: samples first, then the step, then the
+mini-batch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ HANDLES = {
 """Handle -> its key."""
 ALL_KEYS = KEYS | HANDLES
 NO_MINI_BATCH = "a mini-batch | Q"
-"""The rule that a step is one that some mini-batch fits."""
+"""The rule that some mini-batch fits the step."""
 EPOCHS, SWITCH = f"{ACTOR}.ppo_epochs", f"{ACTOR}.use_dynamic_bsz"
 _PRODUCTS = (
     ("S", ("Q", "n")),
@@ -108,7 +108,7 @@ class Following:
 
     values: Mapping[str, int | Fraction]
     fault: list[str]
-    """How they come to something that cannot be, one line for each number on the way ("256/8 = 32 prompts per
+    """The derivation of a contradiction, one line for each number on the way ("256/8 = 32 prompts per
     optimizer step", "100/32 mini-batches per step is no whole number"); empty: they do not."""
     ways: Mapping[str, list[str]]
     """The same for each number that followed."""
@@ -117,7 +117,7 @@ class Following:
 
     @property
     def whole(self) -> dict[str, int]:
-        """Those that are whole."""
+        """The values that are whole numbers."""
         return {name: value for name, value in self.values.items() if isinstance(value, int)}
 
 
@@ -135,7 +135,7 @@ class Step:
     whole: int
     """A number that must divide Q besides: the critic's own mini-batch."""
     preferred: Mapping[str, int]
-    """Q, n, M: what is taken where nothing forbids it."""
+    """Q, n, M: the preferred values if nothing rules them out."""
     static: bool
     """Whether micro-batches have a fixed number of rows."""
     asynchronous: bool
@@ -171,7 +171,7 @@ class Step:
             ways[name] = way if product == 1 else [*way, f"{text} = {value} {_WORDS[name]}"]
 
     def explain(self, known: Mapping[str, int]) -> list[str]:
-        """Why there is no step with these numbers."""
+        """Why no step has these numbers."""
         follows = self.follow(known)
         if follows.fault:
             return follows.fault

@@ -1,4 +1,4 @@
-"""How the roles of a run lie on devices: which devices each has, and how they divide models, layers, rows and
+"""The placement of roles on devices: the devices of each role, and how they divide models, layers, rows and
 tokens.
 
 In: numbers as configured. Out: `Cluster` and, one per role, `Layout`. Standard library only, and no list as
@@ -102,12 +102,12 @@ class Cluster:
 
     @property
     def devices(self) -> Devices:
-        """Every device."""
+        """All devices of the cluster."""
         return Devices.of(part for pool in self.pools for part in pool.devices.ranges)
 
     @property
     def nodes(self) -> int:
-        """Every machine."""
+        """Number of machines in all pools."""
         return sum(pool.nodes for pool in self.pools)
 
     def node_of(self, device: int) -> int:
@@ -126,7 +126,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class ShapeNumbers:
-    """What of a model decides into how many parts it can be divided."""
+    """The sizes of a model that its parallel sizes must divide."""
 
     layers: int
     heads: int
@@ -148,19 +148,19 @@ class Layout:
     devices: Devices
     devices_per_node: int
     tensor: int = 1
-    """Devices that share each matrix."""
+    """Tensor-parallel size."""
     pipeline: int = 1
-    """Devices in a row, each with a part of the layers."""
+    """Pipeline-parallel size (number of stages)."""
     virtual_pipeline: int = 1
-    """Parts of the layers on each device of a pipeline."""
+    """Virtual pipeline stages per device."""
     context: int = 1
-    """Devices that share the tokens of a row: Megatron's context parallelism, or Ulysses."""
+    """Devices that share the tokens of a row: context-parallel size (Megatron) or Ulysses size."""
     expert: int = 1
-    """Devices among which experts are divided."""
+    """Expert-parallel size."""
     expert_tensor: int = 1
-    """Devices that share each expert's matrices."""
+    """Tensor-parallel size of the experts."""
     shard: int = 1
-    """FSDP: devices among which one copy of weights, gradients and optimizer state is divided."""
+    """FSDP shard size: devices that share one copy of weights, gradients and optimizer state."""
     replica_data: int = 1
     """Rollout: data-parallel ranks inside one replica."""
 

@@ -1,7 +1,7 @@
 """The devices that a `device_mapping` names.
 
-In: a list or text as configured. Out: `Mapping`, ranges of device numbers; or ValueError with what is wrong
-in words. Expressions such as ROLL's `list(range(0,8))` are recognised, never evaluated.
+In: a list or text as configured. Out: `Mapping`, ranges of device numbers; or ValueError with the reason.
+Expressions such as ROLL's `list(range(0,8))` are recognised, never evaluated.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from hydraflow.batch_plan.parts import MicroPlan, Plan, Quantity, RolePlan
 
 @dataclass(frozen=True)
 class ValidationPlan:
-    """How held-out prompts are sampled."""
+    """Sampling of the held-out prompts."""
 
     prompts_per_call: int | None
     """Prompts in one call; None: all at once."""
@@ -23,7 +23,7 @@ class ValidationPlan:
 
 @dataclass(frozen=True)
 class RolloutPlan:
-    """How responses are sampled."""
+    """Sampling of a step's responses: engines, calls and limits."""
 
     replicas: int
     """Groups of devices that hold the model once per data-parallel rank, and sample by themselves."""
@@ -115,6 +115,6 @@ class BatchPlan(Plan):
     total_steps: int
     """Training steps of the run; 0: not known."""
     quantities: tuple[Quantity, ...]
-    """All of it again for people: unit, formula, provenance."""
+    """The same numbers for the table: unit, formula, origin."""
     notes: tuple[str, ...]
-    """What is to be said aloud: numbers that yielded, prompts that no step takes."""
+    """Notes to print: numbers that yielded to others, prompts that no step uses."""

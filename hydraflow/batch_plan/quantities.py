@@ -1,4 +1,4 @@
-"""The plan for people, top down: machines, the run, the step, each role's optimizer step, each pass's
+"""The lines of the plan's table, top down: machines, run, step, each role's optimizer step, each pass's
 micro-batch, sampling.
 
 In: what was asked for and the plan's parts. Out: `Quantity` lines with unit, formula and provenance. A new
@@ -184,7 +184,7 @@ def micro_quantities(
     elif micro.rows is None:
         assert plan.rows is not None
         fitting = f"⌊{micro.budget}/{row_tokens}⌋"
-        formula = f"of the {fitting} that fit, as many as come out even"
+        formula = f"of the {fitting} that fit, as many as divide evenly"
         if plan.rows == micro.budget // row_tokens:
             formula = f"rows that {micro.budget} tokens hold = {fitting}"
         yield Quantity(name, "rows per data rank", plan.rows, formula)

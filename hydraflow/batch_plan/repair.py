@@ -1,12 +1,12 @@
 """From broken rules to remedies that work together.
 
-In: a judge, which says for any overrides what is broken then. Out: one `Problem` per broken rule, each with
-overrides to paste.
+In: a judge, a function from overrides to the rules that are broken with them. Out: one `Problem` per broken
+rule, each with overrides to paste.
 
-Every rule proposes cures for itself, those near what was asked for. The search takes one broken rule after
-the other, in the order of their stages, and of its cures the one that leaves the least broken; what that
-breaks further down is cured next. Pasting the first remedy of every problem gives exactly the configuration
-that the search ended in, which the judge has accepted.
+Every rule proposes cures close to the requested values. The search handles one broken rule after the other,
+in the order of their stages, and picks the cure that leaves the fewest rules broken; rules that this breaks
+further down are handled next. Pasting the first remedy of every problem gives exactly the configuration at
+which the search ended, and the judge has accepted it.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _WEIGHTS = {
     "n": 6,
     "train_batch_size": 3,
 }
-"""How much a change of a key asks of the user, by the key's last part; most ask 2, a broken rule as well."""
+"""Cost of changing a key, by the key's last part; most cost 2, and so does a rule that stays broken."""
 
 
 @dataclass(frozen=True)
 class Violation:
-    """A broken rule."""
+    """A broken rule with the overrides that may repair it."""
 
     rule: str
     """Its name, the same whenever the same rule is broken by the same role."""
@@ -52,12 +52,12 @@ class Violation:
     text: str
     """What must hold, with numbers."""
     cures: Sequence[Cure] | Callable[[], Iterable[Cure]] = ()
-    """Overrides, each of which may repair it; wrong ones are found out."""
+    """Overrides, each of which may repair it; the search tests them."""
     advice: str = ""
-    """What to do where no override helps."""
+    """Advice if no override helps."""
 
     def candidates(self) -> list[Values]:
-        """The cures, each once."""
+        """The cures without duplicates."""
         cures = self.cures() if callable(self.cures) else self.cures
         return list(
             {str(pairs): dict(pairs) for pairs in (sorted(cure.items()) for cure in cures) if pairs}.values()
@@ -78,7 +78,7 @@ class _Search:
         self.judge, self.present = judge, present
         self.found = list(judge({}))
         self.changes: Values = {}
-        """With these nothing is broken any more that can be repaired."""
+        """Overrides with which no repairable rule is broken any more."""
         self.owned: dict[str, set[str]] = {}
         """Rule -> the keys that were changed on its account."""
 
@@ -123,7 +123,7 @@ class _Search:
                 yield asks + (_A_STEP_BACK if _by_stage(after) >= _by_stage(left) else 0), cure
 
     def _asks(self, values: Values) -> float:
-        """How much a change asks of the user: keys count, and how far each moves."""
+        """The cost of a change for the user: number of keys, and how far each moves."""
         asks = 0.0
         for key, value in values.items():
             now, weight = self.present(key), _WEIGHTS.get(key.rpartition(".")[2], 2)

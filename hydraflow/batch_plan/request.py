@@ -1,5 +1,4 @@
-"""What the configuration asks of the batches in reinforcement learning: the numbers, and the keys that they
-stand under.
+"""The batch sizes that a reinforcement-learning configuration requests, with their keys.
 
 In: settings, layouts, how many prompts there are. Out: one `Request`, in which nulls that follow another key
 are replaced. With `batch_plan/handles.py`, `batch_plan/topology.py` and `batch_plan/sft.py` the only reader
@@ -53,7 +52,7 @@ class Request:
     settings: Settings[PPOConfig]
     numbers: Numbers
     layouts: Mapping[str, Layout]
-    """Of the roles whose devices add up."""
+    """Layouts of the roles whose devices are valid."""
     prompts: int | None
     longest_prompt: int
     longest_response: int
@@ -76,12 +75,12 @@ class Request:
 
     @property
     def q(self) -> int:
-        """Prompts per step."""
+        """Number of prompts per step."""
         return self.numbers.values["Q"]
 
     @property
     def n(self) -> int:
-        """Trajectories per prompt."""
+        """Number of trajectories per prompt."""
         return self.numbers.values["n"]
 
     @property
@@ -96,7 +95,7 @@ class Request:
 
     @property
     def roles(self) -> list[RoleRequest]:
-        """The trained roles."""
+        """The trained roles: actor and, if there is one, critic."""
         return [self.actor] + ([self.critic] if self.critic else [])
 
     @property

@@ -9,8 +9,8 @@ devices of a role, mp devices that one row needs, dp = W/mp data ranks, g = G/dp
 forward, a = g/m; L tokens per device; E passes; K = (Q/M)·E optimizer steps per step; P, R longest prompt and
 response.
 
-The way: `topology.py` reads machines and devices, `device_rules.py` judges them; `handles.py` settles the
-step's numbers, `request.py` reads the rest, `rules.py` judges it; `repair.py` finds remedies among the
+The files: `topology.py` reads machines and devices, `device_rules.py` checks them; `handles.py` solves for
+the step's numbers, `request.py` reads the rest, `rules.py` checks it; `repair.py` finds remedies among the
 rules' cures and the steps of `targets.py`; `quantities.py` explains. None of it takes longer for a larger
 cluster or more prompts. Left out on purpose: which rows go where (`trainer/mini_batches.py`), how tables look
 (`batch_plan/table.py`).
@@ -41,7 +41,7 @@ from hydraflow.schema import PPOConfig
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is asked for, and what is wrong with it."""
+    """The request, and the rules that it breaks."""
 
     topology: Topology
     request: Request

@@ -1,5 +1,4 @@
-"""A configuration together with where each of its values comes from, and what it would be after a few
-overrides.
+"""A configuration with the origins of its values, and copies of it with overrides.
 
 In: a configuration, origins of keys. Out: values, origins and their strength. Left out on purpose: what the
 values mean.
@@ -36,7 +35,7 @@ class Settings(Generic[Config]):
         return {DEFAULT: 0, COMMAND_LINE: 2}.get(self.origin(key), 1)
 
     def changed(self, values: Mapping[str, object]) -> Settings[Config]:
-        """The settings as if these overrides stood on the command line.
+        """The settings as if these overrides were on the command line.
 
         >>> from hydraflow.schema import PPOConfig
         >>> settings = Settings(PPOConfig(), PPOConfig()).changed({"data.train_batch_size": 96})

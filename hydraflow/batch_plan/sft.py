@@ -49,9 +49,9 @@ class SFTPlan(Plan):
     total_steps: int
     """Training steps of the run; 0: not known."""
     quantities: tuple[Quantity, ...]
-    """All of it again for people: unit, formula, provenance."""
+    """The same numbers for the table: unit, formula, origin."""
     notes: tuple[str, ...]
-    """What is to be said aloud: conversations that no step takes."""
+    """Notes to print: conversations that no step uses."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ HEAD = ("quantity", "value", "unit", "formula", "from")
 
 
 class Explained(Protocol):
-    """What every plan has for people."""
+    """The parts of a plan that the table shows."""
 
     @property
     def quantities(self) -> Sequence[Quantity]:

@@ -1,5 +1,4 @@
-"""Other numbers for a step, near those that were asked for: what a broken rule of the batch may be cured
-with.
+"""Alternative numbers for a step, close to the requested ones: candidates for repairing a broken rule.
 
 In: a `Request`. Out: overrides. All rules of a step share these cures, because its numbers hang together:
 which of them are legal the judge decides (`batch_plan/repair.py`).

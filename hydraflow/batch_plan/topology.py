@@ -1,5 +1,4 @@
-"""What the configuration asks of machines and devices: pools, the devices of each role, how each divides its
-model.
+"""Machines and devices in the configuration: pools, the devices of each role, its parallel sizes.
 
 In: settings, and how many devices a machine has where none of them says so. Out: one `Topology`. The only
 reader of these keys. Left out on purpose: whether it adds up (`batch_plan/device_rules.py`).
@@ -85,13 +84,13 @@ class Topology:
     asked_per_node: int | None
     """cluster.devices_per_node, as asked for."""
     layers_fixed: frozenset[str]
-    """Roles whose configuration says by itself which layers stand where."""
+    """Roles whose configuration assigns layers to pipeline stages itself."""
     twofold: tuple[str, ...]
     """Roles that are given both devices and machines of their own."""
 
     @property
     def pools(self) -> dict[str, Pool]:
-        """The pools by name."""
+        """Pool name -> pool."""
         return {pool.name: pool for pool in self.cluster.pools}
 
 

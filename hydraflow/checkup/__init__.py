@@ -1,2 +1,2 @@
-"""Looks at this machine for what a configuration needs: one file per topic, run by `python -m
+"""Checks that this machine has what a configuration needs: one file per topic, run by `python -m
 hydraflow.doctor`."""

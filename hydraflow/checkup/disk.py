@@ -26,14 +26,14 @@ from hydraflow.workers.config import ActorConfig, CriticConfig
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 MOMENTS = 2
-"""AdamW keeps so many numbers per weight."""
+"""Numbers that AdamW keeps per weight."""
 SPARE = 2**30
 """Room for metrics, samples and logs, below which a warning says so."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """What will lie on the disk: `count` times `size` bytes."""
+    """Files that will be on the disk: `count` times `size` bytes."""
 
     name: str
     size: int
@@ -123,8 +123,8 @@ def _of_role(
 
 
 def checkpoints(total_steps: int, save_freq: int, keep: int | None) -> int:
-    """How many lie on the disk at one time: a new one is written before the oldest goes. An unknown number of
-    steps counts as one save.
+    """Largest number on the disk at one time: a new one is written before the oldest goes. An unknown number
+    of steps counts as one save.
 
     >>> checkpoints(100, 20, None), checkpoints(100, 30, None)
     (5, 4)

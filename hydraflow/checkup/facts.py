@@ -81,12 +81,12 @@ class Facts:
 
     @property
     def plan(self) -> BatchPlan:
-        """The batch plan."""
+        """The batch plan of this configuration."""
         return self._once("plan", self._resolve)
 
     @property
     def shape(self) -> ModelShape:
-        """Sizes of the policy."""
+        """The shape of the policy's model."""
         return self._once("shape", lambda: _shape(self.own_model(), MODEL))
 
     @property
@@ -126,7 +126,7 @@ class Facts:
         return FILE_KEYS[0] if data.train_files else None
 
     def own_model(self) -> ModelConfig:
-        """The policy's model, its hub name replaced by where it lies in the cache. Skip when it is not on
+        """The policy's model, its hub name replaced by its path in the cache. Skip when it is not on
         this machine yet."""
         model = self.config.actor_rollout_ref.model
         if not model.path:
@@ -179,7 +179,7 @@ class Facts:
         """What `make` gives, made once. A second request for what could not be made raises Skip: it has been
         reported."""
         if name in self._broken:
-            raise Skip(f"needs {name.partition(' ')[0]}, which cannot be had: see above")
+            raise Skip(f"needs {name.partition(' ')[0]}, which is not available: see above")
         if name not in self._opened:
             try:
                 self._opened[name] = make()

@@ -41,22 +41,22 @@ class Skip(Exception):
 
 
 def ok(evidence: str) -> Finding:
-    """All is well."""
+    """A check that passed."""
     return Finding(State.OK, evidence)
 
 
 def note(evidence: str, remedy: str = "") -> Finding:
-    """Worth knowing."""
+    """Information that needs no action."""
     return Finding(State.NOTE, evidence, remedy)
 
 
 def warning(evidence: str, remedy: str = "") -> Finding:
-    """The run starts all the same."""
+    """A warning: the run starts anyway."""
     return Finding(State.WARNING, evidence, remedy)
 
 
 def problem(evidence: str, remedy: str = "") -> Finding:
-    """The run cannot start, or cannot end well."""
+    """A problem: the run cannot start, or would fail."""
     return Finding(State.PROBLEM, evidence, remedy)
 
 

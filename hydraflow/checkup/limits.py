@@ -21,8 +21,8 @@ from hydraflow.memory.report import size_text
 from hydraflow.system.node_folder import RAY_BASE, session_folder
 
 STORE_SHARE, STORE_MOST, STORE_FLOOR = 0.3, 200 * 10**9, 10**10
-"""Ray's object store takes this share of the memory, at most so many bytes, and below the floor does not
-shrink with /dev/shm."""
+"""Ray's object store: share of the memory, largest size in bytes, and the size below which it does not shrink
+with /dev/shm."""
 SHM_USED = 0.95
 FILES_BASE, FILES_PER_PROCESS, FILES_ADVISED = 52, 6, 4096
 """Descriptors that Ray's node process holds open, how many more per worker process, and what Ray advises (it

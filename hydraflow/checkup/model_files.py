@@ -1,7 +1,8 @@
 """A model directory, file by file: configuration, weights as the index promises them, tokenizer, lengths.
 
 In: the models that the configuration names. Out: findings. Only the headers of weight files are read, so that
-a missing, cut off or never downloaded shard is found within milliseconds instead of after minutes of loading.
+a missing, truncated or never downloaded shard is found within milliseconds instead of after minutes of
+loading.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from hydraflow.errors import ConfigError, Problem
 from hydraflow.trainer.config import LoopConfig
 
 SECONDS = 5.0
-"""After so long a fast check is given up: a network drive that hangs must be said before the run hangs on
-it."""
+"""Seconds after which a fast check is abandoned: a hanging network drive must be reported before the run
+hangs on it."""
 
 log = logging.getLogger(__name__)
 

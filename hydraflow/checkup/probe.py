@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 LAST_LINES = 3
-"""So much of what a failed command printed is evidence."""
+"""Number of lines of a failed command's output that are reported."""
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
 PIECES = 8
-"""A sample of a Parquet file comes from at most so many of its row groups."""
+"""Largest number of row groups from which a Parquet file is sampled."""
 TYPED_LINES = 20
-"""So many lines of a JSONL file say which columns it has."""
+"""Number of lines of a JSONL file from which its columns are read."""
 
 
 @dataclass(frozen=True)

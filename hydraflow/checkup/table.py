@@ -101,9 +101,9 @@ CHECKS = (
 def run_checks(facts: Facts, checks: Iterable[Check] = CHECKS) -> Iterator[Result]:
     """Results, one after the other as they come."""
     for check in checks:
-        began = time.monotonic()
+        started = time.monotonic()
         findings = within(check.seconds(facts), check, facts)
-        yield Result(check.name, tuple(findings), time.monotonic() - began)
+        yield Result(check.name, tuple(findings), time.monotonic() - started)
 
 
 def within(seconds: float, check: Check, facts: Facts | None) -> list[Finding]:

@@ -94,7 +94,7 @@ def judge_chats(
         elif tokenizer.bos_token and text.startswith(2 * str(tokenizer.bos_token)):
             complaints.append(
                 warning(
-                    f"the template begins with {tokenizer.bos_token} twice: {_short(text)}",
+                    f"the template starts with {tokenizer.bos_token} twice: {_short(text)}",
                     "correct the template",
                 )
             )
@@ -104,7 +104,7 @@ def judge_chats(
     if rendered[0] == tokenizer.apply_chat_template(
         chats[0], tokenize=False, add_generation_prompt=False, **options
     ):
-        yield note("the template adds nothing with which an answer begins (no generation prompt)")
+        yield note("the template adds no generation prompt, which would start the answer")
 
 
 def _short(text: str) -> str:

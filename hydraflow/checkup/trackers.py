@@ -115,7 +115,7 @@ def judge_login(name: str, offline: str | None, remedy: str) -> Finding:
     """`offline`: why the run is kept in its folder; None: it is sent. Asked for: fine; not asked for: a
     warning, and the run starts."""
     if offline is None:
-        return ok(f"{name} is installed, and somebody is logged in")
+        return ok(f"{name} is installed, and a user is logged in")
     if "=" in offline:
         return ok(f"{name} is installed; {offline}")
     kept = f"the run is kept offline in <run folder>/{name}, and `{name} sync` sends it later"

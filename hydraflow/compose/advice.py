@@ -1,8 +1,7 @@
-"""Values that are legal and almost certainly not meant: notes, not errors.
+"""Warns about values that are legal but almost certainly unintended.
 
-In: a composed configuration. Out: sentences that name the key, the value, what it does and what is usual.
-Left out on purpose: what is wrong in any case (`rules.py`) and keys without effect (`effects.py`). Standard
-library only.
+In: a composed configuration. Out: sentences that name the key, the value, its effect and the usual values.
+Left out on purpose: illegal values (`rules.py`), keys without effect (`effects.py`). Standard library only.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ POLICY = "actor_rollout_ref"
 
 
 def advice(config: object, *, planning: bool) -> Iterator[str]:
-    """All notes about a configuration. `planning`: it is not this machine that will run it."""
+    """All notes about a configuration. `planning`: the run will be on another machine."""
     if isinstance(config, PPOConfig):
         for look in PPO:
             yield from look(config)
@@ -94,7 +93,7 @@ def _rank(model: ModelConfig, key: str) -> Iterator[str]:
 
 
 def _hidden_size(model: ModelConfig) -> int | None:
-    """What `override_config` or a config.json on this machine says; None: not known."""
+    """The hidden size from `override_config` or a config.json on this machine; None: not known."""
     found = model.override_config.get("hidden_size")
     if found is None and model.path:
         try:

@@ -1,9 +1,8 @@
-"""What the batch system gave, put into the keys that were left open, and held against those that were not.
+"""Fills unset keys from the batch system's allocation, and checks set keys against it.
 
 In: the leaves of a composition, an `Allocation`. Out: more leaves, with the variable as their origin; or
-problems that name both sides. A key that the user set wins: less than the allocation is fine, more is a
-contradiction. Left out on purpose: reading the variables (`system/allocation.py`), and memory, which
-`memory/limits.py` compares.
+problems that name both sides. A key that the user set wins: using less than the allocation is fine, more is
+an error. Left out on purpose: reading the variables (`system/allocation.py`), memory (`memory/limits.py`).
 """
 
 from __future__ import annotations
@@ -17,26 +16,26 @@ from hydraflow.system.allocation import Allocation
 
 NODES, DEVICES, CPUS = "trainer.nnodes", "trainer.n_gpus_per_node", "ray_init.num_cpus"
 CPU_PROCESSES = 2
-"""As `trainer/machine.py`: worker processes of a machine without GPUs, where no number is given."""
+"""Default number of worker processes on a machine without GPUs, as in `trainer/machine.py`."""
 BESIDE = 1
-"""Processes that Ray counts a CPU for besides the training processes of a machine: the one of rewards and
+"""Processes per machine to which Ray gives a CPU besides the training processes: the one for rewards and
 advantages."""
 
 
 def take(schema: type, leaves: dict[str, Any], origins: dict[str, str], given: Allocation | None) -> None:
-    """Fills in what nobody set: nodes of a running cluster, GPUs, CPUs of a cluster of this run's own."""
+    """Fills in unset keys: nodes of a running cluster, GPUs, CPUs of this run's own cluster."""
     if given is None or schema not in (PPOConfig, SFTConfig, GenerateConfig):
         return
     local = leaves.get("ray_init.address", "local") == "local"
     found = {NODES: "nodes", DEVICES: "gpus", CPUS: "cpus"}
     if local:
-        del found[NODES]  # a cluster of this run's own is one machine, whatever else the job was given
+        del found[NODES]  # this run's own cluster is one machine, even if the job has more
     if leaves.get("trainer.device") == "cpu":
         del found[DEVICES]
     if leaves.get("debug") or leaves.get("trainer.debug.local"):
         found = {
             key: field for key, field in found.items() if key == CPUS
-        }  # what is debugged has one process for each role
+        }  # debugging uses one process per role
     for key, field in found.items():
         value = getattr(given, field)
         if (
@@ -53,7 +52,7 @@ def _processes(leaves: Mapping[str, Any]) -> int:
 
 
 def contradictions(config: Any, given: Allocation | None) -> Iterator[Problem]:
-    """What is asked for and was not given. Both sides are named, and how to change either."""
+    """Problems where the configuration asks for more than the allocation, with a remedy for either side."""
     if given is None or not isinstance(config, PPOConfig | SFTConfig | GenerateConfig):
         return
     trainer, on_gpus = config.trainer, given.gpus is not None and config.trainer.device != "cpu"
@@ -74,12 +73,12 @@ def contradictions(config: Any, given: Allocation | None) -> Iterator[Problem]:
 
 
 def _cores(processes: int, given: Allocation) -> Iterator[Problem]:
-    """A process for each GPU on a single core, Slurm's default, would wait for its core and not for its
-    GPU."""
+    """With Slurm's default of one core, the processes of several GPUs would wait for the core instead of
+    their GPUs."""
     assert given.cpus is not None
     if processes > given.cpus:
         rule = (
-            f"as many processes share {_count(given.cpus, 'core')}: Slurm gave job {given.job} no more"
+            f"that many processes share {_count(given.cpus, 'core')}: Slurm gave job {given.job} no more"
             f" ({given.source('cpus')})"
         )
         remedy = (

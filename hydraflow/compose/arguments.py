@@ -1,7 +1,8 @@
-"""Tells options from overrides on a command line: Hydra's own, and those that an entry point declares.
+"""Separates options from overrides on a command line: Hydra's options, and those that an entry point
+declares.
 
-In: the arguments after the program's name. Out: `Arguments`, or one problem for each option that there is
-not. Left out on purpose: what overrides mean (`overrides.py`).
+In: the arguments after the program's name. Out: `Arguments`, or one problem for each unknown option. Left out
+on purpose: what overrides mean (`overrides.py`).
 """
 
 from __future__ import annotations
@@ -46,20 +47,20 @@ _OWN_FILES = {"--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-
 
 @dataclass(frozen=True)
 class Switch:
-    """An option of an entry point's own."""
+    """An option that an entry point declares."""
 
     name: str
-    """As it is written, with its dashes."""
+    """The option with its dashes."""
     value: str = ""
-    """What its value is called in the help; empty: it takes none."""
+    """Name of its value in the help; empty: it takes no value."""
     doc: str = ""
     choices: tuple[str, ...] = ()
-    """The values that there are; empty: any."""
+    """Legal values; empty: any."""
 
 
 @dataclass
 class Arguments:
-    """A command line taken apart."""
+    """A parsed command line."""
 
     options: list[str] = field(default_factory=list)
     """Hydra's options with their values, as given."""
@@ -79,7 +80,7 @@ class Arguments:
 
     @property
     def runs(self) -> bool:
-        """Whether something is to run; else something is only shown."""
+        """Whether the command runs something, rather than only printing it."""
         return not self.has(*(_COMMANDS - _RUNS), "--hydra-help", "--version")
 
     @property
@@ -88,7 +89,7 @@ class Arguments:
         return self.has(*_OWN_FILES)
 
     def value(self, *names: str) -> str | None:
-        """The value of an option, None where it was not given."""
+        """The value of an option; None if it was not given."""
         for position, option in enumerate(self.options):
             name, equals, value = option.partition("=")
             if name in names:
@@ -96,7 +97,7 @@ class Arguments:
         return None
 
     def take(self, *names: str) -> str | None:
-        """The value of an option, which is taken out of `options`; empty text for one without a value."""
+        """Removes an option from `options` and returns its value; "" for an option without a value."""
         for position, option in enumerate(self.options):
             name, equals, value = option.partition("=")
             if name not in names:
@@ -109,7 +110,7 @@ class Arguments:
 
 
 def split(argv: Sequence[str], switches: Sequence[Switch] = ()) -> Arguments:
-    """Takes a command line apart.
+    """Parses a command line.
 
     >>> found = split(["--cfg", "job", "data.shuffle=false", "--config-dir=mine"])
     >>> found.options, found.overrides
@@ -139,7 +140,7 @@ def split(argv: Sequence[str], switches: Sequence[Switch] = ()) -> Arguments:
 
 
 def _take_own(arguments: Arguments, switch: Switch, word: str, rest: list[str]) -> None:
-    """Moves an own option, and its value where it takes one, from `rest` to `arguments.switches`."""
+    """Moves an entry point's option, with its value if it takes one, from `rest` to `arguments.switches`."""
     _, equals, value = word.partition("=")
     if not switch.value:
         arguments.switches[switch.name] = True

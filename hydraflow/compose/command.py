@@ -1,5 +1,5 @@
-"""What a command line came to, besides the configuration itself: where each value is from, what must be said
-aloud, own options.
+"""The parsed command line apart from the configuration: origins of values, notes to print, the entry point's
+options.
 
 In: nothing. Out: `Command`, which `launch` hands to every `run`. Standard library only.
 """
@@ -13,14 +13,14 @@ from typing import Any
 from hydraflow.errors import Problem
 
 DEFAULT = "default"
-"""Origin of a value that nobody set."""
+"""Origin of an unset value."""
 COMMAND_LINE = "command line"
 """Origin of a value that an override set."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """How many keys the user set, and what became of them.
+    """How many keys the user set, and how they were handled.
 
     >>> print(Counts(honoured=12, without_effect=2, unsupported=1))
     12 keys honoured, 2 accepted without effect, 1 unsupported
@@ -40,23 +40,23 @@ class Counts:
 
 @dataclass(frozen=True)
 class Command:
-    """One composed command."""
+    """Facts about one command line, passed to `run` beside the configuration."""
 
     config_name: str
     """The entry point's configuration: ppo, sft, generate or eval."""
     origins: Mapping[str, str] = field(default_factory=dict)
     """Every leaf of the schema -> default, a YAML file, command line, or the key that it follows."""
     notes: tuple[str, ...] = ()
-    """What the user should know: renamed keys, keys without effect, keys that were not checked."""
+    """Lines for the user: renamed keys, keys without effect, keys that were not checked."""
     counts: Counts = Counts()
     unsupported: tuple[Problem, ...] = ()
-    """Keys of verl's that cannot be honoured; only a tolerant entry point sees any, others refuse them."""
+    """verl's keys that are not supported; only a tolerant entry point gets any, others reject them."""
     switches: Mapping[str, str | bool] = field(default_factory=dict)
-    """The entry point's own options that were given: a flag -> True, others -> their value."""
+    """The entry point's options that were given: a flag -> True, others -> their value."""
     words: tuple[str, ...] = ()
     """The command line of the process, without its secrets; empty where the overrides came from elsewhere."""
     written: Mapping[str, Any] = field(default_factory=dict)
-    """Those leaves whose values are from the environment, with `${oc.env:NAME}` in place of what it holds."""
+    """Leaves whose values come from the environment, with `${oc.env:NAME}` in place of the value."""
 
     @property
     def given(self) -> frozenset[str]:

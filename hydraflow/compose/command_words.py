@@ -1,7 +1,7 @@
 """A command line without its secrets, for run.json, trackers and messages.
 
-In: its words. Out: the same words; an override that holds a secret is written again without it. Values are
-taken apart by Hydra's own parser, so what is hidden does not depend on how somebody quoted it.
+In: its words. Out: the same words; an override that holds a secret is rewritten without it. Values are parsed
+by Hydra's own parser, so that hiding does not depend on how the value was quoted.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def public_words(words: Sequence[str]) -> list[str]:
 
 
 def unparsed(word: str) -> str:
-    """A word that is no override, or that Hydra cannot read; without its value where that may be secret."""
-    told, (key, equals, value) = public_word(word), word.partition("=")
+    """A word that is not an override, or that Hydra cannot parse; without its value if that may be secret."""
+    public, (key, equals, value) = public_word(word), word.partition("=")
     if not equals or word.startswith("-") or public_word(key) != key:
-        return told
+        return public
     holds_variables = not ENVIRONMENTS.isdisjoint(_NAMES.findall(value))
-    return f"{key}={HIDDEN}" if told != word or holds_variables else told
+    return f"{key}={HIDDEN}" if public != word or holds_variables else public
 
 
 def values(override: Override) -> list[Any]:
@@ -49,7 +49,7 @@ def values(override: Override) -> list[Any]:
 
 
 def plain(value: Any) -> Any:
-    """A parsed value without the parser's own classes."""
+    """A parsed value with the parser's classes replaced by plain Python ones."""
     if isinstance(value, QuotedString):
         return value.text
     if isinstance(value, list):
@@ -67,7 +67,7 @@ def _public(word: str) -> str:
     except HydraException:
         return unparsed(word)
     key, found = override.key_or_group, values(override)
-    if not found:  # a deletion, which may say what it deletes, or a range
+    if not found:  # a range, or a deletion, which may name a value
         return unparsed(word)
     if all(public(value, key) == value for value in found):
         return word

@@ -1,7 +1,7 @@
 """Tab completion in bash: `eval "$(python -m hydraflow.main_ppo -sc install=bash)"`.
 
-In: what follows `-sc`. Out: the script that teaches the shell. Hydra completes `python file.py` and installed
-programs; ours adds `python -m hydraflow.<name>`, and leaves the answers to Hydra.
+In: the words after `-sc`. Out: the completion script. Hydra completes `python file.py` and installed
+programs; this script adds `python -m hydraflow.<name>`, and asks Hydra for the candidates.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ complete -o nospace -o default -F _hydraflow_completion python python3"""
 
 
 def install(words: Sequence[str]) -> bool:
-    """Prints the script where `words` ask for bash's; else leaves it to Hydra and returns False."""
+    """Prints the script if `words` ask for bash; else returns False, and Hydra answers."""
     if list(words) != ["install=bash"]:
         return False
     print(_SCRIPT)

@@ -1,8 +1,8 @@
-"""What `+debug=true` and `trainer.debug.local=true` make of a configuration: one process per role, and
-nothing that a pause would break.
+"""Applies `+debug=true` and `trainer.debug.local=true` to a configuration: one process per role, and no
+timeout that a breakpoint could trip.
 
-In: a configuration as the user gave it. Out: the one that runs. Left out on purpose: refusing what
-contradicts it (`rules.py`), and doing it (`dispatch/`, `trainer/`).
+In: a configuration as the user gave it. Out: the one that runs. Left out on purpose: rejecting contradictions
+(`rules.py`), and the debugging itself (`dispatch/`, `trainer/`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
 Config = TypeVar("Config", bound=PPOConfig | SFTConfig | GenerateConfig)
 
 NO_DEADLINE = 30 * 86400.0
-"""Seconds: who sits at a breakpoint for longer than a month starts again."""
+"""Seconds: effectively no timeout while a breakpoint waits."""
 
 
 def applied(config: Config) -> Config:
-    """The configuration that runs; the same one where nothing is debugged.
+    """The configuration that runs; unchanged unless debugging is on.
 
     >>> config = applied(PPOConfig(debug=True))
     >>> config.trainer.n_gpus_per_node, config.reward.num_workers, config.trainer.rpc_timeout

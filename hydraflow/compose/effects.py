@@ -1,9 +1,9 @@
-"""Keys that have no effect under the options chosen, so that nobody waits for what a setting will never do.
+"""Finds keys that have no effect under the chosen options, so that users do not expect one.
 
-In: a composed configuration and the keys that its user set. Out: one problem for each that nothing will read,
-with the reason and what would make it count. `launch` prints them, or refuses them with `strict=true`. A
-condition on the key's own section stands beside its field (`options.py`); `RULES` has those across sections.
-Left out on purpose: keys that are verl's alone (`verl.py`).
+In: a composed configuration and the keys that the user set. Out: one problem for each key that will not be
+read, with the reason and what would give it an effect. `launch` prints them, or rejects them with
+`strict=true`. A condition on the key's own section is declared beside its field (`options.py`); `RULES` has
+those across sections. Left out on purpose: keys that exist only in verl (`verl.py`).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from hydraflow.system.allocation import allocation
 
 @dataclass(frozen=True)
 class Rule:
-    """Keys that have no effect while a condition on the whole configuration holds."""
+    """Keys that have no effect if a condition on the whole configuration holds."""
 
     pattern: str
-    """`{a,b}` stands for either, `*` for one name, `**` for any."""
+    """In a pattern `{a,b}` matches either, `*` one name, `**` any number of names."""
     when: Callable[[Any], bool]
     why: str
     remedy: str = ""
-    """Overrides with which they would have one; empty: there are none."""
+    """Overrides that would give them an effect; empty: there are none."""
 
 
 POLICY = "actor_rollout_ref.model"
@@ -49,7 +49,7 @@ def _critic_is_dynamic(config: PPOConfig) -> bool:
 
 
 def _is_dynamic(config: PPOConfig, role: str) -> bool:
-    """Whether a forward that recomputes log-probabilities is filled by tokens."""
+    """Whether micro-batches of the log-probability pass are filled by tokens."""
     policy = config.actor_rollout_ref
     own = policy.ref.log_prob_use_dynamic_bsz if role == "ref" else policy.rollout.log_prob_use_dynamic_bsz
     return policy.actor.use_dynamic_bsz if own is None else own
@@ -175,7 +175,7 @@ _PARTS = (
 _RUN = (
     Rule(
         "ray_init.num_cpus",
-        # in a Slurm job it is what hydraflow.slurm starts Ray with
+        # in a Slurm job hydraflow.slurm starts Ray with it
         lambda c: c.ray_init.address != "local" and allocation() is None,
         "the running cluster counts its own",
         "ray_init.address=local",
@@ -223,7 +223,7 @@ RULES: dict[type, tuple[Rule, ...]] = {
         *_RUN,
     ),
 }
-"""Schema -> rules; of several that hold for a key the first is reported."""
+"""Schema -> rules; for each key, the first rule that applies is reported."""
 
 PLANNED_ONLY = (
     Rule(
@@ -237,14 +237,13 @@ PLANNED_ONLY = (
         "no agents run yet; python -m hydraflow.plan shows what each of them would get",
     ),
 )
-"""Keys that a plan shows and a run has no use for."""
+"""Keys that only the planner reads."""
 _DECIDES = {"critic.enable", "critic.strategy"}
-"""Keys that decide whether their section counts."""
+"""Keys that switch their section on or off."""
 
 
 def idle_keys(config: object, given: Iterable[tuple[str, Any]], *, planning: bool) -> Iterator[Problem]:
-    """One problem for each given key, of (key, value), that has no effect; `planning`: nothing is going to
-    run.
+    """One problem for each of the given (key, value) pairs that has no effect. `planning`: nothing will run.
 
     >>> config = PPOConfig()
     >>> print(*idle_keys(config, [("actor_rollout_ref.actor.kl_loss_coef", 0.1)], planning=True))

@@ -1,9 +1,8 @@
-"""Keys of open mappings whose names belong to another library: checked against it where it is installed,
-without importing it.
+"""Checks keys of open mappings that name another library's arguments, without importing that library.
 
 In: values of open mappings. Out: a problem for each name that the library does not have, with the nearest; or
-a note that it was not asked. The names are read from the library's source, since importing vLLM takes seconds
-and needs a GPU's driver.
+a note that the names were not checked. They are read from the library's source, because importing vLLM takes
+seconds and needs a GPU driver.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from hydraflow.errors import Problem, shown
 
 @dataclass(frozen=True)
 class Library:
-    """Where the names of a library's arguments stand."""
+    """Where a library declares its arguments."""
 
     name: str
     package: str
     files: tuple[str, ...]
-    """Below the package."""
+    """Path of the source file, relative to the package."""
     classes: tuple[str, ...]
-    """Whose annotated fields are the arguments."""
+    """Name of the class whose annotated fields are the arguments."""
 
 
 VLLM = Library("vLLM", "vllm", ("engine/arg_utils.py",), ("EngineArgs", "AsyncEngineArgs"))
@@ -45,7 +44,7 @@ OPEN_TO: dict[str, Library] = {
     "actor_rollout_ref.ref.megatron.override_transformer_config": MEGATRON,
     "critic.megatron.override_transformer_config": MEGATRON,
 }
-"""Open mapping -> the library that reads it. Others, such as reward_kwargs, belong to the user."""
+"""Open mapping -> the library that reads it. Others, such as reward_kwargs, are read by user code."""
 
 
 def check_names(leaves: Mapping[str, Any]) -> tuple[list[Problem], list[str]]:

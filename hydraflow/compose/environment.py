@@ -1,7 +1,8 @@
-"""`${oc.env:NAME}` that gives its own text back, so that what the environment holds need not be written down.
+"""Resolves `${oc.env:NAME}` to its own text, so that values of environment variables are not written to
+files.
 
-In: values that are resolved while this is in force. Out: the same with `${oc.env:NAME}` where something from
-the environment would be.
+In: values that are resolved within the context. Out: the same with `${oc.env:NAME}` in place of the
+variable's value.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ _NO_DEFAULT: Any = object()
 
 
 class Named:
-    """The references that were resolved, each under a name that no value holds by chance."""
+    """The references that were resolved, each under a unique marker that no value contains by chance."""
 
     def __init__(self) -> None:
         self._mark = f"environment_{secrets.token_hex(8)}_"
         self._texts: list[str] = []
 
     def resolve(self, name: str, default: Any = _NO_DEFAULT) -> str:
-        """In place of OmegaConf's own `oc.env`."""
+        """Replaces OmegaConf's `oc.env`."""
         return self._named(f"{RESOLVER}:{name}" + ("" if default is _NO_DEFAULT else f",{_quoted(default)}"))
 
     def decode(self, text: str | None, _parent_: Container, _node_: Node) -> Any:
-        """In place of `oc.decode`, where what is to be decoded is not known."""
+        """Replaces `oc.decode`, whose input is a marker here."""
         if text is None or self._mark not in text:
             return oc.decode(text, _parent_, _node_)
         return self._named(f"{DECODER}:{_quoted(text)}")
@@ -41,7 +42,7 @@ class Named:
         return f"{self._mark}{len(self._texts) - 1}_"
 
     def put_back(self, value: Any) -> Any:
-        """The value with references in place of their names."""
+        """The value with each marker replaced by its reference."""
         if isinstance(value, Mapping):
             return {name: self.put_back(inner) for name, inner in value.items()}
         if isinstance(value, list):
@@ -53,7 +54,7 @@ class Named:
 
 @contextmanager
 def unread_environment() -> Iterator[Named]:
-    """While it lasts, OmegaConf resolves references to the environment to their names."""
+    """Within the context, OmegaConf resolves references to the environment to markers."""
     named = Named()
     OmegaConf.register_new_resolver(RESOLVER, named.resolve, replace=True)
     OmegaConf.register_new_resolver(DECODER, named.decode, replace=True)
@@ -65,7 +66,7 @@ def unread_environment() -> Iterator[Named]:
 
 
 def _quoted(default: Any) -> str:
-    """As OmegaConf's grammar reads it back."""
+    """Quotes the text so that OmegaConf's grammar parses it back."""
     if default is None:
         return "null"
     text = str(default).replace("\\", "\\\\").replace("'", "\\'")

@@ -1,6 +1,6 @@
-"""What Hydra and OmegaConf raise, in this program's form: field, value, rule, remedy.
+"""Translates errors of Hydra and OmegaConf to this program's form: field, value, rule, remedy.
 
-In: an exception. Out: ConfigError. A message that no row below knows keeps its own words.
+In: an exception. Out: ConfigError. A message that matches no row below is passed on verbatim.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from hydraflow.errors import ConfigError, Problem
 
 
 def translated(error: HydraException | OmegaConfBaseException, files: Sequence[str] = ()) -> ConfigError:
-    """What Hydra or OmegaConf found, as a problem of the user's; `files` are those that a defaults list may
-    name.
+    """An error of Hydra or OmegaConf as a problem of the configuration; `files`: names that a defaults list
+    may use.
 
     >>> from hydra.errors import ConfigCompositionException
     >>> print(translated(ConfigCompositionException("In 'mine': Could not load 'pqo'."), ["ppo"]).problems[0])
@@ -25,7 +25,7 @@ def translated(error: HydraException | OmegaConfBaseException, files: Sequence[s
           -> write ppo instead
     """
     key = getattr(error, "full_key", None) or "configuration"
-    text = str(error).partition("Config search path:")[0]  # which repeats folders that the user did not name
+    text = str(error).partition("Config search path:")[0]  # the rest lists folders that the user did not name
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     said = " ".join(line for line in lines if not line.startswith(("full_key:", "object_type=")))
     for pattern, problem in _ROWS:
@@ -88,4 +88,4 @@ _ROWS: tuple[tuple[str, Callable[[str, re.Match[str], Sequence[str]], Problem]],
     (r"In '(.+?)': Could not (?:load|find) '(.+?)'", _default),
     (r"In '(.+?)': Could not override '(.+?)'\. No match in the defaults list", _override),
 )
-"""Words of Hydra's -> the problem."""
+"""Pattern of Hydra's message -> the problem."""

@@ -1,9 +1,9 @@
-"""What each command says against its configuration, for the report that names every mistake at once.
+"""Each command's own checks of its configuration, for the report that lists every mistake at once.
 
-In: a composed configuration and where its values come from. Out: problems: broken rules of the batch plan,
-what `runnable.py` names; and, apart from these, files and folders that are not on this machine. Standard
-library only, so that nothing waits for torch. Left out on purpose: what is in the files, models and devices;
-the jobs look at those.
+In: a composed configuration and the origins of its values. Out: broken rules of the batch plan and features
+that cannot run yet (`runnable.py`); separately, files and folders that are missing on this machine. Standard
+library only, so that errors are reported before torch is imported. Left out on purpose: the contents of
+files, models and devices, which the jobs check.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hydraflow.trainer.config import ClusterConfig
 
 
 def judge_ppo(config: PPOConfig, command: Command) -> Sequence[Problem]:
-    """Broken rules of the batch plan, and what can be planned but not run yet."""
+    """Broken rules of the batch plan, and features that can be planned but not run yet."""
     config = applied(config)
     prompts = config.recipe.train_problems if config.recipe.name != "none" else None
     found = list(not_runnable(config))
@@ -60,7 +60,7 @@ def judge_sft(config: SFTConfig, command: Command) -> Sequence[Problem]:
 
 
 def missing_for_ppo(config: PPOConfig, command: Command) -> Iterator[Problem]:
-    """Files that `main_ppo` needs and that are not there."""
+    """Missing files of `main_ppo`."""
     config = applied(config)
     yield from _missing_reward(config.reward)
     if config.recipe.name != "none":
@@ -75,7 +75,7 @@ def missing_for_ppo(config: PPOConfig, command: Command) -> Iterator[Problem]:
 
 
 def missing_for_sft(config: SFTConfig, command: Command) -> Iterator[Problem]:
-    """The same for `main_sft`."""
+    """Missing files of a `main_sft` run."""
     yield from _missing_model(config.model, "model")
     yield from _missing(
         {"data.train_files": config.data.train_files, "data.val_files": config.data.val_files}
@@ -83,13 +83,13 @@ def missing_for_sft(config: SFTConfig, command: Command) -> Iterator[Problem]:
 
 
 def missing_for_generate(config: GenerateConfig, command: Command) -> Iterator[Problem]:
-    """The same for `main_generate`."""
+    """Missing files of a `main_generate` run."""
     yield from _missing_model(config.model, "model")
     yield from _missing({"data.path": config.data.path})
 
 
 def missing_for_eval(config: EvalConfig, command: Command) -> Iterator[Problem]:
-    """The same for `main_eval`."""
+    """Missing files of a `main_eval` run."""
     yield from _missing({"data.path": config.data.path})
     yield from _missing_reward(config.reward)
 

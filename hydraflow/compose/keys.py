@@ -1,7 +1,6 @@
-"""The known keys of a configuration schema: what type each takes, which is nearest to a misspelt one, what
-each does.
+"""The keys of a configuration schema: type, description, and the nearest key to a misspelt one.
 
-In: a dataclass of `schema.py`, keys and values as a user wrote them. Out: problems, or text for `--help`.
+In: a dataclass of `schema.py`, keys and values as the user wrote them. Out: problems, or text for `--help`.
 Left out on purpose: ranges and choices (`rules.py`), and whole trees (`tree.py`).
 """
 
@@ -25,7 +24,7 @@ from hydraflow.options import option_of
 from hydraflow.redact import public
 
 _SWITCHED = {"yes": True, "on": True, "y": True, "t": True, "no": False, "off": False, "n": False, "f": False}
-"""Words that some read as true or false."""
+"""Words that some YAML versions read as true or false."""
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Any: "any value"}
 
 
@@ -43,12 +42,12 @@ class Key:
 
     @property
     def is_section(self) -> bool:
-        """Whether keys stand below it."""
+        """Whether it is a group of keys."""
         return is_dataclass(self.hint)
 
     @property
     def is_open(self) -> bool:
-        """Whether anything may stand below it."""
+        """Whether it is a mapping that takes any key."""
         return typing.get_origin(self.hint) is dict
 
 
@@ -73,7 +72,7 @@ def _walk(section: Any, prefix: str) -> Iterator[Key]:
 
 @functools.cache
 def field_docs(section: type) -> dict[str, str]:
-    """The string that follows each field in the source of a dataclass and of those that it extends."""
+    """The string that follows each field in the source of a dataclass and its bases."""
     docs: dict[str, str] = {}
     for owner in reversed(section.__mro__):
         if not is_dataclass(owner):
@@ -92,9 +91,9 @@ def field_docs(section: type) -> dict[str, str]:
 
 
 def unknown_key(schema: type, path: str, value: Any) -> Problem:
-    """The report of a key that the schema does not have, with the nearest that it has."""
+    """The problem of an unknown key, with the nearest known ones."""
     near = nearest_keys(schema, path)
-    for key in (path, *near):  # what is secret under one of these names is so in the whole report
+    for key in (path, *near):  # a value that is secret under one of these names is hidden everywhere
         value = public(value, key)
     remedy = " or ".join(f"{key}={shown(value)}" for key in near) or "--help lists every key"
     return Problem(path, shown(value), "unknown key", remedy)
@@ -131,7 +130,7 @@ def accepts(hint: Any, value: Any) -> bool:
 
 
 def fitted(hint: Any, value: Any) -> Any:
-    """A value that `accepts` took, as the type itself: 1 for a float is 1.0, 5 for text is '5'.
+    """Converts a value that `accepts` took to the exact type: 1 for a float is 1.0, 5 for text is '5'.
 
     >>> fitted(list[float] | None, [1, 0.5]), fitted(str, 5)
     ([1.0, 0.5], '5')
@@ -179,7 +178,7 @@ def describe(schema: type) -> str:
 
 
 def is_below_open(keys: Mapping[str, Key], path: str) -> bool:
-    """Whether a key stands in a mapping that takes anything."""
+    """Whether a key is inside a mapping that takes any key."""
     while path:
         path = path.rpartition(".")[0]
         if path in keys:
@@ -188,7 +187,7 @@ def is_below_open(keys: Mapping[str, Key], path: str) -> bool:
 
 
 def wrong_type(schema: type, key: Key, value: Any) -> Problem:
-    """The report of a value that a leaf cannot take, or of one where a section stands."""
+    """The problem of a value of the wrong type, or of a value for a section."""
     if key.is_section:
         first = next(name for name in known_keys(schema) if name.startswith(f"{key.path}."))
         return Problem(
@@ -201,7 +200,7 @@ def wrong_type(schema: type, key: Key, value: Any) -> Problem:
 
 
 def _as_meant(key: Key, value: Any) -> Any:
-    """The value that was probably meant: 1e3 is the whole number 1000, yes is true; else the default."""
+    """The value that was probably meant: 1000 for 1e3 in an int, true for yes; else the default."""
     if (
         isinstance(value, float)
         and value.is_integer()

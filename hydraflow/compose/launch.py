@@ -1,7 +1,7 @@
-"""Runs an entry point with the configuration that its command line asks for, or with each one of a sweep.
+"""Runs an entry point with the configuration of its command line, or with each configuration of a sweep.
 
-In: the arguments of the process, a schema, what to run. Out: an exit code; every mistake at once as a message
-on stderr with exit code 2. Left out on purpose: how a configuration is composed and judged (`loading.py`).
+In: the arguments of the process, a schema, a function to run. Out: an exit code; all mistakes in one message
+on stderr, with exit code 2. Left out on purpose: composing and checking a configuration (`loading.py`).
 """
 
 from __future__ import annotations
@@ -76,20 +76,19 @@ def launch(
     """Calls `run(config, command)` for the command line, or for each configuration of a sweep; returns the
     exit code.
 
-    `config_name` is a file of the config folder without its ending. `switches`: options of the entry point's
-    own. `judges`: what it has to say against a configuration, in the same report as everything else.
-    `missing`: of these, what `run` finds itself, with what else is wrong with the machine; it is only asked
-    where the configuration is wrong. `tolerant`: it runs nothing, so what could not be honoured is told
-    instead of refused; such an entry point prints the notes itself. `advise`: adds
-    notes on values that are hardly meant. `show_error`: prints
-    an error for the user, in place of standard error. Use: `command(lambda: launch("ppo",
-    PPOConfig, run))`, of `system/interrupts.py`; `sys.exit` where nothing is to be ended.
+    `config_name`: a file of the config folder without its suffix. `switches`: the entry point's own options.
+    `judges`: the entry point's checks of a configuration, whose problems join the report. `missing`: checks
+    that `run` also makes itself; called only if the configuration has other problems. `tolerant`: nothing
+    runs, so unsupported keys are reported, not rejected; such an entry point prints the notes itself.
+    `advise`: adds notes on values that are probably unintended. `show_error`: prints an error for the user,
+    in place of standard error. Use: `command(lambda: launch("ppo", PPOConfig, run))` with `command` of
+    `system/interrupts.py`; plain `sys.exit` for a command that starts no processes.
     """
     make_printable()
     arguments = split(sys.argv[1:], switches)
     if arguments.has("--help", "-h"):
         if arguments.overrides == ["verl"]:
-            from hydraflow.compose.verl_page import page  # nothing else needs these tables
+            from hydraflow.compose.verl_page import page  # only this needs the tables
 
             _print(page())
         else:
@@ -121,8 +120,8 @@ def launch(
 
 
 def given_switches(switches: Sequence[Switch], argv: Sequence[str] | None = None) -> dict[str, str | bool]:
-    """The entry point's own options on a command line, that of this process by default; mistakes are left to
-    `launch`.
+    """The entry point's own options on a command line, by default that of this process; errors are reported
+    by `launch`.
 
     >>> given_switches([Switch("--job", value="NAME")], ["data.shuffle=false", "--job", "sft"])
     {'--job': 'sft'}
@@ -131,10 +130,10 @@ def given_switches(switches: Sequence[Switch], argv: Sequence[str] | None = None
 
 
 def run_guarded(work: Callable[[], int | None], show_error: ShowError | None = None) -> int:
-    """Runs `work` and returns its exit code. Errors for the user become a message, on stderr or where
-    `show_error` prints it, and their exit code.
+    """Runs `work` and returns its exit code. For user errors, prints the message on stderr, or by
+    `show_error`, and returns the error's exit code.
 
-    With HYDRAFLOW_FULL_ERROR=1 in the environment the stack trace comes first. Faults of our own propagate.
+    HYDRAFLOW_FULL_ERROR=1 in the environment also prints the stack trace. Internal errors propagate.
     """
     try:
         return work() or 0
@@ -151,8 +150,7 @@ def run_guarded(work: Callable[[], int | None], show_error: ShowError | None = N
 
 
 def help_text(config_name: str, schema: type, switches: Sequence[Switch] = ()) -> str:
-    """What `--help` prints: how to call, the groups and their choices, every key with its default and
-    meaning."""
+    """The text of `--help`: usage, groups and their choices, every key with its default and meaning."""
     groups = [
         f"  {group}={'|'.join(choices)}"
         for group, choices in groups_in([config_folder(config_name)], schema).items()
@@ -187,7 +185,7 @@ def help_text(config_name: str, schema: type, switches: Sequence[Switch] = ()) -
 
 
 def _command() -> str:
-    """How this process was called, where it is a module of ours: several commands share a schema."""
+    """The command of this process, if it is one of our modules: several commands share a schema."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return f"python -m {spec.name}" if spec and spec.name.startswith("hydraflow.") else ""
 
@@ -195,7 +193,7 @@ def _command() -> str:
 def _hydra_main(
     entry: Entry[Config], arguments: Arguments, job: Callable[[Composed[Config]], int], codes: list[int]
 ) -> None:
-    """Lets Hydra compose and call `job` for each configuration, or do what its options ask for."""
+    """Has Hydra compose each configuration and call `job` with it, or handle Hydra's own options."""
     own = take(arguments, config_folder(entry.config_name), verl=entry.schema is PPOConfig)
     shown = _take_what_to_show(arguments)
     if own.problems:
@@ -222,15 +220,14 @@ def _hydra_main(
 
 
 def _keep_private(facts: HydraConf) -> None:
-    """Hydra has written the overrides of a sweep, secrets and all, to its multirun.yaml."""
+    """Removes the secrets from multirun.yaml, to which Hydra has written the overrides of a sweep."""
     file = Path(facts.sweep.dir) / "multirun.yaml"
     if facts.mode == RunMode.MULTIRUN and file.is_file():
         file.chmod(0o600)
 
 
 def _words(overrides: list[str] | ListConfig) -> list[str]:
-    """The overrides as they were given: `${...}` in them is for the configuration to replace, not for this
-    list."""
+    """The overrides as given: `${...}` in them is resolved in the configuration, not in this list."""
     words = (
         OmegaConf.to_container(overrides, resolve=False) if isinstance(overrides, ListConfig) else overrides
     )
@@ -262,13 +259,13 @@ def _call_hydra(
         raise ConfigError([*prepared.problems, *translated(error, prepared.files).problems]) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         if reached:
-            raise  # it is no configuration that could not be read
+            raise  # not an error of reading a configuration
         raise ConfigError([*prepared.problems, unreadable(error)]) from error
 
 
 def _take_what_to_show(arguments: Arguments) -> tuple[str, bool] | None:
-    """For `--cfg job`: the section to show (empty: all) and whether interpolations are to be replaced. Hydra
-    would show verl's keys as they were written; we show what they came to."""
+    """For `--cfg job`: the section to show (empty: all) and whether to resolve interpolations. Hydra itself
+    would show verl's keys as written; we show them translated."""
     if arguments.value("--cfg", "-c") != "job":
         return None
     arguments.take("--cfg", "-c")
@@ -290,10 +287,10 @@ def _show(composed: Composed[Any], shown: tuple[str, bool]) -> int:
 
 
 def _print(text: str, end: str = "\n") -> None:
-    """Prints what may be long; a reader such as `head` may close the pipe before its end."""
+    """Prints a long text; a reader such as `head` may close the pipe early."""
     try:
         print(text, end=end, flush=True)
     except BrokenPipeError:
         os.dup2(
             os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # else Python complains again when it ends
+        )  # else Python reports the broken pipe again at exit

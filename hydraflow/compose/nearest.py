@@ -1,8 +1,8 @@
-"""Which known keys a misspelt one may have meant.
+"""Finds the known keys that are nearest to a misspelt one.
 
-In: a key as a user wrote it, the keys that there are. Out: the likeliest, best first. A key is compared name
-by name: its last name must resemble, the sections before it may be missing, misspelt or wrong, each at a
-price. Case, dashes and underscores are free.
+In: a key as the user wrote it, the known keys. Out: the nearest, best first. Keys are compared name by name:
+the last names must be similar; the sections before them may be missing, misspelt or wrong, each at a cost.
+Differences in case, dashes and underscores cost nothing.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 
 _FAR = 0.4
-"""Share of a name's letters that may differ."""
+"""Largest share of a name's letters that may differ."""
 _FAR_WHOLE = 0.2
-"""The same for a whole key without its separators, which forgives dots in wrong places."""
+"""The same for a whole key without separators, which tolerates misplaced dots."""
 _MISSING_SECTION, _EXTRA_SECTION, _WRONG_SECTION = 0.1, 0.4, 0.6
-"""Prices, where 1 is a name of which nothing is right."""
+"""Costs; 1 is that of an entirely different name."""
 
 
 def nearest(path: str, keys: Iterable[str], count: int = 3) -> list[str]:
-    """The `count` keys that resemble `path` most.
+    """The `count` keys most similar to `path`.
 
     >>> nearest("data.train_bach_size", ["data.train_batch_size", "data.val_batch_size", "trainer.seed"])
     ['data.train_batch_size', 'data.val_batch_size']
@@ -31,7 +31,7 @@ def nearest(path: str, keys: Iterable[str], count: int = 3) -> list[str]:
 
 
 def _price(path: str, key: str) -> float | None:
-    """How much of `path` must change to give `key`; None: they do not resemble."""
+    """The cost of changing `path` to `key`; None: they are not similar."""
     *sections, last = _names(path)
     *known_sections, known = _names(key)
     whole = _share("".join(_names(path)), "".join(_names(key)), _FAR_WHOLE)
@@ -48,7 +48,7 @@ def _names(path: str) -> tuple[str, ...]:
 
 
 def _section_price(given: Sequence[str], known: Sequence[str]) -> float:
-    """The cheapest way from the given sections to the known ones, in order."""
+    """The lowest cost of aligning the given sections with the known ones, in order."""
     row = [_MISSING_SECTION * column for column in range(len(known) + 1)]
     for name in given:
         above, row = row, [row[0] + _EXTRA_SECTION]
@@ -71,14 +71,14 @@ def _share(a: str, b: str, limit: float) -> float | None:
     length = max(len(a), len(b))
     most = int(limit * length)
     left, right = Counter(a), Counter(b)
-    if max((left - right).total(), (right - left).total()) > most:  # never more than the edits, and quick
+    if max((left - right).total(), (right - left).total()) > most:  # a cheap lower bound of the edits
         return None
     edits = _edits(a, b)
     return edits / length if edits <= most else None
 
 
 def _edits(a: str, b: str) -> int:
-    """Letters to insert, drop, change, or swap with their neighbour (Damerau 1964; optimal string alignment).
+    """Edit distance with swaps of neighbours (Damerau 1964; optimal string alignment).
 
     >>> _edits("seed", "sede"), _edits("gamma", "gama")
     (1, 1)

@@ -1,8 +1,8 @@
-"""Where each value of a composition is from: which YAML file, or the command line.
+"""The origin of each value of a composition: a YAML file, or the command line.
 
-In: what Hydra composed, file by file, and the overrides. Out: key -> origin, for every key that somebody set,
-under the name that it was set by. A `config.yaml` that a run left has `config_origins.json` beside it: what
-still stands there as it was written keeps the origin it had then.
+In: what Hydra composed, file by file, and the overrides. Out: key -> origin, for every key that is set, under
+the name by which it was set. The `config.yaml` of a run folder has `config_origins.json` beside it: its
+unedited values keep their original origins.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hydraflow.compose.verl_trees import keys_of
 from hydraflow.redact import fingerprinted
 
 OURS = "config/"
-"""How the names of our own YAML files begin, wherever they are installed."""
+"""Prefix of our own YAML files in messages, independent of where they are installed."""
 
 
 def find(
@@ -36,8 +36,8 @@ def find(
     folders: Sequence[Path],
     ours: Path,
 ) -> dict[str, str]:
-    """Key -> origin. `words` are the overrides as Hydra got them, `folders` where it looks for files, `ours`
-    the folder of our own."""
+    """Key -> origin. `words`: the overrides as Hydra got them; `folders`: Hydra's search path; `ours`: the
+    folder of our own files."""
     defaults = loader.compute_defaults_list(
         config_name=config_name, overrides=list(words), run_mode=RunMode.RUN
     ).defaults
@@ -71,7 +71,7 @@ def is_users(origin: str) -> bool:
 
 
 def _file_of(default: ResultDefault, folders: Sequence[Path]) -> Path | None:
-    """The YAML file that an entry of the defaults list stands for; None: Hydra's own, or the schema."""
+    """The YAML file of an entry of the defaults list; None: Hydra's own, or the schema."""
     name = default.config_path or ""
     if name.startswith("hydra/"):
         return None
@@ -98,7 +98,7 @@ def _origins_in(schema: type, file: Path, package: str, label: str) -> dict[str,
 
 
 def _kept(file: Path) -> Mapping[str, Any]:
-    """What a run wrote about the values of its own config.yaml."""
+    """The origins that a run recorded for its config.yaml."""
     beside = file.with_name(f"{file.stem}_origins.json")
     if not beside.is_file():
         return {}
@@ -108,7 +108,7 @@ def _kept(file: Path) -> Mapping[str, Any]:
 
 
 def _label(file: Path, ours: Path) -> str:
-    """How a reader knows a file: ours by its place in the menu, the user's by its path."""
+    """The name of a file in messages: for ours, relative to the config folder; for the user's, its path."""
     file = file.resolve()
     if file.is_relative_to(ours.resolve()):
         return OURS + file.relative_to(ours.resolve()).as_posix()

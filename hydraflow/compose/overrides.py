@@ -1,10 +1,8 @@
-"""Overrides as a user writes them, judged before Hydra sees them and put into the form that Hydra takes for
-every key.
+"""Checks overrides before Hydra sees them, and rewrites them to a form that Hydra accepts for every key.
 
 In: the words of a command line, the groups of YAML files, a schema. Out: `Prepared`: words for Hydra, and one
-problem for each word that it could not take. `key=v`, `+key=v` and `++key=v` mean the same for every key that
-there is. Left out on purpose: whether a key is known and its value fits, which is judged in the whole
-composed tree (`tree.py`).
+problem for each word that it would reject. `key=v`, `+key=v` and `++key=v` mean the same for every known key.
+Left out on purpose: unknown keys and wrong types, which are checked in the whole composed tree (`tree.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from hydraflow.compose.arguments import Arguments
 from hydraflow.compose.command_words import plain, unparsed, values
 from hydraflow.compose.keys import Key, is_below_open, known_keys, nearest_keys, unknown_key
 from hydraflow.compose.own_files import OwnFiles
-from hydraflow.compose.tree import Doubts, value_problems
+from hydraflow.compose.tree import UnknownValues, value_problems
 from hydraflow.compose.verl import classify
 from hydraflow.compose.verl_trees import engine_override, group_override, primary_names
 from hydraflow.errors import ConfigError, Problem, shown
@@ -36,21 +34,21 @@ Groups = Mapping[str, Sequence[str]]
 _KEY = re.compile(r"[A-Za-z_][\w@:/-]*(\.[\w@:/-]+)*")
 _DEFAULT_RECIPE = "recipe=arithmetic"
 _OWN_MODEL_OR_DATA = {"recipe", "actor_rollout_ref.model.path", "data.train_files", "data.val_files"}
-"""Whoever gives one of these keys does not get the default recipe."""
+"""The default recipe is not used if one of these keys is given."""
 
 
 @dataclass
 class Prepared:
-    """A command line that Hydra can take."""
+    """A command line that Hydra accepts."""
 
     words: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     folders: Sequence[Path] = ()
-    """Where YAML files of the user's may be."""
+    """Folders that may hold YAML files of the user."""
     files: Sequence[str] = ()
-    """What a defaults list may name."""
-    doubts: Doubts = field(default_factory=Doubts)
-    """What was left out of `words`, so that nobody judges it by its default."""
+    """File names that a defaults list may use."""
+    unknown: UnknownValues = field(default_factory=UnknownValues)
+    """Keys that were left out of `words`: their defaults are not checked in their place."""
 
 
 def config_folder(config_name: str) -> Path:
@@ -70,8 +68,8 @@ def config_folder(config_name: str) -> Path:
 
 
 def groups_in(folders: Sequence[Path], schema: type) -> dict[str, list[str]]:
-    """Folders of YAML files and the choices in each; a folder of ours, the first, counts where the schema has
-    such a section."""
+    """Folders of YAML files and the choices in each; a folder of ours, the first, only counts if the schema
+    has a section of that name."""
     groups: dict[str, list[str]] = {}
     for number, folder in enumerate(folders):
         for file in sorted(folder.rglob("*.yaml")):
@@ -82,7 +80,7 @@ def groups_in(folders: Sequence[Path], schema: type) -> dict[str, list[str]]:
 
 
 def prepare(config_name: str, schema: type, arguments: Arguments, own: OwnFiles | None = None) -> Prepared:
-    """Words for Hydra, and what is wrong with those that it could not take."""
+    """Words for Hydra, and problems of those that it would reject."""
     own = own or OwnFiles()
     folders = [config_folder(config_name), *own.folders]
     groups = groups_in(folders, schema)
@@ -101,7 +99,7 @@ def prepare(config_name: str, schema: type, arguments: Arguments, own: OwnFiles 
         keys.add(parsed.key_or_group)
         if problems := _problems(parsed, schema, groups, multirun=arguments.multirun):
             prepared.problems += problems
-            _doubt(prepared.doubts, parsed, schema, groups)
+            _mark_unknown(prepared.unknown, parsed, schema, groups)
         else:
             prepared.words += _normalised(parsed, groups, chosen, own_file=own_file)
     if "recipe" in groups and not arguments.own_files and not keys & _OWN_MODEL_OR_DATA:
@@ -110,8 +108,7 @@ def prepare(config_name: str, schema: type, arguments: Arguments, own: OwnFiles 
 
 
 def overridden(words: Sequence[str], groups: Groups) -> dict[str, Any]:
-    """Key -> value of each override that sets a key; choices of groups and Hydra's own settings are left
-    out."""
+    """Key -> value of each override that sets a key; not choices of groups or Hydra's own settings."""
     parser = OverridesParser.create()
     found: dict[str, Any] = {}
     for word in words:
@@ -122,7 +119,7 @@ def overridden(words: Sequence[str], groups: Groups) -> dict[str, Any]:
 
 
 def is_hydras(override: Override) -> bool:
-    """Deletions, packages and Hydra's own settings, which Hydra judges itself."""
+    """Deletions, packages and Hydra's own settings, which Hydra checks itself."""
     key = override.key_or_group
     return override.is_delete() or override.package is not None or key.startswith(("hydra.", "hydra/"))
 
@@ -137,7 +134,7 @@ def _parse(word: str, schema: type, prepared: Prepared) -> Override | None:
     else:
         prepared.problems.append(_no_value(word, schema))
     if key:
-        prepared.doubts.add(key)
+        prepared.unknown.add(key)
     return None
 
 
@@ -150,7 +147,7 @@ def _no_value(word: str, schema: type) -> Problem:
 
 
 def _unreadable(word: str, key: str, value: str, reason: str) -> Problem:
-    if unparsed(word) != word:  # what Hydra says of it quotes it
+    if unparsed(word) != word:  # Hydra's message would quote the secret
         return Problem(
             unparsed(word),
             None,
@@ -159,7 +156,7 @@ def _unreadable(word: str, key: str, value: str, reason: str) -> Problem:
         )
     if not _KEY.fullmatch(key):
         return Problem(
-            word, None, f"{key} is no key: its parts are names with dots between", "--help lists every key"
+            word, None, f"{key} is not a key: a key is names joined by dots", "--help lists every key"
         )
     inner = value.strip("'\"").replace("'", "").replace('"', "")
     return Problem(
@@ -171,8 +168,8 @@ def _unreadable(word: str, key: str, value: str, reason: str) -> Problem:
 
 
 def _problems(override: Override, schema: type, groups: Groups, *, multirun: bool) -> list[Problem]:
-    """Why Hydra could not take an override; in a sweep also what is wrong with each of its values, before the
-    first of them runs."""
+    """Why Hydra would reject an override; for a sweep, also the problems of each value, before the first one
+    runs."""
     key = override.key_or_group
     if override.is_delete() and not key.startswith("hydra") and key not in groups:
         return _no_deletion(key, schema)
@@ -201,7 +198,7 @@ def _problems(override: Override, schema: type, groups: Groups, *, multirun: boo
 
 
 def _no_deletion(key: str, schema: type) -> list[Problem]:
-    """Why a key cannot be deleted: only what is known and what a file may have added can."""
+    """Why a key cannot be deleted: only known keys and keys that a file may have added can."""
     known = known_keys(schema)
     if key in known or is_below_open(known, key) or (schema is PPOConfig and classify(key) is not None):
         return []
@@ -210,7 +207,7 @@ def _no_deletion(key: str, schema: type) -> list[Problem]:
 
 
 def _is_choice(override: Override, groups: Groups) -> bool:
-    """Whether it chooses a file of a group. `group={a: 1}` sets keys instead."""
+    """Whether it selects a file of a group. `group={a: 1}` sets keys instead."""
     return override.key_or_group in groups and not any(isinstance(value, dict) for value in values(override))
 
 
@@ -220,7 +217,7 @@ def _no_such_choice(key: str, value: Any, choices: Sequence[str]) -> Problem:
 
 
 def _breaks_the_tree(override: Override, schema: type) -> Problem | None:
-    """A group of keys that is given a value, or a key below one that holds a value."""
+    """Problem of a value for a group of keys, or of a key below one that holds a value."""
     key, keys, value = override.key_or_group, known_keys(schema), values(override)[:1]
     known = keys.get(key)
     if known and known.is_section and value and not isinstance(value[0], Mapping):
@@ -239,15 +236,15 @@ def _leaf_above(keys: Mapping[str, Key], path: str) -> Key | None:
     return None
 
 
-def _doubt(doubts: Doubts, override: Override, schema: type, groups: Groups) -> None:
-    """A choice of files that was left out may have set anything."""
-    doubts.add(override.key_or_group, *nearest_keys(schema, override.key_or_group, 1))
-    doubts.everything |= _is_choice(override, groups)
+def _mark_unknown(unknown: UnknownValues, override: Override, schema: type, groups: Groups) -> None:
+    """Marks the key of a rejected override as unknown; a rejected choice of files may have set anything."""
+    unknown.add(override.key_or_group, *nearest_keys(schema, override.key_or_group, 1))
+    unknown.everything |= _is_choice(override, groups)
 
 
 def _normalised(override: Override, groups: Groups, chosen: frozenset[str], *, own_file: bool) -> list[str]:
-    """The words for Hydra. It wants a + for a group that is not in the defaults list yet, and none for one
-    that is: those of our file are `chosen`; what the user's `own_file` has is the user's to know."""
+    """The words for Hydra, which wants a + for exactly those groups that are not in the defaults list yet:
+    `chosen` are those of our file; for the user's `own_file`, the user must write the +."""
     word = override.input_line
     assert word is not None
     if (ours := group_override(override.key_or_group, override.package, override.value())) is not None:

@@ -1,8 +1,7 @@
-"""The YAML files that a user brings with --config-path, --config-dir and --config-name: where they are, and
-why they cannot be read.
+"""Finds the user's YAML files (--config-path, --config-dir, --config-name), and says why one cannot be read.
 
-In: a command line, our own folder of YAML files; or what a reader of YAML raised. Out: folders to search and
-problems. Left out on purpose: what is in the files (`tree.py`).
+In: a command line, our own folder of YAML files; or an error of the YAML parser. Out: folders to search and
+problems. Left out on purpose: the contents of the files (`tree.py`).
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from hydraflow.errors import Problem
 _PATH, _FOLDER, _NAME = ("--config-path", "-cp"), ("--config-dir", "-cd"), ("--config-name", "-cn")
 _FILE, _SEARCH = "file://", "hydra.searchpath"
 _VERLS_FOLDER = "config"
-"""What verl's command lines call verl's own folder: Hydra looks for it beside verl's entry point."""
+"""verl's own folder in verl's command lines: Hydra looks for it beside verl's entry point."""
 
 
 @dataclass
 class OwnFiles:
-    """What a command line names besides our own files."""
+    """The user's configuration files on a command line."""
 
     folders: list[Path] = field(default_factory=list)
-    """Where YAML files of the user's may be."""
+    """Folders that may hold YAML files of the user."""
     words: list[str] = field(default_factory=list)
     """Overrides that make Hydra look there."""
     problems: list[Problem] = field(default_factory=list)
@@ -42,8 +41,8 @@ class OwnFiles:
 def take(arguments: Arguments, ours: Path, *, verl: bool) -> OwnFiles:
     """Finds the user's files, and rewrites the options that name them so that Hydra finds them, too.
 
-    `ours` is the folder of our own files. `verl`: one of verl's primary configurations may be named; where
-    there is no such file, overrides stand for it.
+    `ours`: the folder of our own files. `verl`: one of verl's primary configurations may be named; if there
+    is no such file, overrides replace it.
     """
     _split_name(arguments)
     path, extra, name = (arguments.value(*names) for names in (_PATH, _FOLDER, _NAME))
@@ -70,7 +69,7 @@ def take(arguments: Arguments, ours: Path, *, verl: bool) -> OwnFiles:
 
 
 def unreadable(error: yaml.YAMLError | UnicodeDecodeError) -> Problem:
-    """What a file's content made its reader raise.
+    """The problem of a file that cannot be parsed.
 
     >>> try:
     ...     yaml.safe_load("a: [1")
@@ -86,7 +85,7 @@ def unreadable(error: yaml.YAMLError | UnicodeDecodeError) -> Problem:
 
 
 def _split_name(arguments: Arguments) -> None:
-    """Takes `--config-name folder/mine.yaml` as the folder and the name, where there is such a file."""
+    """Splits `--config-name folder/mine.yaml` into folder and name, if there is such a file."""
     name = arguments.value(*_NAME)
     if name is None or arguments.has(*_PATH) or len(Path(name).parts) < 2:
         return
@@ -97,7 +96,7 @@ def _split_name(arguments: Arguments) -> None:
 
 
 def _stands_for_verls(name: str, path: str | None, named: list[Path]) -> bool:
-    """Whether the name is that of verl's own file, and there is no such file of the user's."""
+    """Whether the name is that of verl's own file, and the user has no such file."""
     if not verl_trees.is_primary(name) or any(_yaml(folder, name).is_file() for folder in named):
         return False
     return path is None or Path(path).parts == (_VERLS_FOLDER,)
@@ -126,14 +125,14 @@ def _no_file(name: str, folders: list[Path], *, verl: bool) -> list[Problem]:
     close = difflib.get_close_matches(Path(name).stem, choices, n=1)
     remedy = f"--config-name {close[0]}" if close else "--config-dir DIR names the folder of your own files"
     if verl and verl_trees.is_primary(name):
-        remedy = f"leave out --config-path: {name} alone stands for verl's own file"
+        remedy = f"leave out --config-path: {name} alone means verl's own file"
     there = f"there are {', '.join(choices)}" if choices else f"there is no YAML file in {folders[0]}"
     return [Problem(f"--config-name {name}", None, f"there is no such file; {there}", remedy)]
 
 
 def _search(arguments: Arguments, ours: Path, found: OwnFiles, name: str | None) -> None:
-    """Lets Hydra find our own files beside the user's, and drops folders of a search path that are not there,
-    such as verl's in a file that was written for a clone of it."""
+    """Adds our own files to Hydra's search path, and drops folders that do not exist, such as verl's in a
+    file that was written for a clone of verl."""
     given = _given_search(arguments)
     listed = _search_of(name, found.folders) if given is None else given
     kept = [entry for entry in listed if not entry.startswith(_FILE) or _folder(entry).is_dir()]
@@ -145,7 +144,7 @@ def _search(arguments: Arguments, ours: Path, found: OwnFiles, name: str | None)
 
 
 def _given_search(arguments: Arguments) -> list[str] | None:
-    """The search path of the command line, which is taken out of it."""
+    """Removes the search path from the command line and returns it."""
     word = next((word for word in arguments.overrides if word.lstrip("+").startswith(f"{_SEARCH}=")), None)
     if word is None:
         return None
@@ -158,7 +157,7 @@ def _given_search(arguments: Arguments) -> list[str] | None:
 
 
 def _search_of(name: str | None, folders: list[Path]) -> list[str]:
-    """The search path that the user's primary file asks for; what is wrong with the file, Hydra finds."""
+    """The search path in the user's primary file; errors in the file are left to Hydra."""
     file = next((file for each in folders if name and (file := _yaml(each, name)).is_file()), None)
     if file is None:
         return []

@@ -1,6 +1,6 @@
-"""Patterns over dotted keys: `{a,b}` stands for either, `*` for one name, `**` for one or more.
+"""Patterns over dotted keys: `{a,b}` matches either, `*` one name, `**` one or more.
 
-In: a pattern. Out: its forms without braces, and whether a key fits one.
+In: a pattern. Out: its forms without braces, and whether a key matches.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import product
 
 @cache
 def expand(pattern: str) -> list[str]:
-    """Every form of a pattern, one choice from each pair of braces; braces may stand in braces.
+    """Every form of a pattern, with one choice from each pair of braces; braces may be nested.
 
     >>> expand("{a,b{1,2}}.c")
     ['a.c', 'b1.c', 'b2.c']
@@ -22,7 +22,7 @@ def expand(pattern: str) -> list[str]:
 
 @cache
 def fits(pattern: str, key: str) -> bool:
-    """Whether a key fits a pattern.
+    """Whether a key matches a pattern.
 
     >>> fits("critic.**", "critic.optim.lr"), fits("critic.{lr,*}", "critic.optim.lr")
     (True, False)
@@ -37,8 +37,8 @@ def _choices(part: str) -> list[str]:
 
 
 def _split(text: str, *, at: str) -> list[str]:
-    """The text cut where no braces are open: at commas, or around outermost braces, which stay with what they
-    hold."""
+    """Splits the text outside of braces: at commas, or around the outermost braces, which are kept with their
+    contents."""
     parts, depth = [""], 0
     for letter in text:
         depth -= letter == "}"

@@ -1,8 +1,8 @@
-"""Values that a type cannot judge: choices and limits, and keys that depend on each other.
+"""Checks of values beyond their types: choices and limits, and rules across keys.
 
-In: a composed configuration. Out: every problem at once. What one key may hold is said beside its field
-(`options.py`); `CROSS_RULES` has what keys must hold together. Left out on purpose: batch sizes, which
-`batch_plan/` judges against each other, and anything that needs a file or a device.
+In: a composed configuration. Out: every problem at once. The legal values of one key are declared beside its
+field (`options.py`); `CROSS_RULES` has the rules across keys. Left out on purpose: batch sizes, which
+`batch_plan/` checks against each other, and anything that needs a file or a device.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from hydraflow.schema import EvalConfig, GenerateConfig, PPOConfig, SFTConfig
 
 
 def problems(config: object, *, planning: bool = False) -> list[Problem]:
-    """Everything that is wrong with the values of a composed configuration; `planning`: models and data need
-    not be named.
+    """All problems of the values of a composed configuration; `planning`: models and data may be unset.
 
     >>> config = SFTConfig()
     >>> config.model.path, config.data.train_files = "model", "data.parquet"
@@ -39,7 +38,7 @@ def problems(config: object, *, planning: bool = False) -> list[Problem]:
 
 
 def _value_problems(config: object) -> Iterator[Problem]:
-    """Values that are not among a key's choices, or beyond its limits."""
+    """Values outside of a key's choices or limits."""
     for leaf, default in zip(walk(config), walk(type(config)()), strict=True):  # type: ignore[operator]
         rule = leaf.option.rule
         if rule is None or leaf.value is None or rule.holds(leaf.value):
@@ -120,7 +119,7 @@ def _values_come_from_a_critic(config: PPOConfig) -> Iterator[Problem]:
 
 def _warmup_has_a_critic(config: PPOConfig) -> Iterator[Problem]:
     if config.trainer.critic_warmup > 1 and not needs_critic(config):
-        rule = "there is no critic that could warm up, so these steps would train nothing"
+        rule = "there is no critic to warm up, so these steps would train nothing"
         yield Problem("trainer.critic_warmup", config.trainer.critic_warmup, rule, "trainer.critic_warmup=0")
 
 
@@ -239,7 +238,7 @@ def _best_is_measured(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _is_same_place(one: str, other: str | None) -> bool:
-    """Whether two paths name the same folder, however they are written, made yet or not."""
+    """Whether two paths name the same folder, however they are written, and whether or not it exists."""
     return other is not None and os.path.realpath(os.path.expanduser(one)) == os.path.realpath(
         os.path.expanduser(other)
     )
@@ -312,7 +311,7 @@ def _parts_of_a_run(config: PPOConfig) -> Iterator[Problem]:
             f"{key}.rollout_only=false",
         )
     if debug.rollout_only and debug.load_rollouts is not None:
-        rule = f"{key}.rollout_only=true samples, and does nothing with trajectories that there are"
+        rule = f"{key}.rollout_only=true only samples, so it does not use given trajectories"
         yield Problem(f"{key}.load_rollouts", debug.load_rollouts, rule, f"{key}.load_rollouts=null")
     if trainer.val_only and (
         debug.rollout_only or debug.train_only or debug.load_rollouts or debug.save_rollouts
@@ -359,11 +358,11 @@ CROSS_RULES: dict[type, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
     ),
     GenerateConfig: (_one_process_is_debugged,),
 }
-"""What fields must hold together."""
+"""Rules across fields."""
 NEEDED: dict[type, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
     PPOConfig: (_ppo_has_data,),
     SFTConfig: (_sft_has_data,),
     GenerateConfig: (_generate_has_files,),
     EvalConfig: (_eval_has_data,),
 }
-"""What must be named before something can run."""
+"""Keys that must be set before a run."""

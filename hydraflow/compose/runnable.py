@@ -1,9 +1,8 @@
-"""What the configuration can ask for and the plan can work out, but `main_ppo` cannot run yet.
+"""Features that the planner accepts but `main_ppo` does not implement yet.
 
-In: a configuration. Out: one problem per key, which says what it would have done. What a value would do is
-said beside the key's field (`options.py`), and leaves it when the feature comes; here are the rules across
-keys. Left out on purpose: whether the numbers add up (`batch_plan/`), and which values are legal
-(`rules.py`).
+In: a configuration. Out: one problem per key, which says what the key would do. This is declared beside the
+key's field (`options.py`), and removed when the feature is implemented; here are the rules across keys. Left
+out on purpose: whether the batch sizes fit together (`batch_plan/`), and which values are legal (`rules.py`).
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ from hydraflow.schema import PPOConfig
 
 
 def problems(config: PPOConfig) -> list[Problem]:
-    """Every key that asks for something that cannot run yet.
+    """One problem for each key that asks for an unimplemented feature.
 
     >>> config = PPOConfig()
     >>> config.actor_rollout_ref.rollout.name = "vllm"
     >>> print(*problems(config))
-    actor_rollout_ref.rollout.name=vllm: can be planned, not run yet: it would sample with vLLM
+    actor_rollout_ref.rollout.name=vllm: is not implemented yet, only planned: it would sample with vLLM
           -> actor_rollout_ref.rollout.name=native
     """
     defaults = {leaf.key: leaf.value for leaf in walk(PPOConfig())}
     found = []
     for leaf in walk(config):
         for what in _asked(leaf, config):
-            rule = f"can be planned, not run yet: it would {what}"
+            rule = f"is not implemented yet, only planned: it would {what}"
             found.append(
                 Problem(leaf.key, shown(leaf.value), rule, f"{leaf.key}={shown(defaults[leaf.key])}")
             )
@@ -46,6 +45,6 @@ def _asked(leaf: Leaf, config: PPOConfig) -> Iterator[str]:
 
 
 def _devices(config: PPOConfig) -> int | None:
-    """Training devices, where the configuration says how many."""
+    """Number of training devices, if the configuration sets it."""
     per_node = config.trainer.n_gpus_per_node
     return per_node and per_node * config.trainer.nnodes

@@ -1,7 +1,7 @@
-"""The command lines of a sweep, written out.
+"""Expands a sweep to its command lines.
 
 In: overrides, some of which list values (`key=a,b`, `key=range(1,4)`). Out: one list of words for each
-combination, as `--multirun` would run them. Left out on purpose: other sweepers than Hydra's basic one, which
+combination, as `--multirun` would run them. Left out on purpose: sweepers other than Hydra's basic one, which
 run their jobs themselves.
 """
 
@@ -16,7 +16,7 @@ from hydra.errors import HydraException
 from hydraflow.errors import ConfigError
 
 MOST = 1000
-"""Combinations beyond which it is more likely a slip of the hand."""
+"""Largest number of combinations; more are probably a mistake."""
 
 
 def combinations(words: Sequence[str]) -> list[list[str]]:
@@ -43,7 +43,7 @@ def _values(word: str) -> list[str]:
     try:
         override = OverridesParser.create().parse_override(word)
     except HydraException:
-        return [word]  # told by whoever takes the word
+        return [word]  # reported when the word is parsed as an override
     if not override.is_sweep_override():
         return [word]
     key = word.partition("=")[0]

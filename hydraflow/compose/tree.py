@@ -1,10 +1,9 @@
-"""The composed tree, leaf by leaf: which keys are known, which are verl's under another name, which are
-mistakes.
+"""Sorts the leaves of the composed tree: known keys, verl's keys under another name, mistakes.
 
-In: a nested mapping of everything that files and overrides set, a schema. Out: `Judged`: the known leaves
-with values that fit, and every problem; a leaf with a problem is left at its default and remembered in
-`Doubts`, so that the rules for values can still be asked. Left out on purpose: ranges and choices
-(`rules.py`), Hydra, and where the tree comes from (`loading.py`).
+In: a nested mapping of everything that files and overrides set, a schema. Out: `CheckedTree`: the known
+leaves with values of the right type, and every problem. A leaf with a problem keeps its default and is
+recorded in `UnknownValues`, so that the rules for values can still run. Left out on purpose: ranges and
+choices (`rules.py`), Hydra, and where the tree comes from (`loading.py`).
 """
 
 from __future__ import annotations
@@ -39,114 +38,117 @@ _DECIDES_THE_PLAN = (
     "actor_rollout_ref.actor.strategy",
     "critic.strategy",
 )
-"""Keys whose values stand in the rules of the plan without being named there."""
+"""Keys that the plan's rules use without naming them in their messages."""
 
 Resolve = Callable[[str], Any]
-"""The value of a key with its interpolations replaced; raises ConfigError."""
+"""Returns the value of a key with its interpolations resolved; raises ConfigError."""
 
 
 @dataclass
-class Doubts:
-    """Keys whose values are not known, because what the user wrote could not be taken."""
+class UnknownValues:
+    """Keys whose intended values are not known, because those that the user wrote were rejected."""
 
     keys: set[str] = field(default_factory=set)
     everything: bool = False
-    """Nothing about the values can be said."""
+    """No value is known."""
 
     def add(self, *keys: str) -> None:
-        """Remembers keys."""
         self.keys.update(keys)
 
     @property
     def hide_the_plan(self) -> bool:
-        """Whether rules that compute with many keys would mislead."""
+        """Whether the plan's rules, which combine many keys, would mislead."""
         return self.everything or any(key in self.keys for key in _DECIDES_THE_PLAN)
 
-    def touch(self, problem: Problem) -> bool:
-        """Whether a problem may only be there because of a value that was left out."""
+    def may_cause(self, problem: Problem) -> bool:
+        """Whether a problem may be due to a rejected value."""
         text = f"{problem.field} {problem.rule}"
         return self.everything or any(key in text for key in self.keys)
 
 
 @dataclass
-class Judged:
-    """What a tree holds."""
+class CheckedTree:
+    """The leaves and problems of a tree."""
 
     leaves: dict[str, Any] = field(default_factory=dict)
-    """Known key -> value; keys that nobody set may be missing."""
+    """Known key -> value; unset keys may be missing."""
     written: dict[str, Any] = field(default_factory=dict)
-    """Those values that had interpolations, as they were written."""
+    """Values with interpolations, unresolved."""
     origins: dict[str, str] = field(default_factory=dict)
-    """Known key -> file or command line, where it was set."""
+    """Known key -> the file or command line that set it."""
     problems: list[Problem] = field(default_factory=list)
-    doubts: Doubts = field(default_factory=Doubts)
+    unknown: UnknownValues = field(default_factory=UnknownValues)
     translation: Translation = field(default_factory=Translation)
-    """What was done with verl's keys."""
+    """How verl's keys were handled."""
 
 
-def judge(schema: type, tree: Mapping[str, Any], origins: Mapping[str, str], resolve: Resolve) -> Judged:
-    """Sorts every leaf of `tree`; `origins` names the keys that somebody set, under the names that they were
-    set by."""
-    judged = Judged(origins={key: origin for key, origin in origins.items() if key in known_keys(schema)})
+def check(schema: type, tree: Mapping[str, Any], origins: Mapping[str, str], resolve: Resolve) -> CheckedTree:
+    """Sorts every leaf of `tree`; `origins` has the keys that files or the command line set, by the names
+    they were set under."""
+    checked = CheckedTree(
+        origins={key: origin for key, origin in origins.items() if key in known_keys(schema)}
+    )
     foreign: dict[str, Any] = {}
     for key, value in flatten(schema, tree):
         try:
             if _has_interpolation(value):
-                judged.written[key] = value
+                checked.written[key] = value
                 value = _as_typed(schema, key, resolve(key))
-            _sort(schema, key, value, judged, foreign)
+            _sort(schema, key, value, checked, foreign)
         except ConfigError as error:
-            judged.problems += error.problems
-            judged.doubts.add(key)
+            checked.problems += error.problems
+            checked.unknown.add(key)
     if schema is PPOConfig:
-        verl.translate(foreign, judged.leaves, judged.origins, origins, judged.translation, judged.written)
-        judged.problems += judged.translation.problems
-        foreign = judged.translation.unknown
+        verl.translate(
+            foreign, checked.leaves, checked.origins, origins, checked.translation, checked.written
+        )
+        checked.problems += checked.translation.problems
+        foreign = checked.translation.unknown
     else:
-        foreign = dict(_without_aliases(schema, foreign, judged, origins))
+        foreign = dict(_without_aliases(schema, foreign, checked, origins))
     for key, value in foreign.items():
         problem = unknown_key(schema, key, value)
-        judged.problems.append(verl.suggested(problem, value) if schema is PPOConfig else problem)
-        judged.doubts.add(*nearest_keys(schema, key, 1))
-    return judged
+        checked.problems.append(verl.suggested(problem, value) if schema is PPOConfig else problem)
+        checked.unknown.add(*nearest_keys(schema, key, 1))
+    return checked
 
 
 def _without_aliases(
-    schema: type, foreign: Mapping[str, Any], judged: Judged, origins: Mapping[str, str]
+    schema: type, foreign: Mapping[str, Any], checked: CheckedTree, origins: Mapping[str, str]
 ) -> Iterator[tuple[str, Any]]:
-    """Takes the keys that the other entry points of verl's call otherwise; yields the rest."""
+    """Renames the keys of verl's other entry points; yields the rest."""
     for key, value in foreign.items():
         new = OTHER_ALIASES.get(schema.__name__, {}).get(key)
-        if new is None or new in judged.origins:
+        if new is None or new in checked.origins:
             yield key, value
             continue
-        _sort(schema, new, value, judged, {})
-        judged.origins[new] = origins.get(key, COMMAND_LINE)
-        judged.translation.notes.append(f"{key}: taken as {new}={shown(value, new)}")
+        _sort(schema, new, value, checked, {})
+        checked.origins[new] = origins.get(key, COMMAND_LINE)
+        checked.translation.notes.append(f"{key}: taken as {new}={shown(value, new)}")
 
 
-def _sort(schema: type, key: str, value: Any, judged: Judged, foreign: dict[str, Any]) -> None:
-    """One leaf: taken, refused, or put to the foreign ones."""
+def _sort(schema: type, key: str, value: Any, checked: CheckedTree, foreign: dict[str, Any]) -> None:
+    """Accepts a leaf, rejects it, or adds it to the foreign ones."""
     known = known_keys(schema).get(key)
     if known is None:
         foreign[key] = value
         return
     if schema is PPOConfig:
         value, note = value_of(key, value)
-        judged.translation.notes += [note] if note else []
+        checked.translation.notes += [note] if note else []
         if value == "???" or (
-            value is None and not accepts(known.hint, None) and _is_default_of_verls(key, judged)
+            value is None and not accepts(known.hint, None) and _is_default_of_verls(key, checked)
         ):
             return
     if known.is_section or not accepts(known.hint, value):
-        judged.problems.append(_as_meant(known, value) or wrong_type(schema, known, value))
-        judged.doubts.add(f"{key}." if known.is_section else key)
+        checked.problems.append(_as_meant(known, value) or wrong_type(schema, known, value))
+        checked.unknown.add(f"{key}." if known.is_section else key)
         return
-    judged.leaves[key] = value
+    checked.leaves[key] = value
 
 
 def _as_meant(known: Key, value: Any) -> Problem | None:
-    """The report of a value that is right but for the quotes around it, or for a list too many."""
+    """The problem of a value that would be right without its quotes, or without a nested list."""
     if known.is_section:
         return None
     if isinstance(value, str):
@@ -166,14 +168,13 @@ def _as_meant(known: Key, value: Any) -> Problem | None:
     return None
 
 
-def _is_default_of_verls(key: str, judged: Judged) -> bool:
-    """Whether a file leaves a key at the null that a version of verl's has for it."""
-    return verl.in_file(judged.origins.get(key, COMMAND_LINE)) and verl.is_other_default(key, None)
+def _is_default_of_verls(key: str, checked: CheckedTree) -> bool:
+    """Whether a file has null for a key, as a version of verl does."""
+    return verl.in_file(checked.origins.get(key, COMMAND_LINE)) and verl.is_other_default(key, None)
 
 
 def _as_typed(schema: type, key: str, value: Any) -> Any:
-    """The value of an interpolation as it would be without: text from the environment may stand for a
-    number."""
+    """Parses the value of an interpolation: text from the environment may be a number."""
     known = known_keys(schema).get(key)
     if known is None or known.is_section or not isinstance(value, str) or accepts(known.hint, value):
         return value
@@ -181,19 +182,19 @@ def _as_typed(schema: type, key: str, value: Any) -> Any:
 
 
 def value_problems(schema: type, key: str, value: Any) -> list[Problem]:
-    """What is wrong with one setting by itself; `value` may be a mapping that sets several keys below `key`.
+    """Problems of one setting by itself; `value` may be a mapping that sets several keys below `key`.
 
     >>> from hydraflow.schema import SFTConfig
     >>> print(*value_problems(SFTConfig, "trainer", {"sed": 2}))
     trainer.sed=2: unknown key
           -> trainer.seed=2
     """
-    judged = judge(schema, nested({key: value}), {}, lambda key: None)
+    checked = check(schema, nested({key: value}), {}, lambda key: None)
     later = [
-        *judged.translation.unsupported,
-        *(one for one in judged.problems if verl.counts_all_ranks(verl.classify(one.field))),
+        *checked.translation.unsupported,
+        *(one for one in checked.problems if verl.counts_all_ranks(verl.classify(one.field))),
     ]
-    return [problem for problem in judged.problems if problem not in later]
+    return [problem for problem in checked.problems if problem not in later]
 
 
 def flatten(schema: type, tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -226,7 +227,7 @@ def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def over(base: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A tree with what it leaves out taken from another.
+    """A tree merged over another.
 
     >>> over({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 5}})
     {'a': {'b': 5, 'c': 2}, 'd': 3}
@@ -242,7 +243,7 @@ def over(base: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def leaf_of(schema: type, key: str) -> str:
-    """The schema's leaf that a key sets: itself, or the open mapping that it stands in."""
+    """The schema's leaf that a key sets: itself, or the open mapping that it is in."""
     known = known_keys(schema)
     while key not in known and is_below_open(known, key):
         key = key.rpartition(".")[0]

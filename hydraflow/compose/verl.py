@@ -1,8 +1,7 @@
-"""A verl command line, taken at its word: renamed keys, keys that never did anything, keys that we cannot
-honour yet.
+"""Translates verl's keys: renamed ones, ones that verl ignores, ones that are not supported yet.
 
-In: keys that are not ours with their values, and the known ones. Out: `Translation`, while values of renamed
-keys go to the known keys. The tables are in `verl_table.py` and `verl_data/`. Left out on purpose: verl's
+In: keys that are not ours with their values, and the known ones. Out: `Translation`; values of renamed keys
+are moved to the known keys. The tables are in `verl_table.py` and `verl_data/`. Left out on purpose: verl's
 other commands (`sft_trainer` and such).
 """
 
@@ -37,7 +36,7 @@ from hydraflow.schema import PPOConfig
 Row = Alias | Ignored | Unsupported
 
 _MISSPELT = 0.9
-"""Likeness from which a name counts as a misspelt other one."""
+"""Similarity above which a name counts as a misspelling of another."""
 
 _ROLE_KEYS = (
     "actor_rollout_ref.actor.",
@@ -50,27 +49,27 @@ _ROLE_KEYS = (
 
 @dataclass
 class Translation:
-    """What became of keys that are not ours."""
+    """How keys that are not ours were handled."""
 
     notes: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
-    """Those of `unsupported`, and what else is wrong."""
+    """The problems in `unsupported`, and all others."""
     unsupported: list[Problem] = field(default_factory=list)
     ignored: list[Problem] = field(default_factory=list)
     """Accepted without effect."""
     untouched: Counter[str] = field(default_factory=Counter)
-    """File -> keys of verl's in it that are off or at a default of verl's: one note says how many."""
+    """File -> its verl keys that are off or at verl's default; one note gives their number."""
     honoured: set[str] = field(default_factory=set)
-    """Keys of ours that got a value by another name."""
+    """Keys of ours that were set under another name."""
     unknown: dict[str, Any] = field(default_factory=dict)
-    """Keys that are not verl's either."""
+    """Keys that verl does not have either."""
 
 
 # --- tables --------------------------------------------------
 
 
 def classify(key: str) -> Row | None:
-    """What the tables say about a key that is not ours; None: nothing.
+    """The row of a key that is not ours; None: no table has it.
 
     >>> classify("actor_rollout_ref.actor.ulysses_sequence_parallel_size").new
     'actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size'
@@ -87,7 +86,7 @@ def classify(key: str) -> Row | None:
 
 
 def renamed(key: str) -> str:
-    """The key with the section that holds its keys now."""
+    """The key under its section's current name."""
     for old, new in tables().sections.items():
         if key.startswith(old):
             return new + key.removeprefix(old)
@@ -124,7 +123,8 @@ def translate(
     """
     foreign = dict(foreign)
     result.unsupported += unbuilt(leaves, origins, foreign)
-    waiting = [key for key in foreign if counts_all_ranks(classify(key))]  # for the sizes that divide them
+    # the values of these are divided by the number of ranks, which other keys give
+    waiting = [key for key in foreign if counts_all_ranks(classify(key))]
     for key in [*(key for key in foreign if key not in waiting), None, *waiting]:
         if key is None:
             _follow(leaves, origins)
@@ -132,7 +132,7 @@ def translate(
         row, value = classify(key), foreign[key]
         origin = found_origins.get(key, COMMAND_LINE)
         if value == {} and key not in found_origins and found_origins:
-            continue  # a group of verl's that a defaults list names: nobody set anything in it
+            continue  # a group of verl's in a defaults list, in which nothing is set
         follows = key in interpolated and verl_leaves().get(key) is ...
         if in_file(origin) and not isinstance(row, Alias) and (follows or _asks_for_nothing(key, value, row)):
             result.untouched[origin] += 1
@@ -149,7 +149,7 @@ def translate(
                 Problem(
                     key,
                     shown(value),
-                    "asks for nothing: it is off, or what is done anyway",
+                    "has no effect: it is off, or the default behaviour",
                     f"leave out {key}",
                 )
             )
@@ -164,7 +164,7 @@ def translate(
 
 
 def _asks_for_nothing(key: str, value: Any, row: Row | None) -> bool:
-    """Whether a key of a file only repeats what verl does anyway, in this version or another."""
+    """Whether a key of a file only repeats a default of verl, of this version or another."""
     if row is None:
         return is_of_another_version(key, value)
     if isinstance(row, Unsupported) and _is_harmless(key, value, row):
@@ -190,19 +190,19 @@ def _unsupported(key: str, value: Any, row: Unsupported) -> Problem:
 
 
 def _is_harmless(key: str, value: Any, row: Unsupported) -> bool:
-    """Whether a value asks for nothing: verl's default, or one that the row names."""
+    """Whether a value has no effect: verl's default, or one that the row lists."""
     return _is_default(key, value) or any(_same(value, harmless) for harmless in row.harmless)
 
 
 def _is_default(key: str, value: Any) -> bool:
-    """Whether a value is verl's default, in this version or another."""
+    """Whether a value is verl's default, of this version or another."""
     default = verl_leaves().get(key, _moved_defaults().get(renamed(key), ...))
     return (default is not ... and _same(value, default)) or is_other_default(key, value)
 
 
 @cache
 def _moved_defaults() -> dict[str, Any]:
-    """verl's defaults under the names of the sections that hold the keys now."""
+    """verl's defaults under the current names of the sections."""
     return {renamed(key): default for key, default in verl_leaves().items()}
 
 
@@ -222,7 +222,7 @@ def in_file(origin: str) -> bool:
 
 
 def is_off(value: Any) -> bool:
-    """Whether a value asks for nothing, whatever its key does.
+    """Whether a value switches its key off, whatever that is.
 
     >>> is_off(False), is_off(0), is_off("disabled"), is_off(1)
     (True, True, True, False)
@@ -232,8 +232,8 @@ def is_off(value: Any) -> bool:
 
 
 def is_of_another_version(key: str, value: Any) -> bool:
-    """Whether an unknown key of a file may be one that verl 0.9.1 lacks, and asks for nothing: it is in a
-    section of verl's, off, and no misspelt name of a key of that section."""
+    """Whether an unknown key of a file may be from another version of verl, and has no effect: it is in a
+    section of verl's, off, and not a misspelling of a key of that section."""
     section, _, name = key.rpartition(".")
     beside = {known.removeprefix(f"{section}.") for known in _all_keys() if known.startswith(f"{section}.")}
     names = {known.partition(".")[0] for known in beside}
@@ -242,7 +242,7 @@ def is_of_another_version(key: str, value: Any) -> bool:
 
 
 def suggested(problem: Problem, value: Any) -> Problem:
-    """The report of an unknown key, with the nearest key of verl's first where none of ours is as near.
+    """The problem of an unknown key, with verl's nearest key first if none of ours is as near.
 
     >>> print(suggested(Problem("actor_rollout_ref.rollout.enfrce_eager", True, "unknown key"), True).remedy)
     actor_rollout_ref.rollout.enforce_eager=true
@@ -272,8 +272,7 @@ def _same(value: Any, other: Any) -> bool:
 def _renamed_values(
     old: str, value: Any, row: Alias, leaves: Mapping[str, Any], result: Translation
 ) -> Iterator[tuple[str, Any]]:
-    """(our key, value) of a renamed one; nothing where it leaves the choice open, as null does in keys of
-    older versions."""
+    """(our key, value) of a renamed key; nothing if it is unset, as null means in keys of older versions."""
     if (
         value is None
         and known_keys(PPOConfig).get(row.new) is not None
@@ -289,7 +288,7 @@ def _renamed_values(
 
 
 def counts_all_ranks(row: Row | None) -> bool:
-    """Whether a value must be divided by the number of data ranks, which other keys decide."""
+    """Whether a value must be divided by the number of data ranks, which depends on other keys."""
     return isinstance(row, Alias) and row.why == OVER_ALL_RANKS
 
 
@@ -325,8 +324,7 @@ def _per_rank(
 
 
 def _data_ranks(key: str, leaves: Mapping[str, Any]) -> int | None:
-    """Among how many ranks the rows of the role of `key` are split; None: the number of devices is not
-    given."""
+    """Number of data ranks of the role of `key`; None: the number of devices is not set."""
     role = next(prefix for prefix in _ROLE_KEYS if key.startswith(prefix))
     role = "actor_rollout_ref.actor." if "rollout" in role.rpartition("_ref.")[2] else role
     engine = "critic.strategy" if role == "critic." else "actor_rollout_ref.actor.strategy"
@@ -353,17 +351,19 @@ def _take(
     origins: dict[str, str],
     result: Translation,
 ) -> None:
-    """Gives a renamed key's value to our key, unless that was set by someone who goes first."""
+    """Moves a renamed key's value to our key, unless that was set by a source of higher precedence."""
     known = known_keys(PPOConfig).get(new)
     if known is not None and not accepts(known.hint, value):
         result.problems.append(wrong_type(PPOConfig, known, value))
         return
     here = origins.get(new, DEFAULT)
     if _rank(here) > _rank(origin):
-        result.notes.append(f"{old}={shown(value, old)}: {new}={shown(leaves[new], new)} goes first ({here})")
+        result.notes.append(
+            f"{old}={shown(value, old)}: {new}={shown(leaves[new], new)} takes precedence ({here})"
+        )
         return
     if _rank(here) == _rank(origin) and leaves.get(new) != value:
-        rule = f"is another name of {new}, which is set to {shown(leaves.get(new), new)}"
+        rule = f"is another name for {new}, which is set to {shown(leaves.get(new), new)}"
         result.problems.append(
             Problem(old, shown(value), rule, f"leave out {old} or {new}={shown(value, old)}")
         )
@@ -398,7 +398,7 @@ def _rank(origin: str) -> int:
 
 
 def _follow(leaves: dict[str, Any], origins: dict[str, str]) -> None:
-    """Keys that nobody set take the value of the key that they follow, where somebody set that."""
+    """Unset keys take the value of the key that they follow, if that is set."""
     for key, leader in FOLLOWS.items():
         if leader in origins and key not in origins and leaves.get(leader) is not None:
             leaves[key] = leaves[leader]

@@ -1,8 +1,7 @@
-"""The keys of verl 0.9.1 and their defaults: facts about another system's configuration, read from its public
-YAML files.
+"""The keys of verl 0.9.1 and their defaults, taken from its public YAML files.
 
-In: `verl_data/defaults.yaml` and `defaults_megatron.yaml`. Out: `leaves()`: dotted key -> default, `...`
-where verl lets it follow another key.
+In: `verl_data/defaults.yaml` and `defaults_megatron.yaml`. Out: `leaves()`: dotted key -> default; `...` if
+it follows another key in verl.
 """
 
 from __future__ import annotations

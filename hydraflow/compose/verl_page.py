@@ -1,4 +1,4 @@
-"""What `--help verl` prints: what becomes of each of verl's keys, as Markdown.
+"""The text of `--help verl`: how each of verl's keys is handled, as Markdown.
 
 In: the tables of `verl_table.py`, `verl_values.py` and `verl_data/`. Out: the page.
 """
@@ -32,20 +32,19 @@ from hydraflow.schema import PPOConfig
 INTRODUCTION = f"""# verl's keys here
 
 A command line of `python -m verl.trainer.main_ppo` runs with `python -m hydraflow.main_ppo`, or one report
-names every key that has no counterpart. `python -m hydraflow.plan` with the same arguments refuses none of
-them: it counts what is honoured, accepted without effect, and unsupported. The target is verl {VERSION};
-names of older and newer versions are marked.
+names every key that has no counterpart. `python -m hydraflow.plan` with the same arguments rejects none of
+them: it counts the keys that are honoured, accepted without effect, and unsupported. The target is verl
+{VERSION}; names of older and newer versions are marked.
 
-In a pattern `{{a,b}}` stands for either,
-`*` for one name, `**` for any names.
+In a pattern `{{a,b}}` matches either, `*` one name, `**` any number of names.
 """
 KNOWN, ALIAS, NEVER, NOT_MISSED, REFUSED = "known", "alias", "ignored by verl", "not needed", "unsupported"
 MEANING = {
     KNOWN: "the same name, meaning and unit",
-    ALIAS: "another name here; a note says which",
+    ALIAS: "renamed; a note gives the name here",
     NEVER: "accepted: verl ignores it, too",
-    NOT_MISSED: "accepted: what is learned does not depend on it",
-    REFUSED: "refused, unless the value is verl's default or asks for nothing",
+    NOT_MISSED: "accepted: it does not change what is learned",
+    REFUSED: "rejected, unless the value is verl's default or switches the feature off",
 }
 
 
@@ -64,25 +63,25 @@ def kind(key: str) -> str:
 
 
 def page() -> str:
-    """The whole page."""
+    """The whole page as Markdown."""
     parts = [
         INTRODUCTION,
         _counts(),
         _section(
             "Defaults that differ",
-            "What a key is when nobody sets it.",
+            "Values of keys that are not set.",
             ("key", f"verl {VERSION}", "here"),
             _differences(),
         ),
         _section("Another name here", "", ("verl", "here", "remark"), _aliases()),
         _section(
             "Sections that moved",
-            "Every key of them is looked up in the other.",
+            "All their keys are looked up in the new section.",
             ("verl", "here"),
             tables().sections.items(),
         ),
         _section(
-            "Never did anything",
+            "Ignored by verl, too",
             "Accepted with a note.",
             ("key", "why"),
             ((key, row.why) for key, row in tables().ignored.items()),
@@ -95,17 +94,17 @@ def page() -> str:
         ),
         _section(
             "Not supported yet",
-            "Refused, except for verl's default and the values in the third column, which ask for nothing.",
+            "Rejected, except for verl's default and the values in the third column, which switch it off.",
             ("key", "in verl it would", "also accepted", "instead"),
             (
                 (key, row.would, _values(row.harmless), row.instead)
                 for key, row in tables().unsupported.items()
             ),
         ),
-        _section("Values that are written otherwise", "", ("key", "verl", "here"), _value_rows()),
+        _section("Values with another name here", "", ("key", "verl", "here"), _value_rows()),
         _section(
             "Keys that follow another",
-            "Where nobody sets the first, it has the value of the second.",
+            "If the first is not set, it has the value of the second.",
             ("key", "follows"),
             FOLLOWS.items(),
         ),
@@ -186,15 +185,15 @@ def _files() -> str:
     names = ", ".join(f"`{name}`" for name in read("trees")["primary"])
     return f"""## Configuration files and groups
 
-- A file that the command line names is read, whatever its name. Where there is no such file, `--config-name`
-  of verl's own files ({names}) is taken as `model_engine=dp` or
+- A file that the command line names is read, whatever its name. If there is no such file, `--config-name` of
+  verl's own files ({names}) is taken as `model_engine=dp` or
   `model_engine=megatron`.
 - A defaults list may name verl's files (`ppo_trainer`, `actor@actor_rollout_ref.actor: dp_actor` and so on):
-  they stand for the defaults here, unless the folder has files of these names.
+  they mean the defaults here, unless the folder has files of these names.
 - In a file, keys of other versions of verl are accepted while they are off or at that version's default.
 - `model_engine=megatron` sets `strategy=megatron` for actor and critic; so do
   `actor@actor_rollout_ref.actor=megatron_actor` and `critic@critic=megatron_critic`. The engines torchtitan
   and veomni do not exist here.
 - Micro-batch sizes without `_per_gpu` count rows over all data ranks: they are divided by the number of
-  ranks, which needs `trainer.n_gpus_per_node`, and refused where that leaves a remainder.
+  ranks, which needs `trainer.n_gpus_per_node`, and rejected if that leaves a remainder.
 """

@@ -1,7 +1,7 @@
-"""What becomes of verl's keys that are not ours: another name, accepted without effect, or not supported yet.
+"""How verl's keys that are not ours are handled: renamed, accepted without effect, or not supported yet.
 
 In: `verl_data/keys.yaml`, read when a key of verl's is first looked up. Out: tables from patterns to rows.
-In a pattern `{a,b}` stands for either, `*` for one name, `**` for any names. The target is verl 0.9.1; rows
+In a pattern `{a,b}` matches either, `*` one name, `**` any names. The target is verl 0.9.1; rows
 for names of other versions are those that `verl_defaults.py` does not have. A key of ours needs no row.
 Left out on purpose: how rows are applied (`verl.py`).
 """
@@ -24,26 +24,26 @@ class Alias:
     new: str
     """Our name, with the same braces as the pattern."""
     why: str = ""
-    """What to know besides; empty: nothing."""
+    """A remark for the user; empty: none."""
 
 
 @dataclass(frozen=True)
 class Ignored:
-    """Accepted, and nothing happens."""
+    """A key that is accepted and has no effect."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class Unsupported:
-    """Refused, unless it is set to verl's default or to another value that asks for nothing."""
+    """A key that is rejected, unless its value is verl's default or another that switches it off."""
 
     would: str
     """What it does in verl, as in "it would ..."."""
     harmless: tuple[object, ...] = ()
-    """Values besides verl's default that ask for nothing."""
+    """Values besides verl's default that have no effect."""
     instead: str = ""
-    """Overrides of ours that come near it."""
+    """Overrides of ours that do something similar."""
 
 
 @dataclass(frozen=True)
@@ -53,17 +53,17 @@ class Tables:
     sections: dict[str, str]
     """Section of verl's -> the section whose keys it holds."""
     ignored: dict[str, Ignored]
-    """Keys that verl itself ignores: they never did anything."""
+    """Keys that verl itself ignores."""
     not_needed: dict[str, Ignored]
-    """Keys without a counterpart that are not missed: what is learned does not depend on them."""
+    """Keys without a counterpart that do not change what is learned."""
     unsupported: dict[str, Unsupported]
-    """What cannot be honoured yet."""
+    """Keys that are not supported yet."""
     other_defaults: dict[str, object]
     """Defaults of other versions of verl's."""
 
 
 OVER_ALL_RANKS = "rows over all data ranks, divided by their number"
-"""What is said of a renamed key whose value must be divided."""
+"""Remark on a renamed key whose value must be divided."""
 SEED = "trainer.seed governs all randomness here"
 
 ALIASES: dict[str, Alias] = {
@@ -167,7 +167,7 @@ FOLLOWS: dict[str, str] = {
     "critic.loss_agg_mode": "actor_rollout_ref.actor.loss_agg_mode",
     "actor_rollout_ref.rollout.n_gpus_per_node": "trainer.n_gpus_per_node",
 }
-"""Keys of ours that, where nobody sets them, have the value of another, as in verl."""
+"""Keys of ours that, if unset, have the value of another, as in verl."""
 
 DTYPES = {
     "bfloat16": "bf16",
@@ -182,9 +182,9 @@ ENGINES = {"hf": "native"}
 FILTER_METRICS = {"reward": "score", "seq_final_reward": "seq_reward"}
 UNBUILT_ENGINES = ("sglang", "trtllm")
 UNBUILT_STRATEGIES = ("fsdp_turbo", "veomni", "torchtitan", "automodel", "mindspeed")
-"""Engines of verl's that there are not here."""
+"""Engines of verl that do not exist here."""
 VERL_TRACKERS = ("vemlp_wandb", "clearml", "trackio", "rl_insight")
-"""Trackers of verl's that there are not here; metrics.jsonl is always written."""
+"""Trackers of verl that do not exist here; metrics.jsonl is always written."""
 
 
 @cache

@@ -1,7 +1,7 @@
-"""verl's configuration folder, where a command line or a defaults list names files of it that are not there.
+"""Replacements for verl's configuration files that a command line or a defaults list names.
 
-In: `verl_data/trees.yaml`, options and groups as a user wrote them. Out: configurations for Hydra's store
-that stand in for verl's files, or overrides of ours. A file that the user brings goes before its stand-in.
+In: `verl_data/trees.yaml`, options and groups as the user wrote them. Out: configurations for Hydra's store
+that replace verl's files, or overrides of ours. A file of the user takes precedence over its replacement.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SECTIONS = {"actor": "actor_rollout_ref.actor", "ref": "actor_rollout_ref.ref",
 
 
 _registered: set[str] = set()
-"""Groups and files at the top of Hydra's store that stand in for verl's."""
+"""Groups and files at the top of Hydra's store that replace verl's."""
 
 
 @cache
@@ -30,7 +30,7 @@ def _trees() -> Mapping[str, Any]:
 
 
 def is_primary(name: str) -> bool:
-    """Whether it is one of verl's own primary configurations.
+    """Whether the name is that of one of verl's primary configurations.
 
     >>> is_primary("ppo_trainer.yaml"), is_primary("mine")
     (True, False)
@@ -39,15 +39,15 @@ def is_primary(name: str) -> bool:
 
 
 def primary_names() -> list[str]:
-    """verl's own primary configurations."""
+    """Names of verl's primary configurations, such as ppo_trainer."""
     return list(_trees()["primary"])
 
 
 def register(folders: Sequence[Path]) -> None:
-    """Puts a stand-in for each of verl's files that is not in `folders` into Hydra's store, and removes those
-    of an earlier command of this process. No folders: none.
+    """Adds a replacement for each of verl's files that is not in `folders` to Hydra's store, and removes
+    those of an earlier command of this process. No folders: no replacements.
 
-    Hydra would take one beside a file of the same name for that file's schema.
+    Hydra would use one beside a file of the same name as that file's schema.
     """
     store = ConfigStore.instance()
     for group in _registered:
@@ -69,7 +69,7 @@ def register(folders: Sequence[Path]) -> None:
 
 
 def keys_of(path: str, package: str) -> list[str]:
-    """The keys that one of verl's files sets in a package, where its stand-in was taken.
+    """The keys that one of verl's files sets in a package, if its replacement was used.
 
     >>> keys_of("critic/megatron_critic", "critic"), keys_of("mine", "")
     (['critic.strategy'], [])
@@ -79,7 +79,7 @@ def keys_of(path: str, package: str) -> list[str]:
 
 
 def config_file(name: str) -> list[str]:
-    """The overrides that stand for one of verl's primary configurations.
+    """The overrides that replace one of verl's primary configurations.
 
     >>> config_file("ppo_megatron_trainer.yaml")
     ['++model_engine=megatron']
@@ -89,8 +89,8 @@ def config_file(name: str) -> list[str]:
 
 
 def group_override(group: str, package: str | None, value: Any) -> list[str] | None:
-    """The overrides that stand for verl's `actor@actor_rollout_ref.actor=megatron_actor` and its like; None:
-    it is none.
+    """The overrides that replace verl's `actor@actor_rollout_ref.actor=megatron_actor` and the like; None: it
+    is none of these.
 
     >>> group_override("critic", "critic", "megatron_critic")
     ['++critic.strategy=megatron']
@@ -102,7 +102,7 @@ def group_override(group: str, package: str | None, value: Any) -> list[str] | N
 
 
 def engine_override(engine: Any) -> list[str] | None:
-    """The overrides that stand for `model_engine=...`, which Hydra takes for a choice of verl's files once a
+    """The overrides that replace `model_engine=...`, which Hydra reads as a choice of verl's files if the
     user's file names them; None: there is no such engine.
 
     >>> engine_override("megatron")

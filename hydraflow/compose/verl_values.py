@@ -1,7 +1,7 @@
-"""Values that verl takes and that are written otherwise here, or that mean something else beside other keys.
+"""Translates verl's values that have another name here, or whose meaning depends on other keys.
 
-In: known keys with their values. Out: our values, and what to say about each. Left out on purpose: names of
-keys (`verl.py`).
+In: known keys with their values. Out: our values, and a note on each. Left out on purpose: names of keys
+(`verl.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
 def value_of(key: str, value: Any) -> tuple[Any, str | None]:
-    """Our form of a value that verl writes otherwise, and what to say about it.
+    """Our form of a verl value, and a note on it.
 
     >>> value_of("critic.strategy", "fsdp")
     ('fsdp2', 'critic.strategy=fsdp: taken as fsdp2')
@@ -68,7 +68,7 @@ def _loggers(value: Any) -> tuple[Any, str | None]:
 
 
 def beside_others(leaves: dict[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
-    """Changes values whose meaning in verl depends on other keys; yields what to say about each."""
+    """Changes values whose meaning in verl depends on other keys; yields a note on each."""
     yield from _sharded_over_all(leaves)
     tool = leaves.get("global_profiler.tool")
     if tool is not None and not leaves.get("global_profiler.steps"):
@@ -97,8 +97,8 @@ def _sharded_over_all(leaves: dict[str, Any]) -> Iterator[str]:
 
 
 def unbuilt(leaves: dict[str, Any], origins: Mapping[str, str], foreign: dict[str, Any]) -> Iterator[Problem]:
-    """Engines of verl's that do not exist here, with every key that names them in one remedy. The nearest of
-    ours takes their place in `leaves`; the keys are taken out of `foreign`."""
+    """Problems of verl's engines that do not exist here, with every key that names them in one remedy.
+    Replaces them by our nearest engine in `leaves`, and removes the keys from `foreign`."""
     name = f"{ROLLOUT}.name"
     if leaves.get(name) in UNBUILT_ENGINES and origins.get(name, DEFAULT) != DEFAULT:
         sizes = [

@@ -20,7 +20,7 @@ JSON_ENDINGS = (".jsonl", ".json")
 
 @dataclass(frozen=True)
 class Count:
-    """Rows of some files."""
+    """Number of rows in the files of one key, as far as it is known."""
 
     rows: int | None
     """None: not known, because a file is not on this machine or none was named."""
@@ -58,7 +58,7 @@ def count_rows(files: Any, *, key: str, limit: int = -1, filtered: bool = False)
 
 
 def missing_notes(key: str, count: Count) -> Iterator[str]:
-    """What to say about files that are not here."""
+    """Notes about files that are not on this machine."""
     for name in count.missing:
         yield (
             f"{key}: {name} is not on this machine, so its rows are not counted; a run would refuse to start"

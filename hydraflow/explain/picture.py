@@ -17,9 +17,9 @@ USED, UNUSED = "■", "·"
 
 MODES = {
     "colocated": "all roles use the same devices, one after the other",
-    "disaggregated": "roles have devices of their own; nothing waits for a device",
+    "disaggregated": "each role has its own devices, so none waits for a device",
     "partial": "some roles use a part of the devices that others use",
-    "overlapping": "some roles share a part of their devices, and each has others besides",
+    "overlapping": "some roles share some of their devices, and each also has devices of its own",
 }
 """What each placement means; the plan decides which one it is."""
 
@@ -76,7 +76,7 @@ def device_numbers(devices: Devices) -> Iterator[int]:
 def copy_of(layout: Layout, rank: int) -> int:
     """Which copy of the model a process works on: its data rank, or in a rollout its replica.
 
-    Tensor-parallel ranks are neighbours, then context-parallel ones, then data ranks; pipeline stages lie
+    Tensor-parallel ranks are neighbours, then context-parallel ones, then data ranks; pipeline stages are
     furthest apart, as Megatron-Core orders them. The stages of a generation engine are neighbours.
 
     >>> megatron = Layout("actor", "megatron", Devices((range(0, 8),)), 8, tensor=2, pipeline=2)

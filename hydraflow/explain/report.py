@@ -50,16 +50,16 @@ class Report:
     memory: MemoryReport | None
     """None: the shape of the model is not known, or nothing is trained by reinforcement learning."""
     notes: tuple[str, ...]
-    """What is said aloud: keys without effect, renamed or ignored ones, files that are not here."""
+    """Notes to print: keys without effect, renamed or ignored ones, missing files."""
     not_yet: tuple[Problem, ...]
-    """What main_ppo cannot run yet."""
+    """Features that main_ppo does not implement yet."""
     counts: Counts
-    """What became of the keys of the command line."""
+    """How the keys of the command line were handled."""
     step: Step | None
     """The picture from prompts to optimizer steps; None: there are none."""
 
     def to_json(self) -> str:
-        """All of it for machines: one object, numbers as in `plan.json`."""
+        """The report as one JSON object, with numbers as in `plan.json`."""
         content: dict[str, Any] = {
             "job": self.job,
             "plan": json.loads(self.plan.to_json()),

@@ -30,7 +30,7 @@ def show(report: Report, *, everything: bool = False, width: int | None = None) 
 
 
 def report_lines(report: Report, *, everything: bool, width: int) -> Iterator[str]:
-    """What `show` prints."""
+    """The lines that `show` prints."""
     quantities = [one for one in report.plan.quantities if everything or _is_brief(one)]
     yield "batch plan"
     yield from plan_lines(quantities, width)
@@ -86,7 +86,7 @@ def _memory(memory: MemoryReport, width: int, *, everything: bool) -> Iterator[s
     name = limits.device_name or limits.device_type
     of = f" of {size_text(limits.device_bytes)}" if limits.device_bytes else ""
     yield ""
-    yield from _flush(f"memory of one device ({name}{of}), each role at its highest moment", width)
+    yield from _flush(f"memory of one device ({name}{of}), each role at its peak", width)
     if everything:
         rows = list(_role_rows(memory))
         yield from table(rows, width, right=range(1, len(rows[0])))

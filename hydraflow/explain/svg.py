@@ -56,7 +56,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Step:
-    """What the picture shows."""
+    """Content of the picture: title, bars and closing lines."""
 
     title: str
     bars: tuple[Bar, ...]
@@ -109,8 +109,8 @@ def _bar(bar: Bar, top: int, *, last: bool) -> Iterator[str]:
 
 
 def _cells(bar: Bar) -> list[tuple[int, int]]:
-    """Left edge and width of each drawn cell, wide enough for its words; of many parts the last but one
-    stands for the rest."""
+    """Left edge and width of each drawn cell, wide enough for its words; if there are many parts, the last
+    but one represents the omitted ones."""
     fitting = max(3, (BAR + SPACE) // (LETTER * len(bar.part) + 12 + SPACE))
     drawn = min(bar.parts or MOST_PARTS, MOST_PARTS, fitting)
     width = (BAR - SPACE * (drawn - 1)) // drawn

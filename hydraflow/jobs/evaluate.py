@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 def run_eval(config: EvalConfig) -> None:
     """Prints the report of `averages` as JSON, and writes it to `output.path` where one is named.
 
-    With more failed rows than `reward.max_failed_share` allows the report is there all the same, but
-    GuardStop is raised.
+    If more rows fail than `reward.max_failed_share` allows, the report is still written, and GuardStop is
+    raised.
     """
     with output_file(config.output.path) if config.output.path else nullcontext() as unfinished:
         scored = score(config)

@@ -54,9 +54,7 @@ def run_generate(config: GenerateConfig) -> None:
     asked = _checked(config)
     assert config.output.path is not None, "checks.py demands it"
     with output_file(config.output.path, ending=ENDING) as unfinished:
-        _write(
-            asked.table, unfinished
-        )  # what cannot be written is better found before the sampling than after it
+        _write(asked.table, unfinished)  # fail before the sampling, not after it
         texts = asked.tokenizer.batch_decode(_sample_all(config, asked), skip_special_tokens=True)
         n = asked.plan.samples_per_prompt
         responses = [texts[start : start + n] for start in range(0, len(texts), n)]
@@ -69,7 +67,7 @@ def run_generate(config: GenerateConfig) -> None:
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be sampled, and with what."""
+    """Inputs of the sampling: model, tokenizer, prompts and plan."""
 
     machine: Machine
     tokenizer: PreTrainedTokenizerBase
@@ -80,8 +78,8 @@ class Asked:
 
 
 def _checked(config: GenerateConfig) -> Asked:
-    """Opens everything that is needed, and plans it. Raises ConfigError with everything that is missing or
-    does not fit."""
+    """Opens all inputs and makes the plan. Raises one ConfigError that lists everything missing or
+    inconsistent."""
     faults, data, output = Faults(), config.data, str(config.output.path)
     faults.passes(lambda: require_writable(config.ray_init.timeline_file))
     faults.passes(lambda: require_output(output, ending=ENDING))
@@ -100,7 +98,7 @@ def _checked(config: GenerateConfig) -> Asked:
         plan = faults.result(lambda: resolve_generate_plan(config, prompts=rows, devices_per_node=per_node))
     faults.require_none()
     assert machine and tokenizer and prompts and plan and table is not None, (
-        "what could not be had is a fault"
+        "whatever could not be opened is a fault"
     )
     return Asked(machine, tokenizer, prompts, plan, table)
 
@@ -184,7 +182,7 @@ def _sample(
 
 
 def calls(prompts: int, per_call: int) -> Iterator[range]:
-    """Numbers of the prompts that are sampled together.
+    """Ranges of prompts that are sampled in one call.
 
     >>> list(calls(5, 2))
     [range(0, 2), range(2, 4), range(4, 5)]

@@ -1,8 +1,8 @@
 """What a job reads, opened before anything starts: models, tokenizers, prompts.
 
-In: a configuration, and `Faults` that take whatever is wrong. Out: what could be opened; None where something
-was wrong with it. Each part is looked at also where another one is broken, as far as it does not need that
-one. Left out on purpose: reward functions and the machine (`ppo.py`, `session.py`).
+In: a configuration, and `Faults` that collects the errors. Out: what could be opened; None for a part that is
+broken. A broken part does not hide the errors of the others, except where they depend on it. Left out on
+purpose: reward functions and the machine (`ppo.py`, `session.py`).
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ class Prompts:
     tokenizer: PreTrainedTokenizerBase
 
     def first_rows(self) -> list[Record]:
-        """Three rows as they stand in the files."""
+        """The first three rows, unprocessed."""
         dataset = self.train or self.val
         return dataset.records[:3] if dataset else []
 
     def data_sources(self) -> list[str]:
-        """Of all rows."""
+        """Data sources over all rows."""
         return sorted(
             {source for dataset in (self.train, self.val) if dataset for source in dataset.data_sources()}
         )
 
 
 def open_model(model: ModelSourceConfig, faults: Faults, *, head: str, field: str) -> PreTrainedConfig | None:
-    """The model's configuration, which its weights fit, as far as that can be seen without loading them."""
+    """The model's configuration, checked against the weight files as far as possible without loading them."""
     config = faults.result(lambda: load_config(model, field=field))
     if config is None or not faults.passes(lambda: require_model(model, config, head=head, field=field)):
         return None
@@ -75,7 +75,7 @@ def open_trained_model(
 def open_tokenizer(
     model: ModelSourceConfig, config: PreTrainedConfig | None, faults: Faults, *, field: str
 ) -> PreTrainedTokenizerBase | None:
-    """The tokenizer; it is not looked for in a model's directory that is broken already."""
+    """The tokenizer; skipped if the model's directory is already known to be broken."""
     if config is None and not model.tokenizer_path:
         return None
     return faults.result(lambda: load_tokenizer(model, field=field))
@@ -132,8 +132,7 @@ def open_inputs(config: PPOConfig, faults: Faults) -> Prompts | None:
 
 
 def _open_critic(config: PPOConfig, faults: Faults) -> None:
-    """The critic's directory is the policy's where it has none of its own: what is wrong with that is not
-    said twice."""
+    """The critic's directory defaults to the policy's, whose errors are already reported."""
     known = {(str(problem.value), problem.rule) for problem in faults.problems}
     critics = Faults()
     open_trained_model(critic_model(config), critics, head="value", field=CRITIC)

@@ -1,8 +1,8 @@
 """The one file that main_generate and main_eval write: proven writable before the work, there only when the
 work is done.
 
-In: `output.path`. Out: a temporary file beside it, which takes its name in the end. What stood there before
-stays until then.
+In: `output.path`. Out: a temporary file beside it, which is renamed to it at the end. An existing file stays
+until then.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hydraflow.system.whole_files import prove_writable, replacing
 
 @contextmanager
 def output_file(path: str, *, ending: str = "") -> Iterator[Path]:
-    """A file to write to. It is renamed to `path` when the block ends well, else removed. ConfigError as in
+    """A file to write to. It is renamed to `path` if the block succeeds, else removed. ConfigError as in
     `require_output`."""
     require_output(path, ending=ending)
     target = Path(path).expanduser()

@@ -1,8 +1,7 @@
-"""Reinforcement learning from configuration to run folder: check, make ready, plan, start workers, train,
-save.
+"""Reinforcement learning from configuration to run folder: check, prepare, plan, start workers, train, save.
 
-Whatever can be wrong with configuration, data, paths and resources is found before a worker starts; with a
-recipe, before its model is made, on an untrained one of the same kind.
+Errors in configuration, data, paths and resources are found before a worker starts; with a recipe, before its
+model is made, on an untrained one of the same kind.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from hydraflow.workers.critic import CriticWorker
 
 
 def run_ppo(config: PPOConfig, *, command: Command | None = None) -> None:
-    """`PPOJob.run`, again where a worker fails and `trainer.max_restarts` allows it."""
+    """`PPOJob.run`, repeated after worker failures as often as `trainer.max_restarts` allows."""
     with_restarts(config, lambda given, restarts: PPOJob(given, command=command, restarts=restarts).run())
 
 
@@ -60,7 +59,7 @@ class PPOJob:
         self.command = command or Command("ppo")
 
     def run(self) -> None:
-        """Trains, or goes on; raises ConfigError before anything starts, other errors of `errors.py`
+        """Trains, or resumes training. Raises ConfigError before anything starts, other errors of `errors.py`
         later."""
         with Session(self.config, scoring=True, restarts=self.restarts) as session:
             recipe = self.config.recipe.name != "none"
@@ -76,10 +75,10 @@ class PPOJob:
     def _checked(
         self, session: Session, config: PPOConfig, *, problems: int | None = None
     ) -> tuple[BatchPlan, Prompts]:
-        """Opens every file that the run will use, and plans it. Raises ConfigError with everything that is
-        missing or does not fit.
+        """Opens every file that the run will use, and makes the plan. Raises one ConfigError that lists
+        everything missing or inconsistent.
 
-        `problems`: training prompts of a recipe that is still to be made.
+        `problems`: training prompts of a recipe whose files do not exist yet.
         """
         faults = session.faults
         prompts = open_inputs(config, faults)
@@ -92,12 +91,12 @@ class PPOJob:
             faults.passes(lambda: check_function(config.reward))
             self._check_up(session, plan, prompts)
         faults.require_none()
-        assert plan is not None and prompts is not None, "what could not be had is a fault"
+        assert plan is not None and prompts is not None, "whatever could not be opened is a fault"
         return plan, prompts
 
     def _begin_with_recipe(self, session: Session) -> bool:
-        """Plans and begins the run before the recipe's model is made; False: there is nothing to do, or no
-        time to do it."""
+        """Plans and starts the run before the recipe's model is made; False: nothing to do, or no time left
+        to do it."""
         with arithmetic.rehearsed(self.config) as config:
             plan, _ = self._checked(session, config, problems=self.config.recipe.train_problems)
         if not self._begin(session, plan):
@@ -108,12 +107,12 @@ class PPOJob:
         return not session.clock.preempted
 
     def _begin(self, session: Session, plan: BatchPlan) -> bool:
-        """Begins the run; False: there is nothing to do. ConfigError also when trajectories are missing that
-        it shall train on."""
-        begun = session.begin(self._wanted(plan))
-        if begun:
+        """Starts the run; False: there is nothing to do. ConfigError also when trajectories are missing that
+        it is to train on."""
+        started = session.begin(self._wanted(plan))
+        if started:
             require_dumps(self.config.trainer.debug, plan, first=session.start.step + 1)
-        return begun
+        return started
 
     def _wanted(self, plan: BatchPlan) -> Wanted:
         """What the run asks of a checkpoint; one that only validates takes any model's weights."""
@@ -130,8 +129,7 @@ class PPOJob:
         return Wanted(identity_of(self.asked, plan), roles, plan.total_steps)
 
     def _make_recipe(self, session: Session) -> None:
-        """Points the configuration to the recipe's files and model, which are made if they are not there
-        yet."""
+        """Points the configuration at the recipe's files and model, which are made if they do not exist."""
         assets = arithmetic.prepare(
             self.config.recipe,
             self.config.trainer.seed,
@@ -144,12 +142,12 @@ class PPOJob:
         self.config = arithmetic.pointed_at(self.config, assets)
 
     def _loggers(self) -> list[str]:
-        """The recipe's; none draws on a terminal at which somebody types at a debugger."""
+        """The recipe's progress display; none while a debugger uses the terminal."""
         debugged = self.config.debug or self.config.trainer.debug.local
         return [name for name in self.config.trainer.logger if not (debugged and name == "console")]
 
     def _plan(self, session: Session, prompts: int | None) -> BatchPlan | None:
-        """The plan; None where something is wrong with it, or with the machine that it is for."""
+        """The plan; None if it, or the machine it is for, has a fault."""
         machine = session.found_machine
         if machine is None:
             return None
@@ -161,7 +159,7 @@ class PPOJob:
         )
 
     def _check_up(self, session: Session, plan: BatchPlan | None, prompts: Prompts | None) -> None:
-        """Looks at this machine for what the run needs, besides what has been opened already."""
+        """Checks this machine for what the run needs, apart from the inputs that are already open."""
         opened: dict[str, Any] = {"machine": session.found_machine, "plan": plan}
         if self.config.recipe.name == "none":
             opened |= {
@@ -211,7 +209,7 @@ class PPOJob:
     def _rollouts(
         self, plan: BatchPlan, runtime: Runtime, rollout: RoleGroup | None, reward: RoleGroup
     ) -> Rollouts:
-        """Where trajectories come from, and whether they are kept."""
+        """Source of the trajectories: the generation engine or a dump; and whether they are dumped."""
         debug, rollouts = self.config.trainer.debug, self.config.actor_rollout_ref.rollout
         source: Rollouts
         if debug.load_rollouts is not None:
@@ -228,8 +226,7 @@ class PPOJob:
         )
 
     def _dump(self) -> GenerationDump | None:
-        """Where responses of training go for people to read; those of an earlier run are not written once
-        more."""
+        """The writer of readable training responses; trajectories from a dump are not written again."""
         trainer = self.config.trainer
         return (
             None
@@ -238,7 +235,7 @@ class PPOJob:
         )
 
     def _look(self, session: Session, plan: BatchPlan, roles: Roles, prompts: Prompts) -> None:
-        """Validates once, the model or the checkpoint that was asked for."""
+        """Validates once: the model, or the checkpoint that the user named."""
         start = session.start
         if start.found is not None:
             load_roles(start.found, {"actor": roles.actor}, self._wanted(plan).roles)
@@ -280,7 +277,7 @@ class PPOJob:
 
 
 def save(roles: Roles, session: Session) -> None:
-    """Writes what was trained as Hugging Face directories."""
+    """Writes the trained models as Hugging Face directories."""
     roles.actor.call(ActorWorker.save_hf, str(session.folder.final_model / "actor"))
     if roles.critic is not None:
         roles.critic.call(CriticWorker.save_hf, str(session.folder.final_model / "critic"))

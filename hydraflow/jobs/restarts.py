@@ -1,10 +1,10 @@
-"""A run that goes on by itself after a worker failed: `trainer.max_restarts` times, from its last whole
+"""Restarts a run after a worker failure, up to `trainer.max_restarts` times, from its last complete
 checkpoint.
 
 In: a job, and the WorkerError that ended it. Out: the job again, in the same run folder, after a pause that
-doubles each time. Only failures of workers are worth another try: configuration, data, a row that does not
-fit and guards would end it in the same way. Left out on purpose: how a run goes on (`run_start.py`); what
-outlives the controller (a batch system starts the same command again).
+doubles each time. Only worker failures are retried, because errors in configuration or data, rows that are
+too large, and guards would fail in the same way again. Left out on purpose: how a run resumes
+(`run_start.py`); restarts after the controller itself died (a batch system starts the same command again).
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ POLL_SECONDS = 0.2
 
 @dataclass
 class Restarts:
-    """The restarts of one command."""
+    """Counts the restarts of one command, and decides on the next one."""
 
     trainer: LoopConfig
     """As the user gave it."""
     done: int = 0
     folder: RunFolder | None = None
-    """Where the run is; None: it has not begun."""
+    """The run folder; None: the run has not started."""
     told_to_stop: bool = False
     """Whether a signal asked the run to end before its worker failed; the same signal may have ended the
     worker."""
@@ -53,8 +53,8 @@ class Restarts:
         return min(LONGEST_PAUSE, self.trainer.restart_backoff * 2**self.done)
 
     def require_another(self, error: WorkerError) -> None:
-        """Raises the error where there is no restart left, no run to go on with, no time, or where the run
-        was told to stop."""
+        """Raises the error if no restart or time is left, if there is no run to resume, or if a signal asked
+        the run to stop."""
         if self.folder is None or not self.trainer.max_restarts or self.told_to_stop:
             raise error
         if self.done >= self.trainer.max_restarts:
@@ -70,8 +70,8 @@ class Restarts:
         return None if limit is None else limit - (time.monotonic() - self.started)
 
     def next_trainer(self, trainer: Trainer) -> Trainer:
-        """The settings with which the run goes on in its folder."""
-        assert self.folder is not None, "there is a run to go on with"
+        """The settings with which the run resumes in its folder."""
+        assert self.folder is not None, "there is a run to resume"
         mode = "auto" if trainer.resume_mode == "disable" else trainer.resume_mode
         return replace(
             trainer,
@@ -82,16 +82,16 @@ class Restarts:
 
 
 def with_restarts(config: Config, run: Callable[[Config, Restarts], None]) -> None:
-    """`run`, again and again while its workers fail and restarts are left. Raises what `run` raises last."""
+    """`run`, repeated while its workers fail and restarts are left. Raises the last error of `run`."""
     restarts = Restarts(config.trainer)
     while True:
         try:
             return run(config, restarts)
         except WorkerError as error:
             restarts.require_another(error)
-            told = str(error).splitlines()[0]
+            reason = str(error).splitlines()[0]
         with _logged(config, restarts):
-            if not _wait(restarts, told):
+            if not _wait(restarts, reason):
                 return None
         restarts.done += 1
         config = replace(config, trainer=restarts.next_trainer(config.trainer))
@@ -99,7 +99,7 @@ def with_restarts(config: Config, run: Callable[[Config, Restarts], None]) -> No
 
 @contextmanager
 def _logged(config: PPOConfig | SFTConfig, restarts: Restarts) -> Iterator[None]:
-    """What is said in its body, between two starts, is in the controller's log file, too."""
+    """Within the block, between two starts, the controller still logs to its file in the run folder."""
     assert restarts.folder is not None
     logs = made(log_settings(restarts.folder.path, config.log), 0, CONTROLLER)
     if logs is None:
@@ -113,13 +113,12 @@ def _logged(config: PPOConfig | SFTConfig, restarts: Restarts) -> Iterator[None]
         logs.close()
 
 
-def _wait(restarts: Restarts, told: str) -> bool:
-    """Pauses; False when a signal asks the run to end meanwhile, which its batch system then reads in
-    `requeue`."""
+def _wait(restarts: Restarts, reason: str) -> bool:
+    """Pauses; False if a signal asks the run to stop meanwhile; its batch system then reads `requeue`."""
     assert restarts.folder is not None
-    text = "%s -- RESTART %d of %d in %g seconds, from the last whole checkpoint in %s"
+    text = "%s -- RESTART %d of %d in %g seconds, from the last complete checkpoint in %s"
     logger.warning(
-        text, told, restarts.done + 1, restarts.trainer.max_restarts, restarts.pause(), restarts.folder.path
+        text, reason, restarts.done + 1, restarts.trainer.max_restarts, restarts.pause(), restarts.folder.path
     )
     until = time.monotonic() + restarts.pause()
     with StopSignals() as signals:

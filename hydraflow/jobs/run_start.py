@@ -1,12 +1,11 @@
-"""Where a run begins: its folder, which it locks, and the checkpoint that it goes on from.
+"""Chooses and locks the run folder, and finds the checkpoint to resume from.
 
-In: resume_mode, default_local_dir, what shapes the run. Out: a `RunStart`. What an earlier start of the same
-run noted after the checkpoint is forgotten, since it will be done again; what another run left in the folder
-is set aside.
+In: resume_mode, default_local_dir, the run's identity. Out: a `RunStart`. Records that an earlier start of
+the same run wrote after the checkpoint are dropped, because those steps run again; files of another run in
+the folder are moved away.
 
-Without default_local_dir, `auto` means: the newest folder runs/<experiment_name>-* of which the same
-configuration was cut off, where nobody is at work and from which a whole checkpoint can be had; a new folder
-if there is none.
+Without default_local_dir, `auto` takes the newest folder runs/<experiment_name>-* in which a run of the same
+configuration was interrupted, no process is running and a complete checkpoint exists; otherwise a new folder.
 """
 
 from __future__ import annotations
@@ -32,26 +31,26 @@ class RunStart:
     folder: RunFolder
     lock: RunLock
     found: Resumption | None
-    """What the run goes on from; None: it starts anew."""
+    """The checkpoint to resume from; None: the run starts from scratch."""
     run_id: str
-    """Identity in trackers."""
+    """The run's id in trackers."""
     notes: tuple[str, ...] = ()
-    """What was done to the folder, for people."""
+    """Lines for the user: what was changed in the folder."""
 
     @property
     def step(self) -> int:
-        """Training steps that are done."""
+        """Number of completed training steps."""
         return self.found.step if self.found else 0
 
     def is_done(self, total_steps: int) -> bool:
-        """Whether nothing is left to do: all steps were done and the run said so."""
+        """Whether nothing is left to do: all steps are done, and the run recorded that."""
         why, steps = self.folder.ended_with()
         return self.found is not None and self.step >= total_steps and why == DONE and steps >= total_steps
 
 
 def begin(trainer: LoopConfig, wanted: Wanted) -> RunStart:
-    """Settles folder and checkpoint. ConfigError when the folder is in use, or as `resume.find` says; then
-    nothing was changed."""
+    """Chooses folder and checkpoint. ConfigError if the folder is in use, or as `resume.find` says; nothing
+    is changed in that case."""
     continues = trainer.default_local_dir is None and trainer.resume_mode == "auto" and not wanted.looks_only
     if continues and (cut_off := _cut_off(trainer, wanted)):
         return cut_off
@@ -65,16 +64,16 @@ def begin(trainer: LoopConfig, wanted: Wanted) -> RunStart:
 
 
 def take_back(start: RunStart) -> RunStart:
-    """Makes the folder fit to go on from the checkpoint: what came after it goes, or aside; the pointer names
-    it."""
+    """Prepares the folder for resuming from the checkpoint: whatever is newer is deleted or moved away, and
+    the pointer names the checkpoint."""
     assert start.found is not None
     store, found = CheckpointStore(start.folder.path), start.found
     store.clear_leftovers()
-    notes = [f"global_step_{step} is passed over: {why}" for step, why in found.passed_over.items()]
+    notes = [f"global_step_{step} is skipped: {why}" for step, why in found.passed_over.items()]
     if not _lies_in(found.checkpoint, start.folder.path):
         start.folder.set_earlier_run_aside()
         return replace(start, notes=tuple(notes))
-    notes += [f"set aside: {path}" for path in store.set_aside(found.step, found.passed_over)]
+    notes += [f"moved to {path}" for path in store.set_aside(found.step, found.passed_over)]
     store.point_to(found.step if found.checkpoint == store.path(found.step) else None)
     dropped = start.folder.go_back_to(found.step)
     notes += (
@@ -101,7 +100,7 @@ def _lies_in(checkpoint: Path, folder: Path) -> bool:
 
 
 def _cut_off(trainer: LoopConfig, wanted: Wanted) -> RunStart | None:
-    """The newest run of this experiment that ended before its end."""
+    """The newest run of this experiment that did not finish."""
     for folder in RunFolder.of_experiment(trainer.experiment_name):
         if not _may_go_on(folder, wanted):
             continue
@@ -117,15 +116,15 @@ def _cut_off(trainer: LoopConfig, wanted: Wanted) -> RunStart | None:
 
 
 def _may_go_on(folder: RunFolder, wanted: Wanted) -> bool:
-    """What the newest checkpoint says of itself: to verify it is to read all of it, which old runs are not
-    worth."""
+    """Reads the newest checkpoint's own record only: verifying it means reading all of it, which is too slow
+    for a search through old runs."""
     store = CheckpointStore(folder.path)
     if not store.steps():
         return False
     try:
         state = RunState.read(store.path(store.steps()[-1]))
     except ConfigError:
-        return True  # damaged; there may be a whole one before it
+        return True  # damaged; an older one may be complete
     why, steps = folder.ended_with()
     return not wanted.identity.differences(state.configuration, where="") and not (
         why == DONE and steps >= wanted.total_steps

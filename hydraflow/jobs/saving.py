@@ -1,4 +1,4 @@
-"""What a job saves and brings back besides its models: data order, KL controller, skipped steps, identity.
+"""What a job saves and restores besides its models: data order, KL controller, skipped steps, identity.
 
 In: a job's parts. Out: its `Checkpointer`, and a report of what was restored. Serves `ppo.py` and `sft.py`.
 """
@@ -57,12 +57,12 @@ def sft_roles(config: SFTConfig) -> dict[str, RoleCheckpoints]:
 
 
 def weights_only(key: str) -> RoleCheckpoints:
-    """For a run that only looks at a model."""
+    """Saves nothing: for a run that only evaluates a model."""
     return RoleCheckpoints(key, CheckpointConfig(load_contents=["model"]), None, "")
 
 
 def require_metric(keep_best: str | None, measured: Collection[str]) -> None:
-    """Raises ConfigError when no validation measures what the best checkpoint is chosen by."""
+    """Raises ConfigError if no validation measures the metric that selects the best checkpoint."""
     if keep_best is None or keep_best in measured:
         return
     rule = f"no validation of this run measures it; {_listed(measured)}"
@@ -81,8 +81,8 @@ def _listed(measured: Collection[str]) -> str:
 
 
 def at_its_place(loader: PromptLoader, start: RunStart) -> PromptLoader:
-    """The loader where the checkpoint left it. Raises ConfigError, before a worker starts, when the data are
-    others."""
+    """The loader at the checkpoint's position. Raises ConfigError, before a worker starts, if the data have
+    changed."""
     if start.found is not None:
         loader.load_state_dict(start.found.state.loader)
     return loader
@@ -120,13 +120,13 @@ class Saving:
         return made
 
     def restore(self) -> None:
-        """Brings everything back from the checkpoint that the run goes on from, if there is one, and says
-        what that is."""
+        """Restores everything from the checkpoint that the run resumes from, if there is one, and prints what
+        was restored."""
         found = self.start.found
         if found is None:
             return
-        told = load_roles(found, self.groups, self.wanted.roles)
-        told.append(
+        lines = load_roles(found, self.groups, self.wanted.roles)
+        lines.append(
             f"data: {self.loader.position} of {len(self.loader)} batches of epoch {self.loader.epoch + 1} are"
             " done"
         )
@@ -134,10 +134,10 @@ class Saving:
             self.groups[name].call(EngineWorker.count_skipped_from, in_a_row)
         if self.advantage is not None and found.state.kl:
             self.advantage.call(AdvantageWorker.load_state_dict, found.state.kl)
-            told.append(f"KL controller: coefficient {found.state.kl['value']:g}")
-        told.append(f"tracker: run {self.start.run_id}, steps up to {found.step} kept")
+            lines.append(f"KL controller: coefficient {found.state.kl['value']:g}")
+        lines.append(f"tracker: run {self.start.run_id}, steps up to {found.step} kept")
         print(f"continues after step {found.step} of {self.wanted.total_steps}, from {found.checkpoint}")
-        for line in [*told, *self.start.notes]:
+        for line in [*lines, *self.start.notes]:
             print(f"  {line}")
 
     def _describe(self, step: int, kl: dict[str, float]) -> dict[str, Any]:

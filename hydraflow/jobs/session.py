@@ -1,8 +1,8 @@
 """What every training command opens and closes: clock, run folder, Ray, trackers, summary.
 
-In: the run's configuration. Out: a context in which training happens; on leaving, whatever the reason,
-workers are gone and the run folder holds metrics, curve and summary. Nothing is written before `begin`, so a
-run that is refused leaves no trace.
+In: the run's configuration. Out: a context in which training happens. On exit, for whatever reason, workers
+are gone and the run folder holds metrics, curve and summary. Nothing is written before `begin`, so a rejected
+run leaves no trace.
 """
 
 from __future__ import annotations
@@ -60,15 +60,14 @@ logger = logging.getLogger(__name__)
 
 
 class Plan(Protocol):
-    """What is kept of a batch plan."""
+    """A batch plan, as far as a session needs it."""
 
     def to_json(self) -> str:
-        """The content of plan.json."""
+        """The plan as written to plan.json."""
 
 
 class Session:
-    """One run, from its folder to its summary. Ray starts when it is first asked for; `scoring` adds the pool
-    for rewards."""
+    """One run, from its folder to its summary. Ray starts on first use; `scoring` adds the reward pool."""
 
     def __init__(self, config: PPOConfig | SFTConfig, *, scoring: bool, restarts: Restarts | None = None):
         trainer, self.ray_init, self.scoring = config.trainer, config.ray_init, scoring
@@ -76,13 +75,12 @@ class Session:
         self.log, self.profiler, self.debug = config.log, config.global_profiler, config.debug
         set_up_logging(config.log.level)
         self.faults = Faults()
-        """What is wrong with the machine; the job adds what else it finds, and raises all of it before it
-        begins."""
+        """Errors of the machine; the job adds its own, and raises all of them before it starts."""
         self.faults.passes(lambda: require_writable(config.ray_init.timeline_file))
         self.faults.passes(lambda: require_profiler(config.global_profiler))
         self.faults.passes(lambda: RunFolder.prove_writable(trainer.default_local_dir))
         self.found_machine = self.faults.result(lambda: resolve_machine(trainer))
-        """None: what was asked for is not here."""
+        """None: the machine lacks what the configuration asks for."""
         if self.found_machine is not None:
             self.faults.passes(lambda: require_room(trainer, config.ray_init, self._pools()))
         self.restarts = restarts or Restarts(trainer)
@@ -97,10 +95,10 @@ class Session:
         self._log_files: RoleLogs | None = None
 
     def begin(self, wanted: Wanted) -> bool:
-        """Settles and locks the run folder, and finds the checkpoint to go on from; False: the run is done
-        already.
+        """Chooses and locks the run folder, and finds the checkpoint to resume from; False: the run is
+        already complete.
 
-        ConfigError with what `faults` holds, and as in `run_start.begin`.
+        ConfigError with everything in `faults`, and as in `run_start.begin`.
         """
         self.faults.require_none()
         self._start = run_start.begin(self.trainer, wanted)
@@ -108,9 +106,11 @@ class Session:
         if self._start.is_done(wanted.total_steps):
             print(f"{self.folder.path}: all {wanted.total_steps} steps are done; nothing was started")
             longer = (
-                "" if wanted.identity.knows_its_end else "a larger trainer.total_training_steps goes on, "
+                ""
+                if wanted.identity.knows_its_end
+                else "a larger trainer.total_training_steps continues it, "
             )
-            print(f"{longer}trainer.resume_mode=disable starts anew")
+            print(f"{longer}trainer.resume_mode=disable starts from scratch")
             return False
         if self._start.found is not None:
             self._start = run_start.take_back(self._start)
@@ -126,7 +126,7 @@ class Session:
         return True
 
     def _open_log(self) -> None:
-        """From now on the controller's lines go to the run folder, too."""
+        """Has the controller log to the run folder, too."""
         self._log_files = made(log_settings(self.folder.path, self.log), 0, CONTROLLER)
         if self._log_files is not None:
             logging.getLogger().addHandler(self._log_files)
@@ -143,18 +143,18 @@ class Session:
 
     @property
     def start(self) -> RunStart:
-        """Where the run began."""
-        assert self._start is not None, "a session begins before it is used"
+        """Run folder and checkpoint; only after `begin`."""
+        assert self._start is not None, "begin() comes before any use of the session"
         return self._start
 
     @property
     def folder(self) -> RunFolder:
-        """The run folder."""
+        """The run folder; only after `begin`."""
         return self.start.folder
 
     @property
     def machine(self) -> Machine:
-        """What the run stands on."""
+        """The machine that the run uses."""
         assert self.found_machine is not None, "faults are raised before the machine is used"
         return self.found_machine
 
@@ -175,7 +175,7 @@ class Session:
         return [training_pool(self.machine), *([scoring_pool()] if self.scoring else [])]
 
     def _numbered(self, ray_init: RayInitConfig) -> RayInitConfig:
-        """After a restart the timeline has a name of its own, so that the one of the failure stays."""
+        """The timeline's file; a restart gets a new name, so that the timeline of the failure is kept."""
         if ray_init.timeline_file is None or not self.restarts.done:
             return ray_init
         path = Path(ray_init.timeline_file)
@@ -184,8 +184,8 @@ class Session:
         )
 
     def keep(self, config: DataclassInstance, plan: Plan, command: Command) -> None:
-        """Writes to the run folder the configuration as it was asked for, where its values are from, the
-        plan, and what this start is made with: command line, commit, versions. The trackers get them, too."""
+        """Writes the requested configuration, the origins of its values, the plan and this start's facts
+        (command line, commit, versions) to the run folder and to the trackers."""
         folder, kept = self.folder, asdict(config) | {"trainer": asdict(self.restarts.trainer)}
         for key, value in command.written.items():
             *sections, name = key.split(".")
@@ -227,8 +227,8 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Ends what the session began. What ended the run is what is reported: a fault of the end costs a
-        warning then."""
+        """Closes everything the session opened. If an error ended the run, that error is reported, and
+        failures of closing only cause warnings."""
         if isinstance(error, ConfigError) and self._runtime is not None:
             error.started = True
         cause = self._runtime.fault_behind(error) if self._runtime is not None else None
@@ -260,7 +260,7 @@ class Session:
             )  # the caller shows it
 
     def _steps(self, error: BaseException | None) -> dict[str, Callable[[], None]]:
-        """The end of the run, in order."""
+        """The steps that close the run, in order."""
         return {
             "closing the trackers": partial(self._close_trackers, failed=error is not None),
             "ending the workers": self._stop_runtime,
@@ -280,7 +280,7 @@ class Session:
     def _leave(self, error: BaseException | None) -> None:
         if self._start is None:
             return
-        # a signal to all processes ends workers, too, and one that was repeated ends a step
+        # a signal to the process group also ends workers, and a repeated one ends a step
         failed = error is not None and not isinstance(error, WorkerError) and not self.signals.insisted
         try:
             if self.clock.preempted and self.why != DONE and not failed:
@@ -302,8 +302,8 @@ class Session:
 
 
 def _fault_of(what: str, step: Callable[[], None]) -> BaseException | None:
-    """What a step of the end raised. Libraries raise whatever they like, and no fault may keep the steps
-    after it from being taken."""
+    """The error of a closing step, if any. Libraries raise whatever they like, and an error must not prevent
+    the steps that follow."""
     try:
         step()
     except (Exception, KeyboardInterrupt) as fault:

@@ -72,8 +72,8 @@ def _run(config: SFTConfig, command: Command, restarts: Restarts) -> None:
 def _checked(
     config: SFTConfig, session: Session, origins: Mapping[str, str]
 ) -> tuple[SFTPlan, ConversationDataset, ConversationDataset | None]:
-    """Opens every file that the run will use, and plans it. Raises ConfigError with everything that is
-    missing or does not fit."""
+    """Opens every file that the run will use, and makes the plan. Raises one ConfigError that lists
+    everything missing or inconsistent."""
     data, faults, machine = config.data, session.faults, session.found_machine
     described = open_trained_model(config.model, faults, head="policy", field="model")
     tokenizer = open_tokenizer(config.model, described, faults, field="model")
@@ -98,7 +98,7 @@ def _checked(
     )
     faults.passes(lambda: require_trackers(config.trainer, known=faults.problems))
     faults.require_none()
-    assert plan is not None and train is not None, "what could not be had is a fault"
+    assert plan is not None and train is not None, "whatever could not be opened is a fault"
     return plan, train, val
 
 

@@ -79,7 +79,7 @@ def layer_costs(
 ) -> LayerCosts:
     """The fullest kind of layer. `number`: bytes per number.
 
-    `tensor` devices share each matrix; `outside` devices share what lies between matrices (norms and
+    `tensor` devices share each matrix; `outside` devices share what is between matrices (norms and
     residuals).
     """
     mlp = _dense_mlp(shape, number) if shape.dense_layers else (0, 0)
@@ -95,7 +95,7 @@ def layer_costs(
 
 
 def around_layers(shape: ModelShape, tokens: Tokens, number: int) -> int:
-    """What lies before and after the layers: embedded tokens, rotary tables, the last norm, hidden states of
+    """What is before and after the layers: embedded tokens, rotary tables, the last norm, hidden states of
     asked tokens."""
     rotary = 2 * shape.head_dim * number
     return (
@@ -131,7 +131,7 @@ def _dense_mlp(shape: ModelShape, number: int) -> tuple[int, int]:
 
 
 def _experts(shape: ModelShape, number: int) -> tuple[int, int]:
-    """As `_dense_mlp`: each token stands in the inputs and outputs of the experts that it is sent to; 24
+    """As `_dense_mlp`: each token is in the inputs and outputs of the experts that it is sent to; 24
     bytes are indices."""
     chosen = shape.experts_per_token
     per_expert = (4 * shape.expert_intermediate + 2 * shape.hidden + 1) * number + 24

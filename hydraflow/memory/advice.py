@@ -1,5 +1,5 @@
-"""Which settings to change first when a run does not fit: each change is tried on the estimate, and counted
-by what it saves there.
+"""Suggests settings to change if a run does not fit: each change is tried on the estimate and ranked by its
+saving.
 
 In: a report that does not fit, and the facts it was made from. Out: `Advice` in the order in which to follow
 it, each on top of the ones before, until the run fits or nothing helps any more.
@@ -19,14 +19,14 @@ from hydraflow.memory.report import Advice, MemoryReport
 from hydraflow.memory.roles import Facts
 
 LEAST_SHARE = 0.005
-"""A change that saves a smaller share of what is too much is not worth a line."""
+"""Changes that save a smaller share of the excess are not listed."""
 _MOST = 8
 POLICY = "actor_rollout_ref"
 
 
 @dataclass(frozen=True)
 class Change:
-    """One override, and how much it costs the run: 1 hardly anything, 5 another kind of training."""
+    """One override and its cost for the run: from 1 (hardly anything) to 5 (another kind of training)."""
 
     key: str
     value: Any
@@ -35,7 +35,7 @@ class Change:
 
     @property
     def override(self) -> str:
-        """To paste."""
+        """The change as an override to paste."""
         value = str(self.value).lower() if isinstance(self.value, bool) else self.value
         return f"{self.key}={value}"
 

@@ -1,10 +1,10 @@
 """The memory of a planned run: by role, by group of devices and phase, and on the machines. `estimate` is the
-door of the package.
+package's entry point.
 
-In: the plan, the configuration, the model's shape, limits. Out: a `MemoryReport`. The estimate is of the
-highest moment, with every row at its longest; what a process holds after its imports (CUDA context,
-libraries) is not in a device's numbers. Roles of one process work one after another, and while one works the
-others hold what they hold at rest. Left out on purpose: what allocators keep beyond what is in use.
+In: the plan, the configuration, the model's shape, limits. Out: a `MemoryReport`. The estimate is the peak
+with every row at maximum length; the fixed costs of a process (CUDA context, libraries) are not in a device's
+numbers. Roles of one process work one after another, and the idle ones hold what they hold at rest. Left out
+on purpose: memory that allocators cache beyond what is in use.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hydraflow.memory.shape import ModelShape
 from hydraflow.schema import PPOConfig
 
 PROCESS_BYTES = 360 * 2**20
-"""What a worker process holds after its imports, on the host; measured by scripts/bench/memory.py."""
+"""Host memory of a worker process after its imports; measured by scripts/bench/memory.py."""
 
 
 def estimate(
@@ -48,7 +48,7 @@ def estimate(
 
 
 def measured(facts: Facts) -> MemoryReport:
-    """The report without advice."""
+    """The estimate itself, without advice."""
     plan, limits = facts.plan, facts.limits
     roles = tuple(role_memory(facts, name, layout) for name, layout in plan.layouts.items())
     groups = tuple(device_groups(plan.layouts, {role.role: role for role in roles}, limits.device_bytes))
@@ -80,9 +80,9 @@ def device_groups(
 
 
 def _phase(roles: list[RoleMemory], phase: str) -> int | None:
-    """The role at work at its highest moment, and the others at rest; None: none of them works in this phase.
+    """The active role at its peak, and the others at rest; None: none of them works in this phase.
 
-    Weights are sent from one role of a device to another: there both are at work.
+    Weights are sent from one role of a device to another: both are active then.
     """
     at_work = [role for role in roles if phase in role.phases]
     if not at_work:

@@ -1,4 +1,4 @@
-"""What one rank of the FSDP2 engine holds, at the moments of a pass at which most exists.
+"""Memory of one rank of the FSDP2 engine at the peak of each pass.
 
 In: a model's shape, how it is sharded, a micro-batch. Out: `Parts` per phase. Follows `engine/fsdp/` and
 torch's fully_shard: units are the layers (those below `min_num_params` belong to the root) and the root
@@ -70,7 +70,7 @@ class Sharded:
         return Parts(weights=weights, optimizer=moments)
 
     def forward(self, tokens: Tokens, *, entropy: bool) -> Parts:
-        """A pass that only computes: either a layer is at work, or the head."""
+        """A forward-only pass: the larger of a layer's and the head's computation."""
         costs = layer_costs(self.shape, tokens, self.types.compute)
         around = around_layers(self.shape, tokens, self.types.compute)
         layer = Parts(gathered=self._gathered(3), activations=around + costs.forward)
@@ -200,8 +200,7 @@ class Sharded:
         return Parts(gathered=self.types.compute * self.units.root * min(2, self.ranks))
 
     def _gathered(self, layers: int) -> int:
-        """The root and so many copies of a layer: as itself, as it arrives, as the one before still waits to
-        be freed."""
+        """The root and that many copies of a layer: in use, arriving, and the previous one not freed yet."""
         units, number = self.units, self.types.compute
         copies = min(layers, 1) if self.ranks == 1 else layers
         if not self.reshard:

@@ -1,9 +1,8 @@
-"""What a generation engine holds on one device: weights, key-value cache, and what one step of decoding
-needs.
+"""Memory of a generation engine on one device: weights, key-value cache, and one decoding step.
 
 In: a model's shape, sequences and their lengths, the engine's settings. Out: `Parts` per phase. The native
-engine is followed as `generation/cache.py`, `decode.py` and `sampling.py` allocate; vLLM takes the share of
-the device that it is told to take.
+engine is modelled on the allocations of `generation/cache.py`, `decode.py` and `sampling.py`; vLLM takes the
+configured share of the device.
 """
 
 from __future__ import annotations
@@ -85,11 +84,11 @@ class Vllm:
     """rollout.gpu_memory_utilization"""
     device_bytes: int | None
     shared: bool
-    """Sleeps, and holds nothing, while training roles of the same devices work."""
+    """Whether it sleeps, and holds nothing, while training roles of the same devices work."""
 
     @property
     def weights(self) -> int:
-        """On each device."""
+        """Bytes of the weights on each device."""
         return self.shape.parameters * self.number // (self.tensor * self.pipeline)
 
     @property

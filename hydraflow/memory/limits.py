@@ -1,5 +1,4 @@
-"""How much memory there is, and in which types the devices compute: of the machines that `cluster.*`
-describes, or of this one.
+"""Memory and compute dtypes of the machines that `cluster.*` describes, or of this one.
 
 In: the configuration, and /proc of this machine where the configuration is silent. Out: `Limits`. No torch:
 the memory of a GPU of this machine is not looked up, so without `cluster.device_memory_gib` it is not known.
@@ -53,7 +52,7 @@ class Types:
 
     @classmethod
     def of(cls, fsdp: FSDPConfig, limits: Limits) -> Types:
-        """As `engine/fsdp/build.py` resolves them."""
+        """The sizes for a model's configuration, resolved as in `engine/fsdp/build.py`."""
         kept, compute, reduced = (
             limits.bytes_of(name) for name in (fsdp.model_dtype, fsdp.dtype, fsdp.reduce_dtype)
         )
@@ -63,7 +62,7 @@ class Types:
 
 
 def limits_of(config: PPOConfig) -> Limits:
-    """What `cluster.*` says, and where it is silent what this machine has.
+    """The limits in `cluster.*`, and for unset keys those of this machine.
 
     >>> config = PPOConfig()
     >>> config.cluster.device, config.cluster.device_memory_gib = "H100", 80
@@ -74,8 +73,7 @@ def limits_of(config: PPOConfig) -> Limits:
 
 
 def machine_limits(trainer: RunConfig, cluster: ClusterConfig) -> Limits:
-    """The same for commands whose configuration describes no machines: `ClusterConfig()` stands for this
-    one."""
+    """The same for commands whose configuration describes no machines: `ClusterConfig()` means this one."""
     device_type = _device_type(trainer, cluster)
     elsewhere = device_type != "cpu" and not listed_gpus()
     host = cluster.host_memory_gib * GIB if cluster.host_memory_gib else None if elsewhere else host_memory()

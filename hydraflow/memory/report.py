@@ -1,5 +1,4 @@
-"""What the memory estimate says: bytes by role, part, phase and device, whether they fit, and what to change
-first.
+"""The result of the memory estimate: bytes by role, part, phase and device, whether they fit, and advice.
 
 In: numbers from `memory/estimate.py`. Out: dataclasses for tables and JSON, and sizes as text. All sizes are
 bytes.
@@ -14,12 +13,12 @@ from typing import Any, ClassVar
 from hydraflow.memory.limits import Limits
 
 PHASES = ("sample", "log_probs", "update", "sync")
-"""What the roles of a device do one after another in a step."""
+"""Phases of a step, in which the roles of a device work one after another."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Bytes on one device, by what they hold; `host` are bytes in host memory for that device."""
+    """Bytes on one device by purpose; `host` is host memory used for that device."""
 
     weights: int = 0
     gradients: int = 0
@@ -34,7 +33,7 @@ class Parts:
 
     @property
     def total(self) -> int:
-        """Bytes on the device."""
+        """Sum of the bytes on the device, without `host`."""
         return sum(self.on_device().values())
 
     def on_device(self) -> dict[str, int]:
@@ -61,7 +60,7 @@ class RoleMemory:
     resting: Parts
     """While other roles work."""
     phases: Mapping[str, Parts]
-    """At the highest moment of each phase in which the role works."""
+    """The peak of each phase in which the role works."""
 
     @property
     def peak_phase(self) -> str:
@@ -70,17 +69,17 @@ class RoleMemory:
 
     @property
     def peak(self) -> Parts:
-        """Its highest moment."""
+        """The parts at the role's peak."""
         return self.phases[self.peak_phase]
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes at its highest moment, by what they hold."""
+        """Bytes at its peak, by purpose."""
         return self.peak.on_device()
 
     @property
     def total(self) -> int:
-        """Bytes at its highest moment."""
+        """Bytes at its peak."""
         return self.peak.total
 
     @property
@@ -98,7 +97,7 @@ class DeviceGroup:
     count: int
     roles: tuple[str, ...]
     phases: Mapping[str, int]
-    """Phase -> bytes on each device: of the role at work, and of those that rest."""
+    """Phase -> bytes on each device: of the active role, and of the idle ones."""
     limit: int | None
     """Bytes of one device; None: not known, or processes share the machine's memory."""
 
@@ -123,18 +122,18 @@ class HostMemory:
     """Memory of the fullest machine."""
 
     load: int
-    """What the processes that read model files hold of them at one time."""
+    """Bytes of model files that the processes reading them hold at one time."""
     load_text: str
     """How models are loaded, in a sentence."""
     offload: int
-    """What roles keep here for their devices."""
+    """Bytes that roles offload from their devices."""
     processes: int
     """Worker processes after their imports."""
     running: int
     """On CPUs: what the processes hold in the fullest phase; otherwise 0."""
     limit: int | None
     rows: int = 0
-    """What the object store holds of a step's trajectories, all of the greatest length."""
+    """Bytes of a step's trajectories in the object store, all of maximum length."""
 
     @property
     def total(self) -> int:
@@ -163,7 +162,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """The whole estimate."""
+    """The memory estimate of a run: roles, devices, machine and advice."""
 
     limits: Limits
     roles: tuple[RoleMemory, ...]
@@ -177,10 +176,10 @@ class MemoryReport:
     def fits(self) -> bool | None:
         """Whether devices and machines hold it; None: a limit is not known and none that is known is
         broken."""
-        told = [self.host.fits, *(group.fits for group in self.groups if self.limits.device_type != "cpu")]
-        if any(one is False for one in told):
+        fits = [self.host.fits, *(group.fits for group in self.groups if self.limits.device_type != "cpu")]
+        if any(one is False for one in fits):
             return False
-        return None if any(one is None for one in told) else True
+        return None if any(one is None for one in fits) else True
 
     @property
     def missing(self) -> tuple[str, int]:
@@ -196,7 +195,7 @@ class MemoryReport:
         return max(0, self.missing[1] - sum(one.saves for one in self.advice))
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, for machines."""
+        """The report as JSON values."""
         roles = [{**asdict(one), "peak_phase": one.peak_phase, "total": one.total} for one in self.roles]
         groups = [
             {**asdict(one), "peak": one.peak, "peak_phase": one.peak_phase, "fits": one.fits}
@@ -208,7 +207,7 @@ class MemoryReport:
 
 
 def size_text(size: float) -> str:
-    """Bytes for people, in powers of 1024 and three digits.
+    """Bytes in human-readable form, in powers of 1024 with three digits.
 
     >>> size_text(123456789), size_text(7.41 * 2**30), size_text(900)
     ('118 MiB', '7.41 GiB', '900 B')

@@ -24,7 +24,7 @@ from hydraflow.models.config import ModelConfig
 from hydraflow.schema import PPOConfig
 
 BUCKET_BYTES = 64 * 2**20
-"""engine/fsdp/gather.py: full tensors that are gathered together for whoever samples."""
+"""engine/fsdp/gather.py: full tensors that are gathered together for the generation engine."""
 
 
 @dataclass(frozen=True)

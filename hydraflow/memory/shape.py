@@ -48,7 +48,7 @@ class ModelShape:
     dense_layers: int = 0
     """Layers without experts; of a dense model all."""
     notes: tuple[str, ...] = ()
-    """What was assumed."""
+    """Assumptions, as sentences for the user."""
 
     @property
     def q_width(self) -> int:
@@ -108,7 +108,7 @@ class ModelShape:
 
     @property
     def sparse_layers(self) -> int:
-        """Layers with experts."""
+        """Number of layers with experts."""
         return self.layers - self.dense_layers
 
     @property
@@ -131,7 +131,7 @@ class ModelShape:
 
     @property
     def largest_tensor(self) -> int:
-        """Numbers in the largest single tensor; the experts of a layer lie in two."""
+        """Numbers in the largest single tensor; the experts of a layer are stored in two."""
         matrices = [
             self.vocabulary,
             self.q_width,
@@ -189,7 +189,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def read_shape(model: ModelSourceConfig, *, field: str = "actor_rollout_ref.model") -> ModelShape | None:
-    """The shape of a model whose directory is on this machine, or whose sizes stand in `override_config`;
+    """The shape of a model whose directory is on this machine, or whose sizes are in `override_config`;
     None: neither.
 
     Raises ConfigError for a config.json that cannot be read or lacks sizes.

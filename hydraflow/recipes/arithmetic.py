@@ -43,10 +43,10 @@ FORMAT = 2
 """Raised when the problems or the model's shape change, so that kept folders of older versions are not
 used."""
 LOCK_SECONDS = 900.0
-"""How long a run waits for another one that makes the same assets."""
+"""Seconds that a run waits for another one that makes the same assets."""
 KEY = "recipe.cache_dir"
 REHEARSED = 64
-"""Problems that stand for all of them in a rehearsal: they differ in their digits only."""
+"""Number of problems in a rehearsal: a few represent all, because they differ only in their digits."""
 LEAST_ACCURACY = 0.3
 """Below it the reward of most groups is 0 throughout, and a warning says so."""
 
@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ArithmeticAssets:
-    """What the recipe made."""
+    """Files and model of the recipe."""
 
     train: Path
     val: Path
@@ -63,8 +63,8 @@ class ArithmeticAssets:
 
 
 def cache_folder(recipe: RecipeConfig, seed: int) -> Path:
-    """Where the assets of these parameters are kept. ConfigError where the home folder would be it and nobody
-    knows which that is."""
+    """Where the assets of these parameters are kept. ConfigError if that is the home folder and it cannot be
+    found."""
     facts = {name: value for name, value in asdict(recipe).items() if name != "cache_dir"}
     facts |= {
         "seed": seed,
@@ -148,7 +148,7 @@ def prepare(
     long.
     """
     folder = cache_folder(recipe, seed)
-    if is_made(folder):  # by somebody else, maybe: what is only read need not be locked
+    if is_made(folder):  # perhaps by another user: reading needs no lock
         return _assets(folder, folder / "model")
     folder.mkdir(parents=True, exist_ok=True)
     try:

@@ -1,4 +1,4 @@
-"""Configuration of the embedded recipes: data and models that are made on the spot. Standard library only."""
+"""Configuration of the embedded recipes, which generate data and train a model. Standard library only."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """python -m hydraflow.report RUN [RUN2 ...] [--output FILE]: one HTML page that needs nothing but itself.
 
-In: run folders, also of runs that are under way or were cut off. Out: curves, phase times, samples,
+In: run folders, also of runs that are in progress or were interrupted. Out: curves, phase times, samples,
 configuration with origins, plan, faults and versions; with several runs side by side, and what differs
 between them. Exit code 2 for a folder that holds no run.
 """
@@ -18,7 +18,7 @@ from hydraflow.system.printing import make_printable
 from hydraflow.system.whole_files import replacing
 
 MOST_RUNS = 32
-"""Lines that can be told apart: eight colours, each drawn in four ways."""
+"""Number of distinguishable lines: eight colours, each in four styles."""
 NAME = "report.html"
 
 
@@ -47,7 +47,7 @@ def _report(folders: Sequence[str], output: str | None) -> int:
     from hydraflow.report.page import render
     from hydraflow.report.reading import read_run
 
-    began = time.monotonic()
+    started = time.monotonic()
     if len(folders) > MOST_RUNS:
         raise ConfigError.one(
             "RUN", f"{len(folders)} folders", f"a page shows at most {MOST_RUNS} runs", "name fewer folders"
@@ -64,7 +64,7 @@ def _report(folders: Sequence[str], output: str | None) -> int:
         raise ConfigError.one(
             "--output", target, f"cannot be written ({error.strerror})", "--output <another file>"
         ) from error
-    print(f"{target}: {len(page.encode()) / 1000:.0f} kB, {time.monotonic() - began:.2f} s")
+    print(f"{target}: {len(page.encode()) / 1000:.0f} kB, {time.monotonic() - started:.2f} s")
     return 0
 
 

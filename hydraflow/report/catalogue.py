@@ -1,4 +1,4 @@
-"""What metrics are called on the page, in which unit, and where they stand.
+"""Titles, units and groups of metrics on the page.
 
 In: a metric's name. Out: its title, unit and group. A name that is not listed is shown as it is, in the group
 of its prefix.
@@ -76,7 +76,7 @@ _ROWS = (
     ("Lengths", "response_length/mean", "Response length, mean", "tokens"),
     ("Lengths", "response_length/max", "Response length, greatest", "tokens"),
     ("Lengths", "response_length/min", "Response length, least", "tokens"),
-    ("Lengths", "response_length/clip_ratio", "Responses cut off at the limit", "share of responses"),
+    ("Lengths", "response_length/clip_ratio", "Responses truncated at the limit", "share of responses"),
     ("Lengths", "prompt_length/mean", "Prompt length, mean", "tokens"),
     ("Lengths", "prompt_length/max", "Prompt length, greatest", "tokens"),
     (
@@ -94,7 +94,7 @@ _ROWS = (
     ("Speed", "perf/throughput", "Throughput", "tokens per second and device"),
     ("Speed", "timing_s/step", "Time of a step", "seconds"),
     ("Speed", "perf/total_num_tokens", "Tokens of a step", "tokens"),
-    ("Speed", "perf/dispatch_share", "Time without a worker at work", "share of the step"),
+    ("Speed", "perf/dispatch_share", "Time without a running worker", "share of the step"),
     ("Speed", "perf/controller_bytes_per_trajectory", "Through the controller", "bytes per trajectory"),
     ("Faults", "reward/failed_rows", "Rows without a score", "rows"),
     ("Faults", "actor/skipped_steps", "Skipped optimizer steps of the actor", "optimizer steps"),

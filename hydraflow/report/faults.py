@@ -48,11 +48,11 @@ def ending(run: Run) -> Ending:
         weight = FINE if why == DONE else NOTABLE if is_orderly(why) else SERIOUS
         return Ending(weight, "done" if why == DONE else "stopped" if weight == NOTABLE else "failed", why)
     written = f"; last written {_when(run.last_written)}" if run.last_written else ""
-    return Ending(NOTABLE, "no end noted", f"it is under way, or was cut off without a word{written}")
+    return Ending(NOTABLE, "no end noted", f"it is still running, or was killed{written}")
 
 
 def findings(run: Run) -> list[Finding]:
-    """All there is to tell, the ending first."""
+    """All findings, the ending first."""
     end = ending(run)
     found = [
         Finding(
@@ -72,19 +72,19 @@ def _requeue(run: Run) -> Iterator[Finding]:
         note = {}
     if isinstance(note, dict):
         why = public_text(str(note.get("why", "")))
-        yield Finding(NOTABLE, f"Waits to go on after step {note.get('step', '?')}", why)
+        yield Finding(NOTABLE, f"Waits to resume after step {note.get('step', '?')}", why)
 
 
 def _starts(run: Run) -> Iterator[Finding]:
     for number, start in enumerate(run.starts[1:], 2):
         detail = f"{start.get('started', 'time unknown')} on {start.get('host', 'an unknown host')}"
-        yield Finding(NOTABLE, f"Start {number}: went on after step {start.get('after_step', '?')}", detail)
+        yield Finding(NOTABLE, f"Start {number}: resumed after step {start.get('after_step', '?')}", detail)
     restarts = run.columns.get("training/restarts")
     if restarts is not None and _largest(restarts) > 0:
         count = int(_largest(restarts))
         yield Finding(
             SERIOUS,
-            f"Went on by itself after a worker failed, {_times(count)} in one start",
+            f"Restarted by itself after a worker failed, {_times(count)} in one start",
             "metric training/restarts",
         )
 
@@ -129,7 +129,7 @@ def _not_finite(run: Run) -> Iterator[Finding]:
 def _checkpoints(run: Run) -> Iterator[Finding]:
     for path in sorted(run.folder.glob("*.damaged*")):
         yield Finding(
-            SERIOUS, f"Damaged checkpoint: {path.name}", "it was passed over; an older one was taken"
+            SERIOUS, f"Damaged checkpoint: {path.name}", "it was skipped, and an older one was used"
         )
     for path in sorted(run.folder.glob("*.unfinished")):
         yield Finding(
@@ -146,7 +146,7 @@ def _checkpoints(run: Run) -> Iterator[Finding]:
 
 def _set_aside(run: Run) -> Iterator[Finding]:
     for path in sorted(run.folder.glob("earlier-*")):
-        yield Finding(FINE, f"An earlier run of this folder lies in {path.name}/")
+        yield Finding(FINE, f"An earlier run of this folder was moved to {path.name}/")
     if run.missing_steps:
         yield Finding(
             NOTABLE, f"metrics.jsonl has no line for {run.missing_steps} steps between its first and its last"

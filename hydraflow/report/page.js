@@ -1,4 +1,4 @@
-// Draws the curves and the phase times of the page from the data that stand in it. Text only ever goes in as text.
+// Draws the curves and the phase times of the page from the data in it. Text only ever goes in as text.
 "use strict";
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
@@ -168,8 +168,8 @@
     const chart = data.charts[Number(figure.dataset.chart)];
     const plot = figure.querySelector(".plot");
     plot.replaceChildren();
-    const told = chart.curves.map((one) => (data.runs.length > 1 ? `${data.runs[one.run]}: ${ends(one)}` : ends(one)));
-    const svg = make("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", tabindex: "0", "aria-label": `${chart.title}. ${told.join(". ")}` }, plot);
+    const summaries = chart.curves.map((one) => (data.runs.length > 1 ? `${data.runs[one.run]}: ${ends(one)}` : ends(one)));
+    const svg = make("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", tabindex: "0", "aria-label": `${chart.title}. ${summaries.join(". ")}` }, plot);
     const box = limits(chart.curves);
     const scale = frame(svg, box, WIDTH);
     for (const one of chart.curves) {
@@ -192,7 +192,7 @@
       }
       return data.axes[longest.x][axis][i];
     }, data.axes[longest.x][axis]);
-    html("p", "last", plot, data.runs.length > 1 ? "" : told[0]);
+    html("p", "last", plot, data.runs.length > 1 ? "" : summaries[0]);
   };
 
   const phaseNames = [...new Set(data.phases.flatMap((one) => (one.parts || []).map((part) => part.name)))];

@@ -1,7 +1,7 @@
-"""The page itself: one file with its styles, its script and its data, and nothing from elsewhere.
+"""The page itself: one self-contained file with its styles, script and data.
 
 In: runs. Out: HTML. Whatever comes from a run (samples above all) is text: the template escapes it, the data
-are escaped for where they stand, and the page forbids by its own policy every script but this one and every
+are escaped for their context, and the page forbids by its own policy every script but this one and every
 request. Left out on purpose: numbers and words, which the other files of this folder make.
 """
 
@@ -164,7 +164,7 @@ def constant_value(curves: Sequence[dict[str, Any]]) -> str | None:
 
 
 def thinned(spans_used: Iterable[int], most: int) -> str:
-    """What the page says of points that stand for several steps; empty where none does."""
+    """The page's note on points that represent several steps; empty if there are none."""
     widths = sorted(width for width in spans_used if width > 1)
     if not widths:
         return ""

@@ -1,4 +1,4 @@
-"""A run folder, read as far as it can be read: runs that are under way, were cut off, or were damaged.
+"""Reads a run folder as far as possible: of runs that are in progress, were interrupted, or are damaged.
 
 In: a folder. Out: a `Run`: columns of metrics, summary, configuration, plan, starts, samples, and what could
 not be read. Left out on purpose: judging (`faults.py`) and drawing (`page.py`). ConfigError only for a folder
@@ -42,7 +42,7 @@ class Column:
 
 @dataclass(eq=False)
 class Run:
-    """What a folder told."""
+    """The contents of a run folder."""
 
     name: str
     folder: Path
@@ -210,7 +210,7 @@ def _yaml(run: Run) -> dict[str, Any]:
     try:
         text = file.read_text(encoding="utf-8", errors="replace")
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
-            # a few of them can stand for more than a page can hold
+            # a few of them can expand to more than a page can hold
             raise ValueError("has YAML aliases (*name), which no run writes")
         found = yaml.safe_load(text)
         if _is_deep(found):

@@ -37,7 +37,7 @@ class Axes:
 
     known: dict[tuple[bytes, bytes, int], int] = field(default_factory=dict)
     listed: list[dict[str, Any]] = field(default_factory=list)
-    """`s`: steps, `t`: minutes, `w`: steps that a point stands for."""
+    """`s`: steps, `t`: minutes, `w`: steps that a point represents."""
 
     def place(self, steps: Numbers, seconds: Numbers, width: int) -> int:
         """The number of these positions."""
@@ -55,7 +55,7 @@ class Spans:
     starts: Numbers
     """Index of each span's first point."""
     width: int
-    """Steps of a span; 1: every point stands for itself."""
+    """Steps of a span; 1: every point is a single step."""
 
 
 def spans_of(steps: Numbers, most: int) -> Spans:
@@ -73,7 +73,7 @@ def spans_of(steps: Numbers, most: int) -> Spans:
 
 
 def curve(column: Column, axes: Axes, most: int) -> dict[str, Any]:
-    """`x`: number of its axis, `y`: values, with `lo` and `hi` where a point stands for several; null where
+    """`x`: number of its axis, `y`: values, with `lo` and `hi` where a point represents several; null where
     none is finite."""
     spans = spans_of(column.steps, most)
     finite = np.isfinite(column.values)

@@ -149,7 +149,7 @@ def phases(run: Run, axes: Axes, most: int) -> tuple[dict[str, Any], list[dict[s
 
 
 def configuration(run: Run) -> list[dict[str, Any]]:
-    """Every key with value and origin; `set`: somebody chose it."""
+    """Every key with value and origin; `set`: it is not a default."""
     rows = sorted(run.settings.items())
     return [
         {"key": key, "value": value, "origin": origin, "set": origin not in ("default", "")}
@@ -160,10 +160,10 @@ def configuration(run: Run) -> list[dict[str, Any]]:
 def differences(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Keys whose values are not the same in all runs that have a configuration; a run without the key shows
     none."""
-    told = [run for run in runs if run.settings]
-    if len(told) < 2:
+    known = [run for run in runs if run.settings]
+    if len(known) < 2:
         return []
-    keys = sorted({key for run in told for key in run.settings})
+    keys = sorted({key for run in known for key in run.settings})
     rows = []
     for key in keys:
         values = [run.settings[key][0] if key in run.settings else NO_VALUE for run in runs]
@@ -181,8 +181,8 @@ def plan(run: Run) -> tuple[list[dict[str, str]], list[str]]:
     rows = [row for row in quantities if isinstance(row, dict)] if isinstance(quantities, list) else []
     names = ("name", "value", "unit", "formula", "provenance")
     notes = run.plan.get("notes")
-    told = [{name: _text(row.get(name, "")) for name in names} for row in rows]
-    return told, [_text(note) for note in notes] if isinstance(notes, list) else []
+    lines = [{name: _text(row.get(name, "")) for name in names} for row in rows]
+    return lines, [_text(note) for note in notes] if isinstance(notes, list) else []
 
 
 def versions(runs: Sequence[Run]) -> list[dict[str, Any]]:

@@ -1,2 +1,2 @@
-"""Jobs on a Slurm cluster: `python -m hydraflow.slurm submit`, and what the job's scripts ask on its
+"""Jobs on a Slurm cluster: `python -m hydraflow.slurm submit`, and the commands that its scripts call on the
 nodes."""

@@ -1,7 +1,7 @@
 """python -m hydraflow.slurm submit [options] -- [key=value ...]: a run as a job of a Slurm cluster.
 
-Also what the scripts of a job ask on its nodes (scripts/slurm/): `check`, `start`, `await`, `lost`. Imports
-neither torch nor Ray, but for the last two, which talk to a running cluster.
+Also the commands that a job's scripts (scripts/slurm/) call on its nodes: `check`, `start`, `await`, `lost`.
+Imports neither torch nor Ray, except for the last two, which talk to a running cluster.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hydraflow.slurm.ray_node import ADDRESS, FACTS, job_nodes, start
 from hydraflow.slurm.submit import submit
 
 FAILED = "failed"
-"""Folder in which a node that cannot start Ray says so, in a file of its name."""
+"""Folder in which a node that cannot start Ray writes the reason, in a file of its name."""
 
 
 def _submit(words: Sequence[str]) -> int:
@@ -27,7 +27,7 @@ def _submit(words: Sequence[str]) -> int:
 
 
 def _check(words: Sequence[str]) -> int:
-    """check FOLDER JOB [arguments]: writes the facts of a run, or says what is wrong with it."""
+    """check FOLDER JOB [arguments]: writes the facts of a run, or reports what is wrong with it."""
     folder, job, *arguments = words
     return check(job, arguments, write_to=Path(folder) / FACTS)
 
@@ -48,9 +48,10 @@ def _await(words: Sequence[str]) -> int:
     seconds = float(Facts.from_shell((folder / FACTS).read_text()).start_timeout)
 
     def ended() -> str | None:
-        told = sorted((folder / FAILED).glob("*")) if (folder / FAILED).is_dir() else []
+        failed = sorted((folder / FAILED).glob("*")) if (folder / FAILED).is_dir() else []
         return (
-            "; ".join(f"{file.name}: {file.read_text().strip() or 'its Ray ended'}" for file in told) or None
+            "; ".join(f"{file.name}: {file.read_text().strip() or 'its Ray ended'}" for file in failed)
+            or None
         )
 
     await_nodes(await_head(folder / ADDRESS, nodes[0], seconds), nodes, seconds, ended=ended)

@@ -1,9 +1,8 @@
-"""What a job's nodes must know of its configuration: composed and compared with what Slurm gave, before
-anything starts.
+"""The parts of the configuration that a job's nodes need, checked against the allocation before anything
+starts.
 
-In: the arguments of main_ppo, main_sft or main_generate, and Slurm's variables. Out: `Facts`, as lines that a
-shell can read; or every contradiction between configuration, batch plan and allocation at once, with exit
-code 2.
+In: the arguments of main_ppo, main_sft or main_generate, and Slurm's variables. Out: `Facts`, as lines for a
+shell; or every contradiction between configuration, batch plan and allocation at once, with exit code 2.
 """
 
 from __future__ import annotations
@@ -36,15 +35,14 @@ JOBS: dict[str, tuple[type[Config], tuple[Judge, ...]]] = {
     "sft": (SFTConfig, (judge_sft, missing_for_sft)),
     "generate": (GenerateConfig, (missing_for_generate,)),
 }
-"""Name -> what its arguments compose to, and what is said against that: a job that waits in a queue had
-better not miss a file."""
+"""Job -> its schema and checks; missing files are checked as well, before the job waits in a queue."""
 AFTERWARDS = ["ray_init.address=auto"]
 """The job starts a cluster before the command runs."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What the scripts read."""
+    """The facts that the job's scripts read."""
 
     nodes: int
     """Machines that the run uses."""
@@ -57,11 +55,10 @@ class Facts:
     start_timeout: int
     """Seconds that nodes may take to join."""
     goes_on: int = 0
-    """1: the run was begun by an earlier start of this job, which trainer.resume_mode=disable must not throw
-    away."""
+    """1: an earlier start of this job began the run, so trainer.resume_mode=disable must not discard it."""
 
     def to_shell(self) -> str:
-        """One assignment a line."""
+        """The facts as shell assignments, one a line."""
         return "".join(
             f"HF_{name.upper()}={shlex.quote(str(value))}\n" for name, value in asdict(self).items()
         )
@@ -81,23 +78,24 @@ class Facts:
 
 
 def check(job: str, arguments: Sequence[str], *, write_to: Path | None = None) -> int:
-    """Composes, plans and compares; returns the exit code. The facts go to `write_to`."""
+    """Composes, plans and checks against the allocation; returns the exit code. Writes the facts to
+    `write_to`."""
     schema, judges = JOBS[job]
 
-    def tell(config: Config, command: Command) -> None:
+    def write(config: Config, command: Command) -> None:
         if write_to is not None:
             write_to.write_text(facts_of(config, allocation()).to_shell())
 
     given = sys.argv[1:]
     try:
         sys.argv[1:] = [*arguments, *AFTERWARDS]
-        return launch(job, schema, tell, judges=judges)
+        return launch(job, schema, write, judges=judges)
     finally:
         sys.argv[1:] = given
 
 
 def facts_of(config: Config, given: Allocation | None) -> Facts:
-    """What the nodes must know; `given` is what Slurm gave."""
+    """The facts for the nodes; `given`: Slurm's allocation."""
     trainer = config.trainer
     on_cpus = trainer.device == "cpu"
     gpus = given.gpus if given else None
@@ -116,14 +114,14 @@ def facts_of(config: Config, given: Allocation | None) -> Facts:
 
 
 def _goes_on(config: Config, folder: str, given: Allocation | None) -> bool:
-    """`disable` means the runs before this job: what the job itself did before it was put back counts."""
+    """`disable` refers to runs before this job: a requeued job still resumes from its own checkpoint."""
     if isinstance(config, GenerateConfig) or config.trainer.resume_mode != "disable" or given is None:
         return False
     return any(start.get(SLURM_JOB) == given.job for start in RunFolder(Path(folder)).starts())
 
 
 def _run_folder(config: PPOConfig | SFTConfig, given: Allocation | None) -> str:
-    """A job that is put back into the queue must find its own folder again, and no other job's."""
+    """A requeued job must find its own folder again, not that of another job."""
     named = config.trainer.default_local_dir
     own = RUNS / f"{slug(config.trainer.experiment_name)}-job{given.job if given else '0'}"
     return str(Path(named or own).expanduser().absolute())

@@ -1,4 +1,4 @@
-"""The options of `python -m hydraflow.slurm submit`, and what is wrong with them.
+"""The options of `python -m hydraflow.slurm submit`, and their checks.
 
 In: a command line. Out: a `Submission`, or one ConfigError with every mistake.
 """
@@ -18,7 +18,7 @@ from hydraflow.errors import ConfigError, Problem
 
 SEPARATOR = "--"
 CORES_PER_GPU, CORES_WITHOUT = 8, 4
-"""Cores that are asked for on each node where the user says nothing: Slurm's own default is one."""
+"""Default number of cores per GPU to request; Slurm's own default is one core per task."""
 _TIME = re.compile(r"\d+(-\d+(:\d+){0,2}|(:\d+){0,2})")
 _SIZE = re.compile(r"\d+[KMGT]?")
 _CONTAINER = re.compile(r"(apptainer|pyxis):.+")
@@ -28,7 +28,7 @@ _OPTION = re.compile(r"--[a-z][a-z0-9-]*(=.*)?")
 
 @dataclass
 class Submission:
-    """One job, as it was asked for."""
+    """One job, as the user requested it."""
 
     job: str = "ppo"
     nodes: int = 1
@@ -52,7 +52,7 @@ class Submission:
     dry_run: bool = False
     wait: bool = False
     arguments: list[str] = field(default_factory=list)
-    """Of main_ppo, main_sft or main_generate."""
+    """Arguments of main_ppo, main_sft or main_generate."""
 
     @property
     def cores(self) -> int | None:
@@ -63,12 +63,12 @@ class Submission:
 
     @property
     def name(self) -> str:
-        """What Slurm calls the job."""
+        """The job's name in Slurm."""
         return self.job_name or f"hydraflow-{self.job}"
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in the words of the other commands."""
+    """Raises ConfigError in place of argparse's own messages."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError.one(
@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m hydraflow.slurm submit",
         description=(
-            "Checks a run against what is asked of Slurm, fills examples/slurm/ppo.sbatch and submits it."
+            "Checks a run against the requested allocation, fills examples/slurm/ppo.sbatch and submits it."
         ),
         usage="%(prog)s [options] -- [key=value ...]",
         argument_default=argparse.SUPPRESS,
@@ -143,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
         help="another option of sbatch, such as --sbatch=--reservation=x",
     )
     add("--multirun", action="store_true", help="key=a,b: a job array with a job for each combination")
-    add("--wait", action="store_true", help="come back when the job has ended, with its exit code")
+    add("--wait", action="store_true", help="return when the job has ended, with its exit code")
     add("--dry-run", action="store_true", help="print the batch script and submit nothing")
     return parser
 
@@ -193,8 +193,8 @@ def _problems(given: Submission) -> Iterator[Problem]:
     limit = _seconds(given.time) if given.time and _TIME.fullmatch(given.time) else 0
     if 0 < limit <= given.warning:
         rule = (
-            f"the job would be told to save {given.warning} s before its end (--warning), so at its very"
-            " beginning"
+            f"the job would be asked to save {given.warning} s before its end (--warning), so right after"
+            " its start"
         )
         yield Problem(
             f"--time {given.time}",

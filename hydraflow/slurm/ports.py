@@ -20,12 +20,12 @@ from hydraflow.errors import EnvironmentFault
 
 LOWEST, HIGHEST = 20000, 65535
 RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-"""Ports that the system hands out to whoever asks for any."""
+"""Ephemeral ports, which the system assigns to programs that do not ask for a certain one."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """Ports that nobody else gets."""
+    """Ports that are reserved for this process."""
 
     ports: Sequence[int]
     locks: Sequence[socket.socket]
@@ -40,15 +40,15 @@ class Held:
             held.close()
 
     def release(self) -> None:
-        """Gives everything back."""
+        """Releases ports and locks."""
         self.open_up()
         for lock in self.locks:
             lock.close()
 
 
 def hold(count: int, candidates: Sequence[int] | None = None) -> Held:
-    """So many ports that are free on every address of this machine. EnvironmentFault when there are not so
-    many.
+    """Reserves `count` ports that are free on every address of this machine. EnvironmentFault if there are
+    fewer.
 
     >>> held = hold(2)
     >>> len(set(held.ports)), held.ports[0] in hold(1, candidates=[*held.ports, held.ports[0] + 1]).ports

@@ -1,5 +1,5 @@
-"""Starts Ray on one node of a job: this process becomes `ray start --block`, so that whoever ends it ends
-exactly this Ray.
+"""Starts Ray on one node of a job: this process becomes `ray start --block`, so that ending it ends exactly
+this Ray.
 
 In: the job's folder, Slurm's variables, the facts of the job. Out: a file `address` in the folder (first
 node), and Ray. The other nodes wait for that file and for the port behind it, with a limit that says what it
@@ -32,26 +32,26 @@ DEFAULTS = {
     "RAY_health_check_period_ms": "3000",
     "RAY_health_check_timeout_ms": "6000",
     "RAY_health_check_failure_threshold": "4",
-    # A node whose head is gone ends after so many seconds, not after 60.
+    # A node whose head is gone ends after this many seconds instead of 60.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "30",
-    # Nothing is left to finish when Ray is told to end; it would wait for half a minute.
+    # Nothing is left to finish when Ray is asked to stop; it would wait for half a minute.
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
 }
 """Ray's settings, where the user's environment says nothing else."""
 
 
 def own_name(environ: Mapping[str, str] = os.environ) -> str:
-    """What Slurm calls this node."""
+    """Slurm's name of this node."""
     return environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def job_nodes(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """What Slurm calls the nodes of the job; the first is where Ray's head runs."""
+    """Slurm's names of the job's nodes; Ray's head runs on the first."""
     return node_names(environ.get("SLURM_JOB_NODELIST", "")) or [own_name(environ)]
 
 
 def start(folder: Path, temporary: Path, *, dashboard: bool) -> None:
-    """Becomes Ray; returns never. EnvironmentFault when the head does not come, ConfigError for a wrong
+    """Becomes Ray; never returns. EnvironmentFault if the head does not start, ConfigError for a wrong
     interface."""
     nodes = job_nodes()
     head = own_name() == nodes[0]
@@ -133,22 +133,22 @@ def _interface(own: str) -> dict[str, str]:
 
 
 def await_head(file: Path, head: str, seconds: float = 300.0) -> str:
-    """The address in `file`, once something listens there. EnvironmentFault after so many seconds."""
+    """The address in `file`, once something listens there. EnvironmentFault after `seconds`."""
     deadline = time.monotonic() + seconds
-    told, reason = "", "it wrote no address"
+    address, reason = "", "it wrote no address"
     while time.monotonic() < deadline:
-        told = file.read_text().strip() if file.is_file() else ""
-        if told:
-            reason = _closed(told)
+        address = file.read_text().strip() if file.is_file() else ""
+        if address:
+            reason = _closed(address)
             if not reason:
-                return told
+                return address
         time.sleep(0.5)
-    where = f"{head} at {told}" if told else head
+    where = f"{head} at {address}" if address else head
     raise EnvironmentFault(f"{own_name()}: waited {seconds:g} s for Ray's head on {where}: {reason}")
 
 
 def _closed(address: str) -> str:
-    """Why nothing can be reached there; empty: something can."""
+    """Why the address cannot be reached; empty: it can."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=5).close()
@@ -158,6 +158,6 @@ def _closed(address: str) -> str:
 
 
 def _write(file: Path, text: str) -> None:
-    """In one go: a reader sees all of it or nothing."""
+    """Writes atomically: a reader sees all of it or nothing."""
     with replacing(file) as unfinished:
         unfinished.write_text(text + "\n")

@@ -68,7 +68,7 @@ def _with_directive(template: str, option: str, value: str | None) -> str:
 
 def quoted(value: str) -> str:
     """A value as sbatch reads it from a script: in double quotes where it has spaces, quotes or a #. A
-    backslash, in quotes or not, stands for what follows it.
+    backslash, in quotes or not, escapes the next character.
 
     >>> print(quoted("gpu,long"), quoted("two words"), quoted('say "no"'))
     gpu,long "two words" "say \\"no\\""
@@ -80,7 +80,7 @@ def quoted(value: str) -> str:
 
 
 def unquoted(value: str) -> str:
-    """A value that somebody wrote as it would stand in a script.
+    """A value without the quotes and escapes of a script.
 
     >>> unquoted('"say \\\\"no\\\\""'), unquoted("two words")
     ('say "no"', 'two words')

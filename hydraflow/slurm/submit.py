@@ -1,5 +1,4 @@
-"""Submits a run to Slurm: checks it against what is asked of the cluster, fills the batch script, hands it to
-sbatch.
+"""Submits a run to Slurm: checks it against the requested allocation, fills the batch script, calls sbatch.
 
 In: a `Submission`. Out: an exit code; 2 with every contradiction between options, configuration, batch plan
 and cluster. Left out on purpose: what happens in the job (`scripts/slurm/`).
@@ -26,7 +25,7 @@ from hydraflow.system.allocation import JOB
 LOGS = Path("runs/slurm")
 FOLDER = "trainer.default_local_dir"
 SECONDS = 60.0
-"""How long Slurm's commands may take to answer."""
+"""Seconds that Slurm's commands may take to answer."""
 MODULES = {"ppo": "hydraflow.main_ppo", "sft": "hydraflow.main_sft", "generate": "hydraflow.main_generate"}
 
 
@@ -44,7 +43,7 @@ def submit(given: Submission) -> int:
             print(script_of(given, sweep), end="", flush=True)
         except (
             BrokenPipeError
-        ):  # the reader, such as `head`, has seen enough; Python must not complain at exit either
+        ):  # the reader, such as `head`, closed the pipe; keep Python from reporting it again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     _require_room(given)
@@ -53,7 +52,7 @@ def submit(given: Submission) -> int:
 
 
 def _require_folders(sweep: Sequence[Sequence[str]]) -> None:
-    """ConfigError where jobs of a sweep share a run folder: the first to come would lock the others out."""
+    """ConfigError if jobs of a sweep share a run folder: the first to start would lock the others out."""
     named = [
         [word.partition("=")[2] for word in words if word.lstrip("+").startswith(f"{FOLDER}=")][-1:]
         for words in sweep
@@ -100,7 +99,7 @@ def directives_of(given: Submission, *, jobs: int) -> dict[str, str | None]:
 
 
 def script_of(given: Submission, sweep: Sequence[Sequence[str]]) -> str:
-    """The filled batch script."""
+    """The batch script with this submission's values."""
     settings = {
         "HYDRAFLOW_PYTHON": given.python,
         "HYDRAFLOW_MODULE": MODULES[given.job],
@@ -120,7 +119,7 @@ def script_of(given: Submission, sweep: Sequence[Sequence[str]]) -> str:
 
 @contextmanager
 def _as_in_the_job(given: Submission) -> Iterator[None]:
-    """Slurm's variables as they will be, so that the run is judged here as it will be there."""
+    """Slurm's variables as they will be in the job, so that the run is checked here as it will be there."""
     future = {JOB: "(to be submitted)", "SLURM_JOB_NUM_NODES": str(given.nodes)}
     if given.gpus_per_node:
         future["SLURM_GPUS_ON_NODE"] = str(given.gpus_per_node)
@@ -139,7 +138,7 @@ def _as_in_the_job(given: Submission) -> Iterator[None]:
 
 def _outside_of_jobs() -> dict[str, str]:
     """This environment without the job that this process may itself be in. A job inherits the environment
-    that it is submitted from, and what Slurm does not set anew for it, srun would take from the outer one:
+    that it is submitted from, and srun would take variables that Slurm does not set again from the outer job:
     memory for each CPU, cores for each task."""
     kept = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
     return {
@@ -157,17 +156,19 @@ class Partition:
 
 
 def _require_room(given: Submission) -> None:
-    """ConfigError where the partition never has what is asked for; whether it is free now is for Slurm to
-    say."""
+    """ConfigError if the partition can never satisfy the request; whether it is free now is up to Slurm."""
     for program in ("sbatch", "sinfo"):
         if shutil.which(program) is None:
             raise ConfigError.one(
-                program, None, "is not on PATH: this is no machine of a Slurm cluster", "submit ... --dry-run"
+                program,
+                None,
+                "is not on PATH: this is not a machine of a Slurm cluster",
+                "submit ... --dry-run",
             )
     partitions, default = _partitions(_ask("sinfo", "--all", "--noheader", "--format=%P|%D|%c"))
     names = (
         given.partition.split(",") if given.partition else [default] if default else []
-    )  # of several Slurm takes the first free one
+    )  # Slurm takes the first free partition of a list
     for name in names:
         if name not in partitions:
             rule = f"there are {', '.join(partitions)}"
@@ -243,7 +244,7 @@ def _tail(log: Path, lines: int = 20) -> str:
 
 
 def _ask(*words: str) -> str:
-    """What one of Slurm's commands prints. EnvironmentFault where it fails or does not answer."""
+    """The output of one of Slurm's commands. EnvironmentFault if it fails or does not answer."""
     done = _run(words, SECONDS)
     if done.returncode:
         raise EnvironmentFault(f"{words[0]} fails: {done.stderr.strip()}")
@@ -253,8 +254,8 @@ def _ask(*words: str) -> str:
 def _run(
     words: Sequence[str], seconds: float | None, script: str | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """One of Slurm's commands, with `script` as its input. EnvironmentFault where it does not answer in so
-    many seconds."""
+    """Runs one of Slurm's commands, with `script` as its input. EnvironmentFault if it does not answer within
+    `seconds`."""
     try:
         return subprocess.run(
             words,

@@ -1,6 +1,6 @@
 """What a batch system gave this job: nodes, GPUs, cores and memory, as Slurm's environment variables say.
 
-In: the environment. Out: an `Allocation`, or None outside of a job. Everybody who wants to know asks here.
+In: the environment. Out: an `Allocation`, or None outside of a job. The only reader of these variables.
 Standard library only. Left out on purpose: what a run needs (`batch_plan`), and how the two are compared
 (`compose/allocated.py`).
 """
@@ -27,10 +27,10 @@ class Allocation:
     cpus: int | None = None
     memory_bytes: int | None = None
     sources: Mapping[str, str] | None = None
-    """Field -> the variable that says so, with its value."""
+    """Field -> the variable it was read from, with its value."""
 
     def source(self, field: str) -> str:
-        """`SLURM_GPUS_ON_NODE=8`, for messages."""
+        """The field's variable and value, such as `SLURM_GPUS_ON_NODE=8`; for messages."""
         return (self.sources or {}).get(field, "Slurm")
 
 
@@ -76,7 +76,7 @@ def _gpus(environ: Mapping[str, str]) -> tuple[str, int | None]:
 
 
 def _memory(environ: Mapping[str, str]) -> tuple[str, int | None]:
-    """Slurm counts in mebibytes; 0 stands for all that the node has."""
+    """Slurm counts in mebibytes; 0 means all of the node's memory."""
     name, mebibytes = _first(environ, ("SLURM_MEM_PER_NODE",))
     if mebibytes:
         return name, mebibytes * MEBIBYTE
@@ -88,13 +88,13 @@ def _memory(environ: Mapping[str, str]) -> tuple[str, int | None]:
 
 
 def node_names(nodelist: str) -> list[str]:
-    """The hosts of a list as Slurm writes it, in its order. ValueError for a list that cannot be read.
+    """The hosts of a Slurm node list, in its order. ValueError if the list cannot be parsed.
 
     >>> node_names("gpu[01-03,7],login")
     ['gpu01', 'gpu02', 'gpu03', 'gpu7', 'login']
     """
     if nodelist.count("[") != nodelist.count("]"):
-        raise ValueError(f"{nodelist!r} is no list of nodes")
+        raise ValueError(f"{nodelist!r} is not a list of nodes")
     names: list[str] = []
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
         names += _expanded(part)
@@ -102,7 +102,7 @@ def node_names(nodelist: str) -> list[str]:
 
 
 def _expanded(part: str) -> list[str]:
-    """One part, with all its brackets; the first bracket is written out, then the rest."""
+    """Expands one part of the list: the first bracket here, the others recursively."""
     match = re.fullmatch(r"([^\[\]]*)\[([^\[\]]+)\](.*)", part)
     if match is None:
         return [part]

@@ -1,7 +1,7 @@
 """Plain text that fits a width: tables and paragraphs whose words are never split.
 
-In: cells or sentences, and how many columns there are. Out: lines without trailing blanks. A word that is
-longer than the width, such as a path or an override to paste, has a line of its own.
+In: cells or sentences, and the width. Out: lines without trailing blanks. A word that is longer than the
+width, such as a path or an override to paste, gets a line of its own.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 PIPED_WIDTH = 100
-"""Columns where there is no terminal to measure and COLUMNS is not set."""
+"""Width when there is no terminal and COLUMNS is not set."""
 GAP = "  "
 
 
 def output_width() -> int:
-    """Columns of the output: COLUMNS, else the terminal's, else `PIPED_WIDTH`."""
+    """Width of the output: COLUMNS, else the terminal's, else `PIPED_WIDTH`."""
     return shutil.get_terminal_size((PIPED_WIDTH, 24)).columns
 
 
 def paragraph(text: str, width: int, *, first: str = "  ", rest: str = "    ") -> list[str]:
-    """The text in lines of at most `width`, the first and the others with their indents.
+    """Wraps the text to lines of at most `width`, with one indent for the first line and one for the others.
 
     >>> paragraph("key=value: a rule with several words", 24)
     ['  key=value: a rule with', '    several words']
@@ -33,9 +33,9 @@ def paragraph(text: str, width: int, *, first: str = "  ", rest: str = "    ") -
 def table(
     rows: Sequence[Sequence[str]], width: int, *, right: Sequence[int] = (), rule: bool = True
 ) -> list[str]:
-    """Rows as columns, of which the first row is the head; the columns `right` are aligned to the right.
+    """A text table whose first row is the header; the columns in `right` are right-aligned.
 
-    Cells wrap where the width asks for it. A table whose longest words do not fit is as wide as they need.
+    Cells wrap if the table is wider than `width`. A table whose longest words do not fit is wider than that.
 
     >>> print("\\n".join(table([["name", "n"], ["a long name", "7"]], 12, right=[1])))
       name     n
@@ -53,7 +53,7 @@ def table(
 
 
 def fits(rows: Sequence[Sequence[str]], width: int) -> bool:
-    """Whether a table of the rows needs no cell wrapped."""
+    """Whether a table of the rows fits without wrapping a cell."""
     return sum(max(map(len, column)) + len(GAP) for column in zip(*rows, strict=True)) <= width
 
 
@@ -69,7 +69,7 @@ def _lines(cells: Sequence[Sequence[str]], widths: Sequence[int], right: set[int
 
 
 def _widths(columns: Sequence[Sequence[str]], width: int) -> list[int]:
-    """As wide as the longest cell; where that is too much, the widest columns that can give way do."""
+    """Widths of the columns: their longest cells; if that is too wide, the widest columns shrink first."""
     widths = [max(1, *map(len, column)) for column in columns]
     least = [_longest_word(column) for column in columns]
     excess = sum(widths) + len(GAP) * len(widths) - width

@@ -12,7 +12,7 @@ _UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}
 
 
 def seconds_of(value: object) -> float | None:
-    """Seconds, above 0; None for what is no such time.
+    """Seconds, above 0; None if the text is not a duration.
 
     >>> seconds_of("1h30m"), seconds_of(90), seconds_of("soon"), seconds_of(0)
     (5400.0, 90.0, None, None)

@@ -1,15 +1,16 @@
-"""How a command ends: in good order on the first Ctrl-C, whatever follows it, and with all its processes.
+"""How a command ends: cleanly on the first Ctrl-C, even if more follow, and with all its processes.
 
 In: `command(main)` from an entry point, and `ending` around what ends a run. Out: the exit code of the
 process.
 
-    first Ctrl-C          KeyboardInterrupt, from which the run ends itself: trackers, Ray, summary, lock
-    those right after it  ignored: they would cut the end short
-    PATIENCE seconds into the end    one more kills all processes of the command, and it ends at once
-    LIMIT seconds into the end       the same without one: a library or a disk hangs
+    first Ctrl-C          KeyboardInterrupt, on which the run shuts down: trackers, Ray, summary, lock
+    those right after it  ignored: they would interrupt the shutdown
+    PATIENCE seconds later  one more kills all processes of the command, and it exits at once
+    LIMIT seconds later     the same without one: a library or a disk hangs
 
-Standard library only, and imported before anything else, so that Ctrl-C during the imports of a second or two
-is quiet, too. Left out on purpose: SIGTERM (`trainer/signals.py`), which comes here when it is repeated.
+Standard library only, and imported before anything else, so that Ctrl-C during the imports, which take a
+second or two, is quiet, too. Left out on purpose: SIGTERM (`trainer/signals.py`), which comes here when it is
+repeated.
 """
 
 from __future__ import annotations
@@ -30,47 +31,47 @@ from hydraflow.errors import EnvironmentFault, HydraflowError
 INTERRUPTED, TERMINATED = 130, 143
 """Exit codes after Ctrl-C and after a repeated SIGTERM; both end a sweep, too."""
 REPEATS = 0.3
-"""Seconds in which another Ctrl-C is the same one: the first is on its way to whoever cleans up."""
+"""Seconds in which another Ctrl-C counts as the same one: the first may not have reached its handler yet."""
 PATIENCE = 5.0
-"""Seconds for which the end of a run cannot be interrupted."""
+"""Seconds for which a run's shutdown cannot be interrupted."""
 LIMIT = 120.0
-"""Seconds that the end of a run may take; its trackers get 30 of them."""
+"""Seconds that a run's shutdown may take; its trackers get 30 of them."""
 EXIT_LIMIT = 60.0
-"""Seconds that Python may take to leave after that: it waits for threads, and libraries end their own
+"""Seconds that Python may take to exit after that: it waits for threads, and libraries end their own
 processes."""
 KILL_SECONDS = 3.0
-"""What the end at once waits for killed processes to be gone."""
+"""Seconds that `end_at_once` waits for killed processes to be gone."""
 _ADOPT_ORPHANS = 36
 """PR_SET_CHILD_SUBREAPER of prctl(2)."""
 
 
 class Ends:
-    """What is known about the end of this process."""
+    """State of this process's shutdown."""
 
     def __init__(self) -> None:
         self.commanded = False
-        """Whether this process is a command of ours, which may be ended at once; not a program that uses the
-        package."""
+        """Whether this process is one of our commands, which may be killed, and not a program that imports
+        the package."""
         self.code = INTERRUPTED
-        """Exit code of what was interrupted last."""
+        """Exit code of the last interrupt."""
         self.since: float | None = None
-        """When the end began; None: it has not."""
+        """When the shutdown started; None: it has not."""
         self.patience = PATIENCE
         self.result = INTERRUPTED
-        """Exit code when this end is cut short."""
+        """Exit code if the shutdown itself is interrupted."""
         self.told = ""
-        """What must be said then: why the run ended."""
+        """Why the run ended; printed in that case."""
         self.asked = False
-        """Whether a signal has asked this process to end in its own time."""
+        """Whether a signal has asked this process to stop at the next opportunity."""
         self._raised = -REPEATS
 
     def interrupt(self, code: int) -> None:
-        """For signal handlers. Raises KeyboardInterrupt, does nothing, or ends the process, as the head of
-        this file says."""
+        """For signal handlers. Raises KeyboardInterrupt, does nothing, or kills the process, as described at
+        the top of this file."""
         now = time.monotonic()
         if self.since is not None:
             if self.commanded and now - self.since > self.patience:
-                end_at_once(self.result, "the end was interrupted")
+                end_at_once(self.result, "the shutdown was interrupted")
             return
         if now - self._raised > REPEATS:
             self._raised, self.code = now, code
@@ -78,11 +79,11 @@ class Ends:
 
 
 ENDS = Ends()
-"""Of this process: signals are the process's, too."""
+"""The one instance of this process, since signals arrive per process."""
 
 
 def command(main: Callable[[], int]) -> NoReturn:
-    """Runs a command and leaves with its exit code. To be called once, by the main module."""
+    """Runs a command and exits with its exit code. Called once, by the main module."""
     ENDS.commanded = True
     if (
         signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -101,14 +102,16 @@ def command(main: Callable[[], int]) -> NoReturn:
 
 @contextmanager
 def ending(error: BaseException | None) -> Iterator[None]:
-    """Its body ends a run that `error` ended (None: it was done), which one Ctrl-C more shall not cut short.
-    May be nested."""
+    """Protects the block, which shuts a run down, from one more Ctrl-C. `error`: what ended the run; None: it
+    finished. May be nested."""
     if ENDS.since is not None:
         yield
         return
     ENDS.result, ENDS.told = _code_of(error), str(error) if isinstance(error, HydraflowError) else ""
     ENDS.since = time.monotonic()
-    watch = threading.Timer(LIMIT, end_at_once, (ENDS.result, f"the end took more than {LIMIT:g} seconds"))
+    watch = threading.Timer(
+        LIMIT, end_at_once, (ENDS.result, f"the shutdown took more than {LIMIT:g} seconds")
+    )
     watch.daemon = True
     if ENDS.commanded:
         watch.start()
@@ -120,7 +123,7 @@ def ending(error: BaseException | None) -> Iterator[None]:
 
 
 def say_interrupted() -> int:
-    """Says so; returns the exit code. Of a command nothing is left to interrupt then."""
+    """Prints that the command was interrupted; returns the exit code."""
     if ENDS.commanded:
         ENDS.since = time.monotonic()
     print("interrupted" if ENDS.code == INTERRUPTED else "ended by a repeated SIGTERM", file=sys.stderr)
@@ -128,16 +131,15 @@ def say_interrupted() -> int:
 
 
 def end_at_once(code: int, why: str) -> NoReturn:
-    """Kills all processes that this one started, and ends it without another line of Python. From any
-    thread."""
+    """Kills all processes that this one started, then this one, without running any more Python. May be
+    called from any thread."""
     os.write(2, f"{ENDS.told}\n{why}: ended at once\n".lstrip("\n").encode(errors="replace"))
     kill_family()
     os._exit(code)
 
 
 def kill_family() -> None:
-    """Kills all processes that this one started, directly or not, also those whose parents end before
-    them."""
+    """Kills all descendants of this process, also those whose parents have ended."""
     ctypes.CDLL(None).prctl(_ADOPT_ORPHANS, 1, 0, 0, 0)
     deadline = time.monotonic() + KILL_SECONDS
     while (family := _family()) and time.monotonic() < deadline:
@@ -148,17 +150,19 @@ def kill_family() -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """Ends this process; one more Ctrl-C does it at once. After an interrupt libraries' own ends, which wait
-    and talk, are skipped."""
+    """Exits; one more Ctrl-C does it at once. After an interrupt the libraries' exit handlers, which wait and
+    print, are skipped."""
     ENDS.result, ENDS.told, ENDS.since = code, "", time.monotonic()
     if code in (INTERRUPTED, TERMINATED):
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):  # whoever read it may be gone
+            with suppress(OSError, ValueError):  # the reader of a pipe may be gone
                 stream.flush()
         kill_family()
         os._exit(code)
     ENDS.patience = 0.0
-    watch = threading.Timer(EXIT_LIMIT, end_at_once, (code, f"Python has not left in {EXIT_LIMIT:g} seconds"))
+    watch = threading.Timer(
+        EXIT_LIMIT, end_at_once, (code, f"Python has not exited in {EXIT_LIMIT:g} seconds")
+    )
     watch.daemon = True
     watch.start()
     sys.exit(code)
@@ -177,7 +181,7 @@ def _code_of(error: BaseException | None) -> int:
 
 
 def _family() -> list[int]:
-    """The living processes below this one."""
+    """All descendants of this process that are alive."""
     parents = {}
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit():

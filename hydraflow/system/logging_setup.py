@@ -1,5 +1,5 @@
-"""What people see of the log: our notes and warnings as plain lines on standard error, other libraries' only
-from warnings up.
+"""The console's log: our notes and warnings as plain lines on standard error, other libraries' from warnings
+up.
 
 In: `log.level`. Out: Python's logging, set up once per process, and standard streams that outlive their
 readers.
@@ -23,7 +23,7 @@ NOISY = ("datasets", "filelock", "urllib3", "torch", "transformers", "ray")
 
 
 class CurrentStderr(logging.StreamHandler):
-    """Writes to what standard error is at the moment: a live progress display puts itself in its place."""
+    """Writes to the current sys.stderr, which a live progress display may have replaced."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -35,7 +35,7 @@ class CurrentStderr(logging.StreamHandler):
 
 
 class Pipe(io.FileIO):
-    """A pipe whose reader may leave: what is written from then on goes nowhere."""
+    """A pipe whose reader may leave; later output is discarded."""
 
     def write(self, data: ReadableBuffer) -> int:
         """Writes, or at least says so."""
@@ -49,8 +49,8 @@ class Pipe(io.FileIO):
 
 
 def outlive_readers() -> None:
-    """Lets a run go on when nobody reads its output any more (`| head`, a pager that was left): all that
-    counts is in its folder."""
+    """Keeps a run alive when the reader of its output has left (`| head`, a closed pager): all results are in
+    its folder."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if not isinstance(stream, io.TextIOWrapper) or not _is_pipe(stream):
@@ -74,9 +74,9 @@ def _is_pipe(stream: io.TextIOWrapper) -> bool:
 
 
 def set_up_logging(level: str = "info") -> None:
-    """Sets up the controller's log, and what the signal for stacks does.
+    """Sets up the controller's log, and the signal that prints stacks.
 
-    Worker processes set up their own, whose lines go to their log files (`role_logs.py`).
+    Worker processes set up their own logs, which go to files (`role_logs.py`).
     """
     from transformers.utils import logging as transformers_logging
 

@@ -18,8 +18,8 @@ VARIABLE = "HYDRAFLOW_NETWORK_INTERFACE"
 SIOCGIFADDR = 0x8915
 """The request of ioctl for an interface's IPv4 address (netdevice(7))."""
 ANYWHERE = "192.0.2.1"
-"""An address that exists nowhere (RFC 5737): asking for the way there gives the default route, and sends
-nothing."""
+"""A documentation address (RFC 5737): connecting a UDP socket to it selects the default route without
+sending anything."""
 
 
 def interfaces() -> dict[str, str]:
@@ -36,7 +36,7 @@ def interfaces() -> dict[str, str]:
 
 
 def interface_of(address: str) -> str | None:
-    """The interface that has the address; None: no one of this machine."""
+    """The interface that has the address; None if no interface of this machine has it."""
     return next((name for name, own in interfaces().items() if own == address), None)
 
 
@@ -64,7 +64,7 @@ def node_address(peer: str = "", environ: Mapping[str, str] = os.environ) -> str
 
 
 def _way_to(host: str) -> str | None:
-    """This machine's end of the way to a host; None where there is none, or only the loopback."""
+    """This machine's source address on the route to a host; None if there is no route, or only loopback."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 1))  # sends nothing

@@ -2,8 +2,8 @@
 token, models' own code.
 
 In: the folder for temporary files, TMPDIR or /tmp. Out: a folder below it that only this user can enter. Its
-name can be guessed, and whoever made it first could put code into it, so another user's folder is refused.
-Standard library only.
+name is predictable, and another user who made it first could put code into it, so a folder of another user is
+rejected. Standard library only.
 """
 
 from __future__ import annotations
@@ -16,29 +16,31 @@ from pathlib import Path
 from hydraflow.errors import ConfigError, EnvironmentFault
 
 MODULES = "HF_MODULES_CACHE"
-"""Where transformers copies a model's own code; by default in the home folder, which nodes often share."""
+"""Variable for the folder to which transformers copies a model's own code; by default it is in the home
+folder, which nodes often share."""
 RAY_BASE = "RAY_TMPDIR"
-"""Variable with which the user puts Ray's temporary files on another disk."""
+"""Variable for the folder of Ray's temporary files."""
 LONGEST_SOCKET = 107
-"""Bytes in the path of a Unix socket."""
+"""Longest path of a Unix socket, in bytes."""
 SOCKET = "/session_2026-11-22_05-35-18_170953_4194304/sockets/plasma_store.1"
-"""What Ray adds to its folder."""
+"""The longest path that Ray adds below its folder."""
 SESSIONS = "ray"
-"""Ray opens this folder to everybody, so the one around it must be closed."""
+"""Ray makes this folder world-accessible, so its parent must be private."""
 
 
 def node_folder() -> Path:
-    """Where it is."""
+    """Path of the user's folder; it need not exist yet."""
     return _below(Path(tempfile.gettempdir()))
 
 
 def make_node_folder() -> Path:
-    """Makes it, for this user alone. EnvironmentFault when it is another user's, or cannot be made."""
+    """Makes the folder, accessible to this user only. EnvironmentFault if it belongs to another user, or
+    cannot be made."""
     return own_folder_below(Path(tempfile.gettempdir()))
 
 
 def own_folder_below(base: Path) -> Path:
-    """Makes the user's folder below another folder for temporary files. EnvironmentFault as above."""
+    """Makes the user's folder below a given folder for temporary files. EnvironmentFault as above."""
     folder = _below(base)
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -51,14 +53,14 @@ def own_folder_below(base: Path) -> Path:
             f"{folder} cannot be made: {error.strerror}; TMPDIR=<a folder that you may write> helps"
         ) from error
     raise EnvironmentFault(
-        f"{folder} is not a folder of this user's: somebody else made it; TMPDIR=<a folder of your own> helps"
+        f"{folder} is not a private folder of this user; TMPDIR=<a folder of your own> helps"
     )
 
 
 def session_folder() -> Path:
     """Where a local Ray keeps sockets, logs and spilled objects: in the user's folder below RAY_TMPDIR, else
-    below TMPDIR, else /tmp; or in RAY_TMPDIR itself, where that is longer than sockets allow and nobody but
-    the user can enter it. ConfigError when it is too long.
+    TMPDIR, else /tmp. If that path is too long for sockets and RAY_TMPDIR is private to the user, RAY_TMPDIR
+    itself. ConfigError if the path is too long.
     """
     named = os.environ.get(RAY_BASE)
     for base in [named] if named else [tempfile.gettempdir(), "/tmp"]:
@@ -81,7 +83,7 @@ def _has_room(folder: Path) -> bool:
 
 
 def _is_closed(folder: Path) -> bool:
-    """Whether it is the user's, and nobody else can enter it."""
+    """Whether the folder belongs to the user, and no other user can enter it."""
     return (
         folder.is_dir()
         and folder.stat().st_uid == os.getuid()
@@ -94,7 +96,7 @@ def _below(base: Path) -> Path:
 
 
 def keep_modules_here() -> None:
-    """Has this process keep models' own code on this machine; nothing where the user says where. Before
+    """Has transformers keep models' own code on this machine, unless the user has set a folder. Call before
     transformers is imported."""
     if not os.environ.get(MODULES):
         os.environ[MODULES] = str(make_node_folder() / "hf_modules")

@@ -1,8 +1,8 @@
-"""Whether what a configuration names on this machine is there: data files, model folders, reward functions.
+"""Checks that the paths of a configuration exist: data files, model folders, reward functions.
 
-In: paths as the user wrote them. Out: problems, in the words that every command has for them. Standard
-library only, so that missing files come in the same report as all other mistakes, before anything large is
-imported. Left out on purpose: what is in the files; whoever reads them judges that.
+In: paths as the user wrote them. Out: problems, worded the same for every command. Standard library only, so
+that missing files are reported together with all other mistakes, before any large import. Left out on
+purpose: the files' contents, which their readers check.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def listed(files: Any) -> list[Path] | None:
         return None
     return [
         Path(os.path.expanduser(name)) for name in names
-    ]  # Path's own way raises where there is no home folder
+    ]  # Path.expanduser raises if there is no home folder
 
 
 def file_problems(files: Any, key: str) -> list[Problem]:
-    """What is wrong with `files`, a path or a list of them that `key` names: every one that is no file of
-    this machine."""
+    """Problems of `files`, the path or list of paths in `key`: one for each that is not a file on this
+    machine."""
     paths = listed(files)
     if paths is None:
         return [
@@ -54,8 +54,7 @@ def file_problems(files: Any, key: str) -> list[Problem]:
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether a model's path is no folder of this machine, and can be none: it is a name on the Hugging Face
-    hub.
+    """Whether a model's path is a name on the Hugging Face hub rather than a folder.
 
     >>> is_hub_name("Qwen/Qwen3-8B"), is_hub_name("/models/qwen"), is_hub_name("models/qwen/8b")
     (True, False, False)
@@ -64,8 +63,7 @@ def is_hub_name(path: str) -> bool:
 
 
 def model_problems(path: str, key: str) -> list[Problem]:
-    """What is wrong with a model's path that `key` names: a folder that is not here, or that holds no
-    model."""
+    """Problems of the model path in `key`: no such folder, or no model in it."""
     if is_hub_name(path):
         return []
     folder = Path(os.path.expanduser(path))
@@ -74,6 +72,6 @@ def model_problems(path: str, key: str) -> list[Problem]:
     if not folder.is_dir():
         return [Problem(key, path, "is a file, not a directory", f"{key}={folder.parent}")]
     if not (folder / "config.json").is_file():
-        rule = "this directory has no config.json, so it is no Hugging Face model"
+        rule = "this directory has no config.json, so it is not a Hugging Face model"
         return [Problem(key, path, rule, f"{key}=<directory with config.json>")]
     return []

@@ -1,4 +1,4 @@
-"""Output that can always be written: a stream that is not UTF-8 gets ASCII in place of what it lacks.
+"""Output that never fails to encode: a stream that is not UTF-8 gets ASCII replacements.
 
 In: the streams of this process. Out: the same streams, which no longer raise UnicodeEncodeError.
 """
@@ -12,11 +12,11 @@ import sys
 HANDLER = "hydraflow-ascii"
 ASCII = {"·": "*", "×": "x", "→": "->", "≤": "<=", "≥": ">=", "…": "...", "–": "-", "—": "-", "■": "#"}
 ASCII |= {"⌊": "floor(", "⌋": ")", "⌈": "ceil(", "⌉": ")", "─": "-", "━": "-"}
-"""What is printed in place of a character that the encoding lacks; others become backslash escapes."""
+"""Replacements for characters that the encoding lacks; all others become backslash escapes."""
 
 
 def make_printable() -> None:
-    """Has standard output and standard error replace what their encoding cannot hold."""
+    """Has stdout and stderr replace characters that their encoding lacks."""
     codecs.register_error(HANDLER, _replaced)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

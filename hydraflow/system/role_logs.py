@@ -1,15 +1,15 @@
 """Log files of a run: one for each role and rank, `<run>/logs/actor-1.log`, with a tag on every line, and
 rotation.
 
-In: log records, what is printed, and what libraries below Python write; and which role is at work at the
-moment. Out: lines such as
+In: log records, printed text, and output of native libraries; and the role whose method is running. Out:
+lines such as
 
     2026-11-21T08:47:24.123Z WARNING actor-1 hydraflow.workers.skipping: step 12: optimizer step 1 is skipped
 
-in UTC, so that the files of several machines can be merged. A line without a tag goes on from the line
-before: stack traces, and what C code writes. A process of several roles has several files; what it writes
-goes to the file of the role whose method runs. Left out on purpose: reading them again (`logs.py`), and the
-controller's console (`logging_setup.py`).
+in UTC, so that the files of several machines can be merged. A line without a tag continues the line before:
+stack traces, and output of C code. A process with several roles has one file per role, and writes to that of
+the role whose method is running. Left out on purpose: reading the files (`logs.py`), and the controller's
+console (`logging_setup.py`).
 """
 
 from __future__ import annotations
@@ -31,49 +31,49 @@ from pathlib import Path
 CONTROLLER = "controller"
 """Role name of the process that runs the loop; its rank is 0."""
 PRINTED = "OUT"
-"""Level of lines that were printed; counts as INFO."""
+"""Level of printed lines; counts as INFO."""
 LEVELS = {"DEBUG": 10, "INFO": 20, PRINTED: 20, "WARNING": 30, "ERROR": 40, "CRITICAL": 50}
 LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z) ([A-Z]+) (\S+)-(\d+) (.*)")
 """Time, level, role, rank, text."""
 STANDARD_OUTPUT, STANDARD_ERROR = 1, 2
 """File numbers."""
 STACKS = signal.SIGUSR2
-"""With it a process writes the stacks of its threads to its standard error; SIGUSR1 is the batch systems'."""
+"""On this signal a process writes the stacks of its threads to standard error; batch systems use SIGUSR1."""
 OURS = "hydraflow"
 """Logger of the package: with level debug, other libraries stay at info."""
 
 
 @dataclass(frozen=True)
 class LogSettings:
-    """What every process of a run is told about logs."""
+    """Log settings, passed to every process of a run."""
 
     folder: str
-    """Made where it is missing."""
+    """The folder of the log files; created if missing."""
     level: str = "info"
-    """Least level that is written: debug, info, warning or error."""
+    """Lowest level that is written: debug, info, warning or error."""
     max_bytes: int = 50 * 2**20
-    """Size at which a file is set aside as .log.1."""
+    """Size at which a file is rotated to .log.1."""
     keep: int = 3
-    """Files set aside that stay."""
+    """Number of rotated files that are kept."""
     console: str | None = None
-    """Least level of lines that go to the process's first standard error, too, which Ray shows on the
+    """Lowest level of lines that also go to the process's original standard error, which Ray shows on the
     console; None: none do."""
 
 
 def apply_level(level: str) -> None:
-    """Sets what this process's loggers pass on; other libraries say at most what is of level info."""
+    """Sets this process's log level; loggers of other libraries never go below info."""
     number = LEVELS[level.upper()]
     logging.getLogger().setLevel(max(number, logging.INFO))
     logging.getLogger(OURS).setLevel(number)
 
 
 def write_stacks_when_asked() -> None:
-    """From now on the signal STACKS has this process write where its threads stand, whatever they do."""
+    """Has the signal STACKS write the stacks of all threads of this process, whatever they are doing."""
     faulthandler.register(STACKS, file=STANDARD_ERROR, all_threads=True)
 
 
 def stamp(seconds: float) -> str:
-    """A Unix time as the lines have it.
+    """A Unix time in the format of the log lines.
 
     >>> stamp(0.25)
     '1970-01-01T00:00:00.250Z'
@@ -82,14 +82,14 @@ def stamp(seconds: float) -> str:
 
 
 class RoleFile:
-    """One file that is appended to and rotated."""
+    """One log file: append and rotate."""
 
     def __init__(self, path: Path, max_bytes: int, keep: int):
         self.path, self._max_bytes, self._keep = path, max_bytes, keep
         self.number = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def write(self, line: str) -> bool:
-        """Appends a line; True when the file was set aside for it, and `number` is another one now."""
+        """Appends a line; True if the file was rotated first, which changes `number`."""
         turned = False
         if os.fstat(self.number).st_size >= self._max_bytes:
             with suppress(OSError):  # no room for another file: this one grows
@@ -99,7 +99,7 @@ class RoleFile:
         return turned
 
     def close(self) -> None:
-        """Gives the file number back."""
+        """Closes the file descriptor."""
         os.close(self.number)
 
     def _turn(self) -> None:
@@ -124,10 +124,10 @@ class RoleFile:
 
 
 class RoleLogs(logging.Handler):
-    """A process's log files, one for each of its roles, made when a role first writes.
+    """A process's log files, one per role, created when the role first writes.
 
-    A handler for Python's logging; with `capture`, whatever else the process writes to its standard output
-    and error comes, too. OSError when the folder cannot be made or written.
+    A handler for Python's logging; with `capture`, everything else that the process writes to its standard
+    output and error is logged, too. OSError if the folder cannot be created or written.
     """
 
     def __init__(self, settings: LogSettings, rank: int, role: str):
@@ -143,10 +143,9 @@ class RoleLogs(logging.Handler):
         self._file()
 
     def capture(self, *, below_python: bool = True) -> None:
-        """Takes over this process's standard output and error. What a crash leaves there lands in the role's
-        file, too.
+        """Redirects this process's standard output and error to the log, the output of a crash included.
 
-        below_python: also what is written to the file numbers, past Python's sys.stdout and sys.stderr.
+        below_python: also redirects the file descriptors, past Python's sys.stdout and sys.stderr.
         """
         if self.settings.console is not None:
             self._console = os.dup(STANDARD_ERROR)
@@ -156,7 +155,7 @@ class RoleLogs(logging.Handler):
 
     @contextmanager
     def of(self, role: str) -> Iterator[None]:
-        """What is written in its body is of this role."""
+        """Lines that are written within the block belong to this role."""
         before = self.role
         self._switch(role)
         try:
@@ -165,17 +164,17 @@ class RoleLogs(logging.Handler):
             self._switch(before)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """A record of Python's logging."""
+        """Writes a record of Python's logging."""
         text = f"{record.name}: {record.getMessage()}"
         if record.exc_info:
             text += "\n" + logging.Formatter().formatException(record.exc_info)
         self.line(record.levelname if record.levelname in LEVELS else "INFO", text, record.created)
 
     def line(self, level: str, text: str, at: float | None = None, *, role: str | None = None) -> None:
-        """Writes one tagged line, which may have more lines below it. What the disk has no room for is lost,
-        never the run.
+        """Writes one tagged line, which may be followed by untagged ones. If the disk is full, the line is
+        lost, but the run continues.
 
-        `role`: whose line it is; None: that of the role whose method runs.
+        `role`: the line's role; None: the role whose method is running.
         """
         if LEVELS[level] < self._threshold:
             return
@@ -191,11 +190,11 @@ class RoleLogs(logging.Handler):
                 os.write(self._console, f"{tagged}\n".encode(errors="replace"))
 
     def path(self) -> Path:
-        """The file that is written to now."""
+        """The current role's file."""
         return self._file().path
 
     def close(self) -> None:
-        """Closes the files; only for a process that goes on without them."""
+        """Closes the files; only for a process that outlives them."""
         with self._guard:
             for file in self._files.values():
                 file.close()
@@ -227,25 +226,25 @@ class RoleLogs(logging.Handler):
 
 
 def _untagged(text: str) -> str:
-    """Text whose further lines cannot be taken for tagged ones: such a line begins with a space."""
+    """Indents continuation lines that look like tagged ones by a space."""
     first, *more = text.split("\n")
     return "\n".join([first, *(f" {line}" if LINE.match(line) else line for line in more)])
 
 
 def log_of_this_process() -> RoleLogs | None:
-    """The handler that Python's logging has, if there is one."""
+    """The installed `RoleLogs` handler, if there is one."""
     return next((handler for handler in logging.getLogger().handlers if isinstance(handler, RoleLogs)), None)
 
 
 class PrintedLines(io.TextIOBase):
-    """Stands for sys.stdout or sys.stderr: whole lines get a tag; of a line that is overwritten (progress
-    bars) the last state."""
+    """Replaces sys.stdout or sys.stderr: each complete line gets a tag; of a line that is overwritten (a
+    progress bar), only the last state is logged."""
 
     def __init__(self, logs: RoleLogs, number: int):
         self._logs, self._number, self._held = logs, number, ""
 
     def write(self, text: str) -> int:
-        """Takes text; lines are written when they end."""
+        """Buffers text; a line is written when it ends."""
         *lines, self._held = (self._held + text).split("\n")
         self._held = self._held.rsplit("\r", 1)[-1] if not self._held.endswith("\r") else self._held
         for line in lines:
@@ -253,18 +252,18 @@ class PrintedLines(io.TextIOBase):
         return len(text)
 
     def end_line(self) -> None:
-        """Writes what has no end yet."""
+        """Writes an unfinished line."""
         held, self._held = self._held.strip("\r"), ""
         if held:
             self._logs.line(PRINTED, held.rsplit("\r", 1)[-1])
 
     def fileno(self) -> int:
-        """The file number that it stands for."""
+        """The file descriptor of the replaced stream."""
         return self._number
 
     @property
     def buffer(self) -> io.RawIOBase:
-        """For those who write bytes: past the tags."""
+        """The binary stream, which bypasses the tags."""
         return io.FileIO(self._number, "wb", closefd=False)
 
     def writable(self) -> bool:

@@ -1,9 +1,7 @@
-"""Files that are there whole or not at all, and whether one could be written before there is something to
-write.
+"""Atomic writes, and a test in advance whether a file can be written.
 
-In: a path. Out: a name beside it to write to, or OSError. Standard library only. Left out on purpose: having
-the disk confirm what was written, which checkpoints need (`trainer/checkpoint_store.py`), and what to tell
-the user when it cannot.
+In: a path. Out: a name beside it to write to, or OSError. Standard library only. Left out on purpose: fsync,
+which checkpoints need (`trainer/checkpoint_store.py`), and messages to the user.
 """
 
 from __future__ import annotations
@@ -17,10 +15,10 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A name in the folder of `path`, no other process's, which is renamed to `path` when the block ends well
-    and removed when not.
+    """A temporary name in the folder of `path`, unique to this process, which is renamed to `path` if the
+    block succeeds, else removed.
 
-    OSError when it cannot be renamed.
+    OSError if it cannot be renamed.
     """
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -32,7 +30,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def prove_writable(folder: Path) -> None:
-    """OSError when nothing could be written to a folder, or it could not be made; leaves nothing behind."""
+    """Raises OSError if the folder cannot be created or written to; leaves nothing behind."""
     existing = next(one for one in (folder, *folder.absolute().parents) if one.exists())
     with tempfile.TemporaryFile(dir=existing):
         pass

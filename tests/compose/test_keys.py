@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from hydraflow.compose.keys import accepts, fitted, known_keys, nearest_keys, type_words
-from hydraflow.compose.tree import judge, value_problems
+from hydraflow.compose.tree import check, value_problems
 from hydraflow.schema import EvalConfig, GenerateConfig, PPOConfig, SFTConfig
 
 
@@ -75,7 +75,7 @@ def test_a_tree_is_checked_whole():
         "trainer": 5,
         "critic": {"optim": {"lr": "x"}},
     }
-    judged = judge(PPOConfig, tree, {}, lambda key: None)
+    judged = check(PPOConfig, tree, {}, lambda key: None)
     assert {problem.field for problem in judged.problems} == {
         "data.train_bach_size",
         "data.shuffle",

@@ -11,7 +11,7 @@ import pytest
 
 from hydraflow.compose import verl
 from hydraflow.compose.patterns import expand
-from hydraflow.compose.tree import judge, nested
+from hydraflow.compose.tree import check, nested
 from hydraflow.compose.verl_defaults import leaves
 from hydraflow.compose.verl_table import tables
 from hydraflow.schema import PPOConfig
@@ -137,7 +137,7 @@ def test_what_is_not_there_is_named_with_a_remedy(tmp_path, options, expected):
 
 
 def judged_as_a_file(tree: dict[str, object]):
-    return judge(PPOConfig, nested(tree), dict.fromkeys(tree, "mine.yaml"), lambda key: None)
+    return check(PPOConfig, nested(tree), dict.fromkeys(tree, "mine.yaml"), lambda key: None)
 
 
 def test_untouched_defaults_of_any_version_are_accepted_in_a_file():
@@ -181,5 +181,5 @@ def test_off_is_not_nothing_where_verls_default_is_on():
 
 def test_on_the_command_line_an_unknown_key_is_refused_even_if_it_is_off():
     key = "actor_rollout_ref.rollout.brand_new"
-    assert judge(PPOConfig, nested({key: None}), {key: "command line"}, lambda key: None).problems != []
+    assert check(PPOConfig, nested({key: None}), {key: "command line"}, lambda key: None).problems != []
     assert verl.is_off(None)

@@ -12,7 +12,7 @@ from hydraflow.compose import verl, verl_page
 from hydraflow.compose.keys import accepts, is_below_open, known_keys
 from hydraflow.compose.loading import load_command
 from hydraflow.compose.patterns import expand, fits
-from hydraflow.compose.tree import flatten, judge, nested
+from hydraflow.compose.tree import check, flatten, nested
 from hydraflow.compose.verl_defaults import leaves
 from hydraflow.compose.verl_table import ALIASES, FOLLOWS, Alias, tables
 from hydraflow.compose.verl_trees import config_file
@@ -32,7 +32,7 @@ def is_ours(key: str) -> bool:
 def translated(tree: dict[str, object]) -> tuple[dict[str, object], verl.Translation]:
     """What keys, all from the command line, come to: leaves of ours that were set, and what there is to
     say."""
-    judged = judge(PPOConfig, nested(tree), dict.fromkeys(tree, "command line"), lambda key: None)
+    judged = check(PPOConfig, nested(tree), dict.fromkeys(tree, "command line"), lambda key: None)
     return judged.leaves, judged.translation
 
 
@@ -175,14 +175,14 @@ def test_a_size_over_all_ranks_that_cannot_be_divided_is_refused():
         ("actor_rollout_ref.nccl_timeout", 1200, "never did anything: verl never reads it"),
         ("actor_rollout_ref.actor._target_", "verl.X", "never did anything: it names a class of verl's"),
         ("data.dataloader_num_workers", 2, "has no effect: it changes speed only"),
-        ("actor_rollout_ref.hybrid_engine", True, "asks for nothing: it is off, or what is done anyway"),
-        ("trainer.default_hdfs_dir", None, "asks for nothing: it is off, or what is done anyway"),
+        ("actor_rollout_ref.hybrid_engine", True, "has no effect: it is off, or the default behaviour"),
+        ("trainer.default_hdfs_dir", None, "has no effect: it is off, or the default behaviour"),
         (
             f"{ACTOR}.profiler.all_ranks",
             True,
             "has no effect: global_profiler.{tool,steps,ranks} profile all roles of a process together",
         ),
-        ("reward_model.reward_manager", "naive", "asks for nothing: it is off, or what is done anyway"),
+        ("reward_model.reward_manager", "naive", "has no effect: it is off, or the default behaviour"),
     ],
 )
 def test_a_key_without_effect_is_accepted_and_said(key, value, said):
@@ -222,7 +222,7 @@ def test_two_names_of_one_key_must_agree():
     _, said = translated({f"{ACTOR}.grad_clip": 0.5, f"{ACTOR}.optim.clip_grad": 2.0})
     assert (
         str(said.problems[0])
-        == f"{ACTOR}.grad_clip=0.5: is another name of {ACTOR}.optim.clip_grad, which is set to 2.0\n"
+        == f"{ACTOR}.grad_clip=0.5: is another name for {ACTOR}.optim.clip_grad, which is set to 2.0\n"
         f"      -> leave out {ACTOR}.grad_clip or {ACTOR}.optim.clip_grad=0.5"
     )
     assert translated({f"{ACTOR}.grad_clip": 0.5, f"{ACTOR}.optim.clip_grad": 0.5})[1].problems == []
@@ -231,9 +231,9 @@ def test_two_names_of_one_key_must_agree():
 def test_the_command_line_goes_before_a_file_by_whatever_name():
     tree = nested({f"{ACTOR}.grad_clip": 0.5, f"{ACTOR}.optim.clip_grad": 2.0})
     origins = {f"{ACTOR}.grad_clip": "mine.yaml", f"{ACTOR}.optim.clip_grad": "command line"}
-    judged = judge(PPOConfig, tree, origins, lambda key: None)
+    judged = check(PPOConfig, tree, origins, lambda key: None)
     assert judged.leaves[f"{ACTOR}.optim.clip_grad"] == 2.0
-    judged = judge(
+    judged = check(
         PPOConfig,
         tree,
         {key: origins[other] for key, other in zip(origins, reversed(origins), strict=True)},

@@ -3,7 +3,7 @@
 import pytest
 
 from hydraflow.compose.loading import load_command
-from hydraflow.compose.tree import judge, nested
+from hydraflow.compose.tree import check, nested
 from hydraflow.errors import ConfigError
 from hydraflow.schema import PPOConfig
 
@@ -12,7 +12,7 @@ OWN = ["actor_rollout_ref.model.path=model", "data.train_files=train.parquet", "
 
 
 def translated(tree: dict[str, object]):
-    judged = judge(PPOConfig, nested(tree), dict.fromkeys(tree, "command line"), lambda key: None)
+    judged = check(PPOConfig, nested(tree), dict.fromkeys(tree, "command line"), lambda key: None)
     return judged.leaves, judged.translation
 
 

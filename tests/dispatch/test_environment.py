@@ -89,7 +89,7 @@ def test_the_folder_on_the_node_is_the_users_alone(tmp_path: Path, monkeypatch: 
     node_folder().symlink_to(tmp_path / "elsewhere")
     with pytest.raises(
         EnvironmentFault,
-        match="is not a folder of this user's: somebody else made it; TMPDIR=<a folder of your own>",
+        match="is not a private folder of this user; TMPDIR=<a folder of your own>",
     ):
         make_node_folder()
 
@@ -99,5 +99,5 @@ def test_a_folder_that_somebody_else_made_is_refused(tmp_path: Path, monkeypatch
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     node_folder().mkdir()
     os.chown(node_folder(), 65534, -1)
-    with pytest.raises(EnvironmentFault, match="somebody else made it"):
+    with pytest.raises(EnvironmentFault, match="is not a private folder of this user"):
         make_node_folder()

@@ -110,7 +110,7 @@ def test_disable_starts_anew_and_keeps_the_old_run_apart(out: Path) -> None:
     start = begin(default_local_dir=str(out), resume_mode="disable")
     assert start.found is None and start.run_id.startswith("out-")
     assert (out / "earlier-1" / "global_step_4").is_dir() and (out / "earlier-1" / "metrics.jsonl").exists()
-    assert begin(default_local_dir=str(out)).found is None, "what was set aside is not gone on from"
+    assert begin(default_local_dir=str(out)).found is None, "files that were moved away are not resumed from"
 
 
 def test_a_folder_without_a_checkpoint_starts_anew(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_said_to_be(out: Path) -> None:
     spoil(out / "global_step_4")
     start = begin(default_local_dir=str(out))
     assert start.step == 2
-    assert "global_step_4 is passed over: actor/checkpoint.json has 1 bytes instead of" in start.notes[0]
+    assert "global_step_4 is skipped: actor/checkpoint.json has 1 bytes instead of" in start.notes[0]
     assert (out / "global_step_4.damaged").is_dir() and not (out / "global_step_4").exists()
     assert CheckpointStore(out).pointer() == 2 and records(out) == 3
 
@@ -280,7 +280,7 @@ def test_looking_at_a_checkpoint_leaves_its_run_alone(out: Path, tmp_path: Path)
             match=f"belongs to a run with checkpoints(.|\n)*=<another folder> .*{out}/global_step_",
         ):
             begin(look, default_local_dir=str(out), **options)
-    assert records(out) == 6 and (out / "global_step_4").is_dir(), "nothing was set aside"
+    assert records(out) == 6 and (out / "global_step_4").is_dir(), "nothing was moved away"
     assert begin(look, default_local_dir=str(tmp_path / "plain")).found is None
 
 

@@ -30,7 +30,7 @@ def test_directory_without_config(tmp_path: Path) -> None:
         loading.load_config(ModelConfig(path=str(tmp_path)))
     assert problem(error) == (
         "actor_rollout_ref.model.path",
-        "this directory has no config.json, so it is no Hugging Face model",
+        "this directory has no config.json, so it is not a Hugging Face model",
     )
 
 

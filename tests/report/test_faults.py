@@ -57,13 +57,13 @@ def test_everything_that_can_go_wrong(tmp_path: Path) -> None:
     assert found["Forward passes split after running out of memory: 4"].detail == "critic/oom_splits, step 4"
     assert found["Rows that the reward function could not score: 7"].detail == "reward/failed_rows, step 10"
     assert found["actor/grad_norm was not a finite number, once"].detail == "step 4"
-    assert found["Start 2: went on after step 8"].detail == "2025-01-31T12:00:00 on node7"
+    assert found["Start 2: resumed after step 8"].detail == "2025-01-31T12:00:00 on node7"
     assert {
-        "Waits to go on after step 20",
-        "Went on by itself after a worker failed, once in one start",
+        "Waits to resume after step 20",
+        "Restarted by itself after a worker failed, once in one start",
         "Damaged checkpoint: global_step_6.damaged",
         "Checkpoint that was never finished: global_step_9.unfinished",
-        "An earlier run of this folder lies in earlier-1/",
+        "An earlier run of this folder was moved to earlier-1/",
         "Rows of skipped steps are kept in skipped/: 1 files",
         "metrics.jsonl has no line for 1 steps between its first and its last",
     } <= set(found)

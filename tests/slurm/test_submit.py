@@ -188,7 +188,7 @@ def test_combinations_write_out_lists_ranges_and_nothing_else() -> None:
             ["--", "--cfg", "job", "trainer.seed=1"],
             "-> python -m hydraflow.main_ppo --cfg job trainer.seed=1",
         ),
-        (["--time", "2"], "the job would be told to save 120 s before its end"),
+        (["--time", "2"], "the job would be asked to save 120 s before its end"),
         (["--time", "1:00:00", "--warning", "3600"], "-> --time 120 or --warning 1800"),
         (["--node", "2"], "unrecognized arguments"),
         (["data.shuffle=false"], "unrecognized arguments: data.shuffle=false"),
@@ -386,7 +386,7 @@ def test_without_slurm_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     done = submit(*CPU, home=tmp_path)
     assert (
         done.returncode == 2
-        and "sbatch: is not on PATH: this is no machine of a Slurm cluster" in done.stderr
+        and "sbatch: is not on PATH: this is not a machine of a Slurm cluster" in done.stderr
     )
 
 

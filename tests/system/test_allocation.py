@@ -73,8 +73,8 @@ def test_lists_of_nodes(written: str, names: list[str]) -> None:
     assert node_names(written) == names
 
 
-def test_a_list_that_is_none_is_no_list() -> None:
-    with pytest.raises(ValueError, match="no list of nodes"):
+def test_text_that_is_not_a_list_of_nodes_is_refused() -> None:
+    with pytest.raises(ValueError, match="not a list of nodes"):
         node_names("gpu[1-2")
 
 
@@ -146,7 +146,7 @@ def test_eight_gpus_and_one_core_are_refused() -> None:
     config = PPOConfig()
     given = Allocation("7", gpus=8, cpus=1, sources={"cpus": "SLURM_CPUS_ON_NODE=1"})
     (problem,) = contradictions(config, given)
-    assert "as many processes share 1 core: Slurm gave job 7 no more (SLURM_CPUS_ON_NODE=1)" in problem.rule
+    assert "that many processes share 1 core: Slurm gave job 7 no more (SLURM_CPUS_ON_NODE=1)" in problem.rule
     assert problem.remedy.startswith("sbatch --cpus-per-task=64 or ")
     config.ray_init.num_cpus = 9
     assert not list(contradictions(config, given)), "who counts CPUs himself knows what he does"

@@ -117,7 +117,7 @@ def test_an_end_that_hangs_can_be_interrupted(commands: list[Command]) -> None:
     assert one.line() == "ending"
     time.sleep(1.0)
     one.interrupt()
-    assert one.rest() == "the end was interrupted: ended at once\n"
+    assert one.rest() == "the shutdown was interrupted: ended at once\n"
     assert one.process.wait(30) == 130
     assert_gone(pids)
 
@@ -125,7 +125,7 @@ def test_an_end_that_hangs_can_be_interrupted(commands: list[Command]) -> None:
 def test_an_end_that_hangs_has_a_limit(commands: list[Command]) -> None:
     one, pids = begin_to_work(commands, seconds=300, limit=1.0)
     one.interrupt()
-    assert one.rest() == "ending\nthe end took more than 1 seconds: ended at once\n"
+    assert one.rest() == "ending\nthe shutdown took more than 1 seconds: ended at once\n"
     assert one.process.wait(30) == 130
     assert_gone(pids)
 
@@ -142,7 +142,9 @@ interrupts.LIMIT = 0.5
 command(lambda: run_guarded(work))
 """,
     )
-    assert one.rest() == "ending\ntoo many bad steps\nthe end took more than 0.5 seconds: ended at once\n"
+    assert (
+        one.rest() == "ending\ntoo many bad steps\nthe shutdown took more than 0.5 seconds: ended at once\n"
+    )
     assert one.process.wait(30) == GuardStop.exit_code
 
 
@@ -155,7 +157,7 @@ interrupts.EXIT_LIMIT = 0.5
 command(lambda: 3)
 """,
     )
-    assert one.rest() == "Python has not left in 0.5 seconds: ended at once\n"
+    assert one.rest() == "Python has not exited in 0.5 seconds: ended at once\n"
     assert one.process.wait(30) == 3
 
 

@@ -38,7 +38,7 @@ def test_a_model_is_a_folder_with_a_config_or_a_name_on_the_hub(tmp_path: Path) 
     weights = tmp_path / "model.safetensors"
     weights.touch()
     assert rules(model_problems(str(tmp_path), "k")) == [
-        "k: this directory has no config.json, so it is no Hugging Face model"
+        "k: this directory has no config.json, so it is not a Hugging Face model"
     ]
     [problem] = model_problems(str(weights), "k")
     assert (problem.rule, problem.remedy) == ("is a file, not a directory", f"k={tmp_path}")
