@@ -41,10 +41,10 @@ class Comparison:
     def lines(self) -> list[str]:
         """For the user."""
         head = f"{'same' if self.same else 'DIFFERENT'}: {self.equal} tensors are equal bit by bit"
-        told = [f"  only in the directory: {name}" for name in self.missing]
-        told += [f"  only in the checkpoint: {name}" for name in self.extra]
-        told += [f"  {name}: {what}" for name, what in self.different.items()]
-        return [head, *told, *(f"  {note}" for note in self.notes)]
+        lines = [f"  only in the directory: {name}" for name in self.missing]
+        lines += [f"  only in the checkpoint: {name}" for name in self.extra]
+        lines += [f"  {name}: {what}" for name, what in self.different.items()]
+        return [head, *lines, *(f"  {note}" for note in self.notes)]
 
 
 def compare(

@@ -1,6 +1,6 @@
-"""Has torch's weights_only reader make inert stand-ins of the types a shard names, and refuse all others.
+"""Makes torch's weights_only reader create inert stand-ins for the types in a shard, and refuse all others.
 
-In: stand-ins (`engine/inert.py`) and the names they stand for. Out: a reader that runs nothing of
+In: stand-ins (`engine/inert.py`) and the names that they replace. Out: a reader that runs nothing of
 torch.distributed.
 """
 
