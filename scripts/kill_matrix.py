@@ -108,7 +108,7 @@ class Moment:
     controller."""
 
     def words(self) -> str:
-        """For the table."""
+        """The moment in words, for the table."""
         whom = (
             f"{self.target} {self.rank}" if self.target in ("actor rank", "rollout worker") else self.target
         )
@@ -283,7 +283,7 @@ class Run:
         return self.log.read_text()[-3000:]
 
     def last_line(self) -> str:
-        """Of what it printed."""
+        """Last line of its output."""
         return next(reversed(self.log.read_text().split("\n")[:-1]), "")
 
 
@@ -307,7 +307,7 @@ def _kind(process: psutil.Process) -> str:
 
 
 def wait_until(condition: Callable[[], object], seconds: float, what: str) -> None:
-    """Looks every 2 ms."""
+    """Polls a condition every 2 ms until a deadline."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -355,7 +355,7 @@ def strike_anywhere(run: Run, chance: Chance, whole: float) -> str:
     seconds = chance.at * whole
     try:
         run.process.wait(timeout=seconds)
-        return f"nobody after {seconds:.1f} s: it was over"
+        return f"none after {seconds:.1f} s: it was over"
     except subprocess.TimeoutExpired:
         kinds = run.kinds()
     kind = list(kinds)[int(chance.kind * len(kinds))]
@@ -447,7 +447,7 @@ def read_result(folder: Path) -> Result:
 
 
 def differences(found: Result, wanted: Result) -> Iterator[str]:
-    """What differs, in words."""
+    """Differences between two results, in words."""
     import torch
 
     if [step for step, _ in found.metrics] != [step for step, _ in wanted.metrics]:
@@ -467,7 +467,7 @@ def differences(found: Result, wanted: Result) -> Iterator[str]:
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """For people, as Markdown."""
+    """The results as a Markdown table."""
     lines = [
         "| # | method | killed | command ended with | after | resumed from | bit-identical |",
         "|---|---|---|---|---|---|---|",

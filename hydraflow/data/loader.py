@@ -58,7 +58,7 @@ class PromptLoader:
         self._order: tuple[int, np.ndarray] | None = None
 
     def __len__(self) -> int:
-        """Batches in one epoch."""
+        """Number of batches in one epoch."""
         rows = len(self.dataset)
         return rows // self.batch_size if self.drop_last else -(-rows // self.batch_size)
 

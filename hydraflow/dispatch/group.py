@@ -143,7 +143,8 @@ class WorkerGroup(Group):
             for seat in self.seats
         ]
         self._hosts: list[Any] = [
-            host.options(**told).remote(seat, *shared) for seat, told in zip(self.seats, options, strict=True)
+            host.options(**given).remote(seat, *shared)
+            for seat, given in zip(self.seats, options, strict=True)
         ]
         self.processes = {}
         self._starting = self._build()

@@ -35,7 +35,7 @@ class Head:
 
     @classmethod
     def of_this_process(cls) -> Head:
-        """Ray must be initialised."""
+        """The head of the cluster that this process is connected to; Ray must be initialised."""
         return cls(ray.get_runtime_context().gcs_address)
 
     def look(self) -> None:

@@ -83,7 +83,7 @@ def write_stacks(folder: Path, why: str, processes: Sequence[Named]) -> str:
 
 
 def _of_all_nodes(processes: Sequence[ProcessFacts]) -> dict[str, str]:
-    """By worker id."""
+    """Stacks by worker id, gathered from all machines through Ray."""
     here = ray.get_runtime_context().get_node_id()
     by_node: dict[str, list[ProcessFacts]] = {}
     for process in processes:

@@ -13,7 +13,7 @@ class Record:
     """An unpickled object of some type: its arguments and state, by name where they have names."""
 
     def __new__(cls, *args: Any, **_: Any) -> Record:
-        """Takes any arguments."""
+        """Accepts any arguments, as unpickling may pass them."""
         made = super().__new__(cls)
         made.args = args
         return made

@@ -32,7 +32,7 @@ class Adapter:
 
     @property
     def rank(self) -> int:
-        """Its rank."""
+        """Rank of the adapter."""
         return self.a.shape[0]
 
     @property

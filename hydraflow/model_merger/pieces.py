@@ -31,17 +31,17 @@ class Source(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """Name of the tensor."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """Its type."""
+        """Data type of the tensor."""
         ...
 
     @property
     def shape(self) -> Shape:
-        """Its shape."""
+        """Full shape of the tensor."""
         ...
 
     def blocks(self) -> Iterator[torch.Tensor]:
@@ -114,7 +114,7 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its numbers."""
+        """Size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def blocks(self) -> Iterator[torch.Tensor]:
@@ -124,7 +124,7 @@ class StoredTensor:
             yield located.rows(first, last)
 
     def rows(self, first: int, last: int) -> torch.Tensor:
-        """Rows first..last, read now."""
+        """Reads rows first..last (exclusive) into memory."""
         shape = self.shape or (1,)
         block = torch.empty((last - first, *shape[1:]), dtype=self.dtype)
         for piece in self.pieces:

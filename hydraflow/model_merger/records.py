@@ -29,7 +29,7 @@ class ShardedTensor(torch.Tensor):
 
 @contextmanager
 def only(types: Sequence[Any]) -> Iterator[None]:
-    """Lets weights_only make these types, given as (stand-in, full name), and not those that imported
+    """Lets weights_only create these types, given as (stand-in, full name), and not those that imported
     libraries have allowed."""
     before = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()

@@ -50,7 +50,7 @@ class Form:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its numbers."""
+        """Size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

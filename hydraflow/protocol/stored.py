@@ -46,9 +46,11 @@ def read_batch(path: Path) -> tuple[DataProto, dict[str, Any]]:
     with safetensors.safe_open(path, "numpy") as file:
         columns, facts = (json.loads(file.metadata()[name]) for name in ("columns", "facts"))
         read = {}
-        for name, told in columns.items():
-            arrays = tuple(file.get_tensor(f"{name}.{part}") for part in range(told["parts"]))
-            read[name] = wire.decode(wire.Encoded(told["kind"], told["dtype"], tuple(told["shape"]), arrays))
+        for name, entry in columns.items():
+            arrays = tuple(file.get_tensor(f"{name}.{part}") for part in range(entry["parts"]))
+            read[name] = wire.decode(
+                wire.Encoded(entry["kind"], entry["dtype"], tuple(entry["shape"]), arrays)
+            )
     objects = {name: column for name, column in read.items() if isinstance(column, np.ndarray)}
     tensors = {name: column for name, column in read.items() if not isinstance(column, np.ndarray)}
     return DataProto.from_dict(tensors, objects), facts

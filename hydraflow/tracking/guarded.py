@@ -1,7 +1,7 @@
 """Isolates training from a tracker's faults and delays: one warning, and the run continues.
 
-In: what opens a tracker. Out: a Tracker whose calls return at once and never raise; the calls themselves are
-made in a thread, one after the other. Failed calls are retried; those that keep failing are counted and
+In: a tracker's constructor. Out: a Tracker whose calls return at once and never raise; the calls themselves
+are made in a thread, one after the other. Failed calls are retried; those that keep failing are counted and
 dropped, and metrics.jsonl still has everything.
 
     training:  log(1)  log(2)  log(3)                     close()

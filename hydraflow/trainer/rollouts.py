@@ -95,7 +95,7 @@ class Sampled:
         return score_samples(self.reward, prompts, sampling, self.n, with_texts=self.with_texts)
 
     def generated(self, prompts: DataProto, sampling: Promised) -> RemoteBatch:
-        """Waits for the samples."""
+        """Waits for the samples and adds `group`."""
         groups = _group_numbers(prompts, self.n)
         batch: RemoteBatch = sampling.get()
         batch.columns |= RemoteBatch.from_local(groups).columns
@@ -110,7 +110,7 @@ class Recorded:
         self.source, self.folder, self.runtime = source, folder, runtime
 
     def sampling(self, prompts: DataProto, step: int) -> Promised:
-        """As the source samples."""
+        """Passes the call on to the source."""
         return self.source.sampling(prompts, step)
 
     def generated(self, prompts: DataProto, sampling: Promised) -> RemoteBatch:

@@ -102,7 +102,7 @@ def fastest(command: list[str], target: Path, repeats: int) -> Figures:
 
 
 def merger(*arguments: object) -> list[str]:
-    """One of our commands."""
+    """Command line of hydraflow's merger."""
     return [sys.executable, "-m", "hydraflow.model_merger", *map(str, arguments)]
 
 

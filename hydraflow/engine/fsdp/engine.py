@@ -131,9 +131,9 @@ class FSDPEngine:
         ).tolist()
         if short_ranks:
             self.module.zero_grad(set_to_none=True)
-        told = attempt.results_of_all(short_ranks)
+        reported = attempt.results_of_all(short_ranks)
         self._norm = math.sqrt(square)
-        return metrics.merge(told)
+        return metrics.merge(reported)
 
     @torch.no_grad()
     def optimizer_step(self) -> dict[str, float]:
@@ -205,11 +205,11 @@ class FSDPEngine:
         """Adds one micro-batch's share of the gradient."""
         batch = self._pack(data, ragged.parts(data.get("response_mask"))[0].bool())
         main, entropies = self.module(batch, temperature, entropy)
-        loss, told = loss_fn(self._output(batch, main, entropies), self._columns(data, batch))
+        loss, reported = loss_fn(self._output(batch, main, entropies), self._columns(data, batch))
         # unused entropies would keep their logits alive: two copies for every token of the micro-batch
         del main, entropies
         loss.backward()
-        return told
+        return reported
 
     def _pack(self, data: DataProto, wanted: torch.Tensor | None) -> PackedBatch:
         return pack(
@@ -252,7 +252,7 @@ class FSDPEngine:
                 part.reshard()
 
     def _gradients(self) -> list[torch.Tensor]:
-        """This rank's shards."""
+        """This rank's shards of the gradient."""
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
         return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]
 

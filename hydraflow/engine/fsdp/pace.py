@@ -57,7 +57,7 @@ class Pace:
         return Attempt(self)
 
     def begin(self) -> None:
-        """Before each pass."""
+        """Resets the count of collectives; call it before each pass."""
         self._made = 0
         for gather in self._gathers:
             gather.note_what_is_there()
