@@ -108,7 +108,7 @@ class Moment:
     controller."""
 
     def words(self) -> str:
-        """For the table."""
+        """The moment in words, for the table."""
         whom = (
             f"{self.target} {self.rank}" if self.target in ("actor rank", "rollout worker") else self.target
         )
@@ -162,7 +162,7 @@ class Outcome:
 
 
 def draw_moments(count: int, seed: int) -> list[Moment]:
-    """So many moments, the targets in turn."""
+    """That many moments, the targets in turn."""
     chance = random.Random(seed)
     moments = []
     for number in range(count):
@@ -178,8 +178,8 @@ def draw_moments(count: int, seed: int) -> list[Moment]:
 
 
 def draw_chances(count: int, seed: int) -> list[Chance]:
-    """So many; the methods in turn. One in four hits the first half of the run's time, in which most often
-    the controller is alone."""
+    """That many moments; the methods in turn. One in four hits the first half of the run's time, in which
+    most often the controller is alone."""
     chance = random.Random(seed)
     drawn = [(chance.random(), chance.random(), chance.random()) for _ in range(count)]
     return [
@@ -283,7 +283,7 @@ class Run:
         return self.log.read_text()[-3000:]
 
     def last_line(self) -> str:
-        """Of what it printed."""
+        """Last line of its output."""
         return next(reversed(self.log.read_text().split("\n")[:-1]), "")
 
 
@@ -307,7 +307,7 @@ def _kind(process: psutil.Process) -> str:
 
 
 def wait_until(condition: Callable[[], object], seconds: float, what: str) -> None:
-    """Looks every 2 ms."""
+    """Polls a condition every 2 ms until a deadline."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -327,8 +327,8 @@ def strike(run: Run, moment: Moment) -> None:
         trainers = run.trainers()
     if moment.target == "middle of a save":
         step = 2 * moment.steps
-        begun = f"global_step_{step}.*.unfinished"
-        wait_until(lambda: run.process.poll() is not None or any(run.folder.glob(begun)), STARTS, "a save")
+        saving = f"global_step_{step}.*.unfinished"
+        wait_until(lambda: run.process.poll() is not None or any(run.folder.glob(saving)), STARTS, "a save")
     else:
         wait_until(
             lambda: run.process.poll() is not None or run.lines() >= moment.steps,
@@ -355,7 +355,7 @@ def strike_anywhere(run: Run, chance: Chance, whole: float) -> str:
     seconds = chance.at * whole
     try:
         run.process.wait(timeout=seconds)
-        return f"nobody after {seconds:.1f} s: it was over"
+        return f"none after {seconds:.1f} s: it was over"
     except subprocess.TimeoutExpired:
         kinds = run.kinds()
     kind = list(kinds)[int(chance.kind * len(kinds))]
@@ -447,7 +447,7 @@ def read_result(folder: Path) -> Result:
 
 
 def differences(found: Result, wanted: Result) -> Iterator[str]:
-    """What differs, in words."""
+    """Differences between two results, in words."""
     import torch
 
     if [step for step, _ in found.metrics] != [step for step, _ in wanted.metrics]:
@@ -467,7 +467,7 @@ def differences(found: Result, wanted: Result) -> Iterator[str]:
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """For people, as Markdown."""
+    """The results as a Markdown table."""
     lines = [
         "| # | method | killed | command ended with | after | resumed from | bit-identical |",
         "|---|---|---|---|---|---|---|",
@@ -498,11 +498,11 @@ def run_matrix(moments: Sequence[Moment | Chance], home: Path, cache: Path) -> l
             cache.glob("*/model")
         ):  # a run that makes the recipe's model takes longer than those that find it
             Run(home / f"first-{method}", method, cache).finish(STARTS)
-        begun = time.monotonic()
+        start = time.monotonic()
         whole = Run(home / f"whole-{method}", method, cache)
         if whole.finish(STARTS) != 0:
             raise RuntimeError(f"the run without a stop failed: {whole.said()}")
-        wanted[method] = replace(read_result(whole.folder), seconds=time.monotonic() - begun)
+        wanted[method] = replace(read_result(whole.folder), seconds=time.monotonic() - start)
         print(
             f"{method}: {len(wanted[method].metrics)} records, {len(wanted[method].weights)} tensors to"
             " compare",
@@ -520,7 +520,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--moments", type=int, default=20, help="how many")
     parser.add_argument(
-        "--random", type=int, metavar="COUNT", help="so many moments at which any process may be hit, instead"
+        "--random", type=int, metavar="COUNT", help="instead, COUNT moments at which any process may be hit"
     )
     parser.add_argument("--seed", type=int, default=1, help="of the moments")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the moments to carry out")

@@ -63,7 +63,7 @@ def test_main_ppo_makes_the_fast_checks_before_anything_starts(tiny: str, tmp_pa
     done = hydraflow(
         "main_ppo", f"actor_rollout_ref.model.path={model}", f"data.train_files={data}", *SMALL, cwd=tmp_path
     )
-    assert_refused(done, "1 problem found before anything was started", "model.safetensors is cut off")
+    assert_refused(done, "1 problem found before anything was started", "model.safetensors is truncated")
     assert "WARNING hydraflow.checkup.preflight: chat template: a prompt holds <|end|> already" in done.stderr
     assert not (tmp_path / "runs").exists()
 

@@ -31,7 +31,7 @@ class ValueLoss:
     scale_factor: float
     """Divisor of seq-mean-token-sum-norm; unused in other modes."""
     cliprange: float = 0.5
-    """Largest change of a value that still earns gradient."""
+    """Clip range of PPO's value loss."""
     agg_mode: str = "token-mean"
     """A name of LOSS_AGG_MODES."""
 

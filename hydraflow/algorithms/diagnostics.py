@@ -1,4 +1,4 @@
-"""How far training's and generation's probabilities of the sampled tokens lie apart.
+"""How far the trainer's and the generation engine's probabilities of the sampled tokens differ.
 
 In: both log-probabilities of all rows of a step. Out: numbers under verl's names. Wrong or stale weights in
 the generation engine show here first.

@@ -5,8 +5,8 @@
     return  = A_t + V_t
 
 `next(t)` is the next token that is trained (mask 1). Tokens with mask 0 between two turns (observations) are
-stepped over: they neither discount nor lend their values, and a reward that stands on one of them is not
-seen. After the last trained token the value is 0.
+skipped: they neither discount nor contribute their values, and a reward on one of them is
+ignored. After the last trained token the value is 0.
 """
 
 from __future__ import annotations

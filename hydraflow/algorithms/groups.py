@@ -26,7 +26,7 @@ def group_ids(names: Sequence[str] | np.ndarray) -> Tensor:
 
 @dataclass(frozen=True)
 class GroupScores:
-    """Scores seen from their groups; every field is per row, (B,)."""
+    """Scores relative to their groups; every field is per row, (B,)."""
 
     centred: Tensor
     """Score less the mean of its group; exactly 0 where a group's scores are all equal."""

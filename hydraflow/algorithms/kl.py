@@ -8,7 +8,7 @@ With `d = logp - ref`, per token:
     mse, k2        d^2 / 2              its gradient is that of the KL in expectation
     low_var_kl, k3 exp(-d) + d - 1      unbiased, never negative; -d clamped to +-20 and the result to 10
 
-A trailing `+` keeps the value of an estimator and takes the gradient of k2 (of use where the estimate is a
+A trailing `+` keeps the value of an estimator and takes the gradient of k2 (useful where the estimate is a
 loss: the gradient of k1 as a loss is zero in expectation, that of k3 is the one of the reversed KL).
 """
 
@@ -74,11 +74,10 @@ KL_ESTIMATORS: dict[str, KLEstimator] = _PLAIN | {
 def apply_kl_penalty(
     scores: Tensor, logp: Tensor, ref: Tensor, mask: Tensor, *, kind: str, coefficient: float
 ) -> tuple[Tensor, float]:
-    """Rewards (B, R) = scores - coefficient * KL per trained token, and the KL that a controller steers by.
+    """Rewards (B, R) = scores - coefficient * KL per trained token, and the KL for the controller.
 
-    That KL is the mean over trajectories of each one's mean per trained token; trajectories without one do
-    not count. All tensors (B, R); `scores` outside the mask pass unchanged.
-    """
+    That KL is the mean over trajectories of each one's mean per trained token; trajectories without trained
+    tokens do not count. All tensors (B, R); `scores` outside the mask pass unchanged."""
     penalty = KL_ESTIMATORS[kind](keep(logp, mask), keep(ref, mask))  # (B, R), 0 where the mask is 0
     level = masked_mean(masked_mean(penalty, mask, dim=1), mask.bool().any(dim=1))
     return scores - coefficient * penalty, level.item()

@@ -10,18 +10,18 @@ from typing import Protocol
 
 
 class KLController(Protocol):
-    """What the trainer may assume."""
+    """The interface that the trainer uses."""
 
     value: float
 
     def update(self, kl: float, trajectories: int) -> None:
-        """Takes note of one step's KL."""
+        """Updates the coefficient from one step's KL."""
 
     def state_dict(self) -> dict[str, float]:
-        """What a resumed run needs."""
+        """The state that a resumed run needs."""
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Goes on from `state`."""
+        """Restores `state`."""
 
 
 class FixedKLController:
@@ -31,14 +31,14 @@ class FixedKLController:
         self.value = kl_coef
 
     def update(self, kl: float, trajectories: int) -> None:
-        """Nothing moves."""
+        """Does nothing: the coefficient is constant."""
 
     def state_dict(self) -> dict[str, float]:
-        """Empty."""
+        """Empty: there is no state."""
         return {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Nothing to take."""
+        """Does nothing: there is no state."""
 
 
 class AdaptiveKLController:
@@ -63,11 +63,11 @@ class AdaptiveKLController:
         self.value *= 1.0 + error * trajectories / self.horizon
 
     def state_dict(self) -> dict[str, float]:
-        """The present coefficient."""
+        """The current coefficient."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Goes on from a saved coefficient."""
+        """Restores a saved coefficient."""
         self.value = state["value"]
 
 

@@ -1,9 +1,8 @@
 """Statistics over the tokens that a mask selects.
 
-In: values and a mask of the same shape (bool, or numbers 0 and 1). Out: statistics in the values' dtype. What
-stands where the mask is 0 never matters, NaN and infinity included: it is replaced, not multiplied by zero.
-Left out on purpose: weights other than 0 and 1; the weights of a loss are in `aggregate.py`.
-"""
+In: values and a mask of the same shape (bool, or numbers 0 and 1). Out: statistics in the values' dtype.
+Values where the mask is 0 never matter, NaN and infinity included: they are replaced, not multiplied by zero.
+Left out on purpose: weights other than 0 and 1; the weights of a loss are in `aggregate.py`."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ batch.
     G_t = r_t + gamma * G_next(t)
     A   = whiten(G)
 
-`next(t)` is the next token that is trained (mask 1). Tokens with mask 0 between two turns are stepped over
-without a discount, and a reward that stands on one of them is not seen.
+`next(t)` is the next token that is trained (mask 1). Tokens with mask 0 between two turns are skipped
+without a discount, and a reward on one of them is ignored.
 """
 
 from __future__ import annotations

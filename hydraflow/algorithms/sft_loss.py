@@ -29,7 +29,7 @@ class SFTLoss:
     denominators: Denominators
     """Counts of the whole mini-batch, over all data ranks."""
     metric: str = "train/loss"
-    """Name of the metric; another one for validation."""
+    """Name of the metric; validation uses a different one."""
 
     def __call__(
         self, output: PolicyOutput, columns: Mapping[str, Tensor]

@@ -1,4 +1,5 @@
-"""What a loss gives per token, what the losses read, and how statistics per token become metrics.
+"""Per-token results of a loss, the model outputs that losses read, and the reduction of statistics to
+metrics.
 
 In: tensors (B, R) and a mask. Out: `Metric`s that merge exactly over micro-batches and ranks.
 """
@@ -19,7 +20,7 @@ from hydraflow.metrics import Metric
 
 @dataclass(frozen=True)
 class TokenTerms:
-    """A loss per token and what there is to report about it."""
+    """A loss per token and its statistics to report."""
 
     loss: Tensor
     """(B, R) before any weighting."""
@@ -28,7 +29,7 @@ class TokenTerms:
 
 
 class PolicyOutput(Protocol):
-    """What a loss of the policy reads of a forward pass."""
+    """The part of a forward pass that a policy loss reads."""
 
     @property
     def log_probs(self) -> Tensor | None:
@@ -36,11 +37,11 @@ class PolicyOutput(Protocol):
 
     @property
     def entropy(self) -> Tensor | None:
-        """(B, R), or None where it was not asked for."""
+        """(B, R), or None if not requested."""
 
 
 class ValueOutput(Protocol):
-    """What a loss of the critic reads of a forward pass."""
+    """The part of a forward pass that a critic loss reads."""
 
     @property
     def values(self) -> Tensor | None:

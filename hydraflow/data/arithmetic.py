@@ -1,9 +1,9 @@
-"""Addition of two numbers of two digits: a task that a tiny model learns in minutes on a CPU, made on the
-spot.
+"""Addition of two numbers of two digits: a generated task that a tiny model learns in minutes on a
+CPU.
 
 In: how many problems and a seed. Out: Parquet files of training and held-out problems in the field's schema,
 and the training problems with their answers as conversations for a warm start. There are 10,000 problems.
-Held-out problems are drawn first, so they depend on the seed and their number alone.
+Held-out problems are drawn first, so they depend only on the seed and their number.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DATA_SOURCE = "arithmetic"
 
 @dataclass(frozen=True)
 class ArithmeticFiles:
-    """Where the problems were written."""
+    """Paths of the written problems."""
 
     train: Path
     """Training problems, for reinforcement learning."""
@@ -51,8 +51,8 @@ def answer(a: int, b: int) -> str:
 def split_problems(
     train_problems: int, val_problems: int, seed: int
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Training and held-out pairs of numbers, none in both. Raises `ConfigError` when more than 10,000 are
-    asked for."""
+    """Training and held-out pairs of numbers, none in both. Raises `ConfigError` for more than
+    10,000."""
     if train_problems < 1 or val_problems < 1 or train_problems + val_problems > PROBLEMS:
         rule = (
             f"it and recipe.val_problems={val_problems} must be at least 1 each and at most {PROBLEMS}"
@@ -100,7 +100,7 @@ def conversation_rows(pairs: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
 def write_arithmetic(
     directory: str | Path, *, train_problems: int, val_problems: int, seed: int
 ) -> ArithmeticFiles:
-    """Writes train.parquet, val.parquet and sft.parquet to `directory` (made if need be)."""
+    """Writes train.parquet, val.parquet and sft.parquet to `directory` (created if missing)."""
     train, val = split_problems(train_problems, val_problems, seed)
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Chat messages to tokens, many at once.
+"""Tokenises chat messages in batches.
 
 In: messages or plain strings from data files, a tokenizer with a chat template. Out: token ids, or errors
 that name the row. Left out on purpose: images and audio; a message's content is text.
@@ -18,14 +18,13 @@ if TYPE_CHECKING:
 Messages = list[dict[str, Any]]
 
 TEMPLATE_FAULTS = (TypeError, ValueError, KeyError, AttributeError)
-"""What the code of a template may raise besides Jinja's own errors: it computes with messages and with
-template_kwargs."""
+"""What a template's code may raise besides Jinja's own errors, from messages or template_kwargs."""
 
 
 def as_messages(record: Record, column: str) -> Messages:
     """The messages in `column`; a plain string is one user message. Raises `ConfigError` naming the row.
 
-    Fields that are null are left out: Parquet fills every message with the fields of all the others.
+    Null fields are dropped: Parquet fills every message with the fields of all the others.
     """
     value = record.values[column]
     if isinstance(value, str):
@@ -77,7 +76,7 @@ def tokenise_chats(
     try:
         return cast("list[list[int]]", tokenizer.apply_chat_template(list(chats), **options))
     except (TemplateError, *TEMPLATE_FAULTS):
-        # The batch does not say which chat it was: go through them one by one.
+        # The batch does not say which chat failed: try them one by one.
         for chat, record in zip(chats, records, strict=True):
             try:
                 tokenizer.apply_chat_template(chat, **options)

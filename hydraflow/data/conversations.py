@@ -2,10 +2,10 @@
 
 In: files with a `messages` column, or with a prompt and a response column. Out: `DataProto` of ragged
 `prompts` (all tokens before the first trained one), ragged `responses` (the rest) and `response_mask` (1 =
-trained), the engine's columns. What is the assistant's is decided by the chat template itself: by its `{%
+trained), the engine's columns. The chat template itself decides which tokens are the assistant's: by its `{%
 generation %}` markers where it has them, else by tokenising the conversation up to each assistant turn,
-without and with the turn, and checking token by token that both are beginnings of the whole. Left out on
-purpose: guessing. Where a template rewrites earlier turns, the beginnings differ, and that is an error.
+without and with the turn, and checking token by token that both are prefixes of the whole. Left out on
+purpose: guessing. Where a template rewrites earlier turns, the prefixes differ, and that is an error.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ConversationDataset:
 
     Raises `ConfigError` for unusable files, rows without a needed column, conversations without an assistant
     turn, overlong ones under truncation=error, and chat templates under which the assistant's tokens cannot
-    be told.
+    be identified.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ def read_chats(
     config: SFTDataConfig, files: Any, *, key: str, max_samples: int
 ) -> tuple[list[Record], list[Messages]]:
     """Rows and their conversations, not tokenised yet. Raises ConfigError for unusable files and for rows
-    that are no conversation."""
+    that are not conversations."""
     records = read_records(files, key=key, limit=max_samples)
     with_messages = [record for record in records if config.messages_key in record.values]
     pairs = [record for record in records if config.messages_key not in record.values]
@@ -126,7 +126,7 @@ def read_chats(
     raise_problems(
         [r.problem(rule) for r, chat in zip(records, chats, strict=True) if not _assistant_turns(chat)]
     )
-    rule, remedy = "begins with the assistant", "begin with a system or user message"
+    rule, remedy = "starts with the assistant", "start with a system or user message"
     raise_problems(
         [
             r.problem(rule, remedy)
@@ -210,8 +210,8 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 def end_of_turn(
     tokenizer: PreTrainedTokenizerBase, ids: list[int], start: int, end: int, special: set[int]
 ) -> int:
-    """Where the assistant's turn ids[start:end] really ends: white space after its end token is the
-    template's, not the model's."""
+    """The real end of the assistant's turn ids[start:end]: white space after its end token belongs to the
+    template, not the model."""
     ends = [i for i in range(start, end) if ids[i] in special]
     if ends and not str(tokenizer.decode(ids[ends[-1] + 1 : end])).strip():
         return ends[-1] + 1
@@ -221,7 +221,7 @@ def end_of_turn(
 def _rewritten(record: Record, turn: int) -> Problem:
     return record.problem(
         f"message {turn}: the chat template writes the conversation up to it differently when more follows,"
-        " so its tokens cannot be told",
+        " so its tokens cannot be identified",
         "set a custom_chat_template with {% generation %} markers, or write one row per assistant turn",
     )
 

@@ -1,9 +1,7 @@
 """Reads rows from Parquet and JSONL files, and writes them as Parquet.
 
-In: one path or several. Out: records that know which file and row they came from, so that later errors can
-say so. Left out on purpose: downloads (a run reads local files only) and streaming (the prompts of a run fit
-into memory).
-"""
+In: one path or several. Out: records that know their file and row, for later errors. Left out on purpose:
+downloads (a run reads local files only) and streaming (the prompts of a run fit into memory)."""
 
 from __future__ import annotations
 
@@ -20,10 +18,9 @@ from hydraflow.system.whole_files import replacing
 
 SHOWN_PROBLEMS = 5
 PARQUET_ROWS = 1024
-"""Rows of a Parquet file that are read at a time."""
+"""Rows of a Parquet file read at a time."""
 DEEPEST = 100
-"""Levels of lists and objects in a row: it will be written as JSON and shown in messages, which cannot go
-much deeper."""
+"""Nesting limit of a row: it will be written as JSON and shown in messages, which cannot go much deeper."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ class Record:
     """Its number in the file, from 0."""
 
     def problem(self, rule: str, remedy: str = "") -> Problem:
-        """A mistake in this row, for a `ConfigError`."""
+        """A problem in this row, for a `ConfigError`."""
         return Problem(f"{self.file} row {self.row}", None, rule, remedy)
 
 
@@ -84,7 +81,7 @@ def require_columns(records: Sequence[Record], columns: Sequence[str]) -> None:
 
 
 def raise_problems(problems: Sequence[Problem]) -> None:
-    """Raises `ConfigError` with the first few problems and the number of the others; returns if there are
+    """Raises `ConfigError` with the first few problems and the number of the rest; does nothing if there are
     none."""
     if not problems:
         return
@@ -125,8 +122,7 @@ def _read_file(path: Path, key: str, limit: int | None) -> list[Record]:
 
 
 def _parquet_rows(path: Path, key: str, limit: int | None) -> Iterator[dict[str, Any]]:
-    """A few rows at a time: as Python objects they may take ten thousand times the room that they have in the
-    file."""
+    """Rows in small batches: as Python objects they may take ten thousand times their size in the file."""
     import pyarrow
     import pyarrow.parquet
 
@@ -139,7 +135,7 @@ def _parquet_rows(path: Path, key: str, limit: int | None) -> Iterator[dict[str,
         OSError,
         ValueError,
         OverflowError,
-    ) as error:  # the latter two: values that Python cannot hold
+    ) as error:  # the latter two: values that Python cannot represent
         raise ConfigError.one(key, path, f"is not a readable Parquet file: {error}") from error
 
 
@@ -155,15 +151,15 @@ def _json_rows(path: Path, key: str, limit: int | None) -> Iterator[dict[str, An
 
 
 def parse_line(path: Path, key: str, number: int, line: str) -> dict[str, Any]:
-    """The JSON object in a line of a file. Raises ConfigError naming the line that is none, or that nothing
-    after us could take."""
+    """The JSON object in a line of a file. Raises ConfigError naming a line that is not one, or that later
+    stages could not handle."""
     try:
         values = json.loads(line)
     except json.JSONDecodeError as error:
         raise ConfigError.one(
             key, path, f"line {number} is not JSON: {error}", "write one JSON object a line"
         ) from error
-    except ValueError as error:  # Python reads no number of more than 4300 digits
+    except ValueError as error:  # Python parses no integer of more than 4300 digits
         raise ConfigError.one(
             key, path, f"line {number} cannot be read: {error}", "store long numbers as text"
         ) from error

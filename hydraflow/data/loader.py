@@ -1,10 +1,10 @@
 """The order in which rows are drawn, and its state.
 
 In: anything with a length and `batch(rows)`, such as `PromptDataset` or `ConversationDataset`. Out: one batch
-after another. The order is a function of (seed, epoch) alone, so the state is two numbers and a resumed run
+after another. The order is a function of (seed, epoch) only, so the state is two numbers and a resumed run
 continues exactly. Left out on purpose: torchdata's StatefulDataLoader. The rows are in memory, so there is
-nothing to prefetch, and it draws from torch's global random state, which would tie the order of the data to
-everything else that draws.
+nothing to prefetch, and it draws from torch's global random state, which would tie the data order
+to every other use of it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hydraflow.protocol.batch import DataProto
 
 
 class RowSource(Protocol):
-    """What the loader needs of a dataset."""
+    """What the loader requires of a dataset."""
 
     def __len__(self) -> int: ...
 
@@ -31,8 +31,8 @@ class PromptLoader:
     """Batches of `batch_size` rows; the rows that are left over at the end of an epoch are dropped
     (`drop_last`).
 
-    Iterating yields the rest of the current epoch; iterating again yields the next epoch. `next_batch` goes
-    on for ever. `key` is the configuration key of the batch size, for errors. Raises `ConfigError` when the
+    Iterating yields the rest of the current epoch; iterating again yields the next epoch. `next_batch` never
+    ends. `key` is the configuration key of the batch size, for errors. Raises `ConfigError` when the
     dataset cannot fill one batch.
     """
 
@@ -52,13 +52,13 @@ class PromptLoader:
         self.dataset, self.batch_size = dataset, batch_size
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.epoch = 0
-        """Epochs that were finished before the current one."""
+        """Number of finished epochs."""
         self.position = 0
-        """Batches of the current epoch that were handed out."""
+        """Batches of the current epoch returned so far."""
         self._order: tuple[int, np.ndarray] | None = None
 
     def __len__(self) -> int:
-        """Batches in one epoch."""
+        """Number of batches in one epoch."""
         rows = len(self.dataset)
         return rows // self.batch_size if self.drop_last else -(-rows // self.batch_size)
 
@@ -75,8 +75,8 @@ class PromptLoader:
         return self.dataset.batch(self.order()[start : start + self.batch_size])
 
     def put_back(self) -> None:
-        """The next batch is the one that `next_batch` gave last."""
-        assert self.position > 0, "a batch was handed out"
+        """Makes `next_batch` return its last batch again."""
+        assert self.position > 0, "no batch to put back"
         self.position -= 1
 
     def order(self) -> np.ndarray:
@@ -86,7 +86,7 @@ class PromptLoader:
         return self._order[1]
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, enough for `load_state_dict` to go on with the next batch."""
+        """Plain numbers, enough for `load_state_dict` to continue with the next batch."""
         return {"epoch": self.epoch, "position": self.position, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

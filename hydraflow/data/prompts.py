@@ -1,7 +1,7 @@
 """Prompts for reinforcement learning, validation and generation, tokenised once, before training starts.
 
 In: files with a column of chat messages (or strings) and the columns that scoring needs. Out: `DataProto` of
-ragged `prompts` and row objects. Several data sources may stand in one file. Left out on purpose: workers and
+ragged `prompts` and row objects. One file may mix several data sources. Left out on purpose: workers and
 prefetching; a batch is a gather from memory and takes microseconds.
 """
 
@@ -33,7 +33,7 @@ TRUNCATIONS = ("error", "left", "right", "middle")
 class PromptDataset:
     """Tokenised prompts and their row objects.
 
-    Row objects: `uid` (str, number of the row over all files; it stays when others are filtered out),
+    Row objects: `uid` (str, row number over all files; unaffected by filtering),
     `extra_info`, `raw_prompt` (the messages). Prompts of a `DataConfig` will be scored: they also have
     `data_source` and `reward_model` ({"style", "ground_truth"}), and files without those columns are refused.
 
@@ -64,7 +64,7 @@ class PromptDataset:
         kept = [i for i, tokens in enumerate(ids) if len(tokens) <= config.max_prompt_length]
         _report_filtered(len(ids) - len(kept), len(ids), config, key)
         self.records: list[Record] = [records[i] for i in kept]
-        """Where each prompt came from, with all of its columns."""
+        """The source record of each prompt, with all of its columns."""
         self._prompts = [torch.tensor(ids[i], dtype=torch.int64) for i in kept]
         self._objects = _row_objects(records, chats, kept, _source_key(config))
 
@@ -113,8 +113,8 @@ def _require_ground_truth(records: Sequence[Record]) -> None:
 
 
 def _limit_lengths(ids: list[list[int]], records: Sequence[Record], config: PromptConfig) -> list[list[int]]:
-    """Truncates overlong prompts, or raises for them; under filter_overlong_prompts they are left as they
-    are."""
+    """Truncates overlong prompts, or raises for them; under filter_overlong_prompts they are left
+    unchanged."""
     limit = config.max_prompt_length
     empty = [
         r.problem("the chat template gives it no tokens")
@@ -184,7 +184,8 @@ def _row_objects(
 
 
 def _require_json(records: Sequence[Record], objects: dict[str, list[Any]]) -> None:
-    """Row objects travel between processes as JSON; what JSON cannot carry is found here, with its row."""
+    """Row objects travel between processes as JSON; values that JSON cannot hold are reported here, with
+    their row."""
     problems = []
     for name, values in objects.items():
         for record, value in zip(records, values, strict=True):
@@ -201,6 +202,6 @@ def _require_json(records: Sequence[Record], objects: dict[str, list[Any]]) -> N
 
 def _object_column(values: Sequence[Any]) -> np.ndarray:
     column = np.empty(len(values), dtype=object)
-    for i, value in enumerate(values):  # a slice assignment would take equal lists for a matrix
+    for i, value in enumerate(values):  # a slice assignment would turn equal-length lists into a matrix
         column[i] = value
     return column

@@ -1,8 +1,8 @@
 """Environment variables of a worker process, set before any library reads them.
 
-In: rank, whether the group spans nodes. Out: caches of compilers that no other rank writes, a cache of
-models' own code that no other node writes, and the interface for collectives. What the user's environment
-says is kept, but for a folder per rank below it. Left out on purpose: `ray_init.runtime_env.env_vars` in a
+In: rank, whether the group spans nodes. Out: compiler caches per rank, a cache of models'
+own code per node, and the interface for collectives. Values from the user's environment are kept, with a
+folder per rank below them. Left out on purpose: `ray_init.runtime_env.env_vars` in a
 process that Ray starts (`host.py`).
 """
 
@@ -17,17 +17,17 @@ from hydraflow.system.network import VARIABLE, interface_of, node_address
 from hydraflow.system.node_folder import MODULES, make_node_folder, node_folder
 
 COMPILER_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-"""Two ranks that compile the same kernel at the same time would write the same files; on a network drive that
-breaks both."""
+"""Two ranks that compile the same kernel at the same time would write the same files, which breaks both on a
+network drive."""
 LOOPBACK = "127.0.0.1"
-"""Where a group on one node meets."""
+"""Rendezvous address of a group on a single node."""
 
 
 def variables(rank: int, *, node_ip: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What is to be set in the process of a rank. `node_ip`: the address at which the group's other processes
+    """The variables to set in a rank's process. `node_ip`: the address at which the group's other processes
     reach this one.
 
-    ConfigError when HYDRAFLOW_NETWORK_INTERFACE names an interface that is not here.
+    ConfigError when HYDRAFLOW_NETWORK_INTERFACE names an interface that does not exist.
     """
     found = {}
     for name, folder in COMPILER_CACHES.items():
@@ -38,8 +38,7 @@ def variables(rank: int, *, node_ip: str, environ: Mapping[str, str] = os.enviro
     named = environ.get(VARIABLE)
     address = node_address(environ=environ) if named else node_ip
     if interface := interface_of(address):
-        # gloo would look up this host's own name, which need not lead to an address that others reach, or to
-        # one that only they reach
+        # gloo would resolve this host's name, which may give an address that other nodes cannot reach
         found |= {"GLOO_SOCKET_IFNAME": interface} if not environ.get("GLOO_SOCKET_IFNAME") else {}
         found |= (
             {"NCCL_SOCKET_IFNAME": f"={interface}"} if named and not environ.get("NCCL_SOCKET_IFNAME") else {}
@@ -48,8 +47,8 @@ def variables(rank: int, *, node_ip: str, environ: Mapping[str, str] = os.enviro
 
 
 def settle(rank: int, *, node_ip: str = LOOPBACK, given: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Sets them in this process, after those of `given`. EnvironmentFault when the folder for caches is
-    another user's."""
+    """Sets the variables in this process, after those of `given`. EnvironmentFault when the folder for caches
+    is another user's."""
     make_node_folder()
     os.environ.update(given)
     os.environ.update(variables(rank, node_ip=node_ip))

@@ -1,10 +1,9 @@
-"""Calls under way: waiting for them, finding the first cause when one fails, and the future that stands for a
-call.
+"""Pending calls: waiting for them, finding the first cause when one fails, and the future of a call.
 
-In: the answers' references with who gives them. Out: results, or one error: a WorkerError, a worker's
-decision to stop, or a ConfigError from a start. Whoever waits for one call watches all calls: a group that
-fails ends the wait for another group that depends on it. Left out on purpose: retries. A group that failed is
-ended, and a run goes on from its checkpoint.
+In: references of the answers, with the rank of each. Out: results, or one error: a WorkerError, a worker's
+decision to stop, or a ConfigError from a start. Waiting for one call watches all calls: a group that
+fails ends the wait for another group that depends on it. Left out on purpose: retries. A failed group is
+ended, and the run resumes from its checkpoint.
 """
 
 from __future__ import annotations
@@ -25,16 +24,15 @@ from hydraflow.dispatch.worker import DECISIONS, Failure, log_tail
 from hydraflow.errors import ConfigError, HydraflowError, WorkerError
 
 SLICE = 0.25
-"""Seconds of waiting for all ranks of a call, after which those that have answered are looked at: one may
-have failed."""
+"""Seconds to wait for all ranks of a call before checking the answers so far: one may be a failure."""
 GRACE = 1.0
-"""Seconds in which the other ranks of a failed call may report too, so that the first cause is found."""
+"""Seconds for the other ranks of a failed call to report as well, so that the first cause is found."""
 FETCH = 10.0
-"""Seconds in which an answer that is there must arrive, after the answers of all ranks together have not."""
+"""Seconds for one ready answer to arrive, after fetching the answers of all ranks together has failed."""
 
 
 class Crew(Protocol):
-    """The processes of a group, as far as waiting is concerned."""
+    """What waiting needs to know of a group's processes."""
 
     error: HydraflowError | None
 
@@ -47,14 +45,14 @@ class Crew(Protocol):
 
 @dataclass
 class Work:
-    """How long the slowest rank of one call worked, among those that have answered."""
+    """Run time of the slowest rank of one call, among those that have answered."""
 
     seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """Who owes an answer, until when, and where it goes."""
+    """A pending answer: which rank owes it, by when, and where it goes."""
 
     crew: Crew
     role: str
@@ -65,7 +63,7 @@ class Ticket:
     deadline: float
     """time.monotonic() at which `seconds` have passed."""
     answers: dict[int, Any]
-    """Where the answer is kept, by rank."""
+    """The call's answers by rank; this one is added."""
     work: Work
     """Shared by the tickets of one call."""
 
@@ -78,22 +76,21 @@ class Ticket:
 
 
 class Ledger:
-    """All calls under way. Used by one thread."""
+    """All pending calls. Used by one thread."""
 
     def __init__(self, traffic: Traffic, timeline: Timeline):
         self.traffic, self.timeline = traffic, timeline
         self.stacks: Callable[[str], str] | None = None
-        """Writes down where all workers stand, for the reason that it is given; returns the file. None:
-        nobody does."""
+        """Writes the stacks of all workers for a given reason; returns the file. None: not configured."""
         self.head: Head | None = None
-        """Looked at while waiting; None: nobody does."""
+        """Ray's control service, checked while waiting; None: not checked."""
         self.interrupt: Callable[[], None] | None = None
-        """Called a few times a second while waiting; what it raises ends the wait, and the calls stay under
-        way."""
+        """Called a few times a second while waiting; an exception ends the wait, and the calls stay
+        pending."""
         self.pending: dict[ObjectRef, Ticket] = {}
 
     def settle(self, refs: Sequence[ObjectRef]) -> None:
-        """Waits until none of `refs` is owed. Raises when any call under way, one of these or another, fails
+        """Waits until none of `refs` is pending. Raises when any pending call, one of these or another, fails
         or is late."""
         while owed := [ref for ref in refs if ref in self.pending]:
             if self.head is not None:
@@ -107,12 +104,12 @@ class Ledger:
             self._take(ready)
 
     def peek(self) -> None:
-        """Takes what has arrived, without waiting."""
+        """Processes the answers that have arrived, without waiting."""
         self._take(self._ready([], 0.0))
 
     def _ready(self, wanted: list[ObjectRef], seconds: float) -> list[ObjectRef]:
-        """Waits until all of `wanted` have answered, at most `seconds`; returns whatever has, of these calls
-        and of others."""
+        """Waits until all of `wanted` have answered, at most `seconds`; returns those that have, of these
+        calls and of others."""
         done = (
             ray.wait(wanted, num_returns=len(wanted), timeout=seconds, fetch_local=False)[0] if wanted else []
         )
@@ -151,7 +148,7 @@ class Ledger:
             parcel = ray.get(ref, timeout=FETCH)
         except ray.exceptions.GetTimeoutError:
             return Failure(
-                ticket.error("its answer is there, but does not arrive: the network to its node may be gone"),
+                ticket.error("its answer is ready, but does not arrive: the network to its node may be gone"),
                 time.time(),
             )
         except ray.exceptions.RayActorError as error:
@@ -169,7 +166,7 @@ class Ledger:
         return unpack(parcel)
 
     def _fail(self, failures: list[tuple[Ticket, Failure]]) -> None:
-        """Ends the groups that failed, with the first cause among all that is reported, and raises it."""
+        """Ends the groups that failed, with the first cause among all reports, and raises it."""
         rest = list(self.pending)
         reported = ray.wait(rest, num_returns=len(rest), timeout=GRACE, fetch_local=False)[0] if rest else []
         failures = [*failures, *self._keep(reported)]
@@ -186,7 +183,7 @@ class Ledger:
         others = f" (nor from ranks {ranks[1:]})" if len(ranks) > 1 else ""
         cause = f"no answer in {first.seconds:g} seconds{others}"
         if self.stacks is not None:
-            self._keep(self._ready([], 0.0))  # who has told about itself meanwhile
+            self._keep(self._ready([], 0.0))  # processes that have reported their location since
             cause += (
                 "; stacks of all workers:"
                 f" {self.stacks(f'{first.role} rank {first.rank}, {first.method}: {cause}')}"
@@ -194,8 +191,8 @@ class Ledger:
         self._end({first.crew}, first.error(cause))
 
     def _end(self, crews: set[Crew], error: HydraflowError) -> None:
-        """A group whose workers decided to stop keeps its processes: they may be writing a checkpoint
-        still."""
+        """A group whose workers decided to stop keeps its processes: they may still be writing a
+        checkpoint."""
         for crew in crews:
             self.forget(crew)
             if not isinstance(error, DECISIONS):
@@ -203,15 +200,14 @@ class Ledger:
         raise error
 
     def forget(self, crew: Crew) -> None:
-        """Drops the calls of a group that is ended."""
+        """Drops the calls of a group that has ended."""
         self.pending = {ref: ticket for ref, ticket in self.pending.items() if ticket.crew is not crew}
 
 
 def _precedence(reported: tuple[Ticket, Failure]) -> tuple[int, float]:
-    """The least is the first cause: a mistake of the user's, of which ranks often find the same one and the
-    lowest tells it; then a death, which is the cause of its peers' broken connections, whoever reported
-    first; then what happened first.
-    """
+    """Sort key; the smallest is the first cause: a user error (all ranks often find the same one, so the
+    lowest rank reports it); then a death, which causes its peers' broken connections even if they report
+    first; then whatever happened first."""
     ticket, failure = reported
     if isinstance(failure.error, ConfigError):
         return 0, ticket.rank
@@ -219,7 +215,7 @@ def _precedence(reported: tuple[Ticket, Failure]) -> tuple[int, float]:
 
 
 def _how_it_died(error: ray.exceptions.RayActorError) -> str:
-    """Ray's line about the end of the process, without its numbers of the actor and its guesses at causes."""
+    """Ray's line about the end of the process, without its actor ids and its guesses at causes."""
     lines = [line for line in str(error).splitlines() if line and not line.startswith("\t")]
     return lines[:2][-1].partition(" Some common causes include")[0]
 
@@ -250,11 +246,11 @@ class Future(Promised):
         return self._collect([self._answers[rank] for rank in self._collectors])
 
     def done(self) -> bool:
-        """Whether `get` would return at once. WorkerError when a call under way has failed."""
+        """Whether `get` would return at once. WorkerError when a pending call has failed."""
         self._ledger.peek()
         return len(self._answers) == len(self._refs) or self._crew.error is not None
 
     def shards(self, parts: int, padding: bool) -> list[LateShard]:
-        """Shards that the receiving workers cut themselves."""
+        """Shards that the receiving workers slice themselves."""
         receipts = tuple(self._refs[rank] for rank in self._collectors)
         return [LateShard(receipts, part, parts, padding) for part in range(parts)]

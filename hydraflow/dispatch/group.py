@@ -1,10 +1,9 @@
-"""A worker group: one process per rank, several roles in each process, and the calls that the controller
-makes to them.
+"""A worker group: one process per rank, several roles in each process, and the controller's calls to them.
 
 In: a reservation and the roles. Out: results of calls; batches come back as references (`RemoteBatch`).
 A call is made by naming the method: `actors.call(ActorWorker.update, batch)`.
 After a failure the processes are ended and the group refuses further calls with the first cause.
-Left out on purpose: how arguments are spread (`modes`), waiting and failure (`future`).
+Left out on purpose: how arguments are distributed (`modes`), waiting and failure (`future`).
 """
 
 from __future__ import annotations
@@ -41,17 +40,17 @@ WORKER_PROCESS = "worker process"
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds that the controller waits."""
+    """Timeouts of the controller, in seconds."""
 
     start: float = 300.0
-    """For processes to start and to build their roles."""
+    """For processes to start and build their roles."""
     call: float = 3600.0
     """For any one call."""
 
 
 @dataclass
 class Channel:
-    """What all groups of a runtime share: calls under way, bytes counted, limits, and what watches them."""
+    """Shared by all groups of a runtime: pending calls, byte counts, timeouts and observability."""
 
     limits: Limits = field(default_factory=Limits)
     traffic: Traffic = field(default_factory=Traffic)
@@ -68,31 +67,31 @@ class Group(ABC):
     roles: dict[str, RoleSpec]
     channel: Channel
     processes: dict[int, ProcessFacts]
-    """Those that have said where they run, by rank."""
+    """The processes that have reported where they run, by rank."""
 
     @property
     @abstractmethod
     def world_size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
 
     @abstractmethod
     def await_ready(self) -> None:
-        """Waits until all workers are built. ConfigError when one finds a mistake of the user's, WorkerError
-        when it cannot otherwise."""
+        """Waits until all workers are built. ConfigError when one finds a user error, WorkerError when
+        it fails otherwise."""
 
     @abstractmethod
     def perform(
         self, role: str, method: str, plan: Registration, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Makes a call as its declaration says; returns its result or what promises it."""
+        """Makes a call as declared by `@register`; returns its result or a future."""
 
     @abstractmethod
     def start_profile(self, tool: str, folder: str, ranks: Sequence[int] | None) -> None:
-        """Begins a profile in the processes of those ranks; None: all. WorkerError when one cannot."""
+        """Starts a profile in the processes of those ranks; None: all. WorkerError when one fails."""
 
     @abstractmethod
     def stop_profile(self, ranks: Sequence[int] | None) -> None:
-        """Ends and writes it."""
+        """Ends the profile and writes it."""
 
     @abstractmethod
     def stop(self) -> None:
@@ -109,7 +108,7 @@ class WorkerGroup(Group):
 
     The constructor returns at once, so that several groups start at the same time; `await_ready` waits. A
     worker's exception, death or silence raises one WorkerError that names role, rank, node and method; a
-    ConfigError of a worker that is being built is raised as it is.
+    ConfigError of a worker that is being built is raised unchanged.
     """
 
     def __init__(
@@ -144,7 +143,8 @@ class WorkerGroup(Group):
             for seat in self.seats
         ]
         self._hosts: list[Any] = [
-            host.options(**told).remote(seat, *shared) for seat, told in zip(self.seats, options, strict=True)
+            host.options(**given).remote(seat, *shared)
+            for seat, given in zip(self.seats, options, strict=True)
         ]
         self.processes = {}
         self._starting = self._build()
@@ -152,7 +152,7 @@ class WorkerGroup(Group):
 
     @property
     def world_size(self) -> int:
-        """Processes."""
+        """Number of processes."""
         return len(self.seats)
 
     def _build(self) -> list[ObjectRef]:
@@ -176,8 +176,8 @@ class WorkerGroup(Group):
     def await_ready(self) -> None:
         """Waits until every process has built its roles.
 
-        ConfigError when one finds a mistake of the user's, WorkerError when it cannot otherwise, or after
-        `limits.start` seconds.
+        ConfigError when one finds a user error, WorkerError when it fails otherwise, or after `limits.start`
+        seconds.
         """
         self.require_alive()
         if not self._ready:
@@ -207,8 +207,8 @@ class WorkerGroup(Group):
     ) -> Future:
         outbox = _Batches(Outbox(self.channel.traffic))
         collectors = plan.mode.collectors(site)
-        # The process writes where it stands shortly before the controller gives up, so that the log tail
-        # shows it.
+        # The process writes its stacks to the log shortly before the controller gives up, so that the log
+        # tail shows them.
         seconds = max(0.1, self.channel.limits.call * 0.98 - 0.2)
         calls = {}
         for rank in [0] if plan.mode.rank_zero else range(self.world_size):
@@ -233,7 +233,7 @@ class WorkerGroup(Group):
         return str(max(files, key=lambda path: path.stat().st_mtime)) if files else ""
 
     def require_alive(self) -> None:
-        """Raises what ended the group, if something did."""
+        """Raises the error that ended the group, if any."""
         if self.error is not None:
             raise self.error
 
@@ -244,7 +244,7 @@ class WorkerGroup(Group):
             ray.kill(host)
 
     def stop(self) -> None:
-        """Ends the group in good order: calls under way are dropped."""
+        """Shuts the group down cleanly; pending calls are dropped."""
         self.channel.ledger.forget(self)
         self.end(self.error or self._stopped())
 
@@ -259,7 +259,7 @@ class WorkerGroup(Group):
         )
 
     def mesh(self, role: str, name: str) -> list[Coordinates]:
-        """Places of all ranks in a mesh, asked once and kept. ValueError when they contradict each other."""
+        """Coordinates of all ranks in a mesh, cached. ValueError when they are inconsistent."""
         if (role, name) not in self._meshes:
             answers: dict[int, Any] = {}
             refs = {rank: host.coordinates.remote(role, name) for rank, host in enumerate(self._hosts)}
@@ -269,7 +269,7 @@ class WorkerGroup(Group):
         return self._meshes[role, name]
 
     def send(self, calls: Mapping[int, Call], answers: dict[int, Any]) -> dict[int, ObjectRef]:
-        """Sends one message to each rank; what comes back goes into `answers`."""
+        """Sends one message to each rank; the replies go into `answers`."""
         refs = {rank: self._hosts[rank].invoke.remote(call) for rank, call in calls.items()}
         call = next(iter(calls.values()))
         self.channel.traffic.calls += 1
@@ -277,12 +277,12 @@ class WorkerGroup(Group):
         return refs
 
     def start_profile(self, tool: str, folder: str, ranks: Sequence[int] | None) -> None:
-        """Begins a profile in the processes of those ranks; None: all. WorkerError when one cannot."""
+        """Starts a profile in the processes of those ranks; None: all. WorkerError when one fails."""
         profile = Profile(tool, folder, "+".join(self.roles))
         self._on(ranks, "start_profile", lambda host: host.start_profile.remote(profile))
 
     def stop_profile(self, ranks: Sequence[int] | None) -> None:
-        """Ends and writes it."""
+        """Ends the profile and writes it."""
         self._on(ranks, "stop_profile", lambda host: host.stop_profile.remote())
 
     def _on(self, ranks: Sequence[int] | None, method: str, ask: Callable[[Any], ObjectRef]) -> None:
@@ -304,7 +304,7 @@ def _checked(places: list[Coordinates], mesh: str) -> list[Coordinates]:
 
 @dataclass(frozen=True)
 class _Site:
-    """What a mode sees of a call."""
+    """The call, as a dispatch mode sees it."""
 
     group: WorkerGroup
     role: str
@@ -328,7 +328,7 @@ class RoleGroup:
 
     @property
     def world_size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return self.group.world_size
 
     def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -355,7 +355,7 @@ class RoleGroup:
 
 @dataclass
 class _Batches:
-    """An outbox in which whole batches, where a mode left some, become shards of one part."""
+    """An outbox that turns batches which a mode did not divide into shards of one part."""
 
     outbox: Outbox
     whole: dict[int, Any] = field(default_factory=dict)

@@ -1,10 +1,10 @@
-"""Watches the two processes of Ray's without which a cluster of our own is nothing: its control service and
-its node process.
+"""Watches the two Ray processes that a local cluster cannot do without: its control service and its node
+process.
 
 In: this process's children. Out: the name of one that has ended. Where Ray's client waits for it inside its
-own code (up to a minute, after which it ends the process with exit code 1), the command is ended from here. A
-run whose node process has ended is ended at once: Ray's client ends this process without a word, with exit
-code 1, the next time it touches the object store, if only to give a buffer back.
+own code (up to a minute, after which it exits the process with code 1), the command is ended from here. A run
+whose node process has ended is ended at once: Ray's client would silently exit this process with code 1 on
+its next access to the object store, even just to release a buffer.
 Left out on purpose: clusters that were joined (`head.py` asks their control service), and workers
 (`future.py`).
 """
@@ -26,15 +26,16 @@ from hydraflow.system.node_folder import session_folder
 
 VITAL = {"gcs_server": "control service", "raylet": "node process"}
 PERIOD = 0.25
-"""Seconds between two looks for processes that have started; an end is seen at once."""
+"""Seconds between two scans for new processes; an exit is noticed at once."""
 START_PATIENCE = 3.0
-"""Seconds that Ray's own code may take to report it while it starts."""
+"""Seconds that Ray's own code gets to report it during start-up."""
 PATIENCE = 30.0
-"""Seconds that the run may take to begin its end otherwise: workers that died with it are reported first."""
+"""Seconds that the run otherwise gets to start shutting down: workers that died with it are reported
+first."""
 
 
 class RayGuard:
-    """From `watch` to `stop`, in a thread."""
+    """A thread that runs from `watch` to `stop`."""
 
     def __init__(self) -> None:
         self._is_started = False
@@ -44,19 +45,19 @@ class RayGuard:
         self._before = _children()
 
     def watch(self) -> None:
-        """Begins; to be called before Ray starts."""
+        """Starts the thread; call it before Ray starts."""
         threading.Thread(target=self._run, name="ray-guard", daemon=True).start()
 
     def started(self) -> None:
-        """From now on the run notices by itself."""
+        """Ray is up: from now on the run can notice a failure itself."""
         self._is_started = True
 
     def stop(self) -> None:
-        """Ray may end."""
+        """Ends the thread; Ray may end after that."""
         self._stopped.set()
 
     def fault(self) -> EnvironmentFault | None:
-        """What has ended, in words; None: nothing."""
+        """The error for the process that has ended; None if both live."""
         for name, process in self._seen.items():
             if not lives(process):
                 text = (
@@ -67,7 +68,7 @@ class RayGuard:
         return None
 
     def children(self) -> list[psutil.Process]:
-        """Processes that were started since, with all below them."""
+        """Processes started since `watch`, with their descendants."""
         found = []
         for process in _children() - self._before:
             with suppress(psutil.NoSuchProcess):

@@ -1,7 +1,7 @@
-"""Ray's head process (its control service): whether it still answers, and an end without it.
+"""Ray's head process (its control service): whether it still answers, and shutting down without it.
 
-In: its address. Out: HeadLost soon after it has gone. Without this a run would work on until its next request
-to it, and Ray would end the controller after a minute, with exit code 1 and all other processes left behind.
+In: its address. Out: HeadLost soon after it has gone. Without this a run would continue until its next
+request to it, and Ray would exit the controller after a minute, with code 1 and all other processes left.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from hydraflow.dispatch.processes import end_processes, own_ray_processes
 from hydraflow.errors import EnvironmentFault
 
 PERIOD = 2.0
-"""Seconds between two looks; one costs a fraction of a millisecond."""
+"""Seconds between two checks; one costs a fraction of a millisecond."""
 PATIENCE = 8.0
-"""Seconds without an answer after which it counts as gone."""
+"""Seconds without an answer after which the service counts as gone."""
 
 
 class HeadLost(EnvironmentFault):
-    """Ray's control service is gone, and with it every worker sooner or later."""
+    """Ray's control service is gone, and with it every worker soon."""
 
 
 class Head:
@@ -35,7 +35,7 @@ class Head:
 
     @classmethod
     def of_this_process(cls) -> Head:
-        """Ray must be initialised."""
+        """The head of the cluster that this process is connected to; Ray must be initialised."""
         return cls(ray.get_runtime_context().gcs_address)
 
     def look(self) -> None:
@@ -52,7 +52,7 @@ class Head:
             raise HeadLost(
                 f"Ray's control service (gcs_server) at {self.address} has not answered for"
                 f" {now - self._heard:.0f} seconds: it was killed, or its machine is gone. Start the same"
-                " command again to go on from the last checkpoint."
+                " command again to resume from the last checkpoint."
             )
 
 
@@ -66,7 +66,7 @@ def _answers(address: str) -> bool:
 
 
 def end_without_head() -> None:
-    """Leaves Ray, and ends the processes that this one started: workers would look for the head for a minute
-    before they end."""
+    """Disconnects from Ray and ends the processes that this one started: workers would look for the head for
+    a minute before they exit."""
     end_processes(own_ray_processes(), grace=0.0)
     ray.shutdown()

@@ -1,8 +1,8 @@
 """The Ray actor around a worker process: it sets environment variables before any library reads them, then
-passes calls on.
+forwards calls.
 
-In: `ray_init.runtime_env.env_vars` as an argument. Ray's own way to hand variables to a process writes them
-into a log and onto a command line, where they could be read by others. Out: what `WorkerProcess` answers.
+In: `ray_init.runtime_env.env_vars` as an argument. Ray's own way of passing variables writes them to a log
+and onto a command line, where others could read them. Out: what `WorkerProcess` returns.
 Left out on purpose: torch and whatever imports it. Ray imports this module first, so variables that torch
 reads when it is imported count. Those that the dynamic loader reads (LD_PRELOAD) belong in the environment of
 the command that starts Ray.
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a process sits in its group."""
+    """The place of a process in its group."""
 
     rank: int
     world_size: int
     local_rank: int
-    """Number among the group's processes on its node."""
+    """Index among the group's processes on its node (local rank)."""
     node: str
     """Host name."""
     spans_nodes: bool = False
@@ -47,29 +47,29 @@ class WorkerHost:
         self._process = WorkerProcess(seat, *settings)
 
     def identify(self) -> Parcel:
-        """Where this process runs, and where it writes."""
+        """This process's node, pid and log file."""
         return self._process.identify()
 
     def rendezvous(self) -> tuple[str, int]:
-        """Where torch.distributed of the group is to meet."""
+        """Rendezvous address for the group's torch.distributed."""
         return self._process.rendezvous()
 
     def build(self, roles: Parcel | ObjectRef, rendezvous: tuple[str, int]) -> Parcel:
-        """Makes the workers."""
+        """Builds the workers."""
         return self._process.build(roles, rendezvous)
 
     def coordinates(self, role: str, mesh: str) -> Parcel:
-        """A worker's place in a mesh."""
+        """A worker's coordinates in a mesh."""
         return self._process.coordinates(role, mesh)
 
     def invoke(self, call: Call) -> Parcel:
-        """Runs one method."""
+        """Runs one method of one worker."""
         return self._process.invoke(call)
 
     def start_profile(self, profile: Profile) -> Parcel:
-        """Begins a profile of this process."""
+        """Starts a profile of this process."""
         return self._process.start_profile(profile)
 
     def stop_profile(self) -> Parcel:
-        """Ends and writes it."""
+        """Ends the profile and writes it."""
         return self._process.stop_profile()

@@ -1,12 +1,11 @@
 """A run in one process, without Ray: the same pools, groups and calls, so that `breakpoint()` and pdb work
 anywhere.
 
-In: what `Runtime` takes; every pool has one process. Out: the same results, bit by bit: arguments and answers
-are spread and collected by the same modes and are encoded as they are for the object store, and a method
-computes with as many threads as in its own process. A call runs at once, in the caller's thread, and an
-exception reaches the caller as it is, with its stack. Left out on purpose: several ranks. They wait for each
-other, so each needs a process of its own.
-"""
+In: what `Runtime` takes; every pool has one process. Out: the same results, bit for bit: arguments and
+answers are distributed and collected by the same modes and encoded as for the object store, and a method
+computes with as many threads as in its own process. A call runs immediately, in the caller's thread, and an
+exception reaches the caller unchanged, with its stack. Left out on purpose: several ranks. They wait for each
+other, so each needs a process of its own."""
 
 from __future__ import annotations
 
@@ -53,8 +52,8 @@ class LocalRuntime(Runtime):
         self._pools: dict[str, ResourcePool] = {}
 
     def start(self, pools: Sequence[ResourcePool]) -> None:
-        """Takes the pools and sets the workers' environment variables. ConfigError when a pool has several
-        processes."""
+        """Registers the pools and sets the workers' environment variables. ConfigError when a pool has
+        several processes."""
         for pool in pools:
             if pool.size > 1:
                 rule = f"runs in one process, and the pool {pool.name} has {pool.size}"
@@ -65,7 +64,7 @@ class LocalRuntime(Runtime):
         settle(0, given=self.ray_init.runtime_env.as_text())
 
     def group(self, pool: str, roles: Mapping[str, RoleSpec]) -> Group:
-        """Builds the workers at once."""
+        """Builds the workers immediately."""
         self.groups.append(
             LocalGroup(
                 self._pools[pool], roles, self.channel, device_type=self.device_type, first=not self.groups
@@ -84,7 +83,7 @@ class LocalRuntime(Runtime):
 class LocalGroup(Group):
     """The workers of one pool: one for each role. Raises what a worker raises while it is built.
 
-    first: of the runtime's groups; the process has one profile, not one for each group.
+    first: the first group of the runtime; the process has one profile, not one per group.
     """
 
     def __init__(
@@ -113,22 +112,22 @@ class LocalGroup(Group):
             0, 1, 0, platform.node(), *where, roles=self.workers, listen_fd=listener.detach()
         )
         for name, spec in self.roles.items():
-            spec = copy.deepcopy(spec)  # a process of its own would have its own
+            spec = copy.deepcopy(spec)  # as if it were in a process of its own
             with self._as(name), span("start"):
                 self.workers[name] = spec.cls(process, *spec.args, **spec.kwargs)
 
     @property
     def world_size(self) -> int:
-        """One."""
+        """Always 1."""
         return 1
 
     def await_ready(self) -> None:
-        """The workers are built."""
+        """Returns at once: the workers are already built."""
 
     def perform(
         self, role: str, method: str, plan: Registration, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Raises what the method raises."""
+        """Runs the call here; exceptions of the method pass through."""
         site = _Site(self, role, method, plan.padding)
         settled = [_settled(value) for value in args]
         positional, named = plan.mode.dispatch_fn(
@@ -146,13 +145,13 @@ class LocalGroup(Group):
         return result if plan.blocking else Ready(result)
 
     def start_profile(self, tool: str, folder: str, ranks: Sequence[int] | None) -> None:
-        """Begins a profile of this process, with all that runs in it."""
+        """Starts a profile of this process, with everything that runs in it."""
         if self._first:
             self._profile = Profile(tool, folder, "all")
             self._profile.start(self.device_type)
 
     def stop_profile(self, ranks: Sequence[int] | None) -> None:
-        """Ends and writes it."""
+        """Ends the profile and writes it."""
         if self._profile is not None:
             self._profile.stop(0)
             self._profile = None
@@ -164,12 +163,12 @@ class LocalGroup(Group):
         self.workers.clear()
 
     def mesh(self, role: str, name: str) -> list[Coordinates]:
-        """The worker's place."""
+        """The worker's coordinates."""
         return [Coordinates(*self.workers[role].mesh_coordinates(name))]
 
     @contextmanager
     def _as(self, role: str) -> Iterator[None]:
-        """Its body is work of that role: logs, spans and threads are those that its process would have."""
+        """Runs its body as that role: with the logs, spans and threads of the role's own process."""
         torch.set_num_threads(self._threads)
         record_into(self._recorder if self.channel.watch.traced else None)
         try:
@@ -181,7 +180,7 @@ class LocalGroup(Group):
 
 
 class _Site:
-    """What a mode sees of a call."""
+    """The call, as a dispatch mode sees it."""
 
     world_size = 1
 

@@ -1,11 +1,10 @@
-"""Dispatch modes: how the arguments of one call are spread over the ranks of a group, and how the answers
-become one result.
+"""Dispatch modes: how the arguments of a call are distributed over the ranks of a group, and how the answers
+are combined into one result.
 
-In: what the caller passed, and a `Site` that knows the group. Out: for each argument a list with one entry
-per rank; one result. A method is declared with `@register(...)`; a mode of the user's own is added with
+In: the caller's arguments, and a `Site` that describes the group. Out: for each argument a list with one
+entry per rank; one result. A method is declared with `@register(...)`; a mode of the user's own is added with
 `register_dispatch_mode`. Left out on purpose: sending and waiting (`group`, `future`), cutting rows
-(`shards`).
-"""
+(`shards`)."""
 
 from __future__ import annotations
 
@@ -20,22 +19,22 @@ from hydraflow.protocol.remote import RemoteBatch
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 MEGATRON_MESH = "megatron"
-"""Name of the mesh that the MEGATRON modes ask a worker for."""
+"""Name of the mesh that the MEGATRON modes use."""
 
 
 class Coordinates(NamedTuple):
-    """Where a worker stands in a mesh."""
+    """A worker's coordinates in a mesh."""
 
     data_rank: int
-    """Which part of the rows it gets."""
+    """Index of its part of the rows."""
     data_size: int
-    """Into how many parts rows are divided."""
+    """Number of parts that rows are divided into."""
     is_collect: bool
-    """Whether its answer is used; true for one worker of each data rank."""
+    """Whether its answer is used; true for one worker per data rank."""
 
 
 class Site(Protocol):
-    """What a mode may know of the call."""
+    """What a mode may know about the call."""
 
     @property
     def world_size(self) -> int:
@@ -49,16 +48,16 @@ class Site(Protocol):
 
     @property
     def method(self) -> str:
-        """Name, for messages."""
+        """Name of the method, for messages."""
         ...
 
     def mesh(self, name: str) -> list[Coordinates]:
-        """Place of each rank in a mesh; asked of the workers once, then kept."""
+        """Coordinates of each rank in a mesh; fetched from the workers once, then cached."""
         ...
 
 
 PerRank = tuple[Sequence[Sequence[Any]], dict[str, Sequence[Any]]]
-"""For every positional and every keyword argument, a sequence with one entry per rank."""
+"""Positional and keyword arguments, each a sequence with one entry per rank."""
 
 
 @dataclass(frozen=True)
@@ -73,28 +72,28 @@ class Mode:
     collectors: Callable[[Site], list[int]] = lambda site: list(range(site.world_size))
     """Ranks whose answers are used, in the order of their rows."""
     joins: bool = False
-    """A batch is the collectors' rows one after the other; so a future of it can be passed on before it is
-    made."""
+    """The result is the collectors' rows concatenated, so a future of it can be passed on before it is
+    ready."""
     rank_zero: bool = False
     """Only rank 0 runs."""
 
 
 class Dispatch(StrEnum):
     """Names of the built-in modes. hydraflow's own workers use RANK_ZERO, ONE_TO_ALL and `mesh_mode`; the
-    others are verl's, for workers that are written as for verl."""
+    others are verl's, for workers written for verl."""
 
     RANK_ZERO = "rank_zero"
     """Rank 0 alone runs; its answer is the result."""
     ONE_TO_ALL = "one_to_all"
     """Every rank gets all arguments; a list of answers."""
     ALL_TO_ALL = "all_to_all"
-    """A list with one entry per rank is dealt out, other arguments go to every rank; a list of answers."""
+    """A list with one entry per rank is scattered, other arguments go to every rank; a list of answers."""
     DP_COMPUTE = "dp_compute"
     """Every argument is a list with one entry per rank; a list of answers."""
     DP_COMPUTE_PROTO = "dp_compute_proto"
-    """Batches are divided over all ranks; the answers are joined to one batch."""
+    """Batches are divided over all ranks; the answers are concatenated into one batch."""
     DP_COMPUTE_PROTO_WITH_FUNC = "dp_compute_proto_with_func"
-    """The same; the first argument is a function that every rank gets."""
+    """As DP_COMPUTE_PROTO; the first argument is a function that every rank gets."""
     DP_COMPUTE_METRIC = "dp_compute_metric"
     """Batches are divided over all ranks; the answers, dicts of metrics, are merged."""
     MEGATRON_COMPUTE = "megatron_compute"
@@ -210,8 +209,8 @@ def _data_collectors(mesh: str) -> Callable[[Site], list[int]]:
 def mesh_mode(mesh: str) -> Mode:
     """Rows are divided by the data ranks of a named mesh; every rank of one data rank gets the same rows.
 
-    Only the ranks that say `is_collect` answer: batches are joined in the order of data ranks, metrics
-    merged, anything else listed.
+    Only answers of ranks with `is_collect` are used: batches are concatenated in the order of data ranks,
+    metrics merged, anything else listed.
     """
 
     def rows(site: Site, value: Any) -> Sequence[Any]:
@@ -254,11 +253,11 @@ _MODES: dict[str, Mode] = {
 def register_dispatch_mode(
     name: str, dispatch_fn: Callable[..., PerRank], collect_fn: Callable[[Any, list[Any]], Any]
 ) -> None:
-    """Adds a mode under a name of its own.
+    """Registers a new mode under its own name.
 
     `dispatch_fn(site, *args, **kwargs)` returns, for every argument, a list with one entry per rank;
     `shards.split` divides batches. `collect_fn(site, answers)` gets the answers of all ranks in rank order.
-    ValueError when the name is taken.
+    ValueError when the name exists.
     """
     if name in _MODES:
         raise ValueError(f"the dispatch mode {name!r} exists already")
@@ -266,7 +265,7 @@ def register_dispatch_mode(
 
 
 def mode_named(mode: str | Mode) -> Mode:
-    """The mode of a name; ValueError that lists the known ones."""
+    """The mode of that name; ValueError listing the known ones."""
     if isinstance(mode, Mode):
         return mode
     if mode not in _MODES:
@@ -294,8 +293,8 @@ def register(
 ) -> Callable[[Method], Method]:
     """Declares a worker's method as callable from the controller.
 
-    blocking: the call waits and returns the result, else a future. read_only: the method never writes into
-    tensors it is given, so they need no copy. padding: rows may be repeated so that they divide by the ranks;
+    blocking: the call waits and returns the result, else a future. read_only: the method never writes to its
+    input tensors, so they need no copy. padding: rows may be repeated so that they divide by the ranks;
     training methods say False.
     """
     mode = mode_named(dispatch_mode)

@@ -39,15 +39,15 @@ class ResourcePool:
 
     name: str
     processes_on_nodes: Sequence[int]
-    """Processes on each of so many different nodes."""
+    """Number of processes on each node; the nodes are different ones."""
     gpus_per_process: float = 0
     """0 or 1, usually."""
     cpus_per_process: float = 1
-    """Logical CPUs that Ray counts for a process; not its threads."""
+    """Logical CPUs that Ray reserves for a process; not its threads."""
     threads: int = 1
     """Threads of torch and OpenMP in each process."""
     groups: int = 1
-    """Worker groups that share the pool; each gets its part of a process's CPUs and GPUs."""
+    """Number of worker groups that share the pool; each gets its share of a process's CPUs and GPUs."""
 
     def __post_init__(self) -> None:
         if not self.processes_on_nodes or min(self.processes_on_nodes) < 1:
@@ -59,11 +59,11 @@ class ResourcePool:
 
     @property
     def size(self) -> int:
-        """Processes in all."""
+        """Total number of processes."""
         return sum(self.processes_on_nodes)
 
     def demand(self) -> list[dict[str, float]]:
-        """Resources on each node."""
+        """Resources that the pool needs on each node."""
         per_process = {"CPU": self.cpus_per_process, "GPU": self.gpus_per_process}
         return [
             {kind: float(amount * count) for kind, amount in per_process.items() if amount}
@@ -72,12 +72,12 @@ class ResourcePool:
 
 
 def cpus_needed(pools: Sequence[ResourcePool]) -> float:
-    """Logical CPUs that all pools together ask for."""
+    """Logical CPUs that all pools need together."""
     return sum(pool.cpus_per_process * pool.size for pool in pools)
 
 
 def shortfall(pools: Sequence[ResourcePool], nodes: Sequence[Mapping[str, float]]) -> list[Problem]:
-    """What the nodes can never satisfy, whatever is placed where; empty when it may fit.
+    """Requirements that no placement on these nodes can satisfy; empty when the pools may fit.
 
     nodes: total resources of each node ("CPU", "GPU").
     """
@@ -116,7 +116,7 @@ def _too_few_nodes(pool: ResourcePool, nodes: int) -> Problem:
 
 @dataclass(frozen=True)
 class Reservation:
-    """A pool's place on the cluster."""
+    """A pool's reserved place on the cluster."""
 
     pool: ResourcePool
     group: PlacementGroup
@@ -127,7 +127,7 @@ class Reservation:
     def actor_options(
         self, rank: int, environment: Mapping[str, str], nsight: Mapping[str, str] | None
     ) -> dict[str, Any]:
-        """Ray's options for the process of a rank. `environment`: variables that it gets. `nsight`: options
+        """Ray's options for the process of a rank. `environment`: variables to set. `nsight`: options
         of Nsight Systems."""
         pool = self.pool
         options: dict[str, Any] = dict(
@@ -137,8 +137,8 @@ class Reservation:
                 self.group, placement_group_bundle_index=self.bundles[rank]
             ),
         )
-        # Ray itself says 1 thread for a process of one CPU; a runtime_env costs 0.4 s at the start, so only
-        # where it is needed.
+        # Ray itself sets 1 thread for a process of one CPU; a runtime_env costs 0.4 s at start-up, so it is
+        # used only where needed.
         variables = ({"OMP_NUM_THREADS": str(pool.threads)} if pool.threads > 1 else {}) | dict(environment)
         runtime_env = ({"env_vars": variables} if variables else {}) | (
             {"nsight": dict(nsight)} if nsight else {}
@@ -149,7 +149,7 @@ class Reservation:
 def reserve(pools: Sequence[ResourcePool], *, timeout: float, growing: bool) -> dict[str, Reservation]:
     """Reserves all pools before any process starts.
 
-    growing: nodes may still join, so what is missing now may come. ConfigError that names what is missing: at
+    growing: nodes may still join, so missing resources may appear. ConfigError that names what is missing: at
     once if the cluster can never satisfy the pools, else after `timeout` seconds.
     """
     problems = shortfall(pools, _totals())
@@ -188,7 +188,7 @@ def _busy(pools: Sequence[ResourcePool], timeout: float) -> Problem:
         f" {free.get('GPU', 0):g} GPUs"
     )
     return Problem(
-        "resource pools", None, rule, "end what else uses the cluster, or raise trainer.start_timeout"
+        "resource pools", None, rule, "stop other users of the cluster, or raise trainer.start_timeout"
     )
 
 
@@ -213,6 +213,6 @@ def _seated(pool: ResourcePool, group: PlacementGroup) -> Reservation:
 
 
 def release(reservations: Sequence[Reservation]) -> None:
-    """Gives the places back."""
+    """Releases the placement groups."""
     for reservation in reservations:
         remove_placement_group(reservation.group)

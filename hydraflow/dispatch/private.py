@@ -1,8 +1,8 @@
 """A local Ray cluster that no other user of this machine can read or reach.
 
-In: the folder of the user's own on this machine (`system/node_folder.py`). Out: a token that every process of
-the cluster asks for, a session folder below one that only this user can enter, and addresses of the loopback
-interface alone. By itself Ray would write its token to ~/.ray/auth_token with mode 0644, keep sockets and
+In: the user's own folder on this machine (`system/node_folder.py`). Out: a token that every process of
+the cluster requires, a session folder inside one that only this user can enter, and addresses of the loopback
+interface only. By default Ray would write its token to ~/.ray/auth_token with mode 0644, keep sockets and
 logs in /tmp/ray with mode 0777, and listen on every interface. Left out on purpose: clusters that are joined,
 whose owner chooses (docs/cluster.md).
 """
@@ -26,11 +26,11 @@ log = logging.getLogger(__name__)
 
 
 def close_to_others() -> Path:
-    """Sets this process up to start such a cluster; returns the folder for its sessions.
+    """Prepares this process to start such a cluster; returns the folder for its sessions.
 
-    A token that the user's environment names is kept, and so is RAY_AUTH_MODE=disabled, with a warning.
-    ConfigError when there is no token in the file that it names, or RAY_TMPDIR is too long for sockets;
-    EnvironmentFault when the user's folder is somebody else's.
+    A token named by the user's environment is kept, and so is RAY_AUTH_MODE=disabled, with a warning.
+    ConfigError when the named file holds no token, or RAY_TMPDIR is too long for sockets;
+    EnvironmentFault when the user's folder is owned by another user.
     """
     if os.environ.get(MODE, "token").lower() != "token":
         log.warning(
@@ -38,17 +38,14 @@ def close_to_others() -> Path:
         )
     elif not os.environ.get(TOKEN):
         os.environ[TOKEN_PATH] = _named_token() or str(token_file())
-    # Ray's switch for systems on which it runs on one machine only; there it listens on the loopback
-    # interface.
+    # Ray's switch for platforms without multi-node support; with it Ray listens on the loopback interface.
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
-    ray_constants.ENABLE_RAY_CLUSTER = (
-        False  # Ray's processes read the variable, this one has read it already
-    )
+    ray_constants.ENABLE_RAY_CLUSTER = False  # Ray's processes read the variable; this one already has
     return session_folder()
 
 
 def _named_token() -> str:
-    """The file that the environment names, with a token in it; empty: it names none."""
+    """The token file named by the environment, checked; empty if it names none."""
     named = os.environ.get(TOKEN_PATH, "")
     try:
         if named and not Path(named).read_text().strip():
@@ -74,7 +71,7 @@ def token_file() -> Path:
         with tempfile.NamedTemporaryFile("w", dir=folder) as new:  # mode 0600
             new.write(secrets.token_hex(32))
             new.flush()
-            with suppress(FileExistsError):  # another run of the user's was first
+            with suppress(FileExistsError):  # another run of this user was first
                 os.link(new.name, file)
-    os.utime(file)  # temporary folders are cleared of what is old
+    os.utime(file)  # so that cleaners of temporary folders keep it
     return file

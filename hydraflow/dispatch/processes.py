@@ -1,4 +1,4 @@
-"""Ray's processes on this machine: which this process started, and that none is left when it leaves Ray.
+"""Ray's processes on this machine: finds those that this process started, and leaves none behind.
 
 In: this process's Ray. Out: its processes, with everything below them: workers, agents, what workers started.
 Left out on purpose: processes of a cluster that was started elsewhere; they end with that cluster.
@@ -14,15 +14,14 @@ import psutil
 from ray._private import worker as ray_worker
 
 GRACE = 3.0
-"""Seconds in which processes may end by themselves once Ray has told them to: its agents would look for it
-for a minute."""
+"""Seconds for processes to exit by themselves once Ray has asked them to: its agents would look for it for a
+minute."""
 KILL_SECONDS = 5.0
-"""What the end of killed processes is waited for."""
+"""Seconds to wait for killed processes."""
 
 
 def own_ray_processes() -> list[psutil.Process]:
-    """Those that live. To be asked for while Ray runs: what is below a process that has ended belongs to
-    nobody."""
+    """The live ones. Call it while Ray runs: children of a process that has exited can no longer be found."""
     node = ray_worker._global_node
     if node is None:
         return []
@@ -49,7 +48,7 @@ def _wait(processes: Sequence[psutil.Process], seconds: float) -> None:
 
 
 def lives(process: psutil.Process) -> bool:
-    """A zombie is gone: its parent may never ask for it."""
+    """Whether a process runs; a zombie does not: its parent may never reap it."""
     with suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False

@@ -21,9 +21,9 @@ from hydraflow.device import begin_range, end_range, keep_allocations, write_all
 MEMORY, NSYS = "torch_memory", "nsys"
 """Values of global_profiler.tool besides torch."""
 ROWS = 40
-"""Operators in a table."""
+"""Number of operators in the table."""
 ALLOCATIONS = 100_000
-"""Allocations that are kept."""
+"""Number of allocations to record."""
 
 
 @dataclass
@@ -32,14 +32,14 @@ class Profile:
 
     tool: str
     folder: str
-    """Of the step."""
+    """Folder of the step."""
     name: str
-    """Roles of the process."""
+    """Roles in the process."""
     _torch: Any = None
     _device: str = "cpu"
 
     def start(self, device_type: str) -> None:
-        """Begins it."""
+        """Starts recording."""
         self._device = device_type
         Path(self.folder).mkdir(parents=True, exist_ok=True)
         if self.tool == NSYS:
@@ -51,7 +51,7 @@ class Profile:
         self._torch.start()
 
     def stop(self, rank: int) -> None:
-        """Ends it and writes its files."""
+        """Stops recording and writes the files."""
         if self.tool == NSYS:
             end_range(self._device)
             return
@@ -72,5 +72,5 @@ class Profile:
 
 
 def region(name: str) -> AbstractContextManager[Any]:
-    """Its body has a name in the profile under way, if there is one."""
+    """Names its body in the running profile, if there is one."""
     return profiler.record_function(name)

@@ -1,4 +1,4 @@
-"""Whether and how a run is profiled: what is asked for fits this machine, and the options of Nsight Systems.
+"""Checks that the requested profiler works on this machine, and builds the options of Nsight Systems.
 
 In: `global_profiler`. Out: ConfigError before anything starts, or nothing. Left out on purpose: the profile
 itself (`profile.py`).
@@ -20,7 +20,7 @@ KEY = "global_profiler"
 
 
 def require_profiler(config: ProfilerConfig) -> None:
-    """Raises ConfigError when the tool is not installed here, or its folder cannot be written."""
+    """Raises ConfigError when the tool is not installed here or its folder is not writable."""
     if config.tool is None:
         return
     if config.tool == NSYS and shutil.which("nsys") is None:
@@ -46,10 +46,9 @@ def require_profiler(config: ProfilerConfig) -> None:
 
 
 def nsight_options(watch: Watch, name: str, rank: int, device_type: str) -> dict[str, str] | None:
-    """Options of `nsys profile` for a process, as Ray's runtime_env takes them; None: it is not profiled so.
+    """Options of `nsys profile` for a process, as Ray's runtime_env takes them; None: not used.
 
-    On a GPU it collects from the beginning to the end of each profiled step, and writes a report for each; on
-    a CPU the whole run.
+    On a GPU it records each profiled step and writes a report for each; on a CPU it records the whole run.
     """
     profiler = watch.profiler
     if (
@@ -59,7 +58,7 @@ def nsight_options(watch: Watch, name: str, rank: int, device_type: str) -> dict
         or not (profiler.ranks is None or rank in profiler.ranks)
     ):
         return None
-    Path(watch.profiles).mkdir(parents=True, exist_ok=True)  # nsys makes none
+    Path(watch.profiles).mkdir(parents=True, exist_ok=True)  # nsys does not create it
     options = {"o": f"{watch.profiles}/{name}-{rank}", "force-overwrite": "true"}
     if device_type == "cpu":
         return options | {"t": "osrt,nvtx"}

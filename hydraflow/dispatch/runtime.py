@@ -59,13 +59,13 @@ class Runtime:
         self._reservations: dict[str, Reservation] = {}
         self._owns_ray = False
         self._guard: RayGuard | None = None
-        """Of a cluster that is started here."""
+        """The local cluster's guard; None for a joined cluster."""
         self._ended: list[Named] = []
-        """Processes of groups that were ended."""
+        """Processes of groups that have ended."""
 
     def start(self, pools: Sequence[ResourcePool]) -> None:
         """Starts or joins Ray and reserves the pools. ConfigError naming what the cluster lacks, before any
-        process starts; EnvironmentFault when Ray does not come up. Nothing of it is left then.
+        process starts; EnvironmentFault when Ray does not come up. It leaves nothing behind then.
 
         May be called again for more pools; a local cluster counts its CPUs at the first call.
         """
@@ -75,13 +75,13 @@ class Runtime:
         try:
             self._start(pools)
         except BaseException as error:
-            told = self.fault_behind(error)
+            fault = self.fault_behind(error)
             self._abandon()
-            if told is not None:
-                raise told from error
+            if fault is not None:
+                raise fault from error
             if isinstance(error, HydraflowError) or not isinstance(error, Exception):
                 raise
-            # Ray raises RuntimeError, OSError, errors of its own and plain Exception when one of its
+            # Ray raises RuntimeError, OSError, its own errors and plain Exception when one of its
             # processes fails to start
             raise EnvironmentFault(
                 f"Ray could not be started: {str(error).strip().splitlines()[0]}"
@@ -99,14 +99,14 @@ class Runtime:
             self._reservations |= reserve(pools, timeout=self.channel.limits.start, growing=growing)
 
     def fault_behind(self, error: BaseException | None) -> EnvironmentFault | None:
-        """A process of Ray's that has ended, where an error is not one for users already; None: none of this
-        run's own has."""
+        """The end of one of Ray's processes as the cause of an error that is not yet a user-facing one; None:
+        all of this run's own are alive."""
         if self._guard is None or not isinstance(error, Exception) or isinstance(error, HydraflowError):
             return None
         return self._guard.fault()
 
     def _abandon(self) -> None:
-        """Ends a Ray that did not come up."""
+        """Shuts down a Ray that failed to start."""
         if ray.is_initialized():
             self.stop()
         if self._guard is not None:
@@ -114,7 +114,7 @@ class Runtime:
             end_processes(self._guard.children(), grace=0.0)
 
     def group(self, pool: str, roles: Mapping[str, RoleSpec]) -> Group:
-        """A group in a reserved pool; its processes start while the caller goes on (`await_ready`)."""
+        """A group in a reserved pool; its processes start in the background (`await_ready`)."""
         env_vars = self.ray_init.runtime_env.as_text()
         self.groups.append(
             WorkerGroup(
@@ -124,15 +124,15 @@ class Runtime:
         return self.groups[-1]
 
     def await_ready(self) -> None:
-        """Waits until the workers of all groups are built. ConfigError or WorkerError when one cannot be, as
-        in `WorkerGroup`."""
+        """Waits until the workers of all groups are built. ConfigError or WorkerError when one fails, as in
+        `WorkerGroup`."""
         start = now()
         for group in self.groups:
             group.await_ready()
         self.timeline.note(CONTROLLER, 0, [Span("start workers", start, now() - start)])
 
     def end(self, group: Group) -> None:
-        """Ends one group and makes room in its pool."""
+        """Ends one group and frees its place in the pool."""
         self._ended += names_of(group.processes, list(group.roles))
         group.stop()
         self.groups.remove(group)
@@ -142,15 +142,15 @@ class Runtime:
         return fetch(batch, keys, self.channel)
 
     def traffic(self) -> Traffic:
-        """Calls and bytes through the controller so far; subtract two to get those between."""
+        """Calls and bytes through the controller so far; subtract two snapshots for an interval."""
         return replace(self.channel.traffic)
 
     @contextmanager
     def interruptible(self, check: Callable[[], None]) -> Iterator[None]:
-        """In its body every wait for worker processes calls `check` a few times a second; what that raises
-        ends the wait.
+        """In its body every wait for worker processes calls `check` a few times a second; an exception from
+        it ends the wait.
 
-        The calls that were waited for stay under way.
+        The awaited calls stay pending.
         """
         self.channel.ledger.interrupt = check
         try:
@@ -160,7 +160,7 @@ class Runtime:
 
     @contextmanager
     def profiled(self, step: int) -> Iterator[None]:
-        """Its body is training step `step`, which is profiled if `global_profiler` asks for it."""
+        """Wraps training step `step`; profiles it if `global_profiler` selects it."""
         profiler = self.watch.profiler
         if profiler is None or profiler.tool is None or step not in (profiler.steps or ()):
             yield
@@ -183,7 +183,7 @@ class Runtime:
         log.info("profile of step %d: %s", step, folder)
 
     def stop(self) -> None:
-        """Writes the timeline, ends all groups, gives the pools back and, if Ray was started here, ends Ray.
+        """Writes the timeline, ends all groups, releases the pools and, if Ray was started here, ends Ray.
         May be called twice."""
         with ending(sys.exc_info()[1]):
             self._stop()
@@ -217,7 +217,7 @@ class Runtime:
             return
         workers = {process.facts.worker_id: process.name for process in [*self._ended, *self._processes()]}
         self.timeline.write(ray_events() if with_ray else [], workers)
-        self.timeline.path = None  # a second call of `stop` has nothing to add
+        self.timeline.path = None  # a second call of `stop` writes nothing
 
     def __enter__(self) -> Runtime:
         return self
@@ -225,7 +225,7 @@ class Runtime:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        told = self.fault_behind(error)
+        fault = self.fault_behind(error)
         self.stop()
-        if told is not None:
-            raise told from error
+        if fault is not None:
+            raise fault from error

@@ -1,4 +1,4 @@
-"""Which rows of a batch go to which rank: batches are cut here, on the controller, or later, on the worker
+"""Which rows of a batch go to which rank: batches are sliced here, on the controller, or later, on the worker
 that needs a part.
 
 In: a DataProto, a RemoteBatch, or a future of one, and the number of parts. Out: one `Shard` or `LateShard`
@@ -26,21 +26,21 @@ class Shard:
 
     batch: RemoteBatch
     rows: int
-    """Rows that are real; the rest, at the end, are padding and are removed from the result."""
+    """Number of real rows; the rest, at the end, is padding and is removed from the result."""
 
 
 @dataclass(frozen=True)
 class LateShard:
-    """One part of a batch that is not made yet; the receiving worker waits for the receipts and cuts its part
-    itself."""
+    """One part of a batch that does not exist yet; the receiving worker waits for the receipts and slices its
+    part itself."""
 
     receipts: tuple[ObjectRef, ...]
-    """Answers of the ranks that make the batch, in row order."""
+    """Answers of the ranks that produce the batch, in row order."""
     part: int
     parts: int
     padding: bool
     keys: tuple[str, ...] | None = None
-    """The columns that are wanted, without row objects and facts; None: everything."""
+    """The columns to select, without row objects and meta_info; None: everything."""
 
 
 class Promised(ABC):
@@ -48,7 +48,7 @@ class Promised(ABC):
     awaited."""
 
     joins: bool
-    """Whether it can be passed on before it is made: the mode joins batches."""
+    """Whether it can be passed on before it is ready: the mode concatenates batches."""
 
     @abstractmethod
     def get(self) -> Any:
@@ -56,15 +56,15 @@ class Promised(ABC):
 
     @abstractmethod
     def shards(self, parts: int, padding: bool) -> list[LateShard] | list[Shard]:
-        """One for each rank that receives a part; late ones are cut by the receiving workers themselves."""
+        """One for each receiving rank; the receiving workers slice late ones themselves."""
 
     def columns(self, *keys: str) -> Promised | RemoteBatch:
-        """To pass on these columns of a batch alone; awaited first where the mode does not join batches."""
+        """Only these columns of the batch; waits first where the mode does not concatenate batches."""
         return Chosen(self, keys) if self.joins else self.get().select(list(keys), [], [])
 
 
 class Ready(Promised):
-    """A result that is there already.
+    """A result that is already available.
 
     >>> Ready(7).get()
     7
@@ -80,13 +80,13 @@ class Ready(Promised):
         return self._value
 
     def shards(self, parts: int, padding: bool) -> list[LateShard] | list[Shard]:
-        """Those of the batch."""
+        """Shards of the batch."""
         return split(self._value, parts, padding=padding)
 
 
 @dataclass(frozen=True)
 class Chosen(Promised):
-    """Some columns of a batch that is still being made."""
+    """Some columns of a batch that is still being computed."""
 
     whole: Promised
     keys: tuple[str, ...]
@@ -98,9 +98,9 @@ class Chosen(Promised):
         return batch.select(list(self.keys), [], [])
 
     def shards(self, parts: int, padding: bool) -> list[LateShard]:
-        """Shards that the receiving workers cut themselves."""
+        """Shards that the receiving workers slice themselves."""
         late = [shard for shard in self.whole.shards(parts, padding) if isinstance(shard, LateShard)]
-        assert len(late) == parts, "what joins batches is cut by those who receive it"
+        assert len(late) == parts, "a future that concatenates batches is sliced by its receivers"
         return [replace(shard, keys=self.keys) for shard in late]
 
 
@@ -113,7 +113,7 @@ def split(value: object, parts: int, *, padding: bool = True) -> list[Shard] | l
     """`parts` equal shards of a batch, in row order.
 
     ValueError, with the numbers, when rows do not divide and `padding` is False, or when columns have no
-    rows. A batch of facts alone, without columns, goes to every part.
+    rows. A batch without columns, of meta_info only, goes to every part.
     """
     if isinstance(value, DataProto):
         value = RemoteBatch.from_local(value)
@@ -125,7 +125,7 @@ def split(value: object, parts: int, *, padding: bool = True) -> list[Shard] | l
 
 
 def part_of(batch: RemoteBatch, late: LateShard) -> Shard:
-    """The part that a late shard stands for, now that its batch is made."""
+    """The part of a late shard, once its batch exists."""
     if late.keys is not None:
         batch = batch.select(list(late.keys), [], [])
     return _split_rows(batch, late.parts, late.padding)[late.part]
@@ -158,7 +158,7 @@ def _near(rows: int, parts: int) -> str:
 def real_rows(shards: Sequence[Shard], made: int) -> int:
     """How many of `made` rows that a method returned are real, given the shards it got.
 
-    A method may return several rows per row (samples per prompt), those of one row together; ValueError when
+    A method may return several rows per input row (samples per prompt), contiguously; ValueError when
     it returns another number.
     """
     padded = next((shard for shard in shards if shard.rows < len(shard.batch)), None)

@@ -1,7 +1,7 @@
 """What a process did and when: named spans of time, kept for the timeline.
 
-In: `with span("optimizer_step"):` anywhere. Out: `Span`s, drained by whoever keeps the process's recorder;
-nothing is kept, and next to nothing is spent, in a process without one. Start times are Unix times that
+In: `with span("optimizer_step"):` anywhere. Out: `Span`s, drained by the owner of the process's recorder;
+in a process without one nothing is kept, at almost no cost. Start times are Unix times that
 advance with a monotonic clock, so spans nest exactly. Left out on purpose: the file that people open
 (`dispatch/timeline.py`).
 """
@@ -15,12 +15,12 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 MOST_SPANS = 300_000
-"""A recorder keeps the newest; a trace viewer can hardly open more."""
+"""A recorder keeps the newest; a trace viewer can barely open more."""
 _UNIX_MINUS_MONOTONIC = time.time() - time.perf_counter()
 
 
 class Span(NamedTuple):
-    """Some time spent."""
+    """A named interval of time."""
 
     name: str
     start: float
@@ -29,7 +29,7 @@ class Span(NamedTuple):
     step: int | None = None
     """Training step, where it is known."""
     role: str = ""
-    """Whose it is; empty: of the role whose call it was."""
+    """Its role; empty: the role of the current call."""
 
 
 def now() -> float:
@@ -56,7 +56,7 @@ class Recorder:
 
     @contextmanager
     def span(self, name: str, role: str = "") -> Iterator[None]:
-        """Its body is a span, however it ends."""
+        """Records its body as a span, even if it raises."""
         start = now()
         try:
             yield
@@ -64,7 +64,7 @@ class Recorder:
             self.add(Span(name, start, now() - start, None, role))
 
     def drain(self) -> list[Span]:
-        """The spans so far, in the order in which they ended, and a new start."""
+        """The spans so far, in the order in which they ended; resets the recorder."""
         spans = list(self._spans)
         self._spans.clear()
         return spans
@@ -74,14 +74,14 @@ _recorder: Recorder | None = None
 
 
 def record_into(recorder: Recorder | None) -> None:
-    """Where this process's spans go from now on; None: nowhere."""
+    """Sets this process's recorder; None: spans are dropped."""
     global _recorder
     _recorder = recorder
 
 
 @contextmanager
 def span(name: str, role: str = "") -> Iterator[None]:
-    """A span of this process, if somebody keeps them."""
+    """Records its body as a span of this process, if there is a recorder."""
     if _recorder is None:
         yield
         return

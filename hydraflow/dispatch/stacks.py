@@ -1,10 +1,9 @@
-"""Where every worker process stands, when a deadline has passed: the stacks of all its threads and of its
-child processes.
+"""Stacks of every worker process when a deadline has passed: of all its threads and child processes.
 
 In: the processes of a run. Out: a text file. py-spy reads a stack from outside, also that of a process that
 is stopped or stuck in C code; where it is not installed or not allowed, the process writes its own into its
 log when it gets a signal (faulthandler). Other machines are asked through Ray. Everything has a time limit,
-for the run has already waited long enough.
+because the run has already waited long enough.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ log = logging.getLogger(__name__)
 SPY_SECONDS = 10.0
 SIGNAL_SECONDS = 2.0
 NODE_SECONDS = 30.0
-"""For all machines together."""
+"""Seconds for all machines together."""
 AT_ONCE = 8
 
 
 @dataclass(frozen=True)
 class ProcessFacts:
-    """A worker process, as it tells about itself."""
+    """Where a worker process runs, as it reported."""
 
     pid: int
     node_id: str
@@ -51,7 +50,7 @@ class ProcessFacts:
 
 @dataclass(frozen=True)
 class Named:
-    """A worker process with what people call it."""
+    """A worker process with a readable name."""
 
     name: str
     facts: ProcessFacts
@@ -84,7 +83,7 @@ def write_stacks(folder: Path, why: str, processes: Sequence[Named]) -> str:
 
 
 def _of_all_nodes(processes: Sequence[ProcessFacts]) -> dict[str, str]:
-    """By worker id."""
+    """Stacks by worker id, gathered from all machines through Ray."""
     here = ray.get_runtime_context().get_node_id()
     by_node: dict[str, list[ProcessFacts]] = {}
     for process in processes:
@@ -118,7 +117,7 @@ def _stack(process: ProcessFacts) -> str:
     for options in (
         ["--subprocesses"],
         ["--nonblocking"],
-    ):  # a process that is stopped cannot be paused for reading
+    ):  # a stopped process cannot be paused for reading
         said = _run([program, "dump", *options, "--pid", str(process.pid)])
         if said.returncode == 0:
             return said.stdout
@@ -135,7 +134,7 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _written_by_itself(process: ProcessFacts, why: str) -> str:
-    """What the process adds to its log when it gets the signal."""
+    """The stacks that the process writes to its log on the signal."""
     log_file = Path(process.log)
     if not log_file.is_file():
         return f"{why}; and it has no log file here"
@@ -156,5 +155,5 @@ def _written_by_itself(process: ProcessFacts, why: str) -> str:
 
 
 def names_of(processes: Mapping[int, ProcessFacts], roles: Sequence[str]) -> list[Named]:
-    """The processes of a group that have told about themselves, named by its roles and their rank."""
+    """The processes of a group that have reported, named by its roles and their rank."""
     return [Named(f"{'+'.join(roles)} rank {rank}", facts) for rank, facts in sorted(processes.items())]

@@ -1,7 +1,7 @@
 """Starts Ray, or joins a cluster, and leaves it.
 
 In: the Ray section of the configuration. Out: a Ray that this process may use. A cluster that was started
-here is the user's alone (`private.py`). Left out on purpose: what happens when it does not come up
+here is private to the user (`private.py`). Left out on purpose: what happens when it fails to start
 (`runtime.py`).
 """
 
@@ -28,19 +28,18 @@ from hydraflow.dispatch.processes import end_processes, own_ray_processes
 from hydraflow.errors import ConfigError
 
 PROBE_SECONDS = 5.0
-"""How long a cluster's address may take to accept a connection."""
+"""Seconds for a cluster's address to accept a connection."""
 
 
 def start_ray(config: RayInitConfig, cpus: float, gpus: int | None = None, *, console: bool = False) -> bool:
-    """Starts or joins Ray; True when it is ours to stop. A Ray that this process already uses is used as it
-    is.
+    """Starts or joins Ray; True when it is ours to stop. A Ray that this process is already connected to is
+    used unchanged.
 
-    cpus: logical CPUs that the pools need; a local cluster counts at least so many, whatever the machine has.
-    gpus: GPUs that a local cluster counts; None: all that Ray finds. console: show here what processes write
-    to Ray's files, of equal lines one (RAY_DEDUP_LOGS=0 in the environment shows all). ConfigError when there
-    is no cluster at the address. The processes of a local cluster are deaf to SIGUSR1, with which Slurm warns
-    every process of a step: only this one shall act on it.
-    """
+    cpus: logical CPUs that the pools need; a local cluster declares at least that many, whatever the machine
+    has. gpus: GPUs that a local cluster declares; None: all that Ray finds. console: show here what processes
+    write to Ray's files, deduplicated (RAY_DEDUP_LOGS=0 in the environment shows all). ConfigError when there
+    is no cluster at the address. The processes of a local cluster ignore SIGUSR1, with which Slurm warns
+    every process of a step: only this one handles it."""
     if ray.is_initialized():
         return False
     handler = signal.getsignal(signal.SIGTERM)
@@ -50,7 +49,7 @@ def start_ray(config: RayInitConfig, cpus: float, gpus: int | None = None, *, co
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if threading.current_thread() is threading.main_thread():
-        # ray.init puts its own handler in place of the one with which a run saves before it ends.
+        # ray.init replaces the handler with which a run saves before it ends.
         signal.signal(signal.SIGTERM, handler)
     return True
 
@@ -74,8 +73,8 @@ def _local_cpus(config: RayInitConfig, needed: int) -> int:
 
 
 def require_room(config: RayInitConfig, pools: Sequence[ResourcePool]) -> None:
-    """Raises ConfigError when a cluster that the run starts itself could not hold the pools. What another
-    cluster has is known once it is joined."""
+    """Raises ConfigError when a cluster that the run starts itself cannot hold the pools. The resources of
+    another cluster are known once it is joined."""
     if config.address != "local" or ray.is_initialized():
         return
     nodes = max(len(pool.processes_on_nodes) for pool in pools)
@@ -93,7 +92,7 @@ def _join(address: str, options: dict[str, Any]) -> None:
         if reason is None:
             ray.init(address=address, **options)
             return
-    except AuthenticationError as error:  # a token is wanted, and its file is not there
+    except AuthenticationError as error:  # a token is required, and its file is missing
         reason = str(error).partition(". ")[0]
     except (OSError, ValueError) as error:
         raise ConfigError.one(
@@ -107,12 +106,11 @@ def _join(address: str, options: dict[str, Any]) -> None:
 
 
 def _probe(address: str) -> str | None:
-    """The host:port that an address stands for, where somebody listens; None: Ray has to find it. Raises
-    OSError when nobody listens, ValueError when it is no address. Ray itself would try for over a minute.
+    """Resolves an address to a host:port that accepts connections; None: Ray has to find it. Raises OSError
+    when the connection fails, ValueError for an invalid address. Ray itself would retry for over a minute.
 
-    Ray's own function says what `auto` stands for; RAY_ADDRESS or a file may name a cluster that is gone. A
-    client's address (ray://) is that of another service, which cannot be asked whether it takes our token.
-    """
+    Ray's own function resolves `auto`; RAY_ADDRESS or a file may name a cluster that is gone. A client
+    address (ray://) belongs to another service, which cannot be asked whether it accepts our token."""
     found = canonicalize_bootstrap_address(address.removeprefix("ray://"))
     if found is None:
         return None
@@ -122,7 +120,7 @@ def _probe(address: str) -> str | None:
 
 
 def stop_ray() -> None:
-    """Leaves Ray; a cluster that this process started ends with all its processes."""
+    """Disconnects from Ray; a cluster that this process started ends with all its processes."""
     processes = own_ray_processes()
     ray.shutdown()
     end_processes(processes)

@@ -27,11 +27,11 @@ from hydraflow.system.whole_files import replacing
 log = logging.getLogger(__name__)
 
 STEP, REST = "step", "dispatch"
-"""Names of the span around a step, and of the time in it that belongs to no phase."""
+"""Names of the span of a step, and of the time in it that belongs to no phase."""
 RAY_SECONDS = 15.0
-"""How long Ray may take to tell its events."""
+"""Seconds for Ray to return its events."""
 SLACK = 1e-6
-"""Seconds by which a span may reach out of the one around it: rounding to microseconds."""
+"""Seconds by which a span may extend beyond its parent: rounding to microseconds."""
 Event = dict[str, Any]
 """One entry of a Chrome trace."""
 
@@ -50,14 +50,14 @@ class Timeline:
         return self.path is not None
 
     def note(self, role: str, rank: int, spans: Iterable[Span]) -> None:
-        """Keeps what a rank of a role did."""
+        """Records spans of one rank of a role."""
         for span in spans if self.wanted else ():
             self._dropped += len(self._rows) == MOST_SPANS
             self._rows.append((span.role or role, rank, span))
 
     def write(self, ray_events: Sequence[Event], workers: Mapping[str, str]) -> None:
-        """Writes the file, whole or not at all; a warning when it cannot. `workers`: Ray's worker id -> what
-        people call it."""
+        """Writes the file, completely or not at all; logs a warning when it cannot. `workers`: Ray's worker
+        id -> readable name."""
         if self.path is None:
             return
         trace = {
@@ -142,7 +142,7 @@ def _named(pid: int, name: str, *, sort: int) -> Iterator[Event]:
 RAY_PIDS = 10_000
 """Number of the first of Ray's processes in the trace, above all of ours."""
 LANES = 1000
-"""Threads that one of Ray's workers may take up."""
+"""Thread ids reserved for each of Ray's workers."""
 
 
 def _rays_events(events: Sequence[Event], workers: Mapping[str, str]) -> Iterator[Event]:
@@ -167,8 +167,7 @@ def _grouped(events: Iterable[Event], key: str) -> dict[object, list[Event]]:
 
 
 def _lanes(events: Sequence[Event]) -> list[list[Event]]:
-    """The events in as few rows as the first that fits gives: in a row two are one inside the other, or
-    apart.
+    """Packs events into rows, first fit: two events of a row are nested or disjoint.
 
     >>> lanes = _lanes([{"ts": 0, "dur": 5}, {"ts": 1, "dur": 2}, {"ts": 4, "dur": 3}])
     >>> [[event["ts"] for event in lane] for lane in lanes]
@@ -192,8 +191,8 @@ def _lanes(events: Sequence[Event]) -> list[list[Event]]:
 
 
 def ray_events() -> list[Event]:
-    """Ray's events of all nodes; none, with a warning, when it does not tell them in time. Takes a second:
-    Ray waits for late ones."""
+    """Ray's events of all nodes; none, with a warning, when they do not arrive in time. Takes a second: Ray
+    waits for late ones."""
     found: list[Event] = []
     talk = logging.getLogger("ray._private.state")
     level = talk.level
@@ -204,7 +203,7 @@ def ray_events() -> list[Event]:
         except (ray.exceptions.RayError, RuntimeError, OSError) as error:
             log.warning("Ray's own events are missing in the timeline: %s", str(error).splitlines()[0])
 
-    talk.setLevel(logging.ERROR)  # it announces where the events will come from in a later version
+    talk.setLevel(logging.ERROR)  # it logs where a later version will get the events
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(RAY_SECONDS)

@@ -1,9 +1,9 @@
-"""What is sent between controller and workers, and how: parcels of pickled values, and columns that rest in
-the object store.
+"""What travels between controller and workers: parcels of pickled values, and references to columns in the
+object store.
 
-In: any picklable value, or a DataProto that a worker made. Out: a `Parcel` of known size, or a `Receipt` that
+In: any picklable value, or a worker's DataProto. Out: a `Parcel` of known size, or a `Receipt` that
 names the columns. A parcel carries object references beside its bytes, so Ray counts them and frees a column
-when nobody refers to it any more. Left out on purpose: who gets which rows (`shards`), and the format of a
+with its last reference. Left out on purpose: who gets which rows (`shards`), and the format of a
 column (`protocol.wire`).
 """
 
@@ -26,10 +26,10 @@ from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import Column, ColumnRef, RemoteBatch
 
 BUNDLE_LIMIT = 256 * 1024
-"""Bytes up to which all columns of an answer rest in one object."""
+"""Bytes up to which all columns of an answer share one object."""
 INLINE_LIMIT = 100_000
 """Bytes up to which a value travels inside the call; a larger one is put into the object store once for all
-its receivers."""
+receivers."""
 
 
 class Parcel(NamedTuple):
@@ -42,7 +42,7 @@ class Parcel(NamedTuple):
     seconds: float = 0.0
     """For an answer: how long the method ran, without transport."""
     spans: tuple[Span, ...] = ()
-    """For an answer: what the process did since its last one, where that is wanted."""
+    """For an answer: the process's spans since its last one, if the timeline is on."""
 
     @property
     def nbytes(self) -> int:
@@ -52,23 +52,23 @@ class Parcel(NamedTuple):
 
 @dataclass
 class Traffic:
-    """Bytes that passed through the controller's memory since the start; columns that only change hands do
-    not count."""
+    """Bytes that passed through the controller's memory since the start; columns passed by reference do not
+    count."""
 
     calls: int = 0
-    """Calls, not counted by rank."""
+    """Number of calls; a call to several ranks counts once."""
     sent: int = 0
     """Bytes of arguments, each value counted once for every rank it is sent to, or once if it went to the
     object store."""
     received: int = 0
     """Bytes of results and of columns that were fetched."""
     worked: float = 0.0
-    """Seconds that methods ran, of each call the rank that took longest; the rest of the time is the
-    controller's and Ray's."""
+    """Seconds that methods ran, taking the slowest rank of each call; the rest is the controller's and Ray's
+    time."""
 
     @property
     def total(self) -> int:
-        """Bytes both ways."""
+        """Bytes in both directions."""
         return self.sent + self.received
 
 
@@ -78,8 +78,8 @@ class _Pickler(cloudpickle.CloudPickler):
         self.refs: dict[ObjectRef, int] = {}
 
     def persistent_id(self, value: object) -> int | None:
-        # A reference pickled outside of Ray's own serializer would be pinned for ever: it goes beside the
-        # stream instead.
+        # A reference pickled outside Ray's own serializer would be pinned forever, so it travels next to the
+        # stream.
         if not isinstance(value, ObjectRef):
             return None
         return self.refs.setdefault(value, len(self.refs))
@@ -95,8 +95,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 def pack(value: object) -> Parcel:
-    """Pickles a value; arrays stay views of their memory. Lambdas and local functions work. PicklingError,
-    TypeError if it cannot be."""
+    """Pickles a value; arrays stay views of their memory. Lambdas and local functions work. Raises
+    PicklingError or TypeError."""
     stream = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
     pickler = _Pickler(stream, buffers)
@@ -116,13 +116,13 @@ def _bytes_of(buffer: pickle.PickleBuffer) -> np.ndarray:
 
 @dataclass
 class Outbox:
-    """Packs the arguments of one call: a value that several ranks get is pickled once, and stored once when
-    it is large."""
+    """Packs the arguments of one call: a value for several ranks is pickled once, and stored once if it
+    is large."""
 
     traffic: Traffic
     slots: dict[int, Parcel | ObjectRef] = field(default_factory=dict)
     kept: list[object] = field(default_factory=list)
-    """Values by whose identity `slots` is keyed; held so that no identity is used twice."""
+    """Values whose `id` keys `slots`; held so that no id is reused."""
 
     def slot(self, value: object) -> Parcel | ObjectRef:
         """What to send for `value`: the parcel itself, or a reference to it."""
@@ -142,7 +142,7 @@ class Outbox:
 
 
 def opened(slots: Sequence[Parcel | ObjectRef]) -> list[Any]:
-    """The values behind what an `Outbox` sent; one request for all that are stored."""
+    """The values that an `Outbox` sent; fetches all stored ones in one request."""
     stored = [slot for slot in slots if isinstance(slot, ObjectRef)]
     found = iter(ray.get(stored)) if stored else iter(())
     return [unpack(next(found) if isinstance(slot, ObjectRef) else slot) for slot in slots]
@@ -155,13 +155,13 @@ class RayColumn:
     ref: ObjectRef
     rows: int
     name: str | None = None
-    """Which column, where the object holds several."""
+    """Index of the column in an object that holds several."""
 
 
 @dataclass(frozen=True)
 class Receipt:
-    """What a worker returns instead of a DataProto: where its columns are. Zero rows: it had only padding,
-    and no columns."""
+    """What a worker returns instead of a DataProto: where its columns are. Zero rows and no columns: it
+    had only padding."""
 
     rows: int
     columns: dict[str, ObjectRef]
@@ -182,8 +182,8 @@ def put_batch(data: DataProto) -> Receipt:
     """Puts every column, tensors and objects alike, into this process's object store; small ones together, as
     one object.
 
-    A column of its own is read by those alone who need it, but putting and getting an object costs about as
-    much as moving a hundred kilobytes.
+    A column with its own object is read only by those who need it, but putting and getting an object costs
+    about as much as moving a hundred kilobytes.
     """
     if len(data) == 0:
         return Receipt(0, {}, dict(data.meta_info))
@@ -211,7 +211,7 @@ def read_columns(
     seconds.
     """
     wanted = [ref for ref in refs if isinstance(ref, RayColumn)]
-    assert len(wanted) == len(refs), "only columns in the object store are read here"
+    assert len(wanted) == len(refs), "all columns must be in the object store"
     objects = list(dict.fromkeys(column.ref for column in wanted))
     try:
         found = dict(zip(objects, ray.get(objects, timeout=timeout), strict=True))

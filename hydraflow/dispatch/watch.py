@@ -1,7 +1,7 @@
-"""What watches a run's processes: log files, spans for the timeline, folders for stacks and profiles, the
-debugger.
+"""Observability settings of a run's processes: log files, spans for the timeline, folders for stacks and
+profiles, the debugger.
 
-In: the run folder and its settings. Out: a `Watch`, which every process of the run is told. Without a run
+In: the run folder and its settings. Out: a `Watch`, passed to every process of the run. Without a run
 folder (`main_generate`) processes write to Ray's own files, and stacks go to a folder for temporary files.
 """
 
@@ -26,36 +26,36 @@ FIELD = "ray_init.timeline_file"
 
 @dataclass(frozen=True)
 class Watch:
-    """Told to every process; the default watches nothing."""
+    """Passed to every process; everything is off by default."""
 
     logs: LogSettings | None = None
-    """Log files; None: what the process was started with."""
+    """Log files; None: the process keeps its own stdout and stderr."""
     stacks: str | None = None
-    """Folder for the stacks of all processes, should a deadline pass; None: one for temporary files."""
+    """Folder for the stacks of all processes when a deadline passes; None: the temporary folder."""
     profiler: ProfilerConfig | None = None
     profiles: str = "profile"
     """Folder for profiles."""
     traced: bool = False
-    """Whether methods note spans."""
+    """Whether methods record spans."""
     debug: bool = False
     """Whether Ray's debugger is on."""
 
     def open_logs(self, rank: int, role: str) -> RoleLogs | None:
-        """This process's log files; from now on they take everything that it writes. Where they cannot be
-        made, a warning."""
+        """Redirects everything that this process writes to its log files. Logs a warning if they cannot be
+        created."""
         logs = made(self.logs, rank, role) if self.logs is not None else None
         if self.logs is None or logs is None:
             return None
         logs.capture(
             below_python=not self.debug
-        )  # Ray's debugger tells its address past sys.stderr, for the console
+        )  # Ray's debugger prints its address past sys.stderr, to the console
         root = logging.getLogger()
         root.handlers = [logs]
         apply_level(self.logs.level)
         return logs
 
     def stacks_folder(self) -> Path:
-        """Where stacks go; made."""
+        """The folder for stacks, created."""
         folder = Path(self.stacks or tempfile.mkdtemp(prefix="hydraflow-stacks-"))
         folder.mkdir(parents=True, exist_ok=True)
         return folder
@@ -66,20 +66,20 @@ class Watch:
 
 
 def watch_of(run: Path, log: LogConfig, profiler: ProfilerConfig, *, debug: bool) -> Watch:
-    """What watches a run with that folder."""
+    """The observability settings of a run with that folder."""
     profiles = Path(profiler.save_path).expanduser().resolve() if profiler.save_path else run / "profile"
     return Watch(log_settings(run, log), str(run / "stacks"), profiler, str(profiles), debug=debug)
 
 
 def log_settings(run: Path, log: LogConfig) -> LogSettings:
-    """Where and how a run's processes write their lines."""
+    """The log settings of a run's processes."""
     return LogSettings(
         str(run / "logs"), log.level, max(1, int(log.max_megabytes * 2**20)), log.keep, log.console
     )
 
 
 def made(settings: LogSettings, rank: int, role: str) -> RoleLogs | None:
-    """A process's log files; a warning where they cannot be made, for a run can do without."""
+    """A process's log files; only a warning if they cannot be created, because a run can do without."""
     try:
         return RoleLogs(settings, rank, role)
     except OSError as error:
@@ -89,7 +89,7 @@ def made(settings: LogSettings, rank: int, role: str) -> RoleLogs | None:
 
 @contextmanager
 def of_role(logs: RoleLogs | None, role: str) -> Iterator[None]:
-    """What is written in its body is of this role."""
+    """Attributes log lines written in its body to this role."""
     if logs is None:
         yield
         return
@@ -98,13 +98,12 @@ def of_role(logs: RoleLogs | None, role: str) -> Iterator[None]:
 
 
 def debugger() -> str:
-    """Ray's name for the debugger there is: the one for editors where debugpy is installed, else that of `ray
-    debug`."""
+    """Ray's name of the available debugger: the one for editors if debugpy is installed, else `ray debug`."""
     return os.environ.get("RAY_DEBUG") or ("1" if find_spec("debugpy") else "legacy")
 
 
 def require_writable(timeline_file: str | None) -> None:
-    """Raises ConfigError when no timeline could be written to that file; leaves nothing behind."""
+    """Raises ConfigError when the timeline file is not writable; leaves nothing behind."""
     if timeline_file is None:
         return
     path = Path(timeline_file).expanduser()

@@ -1,9 +1,8 @@
-"""What a worker process does: it holds the workers of several roles and runs one method of one of them at a
-time.
+"""A worker process: holds the workers of several roles and runs one method of one of them at a time.
 
 In: the roles' classes, then calls with their arguments. Out: answers; a DataProto stays here, column by
-column in the object store. An exception becomes a `Failure` that is returned like an answer, so that it can
-be passed on to whoever depends on it. Left out on purpose: the Ray actor around it (`host.py`), what workers
+column in the object store. An exception becomes a `Failure` that is returned like an answer, so that it
+reaches the calls that depend on it. Left out on purpose: the Ray actor around it (`host.py`), what workers
 do (`hydraflow.workers`), and torch.distributed, which engines start at the given address.
 """
 
@@ -46,7 +45,7 @@ FRAMES = 4
 
 @dataclass
 class ProcessContext:
-    """What a worker may know of its process."""
+    """What a worker may know about its process."""
 
     rank: int
     world_size: int
@@ -58,11 +57,11 @@ class ProcessContext:
     device_type: str
     """cpu or cuda."""
     timeout_s: float
-    """How long one call may take; whoever waits for other ranks need not wait longer."""
+    """Seconds that one call may take; also the longest sensible wait for other ranks."""
     roles: dict[str, Worker] = field(default_factory=dict)
     """Workers of this process by role, in the order in which they are built."""
     listen_fd: int | None = None
-    """On rank 0: a socket that holds master_port; whoever listens there takes it over."""
+    """On rank 0: a socket that holds master_port until the rendezvous takes it over."""
 
 
 class Worker:
@@ -72,11 +71,11 @@ class Worker:
         self.process = process
 
     def mesh_coordinates(self, mesh: str) -> Coordinates:
-        """Where this worker stands in a named mesh; by default every rank is a data rank of its own."""
+        """This worker's coordinates in a named mesh; by default every rank is a data rank of its own."""
         return Coordinates(self.process.rank, self.process.world_size, True)
 
     def close(self) -> None:
-        """Ends what the worker started, where its process goes on without it."""
+        """Ends what the worker started, for a process that outlives it."""
 
 
 @dataclass(frozen=True)
@@ -100,23 +99,23 @@ class Call:
     wanted: bool
     """Whether the answer is used; else nothing is sent back."""
     seconds: float
-    """After so long the process writes into its log where it stands."""
+    """Seconds after which the process writes its stacks to its log."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What a call returns that did not succeed."""
+    """The answer of a call that failed."""
 
     error: HydraflowError
-    """One of AS_THEY_ARE; from a start also a ConfigError."""
+    """One of AS_THEY_ARE; while building also a ConfigError."""
     at: float
     """Unix time, for finding the first cause among several ranks."""
     died: bool = False
-    """The process is gone."""
+    """Whether the process is gone."""
 
 
 class WorkerProcess:
-    """Every public method answers with a parcel."""
+    """Runs in the Ray actor; every public method returns a parcel."""
 
     def __init__(
         self,
@@ -134,8 +133,8 @@ class WorkerProcess:
         self.workers: dict[str, Worker] = {}
         self._listener: socket.socket | None = None
         self._unfit: HydraflowError | None = None
-        """What is wrong with this process's surroundings; told when it is built, for Ray says little of an
-        actor that cannot begin."""
+        """Environment error from __init__, raised by `build` because Ray hides errors of actor
+        constructors."""
         try:
             settle(seat.rank, node_ip=ray.util.get_node_ip_address() if seat.spans_nodes else LOOPBACK)
         except HydraflowError as error:
@@ -144,7 +143,7 @@ class WorkerProcess:
         self.profile: Profile | None = None
         self.recorder = Recorder()
         record_into(self.recorder if watch.traced else None)
-        # Ray hands on only the controller's working folder and script folder.
+        # Ray passes on only the controller's working folder and script folder.
         sys.path += [folder for folder in import_path if folder not in sys.path]
         logging.basicConfig(
             level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -154,15 +153,15 @@ class WorkerProcess:
         torch.set_num_threads(threads)
 
     def identify(self) -> Parcel:
-        """Where this process runs, and where it writes."""
+        """This process's node, pid and log file."""
         context = ray.get_runtime_context()
         return pack(ProcessFacts(os.getpid(), context.get_node_id(), context.get_worker_id(), log_path()))
 
     def rendezvous(self) -> tuple[str, int]:
-        """An address of this node that the group's other processes reach, and a port of it that is held until
-        a worker takes it over.
+        """An address of this node that the group's other processes can reach, and a port that is held until a
+        worker takes it over.
 
-        torch's rendezvous and gloo ask nobody for a token, so they listen at this address only.
+        torch's rendezvous and gloo have no authentication, so they listen on this address only.
         """
         address = ray.util.get_node_ip_address() if self.seat.spans_nodes else LOOPBACK
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -170,7 +169,7 @@ class WorkerProcess:
         return address, self._listener.getsockname()[1]
 
     def build(self, roles: Parcel | ObjectRef, rendezvous: tuple[str, int]) -> Parcel:
-        """Makes the workers, in order."""
+        """Builds the workers, in order."""
         where = self.seat
         process = ProcessContext(
             where.rank,
@@ -193,14 +192,14 @@ class WorkerProcess:
         return self._with_spans(guard.answer)
 
     def coordinates(self, role: str, mesh: str) -> Parcel:
-        """A worker's place in a mesh."""
+        """A worker's coordinates in a mesh."""
         guard = _Guard(self.seat, role, f"mesh_coordinates({mesh!r})")
         with guard:
             guard.answer = pack(Coordinates(*self.workers[role].mesh_coordinates(mesh)))
         return guard.answer
 
     def invoke(self, call: Call) -> Parcel:
-        """Runs one method."""
+        """Runs one method of one worker."""
         guard = _Guard(self.seat, call.role, call.method)
         with of_role(self.logs, call.role):
             faulthandler.dump_traceback_later(call.seconds, file=STANDARD_ERROR)
@@ -210,7 +209,7 @@ class WorkerProcess:
         return self._with_spans(guard.answer)
 
     def start_profile(self, profile: Profile) -> Parcel:
-        """Begins a profile of this process."""
+        """Starts a profile of this process."""
         guard = _Guard(self.seat, self.first_role, "start_profile")
         with guard:
             profile.start(self.device_type)
@@ -218,10 +217,10 @@ class WorkerProcess:
         return guard.answer
 
     def stop_profile(self) -> Parcel:
-        """Ends and writes it."""
+        """Ends the profile and writes it."""
         guard = _Guard(self.seat, self.first_role, "stop_profile")
         with guard:
-            assert self.profile is not None, "a profile was begun"
+            assert self.profile is not None, "no profile is running"
             self.profile.stop(self.seat.rank)
             self.profile = None
         return guard.answer
@@ -230,7 +229,7 @@ class WorkerProcess:
         return answer._replace(spans=tuple(self.recorder.drain()))
 
     def _run(self, call: Call) -> Parcel:
-        with span("read"):  # and waits for batches that other workers are making
+        with span("read"):  # includes waiting for batches from other workers
             values = [_cut(value) for value in opened([*call.args, *call.kwargs.values()])]
             shards = [value for value in values if isinstance(value, Shard)]
             ready = [
@@ -249,7 +248,7 @@ class WorkerProcess:
 
 
 def _reply(answer: Any, shards: Sequence[Shard]) -> Parcel:
-    """The answer packed; the columns of a batch stay here, without rows that were made of padding."""
+    """The answer packed; the columns of a batch stay here, without rows computed from padding."""
     if not isinstance(answer, DataProto):
         return pack(answer)
     real = real_rows(shards, len(answer))
@@ -260,7 +259,7 @@ NOTHING = pack(None)
 
 
 class PassedOn(Exception):
-    """What a call depends on has failed elsewhere."""
+    """A call that this one depends on has failed elsewhere."""
 
     def __init__(self, failure: Failure):
         super().__init__(str(failure.error))
@@ -282,15 +281,14 @@ def _cut(value: Any) -> Any:
 
 
 DECISIONS = (GuardStop, DoesNotFit)
-"""Errors that a worker raises in the words that the user shall read: nothing is broken in it, but the run
-cannot go on."""
+"""Errors shown to the user verbatim: the worker is intact, but the run cannot continue."""
 AS_THEY_ARE = (WorkerError, *DECISIONS)
-"""Errors that are not told in other words on the way to the controller."""
+"""Errors that reach the controller unchanged."""
 
 
 class _Guard:
-    """Turns an exception in its body into the answer, as a packed `Failure`: those of `as_it_is`, and others
-    as WorkerErrors."""
+    """Turns an exception in its body into the answer, as a packed `Failure`: those of `as_it_is` unchanged,
+    others as WorkerErrors."""
 
     def __init__(
         self, seat: Seat, role: str, method: str, as_it_is: tuple[type[HydraflowError], ...] = AS_THEY_ARE

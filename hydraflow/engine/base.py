@@ -1,4 +1,4 @@
-"""What every training engine can do: one narrow Protocol, and what it hands to a loss.
+"""The Protocol of a training engine, and what it passes to a loss.
 
 In: micro-batches (`DataProto` with ragged `prompts`, `responses`, `response_mask` and whatever the loss
 reads). Out: ragged columns, metrics, weights. Left out on purpose: which rows go where (`batch_plan`), losses
@@ -24,15 +24,15 @@ from hydraflow.protocol.batch import DataProto
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """What a model says about B rows with up to R response tokens: (B, R), right padded, 0 where
+    """A model's output for B rows with up to R response tokens: (B, R), right padded, 0 where
     response_mask is 0."""
 
     log_probs: torch.Tensor | None = None
     """Log-probability of each response token (policy)."""
     entropy: torch.Tensor | None = None
-    """Entropy in nats of the distribution it was drawn from (policy, when asked for)."""
+    """Entropy in nats of each token's distribution (policy, on request)."""
     values: torch.Tensor | None = None
-    """Expected return, told before the token is seen (value model)."""
+    """Value estimate for the state before each token (value model)."""
 
 
 LossFn = Callable[[ModelOutput, Mapping[str, torch.Tensor]], tuple[torch.Tensor, dict[str, Metric]]]
@@ -41,31 +41,30 @@ R)."""
 
 
 MODEL, OPTIMIZER, EXTRA, HF_MODEL = ("model", "optimizer", "extra", "hf_model")
-"""What a checkpoint may hold: weights, optimizer, place in the schedule, and full weights as a Hugging Face
-directory."""
+"""Possible contents of a checkpoint: weights, optimizer, schedule position, and full weights as a Hugging
+Face directory."""
 CHECKPOINT_FACTS = "checkpoint.json"
-"""File in a role's checkpoint: engine, world_size, head, contents and what else a reader must know to make
-sense of the tensors."""
+"""File in a role's checkpoint: engine, world_size, head, contents and whatever else a reader needs to
+interpret the tensors."""
 
 
 class Snapshot(Protocol):
     """One rank's copy of an engine's state in host memory."""
 
     def write(self, directory: Path) -> list[Path]:
-        """Writes this rank's part; returns the files. Every rank calls it, also in another thread than the
-        engine's, and with an engine that goes on training. OSError or EnvironmentFault, on every rank, when a
-        rank cannot.
-        """
+        """Writes this rank's part; returns the files. Every rank calls it, possibly in another thread than
+        the engine's while the engine keeps training. OSError or EnvironmentFault, on every rank, when a rank
+        fails."""
 
 
 @dataclass(frozen=True)
 class Shortage:
-    """A micro-batch that a rank had no memory for."""
+    """A micro-batch that ran a rank out of memory."""
 
     rank: int
     rows: int
     tokens: int
-    """Of prompts and responses together."""
+    """Tokens of prompts and responses together."""
 
     def __str__(self) -> str:
         return (
@@ -75,8 +74,8 @@ class Shortage:
 
 
 class OutOfMemory(Exception):
-    """Memory ran out in a pass on some ranks; raised on every rank alike. The model is as before, without any
-    gradient."""
+    """Memory ran out in a pass on some ranks; raised on every rank. The model is unchanged, without
+    gradients."""
 
     def __init__(self, shortages: Sequence[Shortage]):
         super().__init__("; ".join(map(str, shortages)))
@@ -84,8 +83,8 @@ class OutOfMemory(Exception):
 
 
 class TrainEngine(Protocol):
-    """One rank of a model in training. Every rank calls every method, in the same order, with as many
-    micro-batches.
+    """One rank of a model in training. Every rank calls every method in the same order, with the same
+    number of micro-batches.
 
     `forward` and `forward_backward` raise OutOfMemory, on every rank, when a micro-batch is too large for one
     of them.
@@ -94,7 +93,7 @@ class TrainEngine(Protocol):
     data_rank: int
     """Which share of a batch this rank gets."""
     data_size: int
-    """How many shares there are."""
+    """Number of shares."""
 
     def forward(
         self,
@@ -119,18 +118,18 @@ class TrainEngine(Protocol):
         temperature: float = 1.0,
         entropy: bool = False,
     ) -> dict[str, Metric]:
-        """Makes the gradient of the summed loss of all ranks; one reduction, at the last micro-batch. Metrics
-        of this rank.
+        """Computes the gradient of the summed loss of all ranks; one reduction, at the last micro-batch.
+        Metrics of this rank.
 
-        Once for each optimizer step.
+        Called once per optimizer step.
         """
 
     def optimizer_step(self) -> dict[str, float]:
-        """Clips, updates, forgets the gradient. `grad_norm` (before clipping), `lr`, and `skipped`, 1 when
+        """Clips, updates and clears the gradient. `grad_norm` (before clipping), `lr`, and `skipped`, 1 when
         the norm was not finite."""
 
     def lr_step(self) -> None:
-        """Moves the schedule by one training step."""
+        """Advances the schedule by one training step."""
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Full weights by Hugging Face name, adapters merged. Borrowed: copy what must outlive the next
@@ -140,16 +139,16 @@ class TrainEngine(Protocol):
         """Sum or max of `values` over data ranks, float64 on the CPU."""
 
     def save_hf(self, directory: str | Path) -> None:
-        """Writes a Hugging Face directory with weights, configuration and tokenizer; it appears whole or not
-        at all."""
+        """Writes a Hugging Face directory with weights, configuration and tokenizer; it appears complete or
+        not at all."""
 
     def snapshot(self, contents: Collection[str]) -> Snapshot:
-        """Copies what `contents` names (MODEL and the like) into host memory, to be written as one
+        """Copies the named `contents` (MODEL and the like) to host memory, to be written as one
         checkpoint."""
 
     def load(self, directory: str | Path, contents: Collection[str]) -> None:
-        """Reads from what a snapshot wrote, also with another number of ranks. ConfigError when it is of
-        another model."""
+        """Loads a written snapshot, also one of another number of ranks. ConfigError when it is of another
+        model."""
 
     def stored_bytes(self, contents: Collection[str]) -> int:
-        """Bytes that this rank's part of a checkpoint takes, but for small files."""
+        """Bytes of this rank's part of a checkpoint, without small files."""

@@ -1,8 +1,8 @@
 """The index of a distributed checkpoint, `dcp/.metadata`: a pickle, read without running what it names.
 
-In: a role's checkpoint. Out: its tensors and the places of their pieces, as plain values that were checked
-one by one. Every type that an index holds becomes an inert `Record`; any other name is refused. torch's own
-reader would unpickle the file: `fsdp/reader.py` hands it an index made from these values instead.
+In: a role's checkpoint. Out: its tensors and the places of their pieces, as plain values, each of them
+validated. Every type that an index holds becomes an inert `Record`; any other name is refused. torch's own
+reader would unpickle the file: `fsdp/reader.py` gives it an index built from these values instead.
 Left out on purpose: the pieces themselves; torch.distributed, which `model_merger` does without.
 """
 
@@ -45,17 +45,17 @@ _INERT = {
     "pathlib._local": {"Path", "PosixPath", "PurePosixPath"},
     "builtins": {"getattr"},  # Python 3.11.0 to 3.11.4 write an enum's member as getattr(its type, its name)
 }
-"""All that torch writes into an index besides types of numbers and sizes."""
+"""Everything that torch writes to an index besides dtypes and sizes."""
 _NO_INDEX = "is no index of a distributed checkpoint"
 _BROKEN = (AttributeError, TypeError, ValueError, LookupError)
 
 
 @dataclass(frozen=True)
 class Place:
-    """What torch.save wrote into a range of a file."""
+    """A range of a file, written by torch.save."""
 
     file: str
-    """Its name, in the folder of the index."""
+    """File name, in the folder of the index."""
     offset: int
     length: int
 
@@ -84,9 +84,9 @@ class Index:
 
     tensors: dict[str, IndexedTensor]
     objects: dict[str, int]
-    """Pickled objects that are no tensors, which nothing here reads -> their bytes."""
+    """Pickled objects other than tensors, which are never read -> their bytes."""
     ends: dict[str, int]
-    """File -> the least number of bytes that it has."""
+    """File -> its minimum size in bytes."""
 
 
 def read_index(checkpoint: Path) -> Index:
@@ -118,7 +118,7 @@ def read_tensors_alone(checkpoint: Path) -> Index:
 
 
 def _unpickled(file: Path) -> Any:
-    """The file's records."""
+    """The unpickled index, as inert records."""
     if (size := file.stat().st_size) > LARGEST:
         raise ConfigError.one(str(file), None, f"{_NO_INDEX}: it has {size} bytes")
     data = file.read_bytes()
@@ -130,9 +130,9 @@ def _unpickled(file: Path) -> Any:
 
 
 def _require_small_memo(data: bytes) -> None:
-    """Raises UnpicklingError for a number in pickle's memo that the file is too short for.
+    """Raises UnpicklingError for a memo index larger than the file can justify.
 
-    Nine bytes can ask for 64 GB: pickle fills its table of values up to that number.
+    Nine bytes can request 64 GB: pickle grows its memo up to that index.
     """
     for opcode, argument, _ in pickletools.genops(data):
         if opcode.name.endswith("PUT") and isinstance(argument, int) and argument > len(data):
@@ -140,10 +140,10 @@ def _require_small_memo(data: bytes) -> None:
 
 
 class _Reader(pickle.Unpickler):
-    """Makes nothing but records, tuples and types of numbers."""
+    """Creates only records, tuples and dtypes."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """What stands for the named type."""
+        """The stand-in for the named type."""
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         if (module, name) == ("torch", "Size"):
@@ -199,13 +199,13 @@ def _tensor(name: str, entry: Any, places: Mapping[Shape, Place]) -> IndexedTens
 
 def _shape(value: Any) -> Shape:
     if not isinstance(value, tuple):
-        raise ValueError(f"a {type(value).__name__} stands where a shape must be")
+        raise ValueError(f"a {type(value).__name__} is in place of a shape")
     return tuple(map(_count, value))
 
 
 def _count(value: Any) -> int:
-    """A size. What else stands there is not shown: tuples that hold one another would make endless text."""
+    """A size. Invalid values are not printed: nested tuples could give endless text."""
     if type(value) is not int or value < 0:
         what = "negative number" if type(value) is int else type(value).__name__
-        raise ValueError(f"a {what} stands where a size must be")
+        raise ValueError(f"a {what} is in place of a size")
     return value

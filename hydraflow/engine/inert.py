@@ -10,31 +10,31 @@ from typing import Any
 
 
 class Record:
-    """What a pickle made of some type: arguments and state, by name where they have names."""
+    """An unpickled object of some type: its arguments and state, by name where they have names."""
 
     def __new__(cls, *args: Any, **_: Any) -> Record:
-        """Takes any arguments."""
+        """Accepts any arguments, as unpickling may pass them."""
         made = super().__new__(cls)
         made.args = args
         return made
 
     args: tuple[Any, ...]
-    """What it was made with."""
+    """Constructor arguments."""
     state: Any = None
-    """Its state when that has no names."""
+    """State without names."""
 
     def __setstate__(self, state: Any) -> None:
-        """What pickle calls."""
+        """Called by pickle to restore the state."""
         if isinstance(state, dict):
             self.__dict__.update(state)
         else:
             self.state = state
 
     def __getattr__(self, name: str) -> Any:
-        """Only for what the file does not say."""
+        """Called only for attributes that the file does not set."""
         raise AttributeError(name)
 
 
 def record_type(name: str) -> type[Record]:
-    """A record type of that name."""
+    """Creates a record type with that name."""
     return type(name, (Record,), {})

@@ -1,8 +1,8 @@
 """Splits one rank's rows into micro-batches: a fixed number of rows each, or as many as a token budget holds.
 
-In: a `DataProto` with ragged prompts and responses. Out: micro-batches, as many on every data rank, and the
-way back. Left out on purpose: the sizes themselves (`batch_plan`), and moving rows between ranks.
-"""
+In: a `DataProto` with ragged prompts and responses. Out: micro-batches, the same number on every data rank,
+and the order to restore. Left out on purpose: the sizes themselves (`batch_plan`), and moving rows between
+ranks."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class MicroBatches:
     """(B,) row of the batch for each row of the parts, one part after the other."""
 
     def restore(self, rows: DataProto) -> DataProto:
-        """Puts rows that stand in the parts' order back into the batch's."""
+        """Reorders rows from the parts' order to the batch's."""
         if bool((self.order[:-1] < self.order[1:]).all()):
             return rows
         return rows.select_idxs(np.argsort(self.order))
 
 
 def split_rows(data: DataProto, size: int) -> MicroBatches:
-    """Micro-batches of `size` rows in order; the last may have fewer. Ranks with equally many rows get
-    equally many parts."""
+    """Micro-batches of `size` rows in order; the last may have fewer. Ranks with the same number of
+    rows get the same number of parts."""
     assert size >= 1, size
     order = np.arange(len(data))
     if size >= len(data):
@@ -50,9 +50,9 @@ def split_tokens(
 ) -> MicroBatches:
     """Micro-batches of at most `max_tokens` tokens each, prompts and responses together.
 
-    `reduce_max` gives the largest value over data ranks: all get as many parts as the rank that needs most,
-    because every forward pass is a collective. Raises ValueError for a row that is longer than the budget.
-    """
+    `reduce_max` gives the largest value over data ranks: all get the number of parts of the rank that needs
+    the most, because every forward pass is a collective. Raises ValueError for a row that is longer than the
+    budget."""
     lengths = (ragged.lengths(data.get("prompts")) + ragged.lengths(data.get("responses"))).numpy()
     needed = len(token_bins(lengths, max_tokens))
     agreed = int(reduce_max(torch.tensor([float(needed)])))

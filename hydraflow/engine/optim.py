@@ -19,8 +19,8 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
     "linear": lambda done: 1.0 - done,
     "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
 }
-"""What is left of the way down from `lr` to `lr * min_lr_ratio`, by the share of the steps after the warm-up
-that are done."""
+"""Remaining fraction of the decay from `lr` to `lr * min_lr_ratio`, by the share of post-warm-up steps
+done."""
 
 
 def make_optimizer(parameters: Iterable[torch.nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:

@@ -25,11 +25,11 @@ def start(
     timeout_s: float,
     listen_fd: int | None = None,
 ) -> None:
-    """Waits until all ranks are there, at most `timeout_s` seconds; a second call of the same process does
+    """Waits until all ranks have joined, at most `timeout_s` seconds; a second call in the same process does
     nothing.
 
     listen_fd: on rank 0, a bound socket that has held the port until now; it is taken over. Raises torch's
-    DistStoreError or DistNetworkError when the others do not come, and any collective raises after
+    DistStoreError or DistNetworkError when the others do not join, and any collective raises after
     `timeout_s`.
     """
     if dist.is_initialized():
@@ -53,10 +53,9 @@ def stop() -> None:
 
 @cache
 def host_group() -> dist.ProcessGroup | None:
-    """A group of all ranks over gloo, for what goes on beside training in another thread; None stands for a
-    group of one's own.
+    """A gloo group of all ranks, for work in another thread during training; None with a single rank.
 
-    The first call must come from every rank, at the same point of its work.
+    The first call is collective.
     """
     return dist.new_group(backend="gloo")
 

@@ -1,4 +1,4 @@
-"""What a generation engine is: it turns prompts into sampled responses with the log-probability of every
+"""The Protocol of a generation engine: turns prompts into sampled responses with the log-probability of every
 token.
 
 In: prompts as token ids, how many samples of each, and a key per prompt that fixes its random draws. Out:
@@ -23,7 +23,7 @@ Key = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn. ValueError when a number lies outside its range.
+    """Sampling parameters. ValueError when a number is out of range.
 
     >>> SamplingParams(max_tokens=8, temperature=0.0).greedy
     True
@@ -34,11 +34,11 @@ class SamplingParams:
     temperature: float = 1.0
     """Divides the logits; 0 takes the most probable token."""
     top_k: int = -1
-    """Keep only so many most probable tokens (all that tie with the last one); -1 or 0: all."""
+    """Sample from the k most probable tokens (plus ties with the k-th); -1 or 0: all."""
     top_p: float = 1.0
-    """Keep the most probable tokens that together reach this probability, after `top_k`."""
+    """Nucleus sampling: the most probable tokens that together reach this probability, after `top_k`."""
     ignore_eos: bool = False
-    """Go on after the model's own end tokens. `stop_token_ids` end a response all the same."""
+    """Ignore the model's own end tokens. `stop_token_ids` still end a response."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response, besides the model's own."""
 
@@ -109,5 +109,5 @@ class GenerationEngine(Protocol):
         """Samples. ValueError for prompts that do not fit; RuntimeError without weights."""
 
     def update_weights(self, stream: Iterable[tuple[str, Tensor]]) -> None:
-        """Takes every weight of the model as (Hugging Face name, full tensor). ValueError names what does not
-        fit."""
+        """Loads every weight of the model from (Hugging Face name, full tensor) pairs. ValueError names what
+        does not fit."""

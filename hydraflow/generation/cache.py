@@ -1,8 +1,8 @@
 """The key-value cache of a batch that loses rows while it grows in length.
 
 In: keys and values of new tokens, and selections of rows. Out: keys and values of all tokens so far. Left out
-on purpose: paging. Rows of a wave have equal lengths, so a plain tensor with room to grow wastes little.
-Hugging Face's dynamic cache copies everything at every token; this one copies when its room is used up.
+on purpose: paging. Rows of a wave have equal lengths, so a plain tensor with spare capacity wastes little.
+Hugging Face's dynamic cache copies everything at every token; this one copies when its capacity is used up.
 
 Legend: B rows, H key-value heads, L tokens so far, D head dimension.
 """
@@ -17,7 +17,7 @@ from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 _ROOM = 16
-"""Tokens of room at least, when a layer's tensors are made anew."""
+"""Minimum spare capacity in tokens when a layer's tensors are reallocated."""
 
 
 class GrowingLayer(DynamicLayer):
@@ -35,8 +35,7 @@ class GrowingLayer(DynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         """Appends (B, H, new, D) and returns all tokens so far."""
         if self.length == 0:
-            # The prompt's own tensors are kept as they are: the rows that are sampled from them get room of
-            # their own.
+            # The prompt's own tensors are kept unchanged: the rows sampled from them get their own capacity.
             self.lazy_initialization(key_states, value_states)
             self.keys, self.values, self.length = key_states, value_states, key_states.shape[-2]
             return self.keys, self.values

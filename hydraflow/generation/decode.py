@@ -1,12 +1,12 @@
-"""Samples one wave: prompts of one padded width are run once, their caches are repeated for the samples, then
-rows go token by token.
+"""Samples one wave: prompts of one padded width are prefilled once, their caches are repeated for the
+samples, then rows are decoded token by token.
 
-In: a model, a wave's prompts, where random numbers come from. Out: tokens, log-probabilities and lengths of
+In: a model, a wave's prompts, the source of random numbers. Out: tokens, log-probabilities and lengths of
 its rows. Left out on purpose: grouping (`layout.py`), the model's states (`native.py`).
 
 A row's numbers must not depend on its neighbours. Kernels for few rows add up in another order: on CPUs with
 AVX-512 a matrix product gives a row the same bits from 16 rows on, and other bits below. So no product here
-has fewer than 16; rows are repeated where there are less. With several threads, or on a GPU, only the last
+has fewer than 16; rows are repeated where there are fewer. With several threads, or on a GPU, only the last
 bits may still differ.
 
 Legend: Q prompts, B rows in the batch now, W rows of the wave, P padded prompt, V vocabulary, L tokens so
@@ -30,9 +30,9 @@ from hydraflow.generation.sampling import Draws, choose
 MIN_ROWS = 16
 """Rows in the smallest matrix product."""
 _PREFILL_TOKENS = 8192
-"""Prompt tokens in one forward; more would only need more memory."""
+"""Prompt tokens per forward pass; more would only need more memory."""
 _LEAVE_SHARE = 4
-"""Finished rows leave the batch when they are one in so many."""
+"""Finished rows are removed from the batch once they are at least one in this many."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class WaveResult:
 
 
 class Forward:
-    """Calls any Hugging Face causal model with a cache and a padding mask where it knows how to take one."""
+    """Calls any Hugging Face causal model with a cache, and a padding mask if it accepts one."""
 
     def __init__(self, model: PreTrainedModel):
-        """ValueError when the model keeps no key-value cache that is passed to its forward."""
+        """ValueError when the model takes no key-value cache in its forward."""
         accepted = inspect.signature(model.forward).parameters
         if "past_key_values" not in accepted:
             raise ValueError(
@@ -207,8 +207,8 @@ class WaveDecoder:
         return self._forward(token[:, None], self._cache, mask, positions, 1)[:, 0]
 
     def _leave(self, alive: Tensor) -> Tensor | None:
-        """Takes finished rows out of the batch once they are many; the places of those that stay, or None
-        when none leaves."""
+        """Removes finished rows from the batch once there are enough; returns the places of the remaining
+        ones, or None if none was removed."""
         count = int(alive.sum())
         if count == len(alive) or (count and count * _LEAVE_SHARE > len(alive) * (_LEAVE_SHARE - 1)):
             return None

@@ -1,4 +1,4 @@
-"""Which rows run together: prompts of about the same length, at most so many rows at a time.
+"""Groups rows to run together: prompts of about the same length, up to a maximum number of rows.
 
 In: prompt lengths, samples per prompt, the limit. Out: waves, each a padded width and its rows. Left out on
 purpose: refilling a running wave with new prompts. It would make a row's padding, and with it the last bits
@@ -63,7 +63,7 @@ def waves(lengths: Sequence[int], samples: Sequence[int], max_rows: int, *, pad:
                 wave = Wave(width[i])
             room = max_rows - len(wave.owner)
             whole = samples[i] - start
-            # A prompt moves on to the next wave rather than be prefilled in two, unless no wave can hold it.
+            # A prompt moves to the next wave rather than being prefilled in two, unless no wave can hold it.
             if room < whole <= max_rows:
                 yield wave
                 wave, room = Wave(width[i]), max_rows
@@ -75,8 +75,7 @@ def waves(lengths: Sequence[int], samples: Sequence[int], max_rows: int, *, pad:
 
 
 def request_order(all_waves: Sequence[Wave], samples: Sequence[int]) -> np.ndarray:
-    """For each row of the request, prompt-major, where it stands among the rows of all waves one after the
-    other, (B,)."""
+    """For each row of the request, prompt-major, its position in the concatenated rows of all waves, (B,)."""
     first = np.concatenate([[0], np.cumsum(samples)[:-1]]).astype(np.int64)
     rows = [first[np.array(w.prompts)[w.owner]] + np.array(w.samples) for w in all_waves]
     return np.argsort(np.concatenate(rows))

@@ -37,9 +37,9 @@ class NativeEngine:
         max_num_seqs: int = 1024,
         generation_config: GenerationConfig | None = None,
     ):
-        """A model whose weights are good already; it becomes the engine's: no gradients.
+        """Takes over a model with valid weights and disables its gradients.
 
-        generation_config: where end tokens come from; by default the model's.
+        generation_config: the source of end tokens; by default the model's.
         """
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs={max_num_seqs} must be at least 1")
@@ -59,10 +59,10 @@ class NativeEngine:
         max_num_seqs: int = 1024,
         generation_config: GenerationConfig | None = None,
     ) -> NativeEngine:
-        """An engine without weights: `update_weights` must come before `generate`. Nothing is read, no random
-        number is drawn."""
+        """An engine without weights: call `update_weights` before `generate`. Reads no files and draws no
+        random numbers."""
         config = copy.deepcopy(config)
-        # The trainer may have set its own attention, which knows packed rows but no cache. None lets
+        # The trainer may have set its own attention, which supports packed rows but no cache. None lets
         # transformers choose.
         config._attn_implementation = None
         with no_init_weights(), torch.device(device):
@@ -87,7 +87,7 @@ class NativeEngine:
         return _output(results, request_order(plan, request.samples))
 
     def update_weights(self, stream: Iterable[tuple[str, Tensor]]) -> None:
-        """Takes all weights; types and devices are converted.
+        """Loads all weights, converting dtypes and devices.
 
         ValueError: see `load_weights`; the engine then refuses to generate until an update succeeds.
         """
@@ -115,8 +115,7 @@ class NativeEngine:
                     f" {vocabulary} tokens"
                 )
 
-    # Nothing that the engine returns was made in here as it is: tensors of inference mode cannot take part in
-    # training.
+    # The engine returns only copies of these tensors: inference-mode tensors cannot be used in training.
     @torch.inference_mode()
     def _run(self, wave: Wave, request: GenerationRequest, params: SamplingParams) -> WaveResult:
         device = self._forward.device

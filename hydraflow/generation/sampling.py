@@ -1,4 +1,4 @@
-"""Draws one token per row from logits, with random numbers that depend on a key and on nothing else.
+"""Draws one token per row from logits, with random numbers that depend only on a key.
 
 In: logits of the last position, one uniform number per row. Out: the token and its log-probability. Left out
 on purpose: torch's own generators. Their draws depend on which rows share a batch, and differ between
@@ -21,7 +21,7 @@ from torch import Tensor
 from hydraflow.generation.base import Key, SamplingParams
 
 _CHUNK = 2**23
-"""Logits that are filtered at one time: float64 copies of a large vocabulary for all rows would need
+"""Number of logits filtered at once: float64 copies of a large vocabulary for all rows would need
 gigabytes."""
 _BLOCK = 32
 """Tokens for which uniform numbers are drawn at a time."""
@@ -116,8 +116,7 @@ def _choose(logits: Tensor, params: SamplingParams, uniforms: Tensor | None) -> 
         logp = torch.log_softmax(logits if params.temperature == 1 else logits / params.temperature, dim=-1)
         cumulative = keep(logp, params.top_k, params.top_p).cumsum(dim=-1)
         target = uniforms[:, None] * cumulative[:, -1:]
-        # The limit only matters for logits that are not numbers; the caller finds those in the
-        # log-probabilities.
+        # The clamp only matters for NaN logits; the caller detects those in the log-probabilities.
         tokens = torch.searchsorted(cumulative, target, right=True).clamp_(max=logits.shape[1] - 1)
     return tokens[:, 0], logp.gather(1, tokens)[:, 0].float()
 

@@ -1,4 +1,4 @@
-"""Puts a stream of weights into a model, and says plainly when they are not that model's.
+"""Loads a stream of weights into a model, with a clear error when they do not belong to it.
 
 In: (Hugging Face name, full tensor) pairs. Out: the model's parameters, changed in place.
 Left out on purpose: where the stream comes from, and quantisation. Types are converted by copying.
@@ -19,8 +19,8 @@ _SHOWN = 5
 def load_weights(model: nn.Module, stream: Iterable[tuple[str, Tensor]]) -> None:
     """Copies every weight. Weights that share memory (tied) may come under one name or several.
 
-    ValueError: an unknown name, a wrong shape, two different tensors for tied weights, or weights that did
-    not come.
+    ValueError: an unknown name, a wrong shape, two different tensors for tied weights, or missing
+    weights.
     """
     targets: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     needed = {id(p): name for name, p in model.named_parameters()}

@@ -2,10 +2,9 @@
 those of modules.
 
 In: the directory with config.json, names and shapes of a checkpoint. Out: an `Architecture` that they fill
-exactly, so that no tensor is missing or made anew when the result is read. The commonest decoders are known
-by heart (`families.py`); for everything else transformers builds the model on the meta device: no memory, no
-values. Left out on purpose: reading weights.
-"""
+exactly, so that no tensor is missing or newly initialised when the result is loaded. The commonest decoders
+are built in (`families.py`); for everything else transformers builds the model on the meta device: no memory,
+no values. Left out on purpose: reading weights."""
 
 from __future__ import annotations
 
@@ -22,12 +21,12 @@ from hydraflow.model_merger.checkpoint import read_json
 from hydraflow.model_merger.pieces import Shape
 
 _SHOWN = 5
-"""Names of a kind that a message shows."""
+"""Number of names of a kind that a message shows."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """Tensors that are written under other names, or in another form."""
+    """A group of tensors written under other names or in another form."""
 
     inputs: tuple[str, ...]
     """Names of modules."""
@@ -57,7 +56,7 @@ class Architecture:
     shapes: dict[str, Shape]
     """Of all tensors by names of modules, tied ones under each name."""
     tied: dict[str, str]
-    """Names that are not in files -> the name that stands for them."""
+    """Names that are not in files -> the name stored instead."""
     head: str
     """policy or value."""
     buffers: frozenset[str] = frozenset()
@@ -85,7 +84,7 @@ class Architecture:
         )
 
     def revert(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Tensors as they stand in files: transformers' own conversions backwards."""
+        """Tensors as stored in files: transformers' own conversions reversed."""
         if self.model is None:
             return dict(tensors)
         from transformers.core_model_loading import revert_weight_conversion
@@ -168,13 +167,13 @@ class Differences:
         return len(self.missing) + len(self.unknown) + len(self.shapes)
 
     def __str__(self) -> str:
-        told = {
+        groups = {
             "missing": self.missing,
             "not part of the model": self.unknown,
             "of another shape": self.shapes,
         }
         return "; ".join(
-            f"{len(names)} tensors {what}: {_some(names)}" for what, names in told.items() if names
+            f"{len(names)} tensors {what}: {_some(names)}" for what, names in groups.items() if names
         )
 
 

@@ -38,7 +38,12 @@ def _add_merge(commands: Any) -> None:
         default="merged",
         help="add adapters to the weights, or write OUT/lora_adapter for peft",
     )
-    _flag(merge, "lora_alpha", type=float, help="scale of the adapters, for checkpoints that do not say")
+    _flag(
+        merge,
+        "lora_alpha",
+        type=float,
+        help="lora_alpha of checkpoints that do not record it",
+    )
     _flag(merge, "max_shard_size", type=size, default="5GB", help="of one safetensors file (5GB)")
     _flag(
         merge,
@@ -64,11 +69,16 @@ def _add_test(commands: Any) -> None:
     _checkpoint(test)
     _flag(test, "test_hf_dir", required=True, metavar="DIR", help="the directory to compare with")
     _wishes(test)
-    _flag(test, "lora_alpha", type=float, help="scale of the adapters, for checkpoints that do not say")
+    _flag(
+        test,
+        "lora_alpha",
+        type=float,
+        help="lora_alpha of checkpoints that do not record it",
+    )
 
 
 def _add_info(commands: Any) -> None:
-    info = _command(commands, "info", "tell what a checkpoint holds; exit code 1 when parts are missing")
+    info = _command(commands, "info", "show what a checkpoint holds; exit code 1 when parts are missing")
     _checkpoint(info)
     _flag(
         info,
@@ -143,7 +153,9 @@ def _command(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
 
 
 def _checkpoint(command: argparse.ArgumentParser) -> None:
-    _flag(command, "backend", choices=BACKENDS, default="auto", help="who wrote it; auto looks")
+    _flag(
+        command, "backend", choices=BACKENDS, default="auto", help="writer of the checkpoint; auto detects it"
+    )
     where = "a model's directory (.../global_step_N/actor); a step's or a run's gives its actor"
     _flag(command, "local_dir", required=True, metavar="CKPT", help=where)
 
@@ -160,7 +172,7 @@ def _wishes(command: argparse.ArgumentParser) -> None:
         command,
         "is_value_model",
         action="store_true",
-        help="insist on a value head (it is recognised without)",
+        help="require a value head (detected by default)",
     )
     _flag(
         command,

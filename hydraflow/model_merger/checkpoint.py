@@ -1,4 +1,4 @@
-"""What a checkpoint on disk holds, whoever wrote it, without its numbers.
+"""The contents of a checkpoint on disk in any format, without its numbers.
 
 In: what a reader found (`dcp.py`, `verl.py`). Out: a `Checkpoint`. Left out on purpose: finding it
 (`opening.py`), names in Hugging Face's files (`names.py`).
@@ -28,9 +28,9 @@ class Checkpoint:
     tensors: dict[str, StoredTensor]
     """Weights and buffers by the trainer's names."""
     head: str | None = None
-    """policy or value; None: the checkpoint does not say."""
+    """policy or value; None: not recorded."""
     prefix: str | None = None
-    """What the trainer's names have in front; None: the checkpoint does not say."""
+    """Prefix of the trainer's names; None: not recorded."""
     lora_alpha: float | None = None
     """Scale of its adapters times their rank, when it says."""
     details: dict[str, Any] = field(default_factory=dict)

@@ -39,12 +39,12 @@ class Comparison:
         return not (self.missing or self.extra or self.different)
 
     def lines(self) -> list[str]:
-        """For the user."""
+        """The report for the user, line by line."""
         head = f"{'same' if self.same else 'DIFFERENT'}: {self.equal} tensors are equal bit by bit"
-        told = [f"  only in the directory: {name}" for name in self.missing]
-        told += [f"  only in the checkpoint: {name}" for name in self.extra]
-        told += [f"  {name}: {what}" for name, what in self.different.items()]
-        return [head, *told, *(f"  {note}" for note in self.notes)]
+        lines = [f"  only in the directory: {name}" for name in self.missing]
+        lines += [f"  only in the checkpoint: {name}" for name in self.extra]
+        lines += [f"  {name}: {what}" for name, what in self.different.items()]
+        return [head, *lines, *(f"  {note}" for note in self.notes)]
 
 
 def compare(
@@ -105,7 +105,7 @@ def _compare_tied(copy: StoredTensor, original: StoredTensor, found: Comparison)
 def _difference(
     name: str, shape: tuple[int, ...], blocks: Iterator[torch.Tensor], other: StoredTensor, *, keep_type: bool
 ) -> str | None:
-    """What differs, or None."""
+    """How two tensors differ, in words; None if they are equal."""
     if shape != other.shape:
         return f"shape {list(shape)}, {list(other.shape)} in the directory"
     at, wrong, largest = 0, 0, 0.0

@@ -18,7 +18,7 @@ from hydraflow.model_merger.pieces import Extent, Piece, StoredTensor
 
 FACTS = "checkpoint.json"
 MODEL = "model."
-"""What keys of the model's state begin with; the rest is optimizer and extra state."""
+"""Prefix of the model's state keys; the rest is optimizer and extra state."""
 
 
 def is_dcp(directory: Path) -> bool:

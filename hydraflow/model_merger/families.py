@@ -1,4 +1,4 @@
-"""The tensors of the commonest decoders, told from config.json alone: transformers takes longer to import
+"""The tensors of the commonest decoders, derived from config.json alone: transformers takes longer to import
 than a model to copy.
 
 In: config.json's content. Out: names and shapes, or None for anything that is not exactly one of these
@@ -16,10 +16,10 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Family:
-    """What sets one family of decoders apart from the others."""
+    """What distinguishes one family of decoders from the others."""
 
     name: str
-    """What its class names begin with."""
+    """Prefix of its class names."""
     biases: frozenset[str] = frozenset()
     """Projections that always have a bias."""
     attention_bias: bool = False

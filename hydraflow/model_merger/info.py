@@ -55,9 +55,9 @@ def lines(facts: dict[str, Any]) -> list[str]:
         "missing parts": "none" if not facts["problems"] else f"{len(facts['problems'])}",
     }
     width = max(map(len, shown))
-    told = [facts["directory"], *(f"  {name:<{width}}  {value}" for name, value in shown.items())]
-    told += [f"    {problem}" for problem in facts["problems"]]
-    return [*told, *_tensor_lines(facts["tensors"])]
+    lines = [facts["directory"], *(f"  {name:<{width}}  {value}" for name, value in shown.items())]
+    lines += [f"    {problem}" for problem in facts["problems"]]
+    return [*lines, *_tensor_lines(facts["tensors"])]
 
 
 def _facts(found: Checkpoint) -> dict[str, Any]:
@@ -109,17 +109,17 @@ def _damage(directories: list[Path]) -> str:
 def _missing_from_manifest(directory: Path) -> list[str]:
     """Files of this model that the step's manifest names and that are gone or of another size."""
     step = directory.parent
-    told = []
+    problems = []
     files = read_json(step / MANIFEST).get("files")
     for name, entry in files.items() if isinstance(files, dict) else ():
         file = step / name
         if not name.startswith(f"{directory.name}/"):
             continue
         if not file.is_file():
-            told.append(f"{file}: is missing; the manifest names it")
+            problems.append(f"{file}: is missing; the manifest names it")
         elif isinstance(entry, dict) and file.stat().st_size != entry.get("bytes", file.stat().st_size):
-            told.append(f"{file}: {file.stat().st_size} bytes; the manifest says {entry['bytes']}")
-    return told
+            problems.append(f"{file}: {file.stat().st_size} bytes; the manifest says {entry['bytes']}")
+    return problems
 
 
 def _tensor_lines(tensors: dict[str, dict[str, Any]]) -> list[str]:

@@ -32,7 +32,7 @@ class Adapter:
 
     @property
     def rank(self) -> int:
-        """Its rank."""
+        """Rank of the adapter."""
         return self.a.shape[0]
 
     @property
@@ -94,7 +94,7 @@ def merged(
 
 
 def require_alpha(alpha: float | None, where: str) -> float:
-    """Raises ConfigError when nobody says how adapters are scaled: a wrong guess would be a wrong model."""
+    """Raises ConfigError when the adapters' scale is unknown: a wrong guess would be a wrong model."""
     if alpha is None:
         rule = f"{where} has adapters but does not say their lora_alpha"
         raise ConfigError.one(
@@ -149,7 +149,8 @@ def _target_modules(modules: Collection[str], names: Collection[str]) -> list[st
 
 
 def _layout(weight: StoredTensor, adapter: Adapter) -> str:
-    """How the weight lies to its adapter: "out, in", "in, out", or "" where a square leaves it open."""
+    """Orientation of the weight relative to its adapter: "out, in", "in, out", or "" where a square leaves it
+    open."""
     into, out = adapter.a.shape[1], adapter.b.shape[0]
     if adapter.b.shape[1] != adapter.rank or weight.shape not in ((out, into), (into, out)):
         shapes = f"{list(weight.shape)}, {list(adapter.a.shape)} and {list(adapter.b.shape)}"

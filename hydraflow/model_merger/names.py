@@ -22,7 +22,7 @@ _POLICY_PREFIX = "lm."
 _ADAPTER = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.(?P<name>\w+))?\.weight")
 _TRL_HEAD, _TRL_BODY = "v_head.summary.", "pretrained_model."
 SCORE = "score."
-"""What a value head's weights begin with."""
+"""Prefix of a value head's weights."""
 
 
 @dataclass
@@ -67,11 +67,11 @@ def weights_of(checkpoint: Checkpoint, *, is_value_model: bool = False) -> Weigh
 
 def _head(checkpoint: Checkpoint, plain: Mapping[str, StoredTensor], is_value_model: bool) -> str:
     found = "value" if f"{SCORE}weight" in plain else "policy"
-    told = checkpoint.head or found
-    if is_value_model and told != "value":
+    head = checkpoint.head or found
+    if is_value_model and head != "value":
         rule = f"the checkpoint in {checkpoint.directory} has no value head ({SCORE}weight)"
         raise ConfigError.one("--is-value-model", None, rule, "merge it without --is-value-model")
-    return told
+    return head
 
 
 def _pair(

@@ -43,7 +43,7 @@ class Wishes:
 
 @dataclass
 class Outputs:
-    """A checkpoint's tensors as they will stand in files."""
+    """A checkpoint's tensors as they will be written."""
 
     checkpoint: Checkpoint
     architecture: Architecture
@@ -75,8 +75,8 @@ class Outputs:
         return counts.most_common(1)[0][0]
 
     def tensors(self) -> Iterator[tuple[str, Iterator[torch.Tensor]]]:
-        """(name in files, blocks of rows in the final type) of every tensor; the blocks must be used before
-        going on."""
+        """(name in files, blocks of rows in the final type) of every tensor; each block must be used before
+        the next."""
         for conversion in self.conversions:
             target = self._dtype_of(conversion.inputs[0])
             for name, blocks in self._converted(conversion):

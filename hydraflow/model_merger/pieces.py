@@ -1,4 +1,4 @@
-"""Tensors that lie in files: where their pieces are, and reading them a block of rows at a time.
+"""Tensors in files: where their pieces are, and reading them a block of rows at a time.
 
 In: boxes of a tensor and the byte ranges that hold them. Out: blocks of rows in memory of their own. Nothing
 is mapped, so nothing but the block counts as memory of this process. Left out on purpose: what the tensors
@@ -31,17 +31,17 @@ class Source(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """Name of the tensor."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """Its type."""
+        """Data type of the tensor."""
         ...
 
     @property
     def shape(self) -> Shape:
-        """Its shape."""
+        """Full shape of the tensor."""
         ...
 
     def blocks(self) -> Iterator[torch.Tensor]:
@@ -70,7 +70,7 @@ class Piece:
     archived: bool = False
     """The extent is the output of torch.save."""
     strides: Shape | None = None
-    """Strides of the numbers when they do not lie in order."""
+    """Strides of the numbers when they are not contiguous."""
 
     def opened(self, dtype: torch.dtype) -> Piece:
         """The same piece with its numbers found. Raises ConfigError when the file holds something else."""
@@ -105,7 +105,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor whose pieces lie in files. A `Source`."""
+    """A tensor whose pieces are in files. A `Source`."""
 
     name: str
     dtype: torch.dtype
@@ -114,7 +114,7 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its numbers."""
+        """Size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def blocks(self) -> Iterator[torch.Tensor]:
@@ -124,7 +124,7 @@ class StoredTensor:
             yield located.rows(first, last)
 
     def rows(self, first: int, last: int) -> torch.Tensor:
-        """Rows first..last, read now."""
+        """Reads rows first..last (exclusive) into memory."""
         shape = self.shape or (1,)
         block = torch.empty((last - first, *shape[1:]), dtype=self.dtype)
         for piece in self.pieces:
@@ -203,7 +203,8 @@ def read_numbers(file: Path, offset: int, into: torch.Tensor) -> None:
 
 
 def numbers_of(tensor: torch.Tensor, file: Path) -> Extent:
-    """Where the numbers of a tensor lie that `torch.load` gave without reading them (`map_location="meta"`).
+    """The file range of a tensor's numbers that `torch.load` gave without reading them
+    (`map_location="meta"`).
 
     The extent ends with the last number that the tensor uses.
     """
@@ -220,7 +221,7 @@ def numbers_of(tensor: torch.Tensor, file: Path) -> Extent:
 
 
 def odd_strides(tensor: torch.Tensor) -> Shape | None:
-    """The tensor's strides unless its numbers lie in order."""
+    """The tensor's strides unless it is contiguous."""
     return None if tensor.is_contiguous() else tuple(tensor.stride())
 
 
@@ -257,25 +258,25 @@ class _Window(io.RawIOBase):
         self._descriptor, self._extent, self._at = descriptor, extent, 0
 
     def readable(self) -> bool:
-        """True."""
+        """Always True."""
         return True
 
     def seekable(self) -> bool:
-        """True."""
+        """Always True."""
         return True
 
     def tell(self) -> int:
-        """The place from the range's begin."""
+        """The position from the start of the range."""
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Moves the place."""
+        """Moves the position."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._extent.length}[whence]
         self._at = base + offset
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Bytes from the place on."""
+        """Reads from the position."""
         left = max(0, self._extent.length - self._at)
         count = (
             os.preadv(self._descriptor, [memoryview(buffer)[:left]], self._extent.offset + self._at)

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 Advance = Callable[[int], None]
-"""Told bytes as they are done."""
+"""Receives the number of bytes done."""
 
 
 @contextmanager
 def bar(what: str, nbytes: int) -> Iterator[Advance]:
-    """A bar that is full after so many bytes."""
+    """A bar that is full after `nbytes` bytes."""
     if not sys.stderr.isatty():
         yield lambda done: None
         return

@@ -1,6 +1,6 @@
-"""Has torch's weights_only reader make inert stand-ins of the types a shard names, and refuse all others.
+"""Makes torch's weights_only reader create inert stand-ins for the types in a shard, and refuse all others.
 
-In: stand-ins (`engine/inert.py`) and the names they stand for. Out: a reader that runs nothing of
+In: stand-ins (`engine/inert.py`) and the names that they replace. Out: a reader that runs nothing of
 torch.distributed.
 """
 
@@ -29,7 +29,7 @@ class ShardedTensor(torch.Tensor):
 
 @contextmanager
 def only(types: Sequence[Any]) -> Iterator[None]:
-    """Lets weights_only make these types, given as (stand-in, full name), and not those that imported
+    """Lets weights_only create these types, given as (stand-in, full name), and not those that imported
     libraries have allowed."""
     before = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()

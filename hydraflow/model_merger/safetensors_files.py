@@ -1,4 +1,4 @@
-"""Safetensors files: where the tensors of a Hugging Face directory lie, and writing one in shards, a tensor
+"""Safetensors files: where the tensors of a Hugging Face directory are, and writing one in shards, a tensor
 at a time.
 
 In and out: tensors by Hugging Face name. The header of a file is known before its numbers are, so tensors may
@@ -50,7 +50,7 @@ class Form:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its numbers."""
+        """Size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -104,7 +104,7 @@ def read_file(file: Path) -> Iterator[StoredTensor]:
 
 
 def _form(file: Path, name: str, entry: Mapping[str, Any]) -> tuple[Form, int]:
-    """What a header says of a tensor, and where its numbers begin behind the header."""
+    """What a header says of a tensor, and where its numbers start after the header."""
     try:
         form, (begin, end) = Form(DTYPES[entry["dtype"]], tuple(entry["shape"])), entry["data_offsets"]
         sizes = (*form.shape, begin, end)
@@ -146,7 +146,7 @@ class Writer:
             for block in blocks:
                 assert block.dtype == form.dtype, (name, block.dtype, form.dtype)
                 at = _write_all(descriptor, block, at)
-            # has the disk begin: what is flushed at the end is then mostly there
+            # starts writing to disk early, so that little is left to flush at the end
             os.posix_fadvise(descriptor, self._offsets[name], form.nbytes, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
@@ -167,8 +167,8 @@ class Writer:
             )
 
     def _begin(self, file: Path, names: list[str]) -> None:
-        """Writes a file's header. Wider types come first, so that every tensor lies on a multiple of its
-        width."""
+        """Writes a file's header. Wider types come first, so that every tensor is aligned to a multiple of
+        its width."""
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         at = 0
         for name in sorted(names, key=lambda name: -self._forms[name].dtype.itemsize):
@@ -190,7 +190,7 @@ class Writer:
 
 
 def _shards(tensors: Mapping[str, Form], most_bytes: int) -> Iterator[list[str]]:
-    """Names cut into runs of at most so many bytes; a larger tensor is a run of its own."""
+    """Splits names into runs of at most `most_bytes`; a larger tensor is a run of its own."""
     run: list[str] = []
     size = 0
     for name, form in tensors.items():

@@ -36,7 +36,7 @@ from hydraflow.models.config import ModelSourceConfig
 
 _FIELD = "--hf_dir"
 _PREFIX = {"policy": "lm.", "value": ""}
-"""What hydraflow's trainer has in front of Hugging Face's names (`models/heads.py`)."""
+"""Prefix of Hugging Face's names in hydraflow's trainer (`models/heads.py`)."""
 
 
 def split(
@@ -109,7 +109,7 @@ def _shards(tensor: torch.Tensor, world_size: int) -> Iterator[tuple[int, torch.
 def _write_dcp(
     folder: Path, weights: Mapping[str, torch.Tensor], world_size: int, head: str, advance: Advance
 ) -> None:
-    """torch's distributed checkpoint, as so many ranks write it. A tied tensor is in it once."""
+    """torch's distributed checkpoint, as that many ranks write it. A tied tensor is in it once."""
     (folder / SHARDS).mkdir()
     entries: dict[str, TensorStorageMetadata] = {}
     chunks: dict[str, list[ChunkStorageMetadata]] = {}

@@ -77,7 +77,7 @@ def settings(source: Path) -> list[Path]:
 
 
 def copy_settings(files: Iterable[Path], folder: Path) -> None:
-    """Copies files, and what links among them stand for."""
+    """Copies files, and the targets of links among them."""
     folder.mkdir(exist_ok=True)
     for file in files:
         shutil.copyfile(file, folder / file.name)
@@ -181,7 +181,7 @@ def _replace(folder: Path, target: Path, old: Path) -> None:
 
 
 def _flush(folder: Path) -> None:
-    """Hands everything to the disk, so that the new name never stands for less than was written."""
+    """Flushes everything to disk, so that the new name never refers to incomplete files."""
     for path in [*folder.rglob("*"), folder]:
         descriptor = os.open(path, os.O_RDONLY)
         try:

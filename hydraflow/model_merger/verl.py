@@ -47,7 +47,7 @@ _TYPES: list[Any] = [
         )
     ),
 ]
-"""What stands for the types that a shard names."""
+"""Stand-ins for the types that a shard names."""
 
 StateDict = Mapping[str, torch.Tensor]
 
@@ -98,23 +98,23 @@ def read(directory: Path) -> Checkpoint:
 def _world_size(directory: Path, config: Mapping[str, Any]) -> int:
     """Ranks by the files' names; fsdp_config.json must agree."""
     named = {int(found[1]) for entry in directory.iterdir() if (found := _FILE.fullmatch(entry.name))}
-    told = config.get("world_size")
-    if told is None and len(named) > 1:
+    recorded = config.get("world_size")
+    if recorded is None and len(named) > 1:
         rule = (
             f"holds shards of {' and '.join(map(str, sorted(named)))} ranks, and no {CONFIG} says which count"
         )
         raise ConfigError.one(str(directory), None, rule)
     if not named:
         raise ConfigError.one(
-            str(directory), None, f"all shards are missing: there is no {file_of(told or 1, 0)}"
+            str(directory), None, f"all shards are missing: there is no {file_of(recorded or 1, 0)}"
         )
-    if told is not None and told not in named:
+    if recorded is not None and recorded not in named:
         rule = (
             f"does not fit the shards beside it, which are those of {', '.join(map(str, sorted(named)))}"
             " ranks"
         )
-        raise ConfigError.one(f"{directory / CONFIG}: world_size", told, rule)
-    return int(told) if told is not None else named.pop()
+        raise ConfigError.one(f"{directory / CONFIG}: world_size", recorded, rule)
+    return int(recorded) if recorded is not None else named.pop()
 
 
 def _read_ranks(directory: Path, world_size: int) -> tuple[dict[int, StateDict], list[Problem]]:
@@ -137,7 +137,7 @@ def _read_rank(file: Path) -> StateDict:
             raise ConfigError.one(
                 str(file),
                 None,
-                "is cut short or no shard of a model: it does not begin as torch.save's files do",
+                "is cut short or no shard of a model: it does not start as torch.save's files do",
             )
     try:
         with only(_TYPES):
@@ -173,7 +173,7 @@ def _mesh(directory: Path, states: Mapping[int, StateDict], world_size: int) -> 
             )  # as torch 2.10 and older have it
             if names not in _MESHES:
                 raise ConfigError.one(
-                    str(file), None, f"{name} lies on a mesh {names}; only fsdp and ddp x fsdp can be merged"
+                    str(file), None, f"{name} is on a mesh {names}; only fsdp and ddp x fsdp can be merged"
                 )
             if ranks.numel() != world_size:
                 raise ConfigError.one(
@@ -184,7 +184,7 @@ def _mesh(directory: Path, states: Mapping[int, StateDict], world_size: int) -> 
             meshes[names] = file
     if len(meshes) > 1:
         raise ConfigError.one(
-            str(directory), None, f"its shards lie on different meshes: {', '.join(map(str, meshes))}"
+            str(directory), None, f"its shards are on different meshes: {', '.join(map(str, meshes))}"
         )
     return next(iter(meshes), ("fsdp",))
 

@@ -1,6 +1,6 @@
-"""Causal attention over packed rows: tokens of many rows in one line, each token sees only its own row.
+"""Causal attention over packed rows: tokens of many rows in one sequence, each token sees only its own row.
 
-In: query, key and value of shape (1, heads, N, d) and a `RowPlan` saying where rows begin. Out: (1, N, heads,
+In: query, key and value of shape (1, heads, N, d) and a `RowPlan` with the row boundaries. Out: (1, N, heads,
 d). `register_attention()` makes it known to transformers; models are then built with
 `attn_implementation=NAME`. On a CPU (or a GPU without variable-length kernels, or in float32) rows of similar
 length are laid out as one right-padded block per group: padding on the right and a causal mask need no mask
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 NAME = "hydraflow_varlen"
 _log = logging.getLogger(__name__)
 _SHORT, _FREE_PADDING = 64, 512
-"""Up to this width, this many padded tokens cost less than one more call."""
+"""Up to this width, this many padded tokens are cheaper than another call."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Group:
 
 @dataclass(frozen=True)
 class SharedPrompts:
-    """A line in which a prompt stands once for all rows that begin with it, and the T tokens of those rows,
-    one row after another.
+    """A packed sequence that holds a shared prompt once for all rows that start with it, and the T tokens of
+    those rows, one row after another.
 
     Everything but attention runs on the line; attention sees whole rows.
     """
@@ -48,7 +48,7 @@ class SharedPrompts:
     to_rows: torch.Tensor
     """(T,) position in the line of every row's tokens."""
     to_line: torch.Tensor
-    """(N,) for each token of the line one place in the rows where it stands."""
+    """(N,) for each token of the line, one of its places in the rows."""
     copies: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     """Tokens of the line (S,) and all their places in the rows (S, m), for each number m of places."""
 
@@ -75,7 +75,7 @@ class SharedPrompts:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """How packed rows are attended to; made once per forward pass, used by every layer. "Packed" is one row
+    """How packed rows are attended to; built once per forward pass, used by every layer. "Packed" is one row
     after the other."""
 
     groups: tuple[Group, ...]
@@ -86,17 +86,17 @@ class RowPlan:
     to_packed: torch.Tensor | None
     """(N,) padded position of each packed token."""
     boundaries: torch.Tensor
-    """(B + 1,) int32, where rows begin, and N."""
+    """(B + 1,) int32, row starts, and N (cu_seqlens)."""
     longest: int
     """Tokens of the longest row."""
     shared: SharedPrompts | None = None
-    """How the line of tokens becomes rows where several rows have one prompt; None: the line is the rows."""
+    """How the line expands into rows if several rows share a prompt; None: the line is the rows."""
     bands: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    """Masks of sliding windows by (width, window), made when first needed."""
+    """Sliding-window masks by (width, window), built on first use."""
 
 
 def group_rows(lengths: np.ndarray) -> list[tuple[int, int]]:
-    """Cuts lengths that fall from left to right into runs (first, end): padding is at most a quarter, and 512
+    """Cuts descending lengths into runs (first, end): padding is at most a quarter, and 512
     tokens more for short rows.
 
     >>> group_rows(np.array([2000, 1900, 700, 9, 8, 2]))
@@ -143,8 +143,8 @@ def plan_rows(lengths: np.ndarray, device: torch.device, shared: SharedPrompts |
 def register_attention() -> None:
     """Makes `attn_implementation=NAME` known to transformers in this process.
 
-    No mask function goes with it: transformers then builds no mask and looks for no packed sequences of its
-    own.
+    No mask function goes with it: transformers then builds no mask and does no packing detection of
+    its own.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

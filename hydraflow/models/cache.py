@@ -1,4 +1,4 @@
-"""Where the files of a model on the Hugging Face hub lie on this machine, and whether the hub can be reached.
+"""The local cache folder of a model on the Hugging Face hub, and whether the hub is reachable.
 
 In: a name on the hub. Out: a folder, or why it cannot be fetched. Standard library and huggingface_hub, which
 is imported only where a name is looked up. Left out on purpose: downloads, and which paths are such names
@@ -18,12 +18,12 @@ from urllib.parse import urlsplit
 from hydraflow.errors import Problem
 
 SECONDS = 5.0
-"""What the hub may take to answer; huggingface_hub itself tries for half a minute."""
+"""Timeout for the hub in seconds; huggingface_hub itself tries for half a minute."""
 PROXIES = ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
 
 
 def cached_snapshot(name: str) -> Path | None:
-    """The folder in the hub's cache that an earlier run has downloaded a model to; None: there is none."""
+    """The folder in the hub's cache of an already downloaded model, if any."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -35,7 +35,7 @@ def cached_snapshot(name: str) -> Path | None:
 
 
 def download_problem(name: str, key: str) -> Problem | None:
-    """Why a model that the cache does not hold cannot be fetched; None: it is here, or the hub answers."""
+    """Why a model cannot be fetched; None: it is cached, or the hub answers."""
     if cached_snapshot(name) is not None or (reason := hub_fault()) is None:
         return None
     remedy = f"{key}=<folder with the model>, or hf download {name} where the hub can be reached"
@@ -43,12 +43,12 @@ def download_problem(name: str, key: str) -> Problem | None:
 
 
 def is_offline() -> bool:
-    """Whether Hugging Face is not to use the network."""
+    """Whether Hugging Face must not use the network."""
     return os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
 
 
 def hub_fault() -> str | None:
-    """Why nothing can be downloaded; None: the hub answers, or a proxy is asked in its place."""
+    """Why nothing can be downloaded; None: the hub answers, or a proxy is configured."""
     if is_offline():
         return "HF_HUB_OFFLINE is set"
     if any(os.environ.get(name) for name in PROXIES):
@@ -59,7 +59,7 @@ def hub_fault() -> str | None:
 
 @cache
 def _unreachable(host: str, port: int) -> str | None:
-    """Why a host cannot be reached. In a thread: looking up its name may take longer than a socket may."""
+    """Why a host cannot be reached. Runs in a thread: DNS lookup may take longer than a socket timeout."""
     answers: SimpleQueue[str | None] = SimpleQueue()
     threading.Thread(target=lambda: answers.put(_connected(host, port)), daemon=True).start()
     try:

@@ -1,11 +1,10 @@
-"""Whether weight files fill the model that config.json describes, found without loading either: shapes of
-headers and of modules.
+"""Checks without loading that weight files fill the model of config.json: compares header shapes with module
+shapes.
 
 In: a model's source and configuration. Out: the model on the meta device, or a ConfigError. transformers
 itself matches the names, with its renaming, merging and tying of tensors, so that what it loads is never
 refused. Left out on purpose: quantised models, models with code of their own, adapters and names on the hub.
-What transformers makes of those is only known where they are loaded, and is judged there
-(`loading.read_weights`).
+Those are checked when they are loaded (`loading.read_weights`).
 """
 
 from __future__ import annotations
@@ -37,16 +36,15 @@ CONSTRUCTOR_FAULTS = (
     TypeError,
     ValueError,
 )
-"""What a model's constructor raises when it computes with values of config.json that make no sense
-together."""
+"""What a model's constructor raises for inconsistent values in config.json."""
 
 
 def require_model(
     model: ModelSourceConfig, config: PreTrainedConfig, *, head: str, field: str
 ) -> PolicyModel | ValueModel | None:
-    """The model on the meta device; None for one with code of its own, or quantised.
+    """The model on the meta device; None for one with its own code, or quantised.
 
-    Raises ConfigError when `config` describes none that can be made, or no causal language model.
+    Raises ConfigError when the model of `config` cannot be built, or is no causal language model.
     """
     if not _is_plain(config, model):
         return None
@@ -63,8 +61,8 @@ def require_model(
 
 
 def require_weights(model: ModelSourceConfig, config: PreTrainedConfig, *, head: str, field: str) -> None:
-    """Raises ConfigError for a directory on this machine whose weights are missing, broken, or of another
-    model than `config`."""
+    """Raises ConfigError for a local directory whose weights are missing, broken, or of another model than
+    `config`."""
     assert model.path is not None
     directory = Path(os.path.expanduser(model.path))
     if not directory.is_dir():
@@ -76,7 +74,7 @@ def require_weights(model: ModelSourceConfig, config: PreTrainedConfig, *, head:
 
 
 def _is_plain(config: PreTrainedConfig, model: ModelSourceConfig) -> bool:
-    """Whether nothing but the names and shapes of its tensors says how a model is loaded."""
+    """Whether names and shapes of the tensors alone determine how the model is loaded."""
     own_code = model.trust_remote_code and bool(getattr(config, "auto_map", None))
     parts = (config, config.get_text_config())
     return not own_code and not any(
@@ -104,7 +102,7 @@ def _require_fit(
         ) from error
     if not files:
         rule = (
-            "its weight files have no names that are loaded: model.safetensors, or pytorch_model.bin, or"
+            "none of its weight files has a name that is loaded: model.safetensors, or pytorch_model.bin, or"
             " those of an index of shards"
         )
         raise ConfigError.one(f"{field}.path", model.path, rule, DOWNLOAD_AGAIN)

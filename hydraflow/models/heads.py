@@ -2,7 +2,7 @@
 
 In: a `PackedBatch`. Out: log-probabilities (and entropies) of its K asked tokens, or one value for each.
 The head runs here and not in the model's own forward, so that logits exist only for response tokens and only
-`chunk_tokens` of them at a time: the backward pass makes each chunk again.
+`chunk_tokens` of them at a time: the backward pass recomputes each chunk.
 Left out on purpose: loading (`loading.py`), sharding (`engine/`), losses (`algorithms/`).
 """
 
@@ -23,7 +23,7 @@ class PolicyModel(nn.Module):
     """A causal language model that gives log-probabilities instead of logits."""
 
     prefix = "lm."
-    """What parameter names have in front of their Hugging Face names."""
+    """Prefix of parameter names before their Hugging Face names."""
 
     def __init__(self, lm: Any, *, chunk_tokens: int):
         super().__init__()
@@ -38,11 +38,11 @@ class PolicyModel(nn.Module):
     def forward(
         self, batch: PackedBatch, temperature: float, entropy: bool, greedy_match: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(K,) log-probabilities of the asked tokens at `temperature` and, when wanted, (K,) of one thing
-        more.
+        """(K,) log-probabilities of the asked tokens at `temperature` and, on request, a second (K,)
+        column.
 
         That is their entropies in nats, or with `greedy_match` 1 where the asked token is the most probable
-        one. At least float32 whatever the model computes in.
+        one. At least float32, whatever the model's dtype.
         """
         if temperature <= 0:
             raise ValueError(f"temperature={temperature}: log-probabilities need a temperature above 0")
@@ -81,7 +81,7 @@ class PolicyModel(nn.Module):
 
 
 class ValueModel(nn.Module):
-    """A backbone with one linear output: what the return will be, told from the token before each response
+    """A backbone with one linear output: the expected return, predicted at the token before each response
     token.
 
     Parameter names are those of Hugging Face's token and sequence classification (`model.*`, `score.weight`).
@@ -106,13 +106,13 @@ class ValueModel(nn.Module):
     def forward(
         self, batch: PackedBatch, temperature: float = 1.0, entropy: bool = False, greedy_match: bool = False
     ) -> tuple[torch.Tensor, None]:
-        """(K,) values of the asked tokens, at least float32. The other arguments mean nothing here."""
+        """(K,) values of the asked tokens, at least float32. The other arguments are ignored."""
         values = torch.mv(_asked_hidden_states(self.hf, batch), self.score.weight[0])
         return values if values.dtype == torch.float64 else values.float(), None
 
 
 def shape_logits(logits: torch.Tensor, config: Any) -> torch.Tensor:
-    """What some architectures do after the output matrix: Granite divides, Cohere multiplies, Gemma
+    """Post-processing of logits in some architectures: Granite divides, Cohere multiplies, Gemma
     soft-caps."""
     config = config.get_text_config()
     if (divisor := getattr(config, "logits_scaling", None)) is not None:

@@ -1,6 +1,6 @@
 """Opens a Hugging Face directory: configuration, tokenizer, an empty model of its shape, and its weights.
 
-In: a `ModelSourceConfig` and the key under which the user wrote it. Out: transformers objects, or a
+In: a `ModelSourceConfig` and its configuration key. Out: transformers objects, or a
 ConfigError in the user's words. Left out on purpose: sharding and broadcasting (`engine/fsdp/build.py`),
 saving (`engine/fsdp/export.py`).
 """
@@ -43,7 +43,7 @@ def load_config(model: ModelSourceConfig, *, field: str = "actor_rollout_ref.mod
     """The model's configuration with the user's overrides, and without dropout.
 
     Dropout is switched off because the same row must have the same log-probability in every pass.
-    Raises ConfigError for a path that holds no model and for an override that the model does not know.
+    Raises ConfigError for a path without a model and for an override that the model does not know.
     """
     from transformers import AutoConfig
 
@@ -63,7 +63,7 @@ def load_config(model: ModelSourceConfig, *, field: str = "actor_rollout_ref.mod
         for name, value in model.override_config.items():
             setattr(config, name, value)
     except _unreadable() as error:
-        rule = f"{name}={value} is no value that a {config.model_type} model can have: {_reason(error)}"
+        rule = f"{name}={value} is not valid for a {config.model_type} model: {_reason(error)}"
         remedy = f"leave out {name}, or correct it"
         raise ConfigError.one(
             f"{field}.override_config", dict(model.override_config), rule, remedy
@@ -92,7 +92,7 @@ def load_tokenizer(
     if Path(path).is_dir() and not any(
         True for pattern in _TOKENIZER_FILES for _ in Path(path).glob(pattern)
     ):
-        # transformers would make an empty tokenizer of the model's kind and say nothing
+        # transformers would silently create an empty tokenizer of the model's kind
         raise ConfigError.one(
             f"{field}.{key}", path, "holds no tokenizer: there is no tokenizer.json in it", remedy
         )
@@ -122,7 +122,7 @@ def load_generation_config(
 ) -> GenerationConfig | None:
     """The directory's generation settings, where end tokens are named; None when it has none of its own.
 
-    Raises ConfigError when they cannot be read: without its end tokens a model would write on and on.
+    Raises ConfigError when they cannot be read: without its end tokens a model would never stop.
     """
     from transformers import GenerationConfig
 
@@ -140,8 +140,8 @@ def load_generation_config(
 
 
 def packable(config: PreTrainedConfig, model_class: Any) -> bool:
-    """Whether rows of this model may be packed: it uses transformers' attention interface, and nothing mixes
-    tokens but plain attention."""
+    """Whether rows of this model may be packed: it uses transformers' attention interface, and only plain
+    attention mixes tokens."""
     text = config.get_text_config()
     plain = set(getattr(text, "layer_types", None) or ()) <= _PACKABLE_LAYERS
     capped = getattr(text, "attn_logit_softcapping", None) is not None
@@ -181,7 +181,7 @@ def choose_attention(config: PreTrainedConfig, model: ModelConfig, model_class: 
     if model.use_remove_padding:
         _log.info("%s cannot be packed: rows are padded, as with use_remove_padding=False", config.model_type)
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
-    eager = capped or not model_class._supports_sdpa  # SDPA would drop the cap without a word
+    eager = capped or not model_class._supports_sdpa  # SDPA would silently drop the cap
     return "eager" if eager else "sdpa", True
 
 
@@ -244,8 +244,8 @@ def read_weights(
 def _load_lm(
     path: str, config: PreTrainedConfig, dtype: torch.dtype, *, trust: bool, field: str
 ) -> tuple[Any, Mapping[str, Any]]:
-    """The causal LM with its weights, and transformers' report of what did not fit, without its own words
-    about that."""
+    """The causal LM with its weights, and transformers' report of what did not fit, with its own log
+    messages silenced."""
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
@@ -272,7 +272,7 @@ def _load_lm(
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Without transformers' reports and progress bars."""
+    """Silences transformers' reports and progress bars."""
     from transformers.utils import logging as hf_logging
 
     level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
@@ -289,9 +289,8 @@ def quiet_transformers() -> Iterator[None]:
 def require_filled(report: Mapping[str, Any], *, path: str, head: str, prefix: str, field: str) -> None:
     """Raises ConfigError when weights that `head` needs are missing, or of another shape.
 
-    `report`: what transformers says of a load. `prefix`: the backbone's; a value model needs nothing else of
-    a causal LM.
-    """
+    `report`: transformers' report of a load. `prefix`: the backbone's; a value model needs nothing else from
+    a causal LM."""
 
     def needed(name: str) -> bool:
         return head == "policy" or name.startswith(f"{prefix}.")
@@ -310,7 +309,7 @@ def require_filled(report: Mapping[str, Any], *, path: str, head: str, prefix: s
 
 
 def require_one_value(score: torch.Tensor, config: PreTrainedConfig, *, path: str, field: str) -> None:
-    """Raises ConfigError when a stored value head gives something else than one value a token."""
+    """Raises ConfigError when a stored value head does not give exactly one value per token."""
     wanted = [1, config.get_text_config().hidden_size]
     if list(score.shape) != wanted:
         raise ConfigError.one(
@@ -319,7 +318,7 @@ def require_one_value(score: torch.Tensor, config: PreTrainedConfig, *, path: st
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers that belong into files, by name."""
+    """Buffers that are saved to files, by name."""
     for prefix, part in module.named_modules():
         for leaf, buffer in part.named_buffers(recurse=False):
             if leaf not in part._non_persistent_buffers_set:
@@ -327,7 +326,7 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def stored_tensor(directory: Path, name: str) -> torch.Tensor | None:
-    """One tensor of a directory's safetensors files; None when there is none of that name."""
+    """One tensor of a directory's safetensors files; None if there is no such name."""
     from safetensors import safe_open
 
     index = directory / INDEX
@@ -344,7 +343,7 @@ def stored_tensor(directory: Path, name: str) -> torch.Tensor | None:
 
 
 def _require_path(model: ModelSourceConfig, field: str) -> str:
-    """The model's folder, `~` replaced, or its name on the hub."""
+    """The model's folder, with `~` expanded, or its name on the hub."""
     if not model.path:
         raise ConfigError.one(
             f"{field}.path", None, "no model is named", f"{field}.path=<Hugging Face directory or hub name>"
@@ -357,7 +356,7 @@ def _require_path(model: ModelSourceConfig, field: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says in short: its first line, and the next one where that is only a heading."""
+    """An error in short: its first line, and the second if the first is only a heading."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
@@ -370,19 +369,18 @@ def refused_content(error: pickle.UnpicklingError) -> str:
     'Unsupported global: GLOBAL os.system'
     """
     found = re.search(r"WeightsUnpickler error: (.+?)(?: was not an allowed|\. |$)", str(error), re.MULTILINE)
-    return found[1] if found else "torch does not say what"
+    return found[1] if found else "torch does not name it"
 
 
 def _unreadable() -> tuple[type[Exception], ...]:
-    """What transformers raises for JSON that is no configuration, or holds values that a model cannot
-    have."""
+    """What transformers raises for JSON that is no configuration or holds invalid values."""
     from huggingface_hub.errors import StrictDataclassError
 
     return AttributeError, LookupError, OSError, RuntimeError, StrictDataclassError, TypeError, ValueError
 
 
 def _reason(error: BaseException) -> str:
-    """What transformers refuses, without the name of the check that found it."""
+    """What transformers rejects, without the name of its check."""
     from huggingface_hub.errors import StrictDataclassError
 
     cause = error.__cause__ if isinstance(error, StrictDataclassError) else None

@@ -1,9 +1,9 @@
 """One process of a node at a time: for downloads and for a model's own code, which transformers copies
 without a lock.
 
-In: what is being resolved. Out: a lock file on a disk of this node. Whoever comes later finds everything
-there. Left out on purpose: other nodes, which have caches of their own (`dispatch/environment.py`), and
-folders without code, which nobody writes.
+In: what is being resolved. Out: a lock file on a local disk. Later processes find everything in place. Left
+out on purpose: other nodes, which have their own caches (`dispatch/environment.py`), and folders without
+code, which are never written.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from hydraflow.models.config import ModelSourceConfig
 from hydraflow.system.node_folder import make_node_folder, node_folder
 
 SECONDS = 3600.0
-"""How long a download by another process may take."""
+"""Seconds to wait for a download by another process."""
 
 
 @contextmanager
 def resolving(path: str, model: ModelSourceConfig) -> Iterator[None]:
-    """While something is read that may have to be fetched first. EnvironmentFault when another process holds
-    it for an hour."""
+    """Holds the lock while something is read that may have to be fetched first. EnvironmentFault when another
+    process holds it for an hour."""
     if Path(path).is_dir() and not model.trust_remote_code:
         yield
         return
@@ -43,6 +43,6 @@ def resolving(path: str, model: ModelSourceConfig) -> Iterator[None]:
 
 
 def lock_file(path: str) -> Path:
-    """The lock of a model."""
+    """Path of a model's lock file."""
     name = hashlib.sha256(str(path).encode()).hexdigest()[:16]
     return node_folder() / "locks" / f"{name}.lock"

@@ -1,9 +1,9 @@
 """Rows of prompts and responses as a model reads them: packed into one line, or right padded.
 
 In: ragged prompts and responses. Out: a `PackedBatch` with everything a forward pass needs, on the model's
-device. Packed, a prompt that several neighbouring rows share (the samples of one prompt) stands in the line
-once, and the last token of a response, which predicts nothing, not at all: with 8 samples of short responses
-to a long prompt that is most of the work. There is no padding mask: padding stands on the right, where causal
+device. Packed, a prompt that several neighbouring rows share (the samples of one prompt) is included only
+once, and the last token of a response, which predicts nothing, is dropped: with 8 samples of short responses
+to a long prompt that saves most of the work. There is no padding mask: padding is on the right, where causal
 attention never looks. Left out on purpose: splitting into micro-batches (`engine/micro_batches.py`) and the
 attention itself (`attention.py`).
 """
@@ -59,7 +59,7 @@ class _Rows(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """Where tokens lie in the model's input, flattened."""
+    """Positions of tokens in the model's flattened input."""
 
     input_ids: torch.Tensor
     """(1, N) or (B, T)."""
@@ -80,9 +80,9 @@ def pack(
     padded: bool = False,
     wanted: torch.Tensor | None = None,
 ) -> PackedBatch:
-    """Joins ragged prompts and responses, (B, *) int64 each, to one batch.
+    """Packs ragged prompts and responses, (B, *) int64 each, into one batch.
 
-    `wanted`, (all response tokens,) bool, restricts what is asked for; without it every response token is.
+    `wanted`, (all response tokens,) bool, selects the response tokens to score; default all.
     Raises ValueError when a row with a response has no prompt token (nothing would predict its first token).
     """
     prompt_ids, prompt_len = ragged.parts(prompts)
@@ -118,7 +118,7 @@ def pack(
 
 
 def _side_by_side(rows: _Rows) -> _Layout:
-    """Rows under each other, right padded to the longest."""
+    """One row per sequence, right padded to the longest."""
     count, longest = len(rows.prompt_len), int((rows.prompt_len + rows.response_len).max())
     starts = torch.arange(count) * longest
     ids = torch.zeros(count * longest, dtype=torch.int64)
@@ -130,8 +130,8 @@ def _side_by_side(rows: _Rows) -> _Layout:
 
 
 def _in_a_line(rows: _Rows, device: torch.device) -> _Layout:
-    """Prompts that begin a group of equal ones, each followed by the responses of its group without their
-    last tokens."""
+    """The first prompt of each group of equal ones, followed by the responses of its group without their last
+    tokens."""
     begins = _begins_group(rows)
     kept = (rows.response_len - 1).clamp(min=0)  # (B,) response tokens that predict something
     own = rows.prompt_len * begins + kept
@@ -162,7 +162,7 @@ def _in_a_line(rows: _Rows, device: torch.device) -> _Layout:
 
 
 def _begins_group(rows: _Rows) -> torch.Tensor:
-    """(B,) whether a row's prompt is another one than that of the row before it."""
+    """(B,) whether a row's prompt differs from that of the row before it."""
     begins = torch.ones(len(rows.prompt_len), dtype=torch.bool)
     begins[1:] = rows.prompt_len[1:] != rows.prompt_len[:-1]
     before = (torch.arange(len(rows.prompt_ids)) - rows.prompt_len[rows.prompt_row]).clamp(min=0)

@@ -1,5 +1,4 @@
-"""Makes a small Qwen3-style model and a character tokenizer on the spot, for machines without a hub and for
-tests.
+"""Creates a small Qwen3-style model and a character tokenizer, for machines without a hub and for tests.
 
 In: a few sizes and a seed. Out: a Hugging Face directory that any Hugging Face program loads.
 Left out on purpose: training it; `recipes/` does that with the supervised trainer.
@@ -16,11 +15,11 @@ if TYPE_CHECKING:
 PAD, END = "<|pad|>", "<|end|>"
 ALPHABET = "0123456789+-*= "
 HIDDEN, LAYERS, HEADS, KV_HEADS = 128, 3, 4, 2
-"""Sizes of the model that the arithmetic recipe makes."""
+"""Sizes of the arithmetic recipe's model."""
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}"
 )
-"""A user's text as it stands, an assistant's text followed by the end token: no token is spent on roles."""
+"""A user's text verbatim, an assistant's text followed by the end token: no tokens are spent on roles."""
 
 
 def vocabulary(alphabet: str = ALPHABET) -> list[str]:
@@ -45,7 +44,7 @@ def make_tokenizer(alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
 def config_values(
     tokens: int, *, hidden: int = HIDDEN, layers: int = LAYERS, heads: int = HEADS, kv_heads: int = KV_HEADS
 ) -> dict[str, Any]:
-    """What config.json says of a model of that size with `tokens` tokens and tied embeddings; plans need it
+    """config.json values of a model of that size with `tokens` tokens and tied embeddings; plans need them
     without transformers."""
     return {
         "model_type": "qwen3",

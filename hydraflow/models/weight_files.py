@@ -1,10 +1,9 @@
-"""The weight files of a Hugging Face directory as their headers describe them: which there are, what is wrong
-with them, what they hold.
+"""The weight files of a Hugging Face directory, from their headers: which exist, what is wrong with them,
+what they hold.
 
-In: a directory. Out: faults in words, names and shapes. Only headers are read, so that a missing, cut off or
-never downloaded shard is found within milliseconds instead of after minutes of loading. Left out on purpose:
-whether the tensors fill a model (`fit.py`), and numbers.
-"""
+In: a directory. Out: faults in words, names and shapes. Only headers are read, so that a missing, truncated
+or never downloaded shard is found within milliseconds instead of after minutes of loading. Left out on
+purpose: whether the tensors fill a model (`fit.py`), and numbers."""
 
 from __future__ import annotations
 
@@ -23,9 +22,9 @@ from hydraflow.models.weight_map import INDEX, PICKLED_INDEX, read_weight_map
 SINGLE, PICKLE = "model.safetensors", "pytorch_model.bin"
 LFS = b"version https://git-lfs"
 LARGEST_HEADER = 100 * 2**20
-"""safetensors allows no larger one."""
+"""Largest header that safetensors allows."""
 LARGEST_SIZE = 2**63
-"""torch counts in 64 bits with a sign."""
+"""torch counts in signed 64-bit integers."""
 SHOWN = 3
 
 
@@ -35,7 +34,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def weight_faults(directory: Path) -> list[str]:
-    """What keeps the weights from being loaded; empty when nothing is known to."""
+    """Known reasons why the weights cannot be loaded; empty if there are none."""
     files = weight_files(directory)
     index = directory / INDEX
     if not files:
@@ -62,7 +61,7 @@ def weight_faults(directory: Path) -> list[str]:
 
 
 def file_fault(file: Path, names: Collection[str] = ()) -> str | None:
-    """What is wrong with a weight file that must hold `names`; None: nothing, as far as its header says."""
+    """What is wrong with a weight file that must hold `names`; None if its header shows nothing wrong."""
     try:
         with file.open("rb") as opened:
             if opened.read(len(LFS)) == LFS:
@@ -77,7 +76,7 @@ def file_fault(file: Path, names: Collection[str] = ()) -> str | None:
     described, start = header
     end = start + max((entry["data_offsets"][1] for entry in described.values()), default=0)
     if file.stat().st_size < end:
-        return f"{file.name} is cut off: it has {file.stat().st_size} bytes of {end}"
+        return f"{file.name} is truncated: it has {file.stat().st_size} bytes of {end}"
     lost = sorted(set(names) - set(described))
     return (
         f"{file.name} lacks {len(lost)} weights that the index promises, the first {lost[0]}"
@@ -87,8 +86,8 @@ def file_fault(file: Path, names: Collection[str] = ()) -> str | None:
 
 
 def read_header(file: Path) -> tuple[dict[str, Any], int] | None:
-    """What a safetensors file says about each tensor (dtype, shape, data_offsets), and the byte at which
-    their data begin; None: it is no such file."""
+    """A safetensors header (dtype, shape, data_offsets by tensor), and the byte at which the data starts;
+    None: not a safetensors file."""
     with file.open("rb") as opened:
         start = opened.read(8)
         size = struct.unpack("<Q", start)[0] if len(start) == 8 else LARGEST_HEADER + 1
@@ -125,8 +124,7 @@ def stored_types(files: list[Path]) -> list[str]:
 
 
 def files_to_load(directory: Path) -> list[Path]:
-    """The files that transformers loads, whose choice this is; empty: it finds none under the names that it
-    knows.
+    """The files that transformers chooses to load; empty if it finds none under the names it knows.
 
     ConfigError for an index that names files elsewhere.
     """
@@ -139,7 +137,7 @@ def files_to_load(directory: Path) -> list[Path]:
 
 
 def empty_tensors(files: list[Path]) -> dict[str, torch.Tensor] | None:
-    """The tensors of weight files without `weight_faults`, on the meta device; None: the shapes cannot be had
+    """The tensors of weight files without `weight_faults`, on the meta device; None: the shapes are unknown
     without loading them."""
     found: dict[str, torch.Tensor] = {}
     for file in files:
@@ -160,8 +158,7 @@ def _from_header(file: Path) -> dict[str, torch.Tensor] | None:
 
 
 def _from_pickle(file: Path) -> dict[str, torch.Tensor] | None:
-    """Only from archives, which can be mapped into memory, and by torch's unpickler that makes tensors and
-    nothing else."""
+    """Only from zip archives, which can be memory-mapped, and with torch's weights_only unpickler."""
     if not zipfile.is_zipfile(file):
         return None
     loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)

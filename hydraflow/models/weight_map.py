@@ -1,6 +1,6 @@
-"""Which file of a Hugging Face directory holds which weight, as the index of a model in several files says.
+"""Which file of a Hugging Face directory holds which weight, according to the index of a sharded model.
 
-In: the index. Out: file names by weight. A name that leads out of the directory is refused; the file itself
+In: the index. Out: file names by weight. A name that points outside the directory is refused; the file itself
 may be a link, as all are in the hub's cache. Left out on purpose: whether the files are there.
 """
 
@@ -16,7 +16,7 @@ INDEX, PICKLED_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """File by name of weight. Raises ConfigError for an index that is none, or that names files elsewhere."""
+    """File by name of weight. Raises ConfigError for an invalid index, or one that names files elsewhere."""
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

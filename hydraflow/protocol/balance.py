@@ -1,4 +1,4 @@
-"""Which rows go together: equal shares for ranks, and micro-batches under a token budget.
+"""Balanced partitions of rows: equal shares for ranks, and micro-batches under a token budget.
 
 In: a length (tokens, or any cost) per row. Out: row numbers, so that both batches and references can be split
 by them. Both functions are deterministic and take about a tenth of a second for 100,000 rows. Left out on
@@ -42,7 +42,7 @@ def token_bins(lengths: Lengths, max_tokens: int, min_bins: int = 1) -> list[lis
     """Rows in bins of at most `max_tokens` tokens each, loads nearly equal; row numbers ascend within a bin.
 
     There are max(min_bins, as many as the rows need) bins, but never more than rows: ranks that agree on the
-    largest of their counts and call again with it as `min_bins` get equally many; no rows give no bins.
+    largest of their counts and call again with it as `min_bins` get the same number; no rows give no bins.
     ValueError when one row alone has more than `max_tokens`.
 
     >>> token_bins([6, 5, 4, 3], max_tokens=10), token_bins([6, 5, 4, 3], max_tokens=10, min_bins=3)
@@ -91,7 +91,7 @@ def _swap_until_level(parts: np.ndarray, cost: np.ndarray) -> None:
 
 
 def _fewest_bins(order: list[int], sizes: list[int], max_tokens: int) -> list[list[int]]:
-    """As few bins as filling the emptiest one first allows, and level."""
+    """The fewest bins that filling the emptiest first allows, levelled."""
     least = max(1, -(-sum(sizes) // max_tokens))
     bins = _fill(order, sizes, max_tokens, least)
     if len(bins) > least:  # the ones opened late are nearly empty; starting with all of them levels the loads

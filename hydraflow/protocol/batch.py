@@ -49,7 +49,7 @@ class DataProto(VerlMethods):
     non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
     """Object columns: object arrays (B,) or (B, ...). They travel as JSON."""
     meta_info: dict[str, Any] = field(default_factory=dict)
-    """Plain facts about the batch; `metrics` in it is merged by `concat`, all else must agree."""
+    """Plain values about the batch; `concat` merges `metrics`, everything else must agree."""
 
     def __post_init__(self) -> None:
         self.non_tensor_batch = {
@@ -176,7 +176,7 @@ class DataProto(VerlMethods):
         )
 
     def _set(self, columns: dict[str, Any], objects: dict[str, np.ndarray], rows: int) -> None:
-        # a batch of rows without any column is a TensorDict that holds nothing but their number
+        # a batch without columns is a TensorDict that holds only the number of rows
         if self.batch is not None or columns or (rows and not objects):
             self.batch = TensorDict(columns, batch_size=[rows])
         self.non_tensor_batch = objects

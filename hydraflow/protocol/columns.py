@@ -17,7 +17,7 @@ from hydraflow.protocol.wire import ColumnData, as_objects
 
 
 def object_column(values: object, name: str) -> np.ndarray:
-    """`values` as an object array with one item per row. ValueError when they are not rows at all."""
+    """`values` as an object array with one item per row. ValueError when there are no rows."""
     if isinstance(values, np.ndarray):
         if values.ndim == 0:
             raise ValueError(f"column {name!r} is a single value, not one per row")
@@ -88,8 +88,8 @@ def cut_rows(column: ColumnData, pieces: int, name: str) -> ColumnData:
 
 
 def first_difference(a: ColumnData, b: ColumnData) -> str | None:
-    """Where two columns differ first, in words, or None when all rows are equal. NaN equals NaN; the same
-    object is equal unread."""
+    """The first difference of two columns in words, or None if all rows are equal. NaN equals NaN; identical
+    objects are equal without a comparison."""
     if a is b:
         return None
     if isinstance(a, Tensor) and isinstance(b, Tensor):

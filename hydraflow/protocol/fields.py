@@ -1,8 +1,8 @@
 """The columns of a batch: name, type, shape and meaning of each. Most names are verl's.
 
 Use: look here before you read or add a column. Code writes names as plain strings; tests hold it to this
-table: every column that a file names is here, every column here is used, and what the workers make has the
-type and shape that is written here. Left out on purpose: attention masks, position ids and padded token
+table: every column that a file names is here, every column here is used, and the workers' outputs have the
+type and shape given here. Left out on purpose: attention masks, position ids and padded token
 tables: rows are ragged, so they would say nothing new.
 
 Legend: B rows (trajectories), P prompt, R response. "ragged (B, R)" is a jagged tensor with as many values in
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Field:
-    """What one column holds."""
+    """Description of one column."""
 
     kind: str
     """Type and shape; "str per row" and the like are object columns, which stay on the controller."""
@@ -25,13 +25,13 @@ class Field:
 
 DATA = {
     "prompts": Field("ragged int64 (B, P)", "token ids of the prompt, chat template applied"),
-    "uid": Field("str per row", "which prompt this is; the trajectories of one prompt share it"),
+    "uid": Field("str per row", "identity of the prompt; the trajectories of one prompt share it"),
     "data_source": Field("str per row", "name of the data set; it chooses the reward function"),
     "reward_model": Field("dict per row", "`ground_truth` and how to score against it"),
-    "extra_info": Field("dict per row", "whatever else the data set says; reward functions receive it"),
+    "extra_info": Field("dict per row", "other columns of the data set; passed to reward functions"),
     "raw_prompt": Field("list per row", "chat messages, before the template"),
 }
-"""Made by data/."""
+"""Produced by data/."""
 
 GENERATION = {
     "responses": Field(
@@ -43,7 +43,7 @@ GENERATION = {
     ),
     "rollout_log_probs": Field(
         "ragged float32 (B, R)",
-        "log-probability of each token as the generator had it, at its temperature, before top-k and top-p",
+        "log-probability of each token in the generation engine, at its temperature, before top-k and top-p",
     ),
     "lengths": Field("int32 (B,)", "tokens of prompt and response: what mini-batches are balanced by"),
     "group": Field(
@@ -51,7 +51,7 @@ GENERATION = {
         "number of the row's prompt in this step; estimators that compare trajectories group by it",
     ),
 }
-"""Made where responses are sampled; `group` by the controller."""
+"""Produced by sampling; `group` by the controller."""
 
 SCORING = {
     "token_level_scores": Field(
@@ -59,19 +59,19 @@ SCORING = {
         "the reward function's score, at the last token of the response unless it scores tokens",
     ),
     "score": Field("float32 (B,)", "the same score, per response"),
-    "acc": Field("float32 (B,)", "what the reward function calls acc, else its score"),
+    "acc": Field("float32 (B,)", "the reward function's acc, else its score"),
     "text": Field("str per row", "the decoded response"),
     "prompt_text": Field("str per row", "the decoded prompt"),
     "token_level_rewards": Field(
         "ragged float32 (B, R)", "the scores less the KL penalty, if the algorithm puts it into the reward"
     ),
 }
-"""Made by scoring."""
+"""Produced by scoring."""
 
 ENGINES = {
     "log_probs": Field(
         "ragged float32 (B, R)",
-        "log-probability of each token in the pass that was asked for; renamed to what it is",
+        "log-probability of each token in the requested pass; renamed by the caller",
     ),
     "old_log_probs": Field(
         "ragged float32 (B, R)", "log-probability of each token under the policy at the start of the step"
@@ -83,12 +83,12 @@ ENGINES = {
     "entropys": Field("ragged float32 (B, R)", "entropy of the policy's distribution at each token, in nats"),
     "greedy_match": Field("ragged float32 (B, R)", "1 where the token is the most probable one"),
 }
-"""Made by the engines."""
+"""Produced by the engines."""
 
 ALGORITHMS = {
     "advantages": Field("ragged float32 (B, R)", "how much better each token was than expected"),
     "returns": Field("ragged float32 (B, R)", "what the critic is trained to predict"),
 }
-"""Made by algorithms/."""
+"""Produced by algorithms/."""
 
 FIELDS = DATA | GENERATION | SCORING | ENGINES | ALGORITHMS

@@ -1,6 +1,6 @@
-"""Rows of several ragged pieces, picked in one pass over their tokens.
+"""Selects rows of several ragged pieces in one pass over their tokens.
 
-In: the pieces of a column and which rows of them, laid end to end, are wanted. Out: one ragged column. The
+In: the pieces of a column and the wanted row numbers of their concatenation. Out: one ragged column. The
 columns of a batch mostly have rows of the same lengths (responses, masks, log-probabilities): where each
 token goes is then computed once for all of them. Left out on purpose: pieces of which few rows are wanted,
 and long rows, which are copied piece by piece (`remote`).
@@ -17,7 +17,7 @@ from torch.nested._internal.nested_tensor import NestedTensor
 from hydraflow.protocol import ragged
 
 FEW_ROWS = 4
-"""Joining the pieces pays where at least one row in so many is wanted."""
+"""Concatenating the pieces pays off if at least one row in this many is wanted."""
 
 
 class Gather:
@@ -33,7 +33,7 @@ class Gather:
 
     def __init__(self, wanted: Tensor):
         self.wanted = wanted
-        """Row numbers int64 (B,) into the pieces laid end to end."""
+        """Row numbers int64 (B,) into the concatenated pieces."""
         self._lengths: Tensor | None = None
         self._positions = self._offsets = wanted
 

@@ -1,10 +1,10 @@
-"""Columns by reference: the pieces of one column, which of their rows are meant, and the arithmetic on row
+"""Columns by reference: the pieces of one column, the selected rows of them, and the arithmetic on row
 numbers.
 
 In: references and row indices. Out: which pieces a reader needs, which rows of each, and in what order;
 smaller references to send. A row index is shared by the columns that it holds for, as one array object: its
 arithmetic is then done once per operation, and it is pickled once. Left out on purpose: whole batches and
-reading (`remote`), and where a reference leads (`dispatch`).
+reading (`remote`), and resolving references (`dispatch`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ColumnRef(Protocol):
 
     @property
     def rows(self) -> int:
-        """How many rows it holds."""
+        """Number of rows."""
         ...
 
     def __hash__(self) -> int: ...
@@ -41,7 +41,7 @@ class LocalColumn:
 
     @property
     def rows(self) -> int:
-        """How many rows it holds."""
+        """Number of rows."""
         return len(self.data)
 
     def __reduce__(self) -> tuple[Callable[[wire.Encoded], LocalColumn], tuple[wire.Encoded]]:
@@ -50,14 +50,14 @@ class LocalColumn:
 
 @dataclass(frozen=True, eq=False)
 class Column:
-    """One column: its pieces, and for each row of the batch the row of the joined pieces that is meant."""
+    """One column: its pieces, and for each row of the batch its row in the concatenated pieces."""
 
     refs: tuple[ColumnRef, ...]
     index: np.ndarray | None = None
-    """Integers (B,) into the joined pieces; None: all rows in order."""
+    """Integers (B,) into the concatenated pieces; None: all rows in order."""
 
     def __post_init__(self) -> None:
-        assert self.refs, "a column has at least one piece, which tells its type even when it has no rows"
+        assert self.refs, "a column has at least one piece, which gives its type even when it has no rows"
 
     @property
     def layout(self) -> tuple[int, ...]:
@@ -85,7 +85,7 @@ def piece_plan(column: Column) -> PiecePlan:
     """Which pieces a column needs and which of their rows; rows are picked piece by piece, in the batch's
     order within each.
 
-    A column without rows still needs one piece, which tells its type.
+    A column without rows still needs one piece, which gives its type.
 
     >>> a, b = LocalColumn(np.arange(3)), LocalColumn(np.arange(2))
     >>> plan = piece_plan(Column((a, b), np.array([4, 1, 3])))
@@ -154,7 +154,7 @@ def concat_columns(parts: Sequence[Column], memo: dict[object, np.ndarray | None
     """The rows of all parts. Pieces that parts share are kept once, so joining the chunks of a batch gives
     its own pieces back.
 
-    memo: kept by the caller over the columns of one batch, so that columns go on sharing an index.
+    memo: kept by the caller over the columns of one batch, so that columns keep sharing an index.
     """
     places: dict[ColumnRef, int] = {}
     for part in parts:
@@ -226,8 +226,8 @@ def _shrink(plan: PiecePlan, is_local: Sequence[bool], layout: Sequence[int]) ->
 
 
 def _distinct(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Each row number once, in the given order if none repeats, and where each of `rows` stands among
-    them."""
+    """Each row number once, in the given order if none repeats, and the position of each of `rows`
+    among them."""
     distinct, places = np.unique(rows, return_inverse=True)
     return (rows, np.arange(len(rows))) if len(distinct) == len(rows) else (distinct, places)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nested._internal.nested_tensor import NestedTensor
 
 RowIndex = slice | Sequence[int] | Sequence[bool] | np.ndarray | Tensor
-"""How rows are named: a slice, row numbers (negative ones count from the end), or one bool per row."""
+"""How rows are selected: a slice, row numbers (negative ones count from the end), or one bool per row."""
 
 LONG_ROW = 256
 """Mean row length from which copying whole rows (one memcpy each) beats gathering single tokens; measured
@@ -146,7 +146,7 @@ def take(t: Tensor, index: RowIndex) -> Tensor:
 
 
 def positions(row_lengths: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each token of the rows `numbers` stands among the tokens of all rows, and the offsets
+    """The positions of the tokens of the rows `numbers` among the tokens of all rows, and the offsets
     (len(numbers) + 1,) of those rows.
 
     >>> [part.tolist() for part in positions(torch.tensor([2, 1]), torch.tensor([1, 0]))]
@@ -233,7 +233,7 @@ def _offsets(row_lengths: Tensor) -> Tensor:
 
 
 def _positions(starts: Tensor, row_lengths: Tensor) -> Tensor:
-    """Where each wanted token stands in the values, (sum of row_lengths,), for rows that begin at
+    """The position of each wanted token in the values, (sum of row_lengths,), for rows that start at
     `starts`."""
     shift = starts - (torch.cumsum(row_lengths, 0) - row_lengths)
     positions = torch.repeat_interleave(shift, row_lengths)

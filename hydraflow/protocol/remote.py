@@ -1,14 +1,13 @@
-"""RemoteBatch: what the controller holds instead of tensors. References to columns, and which of their rows
-are meant.
+"""RemoteBatch: what the controller holds instead of tensors: references to columns, and the selected rows.
 
-In: references to shards of columns, which stay where they were made, and small objects per row. Out: new
+In: references to shards of columns, which stay where they were created, and small objects per row. Out: new
 RemoteBatches after selecting, reordering, repeating, splitting and joining rows, none of which reads a
 tensor; in the worker, a `DataProto`. `dispatch` implements `ColumnRef` with references into Ray's object
 store; `LocalColumn` carries its data itself.
 
 A row index is shared by the columns that it holds for, as one array object: its arithmetic is then done once
 per operation, and it is pickled once. Every method keeps this sharing. Left out on purpose: anything that
-computes on tensors, and fetching, which the caller of `materialise` hands in.
+computes on tensors, and fetching, which the caller of `materialise` provides.
 """
 
 from __future__ import annotations
@@ -132,7 +131,7 @@ class RemoteBatch(Rows):
         return RemoteBatch(joined, objects, concat_facts([part.meta_info for part in data]))
 
     def union(self, other: Self | DataProto) -> Self:
-        """See `Rows`. A column that both have must be by reference the same: the controller does not read
+        """See `Rows`. A column that both have must be the same reference: the controller does not read
         tensors to compare them."""
         return super().union(self.from_local(other) if isinstance(other, DataProto) else other)
 
@@ -152,7 +151,7 @@ class RemoteBatch(Rows):
         """The same rows with only what is needed to read them: unused pieces dropped, local columns cut to
         their rows, indices small.
 
-        What is sent to a worker is this.
+        This is what is sent to a worker.
         """
         plans = PlanMemo()
         memo: dict[object, Shrunk] = {}

@@ -1,8 +1,8 @@
-"""What every batch of rows can do, wherever its columns are: `DataProto` and `RemoteBatch` share it.
+"""Row operations of every batch, wherever its columns are; shared by `DataProto` and `RemoteBatch`.
 
 In: columns (tensors, or references to them), objects per row, facts about the whole batch. Out: new batches;
-only `union`, `pop`, `rename` and `reorder` change the batch itself, as in verl. Left out on purpose: what
-reads a tensor (`batch`), and what follows references (`remote`).
+only `union`, `pop`, `rename` and `reorder` change the batch itself, as in verl. Left out on purpose: whatever
+reads a tensor (`batch`) or resolves references (`remote`).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Rows(ABC):
         non_tensor_batch_keys: Iterable[str] | None = None,
         meta_info_keys: Iterable[str] | None = None,
     ) -> Self:
-        """Takes the named columns, objects and facts out of this batch and returns them; None takes none of a
+        """Removes the named columns, objects and facts from this batch and returns them; None takes none of a
         kind."""
         popped = self.select(batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
         self._forget(popped.keys())
@@ -128,7 +128,7 @@ class Rows(ABC):
         self._set({**other._columns(), **self._columns()}, {**other._objects(), **self._objects()}, rows)
         return self
 
-    # What a kind of batch says of itself
+    # To be provided by each kind of batch
 
     @abstractmethod
     def _columns(self) -> dict[str, Any]:
@@ -146,11 +146,11 @@ class Rows(ABC):
 
     @abstractmethod
     def _set(self, columns: dict[str, Any], objects: dict[str, np.ndarray], rows: int) -> None:
-        """Gives this batch other columns."""
+        """Replaces the columns of this batch."""
 
     @abstractmethod
     def _forget(self, keys: Iterable[str]) -> None:
-        """Takes columns and objects out of this batch."""
+        """Removes columns and objects from this batch."""
 
     def _difference(self, mine: Any, theirs: Any) -> str | None:
         """How two columns of one name differ, in words; None: they are equal."""
@@ -169,7 +169,7 @@ def check_rows(named: Mapping[str, Sized], expected: int | None = None) -> None:
 
 
 def merge_facts(facts: Sequence[Mapping[str, Any]], operation: str) -> dict[str, Any]:
-    """All facts of several batches. ValueError naming a fact that two of them tell differently."""
+    """All facts of several batches. ValueError naming a fact on which two of them disagree."""
     merged: dict[str, Any] = {}
     for part in facts:
         for key, value in part.items():

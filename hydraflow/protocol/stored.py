@@ -1,8 +1,8 @@
-"""Batches on the disk: every column bit for bit, row objects as JSON, in one safetensors file. Nothing in it
-runs code when it is read.
+"""Batches on disk: every column bit for bit, row objects as JSON, in one safetensors file. Reading it never
+runs code.
 
-In: a DataProto and facts. Out: a file, and both again. Left out on purpose: `meta_info`; what of it matters
-belongs to the facts.
+In: a DataProto and facts. Out: a file, and both again. Left out on purpose: `meta_info`; its relevant
+parts belong in the facts.
 """
 
 from __future__ import annotations
@@ -41,13 +41,16 @@ def write_batch(path: Path, batch: DataProto, facts: Mapping[str, Any]) -> None:
 
 
 def read_batch(path: Path) -> tuple[DataProto, dict[str, Any]]:
-    """The columns and the facts of a file. OSError or safetensors.SafetensorError when it is none."""
+    """The columns and the facts of a file. OSError or safetensors.SafetensorError when it is not such a
+    file."""
     with safetensors.safe_open(path, "numpy") as file:
         columns, facts = (json.loads(file.metadata()[name]) for name in ("columns", "facts"))
         read = {}
-        for name, told in columns.items():
-            arrays = tuple(file.get_tensor(f"{name}.{part}") for part in range(told["parts"]))
-            read[name] = wire.decode(wire.Encoded(told["kind"], told["dtype"], tuple(told["shape"]), arrays))
+        for name, entry in columns.items():
+            arrays = tuple(file.get_tensor(f"{name}.{part}") for part in range(entry["parts"]))
+            read[name] = wire.decode(
+                wire.Encoded(entry["kind"], entry["dtype"], tuple(entry["shape"]), arrays)
+            )
     objects = {name: column for name, column in read.items() if isinstance(column, np.ndarray)}
     tensors = {name: column for name, column in read.items() if not isinstance(column, np.ndarray)}
     return DataProto.from_dict(tensors, objects), facts

@@ -1,4 +1,4 @@
-"""Methods of `DataProto` that hydraflow itself does not call: verl's users know them.
+"""verl's methods of `DataProto` that hydraflow itself does not call.
 
 In: a batch. Out: as in verl, TensorDicts and mini-batches included. Left out on purpose: verl's padding.
 """

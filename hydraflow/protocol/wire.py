@@ -1,9 +1,9 @@
-"""Columns as plain numpy arrays, so that bytes travel out of band (pickle protocol 5) and nothing of torch is
+"""Columns as plain numpy arrays, so that bytes travel out of band (pickle protocol 5) and no torch object is
 pickled.
 
 In: a tensor (dense or ragged, any dtype, any device) or an object column. Out: `Encoded`, and back, bit for
 bit. Object columns become JSON: numpy scalars and arrays are written as numbers and lists, tuples as lists,
-anything else is refused. Left out on purpose: compression, and any format that runs code when it is read.
+anything else is rejected. Left out on purpose: compression, and any format that runs code when it is read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Encoded:
-    """One column on the wire. `arrays` hold all bytes; the rest is a few words."""
+    """One column on the wire. `arrays` hold all bytes; the rest is a small header."""
 
     kind: str
     """dense, ragged or objects."""
@@ -43,7 +43,7 @@ class Encoded:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of data, without the few of the envelope."""
+        """Bytes of data, without the header."""
         return sum(array.nbytes for array in self.arrays)
 
 
@@ -99,8 +99,8 @@ _ATOMS = (str, int, float, bool, type(None))
 
 
 def _distinct(items: np.ndarray) -> tuple[list[int], np.ndarray]:
-    """Where each object stands first, and for every place which of those it is (int32): the samples of a
-    prompt share its objects."""
+    """The first position of each distinct object, and for every position the number of its object (int32):
+    the samples of a prompt share its objects."""
     numbers: dict[int, int] = {}
     which = np.fromiter(
         (numbers.setdefault(id(item), len(numbers)) for item in items), dtype=np.int32, count=len(items)
@@ -124,7 +124,7 @@ def _plain_items(column: np.ndarray, places: list[int], name: str) -> list[objec
 
 
 def _plain(item: object) -> object:
-    """`item` as JSON has it; TypeError naming the type that it cannot hold."""
+    """`item` as a JSON value; TypeError naming an unsupported type."""
     if type(item) in _ATOMS or isinstance(item, str | int | float) and not isinstance(item, np.generic):
         return item
     if isinstance(item, np.ndarray | np.generic):
@@ -150,8 +150,7 @@ def _to_numpy(t: Tensor) -> np.ndarray:
 
 
 def _from_numpy(array: np.ndarray, dtype: str, copy: bool) -> Tensor:
-    # from_dlpack takes read-only memory without the warning of from_numpy, whose text would reach every
-    # user's log.
+    # from_dlpack accepts read-only memory without from_numpy's warning, which would reach every user's log.
     t = torch.from_numpy(array.copy()) if copy else torch.from_dlpack(array)
     return t.view(getattr(torch, dtype))
 

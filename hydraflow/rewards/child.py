@@ -1,7 +1,7 @@
-"""What runs inside a reward process: rows in, scores out, a clock per row, a limit on memory.
+"""The main loop of a reward process: rows in, scores out, with a time limit per row and a memory limit.
 
 In: chunks of rows over a socket. Out: their results, after at most `FLUSH_SECONDS` of work. Before each row
-the process notes the row and the time in shared memory, so that the pool knows at which row it died or hangs.
+the process notes the row and the time in shared memory, so that the pool knows at which row it died or hung.
 Imports are light on purpose: no torch, no Ray, so that a process is ready in a tenth of a second.
 """
 
@@ -30,43 +30,43 @@ from hydraflow.rewards.row_time import QueueTime, over_at
 
 FLUSH_SECONDS = 0.02
 NO_ROW = -1
-"""The row before the first one of a chunk: functions are being loaded."""
+"""Row number before the first row of a chunk: the function is being loaded."""
 
 _PROGRESS = struct.Struct("qdd")
 PROGRESS_BYTES = _PROGRESS.size
 MOST_CAUSE = 500
-"""Characters of an error that are passed on."""
+"""Maximum length of a reported error, in characters."""
 
 Result = tuple[float | None, dict[str, float], str | None]
-"""(score, more numbers, why it failed); no score when it failed."""
+"""(score, other numbers, error); no score if it failed."""
 
 
 class RowTimeout(BaseException):
-    """The row's time is over. Not an Exception, so that a reward function's own `except Exception` lets it
-    pass."""
+    """The row's time is up. Not an Exception, so that a reward function's own `except Exception` does not
+    catch it."""
 
 
 class Progress:
-    """The row a process is at and since when, in memory shared with the pool."""
+    """The current row of a process and its start time, in memory shared with the pool."""
 
     def __init__(self, descriptor: int):
         self._memory = mmap.mmap(descriptor, PROGRESS_BYTES)
 
     def note(self, row: int, now: float, waited: float = 0.0) -> None:
-        """Notes that `row` (number in the chunk) began at `now` (time.monotonic, one clock for all
-        processes), when the process had `waited` so many seconds for a processor.
+        """Notes that `row` (number in the chunk) started at `now` (time.monotonic, one clock for all
+        processes), when the process had waited `waited` seconds for a CPU.
         """
         struct.pack_into(
             "dd", self._memory, 8, now, waited
-        )  # times first: a reader in between sees an old row with a new time
+        )  # times first: a concurrent reader sees an old row with a new time
         struct.pack_into("q", self._memory, 0, row)
 
     def read(self) -> tuple[int, float, float]:
-        """(row, since when, seconds waited before)."""
+        """(row, start time, seconds waited before it)."""
         return _PROGRESS.unpack_from(self._memory, 0)  # type: ignore[return-value]
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Releases the memory."""
         self._memory.close()
 
 
@@ -79,16 +79,16 @@ class RowAlarm:
         self.began = self.waited = 0.0
 
     def start(self) -> None:
-        """Notes when a row begins."""
+        """Notes the start of a row."""
         self.began, self.waited = time.monotonic(), self._queue_time.seconds()
 
     def arm(self) -> None:
-        """For each row again: a reward function may itself have used the alarm clock."""
+        """Sets the alarm; needed for each row, because a reward function may itself have used it."""
         signal.signal(signal.SIGALRM, self._ring)
         signal.setitimer(signal.ITIMER_REAL, self.limit)
 
     def disarm(self) -> None:
-        """The row is over."""
+        """Cancels the alarm at the end of a row."""
         signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _ring(self, signal_number: int, frame: FrameType | None) -> None:
@@ -99,7 +99,7 @@ class RowAlarm:
 
 
 class Caller:
-    """The user's function, or the built-in ones, and what limits them."""
+    """The user's function, or the built-in ones, with their limits."""
 
     def __init__(self, settings: dict[str, Any]):
         self.path: str | None = settings["path"]
@@ -107,7 +107,7 @@ class Caller:
         self.call = load(settings)
 
     def score_row(self, row: Sequence[Any], alarm: RowAlarm) -> Result:
-        """Calls the function for as long as `alarm` lets it, and reads what it returned."""
+        """Calls the function until `alarm` fires, and parses its result."""
         try:
             alarm.arm()
             try:
@@ -129,9 +129,9 @@ class Caller:
 
 def main(socket_number: int, shared: int) -> None:
     """Serves chunks from the socket until the pool closes it."""
-    os.set_inheritable(socket_number, False)  # what the function starts must not hold them open
+    os.set_inheritable(socket_number, False)  # the function's child processes must not keep it open
     os.set_inheritable(shared, False)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # what it printed must be out when it hangs or dies
+    if isinstance(sys.stdout, io.TextIOWrapper):  # its output must be flushed before it hangs or dies
         sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     pool, progress = Frames(socket.socket(fileno=socket_number)), Progress(shared)
     try:
@@ -172,7 +172,7 @@ def _cause(error: BaseException, path: str | None) -> str:
     """An exception, and where in the user's file it was raised."""
     try:
         said = f"{type(error).__name__}: {error}"
-    except Exception:  # the text is made by the user's code, too
+    except Exception:  # str() of it is the user's code, too
         said = type(error).__name__
     line = line_of(error, path) if path is not None else ""
     return said[:MOST_CAUSE] + (f" ({os.path.basename(path)}, {line})" if path is not None and line else "")
@@ -219,7 +219,8 @@ def _score_chunk(
 
 
 def _preload(data_sources: set[str]) -> None:
-    """Imports what the functions need, so that no row's time pays for it. Unknown sources fail row by row."""
+    """Imports what the functions need, so that it does not count against a row's time. Unknown sources fail
+    row by row."""
     for source in data_sources:
         try:
             find_scorer(source)
@@ -228,8 +229,8 @@ def _preload(data_sources: set[str]) -> None:
 
 
 def score_here(call: Callable[..., Any], rows: Sequence[Any], path: str | None) -> list[Result]:
-    """Scores rows in this process, without limits. A row whose function raises fails, also with SystemExit;
-    leaving a debugger ends the run.
+    """Scores rows in this process, without limits. A row whose function raises fails, SystemExit included;
+    quitting a debugger ends the run.
     """
     results: list[Result] = []
     for row in rows:

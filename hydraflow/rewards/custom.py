@@ -1,10 +1,10 @@
 """The user's own reward function: found, imported and checked.
 
 In: path and name of the function and its keyword arguments. Out: a callable, or a `ConfigError` that says
-what is wrong. Importing runs the user's code, which may hang or end the process: before a run starts it
-happens in a process of a pool (`RewardPool.require_loaded`).
+what is wrong. Importing runs the user's code, which may hang or exit: before a run starts it
+is done in a process of a pool (`RewardPool.require_loaded`).
 Left out on purpose: asynchronous functions. Each reward process scores one row at a time, so there is nothing
-to await beside.
+to run concurrently.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ RewardFunction = Callable[..., Any]
 
 
 def check_sources(config: RewardConfig, data_sources: Iterable[str]) -> None:
-    """Raises `ConfigError` for each of `data_sources` that no built-in function is for. A custom function may
-    take any."""
+    """Raises `ConfigError` for each of `data_sources` without a built-in function. A custom function accepts
+    any."""
     if config.custom_reward_function.path is None and (problems := _unknown_sources(data_sources)):
         raise ConfigError(problems)
 
@@ -97,7 +97,7 @@ def _import_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look their module up
     try:
-        with redirect_stdout(sys.stderr):  # the standard output of a command is its report
+        with redirect_stdout(sys.stderr):  # a command's stdout is reserved for its report
             spec.loader.exec_module(module)
     except (
         Exception,
@@ -111,8 +111,8 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def line_of(error: BaseException, path: str | Path) -> str:
-    """Where in the user's file it happened, such as `line 7: return table[key]`; empty where that file has no
-    part in it."""
+    """The line of the user's file that raised, such as `line 7: return table[key]`; empty if the file is not
+    in the traceback."""
     if isinstance(error, SyntaxError):
         return ""  # its message names file and line
     file = _absolute(path)

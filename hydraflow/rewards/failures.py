@@ -1,4 +1,4 @@
-"""When too many rows could not be scored: such scores must not be trained on, nor pass as a result.
+"""Stops the run when too many rows could not be scored: such scores must be neither trained on nor reported.
 
 In: how many rows failed, and why the first did. Out: nothing, or a GuardStop (exit code 5).
 """
@@ -13,8 +13,8 @@ KEY = "reward.max_failed_share"
 def require_scored(
     failed: int, rows: int, first_cause: str | None, most: float, *, where: str, so: str
 ) -> None:
-    """Raises GuardStop when more than the share `most` of the rows failed. `so` says what follows for the
-    others.
+    """Raises GuardStop when more than the share `most` of the rows failed. `so`: the consequence, for the
+    message.
 
     >>> require_scored(2, 4, "KeyError: 'x'", 0.5, where="step 3", so="nothing was trained on them")
     >>> require_scored(3, 4, "KeyError: 'x'", 0.5, where="step 3", so="nothing was trained on them")

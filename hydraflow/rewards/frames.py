@@ -1,7 +1,7 @@
-"""Messages between a pool and its processes: JSON over a socket, each behind its length in eight bytes.
+"""Messages between a pool and its processes: JSON over a socket, each prefixed by its length in eight bytes.
 
-In: values that JSON can hold. Out: the same on the other end. The pool never waits for the rest of a message
-that has begun: it takes the bytes that are there and keeps them until the message is whole.
+In: values that JSON can hold. Out: the same on the other end. The pool never waits for the rest of a partial
+message: it reads the available bytes and keeps them until the message is complete.
 Left out on purpose: `multiprocessing.connection`, whose reads wait for the end of a message without a limit.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 _LENGTH = struct.Struct(">Q")
 MOST_BYTES = 2**30
-"""A longer message is none of ours: something else has written into the socket."""
+"""A longer message is not ours: something else has written to the socket."""
 
 
 class Frames:
@@ -25,7 +25,7 @@ class Frames:
         self._held = bytearray()
 
     def fileno(self) -> int:
-        """For waiting until something arrives."""
+        """File descriptor, for `select`."""
         return self.socket.fileno()
 
     def send(self, message: Any) -> None:
@@ -34,9 +34,8 @@ class Frames:
         self.socket.sendall(_LENGTH.pack(len(body)) + body)
 
     def arrived(self) -> list[Any]:
-        """The messages that are whole after one read. EOFError when the other end is closed, OSError when it
-        is gone, ValueError when the bytes are no message.
-        """
+        """The messages that are complete after one read. EOFError when the other end is closed, OSError when
+        it is gone, ValueError when the bytes are no message."""
         received = self.socket.recv(2**20)
         if not received:
             raise EOFError
@@ -47,8 +46,8 @@ class Frames:
         return messages
 
     def receive(self) -> Any:
-        """Waits for one message; for the end that has nothing else to do. Messages never overtake a question,
-        so one comes at a time."""
+        """Waits for one message; for the child's end, which has nothing else to do. Messages never overtake a
+        question, so one comes at a time."""
         messages: list[Any] = []
         while not messages:
             messages = self.arrived()
@@ -56,7 +55,7 @@ class Frames:
         return message
 
     def close(self) -> None:
-        """Closes this end."""
+        """Closes this end of the socket."""
         self.socket.close()
 
     def _body(self) -> bytes | None:

@@ -77,7 +77,7 @@ def _plain(number: str) -> str:
 
 
 def _load_mathematics() -> Scorer:
-    # sympy takes half a second to import, which runs without mathematics need not spend.
+    # sympy takes half a second to import; runs without mathematics need not pay for it.
     from hydraflow.rewards.mathematics import equivalent
 
     return equivalent
@@ -92,4 +92,4 @@ BUILT_IN: dict[str, Callable[[], Scorer]] = {
     "math_dapo": _load_mathematics,
     "aime*": _load_mathematics,
 }
-"""Data source (or pattern) -> what loads its function."""
+"""Data source (or pattern) -> loader of its function."""

@@ -65,7 +65,7 @@ class RewardPool:
         self.config = config
         self._workers: list[RewardProcess] = []
         self._function: Callable[..., Any] | None = None
-        """Of a pool without processes, once it was needed."""
+        """The function of a pool without processes, loaded on first use."""
         self._tried_again: set[int] = set()
         """Rows of this call whose process was killed."""
 
@@ -75,11 +75,10 @@ class RewardPool:
             self._workers.append(RewardProcess(self.config))
 
     def require_loaded(self) -> None:
-        """Raises ConfigError when the custom function cannot be loaded, also when its file hangs or ends the
-        process that imports it.
+        """Raises ConfigError when the custom function cannot be loaded, including when its file hangs or
+        exits the importing process.
 
-        A pool without processes tries it in one that ends again; any other goes on with the process that has
-        loaded it.
+        A pool without processes tries it in a temporary one; any other keeps the process that has loaded it.
         """
         if self.config.custom_reward_function.path is None:
             return
@@ -108,14 +107,14 @@ class RewardPool:
                 self._hand_out(rows, queue)
                 self._collect(results, queue)
         except BaseException:
-            self.close()  # answers that are still to come belong to these rows, not to those of the next call
+            self.close()  # pending answers belong to these rows, not to those of the next call
             raise
         return [results[row] for row in range(len(rows))]
 
     def close(self) -> None:
-        """Ends the processes, and what the function has started in them."""
+        """Ends the processes, with everything that the function started in them."""
         for worker in self._workers:
-            worker.let_go()  # all of them, before any of them is waited for
+            worker.let_go()  # signal all of them before waiting for any
         for worker in self._workers:
             worker.end()
         self._workers = []
@@ -134,11 +133,11 @@ class RewardPool:
                 worker.send(_take_chunk(queue, len(self._workers)), rows)
 
     def _collect(self, results: dict[int, RewardResult], queue: deque[int]) -> None:
-        """Waits for answers, or for the first time limit that a process breaks."""
+        """Waits for answers, or for the first process to exceed its time limit."""
         busy = [worker for worker in self._workers if worker.busy]
         patience = min(worker.deadline() for worker in busy) - time.monotonic()
-        # A deadline moves closer when a process goes from loading to its first row, so never wait for longer
-        # than a row may take.
+        # A deadline moves closer when a process goes from loading to its first row, so never wait longer than
+        # a row may take.
         answered = _readable(busy, max(0.0, min(patience, self.config.timeout + GRACE_SECONDS)))
         for worker in answered:
             self._receive(worker, results, queue)
@@ -168,8 +167,8 @@ class RewardPool:
     def _replace(
         self, worker: RewardProcess, reason: str, results: dict[int, RewardResult], queue: deque[int]
     ) -> None:
-        """Ends `worker` and starts another process in its place. The row that it is at fails, unless it is to
-        be tried again; the others go back into the queue.
+        """Ends `worker` and starts another process in its place. Its current row fails, unless it is to be
+        retried; the others go back into the queue.
         """
         culprit, killed = worker.current_row(), worker.was_killed()
         worker.end()
@@ -202,7 +201,7 @@ def _take_chunk(queue: deque[int], workers: int) -> list[int]:
 
 
 def _readable(workers: Sequence[RewardProcess], seconds: float) -> list[RewardProcess]:
-    """Those that have something to read, after waiting for the first at most so long."""
+    """The processes with data to read, after waiting at most `seconds` for the first."""
     poll = select.poll()
     by_number = {worker.frames.fileno(): worker for worker in workers}
     for number in by_number:

@@ -1,10 +1,9 @@
-"""What a reward function prints, on its way into the log: as lines of text, without control characters, and
-only so many a second.
+"""Copies what a reward function prints to the log: as lines of text, without control characters, rate
+limited.
 
-In: a pipe that the function's process and what it starts write to. Out: tagged lines in the process's log
+In: a pipe that the function's process and its children write to. Out: tagged lines in the process's log
 file, which is rotated, or, in a process without log files, lines on standard error. The pipe is always read
-to its end, so that nobody who prints has to wait; what comes faster than the limit is dropped, and the log
-says how much it was.
+to its end, so that printing never blocks; output above the rate limit is dropped, and the log says how much.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from hydraflow.system.role_logs import PRINTED, log_of_this_process
 
 BYTES_PER_SECOND = 100_000.0
 BURST_BYTES = 1_000_000.0
-"""What may come at once after a quiet time."""
+"""Burst size after a quiet period."""
 LINE_BYTES = 16_384
-"""A longer line is broken."""
+"""Longer lines are split."""
 TAG_BYTES = 64
-"""What a line costs besides its text."""
+"""Cost of a line besides its text."""
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_])")
 """Sequences that terminals act on: colours, moves of the cursor, window titles."""
 _CONTROLS = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
@@ -35,8 +34,8 @@ Write = Callable[[str], None]
 
 
 def readable(line: bytes) -> str:
-    r"""A line as text that a terminal shows and does not act on; of one that is overwritten (progress bars)
-    the last state.
+    r"""A line as text without terminal control sequences; for one that is overwritten (progress bars), its
+    last state.
 
     >>> readable(b"10 %\r\x1b[31m20 %\x1b[0m\x00\r")
     '20 %'
@@ -58,20 +57,20 @@ def _shown(text: str) -> str:
 
 
 class Lines:
-    """Makes lines of bytes as they come, within a budget that grows with time."""
+    """Splits incoming bytes into lines, within a budget that grows with time."""
 
     def __init__(self, write: Write, share: float, clock: Callable[[], float] = time.monotonic):
-        """`share`: the part of the limits that is this process's, where several print."""
+        """`share`: this process's share of the limits, where several print."""
         self._write, self._clock = write, clock
         self._rate, self._most = BYTES_PER_SECOND * share, BURST_BYTES * share
         self._budget, self._since = self._most, clock()
         self._held = b""
         self._dropped = 0
-        """Bytes that were dropped and not yet reported. Above 0 everything is dropped, until a second's worth
-        may be written again."""
+        """Bytes dropped and not yet reported. While above 0 everything is dropped, until the budget allows a
+        second's worth again."""
 
     def feed(self, data: bytes) -> None:
-        """Takes bytes; lines are written when they end."""
+        """Adds bytes; writes each line when it is complete."""
         self._refill()
         if self._dropped:
             skipped, newline, data = data.partition(b"\n") if self._budget >= self._rate else (data, b"", b"")
@@ -91,7 +90,7 @@ class Lines:
             self._line(line)
 
     def end(self) -> None:
-        """Writes what has no end, and how much was dropped."""
+        """Writes an incomplete last line, and how much was dropped."""
         if self._held:
             self._line(self._held)
         if self._dropped:
@@ -116,14 +115,14 @@ class Lines:
 
 
 class PrintedReader(threading.Thread):
-    """Reads a pipe until nobody can write to it any more; then closes it."""
+    """Reads a pipe until all writers have closed it; then closes it."""
 
     def __init__(self, pipe: int, share: float):
         super().__init__(name="reward-output", daemon=True)
         self._pipe, self._lines = pipe, Lines(_destination(), share)
 
     def run(self) -> None:
-        """Until the end of the pipe."""
+        """Reads until the end of the pipe."""
         while data := os.read(self._pipe, 65_536):
             self._lines.feed(data)
         self._lines.end()
@@ -131,7 +130,7 @@ class PrintedReader(threading.Thread):
 
 
 def _destination() -> Write:
-    """The log file of the role that is running now, for the thread may write while another one is."""
+    """The log file of the role that is running now: the thread may write while another role runs."""
     logs = log_of_this_process()
     if logs is None:
         return _to_standard_error

@@ -1,21 +1,20 @@
-"""How long a row has taken, without the time its process waited for a processor: a loaded machine must not
-fail a row.
+"""How long a row has taken, without the time its process waited for a CPU: a loaded machine must not fail a
+row.
 
-In: a process number. Out: when a row's time is over. Linux counts per thread how long it was ready to run and
-did not (the second number of /proc/<pid>/schedstat); only the main thread's is looked at, which is where a
-reward function runs. Left out on purpose: the waits of processes that a function starts itself.
-"""
+In: a pid. Out: when a row's time is up. Linux counts per thread how long it was runnable but not running (the
+second number of /proc/<pid>/schedstat); only the main thread's is read, where the reward function runs. Left
+out on purpose: the waits of processes that a function starts itself."""
 
 from __future__ import annotations
 
 import os
 
 MOST = 4.0
-"""Wall time after which a row is over in any case, as a multiple of its limit."""
+"""Wall time after which a row always fails, as a multiple of its limit."""
 
 
 class QueueTime:
-    """Seconds that a process's main thread was ready to run and had no processor; always 0.0 where the kernel
+    """Seconds that a process's main thread was runnable without a CPU; always 0.0 where the kernel
     does not count them."""
 
     def __init__(self, pid: int):
@@ -25,7 +24,7 @@ class QueueTime:
             self._file = None
 
     def seconds(self) -> float:
-        """Since the process started."""
+        """Seconds waited since the process started."""
         if self._file is None:
             return 0.0
         try:
@@ -38,14 +37,14 @@ class QueueTime:
             return 0.0
 
     def close(self) -> None:
-        """Gives the file number back."""
+        """Closes the file."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
 
 def over_at(began: float, limit: float, waited: float) -> float:
-    """When a row is over that began at `began` and has `waited` for a processor since then.
+    """The deadline of a row that started at `began` and has `waited` for a CPU since then.
 
     >>> over_at(100.0, 10.0, 0.0), over_at(100.0, 10.0, 2.5), over_at(100.0, 10.0, 500.0)
     (110.0, 112.5, 140.0)

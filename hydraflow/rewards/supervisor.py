@@ -1,14 +1,13 @@
-"""A small process between a pool and each process that runs a reward function, so that nothing the function
-starts outlives the pool.
+"""A small process between a pool and each process that runs a reward function, so that no process started by
+the function outlives the pool.
 
-In: the numbers of a socket to the pool, of shared memory, and of a leash: a socket whose other end only the
-pool's process holds. Out: the function's own exit code or signal. The supervisor adopts whatever the function
-leaves behind (PR_SET_CHILD_SUBREAPER), whichever session or group it moved to, and kills all of it when the
-function's process ends, or when the leash goes: then the pool has closed it, or the pool's process is gone,
-SIGKILL included. Should the supervisor itself be killed, the function's process goes with it.
-Left out on purpose: a death signal from the pool's process to the supervisor. It comes when the thread that
-started it ends, and a pool may outlive that thread; the leash is tied to the process.
-"""
+In: file descriptors of a socket to the pool, of shared memory, and of a leash: a socket whose other end only
+the pool's process holds. Out: the function's own exit code or signal. The supervisor adopts all processes
+that the function leaves behind (PR_SET_CHILD_SUBREAPER), whichever session or group it moved to, and kills
+all of it when the function's process ends, or when the leash closes: then the pool has closed it, or the
+pool's process is gone, SIGKILL included. Should the supervisor itself be killed, the function's process goes
+with it. Left out on purpose: a death signal from the pool's process to the supervisor. It comes when the
+thread that started it ends, and a pool may outlive that thread; the leash is tied to the process."""
 
 from __future__ import annotations
 
@@ -27,14 +26,13 @@ from types import FrameType
 from hydraflow.rewards import child
 
 END_SECONDS = 5.0
-"""After so long it no longer waits for processes that it has killed: they hang in the kernel, and end as soon
-as that lets them."""
+"""Seconds to wait for killed processes: any left after that hang in the kernel and end when it lets them."""
 _DEATH_SIGNAL, _CHILD_SUBREAPER = 1, 36
-"""Of prctl(2)."""
+"""Constants of prctl(2)."""
 
 
 def main(socket: int, shared: int, leash: int) -> None:
-    """Starts the function's process and stays until it ends or the leash goes."""
+    """Starts the function's process and stays until it ends or the leash closes."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool ends its processes
     _prctl(_CHILD_SUBREAPER, 1)
@@ -43,7 +41,7 @@ def main(socket: int, shared: int, leash: int) -> None:
     if function == 0:
         os.close(leash)
         _die_with(supervisor)
-        os.setsid()  # a function that signals its own group leaves the supervisor alone
+        os.setsid()  # so that a function that signals its own group does not hit the supervisor
         child.main(socket, shared)
         return
     os.close(socket)
@@ -59,7 +57,7 @@ def main(socket: int, shared: int, leash: int) -> None:
 
 
 def _watch(function: int, leash: int) -> int | None:
-    """The wait status of the function's process; None when the leash went first."""
+    """The wait status of the function's process; None when the leash closed first."""
     woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(waker)
     signal.signal(
@@ -88,7 +86,7 @@ def _ended() -> Iterator[tuple[int, int]]:
 
 
 def _end_descendants() -> None:
-    """Kills children until there are none; those of a child that is killed become ours."""
+    """Kills children until there are none; the children of a killed child become ours."""
     deadline = time.monotonic() + END_SECONDS
     while time.monotonic() < deadline:
         for pid in Path("/proc/thread-self/children").read_text().split():
@@ -103,17 +101,17 @@ def _end_descendants() -> None:
 
 
 def _end_like(status: int | None) -> None:
-    """Ends this process as the function's has ended, for the pool reads the reason here."""
+    """Exits as the function's process did, because the pool reads the reason from this process."""
     code = 0 if status is None else os.waitstatus_to_exitcode(status)
     if code < 0:
-        with suppress(OSError):  # SIGKILL has no handler to take away
+        with suppress(OSError):  # SIGKILL has no handler to reset
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
 
 
 def _die_with(parent: int) -> None:
-    """From now on this process gets SIGKILL when its parent ends, also if that has happened already."""
+    """Makes this process receive SIGKILL when its parent ends, even if that has already happened."""
     _prctl(_DEATH_SIGNAL, int(signal.SIGKILL))
     if os.getppid() != parent:
         os._exit(1)

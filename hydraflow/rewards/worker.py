@@ -1,8 +1,8 @@
-"""One process of a pool: how it is started, spoken to and ended, and which row it is at.
+"""One process of a pool: starting it, talking to it, ending it, and tracking its current row.
 
 In: the configuration, then chunks of rows. Out: their results as they come, the time at which it should have
-been done, and why it ended. Every wait has a limit. Between here and the function's process stands a
-supervisor (`supervisor.py`), which ends everything with it. Left out on purpose: `multiprocessing.Process`,
+been done, and why it ended. Every wait has a limit. A supervisor (`supervisor.py`) runs between here and
+the function's process and ends everything with it. Left out on purpose: `multiprocessing.Process`,
 which imports the main program again in every child.
 """
 
@@ -34,19 +34,19 @@ from hydraflow.rewards.row_time import QueueTime, over_at
 logger = logging.getLogger(__name__)
 
 GRACE_SECONDS = 1.0
-"""What a process gets beyond a row's limit to notice its own alarm."""
+"""Seconds beyond a row's limit for a process to notice its own alarm."""
 START_SECONDS = 120.0
-"""What a process gets to start and to import a reward function."""
+"""Seconds for a process to start and import a reward function."""
 SEND_SECONDS = 30.0
-"""What it gets to read a chunk of rows."""
+"""Seconds for it to read a chunk of rows."""
 EXIT_SECONDS = 5.0
-"""What a process gets to be gone after it has closed its connection."""
+"""Seconds for a process to exit after it has closed its connection."""
 END_SECONDS = 10.0
-"""What its supervisor gets to end it; longer than the supervisor itself waits."""
+"""Seconds for its supervisor to end it; longer than the supervisor itself waits."""
 PRINTED_SECONDS = 1.0
-"""What its last words get to arrive in the log."""
+"""Seconds for its last output to reach the log."""
 MARK = "HYDRAFLOW_REWARD_PROCESS"
-"""Variable that everything which a process starts inherits."""
+"""Environment variable that all descendants of a process inherit."""
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from hydraflow.rewards.supervisor import main;"
     " main(*map(int, sys.argv[2:]))"
@@ -54,24 +54,23 @@ _BOOT = (
 
 
 def settings_of(config: RewardConfig) -> dict[str, Any]:
-    """What a process that scores needs to know."""
+    """Settings for a scoring process."""
     custom = config.custom_reward_function
     function = {"path": custom.path, "name": custom.name, "reward_kwargs": custom.reward_kwargs}
     return function | {"timeout": config.timeout, "max_memory": config.max_memory}
 
 
 class RewardProcess:
-    """Its socket, the memory in which it notes its progress, and the rows that it has not answered yet."""
+    """A scoring process: its socket, its shared progress memory, and its pending rows."""
 
     def __init__(self, config: RewardConfig):
         self.pending: list[int] = []
         self.proven = False
-        """Whether it has scored a row: then its death while it was idle is an accident, not a fault of the
-        set-up."""
+        """Whether it has scored a row: then dying while idle is an accident, not a fault of the set-up."""
         self._path, self._limit = config.custom_reward_function.path, config.timeout
         self._queue_time: QueueTime | None = None
-        """Of the function's process, once it is ready."""
-        self._offset = 0  # rows of the chunk that are answered
+        """Pid of the function's process, once it is ready."""
+        self._offset = 0  # answered rows of the chunk
         self._started = time.monotonic()
         shared = os.memfd_create("hydraflow-reward")
         os.truncate(shared, PROGRESS_BYTES)
@@ -87,7 +86,7 @@ class RewardProcess:
         self._process = subprocess.Popen(
             [sys.executable, "-c", _BOOT, json.dumps(sys.path), *map(str, handed)],
             stdin=subprocess.DEVNULL,
-            stdout=printer,  # not our own standard output: that of a command is its report
+            stdout=printer,  # not our own stdout, which is reserved for a command's report
             stderr=printer,
             pass_fds=handed,
             start_new_session=True,
@@ -99,12 +98,12 @@ class RewardProcess:
         os.close(printer)
         self._printed = PrintedReader(printed, 1 / max(1, config.num_workers))
         self._printed.start()
-        with suppress(OSError):  # it has died already: waiting for its greeting says why
+        with suppress(OSError):  # it has already died: waiting for its greeting reports why
             self.frames.send(settings_of(config))
 
     @property
     def busy(self) -> bool:
-        """Whether rows are out that it has not answered."""
+        """Whether it has unanswered rows."""
         return bool(self.pending)
 
     def problems(self) -> list[Problem]:
@@ -138,11 +137,11 @@ class RewardProcess:
         try:
             self.frames.send([rows[i] for i in chunk])
         except OSError:
-            return  # it has died: reading says so; or it does not read: then its deadline passes
+            return  # died: reading reports it; or does not read: its deadline passes
 
     def receive(self) -> list[tuple[int, Any]]:
-        """The (row, result) pairs that have come. EOFError or ConnectionError when the process is gone,
-        ValueError when something else than its answers has come.
+        """The (row, result) pairs that have arrived. EOFError or ConnectionError when the process is gone,
+        ValueError when the data is not its answers.
         """
         answers = [answer for message in self.frames.arrived() for answer in _results_in(message)]
         if len(answers) > len(self.pending):
@@ -153,20 +152,20 @@ class RewardProcess:
         return list(zip(answered, answers, strict=True))
 
     def current_row(self) -> int | None:
-        """Number of the row that it is at; None before the first row of a chunk."""
+        """Number of its current row; None before the first row of a chunk."""
         number, _, _ = self._progress.read()
-        position = number - self._offset  # negative: its answers are here, and it was not at the next row yet
+        position = number - self._offset  # negative: it has answered, and not yet started the next row
         return self.pending[position] if number != NO_ROW and 0 <= position < len(self.pending) else None
 
     def deadline(self) -> float:
-        """When (time.monotonic) it should have gone on to another row."""
+        """Time (time.monotonic) by which it must have moved on to another row."""
         number, since, waited = self._progress.read()
         if number == NO_ROW or self._queue_time is None:
             return since + START_SECONDS
         return over_at(since, self._limit, self._queue_time.seconds() - waited) + GRACE_SECONDS
 
     def exit_reason(self) -> str:
-        """What it did when its connection is closed, as the end of a sentence about it."""
+        """Why its connection closed, as the predicate of a sentence."""
         try:
             code = self._process.wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:
@@ -178,7 +177,7 @@ class RewardProcess:
         return self._process.returncode == -signal.SIGKILL
 
     def let_go(self) -> None:
-        """Has its supervisor end it and everything that it has started."""
+        """Asks its supervisor to end it and everything that it has started."""
         self._leash.close()
 
     def end(self) -> None:
@@ -194,7 +193,7 @@ class RewardProcess:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(END_SECONDS)
         if self.was_killed():
-            _kill_marked(self._mark)  # a supervisor that was killed could not
+            _kill_marked(self._mark)  # in case the supervisor was killed
         self._printed.join(PRINTED_SECONDS)
         self.frames.close()
         self._progress.close()
@@ -202,7 +201,7 @@ class RewardProcess:
             self._queue_time.close()
 
     def _greeting(self) -> Any:
-        """Its first message; None when there is none in time."""
+        """Its first message; None if it does not arrive in time."""
         poll = select.poll()
         poll.register(self.frames.fileno(), select.POLLIN)
         while (left := self._started + START_SECONDS - time.monotonic()) > 0:
@@ -212,15 +211,15 @@ class RewardProcess:
 
 
 def _kill_marked(mark: str) -> None:
-    """Kills the processes that have the mark in their environment."""
+    """Kills all processes with the mark in their environment."""
     for entry in Path("/proc").iterdir():
-        with suppress(OSError):  # it has ended, or is another user's
+        with suppress(OSError):  # it has ended, or belongs to another user
             if entry.name.isdigit() and f"{MARK}={mark}".encode() in (entry / "environ").read_bytes():
                 os.kill(int(entry.name), signal.SIGKILL)
 
 
 def _results_in(message: Any) -> list[Any]:
-    """The results in a message of the function's process, which could write anything."""
+    """The results in a message of the function's process, which is untrusted."""
     if not isinstance(message, list) or not all(
         isinstance(result, list) and len(result) == 3 for result in message
     ):

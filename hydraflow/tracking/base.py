@@ -1,4 +1,4 @@
-"""What a tracker is: something that takes numbers and samples of a step, and is closed at the end.
+"""The Tracker Protocol: receives numbers and samples of a step, and is closed at the end.
 
 In: plain floats, already reduced over micro-batches and ranks; validation samples as rows of
 `SAMPLE_COLUMNS`. Out: a file, an event log, a line on a terminal, a run on a server. Left out on purpose:
@@ -24,15 +24,15 @@ class Tracker(Protocol):
     """Where metrics go."""
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Takes the numbers of one training step. Steps never go down; one step may come in several calls."""
+        """Logs the numbers of one training step. Steps never decrease; a step may take several calls."""
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        """Takes some of a validation's responses, for people to read. A tracker that has no tables leaves
+        """Logs some of a validation's responses, for people to read. A tracker without tables ignores
         them."""
 
     def flush(self) -> None:
-        """Has everything that was logged outlast a kill of this process. Called before a checkpoint is saved;
-        OSError puts that off."""
+        """Makes everything logged survive a kill of this process. Called before a checkpoint is saved;
+        OSError postpones that."""
 
     def close(self, *, failed: bool = False) -> None:
         """Writes what is still held. Called once, also after a failure or Ctrl-C (`failed`); nothing is
@@ -41,39 +41,39 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True)
 class About:
-    """What a tracker that others look at may tell about a run."""
+    """What a shared tracker may publish about a run."""
 
     project: str = "hydraflow"
     experiment: str = "run"
     config: Mapping[str, Any] = field(default_factory=dict)
     """The whole configuration as plain values, without secrets (`redact.public`)."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Of this start: command line, git commit, versions (`provenance.facts_of_start`)."""
+    """Facts of this start: command line, git commit, versions (`provenance.facts_of_start`)."""
     files: tuple[Path, ...] = ()
     """Files of the run folder that are kept with the run: configuration, plan, run.json."""
     wandb_proxy: str | None = None
-    """Proxy for Weights & Biases alone."""
+    """Proxy for Weights & Biases only."""
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a tracker may know about the run."""
+    """What a tracker knows about the run."""
 
     folder: Path
     """The run folder; it exists and can be written."""
     title: str
-    """Project and experiment, for people."""
+    """Display names: project and experiment."""
     total_steps: int | None
-    """Training steps planned; None: not known."""
+    """Planned training steps; None: unknown."""
     run_id: str = ""
-    """Identity of the run: the same when it goes on after a stop."""
+    """Identity of the run: kept when it resumes."""
     done_steps: int = 0
-    """Training steps of the run before this start; what was logged after them is void."""
+    """Training steps of the run before this start; anything logged after them is void."""
     seconds_before: float = 0.0
     """Wall time of the run before this start."""
     about: About = field(default_factory=About)
     redraws: bool = True
-    """Whether the console may draw its display in place; false: somebody types at a debugger there."""
+    """Whether the console may draw its display in place; false: a debugger uses the terminal."""
 
 
 TrackerFactory = Callable[[RunInfo], Tracker]

@@ -38,7 +38,7 @@ PACE_STEPS = 20
 
 @dataclass
 class Progress:
-    """How far the run is, kept up from what is logged."""
+    """Progress of the run, updated from the logged numbers."""
 
     total_steps: int | None
     step: int = 0
@@ -71,7 +71,7 @@ class Progress:
         return (end - start) / (last - first) * max(0, self.total_steps - last)
 
     def position(self) -> str:
-        """Step of how many, and the time left."""
+        """Step, total steps and time left."""
         text = f"step {self.step}" if self.total_steps is None else f"step {self.step}/{self.total_steps}"
         left = self.seconds_left()
         return text if left is None else f"{text}, {duration(left)} left"
@@ -90,17 +90,17 @@ class PlainConsole:
         print(f"{self._progress.position()}  {values}".rstrip(), flush=True)
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        """The run folder has them; here is no room."""
+        """Ignored: the run folder has them."""
 
     def flush(self) -> None:
-        """Nothing is held."""
+        """Does nothing: nothing is buffered."""
 
     def close(self, *, failed: bool = False) -> None:
-        """Nothing is held."""
+        """Does nothing: nothing is buffered."""
 
 
 class LiveConsole:
-    """A display redrawn in place. What others print meanwhile appears above it; the last state stays on the
+    """A display redrawn in place. Other output appears above it; the last state stays on the
     terminal."""
 
     def __init__(self, run: RunInfo):
@@ -116,13 +116,13 @@ class LiveConsole:
         self._live.update(self._render(), refresh=True)
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        """The run folder has them; here is no room."""
+        """Ignored: the run folder has them."""
 
     def flush(self) -> None:
-        """Nothing is held."""
+        """Does nothing: nothing is buffered."""
 
     def close(self, *, failed: bool = False) -> None:
-        """Gives the terminal back: cursor visible, on a line of its own."""
+        """Restores the terminal: cursor visible, on a new line."""
         self._live.stop()
 
     def _render(self) -> Group:

@@ -39,7 +39,7 @@ def draw_curve(folder: Path, target: Path, *, title: str = "") -> bool:
     curves = {name: points for name, value_of in CURVES.items() if (points := curve(records, value_of))}
     if not curves:
         return False
-    # The figure and its canvas directly, not pyplot: no global state, and no display is looked for.
+    # The figure and its canvas directly, not pyplot: no global state, and no display is needed.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -62,6 +62,6 @@ def draw_curve(folder: Path, target: Path, *, title: str = "") -> bool:
 
 
 def _draw(axes: Axes, x: Sequence[float], y: Sequence[float]) -> None:
-    """A line, with marks where the points are few enough to be told apart."""
+    """A line, with markers if the points are few enough to distinguish."""
     axes.plot(x, y, color="tab:blue", linewidth=1.4, marker="o" if len(x) <= 40 else None, markersize=3.5)
     axes.grid(alpha=0.3)

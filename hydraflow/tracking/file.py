@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object per call, flushed at once, so that a run that dies leaves what it had.
+"""metrics.jsonl: one JSON object per call, flushed at once, so that nothing is lost when a run dies.
 
 While the disk is full, lines are held and a warning says so; they are written as soon as there is room.
 
@@ -22,7 +22,7 @@ from hydraflow.tracking.base import RunInfo, Sample
 
 METRICS_FILE = "metrics.jsonl"
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""No room on the disk, or none within the quota: that may pass."""
+"""Disk full or quota exceeded: may be temporary."""
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class FileTracker:
         self._path = run.folder / METRICS_FILE
         self._file = self._path.open(
             "ab", buffering=0
-        )  # no buffer: what a full disk did not take stays in _held
+        )  # unbuffered: lines that a full disk rejected stay in _held
         self._held = b""
         self._start = time.monotonic() - run.seconds_before
 
@@ -42,34 +42,34 @@ class FileTracker:
         """Writes one line. Raises EnvironmentFault when it cannot, for another reason than a full disk."""
         record: dict[str, float | str] = {"step": step, "seconds": round(time.monotonic() - self._start, 3)}
         record |= {name: json_number(value) for name, value in metrics.items()}
-        told = bool(self._held)
+        warned = bool(self._held)
         self._held += (json.dumps(record, allow_nan=False) + "\n").encode()
         try:
             self._write()
         except OSError as error:
             if error.errno not in FULL:
                 raise EnvironmentFault(f"cannot write {self._path}: {error.strerror}") from error
-            if not told:
+            if not warned:
                 logger.warning(
                     "%s: %s; what was measured is held back until there is room", self._path, error.strerror
                 )
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        """They have files of their own: `RunFolder.write_samples`."""
+        """Ignored, they have their own files: `RunFolder.write_samples`."""
 
     def flush(self) -> None:
-        """Writes what is held and has the disk confirm it. OSError while it cannot: a checkpoint must not be
+        """Writes the held lines and flushes them to disk. OSError while it cannot: a checkpoint must not be
         ahead of its metrics."""
         self._write()
         os.fsync(self._file.fileno())
 
     def close(self, *, failed: bool = False) -> None:
-        """Writes what is held, or says that it is lost, and closes the file."""
+        """Writes the held lines, or logs that they are lost, and closes the file."""
         try:
             try:
                 self._write()
             finally:
-                self._file.close()  # a network file system may say only here that there was no room
+                self._file.close()  # a network file system may report a full disk only here
         except OSError as error:
             logger.error("%s: %s; its last lines are lost", self._path, error.strerror)
 

@@ -1,13 +1,13 @@
-"""Keeps a tracker's faults and waits away from training: one warning, and the run goes on.
+"""Isolates training from a tracker's faults and delays: one warning, and the run continues.
 
-In: what opens a tracker. Out: a Tracker whose calls return at once and never raise; the calls themselves are
-made in a thread, one after the other. What fails is tried again; what fails for good is counted and left out,
-and metrics.jsonl has it all the same.
+In: a tracker's constructor. Out: a Tracker whose calls return at once and never raise; the calls themselves
+are made in a thread, one after the other. Failed calls are retried; those that keep failing are counted and
+dropped, and metrics.jsonl still has everything.
 
     training:  log(1)  log(2)  log(3)                     close()
     thread:      open    log(1)  log(2): fails, again, ok   log(3)  close
 
-Left out on purpose: the file tracker, which must not miss a step and says so itself.
+Left out on purpose: the file tracker, which must not miss a step and reports its own errors.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from hydraflow.redact import public_text
 from hydraflow.tracking.base import RunInfo, Sample, Tracker, TrackerFactory
 
 PAUSES = (1.0, 10.0)
-"""Seconds before the second and the third try of a call."""
+"""Seconds before the second and the third attempt of a call."""
 HELD_CALLS = 2000
-"""Calls that wait for a slow tracker; more are left out."""
+"""Calls queued for a slow tracker; more are dropped."""
 FLUSH_SECONDS = 5.0
-"""What a checkpoint waits for a tracker; not again until that one has caught up."""
+"""Seconds that a checkpoint waits for a tracker; not again until the tracker has caught up."""
 CLOSE_SECONDS = 30.0
-"""What the end of a run waits for its trackers, all together: batch systems give a run that they stop a
+"""Seconds that the end of a run waits for all trackers together: batch systems give a run that they stop a
 minute or two."""
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class Background:
         self._flushed = threading.Event()
         self._flushed.set()
         self._failing = False
-        """The last call failed for good: others are tried once."""
+        """The last call failed permanently: later ones are tried once."""
         self._lost = 0
         self._warned = False
         self._tracker: Tracker | None = None
@@ -65,18 +65,18 @@ class Background:
         self._thread.start()
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Has the tracker take the numbers."""
+        """Passes the numbers to the tracker."""
         kept = dict(metrics)
         self._hand_over(lambda tracker: tracker.log(kept, step))
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        """Has the tracker take the samples."""
+        """Passes the samples to the tracker."""
         kept = list(samples)
         self._hand_over(lambda tracker: tracker.log_samples(kept, step))
 
     def flush(self) -> None:
-        """Waits until the tracker has taken and written everything, `flush_seconds` at most; not for one that
-        fails or lags."""
+        """Waits until the tracker has written everything, at most `flush_seconds`; not for one that fails or
+        lags."""
         if self._failing or not self._flushed.is_set() or not self._thread.is_alive():
             return
         self._flushed = done = threading.Event()
@@ -85,14 +85,14 @@ class Background:
         done.wait(self._flush_seconds)
 
     def begin_closing(self, *, failed: bool = False) -> None:
-        """Tells the tracker to end once it has taken what is held; the wait of `close` counts from here."""
+        """Asks the tracker to end once its queue is empty; the timeout of `close` counts from here."""
         self._calls.put(lambda tracker: tracker.close(failed=failed))
         self._calls.put(None)
         self._ending.set()
         self._last_moment = time.monotonic() + self._close_seconds
 
     def close(self, *, failed: bool = False) -> None:
-        """Waits for what is under way, `close_seconds` at most, and says what did not get there."""
+        """Waits for pending calls, at most `close_seconds`, and logs what was lost."""
         if not self._ending.is_set():
             self.begin_closing(failed=failed)
         self._thread.join(max(0.0, self._last_moment - time.monotonic()))
@@ -103,7 +103,7 @@ class Background:
             )
             logger.warning(text, self.name, self._close_seconds)
         elif self._lost:
-            text = "%s: %d %s did not get there in all; metrics.jsonl has everything"
+            text = "%s: %d %s were lost in total; metrics.jsonl has everything"
             logger.warning(text, self.name, self._lost, "call" if self._lost == 1 else "calls")
 
     def _hand_over(self, call: Call) -> None:
@@ -124,8 +124,8 @@ class Background:
         self._tracker = self._factory(self._run)
 
     def _tried(self, call: Callable[..., None]) -> bool:
-        """Whether the call worked, the first time or after a pause. Libraries raise whatever they like, and
-        none may end a run."""
+        """Whether the call worked, at once or after a retry. Libraries may raise anything, and nothing may
+        end the run."""
         for pause in () if self._failing else self._pauses:
             if self._attempt(call) is None:
                 return True
@@ -140,9 +140,7 @@ class Background:
     def _attempt(self, call: Callable[..., None]) -> str | None:
         try:
             call(self._tracker)
-        except (
-            BaseException
-        ) as error:  # SystemExit, too: it would end this thread, and no one would hear of it
+        except BaseException as error:  # SystemExit, too: it would silently end this thread
             return public_text(f"{type(error).__name__}: {error}".splitlines()[0][:300])
         return None
 
@@ -152,7 +150,10 @@ class Background:
             self._warned = True
             did = "could not be opened" if self._tracker is None else "does not take what is logged"
             logger.warning(
-                "tracker %s %s (%s); training goes on, and metrics.jsonl has everything", self.name, did, why
+                "tracker %s %s (%s); training continues; metrics.jsonl has everything",
+                self.name,
+                did,
+                why,
             )
 
 
@@ -165,27 +166,25 @@ class Forgiving:
         self._warned_at: float | None = None
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Has the tracker take the numbers."""
+        """Passes the numbers to the tracker."""
         self._tried(lambda: self.tracker.log(metrics, step))
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        """Has the tracker take the samples."""
+        """Passes the samples to the tracker."""
         self._tried(lambda: self.tracker.log_samples(samples, step))
 
     def flush(self) -> None:
-        """As the tracker."""
+        """Passes the call on."""
         self._tried(self.tracker.flush)
 
     def close(self, *, failed: bool = False) -> None:
-        """As the tracker."""
+        """Passes the call on."""
         self._tried(lambda: self.tracker.close(failed=failed))
 
     def _tried(self, call: Callable[[], None]) -> None:
         try:
             call()
-        except (
-            Exception
-        ) as error:  # a full disk, a stream that somebody closed, whatever the library makes of it
+        except Exception as error:  # a full disk, a closed stream, or whatever the library raises for it
             if self._warned_at is None:
                 self._warned_at = time.monotonic()
-                logger.warning("%s: %s; training goes on, and metrics.jsonl has everything", self.name, error)
+                logger.warning("%s: %s; training continues; metrics.jsonl has everything", self.name, error)

@@ -1,4 +1,4 @@
-"""Reads metrics.jsonl back, and says which numbers of it are the run's accuracy and reward.
+"""Reads metrics.jsonl back, and defines which of its numbers are the run's accuracy and reward.
 
 In: the run folder. Out: one record per step and curves of (step, seconds, value).
 """
@@ -18,11 +18,11 @@ Record = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Point:
-    """One value of a curve."""
+    """A point of a curve."""
 
     step: int
     seconds: float
-    """Since the trackers were opened."""
+    """Seconds since the trackers were opened."""
     value: float
 
 
@@ -42,7 +42,7 @@ def read_metrics(folder: Path) -> list[dict[str, float]]:
 
 
 def record_of(line: str) -> dict[str, float] | None:
-    """The numbers of a line of metrics.jsonl; None: it is torn, or something else.
+    """The numbers of a line of metrics.jsonl; None: torn or not such a line.
 
     >>> record_of('{"step": 1, "seconds": 2.5, "critic/score/mean": "nan"}' + chr(10))
     {'step': 1.0, 'seconds': 2.5, 'critic/score/mean': nan}

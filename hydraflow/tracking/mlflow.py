@@ -1,7 +1,7 @@
 """MLflow: metrics, validation tables, configuration, plan and run.json, on the server of MLFLOW_TRACKING_URI.
 
-In: numbers of a step. Out: a run of the experiment `trainer.project_name`. A run that goes on is found again
-by its tag. Without MLFLOW_TRACKING_URI all goes to the run folder: `mlflow ui --backend-store-uri
+In: numbers of a step. Out: a run of the experiment `trainer.project_name`. A resumed run is found by its
+tag. Without MLFLOW_TRACKING_URI all goes to the run folder: `mlflow ui --backend-store-uri
 sqlite:///<run folder>/mlflow/mlflow.db`. Left out on purpose: models, which are in the run folder.
 """
 
@@ -19,22 +19,21 @@ from hydraflow.tracking.base import SAMPLE_COLUMNS, RunInfo, Sample, rows_of
 URI = "MLFLOW_TRACKING_URI"
 TAG = "hydraflow.run_id"
 RETRIES = ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
-"""Where nobody says otherwise: a server that is gone is told within seconds. `guarded.py` tries again,
-too."""
+"""Defaults where unset: a dead server is reported within seconds. `guarded.py` retries as well."""
 LONGEST_VALUE, MOST_PARAMS, MOST_METRICS = 6000, 100, 1000
 LONGEST_NAME = 250
-"""What MLflow takes: characters of a parameter's value, parameters and metrics of one call, characters of a
+"""MLflow's limits: characters of a parameter's value, parameters and metrics of one call, characters of a
 name."""
 
 
 def tracking_uri(environ: Mapping[str, str], folder: Path) -> str:
-    """Where runs are kept. ValueError for a run folder that a store's address cannot name: the store would
-    lie somewhere else."""
+    """The tracking URI. ValueError for a run folder that a store's URI cannot express: the store would be
+    somewhere else."""
     if given := environ.get(URI):
         return given
     if set(str(folder)) & set("%?#"):
         raise ValueError(
-            f"its database cannot lie in {folder}: the address of one has no %, ? or #; set {URI}"
+            f"its database cannot be in {folder}: the address of one has no %, ? or #; set {URI}"
         )
     return f"sqlite:///{folder / 'mlflow' / 'mlflow.db'}"
 
@@ -51,7 +50,7 @@ class MlflowTracker:
         self._client: Any = MlflowClient(tracking_uri=tracking_uri(os.environ, run.folder))
         experiment = self._experiment(run)
         self._id, is_new = self._find_or_make(run, experiment)
-        if is_new:  # MLflow refuses another value for a parameter: those of the first start stay
+        if is_new:  # MLflow rejects a changed parameter: those of the first start stay
             params = [
                 Param(allowed_name(key), str(value)[:LONGEST_VALUE])
                 for key, value in flat(run.about.config)
@@ -103,7 +102,7 @@ class MlflowTracker:
         self._client.log_table(self._id, columns, f"validation/step_{step:06d}.json")
 
     def flush(self) -> None:
-        """Each call has been answered before it returned."""
+        """Does nothing: every call is synchronous."""
 
     def close(self, *, failed: bool = False) -> None:
         """Ends the run."""
@@ -111,8 +110,8 @@ class MlflowTracker:
 
 
 def allowed_name(name: str) -> str:
-    """The name of a metric or parameter in characters that MLflow takes. One that could be another file's
-    path is refused there, with all that is logged beside it: no part of it is empty, `.` or `..`.
+    """The name of a metric or parameter in characters that MLflow accepts. One that could be another file's
+    path is rejected there, with everything logged in the same call: no part of it is empty, `.` or `..`.
 
     >>> allowed_name("val-core/sums/acc/mean@4"), allowed_name("val-core/../my (set)//acc")
     ('val-core/sums/acc/mean_at_4', 'val-core/_/my _set_/_/acc')

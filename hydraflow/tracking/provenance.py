@@ -1,4 +1,4 @@
-"""What a run was made with: command line, source, versions, machine. One entry per start of the run, in
+"""Provenance of a run: command line, source, versions, machine. One entry per start of the run, in
 run.json.
 
 In: this process and its folders. Out: plain values for JSON. Left out on purpose: the configuration and the
@@ -43,14 +43,14 @@ EXTRAS = (
     "swanlab",
     "tensorboard",
 )
-"""Named only where they are installed."""
+"""Listed only if installed."""
 OURS = "hydraflow-trainer"
 SLURM_JOB = "slurm_job"
 """Key of the Slurm job that a start belongs to; only there in one."""
 NO_PROGRAMS = ("-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}")
 """Options with which git starts no monitor and no hook that the repository's own configuration names."""
 GIT_SECONDS = 5.0
-"""After so long git is given up: a repository on a network drive that hangs must not hold a run."""
+"""Timeout for git in seconds: a hanging network drive must not block a run."""
 
 
 def facts_of_start(step: int, words: Sequence[str]) -> dict[str, Any]:
@@ -83,11 +83,11 @@ def versions() -> dict[str, str]:
 
 
 def commit_of(folder: Path) -> dict[str, Any] | None:
-    """Commit and state of the repository that `folder` is in; None: it is in none, or git is not there."""
-    told = _git(folder, "rev-parse", "HEAD", "--show-toplevel")
-    if told is None or len(told.splitlines()) != 2:
+    """Commit and state of the repository that `folder` is in; None: not in one, or git is missing."""
+    output = _git(folder, "rev-parse", "HEAD", "--show-toplevel")
+    if output is None or len(output.splitlines()) != 2:
         return None
-    commit, top = told.splitlines()
+    commit, top = output.splitlines()
     changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
     branch = _git(folder, "rev-parse", "--abbrev-ref", "HEAD")
     return {
@@ -99,8 +99,8 @@ def commit_of(folder: Path) -> dict[str, Any] | None:
 
 
 def _is_kept_by_git(source: Path) -> bool:
-    """Whether this file is in the repository around it. An installed hydraflow may lie in an environment
-    inside of a user's repository."""
+    """Whether this file is in the repository around it. An installed hydraflow may be in an environment
+    inside a user's repository."""
     return _git(source, "ls-files", "--error-unmatch", str(Path(__file__).resolve())) is not None
 
 
@@ -108,7 +108,7 @@ def _git(folder: Path, *words: str) -> str | None:
     environ = {
         **os.environ,
         "GIT_OPTIONAL_LOCKS": "0",
-    }  # asking for the state must not write into the repository
+    }  # git status must not write to the repository
     command = ["git", "-C", str(folder), *NO_PROGRAMS, *words]
     try:
         done = subprocess.run(

@@ -1,8 +1,8 @@
-"""The run folder: everything that a run leaves behind is in it.
+"""The run folder, which holds everything that a run writes.
 
 In: trainer.default_local_dir or the experiment's name. Out: a folder that can be written, the paths inside
-it, config.yaml, summary.json, samples and the requeue note. Left out on purpose: what others write there
-(metrics, plan, models, checkpoints); they ask here for the path.
+it, config.yaml, summary.json, samples and the requeue note. Left out on purpose: the files of other
+modules (metrics, plan, models, checkpoints); they get their paths here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 FIELD = "trainer.default_local_dir"
 RUNS = Path("runs")
-"""Where run folders are made that the user did not name."""
+"""Parent of run folders that the user did not name."""
 RUN_FILES = (
     METRICS_FILE,
     "config.yaml",
@@ -55,8 +55,8 @@ RUN_FILES = (
     "global_step_*",
     "best",
 )
-"""What belongs to one run alone, and must not be mixed with an earlier one's in the same folder; as
-patterns."""
+"""Patterns of files that belong to a single run and must not be mixed with those of an earlier run in the
+same folder."""
 
 
 class RunFolder:
@@ -78,8 +78,8 @@ class RunFolder:
 
     @classmethod
     def make(cls, directory: str | None, experiment_name: str) -> RunFolder:
-        """Makes `directory`, or runs/<experiment_name>-<date>-<time> when it is None; what is there stays as
-        it is.
+        """Makes `directory`, or runs/<experiment_name>-<date>-<time> when it is None; existing files
+        are kept.
 
         Raises ConfigError when it cannot be written.
         """
@@ -93,7 +93,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, directory: str | None, experiment_name: str) -> RunFolder:
-        """As `make`, for a run that starts anew: files that an earlier run left there go to earlier-1/,
+        """As `make`, for a run that starts from scratch: files of an earlier run are moved to earlier-1/,
         earlier-2/, ..."""
         folder = cls.make(directory, experiment_name)
         folder.set_earlier_run_aside()
@@ -107,7 +107,7 @@ class RunFolder:
         return [cls(path.resolve()) for path in sorted(found, key=lambda path: path.name, reverse=True)]
 
     def set_earlier_run_aside(self) -> None:
-        """Moves what an earlier run left. Raises ConfigError when that cannot be done."""
+        """Moves the files of an earlier run. Raises ConfigError when that fails."""
         leftovers = sorted(path for name in RUN_FILES for path in self.path.glob(name))
         if not leftovers:
             return
@@ -122,19 +122,19 @@ class RunFolder:
             raise _unwritable(self.path, error) from error
 
     def go_back_to(self, step: int) -> int:
-        """Forgets what was noted after `step`, which will be done again, and how the run ended; returns how
-        many lines that were."""
+        """Deletes records after `step`, which will be repeated, and how the run ended; returns the number of
+        deleted lines."""
         self.summary.unlink(missing_ok=True)
         self.requeue.unlink(missing_ok=True)
         for noted in [*self.samples.glob("step_*.jsonl"), *self.skipped.glob("step_*.safetensors")]:
-            number = re.match(r"step_(\d+)(?:_|$)", noted.stem)  # others are the user's
+            number = re.match(r"step_(\d+)(?:_|$)", noted.stem)  # other files are the user's
             if number and int(number[1]) > step:
                 noted.unlink()
         if not self.metrics.exists():
             return 0
         lines = self.metrics.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         records = [record_of(line) for line in lines]
-        if torn := records[:-1].count(None):  # a last line may be: the run was cut off
+        if torn := records[:-1].count(None):  # the last line may be: the run was interrupted
             logger.warning("%s: %d of %d lines are torn; they are dropped", self.metrics, torn, len(lines))
         both = zip(lines, records, strict=True)
         kept = [line for line, record in both if record and record["step"] <= step]
@@ -142,7 +142,7 @@ class RunFolder:
         return len(lines) - len(kept)
 
     def ended_with(self) -> tuple[str, int]:
-        """Why the last run there ended, and after how many steps; empty and 0 where it did not say."""
+        """Why the last run there ended, and after how many steps; empty and 0 if unknown."""
         try:
             summary = json.loads(self.summary.read_text(encoding="utf-8"))
             return str(summary["why_it_ended"]), int(summary["steps"])
@@ -193,7 +193,7 @@ class RunFolder:
         self._write(self.plan, text)
 
     def write_summary(self, summary: Summary) -> None:
-        """Writes summary.json: a reader sees the whole file or none."""
+        """Writes summary.json atomically."""
         fields = {
             name: json_number(value) if isinstance(value, float) else value
             for name, value in asdict(summary).items()
@@ -201,7 +201,7 @@ class RunFolder:
         self._write(self.summary, json.dumps(fields, indent=2, allow_nan=False) + "\n")
 
     def write_requeue(self, step: int, why: str) -> None:
-        """Writes `requeue`: the run was told to stop, and the same command again goes on."""
+        """Writes `requeue`: the run was asked to stop, and the same command will resume it."""
         self._write(self.requeue, json.dumps({"step": step, "why": why}) + "\n")
 
     def write_samples(self, step: int, samples: Iterable[Mapping[str, object]]) -> None:
@@ -215,8 +215,8 @@ class RunFolder:
             logger.warning("the samples of step %d are lost: %s", step, error)
 
     def _write(self, path: Path, text: str, *, private: bool = False) -> None:
-        """Writes under a temporary name and renames. `private`: only this user can read it, since it holds
-        secrets or may: no rule knows every secret by its name.
+        """Writes under a temporary name and renames. `private`: only this user can read it, because it
+        holds or may hold secrets: no rule knows every secret by its name.
         """
         try:
             with replacing(path) as unfinished:
@@ -224,7 +224,7 @@ class RunFolder:
                     unfinished.touch(mode=0o600)
                 unfinished.write_text(
                     text, encoding="utf-8", errors="replace"
-                )  # half of a character pair, in what somebody's data say
+                )  # a lone surrogate in the user's data
         except OSError as error:
             raise EnvironmentFault(f"cannot write {path}: {error.strerror}") from error
 
@@ -265,7 +265,7 @@ def _make(path: Path) -> Path:
 
 
 def _make_unused(path: Path) -> Path:
-    """Makes `path`, or path-2, path-3, ... where a run began in the same second."""
+    """Makes `path`, or path-2, path-3, ... where a run started in the same second."""
     path.parent.mkdir(parents=True, exist_ok=True)
     number, candidate = 1, path
     while True:

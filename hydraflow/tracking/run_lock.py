@@ -1,6 +1,6 @@
-"""One run at a time in a run folder, and who it is.
+"""Allows one run at a time in a run folder, and names its owner.
 
-In: a folder. Out: a lock that the kernel gives back when the process ends, however it ends; the file `.lock`
+In: a folder. Out: a lock that the kernel releases when the process ends, however it ends; the file `.lock`
 names its owner. Some file systems have no such lock (Lustre without `-o flock`, NFS without lockd). There the
 owner's name is all there is: a run starts, with a warning, unless the process that `.lock` names may still
 live; the name is removed when the run ends. Left out on purpose: two runs that start in the same moment on
@@ -50,19 +50,19 @@ class RunLock:
             raise ConfigError.one(field, folder, rule, self._remedy(field)) from None
 
     def release(self) -> None:
-        """Lets others have the folder. A second call does nothing."""
+        """Releases the folder. A second call does nothing."""
         if self._file >= 0 and not self._is_kernels:
             self._path.unlink(missing_ok=True)
         self._close()
 
     def _take(self, field: str) -> bool:
-        """Whether the kernel keeps others out; False: this file system has no locks, and no other process is
-        known to be there."""
+        """Whether the kernel lock is held; False: this file system has no locks, and no other process is
+        known to use the folder."""
         folder = self._path.parent
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            rule = f"another run is at work there: {_in_words(_owner(folder))}"
+            rule = f"another run is using it: {_in_words(_owner(folder))}"
             raise ConfigError.one(
                 field, folder, rule, f"{field}=<another folder>, or wait for it to end"
             ) from None
@@ -70,7 +70,7 @@ class RunLock:
             owner = _owner(folder)
             if owner and _lives(owner) is not False:
                 rule = (
-                    f"another run may be at work there, and this file system has no locks ({error.strerror}):"
+                    f"another run may be using it, and this file system has no locks ({error.strerror}):"
                     f" {_in_words(owner)}"
                 )
                 raise ConfigError.one(field, folder, rule, self._remedy(field)) from None
@@ -92,16 +92,16 @@ class RunLock:
 
 
 def is_at_work(folder: Path) -> bool | None:
-    """Whether the process that took the folder last still lives; None: it is on another machine, or nobody
-    has taken it.
+    """Whether the process that took the folder last still lives; None: it is on another machine, or there
+    was none.
 
-    It does not try the lock: a run that starts in that moment would be refused.
+    Does not try the lock: a run starting at that moment would be rejected.
     """
     return _lives(_owner(folder))
 
 
 def _owner(folder: Path) -> dict[str, Any]:
-    """What `.lock` says; empty when that is nothing that can be read."""
+    """The content of `.lock`; empty if unreadable."""
     try:
         owner = json.loads((folder / LOCK_FILE).read_text())
     except (OSError, ValueError):
@@ -110,9 +110,9 @@ def _owner(folder: Path) -> dict[str, Any]:
 
 
 def _lives(owner: dict[str, Any]) -> bool | None:
-    """Whether the process lives that `.lock` names; None: it does not say which, or one on another machine.
+    """Whether the process named in `.lock` is alive; None: none is named, or it is on another machine.
 
-    A number that the kernel has given to another process since then is told by when that one started.
+    A reused pid is detected by its start time.
     """
     pid = owner.get("pid")
     if not isinstance(pid, int) or owner.get("host") != socket.gethostname():
@@ -133,8 +133,7 @@ def _me() -> dict[str, Any]:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """When a process of this machine started, in clock ticks since the machine did; None: there is none with
-    that number."""
+    """Start time of a local process, in clock ticks since boot; None: there is no such pid."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, IndexError):

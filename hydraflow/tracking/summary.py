@@ -1,4 +1,4 @@
-"""How the run went, in six numbers: summary.json for programs, a table for people.
+"""The result of a run in six numbers: summary.json for programs, a table for people.
 
 In: metrics.jsonl of the run folder and why the run ended. Out: a Summary, and text on the terminal.
 """
@@ -21,13 +21,13 @@ class Summary:
     """The fields of summary.json."""
 
     first_val_accuracy: float | None
-    """At the first validation, in [0, 1] where the reward function says `acc`; None: there was none."""
+    """At the first validation, in [0, 1] if the reward function returns `acc`; None: no validation."""
     last_val_accuracy: float | None
     """At the last validation."""
     best_val_accuracy: float | None
-    """The highest of all."""
+    """The highest of all validations."""
     steps: int
-    """Training steps done."""
+    """Number of training steps done."""
     seconds: float
     """Wall time of the whole run."""
     why_it_ended: str
@@ -37,12 +37,10 @@ class Summary:
 
 
 def summarise(folder: Path, *, seconds: float, why_it_ended: str) -> Summary:
-    """The summary of what metrics.jsonl holds."""
+    """The summary of metrics.jsonl."""
     records = read_metrics(folder)
     accuracies = [point.value for point in curve(records, validation_accuracy)]
-    numbers = [
-        value for value in accuracies if value == value
-    ]  # without NaN, of which max() would make nonsense
+    numbers = [value for value in accuracies if value == value]  # without NaN, which breaks max()
     return Summary(
         first_val_accuracy=accuracies[0] if accuracies else None,
         last_val_accuracy=accuracies[-1] if accuracies else None,
@@ -55,7 +53,7 @@ def summarise(folder: Path, *, seconds: float, why_it_ended: str) -> Summary:
 
 
 def print_summary(summary: Summary, folder: Path, console: Console | None = None) -> None:
-    """Prints the table and the line that says where the run folder is."""
+    """Prints the table and the path of the run folder."""
     console = console or Console()
     if summary.first_val_accuracy is not None:
         table = Table("validation accuracy", "first", "last", "best")
@@ -73,7 +71,7 @@ def print_summary(summary: Summary, folder: Path, console: Console | None = None
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them.
+    """Seconds in readable form.
 
     >>> duration(42), duration(62), duration(3 * 3600 + 5 * 60 + 7)
     ('42s', '1m02s', '3h05m')

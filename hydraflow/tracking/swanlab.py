@@ -1,8 +1,8 @@
 """SwanLab: metrics, validation tables, configuration, on its server or in the run folder's swanlab/.
 
-In: numbers of a step. Out: an experiment of the project `trainer.project_name`. A run that goes on goes on in
-the same experiment. Without a login, or where the server does not take it, everything stays in the run
-folder, until `swanlab sync <run folder>/swanlab/run-*`. Left out on purpose: what SwanLab catches by itself;
+In: numbers of a step. Out: an experiment of the project `trainer.project_name`. A resumed run continues
+the same experiment. Without a login, or if the server rejects it, everything stays in the run
+folder, until `swanlab sync <run folder>/swanlab/run-*`. Left out on purpose: what SwanLab captures by itself;
 the run folder has it.
 """
 
@@ -20,7 +20,7 @@ from hydraflow.tracking.base import SAMPLE_COLUMNS, RunInfo, Sample, rows_of
 
 TABLE = "val/generations"
 ID_LENGTH = 21
-"""SwanLab's identities have so many letters and digits."""
+"""Length of SwanLab's run ids, letters and digits."""
 MODES = ("offline", "local", "disabled")
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ def offline_because(environ: Mapping[str, str]) -> str | None:
     saved = Path(environ.get("SWANLAB_SAVE_DIR") or home / ".swanlab") / ".netrc"
     if environ.get("SWANLAB_API_KEY") or saved.is_file() or Path(".swanlab/.netrc").is_file():
         return None
-    return "nobody is logged in"
+    return "there is no login"
 
 
 class SwanlabTracker:
@@ -91,7 +91,7 @@ class SwanlabTracker:
         self._run.log({TABLE: table}, step=step)
 
     def flush(self) -> None:
-        """SwanLab has no call for it; it writes within seconds."""
+        """Does nothing: SwanLab has no flush; it writes within seconds."""
 
     def close(self, *, failed: bool = False) -> None:
         """Ends the experiment, as crashed where it failed."""

@@ -8,7 +8,7 @@ Each rule has to hold for `IN_A_ROW` steps in a row.
 - Entropy collapse: `actor/entropy` is below 0.05 nats per token and below a tenth of the first step's, and
   the mean score is below 90 % of the range of scores seen so far. (A policy that has learned its task may be
   certain.)
-- All cut off: `response_length/clip_ratio` is 1.
+- All truncated: `response_length/clip_ratio` is 1.
 - Learning rate 0: `actor/lr` or `train/lr` has been 0 in every step of the run. (A warm-up starts at 0, and a
   decay may end there.)
 """
@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 IN_A_ROW = 3
-"""Steps that have to look alike before it is said. One step of a small batch may do so by chance."""
+"""Consecutive steps that must show a symptom before it is reported: a single small batch may do so by
+chance."""
 COLLAPSED_NATS, COLLAPSED_SHARE, LEARNED = 0.05, 0.1, 0.9
 
 NEEDED = frozenset(
@@ -42,7 +43,7 @@ Row = Mapping[str, float]
 
 @dataclass
 class Seen:
-    """What the rules need of earlier steps."""
+    """State from earlier steps that the rules need."""
 
     first_entropy: float | None = None
     lowest_score: float = float("inf")
@@ -51,7 +52,7 @@ class Seen:
     """Whether an optimizer step had a learning rate above 0."""
 
     def add(self, row: Row) -> None:
-        """Takes the next step in."""
+        """Adds the next step."""
         if self.first_entropy is None:
             self.first_entropy = row.get("actor/entropy")
         self.lowest_score = min(self.lowest_score, row.get("critic/score/min", self.lowest_score))
@@ -61,7 +62,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Symptom:
-    """A rule and what is said once it has held for `IN_A_ROW` steps."""
+    """A rule, and the message once it has held for `IN_A_ROW` steps."""
 
     holds: Callable[[Row, Seen], bool | None]
     """Whether the step shows it; None: the step lacks the numbers, and neither ends nor extends the row."""
@@ -112,7 +113,7 @@ SYMPTOMS = (
     ),
     Symptom(
         _all_cut_off,
-        "every response is cut off at the length limit (response_length/clip_ratio is 1), so no answer is"
+        "every response is truncated at the length limit (response_length/clip_ratio is 1), so no answer is"
         " complete. Usual causes: data.max_response_length is too small, a chat template or tokenizer without"
         " the model's end-of-sequence token. Look at the responses in samples/.",
     ),
@@ -126,7 +127,7 @@ SYMPTOMS = (
 
 @dataclass
 class SymptomWatch:
-    """Takes step after step in and says each symptom once."""
+    """Receives step after step and reports each symptom once."""
 
     seen: Seen = field(default_factory=Seen)
     _rows: dict[int, list[int]] = field(default_factory=dict)

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 TABLE = "val/generations"
 PAUSE = 60.0
-"""Seconds after a failure in which nothing is tried: every try makes a file."""
+"""Seconds without a retry after a failure: every attempt creates a file."""
 
 
 class TensorboardTracker:
@@ -28,8 +28,7 @@ class TensorboardTracker:
 
     def __init__(self, run: RunInfo):
         self._folder = run.folder / "tensorboard"
-        # What an earlier start of the run logged after its last checkpoint is hidden: those steps are done
-        # again.
+        # Hides points that an earlier start logged after its last checkpoint: those steps are repeated.
         self._void_from = run.done_steps + 1 if run.done_steps else None
         self._writer: SummaryWriter | None = None
         self._next_try = 0.0
@@ -77,7 +76,7 @@ class TensorboardTracker:
 
 
 def markdown(samples: Sequence[Sample]) -> str:
-    """The samples as a table, their text as it is and not as Markdown.
+    """The samples as a table, with their text verbatim, not as Markdown.
 
     >>> print(markdown([{"input": "1+1=", "output": "<b>2|", "score": 1.0, "ground_truth": "2"}]))
     | input | output | score | ground_truth |

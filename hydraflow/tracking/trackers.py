@@ -1,6 +1,6 @@
 """The trackers by name, and all of a run's trackers as one.
 
-In: `trainer.logger` and what the run is. Out: one Tracker that passes each call on to all of them.
+In: `trainer.logger` and facts of the run. Out: one Tracker that passes each call on to all of them.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ TRACKERS: dict[str, TrackerFactory] = {
     "swanlab": SwanlabTracker,
     "console": open_console,
 }
-"""Name in trainer.logger -> what opens it. The order is that in which they are called: the file first, it
+"""Name in trainer.logger -> its constructor. The order is that in which they are called: the file first, it
 must not miss a step."""
 LOCAL = ("file", "tensorboard", "console")
-"""Those that nobody else sees: they also show what comes before a run, such as a recipe's warm start."""
+"""Private trackers: they also show what comes before a run, such as a recipe's warm start."""
 
 
 class Trackers:
@@ -60,13 +60,13 @@ class Trackers:
             tracker.log_samples(samples, step)
 
     def flush(self) -> None:
-        """Has what was logged outlast a kill of this process."""
+        """Makes what was logged survive a kill of this process."""
         for tracker in self._trackers:
             tracker.flush()
 
     def close(self, *, failed: bool = False) -> None:
         """Closes every tracker, the last one first, whatever one of them raises; a second call does nothing.
-        `failed`: the run did not end well."""
+        `failed`: the run ended with an error."""
         for tracker in self._trackers:
             if isinstance(tracker, Background):
                 tracker.begin_closing(
@@ -96,10 +96,10 @@ def open_trackers(
     about: About | None = None,
     redraws: bool = True,
 ) -> Trackers:
-    """Opens the trackers of `trainer.logger`; the file is always among them. Makes `folder` where it is not
-    there yet.
+    """Opens the trackers of `trainer.logger`; the file is always among them. Creates `folder` if
+    missing.
 
-    The names are known ones: `compose/rules.py` has seen to that. `run_id`, `done_steps`, `about`, `redraws`:
+    `compose/rules.py` has checked the names. `run_id`, `done_steps`, `about`, `redraws`:
     see `RunInfo`. But for the file, a tracker that fails costs a warning, never the run.
     """
     assert set(names) <= set(TRACKERS), names

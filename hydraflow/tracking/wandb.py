@@ -1,8 +1,8 @@
 """Weights & Biases: metrics, validation tables, configuration and run.json, on its server or in the run
 folder's wandb/.
 
-In: numbers of a step. Out: a run of the project `trainer.project_name`, whose identity is the run's own, so
-that a run that goes on goes on there. Without a login everything stays in the run folder, until `wandb sync
+In: numbers of a step. Out: a run of the project `trainer.project_name`, whose id is the run's own, so that
+a resumed run continues there. Without a login everything stays in the run folder, until `wandb sync
 <run folder>/wandb/offline-run-*`. Left out on purpose: what W&B catches by itself (console output, code,
 command line): the run folder has it.
 """
@@ -41,7 +41,7 @@ def offline_because(environ: Mapping[str, str]) -> str | None:
         return f"WANDB_MODE={mode}"
     if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE") or _in_netrc(environ):
         return None
-    return "nobody is logged in"
+    return "there is no login"
 
 
 def _in_netrc(environ: Mapping[str, str]) -> bool:

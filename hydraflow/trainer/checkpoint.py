@@ -1,9 +1,9 @@
-"""When a run saves, and what: asked after every step, at work beside the next ones.
+"""When and what a run saves: asked after every step, writes in the background of the next ones.
 
-In: a step that is done and logged. Out: a checkpoint in the store, whole and pointed to, some time later. The
-roles copy their state to host memory before `after` returns; a thread here waits for what they write, seals
-it and moves the pointer. Left out on purpose: files and names (`checkpoint_store.py`), coming back
-(`resume.py`).
+In: a step that is done and logged. Out: a complete checkpoint in the store, with the pointer moved to it, a
+little later. The roles copy their state to host memory before `after` returns; a thread here waits for their
+files, seals the checkpoint and moves the pointer. Left out on purpose: files and names
+(`checkpoint_store.py`), restoring (`resume.py`).
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.05
 LEAVE_SECONDS = 10.0
-"""What the end of a run whose workers are gone waits for a disk."""
+"""Seconds that a run whose workers are gone waits for the disk before it ends."""
 DOUBT_SECONDS = 35.0
-"""How long a part that cannot be read is read again: NFS may repeat what it knew of a folder for 30
-seconds."""
+"""Seconds for which an unreadable part is retried: NFS may serve a stale directory listing for 30 seconds."""
 
 
 @dataclass(frozen=True)
@@ -47,26 +46,26 @@ class RoleCheckpoints:
     """Configuration key of `config`."""
     config: CheckpointConfig
     keep: int | None
-    """Checkpoints that stay; None: all."""
+    """Number of checkpoints to keep; None: all."""
     keep_key: str
     """Configuration key of `keep`."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """A validation's value of the metric that the best checkpoint is chosen by."""
+    """The validation metric that selects the best checkpoint, with its value."""
 
     metric: str
     value: float
 
     def beats(self, other: float) -> bool:
-        """Whether this value is better; of a loss, the smaller one is."""
+        """Whether this value is better; for a loss, smaller is better."""
         return self.value < other if self.metric.endswith("loss") else self.value > other
 
 
 class Checkpointer:
-    """Saves one checkpoint at a time. A context manager: leaving it finishes the one at work, unless the
-    workers are gone.
+    """Saves one checkpoint at a time. A context manager: leaving it finishes the one being written,
+    unless the workers are gone.
 
     `describe` gives the run's state after a step, as plain values.
     """
@@ -88,13 +87,13 @@ class Checkpointer:
         )
         self._best = store.best()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._at_work: Future[str] | None = None
+        self._pending: Future[str] | None = None
         self._given_up = threading.Event()
 
     def after(self, step: int, metrics: Mapping[str, float], *, last: bool, preempted: bool) -> None:
-        """Saves what there is to save after a step; `last`: of this start. Raises EnvironmentFault as
+        """Saves what is due after a step; `last`: the last step of this start. Raises EnvironmentFault as
         `settle` does."""
-        if self._at_work is not None and self._at_work.done():
+        if self._pending is not None and self._pending.done():
             self.settle()
         regular = preempted or (self.trainer.save_freq > 0 and (last or step % self.trainer.save_freq == 0))
         score = self._record(metrics)
@@ -102,17 +101,17 @@ class Checkpointer:
             self._save(step, regular, score)
 
     def settle(self) -> None:
-        """Waits for the checkpoint at work. What went wrong is said; EnvironmentFault with
-        trainer.stop_on_failed_save."""
-        if self._at_work is None:
+        """Waits for the checkpoint being written. A failure is logged as a warning, or raised as
+        EnvironmentFault with trainer.stop_on_failed_save."""
+        if self._pending is None:
             return
-        wrong, self._at_work = self._result(self._at_work), None
+        wrong, self._pending = self._result(self._pending), None
         if wrong:
             self._best = self.store.best()
         if wrong and self.trainer.stop_on_failed_save:
             raise EnvironmentFault(f"{wrong} (trainer.stop_on_failed_save=true)")
         if wrong:
-            logger.warning("%s; training goes on, and %s", wrong, self._what_is_left())
+            logger.warning("%s; training continues, and %s", wrong, self._what_is_left())
 
     def has(self, step: int) -> bool:
         """Whether the newest checkpoint is of that step. EnvironmentFault as in `settle`."""
@@ -120,8 +119,8 @@ class Checkpointer:
         return self.store.pointer() == step
 
     def _result(self, saving: Future[str]) -> str:
-        """What went wrong with a save. It waits for parts as long as for any call, and as long again for the
-        disk."""
+        """The error of a save, empty if none. Waits for the parts as long as for any call, and as long again
+        for the disk."""
         limit = 2 * self.trainer.rpc_timeout
         try:
             return saving.result(limit)
@@ -133,8 +132,7 @@ class Checkpointer:
             raise EnvironmentFault(f"{text} (twice trainer.rpc_timeout)") from None
 
     def require_space(self, total_steps: int, done: int) -> None:
-        """Raises ConfigError when the disk has no room for two checkpoints, or for all where fewer are
-        planned."""
+        """Raises ConfigError when the disk has no room for two checkpoints (or for the only one planned)."""
         planned = (
             math.ceil((total_steps - done) / self.trainer.save_freq) if self.trainer.save_freq > 0 else 0
         )
@@ -175,13 +173,13 @@ class Checkpointer:
         try:
             if error is None:
                 self.settle()
-            elif self._at_work is not None:
-                wait([self._at_work], 2 * self.trainer.rpc_timeout if workers_live else LEAVE_SECONDS)
+            elif self._pending is not None:
+                wait([self._pending], 2 * self.trainer.rpc_timeout if workers_live else LEAVE_SECONDS)
         finally:
             self._thread.shutdown(wait=False)
 
     def _record(self, metrics: Mapping[str, float]) -> Score | None:
-        """The validation's value when it is the best so far."""
+        """The validation score if it is the best so far."""
         name = self.trainer.keep_best
         if name is None or (value := metrics.get(name)) is None or math.isnan(value):
             return None
@@ -197,8 +195,8 @@ class Checkpointer:
         try:
             unfinished = self.store.begin(step, ranks, self.describe(step))
         except OSError as error:
-            self._at_work = Future()
-            self._at_work.set_result(f"the checkpoint of step {step} could not be begun: {error}")
+            self._pending = Future()
+            self._pending.set_result(f"the checkpoint of step {step} could not be started: {error}")
             return
         for name, group in self.groups.items():
             group.call(
@@ -208,7 +206,7 @@ class Checkpointer:
                 self._contents(name),
                 self.roles[name].config.async_save,
             )
-        self._at_work = self._thread.submit(self._finish, unfinished, step, ranks, regular, score)
+        self._pending = self._thread.submit(self._finish, unfinished, step, ranks, regular, score)
         if not any(role.config.async_save for role in self.roles.values()):
             self.settle()
 
@@ -220,7 +218,7 @@ class Checkpointer:
     def _finish(
         self, unfinished: Path, step: int, ranks: Mapping[str, int], regular: bool, score: Score | None
     ) -> str:
-        """Waits for all parts and makes them a checkpoint; returns what went wrong."""
+        """Waits for all parts and publishes the checkpoint; returns the error, empty if none."""
         try:
             wrong, files = self._wait(unfinished, ranks)
             if not wrong:
@@ -265,8 +263,8 @@ class Checkpointer:
     def _part(
         self, unfinished: Path, role: str, rank: int, doubts: dict[tuple[str, int], float]
     ) -> Part | None:
-        """A rank's part; None while it is at work, and while what cannot be read may be a moment's fault.
-        `doubts`: since when."""
+        """A rank's part; None while it is being written, and while a read error may still be transient.
+        `doubts`: time of each rank's first read error."""
         try:
             return read_part(unfinished, role, rank)
         except (OSError, ValueError) as error:
@@ -276,7 +274,7 @@ class Checkpointer:
             return Part({}, f"{role} rank {rank}: {error}")
 
     def _publish(self, sealed: Path, step: int, regular: bool, score: Score | None) -> None:
-        """The pointer moves last, so that a run that is cut off before does all of it again."""
+        """The pointer moves last, so that a run interrupted before that repeats all of it."""
         whole = self.store.name(sealed, step) if regular else sealed
         if score is not None:
             self.store.publish_best(whole, step, score.metric, score.value, linked=regular)

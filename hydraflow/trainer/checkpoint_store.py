@@ -1,14 +1,14 @@
-"""The checkpoints in a run folder: begun under a temporary name, made whole, pointed to, thinned out, and
-found again.
+"""The checkpoints in a run folder: started under a temporary name, completed, pointed to, pruned, and found
+again.
 
-In: parts that workers have written, and what the controller knows. Out:
+In: parts that workers have written, and the controller's state. Out:
 
-    latest_checkpointed_iteration.txt   the step to go on from; replaced last, in one go
+    latest_checkpointed_iteration.txt   the step to resume from; replaced last, atomically
     global_step_12/                     manifest.json (sizes, checksums), trainer.json, a folder for each role
     global_step_14.5f1c09be.unfinished/ being written, or left by an interrupted run; each attempt's own
     best/global_step_6/                 the best by a metric, and best/best.json with its value
 
-A reader finds a checkpoint whole or not at all: files and folders are flushed before the rename, the rename
+A reader finds a complete checkpoint or none: files and folders are flushed before the rename, the rename
 before the pointer. Left out on purpose: when to save (`checkpoint.py`), what a run state means (`resume.py`),
 the state of a model (`engine/`).
 """
@@ -57,21 +57,21 @@ class CheckpointStore:
         )
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step lies, or will."""
+        """The folder of a step's checkpoint, whether it exists or not."""
         return self.folder / f"global_step_{step}"
 
     def pointer(self) -> int | None:
-        """The step that the pointer names; None where there is no readable one."""
+        """The step that the pointer names; None if it is missing or unreadable."""
         try:
             return int((self.folder / POINTER).read_text())
         except (OSError, ValueError):
             return None
 
     def newest_whole(self, roles: Collection[str]) -> tuple[int | None, dict[int, str]]:
-        """The step to go on from, and what is wrong with those that come before it in line.
+        """The step to resume from, and what is wrong with the candidates tried before it.
 
-        First in line is the one that the pointer names, then the others, the newest first. None: none is
-        whole.
+        The pointer's step is tried first, then the others from newest to oldest. None: no checkpoint is
+        complete.
         """
         pointer = self.pointer()
         line = sorted(self.steps(), reverse=True)
@@ -87,7 +87,7 @@ class CheckpointStore:
         return None, wrong
 
     def best(self) -> dict[str, Any] | None:
-        """`metric`, `value` and `step` of the best checkpoint; None: there is none."""
+        """`metric`, `value` and `step` of the best checkpoint, if any."""
         return _read_json(self.folder / BEST / "best.json")
 
     # --- writing --------------------------------------------------
@@ -95,8 +95,8 @@ class CheckpointStore:
     def begin(self, step: int, ranks: Mapping[str, int], state: Mapping[str, Any]) -> Path:
         """A folder for the parts of `ranks` ranks of each role, with the run's state in it. OSError when it
         cannot be made."""
-        # a name of its own: a rank of an earlier start, on a machine that was taken for lost, may still be
-        # writing this step
+        # a unique name: a rank of an earlier start, on a machine believed lost, may still be writing this
+        # step
         unfinished = self.path(step).with_name(f"{self.path(step).name}.{secrets.token_hex(4)}{UNFINISHED}")
         unfinished.mkdir(parents=True)
         for role, size in ranks.items():
@@ -106,8 +106,8 @@ class CheckpointStore:
         return unfinished
 
     def seal(self, unfinished: Path, step: int, files: Mapping[str, FileFacts]) -> None:
-        """Makes what was begun whole: manifest, no parts, everything on the disk. Only its name is missing
-        then."""
+        """Completes the folder: writes the manifest, removes the parts, flushes everything. Only the final
+        name is missing then."""
         files = {**files, RUN_STATE: file_facts(unfinished / RUN_STATE, flush=True)}
         shutil.rmtree(unfinished / PARTS)
         _write_manifest(unfinished, step, files)
@@ -115,20 +115,20 @@ class CheckpointStore:
             flush_folder(folder)
 
     def name(self, sealed: Path, step: int) -> Path:
-        """Gives a sealed checkpoint its name. Runs do not go on from it before it is pointed to."""
+        """Gives a sealed checkpoint its name. Runs do not resume from it before the pointer names it."""
         _replace_folder(sealed, self.path(step))
         return self.path(step)
 
     def point_to(self, step: int | None) -> None:
-        """Has the next start go on from this step; None: from the newest checkpoint that there is."""
+        """Makes the next start resume from this step; None: from the newest checkpoint."""
         if step is None:
             (self.folder / POINTER).unlink(missing_ok=True)
         elif self.pointer() != step:
             write_whole(self.folder / POINTER, f"{step}\n")
 
     def publish_best(self, whole: Path, step: int, metric: str, value: float, *, linked: bool) -> None:
-        """Keeps a whole checkpoint in best/ and lets the earlier best go. `linked`: it stays where it is, and
-        its files are shared."""
+        """Keeps a complete checkpoint in best/, in place of the earlier best. `linked`: hard-links it, so
+        that the regular checkpoint stays."""
         target = self.folder / BEST / f"global_step_{step}"
         target.parent.mkdir(exist_ok=True)
         source = _linked_copy(whole, target.with_name(target.name + UNFINISHED)) if linked else whole
@@ -164,21 +164,19 @@ class CheckpointStore:
             )
         shutil.rmtree(path / role)
 
-    # --- clearing up before a run goes on --------------------------------------------------
+    # --- clean-up before a run resumes --------------------------------------------------
 
     def clear_leftovers(self) -> None:
-        """Removes what a run that was cut off had not finished."""
+        """Removes unfinished checkpoints of an interrupted run."""
         for leftover in [
             *self.folder.glob(f"global_step_*{UNFINISHED}"),
             *self.folder.glob(f"{BEST}/*{UNFINISHED}"),
         ]:
-            shutil.rmtree(
-                leftover, ignore_errors=True
-            )  # a rank that was taken for lost may add to it still; nobody else will
+            shutil.rmtree(leftover, ignore_errors=True)  # only a rank believed lost may still write to it
 
     def set_aside(self, step: int, damaged: Collection[int]) -> list[Path]:
-        """Gives other names to what does not lead to `step`: damaged checkpoints, and newer ones. Returns
-        where they are now."""
+        """Renames the checkpoints that do not lead to `step`: damaged ones and newer ones. Returns the new
+        paths."""
         moved = []
         for other in self.steps():
             if other in damaged:
@@ -195,8 +193,8 @@ class CheckpointStore:
 
 
 def damage(path: Path, roles: Collection[str]) -> str:
-    """What is wrong with a checkpoint for a run with these roles; empty when every file is there, byte for
-    byte."""
+    """What is wrong with a checkpoint for a run with these roles; empty when every file has its size
+    and checksum."""
     files = _manifest_of(path)
     if files is None:
         return f"{MANIFEST} is missing or cannot be read"
@@ -212,7 +210,7 @@ def damage(path: Path, roles: Collection[str]) -> str:
 
 
 def _change(path: Path, name: str, facts: FileFacts) -> str:
-    """What is wrong with the content of a file; empty when nothing is."""
+    """What is wrong with a file's content; empty when it is intact."""
     try:
         found = file_facts(path / name)
     except OSError as error:
@@ -221,7 +219,7 @@ def _change(path: Path, name: str, facts: FileFacts) -> str:
 
 
 def _manifest_of(path: Path) -> dict[str, FileFacts] | None:
-    """The files of a checkpoint; None where its manifest does not say."""
+    """The files of a checkpoint; None without a readable manifest."""
     manifest = _read_json(path / MANIFEST) or {}
     files = manifest.get("files")
     if manifest.get("format") != FORMAT or not isinstance(files, dict):
@@ -233,7 +231,7 @@ def _manifest_of(path: Path) -> dict[str, FileFacts] | None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Has the disk confirm which files a folder holds."""
+    """Flushes a folder's entries to disk (fsync)."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -242,7 +240,7 @@ def flush_folder(folder: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replaces a small file in one go, and has the disk confirm it."""
+    """Replaces a small file atomically and flushes it to disk."""
     with replacing(path) as unfinished, unfinished.open("w") as file:
         file.write(text)
         file.flush()
@@ -258,7 +256,7 @@ def _write_manifest(folder: Path, step: int, files: Mapping[str, FileFacts]) -> 
 
 
 def _replace_folder(source: Path, target: Path) -> None:
-    """Renames; what had the name before goes."""
+    """Renames a folder, replacing the target."""
     if target.exists():
         old = target.with_name(target.name + ".old" + UNFINISHED)
         shutil.rmtree(old, ignore_errors=True)

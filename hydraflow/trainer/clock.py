@@ -1,7 +1,6 @@
-"""How long a run may take: `trainer.max_wall_time` as seconds, or as 90s, 8m, 1h30m; and until a signal ends
-it.
+"""How long a run may take: `trainer.max_wall_time` in seconds or as 90s, 8m, 1h30m, and signals that end it.
 
-In: what the user wrote, and the signals that batch systems send. Out: what the loop asks between steps.
+In: the configured limit, and the signals that batch systems send. Out: whether to stop, asked between steps.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from hydraflow.trainer.signals import StopSignals
 
 
 def parse_duration(value: object) -> float | None:
-    """`trainer.max_wall_time` in seconds, None for no limit; `compose/rules.py` lets nothing else pass.
+    """`trainer.max_wall_time` in seconds, None for no limit; `compose/rules.py` rejects anything else.
 
     >>> parse_duration("1h30m"), parse_duration(None)
     (5400.0, None)
@@ -24,24 +23,23 @@ def parse_duration(value: object) -> float | None:
     if value is None:
         return None
     if isinstance(value, float) and value <= 0:
-        return 0.0  # a restart may find nothing left of the run's time
+        return 0.0  # a restart may have no time left
     seconds = seconds_of(value)
     assert seconds is not None, value
     return seconds
 
 
 PATIENCE = 3.0
-"""Seconds after a SIGTERM in which the step may still come to the point from which it is finished; batch
+"""Seconds after a SIGTERM in which the step may still reach the point from which it is finished; batch
 systems kill after ten or more."""
 
 
 class OutOfPatience(Exception):
-    """The run must end, and the step cannot be waited for."""
+    """The run must end now, without finishing the step."""
 
 
 class Clock:
-    """Counts from its making; `limit` is in seconds, None for no limit. `signals`: those that end the run,
-    too."""
+    """Counts from its creation; `limit` in seconds, None for no limit. `signals` can end the run as well."""
 
     def __init__(self, limit: float | None = None, signals: StopSignals | None = None):
         self.started = time.monotonic()
@@ -68,7 +66,7 @@ class Clock:
             raise OutOfPatience
 
     def why_to_stop(self) -> str:
-        """For people; empty while there is time left."""
+        """The reason, for the log; empty while there is time left."""
         if self.preempted:
             return f"{self.signals.received}{RECEIVED}"
         return OUT_OF_TIME if self.limit is not None and self.seconds() >= self.limit else ""

@@ -1,9 +1,8 @@
-"""What was generated, as people and other programs read it: prompt, response, score, reference, one JSON
-object a line.
+"""Generated samples as readable text: prompt, response, score, reference, one JSON object per line.
 
 In: a scored batch. Out: `<folder>/<step>.jsonl` under the names that verl's dumps have (`input`, `output`,
 `gts`, `score`, `step`), and `acc`, `data_source`, `uid`. Left out on purpose: token ids and
-log-probabilities; the batch of a step is in the workers.
+log-probabilities; those stay in the workers.
 """
 
 from __future__ import annotations
@@ -55,8 +54,8 @@ class Scored:
 
 
 def read_scored(runtime: Runtime, prompts: DataProto, n: int, scored: RemoteBatch) -> Scored:
-    """Brings scores and texts of `n` responses to each prompt, which were scored with their texts, to the
-    controller."""
+    """Fetches scores and texts of `n` responses per prompt to the controller; they must have been scored with
+    their texts."""
     read = runtime.fetch(scored.select(list(TEXT_COLUMNS), [], []))
     return Scored(
         sources=np.repeat(prompts.non_tensor_batch["data_source"], n).astype(str),
@@ -70,8 +69,7 @@ def read_scored(runtime: Runtime, prompts: DataProto, n: int, scored: RemoteBatc
 
 
 class GenerationDump:
-    """Writes one file a step. A disk that is full costs a warning, not the run: what is trained on does not
-    depend on it."""
+    """Writes one file per step. A full disk costs a warning, not the run: training does not depend on it."""
 
     def __init__(self, folder: Path, key: str):
         self.folder, self.key = folder, key
@@ -79,12 +77,11 @@ class GenerationDump:
 
     @classmethod
     def to(cls, folder: str | None, key: str) -> GenerationDump | None:
-        """The dump that the configuration `key` asks for, if it does."""
+        """The dump for the folder that the configuration `key` names, if it is set."""
         return cls(Path(folder).expanduser(), key) if folder else None
 
     def write(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
-        """Writes <step>.jsonl, whole or not at all. A step that is done again after a stop replaces its
-        file."""
+        """Writes <step>.jsonl, completely or not at all. A step repeated after a stop replaces its file."""
         target = self.folder / f"{step}.jsonl"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -96,7 +93,7 @@ class GenerationDump:
         except OSError as error:
             if not self._warned:
                 logger.warning(
-                    "%s: %s cannot be written (%s); training goes on without",
+                    "%s: %s cannot be written (%s); training continues without it",
                     self.key,
                     target,
                     error.strerror,

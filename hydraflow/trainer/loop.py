@@ -42,8 +42,8 @@ class Loop:
     def fit(
         self, loader: PromptLoader, checkpoints: Checkpointer | None, total_steps: int, *, done: int = 0
     ) -> str:
-        """Trains until the steps or the time are used up; returns why it ended. `done`: steps before this
-        start of the run. `checkpoints` None: nothing is saved.
+        """Trains until the steps or the time are used up; returns why it ended. `done`: steps of earlier
+        starts of the run. `checkpoints` None: nothing is saved.
 
         A step is logged before it is saved: a checkpoint is never ahead of the metrics.
         """
@@ -77,7 +77,7 @@ class Loop:
         return DONE
 
     def validate_only(self, step: int = 0) -> str:
-        """Validates once, the model as it was after `step`; returns why it ended."""
+        """Validates once, with the model as of `step`; returns why it ended."""
         self.trainer.sync_weights().get()
         metrics = self._validate(step)
         if not metrics and self.clock.preempted:
@@ -86,7 +86,7 @@ class Loop:
         return VALIDATED
 
     def _give_up(self, step: int, checkpoints: Checkpointer | None, *, done: int) -> None:
-        """Leaves a step undone, and saves what was trained before it, unless that is saved."""
+        """Abandons a step, and saves the state before it unless that is already saved."""
         logger.warning("step %d is given up: its rewards are late, and the run must end", step)
         before = step - 1
         if checkpoints is not None and before > done and not checkpoints.has(before):

@@ -1,7 +1,6 @@
-"""What the run stands on: device, processes and threads, resolved once from the configuration and this
-machine.
+"""What the run uses: device, processes and threads, resolved once from the configuration and this machine.
 
-In: `trainer.*`. Out: `Machine`, or a ConfigError that says what the machine has.
+In: `trainer.*`. Out: `Machine`, or a ConfigError that names what the machine has.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Machine:
 
 
 def resolve_machine(trainer: RunConfig) -> Machine:
-    """Raises ConfigError for a device that is not here and for more GPUs than one machine has."""
+    """Raises ConfigError for a missing device and for more GPUs than the machine has."""
     device = resolve_device(trainer.device)
     gpus = gpu_count()
     if device != "cpu" and not gpus:
@@ -66,18 +65,18 @@ def training_pool(machine: Machine) -> ResourcePool:
 
 
 def scoring_pool() -> ResourcePool:
-    """One process beside the training processes, for rewards and advantages."""
+    """One process next to the training processes, for rewards and advantages."""
     return ResourcePool(SCORE, [1])
 
 
 def require_room(trainer: RunConfig, ray_init: RayInitConfig, pools: Sequence[ResourcePool]) -> None:
-    """Raises ConfigError when it is known before the start that there is no room for the pools."""
+    """Raises ConfigError when the pools cannot fit, as far as that is known before the start."""
     if not trainer.debug.local:
         start.require_room(ray_init, pools)
 
 
 RUNTIMES: dict[bool, type[Runtime]] = {False: Runtime, True: LocalRuntime}
-"""By trainer.debug.local."""
+"""Runtime classes by trainer.debug.local."""
 
 
 def open_runtime(

@@ -1,4 +1,4 @@
-"""The phases of a training step: who does them, which columns of the batch each reads and which it adds.
+"""The phases of a training step: the worker of each, the columns that it reads and those that it adds.
 
 In: the configuration. Out: the phases of its step, in order. `ppo.py` takes from here which columns it passes
 on, the plan its account of a step, and the README its table. Standard library and the schema only: a plan
@@ -20,7 +20,7 @@ class StepPhase:
 
     name: str
     worker: str
-    """The class that does it, and the folder with what it does it with."""
+    """Worker class, and the folder of the code that it uses."""
     reads: tuple[str, ...]
     adds: tuple[str, ...] = ()
     """Columns; empty: the phase changes weights."""
@@ -30,7 +30,7 @@ MODEL_INPUTS = ("prompts", "responses", "response_mask")
 
 
 def step_phases(config: PPOConfig) -> tuple[StepPhase, ...]:
-    """The phases of a step, in the order in which they begin; without those that the run does not need."""
+    """The phases of a step in the order in which they start, without those that the run does not need."""
     critic, reference = needs_critic(config), needs_reference(config)
     in_reward = ("old_log_probs", "ref_log_prob") if config.algorithm.use_kl_in_reward else ()
     in_loss = ("ref_log_prob",) if config.actor_rollout_ref.actor.use_kl_loss else ()
@@ -72,16 +72,16 @@ def step_phases(config: PPOConfig) -> tuple[StepPhase, ...]:
 
 
 def reference_worker(config: PPOConfig) -> str:
-    """Who computes the reference's log-probabilities: with adapters the actor, with its adapters off."""
+    """The worker of the reference's log-probabilities: with LoRA the actor, with its adapters disabled."""
     return f"{'ReferenceWorker' if own_reference(config) else 'ActorWorker'}, engine/"
 
 
 def rollout_is_exact(config: PPOConfig, bytes_of: Callable[[str], int]) -> bool:
-    """Whether the generation engine's log-probabilities are the trainer's: the same mathematics in the same
-    type. `bytes_of`: the size of a number of a configured type.
+    """Whether the generation engine's log-probabilities are the trainer's: same computation, same
+    dtype. `bytes_of`: bytes per number of a configured dtype.
 
-    In 16 bits two orders of the same sums differ by more than a ratio near 1 can bear, so there they are
-    never taken as equal.
+    In 16 bits, summing in another order changes a ratio near 1 too much, so there they are never taken as
+    equal.
     """
     policy = config.actor_rollout_ref
     fsdp = policy.actor.fsdp_config

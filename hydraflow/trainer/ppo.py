@@ -60,19 +60,18 @@ class PPOTrainer:
             dump,
         )
         self.reads = {phase.name: phase.reads for phase in step_phases(config)}
-        """Phase -> the columns that it is given; a phase that the run does not need is not here."""
+        """Phase -> the columns passed to it; phases that the run does not need are absent."""
         self.timer = PhaseTimer(runtime.timeline)
         self.metrics: dict[str, float] = {}
         self.kl: dict[str, float] = {}
         """The KL controller's state after the last step."""
         self._compared = False
-        """Whether the generation engine's log-probabilities were compared with the trainer's since the
-        start."""
+        """Whether this start has compared the generation engine's log-probabilities with the trainer's."""
 
     def step(self, prompts: DataProto, step: int, interrupt: Callable[[], None]) -> dict[str, float]:
         """Trains on one batch of prompts; `step` counts from 1.
 
-        What `interrupt` raises ends the step, before anything was learned from it.
+        An exception from `interrupt` ends the step before any weight has changed.
         """
         phase = partial(self.timer.phase, step=step)
         self.metrics = {}
@@ -97,8 +96,8 @@ class PPOTrainer:
         return self.metrics | self._throughput(self.timer.drain(), before)
 
     def experience(self, batch: RemoteBatch, scoring: Promised, prompts: DataProto, step: int) -> RemoteBatch:
-        """What the updates learn from. Nothing that lasts has changed before it is whole, so it can be given
-        up."""
+        """The batch that the updates learn from. Building it changes no lasting state, so a step can be
+        abandoned here."""
         phase = partial(self.timer.phase, step=step)
         with phase("old_log_prob"):
             batch = self.old_log_probs(batch, step)
@@ -114,8 +113,8 @@ class PPOTrainer:
         return batch
 
     def sync_weights(self) -> Promised:
-        """Gives the generation engine, if there is one, the actor's weights, those after all updates that
-        were called before."""
+        """Sends the actor's weights to the generation engine, if there is one, after all updates called
+        before."""
         return (
             Ready(None)
             if self.roles.rollout is None
@@ -123,10 +122,9 @@ class PPOTrainer:
         )
 
     def note_scores(self, prompts: DataProto, scored: RemoteBatch, step: int) -> None:
-        """Counts the rows that the reward function could not score, and says so; keeps the responses where
-        that is asked for.
+        """Counts and logs the rows that the reward function failed on; dumps the responses if configured.
 
-        GuardStop where too many could not be scored: the step has changed no weight yet.
+        GuardStop if too many failed: the step has changed no weight yet.
         """
         if self.dump is not None:
             self.dump.write(
@@ -141,9 +139,9 @@ class PPOTrainer:
     def old_log_probs(self, batch: RemoteBatch, step: int) -> RemoteBatch:
         """Adds the sampling policy's log-probabilities.
 
-        Where the generation engine's are the trainer's (the same mathematics in the same type), its own are
-        taken and compared with the trainer's in the first mini-batch; otherwise the trainer computes them.
-        The first step after a start always computes them, and stops the run if the two disagree.
+        Where the generation engine computes them exactly as the trainer does (same code, same dtype), its own
+        are used and compared with the trainer's in the first mini-batch; otherwise the trainer computes
+        them. The first step after a start always computes them, and stops the run if the two disagree.
         """
         exact = old_is_rollout(self.config, self.runtime.device_type)
         if self._compared and exact:
@@ -152,7 +150,7 @@ class PPOTrainer:
             self.roles.actor.call(ActorWorker.compute_log_prob, columns(batch, self.reads["log-probs"]))
         )
         measured = self._compare_with_rollout(computed)
-        if step == 1 or not exact:  # a run that goes on notes what it would have noted without the stop
+        if step == 1 or not exact:  # a resumed run logs what it would have without the stop
             self.metrics |= measured
         return _taken_from_rollout(computed) if exact else computed
 
@@ -178,7 +176,7 @@ class PPOTrainer:
         return self.roles.advantage.call(AdvantageWorker.compute, inputs, scored)
 
     def noted(self, output: RemoteBatch) -> RemoteBatch:
-        """The output, once its metrics and the KL controller's state are kept."""
+        """Records the metrics and the KL controller's state of an output, and returns it."""
         self.metrics |= output.meta_info["metrics"]
         self.kl = output.meta_info["kl"]
         return output
@@ -242,8 +240,8 @@ class PPOTrainer:
     def _throughput(self, seconds: dict[str, float], before: Traffic) -> dict[str, float]:
         """`perf/throughput` is tokens per second and process, as in verl.
 
-        `perf/dispatch_share`: part of the step in which no worker's method ran, so the controller's and Ray's
-        own; 0 where methods that ran side by side add up to more than the step.
+        `perf/dispatch_share`: share of the step in which no worker's method ran: the controller's and Ray's
+        own time; 0 where concurrent methods add up to more than the step.
         """
         trajectories = self.plan.trajectories_per_step
         tokens = trajectories * (self.metrics["prompt_length/mean"] + self.metrics["response_length/mean"])
@@ -259,8 +257,8 @@ class PPOTrainer:
 
 
 def judge_failures(scored: Sequence[RemoteBatch], most: float, where: str, so: str) -> None:
-    """Says how many rows the reward function could not score, and what went wrong with the first; GuardStop
-    when it is more than the share `most` of them. `so`: what is not done with the others.
+    """Logs how many rows the reward function failed on, and the first error; GuardStop when they are more
+    than the share `most`. `so`: the consequence, for the message.
     """
     failed, rows = sum(batch.meta_info["failed"] for batch in scored), sum(map(len, scored))
     first = next((batch.meta_info["why_failed"] for batch in scored if batch.meta_info["failed"]), None)
@@ -270,7 +268,7 @@ def judge_failures(scored: Sequence[RemoteBatch], most: float, where: str, so: s
 
 
 def columns(batch: RemoteBatch, names: Sequence[str]) -> RemoteBatch:
-    """Those columns, without row objects and facts."""
+    """Only those columns; row objects and meta_info are dropped."""
     return batch.select(names, [], [])
 
 

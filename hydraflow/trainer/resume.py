@@ -1,9 +1,9 @@
-"""From which checkpoint a run goes on, if from any, and bringing it back.
+"""Finds the checkpoint to resume from, if any, and restores it.
 
-In: resume_mode, the run folder, what shapes the run. Out: a `Resumption`, or None for a run that starts anew;
-ConfigError, before anything starts, for a checkpoint of another configuration, a path that holds none, and a
-folder in which none is whole. A checkpoint may be anybody's: nothing in it is run (`engine/dcp_index.py`).
-Left out on purpose: which folder that is (`jobs/run_start.py`).
+In: resume_mode, the run folder, the run's identity. Out: a `Resumption`, or None for a run that starts from
+scratch; ConfigError, before anything starts, for a checkpoint of another configuration, a path without a
+checkpoint, and a folder without a complete one. A checkpoint may come from anyone: nothing in it is executed
+(`engine/dcp_index.py`). Left out on purpose: choosing the folder (`jobs/run_start.py`).
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from hydraflow.trainer.run_state import RunState
 from hydraflow.workers.engine_worker import EngineWorker
 
 MODE, PATH, FOLDER = "trainer.resume_mode", "trainer.resume_from_path", "trainer.default_local_dir"
-ANEW = f"{FOLDER}=<another folder> or {MODE}=disable"
-OTHER = f"{PATH}=<another checkpoint>, or start over: {ANEW}"
+FRESH = f"{FOLDER}=<another folder> or {MODE}=disable"
+OTHER = f"{PATH}=<another checkpoint>, or start over: {FRESH}"
 
 
 @dataclass(frozen=True)
 class Resumption:
-    """A whole checkpoint that a run goes on from."""
+    """A complete checkpoint to resume from."""
 
     checkpoint: Path
     state: RunState
     passed_over: Mapping[int, str]
-    """Steps whose checkpoints are not whole, and why."""
+    """Steps whose checkpoints are incomplete or damaged, and why."""
 
     @property
     def step(self) -> int:
@@ -47,20 +47,20 @@ class Resumption:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a run asks of a checkpoint."""
+    """What a run requires of a checkpoint."""
 
     identity: Identity
     roles: Mapping[str, RoleCheckpoints]
-    """What each role takes from it."""
+    """What each role loads from it."""
     total_steps: int
     looks_only: bool = False
-    """Nothing is trained: the checkpoint's own run stays as it is."""
+    """Validation only: the run that wrote the checkpoint stays untouched."""
 
 
 def find(folder: Path, trainer: LoopConfig, wanted: Wanted) -> Resumption | None:
-    """The checkpoint to go on from in a run whose folder is known.
+    """The checkpoint to resume from in a given run folder.
 
-    With resume_path, a run that went on from that path before goes on from its own newest checkpoint.
+    With resume_path, a run that already resumed from that path continues from its own newest checkpoint.
     """
     if trainer.resume_mode == "disable":
         return None
@@ -76,7 +76,7 @@ def find(folder: Path, trainer: LoopConfig, wanted: Wanted) -> Resumption | None
 
 
 def newest(folder: Path, wanted: Wanted) -> Resumption | None:
-    """The newest whole checkpoint of a folder; None: there is none at all. ConfigError when all are
+    """The newest complete checkpoint of a folder; None if it has no checkpoints. ConfigError when all are
     damaged."""
     store = CheckpointStore(folder)
     step, wrong = store.newest_whole(wanted.roles)
@@ -84,13 +84,13 @@ def newest(folder: Path, wanted: Wanted) -> Resumption | None:
         return Resumption(store.path(step), RunState.read(store.path(step)), wrong)
     if wrong:
         rules = [f"global_step_{number} cannot be used: {why}" for number, why in wrong.items()]
-        raise ConfigError([Problem(FOLDER, folder, rule, ANEW) for rule in rules])
+        raise ConfigError([Problem(FOLDER, folder, rule, FRESH) for rule in rules])
     return None
 
 
 def _looked_at(folder: Path, path: Path | None, wanted: Wanted) -> Resumption | None:
-    """The checkpoint to validate; None: the model as it is. Not in the folder of a run: what is there would
-    be set aside."""
+    """The checkpoint to validate; None: the model as it is. Refuses the folder of a run: its files would be
+    moved away."""
     store = CheckpointStore(folder)
     steps = store.steps()
     if steps or (path is not None and folder in path.parents):
@@ -116,7 +116,7 @@ def _checked(found: Resumption | None, wanted: Wanted) -> Resumption | None:
     problems = wanted.identity.differences(found.state.configuration, where=str(found.checkpoint))
     if problems:
         last = problems[-1]
-        problems[-1] = Problem(last.field, last.value, last.rule, f"{last.remedy}; or start anew: {ANEW}")
+        problems[-1] = Problem(last.field, last.value, last.rule, f"{last.remedy}; or start over: {FRESH}")
         raise ConfigError(problems)
     if missing := [
         problem
@@ -130,7 +130,7 @@ def _checked(found: Resumption | None, wanted: Wanted) -> Resumption | None:
 
 
 def _missing_contents(checkpoint: Path, role: str, wanted: RoleCheckpoints) -> list[Problem]:
-    """A checkpoint that was saved without the optimizer cannot give one back."""
+    """Parts of the state that the run needs and the checkpoint was saved without, such as the optimizer."""
     config, key = wanted.config, f"{wanted.key}.load_contents"
     held = _facts(checkpoint, role)["contents"]
     absent = [name for name in config.load_contents if name not in held]
@@ -141,17 +141,17 @@ def _missing_contents(checkpoint: Path, role: str, wanted: RoleCheckpoints) -> l
 def load_roles(
     found: Resumption, groups: Mapping[str, RoleGroup], roles: Mapping[str, RoleCheckpoints]
 ) -> list[str]:
-    """Has every role take its state; says of each what it took."""
-    told = []
+    """Restores every role's state; returns one line per role on what was loaded."""
+    lines = []
     for role, group in groups.items():
         contents = list(roles[role].config.load_contents)
         group.call(EngineWorker.load_checkpoint, str(found.checkpoint / role), contents)
         ranks = _facts(found.checkpoint, role)["world_size"]
-        told.append(
+        lines.append(
             f"{role}: {', '.join(WORDS[name] for name in contents)}; written by {ranks} ranks, read by"
             f" {group.world_size}"
         )
-    return told
+    return lines
 
 
 WORDS = {

@@ -1,7 +1,7 @@
 """Steps that sample and score, and train nothing: `trainer.debug.rollout_only`.
 
 In: a batch of prompts. Out: the metrics of its trajectories. Each step samples what the first step of a
-training run would sample for the same prompts and step number, for the weights stay those of model.path.
+training run would sample for the same prompts and step number, because the weights stay those of model.path.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class RolloutTrainer:
         self.timer = PhaseTimer(runtime.timeline)
 
     def sync_weights(self) -> Promised:
-        """There are no new ones."""
+        """Does nothing: the weights never change."""
         return Ready(None)
 
     def step(self, prompts: DataProto, step: int, interrupt: Callable[[], None]) -> dict[str, float]:
-        """Samples and scores one batch of prompts; `step` counts from 1. What `interrupt` raises ends the
-        step."""
+        """Samples and scores one batch of prompts; `step` counts from 1. An exception from
+        `interrupt` ends the step."""
         phase = partial(self.timer.phase, step=step)
         with phase("step"):
             with phase("gen"):

@@ -1,7 +1,7 @@
-"""Where a step's trajectories come from: sampled and scored, or read from files that an earlier run wrote.
+"""The source of a step's trajectories: sampled and scored, or read from files that an earlier run wrote.
 
 In: a batch of prompts. Out: trajectories and their scores. A step that reads a dump computes what the step
-that wrote it computed, bit by bit: the file holds every column as it was.
+that wrote it computed, bit for bit: the file holds every column exactly.
 
     <folder>/step_12.safetensors     prompts, responses, response_mask, rollout_log_probs, lengths, group,
                                      scores, row objects
@@ -34,21 +34,21 @@ from hydraflow.workers.rollout import RolloutWorker, SampleOrder
 
 SCORING_OBJECTS = ["data_source", "reward_model", "extra_info"]
 TEXTS = ("text", "prompt_text")
-"""Columns of scores that people read; a file of trajectories does without."""
+"""Columns of scores for people to read; not in a file of trajectories."""
 DUMPED, FACTS = (
     ("prompts", "responses", "response_mask", "group", "score"),
     ("scores", "failed", "why_failed"),
 )
-"""What a file of trajectories holds at least."""
+"""Columns that every file of trajectories has."""
 LOAD = "trainer.debug.load_rollouts"
 
 
 class Rollouts(Protocol):
-    """A source of trajectories. Samples are passed on while they are being made: whoever scores them waits
-    for them, not the controller."""
+    """A source of trajectories. Samples are passed on as futures: the reward worker waits for them, not the
+    controller."""
 
     def sampling(self, prompts: DataProto, step: int) -> Promised:
-        """Begins on `rollout.n` trajectories for every prompt, prompt-major."""
+        """Starts sampling `rollout.n` trajectories for every prompt, prompt-major."""
         ...
 
     def score(self, prompts: DataProto, sampling: Promised, step: int) -> Promised:
@@ -95,7 +95,7 @@ class Sampled:
         return score_samples(self.reward, prompts, sampling, self.n, with_texts=self.with_texts)
 
     def generated(self, prompts: DataProto, sampling: Promised) -> RemoteBatch:
-        """Waits for the samples."""
+        """Waits for the samples and adds `group`."""
         groups = _group_numbers(prompts, self.n)
         batch: RemoteBatch = sampling.get()
         batch.columns |= RemoteBatch.from_local(groups).columns
@@ -103,18 +103,18 @@ class Sampled:
 
 
 class Recorded:
-    """Another source, whose trajectories are also written to a folder. The controller reads all of them for
+    """Wraps another source and writes its trajectories to a folder; the controller fetches all of them for
     that."""
 
     def __init__(self, source: Rollouts, folder: Path, runtime: Runtime):
         self.source, self.folder, self.runtime = source, folder, runtime
 
     def sampling(self, prompts: DataProto, step: int) -> Promised:
-        """What the source samples."""
+        """Passes the call on to the source."""
         return self.source.sampling(prompts, step)
 
     def generated(self, prompts: DataProto, sampling: Promised) -> RemoteBatch:
-        """What the source sampled."""
+        """The source's trajectories."""
         return self.source.generated(prompts, sampling)
 
     def score(self, prompts: DataProto, sampling: Promised, step: int) -> Promised:
@@ -173,8 +173,8 @@ def dump_file(folder: Path, step: int) -> Path:
 
 
 def read_dump(file: Path) -> tuple[DataProto, Mapping[str, Any]]:
-    """Trajectories with their scores, and facts. EnvironmentFault when the file is damaged, or is something
-    else."""
+    """Trajectories with their scores, and facts. EnvironmentFault when the file is damaged or of another
+    kind."""
     try:
         rows, facts = read_batch(file)
     except (OSError, safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
@@ -189,7 +189,7 @@ def read_dump(file: Path) -> tuple[DataProto, Mapping[str, Any]]:
 
 
 def folder_of(path: str) -> Path:
-    """A folder as the user named it."""
+    """The absolute path of a folder that the user named."""
     return Path(path).expanduser()
 
 
@@ -244,8 +244,8 @@ def sample(rollout: RoleGroup, prompts: DataProto, order: SampleOrder) -> Promis
 def score_samples(
     reward: RoleGroup, prompts: DataProto, sampling: Promised, n: int, *, with_texts: bool
 ) -> Promised:
-    """Has `n` responses to each prompt scored, once they are sampled. `with_texts`: prompts and responses
-    come as text, too."""
+    """Scores `n` responses per prompt once they are sampled. `with_texts`: also returns prompts and responses
+    as text."""
     objects = DataProto.from_dict(non_tensors=_repeated(prompts, SCORING_OBJECTS, n))
     objects.meta_info[WITH_TEXTS] = with_texts
     names = ["prompts", "responses"] if with_texts else ["responses"]

@@ -1,9 +1,9 @@
-"""What a run knows besides its models: trainer.json of a checkpoint.
+"""The state of a run besides its models: trainer.json of a checkpoint.
 
 In: the controller's state after a step. Out: JSON, and the state again. There is no random state in it, nor
 in any worker: data order, sampling and mini-batches are drawn from (seed, epoch), (seed, step, prompt,
-sample) and (seed, step). Reward functions are called anew for every row, so their processes have no state
-either, and no rollout is under way between two steps.
+sample) and (seed, step). Reward functions are called afresh for every row, so their processes have no
+state either, and no rollout is under way between two steps.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class RunState:
 
     step: int
     total_steps: int
-    """Steps that the run had before it when it was saved."""
+    """Steps that the run was planned for when it was saved."""
     run_id: str
-    """Identity in trackers: the curve goes on under it."""
+    """Identity in trackers: a resumed run continues the same curve."""
     loader: dict[str, Any]
     """`PromptLoader.state_dict()`."""
     configuration: dict[str, Any]
@@ -36,13 +36,13 @@ class RunState:
     kl: dict[str, float] = field(default_factory=dict)
     """`KLController.state_dict()`."""
     skipped_in_a_row: dict[str, int] = field(default_factory=dict)
-    """Optimizer steps of each trained role that were skipped since the last one that was taken
+    """Optimizer steps of each trained role that were skipped since the last successful one
     (`workers/skipping.py`)."""
     origin: str | None = None
     """trainer.resume_from_path of the start that led here, if it had one."""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """The state as plain values for JSON."""
         return asdict(self)
 
     @classmethod

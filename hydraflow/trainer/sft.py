@@ -1,5 +1,4 @@
-"""Supervised training: one optimizer step per batch of conversations, held-out loss and accuracy now and
-then.
+"""Supervised training: one optimizer step per batch of conversations, periodic held-out loss and accuracy.
 
 In: conversations, configuration, plan. Out: metrics, and the weights as a Hugging Face directory. Serves
 `main_sft` and the warm start of embedded recipes.
@@ -33,13 +32,13 @@ from hydraflow.workers.sft import SFTSpec, SFTWorker
 from hydraflow.workers.skipping import SkipLimits
 
 StopRule = Callable[[dict[str, float]], bool]
-"""Ends the training early, given the metrics of a validation."""
+"""Whether to stop early, given the metrics of a validation."""
 
 
 class SFTTrainer:
     """A worker group that learns from conversations.
 
-    `skipped`: the folder for rows of skipped steps. `row`: whose its phases are in the timeline.
+    `skipped`: the folder for rows of skipped steps. `row`: the timeline row of its phases.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class SFTTrainer:
         """Trains until the steps or the time are used up or `stop_when` holds; returns why it ended.
 
         `checkpoints` None: nothing is saved. `profiled`: `global_profiler.steps` are steps of this training.
-        `done`: steps before this start of the run, the `restarts`-th one after a failure.
+        `done`: steps of earlier starts; this is the `restarts`-th one after a failure.
         """
         if clock.preempted:
             return clock.why_to_stop()
@@ -103,8 +102,8 @@ class SFTTrainer:
         return DONE
 
     def validate(self, held_out: Sequence[DataProto]) -> dict[str, float]:
-        """`val/loss` per token; `val/accuracy`: share of conversations whose every trained token is the most
-        probable one."""
+        """`val/loss` per token; `val/accuracy`: share of conversations in which greedy decoding gets every
+        trained token."""
         found = []
         for batch in held_out:
             output = self.runtime.fetch(self.role.call(SFTWorker.evaluate, batch))

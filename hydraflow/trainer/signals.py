@@ -3,8 +3,8 @@ asked to.
 
 In: a signal to this process. Out: its name, which the loop looks at between steps. A SIGTERM that is repeated
 no longer waits for a step, which may hang: it ends the run as Ctrl-C does (`system/interrupts.py`), with an
-exit code of its own. Left out on purpose: signals to worker processes. Whoever signals a whole job kills its
-workers; the checkpoint before it counts then.
+exit code of its own. Left out on purpose: signals to worker processes. A signal to a whole job kills its
+workers; the run then resumes from the checkpoint before it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ logger = logging.getLogger(__name__)
 
 WATCHED = (signal.SIGTERM, signal.SIGUSR1)
 REPEATED = 5.0
-"""Seconds after which another SIGTERM is a second one. One request often comes twice: timeout(1) signals its
-child and then the group, a batch script passes on what its step got, too. SIGUSR1 only warns, and a SIGTERM
-after it is a first one: a save may be at work."""
+"""Seconds after which another SIGTERM counts as repeated. One request often arrives twice: timeout(1) signals
+its child and then the group, and a batch script forwards what its step received. SIGUSR1 only warns, so a
+SIGTERM after it counts as the first: a save may be running."""
 
 
 class StopSignals:
-    """Remembers the first signal that comes inside its block. Elsewhere than in the main thread it hears
-    none."""
+    """Remembers the first signal that arrives inside its block. Outside the main thread it catches none."""
 
     def __init__(self) -> None:
         self.received = ""

@@ -26,7 +26,7 @@ class PhaseTimer:
     """
 
     def __init__(self, timeline: Timeline | None = None, row: str = CONTROLLER) -> None:
-        """`row`: whose phases they are in the timeline."""
+        """`row`: the timeline row of the phases."""
         self._timeline, self._row = timeline or Timeline(), row
         self._seconds: dict[str, float] = {}
 
@@ -43,6 +43,6 @@ class PhaseTimer:
             self._timeline.note(self._row, 0, [Span(name, start, seconds, step)])
 
     def drain(self) -> dict[str, float]:
-        """The seconds so far, and a new start."""
+        """Returns the seconds so far and resets."""
         seconds, self._seconds = self._seconds, {}
         return seconds

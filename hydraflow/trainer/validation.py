@@ -23,7 +23,7 @@ from hydraflow.workers.rollout import SampleOrder
 
 
 def metric_names(batches: Sequence[DataProto], plan: BatchPlan) -> set[str]:
-    """What a validation with these prompts measures."""
+    """Names of the metrics of a validation on these prompts."""
     sources = {str(source) for batch in batches for source in batch.non_tensor_batch["data_source"]}
     n = plan.validation.samples_per_prompt
     return {f"val-core/{source}/{name}/mean@{n}" for source in sources for name in ("acc", "reward")}

@@ -29,7 +29,7 @@ from hydraflow.workers.training import Learner, forward_in_order
 
 @dataclass(frozen=True)
 class ActorSpec:
-    """Everything an actor process is told."""
+    """Constructor arguments of an ActorWorker."""
 
     model: ModelConfig
     actor: ActorConfig
@@ -37,7 +37,7 @@ class ActorSpec:
     log_prob: MicroPlan
     """Micro-batches of the pass that recomputes log-probabilities."""
     ref: MicroPlan | None
-    """Micro-batches of the reference pass with adapters off; None: the run has no reference."""
+    """Micro-batches of the reference pass with adapters disabled; None: no reference."""
     temperature: float
     """Divides the logits, as in sampling."""
     response_tokens: int
@@ -48,9 +48,9 @@ class ActorSpec:
     """`old_log_probs` came from the generation engine: compare them with the trainer's before the first
     optimizer step."""
     seed: int
-    """Governs what new weights start as."""
+    """Seeds the initialisation of new weights (adapters)."""
     skips: SkipLimits = SkipLimits()
-    """Of optimizer steps whose gradient is not finite."""
+    """Limits on optimizer steps skipped for a non-finite gradient."""
 
 
 class ActorWorker(EngineWorker):
@@ -78,7 +78,7 @@ class ActorWorker(EngineWorker):
 
     @register(dispatch_mode=mesh_mode("actor"), read_only=True)
     def compute_log_prob(self, batch: DataProto) -> DataProto:
-        """`old_log_probs` and `entropys` of the responses under the weights of now."""
+        """`old_log_probs` and `entropys` of the responses under the current weights."""
         output = forward_in_order(
             self.engine, batch, self.log_prob_portions, temperature=self.spec.temperature, entropy=True
         )
@@ -96,10 +96,10 @@ class ActorWorker(EngineWorker):
     @register(dispatch_mode=mesh_mode("actor"), blocking=False, read_only=True, padding=False)
     def update(self, batch: DataProto, step: int) -> dict[str, Metric]:
         """Every optimizer step of training step `step`; rows come ordered by mini-batch."""
-        told = self.learner.learn(
+        metrics = self.learner.learn(
             batch, self._loss, step=step, temperature=self.spec.temperature, entropy=True
         )
-        return told | {"actor/oom_splits": largest(self.take_oom_splits())}
+        return metrics | {"actor/oom_splits": largest(self.take_oom_splits())}
 
     def _loss(self, denominators: Denominators, first: bool) -> LossFn:
         actor = self.spec.actor

@@ -2,7 +2,7 @@
 
 In: trajectories with scores, and log-probabilities and values where the method uses them. Out:
 `token_level_rewards`, `advantages`, `returns`, and the step's data metrics. The columns come from the object
-store: none passes the controller.
+store, not through the controller.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from hydraflow.protocol.ragged import from_padded, parts, to_padded
 
 @dataclass(frozen=True)
 class AdvantageSpec:
-    """Everything the advantage process is told."""
+    """Constructor arguments of an AdvantageWorker."""
 
     algorithm: AlgorithmConfig
     response_tokens: int
-    """Longest response: responses of that length were cut."""
+    """Longest response: responses of that length were truncated."""
 
 
 class AdvantageWorker(Worker):
@@ -84,7 +84,7 @@ class AdvantageWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Goes on from it."""
+        """Restores the KL controller's state."""
         self.kl.load_state_dict(state)
 
     def _take_kl_off(
@@ -130,8 +130,8 @@ def _data_metrics(
 
 
 def _group_metrics(scores: torch.Tensor, ids: torch.Tensor) -> dict[str, float]:
-    """The share of groups (the responses to one prompt) whose scores are all equal, so that comparing them
-    teaches nothing; {} where every group is a single row."""
+    """The share of groups (the responses to one prompt) whose scores are all equal, which
+    therefore give no learning signal; {} where every group is a single row."""
     group = group_scores(scores, ids)
     if int(group.size.max()) == 1:
         return {}

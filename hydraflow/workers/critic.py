@@ -22,7 +22,7 @@ from hydraflow.workers.training import Learner, forward_in_order
 
 @dataclass(frozen=True)
 class CriticSpec:
-    """Everything a critic process is told; `critic.model.path` is filled in."""
+    """Constructor arguments of a CriticWorker; `critic.model.path` is resolved."""
 
     critic: CriticConfig
     plan: RolePlan
@@ -33,9 +33,9 @@ class CriticSpec:
     total_steps: int
     """Training steps of the run, for the schedule."""
     seed: int
-    """Governs what new weights start as."""
+    """Seeds the initialisation of new weights (value head, adapters)."""
     skips: SkipLimits = SkipLimits()
-    """Of optimizer steps whose gradient is not finite."""
+    """Limits on optimizer steps skipped for a non-finite gradient."""
 
 
 class CriticWorker(EngineWorker):
@@ -67,8 +67,8 @@ class CriticWorker(EngineWorker):
     @register(dispatch_mode=mesh_mode("critic"), blocking=False, read_only=True, padding=False)
     def update(self, batch: DataProto, step: int) -> dict[str, Metric]:
         """Every optimizer step of training step `step`; rows come ordered by mini-batch."""
-        told = self.learner.learn(batch, self._loss, step=step, temperature=1.0, entropy=False)
-        return told | {"critic/oom_splits": largest(self.take_oom_splits())}
+        metrics = self.learner.learn(batch, self._loss, step=step, temperature=1.0, entropy=False)
+        return metrics | {"critic/oom_splits": largest(self.take_oom_splits())}
 
     def _loss(self, denominators: Denominators, first: bool) -> ValueLoss:
         critic = self.spec.critic

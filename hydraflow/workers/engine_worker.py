@@ -1,5 +1,4 @@
-"""What every role with a training engine shares: joining the other ranks, its place among them, its
-checkpoints.
+"""Shared by every role with a training engine: joining the process group, mesh coordinates, checkpoints.
 
 In: the role's specification. Out: an engine of the chosen kind. Left out on purpose: what the role does with
 it.
@@ -17,16 +16,16 @@ from hydraflow.engine import process_group
 from hydraflow.engine.base import TrainEngine
 from hydraflow.engine.config import TRAIN_ENGINES, FSDPConfig, OptimConfig
 from hydraflow.models.config import ModelConfig
-from hydraflow.workers.portions import Portions
+from hydraflow.workers.portions import MicroBatcher
 from hydraflow.workers.saving import save_part
-from hydraflow.workers.skipping import SkipLimits, Skips
+from hydraflow.workers.skipping import SkipGuard, SkipLimits
 
 
 class EngineWorker(Worker):
     """One process of a training engine, in `engine`; an `optim` of None freezes the weights.
 
     `strategy` names the engine, `head` is policy or value, `field` the configuration key of `model`, for
-    messages; `seed` governs what new weights (adapters) start as.
+    messages; `seed` seeds the initialisation of new weights (adapters).
     """
 
     def __init__(
@@ -52,31 +51,31 @@ class EngineWorker(Worker):
             timeout_s=process.timeout_s,
             listen_fd=process.listen_fd,
         )
-        self._portions: list[Portions] = []
-        self._skips: Skips | None = None
+        self._portions: list[MicroBatcher] = []
+        self._skips: SkipGuard | None = None
         device = current_device(process.device_type, process.local_rank)
         self.engine: TrainEngine = TRAIN_ENGINES[strategy].load()(
             model, fsdp, optim, head=head, device=device, total_steps=total_steps, field=field, seed=seed
         )
 
-    def portions(self, plan: MicroPlan, what: str) -> Portions:
+    def portions(self, plan: MicroPlan, what: str) -> MicroBatcher:
         """The micro-batches of one kind of pass, to be kept; `what` names it in messages."""
-        self._portions.append(Portions(plan, what))
+        self._portions.append(MicroBatcher(plan, what))
         return self._portions[-1]
 
-    def skips(self, limits: SkipLimits, role: str) -> Skips:
+    def skips(self, limits: SkipLimits, role: str) -> SkipGuard:
         """The count of this model's skipped optimizer steps, to be kept; `role` names it in messages and
         files."""
-        self._skips = Skips(limits, role, self.process.rank)
+        self._skips = SkipGuard(limits, role, self.process.rank)
         return self._skips
 
     def take_oom_splits(self) -> float:
-        """How often memory ran out, and micro-batches were made smaller for it, since this was asked last;
-        the same on every rank."""
+        """Number of times that micro-batches were split after running out of memory, since the last call; the
+        same on every rank."""
         return float(sum(portions.take_splits() for portions in self._portions))
 
     def mesh_coordinates(self, mesh: str) -> Coordinates:
-        """Which share of a batch this process gets; every data rank is collected from."""
+        """Which share of a batch this process gets; results are collected from every data rank."""
         return Coordinates(self.engine.data_rank, self.engine.data_size, True)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -86,26 +85,26 @@ class EngineWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, checkpoint: str, role: str, contents: list[str], background: bool) -> None:
-        """Copies the state and has it written to `<checkpoint>/<role>`; `saving.read_part` says when that is
-        done, and how it went."""
+        """Copies the state and writes it to `<checkpoint>/<role>`, in the background if asked;
+        `saving.read_part` gives the outcome."""
         save_part(
             self.engine.snapshot(contents), Path(checkpoint), role, self.process.rank, background=background
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, directory: str, contents: list[str]) -> None:
-        """Takes the state from a role's folder."""
+        """Loads the state from a role's folder."""
         self.engine.load(directory, contents)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def skipped_in_a_row(self) -> int:
-        """Optimizer steps that were skipped since the last one that was taken; the same on every rank."""
+        """Optimizer steps skipped since the last successful one; the same on every rank."""
         assert self._skips is not None, "a frozen model skips nothing"
         return self._skips.in_a_row
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def count_skipped_from(self, in_a_row: int) -> None:
-        """Goes on counting from what `skipped_in_a_row` said when the checkpoint was saved."""
+        """Restores the count that `skipped_in_a_row` had when the checkpoint was saved."""
         assert self._skips is not None, "a frozen model skips nothing"
         self._skips.in_a_row = in_a_row
 

@@ -1,9 +1,9 @@
-"""How one kind of pass cuts its rows into micro-batches: as the plan says, and into smaller ones once memory
-has run out.
+"""Cuts the rows of one kind of pass into micro-batches: as planned, and smaller ones after an out-of-memory
+error.
 
-In: rows, and what is done with their micro-batches. Out: its result. What fits is remembered for the rest of
-the run. The size changes on all data ranks alike, because every pass is a collective: they have as many
-passes, whoever ran out of memory. Left out on purpose: growing again.
+In: rows, and a function of their micro-batches. Out: its result. The size that fits is kept for the rest of
+the run. It changes on all data ranks alike, because every pass is a collective: all ranks need the same
+number of passes, whichever rank ran out of memory. Left out on purpose: growing again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
-class Portions:
+class MicroBatcher:
     """The micro-batches of one kind of pass; `what` names it in messages, as in "update of the actor"."""
 
     def __init__(self, plan: MicroPlan, what: str):
@@ -34,25 +34,24 @@ class Portions:
         self._splits = 0
 
     def work(self, engine: TrainEngine, rows: DataProto, passes: Callable[[MicroBatches], Result]) -> Result:
-        """`passes` over the micro-batches of these rows; again over smaller ones where memory runs out.
+        """Runs `passes` over the micro-batches of these rows; over smaller ones again if memory runs out.
 
-        DoesNotFit, on every rank, when there is no memory for a single row.
+        Raises DoesNotFit, on every rank, when a single row does not fit.
         """
         while True:
             try:
                 return passes(split(engine, rows, self._fitting(rows)))
             except OutOfMemory as error:
-                shortages = error.shortages  # not the error: its frames hold what the passes had made
+                shortages = error.shortages  # not the error: its frames keep the passes' tensors alive
             self._make_smaller(engine, rows, shortages)
 
     def take_splits(self) -> int:
-        """How often micro-batches were made smaller since this was asked last; the same on every rank."""
+        """Number of splits since the last call; the same on every rank."""
         splits, self._splits = self._splits, 0
         return splits
 
     def _fitting(self, rows: DataProto) -> MicroPlan:
-        """The size of now; a row that is longer than the remembered number of tokens is a micro-batch of its
-        own."""
+        """The current size; a row longer than the remembered number of tokens is a micro-batch of its own."""
         if self.plan is self._planned or self.plan.max_tokens is None:
             return self.plan
         return MicroPlan(rows=None, max_tokens=max(self.plan.max_tokens, _longest(rows)))
@@ -79,7 +78,7 @@ class Portions:
         )
 
     def _half(self, engine: TrainEngine, rows: DataProto, tokens: int) -> MicroPlan:
-        """`tokens`: of the largest micro-batch that did not fit."""
+        """`tokens`: size of the largest micro-batch that did not fit."""
         if self.plan.rows is not None:
             return MicroPlan(rows=-(-min(self.plan.rows, len(rows)) // 2), max_tokens=None)
         assert self.plan.max_tokens is not None, "a micro-batch plan counts rows or tokens"
@@ -92,7 +91,7 @@ class Portions:
 
 
 def split(engine: TrainEngine, batch: DataProto, micro: MicroPlan) -> MicroBatches:
-    """Micro-batches as the plan says, as many on every data rank."""
+    """Micro-batches as planned, the same number on every data rank."""
     if micro.rows is not None:
         return split_rows(batch, micro.rows)
     assert micro.max_tokens is not None, "a micro-batch plan counts rows or tokens"
@@ -100,5 +99,5 @@ def split(engine: TrainEngine, batch: DataProto, micro: MicroPlan) -> MicroBatch
 
 
 def _longest(rows: DataProto) -> int:
-    """Tokens of the longest row."""
+    """Number of tokens of the longest row."""
     return int((ragged.lengths(rows.get("prompts")) + ragged.lengths(rows.get("responses"))).max())

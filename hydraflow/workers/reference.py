@@ -1,5 +1,5 @@
-"""The frozen policy that KL terms measure from. With adapters it is the actor itself, adapters off
-(`ActorWorker`).
+"""The frozen policy that KL terms measure from. With LoRA it is the actor itself with its adapters
+disabled (`ActorWorker`).
 
 In: trajectories. Out: `ref_log_prob`.
 """
@@ -20,7 +20,7 @@ from hydraflow.workers.training import forward_in_order
 
 @dataclass(frozen=True)
 class ReferenceSpec:
-    """Everything a reference process is told."""
+    """Constructor arguments of a ReferenceWorker."""
 
     strategy: str
     model: ModelConfig

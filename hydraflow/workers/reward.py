@@ -22,20 +22,20 @@ from hydraflow.rewards.config import RewardConfig
 from hydraflow.rewards.pool import RewardPool, RewardRow
 
 WITH_TEXTS = "texts"
-"""Fact of a batch that asks for the decoded responses and prompts; the batch has both."""
+"""Key of a batch's meta_info that requests the decoded responses and prompts."""
 
 
 @dataclass(frozen=True)
 class RewardSpec:
-    """Everything the reward process is told."""
+    """Constructor arguments of a RewardWorker."""
 
     model: ModelSourceConfig
-    """Whose tokenizer decodes responses."""
+    """The model whose tokenizer decodes responses."""
     reward: RewardConfig
 
 
 class RewardWorker(Worker):
-    """Decodes responses and has them scored."""
+    """Decodes responses and scores them in the pool."""
 
     def __init__(self, process: ProcessContext, spec: RewardSpec):
         super().__init__(process)
@@ -98,7 +98,7 @@ class RewardWorker(Worker):
 
 
 def _on_last_token(scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Ragged (B, R): 0 but for the last token; a response without tokens keeps none of its score."""
+    """Ragged (B, R): 0 except on the last token; the score of an empty response is lost."""
     values = torch.zeros(int(lengths.sum()), dtype=torch.float32)
     filled = lengths > 0
     values[lengths.cumsum(0)[filled] - 1] = scores[filled]

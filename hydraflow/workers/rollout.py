@@ -1,4 +1,4 @@
-"""Samples responses, on weights that it gets from the actor in the same process or from a model directory.
+"""Samples responses, with weights from the actor in the same process or from a model directory.
 
 In: prompts, one row each. Out: `rollout.n` trajectories for each, prompt-major: `prompts`, `responses`,
 `response_mask`, `rollout_log_probs`, `lengths`. What is sampled depends on the seed, the step, the prompt's
@@ -24,7 +24,7 @@ from hydraflow.protocol.ragged import from_parts, parts, rows
 
 @dataclass(frozen=True)
 class RolloutSpec:
-    """Everything a rollout process is told."""
+    """Constructor arguments of a RolloutWorker."""
 
     model: ModelSourceConfig
     rollout: SamplingConfig
@@ -45,9 +45,9 @@ class SampleOrder:
     temperature: float
     """Divides the logits; 0 is greedy."""
     top_k: int
-    """-1: all tokens."""
+    """Sample from the k most probable tokens; -1: all."""
     top_p: float
-    """1: all tokens."""
+    """Nucleus sampling: probability mass to sample from; 1: all tokens."""
 
 
 class RolloutWorker(Worker):
@@ -66,13 +66,13 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def sync_from_actor(self) -> None:
-        """Takes the weights of the actor in this process."""
+        """Loads the weights of the actor in this process."""
         actor = self.process.roles["actor"]
         self.engine.update_weights(actor.engine.weights())  # type: ignore[attr-defined]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_weights(self) -> None:
-        """Takes the weights of the model directory."""
+        """Loads the weights of the model directory."""
         config = load_config(self.spec.model)
         dtype = resolve_dtype(self.spec.rollout.dtype, self.process.device_type)
         self.engine.update_weights(

@@ -1,11 +1,10 @@
-"""Writes one rank's part of a checkpoint, beside training if asked, and tells whoever waits through small
-files.
+"""Writes one rank's part of a checkpoint, in the background if asked, and reports the outcome in small files.
 
 In: a snapshot. Out: files under `<checkpoint>/<role>/`, and in `<checkpoint>/parts/` what was written:
-`<role>-<rank>.json` with sizes and checksums, or with what went wrong. A `.pending` file stands there from
-the start and goes at the end, whatever happened: on a full disk a file can still be removed when none can be
-written. Files and not calls, because a worker runs one method at a time and is busy with the next step by
-then. Left out on purpose: manifest, names, pointer (`trainer/checkpoint_store.py`).
+`<role>-<rank>.json` with sizes and checksums, or with what went wrong. A `.pending` file is created
+at the start and removed at the end, whatever happened: on a full disk a file can still be removed when none
+can be written. Files rather than calls, because a worker runs one method at a time and is busy with the next
+step by then. Left out on purpose: manifest, names, pointer (`trainer/checkpoint_store.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ CHUNK = 16 * 2**20
 
 @dataclass(frozen=True)
 class FileFacts:
-    """What a file must be to count as whole."""
+    """Size and checksum of a complete file."""
 
     bytes: int
     crc32: str
@@ -47,11 +46,11 @@ class Part:
     files: Mapping[str, FileFacts]
     """By path within the checkpoint."""
     error: str = ""
-    """Why it could not; empty when all is well."""
+    """The error; empty on success."""
 
 
 def file_facts(path: Path, *, flush: bool = False) -> FileFacts:
-    """Size and checksum of a file; `flush` has the disk confirm its content first."""
+    """Size and checksum of a file; `flush` writes it to disk first (fsync)."""
     size = checksum = 0
     with path.open("rb") as file:
         if flush:
@@ -62,28 +61,28 @@ def file_facts(path: Path, *, flush: bool = False) -> FileFacts:
 
 
 def expect_part(checkpoint: Path, role: str, rank: int) -> None:
-    """Makes room for a rank's part: its role's folder, and the file that stands for work to be done."""
+    """Prepares for a rank's part: its role's folder and the `.pending` file."""
     (checkpoint / role).mkdir(exist_ok=True)
     (checkpoint / PARTS).mkdir(exist_ok=True)
     _pending(checkpoint, role, rank).touch()
 
 
 def read_part(checkpoint: Path, role: str, rank: int) -> Part | None:
-    """What a rank has written; None while it is at work.
+    """What a rank has written; None while it is writing.
 
-    OSError or ValueError when its report cannot be read, or is not there though the rank has ended: of a file
-    system that several machines see, neither need be true a moment later.
+    OSError or ValueError when its report cannot be read, or is missing though the rank has ended: on a
+    network file system either may be transient.
     """
-    at_work = _pending(checkpoint, role, rank).exists()  # looked at first: it goes after the report has come
+    pending = _pending(checkpoint, role, rank).exists()  # before the report: it is removed after it
     report = _report(checkpoint, role, rank)
     if report.exists():
-        return _told(json.loads(report.read_text()))
-    if not at_work:
+        return _parsed(json.loads(report.read_text()))
+    if not pending:
         raise FileNotFoundError("it wrote nothing and could not say why; its log may")
     return None
 
 
-def _told(report: Any) -> Part:
+def _parsed(report: Any) -> Part:
     try:
         return Part({name: FileFacts(**facts) for name, facts in report["files"].items()}, report["error"])
     except (KeyError, TypeError, AttributeError) as error:
@@ -91,7 +90,7 @@ def _told(report: Any) -> Part:
 
 
 def save_part(snapshot: Snapshot, checkpoint: Path, role: str, rank: int, *, background: bool) -> None:
-    """Writes the snapshot, in this thread or in that of this process which writes; never raises."""
+    """Writes the snapshot, in this thread or in the process's writer thread; never raises."""
     if background:
         _writer().submit(_save, snapshot, checkpoint, role, rank)
     else:
@@ -100,8 +99,8 @@ def save_part(snapshot: Snapshot, checkpoint: Path, role: str, rank: int, *, bac
 
 @cache
 def _writer() -> ThreadPoolExecutor:
-    """One thread for all roles of the process: every rank writes their parts in the same order, as the ranks'
-    talk needs."""
+    """One thread for all roles of the process: every rank writes their parts in the same order, as
+    their collectives need."""
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 
 

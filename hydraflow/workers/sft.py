@@ -24,7 +24,7 @@ from hydraflow.workers.training import Learner, forward_in_order
 
 @dataclass(frozen=True)
 class SFTSpec:
-    """Everything a supervised process is told."""
+    """Constructor arguments of an SFTWorker."""
 
     model: ModelConfig
     optim: OptimConfig
@@ -33,9 +33,9 @@ class SFTSpec:
     total_steps: int
     """Optimizer steps of the run, for the schedule."""
     seed: int
-    """Governs what new weights start as."""
+    """Seeds the initialisation of new weights (adapters)."""
     skips: SkipLimits = SkipLimits()
-    """Of optimizer steps whose gradient is not finite."""
+    """Limits on optimizer steps skipped for a non-finite gradient."""
 
 
 class SFTWorker(EngineWorker):
@@ -60,8 +60,8 @@ class SFTWorker(EngineWorker):
     @register(dispatch_mode=mesh_mode("sft"), read_only=True, padding=False)
     def update(self, batch: DataProto, step: int) -> dict[str, Metric]:
         """The optimizer step of training step `step`."""
-        told = self.learner.learn(batch, self._loss, step=step, temperature=1.0, entropy=False)
-        return told | {"train/oom_splits": largest(self.take_oom_splits())}
+        metrics = self.learner.learn(batch, self._loss, step=step, temperature=1.0, entropy=False)
+        return metrics | {"train/oom_splits": largest(self.take_oom_splits())}
 
     @register(dispatch_mode=mesh_mode("sft"), read_only=True)
     def evaluate(self, batch: DataProto) -> DataProto:

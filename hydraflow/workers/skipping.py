@@ -1,5 +1,5 @@
-"""Optimizer steps that are skipped because their gradient is not finite: their rows are kept for study, and
-too many in a row end the run.
+"""Skipped optimizer steps, whose gradient is not finite: their rows are kept for inspection, and too many
+in a row end the run.
 
 In: whether a step was skipped, and its rows. Out: a file for each rank and skipped step, `read_skipped` to
 open it, or GuardStop. All ranks see the same gradient norm, so all count the same. How many were skipped in a
@@ -27,26 +27,26 @@ from hydraflow.protocol.stored import read_batch, write_batch
 logger = logging.getLogger(__name__)
 
 MOST_FILES = 32
-"""A process keeps no more: a run that recovers again and again shall not fill the disk."""
+"""Per process: a run that recovers again and again must not fill the disk."""
 
 
 @dataclass(frozen=True)
 class SkipLimits:
-    """When to give up, and where the rows go."""
+    """When to stop the run, and where to write the rows."""
 
     in_a_row: int = 3
-    """Optimizer steps of one model that are skipped in a row, at which the run ends."""
+    """Consecutive skipped optimizer steps of one model that end the run."""
     folder: str | None = None
     """None: rows are not kept."""
 
 
-class Skips:
+class SkipGuard:
     """Counts one model's skipped steps; `role` names it."""
 
     def __init__(self, limits: SkipLimits, role: str, rank: int):
         self._limits, self._role, self._rank = limits, role, rank
         self.in_a_row = 0
-        """Skipped optimizer steps since the last one that was taken."""
+        """Skipped optimizer steps since the last successful one."""
         self._files = 0
 
     def note(

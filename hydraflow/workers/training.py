@@ -1,5 +1,5 @@
-"""What actor, critic and supervised model share: optimizer steps over a step's trajectories, and forward
-passes that only compute.
+"""Shared by actor, critic and supervised model: optimizer steps over a step's trajectories, and forward
+passes without gradients.
 
 In: one data rank's rows, ordered by mini-batch (the controller chose which rows, see
 `trainer/mini_batches.py`). Out: metrics, or columns. Which rows share an optimizer step never depends on the
@@ -24,12 +24,12 @@ from hydraflow.engine.micro_batches import MicroBatches
 from hydraflow.metrics import Metric, largest, mean, merge
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.ragged import parts
-from hydraflow.workers.portions import Portions
-from hydraflow.workers.skipping import Skips
+from hydraflow.workers.portions import MicroBatcher
+from hydraflow.workers.skipping import SkipGuard
 
 LossFactory = Callable[[Denominators, bool], LossFn]
-"""Makes a mini-batch's loss from its denominators; the flag says that no optimizer step of this training step
-came before."""
+"""Builds a mini-batch's loss from its denominators; the flag marks the first optimizer step of a training
+step."""
 
 
 @dataclass
@@ -38,11 +38,11 @@ class Learner:
 
     engine: TrainEngine
     plan: RolePlan
-    portions: Portions
+    portions: MicroBatcher
     """Micro-batches of an update."""
-    skips: Skips
+    skips: SkipGuard
     prefix: str
-    """Of the metrics: actor, critic or train."""
+    """Prefix of the metrics: actor, critic or train."""
 
     def learn(
         self, batch: DataProto, make_loss: LossFactory, *, step: int, temperature: float, entropy: bool
@@ -95,7 +95,9 @@ def global_denominators(engine: TrainEngine, mini_batches: Sequence[DataProto]) 
     ]
 
 
-def forward_in_order(engine: TrainEngine, batch: DataProto, portions: Portions, **options: Any) -> DataProto:
+def forward_in_order(
+    engine: TrainEngine, batch: DataProto, portions: MicroBatcher, **options: Any
+) -> DataProto:
     """Forward passes over all rows; columns come back in the order of `batch`. `options` are those of
     `TrainEngine.forward`."""
     return portions.work(engine, batch, lambda micro: micro.restore(engine.forward(micro.parts, **options)))
@@ -109,8 +111,8 @@ def _mask_counts(mini_batch: DataProto) -> tuple[float, float]:
 
 
 def _step_metrics(step: dict[str, float], prefix: str) -> dict[str, Metric]:
-    """grad_norm is averaged over optimizer steps and also kept as its largest; the rate is the same on every
-    rank."""
+    """grad_norm is averaged over optimizer steps, and its maximum kept; the learning rate is the same on all
+    ranks."""
     return {
         f"{prefix}/grad_norm": mean(step["grad_norm"]),
         f"{prefix}/grad_norm_max": largest(step["grad_norm"]),

@@ -3,8 +3,8 @@ first step.
 
     python scripts/bench/grpo_step.py [--steps 40] [overrides ...]
 
-Prints one JSON object. `ray_share` is the part of a step in which no worker of the phase was at work:
-dispatch, transport, waiting for the slower rank to be told.
+Prints one JSON object. `ray_share` is the part of a step in which no worker of the phase was running:
+dispatch, transport, waiting for the slower rank.
 """
 
 from __future__ import annotations

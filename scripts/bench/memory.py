@@ -224,14 +224,14 @@ class Rank:
         from hydraflow.protocol.batch import DataProto
 
         old, lengths = ragged.parts(batch.get("rollout_log_probs"))
-        told = DataProto.from_dict(
+        batch = DataProto.from_dict(
             {
                 **{name: batch.get(name) for name in ("prompts", "responses", "response_mask")},
                 "old_log_probs": ragged.from_parts(old, lengths),
                 "advantages": ragged.from_parts(old * 0 + 1, lengths),
             }
         )
-        self.actor.update(told, step=1)
+        self.actor.update(batch, step=1)
 
     def step(self) -> dict[str, int]:
         """The peak of every phase, in the order of a step."""

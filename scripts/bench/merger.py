@@ -6,7 +6,7 @@ checkpoint.
 
 Makes models of random bf16 weights in Qwen2's shapes, splits them over 4 ranks with `split`, merges, and
 compares the result with the model bit by bit. Prints one JSON object. `ratio_*` are verl's figures divided by
-ours; where others are at work, the CPU time says more than the clock. Without --verl its figures are those
+ours; where other programs run, the CPU time says more than the clock. Without --verl its figures are those
 taken of verl 0.9.1 on a machine with 2 cores; with it, it merges the same checkpoint here. `above_torch_mb`
 is the peak above that of a process that has imported torch and done nothing.
 """
@@ -102,7 +102,7 @@ def fastest(command: list[str], target: Path, repeats: int) -> Figures:
 
 
 def merger(*arguments: object) -> list[str]:
-    """One of our commands."""
+    """Command line of hydraflow's merger."""
     return [sys.executable, "-m", "hydraflow.model_merger", *map(str, arguments)]
 
 

@@ -3,7 +3,7 @@
 # HYDRAFLOW_PYTHON, HYDRAFLOW_MODULE and HYDRAFLOW_SCRIPTS, and then calls run_job with the arguments of the run.
 #
 # It makes a folder for the job with Ray's token in it, starts node.sh once on every node, hands on signals, waits, ends exactly what
-# it started, and puts the job back into the queue when it was told to stop and saved, or when it lost a node.
+# it started, and puts the job back into the queue when it was asked to stop and saved, or when it lost a node.
 # What the nodes tell each other are files in that folder, which all of them see: runs/slurm/job-<id>/.
 #
 #   HYDRAFLOW_REQUEUE=0           never put the job back
@@ -23,14 +23,14 @@ make_folder() {
     mkdir -p "$(dirname "$folder")" # as open as the user has it; the job's own is the user's alone
     (
         umask 077
-        if ! mkdir "$folder"; then # whoever made it since it was removed would read the token
+        if ! mkdir "$folder"; then # a user who created it in the meantime could read the token
             tell "HYDRAFLOW_JOB_DIR=$(dirname "$folder"): others write to it; name a folder of your own" >&2
             exit 3
         fi
         od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$folder/token"
     )
     export HYDRAFLOW_JOB_FOLDER="$folder"
-    # Without a token, whoever reaches Ray's port runs code as this user.
+    # Without a token, anyone who reaches Ray's port can run code as this user.
     export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$folder/token"
     unset RAY_AUTH_TOKEN RAY_ADDRESS
 }
@@ -100,16 +100,16 @@ wait_for_step() {
 requeue() { # why
     local count="${SLURM_RESTART_COUNT:-0}" most="${HYDRAFLOW_MAX_REQUEUES:-10}"
     if [[ "${HYDRAFLOW_REQUEUE:-1}" == 0 ]]; then
-        tell "$1; HYDRAFLOW_REQUEUE=0: the same command goes on from the last checkpoint"
+        tell "$1; HYDRAFLOW_REQUEUE=0: the same command resumes from the last checkpoint"
     elif ((count >= most)); then
-        tell "$1; it was put back $count times already (HYDRAFLOW_MAX_REQUEUES): the same command goes on from the last checkpoint"
+        tell "$1; it was put back $count times already (HYDRAFLOW_MAX_REQUEUES): the same command resumes from the last checkpoint"
     else
         tell "$1; back into the queue, for the $((count + 1)). time" # first: Slurm may end this script before scontrol comes back
         if scontrol requeue "$SLURM_JOB_ID"; then
             sleep 60 >/dev/null 2>&1 & # Slurm ends this script, and a shell hears signals while it waits, not while it runs something
             wait "$!" || true
         else
-            tell "Slurm does not put it back: the same command goes on from the last checkpoint"
+            tell "Slurm does not put it back: the same command resumes from the last checkpoint"
         fi
     fi
 }
@@ -134,7 +134,7 @@ run_job() { # arguments of the run
         tell "the nodes ended without an exit code of the training; srun: $code"
     fi
     if [[ "$code" == 0 && -e "$folder/requeue" ]]; then
-        requeue "it was told to stop, and saved"
+        requeue "it was asked to stop, and saved"
     elif [[ "$code" != 0 && -s "$folder/lost" ]]; then
         requeue "a node was lost"
     fi

@@ -85,11 +85,11 @@ follow() {
     return 1
 }
 
-# The name of the folder around it can be guessed: what somebody else has made is not to be trusted with Ray's sockets.
+# The name of the folder around it can be guessed: a folder created by another user is not trusted with Ray's sockets.
 require_own() { # folder
     mkdir -p "${1%/*}"
     mkdir -m 700 "$1" 2>/dev/null || [[ -d "$1" && ! -L "$1" && -O "$1" ]] && return
-    local why="$1 is not a folder of user $UID: somebody else made it; HYDRAFLOW_NODE_TMP names another place for Ray's files"
+    local why="$1 is not a folder of user $UID: another user owns it; HYDRAFLOW_NODE_TMP names another place for Ray's files"
     printf '%s: %s\n' "$name" "$why" >&2
     mkdir -p "$folder/failed"
     echo "$why" >"$folder/failed/$name"

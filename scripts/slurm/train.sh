@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The training itself, on the first node, once Ray runs on all of them. Arguments: those of the run. Hands on the job's request to save,
-# ends with the training's exit code, and copies its note that it wants to go on.
+# ends with the training's exit code, and copies its request to be requeued.
 set -euo pipefail
 
 folder="$HYDRAFLOW_JOB_FOLDER"
@@ -11,7 +11,7 @@ export PYTHONUNBUFFERED=1
 words=("$@" "ray_init.address=$(<"$folder/address")")
 # quoted for Hydra: a folder may have a comma or brackets in its name
 [[ -z "$HF_RUN_FOLDER" ]] || words+=("trainer.default_local_dir='${HF_RUN_FOLDER//\'/\\\'}'")
-# the job goes back into the queue with the same arguments, and must not begin anew each time
+# the job goes back into the queue with the same arguments, and must not start from scratch each time
 [[ "${HF_GOES_ON:-0}" == 0 ]] || words+=("trainer.resume_mode=auto")
 
 # Ignored until the training listens: Python does nothing about a signal that was ignored when it started.

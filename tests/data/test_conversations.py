@@ -109,7 +109,7 @@ def test_messages_are_used_where_a_file_has_them(tmp_path: Path, tokenizer: PreT
         ({"prompt": "1"}, "row 0: has no value in column response; it has prompt"),
         ({"messages": None, "note": "x"}, "row 0: has no value in column messages; it has note"),
         ({"messages": TWO_TURNS[:1]}, "row 0: has no assistant message"),
-        ({"messages": TWO_TURNS[1:]}, "row 0: begins with the assistant"),
+        ({"messages": TWO_TURNS[1:]}, "row 0: starts with the assistant"),
     ],
 )
 def test_bad_rows_are_named(

@@ -174,10 +174,10 @@ def _no_type(index: Metadata) -> None:
 
 WRONG = {
     _name_another_file: "names the file '../secret', which is not beside it",
-    _start_before_the_file: "a negative number stands where a size must be",
+    _start_before_the_file: "a negative number is in place of a size",
     _compress: "is compressed or otherwise transformed",
     _lose_a_piece: "that is in no file",
-    _size_in_words: "a str stands where a shape must be",
+    _size_in_words: "a str is in place of a shape",
     _no_type: "has a str for its type of numbers",
 }
 

@@ -337,7 +337,7 @@ class TestWithoutAFolder:
 
 def test_two_runs_in_one_folder_are_refused(out: Path) -> None:
     first = run_start.begin(TrainerConfig(default_local_dir=str(out)), wanted())
-    with pytest.raises(ConfigError, match="another run is at work there: process"):
+    with pytest.raises(ConfigError, match="another run is using it: process"):
         begin(default_local_dir=str(out))
     first.lock.release()
     assert file_facts(out / "global_step_4" / "trainer.json").bytes > 0

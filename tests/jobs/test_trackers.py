@@ -52,7 +52,7 @@ def test_all_trackers_follow_a_run_that_goes_on(tmp_path: Path, recipe_cache: Pa
     ]
     first = hydraflow("main_ppo", *given, "trainer.total_training_steps=2", cwd=tmp_path)
     assert first.returncode == 0, first.stdout[-3000:] + first.stderr[-3000:]
-    assert "wandb is installed, but nobody is logged in: the run is kept offline" in first.stderr
+    assert "wandb is installed, but there is no login: the run is kept offline" in first.stderr
     second = hydraflow("main_ppo", *given, "trainer.total_training_steps=4", cwd=tmp_path)
     assert second.returncode == 0, second.stdout[-3000:] + second.stderr[-3000:]
     assert "did not get there" not in first.stderr + second.stderr

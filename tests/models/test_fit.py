@@ -157,7 +157,7 @@ def test_weights_that_are_loaded_in_ways_of_their_own_are_left_to_the_workers(co
 @pytest.mark.parametrize("name", ["consolidated.safetensors", "adapter.bin"])
 def test_files_of_other_names(copy: Path, name: str) -> None:
     (copy / SINGLE).rename(copy / name)
-    assert "have no names that are loaded" in rules(copy)[0] or "header" in rules(copy)[0]
+    assert "none of its weight files has a name" in rules(copy)[0] or "header" in rules(copy)[0]
 
 
 @pytest.mark.parametrize(

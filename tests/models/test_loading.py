@@ -139,7 +139,7 @@ def test_a_config_of_another_form(tiny: Path, text: str) -> None:
 
 def test_an_override_of_another_type(tiny: Path) -> None:
     with pytest.raises(
-        ConfigError, match="hidden_size=x is no value that a qwen3 model can have: .*expected int, got str"
+        ConfigError, match="hidden_size=x is not valid for a qwen3 model: .*expected int, got str"
     ):
         loading.load_config(ModelConfig(path=str(tiny), override_config={"hidden_size": "x"}))
 

@@ -179,7 +179,7 @@ LOST = 'echo node2 >"$HYDRAFLOW_JOB_FOLDER/lost"; echo 4 >"$HYDRAFLOW_JOB_FOLDER
 def test_a_run_that_saved_because_it_was_told_to_goes_back_into_the_queue(tmp_path: Path) -> None:
     code, said = ended(batch(tmp_path, REQUEUE_NOTE))
     assert (tmp_path / "scontrol.words").read_text() == "requeue 77\n"
-    assert "it was told to stop, and saved" in said
+    assert "it was asked to stop, and saved" in said
     assert code == 143, "Slurm ended it"
 
 
@@ -194,7 +194,7 @@ def test_a_lost_node_is_named_at_once_and_nobody_waits_for_it(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("variables", "said", "code"),
     [
-        ({"HYDRAFLOW_REQUEUE": "0"}, "HYDRAFLOW_REQUEUE=0: the same command goes on", 4),
+        ({"HYDRAFLOW_REQUEUE": "0"}, "HYDRAFLOW_REQUEUE=0: the same command resumes", 4),
         ({"HYDRAFLOW_MAX_REQUEUES": "3", "SLURM_RESTART_COUNT": "3"}, "it was put back 3 times already", 4),
     ],
 )
@@ -209,7 +209,7 @@ def test_where_slurm_does_not_put_it_back_the_user_is_told_how_to_go_on(tmp_path
     program(tmp_path, "scontrol", "#!/usr/bin/env bash\nexit 1\n")
     code, said = ended(batch(tmp_path, REQUEUE_NOTE))
     assert (
-        code == 0 and "Slurm does not put it back: the same command goes on from the last checkpoint" in said
+        code == 0 and "Slurm does not put it back: the same command resumes from the last checkpoint" in said
     )
 
 
@@ -324,5 +324,5 @@ def test_a_folder_on_the_node_that_somebody_else_made_is_not_used(tmp_path: Path
     (tmp_path / f"hydraflow-{os.getuid()}").symlink_to(tmp_path / "elsewhere")
     folder = first_node(tmp_path, code=3)
     assert (folder / "exit_code").read_text() == "3\n" and not list((tmp_path / "elsewhere").iterdir())
-    assert "somebody else made it; HYDRAFLOW_NODE_TMP names another place" in (folder / "said").read_text()
+    assert "another user owns it; HYDRAFLOW_NODE_TMP names another place" in (folder / "said").read_text()
     assert len(list((folder / "failed").iterdir())) == 1

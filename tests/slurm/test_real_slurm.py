@@ -100,7 +100,7 @@ def test_a_job_that_was_told_to_stop_and_then_killed_ends_with_the_same_numbers(
         "scancel", "--signal=USR1", "--batch", job.number
     )  # what --signal=B:USR1@120 sends ahead of the limit
     job.await_state("PENDING", seconds=60)
-    assert "it was told to stop, and saved; back into the queue, for the 1. time" in job.said()
+    assert "it was asked to stop, and saved; back into the queue, for the 1. time" in job.said()
     saved = max(job.steps())
     assert saved < STEPS - 4, "it was too fast for this test"
 

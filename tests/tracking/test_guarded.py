@@ -82,10 +82,10 @@ def test_a_lasting_fault_costs_one_warning_and_a_count(
     assert memory.got == [1, 2, 9, 10], "it is tried again with every step"
     assert warnings(caplog) == [
         (
-            "tracker memory does not take what is logged (ConnectionError: broken pipe); training goes on,"
-            " and metrics.jsonl has everything"
+            "tracker memory does not take what is logged (ConnectionError: broken pipe); training continues;"
+            " metrics.jsonl has everything"
         ),
-        "memory: 6 calls did not get there in all; metrics.jsonl has everything",
+        "memory: 6 calls were lost in total; metrics.jsonl has everything",
     ]
 
 
@@ -139,7 +139,7 @@ def test_a_terminal_that_is_gone_costs_one_warning(caplog: pytest.LogCaptureFixt
     for step in (1, 2, 3):
         tracker.log({}, step)
     assert tracker.tracker.got == [3]  # type: ignore[attr-defined]
-    assert warnings(caplog) == ["console: broken pipe; training goes on, and metrics.jsonl has everything"]
+    assert warnings(caplog) == ["console: broken pipe; training continues; metrics.jsonl has everything"]
 
 
 @pytest.mark.parametrize("leaves", [SystemExit, KeyboardInterrupt])
@@ -170,4 +170,4 @@ def test_whatever_draws_on_the_terminal_raises_costs_one_warning(caplog: pytest.
     tracker = Forgiving("console", Odd())
     for step in (1, 2):
         tracker.log({}, step)
-    assert warnings(caplog) == ["console: no such style; training goes on, and metrics.jsonl has everything"]
+    assert warnings(caplog) == ["console: no such style; training continues; metrics.jsonl has everything"]

@@ -121,7 +121,7 @@ def test_a_folder_that_no_address_can_name(
     folder = tmp_path / "100%41?"
     with open_trackers(["mlflow"], folder, run_id="x", about=about(tmp_path)) as trackers:
         trackers.log({"loss": 1.0}, 1)
-    assert "its database cannot lie in" in caplog.text
+    assert "its database cannot be in" in caplog.text
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["100%41?"], (
         "nothing lies beside the run folder"
     )

@@ -98,7 +98,7 @@ def test_a_server_that_lets_nobody_in_means_offline(
 def test_why_a_run_is_kept_offline(tmp_path: Path) -> None:
     home = tmp_path / "somewhere"
     (home / ".swanlab").mkdir(parents=True)
-    assert offline_because({"HOME": str(home)}) == "nobody is logged in"
+    assert offline_because({"HOME": str(home)}) == "there is no login"
     assert offline_because({"HOME": str(home), "SWANLAB_API_KEY": "k"}) is None
     assert offline_because({"HOME": str(home), "SWANLAB_MODE": "local"}) == "SWANLAB_MODE=local"
     (home / ".swanlab" / ".netrc").write_text("machine api.swanlab.cn login x password y\n")

@@ -40,7 +40,7 @@ def test_a_healthy_run_has_none() -> None:
     [
         (NO_SIGNAL, "every advantage is 0"),
         (COLLAPSED, "the entropy has collapsed"),
-        (CUT_OFF, "every response is cut off at the length limit"),
+        (CUT_OFF, "every response is truncated at the length limit"),
     ],
 )
 def test_three_steps_in_a_row_are_said_once(change: dict[str, float], words: str) -> None:

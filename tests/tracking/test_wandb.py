@@ -125,7 +125,7 @@ def test_what_is_logged_comes_to_the_server(
 def test_why_a_run_is_kept_offline(tmp_path: Path) -> None:
     home = tmp_path / "somewhere"
     home.mkdir()
-    assert offline_because({"HOME": str(home)}) == "nobody is logged in"
+    assert offline_because({"HOME": str(home)}) == "there is no login"
     assert offline_because({"HOME": str(home), "WANDB_API_KEY": "k"}) is None
     assert (
         offline_because({"HOME": str(home), "WANDB_API_KEY": "k", "WANDB_MODE": "offline"})
@@ -135,10 +135,10 @@ def test_why_a_run_is_kept_offline(tmp_path: Path) -> None:
     assert offline_because({"HOME": str(home)}) is None
     assert (
         offline_because({"HOME": str(home), "WANDB_BASE_URL": "https://wandb.example.org"})
-        == "nobody is logged in"
+        == "there is no login"
     )
     (home / ".netrc").write_text("machine api.wandb.ai login\n")
-    assert offline_because({"HOME": str(home)}) == "nobody is logged in", "a broken file is no login"
+    assert offline_because({"HOME": str(home)}) == "there is no login", "a broken file is no login"
 
 
 def test_the_proxy_is_for_wandb_alone_and_an_unreachable_server_means_offline(

@@ -137,7 +137,7 @@ def test_a_full_disk_costs_the_new_checkpoint_only(
         checkpoints.after(2, {}, last=False, preempted=False)
         checkpoints.settle()
         assert (
-            "step 2 could not be saved: actor rank 0: [Errno 28] No space left on device; training goes on"
+            "step 2 could not be saved: actor rank 0: [Errno 28] No space left on device; training continues"
             in caplog.text
         )
         assert "the one of step 1 stays" in caplog.text

@@ -58,4 +58,4 @@ def test_a_folder_that_cannot_be_written_costs_one_warning(
     for step in (1, 2):
         dump.write(step, [])
     assert len(caplog.records) == 1
-    assert "trainer.rollout_data_dir" in caplog.text and "training goes on without" in caplog.text
+    assert "trainer.rollout_data_dir" in caplog.text and "training continues without" in caplog.text

@@ -17,7 +17,7 @@ from hydraflow.engine.base import Shortage
 from hydraflow.errors import DoesNotFit
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
-from hydraflow.workers.portions import Portions
+from hydraflow.workers.portions import MicroBatcher
 
 PREFIX = {"policy": "actor", "value": "critic"}
 
@@ -101,7 +101,7 @@ def lengths(*sizes: int) -> DataProto:
 
 def after(plan: MicroPlan, data: DataProto, *shortages: tuple[int, int]) -> list[MicroPlan]:
     """The sizes after micro-batches of so many rows and tokens did not fit."""
-    portions, engine, found = Portions(plan, "test"), OneRank(), []
+    portions, engine, found = MicroBatcher(plan, "test"), OneRank(), []
     for number, tokens_short in shortages:
         portions._make_smaller(engine, data, [Shortage(0, number, tokens_short)])  # type: ignore[arg-type]
         found.append(portions.plan)

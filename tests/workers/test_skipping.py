@@ -11,7 +11,7 @@ import torch
 from engine.pool import Ranks
 from workers import fault_jobs as jobs
 
-from hydraflow.workers.skipping import MOST_FILES, SkipLimits, Skips, read_skipped
+from hydraflow.workers.skipping import MOST_FILES, SkipGuard, SkipLimits, read_skipped
 
 PREFIX = {"policy": "actor", "value": "critic"}
 
@@ -58,7 +58,7 @@ def test_three_in_a_row_stop_the_run(tiny: str, ranks: Ranks, tmp_path: Path) ->
 
 
 def test_a_disk_that_is_full_of_them(tmp_path: Path) -> None:
-    skips = Skips(SkipLimits(10**6, str(tmp_path)), "actor", 0)
+    skips = SkipGuard(SkipLimits(10**6, str(tmp_path)), "actor", 0)
     for step in range(MOST_FILES + 5):
         skips.note(jobs.make_batch(), skipped=True, step=step, number=0, facts={})
     assert len(list(tmp_path.iterdir())) == MOST_FILES
@@ -68,7 +68,7 @@ def test_rows_that_cannot_be_written_do_not_end_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
-    Skips(SkipLimits(3, str(tmp_path / "file")), "actor", 0).note(
+    SkipGuard(SkipLimits(3, str(tmp_path / "file")), "actor", 0).note(
         jobs.make_batch(), skipped=True, step=1, number=0, facts={}
     )
     assert "cannot be written" in caplog.text

@@ -81,8 +81,8 @@ def shard(module: PolicyModel | ValueModel, fsdp: FSDPConfig, mesh: DeviceMesh, 
     for layer in _layers(module.hf):
         if sum(parameter.numel() for parameter in layer.parameters()) >= fsdp.wrap_policy.min_num_params:
             fully_shard(layer, **policy)
-    # the backward pass begins with the root's weights: freeing them after the forward pass would only fetch
-    # them again
+    # the backward pass starts with the root's weights, so freeing them after the forward pass would only
+    # gather them again
     fully_shard(module, **{**policy, "reshard_after_forward": False})
     for part in module.modules():
         if isinstance(part, FSDPModule):
@@ -119,7 +119,7 @@ def _read_on_rank_zero(
     config: Any, model: ModelConfig, *, head: str, dtype: torch.dtype, field: str
 ) -> dict[str, torch.Tensor]:
     """Weights on rank 0, nothing elsewhere. When rank 0 fails, every rank does: none waits for a broadcast
-    that never comes."""
+    that never arrives."""
     weights: dict[str, torch.Tensor] = {}
     problem: list[ConfigError | None] = [None]
     if dist.get_rank() == 0:
@@ -159,7 +159,7 @@ def _fill_parameters(
 def _fill_buffers(
     module: PolicyModel | ValueModel, source: dict[str, torch.Tensor], device: torch.device
 ) -> None:
-    """Rotary tables and the like: no file holds them, so rank 0's freshly made ones go to all. They live on
+    """Rotary tables and the like: no file holds them, so rank 0 computes and broadcasts them. They live on
     the device."""
     for name, buffer in list(module.named_buffers()):
         owner, _, leaf = name.rpartition(".")

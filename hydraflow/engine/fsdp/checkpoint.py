@@ -2,11 +2,10 @@
 read it back.
 
 In: a sharded model and its optimizer. Out: a `Snapshot` in host memory, which another thread may write while
-training goes on, and the way back. The file holds tensors alone, under flat names: `model.<parameter>`,
-`optim.<parameter>.<slot>` and `extra.schedule_step`. No random state is in it: nothing in an engine draws,
-and what a step draws is keyed by its number. Left out on purpose: directories, checksums and everything else
-that makes up a run (`trainer/checkpoint_store.py`).
-"""
+training continues; and loading it. The file holds only tensors, under flat names: `model.<parameter>`,
+`optim.<parameter>.<slot>` and `extra.schedule_step`. No random state is in it: an engine draws no
+random numbers, and a step's are keyed by its number. Left out on purpose: directories, checksums and
+everything else that makes up a run (`trainer/checkpoint_store.py`)."""
 
 from __future__ import annotations
 
@@ -47,9 +46,9 @@ class Snapshot:
 
     state: State
     weights: State | None
-    """Full weights for a Hugging Face directory; None: they are not wanted, or another rank has them."""
+    """Full weights for a Hugging Face directory; None: not requested, or another rank has them."""
     form: export.Form | None
-    """Of that directory; None: another rank writes it."""
+    """Configuration for that directory; None: another rank writes it."""
     facts: dict[str, Any]
     field: str
 
@@ -58,7 +57,7 @@ class Snapshot:
         directory.mkdir(parents=True, exist_ok=True)
         try:
             dcp.save(self.state, checkpoint_id=directory / SHARDS, process_group=host_group())
-        except dcp.CheckpointException as error:  # which is no Exception
+        except dcp.CheckpointException as error:  # not a subclass of Exception
             raise EnvironmentFault(_first_failure(error)) from error
         finally:
             self.state = {}
@@ -83,7 +82,7 @@ def snapshot(
     field: str,
 ) -> Snapshot:
     """Copies what `contents` names into host memory. Every rank takes part."""
-    host_group()  # made here, where all ranks do the same; `write` runs beside their work
+    host_group()  # created here, in step on all ranks; `write` runs in the background
     state = {
         name: tensor.detach().to("cpu", copy=True)
         for name, tensor in _parts(module, optimizer, step, contents).items()
@@ -97,8 +96,8 @@ def snapshot(
 def load(
     module: Module, optimizer: torch.optim.Optimizer, directory: Path, contents: Collection[str]
 ) -> int | None:
-    """Fills model and optimizer with what `contents` names; returns the schedule's step, None when `extra` is
-    not among it."""
+    """Loads the named `contents` into model and optimizer; returns the schedule's step, None when `extra` is
+    not among them."""
     reader = Reader(directory)
     stored = reader.index.tensors.keys()
     wanted = _parts(module, optimizer, 0, [MODEL, EXTRA])
@@ -151,14 +150,14 @@ def _slots(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tupl
 def _empty_optimizer_state(
     module: nn.Module, optimizer: torch.optim.Optimizer, stored: Collection[str]
 ) -> State:
-    """Gives the optimizer the slots that the checkpoint has, still to be filled, and returns them by name."""
+    """Creates empty optimizer slots for those in the checkpoint, and returns them by name."""
     optimizer.state.clear()
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in module.named_parameters():
         slots = [slot for slot in ("step", "exp_avg", "exp_avg_sq") if f"optim.{name}.{slot}" in stored]
         if not slots or id(parameter) not in trained:
             continue
-        count = torch.zeros((), dtype=torch.float32, device=parameter.device)  # where fused AdamW wants it
+        count = torch.zeros((), dtype=torch.float32, device=parameter.device)  # where fused AdamW requires it
         optimizer.state[parameter] = {
             slot: count if slot == "step" else torch.zeros_like(parameter) for slot in slots
         }
@@ -166,7 +165,7 @@ def _empty_optimizer_state(
 
 
 def _first_failure(error: dcp.CheckpointException) -> str:
-    """What the lowest rank that failed says."""
+    """The error of the lowest rank that failed."""
     rank, (cause, _) = min(error.failures.items())
     if isinstance(cause, pickle.UnpicklingError):
         return (
@@ -181,7 +180,7 @@ def _local_bytes(tensor: torch.Tensor) -> int:
 
 
 def _facts(module: Module, model: ModelConfig, contents: Collection[str], head: str) -> dict[str, Any]:
-    """What a reader must know of the model to make sense of the tensors."""
+    """What a reader must know about the model to interpret the tensors."""
     kept = next(iter(module.parameters())).dtype
     return {
         "engine": "fsdp2",

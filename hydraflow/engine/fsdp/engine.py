@@ -37,8 +37,8 @@ class FSDPEngine:
     """A `TrainEngine`. torch.distributed must be ready (`process_group.start`).
 
     `head` is policy or value; without `optim` the model is frozen and only `forward` and `weights` may be
-    called. `field` is the configuration key of `model`, for error messages; `total_steps` ends the learning
-    rate schedule.
+    called. `field` is the configuration key of `model`, for error messages; `total_steps` is the length of
+    the learning rate schedule.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class FSDPEngine:
         )
         self._pace = Pace(self.module, device)
         self._norm: float | None = None
-        """Of the gradient that waits for `optimizer_step`."""
+        """Norm of the gradient that `optimizer_step` will apply."""
         self._optimizer = None
         if optim is not None:
             self._optimizer = optimizers.make_optimizer(self.module.parameters(), optim)
@@ -131,15 +131,15 @@ class FSDPEngine:
         ).tolist()
         if short_ranks:
             self.module.zero_grad(set_to_none=True)
-        told = attempt.results_of_all(short_ranks)
+        reported = attempt.results_of_all(short_ranks)
         self._norm = math.sqrt(square)
-        return metrics.merge(told)
+        return metrics.merge(reported)
 
     @torch.no_grad()
     def optimizer_step(self) -> dict[str, float]:
-        """See `TrainEngine`. All ranks see the same norm, so all skip or none does."""
+        """See `TrainEngine`. All ranks see the same norm, so either all skip or none."""
         assert self._optimizer is not None and self._optim is not None, "a frozen model is not trained"
-        assert self._norm is not None, "a gradient is made before each optimizer step"
+        assert self._norm is not None, "optimizer_step needs a gradient"
         norm, self._norm = self._norm, None
         finite = norm < float("inf")  # false for NaN, too
         if finite:
@@ -202,15 +202,14 @@ class FSDPEngine:
     def _learn(
         self, data: DataProto, loss_fn: LossFn, temperature: float, entropy: bool
     ) -> dict[str, Metric]:
-        """One micro-batch's share of the gradient."""
+        """Adds one micro-batch's share of the gradient."""
         batch = self._pack(data, ragged.parts(data.get("response_mask"))[0].bool())
         main, entropies = self.module(batch, temperature, entropy)
-        loss, told = loss_fn(self._output(batch, main, entropies), self._columns(data, batch))
-        # entropies that the loss does not use would keep their logits: two copies of them for every token of
-        # the micro-batch
+        loss, reported = loss_fn(self._output(batch, main, entropies), self._columns(data, batch))
+        # unused entropies would keep their logits alive: two copies for every token of the micro-batch
         del main, entropies
         loss.backward()
-        return told
+        return reported
 
     def _pack(self, data: DataProto, wanted: torch.Tensor | None) -> PackedBatch:
         return pack(
@@ -246,13 +245,14 @@ class FSDPEngine:
         self.module.set_reshard_after_backward(last or self._fsdp.reshard_after_forward)
 
     def _free_gathered_weights(self) -> None:
-        """Without a backward pass nothing does; the next update would go unseen by those that were kept."""
+        """Frees gathered weights, which only a backward pass would do; kept ones would miss the next
+        update."""
         for part in self.module.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()
 
     def _gradients(self) -> list[torch.Tensor]:
-        """This rank's shards."""
+        """This rank's shards of the gradient."""
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
         return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]
 
@@ -275,7 +275,7 @@ class FSDPEngine:
             group["lr"] = self._lr()
 
     def _move_optimizer_state(self, device: torch.device) -> None:
-        """Moves the moments, and only them: AdamW keeps its step count where it likes."""
+        """Moves only the moments: AdamW decides where its step count is."""
         assert self._optimizer is not None
         if self._fsdp.param_offload:
             return

@@ -1,8 +1,8 @@
-"""Full weights out of a sharded model: as a stream for whoever samples, or as a Hugging Face directory.
+"""Full weights of a sharded model: as a stream for the generation engine, or as a Hugging Face directory.
 
-In: a sharded model. Out: (Hugging Face name, full tensor) one at a time; adapters are merged in passing, and
-the weights in training stay as they are. A tied output matrix is not sent twice. Left out on purpose: who
-receives the stream (`generation/`).
+In: a sharded model. Out: (Hugging Face name, full tensor) one at a time; adapters are merged on the fly;
+the weights in training are unchanged. A tied output matrix is sent once. Left out on purpose: the receiver
+of the stream (`generation/`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def stream(module: PolicyModel | ValueModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every rank takes part in gathering the tensors, so all ranks must run through it to the end."""
+    """Gathering is collective, so every rank must exhaust the iterator."""
     parameters = dict(module.named_parameters())
     layers = lora.adapted(module)
     adapters = dict(
@@ -50,7 +50,7 @@ def stream(module: PolicyModel | ValueModel) -> Iterator[tuple[str, torch.Tensor
 
 
 def full_weights(module: PolicyModel | ValueModel) -> dict[str, torch.Tensor] | None:
-    """All of `stream` in rank 0's host memory; None on the other ranks, which take part."""
+    """All of `stream` in rank 0's host memory; None on the other ranks, which must call it too."""
     first = dist.get_rank() == 0
     weights = {}
     for name, tensor in stream(module):
@@ -60,7 +60,7 @@ def full_weights(module: PolicyModel | ValueModel) -> dict[str, torch.Tensor] | 
 
 
 def save_hf(module: PolicyModel | ValueModel, model: ModelConfig, directory: Path, *, field: str) -> None:
-    """Gathers on rank 0 and writes there, under a temporary name first. All ranks leave together."""
+    """Gathers on rank 0 and writes there, under a temporary name first. All ranks return together."""
     weights = full_weights(module)
     if weights is not None:
         unfinished = directory.with_name(directory.name + ".unfinished")
@@ -77,19 +77,19 @@ class Form:
     config: Any
     model: ModelConfig
     shape: Any
-    """The model of transformers that the weights fill, without values; None: there is no such class, or the
-    name will do."""
+    """The model of transformers that the weights fill, without values; None: there is no such class, or
+    its name is enough."""
     class_name: str | None
-    """What config.json calls it."""
+    """Its name in config.json."""
     generation: GenerationConfig | None = None
-    """Of a policy."""
+    """Generation settings of a policy."""
 
 
 def form_of(module: PolicyModel | ValueModel, model: ModelConfig, *, weights: bool) -> Form:
-    """Not in a thread beside training: where transformers makes a model, it changes torch's default type for
-    the whole process.
+    """Must not run in a thread during training: transformers changes torch's default dtype for the whole
+    process while it builds a model.
 
-    weights: they will be written, too.
+    weights: whether weights will be written as well.
     """
     if isinstance(module, ValueModel):
         config = type(module.hf.config).from_dict(module.hf.config.to_dict())
@@ -124,7 +124,7 @@ def write_hugging_face(
 
 
 def replace_directory(finished: Path, target: Path) -> None:
-    """Gives a finished directory its name; what stood there before goes."""
+    """Renames a finished directory to its final name, replacing what was there."""
     old = target.with_name(target.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():
@@ -146,7 +146,7 @@ def _policy_shape(config: Any, model: ModelConfig, generation: GenerationConfig 
 
 
 def _value_shape(config: Any, *, trust: bool) -> Any:
-    """A model whose head is `score.weight` alone, without values; None: there is none.
+    """A model whose head is `score.weight` alone, without values; None: no such class.
 
     GPT-2's token classification, for one, calls its head `classifier` and gives it a bias: there it is
     sequence classification.
@@ -157,7 +157,7 @@ def _value_shape(config: Any, *, trust: bool) -> Any:
         try:
             with torch.device("meta"):
                 found: Any = auto.from_config(config, dtype=config.dtype, trust_remote_code=trust)
-        except (ValueError, KeyError, OSError):  # there is no such class
+        except (ValueError, KeyError, OSError):  # no such class
             continue
         if {name for name in found.state_dict() if not name.startswith(f"{found.base_model_prefix}.")} == {
             "score.weight"

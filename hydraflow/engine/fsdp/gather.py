@@ -1,5 +1,4 @@
-"""Full tensors out of sharded parameters, many to a collective: one gather for each tensor costs mostly
-waiting.
+"""Full tensors of sharded parameters, many per collective: one gather per tensor would be mostly latency.
 
 In: parameters by name, the same on every rank. Out: (name, full tensor), in order; at most a bucket of them
 exists at a time.
@@ -21,8 +20,7 @@ Named = tuple[str, torch.Tensor]
 
 @torch.no_grad()
 def gathered(parameters: Mapping[str, torch.Tensor]) -> Iterator[Named]:
-    """Every rank takes part, and must run through it to the end. A tensor that is not sharded comes as it
-    is."""
+    """Collective: every rank must exhaust the iterator. Unsharded tensors are passed through."""
     for bucket in _buckets(parameters):
         yield from _gather(bucket)
 
@@ -63,7 +61,7 @@ def _is_split_by_rows(parameter: torch.Tensor) -> bool:
 
 
 def _padded_shard(parameter: torch.Tensor, ranks: int) -> torch.Tensor:
-    """This rank's rows, padded to those of the first rank, which has most."""
+    """This rank's rows, padded to those of the first rank, which has the most."""
     assert isinstance(parameter, DTensor)
     local = parameter.to_local()
     missing = -(-parameter.shape[0] // ranks) - local.shape[0]

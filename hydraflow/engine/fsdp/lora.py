@@ -1,7 +1,7 @@
 """Low-rank adapters: W + scale * B A, of which only A and B are trained.
 
 In: an unsharded Hugging Face model and a `ModelConfig`. Out: the same model with adapters in it (peft's
-layers), merged weights for those who sample from it, and the model as it was without them. Left out on
+layers), merged weights for sampling, and the model with its adapters disabled. Left out on
 purpose: adapters on embeddings, several adapters at a time, peft's other methods.
 """
 
@@ -32,15 +32,15 @@ log = logging.getLogger(__name__)
 def add_adapters(hf: nn.Module, model: ModelConfig, dtype: torch.dtype, *, field: str) -> None:
     """Puts adapters of type `dtype` into `hf` and freezes the rest of it.
 
-    Raises ConfigError when target_modules names no linear layer; of names among others a warning says that
-    the model has none such. `hf` may be on the meta device, to find that out.
+    Raises ConfigError when target_modules names no linear layer; a list in which only some
+    names match gives a warning. `hf` may be on the meta device, for checking.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
     targets = model.target_modules if isinstance(model.target_modules, str) else list(model.target_modules)
     key, all_linear = f"{field}.target_modules", f"{field}.target_modules=all-linear"
     linear = linear_layers(hf)
-    if lost := _unmatched(targets, hf):  # peft passes over such names where others match
+    if lost := _unmatched(targets, hf):  # peft ignores such names if others match
         rule = f"the model has no module {' and no '.join(lost)}; its linear layers are {', '.join(linear)}"
         if len(lost) == len(targets):
             raise ConfigError.one(key, targets, rule, all_linear)
@@ -64,7 +64,7 @@ def add_adapters(hf: nn.Module, model: ModelConfig, dtype: torch.dtype, *, field
 
 
 def require_targets(model: ModelConfig, config: PreTrainedConfig, *, head: str, field: str) -> None:
-    """Raises ConfigError when adapters could not be put where `target_modules` says."""
+    """Raises ConfigError when `target_modules` cannot be satisfied."""
     module = require_model(model, config, head=head, field=field)
     if module is not None:
         add_adapters(module.hf, model, torch.float32, field=field)
@@ -89,7 +89,7 @@ def linear_layers(hf: nn.Module) -> list[str]:
 
 
 def _unmatched(targets: str | list[str], hf: nn.Module) -> list[str]:
-    """Names of a list that no module ends in. A text is a pattern, or all-linear: peft says itself when
+    """Entries of a list that match no module. A string is a pattern or all-linear: peft itself reports when
     nothing matches."""
     if isinstance(targets, str):
         return []
@@ -103,8 +103,8 @@ def is_adapter(name: str) -> bool:
 
 
 def initial_value(name: str, shape: torch.Size, dtype: torch.dtype, draw: torch.Generator) -> torch.Tensor:
-    """What an adapter starts as: A uniform as in a linear layer, B zero, so that nothing changes at first (Hu
-    et al. 2021)."""
+    """Initial value of an adapter: A uniform as in a linear layer, B zero, so that the model starts unchanged
+    (Hu et al. 2021)."""
     if ".lora_B." in name:
         return torch.zeros(shape, dtype=dtype)
     bound = 1 / math.sqrt(shape[1])
@@ -113,7 +113,7 @@ def initial_value(name: str, shape: torch.Size, dtype: torch.dtype, draw: torch.
 
 @contextmanager
 def adapters_off(module: nn.Module) -> Iterator[None]:
-    """The model without its adapters, inside the block."""
+    """Disables the adapters inside the block."""
     layers = adapted(module).values()
     try:
         for layer in layers:

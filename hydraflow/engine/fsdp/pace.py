@@ -1,11 +1,11 @@
 """Keeps a rank in step with the others when its memory runs out in the middle of a forward or backward pass.
 
-FSDP gathers weights and sums gradients in collectives that all ranks make, in the same order. A rank whose
-pass was cut off still owes the others the rest of them. It makes these in a second pass over a few tokens, in
-which the collectives that the first one made are left out; what that pass computes means nothing. Then all
-ranks forget the call and try again with smaller micro-batches.
+FSDP gathers weights and sums gradients in collectives that all ranks make in the same order. A rank whose
+pass was interrupted still owes the others the remaining ones. It makes them in a second pass over a few
+tokens that skips the collectives already made; the result of that pass is discarded. Then all ranks drop the
+call and retry with smaller micro-batches.
 
-In: passes, as functions of a micro-batch. Out: what they return, and for all ranks alike whether one of them
+In: passes, as functions of a micro-batch. Out: their results, and, the same on all ranks, whether one
 ran out of memory. Left out on purpose: which micro-batches are tried next (`workers/training.py`); HSDP,
 whose all-reduce cannot be left out in this way.
 """
@@ -57,16 +57,16 @@ class Pace:
         return Attempt(self)
 
     def begin(self) -> None:
-        """Before each pass."""
+        """Resets the count of collectives; call it before each pass."""
         self._made = 0
         for gather in self._gathers:
             gather.note_what_is_there()
 
     def make_up(self, again: Callable[[], object]) -> None:
-        """Goes through a pass that was cut off once more; `again` runs it on a few tokens."""
+        """Repeats an interrupted pass for its remaining collectives; `again` runs it on a few tokens."""
         if self._entered:  # FSDP has nothing to reset before its first forward pass, and cannot
             self._module.reset_iter_state()
-        gc.collect()  # the error's frames hold what the pass had computed
+        gc.collect()  # the error's frames keep the pass's tensors alive
         if self._device.type != "cpu":
             torch.get_device_module(self._device).empty_cache()
         self._left_out, self._makes_up = self._made, True
@@ -75,10 +75,9 @@ class Pace:
         assert self._left_out == 0, "a pass over fewer tokens makes the same collectives"
 
     def is_due(self, gather: _Gather | None = None) -> bool:
-        """Whether a collective is to be made: in a pass that is made up for, only if it was not made
-        before."""
+        """Whether to make a collective: in a repeated pass, only if the first one had not made it."""
         if self._makes_up and gather is not None and gather.had_weights:
-            gather.had_weights = False  # the others have these weights still, as this rank had
+            gather.had_weights = False  # the other ranks still hold these weights, as this rank did
             return False
         if self._left_out:
             self._left_out -= 1
@@ -91,8 +90,7 @@ class Pace:
 
 
 class Attempt(Generic[Result]):
-    """The passes of one call: once memory has run out in one, this rank only keeps pace in the rest of
-    them."""
+    """The passes of one call: once one runs out of memory, this rank only keeps in step for the rest."""
 
     def __init__(self, pace: Pace):
         self._pace = pace
@@ -100,7 +98,7 @@ class Attempt(Generic[Result]):
         self._results: list[Result] = []
 
     def run(self, data: DataProto, work: Callable[[DataProto], Result]) -> None:
-        """`work(data)` is one pass."""
+        """Runs one pass, `work(data)`."""
         if self._short is not None:
             work(_few_tokens(data))
         elif not self._fits(data, work):
@@ -113,7 +111,7 @@ class Attempt(Generic[Result]):
         return float(self._short is not None)
 
     def results_of_all(self, short_ranks: float) -> list[Result]:
-        """What the passes returned. Raises OutOfMemory when `short_ranks`, the sum of `is_short` over ranks,
+        """The results of the passes. Raises OutOfMemory when `short_ranks`, the sum of `is_short` over ranks,
         is not 0."""
         if short_ranks:
             raise OutOfMemory(self._shortages())
@@ -155,7 +153,7 @@ class _Gather(_Allocates, AllGather):
     def __init__(self, pace: Pace, owner: nn.Module, name: str):
         self._pace, self._owner, self._name = pace, owner, name
         self.had_weights = False
-        """Whether the unit's weights were there, gathered, when the pass began."""
+        """Whether the unit's weights were already gathered when the pass started."""
 
     def note_what_is_there(self) -> None:
         self.had_weights = not isinstance(getattr(self._owner, self._name), DTensor)
@@ -196,8 +194,8 @@ class _Reduce(_Allocates, ReduceScatter):
 
 
 def _units(module: nn.Module) -> Iterator[tuple[FSDPModule, nn.Module, str]]:
-    """What is gathered together: the sharded module, and one of its parameters as (the module that has it,
-    its name there)."""
+    """The units that are gathered together: the sharded module, and one of its parameters as (owner module,
+    name)."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             found = next(_own_parameters(part), None)

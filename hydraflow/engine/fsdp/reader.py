@@ -1,8 +1,8 @@
 """torch's reader of distributed checkpoints, without its unpickling.
 
 torch unpickles the index, and then whatever the index calls a pickled object, so a checkpoint from elsewhere
-could run code. Here `engine/dcp_index.py` reads the index, and torch is handed one made from the checked
-values, with nothing but tensors in it. Their pieces torch reads with weights_only.
+could run code. Here `engine/dcp_index.py` reads the index, and torch gets one built from the validated
+values, with only tensors in it. torch reads their pieces with weights_only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Reader(dcp.FileSystemReader):
         self._metadata = _metadata(self.index)
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """What torch is given, in place of a rank's own index, too."""
+        """The metadata given to torch, also in place of a rank's own index."""
         return self._metadata
 
 
