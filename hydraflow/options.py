@@ -261,11 +261,11 @@ def idle_when(condition: Callable[[Any], bool], why: str, remedy: str = "") -> I
 def unless(key: str, value: Any = True, *, why: str = "") -> Idle:
     """No effect unless another key of the section has this value; why: in place of a sentence that says
     so."""
-    shown = str(value).lower() if isinstance(value, bool) else value
+    text = str(value).lower() if isinstance(value, bool) else value
     plain = (
         f"{{s}}.{key}={str(not value).lower()}" if isinstance(value, bool) else f"{{s}}.{key} is not {value}"
     )
-    return idle_when(lambda section: getattr(section, key) != value, why or plain, f"{{s}}.{key}={shown}")
+    return idle_when(lambda section: getattr(section, key) != value, why or plain, f"{{s}}.{key}={text}")
 
 
 def replaced_by(key: str) -> Idle:

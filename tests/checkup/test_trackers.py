@@ -59,7 +59,7 @@ def test_a_missing_package_is_answered_before_the_start(without_packages: None, 
 
 
 def test_a_missing_login_is_a_warning_unless_offline_was_asked_for() -> None:
-    told = judge_login("wandb", "nobody is logged in", "wandb login")
+    told = judge_login("wandb", "there is no login", "wandb login")
     assert (told.state, told.remedy) == (State.WARNING, "wandb login")
     assert "kept offline in <run folder>/wandb" in told.evidence
     assert judge_login("wandb", "WANDB_MODE=offline", "wandb login").state is State.OK

@@ -128,7 +128,7 @@ def test_a_wrong_token_is_told_at_once(head: Head, tmp_path: Path) -> None:
 
 def test_no_token_is_told_at_once(head: Head, tmp_path: Path) -> None:
     said, seconds = head.tell("join", mode="disabled")
-    assert "it wants a token, and we have none (RAY_AUTH_MODE is not token)" in said and seconds < 5
+    assert "it requires a token, and we have none (RAY_AUTH_MODE is not token)" in said and seconds < 5
     said, seconds = head.tell("join", token=tmp_path / "nowhere")
     assert (
         f"RAY_AUTH_TOKEN_PATH is set but file cannot be opened or is empty: {tmp_path}/nowhere" in said

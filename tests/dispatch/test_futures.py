@@ -182,7 +182,7 @@ def test_an_answer_that_does_not_arrive_has_a_limit(monkeypatch: pytest.MonkeyPa
     ledger.pending[ref] = Ticket(crew, "actor", 1, "there", "update", 7.0, time.monotonic() + 7.0, {}, Work())  # type: ignore[index]
     with pytest.raises(
         WorkerError,
-        match="actor rank 1 on node there failed in update: its answer is there, but does not arrive",
+        match="actor rank 1 on node there failed in update: its answer is ready, but does not arrive",
     ):
         ledger.settle([ref])  # type: ignore[list-item]
     assert asked == [7.0, FETCH] and crew.error is not None

@@ -52,7 +52,7 @@ def test_a_half_written_run_and_rubbish_in_the_middle(tmp_path: Path) -> None:
     run = read_run(folder)
     assert run.columns[SCORE].steps.tolist() == [1, 4]
     assert run.unread == ["metrics.jsonl: 6 of 9 lines are no records"], "the torn last line is no fault"
-    assert "it is under way" in render([run]).lower()
+    assert "it is still running" in render([run]).lower()
 
 
 @pytest.mark.parametrize(
