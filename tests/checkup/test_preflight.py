@@ -39,7 +39,7 @@ def test_a_small_run_is_healthy(model: Path, data: Path, tmp_path: Path) -> None
 def test_a_broken_model_is_found(model: Path, data: Path) -> None:
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(ConfigError, match="cut off"):
+    with pytest.raises(ConfigError, match="is truncated"):
         require_healthy(Facts(configured(model, data)))
 
 
