@@ -38,8 +38,11 @@ class RayGuard:
     """A thread that runs from `watch` to `stop`."""
 
     def __init__(self) -> None:
-        self._is_started = False
+        self._last_words = b""
+        """What to print if the node process ends; empty: Ray is still starting."""
         self._seen: dict[str, psutil.Process] = {}
+        self._names: dict[int, str] = {}
+        """Name of the process by its descriptor."""
         self._ends = select.poll()
         self._stopped = threading.Event()
         self._before = _children()
@@ -50,7 +53,7 @@ class RayGuard:
 
     def started(self) -> None:
         """Ray is up: from now on the run can notice a failure itself."""
-        self._is_started = True
+        self._last_words = f"{_fault('raylet')}\n".encode(errors="replace")
 
     def stop(self) -> None:
         """Ends the thread; Ray may end after that."""
@@ -60,11 +63,7 @@ class RayGuard:
         """The error for the process that has ended; None if both live."""
         for name, process in self._seen.items():
             if not lives(process):
-                text = (
-                    f"Ray's {VITAL[name]} ({name}) has ended: it was killed, or it failed"
-                    f" ({session_folder()}/session_latest/logs)"
-                )
-                return EnvironmentFault(f"{text}. The same command continues from the last checkpoint.")
+                return _fault(name)
         return None
 
     def children(self) -> list[psutil.Process]:
@@ -78,32 +77,45 @@ class RayGuard:
     def _run(self) -> None:
         since: float | None = None
         while not self._stopped.is_set():
-            if self._ends.poll(1000 * PERIOD):
-                self._stopped.wait(0.01 if since is None else PERIOD)  # an ended process stays readable
+            for descriptor, _ in self._ends.poll(1000 * PERIOD):
+                self._ends.unregister(descriptor)  # an ended process stays readable
+                if self._names[descriptor] == "raylet":
+                    self._end_without_node()
             self._look_for()
             fault = self.fault()
             since = None if fault is None else since or time.monotonic()
-            if fault is None or since is None or time.monotonic() - since < self._patience():
+            patience = PATIENCE if self._last_words else START_PATIENCE
+            if fault is None or since is None or time.monotonic() - since < patience:
                 continue
-            if ENDS.commanded and ENDS.since is None and not self._stopped.is_set():
+            if self._may_end():
                 ENDS.told = str(fault)
                 end_at_once(fault.exit_code, "Ray's client does not come back")
             return
 
-    def _patience(self) -> float:
-        if not self._is_started:
-            return START_PATIENCE
-        node = self._seen.get("raylet")
-        is_alone = node is not None and not lives(node) and not ENDS.asked  # else the whole run was signalled
-        return 0.0 if is_alone else PATIENCE
+    def _end_without_node(self) -> None:
+        """Exits before Ray's client does. Nothing else is killed here, because that takes longer than the
+        client does: the other processes of Ray and of the rewards end with the one that started them."""
+        if self._last_words and self._may_end() and not ENDS.asked:  # a signal may be for the whole run
+            os.write(2, self._last_words)
+            os._exit(EnvironmentFault.exit_code)
+
+    def _may_end(self) -> bool:
+        return ENDS.commanded and ENDS.since is None and not self._stopped.is_set()
 
     def _look_for(self) -> None:
         if len(self._seen) < len(VITAL):
             for process in _children() - self._before:
                 with suppress(psutil.NoSuchProcess):
-                    if process.name() in VITAL and process.name() not in self._seen:
-                        self._seen[process.name()] = process
-                        self._ends.register(os.pidfd_open(process.pid), select.POLLIN)
+                    if (name := process.name()) in VITAL and name not in self._seen:
+                        descriptor = os.pidfd_open(process.pid)
+                        self._seen[name], self._names[descriptor] = process, name
+                        self._ends.register(descriptor, select.POLLIN)
+
+
+def _fault(name: str) -> EnvironmentFault:
+    text = f"Ray's {VITAL[name]} ({name}) has ended: it was killed, or it failed"
+    logs = f"{session_folder()}/session_latest/logs"
+    return EnvironmentFault(f"{text} ({logs}). The same command continues from the last checkpoint.")
 
 
 def _children() -> set[psutil.Process]:
