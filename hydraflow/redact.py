@@ -90,17 +90,15 @@ _OF_A_VOCABULARY = {
 """Words before token or tokens in names of what a model reads and writes."""
 
 _ADDRESS = re.compile(
-    r"(?P<before>[a-z][a-z0-9+.-]*://)(?:[^/\s:]*:(?!\d+(?:/|\s|$))[^\s'\"]*|[^/\s]+)@",
-    re.IGNORECASE,
+    r"(?P<before>[a-z][a-z0-9+.-]*://)(?:[^/\s:]*:(?!\d+(?:/|\s|$))[^\s'\"]*|[^/\s]+)@", re.IGNORECASE
 )
 _WHOLE_ADDRESS = re.compile(
-    r"\A(?P<before>[a-z][a-z0-9+.-]*://)[^/:]*:(?!\d+(?:/|\Z)).*@",
-    re.IGNORECASE | re.DOTALL,
+    r"\A(?P<before>[a-z][a-z0-9+.-]*://)[^/:]*:(?!\d+(?:/|\Z)).*@", re.IGNORECASE | re.DOTALL
 )
 """A value that is an address and nothing else may have spaces in its password."""
 _WITHOUT_SCHEME = re.compile(
     r"(?<![\w/:.@%+-])[\w.%+-]+:(?!//)[^\s'\"{}\[\]=]+@(?!sha\d)"
-    r"(?=[\w.-]+(?::\d+)?(?:[/\s'\",\]})]|$))",
+    r"(?=[\w.-]+(?::\d+)?(?:[/\s'\",\]})]|$))"
 )
 """user:password@host, as some write a proxy."""
 _LOOKS_SECRET = re.compile(
@@ -120,7 +118,7 @@ _LOOKS_SECRET = re.compile(
 
 _ASSIGNED = re.compile(
     r"(?<!\w)(?P<quote>['\"]?)(?P<name>[A-Za-z_][\w.-]*)(?P=quote)"
-    r"(?P<sign>=(?!=)|[ \t]*:[ \t]*|[ \t]+=[ \t]+)",
+    r"(?P<sign>=(?!=)|[ \t]*:[ \t]*|[ \t]+=[ \t]+)"
 )
 _QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 _REFERENCE = r"\$\{[^{}]*\}"

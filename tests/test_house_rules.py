@@ -55,7 +55,7 @@ CALLS_THE_USERS_CODE = {
         "hydraflow/checkup/table.py",
         "hydraflow/tracking/guarded.py",
         "hydraflow/jobs/session.py",
-    ),
+    )
 }
 """Where a broad except is right: a reward function may raise anything, and costs its row, not the run; a
 check of the doctor opens any file and runs the model's own code, and costs its line of the report; a

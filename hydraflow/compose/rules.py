@@ -31,10 +31,7 @@ def problems(config: object, *, planning: bool = False) -> list[Problem]:
           -> optim.lr_scheduler_type=cosine
     """
     across = [*CROSS_RULES.get(type(config), ()), *(() if planning else NEEDED.get(type(config), ()))]
-    return [
-        *_value_problems(config),
-        *(problem for rule in across for problem in rule(config)),
-    ]
+    return [*_value_problems(config), *(problem for rule in across for problem in rule(config))]
 
 
 def _value_problems(config: object) -> Iterator[Problem]:

@@ -19,15 +19,7 @@ from hydraflow.compose.keys import accepts, is_below_open, known_keys, wrong_typ
 from hydraflow.compose.nearest import nearest
 from hydraflow.compose.patterns import expand, fits
 from hydraflow.compose.verl_defaults import leaves as verl_leaves
-from hydraflow.compose.verl_table import (
-    ALIASES,
-    FOLLOWS,
-    OVER_ALL_RANKS,
-    Alias,
-    Ignored,
-    Unsupported,
-    tables,
-)
+from hydraflow.compose.verl_table import ALIASES, FOLLOWS, OVER_ALL_RANKS, Alias, Ignored, Unsupported, tables
 from hydraflow.compose.verl_values import beside_others, unbuilt, value_of
 from hydraflow.errors import Problem, shown
 from hydraflow.redact import public

@@ -24,8 +24,7 @@ STEPS = Rule(
     "must list training steps, the first of which is 1", lambda value: all(step >= 1 for step in value)
 )
 RANKS = Rule(
-    "must list ranks, the first of which is 0",
-    lambda value: bool(value) and all(rank >= 0 for rank in value),
+    "must list ranks, the first of which is 0", lambda value: bool(value) and all(rank >= 0 for rank in value)
 )
 LOG_LEVELS = ("debug", "info", "warning", "error")
 

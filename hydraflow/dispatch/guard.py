@@ -105,7 +105,7 @@ class RayGuard:
     def _look_for(self) -> None:
         if len(self._seen) < len(VITAL):
             for process in _children() - self._before:
-                with suppress(psutil.NoSuchProcess):
+                with suppress(psutil.NoSuchProcess, ProcessLookupError):  # pidfd_open raises the second
                     if (name := process.name()) in VITAL and name not in self._seen:
                         descriptor = os.pidfd_open(process.pid)
                         self._seen[name], self._names[descriptor] = process, name

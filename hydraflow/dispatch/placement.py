@@ -159,8 +159,7 @@ def reserve(pools: Sequence[ResourcePool], *, timeout: float, growing: bool) -> 
         log.warning("waiting up to %g s for the cluster to grow: %s", timeout, problem)
     groups = [
         placement_group(
-            pool.demand(),
-            strategy="STRICT_SPREAD" if len(pool.processes_on_nodes) > 1 else "STRICT_PACK",
+            pool.demand(), strategy="STRICT_SPREAD" if len(pool.processes_on_nodes) > 1 else "STRICT_PACK"
         )
         for pool in pools
     ]

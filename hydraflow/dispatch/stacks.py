@@ -114,10 +114,7 @@ def _stack(process: ProcessFacts) -> str:
     program = spy()
     if program is None:
         return _written_by_itself(process, "py-spy is not installed")
-    for options in (
-        ["--subprocesses"],
-        ["--nonblocking"],
-    ):  # a stopped process cannot be paused for reading
+    for options in (["--subprocesses"], ["--nonblocking"]):  # a stopped process cannot be paused for reading
         said = _run([program, "dump", *options, "--pid", str(process.pid)])
         if said.returncode == 0:
             return said.stdout

@@ -167,11 +167,7 @@ class RolloutConfig(SamplingConfig):
         ),
     )
     """Devices on each dedicated machine."""
-    device_mapping: Any = option(
-        None,
-        shapes_training=False,
-        planned=ANOTHER_PLACE,
-    )
+    device_mapping: Any = option(None, shapes_training=False, planned=ANOTHER_PLACE)
     """Devices of the role; null: the actor's, or those of rollout.nnodes."""
     agent: AgentConfig = field(default_factory=AgentConfig)
     engine_kwargs: EngineKwargs = option(

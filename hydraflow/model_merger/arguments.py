@@ -38,12 +38,6 @@ def _add_merge(commands: Any) -> None:
         default="merged",
         help="add adapters to the weights, or write OUT/lora_adapter for peft",
     )
-    _flag(
-        merge,
-        "lora_alpha",
-        type=float,
-        help="lora_alpha of checkpoints that do not record it",
-    )
     _flag(merge, "max_shard_size", type=size, default="5GB", help="of one safetensors file (5GB)")
     _flag(
         merge,
@@ -69,12 +63,6 @@ def _add_test(commands: Any) -> None:
     _checkpoint(test)
     _flag(test, "test_hf_dir", required=True, metavar="DIR", help="the directory to compare with")
     _wishes(test)
-    _flag(
-        test,
-        "lora_alpha",
-        type=float,
-        help="lora_alpha of checkpoints that do not record it",
-    )
 
 
 def _add_info(commands: Any) -> None:
@@ -161,6 +149,7 @@ def _checkpoint(command: argparse.ArgumentParser) -> None:
 
 
 def _wishes(command: argparse.ArgumentParser) -> None:
+    _flag(command, "lora_alpha", type=float, help="lora_alpha of checkpoints that do not record it")
     _flag(
         command,
         "dtype",
@@ -168,12 +157,7 @@ def _wishes(command: argparse.ArgumentParser) -> None:
         default="auto",
         help="of the weights; auto: as they are",
     )
-    _flag(
-        command,
-        "is_value_model",
-        action="store_true",
-        help="require a value head (detected by default)",
-    )
+    _flag(command, "is_value_model", action="store_true", help="require a value head (detected by default)")
     _flag(
         command,
         "tie_word_embedding",

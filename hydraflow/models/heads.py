@@ -127,12 +127,7 @@ def shape_logits(logits: torch.Tensor, config: Any) -> torch.Tensor:
 def _asked_hidden_states(backbone: Any, batch: PackedBatch) -> torch.Tensor:
     """(K, hidden) last hidden states at the positions that predict the asked tokens."""
     extra = {} if batch.plan is None else {"row_plan": batch.plan}
-    out = backbone(
-        input_ids=batch.input_ids,
-        position_ids=batch.position_ids,
-        use_cache=False,
-        **extra,
-    )
+    out = backbone(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **extra)
     hidden = out.last_hidden_state  # (1, N, hidden) or (B, T, hidden)
     distinct = batch.plan is None or batch.plan.shared is None
     return pick(hidden.reshape(-1, hidden.shape[-1]), batch.predicts_at, distinct=distinct)

@@ -70,8 +70,7 @@ SCORING = {
 
 ENGINES = {
     "log_probs": Field(
-        "ragged float32 (B, R)",
-        "log-probability of each token in the requested pass; renamed by the caller",
+        "ragged float32 (B, R)", "log-probability of each token in the requested pass; renamed by the caller"
     ),
     "old_log_probs": Field(
         "ragged float32 (B, R)", "log-probability of each token under the policy at the start of the step"

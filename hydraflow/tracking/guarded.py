@@ -150,10 +150,7 @@ class Background:
             self._warned = True
             did = "could not be opened" if self._tracker is None else "does not take what is logged"
             logger.warning(
-                "tracker %s %s (%s); training continues; metrics.jsonl has everything",
-                self.name,
-                did,
-                why,
+                "tracker %s %s (%s); training continues; metrics.jsonl has everything", self.name, did, why
             )
 
 

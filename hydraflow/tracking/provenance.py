@@ -105,10 +105,7 @@ def _is_kept_by_git(source: Path) -> bool:
 
 
 def _git(folder: Path, *words: str) -> str | None:
-    environ = {
-        **os.environ,
-        "GIT_OPTIONAL_LOCKS": "0",
-    }  # git status must not write to the repository
+    environ = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # git status must not write to the repository
     command = ["git", "-C", str(folder), *NO_PROGRAMS, *words]
     try:
         done = subprocess.run(

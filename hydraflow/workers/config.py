@@ -113,11 +113,7 @@ class ActorConfig:
     fsdp_config: FSDPConfig = option(factory=FSDPConfig, idle=unread(TRAIN_ENGINES, "strategy"))
     megatron: MegatronConfig = option(factory=MegatronConfig, idle=unread(TRAIN_ENGINES, "strategy"))
     checkpoint: CheckpointConfig = option(factory=CheckpointConfig, shapes_training=False)
-    device_mapping: Any = option(
-        None,
-        shapes_training=False,
-        planned=ANOTHER_PLACE,
-    )
+    device_mapping: Any = option(None, shapes_training=False, planned=ANOTHER_PLACE)
     """Devices of the role: a list of numbers, or text such as 0-7 or 0-3,8-11; null: all devices of the
     trainer."""
 
@@ -135,11 +131,7 @@ class RefConfig:
     """Token budget per device of one forward pass; null: actor.ppo_max_token_len_per_gpu."""
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
-    device_mapping: Any = option(
-        None,
-        shapes_training=False,
-        planned=ANOTHER_PLACE,
-    )
+    device_mapping: Any = option(None, shapes_training=False, planned=ANOTHER_PLACE)
     """Devices of the role; null: the actor's."""
 
 
@@ -188,9 +180,5 @@ class CriticConfig:
     fsdp_config: FSDPConfig = option(factory=FSDPConfig, idle=unread(TRAIN_ENGINES, "strategy"))
     megatron: MegatronConfig = option(factory=MegatronConfig, idle=unread(TRAIN_ENGINES, "strategy"))
     checkpoint: CheckpointConfig = option(factory=CheckpointConfig, shapes_training=False)
-    device_mapping: Any = option(
-        None,
-        shapes_training=False,
-        planned=ANOTHER_PLACE,
-    )
+    device_mapping: Any = option(None, shapes_training=False, planned=ANOTHER_PLACE)
     """Devices of the role; null: all devices of the trainer."""

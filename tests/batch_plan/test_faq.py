@@ -171,20 +171,14 @@ SPLIT_ROLLOUT = {f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.tensor_model_parallel_si
             GRPO
             | SPLIT_ACTOR
             | SPLIT_ROLLOUT
-            | {
-                f"{ACTOR}.use_kl_loss": True,
-                f"{REF}.fsdp_config.ulysses_sequence_parallel_size": 1,
-            },
+            | {f"{ACTOR}.use_kl_loss": True, f"{REF}.fsdp_config.ulysses_sequence_parallel_size": 1},
         ),
         (
             "reward_model",
             GRPO
             | SPLIT_ACTOR
             | SPLIT_ROLLOUT
-            | {
-                "reward.reward_model.enable": True,
-                "reward.reward_model.model_path": "model",
-            },
+            | {"reward.reward_model.enable": True, "reward.reward_model.model_path": "model"},
         ),
     ],
 )

@@ -45,12 +45,7 @@ def test_a_value_gets_the_type_that_it_stands_for():
         type(fitted(str, 0.5)),
         type(fitted(int | None, 3)),
         fitted(float | None, None),
-    ] == [
-        float,
-        str,
-        int,
-        None,
-    ]
+    ] == [float, str, int, None]
     assert fitted(list[str], [1, "a"]) == ["1", "a"]
     assert fitted(Any, 1) == 1 and fitted(dict[str, Any], {"a": 1}) == {"a": 1}
 

@@ -88,10 +88,7 @@ def test_a_file_over_verls_defaults_composes(tmp_path):
         (TREES, ("fsdp2", "fsdp2")),
         ("defaults: [ppo_trainer, override model_engine: megatron, _self_]\n", ("megatron", "megatron")),
         ("defaults: [ppo_megatron_trainer, _self_]\n", ("megatron", "megatron")),
-        (
-            "defaults: [ppo_trainer, override critic@critic: megatron_critic, _self_]\n",
-            ("fsdp2", "megatron"),
-        ),
+        ("defaults: [ppo_trainer, override critic@critic: megatron_critic, _self_]\n", ("fsdp2", "megatron")),
     ],
 )
 def test_a_defaults_list_may_name_verls_trees(tmp_path, content, strategies):

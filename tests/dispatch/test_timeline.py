@@ -89,11 +89,9 @@ def test_roles_are_processes_and_ranks_are_threads(tmp_path: Path) -> None:
     timeline.note("actor", 0, [Span("update", 5.0, 2.0), Span("start", 1.0, 1.0, role="rollout")])
     timeline.note("controller", 0, [Span("step", 4.0, 4.0, 1)])
     trace = written(timeline)
-    assert list(trace_format.processes(trace)) == [
-        "controller",
-        "rollout",
-        "actor",
-    ], "the controller first, then as they began"
+    assert list(trace_format.processes(trace)) == ["controller", "rollout", "actor"], (
+        "the controller first, then as they began"
+    )
     assert [event["dur"] for event in trace_format.spans(trace, "actor", 1)] == [1e6]
     assert trace["otherData"]["spans_dropped"] == 0
 

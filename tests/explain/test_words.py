@@ -21,10 +21,7 @@ def ppo_config() -> PPOConfig:
     (
         config.actor_rollout_ref.actor.ppo_mini_batch_size,
         config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu,
-    ) = (
-        32,
-        16,
-    )
+    ) = (32, 16)
     return config
 
 

@@ -107,6 +107,12 @@ def copied(tiny: str, to: Path, **values: object) -> Path:
     return folder
 
 
+def assert_each_is_said(said: list[str], report: list[str]) -> None:
+    """Each of these words is in a line of the report, which has no other lines."""
+    missing = [word for word in said if not any(word in line for line in report)]
+    assert len(report) == len(said) and not missing, (missing, report)
+
+
 def report_of(run: Callable[[], None], folder: Path) -> list[str]:
     """The problems of a run that is refused and leaves nothing behind."""
     before = sorted(folder.iterdir())
@@ -229,15 +235,11 @@ def test_main_sft_reports_all_at_once(tiny: str, tmp_path: Path) -> None:
         "nothing answers",
         "val/nothing",
     ]
-    assert len(report) == len(said) and not [
-        word for word in said if not any(word in line for line in report)
-    ], report
+    assert_each_is_said(said, report)
     config.model.path = "/nowhere/at/all"
     report = report_of(lambda: run_sft(config), tmp_path)
     said[0] = "there is no such directory"
-    assert len(report) == len(said) and not [
-        word for word in said if not any(word in line for line in report)
-    ], report
+    assert_each_is_said(said, report)
 
 
 def test_main_generate_reports_all_at_once(tiny: str, tmp_path: Path) -> None:
@@ -259,9 +261,7 @@ def test_main_generate_reports_all_at_once(tiny: str, tmp_path: Path) -> None:
         "/proc/t.json",
         "no such device",
     ]
-    assert len(report) == len(said) and not [
-        word for word in said if not any(word in line for line in report)
-    ], report
+    assert_each_is_said(said, report)
 
 
 def test_files_that_are_not_there_and_the_machine(tiny: str, tmp_path: Path) -> None:

@@ -75,12 +75,7 @@ def test_it_learns_and_leaves_what_it_promises(sft_run: Path) -> None:
 def test_padding_and_the_number_of_processes_change_nothing(
     sft_run: Path, sft_keys: list[str], tmp_path: Path
 ) -> None:
-    keys = [
-        *sft_keys,
-        *LOCAL,
-        "model.use_remove_padding=false",
-        "data.use_dynamic_bsz=false",
-    ]
+    keys = [*sft_keys, *LOCAL, "model.use_remove_padding=false", "data.use_dynamic_bsz=false"]
     keys += [
         "data.micro_batch_size_per_gpu=2",
         "trainer.total_training_steps=3",

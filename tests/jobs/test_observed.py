@@ -122,10 +122,9 @@ def test_log_files_of_every_role_and_rank(run: Path) -> None:
 
 def test_the_profile_is_of_the_asked_step_and_rank(run: Path) -> None:
     files = sorted(path.relative_to(run / "profile").as_posix() for path in (run / "profile").rglob("*.json"))
-    assert files == [
-        "step_2/actor+rollout-0.json",
-        "step_2/reward+advantage-0.json",
-    ], "not of the warm start's second step"
+    assert files == ["step_2/actor+rollout-0.json", "step_2/reward+advantage-0.json"], (
+        "not of the warm start's second step"
+    )
     names = {
         event.get("name") for event in json.loads((run / "profile" / files[0]).read_text())["traceEvents"]
     }

@@ -137,10 +137,7 @@ def test_three_steps_and_five_are_eight(
 
 @pytest.mark.usefixtures("ray_session")
 def test_another_number_of_processes_goes_on(
-    tmp_path: Path,
-    recipe_cache: Path,
-    matrix: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, recipe_cache: Path, matrix: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And in another sharding. In float64, where the order of sums hardly shows."""
     actor = "actor_rollout_ref.actor"
@@ -150,10 +147,7 @@ def test_another_number_of_processes_goes_on(
     with monkeypatch.context() as patch:
         stop_after(3, patch)
         train(tmp_path / "cut", recipe_cache, matrix, "grpo", *double)
-    other = [
-        f"{actor}.fsdp_config.wrap_policy.min_num_params=0",
-        f"{actor}.ppo_micro_batch_size_per_gpu=2",
-    ]
+    other = [f"{actor}.fsdp_config.wrap_policy.min_num_params=0", f"{actor}.ppo_micro_batch_size_per_gpu=2"]
     told = train_locally(tmp_path / "cut", recipe_cache, matrix, "grpo", *double, *other)
     assert "written by 2 ranks, read by 1" in told
     rows = zip(

@@ -36,11 +36,7 @@ def test_metrics_of_the_same_steps_share_an_axis() -> None:
         curve(column([1.0, 2.0]), axes, 5)["x"],
         curve(column([3.0, 4.0]), axes, 5)["x"],
         curve(column([1.0]), axes, 5)["x"],
-    ] == [
-        0,
-        0,
-        1,
-    ]
+    ] == [0, 0, 1]
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=200), st.integers(1, 50))

@@ -16,10 +16,17 @@ from hydraflow.workers import engine_worker
 from hydraflow.workers.engine_worker import EngineWorker
 
 
+class NoEngine:
+    """Takes an engine's arguments and builds nothing."""
+
+    def __init__(self, *args: object, **kwargs: object):
+        pass
+
+
 def test_a_collective_waits_as_long_as_a_call_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
     told: dict[str, Any] = {}
     monkeypatch.setattr(process_group, "start", told.update)
-    monkeypatch.setitem(engine_worker.TRAIN_ENGINES, "none", Named("unittest.mock:MagicMock"))
+    monkeypatch.setitem(engine_worker.TRAIN_ENGINES, "none", Named(f"{__name__}:NoEngine"))
     here = replace(process(rank=1, world_size=2), timeout_s=7200.0)
     EngineWorker(here, "none", ModelConfig(), FSDPConfig(), None, head="policy", total_steps=1, field="model")
     assert told == dict(

@@ -110,8 +110,7 @@ def _precision(fsdp: FSDPConfig, device: torch.device) -> MixedPrecisionPolicy:
     if compute == torch.float64:
         reduce = compute
     return MixedPrecisionPolicy(
-        param_dtype=None if compute == kept else compute,
-        reduce_dtype=None if reduce == compute else reduce,
+        param_dtype=None if compute == kept else compute, reduce_dtype=None if reduce == compute else reduce
     )
 
 
