@@ -26,11 +26,11 @@ def run(config: GenerateConfig, command: Command) -> None:
 
 def main() -> int:
     """Composes the configuration and runs; returns the exit code."""
-    from hydraflow.compose.judges import missing_for_generate
+    from hydraflow.compose.judges import judge_generate, missing_for_generate
     from hydraflow.compose.launch import launch
     from hydraflow.schema import GenerateConfig
 
-    return launch("generate", GenerateConfig, run, missing=missing_for_generate)
+    return launch("generate", GenerateConfig, run, judges=(judge_generate,), missing=missing_for_generate)
 
 
 if __name__ == "__main__":

@@ -74,6 +74,7 @@ class Named:
 
     def load(self) -> Any:
         """The class or function itself."""
+        assert self.where, f"not implemented yet: {self.planned}"
         module, _, attribute = self.where.partition(":")
         found: Any = importlib.import_module(module)
         for name in attribute.split("."):
@@ -126,17 +127,22 @@ def option(
     choices: names, or a table of them, of which those without code can only be planned. ge, gt, le, lt:
     limits of a number. The other arguments are those of `Option`.
     """
+    is_limited = (ge, gt, le, lt) != (None, None, None, None)
+    assert bool(choices) + size + (rule is not None) + is_limited <= 1, "one rule for each key"
     if choices:
         rule = one_of(*choices)
     elif size:
         rule = AT_LEAST_ONE
-    elif rule is None and (ge, gt, le, lt) != (None, None, None, None):
+    elif is_limited:
         rule = limits(ge=ge, gt=gt, le=le, lt=lt)
     facts = Option(
         rule=rule,
         idle=idle if isinstance(idle, tuple) else (idle,),
         switch=switch,
-        planned=(planned,) if planned else _planned_choices(choices) if isinstance(choices, Mapping) else (),
+        planned=(
+            *((planned,) if planned else ()),
+            *(_planned_choices(choices) if isinstance(choices, Mapping) else ()),
+        ),
         shapes_training=shapes_training,
         in_plan=in_plan,
         size=size,
@@ -181,14 +187,14 @@ def walk(section: Any, prefix: str = "", above: tuple[Leaf, ...] = ()) -> Iterat
 # --- rules -----------------------------------------------------------------------------------------------
 
 
-def listed(choices: Collection[str]) -> str:
+def listed(choices: Collection[str], word: str = "or") -> str:
     """Joins names for a sentence.
 
     >>> listed(["a", "b", "c"])
     'a, b or c'
     """
     names = list(choices)
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} {word} {names[-1]}"
 
 
 def one_of(*choices: str) -> Rule:
@@ -199,7 +205,7 @@ def one_of(*choices: str) -> Rule:
 def limits(
     *, ge: float | None = None, gt: float | None = None, le: float | None = None, lt: float | None = None
 ) -> Rule:
-    """A number within limits; infinity only where there is no upper one.
+    """A finite number within limits.
 
     >>> limits(ge=0, le=1).text, limits(gt=0).text, limits(gt=0, lt=1).text
     ('must be from 0 to 1', 'must be above 0', 'must be above 0 and below 1')
@@ -214,7 +220,8 @@ def limits(
 
     def holds(value: Any) -> bool:
         return (
-            (ge is None or value >= ge)
+            math.isfinite(value)
+            and (ge is None or value >= ge)
             and (gt is None or value > gt)
             and (le is None or value <= le)
             and (lt is None or value < lt)
@@ -288,8 +295,10 @@ def unread(table: Mapping[str, Named], chooser: str) -> Idle:
         if chosen not in table or _is_read(table[chosen].reads, section, name):
             return None
         readers = [choice for choice, named in table.items() if _is_read(named.reads, section, name)]
-        first = f"{{s}}.{chooser}={readers[0]}"
-        return f"only {' and '.join([first, *readers[1:]])} read{'s' if len(readers) == 1 else ''} it", first
+        assert readers, f"no choice of {chooser} reads {name}"
+        sentence = f"only {{s}}.{chooser}={listed(readers, 'and')} read{'s' if len(readers) == 1 else ''} it"
+        runs = [choice for choice in readers if table[choice].where]
+        return sentence, f"{{s}}.{chooser}={runs[0]}" if runs else ""
 
     return idle
 

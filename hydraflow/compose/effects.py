@@ -16,7 +16,7 @@ from hydraflow.batch_plan.roles import needs_critic, needs_reference
 from hydraflow.compose.patterns import fits
 from hydraflow.errors import Problem, shown
 from hydraflow.options import why_idle
-from hydraflow.schema import PPOConfig, SFTConfig
+from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
 from hydraflow.system.allocation import allocation
 
 
@@ -218,6 +218,7 @@ RULES: dict[type, tuple[Rule, ...]] = {
             "trainer.debug.load_rollouts=null",
         ),
     ),
+    GenerateConfig: tuple(rule for rule in _RUN if not rule.pattern.startswith("log.")),
     SFTConfig: (
         Rule("trainer.test_freq", lambda c: not c.data.val_files, NO_VALIDATION, "data.val_files=..."),
         *_RUN,
@@ -242,6 +243,19 @@ _DECIDES = {"critic.enable", "critic.strategy"}
 """Keys that switch their section on or off."""
 
 
+def without_effect(config: object, key: str) -> tuple[str, str] | None:
+    """Why a key has no effect, and the remedy, by the rules across sections and those beside its field; None:
+    it has one."""
+    for rule in RULES.get(type(config), ()):
+        if key not in _DECIDES and fits(rule.pattern, key) and rule.when(config):
+            return rule.why, rule.remedy
+    return why_idle(config, key)
+
+
+def _planned_only(key: str) -> tuple[str, str] | None:
+    return next(((rule.why, rule.remedy) for rule in PLANNED_ONLY if fits(rule.pattern, key)), None)
+
+
 def idle_keys(config: object, given: Iterable[tuple[str, Any]], *, planning: bool) -> Iterator[Problem]:
     """One problem for each of the given (key, value) pairs that has no effect. `planning`: nothing will run.
 
@@ -250,14 +264,8 @@ def idle_keys(config: object, given: Iterable[tuple[str, Any]], *, planning: boo
     actor_rollout_ref.actor.kl_loss_coef=0.1: has no effect: actor_rollout_ref.actor.use_kl_loss=false
           -> leave out actor_rollout_ref.actor.kl_loss_coef or actor_rollout_ref.actor.use_kl_loss=true
     """
-    rules = [
-        rule
-        for rule in (*RULES.get(type(config), ()), *(() if planning else PLANNED_ONLY))
-        if rule.when(config)
-    ]
     for key, value in given:
-        broken = next((rule for rule in rules if key not in _DECIDES and fits(rule.pattern, key)), None)
-        found = (broken.why, broken.remedy) if broken else why_idle(config, key)
+        found = without_effect(config, key) or (None if planning else _planned_only(key))
         if found is not None:
             why, suggestion = found
             remedy = f"leave out {key}" + (f" or {suggestion}" if suggestion else "")

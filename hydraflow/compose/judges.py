@@ -30,7 +30,7 @@ def judge_ppo(config: PPOConfig, command: Command) -> Sequence[Problem]:
     """Broken rules of the batch plan, and features that can be planned but not run yet."""
     config = applied(config)
     prompts = config.recipe.train_problems if config.recipe.name != "none" else None
-    found = list(not_runnable(config))
+    found = not_runnable(config)
     here = replace(config, cluster=ClusterConfig())  # cluster.* is for python -m hydraflow.plan alone
     try:
         resolve_plan(
@@ -45,8 +45,9 @@ def judge_ppo(config: PPOConfig, command: Command) -> Sequence[Problem]:
 
 
 def judge_sft(config: SFTConfig, command: Command) -> Sequence[Problem]:
-    """Broken rules of the batch plan."""
+    """Broken rules of the batch plan, and features that can be planned but not run yet."""
     config = applied(config)
+    found = not_runnable(config)
     try:
         resolve_sft_plan(
             config,
@@ -55,8 +56,13 @@ def judge_sft(config: SFTConfig, command: Command) -> Sequence[Problem]:
             origins=command.origins,
         )
     except ConfigError as error:
-        return error.problems
-    return []
+        return [*error.problems, *found]
+    return found
+
+
+def judge_generate(config: GenerateConfig, command: Command) -> Sequence[Problem]:
+    """Features that can be planned but not run yet."""
+    return not_runnable(applied(config))
 
 
 def missing_for_ppo(config: PPOConfig, command: Command) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""Features that the planner accepts but `main_ppo` does not implement yet.
+"""Features that the planner accepts but that are not implemented yet.
 
 In: a configuration. Out: one problem per key, which says what the key would do. This is declared beside the
 key's field (`options.py`), and removed when the feature is implemented; here are the rules across keys. Left
@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hydraflow.compose.effects import without_effect
+from hydraflow.device import planned_devices
 from hydraflow.errors import Problem, shown
 from hydraflow.options import Leaf, walk
-from hydraflow.schema import PPOConfig
+from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
+
+Config = PPOConfig | SFTConfig | GenerateConfig
 
 
-def problems(config: PPOConfig) -> list[Problem]:
-    """One problem for each key that asks for an unimplemented feature.
+def problems(config: Config) -> list[Problem]:
+    """One problem for each key that has an effect and asks for an unimplemented feature.
 
     >>> config = PPOConfig()
     >>> config.actor_rollout_ref.rollout.name = "vllm"
@@ -23,28 +27,30 @@ def problems(config: PPOConfig) -> list[Problem]:
     actor_rollout_ref.rollout.name=vllm: is not implemented yet, only planned: it would sample with vLLM
           -> actor_rollout_ref.rollout.name=native
     """
-    defaults = {leaf.key: leaf.value for leaf in walk(PPOConfig())}
+    defaults = {leaf.key: leaf.value for leaf in walk(type(config)())}
     found = []
     for leaf in walk(config):
         for what in _asked(leaf, config):
-            rule = f"is not implemented yet, only planned: it would {what}"
-            found.append(
-                Problem(leaf.key, shown(leaf.value), rule, f"{leaf.key}={shown(defaults[leaf.key])}")
-            )
+            if without_effect(config, leaf.key) is None:
+                rule = f"is not implemented yet, only planned: it would {what}"
+                remedy = f"{leaf.key}={shown(defaults[leaf.key])}"
+                found.append(Problem(leaf.key, shown(leaf.value), rule, remedy))
     return found
 
 
-def _asked(leaf: Leaf, config: PPOConfig) -> Iterator[str]:
+def _asked(leaf: Leaf, config: Config) -> Iterator[str]:
     if leaf.value is None:
         return
     for planned in leaf.option.planned:
         if planned.values(leaf.value):
             yield planned.what.format(**vars(leaf.section), value=leaf.value)
-    if leaf.key.endswith(".fsdp_size") and leaf.value not in (-1, _devices(config)):
-        yield f"shard each copy of the model among {leaf.value} devices"
+    if leaf.key.endswith("fsdp_size") and leaf.value not in (-1, _devices(config)):
+        yield f"shard each copy of the model over groups of {leaf.value} devices"
 
 
-def _devices(config: PPOConfig) -> int | None:
-    """Number of training devices, if the configuration sets it."""
-    per_node = config.trainer.n_gpus_per_node
-    return per_node and per_node * config.trainer.nnodes
+def _devices(config: Config) -> int:
+    """Training devices: those of the machines that are planned for, or of this one."""
+    cluster = config.cluster if isinstance(config, PPOConfig) else None
+    per_node = config.trainer.n_gpus_per_node or (cluster and cluster.devices_per_node)
+    nodes = (cluster and cluster.nodes) or config.trainer.nnodes
+    return nodes * (per_node or planned_devices(config.trainer.device))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import threading
 import time
 from contextlib import suppress
@@ -38,11 +39,15 @@ class RayGuard:
     """A thread that runs from `watch` to `stop`."""
 
     def __init__(self) -> None:
+        self._up = False
+        """Whether Ray has started."""
         self._last_words = b""
-        """What to print if the node process ends; empty: Ray is still starting."""
+        """What to print if the node process ends, ready before it does."""
         self._seen: dict[str, psutil.Process] = {}
         self._names: dict[int, str] = {}
         """Name of the process by its descriptor."""
+        self._agents: list[int] = []
+        """Descriptors of what the node process had started once Ray was up: its agents and its first workers."""
         self._ends = select.poll()
         self._stopped = threading.Event()
         self._before = _children()
@@ -54,6 +59,7 @@ class RayGuard:
     def started(self) -> None:
         """Ray is up: from now on the run can notice a failure itself."""
         self._last_words = f"{_fault('raylet')}\n".encode(errors="replace")
+        self._up = True
 
     def stop(self) -> None:
         """Ends the thread; Ray may end after that."""
@@ -84,7 +90,7 @@ class RayGuard:
             self._look_for()
             fault = self.fault()
             since = None if fault is None else since or time.monotonic()
-            patience = PATIENCE if self._last_words else START_PATIENCE
+            patience = PATIENCE if self._up else START_PATIENCE
             if fault is None or since is None or time.monotonic() - since < patience:
                 continue
             if self._may_end():
@@ -93,10 +99,14 @@ class RayGuard:
             return
 
     def _end_without_node(self) -> None:
-        """Exits before Ray's client does. Nothing else is killed here, because that takes longer than the
-        client does: the other processes of Ray and of the rewards end with the one that started them."""
-        if self._last_words and self._may_end() and not ENDS.asked:  # a signal may be for the whole run
+        """Exits before Ray's client does, so there is no time to look for processes. Ray's agents are known: on
+        their own they would ask for the control service, which ends with this process, for a minute. The other
+        processes of Ray and of the rewards end with the one that started them."""
+        if self._up and self._may_end() and not ENDS.asked:  # a signal may be for the whole run
             os.write(2, self._last_words)
+            for agent in self._agents:
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(agent, signal.SIGKILL)
             os._exit(EnvironmentFault.exit_code)
 
     def _may_end(self) -> bool:
@@ -110,6 +120,11 @@ class RayGuard:
                         descriptor = os.pidfd_open(process.pid)
                         self._seen[name], self._names[descriptor] = process, name
                         self._ends.register(descriptor, select.POLLIN)
+        if self._up and "raylet" in self._seen and not self._agents:
+            with suppress(psutil.NoSuchProcess):
+                for agent in self._seen["raylet"].children():
+                    with suppress(ProcessLookupError):
+                        self._agents.append(os.pidfd_open(agent.pid))
 
 
 def _fault(name: str) -> EnvironmentFault:

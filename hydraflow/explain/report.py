@@ -147,7 +147,7 @@ def _sft_report(config: SFTConfig, command: Command) -> Report:
     if plan is None or faults.problems:
         raise ConfigError(faults.problems)
     notes = missing_notes("data.train_files", rows)
-    return _simple_report("sft", plan, sft_phases(plan, config), command, notes, sft_step(plan))
+    return _simple_report(config, "sft", plan, sft_phases(plan, config), command, notes, sft_step(plan))
 
 
 def _generate_report(config: GenerateConfig, command: Command) -> Report:
@@ -167,10 +167,11 @@ def _generate_report(config: GenerateConfig, command: Command) -> Report:
     if plan is None or faults.problems:
         raise ConfigError(faults.problems)
     notes = [*missing_notes("data.path", rows), *_bound_notes("data", rows, data.max_prompt_length)]
-    return _simple_report("generate", plan, generate_phases(plan, config), command, notes, None)
+    return _simple_report(config, "generate", plan, generate_phases(plan, config), command, notes, None)
 
 
 def _simple_report(
+    config: SFTConfig | GenerateConfig,
     job: str,
     plan: SFTPlan | GeneratePlan,
     phases: list[Phase],
@@ -187,7 +188,7 @@ def _simple_report(
         phases=tuple(phases),
         memory=None,
         notes=(*command.notes, *plan.notes, *notes),
-        not_yet=(),
+        not_yet=tuple(runnable.problems(config)),
         counts=command.counts,
         step=step,
     )
