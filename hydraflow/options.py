@@ -83,7 +83,7 @@ class Named:
 
     def bound(self, section: Any) -> Any:
         """The function, with the keys that it reads from this section as keyword arguments of their names."""
-        return functools.partial(self.load(), **{name: value_of(section, name) for name in self.reads})
+        return functools.partial(self.load(), **{name: effective_value(section, name) for name in self.reads})
 
 
 @dataclass(frozen=True)
@@ -243,8 +243,6 @@ AT_LEAST_ONE = limits(ge=1)
 FINITE = Rule("must be finite", math.isfinite)
 NO_LIMIT_OR_COUNT = Rule("must be -1 (no limit) or at least 1", lambda value: value == -1 or value >= 1)
 NEVER_OR_COUNT = Rule("must be -1 or at least 1", lambda value: value == -1 or value >= 1)
-NOT_NEGATIVE = Rule("must be at least 0 and finite", lambda value: 0 <= value < math.inf)
-SIZE = Rule("must be above 0 and finite", lambda value: 0 < value < math.inf)
 GIBIBYTES = Rule("must be above 0 and at most a million", lambda value: 0 < value <= 10**6)
 NOT_NEGATIVE_SECONDS = Rule("must be a number of seconds, at least 0", lambda value: 0 <= value < math.inf)
 SECONDS = Rule("must be a number of seconds above 0", lambda value: 0 < value < math.inf)
@@ -310,11 +308,11 @@ def _is_read(names: Collection[str], section: Any, name: str) -> bool:
     )
 
 
-def value_of(section: Any, name: str) -> Any:
+def effective_value(section: Any, name: str) -> Any:
     """The value of a key, null replaced by that of the key it follows."""
     value = getattr(section, name)
     follows = next(option_of(field).follows for field in fields(section) if field.name == name)
-    return value_of(section, follows) if value is None and follows else value
+    return effective_value(section, follows) if value is None and follows else value
 
 
 def _planned_choices(table: Mapping[str, Named]) -> tuple[Planned, ...]:

@@ -28,7 +28,7 @@ from hydraflow.compose.keys import (
 )
 from hydraflow.compose.verl import Translation
 from hydraflow.compose.verl_table import OTHER_ALIASES
-from hydraflow.compose.verl_values import value_of
+from hydraflow.compose.verl_values import our_value
 from hydraflow.errors import ConfigError, Problem, shown
 from hydraflow.schema import PPOConfig
 
@@ -134,7 +134,7 @@ def _sort(schema: type, key: str, value: Any, checked: CheckedTree, foreign: dic
         foreign[key] = value
         return
     if schema is PPOConfig:
-        value, note = value_of(key, value)
+        value, note = our_value(key, value)
         checked.translation.notes += [note] if note else []
         if value == "???" or (
             value is None and not accepts(known.hint, None) and _is_default_of_verls(key, checked)

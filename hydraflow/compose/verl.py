@@ -8,6 +8,7 @@ other commands (`sft_trainer` and such).
 from __future__ import annotations
 
 import difflib
+import math
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from hydraflow.compose.nearest import nearest
 from hydraflow.compose.patterns import expand, fits
 from hydraflow.compose.verl_defaults import leaves as verl_leaves
 from hydraflow.compose.verl_table import ALIASES, FOLLOWS, OVER_ALL_RANKS, Alias, Ignored, Unsupported, tables
-from hydraflow.compose.verl_values import beside_others, unbuilt, value_of
+from hydraflow.compose.verl_values import beside_others, our_value, unbuilt
 from hydraflow.errors import Problem, shown
 from hydraflow.redact import public
 from hydraflow.schema import PPOConfig
@@ -276,7 +277,7 @@ def _renamed_values(
     elif counts_all_ranks(row):
         yield from _per_rank(old, row.new, value, leaves, result)
     else:
-        yield row.new, value_of(row.new, value)[0]
+        yield row.new, our_value(row.new, value)[0]
 
 
 def counts_all_ranks(row: Row | None) -> bool:
@@ -316,7 +317,7 @@ def _per_rank(
 
 
 def _data_ranks(key: str, leaves: Mapping[str, Any]) -> int | None:
-    """Number of data ranks of the role of `key`; None: the number of devices is not set."""
+    """Number of data ranks of the role of `key`; None: not known, or a size is no count."""
     role = next(prefix for prefix in _ROLE_KEYS if key.startswith(prefix))
     role = "actor_rollout_ref.actor." if "rollout" in role.rpartition("_ref.")[2] else role
     engine = "critic.strategy" if role == "critic." else "actor_rollout_ref.actor.strategy"
@@ -325,13 +326,10 @@ def _data_ranks(key: str, leaves: Mapping[str, Any]) -> int | None:
         sizes = [leaves.get(f"{role}megatron.{name}", 1) for name in names]
     else:
         sizes = [leaves.get(f"{role}fsdp_config.ulysses_sequence_parallel_size", 1)]
-    devices = leaves.get("trainer.n_gpus_per_node")
-    if devices is None:
+    devices = [leaves.get("trainer.n_gpus_per_node"), leaves.get("trainer.nnodes", 1)]
+    if not all(isinstance(count, int) and count >= 1 for count in (*devices, *sizes)):
         return None
-    total = devices * leaves.get("trainer.nnodes", 1)
-    for size in sizes:
-        total //= size
-    return max(1, int(total))
+    return max(1, math.prod(devices) // math.prod(sizes))
 
 
 def _take(

@@ -26,7 +26,7 @@ from hydraflow.compose.verl_table import (
     read,
     tables,
 )
-from hydraflow.compose.verl_values import value_of
+from hydraflow.compose.verl_values import our_value
 from hydraflow.schema import PPOConfig
 
 INTRODUCTION = f"""# verl's keys here
@@ -157,7 +157,7 @@ def _differences() -> Iterator[tuple[str, str, str]]:
 
 def _same(key: str, verls: Any, ours: Any, follows: Mapping[str, str]) -> bool:
     """Whether the two defaults mean the same."""
-    return key in follows or value_of(key, verls)[0] == ours
+    return key in follows or our_value(key, verls)[0] == ours
 
 
 def _aliases() -> Iterator[tuple[str, str, str]]:
@@ -172,10 +172,11 @@ def _values(values: Iterable[object]) -> str:
 
 
 def _value_rows() -> Iterator[tuple[str, str, str]]:
-    yield from (("**.{dtype,model_dtype}", verls, ours) for verls, ours in DTYPES.items())
+    yield from (("**.{dtype,model_dtype,reduce_dtype}", verls, ours) for verls, ours in DTYPES.items())
     yield from (("**.strategy", verls, ours) for verls, ours in STRATEGIES.items())
     yield from (("actor_rollout_ref.rollout.name", verls, ours) for verls, ours in ENGINES.items())
     yield from (("algorithm.filter_groups.metric", verls, ours) for verls, ours in FILTER_METRICS.items())
+    yield "**.checkpoint.save_contents", "[hf_model]", "[model,hf_model]"
     yield "**.optim.lr_warmup_steps", "null", "-1"
     yield "trainer.test_freq", "0", "-1"
     yield "trainer.logger", ", ".join(VERL_TRACKERS), "left out, with file and tensorboard in their place"

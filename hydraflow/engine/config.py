@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydraflow.options import NOT_NEGATIVE, SIZE, Named, Planned, Rule, idle_when, option
+from hydraflow.options import Named, Planned, Rule, idle_when, option
 
 TRAIN_ENGINES = {
     "fsdp2": Named("hydraflow.engine.fsdp.engine:FSDPEngine", reads=("fsdp_config",)),
@@ -24,15 +24,15 @@ DECAYS = Rule(
 class OptimConfig:
     """AdamW and its learning-rate schedule."""
 
-    lr: float = option(1e-6, rule=NOT_NEGATIVE)
+    lr: float = option(1e-6, ge=0)
     """Peak learning rate."""
     betas: list[float] = option(factory=lambda: [0.9, 0.999], rule=DECAYS)
     """AdamW's betas: decay rates of the first and second moment."""
-    eps: float = option(1e-8, rule=SIZE)
+    eps: float = option(1e-8, gt=0)
     """AdamW's epsilon."""
-    weight_decay: float = option(0.01, rule=NOT_NEGATIVE)
+    weight_decay: float = option(0.01, ge=0)
     """Decoupled weight decay."""
-    clip_grad: float = option(1.0, gt=0)
+    clip_grad: float = option(1.0, rule=Rule("must be above 0", lambda norm: norm > 0))
     """Maximum global gradient norm (gradient clipping)."""
     lr_scheduler_type: str = option("constant", choices=("constant", "linear", "cosine"))
     """Learning-rate schedule after the warm-up."""

@@ -7,7 +7,6 @@ from typing import Any
 
 from hydraflow.options import (
     NO_LIMIT_OR_COUNT,
-    NOT_NEGATIVE,
     Named,
     Planned,
     idle_when,
@@ -53,7 +52,7 @@ class ValSamplingConfig:
     """Responses per held-out prompt."""
     do_sample: bool = False
     """Sample; false decodes greedily."""
-    temperature: float = option(0.0, rule=NOT_NEGATIVE, idle=VALIDATION_IS_GREEDY)
+    temperature: float = option(0.0, ge=0, idle=VALIDATION_IS_GREEDY)
     """Sampling temperature; 0 is greedy."""
     top_k: int = option(-1, rule=NO_LIMIT_OR_COUNT, idle=VALIDATION_IS_GREEDY)
     """Top-k: sample from the k most probable tokens; -1: all."""
@@ -69,7 +68,7 @@ class SamplingConfig:
     """Generation engine."""
     n: int = option(1, size=True, in_plan=True)
     """Responses per prompt."""
-    temperature: float = option(1.0, rule=NOT_NEGATIVE)
+    temperature: float = option(1.0, ge=0)
     """Sampling temperature; log-probabilities in training use it, too."""
     top_k: int = option(
         -1,
@@ -155,7 +154,7 @@ class RolloutConfig(SamplingConfig):
         0,
         ge=0,
         shapes_training=False,
-        planned=Planned(lambda value: value > 0, "give the rollout {value} machines of its own"),
+        planned=Planned(lambda value: value > 0, "give the rollout machines of its own, {value} of them"),
     )
     """Machines dedicated to the rollout; 0: it shares the trainer's."""
     n_gpus_per_node: int = option(

@@ -38,7 +38,7 @@ class RewardModelConfig:
     enable: bool = option(
         False,
         switch=Switch(off=False, remedy="{s}.enable=true"),
-        planned=Planned(bool, "score responses with the model {model_path}"),
+        planned=Planned(bool, "score responses with model_path={model_path}"),
     )
     """Score with a reward model."""
     model_path: str | None = None

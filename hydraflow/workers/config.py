@@ -9,11 +9,11 @@ from hydraflow.algorithms.config import KL_ESTIMATORS, LOSS_AGG_MODES, POLICY_LO
 from hydraflow.engine.config import TRAIN_ENGINES, FSDPConfig, MegatronConfig, OptimConfig
 from hydraflow.generation.config import ANOTHER_PLACE, RolloutConfig
 from hydraflow.models.config import ModelConfig
-from hydraflow.options import NOT_NEGATIVE, Rule, idle_when, option, unless, unread
+from hydraflow.options import FINITE, Rule, idle_when, option, unless, unread
 
 BOTH_GIVEN = idle_when(
     lambda s: None not in (s.clip_ratio_low, s.clip_ratio_high),
-    "clip_ratio_low and clip_ratio_high are both given",
+    "{s}.clip_ratio_low and {s}.clip_ratio_high are both given",
     "{s}.clip_ratio_low=null",
 )
 
@@ -95,11 +95,11 @@ class ActorConfig:
         ),
     )
     """Divisor of seq-mean-token-sum-norm; null: data.max_response_length."""
-    entropy_coeff: float = 0.0
+    entropy_coeff: float = option(0.0, rule=FINITE)
     """Coefficient of the entropy bonus."""
     use_kl_loss: bool = False
     """Add a KL penalty against the reference policy to the loss."""
-    kl_loss_coef: float = option(0.001, rule=NOT_NEGATIVE, idle=unless("use_kl_loss"))
+    kl_loss_coef: float = option(0.001, ge=0, idle=unless("use_kl_loss"))
     """Coefficient of that penalty."""
     kl_loss_type: str = option(
         "low_var_kl",

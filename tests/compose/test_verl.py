@@ -165,6 +165,9 @@ def test_a_size_over_all_ranks_that_cannot_be_divided_is_refused():
     )
     _, said = translated({"critic.ppo_micro_batch_size": 16})
     assert "whose number is not known here" in said.problems[0].rule
+    size = f"{ACTOR}.ulysses_sequence_parallel_size"
+    _, said = translated({f"{ACTOR}.ppo_micro_batch_size": 16, "trainer.n_gpus_per_node": 8, size: 0})
+    assert "whose number is not known here" in said.problems[0].rule
     assert translated({"critic.ppo_micro_batch_size": None})[1].problems == []
 
 
