@@ -20,6 +20,7 @@ from contextlib import suppress
 
 import psutil
 
+from hydraflow.dispatch.head import RESUME
 from hydraflow.dispatch.processes import lives
 from hydraflow.errors import EnvironmentFault
 from hydraflow.system.interrupts import ENDS, end_at_once
@@ -130,7 +131,7 @@ class RayGuard:
 def _fault(name: str) -> EnvironmentFault:
     text = f"Ray's {VITAL[name]} ({name}) has ended: it was killed, or it failed"
     logs = f"{session_folder()}/session_latest/logs"
-    return EnvironmentFault(f"{text} ({logs}). The same command continues from the last checkpoint.")
+    return EnvironmentFault(f"{text} ({logs}). {RESUME}")
 
 
 def _children() -> set[psutil.Process]:
