@@ -102,6 +102,8 @@ class Option:
     """A number of the batch plan that counts something: at least 1."""
     follows: str = ""
     """The key of the same section whose value is used for null."""
+    verl: tuple[str, ...] = ()
+    """verl's other names of the key, from the same section on."""
 
 
 def option(
@@ -121,6 +123,7 @@ def option(
     in_plan: bool = False,
     size: bool = False,
     follows: str = "",
+    verl: tuple[str, ...] = (),
 ) -> Any:
     """A dataclass field with the facts of its key.
 
@@ -147,6 +150,7 @@ def option(
         in_plan=in_plan,
         size=size,
         follows=follows,
+        verl=verl,
     )
     if factory is not dataclasses.MISSING:
         return dataclasses.field(default_factory=factory, metadata={_KEY: facts})

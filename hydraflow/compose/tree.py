@@ -27,7 +27,7 @@ from hydraflow.compose.keys import (
     wrong_type,
 )
 from hydraflow.compose.verl import Translation
-from hydraflow.compose.verl_table import OTHER_ALIASES
+from hydraflow.compose.verl_table import aliases
 from hydraflow.compose.verl_values import our_value
 from hydraflow.errors import ConfigError, Problem, shown
 from hydraflow.schema import PPOConfig
@@ -118,7 +118,8 @@ def _without_aliases(
 ) -> Iterator[tuple[str, Any]]:
     """Renames the keys of verl's other entry points; yields the rest."""
     for key, value in foreign.items():
-        new = OTHER_ALIASES.get(schema.__name__, {}).get(key)
+        row = aliases(schema).get(key)
+        new = row.new if row else None
         if new is None or new in checked.origins:
             yield key, value
             continue

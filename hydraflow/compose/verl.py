@@ -18,9 +18,9 @@ from typing import Any
 from hydraflow.compose.command import COMMAND_LINE, DEFAULT
 from hydraflow.compose.keys import accepts, is_below_open, known_keys, wrong_type
 from hydraflow.compose.nearest import nearest
-from hydraflow.compose.patterns import expand, fits
+from hydraflow.compose.patterns import fits
 from hydraflow.compose.verl_defaults import leaves as verl_leaves
-from hydraflow.compose.verl_table import ALIASES, FOLLOWS, OVER_ALL_RANKS, Alias, Ignored, Unsupported, tables
+from hydraflow.compose.verl_table import FOLLOWS, Alias, Ignored, Unsupported, aliases, tables
 from hydraflow.compose.verl_values import beside_others, our_value, unbuilt
 from hydraflow.errors import Problem, shown
 from hydraflow.redact import public
@@ -71,7 +71,7 @@ def classify(key: str) -> Row | None:
     known = known_keys(PPOConfig)
     if moved != key and (moved in known or is_below_open(known, moved)):
         return Alias(moved)
-    if alias := _aliases().get(moved):
+    if alias := aliases(PPOConfig).get(moved):
         return alias
     rows = tables()
     found: list[Mapping[str, Row]] = [rows.ignored, rows.not_needed, rows.unsupported]
@@ -84,17 +84,6 @@ def renamed(key: str) -> str:
         if key.startswith(old):
             return new + key.removeprefix(old)
     return key
-
-
-@cache
-def _aliases() -> dict[str, Alias]:
-    found: dict[str, Alias] = {}
-    for pattern, alias in ALIASES.items():
-        olds, news = expand(pattern), expand(alias.new)
-        found |= {
-            old: Alias(new, alias.why) for old, new in zip(olds, news * (len(olds) // len(news)), strict=True)
-        }
-    return found
 
 
 # --- a whole command --------------------------------------------------
@@ -241,7 +230,7 @@ def suggested(problem: Problem, value: Any) -> Problem:
     actor_rollout_ref.rollout.enforce_eager=true
     """
     ours = [key.path for key in known_keys(PPOConfig).values() if not key.is_section]
-    others = [key for key in {**verl_leaves(), **_aliases()} if key not in ours]
+    others = [key for key in {**verl_leaves(), **aliases(PPOConfig)} if key not in ours]
     near = nearest(problem.field, [*ours, *others], 1)
     if not near or near[0] in ours:
         return problem
@@ -282,7 +271,7 @@ def _renamed_values(
 
 def counts_all_ranks(row: Row | None) -> bool:
     """Whether a value must be divided by the number of data ranks, which depends on other keys."""
-    return isinstance(row, Alias) and row.why == OVER_ALL_RANKS
+    return isinstance(row, Alias) and row.over_all_ranks
 
 
 def _model_engine(value: Any, result: Translation) -> Iterator[tuple[str, Any]]:

@@ -10,11 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from hydraflow.compose.keys import is_below_open, known_keys, shown
-from hydraflow.compose.patterns import expand
 from hydraflow.compose.verl import classify, is_never_read, renamed
 from hydraflow.compose.verl_defaults import VERSION, leaves
 from hydraflow.compose.verl_table import (
-    ALIASES,
     DTYPES,
     ENGINES,
     FILTER_METRICS,
@@ -23,6 +21,7 @@ from hydraflow.compose.verl_table import (
     VERL_TRACKERS,
     Alias,
     Ignored,
+    aliases,
     read,
     tables,
 )
@@ -73,7 +72,7 @@ def page() -> str:
             ("key", f"verl {VERSION}", "here"),
             _differences(),
         ),
-        _section("Another name here", "", ("verl", "here", "remark"), _aliases()),
+        _section("Another name here", "", ("verl", "here", "remark"), _renamed()),
         _section(
             "Sections that moved",
             "All their keys are looked up in the new section.",
@@ -160,11 +159,12 @@ def _same(key: str, verls: Any, ours: Any, follows: Mapping[str, str]) -> bool:
     return key in follows or our_value(key, verls)[0] == ours
 
 
-def _aliases() -> Iterator[tuple[str, str, str]]:
+def _renamed() -> Iterator[tuple[str, str, str]]:
     there = {"model_engine", *(renamed(key) for key in leaves())}
-    for pattern, row in ALIASES.items():
-        other = "" if any(form in there for form in expand(pattern)) else "a name of other versions"
-        yield pattern, row.new, "; ".join(filter(None, (row.why, other)))
+    for old, row in aliases(PPOConfig).items():
+        ranks = "rows over all data ranks, divided by their number" if row.over_all_ranks else ""
+        other = "" if old in there else "a name of other versions"
+        yield old, row.new, "; ".join(filter(None, (row.why, ranks, other)))
 
 
 def _values(values: Iterable[object]) -> str:

@@ -32,9 +32,11 @@ class OptimConfig:
     """AdamW's epsilon."""
     weight_decay: float = option(0.01, ge=0)
     """Decoupled weight decay."""
-    clip_grad: float = option(1.0, rule=Rule("must be above 0", lambda norm: norm > 0))
+    clip_grad: float = option(1.0, rule=Rule("must be above 0", lambda norm: norm > 0), verl=("grad_clip",))
     """Maximum global gradient norm (gradient clipping)."""
-    lr_scheduler_type: str = option("constant", choices=("constant", "linear", "cosine"))
+    lr_scheduler_type: str = option(
+        "constant", choices=("constant", "linear", "cosine"), verl=("warmup_style", "lr_decay_style")
+    )
     """Learning-rate schedule after the warm-up."""
     lr_warmup_steps: int = option(-1, ge=-1)
     """Warm-up in training steps, from a learning rate of 0; -1: use lr_warmup_steps_ratio."""
@@ -73,11 +75,11 @@ class WrapPolicyConfig:
 class FSDPConfig:
     """FSDP2 (fully_shard) settings."""
 
-    model_dtype: str = option("fp32", choices=DTYPES)
+    model_dtype: str = option("fp32", choices=DTYPES, verl=("mixed_precision.reduce_dtype",))
     """Dtype of the stored weights and optimizer state (fp64 is meant for proofs)."""
-    dtype: str = option("auto", choices=("auto", *DTYPES))
+    dtype: str = option("auto", choices=("auto", *DTYPES), verl=("mixed_precision.param_dtype",))
     """Dtype of the forward and backward pass; auto: bf16 where the device computes in it, else fp32."""
-    reduce_dtype: str = option("fp32", choices=DTYPES)
+    reduce_dtype: str = option("fp32", choices=DTYPES, verl=("mixed_precision.reduce_dtype",))
     """Dtype of the gradient reduction across ranks."""
     reshard_after_forward: bool = option(True, shapes_training=False)
     """Free gathered weights between forward and backward: less memory, one more all-gather."""

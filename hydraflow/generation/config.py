@@ -121,7 +121,9 @@ class EngineKwargs:
 class RolloutConfig(SamplingConfig):
     """Sampling for training and validation, and recomputation of log-probabilities."""
 
-    log_prob_micro_batch_size_per_gpu: int | None = option(None, size=True, shapes_training=False)
+    log_prob_micro_batch_size_per_gpu: int | None = option(
+        None, size=True, shapes_training=False, verl=("log_prob_micro_batch_size",)
+    )
     """Micro-batch size of log-probability passes, in trajectories per data rank; null: as many as fit the
     token budget."""
     log_prob_use_dynamic_bsz: bool | None = option(None, shapes_training=False)
@@ -147,7 +149,11 @@ class RolloutConfig(SamplingConfig):
     )
     """Maximum sequence length of the engine; null: data.max_prompt_length + data.max_response_length."""
     update_weights_bucket_megabytes: int = option(
-        2048, ge=1, shapes_training=False, idle=unread(GENERATION_ENGINES, "name")
+        2048,
+        ge=1,
+        shapes_training=False,
+        idle=unread(GENERATION_ENGINES, "name"),
+        verl=("checkpoint_engine.update_weights_bucket_megabytes",),
     )
     """Bucket size of weight transfers to the engine, in megabytes."""
     nnodes: int = option(
