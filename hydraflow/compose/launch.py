@@ -11,9 +11,8 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import hydra
 import yaml
@@ -107,16 +106,9 @@ def launch(
         advise,
         show_error,
     )
-    codes: list[int] = []
-
-    def job(one: Composed[Config]) -> int:
-        if not tolerant:
-            for note in one.command.notes:
-                print(f"note: {note}", file=sys.stderr)
-        return run(one.config, one.command) or 0
-
-    code = run_guarded(lambda: _hydra_main(entry, arguments, job, codes), show_error)
-    return code or next((code for code in codes if code), 0)
+    launched = _Launch(entry, arguments, run)
+    code = run_guarded(launched.run, show_error)
+    return code or next((code for code in launched.codes if code), 0)
 
 
 def given_switches(switches: Sequence[Switch], argv: Sequence[str] | None = None) -> dict[str, str | bool]:
@@ -190,33 +182,81 @@ def _command() -> str:
     return f"python -m {spec.name}" if spec and spec.name.startswith("hydraflow.") else ""
 
 
-def _hydra_main(
-    entry: Entry[Config], arguments: Arguments, job: Callable[[Composed[Config]], int], codes: list[int]
-) -> None:
-    """Has Hydra compose each configuration and call `job` with it, or handle Hydra's own options."""
-    own = take(arguments, config_folder(entry.config_name), verl=entry.schema is PPOConfig)
-    shown = _take_what_to_show(arguments)
-    if own.problems:
-        raise ConfigError([*arguments.problems, *own.problems])
-    prepared = prepare(entry.config_name, entry.schema, arguments, own)
-    if prepared.problems and (arguments.multirun or not arguments.runs):
-        raise ConfigError(prepared.problems)
-    register(entry, own.folders)
+class _Launch(Generic[Config]):
+    """A command line on its way through Hydra, which calls `_composed` with each configuration."""
 
-    def compose(composed: DictConfig) -> int:
+    def __init__(self, entry: Entry[Config], arguments: Arguments, run: Run[Config]):
+        self.entry, self.arguments, self._run_job = entry, arguments, run
+        self.codes: list[int] = []
+        """Exit code of each configuration that was run."""
+        self._prepared = Prepared()
+        self._shown: tuple[str, bool] | None = None
+        """For `--cfg job`: see `_take_what_to_show`."""
+        self._has_composed = False
+
+    def run(self) -> None:
+        """Runs each configuration, or handles Hydra's own options."""
+        entry, arguments = self.entry, self.arguments
+        own = take(arguments, config_folder(entry.config_name), verl=entry.schema is PPOConfig)
+        self._shown = _take_what_to_show(arguments)
+        if own.problems:
+            raise ConfigError([*arguments.problems, *own.problems])
+        self._prepared = prepare(entry.config_name, entry.schema, arguments, own)
+        problems = self._prepared.problems
+        if problems and (arguments.multirun or not arguments.runs):
+            raise ConfigError(problems)
+        register(entry, own.folders)
+        folder = str(config_folder(entry.config_name))
+        main = hydra.main(version_base=VERSION_BASE, config_path=folder, config_name=entry.config_name)
+        sys.argv[1:] = self._words_for_hydra()
+        os.environ["HYDRA_FULL_ERROR"] = (
+            "1"  # else Hydra prints errors itself and ends the process with code 1
+        )
+        try:
+            main(self._composed)()
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ConfigError([*problems, *translated(error, self._prepared.files).problems]) from error
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            if self._has_composed:
+                raise  # not an error of reading a configuration
+            raise ConfigError([*problems, unreadable(error)]) from error
+
+    def _words_for_hydra(self) -> list[str]:
+        words = self._prepared.words
+        if self.arguments.has("--shell-completion", "-sc"):
+            return [*self.arguments.options, *self.arguments.overrides]
+        keys = {word.partition("=")[0].lstrip("+") for word in words}
+        quiet = _QUIET | {"hydra.job.name": self.entry.config_name}
+        return [
+            *self.arguments.options,
+            *words,
+            *(f"{key}={value}" for key, value in quiet.items() if key not in keys),
+        ]
+
+    def _composed(self, composed: DictConfig) -> int:
+        """Shows a composed configuration, or runs with it; returns the exit code."""
+        self._has_composed = True
         facts = HydraConfig.get()
         _keep_private(facts)
-        finished = partial(
-            finish, entry, composed, prepared, str(facts.job.config_name), _words(facts.overrides.task)
-        )
-        if shown is not None:
-            return _show(finished(only_keys=True), shown)
-        codes.append(run_guarded(lambda: job(finished()), entry.show_error))
-        if codes[-1] in (INTERRUPTED, TERMINATED):
-            sys.exit(codes[-1])
-        return codes[-1]
+        if self._shown is not None:
+            return _show(self._finished(composed, facts, only_keys=True), self._shown)
+        code = run_guarded(lambda: self._job(self._finished(composed, facts)), self.entry.show_error)
+        self.codes.append(code)
+        if code in (INTERRUPTED, TERMINATED):
+            sys.exit(code)
+        return code
 
-    _call_hydra(entry, arguments, prepared, compose)
+    def _finished(
+        self, composed: DictConfig, facts: HydraConf, *, only_keys: bool = False
+    ) -> Composed[Config]:
+        name, words = str(facts.job.config_name), _words(facts.overrides.task)
+        return finish(self.entry, composed, self._prepared, name, words, only_keys=only_keys)
+
+    def _job(self, one: Composed[Config]) -> int:
+        if not self.entry.tolerant:
+            for note in one.command.notes:
+                print(f"note: {note}", file=sys.stderr)
+        return self._run_job(one.config, one.command) or 0
 
 
 def _keep_private(facts: HydraConf) -> None:
@@ -232,35 +272,6 @@ def _words(overrides: list[str] | ListConfig) -> list[str]:
         OmegaConf.to_container(overrides, resolve=False) if isinstance(overrides, ListConfig) else overrides
     )
     return [str(word) for word in words or ()]
-
-
-def _call_hydra(
-    entry: Entry[Any], arguments: Arguments, prepared: Prepared, compose: Callable[[DictConfig], int]
-) -> None:
-    keys = {word.partition("=")[0].lstrip("+") for word in prepared.words}
-    quiet = [
-        f"{key}={value}"
-        for key, value in (_QUIET | {"hydra.job.name": entry.config_name}).items()
-        if key not in keys
-    ]
-    folder, reached = str(config_folder(entry.config_name)), []
-
-    def composed(config: DictConfig) -> int:
-        reached.append(config)
-        return compose(config)
-
-    main = hydra.main(version_base=VERSION_BASE, config_path=folder, config_name=entry.config_name)(composed)
-    completing = arguments.has("--shell-completion", "-sc")
-    sys.argv[1:] = [*arguments.options, *(arguments.overrides if completing else [*prepared.words, *quiet])]
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints errors itself and ends the process with code 1
-    try:
-        main()
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError([*prepared.problems, *translated(error, prepared.files).problems]) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        if reached:
-            raise  # not an error of reading a configuration
-        raise ConfigError([*prepared.problems, unreadable(error)]) from error
 
 
 def _take_what_to_show(arguments: Arguments) -> tuple[str, bool] | None:

@@ -1,7 +1,8 @@
 """Reinforcement learning from configuration to run folder: check, prepare, plan, start workers, train, save.
 
 Errors in configuration, data, paths and resources are found before a worker starts; with a recipe, before its
-model is made, on an untrained one of the same kind.
+model is made, on an untrained one of the same kind. Then the recipe's files and model become those of the
+configuration, and the rest is the same for all runs.
 """
 
 from __future__ import annotations
@@ -62,28 +63,29 @@ class PPOJob:
         """Trains, or resumes training. Raises ConfigError before anything starts, other errors of `errors.py`
         later."""
         with Session(self.config, scoring=True, restarts=self.restarts) as session:
-            recipe = self.config.recipe.name != "none"
-            if recipe and not self._begin_with_recipe(session):
-                return
-            plan, prompts = self._checked(session, self.config)
+            with arithmetic.rehearsed(self.config) as config:
+                plan, prompts = self._checked(session, config)
             print_plan(plan)
-            if not recipe and not self._begin(session, plan):
+            if not self._begin(session, plan):
                 return
+            if self.config.recipe.name != "none":
+                if not self._make_recipe(session):
+                    return
+                plan, prompts = self._checked(session, self.config)
             session.keep(self.asked, plan, self.command)
             self._train(session, plan, prompts)
 
-    def _checked(
-        self, session: Session, config: PPOConfig, *, problems: int | None = None
-    ) -> tuple[BatchPlan, Prompts]:
+    def _checked(self, session: Session, config: PPOConfig) -> tuple[BatchPlan, Prompts]:
         """Opens every file that the run will use, and makes the plan. Raises one ConfigError that lists
-        everything missing or inconsistent.
-
-        `problems`: training prompts of a recipe whose files do not exist yet.
-        """
+        everything missing or inconsistent. A recipe's files are a few of those that it will make, until the
+        run has begun."""
         faults = session.faults
         prompts = open_inputs(config, faults)
         faults.passes(lambda: check_sources(config.reward, prompts.data_sources() if prompts else ()))
-        plan = self._plan(session, problems or (len(prompts.train) if prompts and prompts.train else None))
+        count = len(prompts.train) if prompts and prompts.train else None
+        if config.recipe.name != "none" and not session.has_begun:
+            count = config.recipe.train_problems
+        plan = self._plan(session, count)
         if plan and prompts:
             measured = metric_names(val_batches(prompts.val, plan), plan)
             faults.passes(lambda: require_metric(config.trainer.keep_best, measured))
@@ -93,18 +95,6 @@ class PPOJob:
         faults.require_none()
         assert plan is not None and prompts is not None, "whatever could not be opened is a fault"
         return plan, prompts
-
-    def _begin_with_recipe(self, session: Session) -> bool:
-        """Plans and starts the run before the recipe's model is made; False: nothing to do, or no time left
-        to do it."""
-        with arithmetic.rehearsed(self.config) as config:
-            plan, _ = self._checked(session, config, problems=self.config.recipe.train_problems)
-        if not self._begin(session, plan):
-            return False
-        self._make_recipe(session)
-        if session.clock.preempted:
-            session.why = session.clock.why_to_stop()
-        return not session.clock.preempted
 
     def _begin(self, session: Session, plan: BatchPlan) -> bool:
         """Starts the run; False: there is nothing to do. ConfigError also when trajectories are missing that
@@ -128,8 +118,9 @@ class PPOJob:
         roles = ppo_roles(self.config, critic=plan.critic is not None)
         return Wanted(identity_of(self.asked, plan), roles, plan.total_steps)
 
-    def _make_recipe(self, session: Session) -> None:
-        """Points the configuration at the recipe's files and model, which are made if they do not exist."""
+    def _make_recipe(self, session: Session) -> bool:
+        """Points the configuration at the recipe's files and model, which are made if they do not exist;
+        False: there is no time left to train."""
         assets = arithmetic.prepare(
             self.config.recipe,
             self.config.trainer.seed,
@@ -140,6 +131,9 @@ class PPOJob:
             logger=self._loggers(),
         )
         self.config = arithmetic.pointed_at(self.config, assets)
+        if session.clock.preempted:
+            session.why = session.clock.why_to_stop()
+        return not session.clock.preempted
 
     def _loggers(self) -> list[str]:
         """The recipe's progress display; none while a debugger uses the terminal."""

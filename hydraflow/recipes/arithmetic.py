@@ -113,13 +113,16 @@ def with_made_assets(config: PPOConfig) -> PPOConfig:
 
 @contextmanager
 def rehearsed(config: PPOConfig) -> Iterator[PPOConfig]:
-    """The configuration with what the recipe has made, or with a few problems and an untrained model that go
-    away with the block.
+    """The configuration with what its recipe has made, or with a few problems and an untrained model that go
+    away with the block. Without a recipe, the configuration itself.
 
     With them everything can be looked at that depends on a model and data, before minutes go into making the
     real ones.
     """
     recipe, seed = config.recipe, config.trainer.seed
+    if recipe.name == "none":
+        yield config
+        return
     made = cache_folder(recipe, seed)
     if is_made(made):
         yield pointed_at(config, _assets(made, made / "model"))
