@@ -6,6 +6,7 @@ the plan's.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -28,11 +29,13 @@ class Explained(Protocol):
 
 
 def print_plan(plan: Explained) -> None:
-    """Prints one line per quantity, and after it the notes, on standard output."""
+    """Prints one line per quantity, and after it the notes, on standard output. It is flushed: minutes may pass
+    until the next line."""
     width = output_width()
     print("batch plan", *plan_lines(plan.quantities, width), "", sep="\n")
     for note in plan.notes:
         print(*paragraph(f"note: {note}", width, first="", rest="  "), sep="\n")
+    sys.stdout.flush()
 
 
 def plan_lines(quantities: Sequence[Quantity], width: int) -> list[str]:
