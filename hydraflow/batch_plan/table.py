@@ -29,7 +29,7 @@ class Explained(Protocol):
 
 
 def print_plan(plan: Explained) -> None:
-    """Prints one line per quantity, and after it the notes, on standard output. It is flushed: minutes may pass
+    """Prints one line per quantity, then the notes, on standard output. It is flushed: minutes may pass
     until the next line."""
     width = output_width()
     print("batch plan", *plan_lines(plan.quantities, width), "", sep="\n")
