@@ -8,6 +8,7 @@ are still counted, and the count says so.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +87,12 @@ def _rows_or_problem(rows: int | str, path: Path, key: str) -> int | Problem:
 def _lines(path: Path) -> int | str:
     try:
         with open(path, "rb") as file:
-            return sum(1 for line in file if line.strip())
+            filled = (line for line in file if line.strip())
+            if (first := next(filled, None)) is None:
+                return 0
+            if not first.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{"):
+                return "its first line is not a JSON object; write one JSON object a line"
+            return 1 + sum(1 for _ in filled)
     except OSError as error:
         return f"cannot be read: {error}"
 

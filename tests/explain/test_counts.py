@@ -59,6 +59,7 @@ def test_a_file_elsewhere_is_noted_and_nothing_is_counted(tmp_path: Path) -> Non
         ("a.parquet", b"not parquet", "not a readable Parquet file"),
         ("a.csv", b"prompt\n1\n", "ends in .csv"),
         ("a.jsonl", b"\n\n", "no rows"),
+        ("a.json", b'\xef\xbb\xbf[{"prompt": 1},\n{"prompt": 2}]\n', "not a JSON object"),
     ],
 )
 def test_a_file_that_is_here_and_unusable_is_a_problem(
