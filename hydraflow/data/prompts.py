@@ -100,11 +100,12 @@ def _source_key(config: PromptConfig) -> str | None:
 
 
 def _require_ground_truth(records: Sequence[Record]) -> None:
-    rule = 'column reward_model must hold {"style": ..., "ground_truth": ...}'
-    models = [(record, record.values["reward_model"]) for record in records]
-    raise_problems(
-        [r.problem(rule) for r, m in models if not isinstance(m, dict) or m.get("ground_truth") is None]
-    )
+    lacking, rule = [], 'column reward_model must hold {"style": ..., "ground_truth": ...}'
+    for record in records:
+        model = record.values["reward_model"]
+        if not isinstance(model, dict) or model.get("ground_truth") is None:
+            lacking.append(record.problem(rule))
+    raise_problems(lacking)
 
 
 def _limit_lengths(ids: list[list[int]], records: Sequence[Record], config: PromptConfig) -> list[list[int]]:
