@@ -177,9 +177,8 @@ def _critic_shares(config: PPOConfig, layouts: Mapping[str, Layout]) -> list[int
     dynamic = critic.use_dynamic_bsz
     if dynamic is None:
         dynamic = config.actor_rollout_ref.actor.use_dynamic_bsz
-    return [
-        layout.data_ranks * (1 if dynamic else (critic.ppo_micro_batch_size_per_gpu or 1) * _group(layout))
-    ]
+    rows = 1 if dynamic else (critic.ppo_micro_batch_size_per_gpu or 1) * _group(layout)
+    return [layout.data_ranks * rows]
 
 
 def _shared(micro: MicroRequest, layout: Layout | None) -> MicroRequest:
@@ -258,10 +257,8 @@ def _read_log_prob(
 
 def _read_values(config: PPOConfig, update: MicroRequest) -> MicroRequest:
     """Values without an update; nulls follow the critic's update."""
-    rows, tokens = (
-        config.critic.forward_micro_batch_size_per_gpu,
-        config.critic.forward_max_token_len_per_gpu,
-    )
+    critic = config.critic
+    rows, tokens = critic.forward_micro_batch_size_per_gpu, critic.forward_max_token_len_per_gpu
     return replace(
         update,
         purpose="the values",
