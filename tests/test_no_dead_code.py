@@ -24,7 +24,6 @@ CALLED_BY_LIBRARIES = {
 FOR_USERS = {
     "hydraflow/batch_plan/parts.py: RolePlan.simple": "plans of examples and tests",
     "hydraflow/dispatch/modes.py: register_dispatch_mode": "verl's: a dispatch mode of the user's own",
-    "hydraflow/protocol/verl_api.py: VerlMethods.from_single_dict": "verl's",
     "hydraflow/protocol/verl_api.py: VerlMethods.from_tensordict": "verl's",
     "hydraflow/protocol/verl_api.py: VerlMethods.make_iterator": "verl's",
     "hydraflow/protocol/verl_api.py: VerlMethods.sample_level_repeat": "verl's",

@@ -17,13 +17,8 @@ from hydraflow.batch_plan.repair import DIVISION, HOLES, MACHINES, MAPPING, Cure
 from hydraflow.batch_plan.topology import CLUSTER_NODES, CLUSTER_PER_NODE, SECTIONS, RoleDevices, Topology
 from hydraflow.errors import shown
 
-_PARTS = {
-    "tensor": "tensor",
-    "pipeline": "pipeline",
-    "context": "sequence or context",
-    "replica_data": "data",
-}
-_PARTS |= {"expert": "expert", "expert_tensor": "expert tensor"}
+_PARTS = {name: name for name in ("tensor", "pipeline", "expert")}
+_PARTS |= {"context": "sequence or context", "replica_data": "data", "expert_tensor": "expert tensor"}
 ROW = ("tensor", "pipeline", "context")
 """Sizes whose product is the devices that one row needs."""
 
@@ -106,13 +101,11 @@ def _machines(topology: Topology) -> Iterator[Violation]:
 def _twofold(topology: Topology) -> Iterator[Violation]:
     for name in topology.twofold:
         role, section = topology.roles[name], SECTIONS[name]
-        own: Values = (
-            {f"{section}.nnodes": 0} if name == "rollout" else {f"{section}.enable_resource_pool": False}
-        )
-        text = (
-            f"gives the {name} machines of its own, and {role.mapping_key}={_show(role.mapping)} devices of"
-            " the trainer; only one can be"
-        )
+        own: Values = {f"{section}.enable_resource_pool": False}
+        if name == "rollout":
+            own = {f"{section}.nnodes": 0}
+        devices = f"{role.mapping_key}={_show(role.mapping)} devices of the trainer"
+        text = f"gives the {name} machines of its own, and {devices}; only one can be"
         either: list[Cure] = [own, {role.mapping_key: None}]
         yield Violation(f"twofold:{name}", MACHINES, next(iter(own)), "given", text, either)
 

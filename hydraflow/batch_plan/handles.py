@@ -242,12 +242,8 @@ def _nearest(value: int, unit: int) -> list[int]:
 def is_asynchronous(config: PPOConfig) -> bool:
     """Whether sampling continues during training."""
     training = config.async_training
-    return (
-        training.staleness_threshold > 0
-        or training.trigger_parameter_sync_step > 1
-        or training.require_batches > 1
-        or training.partial_rollout
-    )
+    rounds = max(training.trigger_parameter_sync_step, training.require_batches)
+    return training.staleness_threshold > 0 or rounds > 1 or training.partial_rollout
 
 
 def settle(
@@ -427,14 +423,10 @@ class _Settling:
         mini, q, rounds, batches = (self.given.get(name, 1) for name in "MQPR")
         if not core & {"P", "R"} or rounds * batches * mini == q:
             return []
-        text = (
-            f"x {KEYS['P']}={rounds} x {KEYS['M']}={mini} is not {KEYS['Q']}={q}, the prompts of all rounds"
-        )
-        cures: list[Cure] = [
-            {KEYS[name]: q // others}
-            for name, others in (("R", rounds * mini), ("P", batches * mini), ("M", rounds * batches))
-            if q % others == 0
-        ]
+        product = f"x {KEYS['P']}={rounds} x {KEYS['M']}={mini}"
+        text = f"{product} is not {KEYS['Q']}={q}, the prompts of all rounds"
+        others = {"R": rounds * mini, "P": batches * mini, "M": rounds * batches}
+        cures: list[Cure] = [{KEYS[name]: q // rest} for name, rest in others.items() if q % rest == 0]
         cures += [{KEYS["Q"]: rounds * batches * mini}, {KEYS["P"]: 1, KEYS["R"]: 1, KEYS["M"]: q}]
         return [Violation("rounds", BATCH, KEYS["R"], batches, text, cures)]
 

@@ -47,9 +47,8 @@ class Devices:
 
     def parts(self) -> list[str]:
         """The short forms of the ranges: 0-3, 8-11."""
-        return [
-            str(part.start) if len(part) == 1 else f"{part.start}-{part.stop - 1}" for part in self.ranges
-        ]
+        ends = [(part.start, part.stop - 1) for part in self.ranges]
+        return [f"{first}-{last}" if last > first else str(first) for first, last in ends]
 
     def first(self, count: int) -> Devices:
         """The `count` lowest of them."""
@@ -64,16 +63,11 @@ class Devices:
 
     def __and__(self, other: Devices) -> Devices:
         pairs = ((a, b) for a in self.ranges for b in other.ranges)
-        return Devices.of(
-            range(max(a.start, b.start), max(max(a.start, b.start), min(a.stop, b.stop))) for a, b in pairs
-        )
+        return Devices.of(range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in pairs)
 
     def __sub__(self, other: Devices) -> Devices:
-        ends = [
-            0,
-            *(edge for part in other.ranges for edge in (part.start, part.stop)),
-            max(self.stop, other.stop),
-        ]
+        edges = (edge for part in other.ranges for edge in (part.start, part.stop))
+        ends = [0, *edges, max(self.stop, other.stop)]
         return self & Devices.of(range(*gap) for gap in zip(ends[::2], ends[1::2], strict=True))
 
 

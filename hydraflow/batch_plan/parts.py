@@ -170,9 +170,8 @@ class MicroRequest:
         shared = f" x {self.sharers} devices that share a row" if self.sharers > 1 else ""
         text = f"tokens per device{shared} must hold the longest row, {formula} = {longest_row} tokens"
         key, least = self.tokens_key, -(-longest_row // self.sharers)
-        yield Violation(
-            f"token budget:{key}", BUDGET, key, self.max_tokens, text, [{key: least}, {key: longest_row}]
-        )
+        cures: list[Cure] = [{key: least}, {key: longest_row}]
+        yield Violation(f"token budget:{key}", BUDGET, key, self.max_tokens, text, cures)
 
     def divisor_violations(self, rows_per_rank: int, row_tokens: int, formula: str) -> Iterator[Violation]:
         """Training micro-batches of a fixed size must divide a data rank's rows, and fill whole groups.
@@ -185,10 +184,8 @@ class MicroRequest:
             needed = -(-rows_per_rank // max(1, self.budget // row_tokens))
             short = -(-needed // self.group) * self.group > rows_per_rank
             if short if self.dynamic else rows_per_rank % self.group:
-                text = (
-                    f"gives a data rank {formula} = {rows_per_rank} rows in one optimizer step; "
-                    f"an interleaved pipeline needs a multiple of its {self.group} stages as micro-batches"
-                )
+                text = f"gives a data rank {formula} = {rows_per_rank} rows in one optimizer step; an"
+                text += f" interleaved pipeline needs a multiple of its {self.group} stages as micro-batches"
                 off: list[Cure] = [{self.group_key: None}]
                 yield Violation(f"micro-batch:{purpose}", MICRO, self.group_key, None, text, off)
             return

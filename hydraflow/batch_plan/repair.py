@@ -28,14 +28,8 @@ earlier one."""
 
 _A_STEP_BACK = 10**6
 MOST_STEPS, MOST_REMEDIES, MOST_ALIKE = 24, 3, 2
-_WEIGHTS = {
-    "nnodes": 12,
-    "nodes": 12,
-    "n_gpus_per_node": 12,
-    "devices_per_node": 12,
-    "n": 6,
-    "train_batch_size": 3,
-}
+_WEIGHTS = dict.fromkeys(("nnodes", "nodes", "n_gpus_per_node", "devices_per_node"), 12)
+_WEIGHTS |= {"n": 6, "train_batch_size": 3}
 """Cost of changing a key, by the key's last part; most cost 2, and so does a rule that stays broken."""
 
 
@@ -59,9 +53,8 @@ class Violation:
     def candidates(self) -> list[Values]:
         """The cures without duplicates."""
         cures = self.cures() if callable(self.cures) else self.cures
-        return list(
-            {str(pairs): dict(pairs) for pairs in (sorted(cure.items()) for cure in cures) if pairs}.values()
-        )
+        found = (sorted(cure.items()) for cure in cures)
+        return list({str(pairs): dict(pairs) for pairs in found if pairs}.values())
 
 
 Judge = Callable[[Mapping[str, object]], Sequence[Violation]]
@@ -144,21 +137,18 @@ class _Search:
     def _problem(self, violation: Violation, remedies: Mapping[str, Values]) -> Problem:
         first = remedies[violation.rule]
         alternatives = [first] if first else []
-        rest = {
-            key: value
-            for rule, values in remedies.items()
-            for key, value in values.items()
-            if rule != violation.rule and key not in first
-        }
+        rest: Values = {}
+        for rule, values in remedies.items():
+            rest |= values if rule != violation.rule else {}
+        rest = {key: value for key, value in rest.items() if key not in first}
         for cure in sorted(violation.candidates(), key=self._asks):
             if len(alternatives) == MOST_REMEDIES:
                 break
             alike = sum(cure.keys() == other.keys() for other in alternatives)
             if cure not in alternatives and alike < MOST_ALIKE and not self.judge(rest | cure):
                 alternatives.append(cure)
-        text = " or ".join(
-            " ".join(f"{key}={shown(value)}" for key, value in values.items()) for values in alternatives
-        )
+        said = ([f"{key}={shown(value)}" for key, value in values.items()] for values in alternatives)
+        text = " or ".join(map(" ".join, said))
         return Problem(violation.field, violation.value, violation.text, text or violation.advice)
 
 

@@ -255,10 +255,8 @@ def _read_log_prob(
 
 def _read_values(config: PPOConfig, update: MicroRequest) -> MicroRequest:
     """Values without an update; nulls follow the critic's update."""
-    rows, tokens = (
-        config.critic.forward_micro_batch_size_per_gpu,
-        config.critic.forward_max_token_len_per_gpu,
-    )
+    critic = config.critic
+    rows, tokens = critic.forward_micro_batch_size_per_gpu, critic.forward_max_token_len_per_gpu
     return replace(
         update,
         purpose="the values",

@@ -113,11 +113,11 @@ def judge(
         relations = [one for one in relations if one.rule != NO_MINI_BATCH]
     elif any(one.rule == NO_MINI_BATCH for one in relations):
         broken = [one for one in broken if one.stage != MICRO]
-    relations = [
-        replace(one, cures=partial(_with_other_steps, one, request)) if one.stage == BATCH else one
-        for one in relations
-    ]
-    found = [*devices.violations, *relations, *broken]
+    found = list(devices.violations)
+    for one in relations:
+        steps = partial(_with_other_steps, one, request)
+        found.append(replace(one, cures=steps) if one.stage == BATCH else one)
+    found += broken
     return Verdict(topology, request, [*small, *(one for one in found if one.field not in legal)])
 
 
@@ -220,7 +220,6 @@ def _idle_actor(request: Request) -> Iterator[str]:
     warmup, total = request.actor.first_step, request.total_steps
     if total and warmup > 1 and warmup >= total:
         learns = "never learns" if warmup > total else "learns in the last step alone"
-        yield (
-            f"trainer.critic_warmup={warmup}: the actor {learns}, because the run has {total} training steps;"
-            f" a run that trains the actor has a smaller one, such as trainer.critic_warmup={total // 10}"
-        )
+        why = f"the actor {learns}, because the run has {total} training steps"
+        smaller = f"has a smaller one, such as trainer.critic_warmup={total // 10}"
+        yield f"trainer.critic_warmup={warmup}: {why}; a run that trains the actor {smaller}"

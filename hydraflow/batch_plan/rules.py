@@ -24,11 +24,8 @@ def judge_batches(request: Request) -> list[Violation]:
     for rule in RULES:
         for violation in rule(request):
             found.setdefault(violation.rule, violation)
-    return [
-        one
-        for one in found.values()
-        if one.field not in request.numbers.doubtful or one.stage not in (BATCH, MICRO)
-    ]
+    doubtful = request.numbers.doubtful
+    return [one for one in found.values() if one.field not in doubtful or one.stage not in (BATCH, MICRO)]
 
 
 def _step(request: Request, rule: str, field: str, value: object, text: str) -> Violation:
@@ -57,10 +54,9 @@ def _ranks_share_a_mini_batch(request: Request) -> Iterator[Violation]:
             continue
         key, given = role.mini_key, request.numbers.handles.get(role.mini_key)
         makes = f"makes {role.mini} prompts, which " if given else ""
-        text = (
-            f"{makes}times {SAMPLES}={request.n} is {g_all} trajectories per optimizer step, "
-            f"which {role.ranks} data ranks of the {role.name} cannot share equally"
-        )
+        ranks = f"{role.ranks} data ranks of the {role.name}"
+        text = f"{makes}times {SAMPLES}={request.n} is {g_all} trajectories per optimizer step, which {ranks}"
+        text += " cannot share equally"
         cures = partial(_with_fewer_devices, request, role)
         yield Violation(f"dp | G:{role.name}", BATCH, key, given or role.mini, text, cures)
 
@@ -151,18 +147,14 @@ def _engine_holds_a_row(request: Request) -> Iterator[Violation]:
         fitting: list[Cure] = [{key: None}, {key: row}]
         text = f"must hold the longest row, {sum_} tokens"
         yield Violation("max_model_len", BUDGET, key, longest, text, fitting)
-    tokens, key, most = (
-        rollout.max_num_batched_tokens,
-        f"{ROLLOUT}.max_num_batched_tokens",
-        rollout.max_num_seqs,
-    )
+    key = f"{ROLLOUT}.max_num_batched_tokens"
+    tokens, most = rollout.max_num_batched_tokens, rollout.max_num_seqs
     whole = rollout.engine_kwargs.vllm.get("enable_chunked_prefill", True) is False
     least = max(most, longest or row) if whole else most
     if tokens >= least:
         return
-    text = (
-        f"must be at least {ROLLOUT}.max_num_seqs={most}: vLLM decodes one token of each sequence at a time"
-    )
+    because = "vLLM decodes one token of each sequence at a time"
+    text = f"must be at least {ROLLOUT}.max_num_seqs={most}: {because}"
     if tokens >= most:
         because = f"{ROLLOUT}.engine_kwargs.vllm.enable_chunked_prefill=false"
         text = f"must hold a whole row of {longest or row} tokens, because {because}"

@@ -46,7 +46,7 @@ class Settings(Generic[Config]):
             return self
         config = self.config
         for key, value in values.items():
-            config = _with(config, key, value)
+            config = with_value(config, key, value)
         return Settings(config, self.defaults, {**self.origins, **dict.fromkeys(values, COMMAND_LINE)})
 
 
@@ -57,9 +57,9 @@ def value_at(config: object, key: str) -> object:
     return config
 
 
-def _with(section: Config, key: str, value: object) -> Config:
+def with_value(section: Config, key: str, value: object) -> Config:
     """A copy in which only the sections on the way to `key` are new."""
     name, _, rest = key.partition(".")
     changed = copy.copy(section)
-    setattr(changed, name, _with(getattr(section, name), rest, value) if rest else value)
+    setattr(changed, name, with_value(getattr(section, name), rest, value) if rest else value)
     return changed

@@ -18,12 +18,12 @@ from hydraflow.batch_plan.request import CRITIC_MINI, Request
 def cures(request: Request) -> Iterator[Cure]:
     """Overrides that lead to steps near the one that was asked for: those that the data ranks can share, and
     those whose micro-batches come out even besides."""
-    ranks = {role.name: role.ranks for role in request.roles if role.ranks}
-    rows = {
-        role.name: role.ranks * role.micro.group * (1 if role.micro.dynamic else role.micro.rows or 1)
-        for role in request.roles
-        if role.ranks
-    }
+    ranks, rows = {}, {}
+    for role in request.roles:
+        if role.ranks:
+            ranks[role.name] = role.ranks
+            filled = 1 if role.micro.dynamic else role.micro.rows or 1
+            rows[role.name] = role.ranks * role.micro.group * filled
     for shares in (ranks, rows):
         for step in _near(request, shares):
             if all(step[:3]):
@@ -72,10 +72,10 @@ def _overrides(request: Request, q: int, n: int, mini: int, critic: int) -> Valu
     """What must be said so that a step has these numbers: the keys that differ, and the handles that would
     contradict; `critic` counts where the critic's mini-batches are its own."""
     numbers, rounds = request.numbers, request.asynchronous
-    wanted = {
-        name: value for name, value in (("Q", q), ("n", n), ("M", mini)) if value != numbers.values[name]
-    }
-    values = Values({KEYS[name]: value for name, value in wanted.items() if numbers.key(name) == KEYS[name]})
+    values = Values()
+    for letter, number in (("Q", q), ("n", n), ("M", mini)):
+        if number != numbers.values[letter] and numbers.key(letter) == KEYS[letter]:
+            values[KEYS[letter]] = number
     if request.critic and request.critic.mini_key == CRITIC_MINI and critic not in (0, request.critic.mini):
         values[CRITIC_MINI] = critic
     handles = {"S": q * n, "G": mini * n, "K": _whole(q * request.actor.epochs, mini)}

@@ -119,14 +119,9 @@ class _Reader:
 
     def names(self) -> list[str]:
         """The roles that run and hold a model."""
-        runs = {
-            "actor": True,
-            "critic": needs_critic(self.config),
-            "ref": own_reference(self.config),
-            "rollout": True,
-            "reward_model": self.config.reward.reward_model.enable,
-        }
-        return [role for role, does in runs.items() if does]
+        runs = {"critic": needs_critic(self.config), "ref": own_reference(self.config)}
+        runs["reward_model"] = self.config.reward.reward_model.enable
+        return [role for role in SECTIONS if runs.get(role, True)]
 
     # --- machines
 
@@ -199,20 +194,14 @@ class _Reader:
     def _mapping(self, role: str) -> object:
         if role in TRAINED:
             return self._section(role).device_mapping
-        rollout = role == "rollout"
-        return (
-            self.policy.rollout.device_mapping if rollout else self.config.reward.reward_model.device_mapping
-        )
+        section = self.policy.rollout if role == "rollout" else self.config.reward.reward_model
+        return section.device_mapping
 
     def _section(self, role: str) -> ActorConfig | CriticConfig | RefConfig:
         """The configuration of a role with a training engine."""
-        return (
-            self.config.critic
-            if role == "critic"
-            else self.policy.ref
-            if role == "ref"
-            else self.policy.actor
-        )
+        if role == "critic":
+            return self.config.critic
+        return self.policy.ref if role == "ref" else self.policy.actor
 
     def _engine(self, role: str) -> str:
         if role == "rollout":
@@ -236,10 +225,8 @@ class _Reader:
         if role != "ref":
             return own
         # the reference divides its model as the actor does, where nothing else is said
-        follows = {
-            name for name, one in own.items() if name != "shard" and not self.settings.strength(one.key)
-        }
-        return {name: leader[name] if name in follows else one for name, one in own.items()}
+        free = [name for name, one in own.items() if not self.settings.strength(one.key)]
+        return own | {name: leader[name] for name in free if name != "shard"}
 
     def trained_degrees(self, role: str) -> dict[str, Degree]:
         """The sizes of a role with a training engine, as its own section says."""

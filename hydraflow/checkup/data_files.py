@@ -61,14 +61,9 @@ def require_prompts(records: Sequence[Record], column: str) -> None:
 
 def row_problems(records: Sequence[Record], data: DataConfig) -> list[str]:
     """What is wrong with rows whose file has the columns that are needed."""
-    found = []
+    found, needed = [], (data.prompt_key, data.reward_fn_key, REWARD_COLUMN)
     for record in records:
-        empty = [
-            name
-            for name in (data.prompt_key, data.reward_fn_key, REWARD_COLUMN)
-            if record.values.get(name) is None
-        ]
-        if empty:
+        if empty := [name for name in needed if record.values.get(name) is None]:
             found.append(str(record.problem(f"has no value in column {', '.join(empty)}")))
             continue
         try:
@@ -77,14 +72,8 @@ def row_problems(records: Sequence[Record], data: DataConfig) -> list[str]:
             found += [str(each) for each in error.problems]
         truth = record.values[REWARD_COLUMN]
         if not isinstance(truth, dict) or truth.get("ground_truth") is None:
-            found.append(
-                str(
-                    record.problem(
-                        f'column {REWARD_COLUMN} must hold {{"style": ..., "ground_truth": ...}}, not'
-                        f" {str(truth)[:60]}"
-                    )
-                )
-            )
+            rule = f'must hold {{"style": ..., "ground_truth": ...}}, not {str(truth)[:60]}'
+            found.append(str(record.problem(f"column {REWARD_COLUMN} {rule}")))
     return found
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.checkup.facts import Facts
 from hydraflow.checkup.finding import Finding, Skip, ok, problem, warning
+from hydraflow.memory.limits import BYTES
 from hydraflow.memory.report import size_text
 from hydraflow.memory.shape import ModelShape
 from hydraflow.models.config import ModelConfig
@@ -24,7 +25,6 @@ from hydraflow.system.whole_files import prove_writable
 from hydraflow.trainer.config import TrainerConfig
 from hydraflow.workers.config import ActorConfig, CriticConfig
 
-BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 MOMENTS = 2
 """Numbers that AdamW keeps per weight."""
 SPARE = 2**30
@@ -40,11 +40,8 @@ class Written:
     count: int = 1
 
     def __str__(self) -> str:
-        return (
-            f"{self.name} {size_text(self.size)}"
-            if self.count == 1
-            else f"{self.count} times {self.name} {size_text(self.size)}"
-        )
+        times = "" if self.count == 1 else f"{self.count} times "
+        return f"{times}{self.name} {size_text(self.size)}"
 
 
 def check_disk(facts: Facts) -> Iterator[Finding]:
@@ -80,20 +77,12 @@ def what_is_written(
 ) -> list[Written]:
     """Trained models and checkpoints of the roles that are trained."""
     trainer, policy, critic = config.trainer, config.actor_rollout_ref, config.critic
-    found = _of_role(
-        "actor",
-        shape.parameters,
-        policy.actor,
-        policy.model,
-        trainer,
-        (plan.total_steps, trainer.max_actor_ckpt_to_keep),
-    )
+    count = checkpoints(plan.total_steps, trainer.save_freq, trainer.max_actor_ckpt_to_keep)
+    found = _of_role("actor", shape.parameters, policy.actor, policy.model, trainer, count)
     if plan.critic is not None:
-        weights, kept = (
-            (critic_shape or shape).value_parameters,
-            (plan.total_steps, trainer.max_critic_ckpt_to_keep),
-        )
-        found += _of_role("critic", weights, critic, critic.model, trainer, kept)
+        weights = (critic_shape or shape).value_parameters
+        count = checkpoints(plan.total_steps, trainer.save_freq, trainer.max_critic_ckpt_to_keep)
+        found += _of_role("critic", weights, critic, critic.model, trainer, count)
     return found
 
 
@@ -103,22 +92,15 @@ def _of_role(
     role: ActorConfig | CriticConfig,
     model: ModelConfig,
     trainer: TrainerConfig,
-    kept: tuple[int, int | None],
+    count: int,
 ) -> list[Written]:
-    """`weights`: how many numbers. `kept`: training steps of the run, and checkpoints that stay."""
+    """`weights`: how many numbers. `count`: checkpoints, besides the best."""
     full = weights * BYTES[role.fsdp_config.model_dtype]
     found = [Written(f"final_model/{name}", full)] if trainer.save_final_model else []
     parts = {"model": full, "optimizer": 0 if model.lora_rank > 0 else MOMENTS * full, "hf_model": full}
-    count = checkpoints(kept[0], trainer.save_freq, kept[1])
     if count:
-        best = trainer.keep_best is not None
-        found.append(
-            Written(
-                f"checkpoint of the {name}",
-                sum(parts.get(part, 0) for part in role.checkpoint.save_contents),
-                count + best,
-            )
-        )
+        size = sum(parts.get(part, 0) for part in role.checkpoint.save_contents)
+        found.append(Written(f"checkpoint of the {name}", size, count + (trainer.keep_best is not None)))
     return found
 
 
@@ -149,11 +131,8 @@ def judge(folder: Path, written: Sequence[Written], *, free: int) -> Finding:
         return problem(seen, f"{elsewhere} or trainer.save_final_model=false" if most == least else elsewhere)
     if free < most:
         fewer = max(1, (free - least) // max(each.size for each in written if each.count > 1))
-        return warning(
-            f"{seen}: later checkpoints will fail", f"trainer.max_actor_ckpt_to_keep={fewer} or {elsewhere}"
-        )
-    return (
-        warning(f"{seen}; little is left for metrics and logs", elsewhere)
-        if free < most + SPARE
-        else ok(seen)
-    )
+        remedy = f"trainer.max_actor_ckpt_to_keep={fewer} or {elsewhere}"
+        return warning(f"{seen}: later checkpoints will fail", remedy)
+    if free < most + SPARE:
+        return warning(f"{seen}; little is left for metrics and logs", elsewhere)
+    return ok(seen)

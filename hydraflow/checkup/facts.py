@@ -159,19 +159,16 @@ class Facts:
 
     def _resolve(self) -> BatchPlan:
         devices = CPU_PROCESSES if self.device_type == "cpu" else gpu_count()
-        return resolve_plan(
-            self.config, prompts=self._prompts(), devices_per_node=devices, origins=self.origins
-        )
+        prompts = self._prompts()
+        return resolve_plan(self.config, prompts=prompts, devices_per_node=devices, origins=self.origins)
 
     def _prompts(self) -> int | None:
         """Training prompts; None: not known. What is wrong with their files is another check's to say."""
         files = self.config.data.train_files
+        if not files:
+            return None
         try:
-            return (
-                sum(sampling.look_at(path, FILE_KEYS[0]).rows for path in as_paths(files, FILE_KEYS[0]))
-                if files
-                else None
-            )
+            return sum(sampling.look_at(path, FILE_KEYS[0]).rows for path in as_paths(files, FILE_KEYS[0]))
         except ConfigError:
             return None
 

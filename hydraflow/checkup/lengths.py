@@ -29,13 +29,8 @@ def check_lengths(facts: Facts) -> Iterator[Finding]:
         records = facts.sample(key, SAMPLE)
         require_prompts(records, data.prompt_key)
         chats = [as_messages(record, data.prompt_key) for record in records]
-        ids = tokenise_chats(
-            tokenizer,
-            chats,
-            records,
-            add_generation_prompt=True,
-            template_kwargs=data.apply_chat_template_kwargs,
-        )
+        options = data.apply_chat_template_kwargs
+        ids = tokenise_chats(tokenizer, chats, records, add_generation_prompt=True, template_kwargs=options)
         total = sum(sampling.look_at(path, key).rows for path in facts.files(key))
         yield from judge_lengths(sorted(map(len, ids)), data, key=key, total=total, positions=positions)
 
@@ -50,28 +45,16 @@ def judge_lengths(
     whose = f"all {total} rows" if len(lengths) == total else f"a sample of {len(lengths)} of {total} rows"
     seen = f"{key}, {whose}: median {median} tokens, longest {longest}"
     over = sum(length > limit for length in lengths)
-    kept = (
-        [length for length in lengths if length <= limit]
-        if data.filter_overlong_prompts
-        else [min(length, limit) for length in lengths]
-    )
+    kept = [min(length, limit) for length in lengths if length <= limit or not data.filter_overlong_prompts]
     if over:
-        yield _overlong(
-            f"{seen}; {over} are longer than data.max_prompt_length={limit}",
-            over == len(lengths),
-            longest,
-            data,
-        )
+        evidence = f"{seen}; {over} are longer than data.max_prompt_length={limit}"
+        yield _overlong(evidence, over == len(lengths), longest, data)
     if positions is not None and kept and kept[-1] + response > positions:
-        evidence = (
-            f"{seen}; with data.max_response_length={response} that is more than the model's {positions}"
-            " positions"
+        more, room = f"more than the model's {positions} positions", positions - kept[-1]
+        shorter = (
+            f"data.max_response_length={room}" if room > 0 else f"data.max_prompt_length={positions // 2}"
         )
-        room = positions - kept[-1]
-        yield problem(
-            evidence,
-            f"data.max_response_length={room}" if room > 0 else f"data.max_prompt_length={positions // 2}",
-        )
+        yield problem(f"{seen}; with data.max_response_length={response} that is {more}", shorter)
     elif not over:
         yield ok(f"{seen}; data.max_prompt_length={limit}")
 

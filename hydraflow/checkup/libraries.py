@@ -22,14 +22,10 @@ from hydraflow.checkup.probe import run_python
 OURS = "hydraflow-trainer"
 PROBE_SECONDS = 180.0
 """What importing vLLM or flash-attn may take: cold disks are slow."""
-_FLASH = (
-    "from flash_attn import flash_attn_varlen_func; import flash_attn, torch; print(flash_attn.__version__,"
-    " torch.__version__)"
-)
-_VLLM = (
-    "import vllm, torch; from vllm import LLM, SamplingParams; SamplingParams(n=2); print(vllm.__version__,"
-    " torch.__version__)"
-)
+_FLASH = """import flash_attn, torch; from flash_attn import flash_attn_varlen_func
+print(flash_attn.__version__, torch.__version__)"""
+_VLLM = """import vllm, torch; from vllm import LLM, SamplingParams; SamplingParams(n=2)
+print(vllm.__version__, torch.__version__)"""
 
 
 def check_versions(facts: Facts) -> Iterator[Finding]:
@@ -56,28 +52,19 @@ def broken_requirements(distribution: str) -> list[str]:
         return []
     found = []
     for line in asked:
-        requirement = _applies(line)
-        if requirement is None:
+        try:
+            requirement = Requirement(line)
+        except InvalidRequirement:
             continue
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue  # of another machine, or of an extra
         version = installed(requirement.name)
+        needs = f"{distribution} needs {requirement.name}{requirement.specifier}"
         if version is None:
-            found.append(
-                f"{distribution} needs {requirement.name}{requirement.specifier}, which is not installed"
-            )
+            found.append(f"{needs}, which is not installed")
         elif not requirement.specifier.contains(version, prereleases=True):
-            found.append(
-                f"{distribution} needs {requirement.name}{requirement.specifier}, installed is {version}"
-            )
+            found.append(f"{needs}, installed is {version}")
     return found
-
-
-def _applies(line: str) -> Requirement | None:
-    """The requirement, where it holds on this machine without any extra."""
-    try:
-        requirement = Requirement(line)
-    except InvalidRequirement:
-        return None
-    return requirement if requirement.marker is None or requirement.marker.evaluate({"extra": ""}) else None
 
 
 def installed(distribution: str) -> str | None:
@@ -98,7 +85,7 @@ def _quoted(text: str) -> str:
 def check_tensordict(facts: Facts) -> Iterator[Finding]:
     """Makes, indexes and joins a TensorDict: a tensordict built for another torch, or for another machine,
     fails here."""
-    remedy = "pip install --force-reinstall 'tensordict>=0.11'"
+    remedy, ours = "pip install --force-reinstall 'tensordict>=0.11'", f"tensordict {installed('tensordict')}"
     try:
         import torch
         from tensordict import TensorDict
@@ -107,21 +94,13 @@ def check_tensordict(facts: Facts) -> Iterator[Finding]:
         joined: Any = torch.cat([rows[1:], rows[:1]])
         values = joined["a"].tolist()
     except (ImportError, AttributeError, TypeError, RuntimeError, NotImplementedError) as error:
-        yield problem(
-            f"tensordict {installed('tensordict')} does not work with torch {installed('torch')}: {error}",
-            remedy,
-        )
+        yield problem(f"{ours} does not work with torch {installed('torch')}: {error}", remedy)
         return
     if values != [[2, 3], [4, 5], [0, 1]]:
-        yield problem(
-            f"tensordict {installed('tensordict')} gave {values} for rows 1, 2 and 0 of [[0, 1], [2, 3],"
-            " [4, 5]]",
-            remedy,
-        )
+        evidence = f"{ours} gave {values} for rows 1, 2 and 0 of [[0, 1], [2, 3], [4, 5]]"
+        yield problem(evidence, remedy)
         return
-    yield ok(
-        f"tensordict {installed('tensordict')} and torch {installed('torch')}: made, indexed and joined rows"
-    )
+    yield ok(f"{ours} and torch {installed('torch')}: made, indexed and joined rows")
 
 
 def check_vllm(facts: Facts) -> Iterator[Finding]:

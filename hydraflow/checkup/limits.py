@@ -15,8 +15,8 @@ from pathlib import Path
 
 from hydraflow.checkup.facts import Facts
 from hydraflow.checkup.finding import Finding, Skip, ok, problem, warning
-from hydraflow.checkup.memory import host_memory
 from hydraflow.errors import EnvironmentFault
+from hydraflow.memory.limits import host_memory
 from hydraflow.memory.report import size_text
 from hydraflow.system.node_folder import RAY_BASE, session_folder
 
@@ -59,11 +59,8 @@ def judge_shared_memory(folder: Path, *, available_memory: int) -> Finding:
             f"{folder} has {size_text(free)} free; Ray's object store will take up to {size_text(store)}"
         )
     wish = f"{folder} has {size_text(free)} free, Ray's object store wants {size_text(store)}"
-    evidence = f"{wish}: it will use slow files in Ray's temporary folder"
-    return warning(
-        evidence,
-        f"docker run --shm-size={store * 11 // 10 // 2**30 + 1}g, or mount -o remount,size=... {folder}",
-    )
+    remedy = f"docker run --shm-size={store * 11 // 10 // 2**30 + 1}g, or mount -o remount,size=... {folder}"
+    return warning(f"{wish}: it will use slow files in Ray's temporary folder", remedy)
 
 
 def object_store_bytes(available_memory: int, shm_free: int) -> int:
@@ -88,16 +85,11 @@ def judge_open_files(soft: int, hard: int, *, processes: int) -> Finding:
     needed = FILES_BASE + FILES_PER_PROCESS * processes
     most = float("inf") if hard == resource.RLIM_INFINITY else hard
     seen = f"limit on open files: {_limit(soft)}, can be raised to {_limit(hard)}"
+    remedy = f"ulimit -n {FILES_ADVISED} as root, or nofile in limits.conf"
     if most < needed:
-        return problem(
-            f"{seen}; Ray and {processes} training processes need about {needed}",
-            f"ulimit -n {FILES_ADVISED} as root, or nofile in limits.conf",
-        )
+        return problem(f"{seen}; Ray and {processes} training processes need about {needed}", remedy)
     if most < FILES_ADVISED:
-        return warning(
-            f"{seen}; below {FILES_ADVISED} Ray may lose connections",
-            f"ulimit -n {FILES_ADVISED} as root, or nofile in limits.conf",
-        )
+        return warning(f"{seen}; below {FILES_ADVISED} Ray may lose connections", remedy)
     return ok(seen)
 
 

@@ -10,25 +10,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
-
-import psutil
 
 from hydraflow.checkup.facts import Facts
 from hydraflow.checkup.finding import Finding, Skip, ok, problem, warning
 from hydraflow.checkup.probe import run_python
-from hydraflow.device import cgroup_folders, gpu_count, gpu_runtime, listed_gpus
+from hydraflow.device import gpu_count, gpu_runtime, listed_gpus
 from hydraflow.memory.estimate import estimate
-from hydraflow.memory.limits import limits_of
+from hydraflow.memory.limits import MachineMemory, host_memory, limits_of
 from hydraflow.memory.report import MemoryReport, size_text
-from hydraflow.system.allocation import allocation
 
 MARGIN = 1.25
 """Estimates are good to a fifth: up to this multiple of what there is, too much is a warning, above it a
 problem."""
-NO_LIMIT = 2**60
-"""Control groups of version 1 write their largest number where there is no limit."""
-
 
 GPU_SECONDS = 60.0
 _EACH_GPU = """
@@ -49,40 +42,6 @@ class Gpu:
     name: str
     free: int
     total: int
-
-
-@dataclass(frozen=True)
-class HostMemory:
-    """Memory of this machine in bytes, as far as this process may use it."""
-
-    total: int
-    available: int
-
-
-def host_memory(
-    cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
-) -> HostMemory:
-    """What the machine has, or the control group or Slurm allows, where that is less."""
-    machine = psutil.virtual_memory()
-    total, available = machine.total, machine.available
-    if (given := allocation()) and given.memory_bytes:
-        total, available = min(total, given.memory_bytes), min(available, given.memory_bytes)
-    for folder in cgroup_folders("memory", cgroups, membership):
-        for limit_file, used_file in (
-            ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-        ):
-            limit, used = _number(folder / limit_file), _number(folder / used_file)
-            if limit is not None and limit < NO_LIMIT:
-                total, available = min(total, limit), min(available, limit - (used or 0))
-    return HostMemory(total, max(0, available))
-
-
-def _number(file: Path) -> int | None:
-    try:
-        return int(file.read_text())
-    except (OSError, ValueError):
-        return None
 
 
 def check_devices(facts: Facts) -> Iterator[Finding]:
@@ -151,7 +110,7 @@ def judge_device(report: MemoryReport, free: int, where: str) -> Finding:
     return _compared(evidence, fullest.peak, free, report, "device")
 
 
-def judge_host(report: MemoryReport, host: HostMemory) -> Finding:
+def judge_host(report: MemoryReport, host: MachineMemory) -> Finding:
     """Host memory of the machine that reads the weights."""
     there_is = f"{size_text(host.available)} of {size_text(host.total)} available"
     evidence = f"the plan needs about {size_text(report.host.total)} of host memory; {there_is}"

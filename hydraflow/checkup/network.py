@@ -27,19 +27,15 @@ PORTS_PER_PROCESS = 16
 def check_ports(facts: Facts) -> Iterator[Finding]:
     """Opens a port on each of this machine's own addresses and connects to it."""
     if wrong := [reason for address in own_addresses() if (reason := unreachable(address))]:
-        yield problem(
-            "; ".join(wrong),
-            "repair the machine's address in /etc/hosts, leave the VPN, or open the firewall for this"
-            " machine",
-        )
+        remedy = "repair its address in /etc/hosts, leave the VPN, or open the firewall for this machine"
+        yield problem("; ".join(wrong), remedy)
         return
     free, needed = free_ports(), PORTS_PER_PROCESS * (facts.machine.processes_per_node + 2)
     seen = f"a port of {' and of '.join(own_addresses())} can be opened and reached; about {free} are free"
-    yield (
-        ok(seen)
-        if free >= needed
-        else problem(f"{seen}, and about {needed} are needed", "end what holds ports: ss -tan")
-    )
+    if free >= needed:
+        yield ok(seen)
+    else:
+        yield problem(f"{seen}, and about {needed} are needed", "end what holds ports: ss -tan")
 
 
 def own_addresses() -> list[str]:
@@ -121,16 +117,10 @@ def _beside(named: Mapping[str, str]) -> Finding:
         if address in ("auto", "local"):
             continue
         if reason := _silent(address):
-            gone = "unset RAY_ADDRESS" if source == "RAY_ADDRESS" else f"rm {source}"
-            return note(
-                f"{source} names {address}, where no Ray answers ({reason}); not used, since"
-                " ray_init.address=local",
-                gone,
-            )
-        return note(
-            f"a Ray cluster runs at {address} ({source}); this run starts one of its own beside it",
-            "ray_init.address=auto joins it",
-        )
+            gone = f"{source} names {address}, where no Ray answers ({reason})"
+            return note(f"{gone}; not used, since ray_init.address=local", _forget(source))
+        there = f"a Ray cluster runs at {address} ({source}); this run starts one of its own beside it"
+        return note(there, "ray_init.address=auto joins it")
     return ok("starts a cluster of its own; no other one is named")
 
 
@@ -138,17 +128,14 @@ def _joined(address: str, source: str) -> Finding:
     reason = _silent(address)
     if reason is None:
         return ok(f"a Ray cluster answers at {address} ({source})")
-    return problem(f"{source} names {address}, where no Ray answers ({reason})", _stale_remedy(source))
+    local = "ray_init.address=local"
+    remedy = local if source == "ray_init.address" else f"{_forget(source)}, or {local}"
+    return problem(f"{source} names {address}, where no Ray answers ({reason})", remedy)
 
 
-def _stale_remedy(source: str) -> str:
-    if source == "RAY_ADDRESS":
-        return "unset RAY_ADDRESS, or ray_init.address=local"
-    return (
-        "ray_init.address=local"
-        if source == "ray_init.address"
-        else f"rm {source}, or ray_init.address=local"
-    )
+def _forget(source: str) -> str:
+    """The command after which a source names no cluster."""
+    return "unset RAY_ADDRESS" if source == "RAY_ADDRESS" else f"rm {source}"
 
 
 def _silent(address: str) -> str | None:

@@ -7,7 +7,7 @@ learns nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -41,24 +41,17 @@ def check_template(facts: Facts) -> Iterator[Finding]:
     tokenizer = facts.tokenizer
     if not tokenizer.chat_template:
         remedy = f"{MODEL}.custom_chat_template=<Jinja template>, or an instruct model"
-        yield problem(
-            f"the tokenizer of {tokenizer.name_or_path} has no chat template, and prompts are lists of"
-            " messages",
-            remedy,
-        )
+        evidence = f"the tokenizer of {tokenizer.name_or_path} has no chat template"
+        yield problem(f"{evidence}, and prompts are lists of messages", remedy)
         return
     data = facts.config.data
     require_prompts(facts.first_rows, data.prompt_key)
     chats = [as_messages(record, data.prompt_key) for record in facts.first_rows]
     try:
-        found = list(judge_chats(tokenizer, chats, options=data.apply_chat_template_kwargs))
+        yield from list(judge_chats(tokenizer, chats, options=data.apply_chat_template_kwargs))
     except TemplateError as error:
-        yield problem(
-            f"the chat template refuses a prompt: {error}",
-            "correct the messages' roles and order, or data.apply_chat_template_kwargs",
-        )
-        return
-    yield from found
+        remedy = "correct the messages' roles and order, or data.apply_chat_template_kwargs"
+        yield problem(f"the chat template refuses a prompt: {error}", remedy)
 
 
 def judge_chats(
@@ -70,41 +63,35 @@ def judge_chats(
         str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **options))
         for chat in chats
     ]
-    complaints = []
-    for chat, text in zip(chats, rendered, strict=True):
-        if marks := sorted({mark for message in chat for mark in special if mark in str(message["content"])}):
-            evidence = (
-                f"a prompt holds {', '.join(marks)} already, so the template is applied twice: {_short(text)}"
-            )
-            complaints.append(warning(evidence, "store plain messages, without the template's own markers"))
-        elif str(chat[-1]["content"]).strip() not in text:
-            complaints.append(
-                warning(
-                    f"the template drops the content of the last message: {_short(text)}",
-                    "another chat template",
-                )
-            )
-        elif chat[-1]["role"] == "assistant":
-            complaints.append(
-                warning(
-                    f"a prompt ends with an assistant's message: {_short(text)}",
-                    "end prompts with a user's message",
-                )
-            )
-        elif tokenizer.bos_token and text.startswith(2 * str(tokenizer.bos_token)):
-            complaints.append(
-                warning(
-                    f"the template starts with {tokenizer.bos_token} twice: {_short(text)}",
-                    "correct the template",
-                )
-            )
-    yield from dict.fromkeys(complaints)
+    found = (_complaint(tokenizer, chat, text, special) for chat, text in zip(chats, rendered, strict=True))
+    complaints = dict.fromkeys(complaint for complaint in found if complaint)
+    yield from complaints
     if not complaints:
         yield ok(f"{len(chats)} prompts rendered, the first: {_short(rendered[0])}")
     if rendered[0] == tokenizer.apply_chat_template(
         chats[0], tokenize=False, add_generation_prompt=False, **options
     ):
         yield note("the template adds no generation prompt, which would start the answer")
+
+
+def _complaint(
+    tokenizer: PreTrainedTokenizerBase, chat: Messages, text: str, special: Set[str]
+) -> Finding | None:
+    """What is wrong with a prompt that was rendered as `text`."""
+    last, bos, shown = chat[-1], tokenizer.bos_token, _short(text)
+    if marks := sorted({mark for message in chat for mark in special if mark in str(message["content"])}):
+        evidence = f"a prompt holds {', '.join(marks)} already, so the template is applied twice: {shown}"
+        return warning(evidence, "store plain messages, without the template's own markers")
+    if str(last["content"]).strip() not in text:
+        return warning(
+            f"the template drops the content of the last message: {shown}", "another chat template"
+        )
+    if last["role"] == "assistant":
+        evidence = f"a prompt ends with an assistant's message: {shown}"
+        return warning(evidence, "end prompts with a user's message")
+    if bos and text.startswith(2 * str(bos)):
+        return warning(f"the template starts with {bos} twice: {shown}", "correct the template")
+    return None
 
 
 def _short(text: str) -> str:
@@ -118,12 +105,9 @@ def check_end_tokens(facts: Facts) -> Iterator[Finding]:
     if rollout.ignore_eos and not rollout.stop_token_ids:
         yield note(f"{ROLLOUT}.ignore_eos=true: every response runs to data.max_response_length")
         return
-    own = (
-        ()
-        if rollout.ignore_eos
-        else end_tokens(load_generation_config(facts.own_model()), facts.model_config)
-    )
-    ends = [*own, *rollout.stop_token_ids]
+    ends = list(rollout.stop_token_ids)
+    if not rollout.ignore_eos:
+        ends = [*end_tokens(load_generation_config(facts.own_model()), facts.model_config), *ends]
     yield from judge_ends(tokenizer, ends, vocabulary=facts.model_config.get_text_config().vocab_size)
 
 
@@ -153,12 +137,8 @@ def judge_ends(
             f"generation stops at {named}, but {words} is {token} {_token_text(tokenizer, token)}", remedy
         )
     if ends and not unknown:
-        closes = (
-            "the template closes an answer with one of them"
-            if closing is not None
-            else "the template closes an answer with none"
-        )
-        yield ok(f"generation stops at {named}; {closes}")
+        closes = "none" if closing is None else "one of them"
+        yield ok(f"generation stops at {named}; the template closes an answer with {closes}")
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:

@@ -10,6 +10,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -55,19 +56,16 @@ def check_writing(facts: Facts) -> Iterator[Finding]:
             tracker.log({"doctor": 1.0}, step=1)
             tracker.close()
             size = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
-        yield (
-            ok(f"{name} took a number and wrote {size} bytes")
-            if size
-            else problem(f"{name} took a number and wrote nothing")
-        )
+        took = f"{name} took a number and wrote"
+        yield ok(f"{took} {size} bytes") if size else problem(f"{took} nothing")
 
 
 def _dumps(trainer: TrainerConfig) -> Iterator[Finding]:
     folders = {
         "trainer.rollout_data_dir": trainer.rollout_data_dir,
         "trainer.validation_data_dir": trainer.validation_data_dir,
+        "trainer.debug.save_rollouts": trainer.debug.save_rollouts,
     }
-    folders["trainer.debug.save_rollouts"] = trainer.debug.save_rollouts
     for key, folder in folders.items():
         if folder is None:
             continue
@@ -94,21 +92,11 @@ def _check_tensorboard(trainer: LoopConfig) -> Finding:
     return _missing("tensorboard", trainer, "pip install tensorboard") or ok("tensorboard is installed")
 
 
-def _check_console(trainer: LoopConfig) -> Finding:
-    return ok("the console needs nothing")
-
-
-def _check_wandb(trainer: LoopConfig) -> Finding:
-    missing = _missing("wandb", trainer, "pip install 'hydraflow-trainer[wandb]'")
-    return missing or judge_login(
-        "wandb", wandb.offline_because(os.environ), "wandb login, or WANDB_API_KEY=..., or WANDB_MODE=offline"
-    )
-
-
-def _check_swanlab(trainer: LoopConfig) -> Finding:
-    missing = _missing("swanlab", trainer, "pip install 'hydraflow-trainer[swanlab]'")
-    remedy = "swanlab login, or SWANLAB_API_KEY=..., or SWANLAB_MODE=offline"
-    return missing or judge_login("swanlab", swanlab.offline_because(os.environ), remedy)
+def _check_login(name: str, trainer: LoopConfig) -> Finding:
+    remedy = f"{name} login, or {name.upper()}_API_KEY=..., or {name.upper()}_MODE=offline"
+    offline_because = {"wandb": wandb, "swanlab": swanlab}[name].offline_because
+    missing = _missing(name, trainer, f"pip install 'hydraflow-trainer[{name}]'")
+    return missing or judge_login(name, offline_because(os.environ), remedy)
 
 
 def judge_login(name: str, offline: str | None, remedy: str) -> Finding:
@@ -142,9 +130,8 @@ def judge_mlflow(environ: Mapping[str, str], *, without: str) -> Finding:
         )
     if scheme in ("", "file") and environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() not in ("1", "true"):
         rule = f"{mlflow.URI}={uri}: MLflow has given up stores of plain files"
-        return problem(
-            rule, f"{mlflow.URI}=sqlite:////path/mlflow.db, or MLFLOW_ALLOW_FILE_STORE=true, or {without}"
-        )
+        other = f"{mlflow.URI}=sqlite:////path/mlflow.db, or MLFLOW_ALLOW_FILE_STORE=true"
+        return problem(rule, f"{other}, or {without}")
     lacking = [
         name
         for name in ("sqlalchemy", "alembic")
@@ -175,9 +162,8 @@ def _missing(name: str, trainer: LoopConfig, install: str) -> Finding | None:
     """A problem where the tracker's package is not installed."""
     if importlib.util.find_spec(name) is not None:
         return None
-    return problem(
-        f"trainer.logger has {name}, which is not installed", f"{install}, or {_without(name, trainer)}"
-    )
+    remedy = f"{install}, or {_without(name, trainer)}"
+    return problem(f"trainer.logger has {name}, which is not installed", remedy)
 
 
 def _without(name: str, trainer: LoopConfig) -> str:
@@ -187,9 +173,9 @@ def _without(name: str, trainer: LoopConfig) -> str:
 TRACKER_CHECKS: dict[str, Callable[[LoopConfig], Finding]] = {
     "file": _check_file,
     "tensorboard": _check_tensorboard,
-    "wandb": _check_wandb,
+    "wandb": partial(_check_login, "wandb"),
     "mlflow": _check_mlflow,
-    "swanlab": _check_swanlab,
-    "console": _check_console,
+    "swanlab": partial(_check_login, "swanlab"),
+    "console": lambda trainer: ok("the console needs nothing"),
 }
 """Name in trainer.logger -> what it needs. One that needs a login says here what it falls back to without."""

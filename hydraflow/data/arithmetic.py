@@ -54,16 +54,10 @@ def split_problems(
     """Training and held-out pairs of numbers, none in both. Raises `ConfigError` for more than
     10,000."""
     if train_problems < 1 or val_problems < 1 or train_problems + val_problems > PROBLEMS:
-        rule = (
-            f"it and recipe.val_problems={val_problems} must be at least 1 each and at most {PROBLEMS}"
-            " together"
-        )
-        raise ConfigError.one(
-            "recipe.train_problems",
-            train_problems,
-            rule,
-            "recipe.train_problems=9000 recipe.val_problems=500",
-        )
+        both = f"it and recipe.val_problems={val_problems}"
+        rule = f"{both} must be at least 1 each and at most {PROBLEMS} together"
+        remedy = "recipe.train_problems=9000 recipe.val_problems=500"
+        raise ConfigError.one("recipe.train_problems", train_problems, rule, remedy)
     drawn = np.random.default_rng(seed).permutation(PROBLEMS)[: val_problems + train_problems].tolist()
     pairs = [(number // 100, number % 100) for number in drawn]
     return pairs[val_problems:], pairs[:val_problems]
@@ -85,16 +79,12 @@ def prompt_rows(pairs: Sequence[tuple[int, int]], split: str) -> list[dict[str, 
 
 def conversation_rows(pairs: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
     """Rows for `ConversationDataset`."""
-    return [
-        {
-            "messages": [
-                {"role": "user", "content": question(a, b)},
-                {"role": "assistant", "content": answer(a, b)},
-            ],
-            "data_source": DATA_SOURCE,
-        }
-        for a, b in pairs
-    ]
+    rows = []
+    for a, b in pairs:
+        asked = {"role": "user", "content": question(a, b)}
+        answered = {"role": "assistant", "content": answer(a, b)}
+        rows.append({"messages": [asked, answered], "data_source": DATA_SOURCE})
+    return rows
 
 
 def write_arithmetic(

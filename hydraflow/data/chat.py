@@ -65,14 +65,10 @@ def tokenise_chats(
     the template refuses."""
     from jinja2 import TemplateError
 
-    options = {
-        **template_kwargs,
-        "add_generation_prompt": add_generation_prompt,
-        "tokenize": True,
-        "return_dict": False,
-    }
     if not chats:
         return []
+    options = {**template_kwargs, "tokenize": True, "return_dict": False}
+    options["add_generation_prompt"] = add_generation_prompt
     try:
         return cast("list[list[int]]", tokenizer.apply_chat_template(list(chats), **options))
     except (TemplateError, *TEMPLATE_FAULTS):

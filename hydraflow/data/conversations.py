@@ -102,12 +102,8 @@ def tokenise_conversations(
         conversations = [_by_markers(tokenizer, chat, template_kwargs) for chat in chats]
     else:
         conversations = _by_beginnings(tokenizer, chats, records, template_kwargs)
-    untrained = [
-        r.problem("no token of it is the assistant's")
-        for c, r in zip(conversations, records, strict=True)
-        if not c.trained.any()
-    ]
-    raise_problems(untrained)
+    untrained = [r for c, r in zip(conversations, records, strict=True) if not c.trained.any()]
+    raise_problems([record.problem("no token of it is the assistant's") for record in untrained])
     return conversations
 
 
@@ -122,18 +118,10 @@ def read_chats(
     require_columns(with_messages, [config.messages_key])
     require_columns(pairs, [config.prompt_key, config.response_key])
     chats = [_read_chat(record, config) for record in records]
-    rule = "has no assistant message"
-    raise_problems(
-        [r.problem(rule) for r, chat in zip(records, chats, strict=True) if not _assistant_turns(chat)]
-    )
+    turns = [(record, _assistant_turns(chat)) for record, chat in zip(records, chats, strict=True)]
+    raise_problems([record.problem("has no assistant message") for record, found in turns if not found])
     rule, remedy = "starts with the assistant", "start with a system or user message"
-    raise_problems(
-        [
-            r.problem(rule, remedy)
-            for r, chat in zip(records, chats, strict=True)
-            if chat[0]["role"] == "assistant"
-        ]
-    )
+    raise_problems([record.problem(rule, remedy) for record, found in turns if found[0] == 0])
     return records, chats
 
 
@@ -151,13 +139,9 @@ def _assistant_turns(chat: Messages) -> list[int]:
 def _by_markers(
     tokenizer: PreTrainedTokenizerBase, chat: Messages, template_kwargs: dict[str, Any]
 ) -> Conversation:
-    options = {
-        **template_kwargs,
-        "return_dict": True,
-        "return_assistant_tokens_mask": True,
-        "add_generation_prompt": False,
-    }
-    encoded = cast("dict[str, list[int]]", tokenizer.apply_chat_template(chat, **options))
+    options = {**template_kwargs, "return_dict": True, "return_assistant_tokens_mask": True}
+    whole = tokenizer.apply_chat_template(chat, **options, add_generation_prompt=False)
+    encoded = cast("dict[str, list[int]]", whole)
     return Conversation(torch.tensor(encoded["input_ids"]), torch.tensor(encoded["assistant_masks"]))
 
 
@@ -171,16 +155,13 @@ def _by_beginnings(
     owners = [records[row] for row, _ in turns]
     options = dict(template_kwargs=template_kwargs)
     whole = tokenise_chats(tokenizer, chats, records, add_generation_prompt=False, **options)
-    before = tokenise_chats(
-        tokenizer, [chats[row][:turn] for row, turn in turns], owners, add_generation_prompt=True, **options
-    )
+    begun = [chats[row][:turn] for row, turn in turns]
+    before = tokenise_chats(tokenizer, begun, owners, add_generation_prompt=True, **options)
     # The last turn of a conversation ends with the whole, which is the common case and needs no third
     # tokenisation.
     inner = [(i, row, turn) for i, (row, turn) in enumerate(turns) if turn + 1 < len(chats[row])]
-    upto = [chats[row][: turn + 1] for _, row, turn in inner]
-    ends = tokenise_chats(
-        tokenizer, upto, [owners[i] for i, _, _ in inner], add_generation_prompt=False, **options
-    )
+    upto, owned = [chats[row][: turn + 1] for _, row, turn in inner], [owners[i] for i, _, _ in inner]
+    ends = tokenise_chats(tokenizer, upto, owned, add_generation_prompt=False, **options)
     after = {i: end for (i, _, _), end in zip(inner, ends, strict=True)}
 
     special = special_ids(tokenizer)
@@ -194,17 +175,14 @@ def _by_beginnings(
         stop = end_of_turn(tokenizer, ids, len(start), len(end), special)
         masks[row][len(start) : stop] = 1
     raise_problems(problems)
-    return [
-        Conversation(torch.tensor(ids), torch.from_numpy(mask))
-        for ids, mask in zip(whole, masks, strict=True)
-    ]
+    pairs = zip(whole, masks, strict=True)
+    return [Conversation(torch.tensor(ids), torch.from_numpy(mask)) for ids, mask in pairs]
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Ids of the tokenizer's control tokens."""
-    return set(tokenizer.all_special_ids) | {
-        i for i, token in tokenizer.added_tokens_decoder.items() if token.special
-    }
+    added = tokenizer.added_tokens_decoder.items()
+    return {*tokenizer.all_special_ids, *(number for number, token in added if token.special)}
 
 
 def end_of_turn(
@@ -231,14 +209,10 @@ def _check_lengths(
 ) -> None:
     if config.truncation != "error":
         return
-    longest = max(len(c.ids) for c in conversations)
-    remedy = f"data.max_length={longest} or data.truncation=right"
-    long = [
-        (len(c.ids), r) for c, r in zip(conversations, records, strict=True) if len(c.ids) > config.max_length
-    ]
-    raise_problems(
-        [r.problem(f"has {n} tokens, more than data.max_length={config.max_length}", remedy) for n, r in long]
-    )
+    sizes, limit = [len(c.ids) for c in conversations], config.max_length
+    remedy = f"data.max_length={max(sizes)} or data.truncation=right"
+    long = [(size, record) for size, record in zip(sizes, records, strict=True) if size > limit]
+    raise_problems([r.problem(f"has {n} tokens, more than data.max_length={limit}", remedy) for n, r in long])
 
 
 def _truncate(conversation: Conversation, limit: int, side: str) -> Conversation:
@@ -250,16 +224,8 @@ def _truncate(conversation: Conversation, limit: int, side: str) -> Conversation
 
 def _report_dropped(dropped: int, rows: int, key: str) -> None:
     if dropped == rows:
-        raise ConfigError.one(
-            key,
-            None,
-            f"none of the {rows} conversations has a trained token within data.max_length",
-            "raise data.max_length",
-        )
+        rule = f"none of the {rows} conversations has a trained token within data.max_length"
+        raise ConfigError.one(key, None, rule, "raise data.max_length")
     if dropped:
-        logger.warning(
-            "%s: left out %d of %d conversations: truncation cut all of the assistant's tokens",
-            key,
-            dropped,
-            rows,
-        )
+        why = "truncation cut all of the assistant's tokens"
+        logger.warning("%s: left out %d of %d conversations: %s", key, dropped, rows, why)

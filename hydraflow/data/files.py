@@ -69,14 +69,9 @@ def require_columns(records: Sequence[Record], columns: Sequence[str]) -> None:
     """Raises `ConfigError` naming file, row and column of the first rows that lack one of `columns`."""
     problems: list[Problem] = []
     for record in records:
-        missing = [c for c in columns if record.values.get(c) is None]
-        if missing:
-            problems.append(
-                record.problem(
-                    f"has no value in column {', '.join(missing)}; it has"
-                    f" {', '.join(filled(record)) or 'none'}"
-                )
-            )
+        if missing := [c for c in columns if record.values.get(c) is None]:
+            there = ", ".join(filled(record)) or "none"
+            problems.append(record.problem(f"has no value in column {', '.join(missing)}; it has {there}"))
     raise_problems(problems)
 
 
@@ -112,10 +107,8 @@ def _read_file(path: Path, key: str, limit: int | None) -> list[Record]:
         raise ConfigError.one(
             key, path, f"ends in {path.suffix or 'nothing'}; known are {', '.join(readers)}"
         )
-    records = [
-        Record(values, path, row)
-        for row, values in enumerate(islice(readers[path.suffix](path, key, limit), limit))
-    ]
+    rows = islice(readers[path.suffix](path, key, limit), limit)
+    records = [Record(values, path, row) for row, values in enumerate(rows)]
     if not records:
         raise ConfigError.one(key, path, "the file has no rows")
     return records
@@ -130,12 +123,8 @@ def _parquet_rows(path: Path, key: str, limit: int | None) -> Iterator[dict[str,
         with pyarrow.parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=min(PARQUET_ROWS, limit or PARQUET_ROWS)):
                 yield from batch.to_pylist()
-    except (
-        pyarrow.ArrowException,
-        OSError,
-        ValueError,
-        OverflowError,
-    ) as error:  # the latter two: values that Python cannot represent
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
+        # the latter two: values that Python cannot represent
         raise ConfigError.one(key, path, f"is not a readable Parquet file: {error}") from error
 
 
@@ -168,12 +157,8 @@ def parse_line(path: Path, key: str, number: int, line: str) -> dict[str, Any]:
     if line.count("[") + line.count("{") > DEEPEST and _depth(values) > DEEPEST:
         raise _too_deep(path, key, number)
     if not isinstance(values, dict):
-        raise ConfigError.one(
-            key,
-            path,
-            f"line {number} is a JSON {type(values).__name__}, not an object",
-            "write one JSON object a line",
-        )
+        rule = f"line {number} is a JSON {type(values).__name__}, not an object"
+        raise ConfigError.one(key, path, rule, "write one JSON object a line")
     return values
 
 

@@ -95,11 +95,9 @@ class PromptLoader:
         now = self._identity()
         differing = [name for name in now if now[name] != state[name]]
         if differing:
+            rule = "the checkpoint was written with"
             raise ConfigError(
-                [
-                    Problem(f"data loader's {n}", now[n], f"the checkpoint was written with {state[n]}")
-                    for n in differing
-                ]
+                [Problem(f"data loader's {n}", now[n], f"{rule} {state[n]}") for n in differing]
             )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
 

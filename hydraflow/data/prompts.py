@@ -21,6 +21,7 @@ from hydraflow.data.files import Record, raise_problems, read_records
 from hydraflow.errors import ConfigError
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
+from hydraflow.protocol.wire import as_objects
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,13 +54,8 @@ class PromptDataset:
         assert config.truncation in TRUNCATIONS, config.truncation
         require_template(tokenizer)
         records, chats = read_prompts(config, files, key=key, max_samples=max_samples)
-        ids = tokenise_chats(
-            tokenizer,
-            chats,
-            records,
-            add_generation_prompt=True,
-            template_kwargs=config.apply_chat_template_kwargs,
-        )
+        options = config.apply_chat_template_kwargs
+        ids = tokenise_chats(tokenizer, chats, records, add_generation_prompt=True, template_kwargs=options)
         ids = _limit_lengths(ids, records, config)
         kept = [i for i, tokens in enumerate(ids) if len(tokens) <= config.max_prompt_length]
         _report_filtered(len(ids) - len(kept), len(ids), config, key)
@@ -104,40 +100,28 @@ def _source_key(config: PromptConfig) -> str | None:
 
 
 def _require_ground_truth(records: Sequence[Record]) -> None:
-    def has(record: Record) -> bool:
+    lacking, rule = [], 'column reward_model must hold {"style": ..., "ground_truth": ...}'
+    for record in records:
         model = record.values["reward_model"]
-        return isinstance(model, dict) and model.get("ground_truth") is not None
-
-    rule = 'column reward_model must hold {"style": ..., "ground_truth": ...}'
-    raise_problems([record.problem(rule) for record in records if not has(record)])
+        if not isinstance(model, dict) or model.get("ground_truth") is None:
+            lacking.append(record.problem(rule))
+    raise_problems(lacking)
 
 
 def _limit_lengths(ids: list[list[int]], records: Sequence[Record], config: PromptConfig) -> list[list[int]]:
     """Truncates overlong prompts, or raises for them; under filter_overlong_prompts they are left
     unchanged."""
     limit = config.max_prompt_length
-    empty = [
-        r.problem("the chat template gives it no tokens")
-        for tokens, r in zip(ids, records, strict=True)
-        if not tokens
-    ]
-    raise_problems(empty)
+    sizes = [(len(tokens), record) for tokens, record in zip(ids, records, strict=True)]
+    raise_problems([r.problem("the chat template gives it no tokens") for size, r in sizes if not size])
     if config.filter_overlong_prompts:
         return ids
     if config.truncation == "error":
-        remedy = (
-            f"data.max_prompt_length={max(map(len, ids))} or data.filter_overlong_prompts=true or"
-            " data.truncation=left"
-        )
-        long = [
-            (len(tokens), record) for tokens, record in zip(ids, records, strict=True) if len(tokens) > limit
-        ]
-        raise_problems(
-            [
-                r.problem(f"the prompt has {n} tokens, more than data.max_prompt_length={limit}", remedy)
-                for n, r in long
-            ]
-        )
+        whole = f"data.max_prompt_length={max(map(len, ids))}"
+        remedy = f"{whole} or data.filter_overlong_prompts=true or data.truncation=left"
+        rule = f"tokens, more than data.max_prompt_length={limit}"
+        long = [(size, record) for size, record in sizes if size > limit]
+        raise_problems([r.problem(f"the prompt has {size} {rule}", remedy) for size, r in long])
     return [truncate(tokens, limit, config.truncation) for tokens in ids]
 
 
@@ -158,13 +142,8 @@ def _report_filtered(dropped: int, rows: int, config: PromptConfig, key: str) ->
         rule = f"all {rows} prompts are longer than data.max_prompt_length={config.max_prompt_length}"
         raise ConfigError.one(key, None, rule, "raise data.max_prompt_length")
     if dropped:
-        logger.warning(
-            "%s: left out %d of %d prompts with more than %d tokens",
-            key,
-            dropped,
-            rows,
-            config.max_prompt_length,
-        )
+        longer = f"with more than {config.max_prompt_length} tokens"
+        logger.warning("%s: left out %d of %d prompts %s", key, dropped, rows, longer)
 
 
 def _row_objects(
@@ -180,7 +159,7 @@ def _row_objects(
         objects["data_source"] = [str(row[source_key]) for row in values]
         objects["reward_model"] = [row["reward_model"] for row in values]
     _require_json([records[i] for i in kept], objects)
-    return {name: _object_column(column) for name, column in objects.items()}
+    return {name: as_objects(column) for name, column in objects.items()}
 
 
 def _require_json(records: Sequence[Record], objects: dict[str, list[Any]]) -> None:
@@ -192,16 +171,6 @@ def _require_json(records: Sequence[Record], objects: dict[str, list[Any]]) -> N
             try:
                 json.dumps(value)
             except (TypeError, ValueError, RecursionError) as error:
-                problems.append(
-                    record.problem(
-                        f"{name} cannot be written as JSON: {error}", "store it as text or numbers"
-                    )
-                )
+                evidence = f"{name} cannot be written as JSON: {error}"
+                problems.append(record.problem(evidence, "store it as text or numbers"))
     raise_problems(problems)
-
-
-def _object_column(values: Sequence[Any]) -> np.ndarray:
-    column = np.empty(len(values), dtype=object)
-    for i, value in enumerate(values):  # a slice assignment would turn equal-length lists into a matrix
-        column[i] = value
-    return column

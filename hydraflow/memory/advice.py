@@ -7,13 +7,13 @@ it, each on top of the ones before, until the run fits or nothing helps any more
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hydraflow.batch_plan.parts import MicroPlan
-from hydraflow.batch_plan.settings import value_at
+from hydraflow.batch_plan.parts import MicroPlan, RolePlan
+from hydraflow.batch_plan.plans import BatchPlan
+from hydraflow.batch_plan.settings import value_at, with_value
 from hydraflow.memory.generation import LEAST_ROWS
 from hydraflow.memory.report import Advice, MemoryReport
 from hydraflow.memory.roles import Facts
@@ -22,6 +22,20 @@ LEAST_SHARE = 0.005
 """Changes that save a smaller share of the excess are not listed."""
 _MOST = 8
 POLICY = "actor_rollout_ref"
+_LOG_PROB = ("log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu")
+_UPDATE = ("ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu")
+_FORWARD = ("forward_micro_batch_size_per_gpu", "forward_max_token_len_per_gpu")
+MICRO_KEYS = {
+    name: (f"{section}.{rows}", f"{section}.{tokens}")
+    for name, section, (rows, tokens) in (
+        ("actor", f"{POLICY}.actor", _UPDATE),
+        ("old_log_prob", f"{POLICY}.rollout", _LOG_PROB),
+        ("ref", f"{POLICY}.ref", _LOG_PROB),
+        ("critic", "critic", _UPDATE),
+        ("values", "critic", _FORWARD),
+    )
+}
+"""The plan's field of each pass -> the keys of its micro-batch's rows and tokens."""
 
 
 @dataclass(frozen=True)
@@ -75,32 +89,25 @@ def changes(facts: Facts) -> Iterator[Change]:
 def _fsdp_changes(facts: Facts, role: str, prefix: str) -> Iterator[Change]:
     chunk = value_at(facts.config, f"{prefix}.head_chunk_tokens")
     assert isinstance(chunk, int)
-    yield Change(f"{prefix}.wrap_policy.min_num_params", 0, 1, "one more collective per layer")
-    yield Change(
-        f"{prefix}.reshard_after_forward", True, 1, "layers are gathered again for the backward pass"
-    )
+    reference = role == "ref"
+    rows: list[tuple[str, Any, int, str]] = [
+        ("wrap_policy.min_num_params", 0, 1, "one more collective per layer"),
+        ("reshard_after_forward", True, 1, "layers are gathered again for the backward pass"),
+    ]
     for size in halves(chunk, least=128):
-        yield Change(
-            f"{prefix}.head_chunk_tokens", size, 1, "the output matrix works on fewer tokens at a time"
-        )
-    yield Change(
-        f"{prefix}.fsdp_size", -1, 2, "one copy of the model over all devices: more traffic between machines"
-    )
+        rows.append(("head_chunk_tokens", size, 1, "the output matrix works on fewer tokens at a time"))
     slower = "weights come over from host memory at every use: slower passes"
-    yield Change(f"{prefix}.param_offload", True, 1 if role == "ref" else 3, slower)
-    if role != "ref":
-        yield Change(
-            f"{prefix}.optimizer_offload",
-            True,
-            2,
-            "moments move to the device and back at every optimizer step",
-        )
-    yield Change(
-        f"{prefix}.model_dtype",
-        "bf16",
-        2 if role == "ref" else 5,
-        "weights and moments in 16 bits: small updates are lost",
-    )
+    rows += [
+        ("fsdp_size", -1, 2, "one copy of the model over all devices: more traffic between machines"),
+        ("param_offload", True, 1 if reference else 3, slower),
+    ]
+    if not reference:
+        moves = "moments move to the device and back at every optimizer step"
+        rows.append(("optimizer_offload", True, 2, moves))
+    lost = "weights and moments in 16 bits: small updates are lost"
+    rows.append(("model_dtype", "bf16", 2 if reference else 5, lost))
+    for key, *change in rows:
+        yield Change(f"{prefix}.{key}", *change)
 
 
 def _megatron_changes(role: str, prefix: str) -> Iterator[Change]:
@@ -114,13 +121,18 @@ def _megatron_changes(role: str, prefix: str) -> Iterator[Change]:
 def _batch_changes(facts: Facts) -> Iterator[Change]:
     """Smaller micro-batches of each pass; the plan's numbers change with them."""
     effect = "smaller forward passes: more of them"
-    for micro, rows_key, tokens_key in micro_keys(facts):
-        if micro.rows is not None:
-            for size in (size for size in range(micro.rows // 2, 0, -1) if micro.rows % size == 0):
-                yield Change(rows_key, size, 1, effect)
-        else:
+    for name, (rows_key, tokens_key) in MICRO_KEYS.items():
+        one = getattr(facts.plan, name)
+        micro: MicroPlan | None = one.micro if isinstance(one, RolePlan) else one
+        if micro is None:
+            continue
+        if micro.rows is None:
             for size in halves(micro.max_tokens or 0, least=facts.longest_row):
                 yield Change(tokens_key, size, 1, effect)
+            continue
+        for size in range(micro.rows // 2, 0, -1):
+            if micro.rows % size == 0:
+                yield Change(rows_key, size, 1, effect)
 
 
 def halves(number: int, *, least: int) -> Iterator[int]:
@@ -133,99 +145,49 @@ def halves(number: int, *, least: int) -> Iterator[int]:
         yield number
 
 
-def micro_keys(facts: Facts) -> Iterator[tuple[MicroPlan, str, str]]:
-    """Each pass's micro-batch, and the keys of its rows and of its tokens."""
-    plan, actor, rollout = facts.plan, f"{POLICY}.actor", f"{POLICY}.rollout"
-    yield plan.actor.micro, f"{actor}.ppo_micro_batch_size_per_gpu", f"{actor}.ppo_max_token_len_per_gpu"
-    yield (
-        plan.old_log_prob,
-        f"{rollout}.log_prob_micro_batch_size_per_gpu",
-        f"{rollout}.log_prob_max_token_len_per_gpu",
-    )
-    if plan.ref is not None:
-        yield (
-            plan.ref,
-            f"{POLICY}.ref.log_prob_micro_batch_size_per_gpu",
-            f"{POLICY}.ref.log_prob_max_token_len_per_gpu",
-        )
-    if plan.critic is not None and plan.values is not None:
-        yield plan.critic.micro, "critic.ppo_micro_batch_size_per_gpu", "critic.ppo_max_token_len_per_gpu"
-        yield plan.values, "critic.forward_micro_batch_size_per_gpu", "critic.forward_max_token_len_per_gpu"
-
-
 def _model_changes(facts: Facts) -> Iterator[Change]:
+    again = "activations are computed again: about a third more time"
     for prefix in (f"{POLICY}.model", "critic.model"):
         yield Change(f"{prefix}.use_remove_padding", True, 1, "rows are packed")
-        yield Change(
-            f"{prefix}.enable_gradient_checkpointing",
-            True,
-            2,
-            "activations are computed again: about a third more time",
-        )
+        yield Change(f"{prefix}.enable_gradient_checkpointing", True, 2, again)
     if facts.config.actor_rollout_ref.model.lora_rank == 0:
         yield Change(f"{POLICY}.model.lora_rank", 32, 5, "trains adapters instead of all weights")
 
 
 def _rollout_changes(facts: Facts) -> Iterator[Change]:
-    rollout = facts.config.actor_rollout_ref.rollout
+    rollout, prefix = facts.config.actor_rollout_ref.rollout, f"{POLICY}.rollout"
     if rollout.name == "native":
         running = min(rollout.max_num_seqs, facts.plan.rollout.trajectories_per_engine)
         for size in halves(running, least=LEAST_ROWS):
-            yield Change(
-                f"{POLICY}.rollout.max_num_seqs", size, 2, "fewer sequences at a time: slower sampling"
-            )
-        yield Change(f"{POLICY}.rollout.dtype", "bf16", 3, "sampled with less precision than trained")
+            yield Change(f"{prefix}.max_num_seqs", size, 2, "fewer sequences at a time: slower sampling")
+        yield Change(f"{prefix}.dtype", "bf16", 3, "sampled with less precision than trained")
     elif rollout.gpu_memory_utilization > 0.3:
-        share = round(rollout.gpu_memory_utilization - 0.1, 2)
-        yield Change(
-            f"{POLICY}.rollout.gpu_memory_utilization",
-            share,
-            2,
+        share, effect = (
+            rollout.gpu_memory_utilization - 0.1,
             "less key-value cache: fewer sequences at a time",
         )
+        yield Change(f"{prefix}.gpu_memory_utilization", round(share, 2), 2, effect)
 
 
 def _apply(facts: Facts, change: Change) -> Facts | None:
     """The facts with the change in them; None: it is so already."""
     if value_at(facts.config, change.key) == change.value:
         return None
-    config = copy.deepcopy(facts.config)
-    section: Any = config
-    *path, last = change.key.split(".")
-    for name in path:
-        section = getattr(section, name)
-    setattr(section, last, change.value)
-    return replace(facts, config=config, plan=_replan(facts, change))
+    config = with_value(facts.config, change.key, change.value)
+    return replace(facts, config=config, plan=_replan(facts.plan, change))
 
 
-def _replan(facts: Facts, change: Change) -> Any:
-    """The plan with the change's micro-batch; a smaller micro-batch breaks no rule that a larger one kept."""
-    plan = facts.plan
-    keys = list(micro_keys(facts))
-    new = [
-        MicroPlan(change.value, None)
-        if change.key == rows_key
-        else MicroPlan(None, change.value)
-        if change.key == tokens_key
-        else micro
-        for micro, rows_key, tokens_key in keys
-    ]
-    if new == [micro for micro, _, _ in keys]:
-        return _resharded(facts, change)
-    rest = iter(new)
-    actor, old_log_prob = replace(plan.actor, micro=next(rest)), next(rest)
-    ref = next(rest) if plan.ref is not None else None
-    critic, values = plan.critic, plan.values
-    if critic is not None and values is not None:
-        critic, values = replace(critic, micro=next(rest)), next(rest)
-    return replace(plan, actor=actor, old_log_prob=old_log_prob, ref=ref, critic=critic, values=values)
-
-
-def _resharded(facts: Facts, change: Change) -> Any:
-    """The plan with one copy of a role's model over all of its devices, if that is the change."""
+def _replan(plan: BatchPlan, change: Change) -> BatchPlan:
+    """The plan with the change's micro-batch, or with one copy of a role's model over all of its devices. A
+    smaller micro-batch breaks no rule that a larger one kept."""
+    for name, (rows_key, tokens_key) in MICRO_KEYS.items():
+        if change.key in (rows_key, tokens_key):
+            rows, tokens = (change.value, None) if change.key == rows_key else (None, change.value)
+            one, micro = getattr(plan, name), MicroPlan(rows, tokens)
+            field: dict[str, Any] = {name: replace(one, micro=micro) if isinstance(one, RolePlan) else micro}
+            return replace(plan, **field)
     if not change.key.endswith(".fsdp_config.fsdp_size"):
-        return facts.plan
+        return plan
     role = change.key.split(".")[-3]
-    layout = facts.plan.layouts[role]
-    whole = replace(layout, shard=len(layout.devices))
-    return replace(facts.plan, layouts={**facts.plan.layouts, role: whole})
+    whole = replace(plan.layouts[role], shard=len(plan.layouts[role].devices))
+    return replace(plan, layouts={**plan.layouts, role: whole})

@@ -10,6 +10,7 @@ on purpose: memory that allocators cache beyond what is in use.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from hydraflow.batch_plan.layout import Devices, Layout
 from hydraflow.batch_plan.resolve import BatchPlan
@@ -37,14 +38,7 @@ def estimate(
     report = measured(facts)
     if report.fits is not False:
         return report
-    return MemoryReport(
-        report.limits,
-        report.roles,
-        report.groups,
-        report.host,
-        report.notes,
-        tuple(advise(facts, report, measured)),
-    )
+    return replace(report, advice=tuple(advise(facts, report, measured)))
 
 
 def measured(facts: Facts) -> MemoryReport:
@@ -140,16 +134,10 @@ def _read_bytes(facts: Facts, role: str, layout: Layout) -> int:
     policy, limits = facts.config.actor_rollout_ref, facts.limits
     if layout.engine == "vllm":
         return 0  # starts without weights
-    if role == "critic":
-        numbers, fsdp = facts.critic_shape.value_parameters, facts.config.critic.fsdp_config
-    else:
-        numbers, fsdp = (
-            facts.shape.parameters,
-            policy.ref.fsdp_config if role == "ref" else policy.actor.fsdp_config,
-        )
-    if layout.engine == "megatron":
-        return numbers * 2
-    return numbers * Types.of(fsdp, limits).kept
+    sections = {"critic": facts.config.critic.fsdp_config, "ref": policy.ref.fsdp_config}
+    fsdp = sections.get(role, policy.actor.fsdp_config)
+    numbers = facts.critic_shape.value_parameters if role == "critic" else facts.shape.parameters
+    return numbers * (2 if layout.engine == "megatron" else Types.of(fsdp, limits).kept)
 
 
 def _notes(facts: Facts) -> Iterator[str]:

@@ -11,9 +11,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hydraflow.memory.activations import Tokens, around_layers, head_backward, head_forward, layer_costs
+from hydraflow.memory.activations import (
+    LayerCosts,
+    Tokens,
+    around_layers,
+    head_backward,
+    head_forward,
+    layer_costs,
+)
 from hydraflow.memory.limits import Types
-from hydraflow.memory.report import Parts
+from hydraflow.memory.report import Parts, fullest
 from hydraflow.memory.shape import ModelShape
 
 
@@ -59,53 +66,46 @@ class Sharded:
     @property
     def resting(self) -> Parts:
         """Shards of weights and optimizer state."""
-        weights, moments = (
-            self._share(self.units.every, self.types.kept),
-            self._share(2 * self.units.trained, self.types.kept),
-        )
+        weights, moments = self._share(self.units.every), self._share(2 * self.units.trained)
         if self.param_offload:
-            return Parts(host=weights + moments + self._share(self.units.trained, self.types.kept))
+            return Parts(host=weights + moments + self._share(self.units.trained))
         if self.optimizer_offload:
             return Parts(weights=weights, host=moments)
         return Parts(weights=weights, optimizer=moments)
 
-    def forward(self, tokens: Tokens, *, entropy: bool) -> Parts:
+    def forward(self, tokens: Tokens, *, entropy: bool = False) -> Parts:
         """A forward-only pass: the larger of a layer's and the head's computation."""
-        costs = layer_costs(self.shape, tokens, self.types.compute)
-        around = around_layers(self.shape, tokens, self.types.compute)
-        layer = Parts(gathered=self._gathered(3), activations=around + costs.forward)
-        head = Parts(
-            gathered=self._gathered(1), activations=around, logits=self._head(tokens, entropy=entropy)
-        )
-        return self.resting + _fullest(self._arriving(), layer, head)
+        around, logits = self._around(tokens), self._head(tokens, entropy=entropy)
+        layer = Parts(gathered=self._gathered(3), activations=around + self._costs(tokens).forward)
+        head = Parts(gathered=self._gathered(1), activations=around, logits=logits)
+        return self.resting + fullest(self._arriving(), layer, head)
 
-    def update(self, tokens: Tokens, *, accumulates: bool, trained_entropy: bool, entropy: bool) -> Parts:
-        """The fullest moment of an optimizer step with one or with several micro-batches."""
+    def update(
+        self, tokens: Tokens, micro_batches: int, *, entropy: bool = False, trained_entropy: bool = False
+    ) -> Parts:
+        """The fullest moment of an optimizer step of that many micro-batches."""
+        accumulates = micro_batches > 1
         moments = [
-            *self._head_moments(
-                tokens, accumulates=accumulates, trained_entropy=trained_entropy, entropy=entropy
-            ),
-            *self._layer_moments(tokens, accumulates=accumulates),
-            *self._last_moments(tokens, accumulates=accumulates),
+            *self._head_moments(tokens, accumulates, entropy=entropy, trained_entropy=trained_entropy),
+            *self._layer_moments(tokens, accumulates),
+            *self._last_moments(tokens, accumulates),
         ]
+        trained = self.units.trained
         offloaded = self.optimizer_offload and not self.param_offload
         step = Parts(
-            gradients=self._sharded_gradients,
-            optimizer=self._share(2 * self.units.trained, self.types.kept) if offloaded else 0,
+            gradients=0 if self.param_offload else self._share(trained),
+            optimizer=self._share(2 * trained) if offloaded else 0,
         )
-        return self.resting + _fullest(step, *moments)
+        return self.resting + fullest(step, *moments)
 
     def _head_moments(
-        self, tokens: Tokens, *, accumulates: bool, trained_entropy: bool, entropy: bool
+        self, tokens: Tokens, accumulates: bool, *, entropy: bool, trained_entropy: bool
     ) -> list[Parts]:
         """Every layer's activations are there, and logits on top."""
-        activations = self._stored(tokens) + around_layers(self.shape, tokens, self.types.compute)
-        gradients = self._unsharded(self.units.trained) if accumulates else 0
-        logits = self._head(tokens, entropy=entropy)
-        forward = Parts(
-            gradients=gradients, gathered=self._gathered(1), activations=activations, logits=logits
-        )
+        gradients = self.types.reduced * self.units.trained if accumulates else 0
+        full = Parts(activations=self._stored(tokens) + self._around(tokens), gradients=gradients)
         arriving = self._arriving() + Parts(gradients=gradients)
+        forward = full + Parts(gathered=self._gathered(1), logits=self._head(tokens, entropy=entropy))
         if not self.policy:
             return [arriving, forward]
         logits = head_backward(
@@ -116,84 +116,56 @@ class Sharded:
             entropy=entropy,
             trained_entropy=trained_entropy,
         )
-        backward = Parts(
-            gradients=gradients + self._output_gradient,
-            gathered=self._gathered(2),
-            activations=activations,
-            logits=logits,
-        )
-        return [arriving, forward, backward]
+        backward = Parts(gradients=self._output_gradient, gathered=self._gathered(2), logits=logits)
+        return [arriving, forward, full + backward]
 
-    def _layer_moments(self, tokens: Tokens, *, accumulates: bool) -> list[Parts]:
+    def _layer_moments(self, tokens: Tokens, accumulates: bool) -> list[Parts]:
         """The backward pass at its first layer, where most activations are left, and at its last, where most
         gradients are summed.
 
         The layer, the next one on its way, and the buffer in which the previous layer's gradients are summed
         exist together.
         """
-        units, costs = self.units, layer_costs(self.shape, tokens, self.types.compute)
-        around = around_layers(self.shape, tokens, self.types.compute)
-        working = (costs.saved if self.checkpointing else 0) + costs.backward
-        gathered = self._gathered(3 if self.host_copies else 2)
+        units, costs, waiting = self.units, self._costs(tokens), self._output_gradient
+        working = self._around(tokens) + (costs.saved if self.checkpointing else 0) + costs.backward
         summing = self.types.reduced * units.trained_layer
-        waiting = self._output_gradient
+        gathered = self._gathered(3 if self.host_copies else 2) + summing
+        activations = self._stored(tokens) + working
         if accumulates:
             # a layer's unsharded gradients go when they have been summed
-            gradients = self._unsharded(units.trained - units.trained_layer) + (
-                waiting if self.shape.tied else 0
-            )
-            gradients += self._share(units.trained_layer, self.types.kept)
-            return [
-                Parts(
-                    gradients=gradients,
-                    gathered=gathered + summing,
-                    activations=around + self._stored(tokens) + working,
-                )
-            ]
+            gradients = self.types.reduced * (units.trained - units.trained_layer)
+            gradients += self._share(units.trained_layer) + (waiting if self.shape.tied else 0)
+            return [Parts(gradients=gradients, gathered=gathered, activations=activations)]
         gradients = waiting + self.types.compute * units.trained_layer
-        first = Parts(
-            gradients=gradients,
-            gathered=gathered + summing,
-            activations=around + self._stored(tokens) + working,
-        )
-        summed = self._share(units.trained - units.trained_root, self.types.kept)
-        left = costs.entry if self.checkpointing else costs.saved
+        first = Parts(gradients=gradients, gathered=gathered, activations=activations)
         last = Parts(
-            gradients=gradients + summed,
+            gradients=gradients + self._share(units.trained - units.trained_root),
             gathered=self._gathered(1) + summing,
-            activations=around + left + working,
+            activations=working + (costs.entry if self.checkpointing else costs.saved),
         )
         return [first, last]
 
-    def _last_moments(self, tokens: Tokens, *, accumulates: bool) -> list[Parts]:
+    def _last_moments(self, tokens: Tokens, accumulates: bool) -> list[Parts]:
         """The gradient of the embedding is made, then the root's gradients are summed over ranks."""
         units, types = self.units, self.types
         if not units.trained_root:
             return []
-        summed = self._share(units.trained - units.trained_root, types.kept)
-        held = self._unsharded(units.trained_root) if accumulates else 0
+        summed, buffer = self._share(units.trained - units.trained_root), types.reduced * units.trained_root
         # a tied matrix gets two gradients, and their sum is a third tensor
-        tied = self.shape.tied and self.policy
-        fresh = types.compute * (
-            units.embedding * (3 if tied else 1)
-            if accumulates
-            else units.trained_root + 2 * tied * units.embedding
-        )
-        around = around_layers(self.shape, tokens, types.compute)
+        tied = 2 * units.embedding if self.shape.tied and self.policy else 0
+        fresh = types.compute * (tied + (units.embedding if accumulates else units.trained_root))
         making = Parts(
-            gradients=summed + held + fresh,
+            gradients=summed + fresh + (buffer if accumulates else 0),
             gathered=types.compute * units.root + types.reduced * units.trained_layer,
-            activations=around,
+            activations=self._around(tokens),
         )
-        buffer = types.reduced * units.trained_root
-        unsharded = held or types.compute * units.trained_root
-        copied = Parts(gradients=summed + unsharded, gathered=buffer)
+        number = types.reduced if accumulates else types.compute
+        copied = Parts(gradients=summed + number * units.trained_root, gathered=buffer)
         # torch's loop over the gradients still names the last one while they are summed: an output matrix of
         # its own
-        kept = (types.reduced if accumulates else types.compute) * units.head
-        output = self._share(units.trained_root, types.reduced)
-        reduced = Parts(gradients=summed + kept + output, gathered=buffer * (2 if self._copies else 1))
-        return [making, copied, reduced]
+        output = number * units.head + types.reduced * -(-units.trained_root // self.ranks)
+        copies = 2 if self.host_copies and self.ranks > 1 else 1
+        return [making, copied, Parts(gradients=summed + output, gathered=buffer * copies)]
 
     def _arriving(self) -> Parts:
         """The root as it arrives, before it is taken apart into tensors."""
@@ -209,26 +181,24 @@ class Sharded:
 
     def _stored(self, tokens: Tokens) -> int:
         """What all layers keep for the backward pass."""
-        costs = layer_costs(self.shape, tokens, self.types.compute)
+        costs = self._costs(tokens)
         return self.shape.layers * (costs.entry if self.checkpointing else costs.saved)
 
     def _head(self, tokens: Tokens, *, entropy: bool) -> int:
         if not self.policy:
             return 4 * tokens.asked
-        return head_forward(
-            self.shape.vocabulary, tokens.asked, self.chunk, self.types.compute, entropy=entropy
-        )
+        vocabulary, number = self.shape.vocabulary, self.types.compute
+        return head_forward(vocabulary, tokens.asked, self.chunk, number, entropy=entropy)
 
-    def _unsharded(self, numbers: int) -> int:
-        """Accumulated gradients, in the type in which they will be summed."""
-        return self.types.reduced * numbers
+    def _costs(self, tokens: Tokens) -> LayerCosts:
+        return layer_costs(self.shape, tokens, self.types.compute)
 
-    def _share(self, numbers: int, number: int) -> int:
-        return number * -(-numbers // self.ranks)
+    def _around(self, tokens: Tokens) -> int:
+        return around_layers(self.shape, tokens, self.types.compute)
 
-    @property
-    def _sharded_gradients(self) -> int:
-        return 0 if self.param_offload else self._share(self.units.trained, self.types.kept)
+    def _share(self, numbers: int) -> int:
+        """Bytes of a rank's shard."""
+        return self.types.kept * -(-numbers // self.ranks)
 
     @property
     def _output_gradient(self) -> int:
@@ -236,10 +206,6 @@ class Sharded:
         backward pass."""
         tied = self.units.embedding if self.shape.tied and self.policy else 0
         return self.types.compute * (self.units.head + tied)
-
-    @property
-    def _copies(self) -> bool:
-        return self.host_copies and self.ranks > 1
 
 
 def units_of(shape: ModelShape, *, policy: bool, least: int, trained: bool, adapters: int) -> Units:
@@ -260,16 +226,8 @@ def units_of(shape: ModelShape, *, policy: bool, least: int, trained: bool, adap
     root = every - in_layers
     if adapters:
         apart = sum(count for _, count in layers)
-        return Units(
-            root,
-            layer,
-            every,
-            adapters * (shape.layers - apart),
-            adapters if apart else 0,
-            adapters * shape.layers,
-            0,
-            0,
-        )
+        in_root, in_layer = adapters * (shape.layers - apart), adapters if apart else 0
+        return Units(root, layer, every, in_root, in_layer, adapters * shape.layers, 0, 0)
     if not trained:
         return Units(root, layer, every, 0, 0, 0, 0, 0)
     own_head = 0 if policy and shape.tied else shape.embedding if policy else shape.hidden
@@ -283,17 +241,6 @@ def adapter_numbers(shape: ModelShape, rank: int, targets: object) -> int:
     sizes = {"q_proj": h + q, "k_proj": h + kv, "v_proj": h + kv, "o_proj": h + q}
     if shape.dense_layers:
         sizes |= {"gate_proj": h + wide, "up_proj": h + wide, "down_proj": h + wide}
-    chosen = (
-        sizes
-        if targets == "all-linear" or isinstance(targets, str)
-        else [str(name).rsplit(".", 1)[-1] for name in _listed(targets)]
-    )
+    named = list(targets) if isinstance(targets, list | tuple) else []
+    chosen = sizes if isinstance(targets, str) else [str(name).rsplit(".", 1)[-1] for name in named]
     return rank * sum(sizes.get(name, 0) for name in chosen)
-
-
-def _listed(targets: object) -> list[object]:
-    return list(targets) if isinstance(targets, (list, tuple)) else []
-
-
-def _fullest(*moments: Parts) -> Parts:
-    return max(moments, key=lambda parts: parts.total)

@@ -6,8 +6,10 @@ the memory of a GPU of this machine is not looked up, so without `cluster.device
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
 
 from hydraflow.device import CPU_PROCESSES, cgroup_folders, cpu_has_bf16, listed_gpus
 from hydraflow.engine.config import FSDPConfig
@@ -16,7 +18,10 @@ from hydraflow.system.allocation import allocation
 from hydraflow.trainer.config import ClusterConfig, RunConfig
 
 GIB = 2**30
-_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+"""Of a number of each type."""
+NO_LIMIT = 2**60
+"""Control groups of version 1 write their largest number where there is no limit."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ class Limits:
 
     def bytes_of(self, dtype: str) -> int:
         """Bytes of a number of a configured type; auto as `device.resolve_dtype`."""
-        return _BYTES.get(dtype, 2 if self.half else 4)
+        return BYTES.get(dtype, 2 if self.half else 4)
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,9 @@ def machine_limits(trainer: RunConfig, cluster: ClusterConfig) -> Limits:
     """The same for commands whose configuration describes no machines: `ClusterConfig()` means this one."""
     device_type = _device_type(trainer, cluster)
     elsewhere = device_type != "cpu" and not listed_gpus()
-    host = cluster.host_memory_gib * GIB if cluster.host_memory_gib else None if elsewhere else host_memory()
+    host: float | None = None if elsewhere else host_memory().total
+    if cluster.host_memory_gib:
+        host = cluster.host_memory_gib * GIB
     device = cluster.device_memory_gib * GIB if cluster.device_memory_gib and device_type != "cpu" else None
     asked = (cluster.devices_per_node, trainer.n_gpus_per_node, listed_gpus())
     notes = []
@@ -95,17 +102,38 @@ def machine_limits(trainer: RunConfig, cluster: ClusterConfig) -> Limits:
     )
 
 
-def host_memory() -> int:
-    """Bytes that the processes of this machine may have: what is built in, or what a control group or Slurm
-    leaves of it."""
-    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+@dataclass(frozen=True)
+class MachineMemory:
+    """Memory of this machine in bytes, as far as this process may use it."""
+
+    total: int
+    available: int
+
+
+def host_memory(
+    cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+) -> MachineMemory:
+    """What the machine has, or a control group or Slurm allows, where that is less."""
+    machine = psutil.virtual_memory()
+    total, available = machine.total, machine.available
     if (given := allocation()) and given.memory_bytes:
-        sizes.append(given.memory_bytes)
-    for folder in cgroup_folders("memory"):
-        for file in (folder / "memory.max", folder / "memory.limit_in_bytes"):
-            text = file.read_text().strip() if file.is_file() else "max"
-            sizes += [int(text)] if text.isdigit() else []
-    return min(sizes)
+        total, available = min(total, given.memory_bytes), min(available, given.memory_bytes)
+    for folder in cgroup_folders("memory", cgroups, membership):
+        for limit_file, used_file in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            limit, used = _number(folder / limit_file), _number(folder / used_file)
+            if limit is not None and limit < NO_LIMIT:
+                total, available = min(total, limit), min(available, limit - (used or 0))
+    return MachineMemory(total, max(0, available))
+
+
+def _number(file: Path) -> int | None:
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def _device_type(trainer: RunConfig, cluster: ClusterConfig) -> str:

@@ -39,13 +39,10 @@ class Parallel:
         numbers = dense + experts
         if not self.trained:
             return Parts(weights=numbers * self.number)
-        data, expert_data = self._data_ranks()
-        state = 12 if self.number == 2 else 8
-        shards = (
-            -(-dense // data) + -(-experts // expert_data)
-            if self.settings.use_distributed_optimizer
-            else numbers
-        )
+        shards, state = numbers, 12 if self.number == 2 else 8
+        if self.settings.use_distributed_optimizer:
+            data, expert_data = self._data_ranks()
+            shards = -(-dense // data) + -(-experts // expert_data)
         return Parts(weights=numbers * self.number, gradients=4 * numbers, optimizer=state * shards)
 
     @property
@@ -61,13 +58,16 @@ class Parallel:
         kept = {name: 0 if gone.get(name) else size for name, size in sizes.items()}
         return Parts(**kept, host=sum(size for name, size in sizes.items() if gone.get(name)))
 
-    def forward(self, tokens: Tokens) -> Parts:
-        """A pass that only computes; gradients of a trained role are there already."""
+    def forward(self, tokens: Tokens, *, entropy: bool = False) -> Parts:
+        """A pass that only computes; gradients of a trained role are there already. Entropies take no memory
+        here: Megatron's head is not modelled that closely."""
         costs = layer_costs(self.shape, tokens, self.number, tensor=self.layout.tensor, outside=self._outside)
         activations = around_layers(self.shape, tokens, self.number) // self._outside + costs.forward
         return self.held + Parts(activations=activations, logits=self._logits(tokens, copies=1))
 
-    def update(self, tokens: Tokens, micro_batches: int) -> Parts:
+    def update(
+        self, tokens: Tokens, micro_batches: int, *, entropy: bool = False, trained_entropy: bool = False
+    ) -> Parts:
         """The first stage, which has most micro-batches on their way, or the last, which has the logits: both
         at once, at most."""
         costs = layer_costs(self.shape, tokens, self.number, tensor=self.layout.tensor, outside=self._outside)
@@ -75,9 +75,8 @@ class Parallel:
         stored = layers * (costs.entry if self.checkpointing else costs.saved) * on_their_way
         if self.layout.virtual_pipeline > 1:
             # an interleaved schedule starts more forward passes before the first backward pass
-            stored += (
-                stored * (self.layout.pipeline - 1) // (self.layout.pipeline * self.layout.virtual_pipeline)
-            )
+            stages, parts = self.layout.pipeline, self.layout.virtual_pipeline
+            stored += stored * (stages - 1) // (stages * parts)
         working = (costs.saved if self.checkpointing else 0) + costs.backward
         around = around_layers(self.shape, tokens, self.number) // self._outside
         return self.held + Parts(activations=stored + working + around, logits=self._logits(tokens, copies=2))
@@ -103,11 +102,9 @@ class Parallel:
 
     @property
     def _experts(self) -> int:
-        shape = self.shape
+        shape, layout = self.shape, self.layout
         layers = min(self._stage_layers, shape.sparse_layers)
-        return (
-            layers * -(-shape.experts // self.layout.expert) * -(-shape.expert // self.layout.expert_tensor)
-        )
+        return layers * -(-shape.experts // layout.expert) * -(-shape.expert // layout.expert_tensor)
 
     def _data_ranks(self) -> tuple[int, int]:
         """Devices that hold the same dense numbers, and those that hold the same experts."""

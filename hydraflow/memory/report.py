@@ -7,8 +7,8 @@ bytes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from hydraflow.memory.limits import Limits
 
@@ -44,15 +44,14 @@ class Parts:
         return Parts(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
 
 
-PARTS = tuple(Parts().on_device())
-"""Names of what a device's memory holds, in the order of tables."""
+def fullest(*moments: Parts) -> Parts:
+    """The one with most bytes on the device."""
+    return max(moments, key=lambda parts: parts.total)
 
 
 @dataclass(frozen=True)
 class RoleMemory:
     """One role on each of its devices; where devices differ (pipeline stages), the fullest."""
-
-    PARTS: ClassVar[tuple[str, ...]] = PARTS
 
     role: str
     engine: str
@@ -169,7 +168,7 @@ class MemoryReport:
     groups: tuple[DeviceGroup, ...]
     host: HostMemory
     notes: tuple[str, ...]
-    advice: tuple[Advice, ...] = field(default=())
+    advice: tuple[Advice, ...] = ()
     """Changes in the order in which to try them; empty when everything fits or limits are not known."""
 
     @property

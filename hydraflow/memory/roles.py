@@ -12,16 +12,17 @@ from dataclasses import dataclass
 from hydraflow.batch_plan.layout import Layout
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.batch_plan.resolve import BatchPlan
-from hydraflow.engine.config import FSDPConfig, MegatronConfig
+from hydraflow.engine.config import FSDPConfig
 from hydraflow.memory.activations import RowSizes, Tokens, tokens_of
 from hydraflow.memory.fsdp import Sharded, adapter_numbers, units_of
 from hydraflow.memory.generation import Native, Vllm
 from hydraflow.memory.limits import Limits, Types
 from hydraflow.memory.megatron import Parallel
-from hydraflow.memory.report import Parts, RoleMemory
+from hydraflow.memory.report import Parts, RoleMemory, fullest
 from hydraflow.memory.shape import ModelShape
 from hydraflow.models.config import ModelConfig
 from hydraflow.schema import PPOConfig
+from hydraflow.workers.config import ActorConfig, CriticConfig, RefConfig
 
 BUCKET_BYTES = 64 * 2**20
 """engine/fsdp/gather.py: full tensors that are gathered together for the generation engine."""
@@ -44,13 +45,8 @@ class Facts:
 
     def rows(self, model: ModelConfig) -> RowSizes:
         """The longest rows, as that model's engine lays them out."""
-        data = self.config.data
-        return RowSizes(
-            data.max_prompt_length,
-            data.max_response_length,
-            self.plan.samples_per_prompt,
-            model.use_remove_padding,
-        )
+        data, samples = self.config.data, self.plan.samples_per_prompt
+        return RowSizes(data.max_prompt_length, data.max_response_length, samples, model.use_remove_padding)
 
 
 def role_memory(facts: Facts, role: str, layout: Layout) -> RoleMemory:
@@ -65,32 +61,19 @@ Estimate = tuple[Parts, dict[str, Parts]]
 
 def _actor(facts: Facts, layout: Layout) -> Estimate:
     policy, plan = facts.config.actor_rollout_ref, facts.plan
-    actor, model = policy.actor, policy.model
-    tokens = _tokens(facts, layout, plan.actor.micro, model, plan.actor.rows_per_rank)
-    most = _rows_of_a_rank(facts, layout)
-    passes = [(plan.old_log_prob, True)] + ([(plan.ref, False)] if plan.ref and model.lora_rank else [])
-    forwards = [(_tokens(facts, layout, micro, model, most), entropy) for micro, entropy in passes]
-    engine: Parallel | Sharded
-    if layout.engine == "megatron":
-        engine = parallel = _parallel(
-            facts, layout, facts.shape, model, actor.megatron, trained=True, policy=True
-        )
-        phases = {
-            "log_probs": _fullest([parallel.forward(one) for one, _ in forwards]),
-            "update": parallel.update(tokens, micro_batches(plan.actor, facts.longest_row)),
-        }
-    else:
-        engine = sharded = _sharded(
-            facts, layout, facts.shape, model, actor.fsdp_config, trained=True, policy=True
-        )
-        accumulates = micro_batches(plan.actor, facts.longest_row) > 1
-        phases = {
-            "log_probs": _fullest([sharded.forward(one, entropy=entropy) for one, entropy in forwards]),
-            "update": sharded.update(
-                tokens, accumulates=accumulates, entropy=True, trained_entropy=actor.entropy_coeff != 0
-            ),
-        }
-    return engine.resting, phases | {"sync": engine.resting + Parts(weight_sync=_sent(facts, layout))}
+    model, most = policy.model, _rows_of_a_rank(facts, layout)
+    engine = _engine(facts, layout, facts.shape, model, policy.actor, trained=True, policy=True)
+    forwards = [engine.forward(_tokens(facts, layout, plan.old_log_prob, model, most), entropy=True)]
+    if plan.ref and model.lora_rank:
+        forwards.append(engine.forward(_tokens(facts, layout, plan.ref, model, most)))
+    update = engine.update(
+        _tokens(facts, layout, plan.actor.micro, model, plan.actor.rows_per_rank),
+        micro_batches(plan.actor, facts.longest_row),
+        entropy=True,
+        trained_entropy=policy.actor.entropy_coeff != 0,
+    )
+    sync = engine.resting + Parts(weight_sync=_sent(facts, layout))
+    return engine.resting, {"log_probs": fullest(*forwards), "update": update, "sync": sync}
 
 
 def _critic(facts: Facts, layout: Layout) -> Estimate:
@@ -98,35 +81,17 @@ def _critic(facts: Facts, layout: Layout) -> Estimate:
     assert plan.critic is not None and plan.values is not None, "a critic has a plan"
     tokens = _tokens(facts, layout, plan.critic.micro, critic.model, plan.critic.rows_per_rank)
     values = _tokens(facts, layout, plan.values, critic.model, _rows_of_a_rank(facts, layout))
-    if layout.engine == "megatron":
-        engine = _parallel(
-            facts, layout, facts.critic_shape, critic.model, critic.megatron, trained=True, policy=False
-        )
-        return engine.resting, {
-            "log_probs": engine.forward(values),
-            "update": engine.update(tokens, micro_batches(plan.critic, facts.longest_row)),
-        }
-    sharded = _sharded(
-        facts, layout, facts.critic_shape, critic.model, critic.fsdp_config, trained=True, policy=False
-    )
-    accumulates = micro_batches(plan.critic, facts.longest_row) > 1
-    update = sharded.update(tokens, accumulates=accumulates, entropy=False, trained_entropy=False)
-    return sharded.resting, {"log_probs": sharded.forward(values, entropy=False), "update": update}
+    engine = _engine(facts, layout, facts.critic_shape, critic.model, critic, trained=True, policy=False)
+    update = engine.update(tokens, micro_batches(plan.critic, facts.longest_row))
+    return engine.resting, {"log_probs": engine.forward(values), "update": update}
 
 
 def _reference(facts: Facts, layout: Layout) -> Estimate:
     policy = facts.config.actor_rollout_ref
     assert facts.plan.ref is not None, "a reference has a plan"
     tokens = _tokens(facts, layout, facts.plan.ref, policy.model, _rows_of_a_rank(facts, layout))
-    if layout.engine == "megatron":
-        engine = _parallel(
-            facts, layout, facts.shape, policy.model, policy.ref.megatron, trained=False, policy=True
-        )
-        return engine.resting, {"log_probs": engine.forward(tokens)}
-    sharded = _sharded(
-        facts, layout, facts.shape, policy.model, policy.ref.fsdp_config, trained=False, policy=True
-    )
-    return sharded.resting, {"log_probs": sharded.forward(tokens, entropy=False)}
+    engine = _engine(facts, layout, facts.shape, policy.model, policy.ref, trained=False, policy=True)
+    return engine.resting, {"log_probs": engine.forward(tokens)}
 
 
 def _rollout(facts: Facts, layout: Layout) -> Estimate:
@@ -137,18 +102,10 @@ def _rollout(facts: Facts, layout: Layout) -> Estimate:
     if layout.engine == "native":
         engine = Native(facts.shape, number)
         return engine.resting, {"sample": engine.sample(rows, sequences), "sync": engine.resting}
-    shared = any(
-        len(layout.devices & other.devices) for name, other in facts.plan.layouts.items() if name != "rollout"
-    )
-    vllm = Vllm(
-        facts.shape,
-        number,
-        layout.tensor,
-        layout.pipeline,
-        rollout.gpu_memory_utilization,
-        facts.limits.device_bytes,
-        shared,
-    )
+    others = [other for name, other in facts.plan.layouts.items() if name != "rollout"]
+    shared = any(len(layout.devices & other.devices) for other in others)
+    share, whole = rollout.gpu_memory_utilization, facts.limits.device_bytes
+    vllm = Vllm(facts.shape, number, layout.tensor, layout.pipeline, share, whole, shared)
     received = Parts(weights=vllm.weights, weight_sync=rollout.update_weights_bucket_megabytes * 2**20)
     return vllm.resting, {"sample": vllm.sample(sequences, rows.prompt + rows.response), "sync": received}
 
@@ -159,7 +116,7 @@ def _reward_model(facts: Facts, layout: Layout) -> Estimate:
     micro = facts.plan.reward_model or facts.plan.old_log_prob
     tokens = _tokens(facts, layout, micro, model, _rows_of_a_rank(facts, layout))
     sharded = _sharded(facts, layout, facts.shape, model, FSDPConfig(), trained=False, policy=False)
-    return sharded.resting, {"log_probs": sharded.forward(tokens, entropy=False)}
+    return sharded.resting, {"log_probs": sharded.forward(tokens)}
 
 
 ROLES: dict[str, Callable[[Facts, Layout], Estimate]] = {
@@ -169,6 +126,25 @@ ROLES: dict[str, Callable[[Facts, Layout], Estimate]] = {
     "rollout": _rollout,
     "reward_model": _reward_model,
 }
+
+
+def _engine(
+    facts: Facts,
+    layout: Layout,
+    shape: ModelShape,
+    model: ModelConfig,
+    role: ActorConfig | CriticConfig | RefConfig,
+    *,
+    trained: bool,
+    policy: bool,
+) -> Sharded | Parallel:
+    if layout.engine != "megatron":
+        return _sharded(facts, layout, shape, model, role.fsdp_config, trained=trained, policy=policy)
+    checkpointing, number = (
+        trained and model.enable_gradient_checkpointing,
+        facts.limits.bytes_of(role.megatron.dtype),
+    )
+    return Parallel(shape, layout, role.megatron, number, trained, checkpointing, policy)
 
 
 def _sharded(
@@ -181,30 +157,13 @@ def _sharded(
     trained: bool,
     policy: bool,
 ) -> Sharded:
-    return sharded_model(layout, shape, model, fsdp, facts.limits, trained=trained, policy=policy)
-
-
-def sharded_model(
-    layout: Layout,
-    shape: ModelShape,
-    model: ModelConfig,
-    fsdp: FSDPConfig,
-    limits: Limits,
-    *,
-    trained: bool,
-    policy: bool,
-) -> Sharded:
-    """A model on one rank of the FSDP2 engine, as the configuration says."""
-    on_host = limits.device_type == "cpu"  # there offloading moves nothing
-    adapters = (
-        adapter_numbers(shape, model.lora_rank, model.target_modules) if trained and model.lora_rank else 0
-    )
+    on_host = facts.limits.device_type == "cpu"  # there offloading moves nothing
+    adapters = adapter_numbers(shape, model.lora_rank, model.target_modules) if trained else 0
+    least = fsdp.wrap_policy.min_num_params
     return Sharded(
         shape=shape,
-        units=units_of(
-            shape, policy=policy, least=fsdp.wrap_policy.min_num_params, trained=trained, adapters=adapters
-        ),
-        types=Types.of(fsdp, limits),
+        units=units_of(shape, policy=policy, least=least, trained=trained, adapters=adapters),
+        types=Types.of(fsdp, facts.limits),
         ranks=max(1, layout.shard),
         host_copies=on_host,
         reshard=fsdp.reshard_after_forward,
@@ -213,22 +172,6 @@ def sharded_model(
         checkpointing=trained and model.enable_gradient_checkpointing,
         chunk=fsdp.head_chunk_tokens,
         policy=policy,
-    )
-
-
-def _parallel(
-    facts: Facts,
-    layout: Layout,
-    shape: ModelShape,
-    model: ModelConfig,
-    settings: MegatronConfig,
-    *,
-    trained: bool,
-    policy: bool,
-) -> Parallel:
-    number = facts.limits.bytes_of(settings.dtype)
-    return Parallel(
-        shape, layout, settings, number, trained, trained and model.enable_gradient_checkpointing, policy
     )
 
 
@@ -264,7 +207,3 @@ def _sent(facts: Facts, layout: Layout) -> int:
     if policy.rollout.name == "vllm":
         sent += policy.rollout.update_weights_bucket_megabytes * 2**20
     return sent
-
-
-def _fullest(moments: list[Parts]) -> Parts:
-    return max(moments, key=lambda parts: parts.total)

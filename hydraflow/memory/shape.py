@@ -98,13 +98,8 @@ class ModelShape:
         model."""
         if not self.experts:
             return 0
-        return (
-            self.attention
-            + self.hidden * self.experts
-            + self.experts * self.expert
-            + self.shared_expert
-            + 2 * self.hidden
-        )
+        routed = self.experts * (self.hidden + self.expert)
+        return self.attention + routed + self.shared_expert + 2 * self.hidden
 
     @property
     def sparse_layers(self) -> int:
@@ -132,13 +127,8 @@ class ModelShape:
     @property
     def largest_tensor(self) -> int:
         """Numbers in the largest single tensor; the experts of a layer are stored in two."""
-        matrices = [
-            self.vocabulary,
-            self.q_width,
-            self.intermediate,
-            2 * self.experts * self.expert_intermediate,
-        ]
-        return self.hidden * max(matrices)
+        experts = 2 * self.experts * self.expert_intermediate
+        return self.hidden * max(self.vocabulary, self.q_width, self.intermediate, experts)
 
 
 @dataclass(frozen=True)
@@ -199,13 +189,11 @@ def read_shape(model: ModelSourceConfig, *, field: str = "actor_rollout_ref.mode
         try:
             found = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ConfigError.one(
-                f"{field}.path", model.path, f"its config.json cannot be read: {error}"
-            ) from error
+            rule = f"its config.json cannot be read: {error}"
+            raise ConfigError.one(f"{field}.path", model.path, rule) from error
         if not isinstance(found, dict):
-            raise ConfigError.one(
-                f"{field}.path", model.path, "its config.json holds no mapping of names to values"
-            )
+            rule = "its config.json holds no mapping of names to values"
+            raise ConfigError.one(f"{field}.path", model.path, rule)
         return shape_of({**_text_part(found), **model.override_config}, field=field)
     if all(key in model.override_config for key in _NEEDED):
         return shape_of(model.override_config, field=field)
@@ -241,9 +229,9 @@ def shape_of(config: Mapping[str, Any], *, field: str = "actor_rollout_ref.model
         head_dim=config.get("head_dim") or family.head_dim or hidden // heads,
         intermediate=config["intermediate_size"],
         tied=bool(config.get("tie_word_embeddings", family.tied)),
-        qkv_bias=_flag(config, family.qkv_bias),
-        output_bias=_flag(config, family.output_bias),
-        mlp_bias=_flag(config, family.mlp_bias),
+        qkv_bias=flag(config, family.qkv_bias),
+        output_bias=flag(config, family.output_bias),
+        mlp_bias=flag(config, family.mlp_bias),
         qk_norm=family.qk_norm,
         experts=experts,
         experts_per_token=int(config.get("num_experts_per_tok") or 0) if experts else 0,
@@ -285,15 +273,15 @@ def _experts(config: Mapping[str, Any]) -> int:
 def _is_sparse(config: Mapping[str, Any], layer: int) -> bool:
     """Whether the layer has experts: Qwen's files name every n-th layer and exceptions, DeepSeek's the first
     that are dense."""
-    if layer in (config.get("mlp_only_layers") or ()) or layer < int(
-        config.get("first_k_dense_replace") or 0
-    ):
+    first_dense = int(config.get("first_k_dense_replace") or 0)
+    if layer in (config.get("mlp_only_layers") or ()) or layer < first_dense:
         return False
     return (layer + 1) % int(config.get("decoder_sparse_step") or 1) == 0
 
 
-def _flag(config: Mapping[str, Any], flag: bool | str) -> bool:
-    return flag if isinstance(flag, bool) else bool(config.get(flag, False))
+def flag(config: Mapping[str, Any], said: bool | str) -> bool:
+    """A flag of a `Family` for one config.json."""
+    return said if isinstance(said, bool) else bool(config.get(said, False))
 
 
 def _is_size(value: object) -> bool:
@@ -301,11 +289,10 @@ def _is_size(value: object) -> bool:
 
 
 def _problem(config: Mapping[str, Any], key: str, field: str) -> Problem:
-    rule = (
-        "must be a whole number above 0"
-        if key in config
-        else "config.json does not give it, and the model's memory depends on it"
+    rule, name = (
+        "config.json does not give it, and the model's memory depends on it",
+        f"{field}.override_config.{key}",
     )
-    return Problem(
-        f"{field}.override_config.{key}", config.get(key), rule, f"+{field}.override_config.{key}=<number>"
-    )
+    if key in config:
+        rule = "must be a whole number above 0"
+    return Problem(name, config.get(key), rule, f"+{name}=<number>")

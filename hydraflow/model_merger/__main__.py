@@ -44,9 +44,8 @@ def _merge(args: Namespace) -> int:
     from hydraflow.model_merger.merge import Upload, merge
 
     if args.private and args.hf_upload_path is None:
-        raise ConfigError.one(
-            "--private", None, "is about an upload, and there is none", "--hf_upload_path <repository>"
-        )
+        rule = "is about an upload, and there is none"
+        raise ConfigError.one("--private", None, rule, "--hf_upload_path <repository>")
     upload = Upload(args.hf_upload_path, args.private) if args.hf_upload_path is not None else None
     options = dict(backend=args.backend, most_bytes=args.max_shard_size, overwrite=args.overwrite)
     _print("\n".join(merge(args.local_dir, args.target_dir, wishes=_wishes(args), upload=upload, **options)))
@@ -65,9 +64,8 @@ def _info(args: Namespace) -> int:
     from hydraflow.model_merger.info import facts_of, lines
 
     facts = facts_of(args.local_dir, args.backend, verify=args.verify)
-    _print(
-        json.dumps(facts, indent=2) if args.json else "\n\n".join("\n".join(lines(model)) for model in facts)
-    )
+    text = "\n\n".join("\n".join(lines(model)) for model in facts)
+    _print(json.dumps(facts, indent=2) if args.json else text)
     return 1 if any(model["problems"] for model in facts) else 0
 
 
@@ -83,10 +81,8 @@ def _print(text: str) -> None:
     """Prints what may be long; a reader such as `head` may close the pipe before its end."""
     try:
         print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # else Python complains again when it ends
+    except BrokenPipeError:  # else Python complains again when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _wishes(args: Namespace) -> Wishes:

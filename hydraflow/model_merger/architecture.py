@@ -8,8 +8,10 @@ no values. Left out on purpose: reading weights."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,14 +75,11 @@ class Architecture:
         wanted = self._in_files({name: shape for name, shape in self.shapes.items() if name not in self.tied})
         got = self._in_files({name: shape for name, shape in shapes.items() if name not in self.tied})
         got = {name: shape for name, shape in got.items() if name not in self.buffers}
+        other = [name for name in sorted(wanted) if name in got and got[name] != wanted[name]]
         return Differences(
             missing=sorted(wanted.keys() - got.keys()),
             unknown=sorted(got.keys() - wanted.keys()),
-            shapes=[
-                f"{name} {list(got[name])}, not {list(wanted[name])}"
-                for name in sorted(wanted)
-                if name in got and got[name] != wanted[name]
-            ],
+            shapes=[f"{name} {list(got[name])}, not {list(wanted[name])}" for name in other],
         )
 
     def revert(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -95,17 +94,15 @@ class Architecture:
         """How these tensors are written, in the smallest groups that can be converted together."""
         if self.model is None:
             return [Conversion((name,), {name: shape}, renamed=True) for name, shape in shapes.items()]
-        metas = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        metas = _metas(shapes)
         full = self.revert(metas)
         names = {id(tensor): name for name, tensor in metas.items()}
         plain = {names[id(tensor)]: written for written, tensor in full.items() if id(tensor) in names}
         found = [
-            Conversion((name,), {plain[name]: tuple(metas[name].shape)}, renamed=True)
-            for name in metas
-            if name in plain
+            Conversion((name,), {plain[name]: shapes[name]}, renamed=True) for name in metas if name in plain
         ]
         changed = [name for name in metas if name not in plain]
-        written = {name: tuple(tensor.shape) for name, tensor in full.items() if id(tensor) not in names}
+        written = _shapes({name: tensor for name, tensor in full.items() if id(tensor) not in names})
         return found + self._groups(changed, metas, written)
 
     def _by_rows(self, conversion: Conversion, metas: Mapping[str, torch.Tensor]) -> Conversion:
@@ -129,9 +126,7 @@ class Architecture:
     def _in_files(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
         if self.model is None:
             return dict(shapes)
-        return _shapes(
-            self.revert({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
-        )
+        return _shapes(self.revert(_metas(shapes)))
 
     def _groups(
         self, changed: list[str], metas: Mapping[str, torch.Tensor], written: Mapping[str, Shape]
@@ -167,14 +162,15 @@ class Differences:
         return len(self.missing) + len(self.unknown) + len(self.shapes)
 
     def __str__(self) -> str:
-        groups = {
-            "missing": self.missing,
-            "not part of the model": self.unknown,
-            "of another shape": self.shapes,
-        }
-        return "; ".join(
-            f"{len(names)} tensors {what}: {_some(names)}" for what, names in groups.items() if names
-        )
+        parts = []
+        for what, names in (
+            ("missing", self.missing),
+            ("not part of the model", self.unknown),
+            ("of another shape", self.shapes),
+        ):
+            shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+            parts += [f"{len(names)} tensors {what}: {shown}"] if names else []
+        return "; ".join(parts)
 
 
 def describe(
@@ -207,11 +203,8 @@ def _by_heart(
     if name is None:
         return None
     known = dict(families.tensors(config, head, score_bias="score.bias" in shapes))
-    tied = (
-        {families.OUTPUT: families.EMBEDDING}
-        if head == "policy" and (tie or config["tie_word_embeddings"])
-        else {}
-    )
+    is_tied = head == "policy" and (tie or config["tie_word_embeddings"])
+    tied = {families.OUTPUT: families.EMBEDDING} if is_tied else {}
     return Architecture(name, known, tied, head)
 
 
@@ -232,16 +225,11 @@ def _ask_transformers(
         if best is None or len(differences) < len(best[1]):
             best = found, differences
     if best is None:
-        raise ConfigError.one(
-            str(directory / "config.json"), None, f"transformers has no {head} model for {config.model_type}"
-        )
-    remedy = (
-        "--tie-word-embedding, if the embeddings are tied" if best[1].missing == ["lm_head.weight"] else ""
-    )
-    rule = (
-        f"the checkpoint does not hold the {best[0].class_name or config.model_type} that config.json"
-        f" describes: {best[1]}"
-    )
+        rule = f"transformers has no {head} model for {config.model_type}"
+        raise ConfigError.one(str(directory / "config.json"), None, rule)
+    untied, name = best[1].missing == ["lm_head.weight"], best[0].class_name or config.model_type
+    rule = f"the checkpoint does not hold the {name} that config.json describes: {best[1]}"
+    remedy = "--tie-word-embedding, if the embeddings are tied" if untied else ""
     raise ConfigError.one(str(directory), None, rule, remedy)
 
 
@@ -251,43 +239,36 @@ def _config(directory: Path, trust_remote_code: bool) -> Any:
     try:
         return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        remedy = (
-            "--trust-remote-code, if you trust its Python code" if "trust_remote_code" in str(error) else ""
-        )
-        raise ConfigError.one(
-            str(directory / "config.json"), None, f"cannot be read: {str(error).splitlines()[0]}", remedy
-        ) from error
+        own_code, rule = "trust_remote_code" in str(error), f"cannot be read: {str(error).splitlines()[0]}"
+        remedy = "--trust-remote-code, if you trust its Python code" if own_code else ""
+        raise ConfigError.one(str(directory / "config.json"), None, rule, remedy) from error
 
 
 def _candidates(config: Any, head: str, trust: bool) -> Iterable[Architecture]:
     """Architectures that the tensors may be, the likeliest first."""
     import transformers
 
-    named = [getattr(transformers, name, None) for name in config.architectures or ()]
-    if head == "policy":
-        autos: list[Any] = [transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText]
-        classes = [cls for cls in named if cls is not None]
-    else:
-        autos = [
+    heads: dict[str, tuple[Any, ...]] = {
+        "policy": (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText),
+        "value": (
             transformers.AutoModelForTokenClassification,
             transformers.AutoModelForSequenceClassification,
-        ]
-        classes = []
+        ),
+    }
+    builders = [partial(auto.from_config, trust_remote_code=trust) for auto in heads[head]]
+    if head == "policy":
+        named = [getattr(transformers, name, None) for name in config.architectures or ()]
+        builders = [*(cls._from_config for cls in named if cls is not None), *builders]
     seen = set()
-    for build in [*(cls._from_config for cls in classes), *(_auto(auto, trust) for auto in autos)]:
+    for build in builders:
         model = _on_meta(build, config)
         if model is not None and type(model) not in seen:
             seen.add(type(model))
             yield _architecture(model, head)
-    if (
-        head == "value"
-        and (backbone := _on_meta(_auto(transformers.AutoModelForCausalLM, trust), config)) is not None
-    ):
-        yield _headless(backbone, config)
-
-
-def _auto(auto: Any, trust: bool) -> Callable[[Any], Any]:
-    return lambda config: auto.from_config(config, trust_remote_code=trust)
+    if head == "value":
+        backbone = _on_meta(partial(heads["policy"][0].from_config, trust_remote_code=trust), config)
+        if backbone is not None:
+            yield _headless(backbone, config)
 
 
 def _on_meta(build: Callable[[Any], Any], config: Any) -> Any:
@@ -316,16 +297,15 @@ def _headless(lm: Any, config: Any) -> Architecture:
     return Architecture(None, named, {}, "value", buffers)
 
 
+def _metas(shapes: Mapping[str, Shape]) -> dict[str, torch.Tensor]:
+    return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+
+
 def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def _layer(name: str) -> str:
     """The part of a name up to the first number."""
-    parts = name.split(".")
-    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
-    return ".".join(parts[: numbers[0] + 1]) if numbers else ""
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+    found = re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", name)
+    return found[0] if found else ""

@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 BACKENDS = ("auto", "fsdp", "megatron")
+_TRUST = "run Python code that comes with the model"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,35 +32,18 @@ def _add_merge(commands: Any) -> None:
     _checkpoint(merge)
     _flag(merge, "target_dir", required=True, metavar="OUT", help="the directory to make")
     _wishes(merge)
-    _flag(
-        merge,
-        "lora",
-        choices=("merged", "adapter"),
-        default="merged",
-        help="add adapters to the weights, or write OUT/lora_adapter for peft",
-    )
+    adapters = "add adapters to the weights, or write OUT/lora_adapter for peft"
+    _flag(merge, "lora", choices=("merged", "adapter"), default="merged", help=adapters)
     _flag(merge, "max_shard_size", type=size, default="5GB", help="of one safetensors file (5GB)")
-    _flag(
-        merge,
-        "overwrite",
-        action="store_true",
-        help="replace OUT when it is there, once the new one is whole",
-    )
-    _flag(
-        merge,
-        "hf_upload_path",
-        metavar="REPO",
-        help="upload the result to this repository of the Hugging Face hub",
-    )
-    _flag(merge, "private", action="store_true", help="make that repository private")
+    _switch(merge, "overwrite", "replace OUT when it is there, once the new one is whole")
+    upload = "upload the result to this repository of the Hugging Face hub"
+    _flag(merge, "hf_upload_path", metavar="REPO", help=upload)
+    _switch(merge, "private", "make that repository private")
 
 
 def _add_test(commands: Any) -> None:
-    test = _command(
-        commands,
-        "test",
-        "compare a checkpoint with a Hugging Face directory, bit by bit; exit code 1 when they differ",
-    )
+    what = "compare a checkpoint with a Hugging Face directory, bit by bit; exit code 1 when they differ"
+    test = _command(commands, "test", what)
     _checkpoint(test)
     _flag(test, "test_hf_dir", required=True, metavar="DIR", help="the directory to compare with")
     _wishes(test)
@@ -68,47 +52,25 @@ def _add_test(commands: Any) -> None:
 def _add_info(commands: Any) -> None:
     info = _command(commands, "info", "show what a checkpoint holds; exit code 1 when parts are missing")
     _checkpoint(info)
-    _flag(
-        info,
-        "verify",
-        action="store_true",
-        help="read every file and compare it with the checksums of the step's manifest",
-    )
-    _flag(info, "json", action="store_true", help="as JSON")
+    _switch(info, "verify", "read every file and compare it with the checksums of the step's manifest")
+    _switch(info, "json", "as JSON")
 
 
 def _add_split(commands: Any) -> None:
     split = _command(commands, "split", "make a checkpoint of a Hugging Face directory")
     _flag(split, "hf_dir", required=True, metavar="DIR", help="the directory to split")
-    _flag(
-        split,
-        "target_dir",
-        required=True,
-        metavar="CKPT",
-        help="the checkpoint to make: a model's directory, as .../actor",
-    )
+    target = "the checkpoint to make: a model's directory, as .../actor"
+    _flag(split, "target_dir", required=True, metavar="CKPT", help=target)
     _flag(split, "world_size", type=int, required=True, help="ranks")
     _flag(split, "layout", choices=("hydraflow", "verl"), default="hydraflow", help="whose layout")
-    _flag(
-        split,
-        "dtype",
-        choices=("auto", "fp32", "bf16", "fp16"),
-        default="auto",
-        help="of the weights; auto: config.json's",
-    )
-    _flag(
+    _dtype(split, "config.json's")
+    _switch(
         split,
         "is_value_model",
-        action="store_true",
-        help="a value model: no output matrix, a score that starts at zero if DIR has none",
+        "a value model: no output matrix, a score that starts at zero if DIR has none",
     )
-    _flag(split, "trust_remote_code", action="store_true", help="run Python code that comes with the model")
-    _flag(
-        split,
-        "overwrite",
-        action="store_true",
-        help="replace CKPT when it is there, once the new one is whole",
-    )
+    _switch(split, "trust_remote_code", _TRUST)
+    _switch(split, "overwrite", "replace CKPT when it is there, once the new one is whole")
 
 
 def size(text: str) -> int:
@@ -117,18 +79,9 @@ def size(text: str) -> int:
     >>> size("5GB"), size("1.5 MiB"), size("200")
     (5000000000, 1572864, 200)
     """
-    units = {
-        "": 1,
-        "B": 1,
-        "KB": 10**3,
-        "MB": 10**6,
-        "GB": 10**9,
-        "TB": 10**12,
-        "KIB": 2**10,
-        "MIB": 2**20,
-        "GIB": 2**30,
-        "TIB": 2**40,
-    }
+    units = {"": 1, "B": 1}
+    for power, letter in enumerate("KMGT", 1):
+        units |= {f"{letter}B": 1000**power, f"{letter}IB": 1024**power}
     found = re.fullmatch(r"([0-9.]+)\s*([A-Za-z]*)", text.strip())
     if not found or found[2].upper() not in units:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; 5GB or 500MB would be")
@@ -141,30 +94,28 @@ def _command(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
 
 
 def _checkpoint(command: argparse.ArgumentParser) -> None:
-    _flag(
-        command, "backend", choices=BACKENDS, default="auto", help="writer of the checkpoint; auto detects it"
-    )
+    writer = "writer of the checkpoint; auto detects it"
+    _flag(command, "backend", choices=BACKENDS, default="auto", help=writer)
     where = "a model's directory (.../global_step_N/actor); a step's or a run's gives its actor"
     _flag(command, "local_dir", required=True, metavar="CKPT", help=where)
 
 
 def _wishes(command: argparse.ArgumentParser) -> None:
     _flag(command, "lora_alpha", type=float, help="lora_alpha of checkpoints that do not record it")
-    _flag(
-        command,
-        "dtype",
-        choices=("auto", "fp32", "bf16", "fp16"),
-        default="auto",
-        help="of the weights; auto: as they are",
-    )
-    _flag(command, "is_value_model", action="store_true", help="require a value head (detected by default)")
-    _flag(
-        command,
-        "tie_word_embedding",
-        action="store_true",
-        help="the output matrix is the embedding, whatever config.json says",
-    )
-    _flag(command, "trust_remote_code", action="store_true", help="run Python code that comes with the model")
+    _dtype(command, "as they are")
+    _switch(command, "is_value_model", "require a value head (detected by default)")
+    tied = "the output matrix is the embedding, whatever config.json says"
+    _switch(command, "tie_word_embedding", tied)
+    _switch(command, "trust_remote_code", _TRUST)
+
+
+def _dtype(command: argparse.ArgumentParser, auto: str) -> None:
+    types = ("auto", "fp32", "bf16", "fp16")
+    _flag(command, "dtype", choices=types, default="auto", help=f"of the weights; auto: {auto}")
+
+
+def _switch(command: argparse.ArgumentParser, name: str, what: str) -> None:
+    _flag(command, name, action="store_true", help=what)
 
 
 def _flag(command: argparse.ArgumentParser, name: str, **options: Any) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from hydraflow.errors import ConfigError
 from hydraflow.model_merger.opening import open_checkpoint
-from hydraflow.model_merger.outputs import Outputs, Wishes, cast, outputs_of
+from hydraflow.model_merger.outputs import Wishes, cast, outputs_of
 from hydraflow.model_merger.pieces import StoredTensor
 from hydraflow.model_merger.progress import bar
 from hydraflow.model_merger.safetensors_files import read_directory
@@ -67,39 +67,26 @@ def compare(
             _compare_tied(reference.pop(target), reference[source], found)
     found.missing = sorted(reference.keys() - forms.keys())
     found.extra = sorted(forms.keys() - reference.keys())
-    cast_from = {
-        str(forms[name].dtype)
-        for name in reference.keys() & forms.keys()
-        if forms[name].dtype != reference[name].dtype
-    }
-    if cast_from and wishes.dtype == "auto":
-        found.notes.append(
-            f"compared in the directory's type; the checkpoint holds {', '.join(sorted(cast_from))}"
-        )
-    _compare_values(outputs, reference, found, wishes)
-    return found
-
-
-def _compare_values(
-    outputs: Outputs, reference: dict[str, StoredTensor], found: Comparison, wishes: Wishes
-) -> None:
-    forms = outputs.forms
+    both = [(forms[name].dtype, reference[name].dtype) for name in reference.keys() & forms.keys()]
+    cast_from = ", ".join(sorted({str(mine) for mine, theirs in both if mine != theirs}))
+    keep = wishes.dtype != "auto"
+    if cast_from and not keep:
+        found.notes.append(f"compared in the directory's type; the checkpoint holds {cast_from}")
     with bar("comparing", sum(form.nbytes for form in forms.values())) as advance:
         for name, blocks in outputs.tensors():
             if name in reference:
-                keep = wishes.dtype != "auto"
-                _note(
-                    found, name, _difference(name, forms[name].shape, blocks, reference[name], keep_type=keep)
-                )
+                what = _difference(name, forms[name].shape, blocks, reference[name], keep_type=keep)
+                found.equal += what is None
+                found.different |= {name: what} if what is not None else {}
             advance(forms[name].nbytes)
+    return found
 
 
 def _compare_tied(copy: StoredTensor, original: StoredTensor, found: Comparison) -> None:
     """A directory may hold a tied tensor twice; then both must be the same."""
     if _difference(copy.name, copy.shape, copy.blocks(), original, keep_type=True):
-        found.different[copy.name] = (
-            f"the checkpoint ties it to {original.name}, the directory holds other numbers"
-        )
+        tied = f"the checkpoint ties it to {original.name}"
+        found.different[copy.name] = f"{tied}, the directory holds other numbers"
 
 
 def _difference(
@@ -118,26 +105,12 @@ def _difference(
         unequal = _unequal(mine, theirs)
         if count := int(unequal.sum()):
             wrong += count
-            largest = max(
-                largest,
-                (mine.reshape(-1)[unequal].double() - theirs.reshape(-1)[unequal].double())
-                .abs()
-                .max()
-                .item(),
-            )
+            ours, others = (block.reshape(-1)[unequal].double() for block in (mine, theirs))
+            largest = max(largest, (ours - others).abs().max().item())
     return f"{wrong} numbers differ, by up to {largest:.3g}" if wrong else None
 
 
 def _unequal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """(numbers,) true where the bits differ."""
-    bits = (
-        tensor.contiguous().reshape(-1).view(torch.uint8).view(-1, tensor.element_size()) for tensor in (a, b)
-    )
-    return (next(bits) != next(bits)).any(-1)
-
-
-def _note(found: Comparison, name: str, difference: str | None) -> None:
-    if difference is None:
-        found.equal += 1
-    else:
-        found.different[name] = difference
+    ours, theirs = (x.contiguous().reshape(-1).view(torch.uint8).view(-1, x.element_size()) for x in (a, b))
+    return (ours != theirs).any(-1)

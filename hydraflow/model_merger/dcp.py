@@ -8,7 +8,7 @@ but not read; writing (`split.py`).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from hydraflow.engine.dcp_index import INDEX, SHARDS, Index, IndexedTensor, read_index
@@ -51,10 +51,10 @@ def _checkpoint(directory: Path, index: Index) -> Checkpoint:
     for key, size in index.objects.items():
         _count(others, key, size)
     if not tensors:
-        raise ConfigError.one(
-            str(folder), None, f"holds no weights: no key of its index begins with {MODEL!r}"
-        )
-    ranks = _ranks(index.ends)
+        rule = f"holds no weights: no key of its index begins with {MODEL!r}"
+        raise ConfigError.one(str(folder), None, rule)
+    ranks = {int(one[1]) for name in index.ends if (one := re.fullmatch(r"__(\d+)_\d+\.distcp", name))}
+    shown_apart = ("world_size", "head", "module_prefix")
     found = Checkpoint(
         directory,
         "hydraflow",
@@ -63,11 +63,7 @@ def _checkpoint(directory: Path, index: Index) -> Checkpoint:
         head=facts.get("head"),
         prefix=facts.get("module_prefix"),
         lora_alpha=facts.get("lora_alpha") if facts.get("lora_rank") else None,
-        details={
-            name: value
-            for name, value in facts.items()
-            if name not in ("world_size", "head", "module_prefix")
-        },
+        details={name: fact for name, fact in facts.items() if name not in shown_apart},
         others=others,
     )
     found.problems = [*_problems(found, index, folder, max(ranks, default=0))]
@@ -80,9 +76,8 @@ def _problems(found: Checkpoint, index: Index, folder: Path, last_rank: int) -> 
         yield Problem(str(found.directory / FACTS), None, rule)
     for name, end in sorted(index.ends.items()):
         if not (folder / name).is_file():
-            yield Problem(
-                str(folder / name), None, f"this shard is missing; the index wants {end} bytes of it"
-            )
+            rule = f"this shard is missing; the index wants {end} bytes of it"
+            yield Problem(str(folder / name), None, rule)
         elif (size := (folder / name).stat().st_size) < end:
             yield Problem(str(folder / name), None, f"is cut short: {size} of {end} bytes")
     for tensor in found.tensors.values():
@@ -103,8 +98,3 @@ def _count(others: dict[str, tuple[int, int]], key: str, size: int) -> None:
     part = key.split(".")[0]
     entries, before = others.get(part, (0, 0))
     others[part] = (entries + 1, before + size)
-
-
-def _ranks(files: Iterable[str]) -> set[int]:
-    """Ranks that wrote files: __RANK_NUMBER.distcp."""
-    return {int(found[1]) for name in files if (found := re.fullmatch(r"__(\d+)_\d+\.distcp", name))}

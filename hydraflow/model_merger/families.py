@@ -8,75 +8,43 @@ families; transformers is asked then (`architecture.py`). A test holds the table
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-Shape = tuple[int, ...]
+from hydraflow.memory.shape import FAMILIES, flag
+from hydraflow.model_merger.pieces import Shape
 
-
-@dataclass(frozen=True)
-class Family:
-    """What distinguishes one family of decoders from the others."""
-
-    name: str
-    """Prefix of its class names."""
-    biases: frozenset[str] = frozenset()
-    """Projections that always have a bias."""
-    attention_bias: bool = False
-    """config.json's attention_bias gives all four projections one."""
-    mlp_bias: bool = False
-    """config.json's mlp_bias gives the three linear layers one."""
-    head_norms: bool = False
-    """Queries and keys are normalized by head."""
-
-
-FAMILIES = {
-    "llama": Family("Llama", attention_bias=True, mlp_bias=True),
-    "mistral": Family("Mistral"),
-    "qwen2": Family("Qwen2", biases=frozenset({"q_proj", "k_proj", "v_proj"})),
-    "qwen3": Family("Qwen3", attention_bias=True, head_norms=True),
-}
-"""By config.json's model_type."""
+CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+"""By config.json's model_type: the prefix of its class names."""
+_HEADS = ("num_attention_heads", "num_key_value_heads")
 EMBEDDING, OUTPUT, SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-)
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", *_HEADS)
 _STRANGE = ("auto_map", "quantization_config", "pruned_heads")
 
 
 def class_name(config: Mapping[str, Any], head: str) -> str | None:
     """What transformers calls the model; None where transformers must be asked. head: policy or value."""
-    family = FAMILIES.get(str(config.get("model_type")))
-    if (
-        family is None
-        or any(config.get(key) for key in _STRANGE)
-        or not all(type(config.get(key)) is int for key in _SIZES)
-    ):
+    kind = str(config.get("model_type"))
+    known = kind in CLASSES and all(type(config.get(key)) is int for key in _SIZES)
+    if not known or any(config.get(key) for key in _STRANGE):
         return None
-    if type(config.get("head_dim")) is not int and (
-        family.head_norms or config["hidden_size"] % config["num_attention_heads"]
-    ):
+    odd = FAMILIES[kind].head_dim or config["hidden_size"] % config["num_attention_heads"]
+    if odd and type(config.get("head_dim")) is not int:
         return None
     if type(config.get("tie_word_embeddings")) is not bool:
         return None
-    causal = f"{family.name}ForCausalLM"
+    causal = f"{CLASSES[kind]}ForCausalLM"
     if head == "policy" and config.get("architectures") != [causal]:
         return None
-    return causal if head == "policy" else f"{family.name}ForTokenClassification"
+    return causal if head == "policy" else f"{CLASSES[kind]}ForTokenClassification"
 
 
 def tensors(config: Mapping[str, Any], head: str, *, score_bias: bool = False) -> Iterator[tuple[str, Shape]]:
     """(name, shape) of every tensor of a model that `class_name` knows, the output matrix included even if it
     is tied."""
-    family, hidden = FAMILIES[config["model_type"]], config["hidden_size"]
+    hidden = config["hidden_size"]
     yield EMBEDDING, (config["vocab_size"], hidden)
     for layer in range(config["num_hidden_layers"]):
-        for name, shape in _layer(family, config):
+        for name, shape in _layer(config):
             yield f"model.layers.{layer}.{name}", shape
     yield "model.norm.weight", (hidden,)
     if head == "policy":
@@ -87,10 +55,11 @@ def tensors(config: Mapping[str, Any], head: str, *, score_bias: bool = False) -
         yield "score.bias", (1,)
 
 
-def _layer(family: Family, config: Mapping[str, Any]) -> Iterator[tuple[str, Shape]]:
+def _layer(config: Mapping[str, Any]) -> Iterator[tuple[str, Shape]]:
     hidden, between, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     width = config.get("head_dim") or hidden // heads
     queries, keys = heads * width, config["num_key_value_heads"] * width
+    family = FAMILIES[config["model_type"]]
     attention = {
         "q_proj": (queries, hidden),
         "k_proj": (keys, hidden),
@@ -99,18 +68,15 @@ def _layer(family: Family, config: Mapping[str, Any]) -> Iterator[tuple[str, Sha
     }
     for name, shape in attention.items():
         yield f"self_attn.{name}.weight", shape
-        if name in family.biases or (family.attention_bias and config.get("attention_bias")):
+        if flag(config, family.output_bias if name == "o_proj" else family.qkv_bias):
             yield f"self_attn.{name}.bias", shape[:1]
-    if family.head_norms:
+    if family.qk_norm:
         yield "self_attn.q_norm.weight", (width,)
         yield "self_attn.k_norm.weight", (width,)
-    for name, shape in {
-        "gate_proj": (between, hidden),
-        "up_proj": (between, hidden),
-        "down_proj": (hidden, between),
-    }.items():
+    wide, narrow = (between, hidden), (hidden, between)
+    for name, shape in {"gate_proj": wide, "up_proj": wide, "down_proj": narrow}.items():
         yield f"mlp.{name}.weight", shape
-        if family.mlp_bias and config.get("mlp_bias"):
+        if flag(config, family.mlp_bias):
             yield f"mlp.{name}.bias", shape[:1]
     yield "input_layernorm.weight", (hidden,)
     yield "post_attention_layernorm.weight", (hidden,)

@@ -35,21 +35,18 @@ def facts_of(local_dir: str, backend: str = "auto", *, verify: bool = False) -> 
 def lines(facts: dict[str, Any]) -> list[str]:
     """A model's facts for a person; layers that look alike are one line."""
     total = facts["weights"]
+    sizes = f"{total['tensors']} tensors, {total['numbers']:,} numbers, {_bytes(total['bytes'])}"
     shown = {
         "layout": facts["layout"],
         "step": "unknown" if facts["step"] is None else facts["step"],
         "world size": facts["world_size"],
         **{
-            name: value if isinstance(value, str) else json.dumps(value)
-            for name, value in facts["details"].items()
+            name: fact if isinstance(fact, str) else json.dumps(fact)
+            for name, fact in facts["details"].items()
         },
-        "weights": (
-            f"{total['tensors']} tensors, {total['numbers']:,} numbers, {_bytes(total['bytes'])},"
-            f" {', '.join(total['dtypes'])}"
-        ),
+        "weights": f"{sizes}, {', '.join(total['dtypes'])}",
         **{
-            part: f"{held['entries']} entries, {_bytes(held['bytes'])}"
-            for part, held in facts["others"].items()
+            part: f"{one['entries']} entries, {_bytes(one['bytes'])}" for part, one in facts["others"].items()
         },
         "huggingface": ", ".join(facts["huggingface"]) or "nothing",
         "missing parts": "none" if not facts["problems"] else f"{len(facts['problems'])}",
@@ -82,9 +79,7 @@ def _facts(found: Checkpoint) -> dict[str, Any]:
         "others": {
             part: {"entries": entries, "bytes": size} for part, (entries, size) in found.others.items()
         },
-        "huggingface": (
-            sorted(file.name for file in found.huggingface.iterdir()) if found.huggingface.is_dir() else []
-        ),
+        "huggingface": sorted(file.name for file in found.huggingface.glob("*")),
         "problems": problems,
         "tensors": {
             name: {"dtype": _dtype(t), "shape": list(t.shape), "bytes": t.nbytes}
@@ -99,9 +94,8 @@ def _damage(directories: list[Path]) -> str:
 
     step = directories[0].parent
     if not (step / MANIFEST).is_file():
-        raise ConfigError.one(
-            "--verify", None, f"there is no {MANIFEST} in {step.absolute()}", "info without --verify"
-        )
+        rule = f"there is no {MANIFEST} in {step.absolute()}"
+        raise ConfigError.one("--verify", None, rule, "info without --verify")
     found = damage(step, [directory.name for directory in directories])
     return f"{step}: {found}" if found else ""
 
@@ -130,20 +124,12 @@ def _tensor_lines(tensors: dict[str, dict[str, Any]]) -> list[str]:
         alike.setdefault(key, []).append(name)
     rows = []
     for (pattern, shape, dtype), names in alike.items():
-        size = sum(tensors[name]["bytes"] for name in names)
-        rows.append(
-            (
-                pattern if len(names) > 1 else names[0],
-                shape,
-                dtype,
-                f"x {len(names)}" if len(names) > 1 else "",
-                _bytes(size),
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*rows)] if rows else []
-    return [
-        "    " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows
-    ]
+        size = _bytes(sum(tensors[name]["bytes"] for name in names))
+        several = (pattern, f"x {len(names)}") if len(names) > 1 else (names[0], "")
+        rows.append((several[0], shape, dtype, several[1], size))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    cells = ((f"{cell:<{width}}" for cell, width in zip(row, widths)) for row in rows)
+    return [f"    {'  '.join(row)}".rstrip() for row in cells]
 
 
 def _dtype(tensor: StoredTensor) -> str:

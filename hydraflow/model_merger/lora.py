@@ -81,14 +81,9 @@ def merged(
 ) -> dict[str, MergedTensor]:
     """The weights that have adapters, with them added."""
     layouts = {name: _layout(plain[name], adapter) for name, adapter in adapters.items()}
-    any_transposed = "in, out" in layouts.values()
+    transposed = ("in, out", "") if "in, out" in layouts.values() else ()
     return {
-        name: MergedTensor(
-            plain[name],
-            adapter,
-            alpha / adapter.rank,
-            layouts[name] == "in, out" or (layouts[name] == "" and any_transposed),
-        )
+        name: MergedTensor(plain[name], adapter, alpha / adapter.rank, layouts[name] in transposed)
         for name, adapter in adapters.items()
     }
 
@@ -97,9 +92,8 @@ def require_alpha(alpha: float | None, where: str) -> float:
     """Raises ConfigError when the adapters' scale is unknown: a wrong guess would be a wrong model."""
     if alpha is None:
         rule = f"{where} has adapters but does not say their lora_alpha"
-        raise ConfigError.one(
-            "--lora-alpha", None, rule, "--lora-alpha <actor_rollout_ref.model.lora_alpha of the run>"
-        )
+        remedy = "--lora-alpha <actor_rollout_ref.model.lora_alpha of the run>"
+        raise ConfigError.one("--lora-alpha", None, rule, remedy)
     return alpha
 
 
@@ -121,9 +115,8 @@ def peft_config(
     """
     ranks = sorted({weight.adapter.rank for weight in adapted})
     if len(ranks) > 1:
-        raise ConfigError.one(
-            "--lora", "adapter", f"the adapters have different ranks: {ranks}", "--lora merged"
-        )
+        rule = f"the adapters have different ranks: {ranks}"
+        raise ConfigError.one("--lora", "adapter", rule, "--lora merged")
     return {
         "peft_type": "LORA",
         "task_type": "TOKEN_CLS" if head == "value" else "CAUSAL_LM",
@@ -140,11 +133,8 @@ def peft_config(
 def _target_modules(modules: Collection[str], names: Collection[str]) -> list[str]:
     """Last parts of the modules' names where they mean these modules and no other, else whole names."""
     short = {module.rpartition(".")[2] for module in modules}
-    meant = {
-        name.removesuffix(".weight")
-        for name in names
-        if name.endswith(".weight") and name.split(".")[-2] in short
-    }
+    weights = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
+    meant = {name for name in weights if name.rpartition(".")[2] in short}
     return sorted(short if meant == set(modules) else modules)
 
 

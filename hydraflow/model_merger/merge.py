@@ -54,9 +54,8 @@ def merge(
     target.require_inside(settings, outputs.checkpoint.directory)
     if upload is not None:
         _make_repo(upload)
-    with target.unfinished(
-        Path(target_dir), outputs.checkpoint.huggingface, nbytes=nbytes, overwrite=overwrite
-    ) as folder:
+    source, where = outputs.checkpoint.huggingface, Path(target_dir)
+    with target.unfinished(where, source, nbytes=nbytes, overwrite=overwrite) as folder:
         writer = Writer(folder, forms, most_bytes=most_bytes)
         with bar("merging", nbytes) as advance:
             for name, blocks in outputs.tensors():
@@ -65,15 +64,11 @@ def merge(
         if wishes.lora == "adapter":
             _export_adapter(outputs, folder / ADAPTER, target_dir)
         target.copy_settings(settings, folder)
-        target.write_config(outputs.checkpoint.huggingface, folder, outputs.architecture, outputs.main_dtype)
-    lines = [
-        f"{Path(target_dir).absolute()}: {len(forms)} tensors, {nbytes / 1e9:.3f} GB,"
-        f" {str(outputs.main_dtype).removeprefix('torch.')}"
-    ]
+        target.write_config(source, folder, outputs.architecture, outputs.main_dtype)
+    dtype = str(outputs.main_dtype).removeprefix("torch.")
+    lines = [f"{where.absolute()}: {len(forms)} tensors, {nbytes / 1e9:.3f} GB, {dtype}"]
     lines += [f"  {note}" for note in outputs.notes]
-    if upload is not None:
-        lines.append(_send(upload, Path(target_dir)))
-    return lines
+    return [*lines, _send(upload, where)] if upload is not None else lines
 
 
 def _export_adapter(outputs: Outputs, folder: Path, base: str) -> None:
@@ -81,26 +76,17 @@ def _export_adapter(outputs: Outputs, folder: Path, base: str) -> None:
     folder.mkdir()
     found = lora.peft_names(weight.adapter for weight in outputs.adapted.values())
     forms = {name: Form(outputs.final_dtype(tensor.dtype), tensor.shape) for name, tensor in found.items()}
-    writer = Writer(
-        folder,
-        forms,
-        most_bytes=sum(form.nbytes for form in forms.values()),
-        single="adapter_model.safetensors",
-    )
+    nbytes = sum(form.nbytes for form in forms.values())
+    writer = Writer(folder, forms, most_bytes=nbytes, single="adapter_model.safetensors")
     for name, tensor in found.items():
         dtype = forms[name].dtype
         writer.write(name, (cast(block, dtype, name) for block in tensor.blocks()))
     writer.finish()
     assert outputs.lora_alpha is not None
-    config = lora.peft_config(
-        outputs.adapted.values(),
-        outputs.sources.keys(),
-        alpha=outputs.lora_alpha,
-        head=outputs.architecture.head,
-    )
-    target.write_json(
-        folder / "adapter_config.json", {**config, "base_model_name_or_path": str(Path(base).absolute())}
-    )
+    adapted, names, head = outputs.adapted.values(), outputs.sources.keys(), outputs.architecture.head
+    config = lora.peft_config(adapted, names, alpha=outputs.lora_alpha, head=head)
+    config["base_model_name_or_path"] = str(Path(base).absolute())
+    target.write_json(folder / "adapter_config.json", config)
 
 
 def _counted(blocks: Iterator[torch.Tensor], advance: Advance) -> Iterator[torch.Tensor]:
@@ -116,9 +102,8 @@ def _make_repo(upload: Upload) -> None:
     try:
         HfApi().create_repo(repo_id=upload.repo, private=upload.private, exist_ok=True)
     except _hub_errors() as error:
-        raise EnvironmentFault(
-            f"--hf_upload_path={upload.repo}: the hub refuses it: {_first_line(error)}"
-        ) from error
+        text = f"--hf_upload_path={upload.repo}: the hub refuses it: {_first_line(error)}"
+        raise EnvironmentFault(text) from error
 
 
 def _send(upload: Upload, folder: Path) -> str:
@@ -127,10 +112,8 @@ def _send(upload: Upload, folder: Path) -> str:
     try:
         HfApi().upload_folder(folder_path=str(folder), repo_id=upload.repo, repo_type="model")
     except _hub_errors() as error:
-        again = f"hf upload {upload.repo} {folder}"
-        raise EnvironmentFault(
-            f"{folder} is merged, but the upload failed: {_first_line(error)}\n      -> {again}"
-        ) from error
+        text = f"{folder} is merged, but the upload failed: {_first_line(error)}"
+        raise EnvironmentFault(f"{text}\n      -> hf upload {upload.repo} {folder}") from error
     return f"uploaded to {upload.repo}"
 
 

@@ -55,9 +55,8 @@ def weights_of(checkpoint: Checkpoint, *, is_value_model: bool = False) -> Weigh
             module[found["side"]] = tensor
             continue
         if ".lora_" in name:
-            raise ConfigError.one(
-                str(checkpoint.directory), None, f"{name} is a kind of adapter that cannot be merged"
-            )
+            rule = f"{name} is a kind of adapter that cannot be merged"
+            raise ConfigError.one(str(checkpoint.directory), None, rule)
         name = name.replace(".base_layer.", ".")
         _refuse_second(checkpoint, plain, name, name)
         plain[name] = replace(tensor, name=name)
@@ -80,10 +79,8 @@ def _pair(
     adapters = {}
     for name, pair in sides.items():
         if len(pair) != 2 or name not in plain:
-            rule = (
-                f"the adapter of {name} lacks"
-                f" {'the weight itself' if len(pair) == 2 else 'one of its matrices A and B'}"
-            )
+            part = "the weight itself" if len(pair) == 2 else "one of its matrices A and B"
+            rule = f"the adapter of {name} lacks {part}"
             raise ConfigError.one(str(checkpoint.directory), None, rule)
         adapters[name] = Adapter(name, pair["A"], pair["B"])
     return adapters
@@ -106,6 +103,5 @@ def _without_trl_names(plain: dict[str, StoredTensor]) -> tuple[dict[str, Stored
 
 def _refuse_second(checkpoint: Checkpoint, known: Mapping[str, object], key: str, name: str) -> None:
     if key in known:
-        raise ConfigError.one(
-            str(checkpoint.directory), None, f"{name} is there twice, under different wrappers or adapters"
-        )
+        rule = f"{name} is there twice, under different wrappers or adapters"
+        raise ConfigError.one(str(checkpoint.directory), None, rule)

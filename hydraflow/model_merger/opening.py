@@ -23,10 +23,9 @@ def open_checkpoint(path: str | Path, backend: str = "auto") -> Checkpoint:
     """
     directory = model_directory(Path(path).expanduser())
     if backend == "megatron" or (backend == "auto" and _is_megatron(directory)):
+        field = "--backend" if backend == "megatron" else str(directory)
         rule = "Megatron's distributed checkpoints cannot be read yet"
-        raise ConfigError.one(
-            "--backend" if backend == "megatron" else str(directory), backend, rule, "--backend fsdp"
-        )
+        raise ConfigError.one(field, backend, rule, "--backend fsdp")
     if dcp.is_dcp(directory):
         return dcp.read(directory)
     if verl.is_verl(directory):
@@ -43,9 +42,8 @@ def model_directory(path: Path) -> Path:
     if (path / POINTER).is_file():
         path = _latest_step(path)
     if any(part.endswith(UNFINISHED) for part in path.absolute().parts):
-        raise ConfigError.one(
-            "--local_dir", str(path), f"a directory named *{UNFINISHED} is a save that was interrupted"
-        )
+        rule = f"a directory named *{UNFINISHED} is a save that was interrupted"
+        raise ConfigError.one("--local_dir", str(path), rule)
     return path if is_model_directory(path) else next(iter(_roles(path)), path)
 
 
@@ -69,12 +67,8 @@ def _latest_step(run: Path) -> Path:
     content = (run / POINTER).read_text(encoding="utf-8").strip()
     step = run / f"global_step_{content}"
     if not content.isdigit() or not step.is_dir():
-        raise ConfigError.one(
-            str(run / POINTER),
-            content,
-            f"there is no {step.name} beside it",
-            "--local_dir <run>/global_step_N/actor",
-        )
+        rule = f"there is no {step.name} beside it"
+        raise ConfigError.one(str(run / POINTER), content, rule, "--local_dir <run>/global_step_N/actor")
     return step
 
 

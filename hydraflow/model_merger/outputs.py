@@ -112,15 +112,12 @@ def outputs_of(checkpoint: Checkpoint, wishes: Wishes) -> Outputs:
     adapted: dict[str, lora.MergedTensor] = {}
     alpha = checkpoint.lora_alpha if wishes.lora_alpha is None else wishes.lora_alpha
     if weights.adapters:
-        adapted = lora.merged(
-            weights.plain, weights.adapters, lora.require_alpha(alpha, str(checkpoint.directory))
-        )
+        scale = lora.require_alpha(alpha, str(checkpoint.directory))
+        adapted = lora.merged(weights.plain, weights.adapters, scale)
     if wishes.lora == "merged":
         if both := sorted(found.tied.keys() & adapted.keys()):
-            rule = (
-                f"{both[0]} has an adapter and is tied to {found.tied[both[0]]}: merged, it would no longer"
-                " be the same"
-            )
+            tied = f"{both[0]} has an adapter and is tied to {found.tied[both[0]]}"
+            rule = f"{tied}: merged, it would no longer be the same"
             raise ConfigError.one("--lora", "merged", rule, "--lora adapter")
         sources.update(adapted)
     elif not adapted:
@@ -171,10 +168,8 @@ def _architecture(
         rule = f"{differing[0]} and {found.tied[differing[0]]} hold different numbers"
         raise ConfigError.one("--tie-word-embedding", None, rule, "merge without --tie-word-embedding")
     if differing:
-        notes.append(
-            f"config.json ties {differing[0]} to {found.tied[differing[0]]}, but they differ: both are"
-            " written, untied"
-        )
+        tied = f"config.json ties {differing[0]} to {found.tied[differing[0]]}"
+        notes.append(f"{tied}, but they differ: both are written, untied")
         found = replace(found, tied={}, retied=False)
     for name in found.tied:
         plain.pop(name, None)

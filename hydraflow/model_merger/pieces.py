@@ -20,6 +20,8 @@ import torch
 
 from hydraflow.errors import ConfigError
 
+UNREADABLE = (RuntimeError, EOFError, OSError, ValueError, AttributeError, TypeError, LookupError)
+"""What torch.load raises for a broken file."""
 BLOCK_BYTES = 8 * 2**20
 """Bytes of one block; a row that is larger is a block of its own."""
 
@@ -78,10 +80,8 @@ class Piece:
             return self
         found = _load_shape(self.extent)
         if tuple(found.shape) != self.shape or found.dtype != dtype:
-            rule = (
-                f"holds {found.dtype} {list(found.shape)} at byte {self.extent.offset} where {dtype}"
-                f" {list(self.shape)} is announced"
-            )
+            there = f"{found.dtype} {list(found.shape)} at byte {self.extent.offset}"
+            rule = f"holds {there} where {dtype} {list(self.shape)} is announced"
             raise ConfigError.one(str(self.extent.file), None, rule)
         inner = numbers_of(found, self.extent.file)
         extent = replace(inner, offset=self.extent.offset + inner.offset)
@@ -95,12 +95,10 @@ class Piece:
             into.copy_(numbers.as_strided(self.shape, self.strides)[first:last])
             return
         row_bytes = math.prod(self.shape[1:]) * into.element_size()
-        target = (
-            into if into.is_contiguous() else torch.empty_like(into, memory_format=torch.contiguous_format)
-        )
-        read_numbers(self.extent.file, self.extent.offset + first * row_bytes, target)
-        if target is not into:
-            into.copy_(target)
+        whole = into if into.is_contiguous() else torch.empty(into.shape, dtype=into.dtype)
+        read_numbers(self.extent.file, self.extent.offset + first * row_bytes, whole)
+        if whole is not into:
+            into.copy_(whole)
 
 
 @dataclass(frozen=True)
@@ -139,24 +137,17 @@ class StoredTensor:
 
     def holes(self) -> str | None:
         """What is wrong with the pieces as a cover of the tensor, or None."""
-        outside = [
-            p
-            for p in self.pieces
-            if any(s + n > whole for s, n, whole in zip(p.start, p.shape, self.shape, strict=True))
-        ]
-        if outside:
-            return (
-                f"{self.name}: a piece at {list(outside[0].start)} reaches beyond the tensor's shape"
-                f" {list(self.shape)}"
-            )
+        for piece in self.pieces:
+            ends = zip(piece.start, piece.shape, self.shape, strict=True)
+            if any(start + size > whole for start, size, whole in ends):
+                beyond = f"reaches beyond the tensor's shape {list(self.shape)}"
+                return f"{self.name}: a piece at {list(piece.start)} {beyond}"
         covered = sum(math.prod(piece.shape) for piece in self.pieces)
         distinct = len({piece.start for piece in self.pieces}) == len(self.pieces)
-        if covered != math.prod(self.shape) or not distinct:
-            return (
-                f"{self.name}: its pieces hold {covered} numbers, its shape {list(self.shape)} has"
-                f" {math.prod(self.shape)}"
-            )
-        return None
+        if covered == math.prod(self.shape) and distinct:
+            return None
+        wanted = f"its shape {list(self.shape)} has {math.prod(self.shape)}"
+        return f"{self.name}: its pieces hold {covered} numbers, {wanted}"
 
 
 def block_rows(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
@@ -194,9 +185,8 @@ def read_numbers(file: Path, offset: int, into: torch.Tensor) -> None:
         while done < len(view):
             count = os.preadv(descriptor, [view[done:]], offset + done)
             if count == 0:
-                raise ConfigError.one(
-                    str(file), None, f"is cut short: it ends at byte {offset + done} of {offset + len(view)}"
-                )
+                rule = f"is cut short: it ends at byte {offset + done} of {offset + len(view)}"
+                raise ConfigError.one(str(file), None, rule)
             done += count
     finally:
         os.close(descriptor)
@@ -210,14 +200,11 @@ def numbers_of(tensor: torch.Tensor, file: Path) -> Extent:
     """
     begin = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
     if begin is None:
-        raise ConfigError.one(
-            str(file), None, "was not written by torch.save of today (version 1.6 or newer)"
-        )
+        rule = "was not written by torch.save of today (version 1.6 or newer)"
+        raise ConfigError.one(str(file), None, rule)
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    count = last + 1 if tensor.numel() else 0
-    return Extent(
-        file, begin + tensor.storage_offset() * tensor.element_size(), count * tensor.element_size()
-    )
+    count, number = last + 1 if tensor.numel() else 0, tensor.element_size()
+    return Extent(file, begin + tensor.storage_offset() * number, count * number)
 
 
 def odd_strides(tensor: torch.Tensor) -> Shape | None:
@@ -232,22 +219,12 @@ def _load_shape(extent: Extent) -> torch.Tensor:
             found = torch.load(
                 io.BufferedReader(_Window(opened.fileno(), extent)), map_location="meta", weights_only=True
             )
-    except (
-        RuntimeError,
-        EOFError,
-        OSError,
-        ValueError,
-        AttributeError,
-        TypeError,
-        LookupError,
-        pickle.UnpicklingError,
-    ) as error:
+    except (*UNREADABLE, pickle.UnpicklingError) as error:
         rule = f"cannot be read at byte {extent.offset}: {str(error).splitlines()[0]}"
         raise ConfigError.one(str(extent.file), None, rule) from error
     if not isinstance(found, torch.Tensor):
-        raise ConfigError.one(
-            str(extent.file), None, f"holds a {type(found).__name__} at byte {extent.offset}, not a tensor"
-        )
+        rule = f"holds a {type(found).__name__} at byte {extent.offset}, not a tensor"
+        raise ConfigError.one(str(extent.file), None, rule)
     return found
 
 
@@ -277,11 +254,7 @@ class _Window(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """Reads from the position."""
-        left = max(0, self._extent.length - self._at)
-        count = (
-            os.preadv(self._descriptor, [memoryview(buffer)[:left]], self._extent.offset + self._at)
-            if left
-            else 0
-        )
+        part = memoryview(buffer)[: max(0, self._extent.length - self._at)]
+        count = os.preadv(self._descriptor, [part], self._extent.offset + self._at) if len(part) else 0
         self._at += count
         return count

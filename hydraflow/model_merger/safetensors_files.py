@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.serialization import split_state_dict_into_shards_factory
 
 from hydraflow.errors import ConfigError
 from hydraflow.model_merger.pieces import Extent, Piece, Shape, StoredTensor
@@ -60,11 +61,8 @@ def read_directory(directory: Path, *, field: str) -> dict[str, StoredTensor]:
     if (directory / INDEX).is_file():
         files = sorted(set(read_weight_map(directory / INDEX).values()))
     else:
-        files = (
-            [SINGLE]
-            if (directory / SINGLE).is_file()
-            else sorted(file.name for file in directory.glob("*.safetensors"))
-        )
+        files = sorted(file.name for file in directory.glob("*.safetensors"))
+        files = [SINGLE] if SINGLE in files else files
     if not files:
         raise ConfigError.one(field, str(directory), "there are no safetensors files in it")
     tensors: dict[str, StoredTensor] = {}
@@ -96,9 +94,8 @@ def read_file(file: Path) -> Iterator[StoredTensor]:
         form, begin = _form(file, name, entry)
         begin += 8 + length
         if begin + form.nbytes > size:
-            raise ConfigError.one(
-                str(file), None, f"is cut short: {size} of at least {begin + form.nbytes} bytes"
-            )
+            rule = f"is cut short: {size} of at least {begin + form.nbytes} bytes"
+            raise ConfigError.one(str(file), None, rule)
         piece = Piece((0,) * len(form.shape), form.shape, Extent(file, begin, form.nbytes))
         yield StoredTensor(name, form.dtype, form.shape, (piece,))
 
@@ -126,10 +123,14 @@ class Writer:
         self._files: dict[str, Path] = {}
         self._offsets: dict[str, int] = {}
         self._left = set(tensors)
-        shards = list(_shards(tensors, most_bytes))
-        for number, names in enumerate(shards, 1):
-            many = f"{Path(single).stem}-{number:05d}-of-{len(shards):05d}.safetensors"
-            self._begin(directory / (single if len(shards) == 1 else many), names)
+        shards = split_state_dict_into_shards_factory(
+            self._forms,
+            get_storage_size=lambda form: form.nbytes,
+            filename_pattern=f"{Path(single).stem}{{suffix}}.safetensors",
+            max_shard_size=most_bytes,
+        )
+        for name, names in shards.filename_to_tensors.items():
+            self._begin(directory / name, names)
 
     @property
     def nbytes(self) -> int:
@@ -162,9 +163,8 @@ class Writer:
                 "metadata": {"total_parameters": numbers, "total_size": self.nbytes},
                 "weight_map": {name: self._files[name].name for name in sorted(self._forms)},
             }
-            (self._directory / f"{self._single}.index.json").write_text(
-                json.dumps(index, indent=2) + "\n", encoding="utf-8"
-            )
+            file = self._directory / f"{self._single}.index.json"
+            file.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def _begin(self, file: Path, names: list[str]) -> None:
         """Writes a file's header. Wider types come first, so that every tensor is aligned to a multiple of
@@ -173,11 +173,8 @@ class Writer:
         at = 0
         for name in sorted(names, key=lambda name: -self._forms[name].dtype.itemsize):
             form = self._forms[name]
-            header[name] = {
-                "dtype": _NAMES[form.dtype],
-                "shape": list(form.shape),
-                "data_offsets": [at, at + form.nbytes],
-            }
+            described = {"dtype": _NAMES[form.dtype], "shape": list(form.shape)}
+            header[name] = {**described, "data_offsets": [at, at + form.nbytes]}
             self._files[name], self._offsets[name] = file, at
             at += form.nbytes
         text = json.dumps(header, separators=(",", ":")).encode()
@@ -187,20 +184,6 @@ class Writer:
         with file.open("wb") as opened:
             opened.write(len(text).to_bytes(8, "little") + text)
             opened.truncate(8 + len(text) + at)
-
-
-def _shards(tensors: Mapping[str, Form], most_bytes: int) -> Iterator[list[str]]:
-    """Splits names into runs of at most `most_bytes`; a larger tensor is a run of its own."""
-    run: list[str] = []
-    size = 0
-    for name, form in tensors.items():
-        if run and size + form.nbytes > most_bytes:
-            yield run
-            run, size = [], 0
-        run.append(name)
-        size += form.nbytes
-    if run:
-        yield run
 
 
 def _write_all(descriptor: int, block: torch.Tensor, at: int) -> int:

@@ -56,9 +56,8 @@ def split(
         raise ConfigError.one("--world_size", world_size, "must be at least 1", "--world_size 1")
     source = Path(hf_dir).expanduser()
     if not (source / "config.json").is_file():
-        raise ConfigError.one(
-            "--hf_dir", hf_dir, "is no Hugging Face directory: there is no config.json in it"
-        )
+        rule = "is no Hugging Face directory: there is no config.json in it"
+        raise ConfigError.one(_FIELD, hf_dir, rule)
     target.require_free(Path(target_dir), source, overwrite=overwrite)
     head = "value" if is_value_model else "policy"
     try:
@@ -75,10 +74,8 @@ def split(
         else:
             _write_dcp(folder, weights, world_size, head, advance)
         target.copy_settings(target.settings(source), folder / "huggingface")
-    return [
-        f"{Path(target_dir).absolute()}: {len(weights)} tensors, {nbytes / 1e9:.3f} GB, {world_size} ranks,"
-        f" layout {layout}"
-    ]
+    sizes = f"{len(weights)} tensors, {nbytes / 1e9:.3f} GB"
+    return [f"{Path(target_dir).absolute()}: {sizes}, {world_size} ranks, layout {layout}"]
 
 
 def _read(source: Path, dtype: str, head: str, trust: bool) -> dict[str, torch.Tensor]:
@@ -129,26 +126,23 @@ def _write_dcp(
                 torch.save(rows.clone(), file)
                 chunks.setdefault(key, []).append(ChunkStorageMetadata(start, rows.shape))
                 places[MetadataIndex(key, start, rank)] = _StorageInfo(file_name, at, file.tell() - at)
-                entries[key] = TensorStorageMetadata(
-                    TensorProperties(tensor.dtype), tensor.shape, chunks[key]
-                )
+                dtype = TensorProperties(tensor.dtype)
+                entries[key] = TensorStorageMetadata(dtype, tensor.shape, chunks[key])
                 advance(rows.nbytes)
     planned = {key: ("model", key.removeprefix(dcp.MODEL)) for key in entries}
     with (folder / SHARDS / INDEX).open("wb") as file:
         pickle.dump(Metadata(dict(entries), planner_data=planned, storage_data=places, version="1.0.0"), file)
     facts = {"engine": "fsdp2", "world_size": world_size, "head": head, "contents": ["model"], "lora_rank": 0}
-    target.write_json(
-        folder / dcp.FACTS, {**facts, "tied": len(once) < len(weights), "module_prefix": _PREFIX[head]}
-    )
+    facts |= {"tied": len(once) < len(weights), "module_prefix": _PREFIX[head]}
+    target.write_json(folder / dcp.FACTS, facts)
 
 
 def _write_verl(folder: Path, weights: Mapping[str, torch.Tensor], world_size: int, advance: Advance) -> None:
     """One file for each rank, DTensors in it; no process group is needed to write them. Tied tensors share
     their numbers."""
     for rank in range(world_size):
-        mesh = DeviceMesh(
-            "cpu", torch.arange(world_size), mesh_dim_names=("fsdp",), _init_backend=False, _rank=rank
-        )
+        ranks = torch.arange(world_size)
+        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("fsdp",), _init_backend=False, _rank=rank)
         copies: dict[int, torch.Tensor] = {}
         state = {}
         for name, tensor in weights.items():
@@ -157,9 +151,8 @@ def _write_verl(folder: Path, weights: Mapping[str, torch.Tensor], world_size: i
             if tensor.data_ptr() not in copies:
                 copies[tensor.data_ptr()] = rows.clone()
             meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
-            state[name] = DTensor(
-                copies[tensor.data_ptr()], DTensorSpec(mesh, (Shard(0),), meta), requires_grad=False
-            )
+            spec = DTensorSpec(mesh, (Shard(0),), meta)
+            state[name] = DTensor(copies[tensor.data_ptr()], spec, requires_grad=False)
             advance(rows.nbytes)
         torch.save(state, folder / verl.file_of(world_size, rank))
     target.write_json(folder / verl.CONFIG, {"FSDP_version": 2, "world_size": world_size})

@@ -24,18 +24,8 @@ from hydraflow.model_merger.architecture import Architecture
 from hydraflow.model_merger.checkpoint import read_json
 from hydraflow.model_merger.opening import UNFINISHED
 
-_WEIGHTS = (
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".gguf",
-    ".h5",
-    ".msgpack",
-    ".onnx",
-    ".safetensors.index.json",
-    ".bin.index.json",
-)
+_INDICES = (".safetensors.index.json", ".bin.index.json")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", *_INDICES)
 _MARKS = ("config.json", "huggingface")
 """One of these is in every directory that a command here makes; others are not replaced."""
 _DTYPE_KEYS = ("dtype", "torch_dtype")
@@ -63,9 +53,8 @@ def unfinished(target: Path, source: Path, *, nbytes: int, overwrite: bool) -> I
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise EnvironmentFault(
-            f"{target}: {'the disk is full' if full else error}; nothing was left there"
-        ) from error
+        text = f"{target}: {'the disk is full' if full else error}; nothing was left there"
+        raise EnvironmentFault(text) from error
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -90,15 +79,11 @@ def require_inside(files: Iterable[Path], directory: Path) -> None:
     In the hub's cache a repository's files are links to its own blobs.
     """
     problems = []
-    hub = next(
-        (
-            above
-            for above in directory.parents
-            if (above / "blobs").is_dir() and (above / "snapshots").is_dir()
-        ),
-        None,
-    )
-    inside = [directory.resolve(), *([hub.resolve() / "blobs"] if hub else [])]
+    inside = [directory.resolve()]
+    for above in directory.parents:
+        if (above / "blobs").is_dir() and (above / "snapshots").is_dir():
+            inside.append(above.resolve() / "blobs")
+            break
     for file in files:
         if not any(file.resolve().is_relative_to(folder) for folder in inside):
             rule = f"is a link to {file.resolve()}, outside of the checkpoint, and would be copied"
@@ -132,11 +117,8 @@ def _set_dtype(config: dict[str, Any], name: str) -> None:
     for key in keys:
         config[key] = name
     for key, part in config.items():
-        if (
-            key.endswith("_config")
-            and isinstance(part, dict)
-            and any(part.get(inner) for inner in _DTYPE_KEYS if key != "quantization_config")
-        ):
+        is_part = key.endswith("_config") and key != "quantization_config" and isinstance(part, dict)
+        if is_part and any(part.get(inner) for inner in _DTYPE_KEYS):
             _set_dtype(part, name)
 
 
@@ -150,9 +132,8 @@ def require_free(target: Path, source: Path, *, overwrite: bool) -> Path:
     if not target.is_dir() or not any(target.iterdir()):
         return target
     if not any((target / name).exists() for name in _MARKS):
-        raise ConfigError.one(
-            "--target_dir", str(target), "is there already, and is no model's directory", another
-        )
+        rule = "is there already, and is no model's directory"
+        raise ConfigError.one("--target_dir", str(target), rule, another)
     if not overwrite:
         raise ConfigError.one("--target_dir", str(target), "is there already", f"--overwrite, or {another}")
     return target

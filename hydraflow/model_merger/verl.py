@@ -20,7 +20,7 @@ import torch
 from hydraflow.engine.inert import record_type
 from hydraflow.errors import ConfigError, Problem
 from hydraflow.model_merger.checkpoint import Checkpoint, read_json
-from hydraflow.model_merger.pieces import Piece, StoredTensor, numbers_of, odd_strides
+from hydraflow.model_merger.pieces import UNREADABLE, Piece, StoredTensor, numbers_of, odd_strides
 from hydraflow.model_merger.records import ShardedTensor, only
 
 CONFIG = "fsdp_config.json"
@@ -100,19 +100,15 @@ def _world_size(directory: Path, config: Mapping[str, Any]) -> int:
     named = {int(found[1]) for entry in directory.iterdir() if (found := _FILE.fullmatch(entry.name))}
     recorded = config.get("world_size")
     if recorded is None and len(named) > 1:
-        rule = (
-            f"holds shards of {' and '.join(map(str, sorted(named)))} ranks, and no {CONFIG} says which count"
-        )
+        sizes = " and ".join(map(str, sorted(named)))
+        rule = f"holds shards of {sizes} ranks, and no {CONFIG} says which count"
         raise ConfigError.one(str(directory), None, rule)
     if not named:
-        raise ConfigError.one(
-            str(directory), None, f"all shards are missing: there is no {file_of(recorded or 1, 0)}"
-        )
+        rule = f"all shards are missing: there is no {file_of(recorded or 1, 0)}"
+        raise ConfigError.one(str(directory), None, rule)
     if recorded is not None and recorded not in named:
-        rule = (
-            f"does not fit the shards beside it, which are those of {', '.join(map(str, sorted(named)))}"
-            " ranks"
-        )
+        sizes = ", ".join(map(str, sorted(named)))
+        rule = f"does not fit the shards beside it, which are those of {sizes} ranks"
         raise ConfigError.one(f"{directory / CONFIG}: world_size", recorded, rule)
     return int(recorded) if recorded is not None else named.pop()
 
@@ -134,24 +130,17 @@ def _read_rank(file: Path) -> StateDict:
         raise ConfigError.one(str(file), None, "this shard is missing")
     with file.open("rb") as opened:
         if opened.read(4) != _ZIP:
-            raise ConfigError.one(
-                str(file),
-                None,
-                "is cut short or no shard of a model: it does not start as torch.save's files do",
-            )
+            rule = "is cut short or no shard of a model: it does not start as torch.save's files do"
+            raise ConfigError.one(str(file), None, rule)
     try:
         with only(_TYPES):
             state = torch.load(file, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as error:
-        rule = (
-            "holds what weights_only refuses, so it is no shard of a model; nothing was executed:"
-            f" {_reason(error)}"
-        )
+        refused = "holds what weights_only refuses, so it is no shard of a model; nothing was executed"
+        raise ConfigError.one(str(file), None, f"{refused}: {_reason(error)}") from error
+    except UNREADABLE as error:
+        rule = f"is cut short or no shard of a model: {_reason(error)}"
         raise ConfigError.one(str(file), None, rule) from error
-    except (RuntimeError, EOFError, OSError, ValueError, AttributeError, TypeError, LookupError) as error:
-        raise ConfigError.one(
-            str(file), None, f"is cut short or no shard of a model: {_reason(error)}"
-        ) from error
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise ConfigError.one(str(file), None, f"holds {_kind(state)}, not a state dict of tensors")
     return state
@@ -168,24 +157,18 @@ def _mesh(directory: Path, states: Mapping[int, StateDict], world_size: int) -> 
                 continue
             mesh = vars(tensor._spec.mesh)
             names = tuple(mesh.get("_mesh_dim_names") or mesh.get("mesh_dim_names") or ())
-            ranks = (
-                mesh["_rank_map"] if "_rank_map" in mesh else mesh["mesh"]
-            )  # as torch 2.10 and older have it
+            # `mesh`: as torch 2.10 and older have it
+            ranks = mesh["_rank_map"] if "_rank_map" in mesh else mesh["mesh"]
             if names not in _MESHES:
-                raise ConfigError.one(
-                    str(file), None, f"{name} is on a mesh {names}; only fsdp and ddp x fsdp can be merged"
-                )
+                rule = f"{name} is on a mesh {names}; only fsdp and ddp x fsdp can be merged"
+                raise ConfigError.one(str(file), None, rule)
             if ranks.numel() != world_size:
-                raise ConfigError.one(
-                    str(file),
-                    None,
-                    f"{name} was cut for {ranks.numel()} ranks; the file's name says {world_size}",
-                )
+                rule = f"{name} was cut for {ranks.numel()} ranks; the file's name says {world_size}"
+                raise ConfigError.one(str(file), None, rule)
             meshes[names] = file
     if len(meshes) > 1:
-        raise ConfigError.one(
-            str(directory), None, f"its shards are on different meshes: {', '.join(map(str, meshes))}"
-        )
+        rule = f"its shards are on different meshes: {', '.join(map(str, meshes))}"
+        raise ConfigError.one(str(directory), None, rule)
     return next(iter(meshes), ("fsdp",))
 
 
@@ -204,15 +187,10 @@ def _tensor(name: str, directory: Path, states: Mapping[int, StateDict], *, repl
     shape, at, pieces = tuple(first.shape), 0, []
     for rank, state in states.items():
         file, tensor = directory / file_of(len(states), rank), state[name]
-        if (
-            tuple(tensor.shape) != shape
-            or tensor.dtype != first.dtype
-            or _cut_along(tensor, name, file) != dim
-        ):
-            rule = (
-                f"{name} is {tensor.dtype} {list(tensor.shape)} here and {first.dtype} {list(shape)} in rank"
-                " 0's shard"
-            )
+        form = (tuple(tensor.shape), tensor.dtype, _cut_along(tensor, name, file))
+        if form != (shape, first.dtype, dim):
+            here = f"{name} is {tensor.dtype} {list(tensor.shape)} here"
+            rule = f"{here} and {first.dtype} {list(shape)} in rank 0's shard"
             raise ConfigError.one(str(file), None, rule)
         local = tensor._local_tensor if isinstance(tensor, ShardedTensor) else tensor
         start = [0] * len(shape)
@@ -222,9 +200,8 @@ def _tensor(name: str, directory: Path, states: Mapping[int, StateDict], *, repl
             start[dim] = at
             at += local.shape[dim]
         if local.numel() or not first.numel():
-            pieces.append(
-                Piece(tuple(start), tuple(local.shape), numbers_of(local, file), strides=odd_strides(local))
-            )
+            extent, strides = numbers_of(local, file), odd_strides(local)
+            pieces.append(Piece(tuple(start), tuple(local.shape), extent, strides=strides))
     stored = StoredTensor(name, first.dtype, shape, tuple(pieces))
     return stored if dim is not None else _same_everywhere(stored)
 
@@ -235,9 +212,8 @@ def _cut_along(tensor: torch.Tensor, name: str, file: Path) -> int | None:
         return None
     *others, last = (type(placement).__name__ for placement in tensor._spec.placements)
     if set(others) - {"Replicate"} or last not in ("Shard", "Replicate"):
-        raise ConfigError.one(
-            str(file), None, f"{name} is placed as {' x '.join([*others, last])}, which cannot be merged"
-        )
+        rule = f"{name} is placed as {' x '.join([*others, last])}, which cannot be merged"
+        raise ConfigError.one(str(file), None, rule)
     return int(tensor._spec.placements[-1].dim) if last == "Shard" else None
 
 
@@ -247,10 +223,8 @@ def _same_everywhere(stored: StoredTensor) -> StoredTensor:
     for copy in copies[1:]:
         for mine, other in zip(copies[0].blocks(), copy.blocks(), strict=True):
             if not torch.equal(mine.view(torch.uint8), other.view(torch.uint8)):
-                rule = (
-                    f"{stored.name} is not cut, but differs from the copy in"
-                    f" {copies[0].pieces[0].extent.file.name}"
-                )
+                first = copies[0].pieces[0].extent.file.name
+                rule = f"{stored.name} is not cut, but differs from the copy in {first}"
                 raise ConfigError.one(str(copy.pieces[0].extent.file), None, rule)
     return copies[0] if copies else stored
 
@@ -259,32 +233,20 @@ def _others(directory: Path, world_size: int) -> dict[str, tuple[int, int]]:
     """Files that are not the model's."""
     found = {}
     for part, prefix in (("optim", "optim"), ("extra", "extra_state")):
-        sizes = [
-            file.stat().st_size
-            for rank in range(world_size)
-            if (file := directory / file_of(world_size, rank, prefix)).is_file()
-        ]
-        if sizes:
+        files = [directory / file_of(world_size, rank, prefix) for rank in range(world_size)]
+        if sizes := [file.stat().st_size for file in files if file.is_file()]:
             found[part] = (len(sizes), sum(sizes))
     return found
 
 
 def _reason(error: BaseException) -> str:
     """The first line of an error, without the advice to trust the file."""
-    return re.sub(r"\s+", " ", str(error).strip().splitlines()[-1 if "Unsupported" in str(error) else 0])[
-        :200
-    ]
+    line = str(error).strip().splitlines()[-1 if "Unsupported" in str(error) else 0]
+    return " ".join(line.split())[:200]
 
 
 def _kind(state: object) -> str:
     if not isinstance(state, dict):
         return f"a {type(state).__name__}"
-    odd = next(
-        (
-            f"{name}: {type(value).__name__}"
-            for name, value in state.items()
-            if not isinstance(value, torch.Tensor)
-        ),
-        "",
-    )
-    return f"a dict with {odd}"
+    name, odd = next(item for item in state.items() if not isinstance(item[1], torch.Tensor))
+    return f"a dict with {name}: {type(odd).__name__}"

@@ -68,9 +68,8 @@ class SharedPrompts:
             chosen = np.flatnonzero(counts == m)
             places = order[firsts[chosen][:, None] + np.arange(m)]
             copies.append((torch.from_numpy(chosen).to(device), torch.from_numpy(places).to(device)))
-        return cls(
-            torch.from_numpy(to_rows).to(device), torch.from_numpy(order[firsts]).to(device), tuple(copies)
-        )
+        to_line = torch.from_numpy(order[firsts]).to(device)
+        return cls(torch.from_numpy(to_rows).to(device), to_line, tuple(copies))
 
 
 @dataclass(frozen=True)
@@ -135,9 +134,8 @@ def plan_rows(lengths: np.ndarray, device: torch.device, shared: SharedPrompts |
         gathers.append(gather.reshape(-1))
         at += gather.size
     to_padded = torch.from_numpy(np.concatenate(gathers)).to(device)
-    return RowPlan(
-        tuple(groups), to_padded, torch.from_numpy(scatter).to(device), boundaries, longest, shared
-    )
+    to_packed = torch.from_numpy(scatter).to(device)
+    return RowPlan(tuple(groups), to_padded, to_packed, boundaries, longest, shared)
 
 
 def register_attention() -> None:
@@ -221,10 +219,8 @@ def _torch_varlen(
 
     bounds = (plan.boundaries, plan.boundaries, plan.longest, plan.longest)
     span = (window - 1, 0) if window else (-1, 0)
-    gqa = q.shape[1] != k.shape[1]
-    out = varlen_attn(
-        q.contiguous(), k.contiguous(), v.contiguous(), *bounds, scale=scale, window_size=span, enable_gqa=gqa
-    )
+    q, k, v, gqa = q.contiguous(), k.contiguous(), v.contiguous(), q.shape[1] != k.shape[1]
+    out = varlen_attn(q, k, v, *bounds, scale=scale, window_size=span, enable_gqa=gqa)
     assert isinstance(out, torch.Tensor)
     return out
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import pickle
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,16 +26,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 DOWNLOAD_AGAIN = "download the model again, all of it"
-CONSTRUCTOR_FAULTS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+CONSTRUCTOR_FAULTS: tuple[type[Exception], ...] = (ArithmeticError, AssertionError, AttributeError)
+CONSTRUCTOR_FAULTS += (ImportError, LookupError, RuntimeError, TypeError, ValueError)
 """What a model's constructor raises for inconsistent values in config.json."""
 
 
@@ -49,15 +41,13 @@ def require_model(
     if not _is_plain(config, model):
         return None
     loading.causal_class(config, model, field=field)
+    sizes: dict[str, Any] = {"dtype": torch.float32, "attention": "eager", "chunk_tokens": 1}
     try:
-        return loading.empty_model(
-            config, model, head=head, dtype=torch.float32, attention="eager", chunk_tokens=1
-        )
+        return loading.empty_model(config, model, head=head, **sizes)
     except CONSTRUCTOR_FAULTS as error:
         rule = f"no {config.model_type} model can be made from its configuration: {loading.first_line(error)}"
-        raise ConfigError.one(
-            f"{field}.path", model.path, rule, f"correct its config.json or {field}.override_config"
-        ) from error
+        remedy = f"correct its config.json or {field}.override_config"
+        raise ConfigError.one(f"{field}.path", model.path, rule, remedy) from error
 
 
 def require_weights(model: ModelSourceConfig, config: PreTrainedConfig, *, head: str, field: str) -> None:
@@ -76,12 +66,9 @@ def require_weights(model: ModelSourceConfig, config: PreTrainedConfig, *, head:
 def _is_plain(config: PreTrainedConfig, model: ModelSourceConfig) -> bool:
     """Whether names and shapes of the tensors alone determine how the model is loaded."""
     own_code = model.trust_remote_code and bool(getattr(config, "auto_map", None))
-    parts = (config, config.get_text_config())
-    return not own_code and not any(
-        getattr(part, name, None)
-        for part in parts
-        for name in ("quantization_config", "transformers_weights")
-    )
+    names = ("quantization_config", "transformers_weights")
+    special = any(getattr(part, name, None) for part in (config, config.get_text_config()) for name in names)
+    return not own_code and not special
 
 
 def _require_fit(
@@ -97,14 +84,11 @@ def _require_fit(
         rule = f"its weights hold more than tensors, which was not executed: {loading.refused_content(error)}"
         raise ConfigError.one(f"{field}.path", model.path, rule) from error
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError.one(
-            f"{field}.path", model.path, f"its weights cannot be read: {loading.first_line(error)}"
-        ) from error
+        rule = f"its weights cannot be read: {loading.first_line(error)}"
+        raise ConfigError.one(f"{field}.path", model.path, rule) from error
     if not files:
-        rule = (
-            "none of its weight files has a name that is loaded: model.safetensors, or pytorch_model.bin, or"
-            " those of an index of shards"
-        )
+        known = "model.safetensors, or pytorch_model.bin, or those of an index of shards"
+        rule = f"none of its weight files has a name that is loaded: {known}"
         raise ConfigError.one(f"{field}.path", model.path, rule, DOWNLOAD_AGAIN)
     if stored is None:
         return

@@ -49,11 +49,10 @@ class PolicyModel(nn.Module):
         hidden = _asked_hidden_states(self.lm.base_model, batch)
         if len(hidden) <= self.chunk_tokens:
             return self._score(hidden, batch.targets, temperature, entropy, greedy_match)
+        chunks = zip(hidden.split(self.chunk_tokens), batch.targets.split(self.chunk_tokens), strict=True)
         pieces = [
             checkpoint(self._score, h, t, temperature, entropy, greedy_match, use_reentrant=False)
-            for h, t in zip(
-                hidden.split(self.chunk_tokens), batch.targets.split(self.chunk_tokens), strict=True
-            )
+            for h, t in chunks
         ]
         more = torch.cat([piece[1] for piece in pieces]) if entropy or greedy_match else None
         return torch.cat([piece[0] for piece in pieces]), more
@@ -70,12 +69,9 @@ class PolicyModel(nn.Module):
         logits = logits if logits.dtype == torch.float64 else logits.float()
         if temperature != 1.0:
             logits = logits / temperature
-        if greedy_match:
-            return -F.cross_entropy(logits, targets, reduction="none"), (logits.argmax(-1) == targets).to(
-                logits.dtype
-            )
-        if not entropy:
-            return -F.cross_entropy(logits, targets, reduction="none"), None
+        if greedy_match or not entropy:
+            matches = (logits.argmax(-1) == targets).to(logits.dtype) if greedy_match else None
+            return -F.cross_entropy(logits, targets, reduction="none"), matches
         everything = logits.log_softmax(-1)
         return -F.nll_loss(everything, targets, reduction="none"), -(everything.exp() * everything).sum(-1)
 
@@ -93,10 +89,8 @@ class ValueModel(nn.Module):
         super().__init__()
         self.backbone_name = name
         self.add_module(name, backbone)
-        config = backbone.config.get_text_config()
-        self.score = nn.Linear(
-            config.hidden_size, 1, bias=False, dtype=backbone.dtype, device=backbone.device
-        )
+        width = backbone.config.get_text_config().hidden_size
+        self.score = nn.Linear(width, 1, bias=False, dtype=backbone.dtype, device=backbone.device)
 
     @property
     def hf(self) -> Any:

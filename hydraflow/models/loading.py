@@ -52,25 +52,20 @@ def load_config(model: ModelSourceConfig, *, field: str = "actor_rollout_ref.mod
         with resolving(path, model):
             config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     except _unreadable() as error:
-        raise ConfigError.one(
-            f"{field}.path", path, f"cannot be read as a model: {_reason(error)}", _hint(error, field, path)
-        ) from error
-    unknown = [name for name in model.override_config if not hasattr(config, name)]
-    if unknown:
-        rule = f"config.json of {path} knows no {', '.join(unknown)}"
-        raise ConfigError.one(f"{field}.override_config", dict(model.override_config), rule, "remove it")
+        rule = f"cannot be read as a model: {_reason(error)}"
+        raise ConfigError.one(f"{field}.path", path, rule, _hint(error, field, path)) from error
+    key, given = f"{field}.override_config", dict(model.override_config)
+    if unknown := [name for name in given if not hasattr(config, name)]:
+        raise ConfigError.one(key, given, f"config.json of {path} knows no {', '.join(unknown)}", "remove it")
     try:
-        for name, value in model.override_config.items():
+        for name, value in given.items():
             setattr(config, name, value)
     except _unreadable() as error:
         rule = f"{name}={value} is not valid for a {config.model_type} model: {_reason(error)}"
-        remedy = f"leave out {name}, or correct it"
-        raise ConfigError.one(
-            f"{field}.override_config", dict(model.override_config), rule, remedy
-        ) from error
+        raise ConfigError.one(key, given, rule, f"leave out {name}, or correct it") from error
     text = config.get_text_config()
     for name, value in text.to_dict().items():
-        if (name.endswith("dropout") or name.endswith("pdrop")) and isinstance(value, float):
+        if name.endswith(("dropout", "pdrop")) and isinstance(value, float):
             setattr(text, name, 0.0)
     return config
 
@@ -81,37 +76,30 @@ def load_tokenizer(
     """The tokenizer; `chat` demands a chat template. Raises ConfigError when either is missing."""
     from transformers import AutoTokenizer
 
-    key = "tokenizer_path" if model.tokenizer_path else "path"
+    key = f"{field}.{'tokenizer_path' if model.tokenizer_path else 'path'}"
     path = os.path.expanduser(model.tokenizer_path) if model.tokenizer_path else _require_path(model, field)
     remedy = f"{field}.tokenizer_path=<directory with the tokenizer>"
     if not is_hub_name(path) and not Path(path).is_dir():
         rule = "is a file, not a directory" if Path(path).exists() else "there is no such directory"
-        raise ConfigError.one(f"{field}.{key}", path, rule, remedy)
-    if is_hub_name(path) and (problem := download_problem(path, f"{field}.{key}")):
+        raise ConfigError.one(key, path, rule, remedy)
+    if is_hub_name(path) and (problem := download_problem(path, key)):
         raise ConfigError([problem])
-    if Path(path).is_dir() and not any(
-        True for pattern in _TOKENIZER_FILES for _ in Path(path).glob(pattern)
-    ):
+    found = [file for pattern in _TOKENIZER_FILES for file in Path(path).glob(pattern)]
+    if Path(path).is_dir() and not found:
         # transformers would silently create an empty tokenizer of the model's kind
-        raise ConfigError.one(
-            f"{field}.{key}", path, "holds no tokenizer: there is no tokenizer.json in it", remedy
-        )
+        raise ConfigError.one(key, path, "holds no tokenizer: there is no tokenizer.json in it", remedy)
     try:
         with resolving(path, model):
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     except Exception as error:  # the tokenizers library raises plain Exception for a file that it cannot read
         rule = f"holds no tokenizer that can be read: {first_line(error)}"
-        raise ConfigError.one(f"{field}.{key}", path, rule, remedy) from error
+        raise ConfigError.one(key, path, rule, remedy) from error
     if model.custom_chat_template is not None:
         tokenizer.chat_template = model.custom_chat_template
     if chat and not tokenizer.chat_template:
         rule = "its tokenizer has no chat template, and prompts are lists of messages"
-        raise ConfigError.one(
-            f"{field}.{key}",
-            path,
-            rule,
-            f"{field}.custom_chat_template=<Jinja template>, or an instruct model",
-        )
+        remedy = f"{field}.custom_chat_template=<Jinja template>, or an instruct model"
+        raise ConfigError.one(key, path, rule, remedy)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -134,9 +122,8 @@ def load_generation_config(
         if isinstance(error, OSError) and not (Path(path) / GENERATION_CONFIG).exists():
             return None
         rule = f"its {GENERATION_CONFIG} cannot be read: {first_line(error)}"
-        raise ConfigError.one(
-            f"{field}.path", path, rule, f"correct or remove {GENERATION_CONFIG}"
-        ) from error
+        remedy = f"correct or remove {GENERATION_CONFIG}"
+        raise ConfigError.one(f"{field}.path", path, rule, remedy) from error
 
 
 def packable(config: PreTrainedConfig, model_class: Any) -> bool:
@@ -160,15 +147,13 @@ def causal_class(
     if "AutoModelForCausalLM" in auto_map and model.trust_remote_code:
         from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+        path = os.path.expanduser(str(model.path))
         with resolving(str(model.path), model):
-            return get_class_from_dynamic_module(
-                auto_map["AutoModelForCausalLM"], os.path.expanduser(str(model.path))
-            )
+            return get_class_from_dynamic_module(auto_map["AutoModelForCausalLM"], path)
     known = AutoModelForCausalLM._model_mapping
     if type(config) not in known:
-        raise ConfigError.one(
-            f"{field}.path", model.path, f"a {config.model_type} model is not a causal language model"
-        )
+        rule = f"a {config.model_type} model is not a causal language model"
+        raise ConfigError.one(f"{field}.path", model.path, rule)
     found = known[type(config)]
     return found[0] if isinstance(found, tuple) else found
 
@@ -264,9 +249,8 @@ def _load_lm(
         rule = f"its weights hold more than tensors, which was not executed: {refused_content(error)}"
         raise ConfigError.one(f"{field}.path", path, rule) from error
     except (OSError, SafetensorError) as error:
-        raise ConfigError.one(
-            f"{field}.path", path, f"its weights cannot be read: {first_line(error)}"
-        ) from error
+        rule = f"its weights cannot be read: {first_line(error)}"
+        raise ConfigError.one(f"{field}.path", path, rule) from error
     return loaded
 
 
@@ -298,10 +282,8 @@ def require_filled(report: Mapping[str, Any], *, path: str, head: str, prefix: s
     rules = []
     if misshapen := sorted(entry for entry in report["mismatched_keys"] if needed(entry[0])):
         name, stored, wanted = misshapen[0]
-        rules.append(
-            f"{len(misshapen)} of its weights are of another shape, the first {name}: {list(stored)}, not"
-            f" {list(wanted)}"
-        )
+        first = f"the first {name}: {list(stored)}, not {list(wanted)}"
+        rules.append(f"{len(misshapen)} of its weights are of another shape, {first}")
     if missing := sorted(filter(needed, report["missing_keys"])):
         rules.append(f"{len(missing)} weights are not in its files, the first {missing[0]}")
     if rules:
@@ -312,9 +294,8 @@ def require_one_value(score: torch.Tensor, config: PreTrainedConfig, *, path: st
     """Raises ConfigError when a stored value head does not give exactly one value per token."""
     wanted = [1, config.get_text_config().hidden_size]
     if list(score.shape) != wanted:
-        raise ConfigError.one(
-            f"{field}.path", path, f"its value head {SCORE} is {list(score.shape)}, not {wanted}"
-        )
+        rule = f"its value head {SCORE} is {list(score.shape)}, not {wanted}"
+        raise ConfigError.one(f"{field}.path", path, rule)
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -329,25 +310,22 @@ def stored_tensor(directory: Path, name: str) -> torch.Tensor | None:
     """One tensor of a directory's safetensors files; None if there is no such name."""
     from safetensors import safe_open
 
-    index = directory / INDEX
+    index, file = directory / INDEX, directory / "model.safetensors"
     if index.is_file():
-        shard = read_weight_map(index).get(name)
-        files = [directory / shard] if shard else []
-    else:
-        files = [file for file in [directory / "model.safetensors"] if file.is_file()]
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            if name in set(opened.keys()):
-                return opened.get_tensor(name)
-    return None
+        if (shard := read_weight_map(index).get(name)) is None:
+            return None
+        file = directory / shard
+    if not file.is_file():
+        return None
+    with safe_open(file, framework="pt") as opened:
+        return opened.get_tensor(name) if name in set(opened.keys()) else None
 
 
 def _require_path(model: ModelSourceConfig, field: str) -> str:
     """The model's folder, with `~` expanded, or its name on the hub."""
     if not model.path:
-        raise ConfigError.one(
-            f"{field}.path", None, "no model is named", f"{field}.path=<Hugging Face directory or hub name>"
-        )
+        remedy = f"{field}.path=<Hugging Face directory or hub name>"
+        raise ConfigError.one(f"{field}.path", None, "no model is named", remedy)
     if problems := model_problems(model.path, f"{field}.path"):
         raise ConfigError(problems)
     if is_hub_name(model.path) and (problem := download_problem(model.path, f"{field}.path")):

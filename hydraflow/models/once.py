@@ -37,9 +37,8 @@ def resolving(path: str, model: ModelSourceConfig) -> Iterator[None]:
         with FileLock(lock, timeout=SECONDS):
             yield
     except Timeout:
-        raise EnvironmentFault(
-            f"waited {SECONDS:g} s for another process of this node that resolves {path} (it holds {lock})"
-        ) from None
+        text = f"waited {SECONDS:g} s for another process of this node that resolves {path} (it holds {lock})"
+        raise EnvironmentFault(text) from None
 
 
 def lock_file(path: str) -> Path:

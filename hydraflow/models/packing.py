@@ -40,9 +40,8 @@ class PackedBatch:
 
     def dense(self, values: torch.Tensor) -> torch.Tensor:
         """Lays (K,) values out as (B, R), 0 elsewhere. Differentiable."""
-        return (
-            values.new_zeros(self.shape[0] * self.shape[1]).index_copy(0, self.cells, values).view(self.shape)
-        )
+        flat = values.new_zeros(self.shape[0] * self.shape[1])
+        return flat.index_copy(0, self.cells, values).view(self.shape)
 
 
 class _Rows(NamedTuple):
@@ -89,14 +88,8 @@ def pack(
     response_ids, response_len = ragged.parts(responses)
     if bool((prompt_len == 0).any()):
         raise ValueError("a row has an empty prompt: its first response token has no token before it")
-    rows = _Rows(
-        prompt_ids,
-        prompt_len,
-        *_coordinates(prompt_len),
-        response_ids,
-        response_len,
-        *_coordinates(response_len),
-    )
+    own, answered = _coordinates(prompt_len), _coordinates(response_len)
+    rows = _Rows(prompt_ids, prompt_len, *own, response_ids, response_len, *answered)
     layout = _side_by_side(rows) if padded else _in_a_line(rows, device)
     before = torch.where(
         rows.response_at == 0,
@@ -153,9 +146,8 @@ def _in_a_line(rows: _Rows, device: torch.device) -> _Layout:
         row_starts = row_len.cumsum(0) - row_len
         to_rows = torch.empty(int(row_len.sum()), dtype=torch.int64)
         to_rows[row_starts[rows.prompt_row] + rows.prompt_at] = prompt_places
-        to_rows[((row_starts + rows.prompt_len)[rows.response_row] + rows.response_at)[is_read]] = (
-            response_places
-        )
+        answers = (row_starts + rows.prompt_len)[rows.response_row] + rows.response_at
+        to_rows[answers[is_read]] = response_places
         shared = SharedPrompts.of(to_rows.numpy(), len(ids), device)
     plan = plan_rows(row_len.numpy(), device, shared)
     return _Layout(ids[None], positions[None], prompt_starts, response_starts, plan)

@@ -88,11 +88,10 @@ def make_model(
     from transformers import Qwen3ForCausalLM
 
     tokenizer = make_tokenizer(alphabet)
+    config = make_config(tokenizer, hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(
-            make_config(tokenizer, hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads)
-        )
+        model = Qwen3ForCausalLM(config)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(directory)

@@ -49,15 +49,12 @@ def weight_faults(directory: Path) -> list[str]:
     absent = [name for name in promised if not (directory / name).is_file()]
     if absent:
         lost = sum(shard in absent for shard in places.values())
-        return [
-            f"{len(absent)} of {len(promised)} weight files are missing ({', '.join(absent[:SHOWN])}), with"
-            f" {lost} of {len(places)} weights"
-        ]
-    return [
-        fault
-        for name in promised
-        if (fault := file_fault(directory / name, {key for key, shard in places.items() if shard == name}))
-    ]
+        missing = f"{len(absent)} of {len(promised)} weight files are missing ({', '.join(absent[:SHOWN])})"
+        return [f"{missing}, with {lost} of {len(places)} weights"]
+    held: dict[str, list[str]] = {}
+    for key, shard in places.items():
+        held.setdefault(shard, []).append(key)
+    return [fault for name in promised if (fault := file_fault(directory / name, held[name]))]
 
 
 def file_fault(file: Path, names: Collection[str] = ()) -> str | None:
@@ -78,11 +75,9 @@ def file_fault(file: Path, names: Collection[str] = ()) -> str | None:
     if file.stat().st_size < end:
         return f"{file.name} is truncated: it has {file.stat().st_size} bytes of {end}"
     lost = sorted(set(names) - set(described))
-    return (
-        f"{file.name} lacks {len(lost)} weights that the index promises, the first {lost[0]}"
-        if lost
-        else None
-    )
+    if not lost:
+        return None
+    return f"{file.name} lacks {len(lost)} weights that the index promises, the first {lost[0]}"
 
 
 def read_header(file: Path) -> tuple[dict[str, Any], int] | None:
@@ -141,20 +136,16 @@ def empty_tensors(files: list[Path]) -> dict[str, torch.Tensor] | None:
     without loading them."""
     found: dict[str, torch.Tensor] = {}
     for file in files:
-        tensors = _from_header(file) if file.suffix == ".safetensors" else _from_pickle(file)
+        if file.suffix != ".safetensors":
+            tensors = _from_pickle(file)
+        elif header := read_header(file):
+            tensors = {name: torch.empty(one["shape"], device="meta") for name, one in header[0].items()}
+        else:
+            tensors = None
         if tensors is None:
             return None
         found |= tensors
     return found
-
-
-def _from_header(file: Path) -> dict[str, torch.Tensor] | None:
-    header = read_header(file)
-    return (
-        None
-        if header is None
-        else {name: torch.empty(entry["shape"], device="meta") for name, entry in header[0].items()}
-    )
 
 
 def _from_pickle(file: Path) -> dict[str, torch.Tensor] | None:
@@ -164,6 +155,5 @@ def _from_pickle(file: Path) -> dict[str, torch.Tensor] | None:
     loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     if not isinstance(loaded, dict):
         raise ValueError(f"{file.name} holds a {type(loaded).__name__}, not tensors by name")
-    return {
-        str(name): tensor.to("meta") for name, tensor in loaded.items() if isinstance(tensor, torch.Tensor)
-    }
+    tensors = {str(name): value for name, value in loaded.items() if isinstance(value, torch.Tensor)}
+    return {name: tensor.to("meta") for name, tensor in tensors.items()}

@@ -53,10 +53,8 @@ def token_bins(lengths: Lengths, max_tokens: int, min_bins: int = 1) -> list[lis
         return []
     longest = int(tokens.argmax())
     if tokens[longest] > max_tokens:
-        raise ValueError(
-            f"row {longest} has {int(tokens[longest])} tokens, more than the {max_tokens} that a micro-batch"
-            " may hold"
-        )
+        has = f"row {longest} has {int(tokens[longest])} tokens"
+        raise ValueError(f"{has}, more than the {max_tokens} that a micro-batch may hold")
     order = np.argsort(-tokens, kind="stable").tolist()
     sizes = tokens.tolist()
     bins = _fewest_bins(order, sizes, max_tokens)
@@ -77,9 +75,8 @@ def _swap_until_level(parts: np.ndarray, cost: np.ndarray) -> None:
         ranked = parts[light][np.argsort(cost[parts[light]], kind="stable")]
         at = np.searchsorted(cost[ranked], cost[parts[heavy]] - gap / 2)
         candidates = np.stack([np.clip(at, 0, len(ranked) - 1), np.clip(at - 1, 0, len(ranked) - 1)])
-        left = np.abs(
-            gap - 2 * (cost[parts[heavy]] - cost[ranked[candidates]])
-        )  # (2, rows of a part): the gap after each swap
+        # (2, rows of a part): the gap after each swap
+        left = np.abs(gap - 2 * (cost[parts[heavy]] - cost[ranked[candidates]]))
         which, give = np.unravel_index(int(left.argmin()), left.shape)
         if left[which, give] >= gap:
             return
@@ -121,10 +118,8 @@ def _split_to(bins: list[list[int]], sizes: list[int], count: int) -> list[list[
     always get there."""
     bins = list(bins)
     while len(bins) < count:
-        heaviest = max(
-            (b for b in range(len(bins)) if len(bins[b]) > 1),
-            key=lambda b: sum(sizes[row] for row in bins[b]),
-        )
+        several = [number for number, rows in enumerate(bins) if len(rows) > 1]
+        heaviest = max(several, key=lambda number: sum(sizes[row] for row in bins[number]))
         rows = bins[heaviest]
         bins[heaviest] = rows[0::2]
         bins.append(rows[1::2])

@@ -52,9 +52,8 @@ class DataProto(VerlMethods):
     """Plain values about the batch; `concat` merges `metrics`, everything else must agree."""
 
     def __post_init__(self) -> None:
-        self.non_tensor_batch = {
-            key: columns.object_column(value, key) for key, value in self.non_tensor_batch.items()
-        }
+        objects = self.non_tensor_batch.items()
+        self.non_tensor_batch = {key: columns.object_column(value, key) for key, value in objects}
         for key, value in {} if self.batch is None else self.batch.items():
             columns.tensor_column(value, key)
         self.check()
@@ -80,7 +79,8 @@ class DataProto(VerlMethods):
         given = {key: columns.tensor_column(value, key) for key, value in (tensors or {}).items()}
         objects = {key: columns.object_column(value, key) for key, value in (non_tensors or {}).items()}
         check_rows({**given, **objects})
-        return cls(_tensordict(given), objects, dict(meta_info or {}))
+        batch = TensorDict(given, batch_size=[len(next(iter(given.values())))]) if given else None
+        return cls(batch, objects, dict(meta_info or {}))
 
     # Looking
 
@@ -115,9 +115,8 @@ class DataProto(VerlMethods):
 
     def to(self, device: str | torch.device) -> Self:
         """The same batch with its tensors on `device`."""
-        return self._map(
-            lambda _, column: column.to(device) if isinstance(column, Tensor) else column, len(self)
-        )
+        columns = {key: column.to(device) for key, column in self._columns().items()}
+        return self._like(columns, dict(self.non_tensor_batch), dict(self.meta_info), len(self))
 
     # Rows
 
@@ -128,11 +127,9 @@ class DataProto(VerlMethods):
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> Self:
         """Rows `start:end:step`; with step 1 the columns are views."""
-        rows = range(*slice(start, end, step).indices(len(self)))
-        index: RowIndex = (
-            slice(rows.start, rows.stop) if rows.step == 1 else np.arange(rows.start, rows.stop, rows.step)
-        )
-        return self._map(lambda _, column: columns.take(column, index), len(rows))
+        first, stop, by = slice(start, end, step).indices(len(self))
+        index: RowIndex = slice(first, stop) if by == 1 else np.arange(first, stop, by)
+        return self._map(lambda _, column: columns.take(column, index), len(range(first, stop, by)))
 
     @staticmethod
     def concat(data: Sequence[DataProto]) -> DataProto:
@@ -148,11 +145,8 @@ class DataProto(VerlMethods):
         if odd:
             raise ValueError(f"concat: columns {sorted(odd)} are not in all of the batches")
         joined = {key: columns.concat([part[key] for part in parts], key) for key in parts[0]}
-        tensors = {key: column for key, column in joined.items() if isinstance(column, Tensor)}
-        objects = {key: column for key, column in joined.items() if isinstance(column, np.ndarray)}
-        rows = sum(map(len, data))
-        batch = None if data[0].batch is None else TensorDict(tensors, batch_size=[rows])
-        return DataProto(batch, objects, concat_facts([part.meta_info for part in data]))
+        rows = None if data[0].batch is None else sum(map(len, data))
+        return of_columns(joined, concat_facts([part.meta_info for part in data]), rows)
 
     # Pickling: numpy arrays out of band, no tensor goes through torch's own pickler.
 
@@ -171,9 +165,8 @@ class DataProto(VerlMethods):
     def _like(
         self, columns: dict[str, Any], objects: dict[str, Any], facts: dict[str, Any], rows: int
     ) -> Self:
-        return type(self)(
-            None if self.batch is None else TensorDict(columns, batch_size=[rows]), objects, facts
-        )
+        batch = None if self.batch is None else TensorDict(columns, batch_size=[rows])
+        return type(self)(batch, objects, facts)
 
     def _set(self, columns: dict[str, Any], objects: dict[str, np.ndarray], rows: int) -> None:
         # a batch without columns is a TensorDict that holds only the number of rows
@@ -197,20 +190,17 @@ class DataProto(VerlMethods):
         place = int(ragged.as_index([row], len(self))[0])
         one = self.slice(place, place + 1)
         tensors = {key: ragged.rows(value)[0] for key, value in one._columns().items()}
+        objects = {key: column[0] for key, column in one.non_tensor_batch.items()}
         batch = None if self.batch is None else TensorDict(tensors, batch_size=[])
-        return DataProtoItem(
-            batch, {key: column[0] for key, column in one.non_tensor_batch.items()}, dict(self.meta_info)
-        )
+        return DataProtoItem(batch, objects, dict(self.meta_info))
 
 
-def _tensordict(tensors: Mapping[str, Tensor]) -> TensorDict | None:
-    if not tensors:
-        return None
-    return TensorDict(dict(tensors), batch_size=[len(next(iter(tensors.values())))])
+def of_columns(columns: Mapping[str, ColumnData], facts: dict[str, Any], rows: int | None) -> DataProto:
+    """A batch of columns of both kinds; `rows` None: without a TensorDict."""
+    tensors = {key: column for key, column in columns.items() if isinstance(column, Tensor)}
+    objects = {key: column for key, column in columns.items() if isinstance(column, np.ndarray)}
+    return DataProto(None if rows is None else TensorDict(tensors, batch_size=[rows]), objects, facts)
 
 
 def _unpickle(encoded: Mapping[str, wire.Encoded], meta_info: dict[str, Any], rows: int | None) -> DataProto:
-    decoded = {key: wire.decode(column) for key, column in encoded.items()}
-    tensors = {key: column for key, column in decoded.items() if isinstance(column, Tensor)}
-    objects = {key: column for key, column in decoded.items() if isinstance(column, np.ndarray)}
-    return DataProto(None if rows is None else TensorDict(tensors, batch_size=[rows]), objects, meta_info)
+    return of_columns({key: wire.decode(column) for key, column in encoded.items()}, meta_info, rows)

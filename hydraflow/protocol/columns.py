@@ -24,17 +24,15 @@ def object_column(values: object, name: str) -> np.ndarray:
         return values if values.dtype == object else values.astype(object)
     if isinstance(values, list | tuple):
         return as_objects(list(values))
-    raise ValueError(
-        f"column {name!r} is a {type(values).__name__}; rows of objects are given as a list or a numpy array"
-    )
+    given = "rows of objects are given as a list or a numpy array"
+    raise ValueError(f"column {name!r} is a {type(values).__name__}; {given}")
 
 
 def tensor_column(value: object, name: str) -> Tensor:
     """`value` if it is a tensor with rows. ValueError otherwise."""
     if not isinstance(value, Tensor):
-        raise ValueError(
-            f"column {name!r} is a {type(value).__name__}, not a tensor; objects belong to non_tensors"
-        )
+        kind = type(value).__name__
+        raise ValueError(f"column {name!r} is a {kind}, not a tensor; objects belong to non_tensors")
     if value.is_nested and value.layout != torch.jagged:
         raise ValueError(f"column {name!r} is a nested tensor of the old layout; use layout=torch.jagged")
     if value.dim() == 0:
@@ -75,15 +73,12 @@ def cut_rows(column: ColumnData, pieces: int, name: str) -> ColumnData:
         values, lengths = ragged.parts(column)
         if bool((lengths % pieces).any()):
             row = int((lengths % pieces).nonzero()[0])
-            raise ValueError(
-                f"column {name!r}, row {row}: {int(lengths[row])} tokens do not divide into {pieces} pieces"
-            )
+            where = f"column {name!r}, row {row}"
+            raise ValueError(f"{where}: {int(lengths[row])} tokens do not divide into {pieces} pieces")
         return ragged.from_parts(values, (lengths // pieces).repeat_interleave(pieces))
     if column.ndim < 2 or column.shape[1] % pieces:
-        raise ValueError(
-            f"column {name!r} of shape {tuple(column.shape)} does not divide into {pieces} pieces along"
-            " dimension 1"
-        )
+        where = f"column {name!r} of shape {tuple(column.shape)}"
+        raise ValueError(f"{where} does not divide into {pieces} pieces along dimension 1")
     return column.reshape(len(column) * pieces, column.shape[1] // pieces, *column.shape[2:])
 
 

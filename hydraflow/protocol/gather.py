@@ -40,23 +40,18 @@ class Gather:
     def suits(self, pieces: Sequence[object]) -> bool:
         """Whether these are ragged pieces of one dtype with short rows, of which enough are wanted."""
         kept = [piece for piece in pieces if isinstance(piece, NestedTensor)]
-        if (
-            len(kept) < len(pieces)
-            or len({(piece._values.dtype, piece._values.shape[1:]) for piece in kept}) > 1
-        ):
+        kinds = {(piece._values.dtype, piece._values.shape[1:]) for piece in kept}
+        if len(kept) < len(pieces) or len(kinds) > 1:
             return False
-        rows, tokens = (
-            sum(len(piece._offsets) - 1 for piece in kept),
-            sum(piece._values.shape[0] for piece in kept),
-        )
+        rows = sum(len(piece._offsets) - 1 for piece in kept)
+        tokens = sum(piece._values.shape[0] for piece in kept)
         return tokens < ragged.LONG_ROW * rows and rows <= FEW_ROWS * len(self.wanted)
 
     def __call__(self, pieces: Sequence[Tensor]) -> Tensor:
         """The wanted rows, as a copy."""
         split = [ragged.parts(piece) for piece in pieces]
-        values, lengths = (
-            torch.cat(part) if len(split) > 1 else part[0] for part in zip(*split, strict=True)
-        )
+        parts = zip(*split, strict=True)
+        values, lengths = (torch.cat(part) if len(split) > 1 else part[0] for part in parts)
         if self._lengths is None or not torch.equal(lengths, self._lengths):
             self._lengths = lengths
             self._positions, self._offsets = ragged.positions(lengths, self.wanted)

@@ -104,17 +104,12 @@ def piece_plan(column: Column) -> PiecePlan:
     used = np.flatnonzero(counts)
     groups = np.split(index[by_piece], np.cumsum(counts[used])[:-1])
     starts = ends - np.asarray(column.layout)
-    picks = tuple(
-        (int(n), _unless_whole(rows - starts[n], column.layout[n]))
-        for n, rows in zip(used, groups, strict=True)
-    )
+    grouped = zip(used, groups, strict=True)
+    picks = tuple((int(n), _unless_whole(rows - starts[n], column.layout[n])) for n, rows in grouped)
     skipped = starts - (np.cumsum(np.where(counts, column.layout, 0)) - np.where(counts, column.layout, 0))
     wanted = index - skipped[piece]
-    return PiecePlan(
-        picks,
-        None if is_range(by_piece) else np.argsort(by_piece),
-        _unless_whole(wanted, int(ends[used].sum() - starts[used].sum())),
-    )
+    order = None if is_range(by_piece) else np.argsort(by_piece)
+    return PiecePlan(picks, order, _unless_whole(wanted, int((ends - starts)[used].sum())))
 
 
 class PlanMemo:
@@ -165,9 +160,8 @@ def concat_columns(parts: Sequence[Column], memo: dict[object, np.ndarray | None
     layout = tuple(ref.rows for ref in refs)
     key = (layout, numbers, tuple(id(part.index) for part in parts))
     if key not in memo:
-        memo[key] = _joined_index(
-            parts, numbers, np.cumsum(layout) - np.asarray(layout, dtype=np.int64), sum(layout)
-        )
+        starts = np.cumsum(layout) - np.asarray(layout, dtype=np.int64)
+        memo[key] = _joined_index(parts, numbers, starts, sum(layout))
     return Column(refs, memo[key])
 
 

@@ -44,12 +44,9 @@ def from_parts(values: Tensor, lengths: Tensor) -> Tensor:
     lengths = lengths.to(device=values.device, dtype=torch.int64)
     offsets = _offsets(lengths)
     if int(offsets[-1]) != values.shape[0]:
-        raise ValueError(
-            f"a ragged column with {values.shape[0]} values cannot have row lengths that add up to"
-            f" {int(offsets[-1])}"
-        )
-    # The class itself: nested_tensor_from_jagged takes five times as long for the checks that were made
-    # above.
+        held = f"a ragged column with {values.shape[0]} values"
+        raise ValueError(f"{held} cannot have row lengths that add up to {int(offsets[-1])}")
+    # The class itself: nested_tensor_from_jagged takes five times as long for the checks made above.
     return NestedTensor(values.detach(), offsets)
 
 
@@ -57,13 +54,10 @@ def from_rows(row_list: Sequence[Tensor]) -> Tensor:
     """A ragged column from its rows, each (L_i, ...). ValueError for an empty list: its dtype would be a
     guess."""
     if len(row_list) == 0:
-        raise ValueError(
-            "from_rows needs at least one row; for an empty column use from_parts with empty values of the"
-            " right dtype"
-        )
-    return from_parts(
-        torch.cat(list(row_list)), torch.tensor([len(row) for row in row_list], dtype=torch.int64)
-    )
+        instead = "for an empty column use from_parts with empty values of the right dtype"
+        raise ValueError(f"from_rows needs at least one row; {instead}")
+    sizes = torch.tensor([len(row) for row in row_list], dtype=torch.int64)
+    return from_parts(torch.cat(list(row_list)), sizes)
 
 
 def parts(t: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,9 +100,8 @@ def as_index(index: RowIndex, n_rows: int) -> np.ndarray:
     [[0, 2], [2, 0], [1, 2]]
     """
     if isinstance(index, slice):
-        return np.arange(*index.indices(n_rows)).astype(
-            np.int64, copy=False
-        )  # a step of 2**63 makes numpy choose another type
+        # a step of 2**63 makes numpy choose another type
+        return np.arange(*index.indices(n_rows)).astype(np.int64, copy=False)
     array = np.asarray(index.detach().cpu().numpy() if isinstance(index, Tensor) else index)
     if array.ndim != 1:
         raise IndexError(f"rows are selected by a one-dimensional index, not by one of shape {array.shape}")
@@ -136,13 +129,12 @@ def take(t: Tensor, index: RowIndex) -> Tensor:
     if not is_ragged(t):
         return t.detach().index_select(0, numbers)
     values, row_lengths = parts(t)
-    picked = row_lengths[numbers]
     if values.shape[0] >= LONG_ROW * len(row_lengths):
         all_rows = values.split(row_lengths.tolist())
         chosen = [all_rows[i] for i in numbers.tolist()]
-        return from_parts(torch.cat(chosen) if chosen else values[:0].clone(), picked)
-    starts = _offsets(row_lengths)[:-1][numbers]
-    return from_parts(values.index_select(0, _positions(starts, picked)), picked)
+        return from_parts(torch.cat(chosen) if chosen else values[:0].clone(), row_lengths[numbers])
+    places, offsets = positions(row_lengths, numbers)
+    return NestedTensor(values.index_select(0, places), offsets)
 
 
 def positions(row_lengths: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,15 +153,12 @@ def concat(columns: Sequence[Tensor]) -> Tensor:
     shapes of a row."""
     kinds = sorted({describe(c) for c in columns})
     if len(kinds) != 1:
-        raise ValueError(
-            f"columns of different kinds cannot be joined: {' and '.join(kinds) or 'none given'}"
-        )
+        given = " and ".join(kinds) or "none given"
+        raise ValueError(f"columns of different kinds cannot be joined: {given}")
     if not is_ragged(columns[0]):
         return torch.cat([c.detach() for c in columns])
-    split = [parts(c) for c in columns]
-    return from_parts(
-        torch.cat([values for values, _ in split]), torch.cat([row_lengths for _, row_lengths in split])
-    )
+    values, row_lengths = zip(*(parts(c) for c in columns), strict=True)
+    return from_parts(torch.cat(values), torch.cat(row_lengths))
 
 
 def describe(t: Tensor) -> str:
@@ -189,10 +178,8 @@ def to_padded(t: Tensor, length: int | None = None, value: float = 0) -> Tensor:
     longest = int(row_lengths.max()) if len(row_lengths) else 0
     length = longest if length is None else length
     if longest > length:
-        raise ValueError(
-            f"row {int(row_lengths.argmax())} has {longest} tokens and does not fit a padded length of"
-            f" {length}"
-        )
+        has = f"row {int(row_lengths.argmax())} has {longest} tokens"
+        raise ValueError(f"{has} and does not fit a padded length of {length}")
     padded = values.new_full((len(row_lengths), length, *values.shape[1:]), value)
     padded[_in_row(row_lengths, length)] = values
     return padded
@@ -203,10 +190,8 @@ def from_padded(dense: Tensor, row_lengths: Tensor) -> Tensor:
     row_lengths = row_lengths.to(device=dense.device, dtype=torch.int64)
     longest = int(row_lengths.max()) if len(row_lengths) else 0
     if longest > dense.shape[1] or len(row_lengths) != dense.shape[0]:
-        raise ValueError(
-            f"{len(row_lengths)} row lengths up to {longest} do not fit a tensor of shape"
-            f" {tuple(dense.shape)}"
-        )
+        rows = f"{len(row_lengths)} row lengths up to {longest}"
+        raise ValueError(f"{rows} do not fit a tensor of shape {tuple(dense.shape)}")
     return from_parts(dense.detach()[_in_row(row_lengths, dense.shape[1])], row_lengths)
 
 

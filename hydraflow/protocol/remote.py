@@ -18,11 +18,10 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from hydraflow.protocol import ragged, wire
-from hydraflow.protocol.batch import DataProto
+from hydraflow.protocol.batch import DataProto, of_columns
 from hydraflow.protocol.columns import concat as join_rows
 from hydraflow.protocol.columns import n_rows, object_column
 from hydraflow.protocol.columns import take as take_rows
@@ -72,9 +71,7 @@ class RemoteBatch(Rows):
     @classmethod
     def from_local(cls, data: DataProto) -> Self:
         """A batch whose tensors are `LocalColumn`s, sharing memory with `data`."""
-        local = {
-            key: Column((LocalColumn(value),)) for key, value in data.items() if isinstance(value, Tensor)
-        }
+        local = {key: Column((LocalColumn(value),)) for key, value in data._columns().items()}
         return cls(local, dict(data.non_tensor_batch), dict(data.meta_info))
 
     # Looking
@@ -121,10 +118,8 @@ class RemoteBatch(Rows):
         keys = set(data[0].keys())
         for part in data:
             if set(part.keys()) != keys or part.columns.keys() != data[0].columns.keys():
-                raise ValueError(
-                    f"batches to concatenate differ in their columns: {sorted(keys)} and"
-                    f" {sorted(part.keys())}"
-                )
+                both = f"{sorted(keys)} and {sorted(part.keys())}"
+                raise ValueError(f"batches to concatenate differ in their columns: {both}")
         memo: dict[object, np.ndarray | None] = {}
         joined = {key: concat_columns([part.columns[key] for part in data], memo) for key in data[0].columns}
         objects = {key: np.concatenate([part.objects[key] for part in data]) for key in data[0].objects}
@@ -218,10 +213,8 @@ def materialise(
     read = {
         key: _read(column, plans(column), data, key, copy, gathers) for key, column in wanted.columns.items()
     }
-    tensors = {key: value for key, value in read.items() if isinstance(value, Tensor)}
-    objects = {key: value for key, value in read.items() if isinstance(value, np.ndarray)}
-    proto = TensorDict(tensors, batch_size=[len(wanted)]) if tensors else None
-    return DataProto(proto, {**objects, **wanted.objects}, dict(wanted.meta_info))
+    rows = len(wanted) if any(isinstance(value, Tensor) for value in read.values()) else None
+    return of_columns({**read, **wanted.objects}, dict(wanted.meta_info), rows)
 
 
 def _read(
@@ -287,9 +280,8 @@ def _subset(batch: RemoteBatch, keys: Iterable[str]) -> RemoteBatch:
     missing = [name for name in names if name not in batch.columns and name not in batch.objects]
     if missing:
         raise KeyError(f"the batch has no columns {missing}; it has {batch.keys()}")
-    return batch.select(
-        [name for name in names if name in batch.columns], [name for name in names if name in batch.objects]
-    )
+    columns = [name for name in names if name in batch.columns]
+    return batch.select(columns, [name for name in names if name in batch.objects])
 
 
 def _unpickle_batch(

@@ -103,10 +103,8 @@ class Rows(ABC):
         change = dict(zip(old, new, strict=True))
         if len({change.get(key, key) for key in self.keys()}) != len(self.keys()):
             raise ValueError(f"renaming {old} to {new} would give two columns one name")
-        columns, objects = (
-            {change.get(key, key): value for key, value in kind.items()}
-            for kind in (self._columns(), self._objects())
-        )
+        kinds = (self._columns(), self._objects())
+        columns, objects = ({change.get(key, key): kind[key] for key in kind} for kind in kinds)
         self._set(columns, objects, len(self))
         return self
 
@@ -174,10 +172,8 @@ def merge_facts(facts: Sequence[Mapping[str, Any]], operation: str) -> dict[str,
     for part in facts:
         for key, value in part.items():
             if key in merged and not same(merged[key], value):
-                raise ValueError(
-                    f"{operation}: meta_info {key!r} differs between the batches: {merged[key]!r} and"
-                    f" {value!r}"
-                )
+                differs = f"meta_info {key!r} differs between the batches"
+                raise ValueError(f"{operation}: {differs}: {merged[key]!r} and {value!r}")
             merged[key] = value
     return merged
 
@@ -185,9 +181,8 @@ def merge_facts(facts: Sequence[Mapping[str, Any]], operation: str) -> dict[str,
 def concat_facts(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Facts of concatenated batches: `metrics` as a dict of lists over the parts, everything else must
     agree."""
-    merged = merge_facts(
-        [{key: value for key, value in part.items() if key != "metrics"} for part in facts], "concat"
-    )
+    others = [{key: value for key, value in part.items() if key != "metrics"} for part in facts]
+    merged = merge_facts(others, "concat")
     metrics: dict[str, list[Any]] = {}
     for part in facts:
         given = part.get("metrics") or []

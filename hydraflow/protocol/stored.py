@@ -27,12 +27,8 @@ def write_batch(path: Path, batch: DataProto, facts: Mapping[str, Any]) -> None:
     columns: dict[str, dict[str, Any]] = {}
     for name, column in batch.items():
         encoded = wire.encode(column, name)
-        columns[name] = {
-            "kind": encoded.kind,
-            "dtype": encoded.dtype,
-            "shape": list(encoded.shape),
-            "parts": len(encoded.arrays),
-        }
+        header = {"kind": encoded.kind, "dtype": encoded.dtype, "shape": list(encoded.shape)}
+        columns[name] = {**header, "parts": len(encoded.arrays)}
         arrays |= {f"{name}.{part}": array for part, array in enumerate(encoded.arrays)}
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = safetensors.numpy.save(arrays, {"columns": json.dumps(columns), "facts": json.dumps(dict(facts))})
@@ -48,9 +44,6 @@ def read_batch(path: Path) -> tuple[DataProto, dict[str, Any]]:
         read = {}
         for name, entry in columns.items():
             arrays = tuple(file.get_tensor(f"{name}.{part}") for part in range(entry["parts"]))
-            read[name] = wire.decode(
-                wire.Encoded(entry["kind"], entry["dtype"], tuple(entry["shape"]), arrays)
-            )
-    objects = {name: column for name, column in read.items() if isinstance(column, np.ndarray)}
-    tensors = {name: column for name, column in read.items() if not isinstance(column, np.ndarray)}
-    return DataProto.from_dict(tensors, objects), facts
+            encoded = wire.Encoded(entry["kind"], entry["dtype"], tuple(entry["shape"]), arrays)
+            read[name] = wire.decode(encoded)
+    return DataProto.from_single_dict(read), facts

@@ -40,9 +40,8 @@ class VerlMethods(Rows):
     def from_single_dict(cls, data: Mapping[str, Any], meta_info: dict[str, Any] | None = None) -> Self:
         """A batch from one dict: tensors become tensor columns, arrays and lists object columns."""
         tensors = {key: value for key, value in data.items() if isinstance(value, Tensor)}
-        return cls.from_dict(
-            tensors, {key: value for key, value in data.items() if key not in tensors}, meta_info
-        )
+        objects = {key: value for key, value in data.items() if key not in tensors}
+        return cls.from_dict(tensors, objects, meta_info)
 
     @classmethod
     def from_tensordict(cls, data: TensorDict, meta_info: dict[str, Any] | None = None) -> Self:
@@ -93,12 +92,11 @@ class VerlMethods(Rows):
         if missing:
             raise KeyError(f"the batch has no columns {sorted(missing)}; it has {self.keys()}")
         rows = np.repeat(np.arange(len(self)), n_split)
-        return self._map(
-            lambda key, column: (
-                columns.cut_rows(column, n_split, key) if key in keys else columns.take(column, rows)
-            ),
-            len(rows),
-        )
+
+        def cut(key: str, column: ColumnData) -> ColumnData:
+            return columns.cut_rows(column, n_split, key) if key in keys else columns.take(column, rows)
+
+        return self._map(cut, len(rows))
 
     def make_iterator(
         self,
@@ -117,9 +115,8 @@ class VerlMethods(Rows):
         unknown = set(dataloader_kwargs or {}) - {"shuffle"}
         if unknown:
             raise ValueError(f"dataloader_kwargs may hold shuffle; got {sorted(unknown)}")
-        return self._mini_batches(
-            mini_batch_size, epochs, seed, bool((dataloader_kwargs or {}).get("shuffle", False))
-        )
+        shuffle = bool((dataloader_kwargs or {}).get("shuffle", False))
+        return self._mini_batches(mini_batch_size, epochs, seed, shuffle)
 
     def _mini_batches(self, size: int, epochs: int, seed: int | None, shuffle: bool) -> Iterator[Self]:
         generator = torch.Generator()

@@ -21,9 +21,7 @@ from hydraflow.protocol import ragged
 ColumnData = Tensor | np.ndarray
 """A dense or ragged tensor, or an object array whose first dimension is the rows."""
 
-_ALLOWED = (
-    "None, bool, int, float, str, lists, tuples, dicts with str keys, numpy numbers and arrays of these"
-)
+_ALLOWED = "None, bool, int, float, str, lists, tuples, dicts with str keys, numpy numbers and their arrays"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -54,9 +52,8 @@ def encode(column: ColumnData, name: str = "column") -> Encoded:
         firsts, which = _distinct(column.reshape(-1))
         text = json.dumps(_plain_items(column, firsts, name), ensure_ascii=False, separators=(",", ":"))
         written = np.frombuffer(text.encode("utf-8", "surrogatepass"), dtype=np.uint8)
-        return Encoded(
-            "objects", "", column.shape, (written, which) if len(firsts) < len(which) else (written,)
-        )
+        arrays = (written, which) if len(firsts) < len(which) else (written,)
+        return Encoded("objects", "", column.shape, arrays)
     dtype = str(column.dtype).removeprefix("torch.")
     if not ragged.is_ragged(column):
         return Encoded("dense", dtype, (), (_to_numpy(column),))
@@ -102,9 +99,8 @@ def _distinct(items: np.ndarray) -> tuple[list[int], np.ndarray]:
     """The first position of each distinct object, and for every position the number of its object (int32):
     the samples of a prompt share its objects."""
     numbers: dict[int, int] = {}
-    which = np.fromiter(
-        (numbers.setdefault(id(item), len(numbers)) for item in items), dtype=np.int32, count=len(items)
-    )
+    found = (numbers.setdefault(id(item), len(numbers)) for item in items)
+    which = np.fromiter(found, dtype=np.int32, count=len(items))
     return np.unique(which, return_index=True)[1].tolist(), which
 
 
@@ -117,9 +113,10 @@ def _plain_items(column: np.ndarray, places: list[int], name: str) -> list[objec
             plain.append(_plain(items[place]))
         except TypeError as error:
             row = place // max(width, 1)
-            raise ValueError(
+            text = (
                 f"column {name!r}, row {row}: {error} cannot travel between processes; allowed are {_ALLOWED}"
-            ) from None
+            )
+            raise ValueError(text) from None
     return plain
 
 

@@ -29,11 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "python -m hydraflow.report", description="One HTML page about training runs."
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder; several are compared")
-    parser.add_argument(
-        "--output",
-        metavar="FILE",
-        help=f"the page to write; by default RUN/{NAME}, and {NAME} here for several runs",
-    )
+    where = f"the page to write; by default RUN/{NAME}, and {NAME} here for several runs"
+    parser.add_argument("--output", metavar="FILE", help=where)
     arguments = parser.parse_args(argv)
     try:
         return _report(arguments.runs, arguments.output)
@@ -49,9 +46,8 @@ def _report(folders: Sequence[str], output: str | None) -> int:
 
     started = time.monotonic()
     if len(folders) > MOST_RUNS:
-        raise ConfigError.one(
-            "RUN", f"{len(folders)} folders", f"a page shows at most {MOST_RUNS} runs", "name fewer folders"
-        )
+        rule = f"a page shows at most {MOST_RUNS} runs"
+        raise ConfigError.one("RUN", f"{len(folders)} folders", rule, "name fewer folders")
     if output and Path(output).expanduser().is_dir():
         raise ConfigError.one("--output", output, "is a folder", f"--output {Path(output) / NAME}")
     runs = [read_run(Path(folder)) for folder in folders]
@@ -61,9 +57,8 @@ def _report(folders: Sequence[str], output: str | None) -> int:
         with replacing(target) as unfinished:
             unfinished.write_text(page, encoding="utf-8")
     except OSError as error:
-        raise ConfigError.one(
-            "--output", target, f"cannot be written ({error.strerror})", "--output <another file>"
-        ) from error
+        rule = f"cannot be written ({error.strerror})"
+        raise ConfigError.one("--output", target, rule, "--output <another file>") from error
     print(f"{target}: {len(page.encode()) / 1000:.0f} kB, {time.monotonic() - started:.2f} s")
     return 0
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+_AGAINST = "Generation against training"
 GROUPS = (
     "Validation",
     "Reward",
@@ -16,7 +17,7 @@ GROUPS = (
     "Critic",
     "Supervised training",
     "Lengths",
-    "Generation against training",
+    _AGAINST,
     "Speed",
     "Faults",
     "Other metrics",
@@ -79,18 +80,8 @@ _ROWS = (
     ("Lengths", "response_length/clip_ratio", "Responses truncated at the limit", "share of responses"),
     ("Lengths", "prompt_length/mean", "Prompt length, mean", "tokens"),
     ("Lengths", "prompt_length/max", "Prompt length, greatest", "tokens"),
-    (
-        "Generation against training",
-        "training/rollout_probs_diff_mean",
-        "Difference of probabilities, mean",
-        "probability",
-    ),
-    (
-        "Generation against training",
-        "training/rollout_probs_diff_max",
-        "Difference of probabilities, greatest",
-        "probability",
-    ),
+    (_AGAINST, "training/rollout_probs_diff_mean", "Difference of probabilities, mean", "probability"),
+    (_AGAINST, "training/rollout_probs_diff_max", "Difference of probabilities, greatest", "probability"),
     ("Speed", "perf/throughput", "Throughput", "tokens per second and device"),
     ("Speed", "timing_s/step", "Time of a step", "seconds"),
     ("Speed", "perf/total_num_tokens", "Tokens of a step", "tokens"),
@@ -136,9 +127,8 @@ def metric(name: str) -> Metric:
         accuracy = found["what"] == "acc"
         of = "" if found["n"] == "1" else f" of {found['n']}"
         title = f"{found['source']}: {'accuracy' if accuracy else 'reward'}, mean{of}"
-        return Metric(
-            title, "share of responses" if accuracy else "score", "Validation", -2 if accuracy else -1
-        )
+        unit, rank = ("share of responses", -2) if accuracy else ("score", -1)
+        return Metric(title, unit, "Validation", rank)
     group = next((group for prefix, group in _PREFIXES if name.startswith(prefix)), "Other metrics")
     return Metric(name, "", group, len(_ROWS))
 

@@ -54,12 +54,9 @@ def ending(run: Run) -> Ending:
 def findings(run: Run) -> list[Finding]:
     """All findings, the ending first."""
     end = ending(run)
-    found = [
-        Finding(
-            end.weight, f"Ended: {end.detail}" if end.label != "no end noted" else end.detail.capitalize()
-        )
-    ]
-    for look in (_requeue, _starts, _symptoms, _counts, _not_finite, _checkpoints, _set_aside, _unread):
+    known = end.label != "no end noted"
+    found = [Finding(end.weight, f"Ended: {end.detail}" if known else end.detail.capitalize())]
+    for look in (_requeue, _starts, _symptoms, _counts, _not_finite, _checkpoints, _files):
         found += look(run)
     return found
 
@@ -81,12 +78,9 @@ def _starts(run: Run) -> Iterator[Finding]:
         yield Finding(NOTABLE, f"Start {number}: resumed after step {start.get('after_step', '?')}", detail)
     restarts = run.columns.get("training/restarts")
     if restarts is not None and _largest(restarts) > 0:
-        count = int(_largest(restarts))
-        yield Finding(
-            SERIOUS,
-            f"Restarted by itself after a worker failed, {_times(count)} in one start",
-            "metric training/restarts",
-        )
+        often = f"{_times(int(_largest(restarts)))} in one start"
+        what = f"Restarted by itself after a worker failed, {often}"
+        yield Finding(SERIOUS, what, "metric training/restarts")
 
 
 def _symptoms(run: Run) -> Iterator[Finding]:
@@ -121,39 +115,27 @@ def _not_finite(run: Run) -> Iterator[Finding]:
     for name, column in sorted(run.columns.items()):
         broken = column.steps[~np.isfinite(column.values)]
         if len(broken):
-            yield Finding(
-                SERIOUS, f"{name} was not a finite number, {_times(len(broken))}", _in_steps(broken)
-            )
+            what = f"{name} was not a finite number, {_times(len(broken))}"
+            yield Finding(SERIOUS, what, _in_steps(broken))
 
 
 def _checkpoints(run: Run) -> Iterator[Finding]:
     for path in sorted(run.folder.glob("*.damaged*")):
-        yield Finding(
-            SERIOUS, f"Damaged checkpoint: {path.name}", "it was skipped, and an older one was used"
-        )
+        what = f"Damaged checkpoint: {path.name}"
+        yield Finding(SERIOUS, what, "it was skipped, and an older one was used")
     for path in sorted(run.folder.glob("*.unfinished")):
-        yield Finding(
-            NOTABLE, f"Checkpoint that was never finished: {path.name}", "the next start removes it"
-        )
-    kept = (
-        len([path for path in (run.folder / "skipped").glob("*") if path.is_file()])
-        if (run.folder / "skipped").is_dir()
-        else 0
-    )
-    if kept:
+        what = f"Checkpoint that was never finished: {path.name}"
+        yield Finding(NOTABLE, what, "the next start removes it")
+    if kept := sum(path.is_file() for path in run.folder.glob("skipped/*")):
         yield Finding(NOTABLE, f"Rows of skipped steps are kept in skipped/: {kept} files")
 
 
-def _set_aside(run: Run) -> Iterator[Finding]:
+def _files(run: Run) -> Iterator[Finding]:
     for path in sorted(run.folder.glob("earlier-*")):
         yield Finding(FINE, f"An earlier run of this folder was moved to {path.name}/")
     if run.missing_steps:
-        yield Finding(
-            NOTABLE, f"metrics.jsonl has no line for {run.missing_steps} steps between its first and its last"
-        )
-
-
-def _unread(run: Run) -> Iterator[Finding]:
+        missing = f"{run.missing_steps} steps between its first and its last"
+        yield Finding(NOTABLE, f"metrics.jsonl has no line for {missing}")
     for text in run.unread:
         yield Finding(NOTABLE, "Could not be read", text)
 

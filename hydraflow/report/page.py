@@ -35,38 +35,19 @@ def render(runs: Sequence[Run]) -> str:
     name_apart(runs)
     axes = Axes()
     charts, most = chart_data(runs, axes)
-    phase_data, phase_rows = [], []
-    for run in runs:
-        data, rows = tables.phases(run, axes, PHASE_POINTS)
-        phase_data.append(data)
-        phase_rows.append(rows)
+    phases = [tables.phases(run, axes, PHASE_POINTS) for run in runs]
+    phase_data = [data for data, _ in phases]
     samples = [tables.samples(run) for run in runs]  # before the findings: what cannot be read is one of them
-    style, script = (
-        (HERE / "page.css").read_text(encoding="utf-8"),
-        (HERE / "page.js").read_text(encoding="utf-8"),
-    )
-    environment = Environment(
-        loader=FileSystemLoader(HERE),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    style, script = ((HERE / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    strict: dict[str, Any] = {"autoescape": True, "undefined": StrictUndefined}
+    environment = Environment(loader=FileSystemLoader(HERE), trim_blocks=True, lstrip_blocks=True, **strict)
+    data = {"runs": [run.name for run in runs], "axes": axes.listed, "charts": charts, "phases": phase_data}
     text = environment.get_template("page.html.j2").render(
         title=" · ".join(run.name for run in runs[:3]) + (" …" if len(runs) > 3 else ""),
         policy=policy(style, script),
         style=Markup(style),
         script=Markup(script),
-        data=Markup(
-            embedded(
-                {
-                    "runs": [run.name for run in runs],
-                    "axes": axes.listed,
-                    "charts": charts,
-                    "phases": phase_data,
-                }
-            )
-        ),
+        data=Markup(embedded(data)),
         runs=[
             {"name": run.name, "folder": str(run.folder), "ending": ending(run), "starts": tables.starts(run)}
             for run in runs
@@ -75,8 +56,8 @@ def render(runs: Sequence[Run]) -> str:
         groups=grouped(charts),
         folded=FOLDED,
         thinned=thinned({axes.listed[one["x"]]["w"] for chart in charts for one in chart["curves"]}, most),
-        bar_widths=[axes.listed[data["x"]]["w"] if data else 1 for data in phase_data],
-        phase_rows=phase_rows,
+        bar_widths=[axes.listed[one["x"]]["w"] if one else 1 for one in phase_data],
+        phase_rows=[rows for _, rows in phases],
         samples=samples,
         samples_shown=(tables.SHOWN_VALIDATIONS, tables.SHOWN_SAMPLES),
         configurations=[tables.configuration(run) for run in runs],
@@ -86,9 +67,7 @@ def render(runs: Sequence[Run]) -> str:
         findings=[findings(run) for run in runs],
         made=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
     )
-    return text.encode("utf-8", errors="replace").decode(
-        "utf-8"
-    )  # half of a character pair cannot be written
+    return text.encode(errors="replace").decode()  # half of a character pair cannot be written
 
 
 def name_apart(runs: Sequence[Run]) -> None:
@@ -116,9 +95,8 @@ def chart_data(runs: Sequence[Run], axes: Axes) -> tuple[list[dict[str, Any]], i
         for number, run in enumerate(runs):
             if name in run.columns:
                 curves.append({"run": number} | curve(run.columns[name], axes, most))
-        charts.append(
-            {"name": name, "title": shown.title, "unit": shown.unit, "group": shown.group, "curves": curves}
-        )
+        words = {"name": name, "title": shown.title, "unit": shown.unit, "group": shown.group}
+        charts.append({**words, "curves": curves})
     return charts, most
 
 
@@ -192,7 +170,6 @@ def embedded(data: Any) -> str:
     >>> embedded({"a": "</script><!--"})
     '{"a":"\\\\u003c/script\\\\u003e\\\\u003c!--"}'
     """
-    text = json.dumps(
-        data, separators=(",", ":"), allow_nan=False
-    )  # ASCII: other line ends of JavaScript are escaped, too
+    # ASCII: other line ends of JavaScript are escaped, too
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

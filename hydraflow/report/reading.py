@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,26 +76,20 @@ class Run:
 def read_run(folder: Path) -> Run:
     """Reads what is there. Raises ConfigError when it is no run folder."""
     path = folder.expanduser().resolve()
+    another = "name a run folder, such as runs/ppo-20250131-120000"
     if not path.is_dir():
-        raise ConfigError.one(
-            "RUN", folder, "is no folder", "name a run folder, such as runs/ppo-20250131-120000"
-        )
+        raise ConfigError.one("RUN", folder, "is no folder", another)
     if not any((path / name).exists() for name in MARKS):
         inside = sorted(mark.parent.name for mark in path.glob("*/metrics.jsonl"))
-        remedy = f"{folder / inside[-1]}" if inside else "name a run folder, such as runs/ppo-20250131-120000"
-        raise ConfigError.one(
-            "RUN", folder, f"holds no run: neither {' nor '.join(MARKS[:3])} is in it", remedy
-        )
+        rule = f"holds no run: neither {' nor '.join(MARKS[:3])} is in it"
+        raise ConfigError.one("RUN", folder, rule, f"{folder / inside[-1]}" if inside else another)
     run = Run(path.name, path)
     _read_metrics(run)
     run.summary = public(_mapping(run, "summary.json"))  # runs of earlier versions have secrets there
     run.plan = _mapping(run, "plan.json")
     starts = _mapping(run, "run.json").get("starts", [])
-    run.starts = (
-        [_public_start(start) for start in starts if isinstance(start, dict)]
-        if isinstance(starts, list)
-        else []
-    )
+    listed = starts if isinstance(starts, list) else []
+    run.starts = [_public_start(start) for start in listed if isinstance(start, dict)]
     run.settings = _settings(run)
     for file in path.glob("samples/step_*.jsonl"):
         if file.stem[5:].isdigit():
@@ -125,13 +120,8 @@ def _read_metrics(run: Run) -> None:
     lines = _lines(run, file)
     for number, line in enumerate(lines, 1):
         record = _parsed(line)
-        step = record.get("step") if isinstance(record, dict) else None
-        if (
-            isinstance(record, dict)
-            and isinstance(step, (int, float))
-            and not isinstance(step, bool)
-            and abs(step) <= LARGEST_STEP
-        ):
+        step: Any = record.get("step") if isinstance(record, dict) else None
+        if type(step) in (int, float) and abs(step) <= LARGEST_STEP:
             records.setdefault(int(step), {}).update(record)
         elif number < len(lines):
             wrong += 1  # the last line may be half written: the run is under way, or was killed
@@ -143,7 +133,7 @@ def _read_metrics(run: Run) -> None:
 
 
 def _columns(steps: list[int], records: Mapping[int, Mapping[str, Any]]) -> dict[str, Column]:
-    found: dict[str, tuple[list[int], list[float], list[float]]] = {}
+    found: dict[str, tuple[list[int], list[float], list[float]]] = defaultdict(lambda: ([], [], []))
     last = 0.0
     for step in steps:
         record = records[step]
@@ -152,12 +142,10 @@ def _columns(steps: list[int], records: Mapping[int, Mapping[str, Any]]) -> dict
             number = value if type(value) is float else _number(value)
             if number is None:
                 continue
-            column = found.get(name)
-            if column is None:
-                column = found[name] = ([], [], [])
-            column[0].append(step)
-            column[1].append(seconds)
-            column[2].append(number)
+            ats, times, values = found[name]
+            ats.append(step)
+            times.append(seconds)
+            values.append(number)
     return {
         name: Column(np.array(at, dtype=np.int64), np.array(times), np.array(values, dtype=np.float64))
         for name, (at, times, values) in found.items()
@@ -185,14 +173,10 @@ def _settings(run: Run) -> dict[str, tuple[str, str]]:
     """From config_origins.json, which has every key with its origin; else from config.yaml, which has the
     values alone."""
     facts = _mapping(run, "config_origins.json")
-    if facts:
-        rows = (
-            (key, fact.get("value"), str(fact.get("from", "")))
-            for key, fact in facts.items()
-            if isinstance(fact, dict)
-        )
-    else:
-        rows = ((key, value, "") for key, value in _flat(_yaml(run)))
+    said = {key: fact for key, fact in facts.items() if isinstance(fact, dict)}
+    rows = [(key, fact.get("value"), str(fact.get("from", ""))) for key, fact in said.items()]
+    if not facts:
+        rows = [(key, value, "") for key, value in _flat(_yaml(run))]
     return {key: (_shown(public(value, key)), origin) for key, value, origin in rows}
 
 

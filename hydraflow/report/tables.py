@@ -6,7 +6,7 @@ In: runs. Out: rows of text for the template. Left out on purpose: how they look
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,15 +37,17 @@ class KeyNumber:
 
 def _accuracy(run: Run) -> Column | None:
     """Held-out accuracy over all sources; where a reward function reports none, its reward."""
+    core = {name: column for name, column in run.columns.items() if name.startswith("val-core/")}
     for what in ("/acc/mean@", "/reward/mean@"):
-        columns = [
-            column for name, column in run.columns.items() if name.startswith("val-core/") and what in name
-        ]
-        if columns:
-            same = [column for column in columns if len(column.steps) == len(columns[0].steps)]
+        if columns := [column for name, column in core.items() if what in name]:
             first = columns[0]
+            same = [column for column in columns if len(column.steps) == len(first.steps)]
             return Column(first.steps, first.seconds, np.mean([column.values for column in same], axis=0))
     return run.columns.get("val/accuracy")
+
+
+def _finite(column: Column | None) -> np.ndarray:
+    return column.values[np.isfinite(column.values)] if column is not None else np.array([])
 
 
 def first_and_last(column: Column | None) -> str:
@@ -54,7 +56,7 @@ def first_and_last(column: Column | None) -> str:
     >>> first_and_last(Column(np.array([0, 5, 9]), np.zeros(3), np.array([0.25, 1.0, 0.5])))
     '0.25 → 0.5 (best 1)'
     """
-    values = column.values[np.isfinite(column.values)] if column is not None else np.array([])
+    values = _finite(column)
     if not len(values):
         return NO_VALUE
     return f"{values[0]:.4g} → {values[-1]:.4g} (best {values.max():.4g})"
@@ -62,8 +64,7 @@ def first_and_last(column: Column | None) -> str:
 
 def _mean(name: str, unit: str) -> Callable[[Run], str]:
     def text(run: Run) -> str:
-        column = run.columns.get(name)
-        values = column.values[np.isfinite(column.values)] if column is not None else np.array([])
+        values = _finite(run.columns.get(name))
         return f"{np.median(values):.4g} {unit}" if len(values) else NO_VALUE
 
     return text
@@ -108,30 +109,21 @@ def phases(run: Run, axes: Axes, most: int) -> tuple[dict[str, Any], list[dict[s
         return {}, []
     spans = spans_of(base.steps, most)
     means = {name: mean_at(column, base.steps, spans) for name, column in columns.items()}
-    totals = {
-        name: float(column.values[np.isfinite(column.values)].sum()) for name, column in columns.items()
-    }
+    totals = {name: float(_finite(column).sum()) for name, column in columns.items()}
+    none = np.zeros(len(spans.starts))
     if step is not None:
-        inside = sum(
-            (values for name, values in means.items() if name not in OUTSIDE), np.zeros(len(spans.starts))
-        )
-        means["rest of the step"] = np.maximum(0.0, mean_at(step, base.steps, spans) - inside)
-        inside_total = sum(total for name, total in totals.items() if name not in OUTSIDE)
-        totals["rest of the step"] = max(
-            0.0, float(step.values[np.isfinite(step.values)].sum()) - inside_total
-        )
+        inside = [name for name in means if name not in OUTSIDE]
+        within = sum((means[name] for name in inside), none)
+        means["rest of the step"] = np.maximum(0.0, mean_at(step, base.steps, spans) - within)
+        rest = float(_finite(step).sum()) - sum(totals[name] for name in inside)
+        totals["rest of the step"] = max(0.0, rest)
     whole = sum(totals.values()) or 1.0
     order = sorted(means, key=lambda name: -totals[name])
     large = [name for name in order if totals[name] / whole >= SMALL_SHARE][:MOST_PHASES]
     small = [name for name in order if name not in large]
     parts = [{"name": name, "y": rounded(means[name])} for name in large]
     if small:
-        parts.append(
-            {
-                "name": "others",
-                "y": rounded(sum((means[name] for name in small), np.zeros(len(spans.starts)))),
-            }
-        )
+        parts.append({"name": "others", "y": rounded(sum((means[name] for name in small), none))})
     x = axes.place(base.steps[spans.starts], base.seconds[spans.starts], spans.width)
     rows = [
         {
@@ -191,20 +183,11 @@ def versions(runs: Sequence[Run]) -> list[dict[str, Any]]:
     found = [start["versions"] if isinstance(start.get("versions"), dict) else {} for start in last]
     names = list(dict.fromkeys(name for one in found for name in one))
     rows = [{"name": name, "values": [_text(one.get(name, NO_VALUE)) for one in found]} for name in names]
-    rows += [_row(what, last) for what in ("git", "platform", "host")] if any(last) else []
-    return [
-        row | {"differs": len({value for value in row["values"] if value != NO_VALUE}) > 1} for row in rows
-    ]
-
-
-def _row(what: str, starts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    return {
-        "name": what,
-        "values": [
-            commit(start.get(what)) if what == "git" else _text(start.get(what) or NO_VALUE)
-            for start in starts
-        ],
-    }
+    if any(last):
+        rows.append({"name": "git", "values": [commit(start.get("git")) for start in last]})
+        for what in ("platform", "host"):
+            rows.append({"name": what, "values": [_text(start.get(what) or NO_VALUE) for start in last]})
+    return [row | {"differs": len(set(row["values"]) - {NO_VALUE}) > 1} for row in rows]
 
 
 def commit(git: Any) -> str:
@@ -223,16 +206,9 @@ def commit(git: Any) -> str:
 
 def starts(run: Run) -> list[dict[str, str]]:
     """Each start of the run: when, where, after which step, by which command."""
-    return [
-        {
-            "started": _text(start.get("started", "")),
-            "after_step": _text(start.get("after_step", "")),
-            "host": _text(start.get("host", "")),
-            "command": _text(start.get("command", "")),
-            "commit": commit(start.get("git")),
-        }
-        for start in run.starts
-    ]
+    names = ("started", "after_step", "host", "command")
+    said = [{name: _text(start.get(name, "")) for name in names} for start in run.starts]
+    return [one | {"commit": commit(start.get("git"))} for one, start in zip(said, run.starts, strict=True)]
 
 
 # --- samples --------------------------------------------------
@@ -259,11 +235,8 @@ def cut(value: object) -> str:
     ('', '1.0', 2025)
     """
     text = "" if value is None else _text(value)
-    return (
-        text
-        if len(text) <= LONGEST_TEXT
-        else f"{text[:LONGEST_TEXT]} … ({len(text) - LONGEST_TEXT} more characters)"
-    )
+    more = len(text) - LONGEST_TEXT
+    return text if more <= 0 else f"{text[:LONGEST_TEXT]} … ({more} more characters)"
 
 
 def _text(value: object) -> str:

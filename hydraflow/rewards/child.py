@@ -25,7 +25,7 @@ from typing import Any
 from hydraflow.errors import ConfigError, Problem, shown
 from hydraflow.rewards.custom import line_of, load_function
 from hydraflow.rewards.frames import Frames
-from hydraflow.rewards.functions import find_scorer
+from hydraflow.rewards.functions import compute_score, unknown_sources
 from hydraflow.rewards.row_time import QueueTime, over_at
 
 FLUSH_SECONDS = 0.02
@@ -136,13 +136,12 @@ def main(socket_number: int, shared: int) -> None:
     pool, progress = Frames(socket.socket(fileno=socket_number)), Progress(shared)
     try:
         settings = pool.receive()
-        _limit_memory(settings["max_memory"])
+        most = settings["max_memory"]
+        _limit_memory(most)
         try:
             caller = Caller(settings)
         except ConfigError as error:
-            pool.send(
-                {"refused": [_in_words(problem, error, settings["max_memory"]) for problem in error.problems]}
-            )
+            pool.send({"refused": [_in_words(problem, error, most) for problem in error.problems]})
             return
         alarm = RowAlarm(settings["timeout"])
         pool.send({"pid": os.getpid()})
@@ -181,7 +180,7 @@ def _cause(error: BaseException, path: str | None) -> str:
 def load(settings: dict[str, Any]) -> Callable[..., Any]:
     """The function to call with (data_source, solution_str, ground_truth, extra_info)."""
     if settings["path"] is None:
-        return _built_in
+        return compute_score
     function = load_function(settings["path"], settings["name"], settings["reward_kwargs"])
     kwargs = settings["reward_kwargs"]
 
@@ -197,15 +196,12 @@ def load(settings: dict[str, Any]) -> Callable[..., Any]:
     return call
 
 
-def _built_in(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Any:
-    return find_scorer(data_source)(solution_str, ground_truth)
-
-
 def _score_chunk(
     rows: Sequence[Any], caller: Caller, alarm: RowAlarm, pool: Frames, progress: Progress
 ) -> None:
     if caller.path is None:
-        _preload({row[0] for row in rows})
+        # imports what the functions need, so that it does not count against a row's time
+        unknown_sources(row[0] for row in rows)
     results: list[Result] = []
     flushed = time.monotonic()
     for number, row in enumerate(rows):
@@ -216,16 +212,6 @@ def _score_chunk(
         progress.note(number, alarm.began, alarm.waited)
         results.append(caller.score_row(row, alarm))
     pool.send(results)
-
-
-def _preload(data_sources: set[str]) -> None:
-    """Imports what the functions need, so that it does not count against a row's time. Unknown sources fail
-    row by row."""
-    for source in data_sources:
-        try:
-            find_scorer(source)
-        except ConfigError:
-            continue
 
 
 def score_here(call: Callable[..., Any], rows: Sequence[Any], path: str | None) -> list[Result]:
@@ -253,23 +239,20 @@ def read_value(value: Any) -> Result:
     >>> read_value({"score": 1, "acc": True, "pred": "42"})
     (1.0, {'acc': 1.0}, None)
     """
-    if not isinstance(value, dict):
-        return _finite(value, {})
-    if "score" not in value:
-        return None, {}, f"returned a dict without 'score' (it has {', '.join(map(str, value)) or 'nothing'})"
-    numbers = {str(name): _number(field) for name, field in value.items() if name != "score"}
-    return _finite(
-        value["score"],
-        {name: number for name, number in numbers.items() if number is not None and math.isfinite(number)},
-    )
-
-
-def _finite(value: Any, extra: dict[str, float]) -> Result:
-    score = _number(value)
+    fields = value if isinstance(value, dict) else {"score": value}
+    if "score" not in fields:
+        return (
+            None,
+            {},
+            f"returned a dict without 'score' (it has {', '.join(map(str, fields)) or 'nothing'})",
+        )
+    score = _number(fields["score"])
     if score is None:
-        return None, {}, f"returned a {type(value).__name__}, not a number"
+        return None, {}, f"returned a {type(fields['score']).__name__}, not a number"
     if not math.isfinite(score):
         return None, {}, f"returned {score}, not a finite number"
+    numbers = {str(name): _number(field) for name, field in fields.items() if name != "score"}
+    extra = {name: number for name, number in numbers.items() if number is not None and math.isfinite(number)}
     return score, extra, None
 
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hydraflow.errors import ConfigError, Problem
+from hydraflow.errors import ConfigError
 from hydraflow.rewards.config import RewardConfig
-from hydraflow.rewards.functions import find_scorer
+from hydraflow.rewards.functions import unknown_sources
 
 PATH_KEY = "reward.custom_reward_function.path"
 NAME_KEY = "reward.custom_reward_function.name"
@@ -33,7 +33,7 @@ RewardFunction = Callable[..., Any]
 def check_sources(config: RewardConfig, data_sources: Iterable[str]) -> None:
     """Raises `ConfigError` for each of `data_sources` without a built-in function. A custom function accepts
     any."""
-    if config.custom_reward_function.path is None and (problems := _unknown_sources(data_sources)):
+    if config.custom_reward_function.path is None and (problems := unknown_sources(data_sources)):
         raise ConfigError(problems)
 
 
@@ -45,14 +45,10 @@ def load_function(path: str | Path, name: str, reward_kwargs: Mapping[str, Any])
     """
     module = _import_file(_absolute(path))
     if not hasattr(module, name):
-        defined = [
-            n
-            for n, value in vars(module).items()
-            if inspect.isfunction(value) and value.__module__ == module.__name__
-        ]
-        raise ConfigError.one(
-            NAME_KEY, name, f"{path} defines no such function; it has {', '.join(defined) or 'none'}"
-        )
+        functions = inspect.getmembers(module, inspect.isfunction)
+        defined = ", ".join(n for n, value in functions if value.__module__ == module.__name__)
+        rule = f"{path} defines no such function; it has {defined or 'none'}"
+        raise ConfigError.one(NAME_KEY, name, rule)
     function = getattr(module, name)
     if not callable(function):
         raise ConfigError.one(NAME_KEY, name, f"is a {type(function).__name__} in {path}, not a function")
@@ -69,11 +65,8 @@ def _check_signature(
 ) -> None:
     doubled = [key for key in reward_kwargs if key in ARGUMENTS]
     if doubled:
-        raise ConfigError.one(
-            "reward.custom_reward_function.reward_kwargs",
-            doubled,
-            "are given by the trainer and cannot be set",
-        )
+        rule = "are given by the trainer and cannot be set"
+        raise ConfigError.one("reward.custom_reward_function.reward_kwargs", doubled, rule)
     try:
         signature = inspect.signature(function)
     except ValueError:  # a function written in C may have none
@@ -99,14 +92,10 @@ def _import_file(path: Path) -> ModuleType:
     try:
         with redirect_stdout(sys.stderr):  # a command's stdout is reserved for its report
             spec.loader.exec_module(module)
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # the user's file may raise anything; it becomes the user's message
+    except (Exception, SystemExit) as error:  # the user's file may raise anything; it becomes our message
         where = f" ({line})" if (line := line_of(error, path)) else ""
-        raise ConfigError.one(
-            PATH_KEY, path, f"cannot be imported: {type(error).__name__}: {error}{where}"
-        ) from error
+        rule = f"cannot be imported: {type(error).__name__}: {error}{where}"
+        raise ConfigError.one(PATH_KEY, path, rule) from error
     return module
 
 
@@ -122,13 +111,3 @@ def line_of(error: BaseException, path: str | Path) -> str:
 
 def _absolute(path: str | Path) -> Path:
     return Path(path).expanduser().absolute()
-
-
-def _unknown_sources(data_sources: Iterable[str]) -> list[Problem]:
-    problems: list[Problem] = []
-    for source in sorted(set(data_sources)):
-        try:
-            find_scorer(source)
-        except ConfigError as error:
-            problems += error.problems
-    return problems

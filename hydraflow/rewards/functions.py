@@ -8,11 +8,11 @@ The answer patterns for GSM8K are those that its users compare by: `#### 42` (st
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
-from hydraflow.errors import ConfigError
+from hydraflow.errors import ConfigError, Problem
 
 Score = float | dict[str, Any]
 Scorer = Callable[[str, Any], Score]
@@ -47,6 +47,17 @@ def find_scorer(data_source: str) -> Scorer:
     )
 
 
+def unknown_sources(data_sources: Iterable[str]) -> list[Problem]:
+    """One problem for each data source without a built-in function; those of the others are imported."""
+    problems: list[Problem] = []
+    for source in sorted(set(data_sources)):
+        try:
+            find_scorer(source)
+        except ConfigError as error:
+            problems += error.problems
+    return problems
+
+
 def exact(solution_str: str, ground_truth: Any) -> float:
     """1 when the response is the ground truth, white space around it aside."""
     return float(solution_str.strip() == str(ground_truth).strip())
@@ -61,13 +72,9 @@ def gsm8k(solution_str: str, ground_truth: Any) -> dict[str, float]:
     """
     marked = _MARKED.findall(solution_str)
     numbers = marked or _NUMBER.findall(solution_str)
-    strict = float(bool(marked) and _same_number(marked[-1], str(ground_truth)))
-    flexible = float(bool(numbers) and _same_number(numbers[-1], str(ground_truth)))
+    right = bool(numbers) and _plain(numbers[-1]) == _plain(str(ground_truth))
+    strict, flexible = float(bool(marked) and right), float(right)
     return {"score": strict, "acc": strict, "acc_flexible": flexible}
-
-
-def _same_number(found: str, truth: str) -> bool:
-    return _plain(found) == _plain(truth)
 
 
 def _plain(number: str) -> str:

@@ -94,10 +94,8 @@ class RewardPool:
         """Results in the order of `rows`. Raises `EnvironmentFault` when a process cannot start."""
         if self.config.num_workers == 0:
             self._function = self._function or load(settings_of(self.config))
-            return [
-                self._result(*result)
-                for result in score_here(self._function, rows, self.config.custom_reward_function.path)
-            ]
+            scored = score_here(self._function, rows, self.config.custom_reward_function.path)
+            return [self._result(*result) for result in scored]
         self.start()
         self._tried_again = set()
         queue = deque(range(len(rows)))
@@ -148,21 +146,17 @@ class RewardPool:
 
     def _receive(self, worker: RewardProcess, results: dict[int, RewardResult], queue: deque[int]) -> None:
         try:
-            answers = worker.receive()
+            for row, result in worker.receive():
+                results[row] = self._result(*result)
         except (EOFError, ConnectionError):
             self._replace(worker, worker.exit_reason(), results, queue)
-            return
         except ValueError:
             self._replace(worker, "wrote into the connection that its process answers on", results, queue)
-            return
-        for row, (score, extra, failed) in answers:
-            results[row] = self._result(score, extra, failed)
 
     def _result(self, score: float | None, extra: dict[str, float], failed: str | None) -> RewardResult:
-        return RewardResult(score, extra) if score is not None else self._failure(failed or "")
-
-    def _failure(self, reason: str) -> RewardResult:
-        return RewardResult(self.config.failure_score, {}, in_one_line(reason))
+        if score is not None:
+            return RewardResult(score, extra)
+        return RewardResult(self.config.failure_score, {}, in_one_line(failed or ""))
 
     def _replace(
         self, worker: RewardProcess, reason: str, results: dict[int, RewardResult], queue: deque[int]
@@ -173,15 +167,13 @@ class RewardPool:
         culprit, killed = worker.current_row(), worker.was_killed()
         worker.end()
         if culprit is None and not worker.proven:
-            raise EnvironmentFault(
-                f"a reward process {reason} before it scored a row, while it was starting or loading its"
-                " function"
-            )
+            early = "before it scored a row, while it was starting or loading its function"
+            raise EnvironmentFault(f"a reward process {reason} {early}")
         if killed and culprit is not None and culprit not in self._tried_again:
             self._tried_again.add(culprit)
             culprit = None
         if culprit is not None:
-            results[culprit] = self._failure(reason)
+            results[culprit] = self._result(None, {}, reason)
         logger.warning("a reward function %s; its process was replaced", reason)
         queue.extendleft(row for row in reversed(worker.pending) if row != culprit)
         self._workers[self._workers.index(worker)] = RewardProcess(self.config)

@@ -29,11 +29,7 @@ class QueueTime:
             return 0.0
         try:
             return int(os.pread(self._file, 128, 0).split()[1]) / 1e9
-        except (
-            OSError,
-            ValueError,
-            IndexError,
-        ):  # the process is gone, or a reward function has closed our file
+        except (OSError, ValueError, IndexError):  # the process is gone, or a reward function closed our file
             return 0.0
 
     def close(self) -> None:

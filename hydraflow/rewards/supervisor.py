@@ -21,7 +21,6 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 
 from hydraflow.rewards import child
 
@@ -46,7 +45,7 @@ def main(socket: int, shared: int, leash: int) -> None:
         return
     os.close(socket)
     os.close(shared)
-    signal.signal(signal.SIGTERM, _on_term)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     status: int | None = None
     try:
         status = _watch(function, leash)
@@ -60,9 +59,8 @@ def _watch(function: int, leash: int) -> int | None:
     """The wait status of the function's process; None when the leash closed first."""
     woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(waker)
-    signal.signal(
-        signal.SIGCHLD, lambda number, frame: None
-    )  # without a handler nothing is written to `waker`
+    # without a handler nothing is written to `waker`
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
     while True:
         for pid, status in _ended():
             if pid == function:
@@ -120,7 +118,3 @@ def _die_with(parent: int) -> None:
 def _prctl(option: int, value: int) -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(option, *map(ctypes.c_ulong, (value, 0, 0, 0))) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
-
-
-def _on_term(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)

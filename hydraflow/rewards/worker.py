@@ -111,13 +111,12 @@ class RewardProcess:
         start."""
         if self._queue_time is not None:
             return []
+        rule, greeting = f"its import was not over after {START_SECONDS:g} seconds", None
         try:
             greeting = self._greeting()
         except (EOFError, OSError, ValueError):
             rule = f"while it was imported, it {self.exit_reason()}"
-            return [Problem(PATH_KEY, self._path, rule, "correct what the file does when it is imported")]
         if greeting is None:
-            rule = f"its import was not over after {START_SECONDS:g} seconds"
             return [Problem(PATH_KEY, self._path, rule, "correct what the file does when it is imported")]
         if "refused" in greeting:
             return [Problem(*map(in_one_line, fields)) for fields in greeting["refused"]]
@@ -128,10 +127,8 @@ class RewardProcess:
         """Sends the rows with these numbers; waits for the process to be ready first, and raises
         EnvironmentFault when it cannot score."""
         if problems := self.problems():
-            raise EnvironmentFault(
-                "a reward process cannot load the reward function:"
-                f" {'; '.join(problem.rule for problem in problems)}"
-            )
+            rules = "; ".join(problem.rule for problem in problems)
+            raise EnvironmentFault(f"a reward process cannot load the reward function: {rules}")
         self.pending, self._offset = chunk, 0
         self._progress.note(NO_ROW, time.monotonic())
         try:
@@ -186,9 +183,8 @@ class RewardProcess:
         try:
             self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
-            logger.warning(
-                "the supervisor of a reward process did not end it in %g seconds; it is killed", END_SECONDS
-            )
+            what = "the supervisor of a reward process did not end it in %g seconds; it is killed"
+            logger.warning(what, END_SECONDS)
             self._process.kill()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(END_SECONDS)

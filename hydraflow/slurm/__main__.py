@@ -22,10 +22,6 @@ FAILED = "failed"
 """Folder in which a node that cannot start Ray writes the reason, in a file of its name."""
 
 
-def _submit(words: Sequence[str]) -> int:
-    return submit(options.parse(words))
-
-
 def _check(words: Sequence[str]) -> int:
     """check FOLDER JOB [arguments]: writes the facts of a run, or reports what is wrong with it."""
     folder, job, *arguments = words
@@ -49,10 +45,8 @@ def _await(words: Sequence[str]) -> int:
 
     def ended() -> str | None:
         failed = sorted((folder / FAILED).glob("*")) if (folder / FAILED).is_dir() else []
-        return (
-            "; ".join(f"{file.name}: {file.read_text().strip() or 'its Ray ended'}" for file in failed)
-            or None
-        )
+        said = (f"{file.name}: {file.read_text().strip() or 'its Ray ended'}" for file in failed)
+        return "; ".join(said) or None
 
     await_nodes(await_head(folder / ADDRESS, nodes[0], seconds), nodes, seconds, ended=ended)
     print(f"all {len(nodes)} nodes have joined Ray: {', '.join(nodes)}", flush=True)
@@ -70,7 +64,7 @@ def _lost(words: Sequence[str]) -> int:
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "submit": _submit,
+    "submit": lambda words: submit(options.parse(words)),
     "check": _check,
     "start": _start,
     "await": _await,
@@ -84,12 +78,8 @@ def main(argv: Sequence[str]) -> int:
         print(__doc__)
         return 0
     if argv[0] not in COMMANDS:
-        raise ConfigError.one(
-            f"python -m hydraflow.slurm {argv[0]}",
-            None,
-            "there is submit",
-            "python -m hydraflow.slurm submit --help",
-        )
+        module = "python -m hydraflow.slurm"
+        raise ConfigError.one(f"{module} {argv[0]}", None, "there is submit", f"{module} submit --help")
     return COMMANDS[argv[0]](argv[1:])
 
 

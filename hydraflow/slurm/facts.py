@@ -59,9 +59,8 @@ class Facts:
 
     def to_shell(self) -> str:
         """The facts as shell assignments, one a line."""
-        return "".join(
-            f"HF_{name.upper()}={shlex.quote(str(value))}\n" for name, value in asdict(self).items()
-        )
+        words = {f"HF_{name.upper()}": shlex.quote(str(value)) for name, value in asdict(self).items()}
+        return "".join(f"{name}={value}\n" for name, value in words.items())
 
     @classmethod
     def from_shell(cls, text: str) -> Facts:
@@ -103,14 +102,8 @@ def facts_of(config: Config, given: Allocation | None) -> Facts:
     cpus = config.ray_init.num_cpus or max((given.cpus if given else None) or 0, processes + BESIDE)
     folder = "" if isinstance(config, GenerateConfig) else _run_folder(config, given)
     counted = 0 if on_cpus else -1 if gpus is None else gpus
-    return Facts(
-        trainer.nnodes,
-        cpus,
-        counted,
-        folder,
-        round(trainer.start_timeout),
-        int(_goes_on(config, folder, given)),
-    )
+    wait, goes_on = round(trainer.start_timeout), int(_goes_on(config, folder, given))
+    return Facts(trainer.nnodes, cpus, counted, folder, wait, goes_on)
 
 
 def _goes_on(config: Config, folder: str, given: Allocation | None) -> bool:

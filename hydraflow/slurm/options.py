@@ -71,9 +71,8 @@ class _Parser(argparse.ArgumentParser):
     """Raises ConfigError in place of argparse's own messages."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError.one(
-            "python -m hydraflow.slurm submit", None, message, "python -m hydraflow.slurm submit --help"
-        )
+        command = "python -m hydraflow.slurm submit"
+        raise ConfigError.one(command, None, message, f"{command} --help")
 
 
 def parse(argv: Sequence[str]) -> Submission:
@@ -95,9 +94,7 @@ def parse(argv: Sequence[str]) -> Submission:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m hydraflow.slurm submit",
-        description=(
-            "Checks a run against the requested allocation, fills examples/slurm/ppo.sbatch and submits it."
-        ),
+        description="Checks a run against the allocation, fills examples/slurm/ppo.sbatch and submits it.",
         usage="%(prog)s [options] -- [key=value ...]",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
@@ -108,40 +105,21 @@ def _parser() -> argparse.ArgumentParser:
     add("--gpus-per-node", type=int, metavar="N", help="GPUs of each (0: the run is on CPUs)")
     add("--cpus-per-task", type=int, metavar="N", help=f"cores of each node ({CORES_PER_GPU} for each GPU)")
     add("--mem", metavar="SIZE", help="memory of each node, such as 512G (0: all that it has)")
-    add(
-        "--time",
-        metavar="TIME",
-        help="limit, such as 24:00:00; shortly before it the job saves and goes back into the queue",
-    )
-    add("--partition", metavar="NAME")
-    add("--account", metavar="NAME")
-    add("--qos", metavar="NAME")
-    add("--job-name", metavar="NAME")
+    ends = "shortly before it the job saves and goes back into the queue"
+    add("--time", metavar="TIME", help=f"limit, such as 24:00:00; {ends}")
+    for name in ("--partition", "--account", "--qos", "--job-name"):
+        add(name, metavar="NAME")
     add("--exclusive", action="store_true", help="whole nodes")
-    add(
-        "--no-requeue",
-        action="store_false",
-        dest="requeue",
-        help="a pre-empted job, or one that lost a node, ends",
-    )
+    ends = "a pre-empted job, or one that lost a node, ends"
+    add("--no-requeue", action="store_false", dest="requeue", help=ends)
     add("--warning", type=int, metavar="SECONDS", help="how long before its limit the job saves (120)")
-    add(
-        "--container",
-        metavar="KIND:IMAGE",
-        help="apptainer:FILE.sif or pyxis:IMAGE; what runs on the nodes runs in it",
-    )
+    image = "apptainer:FILE.sif or pyxis:IMAGE; what runs on the nodes runs in it"
+    add("--container", metavar="KIND:IMAGE", help=image)
     add("--interface", metavar="NAME", help="network interface on which nodes reach each other")
-    add(
-        "--python",
-        metavar="PATH",
-        help="the Python with hydraflow on the nodes, or in the container (this one)",
-    )
-    add(
-        "--sbatch",
-        action="append",
-        metavar="OPTION",
-        help="another option of sbatch, such as --sbatch=--reservation=x",
-    )
+    python = "the Python with hydraflow on the nodes, or in the container (this one)"
+    add("--python", metavar="PATH", help=python)
+    another = "another option of sbatch, such as --sbatch=--reservation=x"
+    add("--sbatch", action="append", metavar="OPTION", help=another)
     add("--multirun", action="store_true", help="key=a,b: a job array with a job for each combination")
     add("--wait", action="store_true", help="return when the job has ended, with its exit code")
     add("--dry-run", action="store_true", help="print the batch script and submit nothing")
@@ -171,66 +149,39 @@ def _problems(given: Submission) -> Iterator[Problem]:
             yield Problem(f"{option} {text}", None, f"is not of the form {example}", f"{option} {example}")
     yield from _script_problems(given)
     if given.dry_run and given.wait:
-        yield Problem(
-            "--wait",
-            None,
-            "--dry-run submits nothing that could be waited for",
-            "leave out --wait or leave out --dry-run",
-        )
+        rule = "--dry-run submits nothing that could be waited for"
+        yield Problem("--wait", None, rule, "leave out --wait or leave out --dry-run")
     for word in given.arguments:
         if word in ("--multirun", "-m"):
-            yield Problem(
-                word, None, "the sweep is made when it is submitted", "submit --multirun ... -- key=a,b"
-            )
+            rule = "the sweep is made when it is submitted"
+            yield Problem(word, None, rule, "submit --multirun ... -- key=a,b")
+    words = shlex.join(given.arguments)
     if not split(given.arguments).runs or split(given.arguments).has("--help", "-h"):
-        command = f"python -m hydraflow.main_{given.job} {shlex.join(given.arguments)}"
-        yield Problem(
-            f"-- {shlex.join(given.arguments)}",
-            None,
-            "shows something and runs nothing, so there is nothing to submit",
-            command,
-        )
+        rule = "shows something and runs nothing, so there is nothing to submit"
+        yield Problem(f"-- {words}", None, rule, f"python -m hydraflow.main_{given.job} {words}")
     limit = _seconds(given.time) if given.time and _TIME.fullmatch(given.time) else 0
     if 0 < limit <= given.warning:
-        rule = (
-            f"the job would be asked to save {given.warning} s before its end (--warning), so right after"
-            " its start"
-        )
-        yield Problem(
-            f"--time {given.time}",
-            None,
-            rule,
-            f"--time {given.warning // 60 + 60} or --warning {max(1, limit // 2)}",
-        )
+        early = f"save {given.warning} s before its end (--warning), so right after its start"
+        remedy = f"--time {given.warning // 60 + 60} or --warning {max(1, limit // 2)}"
+        yield Problem(f"--time {given.time}", None, f"the job would be asked to {early}", remedy)
 
 
 def _script_problems(given: Submission) -> Iterator[Problem]:
     """What would be more than one line of the batch script, or more than one option in a line."""
     for line in given.sbatch:
         if not line.startswith("--"):
-            yield Problem(
-                f"--sbatch={line}", None, "must be an option of sbatch", f"--sbatch=--{line.lstrip('-')}"
-            )
+            remedy = f"--sbatch=--{line.lstrip('-')}"
+            yield Problem(f"--sbatch={line}", None, "must be an option of sbatch", remedy)
         elif not _OPTION.fullmatch(line) and line.isprintable():
+            remedy = "--sbatch=--exclusive --sbatch='--comment=two words'"
             rule = "must be one option, with = before its value"
-            yield Problem(
-                f"--sbatch='{line}'", None, rule, "--sbatch=--exclusive --sbatch='--comment=two words'"
-            )
-    named = [
-        ("--partition", given.partition),
-        ("--account", given.account),
-        ("--qos", given.qos),
-        ("--python", given.python),
-    ]
-    named += [("--container", given.container), *(("--sbatch", line) for line in given.sbatch)]
-    for option, text in named:
+            yield Problem(f"--sbatch='{line}'", None, rule, remedy)
+    texts = ("partition", "account", "qos", "python", "container")
+    named = [(f"--{name}", getattr(given, name)) for name in texts]
+    for option, text in [*named, *(("--sbatch", line) for line in given.sbatch)]:
         if text is not None and not text.isprintable():
-            yield Problem(
-                f"{option} {text!r}",
-                None,
-                "has line feeds or other characters that are not printed",
-                f"{option} ...",
-            )
+            rule = "has line feeds or other characters that are not printed"
+            yield Problem(f"{option} {text!r}", None, rule, f"{option} ...")
 
 
 def _seconds(time: str) -> int:

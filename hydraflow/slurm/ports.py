@@ -72,10 +72,8 @@ def hold(count: int, candidates: Sequence[int] | None = None) -> Held:
     found = Held(ports, locks, sockets)
     if len(ports) < count:
         found.release()
-        raise EnvironmentFault(
-            f"{count} free ports are needed, and {socket.gethostname()} has {len(ports)} (ss -ltn shows who"
-            " holds them)"
-        )
+        there = f"{socket.gethostname()} has {len(ports)} (ss -ltn shows who holds them)"
+        raise EnvironmentFault(f"{count} free ports are needed, and {there}")
     return found
 
 

@@ -60,29 +60,26 @@ def start(folder: Path, temporary: Path, *, dashboard: bool) -> None:
     # srun was called on the first node: this is an address of its own, by which Slurm reaches it
     own = node_address(os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "") if head else address.rpartition(":")[0])
     environment = {**DEFAULTS, **os.environ, **_interface(own)}
-    words = [*_common(own, temporary, facts)]
+    held = hold(4 if head else 1)
+    words = _common(own, temporary, facts, held)
+    words += _head(held, dashboard) if head else [f"--address={address}"]
     if head:
-        held = hold(4)
-        words += _head(held, dashboard)
-        _write(folder / ADDRESS, f"{own}:{held.ports[0]}")
-        held.open_up()
-    else:
-        held = hold(1)
-        words += [f"--address={address}", f"--dashboard-agent-listen-port={held.ports[0]}"]
-        held.open_up()
+        with replacing(folder / ADDRESS) as unfinished:  # a reader sees all of it or nothing
+            unfinished.write_text(f"{own}:{held.ports[0]}\n")
+    held.open_up()
     print(f"{own_name()}: Ray's {'head' if head else 'node'} at {own}, {facts.cpus} CPUs", flush=True)
-    os.execve(
-        sys.executable, [sys.executable, "-m", "ray.scripts.scripts", "start", *words, "--block"], environment
-    )
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", *words, "--block"]
+    os.execve(sys.executable, command, environment)
 
 
-def _common(own: str, temporary: Path, facts: Facts) -> list[str]:
+def _common(own: str, temporary: Path, facts: Facts, held: Held) -> list[str]:
     given = allocation()
     words = [
         f"--node-ip-address={own}",
         f"--node-name={own_name()}",
         f"--num-cpus={facts.cpus}",
         f"--temp-dir={temporary}",
+        f"--dashboard-agent-listen-port={held.ports[-1]}",
         # the system chooses: a range, Ray's default, would be the same for two jobs on a node
         "--min-worker-port=0",
         "--max-worker-port=0",
@@ -96,7 +93,7 @@ def _common(own: str, temporary: Path, facts: Facts) -> list[str]:
 
 
 def _head(held: Held, dashboard: bool) -> list[str]:
-    ray_port, client_port, dashboard_port, agent_port = held.ports
+    ray_port, client_port, dashboard_port, _ = held.ports
     return [
         "--head",
         f"--port={ray_port}",
@@ -104,7 +101,6 @@ def _head(held: Held, dashboard: bool) -> list[str]:
         f"--include-dashboard={str(dashboard).lower()}",
         "--dashboard-host=127.0.0.1",
         f"--dashboard-port={dashboard_port}",
-        f"--dashboard-agent-listen-port={agent_port}",
     ]
 
 
@@ -155,9 +151,3 @@ def _closed(address: str) -> str:
     except OSError as error:
         return str(error)
     return ""
-
-
-def _write(file: Path, text: str) -> None:
-    """Writes atomically: a reader sees all of it or nothing."""
-    with replacing(file) as unfinished:
-        unfinished.write_text(text + "\n")

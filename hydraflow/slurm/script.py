@@ -27,12 +27,8 @@ def shipped(name: str) -> Path:
     for path in candidates:
         if path.exists():
             return path
-    raise ConfigError.one(
-        name,
-        None,
-        f"is neither in {candidates[0].parent} nor in {candidates[1].parent}",
-        "install hydraflow again",
-    )
+    rule = f"is neither in {candidates[0].parent} nor in {candidates[1].parent}"
+    raise ConfigError.one(name, None, rule, "install hydraflow again")
 
 
 def fill(
@@ -90,12 +86,8 @@ def unquoted(value: str) -> str:
 
 def _with_setting(template: str, name: str, value: str) -> str:
     """The template with `export name=value` in place of its own line, which may be a comment."""
-    filled, count = re.subn(
-        rf"^(?:# )?export {name}=.*$",
-        lambda _: f"export {name}={shlex.quote(value)}",
-        template,
-        flags=re.MULTILINE,
-    )
+    line = f"export {name}={shlex.quote(value)}"
+    filled, count = re.subn(rf"(?m)^(?:# )?export {name}=.*$", lambda _: line, template)
     assert count == 1, f"the template has {count} lines for {name}"
     return filled
 
@@ -106,7 +98,6 @@ def _arguments(words: Sequence[str]) -> str:
 
 
 def _cases(sweep: Sequence[Sequence[str]]) -> str:
-    cases = "".join(
-        f"    {number}) ARGUMENTS=({shlex.join(words)}) ;;\n" for number, words in enumerate(sweep)
-    )
+    lines = [f"    {number}) ARGUMENTS=({shlex.join(words)}) ;;\n" for number, words in enumerate(sweep)]
+    cases = "".join(lines)
     return f'case "$SLURM_ARRAY_TASK_ID" in\n{cases}esac\n'

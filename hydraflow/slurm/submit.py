@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hydraflow.compose.sweep import combinations
 from hydraflow.errors import ConfigError, EnvironmentFault, Problem
@@ -26,6 +27,8 @@ LOGS = Path("runs/slurm")
 FOLDER = "trainer.default_local_dir"
 SECONDS = 60.0
 """Seconds that Slurm's commands may take to answer."""
+LAST_LINES = 20
+"""Of the log of a job that failed."""
 MODULES = {"ppo": "hydraflow.main_ppo", "sft": "hydraflow.main_sft", "generate": "hydraflow.main_generate"}
 
 
@@ -41,9 +44,7 @@ def submit(given: Submission) -> int:
     if given.dry_run:
         try:
             print(script_of(given, sweep), end="", flush=True)
-        except (
-            BrokenPipeError
-        ):  # the reader, such as `head`, closed the pipe; keep Python from reporting it again at exit
+        except BrokenPipeError:  # by a reader such as `head`; else Python would report it again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     _require_room(given)
@@ -59,16 +60,10 @@ def _require_folders(sweep: Sequence[Sequence[str]]) -> None:
     ]
     shared = next((folder for folder, *_ in filter(None, named) if named.count([folder]) > 1), None)
     if shared is not None:
-        rule = (
-            f"is the folder of {named.count([shared])} of the {len(sweep)} jobs, and one run at a time may be"
-            " in it"
-        )
-        raise ConfigError.one(
-            FOLDER,
-            shared,
-            rule,
-            f"leave out {FOLDER}: each job has a folder of its own, runs/<experiment>-job<id>",
-        )
+        several = f"{named.count([shared])} of the {len(sweep)} jobs"
+        rule = f"is the folder of {several}, and one run at a time may be in it"
+        own = "each job has a folder of its own, runs/<experiment>-job<id>"
+        raise ConfigError.one(FOLDER, shared, rule, f"leave out {FOLDER}: {own}")
 
 
 def directives_of(given: Submission, *, jobs: int) -> dict[str, str | None]:
@@ -109,12 +104,8 @@ def script_of(given: Submission, sweep: Sequence[Sequence[str]]) -> str:
         settings["HYDRAFLOW_CONTAINER"] = given.container
     if given.interface:
         settings["HYDRAFLOW_NETWORK_INTERFACE"] = given.interface
-    return fill(
-        shipped("examples/slurm/ppo.sbatch").read_text(),
-        directives_of(given, jobs=len(sweep)),
-        settings,
-        sweep,
-    )
+    template = shipped("examples/slurm/ppo.sbatch").read_text()
+    return fill(template, directives_of(given, jobs=len(sweep)), settings, sweep)
 
 
 @contextmanager
@@ -141,9 +132,8 @@ def _outside_of_jobs() -> dict[str, str]:
     that it is submitted from, and srun would take variables that Slurm does not set again from the outer job:
     memory for each CPU, cores for each task."""
     kept = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
-    return {
-        name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name in kept
-    }
+    all_of_it = os.environ.items()
+    return {name: text for name, text in all_of_it if not name.startswith("SLURM_") or name in kept}
 
 
 @dataclass(frozen=True)
@@ -159,25 +149,15 @@ def _require_room(given: Submission) -> None:
     """ConfigError if the partition can never satisfy the request; whether it is free now is up to Slurm."""
     for program in ("sbatch", "sinfo"):
         if shutil.which(program) is None:
-            raise ConfigError.one(
-                program,
-                None,
-                "is not on PATH: this is not a machine of a Slurm cluster",
-                "submit ... --dry-run",
-            )
+            rule = "is not on PATH: this is not a machine of a Slurm cluster"
+            raise ConfigError.one(program, None, rule, "submit ... --dry-run")
     partitions, default = _partitions(_ask("sinfo", "--all", "--noheader", "--format=%P|%D|%c"))
-    names = (
-        given.partition.split(",") if given.partition else [default] if default else []
-    )  # Slurm takes the first free partition of a list
-    for name in names:
-        if name not in partitions:
-            rule = f"there are {', '.join(partitions)}"
-            raise ConfigError.one(
-                f"--partition {given.partition}",
-                None,
-                rule,
-                " or ".join(f"--partition {one}" for one in partitions),
-            )
+    # Slurm takes the first free partition of a list
+    names = given.partition.split(",") if given.partition else [default] if default else []
+    if set(names) - set(partitions):
+        rule = f"there are {', '.join(partitions)}"
+        remedy = " or ".join(f"--partition {one}" for one in partitions)
+        raise ConfigError.one(f"--partition {given.partition}", None, rule, remedy)
     problems = [list(_lacks(given, name, partitions[name])) for name in names]
     if names and all(problems):
         raise ConfigError(problems[0])
@@ -215,21 +195,16 @@ def _hand_over(given: Submission, sweep: Sequence[Sequence[str]]) -> int:
     number = done.stdout.strip().partition(";")[0]
     if not number:
         reason = done.stderr.strip().removeprefix("sbatch: error: ")
-        raise ConfigError.one(
-            "sbatch",
-            None,
-            f"Slurm refuses the job: {reason}",
-            "submit ... --dry-run shows what was asked for",
-        )
+        rule = f"Slurm refuses the job: {reason}"
+        raise ConfigError.one("sbatch", None, rule, "submit ... --dry-run shows what was asked for")
     directives = directives_of(given, jobs=len(sweep))
     log = _log(directives, number)
     print(f"{'array' if directives['--array'] else 'job'} {number} submitted; its log: {log}")
     print(f"squeue --job {number} shows where it is, scancel {number} ends it")
     if given.wait and done.returncode:
-        print(
-            f"job {number} ended with {done.returncode}; the last lines of {log}:\n{_tail(log)}",
-            file=sys.stderr,
-        )
+        last = log.read_text(errors="replace").splitlines()[-LAST_LINES:] if log.is_file() else []
+        said = "\n".join([f"job {number} ended with {done.returncode}; the last lines of {log}:", *last])
+        print(said, file=sys.stderr)
     return done.returncode
 
 
@@ -237,10 +212,6 @@ def _log(directives: Mapping[str, str | None], number: str) -> Path:
     """Where Slurm writes what the script says; `*` for the task of an array."""
     text = (directives["--output"] or "").replace("%x", directives["--job-name"] or "").replace("%a", "*")
     return Path(text.replace("%A", number).replace("%j", number))
-
-
-def _tail(log: Path, lines: int = 20) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:]) if log.is_file() else ""
 
 
 def _ask(*words: str) -> str:
@@ -256,17 +227,9 @@ def _run(
 ) -> subprocess.CompletedProcess[str]:
     """Runs one of Slurm's commands, with `script` as its input. EnvironmentFault if it does not answer within
     `seconds`."""
+    options: dict[str, Any] = {"capture_output": True, "text": True, "env": _outside_of_jobs()}
     try:
-        return subprocess.run(
-            words,
-            input=script,
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-            check=False,
-            env=_outside_of_jobs(),
-        )
+        return subprocess.run(words, input=script, timeout=seconds, check=False, **options)
     except subprocess.TimeoutExpired:
-        raise EnvironmentFault(
-            f"{words[0]} has not answered for {seconds:g} s: Slurm's controller is down or busy"
-        ) from None
+        text = f"{words[0]} has not answered for {seconds:g} s: Slurm's controller is down or busy"
+        raise EnvironmentFault(text) from None

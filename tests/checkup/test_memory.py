@@ -9,9 +9,9 @@ from checkup.given import configured, findings, states
 
 from hydraflow.checkup.facts import Facts
 from hydraflow.checkup.finding import State
-from hydraflow.checkup.memory import HostMemory, host_memory, judge_device, judge_host, judge_unused
+from hydraflow.checkup.memory import judge_device, judge_host, judge_unused
 from hydraflow.memory.estimate import estimate
-from hydraflow.memory.limits import limits_of
+from hydraflow.memory.limits import MachineMemory, host_memory, limits_of
 from hydraflow.memory.report import MemoryReport
 
 
@@ -48,8 +48,8 @@ def test_device_memory_below_the_estimate(model: Path, data: Path) -> None:
 
 def test_host_memory_below_the_estimate(model: Path, data: Path) -> None:
     found = report(model, data)
-    assert judge_host(found, HostMemory(2**40, 2**40)).state is State.OK
-    short = judge_host(found, HostMemory(2**40, found.host.total // 2))
+    assert judge_host(found, MachineMemory(2**40, 2**40)).state is State.OK
+    short = judge_host(found, MachineMemory(2**40, found.host.total // 2))
     assert short.state is State.PROBLEM and "1.00 TiB" in short.evidence
 
 
@@ -58,7 +58,7 @@ def test_a_control_group_s_limit_counts(tmp_path: Path) -> None:
     (tmp_path / "memory.current").write_text("400000000\n")
     membership = tmp_path / "membership"
     membership.write_text("0::/\n")
-    assert host_memory(tmp_path, membership) == HostMemory(10**9, 6 * 10**8)
+    assert host_memory(tmp_path, membership) == MachineMemory(10**9, 6 * 10**8)
     (tmp_path / "memory.max").write_text("max\n")
     assert host_memory(tmp_path, membership).total > 10**9
 

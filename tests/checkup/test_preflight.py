@@ -62,7 +62,7 @@ def test_it_is_fast(model: Path, data: Path) -> None:
 def test_too_little_memory_of_the_machine_is_found(
     model: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "host_memory", lambda: memory.HostMemory(total=2**30, available=2**28))
+    monkeypatch.setattr(memory, "host_memory", lambda: memory.MachineMemory(total=2**30, available=2**28))
     with pytest.raises(
         ConfigError,
         match=r"host memory: the plan needs about .* of host memory; 256 MiB of 1.00 GiB available",

@@ -41,7 +41,7 @@ def sharded(
 
 
 def update(model: Sharded, *, accumulates: bool) -> Parts:
-    return model.update(ONE, accumulates=accumulates, trained_entropy=False, entropy=False)
+    return model.update(ONE, micro_batches=2 if accumulates else 1)
 
 
 def test_units() -> None:

@@ -39,8 +39,8 @@ def test_this_machine() -> None:
     config.trainer.device = "cpu"
     limits = limits_of(config)
     assert limits.device_bytes is None
-    assert 0 < host_memory() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert limits.host_bytes == host_memory()
+    assert 0 < host_memory().total <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert limits.host_bytes == host_memory().total
     for name in ("auto", "fp32", "bf16", "fp16", "fp64"):
         assert limits.bytes_of(name) == torch.finfo(resolve_dtype(name, "cpu")).bits // 8
 

@@ -23,12 +23,8 @@ def test_every_option_is_one_of_ray_start_and_no_port_is_left_to_rays_defaults()
 
     known = {option for parameter in start.params for option in parameter.opts}
     held = hold(4)
-    words = [
-        *_common("10.0.0.1", Path("/tmp/x"), FACTS),
-        *_head(held, dashboard=True),
-        "--address=a",
-        "--block",
-    ]
+    words = [*_common("10.0.0.1", Path("/tmp/x"), FACTS, held), *_head(held, dashboard=True)]
+    words += ["--address=a", "--block"]
     held.release()
     options = {word.partition("=")[0] for word in words}
     assert options <= known
@@ -50,11 +46,10 @@ def test_every_option_is_one_of_ray_start_and_no_port_is_left_to_rays_defaults()
 
 
 def test_gpus_that_slurm_does_not_count_are_found_by_ray() -> None:
-    assert not [
-        word
-        for word in _common("10.0.0.1", Path("/tmp/x"), Facts(1, 3, -1, "", 300))
-        if word.startswith("--num-gpus")
-    ]
+    held = hold(1)
+    words = _common("10.0.0.1", Path("/tmp/x"), Facts(1, 3, -1, "", 300), held)
+    held.release()
+    assert not [word for word in words if word.startswith("--num-gpus")]
 
 
 def test_the_object_store_is_a_share_of_the_jobs_memory_and_fits_into_shared_memory() -> None:

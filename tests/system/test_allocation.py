@@ -164,4 +164,4 @@ def test_the_cores_that_ray_counts_are_used_in_a_job_and_idle_elsewhere(job: pyt
 
 def test_memory_that_slurm_gave_limits_the_machine(job: pytest.MonkeyPatch) -> None:
     job.setenv("SLURM_MEM_PER_NODE", "100")
-    assert host_memory() == 100 * 2**20
+    assert host_memory().total == 100 * 2**20
