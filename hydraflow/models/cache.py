@@ -15,7 +15,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from urllib.parse import urlsplit
 
-from hydraflow.errors import Problem
+from hydraflow.errors import ConfigError
 
 SECONDS = 5.0
 """Timeout for the hub in seconds; huggingface_hub itself tries for half a minute."""
@@ -34,12 +34,18 @@ def cached_snapshot(name: str) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
-def download_problem(name: str, key: str) -> Problem | None:
-    """Why a model cannot be fetched; None: it is cached, or the hub answers."""
-    if cached_snapshot(name) is not None or (reason := hub_fault()) is None:
-        return None
-    remedy = f"{key}=<folder with the model>, or hf download {name} where the hub can be reached"
-    return Problem(key, name, f"is no folder and not in the cache of Hugging Face, and {reason}", remedy)
+def from_hub(name: str, key: str) -> str:
+    """What to load a model from: its name, or its folder in the cache if the hub cannot be reached, which
+    transformers would try for half a minute. Raises ConfigError if it is not in the cache either."""
+    reason = hub_fault()
+    if reason is None:
+        return name
+    snapshot = cached_snapshot(name)
+    if snapshot is None:
+        remedy = f"{key}=<folder with the model>, or hf download {name} where the hub can be reached"
+        rule = f"is no folder and not in the cache of Hugging Face, and {reason}"
+        raise ConfigError.one(key, name, rule, remedy)
+    return str(snapshot)
 
 
 def is_offline() -> bool:

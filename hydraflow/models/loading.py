@@ -21,7 +21,7 @@ from torch import nn
 
 from hydraflow.errors import ConfigError, Problem
 from hydraflow.models.attention import NAME, register_attention
-from hydraflow.models.cache import download_problem
+from hydraflow.models.cache import from_hub
 from hydraflow.models.config import ModelConfig, ModelSourceConfig
 from hydraflow.models.heads import PolicyModel, ValueModel
 from hydraflow.models.once import resolving
@@ -82,8 +82,8 @@ def load_tokenizer(
     if not is_hub_name(path) and not Path(path).is_dir():
         rule = "is a file, not a directory" if Path(path).exists() else "there is no such directory"
         raise ConfigError.one(key, path, rule, remedy)
-    if is_hub_name(path) and (problem := download_problem(path, key)):
-        raise ConfigError([problem])
+    if is_hub_name(path):
+        path = from_hub(path, key)
     found = [file for pattern in _TOKENIZER_FILES for file in Path(path).glob(pattern)]
     if Path(path).is_dir() and not found:
         # transformers would silently create an empty tokenizer of the model's kind
@@ -114,8 +114,7 @@ def load_generation_config(
     """
     from transformers import GenerationConfig
 
-    assert model.path is not None
-    path = os.path.expanduser(model.path)
+    path = _require_path(model, field)
     try:
         return GenerationConfig.from_pretrained(path)
     except _unreadable() as error:
@@ -322,14 +321,14 @@ def stored_tensor(directory: Path, name: str) -> torch.Tensor | None:
 
 
 def _require_path(model: ModelSourceConfig, field: str) -> str:
-    """The model's folder, with `~` expanded, or its name on the hub."""
+    """The model's folder, with `~` expanded, or what `from_hub` says."""
     if not model.path:
         remedy = f"{field}.path=<Hugging Face directory or hub name>"
         raise ConfigError.one(f"{field}.path", None, "no model is named", remedy)
     if problems := model_problems(model.path, f"{field}.path"):
         raise ConfigError(problems)
-    if is_hub_name(model.path) and (problem := download_problem(model.path, f"{field}.path")):
-        raise ConfigError([problem])
+    if is_hub_name(model.path):
+        return from_hub(model.path, f"{field}.path")
     return os.path.expanduser(model.path)
 
 

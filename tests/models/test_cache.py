@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import socket
 import time
+from pathlib import Path
 
+import huggingface_hub.constants
 import pytest
+from transformers import LlamaConfig
 
 from hydraflow.errors import ConfigError
 from hydraflow.models import cache
@@ -59,3 +62,17 @@ def test_a_hub_that_answers_and_a_proxy_are_no_fault(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy.example:8080")
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{closed_port()}")
     assert cache.hub_fault() is None
+
+
+def test_a_cached_model_is_loaded_at_once_where_the_hub_cannot_be_reached(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{closed_port()}")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / f"models--{NAME.replace('/', '--')}"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("abc")
+    LlamaConfig(hidden_size=8).save_pretrained(folder / "snapshots" / "abc")
+    began = time.monotonic()
+    assert load_config(ModelConfig(path=NAME)).hidden_size == 8
+    assert time.monotonic() - began < 10
