@@ -47,7 +47,8 @@ class RayGuard:
         self._names: dict[int, str] = {}
         """Name of the process by its descriptor."""
         self._agents: list[int] = []
-        """Descriptors of what the node process had started once Ray was up: its agents and its first workers."""
+        """Descriptors of what the node process had started once Ray was up: its agents and its first
+        workers."""
         self._ends = select.poll()
         self._stopped = threading.Event()
         self._before = _children()
@@ -99,9 +100,9 @@ class RayGuard:
             return
 
     def _end_without_node(self) -> None:
-        """Exits before Ray's client does, so there is no time to look for processes. Ray's agents are known: on
-        their own they would ask for the control service, which ends with this process, for a minute. The other
-        processes of Ray and of the rewards end with the one that started them."""
+        """Exits before Ray's client does, so there is no time to look for processes. Ray's agents are known:
+        on their own they would ask for the control service, which ends with this process, for a minute. The
+        other processes of Ray and of the rewards end with the one that started them."""
         if self._up and self._may_end() and not ENDS.asked:  # a signal may be for the whole run
             os.write(2, self._last_words)
             for agent in self._agents:

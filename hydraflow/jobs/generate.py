@@ -16,8 +16,8 @@ from hydraflow.compose.debugging import applied
 from hydraflow.data.files import Record
 from hydraflow.data.prompts import PromptDataset
 from hydraflow.dispatch.group import RoleGroup
+from hydraflow.dispatch.observability import Observability, require_writable
 from hydraflow.dispatch.runtime import Runtime
-from hydraflow.dispatch.watch import Watch, require_writable
 from hydraflow.dispatch.worker import RoleSpec
 from hydraflow.errors import ConfigError, EnvironmentFault, Faults, after_the_start
 from hydraflow.jobs.context import require_context
@@ -148,7 +148,7 @@ def _sample_all(config: GenerateConfig, asked: Asked) -> list[list[int]]:
         config.ray_init,
         asked.machine,
         [training_pool(asked.machine)],
-        Watch(debug=config.debug),
+        Observability(debug=config.debug),
     )
     try:
         with after_the_start():

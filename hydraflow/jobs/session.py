@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from hydraflow.compose.command import Command
 from hydraflow.dispatch.config import RayInitConfig
+from hydraflow.dispatch.observability import log_settings, made, observability_of, require_writable
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.profiler import require_profiler
 from hydraflow.dispatch.runtime import Runtime
-from hydraflow.dispatch.watch import log_settings, made, require_writable, watch_of
 from hydraflow.errors import ConfigError, EnvironmentFault, Faults, HydraflowError, WorkerError
 from hydraflow.jobs import run_start
 from hydraflow.jobs.restarts import Restarts
@@ -167,7 +167,7 @@ class Session:
                 self._numbered(self.ray_init),
                 self.machine,
                 self._pools(),
-                watch_of(self.folder.path, self.log, self.profiler, debug=self.debug),
+                observability_of(self.folder.path, self.log, self.profiler, debug=self.debug),
             )
         return self._runtime
 

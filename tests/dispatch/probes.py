@@ -32,12 +32,12 @@ from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 
 
-def _reverse(site: Any, *args: Any) -> Any:
+def _reverse(context: Any, *args: Any) -> Any:
     """Rows in parts, the last part to rank 0."""
-    return [split(value, site.world_size)[::-1] for value in args], {}
+    return [split(value, context.world_size)[::-1] for value in args], {}
 
 
-def _sum(site: Any, answers: list[int]) -> int:
+def _sum(context: Any, answers: list[int]) -> int:
     return sum(answers)
 
 
