@@ -49,7 +49,7 @@ class Record:
         return f"{self.time} {self.level} {self.role}-{self.rank} {self.text}"
 
 
-Wanted = Callable[[Record], bool]
+RecordFilter = Callable[[Record], bool]
 
 
 class Parser:
@@ -150,7 +150,7 @@ class Follower:
         return [line.decode(errors="replace") for line in lines]
 
 
-def wanted_by(pattern: str | None, level: str | None) -> Wanted:
+def record_filter(pattern: str | None, level: str | None) -> RecordFilter:
     """Whether a record is to be shown."""
     found = re.compile(pattern) if pattern is not None else None
     least = LEVELS[level.upper()] if level else 0
@@ -159,17 +159,17 @@ def wanted_by(pattern: str | None, level: str | None) -> Wanted:
     )
 
 
-def show(folder: Path, options: argparse.Namespace, wanted: Wanted) -> None:
+def show(folder: Path, options: argparse.Namespace, accepts: RecordFilter) -> None:
     """Prints the existing lines, and with `--follow` new ones until the run has ended."""
     if not options.follow:
         records: Iterator[Record] | deque[Record] = (
-            record for record in read(folder, options.role, options.rank) if wanted(record)
+            record for record in read(folder, options.role, options.rank) if accepts(record)
         )
         for record in deque(records, options.lines) if options.lines is not None else records:
             print(record)
         return
     follower = Follower(folder, options.role, options.rank)
-    there = [record for record in follower.new() if wanted(record)]
+    there = [record for record in follower.new() if accepts(record)]
     for record in there if options.lines is None else there[len(there) - min(len(there), options.lines) :]:
         print(record, flush=True)
     quiet = 0
@@ -177,7 +177,7 @@ def show(folder: Path, options: argparse.Namespace, wanted: Wanted) -> None:
         time.sleep(POLL_SECONDS)
         fresh = follower.new()
         quiet = 0 if fresh else quiet + 1
-        for record in filter(wanted, fresh):
+        for record in filter(accepts, fresh):
             print(record, flush=True)
 
 
@@ -281,7 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(problem, file=sys.stderr)
         return 2
     try:
-        show(folder, options, wanted_by(options.grep, options.level))
+        show(folder, options, record_filter(options.grep, options.level))
         sys.stdout.flush()
     except KeyboardInterrupt:
         return 130

@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Iterator, Sequence
 
 from hydraflow.checkup import sampling
-from hydraflow.checkup.facts import FILE_KEYS, Facts
+from hydraflow.checkup.context import FILE_KEYS, CheckContext
 from hydraflow.checkup.finding import Finding, Skip, of_problem, ok, problem
 from hydraflow.data.chat import as_messages
 from hydraflow.data.config import DataConfig
@@ -22,22 +22,22 @@ SHOWN = 3
 REWARD_COLUMN = "reward_model"
 
 
-def check_data(facts: Facts) -> Iterator[Finding]:
+def check_data(context: CheckContext) -> Iterator[Finding]:
     """Each file by itself; a broken one does not hide the others."""
-    if facts.main_key is None:
-        raise Skip(facts.nothing_yet())
+    if context.main_key is None:
+        raise Skip(context.nothing_yet())
     for key in FILE_KEYS:
         try:
-            tables = [sampling.look_at(path, key) for path in facts.files(key)]
+            tables = [sampling.look_at(path, key) for path in context.files(key)]
         except ConfigError as error:
             yield from map(of_problem, error.problems)
             continue
         for table in tables:
-            yield from _check_table(table, key, facts)
+            yield from _check_table(table, key, context)
 
 
-def _check_table(table: sampling.Table, key: str, facts: Facts) -> Iterator[Finding]:
-    data = facts.config.data
+def _check_table(table: sampling.Table, key: str, context: CheckContext) -> Iterator[Finding]:
+    data = context.config.data
     wanted = {data.prompt_key: "data.prompt_key", data.reward_fn_key: "data.reward_fn_key", REWARD_COLUMN: ""}
     missing = [name for name in wanted if name not in table.columns]
     for name in missing:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hydraflow.batch_plan.resolve import BatchPlan
-from hydraflow.checkup.facts import Facts
+from hydraflow.checkup.context import CheckContext
 from hydraflow.checkup.finding import Finding, Skip, ok, problem, warning
 from hydraflow.memory.report import size_text
 from hydraflow.memory.shape import ModelShape
@@ -47,22 +47,24 @@ class Written:
         )
 
 
-def check_disk(facts: Facts) -> Iterator[Finding]:
+def check_disk(context: CheckContext) -> Iterator[Finding]:
     """The disk of the run folder, which may not be made yet."""
-    trainer = facts.config.trainer
+    trainer = context.config.trainer
     saves = not trainer.val_only and (trainer.save_final_model or trainer.save_freq > 0)
-    written = what_is_written(facts.config, facts.plan, facts.shape, facts.critic_shape) if saves else []
+    written = (
+        what_is_written(context.config, context.plan, context.shape, context.critic_shape) if saves else []
+    )
     folder = Path(trainer.default_local_dir or "runs").expanduser().absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     yield judge(folder, written, free=shutil.disk_usage(existing).free)
 
 
-def check_recipe(facts: Facts) -> Iterator[Finding]:
+def check_recipe(context: CheckContext) -> Iterator[Finding]:
     """The folder in which a recipe keeps what it makes: it must be there already, or can be written."""
-    recipe = facts.config.recipe
+    recipe = context.config.recipe
     if recipe.name == "none":
         raise Skip("no recipe is used")
-    folder = arithmetic.cache_folder(recipe, facts.config.trainer.seed)
+    folder = arithmetic.cache_folder(recipe, context.config.trainer.seed)
     if arithmetic.is_made(folder):
         yield ok(f"{folder} is made already")
         return

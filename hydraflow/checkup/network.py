@@ -12,7 +12,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from hydraflow.checkup.facts import Facts
+from hydraflow.checkup.context import CheckContext
 from hydraflow.checkup.finding import Finding, Skip, note, ok, problem
 from hydraflow.dispatch import cluster
 from hydraflow.system.node_folder import RAY_BASE
@@ -24,7 +24,7 @@ PORTS_PER_PROCESS = 16
 """Ports that Ray and torch.distributed take for a worker process, rounded up."""
 
 
-def check_ports(facts: Facts) -> Iterator[Finding]:
+def check_ports(context: CheckContext) -> Iterator[Finding]:
     """Opens a port on each of this machine's own addresses and connects to it."""
     if wrong := [reason for address in own_addresses() if (reason := unreachable(address))]:
         yield problem(
@@ -33,7 +33,7 @@ def check_ports(facts: Facts) -> Iterator[Finding]:
             " machine",
         )
         return
-    free, needed = free_ports(), PORTS_PER_PROCESS * (facts.machine.processes_per_node + 2)
+    free, needed = free_ports(), PORTS_PER_PROCESS * (context.machine.processes_per_node + 2)
     seen = f"a port of {' and of '.join(own_addresses())} can be opened and reached; about {free} are free"
     yield (
         ok(seen)
@@ -78,10 +78,10 @@ def free_ports(network: Path = Path("/proc")) -> int:
     return high - low + 1 - sum(low <= port <= high for port in taken)
 
 
-def check_ray(facts: Facts) -> Iterator[Finding]:
+def check_ray(context: CheckContext) -> Iterator[Finding]:
     """Which cluster the run will use, and whether it answers."""
-    config, folder = facts.config, Path(os.environ.get(RAY_BASE) or "/tmp")
-    require_room(config.trainer, config.ray_init, [training_pool(facts.machine), scoring_pool()])
+    config, folder = context.config, Path(os.environ.get(RAY_BASE) or "/tmp")
+    require_room(config.trainer, config.ray_init, [training_pool(context.machine), scoring_pool()])
     yield judge_ray(config.ray_init.address, environ=os.environ, folder=folder)
 
 

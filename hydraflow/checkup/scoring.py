@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from hydraflow.checkup.context import CheckContext
 from hydraflow.checkup.data_files import row_problems
-from hydraflow.checkup.facts import Facts
 from hydraflow.checkup.finding import Finding, Skip, note, ok, problem, warning
 from hydraflow.data.config import DataConfig
 from hydraflow.data.files import Record
@@ -29,13 +29,13 @@ def seconds(config: RewardConfig) -> float:
     return START_SECONDS + 2 * ROWS * (MOST * config.timeout + GRACE_SECONDS) + 10.0
 
 
-def check_reward(facts: Facts) -> Iterator[Finding]:
+def check_reward(context: CheckContext) -> Iterator[Finding]:
     """Scores three rows. What the function raises, and how long it takes, is evidence."""
-    records, data = facts.first_rows[:ROWS], facts.config.data
+    records, data = context.first_rows[:ROWS], context.config.data
     if any(row_problems([record], data) for record in records):
         raise Skip("the first rows do not hold what scoring needs: see data files")
     rows = reward_rows(records, data)
-    reward = facts.config.reward
+    reward = context.config.reward
     try:
         with RewardPool(replace(reward, num_workers=1)) as pool:
             pool.require_loaded()

@@ -11,7 +11,7 @@ from typing import Any
 
 from hydraflow.batch_plan.resolve import BatchPlan, resolve_plan
 from hydraflow.batch_plan.table import print_plan
-from hydraflow.checkup.facts import Facts
+from hydraflow.checkup.context import CheckContext
 from hydraflow.checkup.preflight import require_healthy
 from hydraflow.compose.command import Command
 from hydraflow.compose.debugging import applied
@@ -35,7 +35,7 @@ from hydraflow.trainer.generations import GenerationDump
 from hydraflow.trainer.identity import Identity, identity_of
 from hydraflow.trainer.loop import Loop
 from hydraflow.trainer.ppo import PPOTrainer
-from hydraflow.trainer.resume import Wanted, load_roles
+from hydraflow.trainer.resume import CheckpointRequirements, load_roles
 from hydraflow.trainer.roles import Roles, SamplingRoles, build_roles, build_sampling_roles
 from hydraflow.trainer.rollout_only import RolloutTrainer
 from hydraflow.trainer.rollouts import Recorded, Replayed, Rollouts, Sampled, folder_of, require_dumps
@@ -109,24 +109,24 @@ class PPOJob:
     def _begin(self, session: Session, plan: BatchPlan) -> bool:
         """Starts the run; False: there is nothing to do. ConfigError also when trajectories are missing that
         it is to train on."""
-        started = session.begin(self._wanted(plan))
+        started = session.begin(self._required(plan))
         if started:
             require_dumps(self.config.trainer.debug, plan, first=session.start.step + 1)
         return started
 
-    def _wanted(self, plan: BatchPlan) -> Wanted:
+    def _required(self, plan: BatchPlan) -> CheckpointRequirements:
         """What the run asks of a checkpoint; one that only validates takes any model's weights."""
         if self.config.trainer.val_only:
-            return Wanted(
+            return CheckpointRequirements(
                 Identity({}),
                 {"actor": weights_only("actor_rollout_ref.actor.checkpoint")},
                 0,
                 looks_only=True,
             )
         if self.config.trainer.debug.rollout_only:
-            return Wanted(Identity({}), {}, plan.total_steps, looks_only=True)
+            return CheckpointRequirements(Identity({}), {}, plan.total_steps, looks_only=True)
         roles = ppo_roles(self.config, critic=plan.critic is not None)
-        return Wanted(identity_of(self.asked, plan), roles, plan.total_steps)
+        return CheckpointRequirements(identity_of(self.asked, plan), roles, plan.total_steps)
 
     def _make_recipe(self, session: Session) -> None:
         """Points the configuration at the recipe's files and model, which are made if they do not exist."""
@@ -167,7 +167,7 @@ class PPOJob:
                 "first_rows": prompts and prompts.first_rows(),
             }
         session.faults.passes(
-            lambda: require_healthy(Facts(self.config, opened=opened), known=session.faults.problems)
+            lambda: require_healthy(CheckContext(self.config, opened=opened), known=session.faults.problems)
         )
 
     def _train(self, session: Session, plan: BatchPlan, prompts: Prompts) -> None:
@@ -185,7 +185,7 @@ class PPOJob:
             if group is not None
         }
         saving = Saving(
-            self.config.trainer, self._wanted(plan), session.start, groups, loader, roles.advantage
+            self.config.trainer, self._required(plan), session.start, groups, loader, roles.advantage
         )
         saving.restore()
         trackers = session.open_trackers(plan.total_steps)
@@ -238,7 +238,7 @@ class PPOJob:
         """Validates once: the model, or the checkpoint that the user named."""
         start = session.start
         if start.found is not None:
-            load_roles(start.found, {"actor": roles.actor}, self._wanted(plan).roles)
+            load_roles(start.found, {"actor": roles.actor}, self._required(plan).roles)
         trainer = self._trainer(session, plan, roles)
         loop = self._around(session, plan, roles, trainer, prompts, session.open_trackers(plan.total_steps))
         session.why = loop.validate_only(start.step)

@@ -50,7 +50,7 @@ from hydraflow.trainer.machine import (
     scoring_pool,
     training_pool,
 )
-from hydraflow.trainer.resume import Wanted
+from hydraflow.trainer.resume import CheckpointRequirements
 from hydraflow.trainer.signals import StopSignals
 
 if TYPE_CHECKING:
@@ -94,20 +94,20 @@ class Session:
         self._about = About()
         self._log_files: RoleLogs | None = None
 
-    def begin(self, wanted: Wanted) -> bool:
+    def begin(self, required: CheckpointRequirements) -> bool:
         """Chooses and locks the run folder, and finds the checkpoint to resume from; False: the run is
         already complete.
 
         ConfigError with everything in `faults`, and as in `run_start.begin`.
         """
         self.faults.require_none()
-        self._start = run_start.begin(self.trainer, wanted)
+        self._start = run_start.begin(self.trainer, required)
         self.restarts.folder = self._start.folder
-        if self._start.is_done(wanted.total_steps):
-            print(f"{self.folder.path}: all {wanted.total_steps} steps are done; nothing was started")
+        if self._start.is_done(required.total_steps):
+            print(f"{self.folder.path}: all {required.total_steps} steps are done; nothing was started")
             longer = (
                 ""
-                if wanted.identity.knows_its_end
+                if required.identity.knows_its_end
                 else "a larger trainer.total_training_steps continues it, "
             )
             print(f"{longer}trainer.resume_mode=disable starts from scratch")
@@ -116,11 +116,11 @@ class Session:
             self._start = run_start.take_back(self._start)
         self._open_log()
         if beyond := [
-            step for step in self.profiler.steps or () if self.profiler.tool and step > wanted.total_steps
+            step for step in self.profiler.steps or () if self.profiler.tool and step > required.total_steps
         ]:
             logger.warning(
                 "global_profiler.steps: the run has %d steps, so it never comes to %s",
-                wanted.total_steps,
+                required.total_steps,
                 beyond,
             )
         return True

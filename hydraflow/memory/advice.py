@@ -16,7 +16,7 @@ from hydraflow.batch_plan.parts import MicroPlan
 from hydraflow.batch_plan.settings import value_at
 from hydraflow.memory.generation import LEAST_ROWS
 from hydraflow.memory.report import Advice, MemoryReport
-from hydraflow.memory.roles import Facts
+from hydraflow.memory.roles import EstimateInputs
 
 LEAST_SHARE = 0.005
 """Changes that save a smaller share of the excess are not listed."""
@@ -40,7 +40,9 @@ class Change:
         return f"{self.key}={value}"
 
 
-def advise(facts: Facts, report: MemoryReport, measure: Callable[[Facts], MemoryReport]) -> Iterator[Advice]:
+def advise(
+    inputs: EstimateInputs, report: MemoryReport, measure: Callable[[EstimateInputs], MemoryReport]
+) -> Iterator[Advice]:
     """Changes in order, the largest saving for the least harm first."""
     for _ in range(_MOST):
         where, excess = report.missing
@@ -48,32 +50,32 @@ def advise(facts: Facts, report: MemoryReport, measure: Callable[[Facts], Memory
             return
         tried = [
             (change, changed, measure(changed))
-            for change in changes(facts)
-            if (changed := _apply(facts, change)) is not None
+            for change in changes(inputs)
+            if (changed := _apply(inputs, change)) is not None
         ]
         saving = [(change, changed, after, excess - after.missing[1]) for change, changed, after in tried]
         saving = [one for one in saving if one[3] >= LEAST_SHARE * excess]
         if not saving:
             return
-        change, facts, report, saved = max(saving, key=lambda one: min(one[3], excess) / 4 ** one[0].harm)
+        change, inputs, report, saved = max(saving, key=lambda one: min(one[3], excess) / 4 ** one[0].harm)
         yield Advice(change.override, saved, change.effect, where)
 
 
-def changes(facts: Facts) -> Iterator[Change]:
+def changes(inputs: EstimateInputs) -> Iterator[Change]:
     """Everything that could be changed now."""
     for role, prefix in (("actor", f"{POLICY}.actor"), ("ref", f"{POLICY}.ref"), ("critic", "critic")):
-        layout = facts.plan.layouts.get(role)
+        layout = inputs.plan.layouts.get(role)
         if layout is not None and layout.engine == "fsdp2":
-            yield from _fsdp_changes(facts, role, f"{prefix}.fsdp_config")
+            yield from _fsdp_changes(inputs, role, f"{prefix}.fsdp_config")
         elif layout is not None and layout.engine == "megatron":
             yield from _megatron_changes(role, f"{prefix}.megatron")
-    yield from _batch_changes(facts)
-    yield from _model_changes(facts)
-    yield from _rollout_changes(facts)
+    yield from _batch_changes(inputs)
+    yield from _model_changes(inputs)
+    yield from _rollout_changes(inputs)
 
 
-def _fsdp_changes(facts: Facts, role: str, prefix: str) -> Iterator[Change]:
-    chunk = value_at(facts.config, f"{prefix}.head_chunk_tokens")
+def _fsdp_changes(inputs: EstimateInputs, role: str, prefix: str) -> Iterator[Change]:
+    chunk = value_at(inputs.config, f"{prefix}.head_chunk_tokens")
     assert isinstance(chunk, int)
     yield Change(f"{prefix}.wrap_policy.min_num_params", 0, 1, "one more collective per layer")
     yield Change(
@@ -111,15 +113,15 @@ def _megatron_changes(role: str, prefix: str) -> Iterator[Change]:
             yield Change(f"{prefix}.{name}", True, 2, "moves to host memory and back at every step")
 
 
-def _batch_changes(facts: Facts) -> Iterator[Change]:
+def _batch_changes(inputs: EstimateInputs) -> Iterator[Change]:
     """Smaller micro-batches of each pass; the plan's numbers change with them."""
     effect = "smaller forward passes: more of them"
-    for micro, rows_key, tokens_key in micro_keys(facts):
+    for micro, rows_key, tokens_key in micro_keys(inputs):
         if micro.rows is not None:
             for size in (size for size in range(micro.rows // 2, 0, -1) if micro.rows % size == 0):
                 yield Change(rows_key, size, 1, effect)
         else:
-            for size in halves(micro.max_tokens or 0, least=facts.longest_row):
+            for size in halves(micro.max_tokens or 0, least=inputs.longest_row):
                 yield Change(tokens_key, size, 1, effect)
 
 
@@ -133,9 +135,9 @@ def halves(number: int, *, least: int) -> Iterator[int]:
         yield number
 
 
-def micro_keys(facts: Facts) -> Iterator[tuple[MicroPlan, str, str]]:
+def micro_keys(inputs: EstimateInputs) -> Iterator[tuple[MicroPlan, str, str]]:
     """Each pass's micro-batch, and the keys of its rows and of its tokens."""
-    plan, actor, rollout = facts.plan, f"{POLICY}.actor", f"{POLICY}.rollout"
+    plan, actor, rollout = inputs.plan, f"{POLICY}.actor", f"{POLICY}.rollout"
     yield plan.actor.micro, f"{actor}.ppo_micro_batch_size_per_gpu", f"{actor}.ppo_max_token_len_per_gpu"
     yield (
         plan.old_log_prob,
@@ -153,7 +155,7 @@ def micro_keys(facts: Facts) -> Iterator[tuple[MicroPlan, str, str]]:
         yield plan.values, "critic.forward_micro_batch_size_per_gpu", "critic.forward_max_token_len_per_gpu"
 
 
-def _model_changes(facts: Facts) -> Iterator[Change]:
+def _model_changes(inputs: EstimateInputs) -> Iterator[Change]:
     for prefix in (f"{POLICY}.model", "critic.model"):
         yield Change(f"{prefix}.use_remove_padding", True, 1, "rows are packed")
         yield Change(
@@ -162,14 +164,14 @@ def _model_changes(facts: Facts) -> Iterator[Change]:
             2,
             "activations are computed again: about a third more time",
         )
-    if facts.config.actor_rollout_ref.model.lora_rank == 0:
+    if inputs.config.actor_rollout_ref.model.lora_rank == 0:
         yield Change(f"{POLICY}.model.lora_rank", 32, 5, "trains adapters instead of all weights")
 
 
-def _rollout_changes(facts: Facts) -> Iterator[Change]:
-    rollout = facts.config.actor_rollout_ref.rollout
+def _rollout_changes(inputs: EstimateInputs) -> Iterator[Change]:
+    rollout = inputs.config.actor_rollout_ref.rollout
     if rollout.name == "native":
-        running = min(rollout.max_num_seqs, facts.plan.rollout.trajectories_per_engine)
+        running = min(rollout.max_num_seqs, inputs.plan.rollout.trajectories_per_engine)
         for size in halves(running, least=LEAST_ROWS):
             yield Change(
                 f"{POLICY}.rollout.max_num_seqs", size, 2, "fewer sequences at a time: slower sampling"
@@ -185,23 +187,23 @@ def _rollout_changes(facts: Facts) -> Iterator[Change]:
         )
 
 
-def _apply(facts: Facts, change: Change) -> Facts | None:
+def _apply(inputs: EstimateInputs, change: Change) -> EstimateInputs | None:
     """The facts with the change in them; None: it is so already."""
-    if value_at(facts.config, change.key) == change.value:
+    if value_at(inputs.config, change.key) == change.value:
         return None
-    config = copy.deepcopy(facts.config)
+    config = copy.deepcopy(inputs.config)
     section: Any = config
     *path, last = change.key.split(".")
     for name in path:
         section = getattr(section, name)
     setattr(section, last, change.value)
-    return replace(facts, config=config, plan=_replan(facts, change))
+    return replace(inputs, config=config, plan=_replan(inputs, change))
 
 
-def _replan(facts: Facts, change: Change) -> Any:
+def _replan(inputs: EstimateInputs, change: Change) -> Any:
     """The plan with the change's micro-batch; a smaller micro-batch breaks no rule that a larger one kept."""
-    plan = facts.plan
-    keys = list(micro_keys(facts))
+    plan = inputs.plan
+    keys = list(micro_keys(inputs))
     new = [
         MicroPlan(change.value, None)
         if change.key == rows_key
@@ -211,7 +213,7 @@ def _replan(facts: Facts, change: Change) -> Any:
         for micro, rows_key, tokens_key in keys
     ]
     if new == [micro for micro, _, _ in keys]:
-        return _resharded(facts, change)
+        return _resharded(inputs, change)
     rest = iter(new)
     actor, old_log_prob = replace(plan.actor, micro=next(rest)), next(rest)
     ref = next(rest) if plan.ref is not None else None
@@ -221,11 +223,11 @@ def _replan(facts: Facts, change: Change) -> Any:
     return replace(plan, actor=actor, old_log_prob=old_log_prob, ref=ref, critic=critic, values=values)
 
 
-def _resharded(facts: Facts, change: Change) -> Any:
+def _resharded(inputs: EstimateInputs, change: Change) -> Any:
     """The plan with one copy of a role's model over all of its devices, if that is the change."""
     if not change.key.endswith(".fsdp_config.fsdp_size"):
-        return facts.plan
+        return inputs.plan
     role = change.key.split(".")[-3]
-    layout = facts.plan.layouts[role]
+    layout = inputs.plan.layouts[role]
     whole = replace(layout, shard=len(layout.devices))
-    return replace(facts.plan, layouts={**facts.plan.layouts, role: whole})
+    return replace(inputs.plan, layouts={**inputs.plan.layouts, role: whole})

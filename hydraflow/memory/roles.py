@@ -28,7 +28,7 @@ BUCKET_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
-class Facts:
+class EstimateInputs:
     """Everything that a role's estimate is made from."""
 
     plan: BatchPlan
@@ -53,9 +53,9 @@ class Facts:
         )
 
 
-def role_memory(facts: Facts, role: str, layout: Layout) -> RoleMemory:
+def role_memory(inputs: EstimateInputs, role: str, layout: Layout) -> RoleMemory:
     """One role on each of its devices."""
-    resting, phases = ROLES[role](facts, layout)
+    resting, phases = ROLES[role](inputs, layout)
     return RoleMemory(role, layout.engine, len(layout.devices), resting, phases)
 
 
@@ -63,106 +63,108 @@ Estimate = tuple[Parts, dict[str, Parts]]
 """What a role holds at rest, and at the highest moment of each phase."""
 
 
-def _actor(facts: Facts, layout: Layout) -> Estimate:
-    policy, plan = facts.config.actor_rollout_ref, facts.plan
+def _actor(inputs: EstimateInputs, layout: Layout) -> Estimate:
+    policy, plan = inputs.config.actor_rollout_ref, inputs.plan
     actor, model = policy.actor, policy.model
-    tokens = _tokens(facts, layout, plan.actor.micro, model, plan.actor.rows_per_rank)
-    most = _rows_of_a_rank(facts, layout)
+    tokens = _tokens(inputs, layout, plan.actor.micro, model, plan.actor.rows_per_rank)
+    most = _rows_of_a_rank(inputs, layout)
     passes = [(plan.old_log_prob, True)] + ([(plan.ref, False)] if plan.ref and model.lora_rank else [])
-    forwards = [(_tokens(facts, layout, micro, model, most), entropy) for micro, entropy in passes]
+    forwards = [(_tokens(inputs, layout, micro, model, most), entropy) for micro, entropy in passes]
     engine: Parallel | Sharded
     if layout.engine == "megatron":
         engine = parallel = _parallel(
-            facts, layout, facts.shape, model, actor.megatron, trained=True, policy=True
+            inputs, layout, inputs.shape, model, actor.megatron, trained=True, policy=True
         )
         phases = {
             "log_probs": _fullest([parallel.forward(one) for one, _ in forwards]),
-            "update": parallel.update(tokens, micro_batches(plan.actor, facts.longest_row)),
+            "update": parallel.update(tokens, micro_batches(plan.actor, inputs.longest_row)),
         }
     else:
         engine = sharded = _sharded(
-            facts, layout, facts.shape, model, actor.fsdp_config, trained=True, policy=True
+            inputs, layout, inputs.shape, model, actor.fsdp_config, trained=True, policy=True
         )
-        accumulates = micro_batches(plan.actor, facts.longest_row) > 1
+        accumulates = micro_batches(plan.actor, inputs.longest_row) > 1
         phases = {
             "log_probs": _fullest([sharded.forward(one, entropy=entropy) for one, entropy in forwards]),
             "update": sharded.update(
                 tokens, accumulates=accumulates, entropy=True, trained_entropy=actor.entropy_coeff != 0
             ),
         }
-    return engine.resting, phases | {"sync": engine.resting + Parts(weight_sync=_sent(facts, layout))}
+    return engine.resting, phases | {"sync": engine.resting + Parts(weight_sync=_sent(inputs, layout))}
 
 
-def _critic(facts: Facts, layout: Layout) -> Estimate:
-    critic, plan = facts.config.critic, facts.plan
+def _critic(inputs: EstimateInputs, layout: Layout) -> Estimate:
+    critic, plan = inputs.config.critic, inputs.plan
     assert plan.critic is not None and plan.values is not None, "a critic has a plan"
-    tokens = _tokens(facts, layout, plan.critic.micro, critic.model, plan.critic.rows_per_rank)
-    values = _tokens(facts, layout, plan.values, critic.model, _rows_of_a_rank(facts, layout))
+    tokens = _tokens(inputs, layout, plan.critic.micro, critic.model, plan.critic.rows_per_rank)
+    values = _tokens(inputs, layout, plan.values, critic.model, _rows_of_a_rank(inputs, layout))
     if layout.engine == "megatron":
         engine = _parallel(
-            facts, layout, facts.critic_shape, critic.model, critic.megatron, trained=True, policy=False
+            inputs, layout, inputs.critic_shape, critic.model, critic.megatron, trained=True, policy=False
         )
         return engine.resting, {
             "log_probs": engine.forward(values),
-            "update": engine.update(tokens, micro_batches(plan.critic, facts.longest_row)),
+            "update": engine.update(tokens, micro_batches(plan.critic, inputs.longest_row)),
         }
     sharded = _sharded(
-        facts, layout, facts.critic_shape, critic.model, critic.fsdp_config, trained=True, policy=False
+        inputs, layout, inputs.critic_shape, critic.model, critic.fsdp_config, trained=True, policy=False
     )
-    accumulates = micro_batches(plan.critic, facts.longest_row) > 1
+    accumulates = micro_batches(plan.critic, inputs.longest_row) > 1
     update = sharded.update(tokens, accumulates=accumulates, entropy=False, trained_entropy=False)
     return sharded.resting, {"log_probs": sharded.forward(values, entropy=False), "update": update}
 
 
-def _reference(facts: Facts, layout: Layout) -> Estimate:
-    policy = facts.config.actor_rollout_ref
-    assert facts.plan.ref is not None, "a reference has a plan"
-    tokens = _tokens(facts, layout, facts.plan.ref, policy.model, _rows_of_a_rank(facts, layout))
+def _reference(inputs: EstimateInputs, layout: Layout) -> Estimate:
+    policy = inputs.config.actor_rollout_ref
+    assert inputs.plan.ref is not None, "a reference has a plan"
+    tokens = _tokens(inputs, layout, inputs.plan.ref, policy.model, _rows_of_a_rank(inputs, layout))
     if layout.engine == "megatron":
         engine = _parallel(
-            facts, layout, facts.shape, policy.model, policy.ref.megatron, trained=False, policy=True
+            inputs, layout, inputs.shape, policy.model, policy.ref.megatron, trained=False, policy=True
         )
         return engine.resting, {"log_probs": engine.forward(tokens)}
     sharded = _sharded(
-        facts, layout, facts.shape, policy.model, policy.ref.fsdp_config, trained=False, policy=True
+        inputs, layout, inputs.shape, policy.model, policy.ref.fsdp_config, trained=False, policy=True
     )
     return sharded.resting, {"log_probs": sharded.forward(tokens, entropy=False)}
 
 
-def _rollout(facts: Facts, layout: Layout) -> Estimate:
-    rollout, plan = facts.config.actor_rollout_ref.rollout, facts.plan.rollout
-    number = facts.limits.bytes_of(rollout.dtype)
-    rows = facts.rows(facts.config.actor_rollout_ref.model)
+def _rollout(inputs: EstimateInputs, layout: Layout) -> Estimate:
+    rollout, plan = inputs.config.actor_rollout_ref.rollout, inputs.plan.rollout
+    number = inputs.limits.bytes_of(rollout.dtype)
+    rows = inputs.rows(inputs.config.actor_rollout_ref.model)
     sequences = max(1, min(rollout.max_num_seqs, plan.trajectories_per_engine))
     if layout.engine == "native":
-        engine = Native(facts.shape, number)
+        engine = Native(inputs.shape, number)
         return engine.resting, {"sample": engine.sample(rows, sequences), "sync": engine.resting}
     shared = any(
-        len(layout.devices & other.devices) for name, other in facts.plan.layouts.items() if name != "rollout"
+        len(layout.devices & other.devices)
+        for name, other in inputs.plan.layouts.items()
+        if name != "rollout"
     )
     vllm = Vllm(
-        facts.shape,
+        inputs.shape,
         number,
         layout.tensor,
         layout.pipeline,
         rollout.gpu_memory_utilization,
-        facts.limits.device_bytes,
+        inputs.limits.device_bytes,
         shared,
     )
     received = Parts(weights=vllm.weights, weight_sync=rollout.update_weights_bucket_megabytes * 2**20)
     return vllm.resting, {"sample": vllm.sample(sequences, rows.prompt + rows.response), "sync": received}
 
 
-def _reward_model(facts: Facts, layout: Layout) -> Estimate:
+def _reward_model(inputs: EstimateInputs, layout: Layout) -> Estimate:
     """Counted as a critic of the policy's shape that is not trained: its own model is not read."""
-    model = facts.config.critic.model
-    micro = facts.plan.reward_model or facts.plan.old_log_prob
-    tokens = _tokens(facts, layout, micro, model, _rows_of_a_rank(facts, layout))
-    sharded = _sharded(facts, layout, facts.shape, model, FSDPConfig(), trained=False, policy=False)
+    model = inputs.config.critic.model
+    micro = inputs.plan.reward_model or inputs.plan.old_log_prob
+    tokens = _tokens(inputs, layout, micro, model, _rows_of_a_rank(inputs, layout))
+    sharded = _sharded(inputs, layout, inputs.shape, model, FSDPConfig(), trained=False, policy=False)
     return sharded.resting, {"log_probs": sharded.forward(tokens, entropy=False)}
 
 
-ROLES: dict[str, Callable[[Facts, Layout], Estimate]] = {
+ROLES: dict[str, Callable[[EstimateInputs, Layout], Estimate]] = {
     "actor": _actor,
     "critic": _critic,
     "ref": _reference,
@@ -172,7 +174,7 @@ ROLES: dict[str, Callable[[Facts, Layout], Estimate]] = {
 
 
 def _sharded(
-    facts: Facts,
+    inputs: EstimateInputs,
     layout: Layout,
     shape: ModelShape,
     model: ModelConfig,
@@ -181,7 +183,7 @@ def _sharded(
     trained: bool,
     policy: bool,
 ) -> Sharded:
-    return sharded_model(layout, shape, model, fsdp, facts.limits, trained=trained, policy=policy)
+    return sharded_model(layout, shape, model, fsdp, inputs.limits, trained=trained, policy=policy)
 
 
 def sharded_model(
@@ -217,7 +219,7 @@ def sharded_model(
 
 
 def _parallel(
-    facts: Facts,
+    inputs: EstimateInputs,
     layout: Layout,
     shape: ModelShape,
     model: ModelConfig,
@@ -226,19 +228,21 @@ def _parallel(
     trained: bool,
     policy: bool,
 ) -> Parallel:
-    number = facts.limits.bytes_of(settings.dtype)
+    number = inputs.limits.bytes_of(settings.dtype)
     return Parallel(
         shape, layout, settings, number, trained, trained and model.enable_gradient_checkpointing, policy
     )
 
 
-def _tokens(facts: Facts, layout: Layout, micro: MicroPlan, model: ModelConfig, most_rows: int) -> Tokens:
-    return tokens_of(micro, facts.rows(model), most_rows=max(1, most_rows), devices=layout.context)
+def _tokens(
+    inputs: EstimateInputs, layout: Layout, micro: MicroPlan, model: ModelConfig, most_rows: int
+) -> Tokens:
+    return tokens_of(micro, inputs.rows(model), most_rows=max(1, most_rows), devices=layout.context)
 
 
-def _rows_of_a_rank(facts: Facts, layout: Layout) -> int:
+def _rows_of_a_rank(inputs: EstimateInputs, layout: Layout) -> int:
     """Trajectories of a step that a data rank gets, at most."""
-    return -(-facts.plan.trajectories_per_step // layout.data_ranks)
+    return -(-inputs.plan.trajectories_per_step // layout.data_ranks)
 
 
 def micro_batches(plan: RolePlan, longest_row: int) -> int:
@@ -248,13 +252,13 @@ def micro_batches(plan: RolePlan, longest_row: int) -> int:
     return -(-plan.rows_per_rank // max(1, (plan.micro.max_tokens or 0) // longest_row))
 
 
-def _sent(facts: Facts, layout: Layout) -> int:
+def _sent(inputs: EstimateInputs, layout: Layout) -> int:
     """What the actor puts together to send: a bucket of full tensors, its shards, and the tensors taken out
     of it."""
-    policy, shape = facts.config.actor_rollout_ref, facts.shape
+    policy, shape = inputs.config.actor_rollout_ref, inputs.shape
     if layout.engine == "megatron":
         return 2 * policy.rollout.update_weights_bucket_megabytes * 2**20
-    kept = Types.of(policy.actor.fsdp_config, facts.limits).kept
+    kept = Types.of(policy.actor.fsdp_config, inputs.limits).kept
     bucket = max(min(BUCKET_BYTES, shape.parameters * kept), shape.largest_tensor * kept)
     sent = 2 * bucket + bucket // max(1, layout.shard)
     if policy.model.lora_rank:

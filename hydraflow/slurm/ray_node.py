@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hydraflow.errors import EnvironmentFault
-from hydraflow.slurm.facts import Facts
+from hydraflow.slurm.job_settings import JobSettings
 from hydraflow.slurm.ports import Held, hold
 from hydraflow.system.allocation import Allocation, allocation, node_names
 from hydraflow.system.network import VARIABLE, interface_of, node_address
@@ -56,11 +56,11 @@ def start(folder: Path, temporary: Path, *, dashboard: bool) -> None:
     nodes = job_nodes()
     head = own_name() == nodes[0]
     address = "" if head else await_head(folder / ADDRESS, nodes[0])
-    facts = Facts.from_shell((folder / FACTS).read_text())
+    settings = JobSettings.from_shell((folder / FACTS).read_text())
     # srun was called on the first node: this is an address of its own, by which Slurm reaches it
     own = node_address(os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "") if head else address.rpartition(":")[0])
     environment = {**DEFAULTS, **os.environ, **_interface(own)}
-    words = [*_common(own, temporary, facts)]
+    words = [*_common(own, temporary, settings)]
     if head:
         held = hold(4)
         words += _head(held, dashboard)
@@ -70,26 +70,26 @@ def start(folder: Path, temporary: Path, *, dashboard: bool) -> None:
         held = hold(1)
         words += [f"--address={address}", f"--dashboard-agent-listen-port={held.ports[0]}"]
         held.open_up()
-    print(f"{own_name()}: Ray's {'head' if head else 'node'} at {own}, {facts.cpus} CPUs", flush=True)
+    print(f"{own_name()}: Ray's {'head' if head else 'node'} at {own}, {settings.cpus} CPUs", flush=True)
     os.execve(
         sys.executable, [sys.executable, "-m", "ray.scripts.scripts", "start", *words, "--block"], environment
     )
 
 
-def _common(own: str, temporary: Path, facts: Facts) -> list[str]:
+def _common(own: str, temporary: Path, settings: JobSettings) -> list[str]:
     given = allocation()
     words = [
         f"--node-ip-address={own}",
         f"--node-name={own_name()}",
-        f"--num-cpus={facts.cpus}",
+        f"--num-cpus={settings.cpus}",
         f"--temp-dir={temporary}",
         # the system chooses: a range, Ray's default, would be the same for two jobs on a node
         "--min-worker-port=0",
         "--max-worker-port=0",
         "--disable-usage-stats",
     ]
-    if facts.gpus >= 0:
-        words.append(f"--num-gpus={facts.gpus}")
+    if settings.gpus >= 0:
+        words.append(f"--num-gpus={settings.gpus}")
     if store := object_store(given, shutil.disk_usage("/dev/shm").free):
         words.append(f"--object-store-memory={store}")
     return words

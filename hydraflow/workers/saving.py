@@ -31,7 +31,7 @@ CHUNK = 16 * 2**20
 
 
 @dataclass(frozen=True)
-class FileFacts:
+class FileInfo:
     """Size and checksum of a complete file."""
 
     bytes: int
@@ -43,13 +43,13 @@ class FileFacts:
 class Part:
     """What one rank has written."""
 
-    files: Mapping[str, FileFacts]
+    files: Mapping[str, FileInfo]
     """By path within the checkpoint."""
     error: str = ""
     """The error; empty on success."""
 
 
-def file_facts(path: Path, *, flush: bool = False) -> FileFacts:
+def file_facts(path: Path, *, flush: bool = False) -> FileInfo:
     """Size and checksum of a file; `flush` writes it to disk first (fsync)."""
     size = checksum = 0
     with path.open("rb") as file:
@@ -57,7 +57,7 @@ def file_facts(path: Path, *, flush: bool = False) -> FileFacts:
             os.fsync(file.fileno())
         while chunk := file.read(CHUNK):
             size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
-    return FileFacts(size, f"{checksum:08x}")
+    return FileInfo(size, f"{checksum:08x}")
 
 
 def expect_part(checkpoint: Path, role: str, rank: int) -> None:
@@ -84,7 +84,7 @@ def read_part(checkpoint: Path, role: str, rank: int) -> Part | None:
 
 def _parsed(report: Any) -> Part:
     try:
-        return Part({name: FileFacts(**facts) for name, facts in report["files"].items()}, report["error"])
+        return Part({name: FileInfo(**facts) for name, facts in report["files"].items()}, report["error"])
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"its report is none: {str(report)[:100]}") from error
 

@@ -53,7 +53,7 @@ def test_futures_chain_over_groups_of_other_sizes(
 
 def test_a_group_of_one_feeds_a_group_of_two(groups: dict[int, WorkerGroup], batch_of: BatchOf) -> None:
     made = groups[1].role("probe").call(Probe.double_later, batch_of(2))
-    assert groups[2].role("probe").call(Probe.sum_of, made, key="y") == {"sum": metrics.total(2.0)}
+    assert groups[2].role("probe").call(Probe.sum_of, made, key="y") == {"sum": metrics.summed(2.0)}
 
 
 def test_columns_of_a_future_are_passed_on_alone(groups: dict[int, WorkerGroup], batch_of: BatchOf) -> None:

@@ -40,7 +40,7 @@ FILE_KEYS = ("data.train_files", "data.val_files")
 RECIPE_MAKES = "recipe={} makes its own when it first runs"
 
 
-class Facts:
+class CheckContext:
     """One configuration on this machine. `everything`: also look at what the configuration does not need
     (`--all`).
 
