@@ -10,15 +10,15 @@ from __future__ import annotations
 import sys
 
 from hydraflow.compose.advice import advice
-from hydraflow.compose.arguments import Switch
+from hydraflow.compose.arguments import CommandLineOption
 from hydraflow.compose.command import Command
 from hydraflow.compose.debugging import applied
 from hydraflow.compose.launch import launch
 from hydraflow.schema import PPOConfig
 
 SWITCHES = (
-    Switch("--json", doc="Print JSON for machines."),
-    Switch("--all", doc="Also check what this configuration does not need: vLLM."),
+    CommandLineOption("--json", doc="Print JSON for machines."),
+    CommandLineOption("--all", doc="Also check what this configuration does not need: vLLM."),
 )
 
 

@@ -15,7 +15,7 @@ from hydraflow.system.columns import fits, output_width, paragraph, table
 HEAD = ("quantity", "value", "unit", "formula", "from")
 
 
-class Explained(Protocol):
+class PlanTable(Protocol):
     """The parts of a plan that the table shows."""
 
     @property
@@ -27,7 +27,7 @@ class Explained(Protocol):
         """What was given and has no effect."""
 
 
-def print_plan(plan: Explained) -> None:
+def print_plan(plan: PlanTable) -> None:
     """Prints one line per quantity, and after it the notes, on standard output."""
     width = output_width()
     print("batch plan", *plan_lines(plan.quantities, width), "", sep="\n")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.checkup.context import CheckContext
-from hydraflow.checkup.finding import Finding, Skip, ok, problem, warning
+from hydraflow.checkup.finding import CheckSkipped, Finding, ok, problem, warning
 from hydraflow.memory.report import size_text
 from hydraflow.memory.shape import ModelShape
 from hydraflow.models.config import ModelConfig
@@ -32,7 +32,7 @@ SPARE = 2**30
 
 
 @dataclass(frozen=True)
-class Written:
+class PlannedFiles:
     """Files that will be on the disk: `count` times `size` bytes."""
 
     name: str
@@ -63,7 +63,7 @@ def check_recipe(context: CheckContext) -> Iterator[Finding]:
     """The folder in which a recipe keeps what it makes: it must be there already, or can be written."""
     recipe = context.config.recipe
     if recipe.name == "none":
-        raise Skip("no recipe is used")
+        raise CheckSkipped("no recipe is used")
     folder = arithmetic.cache_folder(recipe, context.config.trainer.seed)
     if arithmetic.is_made(folder):
         yield ok(f"{folder} is made already")
@@ -79,7 +79,7 @@ def check_recipe(context: CheckContext) -> Iterator[Finding]:
 
 def what_is_written(
     config: PPOConfig, plan: BatchPlan, shape: ModelShape, critic_shape: ModelShape | None
-) -> list[Written]:
+) -> list[PlannedFiles]:
     """Trained models and checkpoints of the roles that are trained."""
     trainer, policy, critic = config.trainer, config.actor_rollout_ref, config.critic
     found = _of_role(
@@ -106,16 +106,16 @@ def _of_role(
     model: ModelConfig,
     trainer: TrainerConfig,
     kept: tuple[int, int | None],
-) -> list[Written]:
+) -> list[PlannedFiles]:
     """`weights`: how many numbers. `kept`: training steps of the run, and checkpoints that stay."""
     full = weights * BYTES[role.fsdp_config.model_dtype]
-    found = [Written(f"final_model/{name}", full)] if trainer.save_final_model else []
+    found = [PlannedFiles(f"final_model/{name}", full)] if trainer.save_final_model else []
     parts = {"model": full, "optimizer": 0 if model.lora_rank > 0 else MOMENTS * full, "hf_model": full}
     count = checkpoints(kept[0], trainer.save_freq, kept[1])
     if count:
         best = trainer.keep_best is not None
         found.append(
-            Written(
+            PlannedFiles(
                 f"checkpoint of the {name}",
                 sum(parts.get(part, 0) for part in role.checkpoint.save_contents),
                 count + best,
@@ -139,7 +139,7 @@ def checkpoints(total_steps: int, save_freq: int, keep: int | None) -> int:
     return saves if keep is None else min(saves, keep + 1)
 
 
-def judge(folder: Path, written: Sequence[Written], *, free: int) -> Finding:
+def judge(folder: Path, written: Sequence[PlannedFiles], *, free: int) -> Finding:
     """`free`: bytes on the disk of `folder`. Not even one of each fits: a problem; not all: a warning."""
     least, most = sum(each.size for each in written), sum(each.size * each.count for each in written)
     parts = " + ".join(map(str, written))

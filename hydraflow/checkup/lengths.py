@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from hydraflow.checkup import sampling
 from hydraflow.checkup.context import FILE_KEYS, CheckContext
 from hydraflow.checkup.data_files import require_prompts
-from hydraflow.checkup.finding import Finding, Skip, note, ok, problem, warning
+from hydraflow.checkup.finding import CheckSkipped, Finding, note, ok, problem, warning
 from hydraflow.data.chat import as_messages, tokenise_chats
 from hydraflow.data.config import PromptConfig
 
@@ -20,7 +20,7 @@ SAMPLE = 512
 def check_lengths(context: CheckContext) -> Iterator[Finding]:
     """Tokenises a sample of each data file, as training does with all rows."""
     if context.main_key is None:
-        raise Skip(context.nothing_yet())
+        raise CheckSkipped(context.nothing_yet())
     data, tokenizer = context.config.data, context.tokenizer
     positions = getattr(context.model_config.get_text_config(), "max_position_embeddings", None)
     for key in FILE_KEYS:

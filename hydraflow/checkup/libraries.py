@@ -16,7 +16,7 @@ from typing import Any
 from packaging.requirements import InvalidRequirement, Requirement
 
 from hydraflow.checkup.context import CheckContext
-from hydraflow.checkup.finding import Finding, Skip, note, ok, problem, warning
+from hydraflow.checkup.finding import CheckSkipped, Finding, note, ok, problem, warning
 from hydraflow.checkup.probe import run_python
 
 OURS = "hydraflow-trainer"
@@ -128,10 +128,10 @@ def check_vllm(context: CheckContext) -> Iterator[Finding]:
     """vLLM is compiled against one version of torch."""
     wanted = context.config.actor_rollout_ref.rollout.name == "vllm"
     if not wanted and not context.everything:
-        raise Skip(f"actor_rollout_ref.rollout.name={context.config.actor_rollout_ref.rollout.name}")
+        raise CheckSkipped(f"actor_rollout_ref.rollout.name={context.config.actor_rollout_ref.rollout.name}")
     if importlib.util.find_spec("vllm") is None:
         if not wanted:
-            raise Skip("vLLM is not installed, and this configuration does not ask for it")
+            raise CheckSkipped("vLLM is not installed, and this configuration does not ask for it")
         yield problem(
             "actor_rollout_ref.rollout.name=vllm, but vLLM is not installed", f"pip install '{OURS}[vllm]'"
         )

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hydraflow.checkup.context import CheckContext
-from hydraflow.checkup.finding import Finding, Skip, ok, problem, warning
+from hydraflow.checkup.finding import CheckSkipped, Finding, ok, problem, warning
 from hydraflow.checkup.memory import host_memory
 from hydraflow.errors import EnvironmentFault
 from hydraflow.memory.report import size_text
@@ -38,7 +38,7 @@ DISK_FULL = 0.95
 def check_shared_memory(context: CheckContext) -> Iterator[Finding]:
     """Ray keeps objects in /dev/shm, or in a slow file when it is too small."""
     if context.config.ray_init.address != "local":
-        raise Skip(
+        raise CheckSkipped(
             f"the object store belongs to the cluster at ray_init.address={context.config.ray_init.address}"
         )
     yield judge_shared_memory(Path("/dev/shm"), available_memory=host_memory().available)

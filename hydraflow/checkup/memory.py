@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from hydraflow.checkup.context import CheckContext
-from hydraflow.checkup.finding import Finding, Skip, ok, problem, warning
+from hydraflow.checkup.finding import CheckSkipped, Finding, ok, problem, warning
 from hydraflow.checkup.probe import run_python
 from hydraflow.device import cgroup_folders, gpu_count, gpu_runtime, listed_gpus
 from hydraflow.memory.estimate import estimate
@@ -113,7 +113,7 @@ def check_gpus(context: CheckContext) -> Iterator[Finding]:
     """Computes on every GPU, in a process of its own so that none keeps memory, and compares what is free
     with the estimate."""
     if context.machine.device_type == "cpu":
-        raise Skip("no GPU is used")
+        raise CheckSkipped("no GPU is used")
     ended = run_python(_EACH_GPU, context.device_type, seconds=GPU_SECONDS)
     if ended.code != 0:
         remedy = (

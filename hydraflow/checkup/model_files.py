@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hydraflow.checkup.context import CRITIC, MODEL, CheckContext
-from hydraflow.checkup.finding import Finding, Skip, note, of_problem, ok, problem, warning
+from hydraflow.checkup.finding import CheckSkipped, Finding, note, of_problem, ok, problem, warning
 from hydraflow.engine.fsdp.lora import require_targets
 from hydraflow.memory.report import size_text
 from hydraflow.models.cache import cached_snapshot, hub_fault, is_offline
@@ -30,7 +30,7 @@ def check_model(context: CheckContext) -> Iterator[Finding]:
     """The policy's directory, and the critic's where it has one of its own."""
     policy = context.config.actor_rollout_ref.model
     if not policy.path:
-        raise Skip(context.nothing_yet())
+        raise CheckSkipped(context.nothing_yet())
     yield from _check_directory(policy, MODEL)
     if context.config.critic.model.path and context.plan.critic is not None:
         yield from _check_directory(context.config.critic.model, CRITIC)
@@ -72,7 +72,7 @@ def check_weights(context: CheckContext) -> Iterator[Finding]:
     policy, critic = context.config.actor_rollout_ref.model, context.config.critic.model
     context.own_model()  # Skip where there is none yet
     if is_hub_name(str(policy.path)):
-        raise Skip("the weights are the hub's own")
+        raise CheckSkipped("the weights are the hub's own")
     require_weights(policy, context.model_config, head="policy", field=MODEL)
     if policy.lora_rank > 0:
         require_targets(policy, context.model_config, head="policy", field=MODEL)

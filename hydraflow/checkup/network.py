@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from hydraflow.checkup.context import CheckContext
-from hydraflow.checkup.finding import Finding, Skip, note, ok, problem
+from hydraflow.checkup.finding import CheckSkipped, Finding, note, ok, problem
 from hydraflow.dispatch import cluster
 from hydraflow.system.node_folder import RAY_BASE
 from hydraflow.trainer.machine import require_room, scoring_pool, training_pool
@@ -94,7 +94,7 @@ def judge_ray(address: str, *, environ: Mapping[str, str], folder: Path) -> Find
     if address != "auto":
         return _joined(address, "ray_init.address")
     if not named:
-        raise Skip(
+        raise CheckSkipped(
             "ray_init.address=auto, and neither RAY_ADDRESS nor a started cluster's file names an address:"
             " Ray looks by itself"
         )

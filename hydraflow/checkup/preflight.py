@@ -44,8 +44,8 @@ def _judge(results: Sequence[Result], known: Sequence[Problem]) -> None:
                     finding.evidence,
                     f"\n      -> {finding.remedy}" if finding.remedy else "",
                 )
-    said = tuple(problem.head for problem in known)
-    if problems := [problem for result in results for problem in _problems(result, said)]:
+    already_reported = tuple(problem.head for problem in known)
+    if problems := [problem for result in results for problem in _problems(result, already_reported)]:
         raise ConfigError(problems)
 
 
@@ -56,10 +56,10 @@ def require_trackers(trainer: LoopConfig, *, known: Sequence[Problem] = ()) -> N
     _judge([Result(looked.name, tuple(findings), 0.0)], known)
 
 
-def _problems(result: Result, said: tuple[str, ...]) -> list[Problem]:
+def _problems(result: Result, already_reported: tuple[str, ...]) -> list[Problem]:
     found = [
         finding
         for finding in result.findings
-        if finding.state is State.PROBLEM and not finding.evidence.startswith(said)
+        if finding.state is State.PROBLEM and not finding.evidence.startswith(already_reported)
     ]
     return [Problem(result.name, None, finding.evidence, finding.remedy) for finding in found]

@@ -30,7 +30,7 @@ from hydraflow.checkup import (
     trackers,
 )
 from hydraflow.checkup.context import CheckContext
-from hydraflow.checkup.finding import Finding, Skip, State, of_problem, problem
+from hydraflow.checkup.finding import CheckSkipped, Finding, State, of_problem, problem
 from hydraflow.errors import ConfigError
 
 SECONDS = 20.0
@@ -133,7 +133,7 @@ def _guarded(check: Check, context: CheckContext | None) -> list[Finding]:
     try:
         for finding in check.look(context):
             found.append(finding)
-    except Skip as reason:
+    except CheckSkipped as reason:
         found.append(Finding(State.SKIPPED, str(reason)))
     except ConfigError as error:
         found += [of_problem(each) for each in error.problems]

@@ -25,7 +25,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hydraflow.compose import completion
-from hydraflow.compose.arguments import Arguments, Switch, split
+from hydraflow.compose.arguments import Arguments, CommandLineOption, split
 from hydraflow.compose.command import Command
 from hydraflow.compose.command_words import public_words
 from hydraflow.compose.hydra_errors import translated
@@ -33,14 +33,14 @@ from hydraflow.compose.keys import describe
 from hydraflow.compose.loading import (
     VERSION_BASE,
     Advise,
-    Composed,
-    Entry,
+    ComposedConfig,
+    EntryPoint,
     Judge,
     ShowError,
     finish,
     register,
 )
-from hydraflow.compose.overrides import Prepared, config_folder, groups_in, prepare
+from hydraflow.compose.overrides import PreparedCommandLine, config_folder, groups_in, prepare
 from hydraflow.compose.own_files import take, unreadable
 from hydraflow.errors import ConfigError, HydraflowError, Problem
 from hydraflow.redact import public_text
@@ -66,7 +66,7 @@ def launch(
     schema: type[Config],
     run: Run[Config],
     *,
-    switches: Sequence[Switch] = (),
+    switches: Sequence[CommandLineOption] = (),
     judges: Sequence[Judge] = (),
     missing: Judge | None = None,
     tolerant: bool = False,
@@ -96,7 +96,7 @@ def launch(
         return 0
     if arguments.has("--shell-completion", "-sc") and completion.install(arguments.overrides):
         return 0
-    entry = Entry(
+    entry = EntryPoint(
         config_name,
         schema,
         judges,
@@ -109,7 +109,7 @@ def launch(
     )
     codes: list[int] = []
 
-    def job(one: Composed[Config]) -> int:
+    def job(one: ComposedConfig[Config]) -> int:
         if not tolerant:
             for note in one.command.notes:
                 print(f"note: {note}", file=sys.stderr)
@@ -119,11 +119,13 @@ def launch(
     return code or next((code for code in codes if code), 0)
 
 
-def given_switches(switches: Sequence[Switch], argv: Sequence[str] | None = None) -> dict[str, str | bool]:
+def given_switches(
+    switches: Sequence[CommandLineOption], argv: Sequence[str] | None = None
+) -> dict[str, str | bool]:
     """The entry point's own options on a command line, by default that of this process; errors are reported
     by `launch`.
 
-    >>> given_switches([Switch("--job", value="NAME")], ["data.shuffle=false", "--job", "sft"])
+    >>> given_switches([CommandLineOption("--job", value="NAME")], ["data.shuffle=false", "--job", "sft"])
     {'--job': 'sft'}
     """
     return split(sys.argv[1:] if argv is None else argv, switches).switches
@@ -149,7 +151,7 @@ def run_guarded(work: Callable[[], int | None], show_error: ShowError | None = N
         return say_interrupted()
 
 
-def help_text(config_name: str, schema: type, switches: Sequence[Switch] = ()) -> str:
+def help_text(config_name: str, schema: type, switches: Sequence[CommandLineOption] = ()) -> str:
     """The text of `--help`: usage, groups and their choices, every key with its default and meaning."""
     groups = [
         f"  {group}={'|'.join(choices)}"
@@ -191,7 +193,10 @@ def _command() -> str:
 
 
 def _hydra_main(
-    entry: Entry[Config], arguments: Arguments, job: Callable[[Composed[Config]], int], codes: list[int]
+    entry: EntryPoint[Config],
+    arguments: Arguments,
+    job: Callable[[ComposedConfig[Config]], int],
+    codes: list[int],
 ) -> None:
     """Has Hydra compose each configuration and call `job` with it, or handle Hydra's own options."""
     own = take(arguments, config_folder(entry.config_name), verl=entry.schema is PPOConfig)
@@ -235,7 +240,10 @@ def _words(overrides: list[str] | ListConfig) -> list[str]:
 
 
 def _call_hydra(
-    entry: Entry[Any], arguments: Arguments, prepared: Prepared, compose: Callable[[DictConfig], int]
+    entry: EntryPoint[Any],
+    arguments: Arguments,
+    prepared: PreparedCommandLine,
+    compose: Callable[[DictConfig], int],
 ) -> None:
     keys = {word.partition("=")[0].lstrip("+") for word in prepared.words}
     quiet = [
@@ -273,7 +281,7 @@ def _take_what_to_show(arguments: Arguments) -> tuple[str, bool] | None:
     return arguments.take("--package", "-p") or "", resolve
 
 
-def _show(composed: Composed[Any], shown: tuple[str, bool]) -> int:
+def _show(composed: ComposedConfig[Any], shown: tuple[str, bool]) -> int:
     package, resolve = shown
     whole = OmegaConf.create(asdict(composed.config) if resolve else composed.tree)
     section = OmegaConf.select(whole, package) if package not in ("", "_global_") else whole

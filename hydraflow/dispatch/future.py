@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import ray
 from ray import ObjectRef
 
-from hydraflow.dispatch.head import Head
+from hydraflow.dispatch.head import RayHead
 from hydraflow.dispatch.shards import Future, LateShard
 from hydraflow.dispatch.timeline import Timeline
 from hydraflow.dispatch.transport import Payload, Traffic, unpack
@@ -82,7 +82,7 @@ class PendingCalls:
         self.traffic, self.timeline = traffic, timeline
         self.stacks: Callable[[str], str] | None = None
         """Writes the stacks of all workers for a given reason; returns the file. None: not configured."""
-        self.head: Head | None = None
+        self.head: RayHead | None = None
         """Ray's control service, checked while waiting; None: not checked."""
         self.interrupt: Callable[[], None] | None = None
         """Called a few times a second while waiting; an exception ends the wait, and the calls stay

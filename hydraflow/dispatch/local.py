@@ -29,7 +29,7 @@ from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.profile import Profile, region
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.shards import CompletedFuture, Future, Shard, is_batch, split
-from hydraflow.dispatch.spans import Recorder, record_into, span
+from hydraflow.dispatch.spans import SpanRecorder, record_into, span
 from hydraflow.dispatch.stacks import ProcessInfo
 from hydraflow.dispatch.worker import ProcessContext, RoleSpec, Worker
 from hydraflow.errors import ConfigError
@@ -108,7 +108,7 @@ class LocalGroup(Group):
         self.device_type, self._first = device_type, first
         self._threads = pool.threads
         self._logs = log_of_this_process()
-        self._recorder = Recorder()
+        self._recorder = SpanRecorder()
         self._profile: Profile | None = None
         self.workers: dict[str, Worker] = {}
         listener = socket.create_server(("127.0.0.1", 0))

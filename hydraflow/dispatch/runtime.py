@@ -19,7 +19,7 @@ import ray
 from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.group import Channel, Group, Timeouts, WorkerGroup, fetch
 from hydraflow.dispatch.guard import RayGuard
-from hydraflow.dispatch.head import Head, end_without_head
+from hydraflow.dispatch.head import RayHead, end_without_head
 from hydraflow.dispatch.observability import Observability
 from hydraflow.dispatch.placement import Reservation, ResourcePool, cpus_needed, release, reserve
 from hydraflow.dispatch.processes import end_processes
@@ -98,7 +98,7 @@ class Runtime:
         console = self.observability.logs is not None and self.observability.logs.console is not None
         self._owns_ray = start_ray(self.ray_init, cpus_needed(pools), console=console) or self._owns_ray
         self.channel.calls.stacks = self._write_stacks
-        self.channel.calls.head = self.channel.calls.head or Head.of_this_process()
+        self.channel.calls.head = self.channel.calls.head or RayHead.of_this_process()
         growing = self.ray_init.address != "local"
         with after_the_start():
             self._reservations |= reserve(pools, timeout=self.channel.timeouts.start, growing=growing)

@@ -115,11 +115,11 @@ def _stack(process: ProcessInfo) -> str:
     if program is None:
         return _written_by_itself(process, "py-spy is not installed")
     for options in (["--subprocesses"], ["--nonblocking"]):  # a stopped process cannot be paused for reading
-        said = _run([program, "dump", *options, "--pid", str(process.pid)])
-        if said.returncode == 0:
-            return said.stdout
+        result = _run([program, "dump", *options, "--pid", str(process.pid)])
+        if result.returncode == 0:
+            return result.stdout
     return _written_by_itself(
-        process, said.stderr.strip().splitlines()[0] if said.stderr.strip() else "py-spy said nothing"
+        process, result.stderr.strip().splitlines()[0] if result.stderr.strip() else "py-spy said nothing"
     )
 
 

@@ -30,7 +30,7 @@ from hydraflow.dispatch.modes import Coordinates
 from hydraflow.dispatch.observability import Observability, of_role
 from hydraflow.dispatch.profile import Profile, region
 from hydraflow.dispatch.shards import LateShard, Shard, part_of, real_rows
-from hydraflow.dispatch.spans import Recorder, record_into, span
+from hydraflow.dispatch.spans import SpanRecorder, record_into, span
 from hydraflow.dispatch.stacks import ProcessInfo
 from hydraflow.dispatch.transport import (
     Payload,
@@ -152,7 +152,7 @@ class WorkerProcess:
             self._unfit = error
         self.first_role = first_role
         self.profile: Profile | None = None
-        self.recorder = Recorder()
+        self.recorder = SpanRecorder()
         record_into(self.recorder if observability.traced else None)
         # Ray passes on only the controller's working folder and script folder.
         sys.path += [folder for folder in import_path if folder not in sys.path]

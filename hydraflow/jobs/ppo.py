@@ -19,9 +19,9 @@ from hydraflow.data.loader import PromptLoader
 from hydraflow.data.prompts import PromptDataset
 from hydraflow.dispatch.group import RoleGroup
 from hydraflow.dispatch.runtime import Runtime
-from hydraflow.jobs.inputs import Prompts, open_inputs
+from hydraflow.jobs.inputs import RunPrompts, open_inputs
 from hydraflow.jobs.restarts import Restarts, with_restarts
-from hydraflow.jobs.saving import Saving, at_its_place, ppo_roles, require_metric, weights_only
+from hydraflow.jobs.saving import RunCheckpointing, at_its_place, ppo_roles, require_metric, weights_only
 from hydraflow.jobs.session import Session
 from hydraflow.protocol.batch import DataProto
 from hydraflow.recipes import arithmetic
@@ -38,7 +38,14 @@ from hydraflow.trainer.ppo import PPOTrainer
 from hydraflow.trainer.resume import CheckpointRequirements, load_roles
 from hydraflow.trainer.roles import Roles, SamplingRoles, build_roles, build_sampling_roles
 from hydraflow.trainer.rollout_only import RolloutTrainer
-from hydraflow.trainer.rollouts import Recorded, Replayed, Rollouts, Sampled, folder_of, require_dumps
+from hydraflow.trainer.rollouts import (
+    RecordedRollouts,
+    ReplayedRollouts,
+    Rollouts,
+    SampledRollouts,
+    folder_of,
+    require_dumps,
+)
 from hydraflow.trainer.validation import Validator, metric_names
 from hydraflow.workers.actor import ActorWorker
 from hydraflow.workers.critic import CriticWorker
@@ -74,7 +81,7 @@ class PPOJob:
 
     def _checked(
         self, session: Session, config: PPOConfig, *, problems: int | None = None
-    ) -> tuple[BatchPlan, Prompts]:
+    ) -> tuple[BatchPlan, RunPrompts]:
         """Opens every file that the run will use, and makes the plan. Raises one ConfigError that lists
         everything missing or inconsistent.
 
@@ -158,7 +165,7 @@ class PPOJob:
             )
         )
 
-    def _check_up(self, session: Session, plan: BatchPlan | None, prompts: Prompts | None) -> None:
+    def _check_up(self, session: Session, plan: BatchPlan | None, prompts: RunPrompts | None) -> None:
         """Checks this machine for what the run needs, apart from the inputs that are already open."""
         opened: dict[str, Any] = {"machine": session.found_machine, "plan": plan}
         if self.config.recipe.name == "none":
@@ -170,7 +177,7 @@ class PPOJob:
             lambda: require_healthy(CheckContext(self.config, opened=opened), known=session.faults.problems)
         )
 
-    def _train(self, session: Session, plan: BatchPlan, prompts: Prompts) -> None:
+    def _train(self, session: Session, plan: BatchPlan, prompts: RunPrompts) -> None:
         loader = self._loader(session, plan, prompts.train) if prompts.train else None
         if self.config.trainer.debug.rollout_only and loader is not None:
             self._sample(session, plan, prompts, loader)
@@ -184,7 +191,7 @@ class PPOJob:
             for name, group in (("actor", roles.actor), ("critic", roles.critic))
             if group is not None
         }
-        saving = Saving(
+        saving = RunCheckpointing(
             self.config.trainer, self._required(plan), session.start, groups, loader, roles.advantage
         )
         saving.restore()
@@ -196,7 +203,7 @@ class PPOJob:
         if self.config.trainer.save_final_model and (session.why == DONE or not session.clock.preempted):
             save(roles, session)
 
-    def _sample(self, session: Session, plan: BatchPlan, prompts: Prompts, loader: PromptLoader) -> None:
+    def _sample(self, session: Session, plan: BatchPlan, prompts: RunPrompts, loader: PromptLoader) -> None:
         """Samples and scores every step's prompts; nothing is trained or saved."""
         roles = build_sampling_roles(self.config, session.runtime)
         rollouts = self._rollouts(plan, session.runtime, roles.rollout, roles.reward)
@@ -213,16 +220,16 @@ class PPOJob:
         debug, rollouts = self.config.trainer.debug, self.config.actor_rollout_ref.rollout
         source: Rollouts
         if debug.load_rollouts is not None:
-            source = Replayed(folder_of(debug.load_rollouts))
+            source = ReplayedRollouts(folder_of(debug.load_rollouts))
         else:
             assert rollout is not None, "a run that samples has a generation engine"
-            source = Sampled(
+            source = SampledRollouts(
                 rollouts, plan.samples_per_prompt, rollout, reward, with_texts=self._dump() is not None
             )
         return (
             source
             if debug.save_rollouts is None
-            else Recorded(source, folder_of(debug.save_rollouts), runtime)
+            else RecordedRollouts(source, folder_of(debug.save_rollouts), runtime)
         )
 
     def _dump(self) -> GenerationDump | None:
@@ -234,7 +241,7 @@ class PPOJob:
             else GenerationDump.to(trainer.rollout_data_dir, "trainer.rollout_data_dir")
         )
 
-    def _look(self, session: Session, plan: BatchPlan, roles: Roles, prompts: Prompts) -> None:
+    def _look(self, session: Session, plan: BatchPlan, roles: Roles, prompts: RunPrompts) -> None:
         """Validates once: the model, or the checkpoint that the user named."""
         start = session.start
         if start.found is not None:
@@ -259,7 +266,7 @@ class PPOJob:
         plan: BatchPlan,
         roles: Roles | SamplingRoles,
         trainer: PPOTrainer | RolloutTrainer,
-        prompts: Prompts,
+        prompts: RunPrompts,
         trackers: Trackers,
     ) -> Loop:
         config, runtime, batches = self.config, session.runtime, val_batches(prompts.val, plan)

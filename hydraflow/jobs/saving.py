@@ -89,7 +89,7 @@ def at_its_place(loader: PromptLoader, start: RunStart) -> PromptLoader:
 
 
 @dataclass(frozen=True)
-class Saving:
+class RunCheckpointing:
     """A run's parts that have a state."""
 
     trainer: LoopConfig

@@ -31,7 +31,7 @@ from hydraflow.schema import PPOConfig, SFTConfig
 from hydraflow.system.interrupts import ending
 from hydraflow.system.logging_setup import set_up_logging
 from hydraflow.system.role_logs import CONTROLLER, RoleLogs
-from hydraflow.tracking.base import About
+from hydraflow.tracking.base import PublishedInfo
 from hydraflow.tracking.curve import draw_curve
 from hydraflow.tracking.endings import DONE
 from hydraflow.tracking.history import seconds_of
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Plan(Protocol):
+class SavablePlan(Protocol):
     """A batch plan, as far as a session needs it."""
 
     def to_json(self) -> str:
@@ -91,7 +91,7 @@ class Session:
         self._seconds_before = 0.0
         self._runtime: Runtime | None = None
         self._trackers: Trackers | None = None
-        self._about = About()
+        self._about = PublishedInfo()
         self._log_files: RoleLogs | None = None
 
     def begin(self, required: CheckpointRequirements) -> bool:
@@ -183,7 +183,7 @@ class Session:
             ray_init, timeline_file=str(path.with_stem(f"{path.stem}-restart-{self.restarts.done}"))
         )
 
-    def keep(self, config: DataclassInstance, plan: Plan, command: Command) -> None:
+    def keep(self, config: DataclassInstance, plan: SavablePlan, command: Command) -> None:
         """Writes the requested configuration, the origins of its values, the plan and this start's facts
         (command line, commit, versions) to the run folder and to the trackers."""
         folder, kept = self.folder, asdict(config) | {"trainer": asdict(self.restarts.trainer)}
@@ -194,7 +194,7 @@ class Session:
         folder.write_config(kept, command.origins)
         folder.write_plan(plan.to_json())
         folder.note_start(facts)
-        self._about = About(
+        self._about = PublishedInfo(
             project=self.trainer.project_name,
             experiment=self.trainer.experiment_name,
             config=public(kept),

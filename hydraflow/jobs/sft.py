@@ -14,7 +14,7 @@ from hydraflow.data.conversations import ConversationDataset, read_chats
 from hydraflow.data.loader import PromptLoader
 from hydraflow.jobs.inputs import open_rows, open_tokenizer, open_trained_model
 from hydraflow.jobs.restarts import Restarts, with_restarts
-from hydraflow.jobs.saving import Saving, at_its_place, require_metric, sft_roles
+from hydraflow.jobs.saving import RunCheckpointing, at_its_place, require_metric, sft_roles
 from hydraflow.jobs.session import Session
 from hydraflow.protocol.batch import DataProto
 from hydraflow.schema import SFTConfig
@@ -48,7 +48,7 @@ def _run(config: SFTConfig, command: Command, restarts: Restarts) -> None:
         )
         loader = at_its_place(loader, session.start)
         trainer = SFTTrainer(config, plan, session.runtime, skipped=session.folder.skipped)
-        saving = Saving(config.trainer, required, session.start, {"model": trainer.role}, loader)
+        saving = RunCheckpointing(config.trainer, required, session.start, {"model": trainer.role}, loader)
         saving.restore()
         trackers, held_out = (
             session.open_trackers(plan.total_steps),

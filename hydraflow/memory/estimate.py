@@ -14,8 +14,15 @@ from collections.abc import Iterator, Mapping
 from hydraflow.batch_plan.layout import Devices, Layout
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.memory.advice import advise
-from hydraflow.memory.limits import Limits, Types
-from hydraflow.memory.report import PHASES, DeviceGroup, HostMemory, MemoryReport, RoleMemory, size_text
+from hydraflow.memory.limits import BytesPerNumber, MemoryLimits
+from hydraflow.memory.report import (
+    PHASES,
+    DeviceGroup,
+    HostMemoryEstimate,
+    MemoryReport,
+    RoleMemory,
+    size_text,
+)
 from hydraflow.memory.roles import EstimateInputs, role_memory
 from hydraflow.memory.shape import ModelShape
 from hydraflow.schema import PPOConfig
@@ -29,7 +36,7 @@ def estimate(
     config: PPOConfig,
     shape: ModelShape,
     *,
-    limits: Limits,
+    limits: MemoryLimits,
     critic_shape: ModelShape | None = None,
 ) -> MemoryReport:
     """The report of a run of that plan. `critic_shape` None: the critic starts from the policy's model."""
@@ -94,7 +101,7 @@ def _phase(roles: list[RoleMemory], phase: str) -> int | None:
 
 def _host(
     inputs: EstimateInputs, roles: tuple[RoleMemory, ...], groups: tuple[DeviceGroup, ...]
-) -> HostMemory:
+) -> HostMemoryEstimate:
     """The fullest machine, which is taken to be one on which every role has devices."""
     layouts, limits = inputs.plan.layouts, inputs.limits
     offload, per_node = 0, 0
@@ -107,7 +114,7 @@ def _host(
         running = max(group.peak * min(group.count, per_node) for group in groups)
     load, text = _load(inputs)
     rows = _row_bytes(inputs)
-    return HostMemory(load, text, offload, per_node * PROCESS_BYTES, running, limits.host_bytes, rows)
+    return HostMemoryEstimate(load, text, offload, per_node * PROCESS_BYTES, running, limits.host_bytes, rows)
 
 
 def _row_bytes(inputs: EstimateInputs) -> int:
@@ -151,7 +158,7 @@ def _read_bytes(inputs: EstimateInputs, role: str, layout: Layout) -> int:
         )
     if layout.engine == "megatron":
         return numbers * 2
-    return numbers * Types.of(fsdp, limits).kept
+    return numbers * BytesPerNumber.of(fsdp, limits).kept
 
 
 def _notes(inputs: EstimateInputs) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Memory of one rank of the FSDP2 engine at the peak of each pass.
 
-In: a model's shape, how it is sharded, a micro-batch. Out: `Parts` per phase. Follows `engine/fsdp/` and
-torch's fully_shard: units are the layers (those below `min_num_params` belong to the root) and the root
+In: a model's shape, how it is sharded, a micro-batch. Out: `MemoryParts` per phase. Follows `engine/fsdp/`
+and torch's fully_shard: units are the layers (those below `min_num_params` belong to the root) and the root
 (embedding, output matrix, last norm), which stays gathered from its first use on. A rank that accumulates
 gradients holds them unsharded until the last micro-batch. Left out on purpose: index tensors and columns of
 the batch, which are small beside the model.
@@ -11,14 +11,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hydraflow.memory.activations import Tokens, around_layers, head_backward, head_forward, layer_costs
-from hydraflow.memory.limits import Types
-from hydraflow.memory.report import Parts
+from hydraflow.memory.activations import (
+    MicroBatchTokens,
+    around_layers,
+    head_backward,
+    head_forward,
+    layer_costs,
+)
+from hydraflow.memory.limits import BytesPerNumber
+from hydraflow.memory.report import MemoryParts
 from hydraflow.memory.shape import ModelShape
 
 
 @dataclass(frozen=True)
-class Units:
+class FSDPUnits:
     """Parameters by FSDP unit, and how many of them are trained."""
 
     root: int
@@ -36,12 +42,12 @@ class Units:
 
 
 @dataclass(frozen=True)
-class Sharded:
-    """A model on one rank."""
+class FSDPModelMemory:
+    """Memory of a model on one rank of the FSDP2 engine, pass by pass."""
 
     shape: ModelShape
-    units: Units
-    types: Types
+    units: FSDPUnits
+    types: BytesPerNumber
     ranks: int
     """Ranks among which a copy of the model is divided."""
     host_copies: bool
@@ -57,29 +63,31 @@ class Sharded:
     """Has a vocabulary as output; a critic has one number."""
 
     @property
-    def resting(self) -> Parts:
+    def resting(self) -> MemoryParts:
         """Shards of weights and optimizer state."""
         weights, moments = (
             self._share(self.units.every, self.types.kept),
             self._share(2 * self.units.trained, self.types.kept),
         )
         if self.param_offload:
-            return Parts(host=weights + moments + self._share(self.units.trained, self.types.kept))
+            return MemoryParts(host=weights + moments + self._share(self.units.trained, self.types.kept))
         if self.optimizer_offload:
-            return Parts(weights=weights, host=moments)
-        return Parts(weights=weights, optimizer=moments)
+            return MemoryParts(weights=weights, host=moments)
+        return MemoryParts(weights=weights, optimizer=moments)
 
-    def forward(self, tokens: Tokens, *, entropy: bool) -> Parts:
+    def forward(self, tokens: MicroBatchTokens, *, entropy: bool) -> MemoryParts:
         """A forward-only pass: the larger of a layer's and the head's computation."""
         costs = layer_costs(self.shape, tokens, self.types.compute)
         around = around_layers(self.shape, tokens, self.types.compute)
-        layer = Parts(gathered=self._gathered(3), activations=around + costs.forward)
-        head = Parts(
+        layer = MemoryParts(gathered=self._gathered(3), activations=around + costs.forward)
+        head = MemoryParts(
             gathered=self._gathered(1), activations=around, logits=self._head(tokens, entropy=entropy)
         )
         return self.resting + _fullest(self._arriving(), layer, head)
 
-    def update(self, tokens: Tokens, *, accumulates: bool, trained_entropy: bool, entropy: bool) -> Parts:
+    def update(
+        self, tokens: MicroBatchTokens, *, accumulates: bool, trained_entropy: bool, entropy: bool
+    ) -> MemoryParts:
         """The fullest moment of an optimizer step with one or with several micro-batches."""
         moments = [
             *self._head_moments(
@@ -89,23 +97,23 @@ class Sharded:
             *self._last_moments(tokens, accumulates=accumulates),
         ]
         offloaded = self.optimizer_offload and not self.param_offload
-        step = Parts(
+        step = MemoryParts(
             gradients=self._sharded_gradients,
             optimizer=self._share(2 * self.units.trained, self.types.kept) if offloaded else 0,
         )
         return self.resting + _fullest(step, *moments)
 
     def _head_moments(
-        self, tokens: Tokens, *, accumulates: bool, trained_entropy: bool, entropy: bool
-    ) -> list[Parts]:
+        self, tokens: MicroBatchTokens, *, accumulates: bool, trained_entropy: bool, entropy: bool
+    ) -> list[MemoryParts]:
         """Every layer's activations are there, and logits on top."""
         activations = self._stored(tokens) + around_layers(self.shape, tokens, self.types.compute)
         gradients = self._unsharded(self.units.trained) if accumulates else 0
         logits = self._head(tokens, entropy=entropy)
-        forward = Parts(
+        forward = MemoryParts(
             gradients=gradients, gathered=self._gathered(1), activations=activations, logits=logits
         )
-        arriving = self._arriving() + Parts(gradients=gradients)
+        arriving = self._arriving() + MemoryParts(gradients=gradients)
         if not self.policy:
             return [arriving, forward]
         logits = head_backward(
@@ -116,7 +124,7 @@ class Sharded:
             entropy=entropy,
             trained_entropy=trained_entropy,
         )
-        backward = Parts(
+        backward = MemoryParts(
             gradients=gradients + self._output_gradient,
             gathered=self._gathered(2),
             activations=activations,
@@ -124,7 +132,7 @@ class Sharded:
         )
         return [arriving, forward, backward]
 
-    def _layer_moments(self, tokens: Tokens, *, accumulates: bool) -> list[Parts]:
+    def _layer_moments(self, tokens: MicroBatchTokens, *, accumulates: bool) -> list[MemoryParts]:
         """The backward pass at its first layer, where most activations are left, and at its last, where most
         gradients are summed.
 
@@ -144,28 +152,28 @@ class Sharded:
             )
             gradients += self._share(units.trained_layer, self.types.kept)
             return [
-                Parts(
+                MemoryParts(
                     gradients=gradients,
                     gathered=gathered + summing,
                     activations=around + self._stored(tokens) + working,
                 )
             ]
         gradients = waiting + self.types.compute * units.trained_layer
-        first = Parts(
+        first = MemoryParts(
             gradients=gradients,
             gathered=gathered + summing,
             activations=around + self._stored(tokens) + working,
         )
         summed = self._share(units.trained - units.trained_root, self.types.kept)
         left = costs.entry if self.checkpointing else costs.saved
-        last = Parts(
+        last = MemoryParts(
             gradients=gradients + summed,
             gathered=self._gathered(1) + summing,
             activations=around + left + working,
         )
         return [first, last]
 
-    def _last_moments(self, tokens: Tokens, *, accumulates: bool) -> list[Parts]:
+    def _last_moments(self, tokens: MicroBatchTokens, *, accumulates: bool) -> list[MemoryParts]:
         """The gradient of the embedding is made, then the root's gradients are summed over ranks."""
         units, types = self.units, self.types
         if not units.trained_root:
@@ -180,24 +188,24 @@ class Sharded:
             else units.trained_root + 2 * tied * units.embedding
         )
         around = around_layers(self.shape, tokens, types.compute)
-        making = Parts(
+        making = MemoryParts(
             gradients=summed + held + fresh,
             gathered=types.compute * units.root + types.reduced * units.trained_layer,
             activations=around,
         )
         buffer = types.reduced * units.trained_root
         unsharded = held or types.compute * units.trained_root
-        copied = Parts(gradients=summed + unsharded, gathered=buffer)
+        copied = MemoryParts(gradients=summed + unsharded, gathered=buffer)
         # torch's loop over the gradients still names the last one while they are summed: an output matrix of
         # its own
         kept = (types.reduced if accumulates else types.compute) * units.head
         output = self._share(units.trained_root, types.reduced)
-        reduced = Parts(gradients=summed + kept + output, gathered=buffer * (2 if self._copies else 1))
+        reduced = MemoryParts(gradients=summed + kept + output, gathered=buffer * (2 if self._copies else 1))
         return [making, copied, reduced]
 
-    def _arriving(self) -> Parts:
+    def _arriving(self) -> MemoryParts:
         """The root as it arrives, before it is taken apart into tensors."""
-        return Parts(gathered=self.types.compute * self.units.root * min(2, self.ranks))
+        return MemoryParts(gathered=self.types.compute * self.units.root * min(2, self.ranks))
 
     def _gathered(self, layers: int) -> int:
         """The root and that many copies of a layer: in use, arriving, and the previous one not freed yet."""
@@ -207,12 +215,12 @@ class Sharded:
             return number * (units.every + max(0, copies - 1) * units.layer)
         return number * (units.root + copies * units.layer)
 
-    def _stored(self, tokens: Tokens) -> int:
+    def _stored(self, tokens: MicroBatchTokens) -> int:
         """What all layers keep for the backward pass."""
         costs = layer_costs(self.shape, tokens, self.types.compute)
         return self.shape.layers * (costs.entry if self.checkpointing else costs.saved)
 
-    def _head(self, tokens: Tokens, *, entropy: bool) -> int:
+    def _head(self, tokens: MicroBatchTokens, *, entropy: bool) -> int:
         if not self.policy:
             return 4 * tokens.asked
         return head_forward(
@@ -242,7 +250,7 @@ class Sharded:
         return self.host_copies and self.ranks > 1
 
 
-def units_of(shape: ModelShape, *, policy: bool, least: int, trained: bool, adapters: int) -> Units:
+def units_of(shape: ModelShape, *, policy: bool, least: int, trained: bool, adapters: int) -> FSDPUnits:
     """The model cut into units.
 
     `least`: fsdp_config.wrap_policy.min_num_params. `adapters`: trained numbers of low-rank adapters in one
@@ -260,7 +268,7 @@ def units_of(shape: ModelShape, *, policy: bool, least: int, trained: bool, adap
     root = every - in_layers
     if adapters:
         apart = sum(count for _, count in layers)
-        return Units(
+        return FSDPUnits(
             root,
             layer,
             every,
@@ -271,9 +279,9 @@ def units_of(shape: ModelShape, *, policy: bool, least: int, trained: bool, adap
             0,
         )
     if not trained:
-        return Units(root, layer, every, 0, 0, 0, 0, 0)
+        return FSDPUnits(root, layer, every, 0, 0, 0, 0, 0)
     own_head = 0 if policy and shape.tied else shape.embedding if policy else shape.hidden
-    return Units(root, layer, every, root, layer, every, shape.embedding, own_head)
+    return FSDPUnits(root, layer, every, root, layer, every, shape.embedding, own_head)
 
 
 def adapter_numbers(shape: ModelShape, rank: int, targets: object) -> int:
@@ -295,5 +303,5 @@ def _listed(targets: object) -> list[object]:
     return list(targets) if isinstance(targets, (list, tuple)) else []
 
 
-def _fullest(*moments: Parts) -> Parts:
+def _fullest(*moments: MemoryParts) -> MemoryParts:
     return max(moments, key=lambda parts: parts.total)

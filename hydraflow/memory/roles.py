@@ -13,12 +13,12 @@ from hydraflow.batch_plan.layout import Layout
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.engine.config import FSDPConfig, MegatronConfig
-from hydraflow.memory.activations import RowSizes, Tokens, tokens_of
-from hydraflow.memory.fsdp import Sharded, adapter_numbers, units_of
-from hydraflow.memory.generation import Native, Vllm
-from hydraflow.memory.limits import Limits, Types
-from hydraflow.memory.megatron import Parallel
-from hydraflow.memory.report import Parts, RoleMemory
+from hydraflow.memory.activations import MicroBatchTokens, RowSizes, tokens_of
+from hydraflow.memory.fsdp import FSDPModelMemory, adapter_numbers, units_of
+from hydraflow.memory.generation import NativeEngineMemory, VllmMemory
+from hydraflow.memory.limits import BytesPerNumber, MemoryLimits
+from hydraflow.memory.megatron import MegatronModelMemory
+from hydraflow.memory.report import MemoryParts, RoleMemory
 from hydraflow.memory.shape import ModelShape
 from hydraflow.models.config import ModelConfig
 from hydraflow.schema import PPOConfig
@@ -35,7 +35,7 @@ class EstimateInputs:
     config: PPOConfig
     shape: ModelShape
     critic_shape: ModelShape
-    limits: Limits
+    limits: MemoryLimits
 
     @property
     def longest_row(self) -> int:
@@ -59,7 +59,7 @@ def role_memory(inputs: EstimateInputs, role: str, layout: Layout) -> RoleMemory
     return RoleMemory(role, layout.engine, len(layout.devices), resting, phases)
 
 
-Estimate = tuple[Parts, dict[str, Parts]]
+Estimate = tuple[MemoryParts, dict[str, MemoryParts]]
 """What a role holds at rest, and at the highest moment of each phase."""
 
 
@@ -70,7 +70,7 @@ def _actor(inputs: EstimateInputs, layout: Layout) -> Estimate:
     most = _rows_of_a_rank(inputs, layout)
     passes = [(plan.old_log_prob, True)] + ([(plan.ref, False)] if plan.ref and model.lora_rank else [])
     forwards = [(_tokens(inputs, layout, micro, model, most), entropy) for micro, entropy in passes]
-    engine: Parallel | Sharded
+    engine: MegatronModelMemory | FSDPModelMemory
     if layout.engine == "megatron":
         engine = parallel = _parallel(
             inputs, layout, inputs.shape, model, actor.megatron, trained=True, policy=True
@@ -90,7 +90,7 @@ def _actor(inputs: EstimateInputs, layout: Layout) -> Estimate:
                 tokens, accumulates=accumulates, entropy=True, trained_entropy=actor.entropy_coeff != 0
             ),
         }
-    return engine.resting, phases | {"sync": engine.resting + Parts(weight_sync=_sent(inputs, layout))}
+    return engine.resting, phases | {"sync": engine.resting + MemoryParts(weight_sync=_sent(inputs, layout))}
 
 
 def _critic(inputs: EstimateInputs, layout: Layout) -> Estimate:
@@ -135,14 +135,14 @@ def _rollout(inputs: EstimateInputs, layout: Layout) -> Estimate:
     rows = inputs.rows(inputs.config.actor_rollout_ref.model)
     sequences = max(1, min(rollout.max_num_seqs, plan.trajectories_per_engine))
     if layout.engine == "native":
-        engine = Native(inputs.shape, number)
+        engine = NativeEngineMemory(inputs.shape, number)
         return engine.resting, {"sample": engine.sample(rows, sequences), "sync": engine.resting}
     shared = any(
         len(layout.devices & other.devices)
         for name, other in inputs.plan.layouts.items()
         if name != "rollout"
     )
-    vllm = Vllm(
+    vllm = VllmMemory(
         inputs.shape,
         number,
         layout.tensor,
@@ -151,7 +151,7 @@ def _rollout(inputs: EstimateInputs, layout: Layout) -> Estimate:
         inputs.limits.device_bytes,
         shared,
     )
-    received = Parts(weights=vllm.weights, weight_sync=rollout.update_weights_bucket_megabytes * 2**20)
+    received = MemoryParts(weights=vllm.weights, weight_sync=rollout.update_weights_bucket_megabytes * 2**20)
     return vllm.resting, {"sample": vllm.sample(sequences, rows.prompt + rows.response), "sync": received}
 
 
@@ -182,7 +182,7 @@ def _sharded(
     *,
     trained: bool,
     policy: bool,
-) -> Sharded:
+) -> FSDPModelMemory:
     return sharded_model(layout, shape, model, fsdp, inputs.limits, trained=trained, policy=policy)
 
 
@@ -191,22 +191,22 @@ def sharded_model(
     shape: ModelShape,
     model: ModelConfig,
     fsdp: FSDPConfig,
-    limits: Limits,
+    limits: MemoryLimits,
     *,
     trained: bool,
     policy: bool,
-) -> Sharded:
+) -> FSDPModelMemory:
     """A model on one rank of the FSDP2 engine, as the configuration says."""
     on_host = limits.device_type == "cpu"  # there offloading moves nothing
     adapters = (
         adapter_numbers(shape, model.lora_rank, model.target_modules) if trained and model.lora_rank else 0
     )
-    return Sharded(
+    return FSDPModelMemory(
         shape=shape,
         units=units_of(
             shape, policy=policy, least=fsdp.wrap_policy.min_num_params, trained=trained, adapters=adapters
         ),
-        types=Types.of(fsdp, limits),
+        types=BytesPerNumber.of(fsdp, limits),
         ranks=max(1, layout.shard),
         host_copies=on_host,
         reshard=fsdp.reshard_after_forward,
@@ -227,16 +227,16 @@ def _parallel(
     *,
     trained: bool,
     policy: bool,
-) -> Parallel:
+) -> MegatronModelMemory:
     number = inputs.limits.bytes_of(settings.dtype)
-    return Parallel(
+    return MegatronModelMemory(
         shape, layout, settings, number, trained, trained and model.enable_gradient_checkpointing, policy
     )
 
 
 def _tokens(
     inputs: EstimateInputs, layout: Layout, micro: MicroPlan, model: ModelConfig, most_rows: int
-) -> Tokens:
+) -> MicroBatchTokens:
     return tokens_of(micro, inputs.rows(model), most_rows=max(1, most_rows), devices=layout.context)
 
 
@@ -258,7 +258,7 @@ def _sent(inputs: EstimateInputs, layout: Layout) -> int:
     policy, shape = inputs.config.actor_rollout_ref, inputs.shape
     if layout.engine == "megatron":
         return 2 * policy.rollout.update_weights_bucket_megabytes * 2**20
-    kept = Types.of(policy.actor.fsdp_config, inputs.limits).kept
+    kept = BytesPerNumber.of(policy.actor.fsdp_config, inputs.limits).kept
     bucket = max(min(BUCKET_BYTES, shape.parameters * kept), shape.largest_tensor * kept)
     sent = 2 * bucket + bucket // max(1, layout.shard)
     if policy.model.lora_rank:
@@ -270,5 +270,5 @@ def _sent(inputs: EstimateInputs, layout: Layout) -> int:
     return sent
 
 
-def _fullest(moments: list[Parts]) -> Parts:
+def _fullest(moments: list[MemoryParts]) -> MemoryParts:
     return max(moments, key=lambda parts: parts.total)

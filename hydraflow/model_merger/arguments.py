@@ -30,7 +30,7 @@ def _add_merge(commands: Any) -> None:
     merge = _command(commands, "merge", "make a Hugging Face directory of a checkpoint")
     _checkpoint(merge)
     _flag(merge, "target_dir", required=True, metavar="OUT", help="the directory to make")
-    _wishes(merge)
+    _merge_options(merge)
     _flag(
         merge,
         "lora",
@@ -62,7 +62,7 @@ def _add_test(commands: Any) -> None:
     )
     _checkpoint(test)
     _flag(test, "test_hf_dir", required=True, metavar="DIR", help="the directory to compare with")
-    _wishes(test)
+    _merge_options(test)
 
 
 def _add_info(commands: Any) -> None:
@@ -148,7 +148,7 @@ def _checkpoint(command: argparse.ArgumentParser) -> None:
     _flag(command, "local_dir", required=True, metavar="CKPT", help=where)
 
 
-def _wishes(command: argparse.ArgumentParser) -> None:
+def _merge_options(command: argparse.ArgumentParser) -> None:
     _flag(command, "lora_alpha", type=float, help="lora_alpha of checkpoints that do not record it")
     _flag(
         command,

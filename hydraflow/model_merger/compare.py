@@ -13,7 +13,7 @@ import torch
 
 from hydraflow.errors import ConfigError
 from hydraflow.model_merger.opening import open_checkpoint
-from hydraflow.model_merger.outputs import Outputs, Wishes, cast, outputs_of
+from hydraflow.model_merger.outputs import MergeOptions, Outputs, cast, outputs_of
 from hydraflow.model_merger.pieces import StoredTensor
 from hydraflow.model_merger.progress import bar
 from hydraflow.model_merger.safetensors_files import read_directory
@@ -48,50 +48,50 @@ class Comparison:
 
 
 def compare(
-    local_dir: str, test_hf_dir: str, *, backend: str = "auto", wishes: Wishes | None = None
+    local_dir: str, test_hf_dir: str, *, backend: str = "auto", merge_options: MergeOptions | None = None
 ) -> Comparison:
     """Compares what `merge` would write with what is there; where types differ, in the directory's type.
 
     Raises ConfigError when either cannot be read.
     """
-    wishes = wishes or Wishes()
+    merge_options = merge_options or MergeOptions()
     directory = Path(test_hf_dir)
     if not directory.is_dir():
         raise ConfigError.one("--test_hf_dir", test_hf_dir, "there is no such directory")
     reference = read_directory(directory, field="--test_hf_dir")
-    outputs = outputs_of(open_checkpoint(local_dir, backend), wishes)
+    outputs = outputs_of(open_checkpoint(local_dir, backend), merge_options)
     found = Comparison(notes=list(outputs.notes))
-    forms = outputs.forms
+    specs = outputs.specs
     for target, source in outputs.architecture.tied.items():
         if target in reference and source in reference:
             _compare_tied(reference.pop(target), reference[source], found)
-    found.missing = sorted(reference.keys() - forms.keys())
-    found.extra = sorted(forms.keys() - reference.keys())
+    found.missing = sorted(reference.keys() - specs.keys())
+    found.extra = sorted(specs.keys() - reference.keys())
     cast_from = {
-        str(forms[name].dtype)
-        for name in reference.keys() & forms.keys()
-        if forms[name].dtype != reference[name].dtype
+        str(specs[name].dtype)
+        for name in reference.keys() & specs.keys()
+        if specs[name].dtype != reference[name].dtype
     }
-    if cast_from and wishes.dtype == "auto":
+    if cast_from and merge_options.dtype == "auto":
         found.notes.append(
             f"compared in the directory's type; the checkpoint holds {', '.join(sorted(cast_from))}"
         )
-    _compare_values(outputs, reference, found, wishes)
+    _compare_values(outputs, reference, found, merge_options)
     return found
 
 
 def _compare_values(
-    outputs: Outputs, reference: dict[str, StoredTensor], found: Comparison, wishes: Wishes
+    outputs: Outputs, reference: dict[str, StoredTensor], found: Comparison, merge_options: MergeOptions
 ) -> None:
-    forms = outputs.forms
-    with bar("comparing", sum(form.nbytes for form in forms.values())) as advance:
+    specs = outputs.specs
+    with bar("comparing", sum(spec.nbytes for spec in specs.values())) as advance:
         for name, blocks in outputs.tensors():
             if name in reference:
-                keep = wishes.dtype != "auto"
+                keep = merge_options.dtype != "auto"
                 _note(
-                    found, name, _difference(name, forms[name].shape, blocks, reference[name], keep_type=keep)
+                    found, name, _difference(name, specs[name].shape, blocks, reference[name], keep_type=keep)
                 )
-            advance(forms[name].nbytes)
+            advance(specs[name].nbytes)
 
 
 def _compare_tied(copy: StoredTensor, original: StoredTensor, found: Comparison) -> None:

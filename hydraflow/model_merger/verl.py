@@ -249,9 +249,9 @@ def _same_everywhere(stored: StoredTensor) -> StoredTensor:
             if not torch.equal(mine.view(torch.uint8), other.view(torch.uint8)):
                 rule = (
                     f"{stored.name} is not cut, but differs from the copy in"
-                    f" {copies[0].pieces[0].extent.file.name}"
+                    f" {copies[0].pieces[0].byte_range.file.name}"
                 )
-                raise ConfigError.one(str(copy.pieces[0].extent.file), None, rule)
+                raise ConfigError.one(str(copy.pieces[0].byte_range.file), None, rule)
     return copies[0] if copies else stored
 
 

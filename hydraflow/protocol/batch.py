@@ -209,7 +209,9 @@ def _tensordict(tensors: Mapping[str, Tensor]) -> TensorDict | None:
     return TensorDict(dict(tensors), batch_size=[len(next(iter(tensors.values())))])
 
 
-def _unpickle(encoded: Mapping[str, wire.Encoded], meta_info: dict[str, Any], rows: int | None) -> DataProto:
+def _unpickle(
+    encoded: Mapping[str, wire.EncodedColumn], meta_info: dict[str, Any], rows: int | None
+) -> DataProto:
     decoded = {key: wire.decode(column) for key, column in encoded.items()}
     tensors = {key: column for key, column in decoded.items() if isinstance(column, Tensor)}
     objects = {key: column for key, column in decoded.items() if isinstance(column, np.ndarray)}

@@ -49,7 +49,7 @@ def read_batch(path: Path) -> tuple[DataProto, dict[str, Any]]:
         for name, entry in columns.items():
             arrays = tuple(file.get_tensor(f"{name}.{part}") for part in range(entry["parts"]))
             read[name] = wire.decode(
-                wire.Encoded(entry["kind"], entry["dtype"], tuple(entry["shape"]), arrays)
+                wire.EncodedColumn(entry["kind"], entry["dtype"], tuple(entry["shape"]), arrays)
             )
     objects = {name: column for name, column in read.items() if isinstance(column, np.ndarray)}
     tensors = {name: column for name, column in read.items() if not isinstance(column, np.ndarray)}

@@ -27,7 +27,7 @@ FOLDED = ("Other metrics",)
 
 
 @dataclass(frozen=True)
-class Metric:
+class MetricDisplay:
     """How a metric is shown."""
 
     title: str
@@ -105,7 +105,9 @@ _ROWS = (
     ("Faults", "train/oom_splits", "Splits after out-of-memory", "splits"),
     ("Faults", "training/restarts", "Restarts after a worker failed", "restarts"),
 )
-_KNOWN = {name: Metric(title, unit, group, rank) for rank, (group, name, title, unit) in enumerate(_ROWS)}
+_KNOWN = {
+    name: MetricDisplay(title, unit, group, rank) for rank, (group, name, title, unit) in enumerate(_ROWS)
+}
 _PREFIXES = (
     ("val", "Validation"),
     ("critic/score", "Reward"),
@@ -124,7 +126,7 @@ HIDDEN = ("training/global_step", "perf/time_per_step", "perf/seconds_since_laun
 _VALIDATION = re.compile(r"val-core/(?P<source>.+)/(?P<what>acc|reward)/mean@(?P<n>\d+)")
 
 
-def metric(name: str) -> Metric:
+def metric(name: str) -> MetricDisplay:
     """How the metric is shown.
 
     >>> metric("val-core/gsm8k/acc/mean@4")
@@ -136,11 +138,11 @@ def metric(name: str) -> Metric:
         accuracy = found["what"] == "acc"
         of = "" if found["n"] == "1" else f" of {found['n']}"
         title = f"{found['source']}: {'accuracy' if accuracy else 'reward'}, mean{of}"
-        return Metric(
+        return MetricDisplay(
             title, "share of responses" if accuracy else "score", "Validation", -2 if accuracy else -1
         )
     group = next((group for prefix, group in _PREFIXES if name.startswith(prefix)), "Other metrics")
-    return Metric(name, "", group, len(_ROWS))
+    return MetricDisplay(name, "", group, len(_ROWS))
 
 
 def is_shown(name: str) -> bool:

@@ -29,7 +29,7 @@ DEEPEST = 50
 
 
 @dataclass(frozen=True)
-class Column:
+class MetricColumn:
     """One metric: its value at the steps that have one, by rising step."""
 
     steps: Numbers
@@ -46,7 +46,7 @@ class Run:
 
     name: str
     folder: Path
-    columns: dict[str, Column] = field(default_factory=dict)
+    columns: dict[str, MetricColumn] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Configuration key -> value as text, origin."""
@@ -142,7 +142,7 @@ def _read_metrics(run: Run) -> None:
     run.columns = _columns(steps, records)
 
 
-def _columns(steps: list[int], records: Mapping[int, Mapping[str, Any]]) -> dict[str, Column]:
+def _columns(steps: list[int], records: Mapping[int, Mapping[str, Any]]) -> dict[str, MetricColumn]:
     found: dict[str, tuple[list[int], list[float], list[float]]] = {}
     last = 0.0
     for step in steps:
@@ -159,7 +159,7 @@ def _columns(steps: list[int], records: Mapping[int, Mapping[str, Any]]) -> dict
             column[1].append(seconds)
             column[2].append(number)
     return {
-        name: Column(np.array(at, dtype=np.int64), np.array(times), np.array(values, dtype=np.float64))
+        name: MetricColumn(np.array(at, dtype=np.int64), np.array(times), np.array(values, dtype=np.float64))
         for name, (at, times, values) in found.items()
         if name not in ("step", "seconds")
     }

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hydraflow.report.reading import Column, Run, samples_of
+from hydraflow.report.reading import MetricColumn, Run, samples_of
 from hydraflow.report.series import Axes, mean_at, rounded, spans_of
 from hydraflow.tracking.base import SAMPLE_COLUMNS
 from hydraflow.tracking.summary import duration
@@ -35,7 +35,7 @@ class KeyNumber:
     of: Callable[[Run], str]
 
 
-def _accuracy(run: Run) -> Column | None:
+def _accuracy(run: Run) -> MetricColumn | None:
     """Held-out accuracy over all sources; where a reward function reports none, its reward."""
     for what in ("/acc/mean@", "/reward/mean@"):
         columns = [
@@ -44,14 +44,16 @@ def _accuracy(run: Run) -> Column | None:
         if columns:
             same = [column for column in columns if len(column.steps) == len(columns[0].steps)]
             first = columns[0]
-            return Column(first.steps, first.seconds, np.mean([column.values for column in same], axis=0))
+            return MetricColumn(
+                first.steps, first.seconds, np.mean([column.values for column in same], axis=0)
+            )
     return run.columns.get("val/accuracy")
 
 
-def first_and_last(column: Column | None) -> str:
+def first_and_last(column: MetricColumn | None) -> str:
     """The first, last and best of a curve's values.
 
-    >>> first_and_last(Column(np.array([0, 5, 9]), np.zeros(3), np.array([0.25, 1.0, 0.5])))
+    >>> first_and_last(MetricColumn(np.array([0, 5, 9]), np.zeros(3), np.array([0.25, 1.0, 0.5])))
     '0.25 → 0.5 (best 1)'
     """
     values = column.values[np.isfinite(column.values)] if column is not None else np.array([])

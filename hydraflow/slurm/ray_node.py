@@ -19,7 +19,7 @@ from pathlib import Path
 
 from hydraflow.errors import EnvironmentFault
 from hydraflow.slurm.job_settings import JobSettings
-from hydraflow.slurm.ports import Held, hold
+from hydraflow.slurm.ports import ReservedPorts, hold
 from hydraflow.system.allocation import Allocation, allocation, node_names
 from hydraflow.system.network import VARIABLE, interface_of, node_address
 from hydraflow.system.whole_files import replacing
@@ -95,7 +95,7 @@ def _common(own: str, temporary: Path, settings: JobSettings) -> list[str]:
     return words
 
 
-def _head(held: Held, dashboard: bool) -> list[str]:
+def _head(held: ReservedPorts, dashboard: bool) -> list[str]:
     ray_port, client_port, dashboard_port, agent_port = held.ports
     return [
         "--head",

@@ -12,10 +12,10 @@ from pathlib import Path
 from types import TracebackType
 
 from hydraflow.errors import HydraflowError
-from hydraflow.tracking.base import About, RunInfo, Sample, Tracker, TrackerFactory
+from hydraflow.tracking.base import PublishedInfo, RunInfo, Sample, Tracker, TrackerFactory
 from hydraflow.tracking.console import open_console
 from hydraflow.tracking.file import FileTracker
-from hydraflow.tracking.guarded import Background, Forgiving
+from hydraflow.tracking.guarded import BackgroundTracker, ForegroundTracker
 from hydraflow.tracking.history import seconds_of
 from hydraflow.tracking.mlflow import MlflowTracker
 from hydraflow.tracking.swanlab import SwanlabTracker
@@ -68,7 +68,7 @@ class Trackers:
         """Closes every tracker, the last one first, whatever one of them raises; a second call does nothing.
         `failed`: the run ended with an error."""
         for tracker in self._trackers:
-            if isinstance(tracker, Background):
+            if isinstance(tracker, BackgroundTracker):
                 tracker.begin_closing(
                     failed=failed
                 )  # all at once: a second one that hangs costs no second wait
@@ -93,7 +93,7 @@ def open_trackers(
     total_steps: int | None = None,
     run_id: str = "",
     done_steps: int = 0,
-    about: About | None = None,
+    about: PublishedInfo | None = None,
     redraws: bool = True,
 ) -> Trackers:
     """Opens the trackers of `trainer.logger`; the file is always among them. Creates `folder` if
@@ -105,7 +105,7 @@ def open_trackers(
     assert set(names) <= set(TRACKERS), names
     folder.mkdir(parents=True, exist_ok=True)
     run = RunInfo(
-        folder, title, total_steps, run_id, done_steps, seconds_of(folder), about or About(), redraws
+        folder, title, total_steps, run_id, done_steps, seconds_of(folder), about or PublishedInfo(), redraws
     )
     wanted = {"file", *names}
     return Trackers([_open(name, run) for name in TRACKERS if name in wanted])
@@ -127,4 +127,6 @@ def _open(name: str, run: RunInfo) -> Tracker:
     factory = TRACKERS[name]
     if name == "file":
         return factory(run)
-    return Forgiving(name, factory(run)) if name == "console" else Background(name, factory, run)
+    return (
+        ForegroundTracker(name, factory(run)) if name == "console" else BackgroundTracker(name, factory, run)
+    )

@@ -27,7 +27,7 @@ from hydraflow.trainer.checkpoint_store import CheckpointStore
 from hydraflow.trainer.config import LoopConfig
 from hydraflow.workers.config import CheckpointConfig
 from hydraflow.workers.engine_worker import EngineWorker
-from hydraflow.workers.saving import FileInfo, Part, read_part
+from hydraflow.workers.saving import FileInfo, RankFiles, read_part
 
 logger = logging.getLogger(__name__)
 
@@ -262,7 +262,7 @@ class Checkpointer:
 
     def _part(
         self, unfinished: Path, role: str, rank: int, first_errors: dict[tuple[str, int], float]
-    ) -> Part | None:
+    ) -> RankFiles | None:
         """A rank's part; None while it is being written, and while a read error may still be transient.
         `first_errors`: time of each rank's first read error."""
         try:
@@ -271,7 +271,7 @@ class Checkpointer:
             since = first_errors.setdefault((role, rank), time.monotonic())
             if time.monotonic() - since < READ_RETRY_SECONDS:
                 return None
-            return Part({}, f"{role} rank {rank}: {error}")
+            return RankFiles({}, f"{role} rank {rank}: {error}")
 
     def _publish(self, sealed: Path, step: int, regular: bool, score: Score | None) -> None:
         """The pointer moves last, so that a run interrupted before that repeats all of it."""

@@ -30,7 +30,7 @@ from hydraflow.protocol.remote import RemoteBatch
 from hydraflow.protocol.stored import read_batch, write_batch
 from hydraflow.trainer.config import DebugConfig
 from hydraflow.workers.reward import WITH_TEXTS, RewardWorker
-from hydraflow.workers.rollout import RolloutWorker, SampleOrder
+from hydraflow.workers.rollout import RolloutWorker, SamplingSpec
 
 SCORING_OBJECTS = ["data_source", "reward_model", "extra_info"]
 TEXTS = ("text", "prompt_text")
@@ -61,7 +61,7 @@ class Rollouts(Protocol):
         ...
 
 
-class Sampled:
+class SampledRollouts:
     """Samples with the generation engine and scores with the reward function; `with_texts`: the scores come
     with prompts and responses."""
 
@@ -87,7 +87,7 @@ class Sampled:
         return sample(
             self.rollout,
             prompts,
-            SampleOrder(step, self.n, self.config.temperature, self.config.top_k, self.config.top_p),
+            SamplingSpec(step, self.n, self.config.temperature, self.config.top_k, self.config.top_p),
         )
 
     def score(self, prompts: DataProto, sampling: Future, step: int) -> Future:
@@ -102,7 +102,7 @@ class Sampled:
         return batch
 
 
-class Recorded:
+class RecordedRollouts:
     """Wraps another source and writes its trajectories to a folder; the controller fetches all of them for
     that."""
 
@@ -141,8 +141,8 @@ class Recorded:
         return CompletedFuture(scored)
 
 
-class Replayed:
-    """Reads what `Recorded` wrote."""
+class ReplayedRollouts:
+    """Reads what `RecordedRollouts` wrote."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -235,10 +235,10 @@ def require_dumps(debug: DebugConfig, plan: BatchPlan, *, first: int) -> None:
         raise ConfigError([Problem(LOAD, debug.load_rollouts, rule, remedy)])
 
 
-def sample(rollout: RoleGroup, prompts: DataProto, order: SampleOrder) -> Future:
-    """Samples `order.n` responses per prompt; columns stay with the workers, row objects here."""
+def sample(rollout: RoleGroup, prompts: DataProto, sampling_spec: SamplingSpec) -> Future:
+    """Samples `sampling_spec.n` responses per prompt; columns stay with the workers, row objects here."""
     inputs = prompts.select(batch_keys=["prompts"], non_tensor_batch_keys=["uid"])
-    inputs.meta_info["sampling"] = order
+    inputs.meta_info["sampling"] = sampling_spec
     sampling: Future = rollout.call(RolloutWorker.generate, inputs)
     return sampling
 

@@ -40,8 +40,8 @@ class FileInfo:
 
 
 @dataclass(frozen=True)
-class Part:
-    """What one rank has written."""
+class RankFiles:
+    """The files that one rank has written, or the error that stopped it."""
 
     files: Mapping[str, FileInfo]
     """By path within the checkpoint."""
@@ -67,7 +67,7 @@ def expect_part(checkpoint: Path, role: str, rank: int) -> None:
     _pending(checkpoint, role, rank).touch()
 
 
-def read_part(checkpoint: Path, role: str, rank: int) -> Part | None:
+def read_part(checkpoint: Path, role: str, rank: int) -> RankFiles | None:
     """What a rank has written; None while it is writing.
 
     OSError or ValueError when its report cannot be read, or is missing though the rank has ended: on a
@@ -82,9 +82,11 @@ def read_part(checkpoint: Path, role: str, rank: int) -> Part | None:
     return None
 
 
-def _parsed(report: Any) -> Part:
+def _parsed(report: Any) -> RankFiles:
     try:
-        return Part({name: FileInfo(**facts) for name, facts in report["files"].items()}, report["error"])
+        return RankFiles(
+            {name: FileInfo(**facts) for name, facts in report["files"].items()}, report["error"]
+        )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"its report is none: {str(report)[:100]}") from error
 
@@ -105,18 +107,18 @@ def _writer() -> ThreadPoolExecutor:
 
 
 def _save(snapshot: Snapshot, checkpoint: Path, role: str, rank: int) -> None:
-    part = Part({}, f"{role} rank {rank} ended while it wrote")
+    part = RankFiles({}, f"{role} rank {rank} ended while it wrote")
     try:
         files = snapshot.write(checkpoint / role)
-        part = Part({str(path.relative_to(checkpoint)): file_facts(path, flush=True) for path in files})
+        part = RankFiles({str(path.relative_to(checkpoint)): file_facts(path, flush=True) for path in files})
     except (EnvironmentFault, OSError, RuntimeError) as error:
-        part = Part({}, f"{role} rank {rank}: {error}")
+        part = RankFiles({}, f"{role} rank {rank}: {error}")
         logger.exception("this part of %s could not be written", checkpoint)
     finally:
         _tell(part, checkpoint, role, rank)
 
 
-def _tell(part: Part, checkpoint: Path, role: str, rank: int) -> None:
+def _tell(part: RankFiles, checkpoint: Path, role: str, rank: int) -> None:
     report = _report(checkpoint, role, rank)
     try:
         with replacing(report) as unfinished:

@@ -7,7 +7,7 @@ from pathlib import Path
 from checkup.given import configured, findings
 
 from hydraflow.checkup.context import CheckContext
-from hydraflow.checkup.disk import Written, check_recipe, judge, what_is_written
+from hydraflow.checkup.disk import PlannedFiles, check_recipe, judge, what_is_written
 from hydraflow.checkup.finding import State
 from hydraflow.recipes.arithmetic import cache_folder
 
@@ -15,7 +15,7 @@ GIB = 2**30
 
 
 def test_enough_tight_and_too_little(tmp_path: Path) -> None:
-    written = [Written("final_model/actor", 4 * GIB), Written("final_model/critic", 2 * GIB)]
+    written = [PlannedFiles("final_model/actor", 4 * GIB), PlannedFiles("final_model/critic", 2 * GIB)]
     fits = judge(tmp_path, written, free=20 * GIB)
     assert fits.state is State.OK
     assert (
@@ -31,12 +31,12 @@ def test_enough_tight_and_too_little(tmp_path: Path) -> None:
 
 
 def test_checkpoints_that_will_not_all_fit(tmp_path: Path) -> None:
-    found = judge(tmp_path, [Written("checkpoint of the actor", 10 * GIB, 7)], free=45 * GIB)
+    found = judge(tmp_path, [PlannedFiles("checkpoint of the actor", 10 * GIB, 7)], free=45 * GIB)
     assert found.state is State.WARNING and "later checkpoints will fail" in found.evidence
     # 45 GiB hold 4 at a time: 3 that stay, and the one that is being written
     assert found.remedy.startswith("trainer.max_actor_ckpt_to_keep=3 or ")
     assert (
-        judge(tmp_path, [Written("checkpoint of the actor", 10 * GIB, 7)], free=9 * GIB).state
+        judge(tmp_path, [PlannedFiles("checkpoint of the actor", 10 * GIB, 7)], free=9 * GIB).state
         is State.PROBLEM
     )
 

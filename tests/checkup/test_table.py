@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 
 from hydraflow.checkup.context import CheckContext
-from hydraflow.checkup.finding import Finding, Skip, State, ok
+from hydraflow.checkup.finding import CheckSkipped, Finding, State, ok
 from hydraflow.checkup.table import CHECKS, Check, run_checks
 from hydraflow.errors import ConfigError
 from hydraflow.schema import PPOConfig
@@ -55,7 +55,7 @@ def test_users_mistakes_keep_their_remedy_and_skips_their_reason() -> None:
         raise ConfigError.one("trainer.nnodes", 0, "must be at least 1", "trainer.nnodes=1")
 
     def nothing(context: CheckContext) -> Iterator[Finding]:
-        raise Skip("nothing to see")
+        raise CheckSkipped("nothing to see")
 
     assert only(Check("mistake", mistaken)) == (  # type: ignore[arg-type]
         Finding(State.PROBLEM, "trainer.nnodes=0: must be at least 1", "trainer.nnodes=1"),

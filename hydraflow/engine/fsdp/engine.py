@@ -169,7 +169,7 @@ class FSDPEngine:
         """See `TrainEngine`."""
         export.save_hf(self.module, self._model, Path(directory), field=self._field)
 
-    def snapshot(self, contents: Collection[str]) -> checkpoint.Snapshot:
+    def snapshot(self, contents: Collection[str]) -> checkpoint.FSDPSnapshot:
         """See `TrainEngine`."""
         assert self._optimizer is not None, "a frozen model has no state of its own"
         self._free_gathered_weights()
