@@ -1,7 +1,7 @@
 """Suggests settings to change if a run does not fit: each change is tried on the estimate and ranked by its
 saving.
 
-In: a report that does not fit, and the facts it was made from. Out: `Advice` in the order in which to follow
+In: a report that does not fit, and the inputs it was made from. Out: `Advice` in the order in which to follow
 it, each on top of the ones before, until the run fits or nothing helps any more.
 """
 
@@ -188,7 +188,7 @@ def _rollout_changes(inputs: EstimateInputs) -> Iterator[Change]:
 
 
 def _apply(inputs: EstimateInputs, change: Change) -> EstimateInputs | None:
-    """The facts with the change in them; None: it is so already."""
+    """The inputs with the change in them; None: it is so already."""
     if value_at(inputs.config, change.key) == change.value:
         return None
     config = copy.deepcopy(inputs.config)

@@ -27,7 +27,7 @@ def _submit(words: Sequence[str]) -> int:
 
 
 def _check(words: Sequence[str]) -> int:
-    """check FOLDER JOB [arguments]: writes the facts of a run, or reports what is wrong with it."""
+    """check FOLDER JOB [arguments]: writes the settings of a job, or reports what is wrong with it."""
     folder, job, *arguments = words
     return check(job, arguments, write_to=Path(folder) / FACTS)
 
