@@ -84,7 +84,7 @@ class Implementation:
 
     def bound(self, section: Any) -> Any:
         """The function, with the keys that it reads from this section as keyword arguments of their names."""
-        return functools.partial(self.load(), **{name: value_of(section, name) for name in self.reads})
+        return functools.partial(self.load(), **{name: effective_value(section, name) for name in self.reads})
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,8 @@ class Option:
     """A number of the batch plan that counts something: at least 1."""
     follows: str = ""
     """The key of the same section whose value is used for null."""
+    verl: tuple[str, ...] = ()
+    """verl's other names of the key, from the same section on."""
 
 
 def option(
@@ -122,6 +124,7 @@ def option(
     in_plan: bool = False,
     size: bool = False,
     follows: str = "",
+    verl: tuple[str, ...] = (),
 ) -> Any:
     """A dataclass field with the facts of its key.
 
@@ -148,6 +151,7 @@ def option(
         in_plan=in_plan,
         size=size,
         follows=follows,
+        verl=verl,
     )
     if factory is not dataclasses.MISSING:
         return dataclasses.field(default_factory=factory, metadata={_KEY: facts})
@@ -244,8 +248,6 @@ AT_LEAST_ONE = limits(ge=1)
 FINITE = Rule("must be finite", math.isfinite)
 NO_LIMIT_OR_COUNT = Rule("must be -1 (no limit) or at least 1", lambda value: value == -1 or value >= 1)
 NEVER_OR_COUNT = Rule("must be -1 or at least 1", lambda value: value == -1 or value >= 1)
-NOT_NEGATIVE = Rule("must be at least 0 and finite", lambda value: 0 <= value < math.inf)
-SIZE = Rule("must be above 0 and finite", lambda value: 0 < value < math.inf)
 GIBIBYTES = Rule("must be above 0 and at most a million", lambda value: 0 < value <= 10**6)
 NOT_NEGATIVE_SECONDS = Rule("must be a number of seconds, at least 0", lambda value: 0 <= value < math.inf)
 SECONDS = Rule("must be a number of seconds above 0", lambda value: 0 < value < math.inf)
@@ -311,11 +313,11 @@ def _is_read(names: Collection[str], section: Any, name: str) -> bool:
     )
 
 
-def value_of(section: Any, name: str) -> Any:
+def effective_value(section: Any, name: str) -> Any:
     """The value of a key, null replaced by that of the key it follows."""
     value = getattr(section, name)
     follows = next(option_of(field).follows for field in fields(section) if field.name == name)
-    return value_of(section, follows) if value is None and follows else value
+    return effective_value(section, follows) if value is None and follows else value
 
 
 def _planned_choices(table: Mapping[str, Implementation]) -> tuple[Planned, ...]:

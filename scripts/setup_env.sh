@@ -93,6 +93,7 @@ prepare_environment() {
         say "using $VENV"
         return
     fi
+    rm -f "$stamp" # an installation that is interrupted leaves no stamp of an earlier one
     install_torch
     say "installing hydraflow${extras:+ with [$extras]} and what it needs into $VENV; about 300 MB the first time (with [dev] 400), one to five minutes"
     "$PYTHON" -m pip install --quiet --constraint "$ROOT/constraints.txt" --editable "$ROOT${extras:+[$extras]}"

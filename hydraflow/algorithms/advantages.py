@@ -30,5 +30,5 @@ def estimate_advantages(
     needed = {"values": values} if estimator.critic else {}
     needed |= {"group_ids": group_ids} if estimator.groups else {}
     assert all(given is not None for given in needed.values()), f"{config.adv_estimator} needs {list(needed)}"
-    advantages, returns = ESTIMATORS[config.adv_estimator].bound(config)(rewards, mask, **needed)
-    return advantages, returns
+    found: tuple[Tensor, Tensor] = estimator.bound(config)(rewards, mask, **needed)
+    return found

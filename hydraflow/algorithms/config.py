@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hydraflow.options import NOT_NEGATIVE, SIZE, Implementation, Planned, Switch, option, unless, unread
+from hydraflow.options import Implementation, Planned, Switch, option, unless, unread
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,14 @@ class KLControlConfig:
 
     type: str = option("fixed", choices=("fixed", "adaptive"))
     """fixed keeps kl_coef; adaptive (Ziegler et al. 2019) steers the KL towards target_kl."""
-    kl_coef: float = option(0.001, rule=NOT_NEGATIVE)
+    kl_coef: float = option(0.001, ge=0)
     """Coefficient at the first step."""
     horizon: int = option(
         10000, ge=1, no_effect=unless("type", "adaptive", why="{s}.type=fixed keeps the coefficient")
     )
     """Trajectories over which the adaptive controller adjusts the coefficient."""
     target_kl: float = option(
-        0.1, rule=SIZE, no_effect=unless("type", "adaptive", why="{s}.type=fixed keeps the coefficient")
+        0.1, gt=0, no_effect=unless("type", "adaptive", why="{s}.type=fixed keeps the coefficient")
     )
     """Target KL per trained token, averaged over trajectories, of the adaptive controller."""
 

@@ -34,12 +34,13 @@ def gspo(
     >>> terms.loss  # both tokens have the ratio exp(0.1)
     tensor([[-1.1052, -1.1052]])
     """
-    log_ratio = (logp - old_logp).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    trained = mask.to(logp.dtype)
-    tokens = trained.sum(dim=1, keepdim=True).clamp(min=1.0)  # (B, 1)
-    of_row = (log_ratio * trained).sum(dim=1, keepdim=True) / tokens  # (B, 1)
+    difference = torch.where(mask.bool(), logp - old_logp, 0.0)
+    tokens = mask.sum(dim=1, keepdim=True).clamp(min=1.0)  # (B, 1)
+    of_row = difference.sum(dim=1, keepdim=True) / tokens  # (B, 1)
+    of_row = of_row.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio = (of_row.detach() + logp - logp.detach()).exp()
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
-    stats = {"actor/pg_clipfrac": (clipped > plain).to(logp.dtype), "actor/ppo_kl": -log_ratio.detach()}
+    kl = -difference.detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    stats = {"actor/pg_clipfrac": (clipped > plain).to(logp.dtype), "actor/ppo_kl": kl}
     return TokenTerms(torch.maximum(plain, clipped), stats)

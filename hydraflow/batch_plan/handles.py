@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from hydraflow.batch_plan.parts import divisors, multiples, nearest
+from hydraflow.batch_plan.parts import divisors, mini_batch_unit, multiples, nearest
 from hydraflow.batch_plan.repair import BATCH, MICRO, Fix, Violation
 from hydraflow.batch_plan.settings import DEFAULT, Settings
 from hydraflow.batch_plan.topology import ACTOR
@@ -196,8 +196,7 @@ class StepConstraints:
     def unit(self, values: Mapping[str, int]) -> int:
         """Prompts of the smallest mini-batch that all data ranks can share, with n of `values`; all others
         are multiples of it."""
-        shares = (self._rows(values), *self.shares)
-        return math.lcm(*(share // math.gcd(share, values["n"]) for share in shares))
+        return mini_batch_unit([self._rows(values), *self.shares], values["n"])
 
     def solve(self, known: Mapping[str, int]) -> dict[str, int] | None:
         """Whole Q, n, M (and m, P, R where they follow) that agree with `known` and that the data ranks can

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -311,6 +311,16 @@ def multiples(value: int, unit: int) -> list[int]:
     ([96, 104], [8], [16])
     """
     return [unit * k for k in dict.fromkeys((value // unit, -(-value // unit))) if k]
+
+
+def mini_batch_unit(ranks: Sequence[int], n: int) -> int:
+    """The fewest prompts whose n responses each can be shared equally by every one of these numbers of data
+    ranks.
+
+    >>> mini_batch_unit([8, 12], 4)
+    6
+    """
+    return math.lcm(*(count // math.gcd(count, n) for count in ranks))
 
 
 def no_sizes(settings: Settings[Any]) -> list[Violation]:

@@ -16,7 +16,7 @@ from hydraflow.batch_plan.handles import KEYS, StepNumbers, settle
 from hydraflow.batch_plan.layout import Layout
 from hydraflow.batch_plan.parts import MicroRequest, RoleRequest
 from hydraflow.batch_plan.repair import Violation
-from hydraflow.batch_plan.roles import needs_critic, needs_reference
+from hydraflow.batch_plan.roles import fills_by_tokens, needs_critic, needs_reference
 from hydraflow.batch_plan.settings import Settings
 from hydraflow.batch_plan.topology import ACTOR, REF, REWARD, ROLLOUT
 from hydraflow.generation.config import RolloutConfig
@@ -174,12 +174,9 @@ def _critic_shares(config: PPOConfig, layouts: Mapping[str, Layout]) -> list[int
     critic, layout = config.critic, layouts.get("critic")
     if layout is None:
         return []
-    dynamic = critic.use_dynamic_bsz
-    if dynamic is None:
-        dynamic = config.actor_rollout_ref.actor.use_dynamic_bsz
-    return [
-        layout.data_ranks * (1 if dynamic else (critic.ppo_micro_batch_size_per_gpu or 1) * _group(layout))
-    ]
+    by_tokens = fills_by_tokens(config, "critic")
+    rows = 1 if by_tokens else (critic.ppo_micro_batch_size_per_gpu or 1) * _group(layout)
+    return [layout.data_ranks * rows]
 
 
 def _shared(micro: MicroRequest, layout: Layout | None) -> MicroRequest:
@@ -194,7 +191,7 @@ def _read_actor(config: PPOConfig, numbers: StepNumbers, layouts: Mapping[str, L
         purpose="the actor's update",
         rows=numbers.values.get("m", actor.ppo_micro_batch_size_per_gpu),
         rows_key=numbers.key("m"),
-        dynamic=actor.use_dynamic_bsz,
+        dynamic=fills_by_tokens(config, "actor"),
         max_tokens=actor.ppo_max_token_len_per_gpu,
         tokens_key=f"{ACTOR}.ppo_max_token_len_per_gpu",
         group_key=f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size",
@@ -220,7 +217,7 @@ def _read_critic(config: PPOConfig, actor: RoleRequest, layouts: Mapping[str, La
         purpose="the critic's update",
         rows=critic.ppo_micro_batch_size_per_gpu,
         rows_key="critic.ppo_micro_batch_size_per_gpu",
-        dynamic=actor.micro.dynamic if critic.use_dynamic_bsz is None else critic.use_dynamic_bsz,
+        dynamic=fills_by_tokens(config, "critic"),
         max_tokens=critic.ppo_max_token_len_per_gpu,
         tokens_key="critic.ppo_max_token_len_per_gpu",
         group_key="critic.megatron.virtual_pipeline_model_parallel_size",
@@ -244,12 +241,12 @@ def _read_log_prob(
     """Log-probabilities of the actor or the reference; nulls follow the actor's update."""
     policy = config.actor_rollout_ref
     section = policy.rollout if prefix == ROLLOUT else policy.ref
-    dynamic, tokens = section.log_prob_use_dynamic_bsz, section.log_prob_max_token_len_per_gpu
+    tokens = section.log_prob_max_token_len_per_gpu
     micro = MicroRequest(
         purpose="the old log-probabilities" if prefix == ROLLOUT else "the reference's log-probabilities",
         rows=section.log_prob_micro_batch_size_per_gpu,
         rows_key=f"{prefix}.log_prob_micro_batch_size_per_gpu",
-        dynamic=update.dynamic if dynamic is None else dynamic,
+        dynamic=fills_by_tokens(config, "rollout" if prefix == ROLLOUT else "ref"),
         max_tokens=tokens or update.max_tokens,
         tokens_key=update.tokens_key if tokens is None else f"{prefix}.log_prob_max_token_len_per_gpu",
     )

@@ -7,10 +7,10 @@ which of them are legal the judge decides (`batch_plan/repair.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from hydraflow.batch_plan.handles import HANDLES, KEYS
-from hydraflow.batch_plan.parts import divisors, multiples, nearest
+from hydraflow.batch_plan.parts import divisors, mini_batch_unit, multiples, nearest
 from hydraflow.batch_plan.repair import Fix, Values
 from hydraflow.batch_plan.request import CRITIC_MINI, Request
 
@@ -93,16 +93,6 @@ def _overrides(request: Request, q: int, n: int, mini: int, critic: int) -> Valu
 def _whole(number: int, by: int) -> int | None:
     """The quotient; null where it is no positive whole number, so that a handle is dropped."""
     return number // by or None if number % by == 0 else None
-
-
-def mini_batch_unit(ranks: Sequence[int], n: int) -> int:
-    """The fewest prompts whose n responses each can be shared equally by every one of these numbers of data
-    ranks.
-
-    >>> mini_batch_unit([8, 12], 4)
-    6
-    """
-    return math.lcm(*(count // math.gcd(count, n) for count in ranks))
 
 
 def _fitting(q: int, unit: int) -> list[int]:

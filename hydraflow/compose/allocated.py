@@ -13,6 +13,7 @@ from typing import Any
 from hydraflow.errors import Problem
 from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
 from hydraflow.system.allocation import Allocation
+from hydraflow.system.printing import count
 
 NODES, DEVICES, CPUS = "trainer.nnodes", "trainer.n_gpus_per_node", "ray_init.num_cpus"
 CPU_PROCESSES = 2
@@ -57,13 +58,13 @@ def contradictions(config: Any, given: Allocation | None) -> Iterator[Problem]:
         return
     trainer, on_gpus = config.trainer, given.gpus is not None and config.trainer.device != "cpu"
     if given.nodes is not None and trainer.nnodes > given.nodes:
-        rule = f"Slurm gave job {given.job} {_count(given.nodes, 'node')} ({given.source('nodes')})"
+        rule = f"Slurm gave job {given.job} {count(given.nodes, 'node')} ({given.source('nodes')})"
         yield Problem(
             NODES, trainer.nnodes, rule, f"{NODES}={given.nodes} or sbatch --nodes={trainer.nnodes}"
         )
     if on_gpus and trainer.n_gpus_per_node is not None and trainer.n_gpus_per_node > (given.gpus or 0):
         rule = (
-            f"Slurm gave job {given.job} {_count(given.gpus or 0, 'GPU')} on this node"
+            f"Slurm gave job {given.job} {count(given.gpus or 0, 'GPU')} on this node"
             f" ({given.source('gpus')})"
         )
         remedy = f"{DEVICES}={given.gpus} or sbatch --gpus-per-node={trainer.n_gpus_per_node}"
@@ -78,14 +79,10 @@ def _cores(processes: int, given: Allocation) -> Iterator[Problem]:
     assert given.cpus is not None
     if processes > given.cpus:
         rule = (
-            f"that many processes share {_count(given.cpus, 'core')}: Slurm gave job {given.job} no more"
+            f"that many processes share {count(given.cpus, 'core')}: Slurm gave job {given.job} no more"
             f" ({given.source('cpus')})"
         )
         remedy = (
             f"sbatch --cpus-per-task={8 * processes} or {DEVICES}={given.cpus} or {CPUS}={processes + BESIDE}"
         )
         yield Problem(DEVICES, processes, rule, remedy)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hydraflow.batch_plan.roles import needs_critic, needs_reference
+from hydraflow.batch_plan.roles import fills_by_tokens, needs_critic, needs_reference
 from hydraflow.compose.patterns import fits
 from hydraflow.errors import Problem, shown
 from hydraflow.options import why_idle
@@ -43,22 +43,10 @@ def _validates(config: PPOConfig) -> bool:
     return config.recipe.name != "none" or bool(config.data.val_files)
 
 
-def _critic_is_dynamic(config: PPOConfig) -> bool:
-    own = config.critic.use_dynamic_bsz
-    return config.actor_rollout_ref.actor.use_dynamic_bsz if own is None else own
-
-
-def _is_dynamic(config: PPOConfig, role: str) -> bool:
-    """Whether micro-batches of the log-probability pass are filled by tokens."""
-    policy = config.actor_rollout_ref
-    own = policy.ref.log_prob_use_dynamic_bsz if role == "ref" else policy.rollout.log_prob_use_dynamic_bsz
-    return policy.actor.use_dynamic_bsz if own is None else own
-
-
 def _critic_counts_rows(config: PPOConfig) -> bool:
     critic = config.critic
     rows = critic.forward_micro_batch_size_per_gpu or critic.ppo_micro_batch_size_per_gpu
-    return rows is not None and not _critic_is_dynamic(config)
+    return rows is not None and not fills_by_tokens(config, "critic")
 
 
 def _strategy(config: PPOConfig) -> str:
@@ -95,19 +83,19 @@ _ROLES = (
 _BATCHES = (
     NoEffectRule(
         "critic.{ppo_micro_batch_size_per_gpu,forward_micro_batch_size_per_gpu}",
-        _critic_is_dynamic,
+        lambda c: fills_by_tokens(c, "critic"),
         BY_TOKENS,
         "critic.use_dynamic_bsz=false",
     ),
     NoEffectRule(
         f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu",
-        lambda c: _is_dynamic(c, "rollout"),
+        lambda c: fills_by_tokens(c, "rollout"),
         BY_TOKENS,
         f"{ROLLOUT}.log_prob_use_dynamic_bsz=false",
     ),
     NoEffectRule(
         f"{REF}.log_prob_micro_batch_size_per_gpu",
-        lambda c: _is_dynamic(c, "ref"),
+        lambda c: fills_by_tokens(c, "ref"),
         BY_TOKENS,
         f"{REF}.log_prob_use_dynamic_bsz=false",
     ),
@@ -115,7 +103,7 @@ _BATCHES = (
         f"{ROLLOUT}.log_prob_max_token_len_per_gpu",
         lambda c: (
             c.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu is not None
-            and not _is_dynamic(c, "rollout")
+            and not fills_by_tokens(c, "rollout")
         ),
         BY_ROWS,
         f"{ROLLOUT}.log_prob_use_dynamic_bsz=true",
@@ -124,7 +112,7 @@ _BATCHES = (
         f"{REF}.log_prob_max_token_len_per_gpu",
         lambda c: (
             c.actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu is not None
-            and not _is_dynamic(c, "ref")
+            and not fills_by_tokens(c, "ref")
         ),
         BY_ROWS,
         f"{REF}.log_prob_use_dynamic_bsz=true",
@@ -243,15 +231,16 @@ PLANNED_ONLY = (
     ),
 )
 """Keys that only the planner reads."""
-_DECIDES = {"critic.enable", "critic.strategy"}
-"""Keys that switch their section on or off."""
+_NEVER_IDLE = {"critic.enable", "critic.strategy"}
+"""Keys that a section without effect does not silence: the one that switches it, and the one that
+`model_engine` sets along with the actor's."""
 
 
 def without_effect(config: object, key: str) -> tuple[str, str] | None:
     """Why a key has no effect, and the remedy, by the rules across sections and those beside its field; None:
     it has one."""
     for rule in RULES.get(type(config), ()):
-        if key not in _DECIDES and fits(rule.pattern, key) and rule.when(config):
+        if key not in _NEVER_IDLE and fits(rule.pattern, key) and rule.when(config):
             return rule.why, rule.remedy
     return why_idle(config, key)
 

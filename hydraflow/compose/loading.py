@@ -163,15 +163,16 @@ def finish(
         one for one in checked.problems if not (entry.tolerant and one in unsupported)
     ]
     config = _build(entry.schema, checked.leaves)
-    command, ineffective = _describe(
-        entry, config, checked, from_environment(entry.schema, composed, tree, origins)
-    )
+    foreign, notes = _open_mappings(checked)
+    written = from_environment(entry.schema, composed, tree, origins)
+    command, ineffective = _describe(entry, config, checked, written, notes)
     if not only_keys:
-        problems += _value_problems(entry, config, command, checked, ineffective, refused=bool(problems))
+        suspects = [*foreign, *(ineffective if _is_strict(cast(Any, config)) else [])]
+        problems += _value_problems(entry, config, command, checked, suspects, refused=bool(problems))
     if problems:
         raise ConfigError(problems)
-    written = {key: checked.written.get(key, value) for key, value in checked.leaves.items()}
-    return ComposedConfig(config, command, nested(written))
+    as_written = {key: checked.written.get(key, value) for key, value in checked.leaves.items()}
+    return ComposedConfig(config, command, nested(as_written))
 
 
 def _find_origins(
@@ -221,9 +222,14 @@ def _build(schema: type[Config], leaves: Mapping[str, Any]) -> Config:
 
 
 def _describe(
-    entry: EntryPoint[Any], config: Any, checked: CheckedTree, written: Mapping[str, Any]
+    entry: EntryPoint[Any],
+    config: Any,
+    checked: CheckedTree,
+    written: Mapping[str, Any],
+    names: Sequence[str],
 ) -> tuple[Command, list[Problem]]:
-    """The command's notes, and the problems of keys without effect. `written`: see `Command`."""
+    """The command's notes, and the problems of keys without effect. `written`: see `Command`; `names`: notes
+    on the names in open mappings."""
     schema: type = entry.schema
     given = [(key, written.get(key, checked.leaves[key])) for key in _keys_of_the_user(schema, checked)]
     ineffective = [*checked.translation.ignored, *keys_without_effect(config, given, planning=entry.tolerant)]
@@ -231,7 +237,7 @@ def _describe(
     notes = [
         *checked.translation.notes,
         *(str(one).partition("\n")[0] for one in ineffective),
-        *_open_mappings(checked)[1],
+        *names,
         *_default_devices(config, checked),
         *_default_estimator(config, checked),
         *(entry.advise(config, planning=entry.tolerant) if entry.advise else ()),
@@ -294,8 +300,8 @@ def _keys_of_the_user(schema: type, checked: CheckedTree) -> list[str]:
     ]
 
 
-def _refuses_keys_without_effect(config: PPOConfig | SFTConfig | GenerateConfig | EvalConfig) -> bool:
-    return config.strict
+def _is_strict(config: PPOConfig | SFTConfig | GenerateConfig | EvalConfig) -> bool:
+    return config.strict  # read as an attribute, so that a test finds the key's reader
 
 
 def _value_problems(
@@ -303,17 +309,15 @@ def _value_problems(
     config: Any,
     command: Command,
     checked: CheckedTree,
-    ineffective: list[Problem],
+    others: list[Problem],
     *,
     refused: bool,
 ) -> list[Problem]:
     """Problems of the values, except those that may be due to a rejected value.
 
-    `refused`: other problems were found before.
+    `others`: problems already found that may be due to one, too. `refused`: there are problems besides.
     """
-    problems = checks.problems(config, planning=entry.tolerant)
-    problems += _open_mappings(checked)[0]
-    problems += ineffective if _refuses_keys_without_effect(config) else []
+    problems = [*checks.problems(config, planning=entry.tolerant), *others]
     problems += [] if entry.tolerant else allocated.contradictions(config, allocation())
     problems = [problem for problem in problems if not checked.unknown.may_cause(problem)]
     unknown = UnknownValues(

@@ -21,7 +21,7 @@ from hydra.errors import HydraException
 
 from hydraflow.compose.arguments import Arguments
 from hydraflow.compose.command_words import plain, unparsed, values
-from hydraflow.compose.keys import Key, is_below_open, known_keys, nearest_keys, unknown_key
+from hydraflow.compose.keys import Key, is_below_open, known_keys, nearest_keys, unknown_key, wrong_type
 from hydraflow.compose.own_files import OwnFiles
 from hydraflow.compose.tree import UnknownValues, value_problems
 from hydraflow.compose.verl import classify
@@ -224,10 +224,7 @@ def _breaks_the_tree(override: Override, schema: type) -> Problem | None:
     key, keys, value = override.key_or_group, known_keys(schema), values(override)[:1]
     known = keys.get(key)
     if known and known.is_section and value and not isinstance(value[0], Mapping):
-        first = next(name for name in keys if name.startswith(f"{key}."))
-        return Problem(
-            key, shown(value[0]), "is a group of keys, not a value", f"set a key of it, such as {first}=..."
-        )
+        return wrong_type(schema, known, value[0])
     above = _leaf_above(keys, key)
     return unknown_key(schema, key, value[0] if value else None) if above and not above.is_open else None
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Iterator, Mapping
+from math import inf, isfinite
 from typing import Any
 
 from hydraflow.algorithms.config import ESTIMATORS
@@ -47,7 +48,8 @@ def _value_problems(config: object) -> Iterator[Problem]:
         else:
             is_legal = default.value is None or rule.holds(default.value)
             remedy = f"{leaf.key}={shown(default.value)}" if is_legal else ""
-        yield Problem(leaf.key, leaf.value, rule.text, remedy)
+        only_finite = isinstance(leaf.value, float) and not (isfinite(leaf.value) or rule.holds(inf))
+        yield Problem(leaf.key, leaf.value, "must be finite" if only_finite else rule.text, remedy)
 
 
 def _ppo_has_data(config: PPOConfig) -> Iterator[Problem]:

@@ -43,7 +43,8 @@ def _asked(leaf: Leaf, config: Config) -> Iterator[str]:
         return
     for planned in leaf.option.planned:
         if planned.values(leaf.value):
-            yield planned.what.format(**vars(leaf.section), value=leaf.value)
+            others = {name: shown(value) for name, value in vars(leaf.section).items()}
+            yield planned.what.format(**others, value=leaf.value)
     if leaf.key.endswith("fsdp_size") and leaf.value not in (-1, _devices(config)):
         yield f"shard each copy of the model over groups of {leaf.value} devices"
 

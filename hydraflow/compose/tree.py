@@ -27,8 +27,8 @@ from hydraflow.compose.keys import (
     wrong_type,
 )
 from hydraflow.compose.verl import Translation
-from hydraflow.compose.verl_table import OTHER_ALIASES
-from hydraflow.compose.verl_values import value_of
+from hydraflow.compose.verl_table import aliases
+from hydraflow.compose.verl_values import our_value
 from hydraflow.errors import ConfigError, Problem, shown
 from hydraflow.schema import PPOConfig
 
@@ -118,7 +118,8 @@ def _without_aliases(
 ) -> Iterator[tuple[str, Any]]:
     """Renames the keys of verl's other entry points; yields the rest."""
     for key, value in foreign.items():
-        new = OTHER_ALIASES.get(schema.__name__, {}).get(key)
+        row = aliases(schema).get(key)
+        new = row.new if row else None
         if new is None or new in checked.origins:
             yield key, value
             continue
@@ -134,7 +135,7 @@ def _sort(schema: type, key: str, value: Any, checked: CheckedTree, foreign: dic
         foreign[key] = value
         return
     if schema is PPOConfig:
-        value, note = value_of(key, value)
+        value, note = our_value(key, value)
         checked.translation.notes += [note] if note else []
         if value == "???" or (
             value is None and not accepts(known.hint, None) and _is_default_of_verls(key, checked)

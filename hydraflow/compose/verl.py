@@ -8,6 +8,7 @@ other commands (`sft_trainer` and such).
 from __future__ import annotations
 
 import difflib
+import math
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,10 +18,10 @@ from typing import Any
 from hydraflow.compose.command import COMMAND_LINE, DEFAULT
 from hydraflow.compose.keys import accepts, is_below_open, known_keys, wrong_type
 from hydraflow.compose.nearest import nearest
-from hydraflow.compose.patterns import expand, fits
+from hydraflow.compose.patterns import fits
 from hydraflow.compose.verl_defaults import leaves as verl_leaves
-from hydraflow.compose.verl_table import ALIASES, FOLLOWS, OVER_ALL_RANKS, Alias, Ignored, Unsupported, tables
-from hydraflow.compose.verl_values import beside_others, unbuilt, value_of
+from hydraflow.compose.verl_table import FOLLOWS, Alias, Ignored, Unsupported, aliases, tables
+from hydraflow.compose.verl_values import beside_others, our_value, unbuilt
 from hydraflow.errors import Problem, shown
 from hydraflow.redact import public
 from hydraflow.schema import PPOConfig
@@ -70,7 +71,7 @@ def classify(key: str) -> Row | None:
     known = known_keys(PPOConfig)
     if moved != key and (moved in known or is_below_open(known, moved)):
         return Alias(moved)
-    if alias := _aliases().get(moved):
+    if alias := aliases(PPOConfig).get(moved):
         return alias
     rows = tables()
     found: list[Mapping[str, Row]] = [rows.ignored, rows.not_needed, rows.unsupported]
@@ -83,17 +84,6 @@ def renamed(key: str) -> str:
         if key.startswith(old):
             return new + key.removeprefix(old)
     return key
-
-
-@cache
-def _aliases() -> dict[str, Alias]:
-    found: dict[str, Alias] = {}
-    for pattern, alias in ALIASES.items():
-        olds, news = expand(pattern), expand(alias.new)
-        found |= {
-            old: Alias(new, alias.why) for old, new in zip(olds, news * (len(olds) // len(news)), strict=True)
-        }
-    return found
 
 
 # --- a whole command --------------------------------------------------
@@ -240,7 +230,7 @@ def suggested(problem: Problem, value: Any) -> Problem:
     actor_rollout_ref.rollout.enforce_eager=true
     """
     ours = [key.path for key in known_keys(PPOConfig).values() if not key.is_section]
-    others = [key for key in {**verl_leaves(), **_aliases()} if key not in ours]
+    others = [key for key in {**verl_leaves(), **aliases(PPOConfig)} if key not in ours]
     near = nearest(problem.field, [*ours, *others], 1)
     if not near or near[0] in ours:
         return problem
@@ -276,12 +266,12 @@ def _renamed_values(
     elif counts_all_ranks(row):
         yield from _per_rank(old, row.new, value, leaves, result)
     else:
-        yield row.new, value_of(row.new, value)[0]
+        yield row.new, our_value(row.new, value)[0]
 
 
 def counts_all_ranks(row: Row | None) -> bool:
     """Whether a value must be divided by the number of data ranks, which depends on other keys."""
-    return isinstance(row, Alias) and row.why == OVER_ALL_RANKS
+    return isinstance(row, Alias) and row.over_all_ranks
 
 
 def _model_engine(value: Any, result: Translation) -> Iterator[tuple[str, Any]]:
@@ -316,7 +306,7 @@ def _per_rank(
 
 
 def _data_ranks(key: str, leaves: Mapping[str, Any]) -> int | None:
-    """Number of data ranks of the role of `key`; None: the number of devices is not set."""
+    """Number of data ranks of the role of `key`; None: not known, or a size is no count."""
     role = next(prefix for prefix in _ROLE_KEYS if key.startswith(prefix))
     role = "actor_rollout_ref.actor." if "rollout" in role.rpartition("_ref.")[2] else role
     engine = "critic.strategy" if role == "critic." else "actor_rollout_ref.actor.strategy"
@@ -325,13 +315,10 @@ def _data_ranks(key: str, leaves: Mapping[str, Any]) -> int | None:
         sizes = [leaves.get(f"{role}megatron.{name}", 1) for name in names]
     else:
         sizes = [leaves.get(f"{role}fsdp_config.ulysses_sequence_parallel_size", 1)]
-    devices = leaves.get("trainer.n_gpus_per_node")
-    if devices is None:
+    devices = [leaves.get("trainer.n_gpus_per_node"), leaves.get("trainer.nnodes", 1)]
+    if not all(isinstance(count, int) and count >= 1 for count in (*devices, *sizes)):
         return None
-    total = devices * leaves.get("trainer.nnodes", 1)
-    for size in sizes:
-        total //= size
-    return max(1, int(total))
+    return max(1, math.prod(devices) // math.prod(sizes))
 
 
 def _take(

@@ -10,11 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from hydraflow.compose.keys import is_below_open, known_keys, shown
-from hydraflow.compose.patterns import expand
 from hydraflow.compose.verl import classify, is_never_read, renamed
 from hydraflow.compose.verl_defaults import VERSION, leaves
 from hydraflow.compose.verl_table import (
-    ALIASES,
     DTYPES,
     ENGINES,
     FILTER_METRICS,
@@ -23,10 +21,11 @@ from hydraflow.compose.verl_table import (
     VERL_TRACKERS,
     Alias,
     Ignored,
+    aliases,
     read,
     tables,
 )
-from hydraflow.compose.verl_values import value_of
+from hydraflow.compose.verl_values import our_value
 from hydraflow.schema import PPOConfig
 
 INTRODUCTION = f"""# verl's keys here
@@ -73,7 +72,7 @@ def page() -> str:
             ("key", f"verl {VERSION}", "here"),
             _differences(),
         ),
-        _section("Another name here", "", ("verl", "here", "remark"), _aliases()),
+        _section("Another name here", "", ("verl", "here", "remark"), _renamed()),
         _section(
             "Sections that moved",
             "All their keys are looked up in the new section.",
@@ -157,14 +156,15 @@ def _differences() -> Iterator[tuple[str, str, str]]:
 
 def _same(key: str, verls: Any, ours: Any, follows: Mapping[str, str]) -> bool:
     """Whether the two defaults mean the same."""
-    return key in follows or value_of(key, verls)[0] == ours
+    return key in follows or our_value(key, verls)[0] == ours
 
 
-def _aliases() -> Iterator[tuple[str, str, str]]:
+def _renamed() -> Iterator[tuple[str, str, str]]:
     there = {"model_engine", *(renamed(key) for key in leaves())}
-    for pattern, row in ALIASES.items():
-        other = "" if any(form in there for form in expand(pattern)) else "a name of other versions"
-        yield pattern, row.new, "; ".join(filter(None, (row.why, other)))
+    for old, row in aliases(PPOConfig).items():
+        ranks = "rows over all data ranks, divided by their number" if row.over_all_ranks else ""
+        other = "" if old in there else "a name of other versions"
+        yield old, row.new, "; ".join(filter(None, (row.why, ranks, other)))
 
 
 def _values(values: Iterable[object]) -> str:
@@ -172,10 +172,11 @@ def _values(values: Iterable[object]) -> str:
 
 
 def _value_rows() -> Iterator[tuple[str, str, str]]:
-    yield from (("**.{dtype,model_dtype}", verls, ours) for verls, ours in DTYPES.items())
+    yield from (("**.{dtype,model_dtype,reduce_dtype}", verls, ours) for verls, ours in DTYPES.items())
     yield from (("**.strategy", verls, ours) for verls, ours in STRATEGIES.items())
     yield from (("actor_rollout_ref.rollout.name", verls, ours) for verls, ours in ENGINES.items())
     yield from (("algorithm.filter_groups.metric", verls, ours) for verls, ours in FILTER_METRICS.items())
+    yield "**.checkpoint.save_contents", "[hf_model]", "[model,hf_model]"
     yield "**.optim.lr_warmup_steps", "null", "-1"
     yield "trainer.test_freq", "0", "-1"
     yield "trainer.logger", ", ".join(VERL_TRACKERS), "left out, with file and tensorboard in their place"

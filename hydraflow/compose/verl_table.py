@@ -1,6 +1,7 @@
 """How verl's keys that are not ours are handled: renamed, accepted without effect, or not supported yet.
 
-In: `verl_data/keys.yaml`, read when a key of verl's is first looked up. Out: tables from patterns to rows.
+In: `verl_data/keys.yaml`, read when a key of verl's is first looked up, and the other names that our fields
+declare (`option(verl=...)`). Out: tables from keys or patterns to rows.
 In a pattern `{a,b}` matches either, `*` one name, `**` any names. The target is verl 0.9.1; rows
 for names of other versions are those that `verl_defaults.py` does not have. A key of ours needs no row.
 Left out on purpose: how rows are applied (`verl.py`).
@@ -16,15 +17,20 @@ from typing import Any
 
 import yaml
 
+from hydraflow.compose.patterns import expand
+from hydraflow.options import walk
+
 
 @dataclass(frozen=True)
 class Alias:
     """Another name of a key of ours."""
 
     new: str
-    """Our name, with the same braces as the pattern."""
+    """Our name."""
     why: str = ""
     """A remark for the user; empty: none."""
+    over_all_ranks: bool = False
+    """Whether the value counts rows over all data ranks, and ours on one of them."""
 
 
 @dataclass(frozen=True)
@@ -61,87 +67,6 @@ class KeyTables:
     other_defaults: dict[str, object]
     """Defaults of other versions of verl's."""
 
-
-OVER_ALL_RANKS = "rows over all data ranks, divided by their number"
-"""Remark on a renamed key whose value must be divided."""
-SEED = "trainer.seed governs all randomness here"
-
-ALIASES: dict[str, Alias] = {
-    "{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.fsdp_config.mixed_precision.param_dtype": Alias(
-        "{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.fsdp_config.dtype"
-    ),
-    "{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.fsdp_config.mixed_precision.reduce_dtype": Alias(
-        "{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.fsdp_config.reduce_dtype"
-    ),
-    "{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.ulysses_sequence_parallel_size": Alias(
-        "{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.fsdp_config.ulysses_sequence_parallel_size"
-    ),
-    "{actor_rollout_ref.actor,critic}.grad_clip": Alias(
-        "{actor_rollout_ref.actor,critic}.optim.clip_grad", "verl 0.9.1 accepts this name and ignores it"
-    ),
-    "{actor_rollout_ref.actor,critic}.checkpoint.contents": Alias(
-        "{actor_rollout_ref.actor,critic}.checkpoint.save_contents"
-    ),
-    "{actor_rollout_ref.actor,critic}.optim.grad_clip": Alias(
-        "{actor_rollout_ref.actor,critic}.optim.clip_grad"
-    ),
-    "{actor_rollout_ref.actor,critic}.optim.{warmup_style,lr_decay_style}": Alias(
-        "{actor_rollout_ref.actor,critic}.optim.{lr_scheduler_type,lr_scheduler_type}"
-    ),
-    "{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.rollout_n": Alias("actor_rollout_ref.rollout.n"),
-    "actor_rollout_ref.ref.strategy": Alias(
-        "actor_rollout_ref.actor.strategy", "the reference runs on the actor's engine"
-    ),
-    "actor_rollout_ref.{actor,ref}.fsdp_config.strategy": Alias("actor_rollout_ref.actor.strategy"),
-    "critic.fsdp_config.strategy": Alias("critic.strategy"),
-    "actor_rollout_ref.actor.use_remove_padding": Alias("actor_rollout_ref.model.use_remove_padding"),
-    "actor_rollout_ref.rollout.{prompt_length,response_length}": Alias(
-        "data.{max_prompt_length,max_response_length}"
-    ),
-    "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": Alias(
-        "actor_rollout_ref.rollout.update_weights_bucket_megabytes"
-    ),
-    "data.seed": Alias("trainer.seed", SEED),
-    "{ray_kwargs,ray_init}.timeline_json_file": Alias("{ray_init,ray_init}.timeline_file"),
-    "trainer.profile_steps": Alias("global_profiler.steps"),
-    "trainer.val_generations_to_log_to_wandb": Alias("trainer.log_val_generations"),
-    "reward_model.num_workers": Alias("reward.num_workers"),
-    "reward_model.{enable,enable_resource_pool,nnodes,n_gpus_per_node}": Alias(
-        "reward.reward_model.{enable,enable_resource_pool,nnodes,n_gpus_per_node}"
-    ),
-    "reward_model.model.path": Alias("reward.reward_model.model_path"),
-    "reward_model.micro_batch_size_per_gpu": Alias("reward.reward_model.micro_batch_size_per_gpu"),
-    "reward_model.forward_max_token_len_per_gpu": Alias("reward.reward_model.max_token_len_per_gpu"),
-    "reward.reward_model.rollout.tensor_model_parallel_size": Alias(
-        "reward.reward_model.tensor_model_parallel_size"
-    ),
-    "model_engine": Alias("actor_rollout_ref.actor.strategy and critic.strategy"),
-    "actor_rollout_ref.actor.ppo_micro_batch_size": Alias(
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", OVER_ALL_RANKS
-    ),
-    "critic.ppo_micro_batch_size": Alias("critic.ppo_micro_batch_size_per_gpu", OVER_ALL_RANKS),
-    "critic.forward_micro_batch_size": Alias("critic.forward_micro_batch_size_per_gpu", OVER_ALL_RANKS),
-    "actor_rollout_ref.{ref,rollout}.log_prob_micro_batch_size": Alias(
-        "actor_rollout_ref.{ref,rollout}.log_prob_micro_batch_size_per_gpu", OVER_ALL_RANKS
-    ),
-    "reward_model.micro_batch_size": Alias("reward.reward_model.micro_batch_size_per_gpu", OVER_ALL_RANKS),
-}
-"""Renamed keys. Those that count rows over all ranks are divided by the data ranks (`verl.py`)."""
-
-OTHER_ALIASES: dict[str, dict[str, str]] = {
-    "SFTConfig": {
-        "optim.warmup_style": "optim.lr_scheduler_type",
-        "optim.lr_decay_style": "optim.lr_scheduler_type",
-        "optim.grad_clip": "optim.clip_grad",
-    },
-    "GenerateConfig": {
-        "data.n_samples": "rollout.n",
-        "data.output_path": "output.path",
-        "rollout.prompt_length": "data.max_prompt_length",
-        "rollout.response_length": "data.max_response_length",
-    },
-}
-"""Schema of another entry point -> key of verl's -> ours."""
 
 MEGATRON_FOLLOWS = (
     "tensor_model_parallel_size",
@@ -185,6 +110,31 @@ UNBUILT_STRATEGIES = ("fsdp_turbo", "veomni", "torchtitan", "automodel", "mindsp
 """Engines of verl that do not exist here."""
 VERL_TRACKERS = ("vemlp_wandb", "clearml", "trackio", "rl_insight")
 """Trackers of verl that do not exist here; metrics.jsonl is always written."""
+
+
+@cache
+def aliases(schema: type) -> dict[str, Alias]:
+    """The keys of verl's that have another name in a schema: what our fields declare, and those that are in
+    another section here.
+
+    >>> aliases(PPOConfig)["critic.ppo_micro_batch_size"]
+    Alias(new='critic.ppo_micro_batch_size_per_gpu', why='', over_all_ranks=True)
+    """
+    found: dict[str, Alias] = {}
+    for leaf in walk(schema()):
+        section = leaf.key.rpartition(".")[0]
+        found |= {f"{section}.{old}": _alias(f"{section}.{old}", leaf.key) for old in leaf.option.verl}
+    for row in read("keys")["moved"].get(schema.__name__, ()):
+        olds, news = expand(row["from"]), expand(row["to"])
+        news *= len(olds) // len(news)
+        found |= {old: _alias(old, new, row.get("why", "")) for old, new in zip(olds, news, strict=True)}
+    return found
+
+
+def _alias(old: str, new: str, why: str = "") -> Alias:
+    """A row; sizes of micro-batches without `_per_gpu` are those over all ranks."""
+    over_all_ranks = old.endswith("micro_batch_size") and new.endswith("micro_batch_size_per_gpu")
+    return Alias(new, why, over_all_ranks)
 
 
 @cache

@@ -24,10 +24,10 @@ from hydraflow.errors import Problem, shown
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
-def value_of(key: str, value: Any) -> tuple[Any, str | None]:
+def our_value(key: str, value: Any) -> tuple[Any, str | None]:
     """Our form of a verl value, and a note on it.
 
-    >>> value_of("critic.strategy", "fsdp")
+    >>> our_value("critic.strategy", "fsdp")
     ('fsdp2', 'critic.strategy=fsdp: taken as fsdp2')
     """
     name = key.rpartition(".")[2]
@@ -46,7 +46,9 @@ def value_of(key: str, value: Any) -> tuple[Any, str | None]:
         new = -1
     elif key == "trainer.logger":
         return _loggers(value)
-    return (new, None) if new == value else (new, f"{key}={shown(value)}: taken as {shown(new)}{why}")
+    if new is value or new == value:
+        return new, None
+    return new, f"{key}={shown(value)}: taken as {shown(new)}{why}"
 
 
 def _loggers(value: Any) -> tuple[Any, str | None]:

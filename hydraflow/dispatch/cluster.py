@@ -9,7 +9,7 @@ then blame the network. Left out on purpose: joining (`runtime.py`), starting no
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import grpc
@@ -53,12 +53,17 @@ def silence(address: str) -> str | None:
 
 def alive(address: str) -> set[str]:
     """Names of the nodes that are in the cluster; raises grpc.RpcError when it does not answer."""
-    return {node.node_name for node in _nodes(address) if node.state == NODES.GcsNodeInfo.ALIVE}
+    return _alive(_nodes(address))
 
 
 def lost(address: str) -> set[str]:
-    """Names of nodes that have left the cluster."""
-    return {node.node_name for node in _nodes(address)} - alive(address)
+    """Names of nodes that have left the cluster, and have not joined it again."""
+    nodes = _nodes(address)
+    return {node.node_name for node in nodes} - _alive(nodes)
+
+
+def _alive(nodes: Iterable[Any]) -> set[str]:
+    return {node.node_name for node in nodes if node.state == NODES.GcsNodeInfo.ALIVE}
 
 
 def await_nodes(

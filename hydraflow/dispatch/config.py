@@ -54,7 +54,7 @@ class RayInitConfig:
     num_cpus: int | None = option(None, ge=1)
     """Logical CPUs of a local cluster; null: the usable cores, and at least what the worker groups need."""
     runtime_env: RuntimeEnvConfig = field(default_factory=RuntimeEnvConfig)
-    timeline_file: str | None = None
+    timeline_file: str | None = option(None, verl=("timeline_json_file",))
     """File for a Chrome trace of phases, calls and Ray's tasks, also written on failure (open it in
     ui.perfetto.dev); null: none."""
 

@@ -20,6 +20,7 @@ from contextlib import suppress
 
 import psutil
 
+from hydraflow.dispatch.head import RESUME
 from hydraflow.dispatch.processes import lives
 from hydraflow.errors import EnvironmentFault
 from hydraflow.system.interrupts import SHUTDOWN, end_at_once
@@ -47,8 +48,7 @@ class RayGuard:
         self._names: dict[int, str] = {}
         """Name of the process by its descriptor."""
         self._agents: list[int] = []
-        """Descriptors of what the node process had started once Ray was up: its agents and its first
-        workers."""
+        """Descriptors of the node process's children when Ray was up: its agents and first workers."""
         self._ends = select.poll()
         self._stopped = threading.Event()
         self._before = _children()
@@ -101,8 +101,8 @@ class RayGuard:
 
     def _end_without_node(self) -> None:
         """Exits before Ray's client does, so there is no time to look for processes. Ray's agents are known:
-        on their own they would ask for the control service, which ends with this process, for a minute. The
-        other processes of Ray and of the rewards end with the one that started them."""
+        left alone, they would wait a minute for the control service, which ends with this process. The other
+        processes of Ray and of the rewards end with the one that started them."""
         if self._up and self._may_end() and not SHUTDOWN.asked:  # a signal may be for the whole run
             os.write(2, self._last_words)
             for agent in self._agents:
@@ -131,7 +131,7 @@ class RayGuard:
 def _fault(name: str) -> EnvironmentFault:
     text = f"Ray's {VITAL[name]} ({name}) has ended: it was killed, or it failed"
     logs = f"{session_folder()}/session_latest/logs"
-    return EnvironmentFault(f"{text} ({logs}). The same command continues from the last checkpoint.")
+    return EnvironmentFault(f"{text} ({logs}). {RESUME}")
 
 
 def _children() -> set[psutil.Process]:

@@ -18,6 +18,8 @@ PERIOD = 2.0
 """Seconds between two checks; one costs a fraction of a millisecond."""
 PATIENCE = 8.0
 """Seconds without an answer after which the service counts as gone."""
+RESUME = "Start the same command again to resume from the last checkpoint."
+"""The remedy when a part of Ray has ended."""
 
 
 class HeadLost(EnvironmentFault):
@@ -51,8 +53,7 @@ class RayHead:
             self.is_gone = True
             raise HeadLost(
                 f"Ray's control service (gcs_server) at {self.address} has not answered for"
-                f" {now - self._heard:.0f} seconds: it was killed, or its machine is gone. Start the same"
-                " command again to resume from the last checkpoint."
+                f" {now - self._heard:.0f} seconds: it was killed, or its machine is gone. {RESUME}"
             )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydraflow.options import NOT_NEGATIVE, SIZE, Implementation, Planned, Rule, no_effect_when, option
+from hydraflow.options import Implementation, Planned, Rule, no_effect_when, option
 
 TRAIN_ENGINES = {
     "fsdp2": Implementation("hydraflow.engine.fsdp.engine:FSDPEngine", reads=("fsdp_config",)),
@@ -24,17 +24,19 @@ DECAYS = Rule(
 class OptimConfig:
     """AdamW and its learning-rate schedule."""
 
-    lr: float = option(1e-6, rule=NOT_NEGATIVE)
+    lr: float = option(1e-6, ge=0)
     """Peak learning rate."""
     betas: list[float] = option(factory=lambda: [0.9, 0.999], rule=DECAYS)
     """AdamW's betas: decay rates of the first and second moment."""
-    eps: float = option(1e-8, rule=SIZE)
+    eps: float = option(1e-8, gt=0)
     """AdamW's epsilon."""
-    weight_decay: float = option(0.01, rule=NOT_NEGATIVE)
+    weight_decay: float = option(0.01, ge=0)
     """Decoupled weight decay."""
-    clip_grad: float = option(1.0, gt=0)
+    clip_grad: float = option(1.0, rule=Rule("must be above 0", lambda norm: norm > 0), verl=("grad_clip",))
     """Maximum global gradient norm (gradient clipping)."""
-    lr_scheduler_type: str = option("constant", choices=("constant", "linear", "cosine"))
+    lr_scheduler_type: str = option(
+        "constant", choices=("constant", "linear", "cosine"), verl=("warmup_style", "lr_decay_style")
+    )
     """Learning-rate schedule after the warm-up."""
     lr_warmup_steps: int = option(-1, ge=-1)
     """Warm-up in training steps, from a learning rate of 0; -1: use lr_warmup_steps_ratio."""
@@ -73,11 +75,11 @@ class WrapPolicyConfig:
 class FSDPConfig:
     """FSDP2 (fully_shard) settings."""
 
-    model_dtype: str = option("fp32", choices=DTYPES)
+    model_dtype: str = option("fp32", choices=DTYPES, verl=("mixed_precision.reduce_dtype",))
     """Dtype of the stored weights and optimizer state (fp64 is meant for proofs)."""
-    dtype: str = option("auto", choices=("auto", *DTYPES))
+    dtype: str = option("auto", choices=("auto", *DTYPES), verl=("mixed_precision.param_dtype",))
     """Dtype of the forward and backward pass; auto: bf16 where the device computes in it, else fp32."""
-    reduce_dtype: str = option("fp32", choices=DTYPES)
+    reduce_dtype: str = option("fp32", choices=DTYPES, verl=("mixed_precision.reduce_dtype",))
     """Dtype of the gradient reduction across ranks."""
     reshard_after_forward: bool = option(True, shapes_training=False)
     """Free gathered weights between forward and backward: less memory, one more all-gather."""

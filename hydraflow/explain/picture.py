@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hydraflow.batch_plan.layout import Cluster, Devices, Layout, Pool
+from hydraflow.system.printing import count
 
 MOST_DRAWN = 16
 """With more devices, equal ones are drawn as one row."""
@@ -109,8 +110,8 @@ def summary(layout: Layout) -> str:
 def _copies(layout: Layout) -> str:
     if layout.role == "rollout":
         each = layout.model_parallel * layout.replica_data
-        return f"{_count(each, 'device')} a replica, {_count(layout.replicas, 'replica')}"
-    return f"{_count(layout.model_parallel, 'device')} a row, {_count(layout.data_ranks, 'data rank')}"
+        return f"{count(each, 'device')} a replica, {count(layout.replicas, 'replica')}"
+    return f"{count(layout.model_parallel, 'device')} a row, {count(layout.data_ranks, 'data rank')}"
 
 
 def _sharding(layout: Layout) -> str:
@@ -118,10 +119,6 @@ def _sharding(layout: Layout) -> str:
         return ""
     copies = len(layout.devices) // layout.shard
     return f", weights in {layout.shard} shards" + (f", {copies} copies" if copies > 1 else "")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _holds(devices: Devices, number: int) -> bool:

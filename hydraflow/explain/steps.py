@@ -10,7 +10,7 @@ from hydraflow.batch_plan.parts import RolePlan
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.batch_plan.sft import SFTPlan
 from hydraflow.explain.svg import PictureBar, StepPicture
-from hydraflow.explain.words import count
+from hydraflow.system.printing import count
 
 
 def ppo_step(plan: BatchPlan) -> StepPicture:

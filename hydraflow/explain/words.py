@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from hydraflow.algorithms.config import ESTIMATORS
 from hydraflow.batch_plan.generate import GeneratePlan
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.batch_plan.sft import SFTPlan
 from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
+from hydraflow.system.printing import count
 from hydraflow.trainer.phases import step_phases
 
 
@@ -23,22 +25,6 @@ class Phase:
 
     name: str
     text: str
-
-
-def count(number: int, noun: str) -> str:
-    """A number with its noun.
-
-    >>> count(1, "prompt"), count(2, "batch"), count(10_000, "trajectory")
-    ('1 prompt', '2 batches', '10,000 trajectories')
-    """
-    plural = (
-        f"{noun[:-1]}ies"
-        if noun.endswith("ry")
-        else f"{noun}es"
-        if noun.endswith(("ch", "s"))
-        else f"{noun}s"
-    )
-    return f"{number:,} {noun if number == 1 else plural}"
 
 
 def ppo_phases(plan: BatchPlan, config: PPOConfig, *, exact: bool = False) -> list[Phase]:
@@ -176,7 +162,8 @@ def _values(plan: BatchPlan) -> str:
 
 def _advantages(plan: BatchPlan, config: PPOConfig) -> str:
     estimator = config.algorithm.adv_estimator
-    groups = f", by groups of {plan.samples_per_prompt}" if estimator in ("grpo", "rloo") else ""
+    chosen = ESTIMATORS.get(estimator)
+    groups = f", by groups of {plan.samples_per_prompt}" if chosen and chosen.groups else ""
     return f"{estimator} turns scores into advantages{groups}"
 
 

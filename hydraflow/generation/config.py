@@ -7,7 +7,6 @@ from typing import Any
 
 from hydraflow.options import (
     NO_LIMIT_OR_COUNT,
-    NOT_NEGATIVE,
     Implementation,
     Planned,
     no_effect_when,
@@ -53,7 +52,7 @@ class ValSamplingConfig:
     """Responses per held-out prompt."""
     do_sample: bool = False
     """Sample; false decodes greedily."""
-    temperature: float = option(0.0, rule=NOT_NEGATIVE, no_effect=VALIDATION_IS_GREEDY)
+    temperature: float = option(0.0, ge=0, no_effect=VALIDATION_IS_GREEDY)
     """Sampling temperature; 0 is greedy."""
     top_k: int = option(-1, rule=NO_LIMIT_OR_COUNT, no_effect=VALIDATION_IS_GREEDY)
     """Top-k: sample from the k most probable tokens; -1: all."""
@@ -69,7 +68,7 @@ class SamplingConfig:
     """Generation engine."""
     n: int = option(1, size=True, in_plan=True)
     """Responses per prompt."""
-    temperature: float = option(1.0, rule=NOT_NEGATIVE)
+    temperature: float = option(1.0, ge=0)
     """Sampling temperature; log-probabilities in training use it, too."""
     top_k: int = option(
         -1,
@@ -122,7 +121,9 @@ class EngineKwargs:
 class RolloutConfig(SamplingConfig):
     """Sampling for training and validation, and recomputation of log-probabilities."""
 
-    log_prob_micro_batch_size_per_gpu: int | None = option(None, size=True, shapes_training=False)
+    log_prob_micro_batch_size_per_gpu: int | None = option(
+        None, size=True, shapes_training=False, verl=("log_prob_micro_batch_size",)
+    )
     """Micro-batch size of log-probability passes, in trajectories per data rank; null: as many as fit the
     token budget."""
     log_prob_use_dynamic_bsz: bool | None = option(None, shapes_training=False)
@@ -148,14 +149,18 @@ class RolloutConfig(SamplingConfig):
     )
     """Maximum sequence length of the engine; null: data.max_prompt_length + data.max_response_length."""
     update_weights_bucket_megabytes: int = option(
-        2048, ge=1, shapes_training=False, no_effect=unread(GENERATION_ENGINES, "name")
+        2048,
+        ge=1,
+        shapes_training=False,
+        no_effect=unread(GENERATION_ENGINES, "name"),
+        verl=("checkpoint_engine.update_weights_bucket_megabytes",),
     )
     """Bucket size of weight transfers to the engine, in megabytes."""
     nnodes: int = option(
         0,
         ge=0,
         shapes_training=False,
-        planned=Planned(lambda value: value > 0, "give the rollout {value} machines of its own"),
+        planned=Planned(lambda value: value > 0, "give the rollout machines of its own, {value} of them"),
     )
     """Machines dedicated to the rollout; 0: it shares the trainer's."""
     n_gpus_per_node: int = option(

@@ -98,8 +98,8 @@ class Rows(ABC):
         new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
         if missing := [key for key in old if key not in self.keys()]:
             raise KeyError(f"the batch has no columns {missing}; it has {self.keys()}")
-        if len(old) != len(new):
-            raise ValueError(f"{len(old)} columns cannot get {len(new)} names: {old} -> {new}")
+        if not len(set(old)) == len(old) == len(new):
+            raise ValueError(f"{len(set(old))} columns cannot get {len(new)} names: {old} -> {new}")
         change = dict(zip(old, new, strict=True))
         if len({change.get(key, key) for key in self.keys()}) != len(self.keys()):
             raise ValueError(f"renaming {old} to {new} would give two columns one name")

@@ -38,7 +38,7 @@ class RewardModelConfig:
     enable: bool = option(
         False,
         switch=Switch(off=False, remedy="{s}.enable=true"),
-        planned=Planned(bool, "score responses with the model {model_path}"),
+        planned=Planned(bool, "score responses with model_path={model_path}"),
     )
     """Score with a reward model."""
     model_path: str | None = None
@@ -55,7 +55,9 @@ class RewardModelConfig:
     """Devices on each dedicated machine."""
     device_mapping: Any = option(None, shapes_training=False)
     """Devices of the role; null: all devices of the trainer, or the dedicated ones."""
-    tensor_model_parallel_size: int = option(1, size=True, shapes_training=False)
+    tensor_model_parallel_size: int = option(
+        1, size=True, shapes_training=False, verl=("rollout.tensor_model_parallel_size",)
+    )
     """Tensor-parallel size."""
 
 

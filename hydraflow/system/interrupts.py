@@ -85,9 +85,7 @@ SHUTDOWN = ShutdownState()
 def command(main: Callable[[], int]) -> NoReturn:
     """Runs a command and exits with its exit code. Called once, by the main module."""
     SHUTDOWN.commanded = True
-    if (
-        signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    ):  # a shell may have it ignored in a background job
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # background jobs may ignore it
         signal.signal(signal.SIGINT, _on_sigint)
     try:
         code = main()

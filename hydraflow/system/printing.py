@@ -1,4 +1,4 @@
-"""Output that never fails to encode: a stream that is not UTF-8 gets ASCII replacements.
+"""Printed text: numbers with their nouns, and streams that never fail to encode.
 
 In: the streams of this process. Out: the same streams, which no longer raise UnicodeEncodeError.
 """
@@ -29,3 +29,19 @@ def _replaced(error: UnicodeError) -> tuple[str | bytes, int]:
     lacking = error.object[error.start : error.end]
     shown = (ASCII.get(one) or one.encode("ascii", "backslashreplace").decode() for one in lacking)
     return "".join(shown), error.end
+
+
+def count(number: int, noun: str) -> str:
+    """A number with its noun.
+
+    >>> count(1, "prompt"), count(2, "batch"), count(10_000, "trajectory")
+    ('1 prompt', '2 batches', '10,000 trajectories')
+    """
+    plural = (
+        f"{noun[:-1]}ies"
+        if noun.endswith("ry")
+        else f"{noun}es"
+        if noun.endswith(("ch", "s"))
+        else f"{noun}s"
+    )
+    return f"{number:,} {noun if number == 1 else plural}"

@@ -4,10 +4,11 @@ In: the metrics of each step, by rising step. Out: sentences that name the steps
 look at. Left out on purpose: faults that the run counts itself (skipped steps, rows without a score).
 
 Each rule has to hold for `IN_A_ROW` steps in a row.
-- No signal: every advantage of the step is exactly 0 (`critic/advantages/max` and `min`).
+- No signal: every advantage of the step is the same (`critic/advantages/max` and `min`). Rounding can leave
+  the same small number everywhere in place of 0.
 - Entropy collapse: `actor/entropy` is below 0.05 nats per token and below a tenth of the first step's, and
-  the mean score is below 90 % of the range of scores seen so far. (A policy that has learned its task may be
-  certain.)
+  the mean score is below 90 % of the range of scores seen so far, or all scores were equal. (A policy that
+  has learned its task may be certain.)
 - All truncated: `response_length/clip_ratio` is 1.
 - Learning rate 0: `actor/lr` or `train/lr` has been 0 in every step of the run. (A warm-up starts at 0, and a
   decay may end there.)
@@ -22,21 +23,6 @@ IN_A_ROW = 3
 """Consecutive steps that must show a symptom before it is reported: a single small batch may do so by
 chance."""
 COLLAPSED_NATS, COLLAPSED_SHARE, LEARNED = 0.05, 0.1, 0.9
-
-NEEDED = frozenset(
-    {
-        "critic/advantages/max",
-        "critic/advantages/min",
-        "critic/score/mean",
-        "critic/score/max",
-        "critic/score/min",
-        "actor/entropy",
-        "response_length/clip_ratio",
-        "actor/lr",
-        "train/lr",
-    }
-)
-"""The metrics that the rules read."""
 
 Row = Mapping[str, float]
 
@@ -64,6 +50,8 @@ class SymptomHistory:
 class Symptom:
     """A rule, and the message once it has held for `IN_A_ROW` steps."""
 
+    reads: tuple[str, ...]
+    """The metrics that the rule needs."""
     holds: Callable[[Row, SymptomHistory], bool | None]
     """Whether the step shows it; None: the step lacks the numbers, and neither ends nor extends the row."""
     sentence: str
@@ -73,15 +61,16 @@ class Symptom:
 def _no_signal(row: Row, seen: SymptomHistory) -> bool | None:
     if "critic/advantages/max" not in row:
         return None
-    return row["critic/advantages/max"] == row["critic/advantages/min"] == 0
+    return row["critic/advantages/max"] == row["critic/advantages/min"]
 
 
 def _entropy_collapse(row: Row, seen: SymptomHistory) -> bool | None:
     if "actor/entropy" not in row or "critic/score/mean" not in row or seen.first_entropy is None:
         return None
-    enough = seen.lowest_score + LEARNED * (seen.highest_score - seen.lowest_score)
+    spread = seen.highest_score - seen.lowest_score
+    has_learned = spread > 0 and row["critic/score/mean"] >= seen.lowest_score + LEARNED * spread
     low = row["actor/entropy"] < min(COLLAPSED_NATS, COLLAPSED_SHARE * seen.first_entropy)
-    return low and row["critic/score/mean"] < enough
+    return low and not has_learned
 
 
 def _all_cut_off(row: Row, seen: SymptomHistory) -> bool | None:
@@ -97,13 +86,15 @@ def _no_learning_rate(row: Row, seen: SymptomHistory) -> bool | None:
 
 SYMPTOMS = (
     Symptom(
+        ("critic/advantages/max", "critic/advantages/min"),
         _no_signal,
-        "every advantage is 0, so the reward gives no gradient: the responses to a prompt all score alike."
-        " Usual causes: prompts that are too hard or too easy, a reward function that returns one value,"
-        " answers in a format that it does not recognise, a temperature that is too low. Look at"
+        "every advantage is the same, so the reward gives no direction: the responses to a prompt all score"
+        " alike. Usual causes: prompts that are too hard or too easy, a reward function that returns one"
+        " value, answers in a format that it does not recognise, a temperature that is too low. Look at"
         " critic/score/mean, critic/groups/no_signal_ratio and the responses in samples/.",
     ),
     Symptom(
+        ("actor/entropy", "critic/score/mean", "critic/score/max", "critic/score/min"),
         _entropy_collapse,
         f"the entropy has collapsed (actor/entropy below {COLLAPSED_NATS:g} nats per token and a tenth of its"
         " first value) while the score is not high: the policy hardly explores. Usual causes: a learning rate"
@@ -112,17 +103,23 @@ SYMPTOMS = (
         " clip_ratio_high.",
     ),
     Symptom(
+        ("response_length/clip_ratio",),
         _all_cut_off,
-        "every response is truncated at the length limit (response_length/clip_ratio is 1), so no answer is"
-        " complete. Usual causes: data.max_response_length is too small, a chat template or tokenizer without"
-        " the model's end-of-sequence token. Look at the responses in samples/.",
+        "every response is truncated at the length limit (response_length/clip_ratio is 1), so answers"
+        " may lack their end. Usual causes: data.max_response_length is too small, a chat template or"
+        " tokenizer without the model's end-of-sequence token. Look at the responses in samples/.",
     ),
     Symptom(
+        ("actor/lr", "train/lr"),
         _no_learning_rate,
         "the learning rate has been 0 in every step, so no weight has changed. Look at actor/lr (train/lr in"
         " supervised training) and the keys lr, lr_warmup_steps and min_lr_ratio of the optimizer.",
     ),
 )
+
+
+NEEDED = frozenset(name for symptom in SYMPTOMS for name in symptom.reads)
+"""The metrics that the rules read."""
 
 
 @dataclass

@@ -16,7 +16,7 @@ from hydraflow.tracking.base import PublishedInfo, RunInfo, Sample, Tracker, Tra
 from hydraflow.tracking.console import open_console
 from hydraflow.tracking.file import FileTracker
 from hydraflow.tracking.guarded import BackgroundTracker, ForegroundTracker
-from hydraflow.tracking.history import seconds_of
+from hydraflow.tracking.history import read_metrics
 from hydraflow.tracking.mlflow import MlflowTracker
 from hydraflow.tracking.swanlab import SwanlabTracker
 from hydraflow.tracking.symptoms import SymptomWatch
@@ -42,9 +42,9 @@ LOCAL = ("file", "tensorboard", "console")
 class Trackers:
     """Several trackers as one. A context manager: leaving it closes them all, also on an error or Ctrl-C."""
 
-    def __init__(self, trackers: Sequence[Tracker]):
+    def __init__(self, trackers: Sequence[Tracker], symptoms: SymptomWatch):
         self._trackers = list(trackers)
-        self._symptoms = SymptomWatch()
+        self._symptoms = symptoms
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Passes the numbers of one step to every tracker; warns once of each sign that nothing is
@@ -69,9 +69,7 @@ class Trackers:
         `failed`: the run ended with an error."""
         for tracker in self._trackers:
             if isinstance(tracker, BackgroundTracker):
-                tracker.begin_closing(
-                    failed=failed
-                )  # all at once: a second one that hangs costs no second wait
+                tracker.begin_closing(failed=failed)  # all at once: two that hang cost one wait
         with ExitStack() as closing:  # also when a Ctrl-C ends the wait for one of them
             while self._trackers:
                 closing.callback(_close, self._trackers.pop(0), failed=failed)
@@ -104,11 +102,15 @@ def open_trackers(
     """
     assert set(names) <= set(TRACKERS), names
     folder.mkdir(parents=True, exist_ok=True)
-    run = RunInfo(
-        folder, title, total_steps, run_id, done_steps, seconds_of(folder), about or PublishedInfo(), redraws
-    )
+    earlier = read_metrics(folder)
+    seconds = max((record["seconds"] for record in earlier), default=0.0)
+    run = RunInfo(folder, title, total_steps, run_id, done_steps, seconds, about or PublishedInfo(), redraws)
+    watch = SymptomWatch()  # a resumed run knows what its earlier steps showed, and does not repeat it
+    for record in earlier:
+        if record["step"] <= done_steps:
+            watch.after(int(record["step"]), record)
     wanted = {"file", *names}
-    return Trackers([_open(name, run) for name in TRACKERS if name in wanted])
+    return Trackers([_open(name, run) for name in TRACKERS if name in wanted], watch)
 
 
 def _close(tracker: Tracker, *, failed: bool) -> None:

@@ -60,7 +60,7 @@ class Clock:
         return bool(self.signals.received)
 
     def check_grace_period(self) -> None:
-        """Raises OutOfPatience from PATIENCE seconds after a SIGTERM on."""
+        """Raises GracePeriodOver from GRACE_PERIOD seconds after a SIGTERM on."""
         asked = self.signals.terminated_at
         if asked is not None and time.monotonic() - asked > GRACE_PERIOD:
             raise GracePeriodOver

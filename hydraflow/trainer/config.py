@@ -168,7 +168,8 @@ class AsyncTrainingConfig:
         ge=0,
         le=1000,
         planned=Planned(
-            lambda value: value > 0, "let {value:.0%} of a step's trajectories come from older weights"
+            lambda value: value > 0,
+            "let a share of {value:g} of a step's trajectories come from older weights",
         ),
     )
     """Maximum fraction of trajectories from older weights between two weight updates; 0: synchronous."""

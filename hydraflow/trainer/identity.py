@@ -1,4 +1,4 @@
-"""Which keys shape training: a run goes on only with the same values for them.
+"""Which keys shape training: a run resumes only with the same values for them.
 
 In: a configuration and its plan. Out: values by key, their hash, and the differences from those that a
 checkpoint carries. Every key shapes training unless its field says otherwise (`shapes_training=False`,

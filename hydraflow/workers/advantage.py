@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from hydraflow.algorithms.advantages import estimate_advantages
-from hydraflow.algorithms.config import AlgorithmConfig
+from hydraflow.algorithms.config import ESTIMATORS, AlgorithmConfig
 from hydraflow.algorithms.diagnostics import rollout_probs_diff
 from hydraflow.algorithms.groups import group_scores
 from hydraflow.algorithms.kl import apply_kl_penalty
@@ -65,7 +65,8 @@ class AdvantageWorker(Worker):
             algorithm, rewards, mask, values=padded.get("values"), group_ids=batch.get("group")
         )
         metrics |= _data_metrics(padded, rewards, advantages, returns, mask)
-        metrics |= _group_metrics(padded["token_level_scores"].sum(1), batch.get("group"))
+        if ESTIMATORS[algorithm.adv_estimator].groups:
+            metrics |= _group_metrics(padded["token_level_scores"].sum(1), batch.get("group"))
         metrics |= _length_metrics(parts(batch.get("prompts"))[1], lengths, self.spec.response_tokens)
         columns = {"token_level_rewards": rewards, "advantages": advantages, "returns": returns}
         return DataProto.from_dict(
@@ -131,11 +132,11 @@ def _data_metrics(
 
 def _group_metrics(scores: torch.Tensor, ids: torch.Tensor) -> dict[str, float]:
     """The share of groups (the responses to one prompt) whose scores are all equal, which
-    therefore give no learning signal; {} where every group is a single row."""
+    therefore give no learning signal. Single rows are no groups; {} if there are no others."""
     group = group_scores(scores, ids)
-    if int(group.size.max()) == 1:
+    of_row = (group.size > 1) / group.size  # a group's rows count as one
+    if not of_row.any():
         return {}
-    of_row = 1.0 / group.size  # a group's rows count as one
     return {"critic/groups/no_signal_ratio": float((of_row * (group.std == 0)).sum() / of_row.sum())}
 
 

@@ -9,11 +9,11 @@ from hydraflow.algorithms.config import KL_ESTIMATORS, LOSS_AGG_MODES, POLICY_LO
 from hydraflow.engine.config import TRAIN_ENGINES, FSDPConfig, MegatronConfig, OptimConfig
 from hydraflow.generation.config import ANOTHER_PLACE, RolloutConfig
 from hydraflow.models.config import ModelConfig
-from hydraflow.options import NOT_NEGATIVE, Rule, no_effect_when, option, unless, unread
+from hydraflow.options import FINITE, Rule, no_effect_when, option, unless, unread
 
 BOTH_GIVEN = no_effect_when(
     lambda s: None not in (s.clip_ratio_low, s.clip_ratio_high),
-    "clip_ratio_low and clip_ratio_high are both given",
+    "{s}.clip_ratio_low and {s}.clip_ratio_high are both given",
     "{s}.clip_ratio_low=null",
 )
 
@@ -32,7 +32,7 @@ class CheckpointConfig:
     """Contents of a role's checkpoints."""
 
     save_contents: list[str] = option(
-        factory=lambda: ["model", "optimizer", "extra"], rule=saved_of("hf_model")
+        factory=lambda: ["model", "optimizer", "extra"], rule=saved_of("hf_model"), verl=("contents",)
     )
     """Any of model (weights), optimizer, extra (schedule state), hf_model (full weights as a Hugging Face
     directory)."""
@@ -47,7 +47,7 @@ class CheckpointConfig:
 class ActorConfig:
     """The policy being trained."""
 
-    strategy: str = option("fsdp2", choices=TRAIN_ENGINES)
+    strategy: str = option("fsdp2", choices=TRAIN_ENGINES, verl=("fsdp_config.strategy",))
     """Training engine."""
     ppo_mini_batch_size: int = option(256, size=True, in_plan=True)
     """Mini-batch size: prompts per optimizer step (M of the batch plan); times rollout.n trajectories."""
@@ -55,6 +55,7 @@ class ActorConfig:
         None,
         size=True,
         shapes_training=False,
+        verl=("ppo_micro_batch_size",),
         no_effect=unless(
             "use_dynamic_bsz", False, why="{s}.use_dynamic_bsz=true fills micro-batches by tokens"
         ),
@@ -99,11 +100,11 @@ class ActorConfig:
         ),
     )
     """Divisor of seq-mean-token-sum-norm; null: data.max_response_length."""
-    entropy_coeff: float = 0.0
+    entropy_coeff: float = option(0.0, rule=FINITE)
     """Coefficient of the entropy bonus."""
     use_kl_loss: bool = False
     """Add a KL penalty against the reference policy to the loss."""
-    kl_loss_coef: float = option(0.001, rule=NOT_NEGATIVE, no_effect=unless("use_kl_loss"))
+    kl_loss_coef: float = option(0.001, ge=0, no_effect=unless("use_kl_loss"))
     """Coefficient of that penalty."""
     kl_loss_type: str = option(
         "low_var_kl",
@@ -126,7 +127,9 @@ class ActorConfig:
 class RefConfig:
     """The frozen reference policy of the KL terms; unset batch sizes follow the actor's."""
 
-    log_prob_micro_batch_size_per_gpu: int | None = option(None, size=True, shapes_training=False)
+    log_prob_micro_batch_size_per_gpu: int | None = option(
+        None, size=True, shapes_training=False, verl=("log_prob_micro_batch_size",)
+    )
     """Micro-batch size in trajectories per data rank; null: the largest that fits
     log_prob_max_token_len_per_gpu."""
     log_prob_use_dynamic_bsz: bool | None = option(None, shapes_training=False)
@@ -155,19 +158,23 @@ class CriticConfig:
 
     enable: bool | None = None
     """Train a critic; null: if algorithm.adv_estimator needs values."""
-    strategy: str = option("fsdp2", choices=TRAIN_ENGINES)
+    strategy: str = option("fsdp2", choices=TRAIN_ENGINES, verl=("fsdp_config.strategy",))
     """Training engine."""
     model: ModelConfig = field(default_factory=ModelConfig)
     ppo_mini_batch_size: int | None = option(None, size=True, in_plan=True)
     """Mini-batch size: prompts per optimizer step; null: the actor's."""
-    ppo_micro_batch_size_per_gpu: int | None = option(None, size=True, shapes_training=False)
+    ppo_micro_batch_size_per_gpu: int | None = option(
+        None, size=True, shapes_training=False, verl=("ppo_micro_batch_size",)
+    )
     """Micro-batch size in trajectories per data rank; null: the largest that fits
     ppo_max_token_len_per_gpu."""
     use_dynamic_bsz: bool | None = option(None, shapes_training=False)
     """Fill micro-batches by tokens (dynamic batch size); null: the actor's."""
     ppo_max_token_len_per_gpu: int = option(32768, size=True, shapes_training=False)
     """Token budget per device of one forward pass in an update."""
-    forward_micro_batch_size_per_gpu: int | None = option(None, size=True, shapes_training=False)
+    forward_micro_batch_size_per_gpu: int | None = option(
+        None, size=True, shapes_training=False, verl=("forward_micro_batch_size",)
+    )
     """Micro-batch size for computing values, in trajectories per data rank; null:
     ppo_micro_batch_size_per_gpu."""
     forward_max_token_len_per_gpu: int | None = option(None, size=True, shapes_training=False)

@@ -94,6 +94,14 @@ def test_gspo_clips_a_row_as_one():
     assert logp.grad.flatten().tolist() == pytest.approx([0, 0, 0, 3.0, 3.0, 0])
 
 
+def test_gspo_takes_the_mean_before_it_bounds_it():
+    """30 and -29 have the mean 0.5, and the bound of 20 is for the row; 3000 and 0 are beyond it."""
+    logp = f64([[30.0, -29.0], [3000.0, 0.0]])
+    advantages, mask = f64([[-1.0, -1.0], [-1.0, -1.0]]), torch.ones(2, 2)
+    terms = gspo(logp, torch.zeros_like(logp), advantages, mask, clip_ratio_low=0.2, clip_ratio_high=0.2)
+    assert terms.loss[:, 0].tolist() == pytest.approx([math.exp(0.5), math.exp(20.0)])
+
+
 def test_sapo_by_hand():
     """At ratio 2: 4/tau sigmoid(tau), and the gradient by log p is -A 4 sigmoid (1 - sigmoid) ratio."""
     logp = f64([[math.log(2.0), math.log(2.0)]]).requires_grad_()

@@ -275,7 +275,8 @@ def test_a_hundred_thousand_devices_and_ten_million_prompts_are_planned_at_once(
 # --- the only reader --------------------------------------------------
 
 READERS = {
-    f"hydraflow/batch_plan/{name}.py" for name in ("request", "handles", "topology", "sft", "generate")
+    f"hydraflow/batch_plan/{name}.py"
+    for name in ("request", "handles", "roles", "topology", "sft", "generate")
 }
 JUDGES = {"hydraflow/compose/runnable.py", "hydraflow/compose/rules.py", "hydraflow/compose/effects.py"} | {
     "hydraflow/compose/advice.py"

@@ -4,7 +4,9 @@ uses."""
 import pytest
 
 from hydraflow.compose.judges import (
+    judge_generate,
     judge_ppo,
+    judge_sft,
     missing_for_eval,
     missing_for_generate,
     missing_for_ppo,
@@ -63,6 +65,20 @@ def test_missing_files_alone_are_left_to_the_job():
         "sft", SFTConfig, [f"model.path={NOWHERE}", f"data.train_files={NOWHERE}"], missing=missing_for_sft
     )
     assert config.model.path == NOWHERE
+
+
+def test_supervised_training_and_generation_refuse_what_is_only_planned():
+    size = "ulysses_sequence_parallel_size"
+    for name, schema, judge, word in (
+        ("sft", SFTConfig, judge_sft, f"fsdp_config.{size}=2"),
+        ("generate", GenerateConfig, judge_generate, "rollout.name=vllm"),
+    ):
+        paths = {"sft": ["data.train_files"], "generate": ["data.path", "output.path"]}[name]
+        given = [f"{path}=a.parquet" for path in ("model.path", *paths)]
+        with pytest.raises(ConfigError) as caught:
+            load_command(name, schema, [*given, "trainer.device=cpu", word], judges=(judge,))
+        [problem] = [one for one in caught.value.problems if "not implemented yet" in one.rule]
+        assert f"{problem.field}={problem.value}" == word
 
 
 def test_files_that_a_run_does_not_read_need_not_be_there(tmp_path):

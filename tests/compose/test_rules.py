@@ -77,6 +77,9 @@ def test_the_defaults_are_legal():
         ("ray_init.runtime_env", "env_vars", {"A": None}),
         ("ray_init.runtime_env", "env_vars", {"A=B": "c"}),
         ("algorithm", "gamma", 1.5),
+        ("actor_rollout_ref.actor", "entropy_coeff", math.nan),
+        ("actor_rollout_ref.actor.optim", "lr", math.inf),
+        ("actor_rollout_ref.actor.optim", "clip_grad", 0.0),
     ],
 )
 def test_an_illegal_value_is_named(section, name, value):
@@ -85,6 +88,15 @@ def test_an_illegal_value_is_named(section, name, value):
         target = getattr(target, part)
     setattr(target, name, value)
     assert [problem.field for problem in problems(config)] == [f"{section}.{name}"]
+
+
+def test_a_number_without_an_upper_limit_is_still_finite():
+    config = valid()
+    config.actor_rollout_ref.actor.optim.lr = math.inf
+    config.actor_rollout_ref.actor.optim.clip_grad = math.inf  # means: never clip
+    assert [(problem.field, problem.rule) for problem in problems(config)] == [
+        ("actor_rollout_ref.actor.optim.lr", "must be finite")
+    ]
 
 
 def test_choices_are_those_that_the_code_offers():

@@ -11,13 +11,13 @@ from compose import verl_commands
 from hydraflow.compose import verl, verl_page
 from hydraflow.compose.keys import accepts, is_below_open, known_keys
 from hydraflow.compose.loading import load_command
-from hydraflow.compose.patterns import expand, fits
+from hydraflow.compose.patterns import fits
 from hydraflow.compose.tree import check, flatten, nested
 from hydraflow.compose.verl_defaults import leaves
-from hydraflow.compose.verl_table import ALIASES, FOLLOWS, Alias, tables
+from hydraflow.compose.verl_table import FOLLOWS, Alias, aliases, tables
 from hydraflow.compose.verl_trees import config_file
 from hydraflow.errors import ConfigError
-from hydraflow.schema import PPOConfig
+from hydraflow.schema import EvalConfig, GenerateConfig, PPOConfig, SFTConfig
 
 KEYS = known_keys(PPOConfig)
 ROOT = Path(__file__).parents[2]
@@ -53,26 +53,26 @@ def test_every_key_of_verl_falls_in_exactly_one_class():
         "not needed": tables().not_needed,
         "unsupported": tables().unsupported,
     }
-    aliases = {form for pattern in ALIASES for form in expand(pattern)}
+    other_names = aliases(PPOConfig)
     for key in leaves():
         new = verl.renamed(key)
         found = [name for name, table in rows.items() for pattern in table if fits(pattern, new)]
         found += (
             ["known"] * is_ours(key)
             + ["moved"] * (new != key and is_ours(new))
-            + ["alias"] * (new in aliases)
+            + ["alias"] * (new in other_names)
         )
         assert len(found) == 1, (key, found)
 
 
 def test_every_alias_leads_to_a_key_of_ours():
-    for pattern, row in ALIASES.items():
-        for old in expand(pattern):
-            assert not is_ours(old), f"{old} is a key of ours; its row is dead"
-            found = verl.classify(old)
-            assert isinstance(found, Alias)
-            assert is_ours(found.new) or old == "model_engine", (old, found.new)
-        assert len(expand(pattern)) % len(expand(row.new)) == 0
+    for old, row in aliases(PPOConfig).items():
+        assert not is_ours(old), f"{old} is a key of ours; its row is dead"
+        assert verl.classify(old) in (row, Alias(row.new)), "the second: its whole section moved"
+        assert is_ours(row.new) or old == "model_engine", (old, row.new)
+    for schema in (SFTConfig, GenerateConfig, EvalConfig):
+        keys = known_keys(schema)
+        assert all(old not in keys and row.new in keys for old, row in aliases(schema).items())
     assert all(key in KEYS and leader in KEYS for key, leader in FOLLOWS.items())
     assert all(
         any(key.startswith(new) for key in KEYS) or new.startswith(("reward_model", "reward."))
@@ -164,6 +164,9 @@ def test_a_size_over_all_ranks_that_cannot_be_divided_is_refused():
         "      -> critic.ppo_micro_batch_size_per_gpu=1"
     )
     _, said = translated({"critic.ppo_micro_batch_size": 16})
+    assert "whose number is not known here" in said.problems[0].rule
+    size = f"{ACTOR}.ulysses_sequence_parallel_size"
+    _, said = translated({f"{ACTOR}.ppo_micro_batch_size": 16, "trainer.n_gpus_per_node": 8, size: 0})
     assert "whose number is not known here" in said.problems[0].rule
     assert translated({"critic.ppo_micro_batch_size": None})[1].problems == []
 

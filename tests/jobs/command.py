@@ -87,7 +87,10 @@ class Started:
     def ended(self, seconds: float) -> int:
         """Its exit code, once it and all its processes have ended; it may take `seconds`."""
         code = self.process.wait(timeout=seconds)
-        wait_for(lambda: not processes_with([self.mark]), 30, "all processes to end")
+        deadline = time.monotonic() + 30
+        while left := processes_with([self.mark]):
+            assert time.monotonic() < deadline, f"still there: {[command_line(pid) for pid in left]}"
+            time.sleep(0.1)
         return code
 
 
@@ -130,6 +133,13 @@ def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
     assert "Traceback" not in said, said[-3000:]
     missing = [word for word in words if word not in said]
     assert not missing, f"{missing} not in:\n{said[-3000:]}"
+
+
+def command_line(pid: int) -> str:
+    """The start of a process's command line; empty if it has ended."""
+    with suppress(OSError):
+        return (Path("/proc") / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:300]
+    return ""
 
 
 def processes_with(words: Sequence[str]) -> list[int]:

@@ -94,7 +94,7 @@ def test_rays_node_process_dies(tmp_path: Path, recipe_cache: Path) -> None:
     assert started.ended(30) == 3, started.said()[-3000:]
     assert time.monotonic() - begun < 10
     assert "Ray's node process (raylet) has ended: it was killed, or it failed" in started.said()
-    assert "The same command continues from the last checkpoint." in started.said()
+    assert "Start the same command again to resume from the last checkpoint." in started.said()
 
 
 def test_rays_control_service_dies(tmp_path: Path, recipe_cache: Path) -> None:

@@ -85,7 +85,7 @@ def test_a_run_whose_responses_all_score_alike_says_so_once(tmp_path: Path, reci
     given += ["trainer.total_training_steps=4", "trainer.val_before_train=false"]
     done = hydraflow("main_ppo", *given, f"{PATH}=reward.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    words = "steps 1 to 3: every advantage is 0"
+    words = "steps 1 to 3: every advantage is the same"
     assert done.stderr.count(words) == 1, done.stderr[-3000:]
     [symptom] = json.loads((tmp_path / "out" / "summary.json").read_text())["symptoms"]
     assert symptom.startswith(words)

@@ -72,7 +72,7 @@ def test_everything_that_can_go_wrong(tmp_path: Path) -> None:
 def test_steps_that_teach_nothing_are_said(tmp_path: Path) -> None:
     nothing = {"critic/advantages/max": 0.0, "critic/advantages/min": 0.0}
     run = read_run(write_run(tmp_path / "run", [record(step, **nothing) for step in range(1, 6)]))
-    [found] = [finding for finding in findings(run) if finding.what.startswith("Every advantage is 0")]
+    [found] = [finding for finding in findings(run) if finding.what.startswith("Every advantage is the same")]
     assert (found.weight, found.detail) == (SERIOUS, "steps 1 to 3")
 
 

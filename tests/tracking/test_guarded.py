@@ -13,6 +13,7 @@ from hydraflow.tracking import guarded, trackers
 from hydraflow.tracking.base import RunInfo
 from hydraflow.tracking.guarded import BackgroundTracker, ForegroundTracker
 from hydraflow.tracking.history import read_metrics
+from hydraflow.tracking.symptoms import SymptomWatch
 from hydraflow.tracking.trackers import open_trackers
 
 
@@ -111,7 +112,7 @@ def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_the_end(
 def test_several_that_hang_are_waited_for_together(tmp_path: Path) -> None:
     release = threading.Event()
     opened = [background(Memory(hangs=release), tmp_path, close_seconds=0.5) for _ in range(5)]
-    together = trackers.Trackers(opened)
+    together = trackers.Trackers(opened, SymptomWatch())
     together.log({}, 1)
     began = time.monotonic()
     together.close()

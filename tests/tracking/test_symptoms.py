@@ -38,7 +38,7 @@ def test_a_healthy_run_has_none() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (NO_SIGNAL, "every advantage is 0"),
+        (NO_SIGNAL, "every advantage is the same"),
         (COLLAPSED, "the entropy has collapsed"),
         (CUT_OFF, "every response is truncated at the length limit"),
     ],
@@ -65,6 +65,8 @@ def test_low_entropy_is_no_collapse_where_the_task_is_learned_or_where_it_began_
     assert said({}, *[COLLAPSED | {"critic/score/mean": 0.95}] * 4) == []
     assert said(*[{"actor/entropy": 0.02}] * 4) == []
     assert len(said({}, *[COLLAPSED | {"critic/score/mean": 0.85}] * 4)) == 1
+    alike = {f"critic/score/{name}": 0.0 for name in ("mean", "max", "min")}
+    assert len(said(alike, *[COLLAPSED | alike] * 3)) == 1, "no score was ever higher"
 
 
 def test_a_learning_rate_of_0_counts_from_the_first_step_on() -> None:
@@ -87,3 +89,12 @@ def test_the_trackers_warn_and_the_summary_repeats_it(
     assert summary.symptoms == [warning] and "steps 1 to 3: every response" in warning
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert all(row.keys() == {"step", "seconds"} | HEALTHY.keys() for row in rows)
+
+
+def test_a_resumed_run_counts_its_earlier_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for done, steps in ((0, [1, 2, 3]), (2, [3, 4, 5])):  # the second start repeats step 3
+        with open_trackers([], tmp_path, done_steps=done) as trackers:
+            for step in steps:
+                trackers.log(HEALTHY | (CUT_OFF if step > 1 else {}) | (COLLAPSED if step > 3 else {}), step)
+    [warning] = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith("steps 2 to 4: every response")

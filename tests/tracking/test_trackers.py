@@ -6,6 +6,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hydraflow.errors import EnvironmentFault
+from hydraflow.tracking.symptoms import SymptomWatch
 from hydraflow.tracking.trackers import Trackers, open_trackers
 
 
@@ -54,7 +55,7 @@ def test_one_that_cannot_be_closed_costs_a_warning(
     fault: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     all_of_them = [Closing(), Closing(fault), Closing()]
-    Trackers(all_of_them).close()  # type: ignore[arg-type]
+    Trackers(all_of_them, SymptomWatch()).close()  # type: ignore[arg-type]
     assert all(one.closed for one in all_of_them)
     assert f"a tracker could not be closed (Closing: {fault})" in caplog.text
 
@@ -62,5 +63,5 @@ def test_one_that_cannot_be_closed_costs_a_warning(
 def test_a_ctrl_c_in_one_leaves_none_open() -> None:
     all_of_them = [Closing(), Closing(KeyboardInterrupt()), Closing()]
     with pytest.raises(KeyboardInterrupt):
-        Trackers(all_of_them).close()  # type: ignore[arg-type]
+        Trackers(all_of_them, SymptomWatch()).close()  # type: ignore[arg-type]
     assert all(one.closed for one in all_of_them)

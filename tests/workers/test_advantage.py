@@ -38,9 +38,8 @@ def make_batch(last_scores: list[float]) -> tuple[DataProto, DataProto]:
 
 
 def make_worker(**options: object) -> AdvantageWorker:
-    return AdvantageWorker(
-        process(), AdvantageSpec(AlgorithmConfig(adv_estimator="grpo", **options), response_tokens=3)
-    )  # type: ignore[arg-type]
+    algorithm = AlgorithmConfig(**{"adv_estimator": "grpo"} | options)  # type: ignore[arg-type]
+    return AdvantageWorker(process(), AdvantageSpec(algorithm, response_tokens=3))
 
 
 def listed(batch: DataProto, name: str) -> list[float]:
@@ -88,11 +87,17 @@ def test_the_share_of_groups_without_signal(scores: list[float], share: float) -
     assert metrics["critic/groups/no_signal_ratio"] == share
 
 
-def test_rows_without_a_group_have_no_share_of_groups() -> None:
+@pytest.mark.parametrize(
+    ("groups", "estimator", "share"),
+    [([0, 0, 1, 2], "grpo", 0.0), ([0, 1, 2, 2], "grpo", 1.0), ([0, 1, 2, 3], "grpo", None)]
+    + [([0, 0, 1, 1], "reinforce_plus_plus", None)],
+)
+def test_only_groups_of_several_rows_count(groups: list[int], estimator: str, share: float | None) -> None:
     batch, scored = make_batch([1, 0, 1, 1])
-    columns = {name: batch.get(name) for name in batch.keys()} | {"group": torch.arange(4)}
-    metrics = make_worker().compute(DataProto.from_dict(columns), scored).meta_info["metrics"]
-    assert not [name for name in metrics if name.startswith("critic/groups/")]
+    columns = {name: batch.get(name) for name in batch.keys()} | {"group": torch.tensor(groups)}
+    worker = make_worker(adv_estimator=estimator)
+    metrics = worker.compute(DataProto.from_dict(columns), scored).meta_info["metrics"]
+    assert metrics.get("critic/groups/no_signal_ratio") == share
 
 
 def test_advantages_without_the_division() -> None:
