@@ -10,15 +10,15 @@ from __future__ import annotations
 import sys
 
 from hydraflow.compose.advice import advice
-from hydraflow.compose.arguments import Switch
+from hydraflow.compose.arguments import CommandLineOption
 from hydraflow.compose.command import Command
 from hydraflow.compose.debugging import applied
 from hydraflow.compose.launch import launch
 from hydraflow.schema import PPOConfig
 
 SWITCHES = (
-    Switch("--json", doc="Print JSON for machines."),
-    Switch("--all", doc="Also check what this configuration does not need: vLLM."),
+    CommandLineOption("--json", doc="Print JSON for machines."),
+    CommandLineOption("--all", doc="Also check what this configuration does not need: vLLM."),
 )
 
 
@@ -26,18 +26,18 @@ def run(config: PPOConfig, command: Command) -> int:
     """Runs every check. The imports are here so that configuration errors are reported within a second."""
     from rich.console import Console
 
-    from hydraflow.checkup.facts import Facts
+    from hydraflow.checkup.context import CheckContext
     from hydraflow.checkup.report import as_json, exit_code, print_report
     from hydraflow.checkup.table import run_checks
 
-    facts = Facts(
+    context = CheckContext(
         applied(config),
         origins=command.origins,
         notes=command.notes,
         unsupported=command.unsupported,
         everything="--all" in command.switches,
     )
-    results = run_checks(facts)
+    results = run_checks(context)
     if "--json" not in command.switches:
         return print_report(results, Console())
     kept = list(results)

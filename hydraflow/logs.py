@@ -36,7 +36,7 @@ FILE = re.compile(r"(.+)-(\d+)\.log(?:\.(\d+))?")
 
 
 @dataclass(frozen=True)
-class Record:
+class LogRecord:
     """One tagged line, with the untagged ones below it."""
 
     time: str
@@ -49,10 +49,10 @@ class Record:
         return f"{self.time} {self.level} {self.role}-{self.rank} {self.text}"
 
 
-Wanted = Callable[[Record], bool]
+RecordFilter = Callable[[LogRecord], bool]
 
 
-class Parser:
+class LogParser:
     """Groups the lines of one file into records: a record is complete when the next one starts, or at
     `rest`."""
 
@@ -61,7 +61,7 @@ class Parser:
         self._held: list[str] = []
         self._head = ("", "OUT")
 
-    def feed(self, line: str) -> Iterator[Record]:
+    def feed(self, line: str) -> Iterator[LogRecord]:
         """Adds a line; returns the previous record if this line starts a new one."""
         found = LINE.fullmatch(line)
         if found and found[2] in LEVELS:
@@ -70,10 +70,10 @@ class Parser:
         else:
             self._held.append(line)
 
-    def rest(self) -> Iterator[Record]:
+    def rest(self) -> Iterator[LogRecord]:
         """The pending lines as a record."""
         if self._held:
-            yield Record(*self._head, self._role, self._rank, "\n".join(self._held))
+            yield LogRecord(*self._head, self._role, self._rank, "\n".join(self._held))
         self._held = []
 
 
@@ -86,7 +86,7 @@ def log_files(folder: Path) -> dict[tuple[str, int], list[Path]]:
     return {key: [path for _, path in sorted(files, reverse=True)] for key, files in sorted(found.items())}
 
 
-def read(folder: Path, roles: Sequence[str], ranks: Sequence[int]) -> Iterator[Record]:
+def read(folder: Path, roles: Sequence[str], ranks: Sequence[int]) -> Iterator[LogRecord]:
     """The records of those roles and ranks (none: all), by time; those of one file stay in their order."""
     files = [(key, paths) for key, paths in log_files(folder).items() if _is_chosen(key, roles, ranks)]
     return heapq.merge(*(_records(key, paths) for key, paths in files), key=lambda record: record.time)
@@ -96,8 +96,8 @@ def _is_chosen(key: tuple[str, int], roles: Sequence[str], ranks: Sequence[int])
     return (not roles or key[0] in roles) and (not ranks or key[1] in ranks)
 
 
-def _records(key: tuple[str, int], paths: Sequence[Path]) -> Iterator[Record]:
-    parser = Parser(*key)
+def _records(key: tuple[str, int], paths: Sequence[Path]) -> Iterator[LogRecord]:
+    parser = LogParser(*key)
     for path in paths:
         with suppress(FileNotFoundError), path.open(encoding="utf-8", errors="replace", newline="\n") as file:
             for line in file:  # a missing file has been rotated since the folder was listed
@@ -105,16 +105,16 @@ def _records(key: tuple[str, int], paths: Sequence[Path]) -> Iterator[Record]:
     yield from parser.rest()
 
 
-class Follower:
+class LogFollower:
     """Reads files as they grow. A rotated file is read to its end, and so is its successor."""
 
     def __init__(self, folder: Path, roles: Sequence[str], ranks: Sequence[int]):
         self._folder, self._roles, self._ranks = folder, roles, ranks
-        self._parsers: dict[tuple[str, int], Parser] = {}
+        self._parsers: dict[tuple[str, int], LogParser] = {}
         self._read: dict[int, tuple[int, bytes]] = {}
         """Inode -> bytes that were read, and an unfinished line."""
 
-    def new(self) -> list[Record]:
+    def new(self) -> list[LogRecord]:
         """The records since the last call, by time."""
         found = [
             record
@@ -124,8 +124,8 @@ class Follower:
         ]
         return sorted(found, key=lambda record: record.time)
 
-    def _of(self, key: tuple[str, int], paths: Sequence[Path]) -> Iterator[Record]:
-        parser = self._parsers.setdefault(key, Parser(*key))
+    def _of(self, key: tuple[str, int], paths: Sequence[Path]) -> Iterator[LogRecord]:
+        parser = self._parsers.setdefault(key, LogParser(*key))
         for path in paths:
             for line in self._lines(path):
                 yield from parser.feed(line)
@@ -150,7 +150,7 @@ class Follower:
         return [line.decode(errors="replace") for line in lines]
 
 
-def wanted_by(pattern: str | None, level: str | None) -> Wanted:
+def record_filter(pattern: str | None, level: str | None) -> RecordFilter:
     """Whether a record is to be shown."""
     found = re.compile(pattern) if pattern is not None else None
     least = LEVELS[level.upper()] if level else 0
@@ -159,17 +159,17 @@ def wanted_by(pattern: str | None, level: str | None) -> Wanted:
     )
 
 
-def show(folder: Path, options: argparse.Namespace, wanted: Wanted) -> None:
+def show(folder: Path, options: argparse.Namespace, accepts: RecordFilter) -> None:
     """Prints the existing lines, and with `--follow` new ones until the run has ended."""
     if not options.follow:
-        records: Iterator[Record] | deque[Record] = (
-            record for record in read(folder, options.role, options.rank) if wanted(record)
+        records: Iterator[LogRecord] | deque[LogRecord] = (
+            record for record in read(folder, options.role, options.rank) if accepts(record)
         )
         for record in deque(records, options.lines) if options.lines is not None else records:
             print(record)
         return
-    follower = Follower(folder, options.role, options.rank)
-    there = [record for record in follower.new() if wanted(record)]
+    follower = LogFollower(folder, options.role, options.rank)
+    there = [record for record in follower.new() if accepts(record)]
     for record in there if options.lines is None else there[len(there) - min(len(there), options.lines) :]:
         print(record, flush=True)
     quiet = 0
@@ -177,7 +177,7 @@ def show(folder: Path, options: argparse.Namespace, wanted: Wanted) -> None:
         time.sleep(POLL_SECONDS)
         fresh = follower.new()
         quiet = 0 if fresh else quiet + 1
-        for record in filter(wanted, fresh):
+        for record in filter(accepts, fresh):
             print(record, flush=True)
 
 
@@ -187,7 +187,7 @@ def has_ended(run: Path) -> bool:
     While the process lives, a failure may be followed by a restart (`trainer.max_restarts`). For a process on
     another machine, only its last line is known.
     """
-    said = (run / ENDED).exists()
+    has_ended = (run / ENDED).exists()
     try:
         why = str(json.loads((run / ENDED).read_text(encoding="utf-8"))["why_it_ended"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -195,7 +195,7 @@ def has_ended(run: Path) -> bool:
     if why == DONE or is_orderly(why):
         return True
     lives = is_at_work(run)
-    return said if lives is None else not lives
+    return has_ended if lives is None else not lives
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -281,7 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(problem, file=sys.stderr)
         return 2
     try:
-        show(folder, options, wanted_by(options.grep, options.level))
+        show(folder, options, record_filter(options.grep, options.level))
         sys.stdout.flush()
     except KeyboardInterrupt:
         return 130

@@ -37,12 +37,12 @@ def mean(value: float, weight: float = 1.0) -> Metric:
     return Metric("mean", float(value), float(weight))
 
 
-def total(value: float) -> Metric:
+def summed(value: float) -> Metric:
     """A metric that is summed."""
     return Metric("sum", float(value))
 
 
-def largest(value: float) -> Metric:
+def maximum(value: float) -> Metric:
     """A metric of which the maximum is kept."""
     return Metric("max", float(value))
 

@@ -3,7 +3,8 @@
 In: the arguments of `option(...)`, in the dataclasses of the `config.py` files. Out: an `Option` in the
 field's metadata, from which the value checks, `--help`, the notes on keys without effect, what can be planned
 but not run, and the identity of a resumed run are derived. A named choice (an estimator, a loss, an engine)
-is a `Named`: the one place that says where its code is and which keys it reads. Standard library only.
+is an `Implementation`: the one place that says where its code is and which keys it reads. Standard library
+only.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Rule:
     """A legal value to suggest if no choice is similar; empty: the field's default."""
 
 
-Idle = Callable[[Any, str], tuple[str, str] | None]
+NoEffectCondition = Callable[[Any, str], tuple[str, str] | None]
 """Takes the section that holds a key, and the key's name. Returns None if the key has an effect; else the
 reason why not, and overrides that would change that (empty: there are none). `{s}` in both is the dotted path
 of the section."""
@@ -62,7 +63,7 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class Named:
+class Implementation:
     """A named choice: where its code is, which keys it reads, whether it is implemented yet."""
 
     where: str = ""
@@ -91,7 +92,7 @@ class Option:
     """The facts of a key besides its type, default and description."""
 
     rule: Rule | None = None
-    idle: tuple[Idle, ...] = ()
+    no_effect: tuple[NoEffectCondition, ...] = ()
     switch: Switch | None = None
     planned: tuple[Planned, ...] = ()
     shapes_training: bool | None = None
@@ -111,12 +112,12 @@ def option(
     *,
     factory: Any = dataclasses.MISSING,
     rule: Rule | None = None,
-    choices: Collection[str] | Mapping[str, Named] = (),
+    choices: Collection[str] | Mapping[str, Implementation] = (),
     ge: float | None = None,
     gt: float | None = None,
     le: float | None = None,
     lt: float | None = None,
-    idle: Idle | tuple[Idle, ...] = (),
+    no_effect: NoEffectCondition | tuple[NoEffectCondition, ...] = (),
     switch: Switch | None = None,
     planned: Planned | None = None,
     shapes_training: bool | None = None,
@@ -140,7 +141,7 @@ def option(
         rule = limits(ge=ge, gt=gt, le=le, lt=lt)
     facts = Option(
         rule=rule,
-        idle=idle if isinstance(idle, tuple) else (idle,),
+        no_effect=no_effect if isinstance(no_effect, tuple) else (no_effect,),
         switch=switch,
         planned=(
             *((planned,) if planned else ()),
@@ -262,35 +263,35 @@ MODULES = Rule("must be all-linear or a list of module names", _is_text_or_list)
 # --- when a key counts -----------------------------------------------------------------------------------
 
 
-def idle_when(condition: Callable[[Any], bool], why: str, remedy: str = "") -> Idle:
+def no_effect_when(condition: Callable[[Any], bool], why: str, remedy: str = "") -> NoEffectCondition:
     """No effect if a condition on the section holds."""
     return lambda section, _: (why, remedy) if condition(section) else None
 
 
-def unless(key: str, value: Any = True, *, why: str = "") -> Idle:
+def unless(key: str, value: Any = True, *, why: str = "") -> NoEffectCondition:
     """No effect unless another key of the section has this value; why: in place of a sentence that says
     so."""
     text = str(value).lower() if isinstance(value, bool) else value
     plain = (
         f"{{s}}.{key}={str(not value).lower()}" if isinstance(value, bool) else f"{{s}}.{key} is not {value}"
     )
-    return idle_when(lambda section: getattr(section, key) != value, why or plain, f"{{s}}.{key}={text}")
+    return no_effect_when(lambda section: getattr(section, key) != value, why or plain, f"{{s}}.{key}={text}")
 
 
-def replaced_by(key: str) -> Idle:
+def replaced_by(key: str) -> NoEffectCondition:
     """No effect when another key of the section is given."""
-    return idle_when(
+    return no_effect_when(
         lambda section: getattr(section, key) is not None, f"{{s}}.{key} is given", f"{{s}}.{key}=null"
     )
 
 
-def unread(table: Mapping[str, Named], chooser: str) -> Idle:
+def unread(table: Mapping[str, Implementation], chooser: str) -> NoEffectCondition:
     """No effect unless the choice that `chooser` makes from a table reads the key, or one that follows it.
 
     chooser: name of a key of the same section, or section.key below it.
     """
 
-    def idle(section: Any, name: str) -> tuple[str, str] | None:
+    def no_effect(section: Any, name: str) -> tuple[str, str] | None:
         chosen = section
         for part in chooser.split("."):
             chosen = getattr(chosen, part)
@@ -302,7 +303,7 @@ def unread(table: Mapping[str, Named], chooser: str) -> Idle:
         runs = [choice for choice in readers if table[choice].where]
         return sentence, f"{{s}}.{chooser}={runs[0]}" if runs else ""
 
-    return idle
+    return no_effect
 
 
 def _is_read(names: Collection[str], section: Any, name: str) -> bool:
@@ -319,7 +320,7 @@ def effective_value(section: Any, name: str) -> Any:
     return effective_value(section, follows) if value is None and follows else value
 
 
-def _planned_choices(table: Mapping[str, Named]) -> tuple[Planned, ...]:
+def _planned_choices(table: Mapping[str, Implementation]) -> tuple[Planned, ...]:
     return tuple(
         Planned(lambda value, name=name: value == name, named.planned)  # type: ignore[misc]
         for name, named in table.items()
@@ -337,7 +338,7 @@ def why_idle(section: Any, key: str) -> tuple[str, str] | None:
             return None
         for found in (
             *_switched_off(section, options, name),
-            *(idle(section, name) for idle in options[name].idle),
+            *(no_effect(section, name) for no_effect in options[name].no_effect),
         ):
             if found is not None:
                 return found[0].replace("{s}", path), found[1].replace("{s}", path)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hydraflow.compose.advice import advice
-from hydraflow.compose.arguments import Switch
+from hydraflow.compose.arguments import CommandLineOption
 from hydraflow.compose.command import Command
 from hydraflow.compose.debugging import applied
 from hydraflow.compose.launch import given_switches, launch
@@ -29,10 +29,14 @@ JOBS: dict[str, type[Config]] = {"ppo": PPOConfig, "sft": SFTConfig, "generate":
 NO_ROOM = 1
 """Exit code of a plan whose memory estimate says that it does not fit."""
 SWITCHES = (
-    Switch("--all", doc="Show every number with its formula, and the memory by what it holds."),
-    Switch("--json", doc='Print one JSON object instead; {"problems": [...]} where a rule is broken.'),
-    Switch("--svg", value="FILE", doc="Also draw the step, from prompts to optimizer steps, to FILE."),
-    Switch(
+    CommandLineOption("--all", doc="Show every number with its formula, and the memory by what it holds."),
+    CommandLineOption(
+        "--json", doc='Print one JSON object instead; {"problems": [...]} where a rule is broken.'
+    ),
+    CommandLineOption(
+        "--svg", value="FILE", doc="Also draw the step, from prompts to optimizer steps, to FILE."
+    ),
+    CommandLineOption(
         "--job",
         value="NAME",
         choices=tuple(JOBS),

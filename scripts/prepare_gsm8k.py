@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hydraflow.data.files import Record, raise_problems, read_records, write_rows
+from hydraflow.data.files import FileRecord, raise_problems, read_records, write_rows
 from hydraflow.errors import EnvironmentFault, HydraflowError
 
 HUB_NAME = "openai/gsm8k"
@@ -41,7 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def to_rows(records: Sequence[Record], split: str, instruction: str = INSTRUCTION) -> list[dict[str, Any]]:
+def to_rows(
+    records: Sequence[FileRecord], split: str, instruction: str = INSTRUCTION
+) -> list[dict[str, Any]]:
     """Rows in hydraflow's schema. Raises an error naming the rows whose answer has no `####`."""
     raise_problems(
         [r.problem("its answer has no '#### number'") for r in records if "####" not in r.values["answer"]]
@@ -65,14 +67,14 @@ def _to_row(question: str, answer: str, index: int, split: str, instruction: str
     }
 
 
-def _from_files(paths: dict[str, str | None]) -> dict[str, list[Record]]:
+def _from_files(paths: dict[str, str | None]) -> dict[str, list[FileRecord]]:
     columns = ["question", "answer"]
     return {
         split: read_records(path, key=f"--{split}", columns=columns) for split, path in paths.items() if path
     }
 
 
-def _from_hub() -> dict[str, list[Record]]:
+def _from_hub() -> dict[str, list[FileRecord]]:
     import datasets
 
     try:
@@ -81,7 +83,7 @@ def _from_hub() -> dict[str, list[Record]]:
         remedy = "Give local copies with --train and --test."
         raise EnvironmentFault(f"{HUB_NAME} cannot be read from the hub: {error}\n{remedy}") from error
     return {
-        split: [Record(dict(row), Path(HUB_NAME), i) for i, row in enumerate(rows)]
+        split: [FileRecord(dict(row), Path(HUB_NAME), i) for i, row in enumerate(rows)]
         for split, rows in loaded.items()
     }
 

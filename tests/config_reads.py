@@ -262,7 +262,7 @@ def names_in(key: str) -> set[str]:
 
 
 def chosen_in(module: str, node: ast.AST) -> set[str]:
-    """What `TABLE[name].load()` or `.bound(...)` may give, of a table of `options.Named`."""
+    """What `TABLE[name].load()` or `.bound(...)` may give, of a table of `options.Implementation`."""
     match node:
         case ast.Attribute(attr="load" | "bound", value=ast.Subscript(value=table)):
             made = definition(resolve(module, table))

@@ -234,7 +234,7 @@ def test_a_file_that_got_the_inode_of_one_that_is_gone_is_read_from_its_beginnin
     before it makes one."""
     file = tmp_path / "actor-0.log"
     file.write_text(line(1, "INFO", "actor-0", "a long line of the file that goes"))
-    follower = logs.Follower(tmp_path, [], [])
+    follower = logs.LogFollower(tmp_path, [], [])
     assert len(follower.new()) == 1
     file.write_text(line(2, "INFO", "actor-0", "new"))  # the same inode
     assert [record.text for record in follower.new()] == ["new"]

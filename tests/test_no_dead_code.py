@@ -13,8 +13,8 @@ from source_tree import FILES, ROOT, label, tree_of
 CALLED_BY_LIBRARIES = {
     "hydraflow/dispatch/transport.py: _Pickler.persistent_id": "pickle",
     "hydraflow/dispatch/transport.py: _Unpickler.persistent_load": "pickle",
-    "hydraflow/engine/dcp_index.py: _Reader.find_class": "pickle",
-    "hydraflow/engine/fsdp/pace.py: _Allocates.allocate": "torch's FSDP asks it for buffers",
+    "hydraflow/engine/dcp_index.py: _InertUnpickler.find_class": "pickle",
+    "hydraflow/engine/fsdp/oom_recovery.py: _Allocates.allocate": "torch's FSDP asks it for buffers",
     "hydraflow/generation/cache.py: GrowingLayer.get_seq_length": "transformers",
     "hydraflow/model_merger/pieces.py: _Window.readinto": "io",
     "hydraflow/model_merger/pieces.py: _Window.seekable": "io",

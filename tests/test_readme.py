@@ -24,7 +24,7 @@ from hydraflow.data.files import write_rows
 from hydraflow.engine.config import TRAIN_ENGINES
 from hydraflow.generation.config import GENERATION_ENGINES
 from hydraflow.models.tiny import make_model
-from hydraflow.options import Leaf, Named, walk
+from hydraflow.options import Implementation, Leaf, walk
 from hydraflow.schema import PPOConfig
 
 ROOT = Path(__file__).parent.parent
@@ -63,7 +63,7 @@ def test_no_command_is_left_out_here() -> None:
 
 # --- what works and what does not yet ----------------------------------------------------------------------
 
-CHOSEN_BY: dict[str, Mapping[str, Named]] = {
+CHOSEN_BY: dict[str, Mapping[str, Implementation]] = {
     "algorithm.adv_estimator": ESTIMATORS,
     "actor.policy_loss.loss_mode": POLICY_LOSSES,
     "actor.strategy": TRAIN_ENGINES,

@@ -55,7 +55,7 @@ READ_BY_NAME = {
         option_of(other).follows == field.name for other in fields(ActorConfig) if other.name in loss.reads
     )
 } | {(AlgorithmConfig, name) for estimator in ESTIMATORS.values() for name in estimator.reads}
-"""What `Named.bound` hands to the chosen function."""
+"""What `Implementation.bound` hands to the chosen function."""
 
 
 def is_read(run: str, kind: type, field: str) -> bool:

@@ -52,7 +52,7 @@ class ActorLoss:
         weights = token_weights(mask, self.agg_mode, self.denominators, self.scale_factor, dtype=logp.dtype)
         terms = self.policy_loss(logp, old_logp, advantages, mask)
         loss = (terms.loss * weights).sum()
-        stats, totals = dict(terms.stats), {"actor/pg_loss": loss}
+        stats, sums = dict(terms.stats), {"actor/pg_loss": loss}
         if output.entropy is not None:
             stats["actor/entropy"] = output.entropy
         if self.entropy_coeff:
@@ -60,7 +60,7 @@ class ActorLoss:
             loss = loss - self.entropy_coeff * (keep(output.entropy, mask) * weights).sum()
         if self.kl_coef is not None:
             kl = KL_ESTIMATORS[self.kl_type](logp, keep(columns["ref_log_prob"], mask))
-            totals["actor/kl_loss"] = (kl * weights).sum()
-            loss = loss + self.kl_coef * totals["actor/kl_loss"]
+            sums["actor/kl_loss"] = (kl * weights).sum()
+            loss = loss + self.kl_coef * sums["actor/kl_loss"]
         coefficients = {} if self.kl_coef is None else {"actor/kl_coef": metrics.mean(self.kl_coef)}
-        return loss, token_metrics(mask, stats, totals) | coefficients
+        return loss, token_metrics(mask, stats, sums) | coefficients

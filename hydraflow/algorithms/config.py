@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hydraflow.options import Named, Planned, Switch, option, unless, unread
+from hydraflow.options import Implementation, Planned, Switch, option, unless, unread
 
 
 @dataclass(frozen=True)
-class Estimator(Named):
+class Estimator(Implementation):
     """An advantage estimator: a function of rewards and mask, (B, R) each, and of what it reads by name."""
 
     critic: bool = False
@@ -28,12 +28,12 @@ ESTIMATORS = {
 """By the name that `algorithm.adv_estimator` gives; `reads` are keys of `algorithm`."""
 
 POLICY_LOSSES = {
-    "vanilla": Named(
+    "vanilla": Implementation(
         "hydraflow.algorithms.policy_loss:vanilla",
         reads=("clip_ratio_low", "clip_ratio_high", "clip_ratio_c"),
     ),
-    "gspo": Named("hydraflow.algorithms.gspo:gspo", reads=("clip_ratio_low", "clip_ratio_high")),
-    "sapo": Named("hydraflow.algorithms.sapo:sapo", reads=("tau_pos", "tau_neg")),
+    "gspo": Implementation("hydraflow.algorithms.gspo:gspo", reads=("clip_ratio_low", "clip_ratio_high")),
+    "sapo": Implementation("hydraflow.algorithms.sapo:sapo", reads=("tau_pos", "tau_neg")),
 }
 """By the name that `actor.policy_loss.loss_mode` gives; `reads` are keys of `actor`."""
 
@@ -56,11 +56,11 @@ class KLControlConfig:
     kl_coef: float = option(0.001, ge=0)
     """Coefficient at the first step."""
     horizon: int = option(
-        10000, ge=1, idle=unless("type", "adaptive", why="{s}.type=fixed keeps the coefficient")
+        10000, ge=1, no_effect=unless("type", "adaptive", why="{s}.type=fixed keeps the coefficient")
     )
     """Trajectories over which the adaptive controller adjusts the coefficient."""
     target_kl: float = option(
-        0.1, gt=0, idle=unless("type", "adaptive", why="{s}.type=fixed keeps the coefficient")
+        0.1, gt=0, no_effect=unless("type", "adaptive", why="{s}.type=fixed keeps the coefficient")
     )
     """Target KL per trained token, averaged over trajectories, of the adaptive controller."""
 
@@ -95,15 +95,15 @@ class AlgorithmConfig:
 
     adv_estimator: str = option("gae", choices=ESTIMATORS)
     """Advantage estimator."""
-    gamma: float = option(1.0, ge=0, le=1, idle=unread(ESTIMATORS, "adv_estimator"))
+    gamma: float = option(1.0, ge=0, le=1, no_effect=unread(ESTIMATORS, "adv_estimator"))
     """Discount factor per token."""
-    lam: float = option(1.0, ge=0, le=1, idle=unread(ESTIMATORS, "adv_estimator"))
+    lam: float = option(1.0, ge=0, le=1, no_effect=unread(ESTIMATORS, "adv_estimator"))
     """Lambda of generalized advantage estimation (GAE)."""
-    norm_adv_by_std_in_grpo: bool = option(True, idle=unread(ESTIMATORS, "adv_estimator"))
+    norm_adv_by_std_in_grpo: bool = option(True, no_effect=unread(ESTIMATORS, "adv_estimator"))
     """Divide GRPO's advantages by the group's standard deviation; false is Dr. GRPO."""
     use_kl_in_reward: bool = False
     """Subtract a KL penalty against the reference policy from every token's reward."""
-    kl_penalty: str = option("kl", choices=KL_ESTIMATORS, idle=unless("use_kl_in_reward"))
+    kl_penalty: str = option("kl", choices=KL_ESTIMATORS, no_effect=unless("use_kl_in_reward"))
     """Estimator of that penalty: kl (also k1), abs, mse (k2) or low_var_kl (k3)."""
-    kl_ctrl: KLControlConfig = option(factory=KLControlConfig, idle=unless("use_kl_in_reward"))
+    kl_ctrl: KLControlConfig = option(factory=KLControlConfig, no_effect=unless("use_kl_in_reward"))
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)

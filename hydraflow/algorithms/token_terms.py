@@ -49,14 +49,12 @@ class ValueOutput(Protocol):
 
 
 @torch.no_grad()
-def token_metrics(
-    mask: Tensor, stats: Mapping[str, Tensor], totals: Mapping[str, Tensor]
-) -> dict[str, Metric]:
-    """Means over trained tokens of each of `stats` (B, R), and sums of each of `totals` (scalars).
+def token_metrics(mask: Tensor, stats: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> dict[str, Metric]:
+    """Means over trained tokens of each of `stats` (B, R), and the sums of `sums` (scalars).
 
-    A `total` is a part of a loss whose parts add up. One transfer from the device for all of them.
+    Each of `sums` is a part of a loss whose parts add up. One transfer from the device for all of them.
     """
-    scalars = [mask.bool().sum(), *(masked_sum(stat, mask) for stat in stats.values()), *totals.values()]
+    scalars = [mask.bool().sum(), *(masked_sum(stat, mask) for stat in stats.values()), *sums.values()]
     count, *rest = torch.stack([scalar.detach().to(torch.float64) for scalar in scalars]).tolist()
     means = {name: metrics.mean(value / max(count, 1.0), count) for name, value in zip(stats, rest)}
-    return means | {name: metrics.total(value) for name, value in zip(totals, rest[len(stats) :])}
+    return means | {name: metrics.summed(value) for name, value in zip(sums, rest[len(stats) :])}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from hydraflow.batch_plan.layout import Devices, Layout, Pool, ShapeNumbers
 from hydraflow.batch_plan.mapping import text_of
 from hydraflow.batch_plan.parts import divisors, multiples, nearest
-from hydraflow.batch_plan.repair import DIVISION, HOLES, MACHINES, MAPPING, Cure, Values, Violation
+from hydraflow.batch_plan.repair import DIVISION, HOLES, MACHINES, MAPPING, Fix, Values, Violation
 from hydraflow.batch_plan.topology import CLUSTER_NODES, CLUSTER_PER_NODE, SECTIONS, RoleDevices, Topology
 from hydraflow.errors import shown
 
@@ -24,7 +24,7 @@ ROW = ("tensor", "pipeline", "context")
 
 
 @dataclass
-class Judged:
+class DeviceCheck:
     """Broken rules, and the layouts of the other roles."""
 
     violations: list[Violation] = field(default_factory=list)
@@ -32,22 +32,22 @@ class Judged:
     """Layouts of the roles that break no rule."""
 
 
-def judge_devices(topology: Topology, shapes: Mapping[str, ShapeNumbers | None]) -> Judged:
+def judge_devices(topology: Topology, shapes: Mapping[str, ShapeNumbers | None]) -> DeviceCheck:
     """Every broken rule of machines, mappings and sizes; `shapes` per role."""
-    judged = Judged([*_machines(topology), *_twofold(topology)])
+    check = DeviceCheck([*_machines(topology), *_twofold(topology)])
     placed = True
     for role in topology.roles.values():
         misplaced, wrong = _mapping(role, topology), list[Violation]()
         placed = placed and not misplaced
         if not misplaced:
             wrong = [*_division(role, topology), *_shape(role, topology, shapes.get(role.role))]
-        judged.violations += misplaced if role.mapping is not None else []
-        judged.violations += wrong if not _is_the_actor(role, topology) else []
+        check.violations += misplaced if role.mapping is not None else []
+        check.violations += wrong if not _is_the_actor(role, topology) else []
         if not misplaced and not wrong:
-            judged.layouts[role.role] = _layout(role)
+            check.layouts[role.role] = _layout(role)
     if placed:
-        judged.violations += _holes(topology)
-    return judged
+        check.violations += _holes(topology)
+    return check
 
 
 def _is_the_actor(role: RoleDevices, topology: Topology) -> bool:
@@ -81,12 +81,12 @@ def _machines(topology: Topology) -> Iterator[Violation]:
         needs = " + ".join(f"{pool.name} {pool.nodes}" for pool in pools)
         needs += f" = {nodes}" if len(pools) > 1 else ""
         more = "more than there are" if nodes > asked else f"{asked - nodes} would stay unused"
-        cures: list[Cure] = [{CLUSTER_NODES: nodes}]
+        fixes: list[Fix] = [{CLUSTER_NODES: nodes}]
         for pool in pools:
             rest, key = asked - (nodes - pool.nodes), _pool_keys(topology, pool)[0]
-            cures += [{key: rest}] if rest > 0 and key != CLUSTER_NODES else []
+            fixes += [{key: rest}] if rest > 0 and key != CLUSTER_NODES else []
         text = f"machines, but {needs} are asked for: {more}"
-        yield Violation("machines", MACHINES, CLUSTER_NODES, asked, text, cures)
+        yield Violation("machines", MACHINES, CLUSTER_NODES, asked, text, fixes)
     for pool in pools:
         own = pool.devices_per_node
         if per_node is None or own == per_node:
@@ -94,7 +94,7 @@ def _machines(topology: Topology) -> Iterator[Violation]:
         key = _pool_keys(topology, pool)[1]
         text = f"devices on each machine of the {pool.name} are not the {per_node} of"
         text += f" {CLUSTER_PER_NODE}={per_node}"
-        either: list[Cure] = [{key: per_node}, {CLUSTER_PER_NODE: own}]
+        either: list[Fix] = [{key: per_node}, {CLUSTER_PER_NODE: own}]
         yield Violation(f"devices per machine:{pool.name}", MACHINES, key, own, text, either)
 
 
@@ -106,7 +106,7 @@ def _twofold(topology: Topology) -> Iterator[Violation]:
             own = {f"{section}.nnodes": 0}
         devices = f"{role.mapping_key}={_show(role.mapping)} devices of the trainer"
         text = f"gives the {name} machines of its own, and {devices}; only one can be"
-        either: list[Cure] = [own, {role.mapping_key: None}]
+        either: list[Fix] = [own, {role.mapping_key: None}]
         yield Violation(f"twofold:{name}", MACHINES, next(iter(own)), "given", text, either)
 
 
@@ -117,7 +117,7 @@ def _pool_keys(topology: Topology, pool: Pool) -> tuple[str, str]:
     return f"{SECTIONS[pool.name]}.nnodes", f"{SECTIONS[pool.name]}.n_gpus_per_node"
 
 
-def device_cures(topology: Topology, role: RoleDevices, unit: int) -> Iterator[Cure]:
+def device_fixes(topology: Topology, role: RoleDevices, unit: int) -> Iterator[Fix]:
     """More or fewer devices for a role, so that their number is a multiple of `unit`."""
     count = len(role.devices)
     if not role.pool:
@@ -149,7 +149,7 @@ def _mapping(role: RoleDevices, topology: Topology) -> list[Violation]:
     key, there, inside = role.mapping_key, topology.cluster.devices, role.devices & topology.cluster.devices
     beyond, all_there = role.devices - there, text_of(there)
 
-    def cures() -> Iterator[Cure]:
+    def fixes() -> Iterator[Fix]:
         if inside:
             yield {key: text_of(inside)}
         yield {key: text_of(there.first(len(role.devices))) if beyond else all_there}
@@ -166,10 +166,10 @@ def _mapping(role: RoleDevices, topology: Topology) -> list[Violation]:
         text = f"names devices {beyond}, but {_machines_text(topology)} have only {there}"
     else:
         return []
-    return [Violation(f"mapping {rule}:{role.role}", MAPPING, key, _show(role.mapping), text, cures)]
+    return [Violation(f"mapping {rule}:{role.role}", MAPPING, key, _show(role.mapping), text, fixes)]
 
 
-def _resized(topology: Topology, stop: int) -> Iterator[Cure]:
+def _resized(topology: Topology, stop: int) -> Iterator[Fix]:
     """Machines of the trainer that end at device `stop`."""
     pool = topology.pools["trainer"]
     nodes_key, per_node_key = _pool_keys(topology, pool)
@@ -191,7 +191,7 @@ def _holes(topology: Topology) -> Iterator[Violation]:
     if not unused or not mapped:
         return
 
-    def cures() -> Iterator[Cure]:
+    def fixes() -> Iterator[Fix]:
         for role in mapped:
             yield {role.mapping_key: text_of(role.devices | unused)}
             yield {role.mapping_key: None}
@@ -202,7 +202,7 @@ def _holes(topology: Topology) -> Iterator[Violation]:
     roles = ", ".join(f"{role.role} {role.devices}" for role in topology.roles.values())
     where = f"{_machines_text(topology)}; {roles}"
     text = f"no role uses devices {unused} of {topology.cluster.devices} ({where})"
-    yield Violation("mapping holes", HOLES, key, value, text, cures)
+    yield Violation("mapping holes", HOLES, key, value, text, fixes)
 
 
 # --- sizes --------------------------------------------------
@@ -218,13 +218,13 @@ def _division(role: RoleDevices, topology: Topology) -> Iterator[Violation]:
         chunks, stages = role.degrees["virtual_pipeline"], role.degrees["pipeline"]
         if chunks.value > 1 and stages.value == 1:
             text = f"parts of the layers per stage need a pipeline, but {stages.key}=1"
-            cures: list[Cure] = [{chunks.key: None}, {stages.key: 2}]
-            yield Violation(f"interleaving:{role.role}", DIVISION, chunks.key, chunks.value, text, cures)
+            fixes: list[Fix] = [{chunks.key: None}, {stages.key: 2}]
+            yield Violation(f"interleaving:{role.role}", DIVISION, chunks.key, chunks.value, text, fixes)
     shard = role.degrees.get("shard")
     if shard and shard.value != -1 and (shard.value < 1 or count % shard.value):
         text = f"must be -1 or divide the {count} devices of the {role.role}"
         sizes = [-1, *nearest(shard.value, divisors(count))]
-        fitting: list[Cure] = [{shard.key: size} for size in sizes]
+        fitting: list[Fix] = [{shard.key: size} for size in sizes]
         yield Violation(f"copies:{role.role}", DIVISION, shard.key, shard.value, text, fitting)
 
 
@@ -234,7 +234,7 @@ def _divides(role: RoleDevices, topology: Topology, what: str, names: tuple[str,
     if count % product == 0:
         return
 
-    def cures() -> Iterator[Cure]:
+    def fixes() -> Iterator[Fix]:
         for degree in given.values():
             others = product // degree.value
             if count % others == 0:
@@ -246,13 +246,13 @@ def _divides(role: RoleDevices, topology: Topology, what: str, names: tuple[str,
             if size != degree.value:
                 fitting[degree.key] = size
         yield fitting
-        yield from device_cures(topology, role, math.lcm(product, role.model_parallel))
+        yield from device_fixes(topology, role, math.lcm(product, role.model_parallel))
 
     first = next(iter(given.values()))
     factors = " x ".join(f"{_PARTS[name]} {degree.value}" for name, degree in given.items())
     devices = f"the {count} devices of the {role.role} ({role.devices})"
     text = f"{factors} = {product} devices do not divide {devices}"
-    yield Violation(f"{what}:{role.role}", DIVISION, first.key, first.value, text, cures)
+    yield Violation(f"{what}:{role.role}", DIVISION, first.key, first.value, text, fixes)
 
 
 def _shape(role: RoleDevices, topology: Topology, shape: ShapeNumbers | None) -> Iterator[Violation]:
@@ -277,7 +277,7 @@ def _shares(
         return
     key, count = role.degrees[name].key, len(role.devices)
 
-    def cures() -> Iterator[Cure]:
+    def fixes() -> Iterator[Fix]:
         legal = divisors(number) if number else [1]
         yield from ({key: part} for part in nearest(size, legal))
         yield from ({key: part} for part in nearest(size, [part for part in legal if count % part == 0]))
@@ -286,7 +286,7 @@ def _shares(
     text = f"divides {what}, and the model has none"
     if number:
         text = f"must divide the {number} {what} of the {role.role}'s model"
-    yield Violation(f"{what}:{name}:{role.role}", DIVISION, key, size, text, cures)
+    yield Violation(f"{what}:{name}:{role.role}", DIVISION, key, size, text, fixes)
 
 
 def _stages(role: RoleDevices, layers: int) -> Iterator[Violation]:
@@ -294,7 +294,7 @@ def _stages(role: RoleDevices, layers: int) -> Iterator[Violation]:
     if layers % (stages.value * chunks.value) == 0:
         return
 
-    def cures() -> Iterator[Cure]:
+    def fixes() -> Iterator[Fix]:
         if chunks.value > 1:
             yield {chunks.key: None}
         if chunks.value > 1 and layers % stages.value == 0:
@@ -307,4 +307,4 @@ def _stages(role: RoleDevices, layers: int) -> Iterator[Violation]:
 
     each = f" x {chunks.key}={chunks.value} parts" if chunks.value > 1 else ""
     text = f"stages{each} must divide the {layers} layers of the {role.role}'s model"
-    yield Violation(f"layers:{role.role}", DIVISION, stages.key, stages.value, text, cures)
+    yield Violation(f"layers:{role.role}", DIVISION, stages.key, stages.value, text, fixes)

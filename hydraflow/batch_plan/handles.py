@@ -6,7 +6,7 @@ Q prompts and S trajectories per step, n trajectories per prompt, M prompts and 
 step, t mini-batches per step, E passes, K optimizer steps per step, m rows per micro-batch, a micro-batches
 per optimizer step, dp data ranks; P rounds of R mini-batches are a step of asynchronous training.
 
-In: settings and layouts. Out: `Numbers`, and a broken rule if the given numbers contradict each other.
+In: settings and layouts. Out: `StepNumbers`, and a broken rule if the given numbers contradict each other.
 Precedence: given numbers are binding; defaults yield to them, and numbers of a file yield to a handle on the
 command line. As many of the weaker numbers as possible are kept: samples first, then the step, then the
 mini-batch.
@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from hydraflow.batch_plan.parts import divisors, mini_batch_unit, multiples, nearest
-from hydraflow.batch_plan.repair import BATCH, MICRO, Cure, Violation
+from hydraflow.batch_plan.repair import BATCH, MICRO, Fix, Violation
 from hydraflow.batch_plan.settings import DEFAULT, Settings
 from hydraflow.batch_plan.topology import ACTOR
 from hydraflow.schema import PPOConfig
@@ -76,7 +76,7 @@ _TEXTS = {
 
 
 @dataclass(frozen=True)
-class Numbers:
+class StepNumbers:
     """The numbers in force, by the letters of `KEYS`; m only where it is given or follows."""
 
     values: Mapping[str, int]
@@ -103,7 +103,7 @@ class Numbers:
 
 
 @dataclass(frozen=True)
-class Following:
+class Derivation:
     """What follows from some numbers of a step."""
 
     values: Mapping[str, int | Fraction]
@@ -122,7 +122,7 @@ class Following:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepConstraints:
     """What limits the numbers of a step besides what was given for them."""
 
     epochs: int
@@ -140,7 +140,7 @@ class Step:
     """Whether micro-batches have a fixed number of rows."""
     asynchronous: bool
 
-    def follow(self, known: Mapping[str, int]) -> Following:
+    def follow(self, known: Mapping[str, int]) -> Derivation:
         """Everything that follows from `known`."""
         values: dict[str, int | Fraction] = {**known, "E": self.epochs, "dp": self.ranks}
         if not self.static:
@@ -155,12 +155,12 @@ class Step:
                 if len(unknown) == 1 or (not unknown and product != values[total]):
                     break
             else:
-                return Following(values, fault, ways, contradicts=False)
+                return Derivation(values, fault, ways, contradicts=False)
             text = "·".join(map(str, there))
             way = list(dict.fromkeys(line for name in (total, *factors) for line in ways.get(name, ())))
             if not unknown:
                 line = f"{text} = {product} is not the {values[total]} {_WORDS[total]}"
-                return Following(values, fault or [*way, line], ways, contradicts=True)
+                return Derivation(values, fault or [*way, line], ways, contradicts=True)
             name, value = unknown[0], Fraction(product)
             if name != total:
                 value = values[total] / value
@@ -248,9 +248,9 @@ def is_asynchronous(config: PPOConfig) -> bool:
 
 def settle(
     settings: Settings[PPOConfig], *, ranks: int | None, group: int, shares: Sequence[int], whole: int
-) -> tuple[Numbers, list[Violation]]:
+) -> tuple[StepNumbers, list[Violation]]:
     """The numbers in force, and what cannot hold. `ranks`: the actor's data ranks, None if its devices do not
-    add up; `group`: see `Step`; `shares`, `whole`: what a critic asks of G and Q."""
+    add up; `group`: see `StepConstraints`; `shares`, `whole`: what a critic asks of G and Q."""
     config: PPOConfig = settings.config
     batch, training, actor = config.batch, config.async_training, config.actor_rollout_ref.actor
     asynchronous = is_asynchronous(config)
@@ -267,7 +267,7 @@ def settle(
         "a": batch.gradient_accumulation_steps,
     }
     given = {name: value for name, value in found.items() if value is not None}
-    step = Step(
+    step = StepConstraints(
         epochs=actor.ppo_epochs,
         ranks=ranks or 1,
         group=group,
@@ -278,17 +278,21 @@ def settle(
         asynchronous=asynchronous,
     )
     if step.static or "a" not in given:
-        return _Settling(settings, given, step, ranks).result()
-    numbers, broken = _Settling(settings, _without(given, "a"), step, ranks).result()
+        return _NumberResolver(settings, given, step, ranks).result()
+    numbers, broken = _NumberResolver(settings, _without(given, "a"), step, ranks).result()
     text = f"cannot be fixed while {SWITCH}=true fills micro-batches by tokens: there are as many as"
     text += " the rows need"
-    cures: list[Cure] = [{HANDLES["a"]: None}, {SWITCH: False}]
-    return numbers, [Violation("accumulation", MICRO, HANDLES["a"], given["a"], text, cures), *broken]
+    fixes: list[Fix] = [{HANDLES["a"]: None}, {SWITCH: False}]
+    return numbers, [Violation("accumulation", MICRO, HANDLES["a"], given["a"], text, fixes), *broken]
 
 
-class _Settling:
+class _NumberResolver:
     def __init__(
-        self, settings: Settings[PPOConfig], given: Mapping[str, int], step: Step, ranks: int | None
+        self,
+        settings: Settings[PPOConfig],
+        given: Mapping[str, int],
+        step: StepConstraints,
+        ranks: int | None,
     ):
         self.settings, self.given, self.step, self.ranks = settings, given, step, ranks
         self.handles = {name: value for name, value in given.items() if name in HANDLES}
@@ -300,7 +304,7 @@ class _Settling:
         """What does not yield: handles, numbers that were given, and those of files where no handle is on the
         command line."""
 
-    def result(self) -> tuple[Numbers, list[Violation]]:
+    def result(self) -> tuple[StepNumbers, list[Violation]]:
         """The numbers, and what cannot hold."""
         solution = self._keeping(self.binding)
         if solution is not None:
@@ -331,7 +335,7 @@ class _Settling:
         follows = (self.step.follow(fixed) if everything.contradicts else everything).whole
         return {**self.given, **_without(follows, *self.binding)}
 
-    def _numbers(self, solution: Mapping[str, int]) -> Numbers:
+    def _numbers(self, solution: Mapping[str, int]) -> StepNumbers:
         known = {name: solution[name] for name in KEYS if name in solution}
         if "m" not in self.given and "a" not in self.handles:
             known.pop("m", None)
@@ -347,7 +351,7 @@ class _Settling:
                 to = ", ".join([*self._named(self.binding), f"{self.step.ranks} data ranks"])
                 notes.append(f"{KEYS[name]}={value}: {whose} {self.given[name]} yields to {to}")
         handles = {HANDLES[name]: value for name, value in self.handles.items()}
-        return Numbers(known, derived, handles, self.step.asynchronous, self.ranks, tuple(notes))
+        return StepNumbers(known, derived, handles, self.step.asynchronous, self.ranks, tuple(notes))
 
     def _source(self, name: str) -> str | None:
         """The handle without which a number would not follow."""
@@ -388,13 +392,13 @@ class _Settling:
         known += [f"{self.step.ranks} data ranks"] if "a" in core else []
         text = f"cannot hold{named}: {'; '.join(why)}" + (f" ({', '.join(known)})" if known else "")
 
-        def cures() -> Iterator[Cure]:
+        def fixes() -> Iterator[Fix]:
             for name in [first, *others]:
                 yield from self._other_values(name)
 
-        return Violation("contradiction", BATCH, HANDLES[first], self.given[first], text, cures)
+        return Violation("contradiction", BATCH, HANDLES[first], self.given[first], text, fixes)
 
-    def _other_values(self, name: str) -> Iterator[Cure]:
+    def _other_values(self, name: str) -> Iterator[Fix]:
         """Other values for one number, so that the rest can hold."""
         rest = _without(self.binding, name)
         solution = self._keeping(rest) if name in HANDLES else self.step.solve(rest)
@@ -426,9 +430,9 @@ class _Settling:
         product = f"x {KEYS['P']}={rounds} x {KEYS['M']}={mini}"
         text = f"{product} is not {KEYS['Q']}={q}, the prompts of all rounds"
         others = {"R": rounds * mini, "P": batches * mini, "M": rounds * batches}
-        cures: list[Cure] = [{KEYS[name]: q // rest} for name, rest in others.items() if q % rest == 0]
-        cures += [{KEYS["Q"]: rounds * batches * mini}, {KEYS["P"]: 1, KEYS["R"]: 1, KEYS["M"]: q}]
-        return [Violation("rounds", BATCH, KEYS["R"], batches, text, cures)]
+        fixes: list[Fix] = [{KEYS[name]: q // rest} for name, rest in others.items() if q % rest == 0]
+        fixes += [{KEYS["Q"]: rounds * batches * mini}, {KEYS["P"]: 1, KEYS["R"]: 1, KEYS["M"]: q}]
+        return [Violation("rounds", BATCH, KEYS["R"], batches, text, fixes)]
 
     def _no_mini_batch_violation(self, core: set[str]) -> list[Violation]:
         """Where no mini-batch was given, the step alone may be one that none fits."""
@@ -438,8 +442,8 @@ class _Settling:
         unit = math.lcm(self.step.unit(known), self.step.whole)
         shared = f"{KEYS['n']}={known['n']} on {self.step.ranks} data ranks"
         text = f"must be a multiple of {unit}, so that each rank has equally many trajectories: {shared}"
-        cures = [{KEYS["Q"]: near} for near in nearest(known["Q"], multiples(known["Q"], unit))]
-        return [Violation(NO_MINI_BATCH, BATCH, KEYS["Q"], known["Q"], text, cures)]
+        fixes = [{KEYS["Q"]: near} for near in nearest(known["Q"], multiples(known["Q"], unit))]
+        return [Violation(NO_MINI_BATCH, BATCH, KEYS["Q"], known["Q"], text, fixes)]
 
 
 def _without(numbers: Mapping[str, int], *names: str) -> dict[str, int]:

@@ -22,14 +22,14 @@ _MOST_STEPS = 10**6
 
 
 @dataclass(frozen=True)
-class Mapped:
+class ParsedMapping:
     """What a mapping says: the devices, and those of them that it names twice."""
 
     devices: Devices
     twice: Devices
 
 
-def parse(value: object) -> Mapped:
+def parse(value: object) -> ParsedMapping:
     """The devices of a mapping. Raises ValueError for text that names none.
 
     >>> str(parse("list(range(0,4)) + list(range(8,12))").devices), str(parse([3, 0, 1]).devices)
@@ -41,7 +41,7 @@ def parse(value: object) -> Mapped:
     if not parts:
         raise ValueError("names no device")
     devices = Devices.of(parts)
-    return Mapped(devices, _twice(parts) if len(devices) < sum(map(len, parts)) else Devices(()))
+    return ParsedMapping(devices, _twice(parts) if len(devices) < sum(map(len, parts)) else Devices(()))
 
 
 def text_of(devices: Devices) -> object:

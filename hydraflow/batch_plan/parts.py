@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hydraflow.batch_plan.repair import BUDGET, MICRO, SCHEDULE, SIZES, Cure, Violation
+from hydraflow.batch_plan.repair import BUDGET, MICRO, SCHEDULE, SIZES, Fix, Violation
 from hydraflow.batch_plan.settings import Settings, value_at
 from hydraflow.engine.config import OptimConfig
 from hydraflow.options import walk, why_idle
@@ -170,8 +170,8 @@ class MicroRequest:
         shared = f" x {self.sharers} devices that share a row" if self.sharers > 1 else ""
         text = f"tokens per device{shared} must hold the longest row, {formula} = {longest_row} tokens"
         key, least = self.tokens_key, -(-longest_row // self.sharers)
-        cures: list[Cure] = [{key: least}, {key: longest_row}]
-        yield Violation(f"token budget:{key}", BUDGET, key, self.max_tokens, text, cures)
+        fixes: list[Fix] = [{key: least}, {key: longest_row}]
+        yield Violation(f"token budget:{key}", BUDGET, key, self.max_tokens, text, fixes)
 
     def divisor_violations(self, rows_per_rank: int, row_tokens: int, formula: str) -> Iterator[Violation]:
         """Training micro-batches of a fixed size must divide a data rank's rows, and fill whole groups.
@@ -186,14 +186,14 @@ class MicroRequest:
             if short if self.dynamic else rows_per_rank % self.group:
                 text = f"gives a data rank {formula} = {rows_per_rank} rows in one optimizer step; an"
                 text += f" interleaved pipeline needs a multiple of its {self.group} stages as micro-batches"
-                off: list[Cure] = [{self.group_key: None}]
+                off: list[Fix] = [{self.group_key: None}]
                 yield Violation(f"micro-batch:{purpose}", MICRO, self.group_key, None, text, off)
             return
         count, rest = divmod(rows_per_rank, asked)
         if rest == 0 and count % self.group == 0:
             return
 
-        def cures() -> Iterator[Cure]:
+        def fixes() -> Iterator[Fix]:
             for rows in nearest(asked, self.legal_rows(rows_per_rank)):
                 yield {self.rows_key: rows}
             yield {self.rows_key: None}
@@ -206,7 +206,7 @@ class MicroRequest:
         if rest == 0:
             text = f"makes {count} micro-batches of {rows_per_rank} rows; an interleaved pipeline needs a"
             text += f" multiple of {self.group}"
-        yield Violation(f"micro-batch:{purpose}", MICRO, self.rows_key, asked, text, cures)
+        yield Violation(f"micro-batch:{purpose}", MICRO, self.rows_key, asked, text, fixes)
 
     @property
     def deciding_key(self) -> str:
@@ -329,8 +329,8 @@ def no_sizes(settings: Settings[Any]) -> list[Violation]:
         if not leaf.option.size or value is None or 1 <= value <= MOST or why_idle(settings.config, leaf.key):
             continue
         text, least = ("must be at least 1", 1) if value < 1 else (f"must be at most {MOST}", MOST)
-        cures: list[Cure] = [{leaf.key: least}, {leaf.key: value_at(settings.defaults, leaf.key)}]
-        found.append(Violation(f"size:{leaf.key}", SIZES, leaf.key, value, text, cures))
+        fixes: list[Fix] = [{leaf.key: least}, {leaf.key: value_at(settings.defaults, leaf.key)}]
+        found.append(Violation(f"size:{leaf.key}", SIZES, leaf.key, value, text, fixes))
     return found
 
 

@@ -3,8 +3,8 @@
 In: a judge, a function from overrides to the rules that are broken with them. Out: one `Problem` per broken
 rule, each with overrides to paste.
 
-Every rule proposes cures close to the requested values. The search handles one broken rule after the other,
-in the order of their stages, and picks the cure that leaves the fewest rules broken; rules that this breaks
+Every rule proposes fixes close to the requested values. The search handles one broken rule after the other,
+in the order of their stages, and picks the fix that leaves the fewest rules broken; rules that this breaks
 further down are handled next. Pasting the first remedy of every problem gives exactly the configuration at
 which the search ended, and the judge has accepted it.
 """
@@ -19,11 +19,11 @@ from hydraflow.errors import Problem, shown
 
 Values = dict[str, object]
 """Overrides: key -> value."""
-Cure = Mapping[str, object]
+Fix = Mapping[str, object]
 """Overrides that may repair a rule."""
 
 SIZES, MACHINES, MAPPING, HOLES, DIVISION, BATCH, MICRO, BUDGET, SCHEDULE = STAGES = range(9)
-"""Stages, in the order in which rules depend on each other: a cure of one may break a later one, not an
+"""Stages, in the order in which rules depend on each other: a fix of one may break a later one, not an
 earlier one."""
 
 _A_STEP_BACK = 10**6
@@ -45,15 +45,15 @@ class Violation:
     value: object
     text: str
     """What must hold, with numbers."""
-    cures: Sequence[Cure] | Callable[[], Iterable[Cure]] = ()
+    fixes: Sequence[Fix] | Callable[[], Iterable[Fix]] = ()
     """Overrides, each of which may repair it; the search tests them."""
     advice: str = ""
     """Advice if no override helps."""
 
     def candidates(self) -> list[Values]:
-        """The cures without duplicates."""
-        cures = self.cures() if callable(self.cures) else self.cures
-        found = (sorted(cure.items()) for cure in cures)
+        """The fixes without duplicates."""
+        fixes = self.fixes() if callable(self.fixes) else self.fixes
+        found = (sorted(fix.items()) for fix in fixes)
         return list({str(pairs): dict(pairs) for pairs in found if pairs}.values())
 
 
@@ -95,25 +95,25 @@ class _Search:
                 break
             worst = min(curable, key=lambda one: one.stage)
             owner = worst.rule if worst.rule in original else owner
-            asks, cure = min(self._helpful(worst, left), key=lambda one: one[0], default=(math.inf, {}))
+            asks, fix = min(self._helpful(worst, left), key=lambda one: one[0], default=(math.inf, {}))
             if asks >= _A_STEP_BACK:
                 hopeless.add(worst.rule)
-            self.changes |= cure
-            self.owned.setdefault(owner, set()).update(cure)
+            self.changes |= fix
+            self.owned.setdefault(owner, set()).update(fix)
             left = self.judge(self.changes)
         return left
 
     def _helpful(self, broken: Violation, left: Sequence[Violation]) -> Iterator[tuple[float, Values]]:
-        """The cures after which a rule holds, each with what it asks; what stays broken asks, too.
+        """The fixes after which a rule holds, each with what it asks; what stays broken asks, too.
 
-        A cure is a step back where not less is broken in the earliest stage in which it makes a difference.
-        Such a cure is taken where no other helps, and once for a rule: so the search ends.
+        A fix is a step back where not less is broken in the earliest stage in which it makes a difference.
+        Such a fix is taken where no other helps, and once for a rule: so the search ends.
         """
-        for cure in broken.candidates():
-            after = self.judge(self.changes | cure)
+        for fix in broken.candidates():
+            after = self.judge(self.changes | fix)
             if all(one.rule != broken.rule for one in after):
-                asks = self._asks(self.changes | cure) + 2 * len(after)
-                yield asks + (_A_STEP_BACK if _by_stage(after) >= _by_stage(left) else 0), cure
+                asks = self._asks(self.changes | fix) + 2 * len(after)
+                yield asks + (_A_STEP_BACK if _by_stage(after) >= _by_stage(left) else 0), fix
 
     def _asks(self, values: Values) -> float:
         """The cost of a change for the user: number of keys, and how far each moves."""
@@ -141,12 +141,12 @@ class _Search:
         for rule, values in remedies.items():
             rest |= values if rule != violation.rule else {}
         rest = {key: value for key, value in rest.items() if key not in first}
-        for cure in sorted(violation.candidates(), key=self._asks):
+        for fix in sorted(violation.candidates(), key=self._asks):
             if len(alternatives) == MOST_REMEDIES:
                 break
-            alike = sum(cure.keys() == other.keys() for other in alternatives)
-            if cure not in alternatives and alike < MOST_ALIKE and not self.judge(rest | cure):
-                alternatives.append(cure)
+            alike = sum(fix.keys() == other.keys() for other in alternatives)
+            if fix not in alternatives and alike < MOST_ALIKE and not self.judge(rest | fix):
+                alternatives.append(fix)
         said = ([f"{key}={shown(value)}" for key, value in values.items()] for values in alternatives)
         text = " or ".join(map(" ".join, said))
         return Problem(violation.field, violation.value, violation.text, text or violation.advice)

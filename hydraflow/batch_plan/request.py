@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from hydraflow.batch_plan.handles import KEYS, Numbers, settle
+from hydraflow.batch_plan.handles import KEYS, StepNumbers, settle
 from hydraflow.batch_plan.layout import Layout
 from hydraflow.batch_plan.parts import MicroRequest, RoleRequest
 from hydraflow.batch_plan.repair import Violation
@@ -50,7 +50,7 @@ class Request:
     """Everything that the rules judge: numbers as asked for, nulls that follow another key replaced."""
 
     settings: Settings[PPOConfig]
-    numbers: Numbers
+    numbers: StepNumbers
     layouts: Mapping[str, Layout]
     """Layouts of the roles whose devices are valid."""
     prompts: int | None
@@ -185,7 +185,7 @@ def _shared(micro: MicroRequest, layout: Layout | None) -> MicroRequest:
     return replace(micro, sharers=layout.context, group=_group(layout)) if layout else micro
 
 
-def _read_actor(config: PPOConfig, numbers: Numbers, layouts: Mapping[str, Layout]) -> RoleRequest:
+def _read_actor(config: PPOConfig, numbers: StepNumbers, layouts: Mapping[str, Layout]) -> RoleRequest:
     actor, layout = config.actor_rollout_ref.actor, layouts.get("actor")
     micro = MicroRequest(
         purpose="the actor's update",

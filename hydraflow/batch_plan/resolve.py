@@ -11,7 +11,7 @@ response.
 
 The files: `topology.py` reads machines and devices, `device_rules.py` checks them; `handles.py` solves for
 the step's numbers, `request.py` reads the rest, `rules.py` checks it; `repair.py` finds remedies among the
-rules' cures and the steps of `targets.py`; `quantities.py` explains. None of it takes longer for a larger
+rules' fixes and the steps of `targets.py`; `quantities.py` explains. None of it takes longer for a larger
 cluster or more prompts. Left out on purpose: which rows go where (`trainer/mini_batches.py`), how tables look
 (`batch_plan/table.py`).
 """
@@ -30,7 +30,7 @@ from hydraflow.batch_plan.parts import MicroPlan, MicroRequest, RolePlan, RoleRe
 from hydraflow.batch_plan.plans import AgentPlan, AsyncPlan, FilterPlan, RolloutPlan, ValidationPlan
 from hydraflow.batch_plan.plans import BatchPlan as BatchPlan
 from hydraflow.batch_plan.quantities import quantities
-from hydraflow.batch_plan.repair import BATCH, MICRO, Cure, Violation
+from hydraflow.batch_plan.repair import BATCH, MICRO, Fix, Violation
 from hydraflow.batch_plan.request import Request, read
 from hydraflow.batch_plan.rules import judge_batches
 from hydraflow.batch_plan.settings import Settings, value_at
@@ -40,7 +40,7 @@ from hydraflow.schema import PPOConfig
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CheckedRequest:
     """The request, and the rules that it breaks."""
 
     topology: Topology
@@ -73,23 +73,23 @@ def resolve_plan(
     """
     settings = Settings(config, PPOConfig(), origins or {})
     shapes = dict.fromkeys(("actor", "ref", "rollout"), shape) | {"critic": critic_shape or shape}
-    verdict = judge(settings, prompts, devices_per_node, shapes)
+    checked = judge(settings, prompts, devices_per_node, shapes)
 
-    def judged(values: Mapping[str, object]) -> list[Violation]:
+    def broken_with(values: Mapping[str, object]) -> list[Violation]:
         if not values:
-            return verdict.violations
+            return checked.violations
         return judge(settings.changed(values), prompts, devices_per_node, shapes).violations
 
     def in_force(key: str) -> object:
         value = value_at(config, key)
         if value is None and key == PER_NODE:
-            return verdict.topology.pools["trainer"].devices_per_node
+            return checked.topology.pools["trainer"].devices_per_node
         return value
 
-    if verdict.violations:
-        raise ConfigError(repair.problems(judged, in_force))
-    plan = _plan(verdict.request, verdict.topology)
-    return replace(plan, quantities=tuple(quantities(verdict.request, verdict.topology, plan)))
+    if checked.violations:
+        raise ConfigError(repair.problems(broken_with, in_force))
+    plan = _plan(checked.request, checked.topology)
+    return replace(plan, quantities=tuple(quantities(checked.request, checked.topology, plan)))
 
 
 def judge(
@@ -97,7 +97,7 @@ def judge(
     prompts: int | None,
     devices_per_node: int,
     shapes: Mapping[str, ShapeNumbers | None],
-) -> Verdict:
+) -> CheckedRequest:
     """What is asked for, with every rule that it breaks; `shapes` by role."""
     small = no_sizes(settings)
     legal: dict[str, object] = {}
@@ -116,19 +116,19 @@ def judge(
     found = list(devices.violations)
     for one in relations:
         steps = partial(_with_other_steps, one, request)
-        found.append(replace(one, cures=steps) if one.stage == BATCH else one)
+        found.append(replace(one, fixes=steps) if one.stage == BATCH else one)
     found += broken
-    return Verdict(topology, request, [*small, *(one for one in found if one.field not in legal)])
+    return CheckedRequest(topology, request, [*small, *(one for one in found if one.field not in legal)])
 
 
-def _with_other_steps(violation: Violation, request: Request) -> Iterator[Cure]:
-    """Cures of a contradiction: its own, other steps, and steps without any handle."""
+def _with_other_steps(violation: Violation, request: Request) -> Iterator[Fix]:
+    """Fixes of a contradiction: its own, other steps, and steps without any handle."""
     yield from violation.candidates()
-    dropped: Cure = dict.fromkeys(request.numbers.handles, None)
+    dropped: Fix = dict.fromkeys(request.numbers.handles, None)
     yield dropped
-    for cure in targets.cures(request):
-        yield cure
-        yield {**cure, **dropped}
+    for fix in targets.fixes(request):
+        yield fix
+        yield {**fix, **dropped}
 
 
 # --- the plan --------------------------------------------------

@@ -11,7 +11,7 @@ from functools import partial
 
 from hydraflow.batch_plan import targets
 from hydraflow.batch_plan.parts import RoleRequest, divisors
-from hydraflow.batch_plan.repair import BATCH, BUDGET, MICRO, Cure, Violation
+from hydraflow.batch_plan.repair import BATCH, BUDGET, MICRO, Fix, Violation
 from hydraflow.batch_plan.request import SAMPLES, TRAIN_BATCH, Request
 from hydraflow.batch_plan.topology import PER_NODE, ROLLOUT
 
@@ -29,7 +29,7 @@ def judge_batches(request: Request) -> list[Violation]:
 
 
 def _step(request: Request, rule: str, field: str, value: object, text: str) -> Violation:
-    return Violation(rule, BATCH, field, value, text, partial(targets.cures, request))
+    return Violation(rule, BATCH, field, value, text, partial(targets.fixes, request))
 
 
 # --- a step --------------------------------------------------
@@ -57,12 +57,12 @@ def _ranks_share_a_mini_batch(request: Request) -> Iterator[Violation]:
         ranks = f"{role.ranks} data ranks of the {role.name}"
         text = f"{makes}times {SAMPLES}={request.n} is {g_all} trajectories per optimizer step, which {ranks}"
         text += " cannot share equally"
-        cures = partial(_with_fewer_devices, request, role)
-        yield Violation(f"dp | G:{role.name}", BATCH, key, given or role.mini, text, cures)
+        fixes = partial(_with_fewer_devices, request, role)
+        yield Violation(f"dp | G:{role.name}", BATCH, key, given or role.mini, text, fixes)
 
 
-def _with_fewer_devices(request: Request, role: RoleRequest) -> Iterator[Cure]:
-    yield from targets.cures(request)
+def _with_fewer_devices(request: Request, role: RoleRequest) -> Iterator[Fix]:
+    yield from targets.fixes(request)
     layout = request.layouts[role.name]
     ranks = [d for d in divisors(role.mini * request.n) if d < layout.data_ranks]
     alone = all(one.devices == layout.devices for one in request.layouts.values())
@@ -82,12 +82,12 @@ def _every_rank_has_rows(request: Request) -> Iterator[Violation]:
         text = "is fewer" if given else f"times {SAMPLES}={request.n} is {rows}"
         text += f" trajectories per {what}" + (" than" if given else ", fewer than")
         text += f" {layout.data_ranks} data ranks of the {role}"
-        cures = partial(_larger_calls, request, layout.data_ranks)
-        yield Violation(f"S >= dp:{role}", BATCH, key, given or calls, text, cures)
+        fixes = partial(_larger_calls, request, layout.data_ranks)
+        yield Violation(f"S >= dp:{role}", BATCH, key, given or calls, text, fixes)
 
 
-def _larger_calls(request: Request, ranks: int) -> Iterator[Cure]:
-    yield from targets.cures(request)
+def _larger_calls(request: Request, ranks: int) -> Iterator[Fix]:
+    yield from targets.fixes(request)
     if request.filter and request.filter.call_key == GEN_BATCH:
         yield {GEN_BATCH: -(-ranks // request.n)}
         yield {GEN_BATCH: None}
@@ -144,7 +144,7 @@ def _engine_holds_a_row(request: Request) -> Iterator[Violation]:
     longest, key = rollout.max_model_len, f"{ROLLOUT}.max_model_len"
     if longest is not None and longest < row:
         sum_ = f"{request.longest_prompt} + {request.longest_response} = {row}"
-        fitting: list[Cure] = [{key: None}, {key: row}]
+        fitting: list[Fix] = [{key: None}, {key: row}]
         text = f"must hold the longest row, {sum_} tokens"
         yield Violation("max_model_len", BUDGET, key, longest, text, fitting)
     key = f"{ROLLOUT}.max_num_batched_tokens"
@@ -169,11 +169,11 @@ def _filter_can_fill_a_step(request: Request) -> Iterator[Violation]:
     key = "algorithm.filter_groups.max_num_gen_batches"
     if calls and calls * size < request.q:
         text = f"batches of {size} prompts are {calls * size}, fewer than the {request.q} of a step"
-        cures = [{key: -(-request.q // size)}, {GEN_BATCH: -(-request.q // calls)}, {key: 0}]
-        yield Violation("filter", BUDGET, key, calls, text, cures)
+        fixes = [{key: -(-request.q // size)}, {GEN_BATCH: -(-request.q // calls)}, {key: 0}]
+        yield Violation("filter", BUDGET, key, calls, text, fixes)
     if request.filter.call_key == GEN_BATCH and request.prompts is not None and size > request.prompts:
         text = f"is more than the {request.prompts} training prompts that there are"
-        fewer: list[Cure] = [{GEN_BATCH: None}, {GEN_BATCH: request.prompts}]
+        fewer: list[Fix] = [{GEN_BATCH: None}, {GEN_BATCH: request.prompts}]
         yield Violation("gen batch", BATCH, GEN_BATCH, size, text, fewer)
 
 

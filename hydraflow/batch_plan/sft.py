@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from hydraflow.batch_plan import repair
-from hydraflow.batch_plan.device_rules import device_cures, judge_devices
+from hydraflow.batch_plan.device_rules import device_fixes, judge_devices
 from hydraflow.batch_plan.layout import Cluster, Devices, Layout, Pool, ShapeNumbers
 from hydraflow.batch_plan.parts import (
     MicroRequest,
@@ -24,7 +24,7 @@ from hydraflow.batch_plan.parts import (
     no_sizes,
 )
 from hydraflow.batch_plan.quantities import layout_quantities, micro_quantities, run_quantities
-from hydraflow.batch_plan.repair import BATCH, Cure, Violation
+from hydraflow.batch_plan.repair import BATCH, Fix, Violation
 from hydraflow.batch_plan.settings import Settings, value_at
 from hydraflow.batch_plan.topology import NODES, PER_NODE, RoleDevices, Topology, fsdp_degrees
 from hydraflow.errors import ConfigError
@@ -168,11 +168,11 @@ def _violations(request: _Request) -> Iterator[Violation]:
     role, there = request.role, request.conversations
     batch, ranks, model = role.mini, role.ranks or 1, request.topology.roles["model"]
 
-    def shared() -> Iterator[Cure]:
+    def shared() -> Iterator[Fix]:
         for other in multiples(min(batch, there or batch * ranks), ranks):
             yield {_BATCH: other}
         if batch < ranks:
-            yield from device_cures(request.topology, model, model.model_parallel)
+            yield from device_fixes(request.topology, model, model.model_parallel)
             yield {NODES: 1, PER_NODE: model.model_parallel}
 
     if batch % ranks:
@@ -181,7 +181,7 @@ def _violations(request: _Request) -> Iterator[Violation]:
     yield from role.micro_batch_violations(1, request.row_tokens, f"{batch}/{ranks}")
     yield from role.micro.token_budget_violations(request.row_tokens, "data.max_length")
     if there is not None and there < batch:
-        fewer: list[Cure] = [{_BATCH: there // ranks * ranks}] if there >= ranks else []
+        fewer: list[Fix] = [{_BATCH: there // ranks * ranks}] if there >= ranks else []
         fewer += [{_BATCH: 1, NODES: 1, PER_NODE: model.model_parallel}] if there else []
         text = f"is more than the {there} training conversations that there are, so no step can be taken"
         yield Violation("conversations >= batch", BATCH, _BATCH, batch, text, fewer, advice="more data")

@@ -16,7 +16,7 @@ from hydraflow.system.columns import fits, output_width, paragraph, table
 HEAD = ("quantity", "value", "unit", "formula", "from")
 
 
-class Explained(Protocol):
+class PlanTable(Protocol):
     """The parts of a plan that the table shows."""
 
     @property
@@ -28,7 +28,7 @@ class Explained(Protocol):
         """What was given and has no effect."""
 
 
-def print_plan(plan: Explained) -> None:
+def print_plan(plan: PlanTable) -> None:
     """Prints one line per quantity, then the notes, on standard output. It is flushed: minutes may pass
     until the next line."""
     width = output_width()

@@ -1,6 +1,6 @@
 """Alternative numbers for a step, close to the requested ones: candidates for repairing a broken rule.
 
-In: a `Request`. Out: overrides. All rules of a step share these cures, because its numbers hang together:
+In: a `Request`. Out: overrides. All rules of a step share these fixes, because its numbers hang together:
 which of them are legal the judge decides (`batch_plan/repair.py`).
 """
 
@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 
 from hydraflow.batch_plan.handles import HANDLES, KEYS
 from hydraflow.batch_plan.parts import divisors, mini_batch_unit, multiples, nearest
-from hydraflow.batch_plan.repair import Cure, Values
+from hydraflow.batch_plan.repair import Fix, Values
 from hydraflow.batch_plan.request import CRITIC_MINI, Request
 
 
-def cures(request: Request) -> Iterator[Cure]:
+def fixes(request: Request) -> Iterator[Fix]:
     """Overrides that lead to steps near the one that was asked for: those that the data ranks can share, and
     those whose micro-batches come out even besides."""
     ranks, rows = {}, {}

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hydraflow.batch_plan.layout import Cluster, Devices, Pool
-from hydraflow.batch_plan.mapping import Mapped, parse
+from hydraflow.batch_plan.mapping import ParsedMapping, parse
 from hydraflow.batch_plan.roles import needs_critic, own_reference
 from hydraflow.batch_plan.settings import Settings
 from hydraflow.engine.config import FSDPConfig, MegatronConfig
@@ -97,7 +97,7 @@ class Topology:
 def read_topology(settings: Settings[PPOConfig], devices_per_node: int) -> Topology:
     """What is asked for; `devices_per_node` counts where neither `cluster` nor `trainer` says how many
     devices a machine has."""
-    cluster, reader = settings.config.cluster, _Reader(settings)
+    cluster, reader = settings.config.cluster, _TopologyReader(settings)
     nodes_key, per_node_key, pools = reader.pools(devices_per_node)
     return Topology(
         cluster=Cluster(tuple(pools.values())),
@@ -111,7 +111,7 @@ def read_topology(settings: Settings[PPOConfig], devices_per_node: int) -> Topol
     )
 
 
-class _Reader:
+class _TopologyReader:
     def __init__(self, settings: Settings[PPOConfig]):
         self.settings = settings
         self.config: PPOConfig = settings.config
@@ -167,12 +167,12 @@ class _Reader:
         if follows_actor:
             mapping = self.policy.actor.device_mapping
         pool = pools.get(role, pools["trainer"])
-        mapped, fault = Mapped(pool.devices, Devices(())), ""
+        mapped, fault = ParsedMapping(pool.devices, Devices(())), ""
         if mapping is not None:
             try:
                 mapped = parse(mapping)
             except ValueError as error:
-                mapped, fault = Mapped(Devices(()), Devices(())), str(error)
+                mapped, fault = ParsedMapping(Devices(()), Devices(())), str(error)
         return RoleDevices(
             role=role,
             engine=self._engine(role),

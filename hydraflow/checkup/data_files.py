@@ -10,11 +10,11 @@ import difflib
 from collections.abc import Iterator, Sequence
 
 from hydraflow.checkup import sampling
-from hydraflow.checkup.facts import FILE_KEYS, Facts
-from hydraflow.checkup.finding import Finding, Skip, of_problem, ok, problem
+from hydraflow.checkup.context import FILE_KEYS, CheckContext
+from hydraflow.checkup.finding import CheckSkipped, Finding, of_problem, ok, problem
 from hydraflow.data.chat import as_messages
 from hydraflow.data.config import DataConfig
-from hydraflow.data.files import Record
+from hydraflow.data.files import FileRecord
 from hydraflow.errors import ConfigError
 
 SAMPLE = 64
@@ -22,22 +22,22 @@ SHOWN = 3
 REWARD_COLUMN = "reward_model"
 
 
-def check_data(facts: Facts) -> Iterator[Finding]:
+def check_data(context: CheckContext) -> Iterator[Finding]:
     """Each file by itself; a broken one does not hide the others."""
-    if facts.main_key is None:
-        raise Skip(facts.nothing_yet())
+    if context.main_key is None:
+        raise CheckSkipped(context.nothing_yet())
     for key in FILE_KEYS:
         try:
-            tables = [sampling.look_at(path, key) for path in facts.files(key)]
+            tables = [sampling.look_at(path, key) for path in context.files(key)]
         except ConfigError as error:
             yield from map(of_problem, error.problems)
             continue
         for table in tables:
-            yield from _check_table(table, key, facts)
+            yield from _check_table(table, key, context)
 
 
-def _check_table(table: sampling.Table, key: str, facts: Facts) -> Iterator[Finding]:
-    data = facts.config.data
+def _check_table(table: sampling.DataFileInfo, key: str, context: CheckContext) -> Iterator[Finding]:
+    data = context.config.data
     wanted = {data.prompt_key: "data.prompt_key", data.reward_fn_key: "data.reward_fn_key", REWARD_COLUMN: ""}
     missing = [name for name in wanted if name not in table.columns]
     for name in missing:
@@ -53,13 +53,13 @@ def _check_table(table: sampling.Table, key: str, facts: Facts) -> Iterator[Find
         yield ok(f"{table.path}: {table.rows} rows; {types}")
 
 
-def require_prompts(records: Sequence[Record], column: str) -> None:
+def require_prompts(records: Sequence[FileRecord], column: str) -> None:
     """Skip where rows have no prompts: `check_data` reports that."""
     if any(column not in record.values for record in records):
-        raise Skip(f"rows have no column {column}: see data files")
+        raise CheckSkipped(f"rows have no column {column}: see data files")
 
 
-def row_problems(records: Sequence[Record], data: DataConfig) -> list[str]:
+def row_problems(records: Sequence[FileRecord], data: DataConfig) -> list[str]:
     """What is wrong with rows whose file has the columns that are needed."""
     found, needed = [], (data.prompt_key, data.reward_fn_key, REWARD_COLUMN)
     for record in records:
@@ -77,7 +77,7 @@ def row_problems(records: Sequence[Record], data: DataConfig) -> list[str]:
     return found
 
 
-def _other_column(name: str, key: str, table: sampling.Table) -> str:
+def _other_column(name: str, key: str, table: sampling.DataFileInfo) -> str:
     """The override that names the column that was probably meant."""
     close = difflib.get_close_matches(name, table.columns, n=1)
     return f"{key}={close[0]}" if key and close else f"{key}=<one of its columns>" if key else ""

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hydraflow.batch_plan.resolve import BatchPlan
-from hydraflow.checkup.facts import Facts
-from hydraflow.checkup.finding import Finding, Skip, ok, problem, warning
+from hydraflow.checkup.context import CheckContext
+from hydraflow.checkup.finding import CheckSkipped, Finding, ok, problem, warning
 from hydraflow.memory.limits import BYTES
 from hydraflow.memory.report import size_text
 from hydraflow.memory.shape import ModelShape
@@ -32,7 +32,7 @@ SPARE = 2**30
 
 
 @dataclass(frozen=True)
-class Written:
+class PlannedFiles:
     """Files that will be on the disk: `count` times `size` bytes."""
 
     name: str
@@ -44,22 +44,24 @@ class Written:
         return f"{times}{self.name} {size_text(self.size)}"
 
 
-def check_disk(facts: Facts) -> Iterator[Finding]:
+def check_disk(context: CheckContext) -> Iterator[Finding]:
     """The disk of the run folder, which may not be made yet."""
-    trainer = facts.config.trainer
+    trainer = context.config.trainer
     saves = not trainer.val_only and (trainer.save_final_model or trainer.save_freq > 0)
-    written = what_is_written(facts.config, facts.plan, facts.shape, facts.critic_shape) if saves else []
+    written = (
+        what_is_written(context.config, context.plan, context.shape, context.critic_shape) if saves else []
+    )
     folder = Path(trainer.default_local_dir or "runs").expanduser().absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     yield judge(folder, written, free=shutil.disk_usage(existing).free)
 
 
-def check_recipe(facts: Facts) -> Iterator[Finding]:
+def check_recipe(context: CheckContext) -> Iterator[Finding]:
     """The folder in which a recipe keeps what it makes: it must be there already, or can be written."""
-    recipe = facts.config.recipe
+    recipe = context.config.recipe
     if recipe.name == "none":
-        raise Skip("no recipe is used")
-    folder = arithmetic.cache_folder(recipe, facts.config.trainer.seed)
+        raise CheckSkipped("no recipe is used")
+    folder = arithmetic.cache_folder(recipe, context.config.trainer.seed)
     if arithmetic.is_made(folder):
         yield ok(f"{folder} is made already")
         return
@@ -74,7 +76,7 @@ def check_recipe(facts: Facts) -> Iterator[Finding]:
 
 def what_is_written(
     config: PPOConfig, plan: BatchPlan, shape: ModelShape, critic_shape: ModelShape | None
-) -> list[Written]:
+) -> list[PlannedFiles]:
     """Trained models and checkpoints of the roles that are trained."""
     trainer, policy, critic = config.trainer, config.actor_rollout_ref, config.critic
     count = checkpoints(plan.total_steps, trainer.save_freq, trainer.max_actor_ckpt_to_keep)
@@ -93,14 +95,14 @@ def _of_role(
     model: ModelConfig,
     trainer: TrainerConfig,
     count: int,
-) -> list[Written]:
+) -> list[PlannedFiles]:
     """`weights`: how many numbers. `count`: checkpoints, besides the best."""
     full = weights * BYTES[role.fsdp_config.model_dtype]
-    found = [Written(f"final_model/{name}", full)] if trainer.save_final_model else []
+    found = [PlannedFiles(f"final_model/{name}", full)] if trainer.save_final_model else []
     parts = {"model": full, "optimizer": 0 if model.lora_rank > 0 else MOMENTS * full, "hf_model": full}
     if count:
         size = sum(parts.get(part, 0) for part in role.checkpoint.save_contents)
-        found.append(Written(f"checkpoint of the {name}", size, count + (trainer.keep_best is not None)))
+        found.append(PlannedFiles(f"checkpoint of the {name}", size, count + (trainer.keep_best is not None)))
     return found
 
 
@@ -119,7 +121,7 @@ def checkpoints(total_steps: int, save_freq: int, keep: int | None) -> int:
     return saves if keep is None else min(saves, keep + 1)
 
 
-def judge(folder: Path, written: Sequence[Written], *, free: int) -> Finding:
+def judge(folder: Path, written: Sequence[PlannedFiles], *, free: int) -> Finding:
     """`free`: bytes on the disk of `folder`. Not even one of each fits: a problem; not all: a warning."""
     least, most = sum(each.size for each in written), sum(each.size * each.count for each in written)
     parts = " + ".join(map(str, written))

@@ -1,6 +1,7 @@
 """What a check says: a state, the evidence for it, and what would repair it.
 
-In: nothing. Out: `Finding`, and `Skip` for a check that has nothing to look at. Standard library only.
+In: nothing. Out: `Finding`, and `CheckSkipped` for a check that has nothing to look at. Standard library
+only.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Finding:
     """What would repair it, as a command or an override to paste where there is one."""
 
 
-class Skip(Exception):
+class CheckSkipped(Exception):
     """A check has nothing to look at; the message says why."""
 
 

@@ -8,30 +8,30 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hydraflow.checkup import sampling
+from hydraflow.checkup.context import FILE_KEYS, CheckContext
 from hydraflow.checkup.data_files import require_prompts
-from hydraflow.checkup.facts import FILE_KEYS, Facts
-from hydraflow.checkup.finding import Finding, Skip, note, ok, problem, warning
+from hydraflow.checkup.finding import CheckSkipped, Finding, note, ok, problem, warning
 from hydraflow.data.chat import as_messages, tokenise_chats
 from hydraflow.data.config import PromptConfig
 
 SAMPLE = 512
 
 
-def check_lengths(facts: Facts) -> Iterator[Finding]:
+def check_lengths(context: CheckContext) -> Iterator[Finding]:
     """Tokenises a sample of each data file, as training does with all rows."""
-    if facts.main_key is None:
-        raise Skip(facts.nothing_yet())
-    data, tokenizer = facts.config.data, facts.tokenizer
-    positions = getattr(facts.model_config.get_text_config(), "max_position_embeddings", None)
+    if context.main_key is None:
+        raise CheckSkipped(context.nothing_yet())
+    data, tokenizer = context.config.data, context.tokenizer
+    positions = getattr(context.model_config.get_text_config(), "max_position_embeddings", None)
     for key in FILE_KEYS:
-        if not facts.files(key):
+        if not context.files(key):
             continue
-        records = facts.sample(key, SAMPLE)
+        records = context.sample(key, SAMPLE)
         require_prompts(records, data.prompt_key)
         chats = [as_messages(record, data.prompt_key) for record in records]
         options = data.apply_chat_template_kwargs
         ids = tokenise_chats(tokenizer, chats, records, add_generation_prompt=True, template_kwargs=options)
-        total = sum(sampling.look_at(path, key).rows for path in facts.files(key))
+        total = sum(sampling.look_at(path, key).rows for path in context.files(key))
         yield from judge_lengths(sorted(map(len, ids)), data, key=key, total=total, positions=positions)
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from hydraflow.checkup.facts import Facts
-from hydraflow.checkup.finding import Finding, Skip, note, ok, problem, warning
+from hydraflow.checkup.context import CheckContext
+from hydraflow.checkup.finding import CheckSkipped, Finding, note, ok, problem, warning
 from hydraflow.checkup.probe import run_python
 
 OURS = "hydraflow-trainer"
@@ -28,7 +28,7 @@ _VLLM = """import vllm, torch; from vllm import LLM, SamplingParams; SamplingPar
 print(vllm.__version__, torch.__version__)"""
 
 
-def check_versions(facts: Facts) -> Iterator[Finding]:
+def check_versions(context: CheckContext) -> Iterator[Finding]:
     """Everything that we, and the libraries below us, ask of installed versions."""
     libraries = ["torch", "tensordict", "transformers", "ray"]
     asked = [OURS, "tensordict", "transformers", "peft"]
@@ -82,7 +82,7 @@ def _quoted(text: str) -> str:
     return f"'{found.group(1)}'" if found else ""
 
 
-def check_tensordict(facts: Facts) -> Iterator[Finding]:
+def check_tensordict(context: CheckContext) -> Iterator[Finding]:
     """Makes, indexes and joins a TensorDict: a tensordict built for another torch, or for another machine,
     fails here."""
     remedy, ours = "pip install --force-reinstall 'tensordict>=0.11'", f"tensordict {installed('tensordict')}"
@@ -103,14 +103,14 @@ def check_tensordict(facts: Facts) -> Iterator[Finding]:
     yield ok(f"{ours} and torch {installed('torch')}: made, indexed and joined rows")
 
 
-def check_vllm(facts: Facts) -> Iterator[Finding]:
+def check_vllm(context: CheckContext) -> Iterator[Finding]:
     """vLLM is compiled against one version of torch."""
-    wanted = facts.config.actor_rollout_ref.rollout.name == "vllm"
-    if not wanted and not facts.everything:
-        raise Skip(f"actor_rollout_ref.rollout.name={facts.config.actor_rollout_ref.rollout.name}")
+    wanted = context.config.actor_rollout_ref.rollout.name == "vllm"
+    if not wanted and not context.everything:
+        raise CheckSkipped(f"actor_rollout_ref.rollout.name={context.config.actor_rollout_ref.rollout.name}")
     if importlib.util.find_spec("vllm") is None:
         if not wanted:
-            raise Skip("vLLM is not installed, and this configuration does not ask for it")
+            raise CheckSkipped("vLLM is not installed, and this configuration does not ask for it")
         yield problem(
             "actor_rollout_ref.rollout.name=vllm, but vLLM is not installed", f"pip install '{OURS}[vllm]'"
         )
@@ -131,7 +131,7 @@ def check_vllm(facts: Facts) -> Iterator[Finding]:
     yield ok(f"vLLM and torch {ended.last}")
 
 
-def check_flash_attention(facts: Facts) -> Iterator[Finding]:
+def check_flash_attention(context: CheckContext) -> Iterator[Finding]:
     """flash-attn is optional; a build for another torch is not used, and attention falls back."""
     instead = "attention takes torch's own kernels: variable-length ones on a GPU in 16 bits, else SDPA"
     if importlib.util.find_spec("flash_attn") is None:
@@ -142,5 +142,5 @@ def check_flash_attention(facts: Facts) -> Iterator[Finding]:
         yield ok(f"flash-attn and torch {ended.last}")
         return
     remedy = "pip install --force-reinstall --no-build-isolation flash-attn, or pip uninstall flash-attn"
-    found = warning if facts.device_type != "cpu" else note
+    found = warning if context.device_type != "cpu" else note
     yield found(f"installed, but cannot be imported ({ended.reason}); {instead}", remedy)

@@ -13,8 +13,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from hydraflow.checkup.facts import Facts
-from hydraflow.checkup.finding import Finding, Skip, ok, problem, warning
+from hydraflow.checkup.context import CheckContext
+from hydraflow.checkup.finding import CheckSkipped, Finding, ok, problem, warning
 from hydraflow.errors import EnvironmentFault
 from hydraflow.memory.limits import host_memory
 from hydraflow.memory.report import size_text
@@ -35,11 +35,11 @@ DISK_FULL = 0.95
 """Ray stops storing objects when the disk of its temporary folder is fuller."""
 
 
-def check_shared_memory(facts: Facts) -> Iterator[Finding]:
+def check_shared_memory(context: CheckContext) -> Iterator[Finding]:
     """Ray keeps objects in /dev/shm, or in a slow file when it is too small."""
-    if facts.config.ray_init.address != "local":
-        raise Skip(
-            f"the object store belongs to the cluster at ray_init.address={facts.config.ray_init.address}"
+    if context.config.ray_init.address != "local":
+        raise CheckSkipped(
+            f"the object store belongs to the cluster at ray_init.address={context.config.ray_init.address}"
         )
     yield judge_shared_memory(Path("/dev/shm"), available_memory=host_memory().available)
 
@@ -73,10 +73,10 @@ def object_store_bytes(available_memory: int, shm_free: int) -> int:
     return min(int(available_memory * STORE_SHARE), cap)
 
 
-def check_open_files(facts: Facts) -> Iterator[Finding]:
+def check_open_files(context: CheckContext) -> Iterator[Finding]:
     """Ray raises the soft limit to the hard one (65536 at most), so the hard limit counts."""
     yield judge_open_files(
-        *resource.getrlimit(resource.RLIMIT_NOFILE), processes=facts.machine.processes_per_node
+        *resource.getrlimit(resource.RLIMIT_NOFILE), processes=context.machine.processes_per_node
     )
 
 
@@ -97,11 +97,11 @@ def _limit(value: int) -> str:
     return "no limit" if value == resource.RLIM_INFINITY else str(value)
 
 
-def check_temporary_files(facts: Facts) -> Iterator[Finding]:
+def check_temporary_files(context: CheckContext) -> Iterator[Finding]:
     """Ray's sessions and spilled objects."""
     base = Path(os.environ.get(RAY_BASE) or tempfile.gettempdir())
     yield judge_temporary_files(base)
-    if facts.config.ray_init.address != "local" or not os.access(base, os.W_OK):
+    if context.config.ray_init.address != "local" or not os.access(base, os.W_OK):
         return
     try:
         session_folder()

@@ -11,8 +11,8 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from hydraflow.checkup.facts import Facts
-from hydraflow.checkup.finding import Finding, Skip, ok, problem, warning
+from hydraflow.checkup.context import CheckContext
+from hydraflow.checkup.finding import CheckSkipped, Finding, ok, problem, warning
 from hydraflow.checkup.probe import run_python
 from hydraflow.device import gpu_count, gpu_runtime, listed_gpus
 from hydraflow.memory.estimate import estimate
@@ -44,11 +44,11 @@ class Gpu:
     total: int
 
 
-def check_devices(facts: Facts) -> Iterator[Finding]:
+def check_devices(context: CheckContext) -> Iterator[Finding]:
     """GPUs that torch sees, against those that the plan uses on one machine."""
-    machine = facts.machine  # refuses more GPUs than there are
+    machine = context.machine  # refuses more GPUs than there are
     if machine.device_type == "cpu":
-        yield judge_unused(facts.config.trainer.device, listed_gpus())
+        yield judge_unused(context.config.trainer.device, listed_gpus())
         return
     yield ok(f"{machine.processes_per_node} of {gpu_count()} GPUs of each machine will be used")
 
@@ -62,18 +62,18 @@ def judge_unused(device: str, present: int) -> Finding:
     return warning(evidence, "install a torch built for this driver's CUDA, or trainer.device=cpu")
 
 
-def check_host_memory(facts: Facts) -> Iterator[Finding]:
+def check_host_memory(context: CheckContext) -> Iterator[Finding]:
     """What the plan is estimated to need in this machine's own memory, against what is free now."""
     host = host_memory()
-    yield judge_host(_report(facts, host_bytes=host.available), host)
+    yield judge_host(_report(context, host_bytes=host.available), host)
 
 
-def check_gpus(facts: Facts) -> Iterator[Finding]:
+def check_gpus(context: CheckContext) -> Iterator[Finding]:
     """Computes on every GPU, in a process of its own so that none keeps memory, and compares what is free
     with the estimate."""
-    if facts.machine.device_type == "cpu":
-        raise Skip("no GPU is used")
-    ended = run_python(_EACH_GPU, facts.device_type, seconds=GPU_SECONDS)
+    if context.machine.device_type == "cpu":
+        raise CheckSkipped("no GPU is used")
+    ended = run_python(_EACH_GPU, context.device_type, seconds=GPU_SECONDS)
     if ended.code != 0:
         remedy = (
             "nvidia-smi shows driver and processes; a torch built for the driver's CUDA and for this kind of"
@@ -82,7 +82,7 @@ def check_gpus(facts: Facts) -> Iterator[Finding]:
         yield problem(f"a GPU cannot be used: {ended.reason}", remedy)
         return
     gpus = [Gpu(**json.loads(line)) for line in ended.output.splitlines() if line.startswith("{")][
-        : facts.machine.processes_per_node
+        : context.machine.processes_per_node
     ]
     fullest = min(gpus, key=lambda gpu: gpu.free)
     kinds = ", ".join(dict.fromkeys(gpu.name for gpu in gpus))
@@ -90,14 +90,16 @@ def check_gpus(facts: Facts) -> Iterator[Finding]:
         f"of {len(gpus)} GPUs ({kinds}) the fullest has {size_text(fullest.free)} of"
         f" {size_text(fullest.total)} free"
     )
-    yield judge_device(_report(facts, device_bytes=fullest.free), fullest.free, where)
+    yield judge_device(_report(context, device_bytes=fullest.free), fullest.free, where)
 
 
-def _report(facts: Facts, **measured: int) -> MemoryReport:
+def _report(context: CheckContext, **measured: int) -> MemoryReport:
     """The estimate, with what this machine was measured to have free in place of what is configured; so its
     advice is for that."""
-    limits = replace(limits_of(facts.config), **measured)  # type: ignore[arg-type]
-    return estimate(facts.plan, facts.config, facts.shape, limits=limits, critic_shape=facts.critic_shape)
+    limits = replace(limits_of(context.config), **measured)  # type: ignore[arg-type]
+    return estimate(
+        context.plan, context.config, context.shape, limits=limits, critic_shape=context.critic_shape
+    )
 
 
 def judge_device(report: MemoryReport, free: int, where: str) -> Finding:

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hydraflow.checkup.facts import CRITIC, MODEL, Facts
-from hydraflow.checkup.finding import Finding, Skip, note, of_problem, ok, problem, warning
+from hydraflow.checkup.context import CRITIC, MODEL, CheckContext
+from hydraflow.checkup.finding import CheckSkipped, Finding, note, of_problem, ok, problem, warning
 from hydraflow.engine.fsdp.lora import require_targets
 from hydraflow.memory.report import size_text
 from hydraflow.models.cache import cached_snapshot, hub_fault, is_offline
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 
-def check_model(facts: Facts) -> Iterator[Finding]:
+def check_model(context: CheckContext) -> Iterator[Finding]:
     """The policy's directory, and the critic's where it has one of its own."""
-    policy = facts.config.actor_rollout_ref.model
+    policy = context.config.actor_rollout_ref.model
     if not policy.path:
-        raise Skip(facts.nothing_yet())
+        raise CheckSkipped(context.nothing_yet())
     yield from _check_directory(policy, MODEL)
-    if facts.config.critic.model.path and facts.plan.critic is not None:
-        yield from _check_directory(facts.config.critic.model, CRITIC)
+    if context.config.critic.model.path and context.plan.critic is not None:
+        yield from _check_directory(context.config.critic.model, CRITIC)
 
 
 def _check_directory(model: ModelConfig, field: str) -> Iterator[Finding]:
@@ -67,24 +67,24 @@ def to_download(evidence: str, name: str, *, fault: str | None) -> Finding:
     return problem(f"{evidence}, and {fault}", remedy)
 
 
-def check_weights(facts: Facts) -> Iterator[Finding]:
+def check_weights(context: CheckContext) -> Iterator[Finding]:
     """The weights fill the model that config.json describes, by their names and shapes."""
-    policy, critic = facts.config.actor_rollout_ref.model, facts.config.critic.model
-    facts.own_model()  # Skip where there is none yet
+    policy, critic = context.config.actor_rollout_ref.model, context.config.critic.model
+    context.own_model()  # Skip where there is none yet
     if is_hub_name(str(policy.path)):
-        raise Skip("the weights are the hub's own")
-    require_weights(policy, facts.model_config, head="policy", field=MODEL)
+        raise CheckSkipped("the weights are the hub's own")
+    require_weights(policy, context.model_config, head="policy", field=MODEL)
     if policy.lora_rank > 0:
-        require_targets(policy, facts.model_config, head="policy", field=MODEL)
-    if critic.path and facts.plan.critic is not None:
+        require_targets(policy, context.model_config, head="policy", field=MODEL)
+    if critic.path and context.plan.critic is not None:
         require_weights(critic, load_config(critic, field=CRITIC), head="value", field=CRITIC)
     yield ok("names and shapes are those of config.json")
 
 
-def check_model_fits(facts: Facts) -> Iterator[Finding]:
+def check_model_fits(context: CheckContext) -> Iterator[Finding]:
     """Tokenizer and model agree on the vocabulary; rows fit the model's positions."""
-    data, config = facts.config.data, facts.model_config
-    yield judge_vocabulary(facts.tokenizer, config)
+    data, config = context.config.data, context.model_config
+    yield judge_vocabulary(context.tokenizer, config)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions is not None:
         yield judge_positions(data.max_prompt_length, data.max_response_length, positions)

@@ -12,8 +12,8 @@ import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from hydraflow.checkup.facts import Facts
-from hydraflow.checkup.finding import Finding, Skip, note, ok, problem
+from hydraflow.checkup.context import CheckContext
+from hydraflow.checkup.finding import CheckSkipped, Finding, note, ok, problem
 from hydraflow.dispatch import cluster
 from hydraflow.system.node_folder import RAY_BASE
 from hydraflow.trainer.machine import require_room, scoring_pool, training_pool
@@ -24,13 +24,13 @@ PORTS_PER_PROCESS = 16
 """Ports that Ray and torch.distributed take for a worker process, rounded up."""
 
 
-def check_ports(facts: Facts) -> Iterator[Finding]:
+def check_ports(context: CheckContext) -> Iterator[Finding]:
     """Opens a port on each of this machine's own addresses and connects to it."""
     if wrong := [reason for address in own_addresses() if (reason := unreachable(address))]:
         remedy = "repair its address in /etc/hosts, leave the VPN, or open the firewall for this machine"
         yield problem("; ".join(wrong), remedy)
         return
-    free, needed = free_ports(), PORTS_PER_PROCESS * (facts.machine.processes_per_node + 2)
+    free, needed = free_ports(), PORTS_PER_PROCESS * (context.machine.processes_per_node + 2)
     seen = f"a port of {' and of '.join(own_addresses())} can be opened and reached; about {free} are free"
     if free >= needed:
         yield ok(seen)
@@ -74,10 +74,10 @@ def free_ports(network: Path = Path("/proc")) -> int:
     return high - low + 1 - sum(low <= port <= high for port in taken)
 
 
-def check_ray(facts: Facts) -> Iterator[Finding]:
+def check_ray(context: CheckContext) -> Iterator[Finding]:
     """Which cluster the run will use, and whether it answers."""
-    config, folder = facts.config, Path(os.environ.get(RAY_BASE) or "/tmp")
-    require_room(config.trainer, config.ray_init, [training_pool(facts.machine), scoring_pool()])
+    config, folder = context.config, Path(os.environ.get(RAY_BASE) or "/tmp")
+    require_room(config.trainer, config.ray_init, [training_pool(context.machine), scoring_pool()])
     yield judge_ray(config.ray_init.address, environ=os.environ, folder=folder)
 
 
@@ -90,7 +90,7 @@ def judge_ray(address: str, *, environ: Mapping[str, str], folder: Path) -> Find
     if address != "auto":
         return _joined(address, "ray_init.address")
     if not named:
-        raise Skip(
+        raise CheckSkipped(
             "ray_init.address=auto, and neither RAY_ADDRESS nor a started cluster's file names an address:"
             " Ray looks by itself"
         )

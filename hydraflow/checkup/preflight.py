@@ -1,8 +1,8 @@
 """The fast part of the check-up, which main_ppo makes before it starts anything.
 
-In: `Facts` with what the run has opened already. Out: warnings in the log, or one ConfigError with every
-problem. Left out on purpose: whatever takes longer than milliseconds; `python -m hydraflow.doctor` looks at
-that.
+In: `CheckContext` with what the run has opened already. Out: warnings in the log, or one ConfigError with
+every problem. Left out on purpose: whatever takes longer than milliseconds; `python -m hydraflow.doctor`
+looks at that.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from hydraflow.checkup.facts import Facts
+from hydraflow.checkup.context import CheckContext
 from hydraflow.checkup.finding import State
 from hydraflow.checkup.table import CHECKS, Check, Result, run_checks, within
 from hydraflow.checkup.trackers import look_at
@@ -25,11 +25,13 @@ hangs on it."""
 log = logging.getLogger(__name__)
 
 
-def require_healthy(facts: Facts, checks: Iterable[Check] = CHECKS, *, known: Sequence[Problem] = ()) -> None:
+def require_healthy(
+    context: CheckContext, checks: Iterable[Check] = CHECKS, *, known: Sequence[Problem] = ()
+) -> None:
     """Raises ConfigError with every problem of the fast checks; logs their warnings. Of a key or a file about
     which something is `known`, nothing more is said: two checks may open the same file."""
-    fast = [replace(check, seconds=lambda facts: SECONDS) for check in checks if check.fast]
-    _judge(list(run_checks(facts, fast)), known)
+    fast = [replace(check, seconds=lambda context: SECONDS) for check in checks if check.fast]
+    _judge(list(run_checks(context, fast)), known)
 
 
 def _judge(results: Sequence[Result], known: Sequence[Problem]) -> None:
@@ -42,22 +44,22 @@ def _judge(results: Sequence[Result], known: Sequence[Problem]) -> None:
                     finding.evidence,
                     f"\n      -> {finding.remedy}" if finding.remedy else "",
                 )
-    said = tuple(problem.head for problem in known)
-    if problems := [problem for result in results for problem in _problems(result, said)]:
+    already_reported = tuple(problem.head for problem in known)
+    if problems := [problem for result in results for problem in _problems(result, already_reported)]:
         raise ConfigError(problems)
 
 
 def require_trackers(trainer: LoopConfig, *, known: Sequence[Problem] = ()) -> None:
     """The same for the trackers alone, for commands that the other checks do not know."""
-    looked = Check("trackers", lambda facts: look_at(trainer))
+    looked = Check("trackers", lambda context: look_at(trainer))
     findings = within(SECONDS, looked, None)
     _judge([Result(looked.name, tuple(findings), 0.0)], known)
 
 
-def _problems(result: Result, said: tuple[str, ...]) -> list[Problem]:
+def _problems(result: Result, already_reported: tuple[str, ...]) -> list[Problem]:
     found = [
         finding
         for finding in result.findings
-        if finding.state is State.PROBLEM and not finding.evidence.startswith(said)
+        if finding.state is State.PROBLEM and not finding.evidence.startswith(already_reported)
     ]
     return [Problem(result.name, None, finding.evidence, finding.remedy) for finding in found]

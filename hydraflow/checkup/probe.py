@@ -21,8 +21,8 @@ LAST_LINES = 3
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a process ended."""
+class ProcessResult:
+    """Exit code and output of a process."""
 
     code: int | None
     """Its exit code; negative: a signal; None: its time was over."""
@@ -46,12 +46,12 @@ class Ended:
 
 def run_python(
     source: str, *arguments: str, seconds: float, environ: Mapping[str, str] = os.environ
-) -> Ended:
+) -> ProcessResult:
     """Runs Python source with this interpreter; `arguments` are its sys.argv[1:]."""
     return run([sys.executable, "-c", source, *arguments], seconds=seconds, environ=environ)
 
 
-def run(command: Sequence[str], *, seconds: float, environ: Mapping[str, str] = os.environ) -> Ended:
+def run(command: Sequence[str], *, seconds: float, environ: Mapping[str, str] = os.environ) -> ProcessResult:
     """Runs a command for at most `seconds`. What it prints goes to a file: a pipe would wait for
     grandchildren that hold it."""
     with tempfile.TemporaryFile() as printed:
@@ -65,7 +65,7 @@ def run(command: Sequence[str], *, seconds: float, environ: Mapping[str, str] = 
                 env=dict(environ),
             )
         except OSError as error:
-            return Ended(127, f"{command[0]}: {error.strerror}")
+            return ProcessResult(127, f"{command[0]}: {error.strerror}")
         try:
             code: int | None = process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -73,7 +73,7 @@ def run(command: Sequence[str], *, seconds: float, environ: Mapping[str, str] = 
         finally:
             _end_group(process)
         printed.seek(0)
-        return Ended(code, printed.read().decode(errors="replace"))
+        return ProcessResult(code, printed.read().decode(errors="replace"))
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:

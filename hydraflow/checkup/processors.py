@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from hydraflow.checkup.facts import Facts
+from hydraflow.checkup.context import CheckContext
 from hydraflow.checkup.finding import Finding, note, ok, warning
 from hydraflow.device import core_limits
 from hydraflow.trainer.machine import Machine
 
 
-def check_processors(facts: Facts) -> Iterator[Finding]:
+def check_processors(context: CheckContext) -> Iterator[Finding]:
     """Worker processes times threads must not exceed the cores, nor Ray count more than there are."""
-    yield judge(core_limits(), facts.machine, ray_cpus=facts.config.ray_init.num_cpus)
+    yield judge(core_limits(), context.machine, ray_cpus=context.config.ray_init.num_cpus)
 
 
 def judge(limits: Mapping[str, float], machine: Machine, *, ray_cpus: int | None) -> Finding:

@@ -1,7 +1,8 @@
 """Looks into data files without reading all of them: number of rows, columns with their types, and rows from
 all over the file.
 
-In: a Parquet or JSONL file. Out: `Table`, or a few `Record`s. Raises ConfigError for what cannot be read.
+In: a Parquet or JSONL file. Out: `DataFileInfo`, or a few `FileRecord`s. Raises ConfigError for what cannot
+be read.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hydraflow.data.files import Record, parse_line
+from hydraflow.data.files import FileRecord, parse_line
 from hydraflow.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ TYPED_LINES = 20
 
 
 @dataclass(frozen=True)
-class Table:
+class DataFileInfo:
     """A data file from the outside."""
 
     path: Path
@@ -33,23 +34,23 @@ class Table:
     """Name -> type."""
 
 
-def look_at(path: Path, key: str) -> Table:
+def look_at(path: Path, key: str) -> DataFileInfo:
     """Rows and columns; `key` is the configuration key to name in errors."""
     if _is_parquet(path, key):
         file = _open(path, key)
-        return Table(
+        return DataFileInfo(
             path, file.metadata.num_rows, {field.name: str(field.type) for field in file.schema_arrow}
         )
     lines = _lines(path, key)
     records = [_parse(path, key, *lines[place]) for place in spread(len(lines), TYPED_LINES)]
-    return Table(
+    return DataFileInfo(
         path,
         len(lines),
         {name: type(value).__name__ for record in records for name, value in record.values.items()},
     )
 
 
-def sample(path: Path, key: str, count: int) -> list[Record]:
+def sample(path: Path, key: str, count: int) -> list[FileRecord]:
     """About `count` rows from all over the file, or all of them where there are fewer."""
     if not _is_parquet(path, key):
         lines = _lines(path, key)
@@ -61,7 +62,7 @@ def sample(path: Path, key: str, count: int) -> list[Record]:
         starts.append(starts[-1] + file.metadata.row_group(group).num_rows)
     each = -(-count // max(1, len(groups)))
     return [
-        Record(row, path, starts[group] + i)
+        FileRecord(row, path, starts[group] + i)
         for group in groups
         for i, row in enumerate(_first_of(file, path, key, group, each))
     ][:count]
@@ -126,5 +127,5 @@ def _lines(path: Path, key: str) -> list[tuple[int, str]]:
     return lines
 
 
-def _parse(path: Path, key: str, number: int, line: str) -> Record:
-    return Record(parse_line(path, key, number, line), path, number - 1)
+def _parse(path: Path, key: str, number: int, line: str) -> FileRecord:
+    return FileRecord(parse_line(path, key, number, line), path, number - 1)

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from hydraflow.checkup.context import CheckContext
 from hydraflow.checkup.data_files import row_problems
-from hydraflow.checkup.facts import Facts
-from hydraflow.checkup.finding import Finding, Skip, note, ok, problem, warning
+from hydraflow.checkup.finding import CheckSkipped, Finding, note, ok, problem, warning
 from hydraflow.data.config import DataConfig
-from hydraflow.data.files import Record
+from hydraflow.data.files import FileRecord
 from hydraflow.errors import EnvironmentFault
 from hydraflow.rewards.config import RewardConfig
 from hydraflow.rewards.pool import RewardPool, RewardResult, RewardRow
@@ -29,13 +29,13 @@ def seconds(config: RewardConfig) -> float:
     return START_SECONDS + 2 * ROWS * (MOST * config.timeout + GRACE_SECONDS) + 10.0
 
 
-def check_reward(facts: Facts) -> Iterator[Finding]:
+def check_reward(context: CheckContext) -> Iterator[Finding]:
     """Scores three rows. What the function raises, and how long it takes, is evidence."""
-    records, data = facts.first_rows[:ROWS], facts.config.data
+    records, data = context.first_rows[:ROWS], context.config.data
     if any(row_problems([record], data) for record in records):
-        raise Skip("the first rows do not hold what scoring needs: see data files")
+        raise CheckSkipped("the first rows do not hold what scoring needs: see data files")
     rows = reward_rows(records, data)
-    reward = facts.config.reward
+    reward = context.config.reward
     try:
         with RewardPool(replace(reward, num_workers=1)) as pool:
             pool.require_loaded()
@@ -46,7 +46,7 @@ def check_reward(facts: Facts) -> Iterator[Finding]:
     yield judge(rows, results, reward)
 
 
-def reward_rows(records: Sequence[Record], data: DataConfig) -> list[RewardRow]:
+def reward_rows(records: Sequence[FileRecord], data: DataConfig) -> list[RewardRow]:
     """Each record twice: answered with its ground truth, and not answered."""
     rows = []
     for record in records:

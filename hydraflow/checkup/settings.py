@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hydraflow.checkup.facts import Facts
+from hydraflow.checkup.context import CheckContext
 from hydraflow.checkup.finding import Finding, note, of_problem, ok
 from hydraflow.compose import rules as checks
 from hydraflow.compose.runnable import problems
@@ -17,19 +17,19 @@ from hydraflow.compose.runnable import problems
 CLUSTER = "cluster.*: describes machines for python -m hydraflow.plan; the doctor looks at this one"
 
 
-def check_settings(facts: Facts) -> Iterator[Finding]:
+def check_settings(context: CheckContext) -> Iterator[Finding]:
     """Keys that main_ppo would refuse or miss, and keys that do nothing."""
-    refused = [*facts.unsupported, *checks.problems(facts.asked), *problems(facts.config)]
-    notes = [*facts.notes, *([CLUSTER] if facts.asked.cluster != facts.config.cluster else [])]
+    refused = [*context.unsupported, *checks.problems(context.asked), *problems(context.config)]
+    notes = [*context.notes, *([CLUSTER] if context.asked.cluster != context.config.cluster else [])]
     yield from map(of_problem, refused)
     yield from map(note, notes)
     if not refused and not notes:
         yield ok("every key has an effect and can be run")
 
 
-def check_plan(facts: Facts) -> Iterator[Finding]:
+def check_plan(context: CheckContext) -> Iterator[Finding]:
     """The batch plan resolves; its broken rules are reported one by one."""
-    plan = facts.plan
+    plan = context.plan
     steps = (
         f"{plan.total_steps} training steps" if plan.total_steps else "an unknown number of training steps"
     )

@@ -1,8 +1,8 @@
 """The table of all checks, and the one place that runs them: each within its time, none able to end the
 program.
 
-In: `Facts`. Out: `Result`s in the order of the table. A new check is a function from facts to findings, and a
-line in `CHECKS`.
+In: `CheckContext`. Out: `Result`s in the order of the table. A new check is a function from that to
+findings, and a line in `CHECKS`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from hydraflow.checkup import (
     templates,
     trackers,
 )
-from hydraflow.checkup.facts import Facts
-from hydraflow.checkup.finding import Finding, Skip, State, of_problem, problem
+from hydraflow.checkup.context import CheckContext
+from hydraflow.checkup.finding import CheckSkipped, Finding, State, of_problem, problem
 from hydraflow.errors import ConfigError
 
 SECONDS = 20.0
@@ -43,10 +43,10 @@ class Check:
 
     name: str
     look: Callable[[Any], Iterable[Finding]]
-    """From `Facts` to what is found."""
+    """From `CheckContext` to what is found."""
     fast: bool = False
     """Takes milliseconds: main_ppo makes it at every start."""
-    seconds: Callable[[Facts], float] = lambda facts: SECONDS
+    seconds: Callable[[CheckContext], float] = lambda context: SECONDS
     """After so long it is given up."""
 
 
@@ -60,8 +60,8 @@ class Result:
     """How long it took."""
 
 
-def _lasting(seconds: float) -> Callable[[Facts], float]:
-    return lambda facts: seconds
+def _lasting(seconds: float) -> Callable[[CheckContext], float]:
+    return lambda context: seconds
 
 
 CHECKS = (
@@ -92,25 +92,29 @@ CHECKS = (
     Check("chat template", templates.check_template, fast=True),
     Check("prompt lengths", lengths.check_lengths, seconds=_lasting(120.0)),
     Check(
-        "reward function", scoring.check_reward, seconds=lambda facts: scoring.seconds(facts.config.reward)
+        "reward function",
+        scoring.check_reward,
+        seconds=lambda context: scoring.seconds(context.config.reward),
     ),
 )
 """In the order of the report; the first to open something broken reports it."""
 
 
-def run_checks(facts: Facts, checks: Iterable[Check] = CHECKS) -> Iterator[Result]:
+def run_checks(context: CheckContext, checks: Iterable[Check] = CHECKS) -> Iterator[Result]:
     """Results, one after the other as they come."""
     for check in checks:
         started = time.monotonic()
-        findings = within(check.seconds(facts), check, facts)
+        findings = within(check.seconds(context), check, context)
         yield Result(check.name, tuple(findings), time.monotonic() - started)
 
 
-def within(seconds: float, check: Check, facts: Facts | None) -> list[Finding]:
+def within(seconds: float, check: Check, context: CheckContext | None) -> list[Finding]:
     """The findings, or a problem when they take too long. What still runs then is left behind in a thread
     that no exit waits for."""
     answers: SimpleQueue[list[Finding]] = SimpleQueue()
-    threading.Thread(target=lambda: answers.put(_guarded(check, facts)), name=check.name, daemon=True).start()
+    threading.Thread(
+        target=lambda: answers.put(_guarded(check, context)), name=check.name, daemon=True
+    ).start()
     try:
         return answers.get(timeout=seconds)
     except Empty:
@@ -122,14 +126,14 @@ def within(seconds: float, check: Check, facts: Facts | None) -> list[Finding]:
         ]
 
 
-def _guarded(check: Check, facts: Facts | None) -> list[Finding]:
+def _guarded(check: Check, context: CheckContext | None) -> list[Finding]:
     """What the check finds. Whatever it raises is a finding too: it opens files of any kind and runs the
     model's own code."""
     found: list[Finding] = []
     try:
-        for finding in check.look(facts):
+        for finding in check.look(context):
             found.append(finding)
-    except Skip as reason:
+    except CheckSkipped as reason:
         found.append(Finding(State.SKIPPED, str(reason)))
     except ConfigError as error:
         found += [of_problem(each) for each in error.problems]

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
+from hydraflow.checkup.context import MODEL, CheckContext
 from hydraflow.checkup.data_files import require_prompts
-from hydraflow.checkup.facts import MODEL, Facts
 from hydraflow.checkup.finding import Finding, note, ok, problem, warning
 from hydraflow.data.chat import Messages, as_messages
 from hydraflow.generation.native import end_tokens
@@ -36,17 +36,17 @@ SENTINEL = "ANSWER"
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
-def check_template(facts: Facts) -> Iterator[Finding]:
+def check_template(context: CheckContext) -> Iterator[Finding]:
     """Renders three prompts as training does."""
-    tokenizer = facts.tokenizer
+    tokenizer = context.tokenizer
     if not tokenizer.chat_template:
         remedy = f"{MODEL}.custom_chat_template=<Jinja template>, or an instruct model"
         evidence = f"the tokenizer of {tokenizer.name_or_path} has no chat template"
         yield problem(f"{evidence}, and prompts are lists of messages", remedy)
         return
-    data = facts.config.data
-    require_prompts(facts.first_rows, data.prompt_key)
-    chats = [as_messages(record, data.prompt_key) for record in facts.first_rows]
+    data = context.config.data
+    require_prompts(context.first_rows, data.prompt_key)
+    chats = [as_messages(record, data.prompt_key) for record in context.first_rows]
     try:
         yield from list(judge_chats(tokenizer, chats, options=data.apply_chat_template_kwargs))
     except TemplateError as error:
@@ -99,16 +99,16 @@ def _short(text: str) -> str:
     return shown if len(shown) <= 120 else f"{shown[:60]} ... {shown[-55:]}"
 
 
-def check_end_tokens(facts: Facts) -> Iterator[Finding]:
+def check_end_tokens(context: CheckContext) -> Iterator[Finding]:
     """Generation stops at the model's end tokens; the template must close an answer with one of them."""
-    rollout, tokenizer = facts.config.actor_rollout_ref.rollout, facts.tokenizer
+    rollout, tokenizer = context.config.actor_rollout_ref.rollout, context.tokenizer
     if rollout.ignore_eos and not rollout.stop_token_ids:
         yield note(f"{ROLLOUT}.ignore_eos=true: every response runs to data.max_response_length")
         return
     ends = list(rollout.stop_token_ids)
     if not rollout.ignore_eos:
-        ends = [*end_tokens(load_generation_config(facts.own_model()), facts.model_config), *ends]
-    yield from judge_ends(tokenizer, ends, vocabulary=facts.model_config.get_text_config().vocab_size)
+        ends = [*end_tokens(load_generation_config(context.own_model()), context.model_config), *ends]
+    yield from judge_ends(tokenizer, ends, vocabulary=context.model_config.get_text_config().vocab_size)
 
 
 def judge_ends(

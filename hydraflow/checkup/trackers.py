@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from hydraflow.checkup.facts import Facts
+from hydraflow.checkup.context import CheckContext
 from hydraflow.checkup.finding import Finding, of_problem, ok, problem, warning
 from hydraflow.errors import ConfigError
 from hydraflow.redact import public_text
@@ -32,10 +32,10 @@ ON_SERVERS = ("wandb", "mlflow", "swanlab")
 CONNECT_SECONDS = 2.0
 
 
-def check_trackers(facts: Facts) -> Iterator[Finding]:
+def check_trackers(context: CheckContext) -> Iterator[Finding]:
     """Asks each tracker that the run uses; the file is always among them. Then the folders for generated
     responses."""
-    trainer = facts.config.trainer
+    trainer = context.config.trainer
     yield from look_at(trainer)
     yield from _dumps(trainer)
 
@@ -46,9 +46,9 @@ def look_at(trainer: LoopConfig) -> Iterator[Finding]:
         yield TRACKER_CHECKS[name](trainer)
 
 
-def check_writing(facts: Facts) -> Iterator[Finding]:
+def check_writing(context: CheckContext) -> Iterator[Finding]:
     """Has each tracker that writes files here take one number, in a folder that goes away."""
-    for name in dict.fromkeys(["file", *facts.config.trainer.logger]):
+    for name in dict.fromkeys(["file", *context.config.trainer.logger]):
         if name in (*ON_SCREEN, *ON_SERVERS):
             continue
         with tempfile.TemporaryDirectory() as folder:

@@ -46,7 +46,7 @@ _OWN_FILES = {"--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-
 
 
 @dataclass(frozen=True)
-class Switch:
+class CommandLineOption:
     """An option that an entry point declares."""
 
     name: str
@@ -109,13 +109,14 @@ class Arguments:
         return None
 
 
-def split(argv: Sequence[str], switches: Sequence[Switch] = ()) -> Arguments:
+def split(argv: Sequence[str], switches: Sequence[CommandLineOption] = ()) -> Arguments:
     """Parses a command line.
 
     >>> found = split(["--cfg", "job", "data.shuffle=false", "--config-dir=mine"])
     >>> found.options, found.overrides
     (['--cfg', 'job', '--config-dir=mine'], ['data.shuffle=false'])
-    >>> split(["--svg", "step.svg", "--json"], [Switch("--json"), Switch("--svg", value="FILE")]).switches
+    >>> options = [CommandLineOption("--json"), CommandLineOption("--svg", value="FILE")]
+    >>> split(["--svg", "step.svg", "--json"], options).switches
     {'--svg': 'step.svg', '--json': True}
     """
     arguments, rest = Arguments(), list(argv)
@@ -139,7 +140,7 @@ def split(argv: Sequence[str], switches: Sequence[Switch] = ()) -> Arguments:
     return arguments
 
 
-def _take_own(arguments: Arguments, switch: Switch, word: str, rest: list[str]) -> None:
+def _take_own(arguments: Arguments, switch: CommandLineOption, word: str, rest: list[str]) -> None:
     """Moves an entry point's option, with its value if it takes one, from `rest` to `arguments.switches`."""
     _, equals, value = word.partition("=")
     if not switch.value:

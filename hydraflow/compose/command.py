@@ -19,10 +19,10 @@ COMMAND_LINE = "command line"
 
 
 @dataclass(frozen=True)
-class Counts:
+class KeyCounts:
     """How many keys the user set, and how they were handled.
 
-    >>> print(Counts(honoured=12, without_effect=2, unsupported=1))
+    >>> print(KeyCounts(honoured=12, without_effect=2, unsupported=1))
     12 keys honoured, 2 accepted without effect, 1 unsupported
     """
 
@@ -48,7 +48,7 @@ class Command:
     """Every leaf of the schema -> default, a YAML file, command line, or the key that it follows."""
     notes: tuple[str, ...] = ()
     """Lines for the user: renamed keys, keys without effect, keys that were not checked."""
-    counts: Counts = Counts()
+    counts: KeyCounts = KeyCounts()
     unsupported: tuple[Problem, ...] = ()
     """verl's keys that are not supported; only a tolerant entry point gets any, others reject them."""
     switches: Mapping[str, str | bool] = field(default_factory=dict)

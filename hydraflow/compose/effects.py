@@ -21,7 +21,7 @@ from hydraflow.system.allocation import allocation
 
 
 @dataclass(frozen=True)
-class Rule:
+class NoEffectRule:
     """Keys that have no effect if a condition on the whole configuration holds."""
 
     pattern: str
@@ -54,26 +54,26 @@ def _strategy(config: PPOConfig) -> str:
 
 
 _ROLES = (
-    Rule("critic.**", lambda c: not needs_critic(c), "no critic runs", "critic.enable=true"),
-    Rule(
+    NoEffectRule("critic.**", lambda c: not needs_critic(c), "no critic runs", "critic.enable=true"),
+    NoEffectRule(
         f"{REF}.**",
         lambda c: not needs_reference(c),
         "no reference runs",
         f"{ACTOR}.use_kl_loss=true or algorithm.use_kl_in_reward=true",
     ),
-    Rule(
+    NoEffectRule(
         f"{REF}.{{fsdp_config.**,megatron.**,device_mapping}}",
         lambda c: c.actor_rollout_ref.model.lora_rank > 0,
         f"with {POLICY}.lora_rank above 0 the reference is the actor with its adapters off",
         f"{POLICY}.lora_rank=0",
     ),
-    Rule(
+    NoEffectRule(
         f"{REF}.megatron.**",
         lambda c: _strategy(c) != "megatron",
         f"{ACTOR}.strategy is not megatron",
         f"{ACTOR}.strategy=megatron",
     ),
-    Rule(
+    NoEffectRule(
         f"{REF}.fsdp_config.**",
         lambda c: _strategy(c) == "megatron",
         f"{ACTOR}.strategy=megatron",
@@ -81,25 +81,25 @@ _ROLES = (
     ),
 )
 _BATCHES = (
-    Rule(
+    NoEffectRule(
         "critic.{ppo_micro_batch_size_per_gpu,forward_micro_batch_size_per_gpu}",
         lambda c: fills_by_tokens(c, "critic"),
         BY_TOKENS,
         "critic.use_dynamic_bsz=false",
     ),
-    Rule(
+    NoEffectRule(
         f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu",
         lambda c: fills_by_tokens(c, "rollout"),
         BY_TOKENS,
         f"{ROLLOUT}.log_prob_use_dynamic_bsz=false",
     ),
-    Rule(
+    NoEffectRule(
         f"{REF}.log_prob_micro_batch_size_per_gpu",
         lambda c: fills_by_tokens(c, "ref"),
         BY_TOKENS,
         f"{REF}.log_prob_use_dynamic_bsz=false",
     ),
-    Rule(
+    NoEffectRule(
         f"{ROLLOUT}.log_prob_max_token_len_per_gpu",
         lambda c: (
             c.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu is not None
@@ -108,7 +108,7 @@ _BATCHES = (
         BY_ROWS,
         f"{ROLLOUT}.log_prob_use_dynamic_bsz=true",
     ),
-    Rule(
+    NoEffectRule(
         f"{REF}.log_prob_max_token_len_per_gpu",
         lambda c: (
             c.actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu is not None
@@ -117,8 +117,10 @@ _BATCHES = (
         BY_ROWS,
         f"{REF}.log_prob_use_dynamic_bsz=true",
     ),
-    Rule("critic.forward_max_token_len_per_gpu", _critic_counts_rows, BY_ROWS, "critic.use_dynamic_bsz=true"),
-    Rule(
+    NoEffectRule(
+        "critic.forward_max_token_len_per_gpu", _critic_counts_rows, BY_ROWS, "critic.use_dynamic_bsz=true"
+    ),
+    NoEffectRule(
         "data.gen_batch_size",
         lambda c: not c.algorithm.filter_groups.enable,
         "only algorithm.filter_groups samples in batches of its own",
@@ -126,34 +128,34 @@ _BATCHES = (
     ),
 )
 _VALIDATION = (
-    Rule(
+    NoEffectRule(
         f"{{{ROLLOUT}.val_kwargs.*,trainer.{{test_freq,val_before_train,log_val_generations,validation_data_dir}}}}",
         lambda c: not _validates(c),
         NO_VALIDATION,
         "data.val_files=...",
     ),
-    Rule("data.{val_batch_size,val_max_samples}", lambda c: not _validates(c), NO_VALIDATION),
+    NoEffectRule("data.{val_batch_size,val_max_samples}", lambda c: not _validates(c), NO_VALIDATION),
 )
 _PARTS = (
-    Rule(
+    NoEffectRule(
         "{actor_rollout_ref.actor.optim.**,critic.**,trainer.{save_freq,save_final_model,critic_warmup}}",
         lambda c: c.trainer.debug.rollout_only,
         "trainer.debug.rollout_only=true trains nothing",
         "trainer.debug.rollout_only=false",
     ),
-    Rule(
+    NoEffectRule(
         "trainer.{test_freq,val_before_train,log_val_generations,validation_data_dir}",
         lambda c: c.trainer.debug.train_only,
         "trainer.debug.train_only=true does not validate",
         "trainer.debug.train_only=false",
     ),
-    Rule(
+    NoEffectRule(
         "reward.{num_workers,timeout,max_memory,failure_score,custom_reward_function.*}",
         lambda c: c.trainer.debug.train_only,
         "trainer.debug.train_only=true takes the scores of trainer.debug.load_rollouts",
         "trainer.debug.train_only=false",
     ),
-    Rule(
+    NoEffectRule(
         "reward.{num_workers,timeout,max_memory}",
         lambda c: c.debug or c.trainer.debug.local,
         "a run that is debugged scores in the process that asks, without limits",
@@ -161,45 +163,45 @@ _PARTS = (
     ),
 )
 _RUN = (
-    Rule(
+    NoEffectRule(
         "ray_init.num_cpus",
         # in a Slurm job hydraflow.slurm starts Ray with it
         lambda c: c.ray_init.address != "local" and allocation() is None,
         "the running cluster counts its own",
         "ray_init.address=local",
     ),
-    Rule(
+    NoEffectRule(
         "ray_init.{address,num_cpus}",
         lambda c: c.trainer.debug.local,
         "trainer.debug.local=true does without Ray",
     ),
-    Rule(
+    NoEffectRule(
         "log.console",
         lambda c: c.trainer.debug.local,
         "trainer.debug.local=true has one process, whose lines are on the console",
         "trainer.debug.local=false",
     ),
-    Rule(
+    NoEffectRule(
         "trainer.{rpc_timeout,start_timeout}",
         lambda c: c.debug or c.trainer.debug.local,
         "nothing has a deadline while it is debugged",
         "debug=false trainer.debug.local=false",
     ),
 )
-RULES: dict[type, tuple[Rule, ...]] = {
+RULES: dict[type, tuple[NoEffectRule, ...]] = {
     PPOConfig: (
         *_ROLES,
         *_BATCHES,
         *_VALIDATION,
         *_PARTS,
         *_RUN,
-        Rule(
+        NoEffectRule(
             "trainer.rollout_data_dir",
             lambda c: c.trainer.val_only,
             "trainer.val_only=true trains nothing",
             "trainer.val_only=false",
         ),
-        Rule(
+        NoEffectRule(
             "trainer.rollout_data_dir",
             lambda c: c.trainer.debug.load_rollouts is not None,
             "trainer.debug.load_rollouts has the responses of an earlier run",
@@ -208,19 +210,21 @@ RULES: dict[type, tuple[Rule, ...]] = {
     ),
     GenerateConfig: tuple(rule for rule in _RUN if not rule.pattern.startswith("log.")),
     SFTConfig: (
-        Rule("trainer.test_freq", lambda c: not c.data.val_files, NO_VALIDATION, "data.val_files=..."),
+        NoEffectRule(
+            "trainer.test_freq", lambda c: not c.data.val_files, NO_VALIDATION, "data.val_files=..."
+        ),
         *_RUN,
     ),
 }
 """Schema -> rules; for each key, the first rule that applies is reported."""
 
 PLANNED_ONLY = (
-    Rule(
+    NoEffectRule(
         "cluster.*",
         lambda c: True,
         "it describes machines for python -m hydraflow.plan; a run takes those of trainer.*",
     ),
-    Rule(
+    NoEffectRule(
         f"{ROLLOUT}.agent.*",
         lambda c: True,
         "no agents run yet; python -m hydraflow.plan shows what each of them would get",
@@ -245,11 +249,13 @@ def _planned_only(key: str) -> tuple[str, str] | None:
     return next(((rule.why, rule.remedy) for rule in PLANNED_ONLY if fits(rule.pattern, key)), None)
 
 
-def idle_keys(config: object, given: Iterable[tuple[str, Any]], *, planning: bool) -> Iterator[Problem]:
+def keys_without_effect(
+    config: object, given: Iterable[tuple[str, Any]], *, planning: bool
+) -> Iterator[Problem]:
     """One problem for each of the given (key, value) pairs that has no effect. `planning`: nothing will run.
 
     >>> config = PPOConfig()
-    >>> print(*idle_keys(config, [("actor_rollout_ref.actor.kl_loss_coef", 0.1)], planning=True))
+    >>> print(*keys_without_effect(config, [("actor_rollout_ref.actor.kl_loss_coef", 0.1)], planning=True))
     actor_rollout_ref.actor.kl_loss_coef=0.1: has no effect: actor_rollout_ref.actor.use_kl_loss=false
           -> leave out actor_rollout_ref.actor.kl_loss_coef or actor_rollout_ref.actor.use_kl_loss=true
     """

@@ -20,7 +20,7 @@ from hydraflow.errors import Problem, shown
 
 
 @dataclass(frozen=True)
-class Library:
+class ArgumentLibrary:
     """Where a library declares its arguments."""
 
     name: str
@@ -31,14 +31,14 @@ class Library:
     """Name of the class whose annotated fields are the arguments."""
 
 
-VLLM = Library("vLLM", "vllm", ("engine/arg_utils.py",), ("EngineArgs", "AsyncEngineArgs"))
-MEGATRON = Library(
+VLLM = ArgumentLibrary("vLLM", "vllm", ("engine/arg_utils.py",), ("EngineArgs", "AsyncEngineArgs"))
+MEGATRON = ArgumentLibrary(
     "Megatron-Core",
     "megatron",
     ("core/model_parallel_config.py", "core/transformer/transformer_config.py"),
     ("ModelParallelConfig", "TransformerConfig", "MLATransformerConfig"),
 )
-OPEN_TO: dict[str, Library] = {
+OPEN_TO: dict[str, ArgumentLibrary] = {
     "actor_rollout_ref.rollout.engine_kwargs.vllm": VLLM,
     "actor_rollout_ref.actor.megatron.override_transformer_config": MEGATRON,
     "actor_rollout_ref.ref.megatron.override_transformer_config": MEGATRON,
@@ -66,7 +66,7 @@ def check_names(leaves: Mapping[str, Any]) -> tuple[list[Problem], list[str]]:
 
 
 def _unknown_names(
-    key: str, content: Mapping[str, Any], library: Library, known: frozenset[str]
+    key: str, content: Mapping[str, Any], library: ArgumentLibrary, known: frozenset[str]
 ) -> Iterator[Problem]:
     for name, value in content.items():
         if name not in known:
@@ -79,7 +79,7 @@ def _unknown_names(
 
 
 @cache
-def argument_names(library: Library) -> frozenset[str] | None:
+def argument_names(library: ArgumentLibrary) -> frozenset[str] | None:
     """The names of a library's arguments; None: it is not installed, or its source looks different."""
     spec = importlib.util.find_spec(library.package)
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []

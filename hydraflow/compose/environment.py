@@ -20,7 +20,7 @@ RESOLVER, DECODER = "oc.env", "oc.decode"
 _NO_DEFAULT: Any = object()
 
 
-class Named:
+class ResolvedReferences:
     """The references that were resolved, each under a unique marker that no value contains by chance."""
 
     def __init__(self) -> None:
@@ -53,9 +53,9 @@ class Named:
 
 
 @contextmanager
-def unread_environment() -> Iterator[Named]:
+def unread_environment() -> Iterator[ResolvedReferences]:
     """Within the context, OmegaConf resolves references to the environment to markers."""
-    named = Named()
+    named = ResolvedReferences()
     OmegaConf.register_new_resolver(RESOLVER, named.resolve, replace=True)
     OmegaConf.register_new_resolver(DECODER, named.decode, replace=True)
     try:

@@ -27,11 +27,11 @@ def translated(error: HydraException | OmegaConfBaseException, files: Sequence[s
     key = getattr(error, "full_key", None) or "configuration"
     text = str(error).partition("Config search path:")[0]  # the rest lists folders that the user did not name
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    said = " ".join(line for line in lines if not line.startswith(("full_key:", "object_type=")))
+    message = " ".join(line for line in lines if not line.startswith(("full_key:", "object_type=")))
     for pattern, problem in _ROWS:
-        if match := re.search(pattern, said):
+        if match := re.search(pattern, message):
             return ConfigError([problem(key, match, files)])
-    return ConfigError.one(key, None, said)
+    return ConfigError.one(key, None, message)
 
 
 def _deletion(key: str, match: re.Match[str], files: Sequence[str]) -> Problem:

@@ -24,7 +24,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hydraflow.compose import completion
-from hydraflow.compose.arguments import Arguments, Switch, split
+from hydraflow.compose.arguments import Arguments, CommandLineOption, split
 from hydraflow.compose.command import Command
 from hydraflow.compose.command_words import public_words
 from hydraflow.compose.hydra_errors import translated
@@ -32,14 +32,14 @@ from hydraflow.compose.keys import describe
 from hydraflow.compose.loading import (
     VERSION_BASE,
     Advise,
-    Composed,
-    Entry,
+    ComposedConfig,
+    EntryPoint,
     Judge,
     ShowError,
     finish,
     register,
 )
-from hydraflow.compose.overrides import Prepared, config_folder, groups_in, prepare
+from hydraflow.compose.overrides import PreparedCommandLine, config_folder, groups_in, prepare
 from hydraflow.compose.own_files import take, unreadable
 from hydraflow.errors import ConfigError, HydraflowError, Problem
 from hydraflow.redact import public_text
@@ -65,7 +65,7 @@ def launch(
     schema: type[Config],
     run: Run[Config],
     *,
-    switches: Sequence[Switch] = (),
+    switches: Sequence[CommandLineOption] = (),
     judges: Sequence[Judge] = (),
     missing: Judge | None = None,
     tolerant: bool = False,
@@ -95,7 +95,7 @@ def launch(
         return 0
     if arguments.has("--shell-completion", "-sc") and completion.install(arguments.overrides):
         return 0
-    entry = Entry(
+    entry = EntryPoint(
         config_name,
         schema,
         judges,
@@ -111,11 +111,13 @@ def launch(
     return code or next((code for code in launched.codes if code), 0)
 
 
-def given_switches(switches: Sequence[Switch], argv: Sequence[str] | None = None) -> dict[str, str | bool]:
+def given_switches(
+    switches: Sequence[CommandLineOption], argv: Sequence[str] | None = None
+) -> dict[str, str | bool]:
     """The entry point's own options on a command line, by default that of this process; errors are reported
     by `launch`.
 
-    >>> given_switches([Switch("--job", value="NAME")], ["data.shuffle=false", "--job", "sft"])
+    >>> given_switches([CommandLineOption("--job", value="NAME")], ["data.shuffle=false", "--job", "sft"])
     {'--job': 'sft'}
     """
     return split(sys.argv[1:] if argv is None else argv, switches).switches
@@ -141,7 +143,7 @@ def run_guarded(work: Callable[[], int | None], show_error: ShowError | None = N
         return say_interrupted()
 
 
-def help_text(config_name: str, schema: type, switches: Sequence[Switch] = ()) -> str:
+def help_text(config_name: str, schema: type, switches: Sequence[CommandLineOption] = ()) -> str:
     """The text of `--help`: usage, groups and their choices, every key with its default and meaning."""
     groups = [
         f"  {group}={'|'.join(choices)}"
@@ -185,11 +187,11 @@ def _command() -> str:
 class _Launch(Generic[Config]):
     """A command line on its way through Hydra, which calls `_composed` with each configuration."""
 
-    def __init__(self, entry: Entry[Config], arguments: Arguments, run: Run[Config]):
+    def __init__(self, entry: EntryPoint[Config], arguments: Arguments, run: Run[Config]):
         self.entry, self.arguments, self._run_job = entry, arguments, run
         self.codes: list[int] = []
         """Exit code of each configuration that was run."""
-        self._prepared = Prepared()
+        self._prepared = PreparedCommandLine()
         self._shown: tuple[str, bool] | None = None
         """For `--cfg job`: see `_take_what_to_show`."""
         self._has_composed = False
@@ -248,11 +250,11 @@ class _Launch(Generic[Config]):
 
     def _finished(
         self, composed: DictConfig, facts: HydraConf, *, only_keys: bool = False
-    ) -> Composed[Config]:
+    ) -> ComposedConfig[Config]:
         name, words = str(facts.job.config_name), _words(facts.overrides.task)
         return finish(self.entry, composed, self._prepared, name, words, only_keys=only_keys)
 
-    def _job(self, one: Composed[Config]) -> int:
+    def _job(self, one: ComposedConfig[Config]) -> int:
         if not self.entry.tolerant:
             for note in one.command.notes:
                 print(f"note: {note}", file=sys.stderr)
@@ -284,7 +286,7 @@ def _take_what_to_show(arguments: Arguments) -> tuple[str, bool] | None:
     return arguments.take("--package", "-p") or "", resolve
 
 
-def _show(composed: Composed[Any], shown: tuple[str, bool]) -> int:
+def _show(composed: ComposedConfig[Any], shown: tuple[str, bool]) -> int:
     package, resolve = shown
     whole = OmegaConf.create(asdict(composed.config) if resolve else composed.tree)
     section = OmegaConf.select(whole, package) if package not in ("", "_global_") else whole

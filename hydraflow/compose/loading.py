@@ -29,13 +29,13 @@ from hydraflow.compose import allocated, verl_trees
 from hydraflow.compose import origins as provenance
 from hydraflow.compose import rules as checks
 from hydraflow.compose.arguments import Arguments
-from hydraflow.compose.command import DEFAULT, Command, Counts
-from hydraflow.compose.effects import idle_keys
+from hydraflow.compose.command import DEFAULT, Command, KeyCounts
+from hydraflow.compose.effects import keys_without_effect
 from hydraflow.compose.engine_arguments import check_names
 from hydraflow.compose.environment import unread_environment
 from hydraflow.compose.hydra_errors import translated
 from hydraflow.compose.keys import fitted, known_keys
-from hydraflow.compose.overrides import Prepared, config_folder, groups_in, prepare
+from hydraflow.compose.overrides import PreparedCommandLine, config_folder, groups_in, prepare
 from hydraflow.compose.tree import CheckedTree, UnknownValues, check, nested, over
 from hydraflow.compose.verl_values import ROLLOUT
 from hydraflow.device import planned_devices
@@ -58,7 +58,7 @@ class Advise(Protocol):
 
 
 @dataclass(frozen=True)
-class Entry(Generic[Config]):
+class EntryPoint(Generic[Config]):
     """The entry point that a configuration is loaded for."""
 
     config_name: str
@@ -81,7 +81,7 @@ class Entry(Generic[Config]):
 
 
 @dataclass(frozen=True)
-class Composed(Generic[Config]):
+class ComposedConfig(Generic[Config]):
     """A composition without errors."""
 
     config: Config
@@ -110,7 +110,7 @@ def load_command(
     tolerant: bool = False,
 ) -> tuple[Config, Command]:
     """As `load`, with the `Command` and its notes."""
-    entry = Entry(config_name, schema, judges, missing, tolerant)
+    entry = EntryPoint(config_name, schema, judges, missing, tolerant)
     prepared = prepare(config_name, schema, Arguments(overrides=list(overrides)))
     register(entry)
     with hydra.initialize_config_dir(str(config_folder(config_name)), version_base=VERSION_BASE):
@@ -122,7 +122,7 @@ def load_command(
     return found.config, found.command
 
 
-def register(entry: Entry[Any], folders: Sequence[Path] = ()) -> None:
+def register(entry: EntryPoint[Any], folders: Sequence[Path] = ()) -> None:
     """Registers the schema's defaults as `schema_<config_name>`, the base of the YAML files.
 
     `folders` contain the user's files, which may name verl's.
@@ -132,14 +132,14 @@ def register(entry: Entry[Any], folders: Sequence[Path] = ()) -> None:
 
 
 def finish(
-    entry: Entry[Config],
+    entry: EntryPoint[Config],
     composed: DictConfig,
-    prepared: Prepared,
+    prepared: PreparedCommandLine,
     config_name: str,
     words: Sequence[str],
     *,
     only_keys: bool = False,
-) -> Composed[Config]:
+) -> ComposedConfig[Config]:
     """The checked configuration; raises one ConfigError with all its problems.
 
     `config_name` and `words`: the file and the overrides that were composed. `only_keys`: values are not
@@ -165,18 +165,18 @@ def finish(
     config = _build(entry.schema, checked.leaves)
     foreign, notes = _open_mappings(checked)
     written = from_environment(entry.schema, composed, tree, origins)
-    command, idle = _describe(entry, config, checked, written, notes)
+    command, ineffective = _describe(entry, config, checked, written, notes)
     if not only_keys:
-        suspects = [*foreign, *(idle if _is_strict(cast(Any, config)) else [])]
+        suspects = [*foreign, *(ineffective if _is_strict(cast(Any, config)) else [])]
         problems += _value_problems(entry, config, command, checked, suspects, refused=bool(problems))
     if problems:
         raise ConfigError(problems)
     as_written = {key: checked.written.get(key, value) for key, value in checked.leaves.items()}
-    return Composed(config, command, nested(as_written))
+    return ComposedConfig(config, command, nested(as_written))
 
 
 def _find_origins(
-    entry: Entry[Any], config_name: str, words: Sequence[str], prepared: Prepared
+    entry: EntryPoint[Any], config_name: str, words: Sequence[str], prepared: PreparedCommandLine
 ) -> dict[str, str]:
     loader, ours = GlobalHydra.instance().config_loader(), config_folder(entry.config_name)
     sources = [Path(source.path) for source in loader.get_sources() if source.scheme() == "file"]
@@ -222,7 +222,7 @@ def _build(schema: type[Config], leaves: Mapping[str, Any]) -> Config:
 
 
 def _describe(
-    entry: Entry[Any],
+    entry: EntryPoint[Any],
     config: Any,
     checked: CheckedTree,
     written: Mapping[str, Any],
@@ -232,11 +232,11 @@ def _describe(
     on the names in open mappings."""
     schema: type = entry.schema
     given = [(key, written.get(key, checked.leaves[key])) for key in _keys_of_the_user(schema, checked)]
-    idle = [*checked.translation.ignored, *idle_keys(config, given, planning=entry.tolerant)]
+    ineffective = [*checked.translation.ignored, *keys_without_effect(config, given, planning=entry.tolerant)]
     unsupported = checked.translation.unsupported
     notes = [
         *checked.translation.notes,
-        *(str(one).partition("\n")[0] for one in idle),
+        *(str(one).partition("\n")[0] for one in ineffective),
         *names,
         *_default_devices(config, checked),
         *_default_estimator(config, checked),
@@ -244,26 +244,26 @@ def _describe(
     ]
     if entry.tolerant:
         notes += [str(one).partition("\n")[0] for one in unsupported]
-    without_effect = len(idle)
-    counts = Counts(
+    without_effect = len(ineffective)
+    counts = KeyCounts(
         len(given) - (without_effect - len(checked.translation.ignored)), without_effect, len(unsupported)
     )
     origins = {
         key.path: DEFAULT for key in known_keys(schema).values() if not key.is_section
     } | checked.origins
     reported = tuple(unsupported) if entry.tolerant else ()
-    said = tuple(dict.fromkeys(notes))
+    unique_notes = tuple(dict.fromkeys(notes))
     return Command(
-        entry.config_name, origins, said, counts, reported, entry.switches, entry.words, written
-    ), idle
+        entry.config_name, origins, unique_notes, counts, reported, entry.switches, entry.words, written
+    ), ineffective
 
 
 def _default_devices(config: Any, checked: CheckedTree) -> Iterator[str]:
     """Notes our default in place of verl's 8 GPUs, if a verl command line does not set the number."""
-    key, said = "trainer.n_gpus_per_node", checked.translation
+    key, translation = "trainer.n_gpus_per_node", checked.translation
     if not isinstance(config, PPOConfig) or key in checked.origins or config.cluster.devices_per_node:
         return
-    if said.honoured or said.ignored or said.unsupported or said.untouched:
+    if translation.honoured or translation.ignored or translation.unsupported or translation.untouched:
         count = planned_devices(config.trainer.device)
         yield f"{key}: not set; verl takes 8, here it is what this machine has ({count})"
 
@@ -305,7 +305,7 @@ def _is_strict(config: PPOConfig | SFTConfig | GenerateConfig | EvalConfig) -> b
 
 
 def _value_problems(
-    entry: Entry[Any],
+    entry: EntryPoint[Any],
     config: Any,
     command: Command,
     checked: CheckedTree,

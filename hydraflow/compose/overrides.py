@@ -1,8 +1,9 @@
 """Checks overrides before Hydra sees them, and rewrites them to a form that Hydra accepts for every key.
 
-In: the words of a command line, the groups of YAML files, a schema. Out: `Prepared`: words for Hydra, and one
-problem for each word that it would reject. `key=v`, `+key=v` and `++key=v` mean the same for every known key.
-Left out on purpose: unknown keys and wrong types, which are checked in the whole composed tree (`tree.py`).
+In: the words of a command line, the groups of YAML files, a schema. Out: `PreparedCommandLine`: words for
+Hydra, and one problem for each word that it would reject. `key=v`, `+key=v` and `++key=v` mean the same for
+every known key. Left out on purpose: unknown keys and wrong types, which are checked in the whole composed
+tree (`tree.py`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _OWN_MODEL_OR_DATA = {"recipe", "actor_rollout_ref.model.path", "data.train_file
 
 
 @dataclass
-class Prepared:
+class PreparedCommandLine:
     """A command line that Hydra accepts."""
 
     words: list[str] = field(default_factory=list)
@@ -79,14 +80,16 @@ def groups_in(folders: Sequence[Path], schema: type) -> dict[str, list[str]]:
     return groups
 
 
-def prepare(config_name: str, schema: type, arguments: Arguments, own: OwnFiles | None = None) -> Prepared:
+def prepare(
+    config_name: str, schema: type, arguments: Arguments, own: OwnFiles | None = None
+) -> PreparedCommandLine:
     """Words for Hydra, and problems of those that it would reject."""
     own = own or OwnFiles()
     folders = [config_folder(config_name), *own.folders]
     groups = groups_in(folders, schema)
     chosen = _groups_of(folders[0] / f"{config_name}.yaml")
     own_file = arguments.has("--config-name", "-cn", "--config-path", "-cp")
-    prepared = Prepared(list(own.words), list(arguments.problems), own.folders)
+    prepared = PreparedCommandLine(list(own.words), list(arguments.problems), own.folders)
     prepared.files = [
         *(file.stem for folder in folders for file in folder.glob("*.yaml")),
         *(primary_names() if own.folders else ()),
@@ -124,7 +127,7 @@ def is_hydras(override: Override) -> bool:
     return override.is_delete() or override.package is not None or key.startswith(("hydra.", "hydra/"))
 
 
-def _parse(word: str, schema: type, prepared: Prepared) -> Override | None:
+def _parse(word: str, schema: type, prepared: PreparedCommandLine) -> Override | None:
     key, equals, value = word.lstrip("+~").partition("=")
     if word.startswith("~") or (key and equals):
         try:

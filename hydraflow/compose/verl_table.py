@@ -53,7 +53,7 @@ class Unsupported:
 
 
 @dataclass(frozen=True)
-class Tables:
+class KeyTables:
     """Rows for keys of verl's that have no counterpart here, by pattern."""
 
     sections: dict[str, str]
@@ -138,7 +138,7 @@ def _alias(old: str, new: str, why: str = "") -> Alias:
 
 
 @cache
-def tables() -> Tables:
+def tables() -> KeyTables:
     """The tables of `verl_data/keys.yaml`.
 
     >>> tables().ignored["trainer.esi_redundant_time"].why
@@ -158,7 +158,7 @@ def tables() -> Tables:
         for name in ("ignored", "not_needed")
     )
     others = {_pattern(pattern, names): default for pattern, default in content["other_defaults"].items()}
-    return Tables(content["sections"], ignored, not_needed, unsupported, others)
+    return KeyTables(content["sections"], ignored, not_needed, unsupported, others)
 
 
 def read(file: str) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from hydraflow.data.files import Record
+from hydraflow.data.files import FileRecord
 from hydraflow.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ TEMPLATE_FAULTS = (TypeError, ValueError, KeyError, AttributeError)
 """What a template's code may raise besides Jinja's own errors, from messages or template_kwargs."""
 
 
-def as_messages(record: Record, column: str) -> Messages:
+def as_messages(record: FileRecord, column: str) -> Messages:
     """The messages in `column`; a plain string is one user message. Raises `ConfigError` naming the row.
 
     Null fields are dropped: Parquet fills every message with the fields of all the others.
@@ -56,7 +56,7 @@ def require_template(tokenizer: PreTrainedTokenizerBase) -> None:
 def tokenise_chats(
     tokenizer: PreTrainedTokenizerBase,
     chats: Sequence[Messages],
-    records: Sequence[Record],
+    records: Sequence[FileRecord],
     *,
     add_generation_prompt: bool,
     template_kwargs: Mapping[str, Any],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydraflow.options import FILES, NO_LIMIT_OR_COUNT, idle_when, option, unless
+from hydraflow.options import FILES, NO_LIMIT_OR_COUNT, no_effect_when, option, unless
 
 
 @dataclass
@@ -23,7 +23,7 @@ class PromptConfig:
     truncation: str = option(
         "error",
         choices=("error", "left", "right", "middle"),
-        idle=unless(
+        no_effect=unless(
             "filter_overlong_prompts", False, why="{s}.filter_overlong_prompts=true leaves longer prompts out"
         ),
     )
@@ -86,14 +86,16 @@ class SFTDataConfig:
         None,
         size=True,
         shapes_training=False,
-        idle=unless("use_dynamic_bsz", False, why="{s}.use_dynamic_bsz=true fills micro-batches by tokens"),
+        no_effect=unless(
+            "use_dynamic_bsz", False, why="{s}.use_dynamic_bsz=true fills micro-batches by tokens"
+        ),
     )
     """Micro-batch size in conversations per data rank; null: from max_token_len_per_gpu."""
     max_token_len_per_gpu: int = option(
         8192,
         size=True,
         shapes_training=False,
-        idle=idle_when(
+        no_effect=no_effect_when(
             lambda s: s.micro_batch_size_per_gpu is not None and not s.use_dynamic_bsz,
             "micro-batches have a given number of rows",
             "{s}.use_dynamic_bsz=true",

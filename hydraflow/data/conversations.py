@@ -21,7 +21,7 @@ import torch
 
 from hydraflow.data.chat import Messages, as_messages, require_template, tokenise_chats
 from hydraflow.data.config import SFTDataConfig
-from hydraflow.data.files import Record, raise_problems, read_records, require_columns
+from hydraflow.data.files import FileRecord, raise_problems, read_records, require_columns
 from hydraflow.errors import ConfigError, Problem
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
@@ -94,7 +94,7 @@ class ConversationDataset:
 def tokenise_conversations(
     tokenizer: PreTrainedTokenizerBase,
     chats: Sequence[Messages],
-    records: Sequence[Record],
+    records: Sequence[FileRecord],
     template_kwargs: dict[str, Any],
 ) -> list[Conversation]:
     """Tokens and masks of `chats`; `records[i]` is where `chats[i]` came from."""
@@ -109,7 +109,7 @@ def tokenise_conversations(
 
 def read_chats(
     config: SFTDataConfig, files: Any, *, key: str, max_samples: int
-) -> tuple[list[Record], list[Messages]]:
+) -> tuple[list[FileRecord], list[Messages]]:
     """Rows and their conversations, not tokenised yet. Raises ConfigError for unusable files and for rows
     that are not conversations."""
     records = read_records(files, key=key, limit=max_samples)
@@ -125,7 +125,7 @@ def read_chats(
     return records, chats
 
 
-def _read_chat(record: Record, config: SFTDataConfig) -> Messages:
+def _read_chat(record: FileRecord, config: SFTDataConfig) -> Messages:
     if config.messages_key in record.values:
         return as_messages(record, config.messages_key)
     response = {"role": "assistant", "content": str(record.values[config.response_key])}
@@ -148,7 +148,7 @@ def _by_markers(
 def _by_beginnings(
     tokenizer: PreTrainedTokenizerBase,
     chats: Sequence[Messages],
-    records: Sequence[Record],
+    records: Sequence[FileRecord],
     template_kwargs: dict[str, Any],
 ) -> list[Conversation]:
     turns = [(row, turn) for row, chat in enumerate(chats) for turn in _assistant_turns(chat)]
@@ -196,7 +196,7 @@ def end_of_turn(
     return end
 
 
-def _rewritten(record: Record, turn: int) -> Problem:
+def _rewritten(record: FileRecord, turn: int) -> Problem:
     return record.problem(
         f"message {turn}: the chat template writes the conversation up to it differently when more follows,"
         " so its tokens cannot be identified",
@@ -205,7 +205,7 @@ def _rewritten(record: Record, turn: int) -> Problem:
 
 
 def _check_lengths(
-    conversations: Sequence[Conversation], records: Sequence[Record], config: SFTDataConfig
+    conversations: Sequence[Conversation], records: Sequence[FileRecord], config: SFTDataConfig
 ) -> None:
     if config.truncation != "error":
         return

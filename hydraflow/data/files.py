@@ -24,8 +24,8 @@ DEEPEST = 100
 
 
 @dataclass(frozen=True)
-class Record:
-    """One row of a file."""
+class FileRecord:
+    """One row of a file and where it is from."""
 
     values: dict[str, Any]
     """Column name -> value, as plain Python objects."""
@@ -40,13 +40,13 @@ class Record:
 
 def read_records(
     files: str | Path | Sequence[str | Path] | None, *, key: str, columns: Sequence[str] = (), limit: int = -1
-) -> list[Record]:
+) -> list[FileRecord]:
     """Rows of all `files` in order, the first `limit` of them (-1: all).
 
     `key` is the configuration key to name in errors. Raises `ConfigError` for a missing, unreadable or empty
     file and for a row in which one of `columns` is absent or null.
     """
-    records: list[Record] = []
+    records: list[FileRecord] = []
     for path in as_paths(files, key):
         if len(records) == limit:
             break
@@ -65,7 +65,7 @@ def as_paths(files: Any, key: str) -> list[Path]:
     return listed(files) or []
 
 
-def require_columns(records: Sequence[Record], columns: Sequence[str]) -> None:
+def require_columns(records: Sequence[FileRecord], columns: Sequence[str]) -> None:
     """Raises `ConfigError` naming file, row and column of the first rows that lack one of `columns`."""
     problems: list[Problem] = []
     for record in records:
@@ -86,7 +86,7 @@ def raise_problems(problems: Sequence[Problem]) -> None:
     raise ConfigError(shown)
 
 
-def filled(record: Record) -> list[str]:
+def filled(record: FileRecord) -> list[str]:
     """Names of the columns in which this row has a value."""
     return [name for name, value in record.values.items() if value is not None]
 
@@ -100,7 +100,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), unfinished)
 
 
-def _read_file(path: Path, key: str, limit: int | None) -> list[Record]:
+def _read_file(path: Path, key: str, limit: int | None) -> list[FileRecord]:
     """The first `limit` rows; None: all."""
     readers = {".parquet": _parquet_rows, ".jsonl": _json_rows, ".json": _json_rows}
     if path.suffix not in readers:
@@ -108,7 +108,7 @@ def _read_file(path: Path, key: str, limit: int | None) -> list[Record]:
             key, path, f"ends in {path.suffix or 'nothing'}; known are {', '.join(readers)}"
         )
     rows = islice(readers[path.suffix](path, key, limit), limit)
-    records = [Record(values, path, row) for row, values in enumerate(rows)]
+    records = [FileRecord(values, path, row) for row, values in enumerate(rows)]
     if not records:
         raise ConfigError.one(key, path, "the file has no rows")
     return records

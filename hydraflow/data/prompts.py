@@ -17,7 +17,7 @@ import torch
 
 from hydraflow.data.chat import Messages, as_messages, require_template, tokenise_chats
 from hydraflow.data.config import DataConfig, PromptConfig
-from hydraflow.data.files import Record, raise_problems, read_records
+from hydraflow.data.files import FileRecord, raise_problems, read_records
 from hydraflow.errors import ConfigError
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
@@ -59,7 +59,7 @@ class PromptDataset:
         ids = _limit_lengths(ids, records, config)
         kept = [i for i, tokens in enumerate(ids) if len(tokens) <= config.max_prompt_length]
         _report_filtered(len(ids) - len(kept), len(ids), config, key)
-        self.records: list[Record] = [records[i] for i in kept]
+        self.records: list[FileRecord] = [records[i] for i in kept]
         """The source record of each prompt, with all of its columns."""
         self._prompts = [torch.tensor(ids[i], dtype=torch.int64) for i in kept]
         self._objects = _row_objects(records, chats, kept, _source_key(config))
@@ -83,7 +83,7 @@ class PromptDataset:
 
 def read_prompts(
     config: PromptConfig, files: Any, *, key: str, max_samples: int
-) -> tuple[list[Record], list[Messages]]:
+) -> tuple[list[FileRecord], list[Messages]]:
     """Rows and their messages, not tokenised yet. Raises ConfigError for unusable files and rows without a
     needed column."""
     source_key = _source_key(config)
@@ -99,7 +99,7 @@ def _source_key(config: PromptConfig) -> str | None:
     return config.reward_fn_key if isinstance(config, DataConfig) else None
 
 
-def _require_ground_truth(records: Sequence[Record]) -> None:
+def _require_ground_truth(records: Sequence[FileRecord]) -> None:
     lacking, rule = [], 'column reward_model must hold {"style": ..., "ground_truth": ...}'
     for record in records:
         model = record.values["reward_model"]
@@ -108,7 +108,9 @@ def _require_ground_truth(records: Sequence[Record]) -> None:
     raise_problems(lacking)
 
 
-def _limit_lengths(ids: list[list[int]], records: Sequence[Record], config: PromptConfig) -> list[list[int]]:
+def _limit_lengths(
+    ids: list[list[int]], records: Sequence[FileRecord], config: PromptConfig
+) -> list[list[int]]:
     """Truncates overlong prompts, or raises for them; under filter_overlong_prompts they are left
     unchanged."""
     limit = config.max_prompt_length
@@ -147,7 +149,7 @@ def _report_filtered(dropped: int, rows: int, config: PromptConfig, key: str) ->
 
 
 def _row_objects(
-    records: Sequence[Record], chats: Sequence[Any], kept: Sequence[int], source_key: str | None
+    records: Sequence[FileRecord], chats: Sequence[Any], kept: Sequence[int], source_key: str | None
 ) -> dict[str, np.ndarray]:
     values = [records[i].values for i in kept]
     objects: dict[str, list[Any]] = {
@@ -162,7 +164,7 @@ def _row_objects(
     return {name: as_objects(column) for name, column in objects.items()}
 
 
-def _require_json(records: Sequence[Record], objects: dict[str, list[Any]]) -> None:
+def _require_json(records: Sequence[FileRecord], objects: dict[str, list[Any]]) -> None:
     """Row objects travel between processes as JSON; values that JSON cannot hold are reported here, with
     their row."""
     problems = []

@@ -16,10 +16,10 @@ from typing import Any, Protocol
 import ray
 from ray import ObjectRef
 
-from hydraflow.dispatch.head import Head
-from hydraflow.dispatch.shards import LateShard, Promised
+from hydraflow.dispatch.head import RayHead
+from hydraflow.dispatch.shards import Future, LateShard
 from hydraflow.dispatch.timeline import Timeline
-from hydraflow.dispatch.transport import Parcel, Traffic, unpack
+from hydraflow.dispatch.transport import Payload, Traffic, unpack
 from hydraflow.dispatch.worker import DECISIONS, Failure, log_tail
 from hydraflow.errors import ConfigError, HydraflowError, WorkerError
 
@@ -31,7 +31,7 @@ FETCH = 10.0
 """Seconds for one ready answer to arrive, after fetching the answers of all ranks together has failed."""
 
 
-class Crew(Protocol):
+class GroupHandle(Protocol):
     """What waiting needs to know of a group's processes."""
 
     error: HydraflowError | None
@@ -44,17 +44,17 @@ class Crew(Protocol):
 
 
 @dataclass
-class Work:
+class CallDuration:
     """Run time of the slowest rank of one call, among those that have answered."""
 
     seconds: float = 0.0
 
 
 @dataclass(frozen=True)
-class Ticket:
+class PendingCall:
     """A pending answer: which rank owes it, by when, and where it goes."""
 
-    crew: Crew
+    group: GroupHandle
     role: str
     rank: int
     node: str
@@ -64,30 +64,30 @@ class Ticket:
     """time.monotonic() at which `seconds` have passed."""
     answers: dict[int, Any]
     """The call's answers by rank; this one is added."""
-    work: Work
-    """Shared by the tickets of one call."""
+    duration: CallDuration
+    """Shared by the pending calls of one call."""
 
     def error(self, cause: str) -> WorkerError:
         """This call's error, with the end of the rank's log."""
-        tail = log_tail(self.crew.log_of(self.rank, self.role))
+        tail = log_tail(self.group.log_of(self.rank, self.role))
         return WorkerError(
             role=self.role, rank=self.rank, node=self.node, method=self.method, cause=cause, log_tail=tail
         )
 
 
-class Ledger:
+class PendingCalls:
     """All pending calls. Used by one thread."""
 
     def __init__(self, traffic: Traffic, timeline: Timeline):
         self.traffic, self.timeline = traffic, timeline
         self.stacks: Callable[[str], str] | None = None
         """Writes the stacks of all workers for a given reason; returns the file. None: not configured."""
-        self.head: Head | None = None
+        self.head: RayHead | None = None
         """Ray's control service, checked while waiting; None: not checked."""
         self.interrupt: Callable[[], None] | None = None
         """Called a few times a second while waiting; an exception ends the wait, and the calls stay
         pending."""
-        self.pending: dict[ObjectRef, Ticket] = {}
+        self.pending: dict[ObjectRef, PendingCall] = {}
 
     def settle(self, refs: Sequence[ObjectRef]) -> None:
         """Waits until none of `refs` is pending. Raises when any pending call, one of these or another, fails
@@ -97,7 +97,7 @@ class Ledger:
                 self.head.look()
             if self.interrupt is not None:
                 self.interrupt()
-            left = min(ticket.deadline for ticket in self.pending.values()) - time.monotonic()
+            left = min(call.deadline for call in self.pending.values()) - time.monotonic()
             ready = self._ready(owed, max(0.0, min(left, SLICE)))
             if not ready and left <= 0:
                 self._late()
@@ -123,63 +123,61 @@ class Ledger:
         if failures:
             self._fail(failures)
 
-    def _keep(self, refs: Sequence[ObjectRef]) -> list[tuple[Ticket, Failure]]:
+    def _keep(self, refs: Sequence[ObjectRef]) -> list[tuple[PendingCall, Failure]]:
         """Stores the answers that have arrived; returns those that are failures."""
         failures = []
-        for ticket, answer in self._read(refs):
+        for call, answer in self._read(refs):
             if isinstance(answer, Failure):
-                failures.append((ticket, answer))
+                failures.append((call, answer))
             else:
-                ticket.answers[ticket.rank] = answer
+                call.answers[call.rank] = answer
         return failures
 
-    def _read(self, refs: Sequence[ObjectRef]) -> list[tuple[Ticket, Any]]:
-        tickets = [self.pending.pop(ref) for ref in refs]
+    def _read(self, refs: Sequence[ObjectRef]) -> list[tuple[PendingCall, Any]]:
+        calls = [self.pending.pop(ref) for ref in refs]
         try:
-            parcels = ray.get(list(refs), timeout=max(ticket.seconds for ticket in tickets)) if refs else []
+            payloads = ray.get(list(refs), timeout=max(call.seconds for call in calls)) if refs else []
         except ray.exceptions.RayError:
-            return [(ticket, self._read_one(ref, ticket)) for ref, ticket in zip(refs, tickets, strict=True)]
-        return [
-            (ticket, self._opened(ticket, parcel)) for ticket, parcel in zip(tickets, parcels, strict=True)
-        ]
+            return [(call, self._read_one(ref, call)) for ref, call in zip(refs, calls, strict=True)]
+        return [(call, self._opened(call, payload)) for call, payload in zip(calls, payloads, strict=True)]
 
-    def _read_one(self, ref: ObjectRef, ticket: Ticket) -> Any:
+    def _read_one(self, ref: ObjectRef, call: PendingCall) -> Any:
         try:
-            parcel = ray.get(ref, timeout=FETCH)
+            payload = ray.get(ref, timeout=FETCH)
         except ray.exceptions.GetTimeoutError:
             return Failure(
-                ticket.error("its answer is ready, but does not arrive: the network to its node may be gone"),
+                call.error("its answer is ready, but does not arrive: the network to its node may be gone"),
                 time.time(),
             )
         except ray.exceptions.RayActorError as error:
-            return Failure(ticket.error(f"the process died: {_how_it_died(error)}"), time.time(), died=True)
+            return Failure(call.error(f"the process died: {_how_it_died(error)}"), time.time(), died=True)
         except ray.exceptions.RayError as error:
             why = "\n".join(str(error).strip().splitlines()[:12])
-            return Failure(ticket.error(f"the call could not be made: {why}"), time.time())
-        return self._opened(ticket, parcel)
+            return Failure(call.error(f"the call could not be made: {why}"), time.time())
+        return self._opened(call, payload)
 
-    def _opened(self, ticket: Ticket, parcel: Parcel) -> Any:
-        self.traffic.received += parcel.nbytes
-        self.timeline.note(ticket.role, ticket.rank, parcel.spans)
-        self.traffic.worked += max(0.0, parcel.seconds - ticket.work.seconds)
-        ticket.work.seconds = max(ticket.work.seconds, parcel.seconds)
-        return unpack(parcel)
+    def _opened(self, call: PendingCall, payload: Payload) -> Any:
+        self.traffic.received += payload.nbytes
+        self.timeline.note(call.role, call.rank, payload.spans)
+        self.traffic.worked += max(0.0, payload.seconds - call.duration.seconds)
+        call.duration.seconds = max(call.duration.seconds, payload.seconds)
+        return unpack(payload)
 
-    def _fail(self, failures: list[tuple[Ticket, Failure]]) -> None:
+    def _fail(self, failures: list[tuple[PendingCall, Failure]]) -> None:
         """Ends the groups that failed, with the first cause among all reports, and raises it."""
         rest = list(self.pending)
         reported = ray.wait(rest, num_returns=len(rest), timeout=GRACE, fetch_local=False)[0] if rest else []
         failures = [*failures, *self._keep(reported)]
         _, first = min(failures, key=_precedence)
-        self._end({ticket.crew for ticket, _ in failures}, first.error)
+        self._end({call.group for call, _ in failures}, first.error)
 
     def _late(self) -> None:
         now = time.monotonic()
-        late = [ticket for ticket in self.pending.values() if ticket.deadline <= now]
+        late = [call for call in self.pending.values() if call.deadline <= now]
         if not late:
             return
-        first = min(late, key=lambda ticket: (ticket.deadline, ticket.rank))
-        ranks = sorted({ticket.rank for ticket in late if ticket.crew is first.crew})
+        first = min(late, key=lambda call: (call.deadline, call.rank))
+        ranks = sorted({call.rank for call in late if call.group is first.group})
         others = f" (nor from ranks {ranks[1:]})" if len(ranks) > 1 else ""
         cause = f"no answer in {first.seconds:g} seconds{others}"
         if self.stacks is not None:
@@ -188,29 +186,29 @@ class Ledger:
                 "; stacks of all workers:"
                 f" {self.stacks(f'{first.role} rank {first.rank}, {first.method}: {cause}')}"
             )
-        self._end({first.crew}, first.error(cause))
+        self._end({first.group}, first.error(cause))
 
-    def _end(self, crews: set[Crew], error: HydraflowError) -> None:
+    def _end(self, groups: set[GroupHandle], error: HydraflowError) -> None:
         """A group whose workers decided to stop keeps its processes: they may still be writing a
         checkpoint."""
-        for crew in crews:
-            self.forget(crew)
+        for group in groups:
+            self.forget(group)
             if not isinstance(error, DECISIONS):
-                crew.end(error)
+                group.end(error)
         raise error
 
-    def forget(self, crew: Crew) -> None:
+    def forget(self, group: GroupHandle) -> None:
         """Drops the calls of a group that has ended."""
-        self.pending = {ref: ticket for ref, ticket in self.pending.items() if ticket.crew is not crew}
+        self.pending = {ref: call for ref, call in self.pending.items() if call.group is not group}
 
 
-def _precedence(reported: tuple[Ticket, Failure]) -> tuple[int, float]:
+def _precedence(reported: tuple[PendingCall, Failure]) -> tuple[int, float]:
     """Sort key; the smallest is the first cause: a user error (all ranks often find the same one, so the
     lowest rank reports it); then a death, which causes its peers' broken connections even if they report
     first; then whatever happened first."""
-    ticket, failure = reported
+    call, failure = reported
     if isinstance(failure.error, ConfigError):
-        return 0, ticket.rank
+        return 0, call.rank
     return (1 if failure.died else 2), failure.at
 
 
@@ -220,35 +218,35 @@ def _how_it_died(error: ray.exceptions.RayActorError) -> str:
     return lines[:2][-1].partition(" Some common causes include")[0]
 
 
-class Future(Promised):
+class CallFuture(Future):
     """The result of a call to worker processes."""
 
     def __init__(
         self,
-        ledger: Ledger,
-        crew: Crew,
+        calls: PendingCalls,
+        group: GroupHandle,
         refs: dict[int, ObjectRef],
         answers: dict[int, Any],
         collectors: Iterable[int],
         collect: Callable[[list[Any]], Any],
         joins: bool,
     ):
-        self._ledger, self._crew, self._refs, self._answers = ledger, crew, refs, answers
+        self._calls, self._group, self._refs, self._answers = calls, group, refs, answers
         self._collectors, self._collect = list(collectors), collect
         self.joins = joins
 
     def get(self) -> Any:
         """Waits for the result. WorkerError as in `WorkerGroup`."""
-        self._ledger.settle(list(self._refs.values()))
+        self._calls.settle(list(self._refs.values()))
         if len(self._answers) < len(self._refs):
-            assert self._crew.error is not None, "an answer is missing though its group did not fail"
-            raise self._crew.error
+            assert self._group.error is not None, "an answer is missing though its group did not fail"
+            raise self._group.error
         return self._collect([self._answers[rank] for rank in self._collectors])
 
     def done(self) -> bool:
         """Whether `get` would return at once. WorkerError when a pending call has failed."""
-        self._ledger.peek()
-        return len(self._answers) == len(self._refs) or self._crew.error is not None
+        self._calls.peek()
+        return len(self._answers) == len(self._refs) or self._group.error is not None
 
     def shards(self, parts: int, padding: bool) -> list[LateShard]:
         """Shards that the receiving workers slice themselves."""

@@ -19,17 +19,17 @@ from typing import Any
 import ray
 from ray import ObjectRef
 
-from hydraflow.dispatch.future import Future, Ledger, Ticket, Work
+from hydraflow.dispatch.future import CallDuration, CallFuture, PendingCall, PendingCalls
 from hydraflow.dispatch.host import WorkerHost
 from hydraflow.dispatch.modes import Coordinates, Registration, registration
+from hydraflow.dispatch.observability import Observability
 from hydraflow.dispatch.placement import Reservation
 from hydraflow.dispatch.profile import Profile
 from hydraflow.dispatch.profiler import nsight_options
-from hydraflow.dispatch.shards import Promised, is_batch, split
-from hydraflow.dispatch.stacks import ProcessFacts
+from hydraflow.dispatch.shards import Future, is_batch, split
+from hydraflow.dispatch.stacks import ProcessInfo
 from hydraflow.dispatch.timeline import Timeline
-from hydraflow.dispatch.transport import Outbox, Receipt, Traffic, read_columns
-from hydraflow.dispatch.watch import Watch
+from hydraflow.dispatch.transport import ArgumentPacker, Receipt, Traffic, read_columns
 from hydraflow.dispatch.worker import Call, RoleSpec
 from hydraflow.errors import HydraflowError, WorkerError
 from hydraflow.protocol.batch import DataProto
@@ -39,7 +39,7 @@ WORKER_PROCESS = "worker process"
 
 
 @dataclass(frozen=True)
-class Limits:
+class Timeouts:
     """Timeouts of the controller, in seconds."""
 
     start: float = 300.0
@@ -52,13 +52,13 @@ class Limits:
 class Channel:
     """Shared by all groups of a runtime: pending calls, byte counts, timeouts and observability."""
 
-    limits: Limits = field(default_factory=Limits)
+    timeouts: Timeouts = field(default_factory=Timeouts)
     traffic: Traffic = field(default_factory=Traffic)
-    watch: Watch = field(default_factory=Watch)
+    observability: Observability = field(default_factory=Observability)
     timeline: Timeline = field(default_factory=Timeline)
 
     def __post_init__(self) -> None:
-        self.ledger = Ledger(self.traffic, self.timeline)
+        self.calls = PendingCalls(self.traffic, self.timeline)
 
 
 class Group(ABC):
@@ -66,7 +66,7 @@ class Group(ABC):
 
     roles: dict[str, RoleSpec]
     channel: Channel
-    processes: dict[int, ProcessFacts]
+    processes: dict[int, ProcessInfo]
     """The processes that have reported where they run, by rank."""
 
     @property
@@ -120,31 +120,33 @@ class WorkerGroup(Group):
         device_type: str = "cpu",
         env_vars: Mapping[str, str] | None = None,
     ):
-        self.seats = reservation.seats
+        self.rank_infos = reservation.rank_infos
         self.roles = dict(roles)
         self.channel = channel
         self.error: HydraflowError | None = None
         self._meshes: dict[tuple[str, str], list[Coordinates]] = {}
         host: Any = ray.remote(WorkerHost)
-        watch = channel.watch
+        observability = channel.observability
         shared = (
             env_vars or {},
             device_type,
             reservation.pool.threads,
-            channel.limits.call,
+            channel.timeouts.call,
             sys.path,
-            watch,
+            observability,
             next(iter(roles)),
         )
         options = [
             reservation.actor_options(
-                seat.rank, watch.environment(), nsight_options(watch, "+".join(roles), seat.rank, device_type)
+                rank_info.rank,
+                observability.environment(),
+                nsight_options(observability, "+".join(roles), rank_info.rank, device_type),
             )
-            for seat in self.seats
+            for rank_info in self.rank_infos
         ]
         self._hosts: list[Any] = [
-            host.options(**given).remote(seat, *shared)
-            for seat, given in zip(self.seats, options, strict=True)
+            host.options(**given).remote(rank_info, *shared)
+            for rank_info, given in zip(self.rank_infos, options, strict=True)
         ]
         self.processes = {}
         self._starting = self._build()
@@ -153,35 +155,37 @@ class WorkerGroup(Group):
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return len(self.seats)
+        return len(self.rank_infos)
 
     def _build(self) -> list[ObjectRef]:
         identified = {rank: host.identify.remote() for rank, host in enumerate(self._hosts)}
         rendezvous = self._hosts[0].rendezvous.remote()
-        roles = Outbox(self.channel.traffic).slot(self.roles)
+        roles = ArgumentPacker(self.channel.traffic).pack(self.roles)
         built = {rank: host.build.remote(roles, rendezvous) for rank, host in enumerate(self._hosts)}
-        self._owe(identified, WORKER_PROCESS, "__init__", self.channel.limits.start, self.processes)
-        self._owe(built, WORKER_PROCESS, "__init__", self.channel.limits.start, {})
+        self._owe(identified, WORKER_PROCESS, "__init__", self.channel.timeouts.start, self.processes)
+        self._owe(built, WORKER_PROCESS, "__init__", self.channel.timeouts.start, {})
         return [*identified.values(), *built.values()]
 
     def _owe(
         self, refs: Mapping[int, ObjectRef], role: str, method: str, seconds: float, answers: dict[int, Any]
     ) -> None:
-        deadline, work = time.monotonic() + seconds, Work()
+        deadline, duration = time.monotonic() + seconds, CallDuration()
         for rank, ref in refs.items():
-            seat = self.seats[rank]
-            ticket = Ticket(self, role, seat.rank, seat.node, method, seconds, deadline, answers, work)
-            self.channel.ledger.pending[ref] = ticket
+            rank_info = self.rank_infos[rank]
+            call = PendingCall(
+                self, role, rank_info.rank, rank_info.node, method, seconds, deadline, answers, duration
+            )
+            self.channel.calls.pending[ref] = call
 
     def await_ready(self) -> None:
         """Waits until every process has built its roles.
 
-        ConfigError when one finds a user error, WorkerError when it fails otherwise, or after `limits.start`
-        seconds.
+        ConfigError when one finds a user error, WorkerError when it fails otherwise, or after
+        `timeouts.start` seconds.
         """
         self.require_alive()
         if not self._ready:
-            self.channel.ledger.settle(self._starting)
+            self.channel.calls.settle(self._starting)
             self._ready = True
 
     def perform(
@@ -190,42 +194,42 @@ class WorkerGroup(Group):
         """WorkerError when a rank fails; ValueError when rows do not divide and the method takes no
         padding."""
         self.await_ready()
-        site = _Site(self, role, method, plan.padding)
+        context = _CallContext(self, role, method, plan.padding)
         settled = [_settled(value) for value in args]
         positional, named = plan.mode.dispatch_fn(
-            site, *settled, **{name: _settled(value) for name, value in kwargs.items()}
+            context, *settled, **{name: _settled(value) for name, value in kwargs.items()}
         )
-        future = self._sent(plan, site, positional, named)
+        future = self._sent(plan, context, positional, named)
         return future.get() if plan.blocking else future
 
     def _sent(
         self,
         plan: Registration,
-        site: _Site,
+        context: _CallContext,
         positional: Sequence[Sequence[Any]],
         named: Mapping[str, Sequence[Any]],
-    ) -> Future:
-        outbox = _Batches(Outbox(self.channel.traffic))
-        collectors = plan.mode.collectors(site)
+    ) -> CallFuture:
+        packer = _BatchPacker(ArgumentPacker(self.channel.traffic))
+        collectors = plan.mode.collectors(context)
         # The process writes its stacks to the log shortly before the controller gives up, so that the log
         # tail shows them.
-        seconds = max(0.1, self.channel.limits.call * 0.98 - 0.2)
+        seconds = max(0.1, self.channel.timeouts.call * 0.98 - 0.2)
         calls = {}
         for rank in [0] if plan.mode.rank_zero else range(self.world_size):
-            args = [outbox.slot(values[rank]) for values in positional]
-            kwargs = {name: outbox.slot(values[rank]) for name, values in named.items()}
+            args = [packer.pack(values[rank]) for values in positional]
+            kwargs = {name: packer.pack(values[rank]) for name, values in named.items()}
             calls[rank] = Call(
-                site.role, site.method, args, kwargs, plan.read_only, rank in collectors, seconds
+                context.role, context.method, args, kwargs, plan.read_only, rank in collectors, seconds
             )
         answers: dict[int, Any] = {}
         refs = self.send(calls, answers)
-        return Future(
-            self.channel.ledger, self, refs, answers, collectors, _collector(plan, site), plan.mode.joins
+        return CallFuture(
+            self.channel.calls, self, refs, answers, collectors, _collector(plan, context), plan.mode.joins
         )
 
     def log_of(self, rank: int, role: str) -> str:
         """Path of a rank's log on its node; empty while unknown."""
-        logs = self.channel.watch.logs
+        logs = self.channel.observability.logs
         if logs is None:
             return self.processes[rank].log if rank in self.processes else ""
         names = [role] if role in self.roles else list(self.roles)
@@ -245,7 +249,7 @@ class WorkerGroup(Group):
 
     def stop(self) -> None:
         """Shuts the group down cleanly; pending calls are dropped."""
-        self.channel.ledger.forget(self)
+        self.channel.calls.forget(self)
         self.end(self.error or self._stopped())
 
     def _stopped(self) -> WorkerError:
@@ -253,7 +257,7 @@ class WorkerGroup(Group):
         return WorkerError(
             role=names,
             rank=0,
-            node=self.seats[0].node,
+            node=self.rank_infos[0].node,
             method="stop",
             cause="the group was stopped before this call",
         )
@@ -263,8 +267,8 @@ class WorkerGroup(Group):
         if (role, name) not in self._meshes:
             answers: dict[int, Any] = {}
             refs = {rank: host.coordinates.remote(role, name) for rank, host in enumerate(self._hosts)}
-            self._owe(refs, role, f"mesh_coordinates({name!r})", self.channel.limits.call, answers)
-            self.channel.ledger.settle(list(refs.values()))
+            self._owe(refs, role, f"mesh_coordinates({name!r})", self.channel.timeouts.call, answers)
+            self.channel.calls.settle(list(refs.values()))
             self._meshes[role, name] = _checked([answers[rank] for rank in range(self.world_size)], name)
         return self._meshes[role, name]
 
@@ -273,7 +277,7 @@ class WorkerGroup(Group):
         refs = {rank: self._hosts[rank].invoke.remote(call) for rank, call in calls.items()}
         call = next(iter(calls.values()))
         self.channel.traffic.calls += 1
-        self._owe(refs, call.role, call.method, self.channel.limits.call, answers)
+        self._owe(refs, call.role, call.method, self.channel.timeouts.call, answers)
         return refs
 
     def start_profile(self, tool: str, folder: str, ranks: Sequence[int] | None) -> None:
@@ -287,8 +291,8 @@ class WorkerGroup(Group):
 
     def _on(self, ranks: Sequence[int] | None, method: str, ask: Callable[[Any], ObjectRef]) -> None:
         refs = {rank: ask(host) for rank, host in enumerate(self._hosts) if ranks is None or rank in ranks}
-        self._owe(refs, next(iter(self.roles)), method, self.channel.limits.call, {})
-        self.channel.ledger.settle(list(refs.values()))
+        self._owe(refs, next(iter(self.roles)), method, self.channel.timeouts.call, {})
+        self.channel.calls.settle(list(refs.values()))
 
 
 def _checked(places: list[Coordinates], mesh: str) -> list[Coordinates]:
@@ -303,7 +307,7 @@ def _checked(places: list[Coordinates], mesh: str) -> list[Coordinates]:
 
 
 @dataclass(frozen=True)
-class _Site:
+class _CallContext:
     """The call, as a dispatch mode sees it."""
 
     group: WorkerGroup
@@ -354,29 +358,29 @@ class RoleGroup:
 
 
 @dataclass
-class _Batches:
-    """An outbox that turns batches which a mode did not divide into shards of one part."""
+class _BatchPacker:
+    """An `ArgumentPacker` that turns batches which a mode did not divide into shards of one part."""
 
-    outbox: Outbox
+    packer: ArgumentPacker
     whole: dict[int, Any] = field(default_factory=dict)
 
-    def slot(self, value: Any) -> Any:
+    def pack(self, value: Any) -> Any:
         if not is_batch(value):
-            return self.outbox.slot(value)
+            return self.packer.pack(value)
         if id(value) not in self.whole:
-            self.outbox.kept.append(value)
+            self.packer.kept.append(value)
             self.whole[id(value)] = split(value, 1)[0]
-        return self.outbox.slot(self.whole[id(value)])
+        return self.packer.pack(self.whole[id(value)])
 
 
 def _settled(value: Any) -> Any:
-    return value.get() if isinstance(value, Promised) and not value.joins else value
+    return value.get() if isinstance(value, Future) and not value.joins else value
 
 
-def _collector(plan: Registration, site: _Site) -> Callable[[list[Any]], Any]:
+def _collector(plan: Registration, context: _CallContext) -> Callable[[list[Any]], Any]:
     def collect(answers: list[Any]) -> Any:
         return plan.mode.collect_fn(
-            site, [answer.batch() if isinstance(answer, Receipt) else answer for answer in answers]
+            context, [answer.batch() if isinstance(answer, Receipt) else answer for answer in answers]
         )
 
     return collect
@@ -385,5 +389,5 @@ def _collector(plan: Registration, site: _Site) -> Callable[[list[Any]], Any]:
 def fetch(batch: RemoteBatch, keys: Sequence[str] | None, channel: Channel) -> DataProto:
     """Reads columns into the controller, all in one request. EnvironmentFault when they are gone or late."""
     return materialise(
-        batch, lambda refs: read_columns(refs, channel.traffic, channel.limits.call), keys=keys
+        batch, lambda refs: read_columns(refs, channel.traffic, channel.timeouts.call), keys=keys
     )

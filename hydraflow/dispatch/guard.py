@@ -23,7 +23,7 @@ import psutil
 from hydraflow.dispatch.head import RESUME
 from hydraflow.dispatch.processes import lives
 from hydraflow.errors import EnvironmentFault
-from hydraflow.system.interrupts import ENDS, end_at_once
+from hydraflow.system.interrupts import SHUTDOWN, end_at_once
 from hydraflow.system.node_folder import session_folder
 
 VITAL = {"gcs_server": "control service", "raylet": "node process"}
@@ -95,7 +95,7 @@ class RayGuard:
             if fault is None or since is None or time.monotonic() - since < patience:
                 continue
             if self._may_end():
-                ENDS.told = str(fault)
+                SHUTDOWN.message = str(fault)
                 end_at_once(fault.exit_code, "Ray's client does not come back")
             return
 
@@ -103,7 +103,7 @@ class RayGuard:
         """Exits before Ray's client does, so there is no time to look for processes. Ray's agents are known:
         left alone, they would wait a minute for the control service, which ends with this process. The other
         processes of Ray and of the rewards end with the one that started them."""
-        if self._up and self._may_end() and not ENDS.asked:  # a signal may be for the whole run
+        if self._up and self._may_end() and not SHUTDOWN.asked:  # a signal may be for the whole run
             os.write(2, self._last_words)
             for agent in self._agents:
                 with suppress(ProcessLookupError):
@@ -111,7 +111,7 @@ class RayGuard:
             os._exit(EnvironmentFault.exit_code)
 
     def _may_end(self) -> bool:
-        return ENDS.commanded and ENDS.since is None and not self._stopped.is_set()
+        return SHUTDOWN.commanded and SHUTDOWN.since is None and not self._stopped.is_set()
 
     def _look_for(self) -> None:
         if len(self._seen) < len(VITAL):

@@ -26,7 +26,7 @@ class HeadLost(EnvironmentFault):
     """Ray's control service is gone, and with it every worker soon."""
 
 
-class Head:
+class RayHead:
     """The control service of the cluster that this process has joined."""
 
     def __init__(self, address: str):
@@ -36,7 +36,7 @@ class Head:
         self._heard = time.monotonic()
 
     @classmethod
-    def of_this_process(cls) -> Head:
+    def of_this_process(cls) -> RayHead:
         """The head of the cluster that this process is connected to; Ray must be initialised."""
         return cls(ray.get_runtime_context().gcs_address)
 

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from ray import ObjectRef
 
     from hydraflow.dispatch.profile import Profile
-    from hydraflow.dispatch.transport import Parcel
+    from hydraflow.dispatch.transport import Payload
     from hydraflow.dispatch.worker import Call
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankInfo:
     """The place of a process in its group."""
 
     rank: int
@@ -40,13 +40,13 @@ class Seat:
 class WorkerHost:
     """The actor; `WorkerProcess` describes its methods."""
 
-    def __init__(self, seat: Seat, variables: Mapping[str, str], *settings: Any):
+    def __init__(self, rank_info: RankInfo, variables: Mapping[str, str], *settings: Any):
         os.environ.update(variables)
         from hydraflow.dispatch.worker import WorkerProcess
 
-        self._process = WorkerProcess(seat, *settings)
+        self._process = WorkerProcess(rank_info, *settings)
 
-    def identify(self) -> Parcel:
+    def identify(self) -> Payload:
         """This process's node, pid and log file."""
         return self._process.identify()
 
@@ -54,22 +54,22 @@ class WorkerHost:
         """Rendezvous address for the group's torch.distributed."""
         return self._process.rendezvous()
 
-    def build(self, roles: Parcel | ObjectRef, rendezvous: tuple[str, int]) -> Parcel:
+    def build(self, roles: Payload | ObjectRef, rendezvous: tuple[str, int]) -> Payload:
         """Builds the workers."""
         return self._process.build(roles, rendezvous)
 
-    def coordinates(self, role: str, mesh: str) -> Parcel:
+    def coordinates(self, role: str, mesh: str) -> Payload:
         """A worker's coordinates in a mesh."""
         return self._process.coordinates(role, mesh)
 
-    def invoke(self, call: Call) -> Parcel:
+    def invoke(self, call: Call) -> Payload:
         """Runs one method of one worker."""
         return self._process.invoke(call)
 
-    def start_profile(self, profile: Profile) -> Parcel:
+    def start_profile(self, profile: Profile) -> Payload:
         """Starts a profile of this process."""
         return self._process.start_profile(profile)
 
-    def stop_profile(self) -> Parcel:
+    def stop_profile(self) -> Payload:
         """Ends the profile and writes it."""
         return self._process.stop_profile()

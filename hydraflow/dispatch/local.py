@@ -22,15 +22,15 @@ import torch
 
 from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.environment import settle
-from hydraflow.dispatch.group import Channel, Group, Limits
+from hydraflow.dispatch.group import Channel, Group, Timeouts
 from hydraflow.dispatch.modes import Coordinates, Registration
+from hydraflow.dispatch.observability import Observability, of_role
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.profile import Profile, region
 from hydraflow.dispatch.runtime import Runtime
-from hydraflow.dispatch.shards import Promised, Ready, Shard, is_batch, split
-from hydraflow.dispatch.spans import Recorder, record_into, span
-from hydraflow.dispatch.stacks import ProcessFacts
-from hydraflow.dispatch.watch import Watch, of_role
+from hydraflow.dispatch.shards import CompletedFuture, Future, Shard, is_batch, split
+from hydraflow.dispatch.spans import SpanRecorder, record_into, span
+from hydraflow.dispatch.stacks import ProcessInfo
 from hydraflow.dispatch.worker import ProcessContext, RoleSpec, Worker
 from hydraflow.errors import ConfigError
 from hydraflow.protocol import wire
@@ -46,9 +46,14 @@ class LocalRuntime(Runtime):
     """A `Runtime` whose workers are objects of this process."""
 
     def __init__(
-        self, ray_init: RayInitConfig, limits: Limits, *, device_type: str = "cpu", watch: Watch | None = None
+        self,
+        ray_init: RayInitConfig,
+        timeouts: Timeouts,
+        *,
+        device_type: str = "cpu",
+        observability: Observability | None = None,
     ):
-        super().__init__(ray_init, limits, device_type=device_type, watch=watch)
+        super().__init__(ray_init, timeouts, device_type=device_type, observability=observability)
         self._pools: dict[str, ResourcePool] = {}
 
     def start(self, pools: Sequence[ResourcePool]) -> None:
@@ -98,16 +103,16 @@ class LocalGroup(Group):
         self.roles, self.channel, self.processes = (
             dict(roles),
             channel,
-            {0: ProcessFacts(os.getpid(), "", "", "")},
+            {0: ProcessInfo(os.getpid(), "", "", "")},
         )
         self.device_type, self._first = device_type, first
         self._threads = pool.threads
         self._logs = log_of_this_process()
-        self._recorder = Recorder()
+        self._recorder = SpanRecorder()
         self._profile: Profile | None = None
         self.workers: dict[str, Worker] = {}
         listener = socket.create_server(("127.0.0.1", 0))
-        where = ("127.0.0.1", listener.getsockname()[1], device_type, channel.limits.call)
+        where = ("127.0.0.1", listener.getsockname()[1], device_type, channel.timeouts.call)
         process = ProcessContext(
             0, 1, 0, platform.node(), *where, roles=self.workers, listen_fd=listener.detach()
         )
@@ -128,10 +133,10 @@ class LocalGroup(Group):
         self, role: str, method: str, plan: Registration, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Runs the call here; exceptions of the method pass through."""
-        site = _Site(self, role, method, plan.padding)
+        context = _CallContext(self, role, method, plan.padding)
         settled = [_settled(value) for value in args]
         positional, named = plan.mode.dispatch_fn(
-            site, *settled, **{name: _settled(value) for name, value in kwargs.items()}
+            context, *settled, **{name: _settled(value) for name, value in kwargs.items()}
         )
         given = [_given(values[0], plan) for values in positional]
         given_by_name = {name: _given(values[0], plan) for name, values in named.items()}
@@ -141,8 +146,8 @@ class LocalGroup(Group):
                 answer = getattr(self.workers[role], method)(*given, **given_by_name)
             self.channel.traffic.worked += time.perf_counter() - started
         self.channel.traffic.calls += 1
-        result = plan.mode.collect_fn(site, [_kept(answer)])
-        return result if plan.blocking else Ready(result)
+        result = plan.mode.collect_fn(context, [_kept(answer)])
+        return result if plan.blocking else CompletedFuture(result)
 
     def start_profile(self, tool: str, folder: str, ranks: Sequence[int] | None) -> None:
         """Starts a profile of this process, with everything that runs in it."""
@@ -170,7 +175,7 @@ class LocalGroup(Group):
     def _as(self, role: str) -> Iterator[None]:
         """Runs its body as that role: with the logs, spans and threads of the role's own process."""
         torch.set_num_threads(self._threads)
-        record_into(self._recorder if self.channel.watch.traced else None)
+        record_into(self._recorder if self.channel.observability.traced else None)
         try:
             with of_role(self._logs, role):
                 yield
@@ -179,7 +184,7 @@ class LocalGroup(Group):
             self.channel.timeline.note(role, 0, self._recorder.drain())
 
 
-class _Site:
+class _CallContext:
     """The call, as a dispatch mode sees it."""
 
     world_size = 1
@@ -192,7 +197,7 @@ class _Site:
 
 
 def _settled(value: Any) -> Any:
-    return value.get() if isinstance(value, Promised) else value
+    return value.get() if isinstance(value, Future) else value
 
 
 def _given(value: Any, plan: Registration) -> Any:

@@ -1,9 +1,9 @@
 """Dispatch modes: how the arguments of a call are distributed over the ranks of a group, and how the answers
 are combined into one result.
 
-In: the caller's arguments, and a `Site` that describes the group. Out: for each argument a list with one
-entry per rank; one result. A method is declared with `@register(...)`; a mode of the user's own is added with
-`register_dispatch_mode`. Left out on purpose: sending and waiting (`group`, `future`), cutting rows
+In: the caller's arguments, and a `CallContext` that describes the group. Out: for each argument a list with
+one entry per rank; one result. A method is declared with `@register(...)`; a mode of the user's own is added
+with `register_dispatch_mode`. Left out on purpose: sending and waiting (`group`, `future`), cutting rows
 (`shards`)."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Coordinates(NamedTuple):
     """Whether its answer is used; true for one worker per data rank."""
 
 
-class Site(Protocol):
+class CallContext(Protocol):
     """What a mode may know about the call."""
 
     @property
@@ -66,10 +66,10 @@ class Mode:
 
     name: str
     dispatch_fn: Callable[..., PerRank]
-    """(site, *args, **kwargs) -> PerRank."""
+    """(context, *args, **kwargs) -> PerRank."""
     collect_fn: Callable[[Any, list[Any]], Any]
-    """(site, answers of the collectors in their order) -> result. A DataProto arrives as a RemoteBatch."""
-    collectors: Callable[[Site], list[int]] = lambda site: list(range(site.world_size))
+    """(context, answers of the collectors in their order) -> result. A DataProto arrives as a RemoteBatch."""
+    collectors: Callable[[CallContext], list[int]] = lambda context: list(range(context.world_size))
     """Ranks whose answers are used, in the order of their rows."""
     joins: bool = False
     """The result is the collectors' rows concatenated, so a future of it can be passed on before it is
@@ -110,28 +110,28 @@ class Execute(StrEnum):
     RANK_ZERO = "rank_zero"
 
 
-def _to_all(site: Site, *args: Any, **kwargs: Any) -> PerRank:
-    return [[value] * site.world_size for value in args], {
-        name: [value] * site.world_size for name, value in kwargs.items()
+def _to_all(context: CallContext, *args: Any, **kwargs: Any) -> PerRank:
+    return [[value] * context.world_size for value in args], {
+        name: [value] * context.world_size for name, value in kwargs.items()
     }
 
 
-def _per_argument(spread: Callable[[Site, Any], Sequence[Any]]) -> Callable[..., PerRank]:
+def _per_argument(spread: Callable[[CallContext, Any], Sequence[Any]]) -> Callable[..., PerRank]:
     """A dispatch function that treats every argument alike."""
 
-    def dispatch(site: Site, *args: Any, **kwargs: Any) -> PerRank:
-        return [spread(site, value) for value in args], {
-            name: spread(site, value) for name, value in kwargs.items()
+    def dispatch(context: CallContext, *args: Any, **kwargs: Any) -> PerRank:
+        return [spread(context, value) for value in args], {
+            name: spread(context, value) for name, value in kwargs.items()
         }
 
     return dispatch
 
 
-def _deal(site: Site, value: Any) -> Sequence[Any]:
+def _deal(context: CallContext, value: Any) -> Sequence[Any]:
     return (
         value
-        if isinstance(value, list | tuple) and len(value) == site.world_size
-        else [value] * site.world_size
+        if isinstance(value, list | tuple) and len(value) == context.world_size
+        else [value] * context.world_size
     )
 
 
@@ -142,37 +142,39 @@ def _listed(value: Any, size: int, what: str, method: str) -> Sequence[Any]:
     raise ValueError(f"{method} takes lists with one entry for each of {size} {what}, got {got}")
 
 
-def _list_per_rank(site: Site, value: Any) -> Sequence[Any]:
-    return _listed(value, site.world_size, "ranks", site.method)
+def _list_per_rank(context: CallContext, value: Any) -> Sequence[Any]:
+    return _listed(value, context.world_size, "ranks", context.method)
 
 
-def _rows_per_rank(site: Site, value: Any) -> Sequence[Any]:
+def _rows_per_rank(context: CallContext, value: Any) -> Sequence[Any]:
     return (
-        split(value, site.world_size, padding=site.padding) if is_batch(value) else [value] * site.world_size
+        split(value, context.world_size, padding=context.padding)
+        if is_batch(value)
+        else [value] * context.world_size
     )
 
 
-def _function_and_rows(site: Site, function: Any, *args: Any, **kwargs: Any) -> PerRank:
+def _function_and_rows(context: CallContext, function: Any, *args: Any, **kwargs: Any) -> PerRank:
     if not callable(function):
         raise TypeError(
-            f"{site.method} takes a function as its first argument, got a {type(function).__name__}"
+            f"{context.method} takes a function as its first argument, got a {type(function).__name__}"
         )
-    positional, named = _per_argument(_rows_per_rank)(site, *args, **kwargs)
-    return [[function] * site.world_size, *positional], named
+    positional, named = _per_argument(_rows_per_rank)(context, *args, **kwargs)
+    return [[function] * context.world_size, *positional], named
 
 
-def _first(site: Site, answers: list[Any]) -> Any:
+def _first(context: CallContext, answers: list[Any]) -> Any:
     return answers[0]
 
 
-def _as_list(site: Site, answers: list[Any]) -> list[Any]:
+def _as_list(context: CallContext, answers: list[Any]) -> list[Any]:
     return answers
 
 
-def _joined(site: Site, answers: list[Any]) -> RemoteBatch:
+def _joined(context: CallContext, answers: list[Any]) -> RemoteBatch:
     strangers = sorted({type(answer).__name__ for answer in answers if not isinstance(answer, RemoteBatch)})
     if strangers:
-        raise TypeError(f"{site.method} must return a DataProto on every rank, got {', '.join(strangers)}")
+        raise TypeError(f"{context.method} must return a DataProto on every rank, got {', '.join(strangers)}")
     return RemoteBatch.concat([answer for answer in answers if len(answer)] or answers)
 
 
@@ -180,24 +182,24 @@ def _is_metrics(answer: Any) -> bool:
     return isinstance(answer, dict) and all(isinstance(value, Metric) for value in answer.values())
 
 
-def _merged(site: Site, answers: list[Any]) -> dict[str, Metric]:
+def _merged(context: CallContext, answers: list[Any]) -> dict[str, Metric]:
     strangers = sorted({type(answer).__name__ for answer in answers if not _is_metrics(answer)})
     if strangers:
         raise TypeError(
-            f"{site.method} must return a dict of metrics on every rank, got {', '.join(strangers)}"
+            f"{context.method} must return a dict of metrics on every rank, got {', '.join(strangers)}"
         )
     return merge(answers)
 
 
-def _by_kind(site: Site, answers: list[Any]) -> Any:
+def _by_kind(context: CallContext, answers: list[Any]) -> Any:
     if all(isinstance(answer, RemoteBatch) for answer in answers):
-        return _joined(site, answers)
+        return _joined(context, answers)
     return merge(answers) if all(_is_metrics(answer) for answer in answers) else answers
 
 
-def _data_collectors(mesh: str) -> Callable[[Site], list[int]]:
-    def collectors(site: Site) -> list[int]:
-        places = site.mesh(mesh)
+def _data_collectors(mesh: str) -> Callable[[CallContext], list[int]]:
+    def collectors(context: CallContext) -> list[int]:
+        places = context.mesh(mesh)
         return sorted(
             (rank for rank, place in enumerate(places) if place.is_collect),
             key=lambda rank: places[rank].data_rank,
@@ -213,26 +215,26 @@ def mesh_mode(mesh: str) -> Mode:
     metrics merged, anything else listed.
     """
 
-    def rows(site: Site, value: Any) -> Sequence[Any]:
+    def rows(context: CallContext, value: Any) -> Sequence[Any]:
         if not is_batch(value):
-            return [value] * site.world_size
-        places = site.mesh(mesh)
-        parts = split(value, places[0].data_size, padding=site.padding)
+            return [value] * context.world_size
+        places = context.mesh(mesh)
+        parts = split(value, places[0].data_size, padding=context.padding)
         return [parts[place.data_rank] for place in places]
 
     return Mode(f"mesh {mesh}", _per_argument(rows), _by_kind, _data_collectors(mesh), joins=True)
 
 
-def _list_per_data_rank(site: Site, value: Any) -> Sequence[Any]:
-    places = site.mesh(MEGATRON_MESH)
-    parts = _listed(value, places[0].data_size, "data ranks", site.method)
+def _list_per_data_rank(context: CallContext, value: Any) -> Sequence[Any]:
+    places = context.mesh(MEGATRON_MESH)
+    parts = _listed(value, places[0].data_size, "data ranks", context.method)
     return [parts[place.data_rank] for place in places]
 
 
 _MODES: dict[str, Mode] = {
     mode.name: mode
     for mode in (
-        Mode(Dispatch.RANK_ZERO, _to_all, _first, lambda site: [0], joins=True, rank_zero=True),
+        Mode(Dispatch.RANK_ZERO, _to_all, _first, lambda context: [0], joins=True, rank_zero=True),
         Mode(Dispatch.ONE_TO_ALL, _to_all, _as_list),
         Mode(Dispatch.ALL_TO_ALL, _per_argument(_deal), _as_list),
         Mode(Dispatch.DP_COMPUTE, _per_argument(_list_per_rank), _as_list),
@@ -255,9 +257,9 @@ def register_dispatch_mode(
 ) -> None:
     """Registers a new mode under its own name.
 
-    `dispatch_fn(site, *args, **kwargs)` returns, for every argument, a list with one entry per rank;
-    `shards.split` divides batches. `collect_fn(site, answers)` gets the answers of all ranks in rank order.
-    ValueError when the name exists.
+    `dispatch_fn(context, *args, **kwargs)` returns, for every argument, a list with one entry per rank;
+    `shards.split` divides batches. `collect_fn(context, answers)` gets the answers of all ranks in rank
+    order. ValueError when the name exists.
     """
     if name in _MODES:
         raise ValueError(f"the dispatch mode {name!r} exists already")

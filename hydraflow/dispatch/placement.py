@@ -1,7 +1,7 @@
 """Pools of processes on the cluster's nodes, and the check that the cluster has room for them before any
 process starts.
 
-In: `ResourcePool`s. Out: `Reservation`s (Ray placement groups) with one `Seat` per process, nodes in the
+In: `ResourcePool`s. Out: `Reservation`s (Ray placement groups) with one `RankInfo` per process, nodes in the
 order of their addresses. Left out on purpose: which role runs in which pool (the caller's table), and Ray's
 start (`runtime`).
 """
@@ -22,7 +22,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from hydraflow.dispatch.host import Seat
+from hydraflow.dispatch.host import RankInfo
 from hydraflow.errors import ConfigError, Problem
 
 log = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class Reservation:
 
     pool: ResourcePool
     group: PlacementGroup
-    seats: list[Seat]
+    rank_infos: list[RankInfo]
     bundles: list[int]
     """Bundle of the placement group by rank."""
 
@@ -207,8 +207,8 @@ def _seated(pool: ResourcePool, group: PlacementGroup) -> Reservation:
     local = [number for bundle in order for number in range(pool.processes_on_nodes[bundle])]
     names = [nodes[placed[bundle]]["NodeManagerHostname"] for bundle in bundles]
     several = len(order) > 1
-    seats = [Seat(rank, pool.size, local[rank], names[rank], several) for rank in range(pool.size)]
-    return Reservation(pool, group, seats, bundles)
+    rank_infos = [RankInfo(rank, pool.size, local[rank], names[rank], several) for rank in range(pool.size)]
+    return Reservation(pool, group, rank_infos, bundles)
 
 
 def release(reservations: Sequence[Reservation]) -> None:

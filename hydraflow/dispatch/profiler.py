@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 from hydraflow.dispatch.config import ProfilerConfig
+from hydraflow.dispatch.observability import Observability
 from hydraflow.dispatch.profile import NSYS
-from hydraflow.dispatch.watch import Watch
 from hydraflow.errors import ConfigError
 from hydraflow.system.whole_files import prove_writable
 
@@ -45,12 +45,14 @@ def require_profiler(config: ProfilerConfig) -> None:
         ) from error
 
 
-def nsight_options(watch: Watch, name: str, rank: int, device_type: str) -> dict[str, str] | None:
+def nsight_options(
+    observability: Observability, name: str, rank: int, device_type: str
+) -> dict[str, str] | None:
     """Options of `nsys profile` for a process, as Ray's runtime_env takes them; None: not used.
 
     On a GPU it records each profiled step and writes a report for each; on a CPU it records the whole run.
     """
-    profiler = watch.profiler
+    profiler = observability.profiler
     if (
         profiler is None
         or profiler.tool != NSYS
@@ -58,8 +60,8 @@ def nsight_options(watch: Watch, name: str, rank: int, device_type: str) -> dict
         or not (profiler.ranks is None or rank in profiler.ranks)
     ):
         return None
-    Path(watch.profiles).mkdir(parents=True, exist_ok=True)  # nsys does not create it
-    options = {"o": f"{watch.profiles}/{name}-{rank}", "force-overwrite": "true"}
+    Path(observability.profiles).mkdir(parents=True, exist_ok=True)  # nsys does not create it
+    options = {"o": f"{observability.profiles}/{name}-{rank}", "force-overwrite": "true"}
     if device_type == "cpu":
         return options | {"t": "osrt,nvtx"}
     ends = {

@@ -17,17 +17,17 @@ from types import TracebackType
 import ray
 
 from hydraflow.dispatch.config import RayInitConfig
-from hydraflow.dispatch.group import Channel, Group, Limits, WorkerGroup, fetch
+from hydraflow.dispatch.group import Channel, Group, Timeouts, WorkerGroup, fetch
 from hydraflow.dispatch.guard import RayGuard
-from hydraflow.dispatch.head import Head, end_without_head
+from hydraflow.dispatch.head import RayHead, end_without_head
+from hydraflow.dispatch.observability import Observability
 from hydraflow.dispatch.placement import Reservation, ResourcePool, cpus_needed, release, reserve
 from hydraflow.dispatch.processes import end_processes
 from hydraflow.dispatch.spans import Span, now
-from hydraflow.dispatch.stacks import Named, names_of, write_stacks
+from hydraflow.dispatch.stacks import NamedProcess, names_of, write_stacks
 from hydraflow.dispatch.start import start_ray, stop_ray
 from hydraflow.dispatch.timeline import Timeline, ray_events
 from hydraflow.dispatch.transport import Traffic
-from hydraflow.dispatch.watch import Watch
 from hydraflow.dispatch.worker import RoleSpec
 from hydraflow.errors import EnvironmentFault, HydraflowError, after_the_start
 from hydraflow.protocol.batch import DataProto
@@ -41,26 +41,31 @@ log = logging.getLogger(__name__)
 class Runtime:
     """Pools, groups and columns of one run. Also a context manager that stops what it started.
 
-    >>> runtime = Runtime(RayInitConfig(), Limits(start=60, call=600))  # doctest: +SKIP
+    >>> runtime = Runtime(RayInitConfig(), Timeouts(start=60, call=600))  # doctest: +SKIP
     >>> runtime.start([ResourcePool("train", [2])])  # doctest: +SKIP
     >>> group = runtime.group("train", {"actor": RoleSpec(ActorWorker, (config,))})  # doctest: +SKIP
     >>> runtime.await_ready()  # doctest: +SKIP
     """
 
     def __init__(
-        self, ray_init: RayInitConfig, limits: Limits, *, device_type: str = "cpu", watch: Watch | None = None
+        self,
+        ray_init: RayInitConfig,
+        timeouts: Timeouts,
+        *,
+        device_type: str = "cpu",
+        observability: Observability | None = None,
     ):
         self.ray_init = ray_init
         self.device_type = device_type
         self.timeline = Timeline(ray_init.timeline_file)
-        self.watch = replace(watch or Watch(), traced=self.timeline.wanted)
-        self.channel = Channel(limits, watch=self.watch, timeline=self.timeline)
+        self.observability = replace(observability or Observability(), traced=self.timeline.wanted)
+        self.channel = Channel(timeouts, observability=self.observability, timeline=self.timeline)
         self.groups: list[Group] = []
         self._reservations: dict[str, Reservation] = {}
         self._owns_ray = False
         self._guard: RayGuard | None = None
         """The local cluster's guard; None for a joined cluster."""
-        self._ended: list[Named] = []
+        self._ended: list[NamedProcess] = []
         """Processes of groups that have ended."""
 
     def start(self, pools: Sequence[ResourcePool]) -> None:
@@ -90,13 +95,13 @@ class Runtime:
             self._guard.started()
 
     def _start(self, pools: Sequence[ResourcePool]) -> None:
-        console = self.watch.logs is not None and self.watch.logs.console is not None
+        console = self.observability.logs is not None and self.observability.logs.console is not None
         self._owns_ray = start_ray(self.ray_init, cpus_needed(pools), console=console) or self._owns_ray
-        self.channel.ledger.stacks = self._write_stacks
-        self.channel.ledger.head = self.channel.ledger.head or Head.of_this_process()
+        self.channel.calls.stacks = self._write_stacks
+        self.channel.calls.head = self.channel.calls.head or RayHead.of_this_process()
         growing = self.ray_init.address != "local"
         with after_the_start():
-            self._reservations |= reserve(pools, timeout=self.channel.limits.start, growing=growing)
+            self._reservations |= reserve(pools, timeout=self.channel.timeouts.start, growing=growing)
 
     def fault_behind(self, error: BaseException | None) -> EnvironmentFault | None:
         """The end of one of Ray's processes as the cause of an error that is not yet a user-facing one; None:
@@ -152,20 +157,20 @@ class Runtime:
 
         The awaited calls stay pending.
         """
-        self.channel.ledger.interrupt = check
+        self.channel.calls.interrupt = check
         try:
             yield
         finally:
-            self.channel.ledger.interrupt = None
+            self.channel.calls.interrupt = None
 
     @contextmanager
     def profiled(self, step: int) -> Iterator[None]:
         """Wraps training step `step`; profiles it if `global_profiler` selects it."""
-        profiler = self.watch.profiler
+        profiler = self.observability.profiler
         if profiler is None or profiler.tool is None or step not in (profiler.steps or ()):
             yield
             return
-        folder, ranks = f"{self.watch.profiles}/step_{step}", profiler.ranks
+        folder, ranks = f"{self.observability.profiles}/step_{step}", profiler.ranks
         groups = [group for group in self.groups if ranks is None or min(ranks) < group.world_size]
         if not groups:
             log.warning(
@@ -190,7 +195,7 @@ class Runtime:
 
     def _stop(self) -> None:
         lost = self._guard.fault() if self._guard is not None else None
-        gone = lost is not None or (self.channel.ledger.head is not None and self.channel.ledger.head.is_gone)
+        gone = lost is not None or (self.channel.calls.head is not None and self.channel.calls.head.is_gone)
         if self._guard is not None:
             self._guard.stop()
         self._write_timeline(with_ray=ray.is_initialized() and not gone)
@@ -206,11 +211,11 @@ class Runtime:
         if self._owns_ray:
             stop_ray()
 
-    def _processes(self) -> list[Named]:
+    def _processes(self) -> list[NamedProcess]:
         return [process for group in self.groups for process in names_of(group.processes, list(group.roles))]
 
     def _write_stacks(self, why: str) -> str:
-        return write_stacks(self.watch.stacks_folder(), why, self._processes())
+        return write_stacks(self.observability.stacks_folder(), why, self._processes())
 
     def _write_timeline(self, *, with_ray: bool) -> None:
         if not self.timeline.wanted:

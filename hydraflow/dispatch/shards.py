@@ -43,7 +43,7 @@ class LateShard:
     """The columns to select, without row objects and meta_info; None: everything."""
 
 
-class Promised(ABC):
+class Future(ABC):
     """The result of a call that may still run. As an argument of another call it is passed on without being
     awaited."""
 
@@ -58,15 +58,15 @@ class Promised(ABC):
     def shards(self, parts: int, padding: bool) -> list[LateShard] | list[Shard]:
         """One for each receiving rank; the receiving workers slice late ones themselves."""
 
-    def columns(self, *keys: str) -> Promised | RemoteBatch:
+    def columns(self, *keys: str) -> Future | RemoteBatch:
         """Only these columns of the batch; waits first where the mode does not concatenate batches."""
-        return Chosen(self, keys) if self.joins else self.get().select(list(keys), [], [])
+        return ColumnsFuture(self, keys) if self.joins else self.get().select(list(keys), [], [])
 
 
-class Ready(Promised):
+class CompletedFuture(Future):
     """A result that is already available.
 
-    >>> Ready(7).get()
+    >>> CompletedFuture(7).get()
     7
     """
 
@@ -85,10 +85,10 @@ class Ready(Promised):
 
 
 @dataclass(frozen=True)
-class Chosen(Promised):
+class ColumnsFuture(Future):
     """Some columns of a batch that is still being computed."""
 
-    whole: Promised
+    whole: Future
     keys: tuple[str, ...]
     joins = True
 
@@ -106,7 +106,7 @@ class Chosen(Promised):
 
 def is_batch(value: object) -> bool:
     """Whether an argument has rows to divide."""
-    return isinstance(value, DataProto | RemoteBatch | Promised)
+    return isinstance(value, DataProto | RemoteBatch | Future)
 
 
 def split(value: object, parts: int, *, padding: bool = True) -> list[Shard] | list[LateShard]:
@@ -117,7 +117,7 @@ def split(value: object, parts: int, *, padding: bool = True) -> list[Shard] | l
     """
     if isinstance(value, DataProto):
         value = RemoteBatch.from_local(value)
-    if isinstance(value, Promised):
+    if isinstance(value, Future):
         return value.shards(parts, padding)
     if not isinstance(value, RemoteBatch):
         raise TypeError(f"only batches can be split over ranks, not a {type(value).__name__}")

@@ -37,10 +37,10 @@ def now() -> float:
     return time.perf_counter() + _UNIX_MINUS_MONOTONIC
 
 
-class Recorder:
+class SpanRecorder:
     """Keeps spans. Used by one thread.
 
-    >>> recorder = Recorder()
+    >>> recorder = SpanRecorder()
     >>> with recorder.span("gen"):
     ...     pass
     >>> [span.name for span in recorder.drain()]
@@ -70,10 +70,10 @@ class Recorder:
         return spans
 
 
-_recorder: Recorder | None = None
+_recorder: SpanRecorder | None = None
 
 
-def record_into(recorder: Recorder | None) -> None:
+def record_into(recorder: SpanRecorder | None) -> None:
     """Sets this process's recorder; None: spans are dropped."""
     global _recorder
     _recorder = recorder

@@ -36,7 +36,7 @@ AT_ONCE = 8
 
 
 @dataclass(frozen=True)
-class ProcessFacts:
+class ProcessInfo:
     """Where a worker process runs, as it reported."""
 
     pid: int
@@ -49,11 +49,11 @@ class ProcessFacts:
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedProcess:
     """A worker process with a readable name."""
 
     name: str
-    facts: ProcessFacts
+    facts: ProcessInfo
 
 
 def spy() -> str | None:
@@ -62,7 +62,7 @@ def spy() -> str | None:
     return str(beside) if beside.exists() else shutil.which("py-spy")
 
 
-def write_stacks(folder: Path, why: str, processes: Sequence[Named]) -> str:
+def write_stacks(folder: Path, why: str, processes: Sequence[NamedProcess]) -> str:
     """Writes the stacks of all processes to a new file in `folder`; returns its path, or why there is
     none."""
     if not processes:
@@ -82,10 +82,10 @@ def write_stacks(folder: Path, why: str, processes: Sequence[Named]) -> str:
     return str(path)
 
 
-def _of_all_nodes(processes: Sequence[ProcessFacts]) -> dict[str, str]:
+def _of_all_nodes(processes: Sequence[ProcessInfo]) -> dict[str, str]:
     """Stacks by worker id, gathered from all machines through Ray."""
     here = ray.get_runtime_context().get_node_id()
-    by_node: dict[str, list[ProcessFacts]] = {}
+    by_node: dict[str, list[ProcessInfo]] = {}
     for process in processes:
         by_node.setdefault(process.node_id, []).append(process)
     remote = ray.remote(num_cpus=0, max_retries=0)(stacks_here)
@@ -102,7 +102,7 @@ def _of_all_nodes(processes: Sequence[ProcessFacts]) -> dict[str, str]:
     return found
 
 
-def stacks_here(processes: Sequence[ProcessFacts]) -> dict[str, str]:
+def stacks_here(processes: Sequence[ProcessInfo]) -> dict[str, str]:
     """The stacks of processes of this machine, by worker id."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         return dict(
@@ -110,16 +110,16 @@ def stacks_here(processes: Sequence[ProcessFacts]) -> dict[str, str]:
         )
 
 
-def _stack(process: ProcessFacts) -> str:
+def _stack(process: ProcessInfo) -> str:
     program = spy()
     if program is None:
         return _written_by_itself(process, "py-spy is not installed")
     for options in (["--subprocesses"], ["--nonblocking"]):  # a stopped process cannot be paused for reading
-        said = _run([program, "dump", *options, "--pid", str(process.pid)])
-        if said.returncode == 0:
-            return said.stdout
+        result = _run([program, "dump", *options, "--pid", str(process.pid)])
+        if result.returncode == 0:
+            return result.stdout
     return _written_by_itself(
-        process, said.stderr.strip().splitlines()[0] if said.stderr.strip() else "py-spy said nothing"
+        process, result.stderr.strip().splitlines()[0] if result.stderr.strip() else "py-spy said nothing"
     )
 
 
@@ -130,7 +130,7 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(command, 1, "", str(error))
 
 
-def _written_by_itself(process: ProcessFacts, why: str) -> str:
+def _written_by_itself(process: ProcessInfo, why: str) -> str:
     """The stacks that the process writes to its log on the signal."""
     log_file = Path(process.log)
     if not log_file.is_file():
@@ -151,6 +151,8 @@ def _written_by_itself(process: ProcessFacts, why: str) -> str:
     return f"{why}; and the process wrote nothing in {SIGNAL_SECONDS:g} seconds: it is stopped"
 
 
-def names_of(processes: Mapping[int, ProcessFacts], roles: Sequence[str]) -> list[Named]:
+def names_of(processes: Mapping[int, ProcessInfo], roles: Sequence[str]) -> list[NamedProcess]:
     """The processes of a group that have reported, named by its roles and their rank."""
-    return [Named(f"{'+'.join(roles)} rank {rank}", facts) for rank, facts in sorted(processes.items())]
+    return [
+        NamedProcess(f"{'+'.join(roles)} rank {rank}", facts) for rank, facts in sorted(processes.items())
+    ]

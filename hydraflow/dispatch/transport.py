@@ -1,8 +1,8 @@
-"""What travels between controller and workers: parcels of pickled values, and references to columns in the
+"""What travels between controller and workers: payloads of pickled values, and references to columns in the
 object store.
 
-In: any picklable value, or a worker's DataProto. Out: a `Parcel` of known size, or a `Receipt` that
-names the columns. A parcel carries object references beside its bytes, so Ray counts them and frees a column
+In: any picklable value, or a worker's DataProto. Out: a `Payload` of known size, or a `Receipt` that
+names the columns. A payload carries object references beside its bytes, so Ray counts them and frees a column
 with its last reference. Left out on purpose: who gets which rows (`shards`), and the format of a
 column (`protocol.wire`).
 """
@@ -32,7 +32,7 @@ INLINE_LIMIT = 100_000
 receivers."""
 
 
-class Parcel(NamedTuple):
+class Payload(NamedTuple):
     """A pickled value: its stream, the buffers that pickle protocol 5 keeps out of band, and the references
     it holds."""
 
@@ -86,27 +86,27 @@ class _Pickler(cloudpickle.CloudPickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, parcel: Parcel):
-        super().__init__(io.BytesIO(parcel.head), buffers=parcel.buffers)
-        self.refs = parcel.refs
+    def __init__(self, payload: Payload):
+        super().__init__(io.BytesIO(payload.head), buffers=payload.buffers)
+        self.refs = payload.refs
 
     def persistent_load(self, number: int) -> ObjectRef:
         return self.refs[number]
 
 
-def pack(value: object) -> Parcel:
+def pack(value: object) -> Payload:
     """Pickles a value; arrays stay views of their memory. Lambdas and local functions work. Raises
     PicklingError or TypeError."""
     stream = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
     pickler = _Pickler(stream, buffers)
     pickler.dump(value)
-    return Parcel(stream.getvalue(), [_bytes_of(buffer) for buffer in buffers], list(pickler.refs))
+    return Payload(stream.getvalue(), [_bytes_of(buffer) for buffer in buffers], list(pickler.refs))
 
 
-def unpack(parcel: Parcel) -> Any:
-    """The value of a parcel; its arrays may be read-only views of shared memory."""
-    return _Unpickler(parcel).load()
+def unpack(payload: Payload) -> Any:
+    """The value of a payload; its arrays may be read-only views of shared memory."""
+    return _Unpickler(payload).load()
 
 
 def _bytes_of(buffer: pickle.PickleBuffer) -> np.ndarray:
@@ -115,37 +115,37 @@ def _bytes_of(buffer: pickle.PickleBuffer) -> np.ndarray:
 
 
 @dataclass
-class Outbox:
+class ArgumentPacker:
     """Packs the arguments of one call: a value for several ranks is pickled once, and stored once if it
     is large."""
 
     traffic: Traffic
-    slots: dict[int, Parcel | ObjectRef] = field(default_factory=dict)
+    packed: dict[int, Payload | ObjectRef] = field(default_factory=dict)
     kept: list[object] = field(default_factory=list)
-    """Values whose `id` keys `slots`; held so that no id is reused."""
+    """Values whose `id` keys `packed`; held so that no id is reused."""
 
-    def slot(self, value: object) -> Parcel | ObjectRef:
-        """What to send for `value`: the parcel itself, or a reference to it."""
-        if id(value) not in self.slots:
+    def pack(self, value: object) -> Payload | ObjectRef:
+        """What to send for `value`: the payload itself, or a reference to it."""
+        if id(value) not in self.packed:
             self.kept.append(value)
-            self.slots[id(value)] = self._stored(pack(value))
-        slot = self.slots[id(value)]
-        if isinstance(slot, Parcel):
-            self.traffic.sent += slot.nbytes
-        return slot
+            self.packed[id(value)] = self._stored(pack(value))
+        argument = self.packed[id(value)]
+        if isinstance(argument, Payload):
+            self.traffic.sent += argument.nbytes
+        return argument
 
-    def _stored(self, parcel: Parcel) -> Parcel | ObjectRef:
-        if parcel.nbytes <= INLINE_LIMIT:
-            return parcel
-        self.traffic.sent += parcel.nbytes
-        return ray.put(parcel)
+    def _stored(self, payload: Payload) -> Payload | ObjectRef:
+        if payload.nbytes <= INLINE_LIMIT:
+            return payload
+        self.traffic.sent += payload.nbytes
+        return ray.put(payload)
 
 
-def opened(slots: Sequence[Parcel | ObjectRef]) -> list[Any]:
-    """The values that an `Outbox` sent; fetches all stored ones in one request."""
-    stored = [slot for slot in slots if isinstance(slot, ObjectRef)]
+def unpack_all(packed: Sequence[Payload | ObjectRef]) -> list[Any]:
+    """The values that an `ArgumentPacker` sent; fetches all stored ones in one request."""
+    stored = [argument for argument in packed if isinstance(argument, ObjectRef)]
     found = iter(ray.get(stored)) if stored else iter(())
-    return [unpack(next(found) if isinstance(slot, ObjectRef) else slot) for slot in slots]
+    return [unpack(next(found) if isinstance(argument, ObjectRef) else argument) for argument in packed]
 
 
 @dataclass(frozen=True)

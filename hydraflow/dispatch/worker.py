@@ -25,14 +25,23 @@ import torch
 from ray import ObjectRef
 
 from hydraflow.dispatch.environment import LOOPBACK, settle
-from hydraflow.dispatch.host import Seat
+from hydraflow.dispatch.host import RankInfo
 from hydraflow.dispatch.modes import Coordinates
+from hydraflow.dispatch.observability import Observability, of_role
 from hydraflow.dispatch.profile import Profile, region
 from hydraflow.dispatch.shards import LateShard, Shard, part_of, real_rows
-from hydraflow.dispatch.spans import Recorder, record_into, span
-from hydraflow.dispatch.stacks import ProcessFacts
-from hydraflow.dispatch.transport import Parcel, Receipt, join, opened, pack, put_batch, read_columns, unpack
-from hydraflow.dispatch.watch import Watch, of_role
+from hydraflow.dispatch.spans import SpanRecorder, record_into, span
+from hydraflow.dispatch.stacks import ProcessInfo
+from hydraflow.dispatch.transport import (
+    Payload,
+    Receipt,
+    join,
+    pack,
+    put_batch,
+    read_columns,
+    unpack,
+    unpack_all,
+)
 from hydraflow.errors import ConfigError, DoesNotFit, GuardStop, HydraflowError, WorkerError
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import materialise
@@ -93,8 +102,8 @@ class Call:
 
     role: str
     method: str
-    args: list[Parcel | ObjectRef]
-    kwargs: dict[str, Parcel | ObjectRef]
+    args: list[Payload | ObjectRef]
+    kwargs: dict[str, Payload | ObjectRef]
     read_only: bool
     wanted: bool
     """Whether the answer is used; else nothing is sent back."""
@@ -115,19 +124,19 @@ class Failure:
 
 
 class WorkerProcess:
-    """Runs in the Ray actor; every public method returns a parcel."""
+    """Runs in the Ray actor; every public method returns a payload."""
 
     def __init__(
         self,
-        seat: Seat,
+        rank_info: RankInfo,
         device_type: str,
         threads: int,
         timeout_s: float,
         import_path: Sequence[str],
-        watch: Watch,
+        observability: Observability,
         first_role: str,
     ):
-        self.seat = seat
+        self.rank_info = rank_info
         self.device_type = device_type
         self.timeout_s = timeout_s
         self.workers: dict[str, Worker] = {}
@@ -136,26 +145,28 @@ class WorkerProcess:
         """Environment error from __init__, raised by `build` because Ray hides errors of actor
         constructors."""
         try:
-            settle(seat.rank, node_ip=ray.util.get_node_ip_address() if seat.spans_nodes else LOOPBACK)
+            settle(
+                rank_info.rank, node_ip=ray.util.get_node_ip_address() if rank_info.spans_nodes else LOOPBACK
+            )
         except HydraflowError as error:
             self._unfit = error
         self.first_role = first_role
         self.profile: Profile | None = None
-        self.recorder = Recorder()
-        record_into(self.recorder if watch.traced else None)
+        self.recorder = SpanRecorder()
+        record_into(self.recorder if observability.traced else None)
         # Ray passes on only the controller's working folder and script folder.
         sys.path += [folder for folder in import_path if folder not in sys.path]
         logging.basicConfig(
             level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
         )
-        self.logs = watch.open_logs(seat.rank, first_role)
+        self.logs = observability.open_logs(rank_info.rank, first_role)
         write_stacks_when_asked()
         torch.set_num_threads(threads)
 
-    def identify(self) -> Parcel:
+    def identify(self) -> Payload:
         """This process's node, pid and log file."""
         context = ray.get_runtime_context()
-        return pack(ProcessFacts(os.getpid(), context.get_node_id(), context.get_worker_id(), log_path()))
+        return pack(ProcessInfo(os.getpid(), context.get_node_id(), context.get_worker_id(), log_path()))
 
     def rendezvous(self) -> tuple[str, int]:
         """An address of this node that the group's other processes can reach, and a port that is held until a
@@ -163,14 +174,14 @@ class WorkerProcess:
 
         torch's rendezvous and gloo have no authentication, so they listen on this address only.
         """
-        address = ray.util.get_node_ip_address() if self.seat.spans_nodes else LOOPBACK
+        address = ray.util.get_node_ip_address() if self.rank_info.spans_nodes else LOOPBACK
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=1024)
         return address, self._listener.getsockname()[1]
 
-    def build(self, roles: Parcel | ObjectRef, rendezvous: tuple[str, int]) -> Parcel:
+    def build(self, roles: Payload | ObjectRef, rendezvous: tuple[str, int]) -> Payload:
         """Builds the workers, in order."""
-        where = self.seat
+        where = self.rank_info
         process = ProcessContext(
             where.rank,
             where.world_size,
@@ -186,21 +197,21 @@ class WorkerProcess:
         with guard:
             if self._unfit is not None:
                 raise self._unfit
-            for guard.role, spec in opened([roles])[0].items():
+            for guard.role, spec in unpack_all([roles])[0].items():
                 with of_role(self.logs, guard.role), span("start", guard.role):
                     self.workers[guard.role] = spec.cls(process, *spec.args, **spec.kwargs)
         return self._with_spans(guard.answer)
 
-    def coordinates(self, role: str, mesh: str) -> Parcel:
+    def coordinates(self, role: str, mesh: str) -> Payload:
         """A worker's coordinates in a mesh."""
-        guard = _Guard(self.seat, role, f"mesh_coordinates({mesh!r})")
+        guard = _Guard(self.rank_info, role, f"mesh_coordinates({mesh!r})")
         with guard:
             guard.answer = pack(Coordinates(*self.workers[role].mesh_coordinates(mesh)))
         return guard.answer
 
-    def invoke(self, call: Call) -> Parcel:
+    def invoke(self, call: Call) -> Payload:
         """Runs one method of one worker."""
-        guard = _Guard(self.seat, call.role, call.method)
+        guard = _Guard(self.rank_info, call.role, call.method)
         with of_role(self.logs, call.role):
             faulthandler.dump_traceback_later(call.seconds, file=STANDARD_ERROR)
             with guard:
@@ -208,29 +219,29 @@ class WorkerProcess:
             faulthandler.cancel_dump_traceback_later()
         return self._with_spans(guard.answer)
 
-    def start_profile(self, profile: Profile) -> Parcel:
+    def start_profile(self, profile: Profile) -> Payload:
         """Starts a profile of this process."""
-        guard = _Guard(self.seat, self.first_role, "start_profile")
+        guard = _Guard(self.rank_info, self.first_role, "start_profile")
         with guard:
             profile.start(self.device_type)
             self.profile = profile
         return guard.answer
 
-    def stop_profile(self) -> Parcel:
+    def stop_profile(self) -> Payload:
         """Ends the profile and writes it."""
-        guard = _Guard(self.seat, self.first_role, "stop_profile")
+        guard = _Guard(self.rank_info, self.first_role, "stop_profile")
         with guard:
             assert self.profile is not None, "no profile is running"
-            self.profile.stop(self.seat.rank)
+            self.profile.stop(self.rank_info.rank)
             self.profile = None
         return guard.answer
 
-    def _with_spans(self, answer: Parcel) -> Parcel:
+    def _with_spans(self, answer: Payload) -> Payload:
         return answer._replace(spans=tuple(self.recorder.drain()))
 
-    def _run(self, call: Call) -> Parcel:
+    def _run(self, call: Call) -> Payload:
         with span("read"):  # includes waiting for batches from other workers
-            values = [_cut(value) for value in opened([*call.args, *call.kwargs.values()])]
+            values = [_cut(value) for value in unpack_all([*call.args, *call.kwargs.values()])]
             shards = [value for value in values if isinstance(value, Shard)]
             ready = [
                 materialise(value.batch, read_columns, copy=not call.read_only)
@@ -247,7 +258,7 @@ class WorkerProcess:
             return _reply(answer if call.wanted else None, shards)._replace(seconds=seconds)
 
 
-def _reply(answer: Any, shards: Sequence[Shard]) -> Parcel:
+def _reply(answer: Any, shards: Sequence[Shard]) -> Payload:
     """The answer packed; the columns of a batch stay here, without rows computed from padding."""
     if not isinstance(answer, DataProto):
         return pack(answer)
@@ -258,7 +269,7 @@ def _reply(answer: Any, shards: Sequence[Shard]) -> Parcel:
 NOTHING = pack(None)
 
 
-class PassedOn(Exception):
+class DependencyFailed(Exception):
     """A call that this one depends on has failed elsewhere."""
 
     def __init__(self, failure: Failure):
@@ -269,10 +280,10 @@ class PassedOn(Exception):
 def _cut(value: Any) -> Any:
     if not isinstance(value, LateShard):
         return value
-    receipts = [unpack(parcel) for parcel in ray.get(list(value.receipts))]
+    receipts = [unpack(payload) for payload in ray.get(list(value.receipts))]
     for receipt in receipts:
         if isinstance(receipt, Failure):
-            raise PassedOn(receipt)
+            raise DependencyFailed(receipt)
         if not isinstance(receipt, Receipt):
             raise TypeError(
                 f"an argument is a future of a batch, but its maker returned a {type(receipt).__name__}"
@@ -291,9 +302,13 @@ class _Guard:
     others as WorkerErrors."""
 
     def __init__(
-        self, seat: Seat, role: str, method: str, as_it_is: tuple[type[HydraflowError], ...] = AS_THEY_ARE
+        self,
+        rank_info: RankInfo,
+        role: str,
+        method: str,
+        as_it_is: tuple[type[HydraflowError], ...] = AS_THEY_ARE,
     ):
-        self.seat, self.role, self.method, self.as_it_is = seat, role, method, as_it_is
+        self.rank_info, self.role, self.method, self.as_it_is = rank_info, role, method, as_it_is
         self.answer = NOTHING
 
     def __enter__(self) -> None: ...
@@ -303,15 +318,20 @@ class _Guard:
     ) -> bool:
         if not isinstance(error, Exception):
             return False
-        self.answer = pack(error.failure if isinstance(error, PassedOn) else self._failure(error))
+        self.answer = pack(error.failure if isinstance(error, DependencyFailed) else self._failure(error))
         return True
 
     def _failure(self, error: Exception) -> Failure:
         if isinstance(error, self.as_it_is):
             return Failure(error, time.time())
-        seat, cause, tail = self.seat, _in_words(error), log_tail(log_path())
+        rank_info, cause, tail = self.rank_info, _in_words(error), log_tail(log_path())
         worker_error = WorkerError(
-            role=self.role, rank=seat.rank, node=seat.node, method=self.method, cause=cause, log_tail=tail
+            role=self.role,
+            rank=rank_info.rank,
+            node=rank_info.node,
+            method=self.method,
+            cause=cause,
+            log_tail=tail,
         )
         return Failure(worker_error, time.time())
 

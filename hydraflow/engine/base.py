@@ -58,7 +58,7 @@ class Snapshot(Protocol):
 
 
 @dataclass(frozen=True)
-class Shortage:
+class OomReport:
     """A micro-batch that ran a rank out of memory."""
 
     rank: int
@@ -77,9 +77,9 @@ class OutOfMemory(Exception):
     """Memory ran out in a pass on some ranks; raised on every rank. The model is unchanged, without
     gradients."""
 
-    def __init__(self, shortages: Sequence[Shortage]):
-        super().__init__("; ".join(map(str, shortages)))
-        self.shortages = list(shortages)
+    def __init__(self, reports: Sequence[OomReport]):
+        super().__init__("; ".join(map(str, reports)))
+        self.reports = list(reports)
 
 
 class TrainEngine(Protocol):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydraflow.options import Named, Planned, Rule, idle_when, option
+from hydraflow.options import Implementation, Planned, Rule, no_effect_when, option
 
 TRAIN_ENGINES = {
-    "fsdp2": Named("hydraflow.engine.fsdp.engine:FSDPEngine", reads=("fsdp_config",)),
-    "megatron": Named(reads=("megatron",), planned="train with Megatron-Core"),
+    "fsdp2": Implementation("hydraflow.engine.fsdp.engine:FSDPEngine", reads=("fsdp_config",)),
+    "megatron": Implementation(reads=("megatron",), planned="train with Megatron-Core"),
 }
 """By the name that `actor.strategy` and `critic.strategy` give; `reads` are their sections."""
 
@@ -44,7 +44,7 @@ class OptimConfig:
         0.0,
         ge=0,
         le=1,
-        idle=idle_when(
+        no_effect=no_effect_when(
             lambda s: s.lr_warmup_steps >= 0, "{s}.lr_warmup_steps is given", "{s}.lr_warmup_steps=-1"
         ),
     )
@@ -53,7 +53,7 @@ class OptimConfig:
         0.0,
         ge=0,
         le=1,
-        idle=idle_when(
+        no_effect=no_effect_when(
             lambda s: s.lr_scheduler_type == "constant",
             "{s}.lr_scheduler_type=constant never lowers the rate",
             "{s}.lr_scheduler_type=cosine",

@@ -51,7 +51,7 @@ _BROKEN = (AttributeError, TypeError, ValueError, LookupError)
 
 
 @dataclass(frozen=True)
-class Place:
+class FileRange:
     """A range of a file, written by torch.save."""
 
     file: str
@@ -66,7 +66,7 @@ class Chunk:
 
     start: Shape
     shape: Shape
-    place: Place
+    place: FileRange
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def _unpickled(file: Path) -> Any:
     data = file.read_bytes()
     try:
         _require_small_memo(data)
-        return _Reader(io.BytesIO(data)).load()
+        return _InertUnpickler(io.BytesIO(data)).load()
     except (*_BROKEN, pickle.UnpicklingError, EOFError, MemoryError, OverflowError) as error:
         raise ConfigError.one(str(file), None, f"{_NO_INDEX}: {error}") from error
 
@@ -139,7 +139,7 @@ def _require_small_memo(data: bytes) -> None:
             raise pickle.UnpicklingError(f"it numbers a value {argument}, and has {len(data)} bytes")
 
 
-class _Reader(pickle.Unpickler):
+class _InertUnpickler(pickle.Unpickler):
     """Creates only records, tuples and dtypes."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -154,7 +154,7 @@ class _Reader(pickle.Unpickler):
 
 
 def _checked(found: Any) -> Index:
-    places: dict[str, dict[Shape, Place]] = {}
+    places: dict[str, dict[Shape, FileRange]] = {}
     ends: dict[str, int] = {}
     for key, info in found.storage_data.items():
         place = _place(info)
@@ -173,7 +173,7 @@ def _checked(found: Any) -> Index:
     return Index(tensors, objects, ends)
 
 
-def _place(info: Any) -> Place:
+def _place(info: Any) -> FileRange:
     name = info.relative_path
     if not isinstance(name, str):
         raise ValueError(f"it names a file by a {type(name).__name__}")
@@ -181,10 +181,10 @@ def _place(info: Any) -> Place:
         raise ValueError(f"it names the file {name[:80]!r}, which is not beside it")
     if getattr(info, "transform_descriptors", None):
         raise ValueError(f"{name} is compressed or otherwise transformed, which cannot be read")
-    return Place(name, _count(info.offset), _count(info.length))
+    return FileRange(name, _count(info.offset), _count(info.length))
 
 
-def _tensor(name: str, entry: Any, places: Mapping[Shape, Place]) -> IndexedTensor:
+def _tensor(name: str, entry: Any, places: Mapping[Shape, FileRange]) -> IndexedTensor:
     dtype, chunks = entry.properties.state[0], []
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name} has a {type(dtype).__name__} for its type of numbers")

@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 
-class Record:
+class InertRecord:
     """An unpickled object of some type: its arguments and state, by name where they have names."""
 
-    def __new__(cls, *args: Any, **_: Any) -> Record:
+    def __new__(cls, *args: Any, **_: Any) -> InertRecord:
         """Accepts any arguments, as unpickling may pass them."""
         made = super().__new__(cls)
         made.args = args
@@ -35,6 +35,6 @@ class Record:
         raise AttributeError(name)
 
 
-def record_type(name: str) -> type[Record]:
+def record_type(name: str) -> type[InertRecord]:
     """Creates a record type with that name."""
-    return type(name, (Record,), {})
+    return type(name, (InertRecord,), {})

@@ -1,9 +1,9 @@
 """How many rows the data files hold, without reading them: from the footers of Parquet files, or the lines of
 JSONL.
 
-In: what `data.*_files` says. Out: `Count`. Files that are not on this machine are noted, not refused: a plan
-may be made elsewhere. Left out on purpose: what is in the rows. Prompts that a tokenizer would find too long
-are still counted, and the count says so.
+In: what `data.*_files` says. Out: `RowCount`. Files that are not on this machine are noted, not refused: a
+plan may be made elsewhere. Left out on purpose: what is in the rows. Prompts that a tokenizer would find too
+long are still counted, and the count says so.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ JSON_ENDINGS = (".jsonl", ".json")
 
 
 @dataclass(frozen=True)
-class Count:
+class RowCount:
     """Number of rows in the files of one key, as far as it is known."""
 
     rows: int | None
@@ -36,29 +36,29 @@ class Count:
         return "unknown" if self.rows is None else f"{'at most ' if self.at_most else ''}{self.rows}"
 
 
-def count_rows(files: Any, *, key: str, limit: int = -1, filtered: bool = False) -> Count:
+def count_rows(files: Any, *, key: str, limit: int = -1, filtered: bool = False) -> RowCount:
     """Rows of `files`, a path or a list of paths, of which the first `limit` are used (-1: all).
 
     `key` is named in problems. `filtered`: rows that are too long will be left out later, so that the count
     is an upper bound.
     """
     if files is None:
-        return Count(None)
+        return RowCount(None)
     names = [files] if isinstance(files, str) else files
     if not isinstance(names, Sequence) or not names or not all(isinstance(name, str) for name in names):
         rule = "must be a Parquet or JSONL file, or a list of them"
-        return Count(None, problems=(Problem(key, files, rule, f"{key}=/path/to/file.parquet"),))
+        return RowCount(None, problems=(Problem(key, files, rule, f"{key}=/path/to/file.parquet"),))
     paths = {name: Path(name).expanduser() for name in names}
     missing = tuple(name for name, path in paths.items() if not path.exists())
     counted = [_count_file(paths[name], key) for name in names if name not in missing]
     problems = tuple(found for found in counted if isinstance(found, Problem))
     if missing or problems:
-        return Count(None, missing=missing, problems=problems)
+        return RowCount(None, missing=missing, problems=problems)
     rows = sum(found for found in counted if isinstance(found, int))
-    return Count(rows if limit < 0 else min(rows, limit), at_most=filtered)
+    return RowCount(rows if limit < 0 else min(rows, limit), at_most=filtered)
 
 
-def missing_notes(key: str, count: Count) -> Iterator[str]:
+def missing_notes(key: str, count: RowCount) -> Iterator[str]:
     """Notes about files that are not on this machine."""
     for name in count.missing:
         yield (

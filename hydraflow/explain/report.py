@@ -18,14 +18,14 @@ from hydraflow.batch_plan.generate import GeneratePlan, resolve_generate_plan
 from hydraflow.batch_plan.resolve import BatchPlan, resolve_plan
 from hydraflow.batch_plan.sft import SFTPlan, resolve_sft_plan
 from hydraflow.compose import runnable
-from hydraflow.compose.command import Command, Counts
+from hydraflow.compose.command import Command, KeyCounts
 from hydraflow.device import planned_devices
 from hydraflow.errors import ConfigError, Faults, Problem
-from hydraflow.explain.counts import Count, count_rows, missing_notes
+from hydraflow.explain.counts import RowCount, count_rows, missing_notes
 from hydraflow.explain.models import Models, find_models, find_shape, numbers
 from hydraflow.explain.picture import picture
 from hydraflow.explain.steps import ppo_step, sft_step
-from hydraflow.explain.svg import Step
+from hydraflow.explain.svg import StepPicture
 from hydraflow.explain.words import Phase, generate_phases, ppo_phases, sft_phases
 from hydraflow.memory.estimate import estimate
 from hydraflow.memory.limits import limits_of
@@ -53,9 +53,9 @@ class Report:
     """Notes to print: keys without effect, renamed or ignored ones, missing files."""
     not_yet: tuple[Problem, ...]
     """Features that main_ppo does not implement yet."""
-    counts: Counts
+    counts: KeyCounts
     """How the keys of the command line were handled."""
-    step: Step | None
+    step: StepPicture | None
     """The picture from prompts to optimizer steps; None: there are none."""
 
     def to_json(self) -> str:
@@ -88,7 +88,7 @@ def make_report(config: PPOConfig | SFTConfig | GenerateConfig, command: Command
 class _Faults(Faults):
     """Also those of counting rows."""
 
-    def count(self, files: Any, *, key: str, limit: int = -1, filtered: bool = False) -> Count:
+    def count(self, files: Any, *, key: str, limit: int = -1, filtered: bool = False) -> RowCount:
         """As `count_rows`; problems are kept."""
         found = count_rows(files, key=key, limit=limit, filtered=filtered)
         self.add(found.problems)
@@ -177,7 +177,7 @@ def _simple_report(
     phases: list[Phase],
     command: Command,
     notes: Iterable[str],
-    step: Step | None,
+    step: StepPicture | None,
 ) -> Report:
     """The report of a job with one role, which is always colocated with itself."""
     return Report(
@@ -194,17 +194,17 @@ def _simple_report(
     )
 
 
-def _prompt_counts(config: PPOConfig, faults: _Faults) -> tuple[Count, Count]:
+def _prompt_counts(config: PPOConfig, faults: _Faults) -> tuple[RowCount, RowCount]:
     """Training and held-out prompts."""
     data, recipe = config.data, config.recipe
     if recipe.name != "none":
-        return Count(recipe.train_problems), Count(recipe.val_problems)
+        return RowCount(recipe.train_problems), RowCount(recipe.val_problems)
     filtered = data.filter_overlong_prompts
     held_out = faults.count(
         data.val_files, key="data.val_files", limit=data.val_max_samples, filtered=filtered
     )
     if config.trainer.val_only:
-        return Count(None), held_out
+        return RowCount(None), held_out
     return (
         faults.count(
             data.train_files, key="data.train_files", limit=data.train_max_samples, filtered=filtered
@@ -213,7 +213,7 @@ def _prompt_counts(config: PPOConfig, faults: _Faults) -> tuple[Count, Count]:
     )
 
 
-def _file_notes(config: PPOConfig, prompts: Count, held_out: Count) -> Iterator[str]:
+def _file_notes(config: PPOConfig, prompts: RowCount, held_out: RowCount) -> Iterator[str]:
     longest = config.data.max_prompt_length
     for key, count in (("data.train_files", prompts), ("data.val_files", held_out)):
         yield from missing_notes(key, count)
@@ -232,7 +232,7 @@ def _file_notes(config: PPOConfig, prompts: Count, held_out: Count) -> Iterator[
         yield "data.train_files is not given: prompts are not counted; a run would refuse to start"
 
 
-def _bound_notes(key: str, count: Count, longest: int) -> Iterator[str]:
+def _bound_notes(key: str, count: RowCount, longest: int) -> Iterator[str]:
     """Said where a count is an upper bound."""
     if count.at_most:
         rule = (

@@ -1,9 +1,9 @@
 """The picture of a step from prompts to optimizer steps, as an SVG file that needs no library to make or to
 show.
 
-In: a `Step`, the numbers of one role's update. Out: SVG text, readable on light and on dark pages. Each bar
-is a whole; its first part is drawn again, wider, as the bar below it. Left out on purpose: where things run
-(`picture.py`).
+In: a `StepPicture`, the numbers of one role's update. Out: SVG text, readable on light and on dark pages.
+Each bar is a whole; its first part is drawn again, wider, as the bar below it. Left out on purpose: where
+things run (`picture.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ text { font-family: ui-sans-serif, system-ui, sans-serif; font-size: 14px; fill:
 
 
 @dataclass(frozen=True)
-class Bar:
+class PictureBar:
     """A whole that is cut into equal parts."""
 
     total: str
@@ -55,16 +55,16 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepPicture:
     """Content of the picture: title, bars and closing lines."""
 
     title: str
-    bars: tuple[Bar, ...]
+    bars: tuple[PictureBar, ...]
     end: tuple[str, ...]
     """Lines below the last bar."""
 
 
-def draw(step: Step) -> str:
+def draw(step: StepPicture) -> str:
     """The picture as the content of an SVG file."""
     height = TOP + len(step.bars) * (TALL + GAP) + 20 * len(step.end)
     lines = [
@@ -84,7 +84,7 @@ def draw(step: Step) -> str:
     return "\n".join([*lines, "</svg>", ""])
 
 
-def _bar(bar: Bar, top: int, *, last: bool) -> Iterator[str]:
+def _bar(bar: PictureBar, top: int, *, last: bool) -> Iterator[str]:
     """The words on the left, the parts, and the wedge to the bar below."""
     yield _text(24, top + 14, bar.total, "strong")
     yield _text(24, top + 32, bar.letter)
@@ -108,7 +108,7 @@ def _bar(bar: Bar, top: int, *, last: bool) -> Iterator[str]:
     yield _text(LEFT + BAR // 2, top + TALL + GAP // 2 + 5, bar.becomes, "in")
 
 
-def _cells(bar: Bar) -> list[tuple[int, int]]:
+def _cells(bar: PictureBar) -> list[tuple[int, int]]:
     """Left edge and width of each drawn cell, wide enough for its words; if there are many parts, the last
     but one represents the omitted ones."""
     fitting = max(3, (BAR + SPACE) // (LETTER * len(bar.part) + 12 + SPACE))

@@ -7,9 +7,9 @@ from typing import Any
 
 from hydraflow.options import (
     NO_LIMIT_OR_COUNT,
-    Named,
+    Implementation,
     Planned,
-    idle_when,
+    no_effect_when,
     option,
     unless,
     unread,
@@ -17,7 +17,7 @@ from hydraflow.options import (
 
 
 @dataclass(frozen=True)
-class Engine(Named):
+class Engine(Implementation):
     """A generation engine; its class has what `generation.base.GenerationEngine` asks for."""
 
     divides_models: bool = False
@@ -52,11 +52,11 @@ class ValSamplingConfig:
     """Responses per held-out prompt."""
     do_sample: bool = False
     """Sample; false decodes greedily."""
-    temperature: float = option(0.0, ge=0, idle=VALIDATION_IS_GREEDY)
+    temperature: float = option(0.0, ge=0, no_effect=VALIDATION_IS_GREEDY)
     """Sampling temperature; 0 is greedy."""
-    top_k: int = option(-1, rule=NO_LIMIT_OR_COUNT, idle=VALIDATION_IS_GREEDY)
+    top_k: int = option(-1, rule=NO_LIMIT_OR_COUNT, no_effect=VALIDATION_IS_GREEDY)
     """Top-k: sample from the k most probable tokens; -1: all."""
-    top_p: float = option(1.0, gt=0, le=1, idle=VALIDATION_IS_GREEDY)
+    top_p: float = option(1.0, gt=0, le=1, no_effect=VALIDATION_IS_GREEDY)
     """Top-p (nucleus): sample from the most probable tokens that together reach this probability."""
 
 
@@ -73,7 +73,7 @@ class SamplingConfig:
     top_k: int = option(
         -1,
         rule=NO_LIMIT_OR_COUNT,
-        idle=idle_when(
+        no_effect=no_effect_when(
             lambda s: s.temperature == 0,
             "{s}.temperature=0 takes the most probable token",
             "{s}.temperature=1.0",
@@ -84,7 +84,7 @@ class SamplingConfig:
         1.0,
         gt=0,
         le=1,
-        idle=idle_when(
+        no_effect=no_effect_when(
             lambda s: s.temperature == 0,
             "{s}.temperature=0 takes the most probable token",
             "{s}.temperature=1.0",
@@ -137,22 +137,22 @@ class RolloutConfig(SamplingConfig):
     pipeline_model_parallel_size: int = option(1, size=True, shapes_training=False, planned=MORE_DEVICES)
     """Pipeline-parallel size of one engine replica."""
     gpu_memory_utilization: float = option(
-        0.5, gt=0, lt=1, shapes_training=False, idle=unread(GENERATION_ENGINES, "name")
+        0.5, gt=0, lt=1, shapes_training=False, no_effect=unread(GENERATION_ENGINES, "name")
     )
     """Fraction of a device's memory for the engine: weights, activations and KV cache."""
     max_num_batched_tokens: int = option(
-        8192, size=True, shapes_training=False, idle=unread(GENERATION_ENGINES, "name")
+        8192, size=True, shapes_training=False, no_effect=unread(GENERATION_ENGINES, "name")
     )
     """Maximum tokens one replica processes in one forward pass."""
     max_model_len: int | None = option(
-        None, size=True, shapes_training=False, idle=unread(GENERATION_ENGINES, "name")
+        None, size=True, shapes_training=False, no_effect=unread(GENERATION_ENGINES, "name")
     )
     """Maximum sequence length of the engine; null: data.max_prompt_length + data.max_response_length."""
     update_weights_bucket_megabytes: int = option(
         2048,
         ge=1,
         shapes_training=False,
-        idle=unread(GENERATION_ENGINES, "name"),
+        no_effect=unread(GENERATION_ENGINES, "name"),
         verl=("checkpoint_engine.update_weights_bucket_megabytes",),
     )
     """Bucket size of weight transfers to the engine, in megabytes."""
@@ -167,7 +167,7 @@ class RolloutConfig(SamplingConfig):
         8,
         size=True,
         shapes_training=False,
-        idle=idle_when(
+        no_effect=no_effect_when(
             lambda s: s.nnodes == 0, "{s}.nnodes=0: the rollout shares the trainer's devices", "{s}.nnodes=1"
         ),
     )
@@ -176,7 +176,7 @@ class RolloutConfig(SamplingConfig):
     """Devices of the role; null: the actor's, or those of rollout.nnodes."""
     agent: AgentConfig = field(default_factory=AgentConfig)
     engine_kwargs: EngineKwargs = option(
-        factory=EngineKwargs, shapes_training=False, idle=unread(GENERATION_ENGINES, "name")
+        factory=EngineKwargs, shapes_training=False, no_effect=unread(GENERATION_ENGINES, "name")
     )
     probs_diff_limit: float = option(0.05, gt=0, shapes_training=False)
     """Training stops at step 1 if probabilities of sampled tokens differ by more than this, on average,

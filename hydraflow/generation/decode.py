@@ -25,7 +25,7 @@ from transformers import Cache, PreTrainedModel
 
 from hydraflow.generation.base import SamplingParams
 from hydraflow.generation.cache import join_rows, new_cache
-from hydraflow.generation.sampling import Draws, choose
+from hydraflow.generation.sampling import UniformDraws, choose
 
 MIN_ROWS = 16
 """Rows in the smallest matrix product."""
@@ -49,7 +49,7 @@ class WaveResult:
     """bool (W,): ended by an end token."""
 
 
-class Forward:
+class CachedForward:
     """Calls any Hugging Face causal model with a cache, and a padding mask if it accepts one."""
 
     def __init__(self, model: PreTrainedModel):
@@ -103,11 +103,11 @@ class WaveDecoder:
 
     def __init__(
         self,
-        forward: Forward,
+        forward: CachedForward,
         prompts: Sequence[Tensor],
         owner: Sequence[int],
         width: int,
-        draws: Draws | None,
+        draws: UniformDraws | None,
     ):
         """prompts: Q rows of at most `width` tokens; owner: for each of W rows its prompt; draws: None when
         greedy."""

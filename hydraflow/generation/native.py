@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 from transformers.initialization import no_init_weights
 
 from hydraflow.generation.base import LENGTH, STOP, GenerationOutput, GenerationRequest, SamplingParams
-from hydraflow.generation.decode import Forward, WaveDecoder, WaveResult
+from hydraflow.generation.decode import CachedForward, WaveDecoder, WaveResult
 from hydraflow.generation.layout import Wave, request_order, waves
-from hydraflow.generation.sampling import Draws
+from hydraflow.generation.sampling import UniformDraws
 from hydraflow.generation.weights import load_weights
 from hydraflow.protocol import ragged
 
@@ -44,7 +44,7 @@ class NativeEngine:
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs={max_num_seqs} must be at least 1")
         self._model = model.eval().requires_grad_(False)
-        self._forward = Forward(model)
+        self._forward = CachedForward(model)
         self._max_rows = max_num_seqs
         self._eos = end_tokens(generation_config or model.generation_config, model.config)
         self._not_ready = ""
@@ -121,7 +121,7 @@ class NativeEngine:
         device = self._forward.device
         draws = None
         if not params.greedy:
-            draws = Draws(
+            draws = UniformDraws(
                 [request.keys[i] for i in wave.prompts], np.array(wave.samples), np.array(wave.owner), device
             )
         stops = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}

@@ -53,7 +53,7 @@ def key_words(key: Key) -> np.ndarray:
     return np.frombuffer(digest, dtype="<u4").astype(np.uint64)
 
 
-class Draws:
+class UniformDraws:
     """Uniform numbers of B rows, token after token: `at(t)` depends only on (key, sample number, t) of each
     row."""
 

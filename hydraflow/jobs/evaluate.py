@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hydraflow.data.files import Record, raise_problems, read_records
+from hydraflow.data.files import FileRecord, raise_problems, read_records
 from hydraflow.errors import EnvironmentFault, Problem
 from hydraflow.jobs.output import output_file
 from hydraflow.rewards.custom import check_sources
@@ -90,12 +90,12 @@ def _require_scored(config: EvalConfig, scored: Scored) -> None:
     )
 
 
-def _texts(record: Record, data: EvalDataConfig) -> list[Any]:
+def _texts(record: FileRecord, data: EvalDataConfig) -> list[Any]:
     responses = record.values[data.response_key]
     return responses if isinstance(responses, list) else [responses]
 
 
-def _row_problems(record: Record, data: EvalDataConfig) -> Iterator[Problem]:
+def _row_problems(record: FileRecord, data: EvalDataConfig) -> Iterator[Problem]:
     texts = _texts(record, data)
     if not texts or not all(isinstance(text, str) for text in texts):
         shown = str(record.values[data.response_key])[:80]
@@ -114,7 +114,7 @@ def _row_problems(record: Record, data: EvalDataConfig) -> Iterator[Problem]:
             )
 
 
-def _rows(record: Record, data: EvalDataConfig) -> list[RewardRow]:
+def _rows(record: FileRecord, data: EvalDataConfig) -> list[RewardRow]:
     values = record.values
     source, truth = str(values[data.data_source_key]), values[data.reward_model_key]["ground_truth"]
     return [RewardRow(source, text, truth, values.get("extra_info") or {}) for text in _texts(record, data)]

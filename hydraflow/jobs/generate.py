@@ -13,11 +13,11 @@ import pyarrow.parquet
 
 from hydraflow.batch_plan.generate import GeneratePlan, resolve_generate_plan
 from hydraflow.compose.debugging import applied
-from hydraflow.data.files import Record
+from hydraflow.data.files import FileRecord
 from hydraflow.data.prompts import PromptDataset
 from hydraflow.dispatch.group import RoleGroup
+from hydraflow.dispatch.observability import Observability, require_writable
 from hydraflow.dispatch.runtime import Runtime
-from hydraflow.dispatch.watch import Watch, require_writable
 from hydraflow.dispatch.worker import RoleSpec
 from hydraflow.errors import ConfigError, EnvironmentFault, Faults, after_the_start
 from hydraflow.jobs.context import require_context
@@ -35,7 +35,7 @@ from hydraflow.trainer.machine import (
     training_pool,
 )
 from hydraflow.trainer.rollouts import sample
-from hydraflow.workers.rollout import RolloutSpec, RolloutWorker, SampleOrder
+from hydraflow.workers.rollout import RolloutSpec, RolloutWorker, SamplingSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,7 +66,7 @@ def run_generate(config: GenerateConfig) -> None:
 
 
 @dataclass(frozen=True)
-class Asked:
+class GenerateInputs:
     """Inputs of the sampling: model, tokenizer, prompts and plan."""
 
     machine: Machine
@@ -77,7 +77,7 @@ class Asked:
     """The input's rows."""
 
 
-def _checked(config: GenerateConfig) -> Asked:
+def _checked(config: GenerateConfig) -> GenerateInputs:
     """Opens all inputs and makes the plan. Raises one ConfigError that lists everything missing or
     inconsistent."""
     faults, data, output = Faults(), config.data, str(config.output.path)
@@ -100,10 +100,10 @@ def _checked(config: GenerateConfig) -> Asked:
     assert machine and tokenizer and prompts and plan and table is not None, (
         "whatever could not be opened is a fault"
     )
-    return Asked(machine, tokenizer, prompts, plan, table)
+    return GenerateInputs(machine, tokenizer, prompts, plan, table)
 
 
-def input_table(records: Sequence[Record]) -> pyarrow.Table:
+def input_table(records: Sequence[FileRecord]) -> pyarrow.Table:
     """The rows' columns but for `responses`. Raises ConfigError for a column that Parquet cannot hold.
 
     Rows of JSONL files may differ in their columns; what a row lacks is null.
@@ -137,7 +137,7 @@ def _write(table: pyarrow.Table, path: Path) -> None:
         raise EnvironmentFault(f"the responses cannot be written: {error}") from error
 
 
-def _sample_all(config: GenerateConfig, asked: Asked) -> list[list[int]]:
+def _sample_all(config: GenerateConfig, asked: GenerateInputs) -> list[list[int]]:
     """Token ids of `rollout.n` responses for each prompt, prompt-major."""
     plan, prompts = asked.plan, asked.prompts
     spec = RolloutSpec(
@@ -148,7 +148,7 @@ def _sample_all(config: GenerateConfig, asked: Asked) -> list[list[int]]:
         config.ray_init,
         asked.machine,
         [training_pool(asked.machine)],
-        Watch(debug=config.debug),
+        Observability(debug=config.debug),
     )
     try:
         with after_the_start():
@@ -173,7 +173,7 @@ def _sample(
     call: range,
 ) -> list[list[int]]:
     rollout = config.rollout
-    order = SampleOrder(0, plan.samples_per_prompt, rollout.temperature, rollout.top_k, rollout.top_p)
+    order = SamplingSpec(0, plan.samples_per_prompt, rollout.temperature, rollout.top_k, rollout.top_p)
     sampled = sample(role, dataset.batch(call), order).get()
     responses = rows(runtime.fetch(sampled.select(["responses"])).get("responses"))
     if len(call) < len(dataset):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hydraflow.batch_plan.roles import needs_critic
 from hydraflow.data.config import PromptConfig, SFTDataConfig
-from hydraflow.data.files import Record
+from hydraflow.data.files import FileRecord
 from hydraflow.data.prompts import PromptDataset, read_prompts
 from hydraflow.engine.fsdp.lora import require_targets
 from hydraflow.errors import Faults
@@ -33,14 +33,14 @@ POLICY, CRITIC = "actor_rollout_ref.model", "critic.model"
 
 
 @dataclass(frozen=True)
-class Prompts:
+class RunPrompts:
     """What a run reads; None: it needs none."""
 
     train: PromptDataset | None
     val: PromptDataset | None
     tokenizer: PreTrainedTokenizerBase
 
-    def first_rows(self) -> list[Record]:
+    def first_rows(self) -> list[FileRecord]:
         """The first three rows, unprocessed."""
         dataset = self.train or self.val
         return dataset.records[:3] if dataset else []
@@ -102,7 +102,7 @@ def open_rows(
 open_prompts = partial(open_rows, PromptDataset, read_prompts)
 
 
-def open_inputs(config: PPOConfig, faults: Faults) -> Prompts | None:
+def open_inputs(config: PPOConfig, faults: Faults) -> RunPrompts | None:
     """Models, tokenizer and prompts of a run of reinforcement learning; None: not all could be opened."""
     data, model = config.data, config.actor_rollout_ref.model
     described = open_trained_model(model, faults, head="policy", field=POLICY)
@@ -128,7 +128,7 @@ def open_inputs(config: PPOConfig, faults: Faults) -> Prompts | None:
         faults.passes(lambda: require_context(datasets, data.max_response_length, described))
     if tokenizer is None or len(datasets) < (not config.trainer.val_only) + bool(data.val_files):
         return None
-    return Prompts(train, val, tokenizer)
+    return RunPrompts(train, val, tokenizer)
 
 
 def _open_critic(config: PPOConfig, faults: Faults) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from hydraflow.batch_plan.resolve import BatchPlan, resolve_plan
 from hydraflow.batch_plan.table import print_plan
-from hydraflow.checkup.facts import Facts
+from hydraflow.checkup.context import CheckContext
 from hydraflow.checkup.preflight import require_healthy
 from hydraflow.compose.command import Command
 from hydraflow.compose.debugging import applied
@@ -20,9 +20,9 @@ from hydraflow.data.loader import PromptLoader
 from hydraflow.data.prompts import PromptDataset
 from hydraflow.dispatch.group import RoleGroup
 from hydraflow.dispatch.runtime import Runtime
-from hydraflow.jobs.inputs import Prompts, open_inputs
+from hydraflow.jobs.inputs import RunPrompts, open_inputs
 from hydraflow.jobs.restarts import Restarts, with_restarts
-from hydraflow.jobs.saving import Saving, at_its_place, ppo_roles, require_metric, weights_only
+from hydraflow.jobs.saving import RunCheckpointing, at_its_place, ppo_roles, require_metric, weights_only
 from hydraflow.jobs.session import Session
 from hydraflow.protocol.batch import DataProto
 from hydraflow.recipes import arithmetic
@@ -36,10 +36,17 @@ from hydraflow.trainer.generations import GenerationDump
 from hydraflow.trainer.identity import Identity, identity_of
 from hydraflow.trainer.loop import Loop
 from hydraflow.trainer.ppo import PPOTrainer
-from hydraflow.trainer.resume import Wanted, load_roles
+from hydraflow.trainer.resume import CheckpointRequirements, load_roles
 from hydraflow.trainer.roles import Roles, SamplingRoles, build_roles, build_sampling_roles
 from hydraflow.trainer.rollout_only import RolloutTrainer
-from hydraflow.trainer.rollouts import Recorded, Replayed, Rollouts, Sampled, folder_of, require_dumps
+from hydraflow.trainer.rollouts import (
+    RecordedRollouts,
+    ReplayedRollouts,
+    Rollouts,
+    SampledRollouts,
+    folder_of,
+    require_dumps,
+)
 from hydraflow.trainer.validation import Validator, metric_names
 from hydraflow.workers.actor import ActorWorker
 from hydraflow.workers.critic import CriticWorker
@@ -75,7 +82,7 @@ class PPOJob:
             session.keep(self.asked, plan, self.command)
             self._train(session, plan, prompts)
 
-    def _checked(self, session: Session, config: PPOConfig) -> tuple[BatchPlan, Prompts]:
+    def _checked(self, session: Session, config: PPOConfig) -> tuple[BatchPlan, RunPrompts]:
         """Opens every file that the run will use, and makes the plan. Raises one ConfigError that lists
         everything missing or inconsistent. A recipe's files are a few of those that it will make, until the
         run has begun."""
@@ -99,24 +106,24 @@ class PPOJob:
     def _begin(self, session: Session, plan: BatchPlan) -> bool:
         """Starts the run; False: there is nothing to do. ConfigError also when trajectories are missing that
         it is to train on."""
-        started = session.begin(self._wanted(plan))
+        started = session.begin(self._required(plan))
         if started:
             require_dumps(self.config.trainer.debug, plan, first=session.start.step + 1)
         return started
 
-    def _wanted(self, plan: BatchPlan) -> Wanted:
+    def _required(self, plan: BatchPlan) -> CheckpointRequirements:
         """What the run asks of a checkpoint; one that only validates takes any model's weights."""
         if self.config.trainer.val_only:
-            return Wanted(
+            return CheckpointRequirements(
                 Identity({}),
                 {"actor": weights_only("actor_rollout_ref.actor.checkpoint")},
                 0,
                 looks_only=True,
             )
         if self.config.trainer.debug.rollout_only:
-            return Wanted(Identity({}), {}, plan.total_steps, looks_only=True)
+            return CheckpointRequirements(Identity({}), {}, plan.total_steps, looks_only=True)
         roles = ppo_roles(self.config, critic=plan.critic is not None)
-        return Wanted(identity_of(self.asked, plan), roles, plan.total_steps)
+        return CheckpointRequirements(identity_of(self.asked, plan), roles, plan.total_steps)
 
     def _make_recipe(self, session: Session) -> bool:
         """Points the configuration at the recipe's files and model, which are made if they do not exist;
@@ -152,7 +159,7 @@ class PPOJob:
             )
         )
 
-    def _check_up(self, session: Session, plan: BatchPlan | None, prompts: Prompts | None) -> None:
+    def _check_up(self, session: Session, plan: BatchPlan | None, prompts: RunPrompts | None) -> None:
         """Checks this machine for what the run needs, apart from the inputs that are already open."""
         opened: dict[str, Any] = {"machine": session.found_machine, "plan": plan}
         if self.config.recipe.name == "none":
@@ -161,10 +168,10 @@ class PPOJob:
                 "first_rows": prompts and prompts.first_rows(),
             }
         session.faults.passes(
-            lambda: require_healthy(Facts(self.config, opened=opened), known=session.faults.problems)
+            lambda: require_healthy(CheckContext(self.config, opened=opened), known=session.faults.problems)
         )
 
-    def _train(self, session: Session, plan: BatchPlan, prompts: Prompts) -> None:
+    def _train(self, session: Session, plan: BatchPlan, prompts: RunPrompts) -> None:
         loader = self._loader(session, plan, prompts.train) if prompts.train else None
         if self.config.trainer.debug.rollout_only and loader is not None:
             self._sample(session, plan, prompts, loader)
@@ -178,8 +185,8 @@ class PPOJob:
             for name, group in (("actor", roles.actor), ("critic", roles.critic))
             if group is not None
         }
-        saving = Saving(
-            self.config.trainer, self._wanted(plan), session.start, groups, loader, roles.advantage
+        saving = RunCheckpointing(
+            self.config.trainer, self._required(plan), session.start, groups, loader, roles.advantage
         )
         saving.restore()
         trackers = session.open_trackers(plan.total_steps)
@@ -190,7 +197,7 @@ class PPOJob:
         if self.config.trainer.save_final_model and (session.why == DONE or not session.clock.preempted):
             save(roles, session)
 
-    def _sample(self, session: Session, plan: BatchPlan, prompts: Prompts, loader: PromptLoader) -> None:
+    def _sample(self, session: Session, plan: BatchPlan, prompts: RunPrompts, loader: PromptLoader) -> None:
         """Samples and scores every step's prompts; nothing is trained or saved."""
         roles = build_sampling_roles(self.config, session.runtime)
         rollouts = self._rollouts(plan, session.runtime, roles.rollout, roles.reward)
@@ -207,16 +214,16 @@ class PPOJob:
         debug, rollouts = self.config.trainer.debug, self.config.actor_rollout_ref.rollout
         source: Rollouts
         if debug.load_rollouts is not None:
-            source = Replayed(folder_of(debug.load_rollouts))
+            source = ReplayedRollouts(folder_of(debug.load_rollouts))
         else:
             assert rollout is not None, "a run that samples has a generation engine"
-            source = Sampled(
+            source = SampledRollouts(
                 rollouts, plan.samples_per_prompt, rollout, reward, with_texts=self._dump() is not None
             )
         return (
             source
             if debug.save_rollouts is None
-            else Recorded(source, folder_of(debug.save_rollouts), runtime)
+            else RecordedRollouts(source, folder_of(debug.save_rollouts), runtime)
         )
 
     def _dump(self) -> GenerationDump | None:
@@ -228,11 +235,11 @@ class PPOJob:
             else GenerationDump.to(trainer.rollout_data_dir, "trainer.rollout_data_dir")
         )
 
-    def _look(self, session: Session, plan: BatchPlan, roles: Roles, prompts: Prompts) -> None:
+    def _look(self, session: Session, plan: BatchPlan, roles: Roles, prompts: RunPrompts) -> None:
         """Validates once: the model, or the checkpoint that the user named."""
         start = session.start
         if start.found is not None:
-            load_roles(start.found, {"actor": roles.actor}, self._wanted(plan).roles)
+            load_roles(start.found, {"actor": roles.actor}, self._required(plan).roles)
         trainer = self._trainer(session, plan, roles)
         loop = self._around(session, plan, roles, trainer, prompts, session.open_trackers(plan.total_steps))
         session.why = loop.validate_only(start.step)
@@ -253,7 +260,7 @@ class PPOJob:
         plan: BatchPlan,
         roles: Roles | SamplingRoles,
         trainer: PPOTrainer | RolloutTrainer,
-        prompts: Prompts,
+        prompts: RunPrompts,
         trackers: Trackers,
     ) -> Loop:
         config, runtime, batches = self.config, session.runtime, val_batches(prompts.val, plan)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from hydraflow.dispatch.watch import log_settings, made
+from hydraflow.dispatch.observability import log_settings, made
 from hydraflow.errors import WorkerError
 from hydraflow.schema import PPOConfig, SFTConfig
 from hydraflow.system.role_logs import CONTROLLER

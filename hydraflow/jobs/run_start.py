@@ -20,7 +20,7 @@ from hydraflow.tracking.run_folder import FIELD, RunFolder
 from hydraflow.tracking.run_lock import RunLock
 from hydraflow.trainer.checkpoint_store import BEST, CheckpointStore
 from hydraflow.trainer.config import LoopConfig
-from hydraflow.trainer.resume import Resumption, Wanted, find, newest
+from hydraflow.trainer.resume import CheckpointRequirements, ResumePoint, find, newest
 from hydraflow.trainer.run_state import RunState
 
 
@@ -30,7 +30,7 @@ class RunStart:
 
     folder: RunFolder
     lock: RunLock
-    found: Resumption | None
+    found: ResumePoint | None
     """The checkpoint to resume from; None: the run starts from scratch."""
     run_id: str
     """The run's id in trackers."""
@@ -48,16 +48,18 @@ class RunStart:
         return self.found is not None and self.step >= total_steps and why == DONE and steps >= total_steps
 
 
-def begin(trainer: LoopConfig, wanted: Wanted) -> RunStart:
+def begin(trainer: LoopConfig, required: CheckpointRequirements) -> RunStart:
     """Chooses folder and checkpoint. ConfigError if the folder is in use, or as `resume.find` says; nothing
     is changed in that case."""
-    continues = trainer.default_local_dir is None and trainer.resume_mode == "auto" and not wanted.looks_only
-    if continues and (cut_off := _cut_off(trainer, wanted)):
+    continues = (
+        trainer.default_local_dir is None and trainer.resume_mode == "auto" and not required.looks_only
+    )
+    if continues and (cut_off := _cut_off(trainer, required)):
         return cut_off
     folder = RunFolder.make(trainer.default_local_dir, trainer.experiment_name)
     lock = RunLock(folder.path, field=FIELD)
     try:
-        return _start(folder, lock, find(folder.path, trainer, wanted))
+        return _start(folder, lock, find(folder.path, trainer, required))
     except ConfigError:
         lock.release()
         raise
@@ -84,7 +86,7 @@ def take_back(start: RunStart) -> RunStart:
     return replace(start, notes=tuple(notes))
 
 
-def _start(folder: RunFolder, lock: RunLock, found: Resumption | None) -> RunStart:
+def _start(folder: RunFolder, lock: RunLock, found: ResumePoint | None) -> RunStart:
     if found is None:
         CheckpointStore(folder.path).clear_leftovers()
         folder.set_earlier_run_aside()
@@ -99,23 +101,23 @@ def _lies_in(checkpoint: Path, folder: Path) -> bool:
     return checkpoint.parent in (folder, folder / BEST)
 
 
-def _cut_off(trainer: LoopConfig, wanted: Wanted) -> RunStart | None:
+def _cut_off(trainer: LoopConfig, required: CheckpointRequirements) -> RunStart | None:
     """The newest run of this experiment that did not finish."""
     for folder in RunFolder.of_experiment(trainer.experiment_name):
-        if not _may_go_on(folder, wanted):
+        if not _may_go_on(folder, required):
             continue
         try:
             lock = RunLock(folder.path, field=FIELD)
         except ConfigError:
             continue
-        start = _start_in(folder, lock, wanted)
-        if start is not None and not start.is_done(wanted.total_steps):
+        start = _start_in(folder, lock, required)
+        if start is not None and not start.is_done(required.total_steps):
             return start
         lock.release()
     return None
 
 
-def _may_go_on(folder: RunFolder, wanted: Wanted) -> bool:
+def _may_go_on(folder: RunFolder, required: CheckpointRequirements) -> bool:
     """Reads the newest checkpoint's own record only: verifying it means reading all of it, which is too slow
     for a search through old runs."""
     store = CheckpointStore(folder.path)
@@ -126,16 +128,16 @@ def _may_go_on(folder: RunFolder, wanted: Wanted) -> bool:
     except ConfigError:
         return True  # damaged; an older one may be complete
     why, steps = folder.ended_with()
-    return not wanted.identity.differences(state.configuration, where="") and not (
-        why == DONE and steps >= wanted.total_steps
+    return not required.identity.differences(state.configuration, where="") and not (
+        why == DONE and steps >= required.total_steps
     )
 
 
-def _start_in(folder: RunFolder, lock: RunLock, wanted: Wanted) -> RunStart | None:
+def _start_in(folder: RunFolder, lock: RunLock, required: CheckpointRequirements) -> RunStart | None:
     try:
-        found = newest(folder.path, wanted)
+        found = newest(folder.path, required)
     except ConfigError:
         return None
-    if found is None or wanted.identity.differences(found.state.configuration, where=""):
+    if found is None or required.identity.differences(found.state.configuration, where=""):
         return None
     return _start(folder, lock, found)

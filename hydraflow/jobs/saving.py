@@ -19,7 +19,7 @@ from hydraflow.tracking.trackers import Trackers
 from hydraflow.trainer.checkpoint import Checkpointer, RoleCheckpoints
 from hydraflow.trainer.checkpoint_store import CheckpointStore
 from hydraflow.trainer.config import LoopConfig
-from hydraflow.trainer.resume import Wanted, load_roles
+from hydraflow.trainer.resume import CheckpointRequirements, load_roles
 from hydraflow.trainer.run_state import RunState
 from hydraflow.workers.advantage import AdvantageWorker
 from hydraflow.workers.config import CheckpointConfig
@@ -89,11 +89,11 @@ def at_its_place(loader: PromptLoader, start: RunStart) -> PromptLoader:
 
 
 @dataclass(frozen=True)
-class Saving:
+class RunCheckpointing:
     """A run's parts that have a state."""
 
     trainer: LoopConfig
-    wanted: Wanted
+    required: CheckpointRequirements
     start: RunStart
     groups: Mapping[str, RoleGroup]
     """Trained roles by the name of their folder."""
@@ -114,9 +114,9 @@ class Saving:
             return self._describe(step, kl())
 
         made = Checkpointer(
-            self.trainer, CheckpointStore(self.start.folder.path), self.groups, self.wanted.roles, describe
+            self.trainer, CheckpointStore(self.start.folder.path), self.groups, self.required.roles, describe
         )
-        made.require_space(self.wanted.total_steps, self.start.step)
+        made.require_space(self.required.total_steps, self.start.step)
         return made
 
     def restore(self) -> None:
@@ -125,7 +125,7 @@ class Saving:
         found = self.start.found
         if found is None:
             return
-        lines = load_roles(found, self.groups, self.wanted.roles)
+        lines = load_roles(found, self.groups, self.required.roles)
         lines.append(
             f"data: {self.loader.position} of {len(self.loader)} batches of epoch {self.loader.epoch + 1} are"
             " done"
@@ -136,18 +136,18 @@ class Saving:
             self.advantage.call(AdvantageWorker.load_state_dict, found.state.kl)
             lines.append(f"KL controller: coefficient {found.state.kl['value']:g}")
         lines.append(f"tracker: run {self.start.run_id}, steps up to {found.step} kept")
-        print(f"continues after step {found.step} of {self.wanted.total_steps}, from {found.checkpoint}")
+        print(f"continues after step {found.step} of {self.required.total_steps}, from {found.checkpoint}")
         for line in [*lines, *self.start.notes]:
             print(f"  {line}")
 
     def _describe(self, step: int, kl: dict[str, float]) -> dict[str, Any]:
         state = RunState(
             step=step,
-            total_steps=self.wanted.total_steps,
+            total_steps=self.required.total_steps,
             run_id=self.start.run_id,
             loader=self.loader.state_dict(),
-            configuration=self.wanted.identity.values,
-            configuration_hash=self.wanted.identity.hash,
+            configuration=self.required.identity.values,
+            configuration_hash=self.required.identity.hash,
             kl=kl,
             skipped_in_a_row={
                 name: group.call(EngineWorker.skipped_in_a_row) for name, group in self.groups.items()

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from hydraflow.compose.command import Command
 from hydraflow.dispatch.config import RayInitConfig
+from hydraflow.dispatch.observability import log_settings, made, observability_of, require_writable
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.profiler import require_profiler
 from hydraflow.dispatch.runtime import Runtime
-from hydraflow.dispatch.watch import log_settings, made, require_writable, watch_of
 from hydraflow.errors import ConfigError, EnvironmentFault, Faults, HydraflowError, WorkerError
 from hydraflow.jobs import run_start
 from hydraflow.jobs.restarts import Restarts
@@ -31,7 +31,7 @@ from hydraflow.schema import PPOConfig, SFTConfig
 from hydraflow.system.interrupts import ending
 from hydraflow.system.logging_setup import set_up_logging
 from hydraflow.system.role_logs import CONTROLLER, RoleLogs
-from hydraflow.tracking.base import About
+from hydraflow.tracking.base import PublishedInfo
 from hydraflow.tracking.curve import draw_curve
 from hydraflow.tracking.endings import DONE
 from hydraflow.tracking.history import seconds_of
@@ -50,7 +50,7 @@ from hydraflow.trainer.machine import (
     scoring_pool,
     training_pool,
 )
-from hydraflow.trainer.resume import Wanted
+from hydraflow.trainer.resume import CheckpointRequirements
 from hydraflow.trainer.signals import StopSignals
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Plan(Protocol):
+class SavablePlan(Protocol):
     """A batch plan, as far as a session needs it."""
 
     def to_json(self) -> str:
@@ -91,23 +91,23 @@ class Session:
         self._seconds_before = 0.0
         self._runtime: Runtime | None = None
         self._trackers: Trackers | None = None
-        self._about = About()
+        self._about = PublishedInfo()
         self._log_files: RoleLogs | None = None
 
-    def begin(self, wanted: Wanted) -> bool:
+    def begin(self, required: CheckpointRequirements) -> bool:
         """Chooses and locks the run folder, and finds the checkpoint to resume from; False: the run is
         already complete.
 
         ConfigError with everything in `faults`, and as in `run_start.begin`.
         """
         self.faults.require_none()
-        self._start = run_start.begin(self.trainer, wanted)
+        self._start = run_start.begin(self.trainer, required)
         self.restarts.folder = self._start.folder
-        if self._start.is_done(wanted.total_steps):
-            print(f"{self.folder.path}: all {wanted.total_steps} steps are done; nothing was started")
+        if self._start.is_done(required.total_steps):
+            print(f"{self.folder.path}: all {required.total_steps} steps are done; nothing was started")
             longer = (
                 ""
-                if wanted.identity.knows_its_end
+                if required.identity.knows_its_end
                 else "a larger trainer.total_training_steps continues it, "
             )
             print(f"{longer}trainer.resume_mode=disable starts from scratch")
@@ -116,11 +116,11 @@ class Session:
             self._start = run_start.take_back(self._start)
         self._open_log()
         if beyond := [
-            step for step in self.profiler.steps or () if self.profiler.tool and step > wanted.total_steps
+            step for step in self.profiler.steps or () if self.profiler.tool and step > required.total_steps
         ]:
             logger.warning(
                 "global_profiler.steps: the run has %d steps, so it never comes to %s",
-                wanted.total_steps,
+                required.total_steps,
                 beyond,
             )
         return True
@@ -167,7 +167,7 @@ class Session:
                 self._numbered(self.ray_init),
                 self.machine,
                 self._pools(),
-                watch_of(self.folder.path, self.log, self.profiler, debug=self.debug),
+                observability_of(self.folder.path, self.log, self.profiler, debug=self.debug),
             )
         return self._runtime
 
@@ -183,7 +183,7 @@ class Session:
             ray_init, timeline_file=str(path.with_stem(f"{path.stem}-restart-{self.restarts.done}"))
         )
 
-    def keep(self, config: DataclassInstance, plan: Plan, command: Command) -> None:
+    def keep(self, config: DataclassInstance, plan: SavablePlan, command: Command) -> None:
         """Writes the requested configuration, the origins of its values, the plan and this start's facts
         (command line, commit, versions) to the run folder and to the trackers."""
         folder, kept = self.folder, asdict(config) | {"trainer": asdict(self.restarts.trainer)}
@@ -194,7 +194,7 @@ class Session:
         folder.write_config(kept, command.origins)
         folder.write_plan(plan.to_json())
         folder.note_start(facts)
-        self._about = About(
+        self._about = PublishedInfo(
             project=self.trainer.project_name,
             experiment=self.trainer.experiment_name,
             config=public(kept),

@@ -14,13 +14,13 @@ from hydraflow.data.conversations import ConversationDataset, read_chats
 from hydraflow.data.loader import PromptLoader
 from hydraflow.jobs.inputs import open_rows, open_tokenizer, open_trained_model
 from hydraflow.jobs.restarts import Restarts, with_restarts
-from hydraflow.jobs.saving import Saving, at_its_place, require_metric, sft_roles
+from hydraflow.jobs.saving import RunCheckpointing, at_its_place, require_metric, sft_roles
 from hydraflow.jobs.session import Session
 from hydraflow.protocol.batch import DataProto
 from hydraflow.schema import SFTConfig
 from hydraflow.tracking.endings import DONE
 from hydraflow.trainer.identity import identity_of
-from hydraflow.trainer.resume import Wanted
+from hydraflow.trainer.resume import CheckpointRequirements
 from hydraflow.trainer.sft import SFTTrainer
 
 open_chats = partial(open_rows, ConversationDataset, read_chats)
@@ -39,8 +39,8 @@ def _run(config: SFTConfig, command: Command, restarts: Restarts) -> None:
     with Session(config, scoring=False, restarts=restarts) as session:
         plan, train, val = _checked(config, session, origins)
         print_plan(plan)
-        wanted = Wanted(identity_of(config, plan), sft_roles(config), plan.total_steps)
-        if not session.begin(wanted):
+        required = CheckpointRequirements(identity_of(config, plan), sft_roles(config), plan.total_steps)
+        if not session.begin(required):
             return
         session.keep(config, plan, command)
         loader = PromptLoader(
@@ -48,7 +48,7 @@ def _run(config: SFTConfig, command: Command, restarts: Restarts) -> None:
         )
         loader = at_its_place(loader, session.start)
         trainer = SFTTrainer(config, plan, session.runtime, skipped=session.folder.skipped)
-        saving = Saving(config.trainer, wanted, session.start, {"model": trainer.role}, loader)
+        saving = RunCheckpointing(config.trainer, required, session.start, {"model": trainer.role}, loader)
         saving.restore()
         trackers, held_out = (
             session.open_trackers(plan.total_steps),

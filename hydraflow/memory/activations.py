@@ -17,7 +17,7 @@ from hydraflow.memory.shape import ModelShape
 
 
 @dataclass(frozen=True)
-class Tokens:
+class MicroBatchTokens:
     """The tokens of one micro-batch on one device, every row at its longest."""
 
     line: int
@@ -40,7 +40,7 @@ class RowSizes:
     packed: bool
 
 
-def tokens_of(micro: MicroPlan, rows: RowSizes, *, most_rows: int, devices: int = 1) -> Tokens:
+def tokens_of(micro: MicroPlan, rows: RowSizes, *, most_rows: int, devices: int = 1) -> MicroBatchTokens:
     """Tokens of one micro-batch when every row is at its longest; `devices` share each row's tokens.
 
     `most_rows`: rows that a data rank has. A budget of tokens is filled with longest rows, and packs rows of
@@ -57,7 +57,7 @@ def tokens_of(micro: MicroPlan, rows: RowSizes, *, most_rows: int, devices: int 
     else:
         prompts = count if micro.rows is None else -(-count // rows.samples)
         line, attended = prompts * rows.prompt + count * (rows.response - 1), count * (longest - 1)
-    return Tokens(*(-(-number // devices) for number in (line, attended, count * rows.response)))
+    return MicroBatchTokens(*(-(-number // devices) for number in (line, attended, count * rows.response)))
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class LayerCosts:
 
 
 def layer_costs(
-    shape: ModelShape, tokens: Tokens, number: int, *, tensor: int = 1, outside: int = 1
+    shape: ModelShape, tokens: MicroBatchTokens, number: int, *, tensor: int = 1, outside: int = 1
 ) -> LayerCosts:
     """The fullest kind of layer. `number`: bytes per number.
 
@@ -94,7 +94,7 @@ def layer_costs(
     return LayerCosts(entry, saved, forward, tokens.line * (2 * h // outside + 2 * mlp_wide // tensor))
 
 
-def around_layers(shape: ModelShape, tokens: Tokens, number: int) -> int:
+def around_layers(shape: ModelShape, tokens: MicroBatchTokens, number: int) -> int:
     """What is before and after the layers: embedded tokens, rotary tables, the last norm, hidden states of
     asked tokens."""
     rotary = 2 * shape.head_dim * number
@@ -110,7 +110,7 @@ def _norm(width: int, number: int) -> int:
     return width * (number + number + max(4, number)) + max(4, number)
 
 
-def _attention(shape: ModelShape, tokens: Tokens, number: int) -> int:
+def _attention(shape: ModelShape, tokens: MicroBatchTokens, number: int) -> int:
     """Rotated queries, keys, values and the result, of whole rows; before them what the norms of queries and
     keys save."""
     wide = max(4, number)

@@ -1,7 +1,7 @@
 """Suggests settings to change if a run does not fit: each change is tried on the estimate and ranked by its
 saving.
 
-In: a report that does not fit, and the facts it was made from. Out: `Advice` in the order in which to follow
+In: a report that does not fit, and the inputs it was made from. Out: `Advice` in the order in which to follow
 it, each on top of the ones before, until the run fits or nothing helps any more.
 """
 
@@ -16,7 +16,7 @@ from hydraflow.batch_plan.plans import BatchPlan
 from hydraflow.batch_plan.settings import value_at, with_value
 from hydraflow.memory.generation import LEAST_ROWS
 from hydraflow.memory.report import Advice, MemoryReport
-from hydraflow.memory.roles import Facts
+from hydraflow.memory.roles import EstimateInputs
 
 LEAST_SHARE = 0.005
 """Changes that save a smaller share of the excess are not listed."""
@@ -54,7 +54,9 @@ class Change:
         return f"{self.key}={value}"
 
 
-def advise(facts: Facts, report: MemoryReport, measure: Callable[[Facts], MemoryReport]) -> Iterator[Advice]:
+def advise(
+    inputs: EstimateInputs, report: MemoryReport, measure: Callable[[EstimateInputs], MemoryReport]
+) -> Iterator[Advice]:
     """Changes in order, the largest saving for the least harm first."""
     for _ in range(_MOST):
         where, excess = report.missing
@@ -62,32 +64,32 @@ def advise(facts: Facts, report: MemoryReport, measure: Callable[[Facts], Memory
             return
         tried = [
             (change, changed, measure(changed))
-            for change in changes(facts)
-            if (changed := _apply(facts, change)) is not None
+            for change in changes(inputs)
+            if (changed := _apply(inputs, change)) is not None
         ]
         saving = [(change, changed, after, excess - after.missing[1]) for change, changed, after in tried]
         saving = [one for one in saving if one[3] >= LEAST_SHARE * excess]
         if not saving:
             return
-        change, facts, report, saved = max(saving, key=lambda one: min(one[3], excess) / 4 ** one[0].harm)
+        change, inputs, report, saved = max(saving, key=lambda one: min(one[3], excess) / 4 ** one[0].harm)
         yield Advice(change.override, saved, change.effect, where)
 
 
-def changes(facts: Facts) -> Iterator[Change]:
+def changes(inputs: EstimateInputs) -> Iterator[Change]:
     """Everything that could be changed now."""
     for role, prefix in (("actor", f"{POLICY}.actor"), ("ref", f"{POLICY}.ref"), ("critic", "critic")):
-        layout = facts.plan.layouts.get(role)
+        layout = inputs.plan.layouts.get(role)
         if layout is not None and layout.engine == "fsdp2":
-            yield from _fsdp_changes(facts, role, f"{prefix}.fsdp_config")
+            yield from _fsdp_changes(inputs, role, f"{prefix}.fsdp_config")
         elif layout is not None and layout.engine == "megatron":
             yield from _megatron_changes(role, f"{prefix}.megatron")
-    yield from _batch_changes(facts)
-    yield from _model_changes(facts)
-    yield from _rollout_changes(facts)
+    yield from _batch_changes(inputs)
+    yield from _model_changes(inputs)
+    yield from _rollout_changes(inputs)
 
 
-def _fsdp_changes(facts: Facts, role: str, prefix: str) -> Iterator[Change]:
-    chunk = value_at(facts.config, f"{prefix}.head_chunk_tokens")
+def _fsdp_changes(inputs: EstimateInputs, role: str, prefix: str) -> Iterator[Change]:
+    chunk = value_at(inputs.config, f"{prefix}.head_chunk_tokens")
     assert isinstance(chunk, int)
     reference = role == "ref"
     rows: list[tuple[str, Any, int, str]] = [
@@ -118,16 +120,16 @@ def _megatron_changes(role: str, prefix: str) -> Iterator[Change]:
             yield Change(f"{prefix}.{name}", True, 2, "moves to host memory and back at every step")
 
 
-def _batch_changes(facts: Facts) -> Iterator[Change]:
+def _batch_changes(inputs: EstimateInputs) -> Iterator[Change]:
     """Smaller micro-batches of each pass; the plan's numbers change with them."""
     effect = "smaller forward passes: more of them"
     for name, (rows_key, tokens_key) in MICRO_KEYS.items():
-        one = getattr(facts.plan, name)
+        one = getattr(inputs.plan, name)
         micro: MicroPlan | None = one.micro if isinstance(one, RolePlan) else one
         if micro is None:
             continue
         if micro.rows is None:
-            for size in halves(micro.max_tokens or 0, least=facts.longest_row):
+            for size in halves(micro.max_tokens or 0, least=inputs.longest_row):
                 yield Change(tokens_key, size, 1, effect)
             continue
         for size in range(micro.rows // 2, 0, -1):
@@ -145,19 +147,19 @@ def halves(number: int, *, least: int) -> Iterator[int]:
         yield number
 
 
-def _model_changes(facts: Facts) -> Iterator[Change]:
+def _model_changes(inputs: EstimateInputs) -> Iterator[Change]:
     again = "activations are computed again: about a third more time"
     for prefix in (f"{POLICY}.model", "critic.model"):
         yield Change(f"{prefix}.use_remove_padding", True, 1, "rows are packed")
         yield Change(f"{prefix}.enable_gradient_checkpointing", True, 2, again)
-    if facts.config.actor_rollout_ref.model.lora_rank == 0:
+    if inputs.config.actor_rollout_ref.model.lora_rank == 0:
         yield Change(f"{POLICY}.model.lora_rank", 32, 5, "trains adapters instead of all weights")
 
 
-def _rollout_changes(facts: Facts) -> Iterator[Change]:
-    rollout, prefix = facts.config.actor_rollout_ref.rollout, f"{POLICY}.rollout"
+def _rollout_changes(inputs: EstimateInputs) -> Iterator[Change]:
+    rollout, prefix = inputs.config.actor_rollout_ref.rollout, f"{POLICY}.rollout"
     if rollout.name == "native":
-        running = min(rollout.max_num_seqs, facts.plan.rollout.trajectories_per_engine)
+        running = min(rollout.max_num_seqs, inputs.plan.rollout.trajectories_per_engine)
         for size in halves(running, least=LEAST_ROWS):
             yield Change(f"{prefix}.max_num_seqs", size, 2, "fewer sequences at a time: slower sampling")
         yield Change(f"{prefix}.dtype", "bf16", 3, "sampled with less precision than trained")
@@ -169,12 +171,12 @@ def _rollout_changes(facts: Facts) -> Iterator[Change]:
         yield Change(f"{prefix}.gpu_memory_utilization", round(share, 2), 2, effect)
 
 
-def _apply(facts: Facts, change: Change) -> Facts | None:
-    """The facts with the change in them; None: it is so already."""
-    if value_at(facts.config, change.key) == change.value:
+def _apply(inputs: EstimateInputs, change: Change) -> EstimateInputs | None:
+    """The inputs with the change in them; None: it is so already."""
+    if value_at(inputs.config, change.key) == change.value:
         return None
-    config = with_value(facts.config, change.key, change.value)
-    return replace(facts, config=config, plan=_replan(facts.plan, change))
+    config = with_value(inputs.config, change.key, change.value)
+    return replace(inputs, config=config, plan=_replan(inputs.plan, change))
 
 
 def _replan(plan: BatchPlan, change: Change) -> BatchPlan:

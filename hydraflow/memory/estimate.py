@@ -15,9 +15,16 @@ from dataclasses import replace
 from hydraflow.batch_plan.layout import Devices, Layout
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.memory.advice import advise
-from hydraflow.memory.limits import Limits, Types
-from hydraflow.memory.report import PHASES, DeviceGroup, HostMemory, MemoryReport, RoleMemory, size_text
-from hydraflow.memory.roles import Facts, role_memory
+from hydraflow.memory.limits import BytesPerNumber, MemoryLimits
+from hydraflow.memory.report import (
+    PHASES,
+    DeviceGroup,
+    HostMemoryEstimate,
+    MemoryReport,
+    RoleMemory,
+    size_text,
+)
+from hydraflow.memory.roles import EstimateInputs, role_memory
 from hydraflow.memory.shape import ModelShape
 from hydraflow.schema import PPOConfig
 
@@ -30,24 +37,24 @@ def estimate(
     config: PPOConfig,
     shape: ModelShape,
     *,
-    limits: Limits,
+    limits: MemoryLimits,
     critic_shape: ModelShape | None = None,
 ) -> MemoryReport:
     """The report of a run of that plan. `critic_shape` None: the critic starts from the policy's model."""
-    facts = Facts(plan, config, shape, critic_shape or shape, limits)
-    report = measured(facts)
+    inputs = EstimateInputs(plan, config, shape, critic_shape or shape, limits)
+    report = measured(inputs)
     if report.fits is not False:
         return report
-    return replace(report, advice=tuple(advise(facts, report, measured)))
+    return replace(report, advice=tuple(advise(inputs, report, measured)))
 
 
-def measured(facts: Facts) -> MemoryReport:
+def measured(inputs: EstimateInputs) -> MemoryReport:
     """The estimate itself, without advice."""
-    plan, limits = facts.plan, facts.limits
-    roles = tuple(role_memory(facts, name, layout) for name, layout in plan.layouts.items())
+    plan, limits = inputs.plan, inputs.limits
+    roles = tuple(role_memory(inputs, name, layout) for name, layout in plan.layouts.items())
     groups = tuple(device_groups(plan.layouts, {role.role: role for role in roles}, limits.device_bytes))
-    host = _host(facts, roles, groups)
-    return MemoryReport(limits, roles, groups, host, tuple(_notes(facts)))
+    host = _host(inputs, roles, groups)
+    return MemoryReport(limits, roles, groups, host, tuple(_notes(inputs)))
 
 
 def device_groups(
@@ -86,9 +93,11 @@ def _phase(roles: list[RoleMemory], phase: str) -> int | None:
     return resting + (sum(added) if phase == "sync" else max(added))
 
 
-def _host(facts: Facts, roles: tuple[RoleMemory, ...], groups: tuple[DeviceGroup, ...]) -> HostMemory:
+def _host(
+    inputs: EstimateInputs, roles: tuple[RoleMemory, ...], groups: tuple[DeviceGroup, ...]
+) -> HostMemoryEstimate:
     """The fullest machine, which is taken to be one on which every role has devices."""
-    layouts, limits = facts.plan.layouts, facts.limits
+    layouts, limits = inputs.plan.layouts, inputs.limits
     offload, per_node = 0, 0
     for role in roles:
         layout = layouts[role.role]
@@ -97,15 +106,15 @@ def _host(facts: Facts, roles: tuple[RoleMemory, ...], groups: tuple[DeviceGroup
     running = 0
     if limits.device_type == "cpu":
         running = max(group.peak * min(group.count, per_node) for group in groups)
-    load, text = _load(facts)
-    rows = _row_bytes(facts)
-    return HostMemory(load, text, offload, per_node * PROCESS_BYTES, running, limits.host_bytes, rows)
+    load, text = _load(inputs)
+    rows = _row_bytes(inputs)
+    return HostMemoryEstimate(load, text, offload, per_node * PROCESS_BYTES, running, limits.host_bytes, rows)
 
 
-def _row_bytes(facts: Facts) -> int:
+def _row_bytes(inputs: EstimateInputs) -> int:
     """A machine's share of a step's columns (`protocol/fields.py`), which stay in the object store: token ids
     and mask of 8 bytes, and numbers of 4 for each token of the response."""
-    plan, data = facts.plan, facts.config.data
+    plan, data = inputs.plan, inputs.config.data
     numbers = 5 + 2 * bool(plan.ref) + 2 * bool(plan.values)  # log-probabilities twice, scores, rewards, ...
     each = 8 * data.max_prompt_length + (16 + 4 * numbers) * data.max_response_length
     layout = plan.layouts["actor"]
@@ -113,15 +122,15 @@ def _row_bytes(facts: Facts) -> int:
     return -(-plan.trajectories_per_step // machines) * each
 
 
-def _load(facts: Facts) -> tuple[int, str]:
+def _load(inputs: EstimateInputs) -> tuple[int, str]:
     """Rank 0 of each role with weights of its own reads its whole model; colocated roles load one after the
     other in that process."""
     readers: dict[int, int] = {}
-    for name, layout in facts.plan.layouts.items():
+    for name, layout in inputs.plan.layouts.items():
         if name == "rollout" and layout.engine == "native":
             continue  # its weights come from the actor
         first = layout.devices.ranges[0].start
-        readers[first] = max(readers.get(first, 0), _read_bytes(facts, name, layout))
+        readers[first] = max(readers.get(first, 0), _read_bytes(inputs, name, layout))
     load = sum(readers.values())
     text = (
         f"{size_text(load)} on machine 0 while models load: rank 0 of each role reads its whole model, the"
@@ -130,27 +139,27 @@ def _load(facts: Facts) -> tuple[int, str]:
     return load, text
 
 
-def _read_bytes(facts: Facts, role: str, layout: Layout) -> int:
-    policy, limits = facts.config.actor_rollout_ref, facts.limits
+def _read_bytes(inputs: EstimateInputs, role: str, layout: Layout) -> int:
+    policy, limits = inputs.config.actor_rollout_ref, inputs.limits
     if layout.engine == "vllm":
         return 0  # starts without weights
-    sections = {"critic": facts.config.critic.fsdp_config, "ref": policy.ref.fsdp_config}
+    sections = {"critic": inputs.config.critic.fsdp_config, "ref": policy.ref.fsdp_config}
     fsdp = sections.get(role, policy.actor.fsdp_config)
-    numbers = facts.critic_shape.value_parameters if role == "critic" else facts.shape.parameters
-    return numbers * (2 if layout.engine == "megatron" else Types.of(fsdp, limits).kept)
+    numbers = inputs.critic_shape.value_parameters if role == "critic" else inputs.shape.parameters
+    return numbers * (2 if layout.engine == "megatron" else BytesPerNumber.of(fsdp, limits).kept)
 
 
-def _notes(facts: Facts) -> Iterator[str]:
-    yield from facts.shape.notes
-    if facts.critic_shape is not facts.shape:
-        yield from (f"critic: {note}" for note in facts.critic_shape.notes)
-    yield from facts.limits.notes
-    engines = {layout.engine for layout in facts.plan.layouts.values()}
+def _notes(inputs: EstimateInputs) -> Iterator[str]:
+    yield from inputs.shape.notes
+    if inputs.critic_shape is not inputs.shape:
+        yield from (f"critic: {note}" for note in inputs.critic_shape.notes)
+    yield from inputs.limits.notes
+    engines = {layout.engine for layout in inputs.plan.layouts.values()}
     if "megatron" in engines:
         yield "Megatron's numbers come from Megatron-Core's own accounts; they were not measured"
-    if "reward_model" in facts.plan.layouts:
+    if "reward_model" in inputs.plan.layouts:
         yield "the reward model is counted as a model of the policy's shape"
-    if "vllm" in engines and facts.limits.device_bytes is None:
+    if "vllm" in engines and inputs.limits.device_bytes is None:
         yield (
             "rollout.gpu_memory_utilization is a share of a device whose memory is not known: the cache is"
             " what its sequences need"
@@ -159,7 +168,7 @@ def _notes(facts: Facts) -> Iterator[str]:
         "loading: rank 0 sends the model out tensor by tensor and each rank keeps its shard; roles of one"
         " process load one after another"
     )
-    if facts.limits.device_type == "cpu":
+    if inputs.limits.device_type == "cpu":
         yield (
             "the C library's allocator keeps freed memory: a process on a CPU may show up to twice these"
             " numbers"

@@ -1,7 +1,7 @@
 """Memory of one rank of the FSDP2 engine at the peak of each pass.
 
-In: a model's shape, how it is sharded, a micro-batch. Out: `Parts` per phase. Follows `engine/fsdp/` and
-torch's fully_shard: units are the layers (those below `min_num_params` belong to the root) and the root
+In: a model's shape, how it is sharded, a micro-batch. Out: `MemoryParts` per phase. Follows `engine/fsdp/`
+and torch's fully_shard: units are the layers (those below `min_num_params` belong to the root) and the root
 (embedding, output matrix, last norm), which stays gathered from its first use on. A rank that accumulates
 gradients holds them unsharded until the last micro-batch. Left out on purpose: index tensors and columns of
 the batch, which are small beside the model.
@@ -13,19 +13,19 @@ from dataclasses import dataclass
 
 from hydraflow.memory.activations import (
     LayerCosts,
-    Tokens,
+    MicroBatchTokens,
     around_layers,
     head_backward,
     head_forward,
     layer_costs,
 )
-from hydraflow.memory.limits import Types
-from hydraflow.memory.report import Parts, fullest
+from hydraflow.memory.limits import BytesPerNumber
+from hydraflow.memory.report import MemoryParts, fullest
 from hydraflow.memory.shape import ModelShape
 
 
 @dataclass(frozen=True)
-class Units:
+class FSDPUnits:
     """Parameters by FSDP unit, and how many of them are trained."""
 
     root: int
@@ -43,12 +43,12 @@ class Units:
 
 
 @dataclass(frozen=True)
-class Sharded:
-    """A model on one rank."""
+class FSDPModelMemory:
+    """Memory of a model on one rank of the FSDP2 engine, pass by pass."""
 
     shape: ModelShape
-    units: Units
-    types: Types
+    units: FSDPUnits
+    types: BytesPerNumber
     ranks: int
     """Ranks among which a copy of the model is divided."""
     host_copies: bool
@@ -64,25 +64,30 @@ class Sharded:
     """Has a vocabulary as output; a critic has one number."""
 
     @property
-    def resting(self) -> Parts:
+    def resting(self) -> MemoryParts:
         """Shards of weights and optimizer state."""
         weights, moments = self._share(self.units.every), self._share(2 * self.units.trained)
         if self.param_offload:
-            return Parts(host=weights + moments + self._share(self.units.trained))
+            return MemoryParts(host=weights + moments + self._share(self.units.trained))
         if self.optimizer_offload:
-            return Parts(weights=weights, host=moments)
-        return Parts(weights=weights, optimizer=moments)
+            return MemoryParts(weights=weights, host=moments)
+        return MemoryParts(weights=weights, optimizer=moments)
 
-    def forward(self, tokens: Tokens, *, entropy: bool = False) -> Parts:
+    def forward(self, tokens: MicroBatchTokens, *, entropy: bool = False) -> MemoryParts:
         """A forward-only pass: the larger of a layer's and the head's computation."""
         around, logits = self._around(tokens), self._head(tokens, entropy=entropy)
-        layer = Parts(gathered=self._gathered(3), activations=around + self._costs(tokens).forward)
-        head = Parts(gathered=self._gathered(1), activations=around, logits=logits)
+        layer = MemoryParts(gathered=self._gathered(3), activations=around + self._costs(tokens).forward)
+        head = MemoryParts(gathered=self._gathered(1), activations=around, logits=logits)
         return self.resting + fullest(self._arriving(), layer, head)
 
     def update(
-        self, tokens: Tokens, micro_batches: int, *, entropy: bool = False, trained_entropy: bool = False
-    ) -> Parts:
+        self,
+        tokens: MicroBatchTokens,
+        micro_batches: int,
+        *,
+        entropy: bool = False,
+        trained_entropy: bool = False,
+    ) -> MemoryParts:
         """The fullest moment of an optimizer step of that many micro-batches."""
         accumulates = micro_batches > 1
         moments = [
@@ -92,20 +97,20 @@ class Sharded:
         ]
         trained = self.units.trained
         offloaded = self.optimizer_offload and not self.param_offload
-        step = Parts(
+        step = MemoryParts(
             gradients=0 if self.param_offload else self._share(trained),
             optimizer=self._share(2 * trained) if offloaded else 0,
         )
         return self.resting + fullest(step, *moments)
 
     def _head_moments(
-        self, tokens: Tokens, accumulates: bool, *, entropy: bool, trained_entropy: bool
-    ) -> list[Parts]:
+        self, tokens: MicroBatchTokens, accumulates: bool, *, entropy: bool, trained_entropy: bool
+    ) -> list[MemoryParts]:
         """Every layer's activations are there, and logits on top."""
         gradients = self.types.reduced * self.units.trained if accumulates else 0
-        full = Parts(activations=self._stored(tokens) + self._around(tokens), gradients=gradients)
-        arriving = self._arriving() + Parts(gradients=gradients)
-        forward = full + Parts(gathered=self._gathered(1), logits=self._head(tokens, entropy=entropy))
+        full = MemoryParts(activations=self._stored(tokens) + self._around(tokens), gradients=gradients)
+        arriving = self._arriving() + MemoryParts(gradients=gradients)
+        forward = full + MemoryParts(gathered=self._gathered(1), logits=self._head(tokens, entropy=entropy))
         if not self.policy:
             return [arriving, forward]
         logits = head_backward(
@@ -116,10 +121,10 @@ class Sharded:
             entropy=entropy,
             trained_entropy=trained_entropy,
         )
-        backward = Parts(gradients=self._output_gradient, gathered=self._gathered(2), logits=logits)
+        backward = MemoryParts(gradients=self._output_gradient, gathered=self._gathered(2), logits=logits)
         return [arriving, forward, full + backward]
 
-    def _layer_moments(self, tokens: Tokens, accumulates: bool) -> list[Parts]:
+    def _layer_moments(self, tokens: MicroBatchTokens, accumulates: bool) -> list[MemoryParts]:
         """The backward pass at its first layer, where most activations are left, and at its last, where most
         gradients are summed.
 
@@ -135,17 +140,17 @@ class Sharded:
             # a layer's unsharded gradients go when they have been summed
             gradients = self.types.reduced * (units.trained - units.trained_layer)
             gradients += self._share(units.trained_layer) + (waiting if self.shape.tied else 0)
-            return [Parts(gradients=gradients, gathered=gathered, activations=activations)]
+            return [MemoryParts(gradients=gradients, gathered=gathered, activations=activations)]
         gradients = waiting + self.types.compute * units.trained_layer
-        first = Parts(gradients=gradients, gathered=gathered, activations=activations)
-        last = Parts(
+        first = MemoryParts(gradients=gradients, gathered=gathered, activations=activations)
+        last = MemoryParts(
             gradients=gradients + self._share(units.trained - units.trained_root),
             gathered=self._gathered(1) + summing,
             activations=working + (costs.entry if self.checkpointing else costs.saved),
         )
         return [first, last]
 
-    def _last_moments(self, tokens: Tokens, accumulates: bool) -> list[Parts]:
+    def _last_moments(self, tokens: MicroBatchTokens, accumulates: bool) -> list[MemoryParts]:
         """The gradient of the embedding is made, then the root's gradients are summed over ranks."""
         units, types = self.units, self.types
         if not units.trained_root:
@@ -154,22 +159,22 @@ class Sharded:
         # a tied matrix gets two gradients, and their sum is a third tensor
         tied = 2 * units.embedding if self.shape.tied and self.policy else 0
         fresh = types.compute * (tied + (units.embedding if accumulates else units.trained_root))
-        making = Parts(
+        making = MemoryParts(
             gradients=summed + fresh + (buffer if accumulates else 0),
             gathered=types.compute * units.root + types.reduced * units.trained_layer,
             activations=self._around(tokens),
         )
         number = types.reduced if accumulates else types.compute
-        copied = Parts(gradients=summed + number * units.trained_root, gathered=buffer)
+        copied = MemoryParts(gradients=summed + number * units.trained_root, gathered=buffer)
         # torch's loop over the gradients still names the last one while they are summed: an output matrix of
         # its own
         output = number * units.head + types.reduced * -(-units.trained_root // self.ranks)
         copies = 2 if self.host_copies and self.ranks > 1 else 1
-        return [making, copied, Parts(gradients=summed + output, gathered=buffer * copies)]
+        return [making, copied, MemoryParts(gradients=summed + output, gathered=buffer * copies)]
 
-    def _arriving(self) -> Parts:
+    def _arriving(self) -> MemoryParts:
         """The root as it arrives, before it is taken apart into tensors."""
-        return Parts(gathered=self.types.compute * self.units.root * min(2, self.ranks))
+        return MemoryParts(gathered=self.types.compute * self.units.root * min(2, self.ranks))
 
     def _gathered(self, layers: int) -> int:
         """The root and that many copies of a layer: in use, arriving, and the previous one not freed yet."""
@@ -179,21 +184,21 @@ class Sharded:
             return number * (units.every + max(0, copies - 1) * units.layer)
         return number * (units.root + copies * units.layer)
 
-    def _stored(self, tokens: Tokens) -> int:
+    def _stored(self, tokens: MicroBatchTokens) -> int:
         """What all layers keep for the backward pass."""
         costs = self._costs(tokens)
         return self.shape.layers * (costs.entry if self.checkpointing else costs.saved)
 
-    def _head(self, tokens: Tokens, *, entropy: bool) -> int:
+    def _head(self, tokens: MicroBatchTokens, *, entropy: bool) -> int:
         if not self.policy:
             return 4 * tokens.asked
         vocabulary, number = self.shape.vocabulary, self.types.compute
         return head_forward(vocabulary, tokens.asked, self.chunk, number, entropy=entropy)
 
-    def _costs(self, tokens: Tokens) -> LayerCosts:
+    def _costs(self, tokens: MicroBatchTokens) -> LayerCosts:
         return layer_costs(self.shape, tokens, self.types.compute)
 
-    def _around(self, tokens: Tokens) -> int:
+    def _around(self, tokens: MicroBatchTokens) -> int:
         return around_layers(self.shape, tokens, self.types.compute)
 
     def _share(self, numbers: int) -> int:
@@ -208,7 +213,7 @@ class Sharded:
         return self.types.compute * (self.units.head + tied)
 
 
-def units_of(shape: ModelShape, *, policy: bool, least: int, trained: bool, adapters: int) -> Units:
+def units_of(shape: ModelShape, *, policy: bool, least: int, trained: bool, adapters: int) -> FSDPUnits:
     """The model cut into units.
 
     `least`: fsdp_config.wrap_policy.min_num_params. `adapters`: trained numbers of low-rank adapters in one
@@ -227,11 +232,11 @@ def units_of(shape: ModelShape, *, policy: bool, least: int, trained: bool, adap
     if adapters:
         apart = sum(count for _, count in layers)
         in_root, in_layer = adapters * (shape.layers - apart), adapters if apart else 0
-        return Units(root, layer, every, in_root, in_layer, adapters * shape.layers, 0, 0)
+        return FSDPUnits(root, layer, every, in_root, in_layer, adapters * shape.layers, 0, 0)
     if not trained:
-        return Units(root, layer, every, 0, 0, 0, 0, 0)
+        return FSDPUnits(root, layer, every, 0, 0, 0, 0, 0)
     own_head = 0 if policy and shape.tied else shape.embedding if policy else shape.hidden
-    return Units(root, layer, every, root, layer, every, shape.embedding, own_head)
+    return FSDPUnits(root, layer, every, root, layer, every, shape.embedding, own_head)
 
 
 def adapter_numbers(shape: ModelShape, rank: int, targets: object) -> int:

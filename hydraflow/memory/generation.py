@@ -1,8 +1,8 @@
 """Memory of a generation engine on one device: weights, key-value cache, and one decoding step.
 
-In: a model's shape, sequences and their lengths, the engine's settings. Out: `Parts` per phase. The native
-engine is modelled on the allocations of `generation/cache.py`, `decode.py` and `sampling.py`; vLLM takes the
-configured share of the device.
+In: a model's shape, sequences and their lengths, the engine's settings. Out: `MemoryParts` per phase. The
+native engine is modelled on the allocations of `generation/cache.py`, `decode.py` and `sampling.py`; vLLM
+takes the configured share of the device.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hydraflow.memory.activations import RowSizes
-from hydraflow.memory.report import Parts
+from hydraflow.memory.report import MemoryParts
 from hydraflow.memory.shape import ModelShape
 
 LEAST_ROWS = 16
@@ -26,7 +26,7 @@ _SAMPLING_BYTES = 20
 
 
 @dataclass(frozen=True)
-class Native:
+class NativeEngineMemory:
     """The engine in the trainer's process: every device holds the whole model."""
 
     shape: ModelShape
@@ -34,30 +34,30 @@ class Native:
     """Bytes of a number."""
 
     @property
-    def resting(self) -> Parts:
+    def resting(self) -> MemoryParts:
         """Its weights; caches live only while it samples."""
-        return Parts(weights=self.shape.parameters * self.number)
+        return MemoryParts(weights=self.shape.parameters * self.number)
 
-    def sample(self, rows: RowSizes, sequences: int) -> Parts:
+    def sample(self, rows: RowSizes, sequences: int) -> MemoryParts:
         """`sequences` rows of the longest kind in one wave."""
         return self.resting + max(
             (self._prefill(rows, sequences), self._decode(rows, sequences)), key=lambda parts: parts.total
         )
 
-    def _prefill(self, rows: RowSizes, sequences: int) -> Parts:
+    def _prefill(self, rows: RowSizes, sequences: int) -> MemoryParts:
         """Every prompt once: its cache, and the layers' intermediates of one forward."""
         shape, width = self.shape, padded_width(rows.prompt)
         prompts = -(-sequences // rows.samples)
         together = min(prompts, max(1, PREFILL_TOKENS // width))
         inside = 2 * shape.hidden + max(3 * shape.intermediate, 3 * shape.q_width)
         mask = together * width * width
-        return Parts(
+        return MemoryParts(
             kv_cache=prompts * width * kv_numbers(shape) * self.number,
             activations=(together * width * inside + mask) * self.number,
             logits=prompts * shape.vocabulary * self.number,
         )
 
-    def _decode(self, rows: RowSizes, sequences: int) -> Parts:
+    def _decode(self, rows: RowSizes, sequences: int) -> MemoryParts:
         """The last tokens: the cache at its longest, one layer's keys and values repeated for every query
         head, logits twice."""
         shape, batch = self.shape, max(sequences, LEAST_ROWS)
@@ -65,7 +65,7 @@ class Native:
         last = width + rows.response - 1
         repeated = 2 * batch * last * shape.q_width * (shape.heads > shape.kv_heads)
         filtered = min(batch, max(1, FILTERED // shape.vocabulary)) * shape.vocabulary * _SAMPLING_BYTES
-        return Parts(
+        return MemoryParts(
             kv_cache=batch * cache_room(width, last) * kv_numbers(shape) * self.number,
             activations=repeated * self.number,
             logits=2 * batch * shape.vocabulary * self.number + filtered,
@@ -73,7 +73,7 @@ class Native:
 
 
 @dataclass(frozen=True)
-class Vllm:
+class VllmMemory:
     """vLLM on `tensor` times `pipeline` devices."""
 
     shape: ModelShape
@@ -92,20 +92,20 @@ class Vllm:
         return self.shape.parameters * self.number // (self.tensor * self.pipeline)
 
     @property
-    def resting(self) -> Parts:
+    def resting(self) -> MemoryParts:
         """Nothing where it sleeps; what it reserved where it has its devices for itself."""
-        return Parts() if self.shared else self.reserved(0)
+        return MemoryParts() if self.shared else self.reserved(0)
 
-    def reserved(self, demand: int) -> Parts:
+    def reserved(self, demand: int) -> MemoryParts:
         """Weights and cache: together the device's share or, where its size is not known, `demand` bytes of
         cache."""
         if self.device_bytes is None:
-            return Parts(weights=self.weights, kv_cache=demand)
-        return Parts(
+            return MemoryParts(weights=self.weights, kv_cache=demand)
+        return MemoryParts(
             weights=self.weights, kv_cache=max(0, int(self.share * self.device_bytes) - self.weights)
         )
 
-    def sample(self, sequences: int, length: int) -> Parts:
+    def sample(self, sequences: int, length: int) -> MemoryParts:
         """`sequences` rows of `length` tokens at a time."""
         return self.reserved(sequences * self.row_bytes(length))
 

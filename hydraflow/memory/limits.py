@@ -1,7 +1,8 @@
 """Memory and compute dtypes of the machines that `cluster.*` describes, or of this one.
 
-In: the configuration, and /proc of this machine where the configuration is silent. Out: `Limits`. No torch:
-the memory of a GPU of this machine is not looked up, so without `cluster.device_memory_gib` it is not known.
+In: the configuration, and /proc of this machine where the configuration is silent. Out: `MemoryLimits`. No
+torch: the memory of a GPU of this machine is not looked up, so without `cluster.device_memory_gib` it is not
+known.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ NO_LIMIT = 2**60
 
 
 @dataclass(frozen=True)
-class Limits:
+class MemoryLimits:
     """Memory of devices and machines. Sizes in bytes, None where not known."""
 
     device_type: str
@@ -45,7 +46,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Types:
+class BytesPerNumber:
     """Bytes of a number of a sharded model, by where it is."""
 
     kept: int
@@ -56,7 +57,7 @@ class Types:
     """In gradients while they are summed over ranks."""
 
     @classmethod
-    def of(cls, fsdp: FSDPConfig, limits: Limits) -> Types:
+    def of(cls, fsdp: FSDPConfig, limits: MemoryLimits) -> BytesPerNumber:
         """The sizes for a model's configuration, resolved as in `engine/fsdp/build.py`."""
         kept, compute, reduced = (
             limits.bytes_of(name) for name in (fsdp.model_dtype, fsdp.dtype, fsdp.reduce_dtype)
@@ -66,7 +67,7 @@ class Types:
         return cls(kept, compute, compute if compute == 8 else reduced)
 
 
-def limits_of(config: PPOConfig) -> Limits:
+def limits_of(config: PPOConfig) -> MemoryLimits:
     """The limits in `cluster.*`, and for unset keys those of this machine.
 
     >>> config = PPOConfig()
@@ -77,7 +78,7 @@ def limits_of(config: PPOConfig) -> Limits:
     return machine_limits(config.trainer, config.cluster)
 
 
-def machine_limits(trainer: RunConfig, cluster: ClusterConfig) -> Limits:
+def machine_limits(trainer: RunConfig, cluster: ClusterConfig) -> MemoryLimits:
     """The same for commands whose configuration describes no machines: `ClusterConfig()` means this one."""
     device_type = _device_type(trainer, cluster)
     elsewhere = device_type != "cpu" and not listed_gpus()
@@ -91,7 +92,7 @@ def machine_limits(trainer: RunConfig, cluster: ClusterConfig) -> Limits:
         notes.append("cluster.device_memory_gib is not given: whether a device holds its part is not known")
     if host is None:
         notes.append("cluster.host_memory_gib is not given: whether a machine holds its part is not known")
-    return Limits(
+    return MemoryLimits(
         device_type=device_type,
         device_name=cluster.device or device_type,
         devices_per_node=next((count for count in asked if count and count > 0), CPU_PROCESSES),

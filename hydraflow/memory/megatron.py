@@ -1,10 +1,10 @@
 """What one device of a Megatron-Core engine holds: a part of the layers, of each matrix, of the experts.
 
-In: a model's shape, a `Layout`, a micro-batch. Out: `Parts` per phase, for the fullest pipeline stage. From
-Megatron-Core's own accounts, not measured here: weights in the compute type, gradients in float32, and 12
-bytes of optimizer state per 16-bit weight (a float32 copy and two moments), which the distributed optimizer
-divides over data ranks (docs/source/api-guide/dist_optimizer.md); activations divided as in Korthikanti et
-al. 2022 (https://arxiv.org/abs/2205.05198).
+In: a model's shape, a `Layout`, a micro-batch. Out: `MemoryParts` per phase, for the fullest pipeline stage.
+From Megatron-Core's own accounts, not measured here: weights in the compute type, gradients in float32, and
+12 bytes of optimizer state per 16-bit weight (a float32 copy and two moments), which the distributed
+optimizer divides over data ranks (docs/source/api-guide/dist_optimizer.md); activations divided as in
+Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198).
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 from hydraflow.batch_plan.layout import Layout
 from hydraflow.engine.config import MegatronConfig
-from hydraflow.memory.activations import Tokens, around_layers, layer_costs
-from hydraflow.memory.report import Parts
+from hydraflow.memory.activations import MicroBatchTokens, around_layers, layer_costs
+from hydraflow.memory.report import MemoryParts
 from hydraflow.memory.shape import ModelShape
 
 
 @dataclass(frozen=True)
-class Parallel:
-    """A model on one device."""
+class MegatronModelMemory:
+    """Memory of a model on one device of Megatron-Core, pass by pass."""
 
     shape: ModelShape
     layout: Layout
@@ -33,20 +33,20 @@ class Parallel:
     """Has a vocabulary as output; a critic has one number."""
 
     @property
-    def held(self) -> Parts:
+    def held(self) -> MemoryParts:
         """While the role works: weights, gradients, optimizer state."""
         dense, experts = self._dense, self._experts
         numbers = dense + experts
         if not self.trained:
-            return Parts(weights=numbers * self.number)
+            return MemoryParts(weights=numbers * self.number)
         shards, state = numbers, 12 if self.number == 2 else 8
         if self.settings.use_distributed_optimizer:
             data, expert_data = self._data_ranks()
             shards = -(-dense // data) + -(-experts // expert_data)
-        return Parts(weights=numbers * self.number, gradients=4 * numbers, optimizer=state * shards)
+        return MemoryParts(weights=numbers * self.number, gradients=4 * numbers, optimizer=state * shards)
 
     @property
-    def resting(self) -> Parts:
+    def resting(self) -> MemoryParts:
         """While others work: what is not offloaded."""
         held, settings = self.held, self.settings
         gone = {
@@ -56,18 +56,23 @@ class Parallel:
         }
         sizes = held.on_device()
         kept = {name: 0 if gone.get(name) else size for name, size in sizes.items()}
-        return Parts(**kept, host=sum(size for name, size in sizes.items() if gone.get(name)))
+        return MemoryParts(**kept, host=sum(size for name, size in sizes.items() if gone.get(name)))
 
-    def forward(self, tokens: Tokens, *, entropy: bool = False) -> Parts:
+    def forward(self, tokens: MicroBatchTokens, *, entropy: bool = False) -> MemoryParts:
         """A pass that only computes; gradients of a trained role are there already. Entropies take no memory
         here: Megatron's head is not modelled that closely."""
         costs = layer_costs(self.shape, tokens, self.number, tensor=self.layout.tensor, outside=self._outside)
         activations = around_layers(self.shape, tokens, self.number) // self._outside + costs.forward
-        return self.held + Parts(activations=activations, logits=self._logits(tokens, copies=1))
+        return self.held + MemoryParts(activations=activations, logits=self._logits(tokens, copies=1))
 
     def update(
-        self, tokens: Tokens, micro_batches: int, *, entropy: bool = False, trained_entropy: bool = False
-    ) -> Parts:
+        self,
+        tokens: MicroBatchTokens,
+        micro_batches: int,
+        *,
+        entropy: bool = False,
+        trained_entropy: bool = False,
+    ) -> MemoryParts:
         """The first stage, which has most micro-batches on their way, or the last, which has the logits: both
         at once, at most."""
         costs = layer_costs(self.shape, tokens, self.number, tensor=self.layout.tensor, outside=self._outside)
@@ -79,7 +84,9 @@ class Parallel:
             stored += stored * (stages - 1) // (stages * parts)
         working = (costs.saved if self.checkpointing else 0) + costs.backward
         around = around_layers(self.shape, tokens, self.number) // self._outside
-        return self.held + Parts(activations=stored + working + around, logits=self._logits(tokens, copies=2))
+        return self.held + MemoryParts(
+            activations=stored + working + around, logits=self._logits(tokens, copies=2)
+        )
 
     @property
     def _outside(self) -> int:
@@ -112,7 +119,7 @@ class Parallel:
         per_expert = layout.expert_tensor * layout.expert * layout.pipeline
         return max(1, devices // (layout.tensor * layout.pipeline)), max(1, devices // per_expert)
 
-    def _logits(self, tokens: Tokens, *, copies: int) -> int:
+    def _logits(self, tokens: MicroBatchTokens, *, copies: int) -> int:
         """Logits in the compute type and `copies` in float32, of a share of the vocabulary."""
         if not self.policy:
             return 4 * tokens.asked

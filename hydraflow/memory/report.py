@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from hydraflow.memory.limits import Limits
+from hydraflow.memory.limits import MemoryLimits
 
 PHASES = ("sample", "log_probs", "update", "sync")
 """Phases of a step, in which the roles of a device work one after another."""
 
 
 @dataclass(frozen=True)
-class Parts:
+class MemoryParts:
     """Bytes on one device by purpose; `host` is host memory used for that device."""
 
     weights: int = 0
@@ -40,11 +40,13 @@ class Parts:
         """Name -> bytes, in the order of the fields; without `host`."""
         return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "host"}
 
-    def __add__(self, other: Parts) -> Parts:
-        return Parts(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
+    def __add__(self, other: MemoryParts) -> MemoryParts:
+        return MemoryParts(
+            **{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)}
+        )
 
 
-def fullest(*moments: Parts) -> Parts:
+def fullest(*moments: MemoryParts) -> MemoryParts:
     """The one with most bytes on the device."""
     return max(moments, key=lambda parts: parts.total)
 
@@ -56,9 +58,9 @@ class RoleMemory:
     role: str
     engine: str
     devices: int
-    resting: Parts
+    resting: MemoryParts
     """While other roles work."""
-    phases: Mapping[str, Parts]
+    phases: Mapping[str, MemoryParts]
     """The peak of each phase in which the role works."""
 
     @property
@@ -67,7 +69,7 @@ class RoleMemory:
         return max(self.phases, key=lambda name: self.phases[name].total)
 
     @property
-    def peak(self) -> Parts:
+    def peak(self) -> MemoryParts:
         """The parts at the role's peak."""
         return self.phases[self.peak_phase]
 
@@ -117,7 +119,7 @@ class DeviceGroup:
 
 
 @dataclass(frozen=True)
-class HostMemory:
+class HostMemoryEstimate:
     """Memory of the fullest machine."""
 
     load: int
@@ -163,10 +165,10 @@ class Advice:
 class MemoryReport:
     """The memory estimate of a run: roles, devices, machine and advice."""
 
-    limits: Limits
+    limits: MemoryLimits
     roles: tuple[RoleMemory, ...]
     groups: tuple[DeviceGroup, ...]
-    host: HostMemory
+    host: HostMemoryEstimate
     notes: tuple[str, ...]
     advice: tuple[Advice, ...] = ()
     """Changes in the order in which to try them; empty when everything fits or limits are not known."""

@@ -13,12 +13,12 @@ from hydraflow.batch_plan.layout import Layout
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.engine.config import FSDPConfig
-from hydraflow.memory.activations import RowSizes, Tokens, tokens_of
-from hydraflow.memory.fsdp import Sharded, adapter_numbers, units_of
-from hydraflow.memory.generation import Native, Vllm
-from hydraflow.memory.limits import Limits, Types
-from hydraflow.memory.megatron import Parallel
-from hydraflow.memory.report import Parts, RoleMemory, fullest
+from hydraflow.memory.activations import MicroBatchTokens, RowSizes, tokens_of
+from hydraflow.memory.fsdp import FSDPModelMemory, adapter_numbers, units_of
+from hydraflow.memory.generation import NativeEngineMemory, VllmMemory
+from hydraflow.memory.limits import BytesPerNumber, MemoryLimits
+from hydraflow.memory.megatron import MegatronModelMemory
+from hydraflow.memory.report import MemoryParts, RoleMemory, fullest
 from hydraflow.memory.shape import ModelShape
 from hydraflow.models.config import ModelConfig
 from hydraflow.schema import PPOConfig
@@ -29,14 +29,14 @@ BUCKET_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
-class Facts:
+class EstimateInputs:
     """Everything that a role's estimate is made from."""
 
     plan: BatchPlan
     config: PPOConfig
     shape: ModelShape
     critic_shape: ModelShape
-    limits: Limits
+    limits: MemoryLimits
 
     @property
     def longest_row(self) -> int:
@@ -49,77 +49,77 @@ class Facts:
         return RowSizes(data.max_prompt_length, data.max_response_length, samples, model.use_remove_padding)
 
 
-def role_memory(facts: Facts, role: str, layout: Layout) -> RoleMemory:
+def role_memory(inputs: EstimateInputs, role: str, layout: Layout) -> RoleMemory:
     """One role on each of its devices."""
-    resting, phases = ROLES[role](facts, layout)
+    resting, phases = ROLES[role](inputs, layout)
     return RoleMemory(role, layout.engine, len(layout.devices), resting, phases)
 
 
-Estimate = tuple[Parts, dict[str, Parts]]
+Estimate = tuple[MemoryParts, dict[str, MemoryParts]]
 """What a role holds at rest, and at the highest moment of each phase."""
 
 
-def _actor(facts: Facts, layout: Layout) -> Estimate:
-    policy, plan = facts.config.actor_rollout_ref, facts.plan
-    model, most = policy.model, _rows_of_a_rank(facts, layout)
-    engine = _engine(facts, layout, facts.shape, model, policy.actor, trained=True, policy=True)
-    forwards = [engine.forward(_tokens(facts, layout, plan.old_log_prob, model, most), entropy=True)]
+def _actor(inputs: EstimateInputs, layout: Layout) -> Estimate:
+    policy, plan = inputs.config.actor_rollout_ref, inputs.plan
+    model, most = policy.model, _rows_of_a_rank(inputs, layout)
+    engine = _engine(inputs, layout, inputs.shape, model, policy.actor, trained=True, policy=True)
+    forwards = [engine.forward(_tokens(inputs, layout, plan.old_log_prob, model, most), entropy=True)]
     if plan.ref and model.lora_rank:
-        forwards.append(engine.forward(_tokens(facts, layout, plan.ref, model, most)))
+        forwards.append(engine.forward(_tokens(inputs, layout, plan.ref, model, most)))
     update = engine.update(
-        _tokens(facts, layout, plan.actor.micro, model, plan.actor.rows_per_rank),
-        micro_batches(plan.actor, facts.longest_row),
+        _tokens(inputs, layout, plan.actor.micro, model, plan.actor.rows_per_rank),
+        micro_batches(plan.actor, inputs.longest_row),
         entropy=True,
         trained_entropy=policy.actor.entropy_coeff != 0,
     )
-    sync = engine.resting + Parts(weight_sync=_sent(facts, layout))
+    sync = engine.resting + MemoryParts(weight_sync=_sent(inputs, layout))
     return engine.resting, {"log_probs": fullest(*forwards), "update": update, "sync": sync}
 
 
-def _critic(facts: Facts, layout: Layout) -> Estimate:
-    critic, plan = facts.config.critic, facts.plan
+def _critic(inputs: EstimateInputs, layout: Layout) -> Estimate:
+    critic, plan = inputs.config.critic, inputs.plan
     assert plan.critic is not None and plan.values is not None, "a critic has a plan"
-    tokens = _tokens(facts, layout, plan.critic.micro, critic.model, plan.critic.rows_per_rank)
-    values = _tokens(facts, layout, plan.values, critic.model, _rows_of_a_rank(facts, layout))
-    engine = _engine(facts, layout, facts.critic_shape, critic.model, critic, trained=True, policy=False)
-    update = engine.update(tokens, micro_batches(plan.critic, facts.longest_row))
+    tokens = _tokens(inputs, layout, plan.critic.micro, critic.model, plan.critic.rows_per_rank)
+    values = _tokens(inputs, layout, plan.values, critic.model, _rows_of_a_rank(inputs, layout))
+    engine = _engine(inputs, layout, inputs.critic_shape, critic.model, critic, trained=True, policy=False)
+    update = engine.update(tokens, micro_batches(plan.critic, inputs.longest_row))
     return engine.resting, {"log_probs": engine.forward(values), "update": update}
 
 
-def _reference(facts: Facts, layout: Layout) -> Estimate:
-    policy = facts.config.actor_rollout_ref
-    assert facts.plan.ref is not None, "a reference has a plan"
-    tokens = _tokens(facts, layout, facts.plan.ref, policy.model, _rows_of_a_rank(facts, layout))
-    engine = _engine(facts, layout, facts.shape, policy.model, policy.ref, trained=False, policy=True)
+def _reference(inputs: EstimateInputs, layout: Layout) -> Estimate:
+    policy = inputs.config.actor_rollout_ref
+    assert inputs.plan.ref is not None, "a reference has a plan"
+    tokens = _tokens(inputs, layout, inputs.plan.ref, policy.model, _rows_of_a_rank(inputs, layout))
+    engine = _engine(inputs, layout, inputs.shape, policy.model, policy.ref, trained=False, policy=True)
     return engine.resting, {"log_probs": engine.forward(tokens)}
 
 
-def _rollout(facts: Facts, layout: Layout) -> Estimate:
-    rollout, plan = facts.config.actor_rollout_ref.rollout, facts.plan.rollout
-    number = facts.limits.bytes_of(rollout.dtype)
-    rows = facts.rows(facts.config.actor_rollout_ref.model)
+def _rollout(inputs: EstimateInputs, layout: Layout) -> Estimate:
+    rollout, plan = inputs.config.actor_rollout_ref.rollout, inputs.plan.rollout
+    number = inputs.limits.bytes_of(rollout.dtype)
+    rows = inputs.rows(inputs.config.actor_rollout_ref.model)
     sequences = max(1, min(rollout.max_num_seqs, plan.trajectories_per_engine))
     if layout.engine == "native":
-        engine = Native(facts.shape, number)
+        engine = NativeEngineMemory(inputs.shape, number)
         return engine.resting, {"sample": engine.sample(rows, sequences), "sync": engine.resting}
-    others = [other for name, other in facts.plan.layouts.items() if name != "rollout"]
+    others = [other for name, other in inputs.plan.layouts.items() if name != "rollout"]
     shared = any(len(layout.devices & other.devices) for other in others)
-    share, whole = rollout.gpu_memory_utilization, facts.limits.device_bytes
-    vllm = Vllm(facts.shape, number, layout.tensor, layout.pipeline, share, whole, shared)
-    received = Parts(weights=vllm.weights, weight_sync=rollout.update_weights_bucket_megabytes * 2**20)
+    share, whole = rollout.gpu_memory_utilization, inputs.limits.device_bytes
+    vllm = VllmMemory(inputs.shape, number, layout.tensor, layout.pipeline, share, whole, shared)
+    received = MemoryParts(weights=vllm.weights, weight_sync=rollout.update_weights_bucket_megabytes * 2**20)
     return vllm.resting, {"sample": vllm.sample(sequences, rows.prompt + rows.response), "sync": received}
 
 
-def _reward_model(facts: Facts, layout: Layout) -> Estimate:
+def _reward_model(inputs: EstimateInputs, layout: Layout) -> Estimate:
     """Counted as a critic of the policy's shape that is not trained: its own model is not read."""
-    model = facts.config.critic.model
-    micro = facts.plan.reward_model or facts.plan.old_log_prob
-    tokens = _tokens(facts, layout, micro, model, _rows_of_a_rank(facts, layout))
-    sharded = _sharded(facts, layout, facts.shape, model, FSDPConfig(), trained=False, policy=False)
+    model = inputs.config.critic.model
+    micro = inputs.plan.reward_model or inputs.plan.old_log_prob
+    tokens = _tokens(inputs, layout, micro, model, _rows_of_a_rank(inputs, layout))
+    sharded = _sharded(inputs, layout, inputs.shape, model, FSDPConfig(), trained=False, policy=False)
     return sharded.resting, {"log_probs": sharded.forward(tokens)}
 
 
-ROLES: dict[str, Callable[[Facts, Layout], Estimate]] = {
+ROLES: dict[str, Callable[[EstimateInputs, Layout], Estimate]] = {
     "actor": _actor,
     "critic": _critic,
     "ref": _reference,
@@ -129,7 +129,7 @@ ROLES: dict[str, Callable[[Facts, Layout], Estimate]] = {
 
 
 def _engine(
-    facts: Facts,
+    inputs: EstimateInputs,
     layout: Layout,
     shape: ModelShape,
     model: ModelConfig,
@@ -137,18 +137,18 @@ def _engine(
     *,
     trained: bool,
     policy: bool,
-) -> Sharded | Parallel:
+) -> FSDPModelMemory | MegatronModelMemory:
     if layout.engine != "megatron":
-        return _sharded(facts, layout, shape, model, role.fsdp_config, trained=trained, policy=policy)
+        return _sharded(inputs, layout, shape, model, role.fsdp_config, trained=trained, policy=policy)
     checkpointing, number = (
         trained and model.enable_gradient_checkpointing,
-        facts.limits.bytes_of(role.megatron.dtype),
+        inputs.limits.bytes_of(role.megatron.dtype),
     )
-    return Parallel(shape, layout, role.megatron, number, trained, checkpointing, policy)
+    return MegatronModelMemory(shape, layout, role.megatron, number, trained, checkpointing, policy)
 
 
 def _sharded(
-    facts: Facts,
+    inputs: EstimateInputs,
     layout: Layout,
     shape: ModelShape,
     model: ModelConfig,
@@ -156,14 +156,14 @@ def _sharded(
     *,
     trained: bool,
     policy: bool,
-) -> Sharded:
-    on_host = facts.limits.device_type == "cpu"  # there offloading moves nothing
+) -> FSDPModelMemory:
+    on_host = inputs.limits.device_type == "cpu"  # there offloading moves nothing
     adapters = adapter_numbers(shape, model.lora_rank, model.target_modules) if trained else 0
     least = fsdp.wrap_policy.min_num_params
-    return Sharded(
+    return FSDPModelMemory(
         shape=shape,
         units=units_of(shape, policy=policy, least=least, trained=trained, adapters=adapters),
-        types=Types.of(fsdp, facts.limits),
+        types=BytesPerNumber.of(fsdp, inputs.limits),
         ranks=max(1, layout.shard),
         host_copies=on_host,
         reshard=fsdp.reshard_after_forward,
@@ -175,13 +175,15 @@ def _sharded(
     )
 
 
-def _tokens(facts: Facts, layout: Layout, micro: MicroPlan, model: ModelConfig, most_rows: int) -> Tokens:
-    return tokens_of(micro, facts.rows(model), most_rows=max(1, most_rows), devices=layout.context)
+def _tokens(
+    inputs: EstimateInputs, layout: Layout, micro: MicroPlan, model: ModelConfig, most_rows: int
+) -> MicroBatchTokens:
+    return tokens_of(micro, inputs.rows(model), most_rows=max(1, most_rows), devices=layout.context)
 
 
-def _rows_of_a_rank(facts: Facts, layout: Layout) -> int:
+def _rows_of_a_rank(inputs: EstimateInputs, layout: Layout) -> int:
     """Trajectories of a step that a data rank gets, at most."""
-    return -(-facts.plan.trajectories_per_step // layout.data_ranks)
+    return -(-inputs.plan.trajectories_per_step // layout.data_ranks)
 
 
 def micro_batches(plan: RolePlan, longest_row: int) -> int:
@@ -191,13 +193,13 @@ def micro_batches(plan: RolePlan, longest_row: int) -> int:
     return -(-plan.rows_per_rank // max(1, (plan.micro.max_tokens or 0) // longest_row))
 
 
-def _sent(facts: Facts, layout: Layout) -> int:
+def _sent(inputs: EstimateInputs, layout: Layout) -> int:
     """What the actor puts together to send: a bucket of full tensors, its shards, and the tensors taken out
     of it."""
-    policy, shape = facts.config.actor_rollout_ref, facts.shape
+    policy, shape = inputs.config.actor_rollout_ref, inputs.shape
     if layout.engine == "megatron":
         return 2 * policy.rollout.update_weights_bucket_megabytes * 2**20
-    kept = Types.of(policy.actor.fsdp_config, facts.limits).kept
+    kept = BytesPerNumber.of(policy.actor.fsdp_config, inputs.limits).kept
     bucket = max(min(BUCKET_BYTES, shape.parameters * kept), shape.largest_tensor * kept)
     sent = 2 * bucket + bucket // max(1, layout.shard)
     if policy.model.lora_rank:

@@ -132,7 +132,7 @@ class ModelShape:
 
 
 @dataclass(frozen=True)
-class Family:
+class ModelTypeTraits:
     """What config.json does not say about a model type. A flag is a constant, or the key that holds it."""
 
     qkv_bias: bool | str = False
@@ -146,19 +146,19 @@ class Family:
     expert_width: str = "moe_intermediate_size"
 
 
-_LLAMA = Family("attention_bias", "attention_bias", "mlp_bias")
-_QWEN3 = Family("attention_bias", "attention_bias", qk_norm=True, head_dim=128)
-FAMILIES: dict[str, Family] = {
+_LLAMA = ModelTypeTraits("attention_bias", "attention_bias", "mlp_bias")
+_QWEN3 = ModelTypeTraits("attention_bias", "attention_bias", qk_norm=True, head_dim=128)
+FAMILIES: dict[str, ModelTypeTraits] = {
     "llama": _LLAMA,
-    "mistral": Family(),
-    "mixtral": Family(expert_width="intermediate_size"),
-    "qwen2": Family(qkv_bias=True),
-    "qwen2_moe": Family(qkv_bias=True),
+    "mistral": ModelTypeTraits(),
+    "mixtral": ModelTypeTraits(expert_width="intermediate_size"),
+    "qwen2": ModelTypeTraits(qkv_bias=True),
+    "qwen2_moe": ModelTypeTraits(qkv_bias=True),
     "qwen3": _QWEN3,
     "qwen3_moe": _QWEN3,
     "granite": _LLAMA,
-    "phi3": Family(),
-    "gemma": Family("attention_bias", "attention_bias", tied=True, head_dim=256),
+    "phi3": ModelTypeTraits(),
+    "gemma": ModelTypeTraits("attention_bias", "attention_bias", tied=True, head_dim=256),
 }
 """Model types whose parameters are counted exactly."""
 

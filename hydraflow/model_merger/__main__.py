@@ -18,7 +18,7 @@ from hydraflow.errors import ConfigError, EnvironmentFault, HydraflowError
 from hydraflow.model_merger import arguments
 
 if TYPE_CHECKING:
-    from hydraflow.model_merger.outputs import Wishes
+    from hydraflow.model_merger.outputs import MergeOptions
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
@@ -41,21 +41,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _merge(args: Namespace) -> int:
-    from hydraflow.model_merger.merge import Upload, merge
+    from hydraflow.model_merger.merge import HubUpload, merge
 
     if args.private and args.hf_upload_path is None:
         rule = "is about an upload, and there is none"
         raise ConfigError.one("--private", None, rule, "--hf_upload_path <repository>")
-    upload = Upload(args.hf_upload_path, args.private) if args.hf_upload_path is not None else None
+    upload = HubUpload(args.hf_upload_path, args.private) if args.hf_upload_path is not None else None
     options = dict(backend=args.backend, most_bytes=args.max_shard_size, overwrite=args.overwrite)
-    _print("\n".join(merge(args.local_dir, args.target_dir, wishes=_wishes(args), upload=upload, **options)))
+    _print(
+        "\n".join(
+            merge(
+                args.local_dir, args.target_dir, merge_options=_merge_options(args), upload=upload, **options
+            )
+        )
+    )
     return 0
 
 
 def _test(args: Namespace) -> int:
     from hydraflow.model_merger.compare import compare
 
-    found = compare(args.local_dir, args.test_hf_dir, backend=args.backend, wishes=_wishes(args))
+    found = compare(
+        args.local_dir, args.test_hf_dir, backend=args.backend, merge_options=_merge_options(args)
+    )
     _print("\n".join(found.lines()))
     return 0 if found.same else 1
 
@@ -85,11 +93,11 @@ def _print(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _wishes(args: Namespace) -> Wishes:
-    from hydraflow.model_merger.outputs import Wishes
+def _merge_options(args: Namespace) -> MergeOptions:
+    from hydraflow.model_merger.outputs import MergeOptions
 
     names = ("dtype", "is_value_model", "tie_word_embedding", "trust_remote_code", "lora_alpha")
-    return Wishes(**{name: getattr(args, name) for name in names}, lora=getattr(args, "lora", "merged"))
+    return MergeOptions(**{name: getattr(args, name) for name in names}, lora=getattr(args, "lora", "merged"))
 
 
 _COMMANDS: dict[str, Callable[[Namespace], int]] = {

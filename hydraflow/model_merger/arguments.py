@@ -31,7 +31,7 @@ def _add_merge(commands: Any) -> None:
     merge = _command(commands, "merge", "make a Hugging Face directory of a checkpoint")
     _checkpoint(merge)
     _flag(merge, "target_dir", required=True, metavar="OUT", help="the directory to make")
-    _wishes(merge)
+    _merge_options(merge)
     adapters = "add adapters to the weights, or write OUT/lora_adapter for peft"
     _flag(merge, "lora", choices=("merged", "adapter"), default="merged", help=adapters)
     _flag(merge, "max_shard_size", type=size, default="5GB", help="of one safetensors file (5GB)")
@@ -46,7 +46,7 @@ def _add_test(commands: Any) -> None:
     test = _command(commands, "test", what)
     _checkpoint(test)
     _flag(test, "test_hf_dir", required=True, metavar="DIR", help="the directory to compare with")
-    _wishes(test)
+    _merge_options(test)
 
 
 def _add_info(commands: Any) -> None:
@@ -100,7 +100,7 @@ def _checkpoint(command: argparse.ArgumentParser) -> None:
     _flag(command, "local_dir", required=True, metavar="CKPT", help=where)
 
 
-def _wishes(command: argparse.ArgumentParser) -> None:
+def _merge_options(command: argparse.ArgumentParser) -> None:
     _flag(command, "lora_alpha", type=float, help="lora_alpha of checkpoints that do not record it")
     _dtype(command, "as they are")
     _switch(command, "is_value_model", "require a value head (detected by default)")

@@ -13,7 +13,7 @@ import torch
 
 from hydraflow.errors import ConfigError
 from hydraflow.model_merger.opening import open_checkpoint
-from hydraflow.model_merger.outputs import Wishes, cast, outputs_of
+from hydraflow.model_merger.outputs import MergeOptions, cast, outputs_of
 from hydraflow.model_merger.pieces import StoredTensor
 from hydraflow.model_merger.progress import bar
 from hydraflow.model_merger.safetensors_files import read_directory
@@ -48,37 +48,37 @@ class Comparison:
 
 
 def compare(
-    local_dir: str, test_hf_dir: str, *, backend: str = "auto", wishes: Wishes | None = None
+    local_dir: str, test_hf_dir: str, *, backend: str = "auto", merge_options: MergeOptions | None = None
 ) -> Comparison:
     """Compares what `merge` would write with what is there; where types differ, in the directory's type.
 
     Raises ConfigError when either cannot be read.
     """
-    wishes = wishes or Wishes()
+    merge_options = merge_options or MergeOptions()
     directory = Path(test_hf_dir)
     if not directory.is_dir():
         raise ConfigError.one("--test_hf_dir", test_hf_dir, "there is no such directory")
     reference = read_directory(directory, field="--test_hf_dir")
-    outputs = outputs_of(open_checkpoint(local_dir, backend), wishes)
+    outputs = outputs_of(open_checkpoint(local_dir, backend), merge_options)
     found = Comparison(notes=list(outputs.notes))
-    forms = outputs.forms
+    specs = outputs.specs
     for target, source in outputs.architecture.tied.items():
         if target in reference and source in reference:
             _compare_tied(reference.pop(target), reference[source], found)
-    found.missing = sorted(reference.keys() - forms.keys())
-    found.extra = sorted(forms.keys() - reference.keys())
-    both = [(forms[name].dtype, reference[name].dtype) for name in reference.keys() & forms.keys()]
+    found.missing = sorted(reference.keys() - specs.keys())
+    found.extra = sorted(specs.keys() - reference.keys())
+    both = [(specs[name].dtype, reference[name].dtype) for name in reference.keys() & specs.keys()]
     cast_from = ", ".join(sorted({str(mine) for mine, theirs in both if mine != theirs}))
-    keep = wishes.dtype != "auto"
+    keep = merge_options.dtype != "auto"
     if cast_from and not keep:
         found.notes.append(f"compared in the directory's type; the checkpoint holds {cast_from}")
-    with bar("comparing", sum(form.nbytes for form in forms.values())) as advance:
+    with bar("comparing", sum(spec.nbytes for spec in specs.values())) as advance:
         for name, blocks in outputs.tensors():
             if name in reference:
-                what = _difference(name, forms[name].shape, blocks, reference[name], keep_type=keep)
+                what = _difference(name, specs[name].shape, blocks, reference[name], keep_type=keep)
                 found.equal += what is None
                 found.different |= {name: what} if what is not None else {}
-            advance(forms[name].nbytes)
+            advance(specs[name].nbytes)
     return found
 
 

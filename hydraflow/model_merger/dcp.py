@@ -14,7 +14,7 @@ from pathlib import Path
 from hydraflow.engine.dcp_index import INDEX, SHARDS, Index, IndexedTensor, read_index
 from hydraflow.errors import ConfigError, Problem
 from hydraflow.model_merger.checkpoint import Checkpoint, read_json
-from hydraflow.model_merger.pieces import Extent, Piece, StoredTensor
+from hydraflow.model_merger.pieces import ByteRange, Piece, StoredTensor
 
 FACTS = "checkpoint.json"
 MODEL = "model."
@@ -88,8 +88,8 @@ def _problems(found: Checkpoint, index: Index, folder: Path, last_rank: int) -> 
 def _tensor(name: str, found: IndexedTensor, folder: Path) -> StoredTensor:
     pieces = []
     for chunk in found.chunks:
-        extent = Extent(folder / chunk.place.file, chunk.place.offset, chunk.place.length)
-        pieces.append(Piece(chunk.start, chunk.shape, extent, archived=True))
+        byte_range = ByteRange(folder / chunk.place.file, chunk.place.offset, chunk.place.length)
+        pieces.append(Piece(chunk.start, chunk.shape, byte_range, archived=True))
     return StoredTensor(name, found.dtype, found.shape, tuple(pieces))
 
 

@@ -11,7 +11,7 @@ import torch
 
 from hydraflow.errors import ConfigError
 from hydraflow.model_merger.opening import open_checkpoint
-from hydraflow.model_merger.outputs import DTYPES, Wishes, cast, outputs_of
+from hydraflow.model_merger.outputs import DTYPES, MergeOptions, cast, outputs_of
 from hydraflow.model_merger.pieces import whole
 
 
@@ -30,7 +30,7 @@ def load_state_dict(
     if dtype not in ("auto", *DTYPES):
         raise ConfigError.one("dtype", dtype, f"is none of auto, {', '.join(DTYPES)}")
     outputs = outputs_of(
-        open_checkpoint(checkpoint), Wishes(dtype=dtype, trust_remote_code=trust_remote_code)
+        open_checkpoint(checkpoint), MergeOptions(dtype=dtype, trust_remote_code=trust_remote_code)
     )
     state = {}
     for name, source in outputs.sources.items():

@@ -1,6 +1,6 @@
 """`merge`: a checkpoint becomes a Hugging Face directory, one block of one tensor at a time.
 
-In: a checkpoint and a `Wishes`. Out: the directory, whole or not at all; with `--lora adapter` also
+In: a checkpoint and a `MergeOptions`. Out: the directory, whole or not at all; with `--lora adapter` also
 `lora_adapter/` in it. Left out on purpose: what the tensors are (`outputs.py`), how files look
 (`safetensors_files.py`).
 """
@@ -16,16 +16,16 @@ import torch
 from hydraflow.errors import EnvironmentFault
 from hydraflow.model_merger import lora, target
 from hydraflow.model_merger.opening import open_checkpoint
-from hydraflow.model_merger.outputs import Outputs, Wishes, cast, outputs_of
+from hydraflow.model_merger.outputs import MergeOptions, Outputs, cast, outputs_of
 from hydraflow.model_merger.progress import Advance, bar
-from hydraflow.model_merger.safetensors_files import Form, Writer
+from hydraflow.model_merger.safetensors_files import TensorSpec, Writer
 
 ADAPTER = "lora_adapter"
 """Folder of exported adapters inside the target."""
 
 
 @dataclass(frozen=True)
-class Upload:
+class HubUpload:
     """Where a merged model is sent."""
 
     repo: str
@@ -37,36 +37,36 @@ def merge(
     target_dir: str,
     *,
     backend: str = "auto",
-    wishes: Wishes | None = None,
+    merge_options: MergeOptions | None = None,
     most_bytes: int = 5 * 10**9,
     overwrite: bool = False,
-    upload: Upload | None = None,
+    upload: HubUpload | None = None,
 ) -> list[str]:
     """Merges, and returns what was done in lines for the user. most_bytes: of one safetensors file.
 
     Raises ConfigError before anything is written, EnvironmentFault when the disk fills up or the hub refuses.
     """
-    wishes = wishes or Wishes()
-    outputs = outputs_of(open_checkpoint(local_dir, backend), wishes)
-    forms = outputs.forms
-    nbytes = sum(form.nbytes for form in forms.values())
+    merge_options = merge_options or MergeOptions()
+    outputs = outputs_of(open_checkpoint(local_dir, backend), merge_options)
+    specs = outputs.specs
+    nbytes = sum(spec.nbytes for spec in specs.values())
     settings = target.settings(outputs.checkpoint.huggingface)
     target.require_inside(settings, outputs.checkpoint.directory)
     if upload is not None:
         _make_repo(upload)
     source, where = outputs.checkpoint.huggingface, Path(target_dir)
     with target.unfinished(where, source, nbytes=nbytes, overwrite=overwrite) as folder:
-        writer = Writer(folder, forms, most_bytes=most_bytes)
+        writer = Writer(folder, specs, most_bytes=most_bytes)
         with bar("merging", nbytes) as advance:
             for name, blocks in outputs.tensors():
                 writer.write(name, _counted(blocks, advance))
         writer.finish()
-        if wishes.lora == "adapter":
+        if merge_options.lora == "adapter":
             _export_adapter(outputs, folder / ADAPTER, target_dir)
         target.copy_settings(settings, folder)
         target.write_config(source, folder, outputs.architecture, outputs.main_dtype)
     dtype = str(outputs.main_dtype).removeprefix("torch.")
-    lines = [f"{where.absolute()}: {len(forms)} tensors, {nbytes / 1e9:.3f} GB, {dtype}"]
+    lines = [f"{where.absolute()}: {len(specs)} tensors, {nbytes / 1e9:.3f} GB, {dtype}"]
     lines += [f"  {note}" for note in outputs.notes]
     return [*lines, _send(upload, where)] if upload is not None else lines
 
@@ -75,11 +75,13 @@ def _export_adapter(outputs: Outputs, folder: Path, base: str) -> None:
     """Adapters as peft writes them; base: where the weights will be that they belong to."""
     folder.mkdir()
     found = lora.peft_names(weight.adapter for weight in outputs.adapted.values())
-    forms = {name: Form(outputs.final_dtype(tensor.dtype), tensor.shape) for name, tensor in found.items()}
-    nbytes = sum(form.nbytes for form in forms.values())
-    writer = Writer(folder, forms, most_bytes=nbytes, single="adapter_model.safetensors")
+    specs = {
+        name: TensorSpec(outputs.final_dtype(tensor.dtype), tensor.shape) for name, tensor in found.items()
+    }
+    nbytes = sum(spec.nbytes for spec in specs.values())
+    writer = Writer(folder, specs, most_bytes=nbytes, single="adapter_model.safetensors")
     for name, tensor in found.items():
-        dtype = forms[name].dtype
+        dtype = specs[name].dtype
         writer.write(name, (cast(block, dtype, name) for block in tensor.blocks()))
     writer.finish()
     assert outputs.lora_alpha is not None
@@ -95,7 +97,7 @@ def _counted(blocks: Iterator[torch.Tensor], advance: Advance) -> Iterator[torch
         advance(block.numel() * block.element_size())
 
 
-def _make_repo(upload: Upload) -> None:
+def _make_repo(upload: HubUpload) -> None:
     """Before the work, so that a missing right is known before it."""
     from huggingface_hub import HfApi
 
@@ -106,7 +108,7 @@ def _make_repo(upload: Upload) -> None:
         raise EnvironmentFault(text) from error
 
 
-def _send(upload: Upload, folder: Path) -> str:
+def _send(upload: HubUpload, folder: Path) -> str:
     from huggingface_hub import HfApi
 
     try:

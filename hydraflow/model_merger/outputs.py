@@ -19,15 +19,15 @@ from hydraflow.model_merger import architecture, lora, names
 from hydraflow.model_merger.architecture import Architecture, Conversion
 from hydraflow.model_merger.checkpoint import Checkpoint
 from hydraflow.model_merger.pieces import BLOCK_BYTES, Source, StoredTensor, whole
-from hydraflow.model_merger.safetensors_files import Form
+from hydraflow.model_merger.safetensors_files import TensorSpec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """What --dtype may say besides auto."""
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """What the user asked for."""
+class MergeOptions:
+    """Options of merging and comparing a checkpoint."""
 
     dtype: str = "auto"
     """fp32, bf16, fp16; auto keeps every tensor as it is."""
@@ -58,10 +58,10 @@ class Outputs:
     notes: list[str]
 
     @property
-    def forms(self) -> dict[str, Form]:
+    def specs(self) -> dict[str, TensorSpec]:
         """Type and shape of each tensor, by name in files."""
         return {
-            name: Form(self._dtype_of(c.inputs[0]), shape)
+            name: TensorSpec(self._dtype_of(c.inputs[0]), shape)
             for c in self.conversions
             for name, shape in c.outputs.items()
         }
@@ -70,8 +70,8 @@ class Outputs:
     def main_dtype(self) -> torch.dtype:
         """The type that most numbers have."""
         counts: Counter[torch.dtype] = Counter()
-        for form in self.forms.values():
-            counts[form.dtype] += math.prod(form.shape) if form.dtype.is_floating_point else 0
+        for spec in self.specs.values():
+            counts[spec.dtype] += math.prod(spec.shape) if spec.dtype.is_floating_point else 0
         return counts.most_common(1)[0][0]
 
     def tensors(self) -> Iterator[tuple[str, Iterator[torch.Tensor]]]:
@@ -102,19 +102,19 @@ class Outputs:
         return self.final_dtype(self.sources[name].dtype)
 
 
-def outputs_of(checkpoint: Checkpoint, wishes: Wishes) -> Outputs:
-    """See the module. Raises ConfigError for a broken checkpoint and for wishes that do not fit it."""
-    weights = names.weights_of(checkpoint, is_value_model=wishes.is_value_model)
+def outputs_of(checkpoint: Checkpoint, merge_options: MergeOptions) -> Outputs:
+    """See the module. Raises ConfigError for a broken checkpoint and for options that do not fit it."""
+    weights = names.weights_of(checkpoint, is_value_model=merge_options.is_value_model)
     plain, notes = dict(weights.plain), list(weights.notes)
-    found = _architecture(checkpoint, weights.head, plain, wishes, notes)
+    found = _architecture(checkpoint, weights.head, plain, merge_options, notes)
     _drop_what_no_file_holds(plain, found, notes)
     sources: dict[str, Source] = dict(plain)
     adapted: dict[str, lora.MergedTensor] = {}
-    alpha = checkpoint.lora_alpha if wishes.lora_alpha is None else wishes.lora_alpha
+    alpha = checkpoint.lora_alpha if merge_options.lora_alpha is None else merge_options.lora_alpha
     if weights.adapters:
         scale = lora.require_alpha(alpha, str(checkpoint.directory))
         adapted = lora.merged(weights.plain, weights.adapters, scale)
-    if wishes.lora == "merged":
+    if merge_options.lora == "merged":
         if both := sorted(found.tied.keys() & adapted.keys()):
             tied = f"{both[0]} has an adapter and is tied to {found.tied[both[0]]}"
             rule = f"{tied}: merged, it would no longer be the same"
@@ -123,7 +123,7 @@ def outputs_of(checkpoint: Checkpoint, wishes: Wishes) -> Outputs:
     elif not adapted:
         raise ConfigError.one("--lora", "adapter", f"{checkpoint.directory} has no adapters", "--lora merged")
     conversions = found.conversions({name: source.shape for name, source in sources.items()})
-    dtype = DTYPES.get(wishes.dtype)
+    dtype = DTYPES.get(merge_options.dtype)
     return Outputs(checkpoint, found, sources, conversions, dtype, adapted, alpha, notes)
 
 
@@ -154,12 +154,16 @@ def bits_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _architecture(
-    checkpoint: Checkpoint, head: str, plain: dict[str, StoredTensor], wishes: Wishes, notes: list[str]
+    checkpoint: Checkpoint,
+    head: str,
+    plain: dict[str, StoredTensor],
+    merge_options: MergeOptions,
+    notes: list[str],
 ) -> Architecture:
     """The architecture, with tied tensors taken out of `plain`, where there are any that really are the
     same."""
     shapes = {name: tensor.shape for name, tensor in plain.items()}
-    tie, trust = wishes.tie_word_embedding, wishes.trust_remote_code
+    tie, trust = merge_options.tie_word_embedding, merge_options.trust_remote_code
     found = architecture.describe(checkpoint.huggingface, shapes, head=head, tie=tie, trust_remote_code=trust)
     differing = [
         name for name, source in found.tied.items() if name in plain and not same(plain[name], plain[source])

@@ -53,7 +53,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Extent:
+class ByteRange:
     """A range of bytes in a file."""
 
     file: Path
@@ -67,10 +67,10 @@ class Piece:
 
     start: Shape
     shape: Shape
-    extent: Extent
+    byte_range: ByteRange
     """Its numbers, or the output of torch.save that holds them."""
     archived: bool = False
-    """The extent is the output of torch.save."""
+    """The byte range is the output of torch.save."""
     strides: Shape | None = None
     """Strides of the numbers when they are not contiguous."""
 
@@ -78,25 +78,25 @@ class Piece:
         """The same piece with its numbers found. Raises ConfigError when the file holds something else."""
         if not self.archived:
             return self
-        found = _load_shape(self.extent)
+        found = _load_shape(self.byte_range)
         if tuple(found.shape) != self.shape or found.dtype != dtype:
-            there = f"{found.dtype} {list(found.shape)} at byte {self.extent.offset}"
+            there = f"{found.dtype} {list(found.shape)} at byte {self.byte_range.offset}"
             rule = f"holds {there} where {dtype} {list(self.shape)} is announced"
-            raise ConfigError.one(str(self.extent.file), None, rule)
-        inner = numbers_of(found, self.extent.file)
-        extent = replace(inner, offset=self.extent.offset + inner.offset)
-        return replace(self, extent=extent, archived=False, strides=odd_strides(found))
+            raise ConfigError.one(str(self.byte_range.file), None, rule)
+        inner = numbers_of(found, self.byte_range.file)
+        byte_range = replace(inner, offset=self.byte_range.offset + inner.offset)
+        return replace(self, byte_range=byte_range, archived=False, strides=odd_strides(found))
 
     def rows(self, first: int, last: int, into: torch.Tensor) -> None:
         """Fills `into` with rows first..last of the piece (counted within the piece)."""
         if self.strides is not None:
-            numbers = torch.empty(self.extent.length // into.element_size(), dtype=into.dtype)
-            read_numbers(self.extent.file, self.extent.offset, numbers)
+            numbers = torch.empty(self.byte_range.length // into.element_size(), dtype=into.dtype)
+            read_numbers(self.byte_range.file, self.byte_range.offset, numbers)
             into.copy_(numbers.as_strided(self.shape, self.strides)[first:last])
             return
         row_bytes = math.prod(self.shape[1:]) * into.element_size()
         whole = into if into.is_contiguous() else torch.empty(into.shape, dtype=into.dtype)
-        read_numbers(self.extent.file, self.extent.offset + first * row_bytes, whole)
+        read_numbers(self.byte_range.file, self.byte_range.offset + first * row_bytes, whole)
         if whole is not into:
             into.copy_(whole)
 
@@ -192,11 +192,11 @@ def read_numbers(file: Path, offset: int, into: torch.Tensor) -> None:
         os.close(descriptor)
 
 
-def numbers_of(tensor: torch.Tensor, file: Path) -> Extent:
+def numbers_of(tensor: torch.Tensor, file: Path) -> ByteRange:
     """The file range of a tensor's numbers that `torch.load` gave without reading them
     (`map_location="meta"`).
 
-    The extent ends with the last number that the tensor uses.
+    The byte range ends with the last number that the tensor uses.
     """
     begin = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
     if begin is None:
@@ -204,7 +204,7 @@ def numbers_of(tensor: torch.Tensor, file: Path) -> Extent:
         raise ConfigError.one(str(file), None, rule)
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     count, number = last + 1 if tensor.numel() else 0, tensor.element_size()
-    return Extent(file, begin + tensor.storage_offset() * number, count * number)
+    return ByteRange(file, begin + tensor.storage_offset() * number, count * number)
 
 
 def odd_strides(tensor: torch.Tensor) -> Shape | None:
@@ -212,27 +212,29 @@ def odd_strides(tensor: torch.Tensor) -> Shape | None:
     return None if tensor.is_contiguous() else tuple(tensor.stride())
 
 
-def _load_shape(extent: Extent) -> torch.Tensor:
+def _load_shape(byte_range: ByteRange) -> torch.Tensor:
     """A tensor that torch.save wrote into a range of a file, without its numbers."""
     try:
-        with extent.file.open("rb") as opened:
+        with byte_range.file.open("rb") as opened:
             found = torch.load(
-                io.BufferedReader(_Window(opened.fileno(), extent)), map_location="meta", weights_only=True
+                io.BufferedReader(_Window(opened.fileno(), byte_range)),
+                map_location="meta",
+                weights_only=True,
             )
     except (*UNREADABLE, pickle.UnpicklingError) as error:
-        rule = f"cannot be read at byte {extent.offset}: {str(error).splitlines()[0]}"
-        raise ConfigError.one(str(extent.file), None, rule) from error
+        rule = f"cannot be read at byte {byte_range.offset}: {str(error).splitlines()[0]}"
+        raise ConfigError.one(str(byte_range.file), None, rule) from error
     if not isinstance(found, torch.Tensor):
-        rule = f"holds a {type(found).__name__} at byte {extent.offset}, not a tensor"
-        raise ConfigError.one(str(extent.file), None, rule)
+        rule = f"holds a {type(found).__name__} at byte {byte_range.offset}, not a tensor"
+        raise ConfigError.one(str(byte_range.file), None, rule)
     return found
 
 
 class _Window(io.RawIOBase):
     """A range of an open file as a file of its own."""
 
-    def __init__(self, descriptor: int, extent: Extent):
-        self._descriptor, self._extent, self._at = descriptor, extent, 0
+    def __init__(self, descriptor: int, byte_range: ByteRange):
+        self._descriptor, self._extent, self._at = descriptor, byte_range, 0
 
     def readable(self) -> bool:
         """Always True."""

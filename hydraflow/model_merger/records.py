@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from hydraflow.engine.inert import Record
+from hydraflow.engine.inert import InertRecord
 
 
 class ShardedTensor(torch.Tensor):
     """A rank's part of a tensor: shape and type of the whole, the part itself, and how the whole was cut."""
 
     _local_tensor: torch.Tensor
-    _spec: Record
+    _spec: InertRecord
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

@@ -20,7 +20,7 @@ import torch
 from huggingface_hub.serialization import split_state_dict_into_shards_factory
 
 from hydraflow.errors import ConfigError
-from hydraflow.model_merger.pieces import Extent, Piece, Shape, StoredTensor
+from hydraflow.model_merger.pieces import ByteRange, Piece, Shape, StoredTensor
 from hydraflow.models.weight_map import INDEX, read_weight_map
 
 SINGLE = "model.safetensors"
@@ -43,8 +43,8 @@ _LONGEST_HEADER = 100 * 2**20
 
 
 @dataclass(frozen=True)
-class Form:
-    """What a tensor will be."""
+class TensorSpec:
+    """Dtype and shape of a tensor to be written."""
 
     dtype: torch.dtype
     shape: Shape
@@ -91,22 +91,22 @@ def read_file(file: Path) -> Iterator[StoredTensor]:
         if not isinstance(dtype, str) or dtype not in DTYPES:
             rule = f"{name} is of a type that cannot be read: {reprlib.repr(entry)}"
             raise ConfigError.one(str(file), None, rule)
-        form, begin = _form(file, name, entry)
+        spec, begin = _spec(file, name, entry)
         begin += 8 + length
-        if begin + form.nbytes > size:
-            rule = f"is cut short: {size} of at least {begin + form.nbytes} bytes"
+        if begin + spec.nbytes > size:
+            rule = f"is cut short: {size} of at least {begin + spec.nbytes} bytes"
             raise ConfigError.one(str(file), None, rule)
-        piece = Piece((0,) * len(form.shape), form.shape, Extent(file, begin, form.nbytes))
-        yield StoredTensor(name, form.dtype, form.shape, (piece,))
+        piece = Piece((0,) * len(spec.shape), spec.shape, ByteRange(file, begin, spec.nbytes))
+        yield StoredTensor(name, spec.dtype, spec.shape, (piece,))
 
 
-def _form(file: Path, name: str, entry: Mapping[str, Any]) -> tuple[Form, int]:
+def _spec(file: Path, name: str, entry: Mapping[str, Any]) -> tuple[TensorSpec, int]:
     """What a header says of a tensor, and where its numbers start after the header."""
     try:
-        form, (begin, end) = Form(DTYPES[entry["dtype"]], tuple(entry["shape"])), entry["data_offsets"]
-        sizes = (*form.shape, begin, end)
-        if all(type(size) is int and size >= 0 for size in sizes) and end - begin == form.nbytes:
-            return form, begin
+        spec, (begin, end) = TensorSpec(DTYPES[entry["dtype"]], tuple(entry["shape"])), entry["data_offsets"]
+        sizes = (*spec.shape, begin, end)
+        if all(type(size) is int and size >= 0 for size in sizes) and end - begin == spec.nbytes:
+            return spec, begin
     except (KeyError, TypeError, ValueError):
         pass
     raise ConfigError.one(str(file), None, f"{name} cannot be what the header says: {reprlib.repr(entry)}")
@@ -117,15 +117,15 @@ class Writer:
     order."""
 
     def __init__(
-        self, directory: Path, tensors: Mapping[str, Form], *, most_bytes: int, single: str = SINGLE
+        self, directory: Path, tensors: Mapping[str, TensorSpec], *, most_bytes: int, single: str = SINGLE
     ):
-        self._directory, self._forms, self._single = directory, dict(tensors), single
+        self._directory, self._specs, self._single = directory, dict(tensors), single
         self._files: dict[str, Path] = {}
         self._offsets: dict[str, int] = {}
         self._left = set(tensors)
         shards = split_state_dict_into_shards_factory(
-            self._forms,
-            get_storage_size=lambda form: form.nbytes,
+            self._specs,
+            get_storage_size=lambda spec: spec.nbytes,
             filename_pattern=f"{Path(single).stem}{{suffix}}.safetensors",
             max_shard_size=most_bytes,
         )
@@ -135,20 +135,20 @@ class Writer:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors together."""
-        return sum(form.nbytes for form in self._forms.values())
+        return sum(spec.nbytes for spec in self._specs.values())
 
     def write(self, name: str, blocks: Iterator[torch.Tensor]) -> None:
         """Writes one tensor, given as blocks of its rows in its final type."""
-        form = self._forms[name]
+        spec = self._specs[name]
         self._left.remove(name)
-        at, end = self._offsets[name], self._offsets[name] + form.nbytes
+        at, end = self._offsets[name], self._offsets[name] + spec.nbytes
         descriptor = os.open(self._files[name], os.O_WRONLY)
         try:
             for block in blocks:
-                assert block.dtype == form.dtype, (name, block.dtype, form.dtype)
+                assert block.dtype == spec.dtype, (name, block.dtype, spec.dtype)
                 at = _write_all(descriptor, block, at)
             # starts writing to disk early, so that little is left to flush at the end
-            os.posix_fadvise(descriptor, self._offsets[name], form.nbytes, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(descriptor, self._offsets[name], spec.nbytes, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
         assert at == end, f"{name}: {end - at} bytes are left"
@@ -158,10 +158,10 @@ class Writer:
         assert not self._left, f"never written: {sorted(self._left)[:3]}"
         files = sorted(set(self._files.values()))
         if len(files) > 1:
-            numbers = sum(math.prod(form.shape) for form in self._forms.values())
+            numbers = sum(math.prod(spec.shape) for spec in self._specs.values())
             index = {
                 "metadata": {"total_parameters": numbers, "total_size": self.nbytes},
-                "weight_map": {name: self._files[name].name for name in sorted(self._forms)},
+                "weight_map": {name: self._files[name].name for name in sorted(self._specs)},
             }
             file = self._directory / f"{self._single}.index.json"
             file.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
@@ -171,12 +171,12 @@ class Writer:
         its width."""
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         at = 0
-        for name in sorted(names, key=lambda name: -self._forms[name].dtype.itemsize):
-            form = self._forms[name]
-            described = {"dtype": _NAMES[form.dtype], "shape": list(form.shape)}
-            header[name] = {**described, "data_offsets": [at, at + form.nbytes]}
+        for name in sorted(names, key=lambda name: -self._specs[name].dtype.itemsize):
+            spec = self._specs[name]
+            described = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape)}
+            header[name] = {**described, "data_offsets": [at, at + spec.nbytes]}
             self._files[name], self._offsets[name] = file, at
-            at += form.nbytes
+            at += spec.nbytes
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         for name in names:

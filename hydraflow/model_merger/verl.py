@@ -200,8 +200,8 @@ def _tensor(name: str, directory: Path, states: Mapping[int, StateDict], *, repl
             start[dim] = at
             at += local.shape[dim]
         if local.numel() or not first.numel():
-            extent, strides = numbers_of(local, file), odd_strides(local)
-            pieces.append(Piece(tuple(start), tuple(local.shape), extent, strides=strides))
+            byte_range, strides = numbers_of(local, file), odd_strides(local)
+            pieces.append(Piece(tuple(start), tuple(local.shape), byte_range, strides=strides))
     stored = StoredTensor(name, first.dtype, shape, tuple(pieces))
     return stored if dim is not None else _same_everywhere(stored)
 
@@ -223,9 +223,9 @@ def _same_everywhere(stored: StoredTensor) -> StoredTensor:
     for copy in copies[1:]:
         for mine, other in zip(copies[0].blocks(), copy.blocks(), strict=True):
             if not torch.equal(mine.view(torch.uint8), other.view(torch.uint8)):
-                first = copies[0].pieces[0].extent.file.name
+                first = copies[0].pieces[0].byte_range.file.name
                 rule = f"{stored.name} is not cut, but differs from the copy in {first}"
-                raise ConfigError.one(str(copy.pieces[0].extent.file), None, rule)
+                raise ConfigError.one(str(copy.pieces[0].byte_range.file), None, rule)
     return copies[0] if copies else stored
 
 

@@ -28,7 +28,7 @@ _SHORT, _FREE_PADDING = 64, 512
 
 
 @dataclass(frozen=True)
-class Group:
+class RowGroup:
     """Rows that are computed together: `rows` of them, each padded to `width`, from `start` of the padded
     line on."""
 
@@ -77,7 +77,7 @@ class RowPlan:
     """How packed rows are attended to; built once per forward pass, used by every layer. "Packed" is one row
     after the other."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[RowGroup, ...]
     """Blocks of the padded line, in order."""
     to_padded: torch.Tensor | None
     """(padded tokens,) packed position of each padded one; padding repeats its row's last token. None: both
@@ -120,7 +120,7 @@ def plan_rows(lengths: np.ndarray, device: torch.device, shared: SharedPrompts |
     boundaries = torch.from_numpy(starts.astype(np.int32)).to(device)
     longest, total = int(lengths.max()), int(starts[-1])
     if bool((lengths == longest).all()):
-        return RowPlan((Group(0, len(lengths), longest),), None, None, boundaries, longest, shared)
+        return RowPlan((RowGroup(0, len(lengths), longest),), None, None, boundaries, longest, shared)
     order = np.argsort(-lengths, kind="stable")
     groups, gathers, scatter, at = [], [], np.empty(total, np.int64), 0
     for first, end in group_rows(lengths[order]):
@@ -130,7 +130,7 @@ def plan_rows(lengths: np.ndarray, device: torch.device, shared: SharedPrompts |
         gather = starts[rows][:, None] + np.minimum(column, lengths[rows][:, None] - 1)
         real = column < lengths[rows][:, None]
         scatter[gather[real]] = at + np.flatnonzero(real)
-        groups.append(Group(at, len(rows), width))
+        groups.append(RowGroup(at, len(rows), width))
         gathers.append(gather.reshape(-1))
         at += gather.size
     to_padded = torch.from_numpy(np.concatenate(gathers)).to(device)
@@ -239,7 +239,7 @@ def _attend_group(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    group: Group,
+    group: RowGroup,
     plan: RowPlan,
     scale: float | None,
     window: int | None,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydraflow.options import MODULES, idle_when, option
+from hydraflow.options import MODULES, no_effect_when, option
 
-NO_ADAPTERS = idle_when(lambda s: s.lora_rank == 0, "{s}.lora_rank=0: no adapters", "{s}.lora_rank=8")
+NO_ADAPTERS = no_effect_when(lambda s: s.lora_rank == 0, "{s}.lora_rank=0: no adapters", "{s}.lora_rank=8")
 
 
 @dataclass
@@ -38,7 +38,7 @@ class ModelConfig(ModelSourceConfig):
     time."""
     lora_rank: int = option(0, ge=0)
     """LoRA rank; 0 trains all weights."""
-    lora_alpha: int = option(16, ge=1, idle=NO_ADAPTERS)
+    lora_alpha: int = option(16, ge=1, no_effect=NO_ADAPTERS)
     """LoRA alpha: the adapters' output is scaled by lora_alpha / lora_rank."""
-    target_modules: Any = option("all-linear", rule=MODULES, idle=NO_ADAPTERS)
+    target_modules: Any = option("all-linear", rule=MODULES, no_effect=NO_ADAPTERS)
     """LoRA target modules: all-linear, or a list of names."""

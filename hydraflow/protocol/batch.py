@@ -202,5 +202,7 @@ def of_columns(columns: Mapping[str, ColumnData], facts: dict[str, Any], rows: i
     return DataProto(None if rows is None else TensorDict(tensors, batch_size=[rows]), objects, facts)
 
 
-def _unpickle(encoded: Mapping[str, wire.Encoded], meta_info: dict[str, Any], rows: int | None) -> DataProto:
+def _unpickle(
+    encoded: Mapping[str, wire.EncodedColumn], meta_info: dict[str, Any], rows: int | None
+) -> DataProto:
     return of_columns({key: wire.decode(column) for key, column in encoded.items()}, meta_info, rows)

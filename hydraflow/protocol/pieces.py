@@ -44,7 +44,7 @@ class LocalColumn:
         """Number of rows."""
         return len(self.data)
 
-    def __reduce__(self) -> tuple[Callable[[wire.Encoded], LocalColumn], tuple[wire.Encoded]]:
+    def __reduce__(self) -> tuple[Callable[[wire.EncodedColumn], LocalColumn], tuple[wire.EncodedColumn]]:
         return _unpickle_local, (wire.encode(self.data),)
 
 
@@ -112,7 +112,7 @@ def piece_plan(column: Column) -> PiecePlan:
     return PiecePlan(picks, order, _unless_whole(wanted, int((ends - starts)[used].sum())))
 
 
-class PlanMemo:
+class PiecePlanCache:
     """`piece_plan`, computed once for columns whose pieces have the same rows and whose index is the same
     object."""
 
@@ -179,7 +179,7 @@ def _joined_index(
 
 
 @dataclass(frozen=True)
-class Shrunk:
+class LocalisedPieces:
     """What `localised` makes of one plan: the rows that each local piece keeps (None: all), and the new
     index."""
 
@@ -187,7 +187,7 @@ class Shrunk:
     index: np.ndarray | None
 
 
-def localise(column: Column, plans: PlanMemo, memo: dict[object, Shrunk]) -> Column:
+def localise(column: Column, plans: PiecePlanCache, memo: dict[object, LocalisedPieces]) -> Column:
     """The same rows without unused pieces, local pieces cut to their rows. `memo` is kept over the columns of
     one batch."""
     plan = plans(column)
@@ -203,7 +203,7 @@ def localise(column: Column, plans: PlanMemo, memo: dict[object, Shrunk]) -> Col
     return Column(tuple(cut), memo[key].index)
 
 
-def _shrink(plan: PiecePlan, is_local: Sequence[bool], layout: Sequence[int]) -> Shrunk:
+def _shrink(plan: PiecePlan, is_local: Sequence[bool], layout: Sequence[int]) -> LocalisedPieces:
     """Local pieces keep each wanted row once; the index takes the smallest integer type: two bytes a row
     where int64 takes eight."""
     kept: list[np.ndarray | None] = []
@@ -216,7 +216,7 @@ def _shrink(plan: PiecePlan, is_local: Sequence[bool], layout: Sequence[int]) ->
         total += size if keep is None else len(keep)
     joined = np.concatenate(rows)
     index = _unless_whole(joined if plan.order is None else joined[plan.order], total)
-    return Shrunk(tuple(kept), None if index is None else index.astype(np.min_scalar_type(total)))
+    return LocalisedPieces(tuple(kept), None if index is None else index.astype(np.min_scalar_type(total)))
 
 
 def _distinct(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -226,5 +226,5 @@ def _distinct(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return (rows, np.arange(len(rows))) if len(distinct) == len(rows) else (distinct, places)
 
 
-def _unpickle_local(encoded: wire.Encoded) -> LocalColumn:
+def _unpickle_local(encoded: wire.EncodedColumn) -> LocalColumn:
     return LocalColumn(wire.decode(encoded, copy=False))  # `materialise` copies what it hands out

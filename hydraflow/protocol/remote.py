@@ -30,9 +30,9 @@ from hydraflow.protocol.pieces import (
     Column,
     ColumnRef,
     LocalColumn,
+    LocalisedPieces,
     PiecePlan,
-    PlanMemo,
-    Shrunk,
+    PiecePlanCache,
     compose,
     concat_columns,
     is_range,
@@ -148,8 +148,8 @@ class RemoteBatch(Rows):
 
         This is what is sent to a worker.
         """
-        plans = PlanMemo()
-        memo: dict[object, Shrunk] = {}
+        plans = PiecePlanCache()
+        memo: dict[object, LocalisedPieces] = {}
         smaller = {key: localise(column, plans, memo) for key, column in self.columns.items()}
         return RemoteBatch(smaller, self.objects, self.meta_info)
 
@@ -201,7 +201,7 @@ def materialise(
     tensors may be views of what `fetch` returned, which may be shared memory: only read them.
     """
     wanted = batch if keys is None else _subset(batch, keys)
-    plans = PlanMemo()
+    plans = PiecePlanCache()
     needed = {
         column.refs[number]: None for column in wanted.columns.values() for number, _ in plans(column).picks
     }
@@ -285,7 +285,7 @@ def _subset(batch: RemoteBatch, keys: Iterable[str]) -> RemoteBatch:
 
 
 def _unpickle_batch(
-    cols: dict[str, Column], objects: dict[str, wire.Encoded], meta_info: dict[str, Any]
+    cols: dict[str, Column], objects: dict[str, wire.EncodedColumn], meta_info: dict[str, Any]
 ) -> RemoteBatch:
     arrays = {key: wire.decode(value) for key, value in objects.items()}
     return RemoteBatch(cols, arrays, meta_info)  # type: ignore[arg-type]

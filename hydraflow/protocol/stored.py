@@ -44,6 +44,6 @@ def read_batch(path: Path) -> tuple[DataProto, dict[str, Any]]:
         read = {}
         for name, entry in columns.items():
             arrays = tuple(file.get_tensor(f"{name}.{part}") for part in range(entry["parts"]))
-            encoded = wire.Encoded(entry["kind"], entry["dtype"], tuple(entry["shape"]), arrays)
+            encoded = wire.EncodedColumn(entry["kind"], entry["dtype"], tuple(entry["shape"]), arrays)
             read[name] = wire.decode(encoded)
     return DataProto.from_single_dict(read), facts

@@ -1,9 +1,10 @@
 """Columns as plain numpy arrays, so that bytes travel out of band (pickle protocol 5) and no torch object is
 pickled.
 
-In: a tensor (dense or ragged, any dtype, any device) or an object column. Out: `Encoded`, and back, bit for
-bit. Object columns become JSON: numpy scalars and arrays are written as numbers and lists, tuples as lists,
-anything else is rejected. Left out on purpose: compression, and any format that runs code when it is read.
+In: a tensor (dense or ragged, any dtype, any device) or an object column. Out: `EncodedColumn`, and back, bit
+for bit. Object columns become JSON: numpy scalars and arrays are written as numbers and lists, tuples as
+lists, anything else is rejected. Left out on purpose: compression, and any format that runs code when it is
+read.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedColumn:
     """One column on the wire. `arrays` hold all bytes; the rest is a small header."""
 
     kind: str
@@ -45,7 +46,7 @@ class Encoded:
         return sum(array.nbytes for array in self.arrays)
 
 
-def encode(column: ColumnData, name: str = "column") -> Encoded:
+def encode(column: ColumnData, name: str = "column") -> EncodedColumn:
     """The column as numpy arrays; tensors on the CPU share memory with the result. ValueError for an object
     that JSON cannot hold."""
     if isinstance(column, np.ndarray):
@@ -53,15 +54,15 @@ def encode(column: ColumnData, name: str = "column") -> Encoded:
         text = json.dumps(_plain_items(column, firsts, name), ensure_ascii=False, separators=(",", ":"))
         written = np.frombuffer(text.encode("utf-8", "surrogatepass"), dtype=np.uint8)
         arrays = (written, which) if len(firsts) < len(which) else (written,)
-        return Encoded("objects", "", column.shape, arrays)
+        return EncodedColumn("objects", "", column.shape, arrays)
     dtype = str(column.dtype).removeprefix("torch.")
     if not ragged.is_ragged(column):
-        return Encoded("dense", dtype, (), (_to_numpy(column),))
+        return EncodedColumn("dense", dtype, (), (_to_numpy(column),))
     values, lengths = ragged.parts(column)
-    return Encoded("ragged", dtype, (), (_to_numpy(values), _to_numpy(lengths)))
+    return EncodedColumn("ragged", dtype, (), (_to_numpy(values), _to_numpy(lengths)))
 
 
-def decode(encoded: Encoded, *, copy: bool = True) -> ColumnData:
+def decode(encoded: EncodedColumn, *, copy: bool = True) -> ColumnData:
     """The column back, bit for bit.
 
     With `copy=False` a tensor uses the encoded memory itself, which may be shared with other processes: only

@@ -28,7 +28,7 @@ FOLDED = ("Other metrics",)
 
 
 @dataclass(frozen=True)
-class Metric:
+class MetricDisplay:
     """How a metric is shown."""
 
     title: str
@@ -96,7 +96,9 @@ _ROWS = (
     ("Faults", "train/oom_splits", "Splits after out-of-memory", "splits"),
     ("Faults", "training/restarts", "Restarts after a worker failed", "restarts"),
 )
-_KNOWN = {name: Metric(title, unit, group, rank) for rank, (group, name, title, unit) in enumerate(_ROWS)}
+_KNOWN = {
+    name: MetricDisplay(title, unit, group, rank) for rank, (group, name, title, unit) in enumerate(_ROWS)
+}
 _PREFIXES = (
     ("val", "Validation"),
     ("critic/score", "Reward"),
@@ -115,7 +117,7 @@ HIDDEN = ("training/global_step", "perf/time_per_step", "perf/seconds_since_laun
 _VALIDATION = re.compile(r"val-core/(?P<source>.+)/(?P<what>acc|reward)/mean@(?P<n>\d+)")
 
 
-def metric(name: str) -> Metric:
+def metric(name: str) -> MetricDisplay:
     """How the metric is shown.
 
     >>> metric("val-core/gsm8k/acc/mean@4")
@@ -128,9 +130,9 @@ def metric(name: str) -> Metric:
         of = "" if found["n"] == "1" else f" of {found['n']}"
         title = f"{found['source']}: {'accuracy' if accuracy else 'reward'}, mean{of}"
         unit, rank = ("share of responses", -2) if accuracy else ("score", -1)
-        return Metric(title, unit, "Validation", rank)
+        return MetricDisplay(title, unit, "Validation", rank)
     group = next((group for prefix, group in _PREFIXES if name.startswith(prefix)), "Other metrics")
-    return Metric(name, "", group, len(_ROWS))
+    return MetricDisplay(name, "", group, len(_ROWS))
 
 
 def is_shown(name: str) -> bool:

@@ -13,7 +13,7 @@ from datetime import datetime
 import numpy as np
 
 from hydraflow.redact import public_text
-from hydraflow.report.reading import Column, Run
+from hydraflow.report.reading import MetricColumn, Run
 from hydraflow.tracking.endings import DONE, is_orderly
 from hydraflow.tracking.symptoms import NEEDED, symptoms_of
 
@@ -22,7 +22,7 @@ SERIOUS, NOTABLE, FINE = "serious", "notable", "fine"
 
 
 @dataclass(frozen=True)
-class Finding:
+class RunFinding:
     """One line of the page's list."""
 
     weight: str
@@ -51,17 +51,17 @@ def ending(run: Run) -> Ending:
     return Ending(NOTABLE, "no end noted", f"it is still running, or was killed{written}")
 
 
-def findings(run: Run) -> list[Finding]:
+def findings(run: Run) -> list[RunFinding]:
     """All findings, the ending first."""
     end = ending(run)
     known = end.label != "no end noted"
-    found = [Finding(end.weight, f"Ended: {end.detail}" if known else end.detail.capitalize())]
+    found = [RunFinding(end.weight, f"Ended: {end.detail}" if known else end.detail.capitalize())]
     for look in (_requeue, _starts, _symptoms, _counts, _not_finite, _checkpoints, _files):
         found += look(run)
     return found
 
 
-def _requeue(run: Run) -> Iterator[Finding]:
+def _requeue(run: Run) -> Iterator[RunFinding]:
     file = run.folder / "requeue"
     try:
         note = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
@@ -69,21 +69,23 @@ def _requeue(run: Run) -> Iterator[Finding]:
         note = {}
     if isinstance(note, dict):
         why = public_text(str(note.get("why", "")))
-        yield Finding(NOTABLE, f"Waits to resume after step {note.get('step', '?')}", why)
+        yield RunFinding(NOTABLE, f"Waits to resume after step {note.get('step', '?')}", why)
 
 
-def _starts(run: Run) -> Iterator[Finding]:
+def _starts(run: Run) -> Iterator[RunFinding]:
     for number, start in enumerate(run.starts[1:], 2):
         detail = f"{start.get('started', 'time unknown')} on {start.get('host', 'an unknown host')}"
-        yield Finding(NOTABLE, f"Start {number}: resumed after step {start.get('after_step', '?')}", detail)
+        yield RunFinding(
+            NOTABLE, f"Start {number}: resumed after step {start.get('after_step', '?')}", detail
+        )
     restarts = run.columns.get("training/restarts")
     if restarts is not None and _largest(restarts) > 0:
         often = f"{_times(int(_largest(restarts)))} in one start"
         what = f"Restarted by itself after a worker failed, {often}"
-        yield Finding(SERIOUS, what, "metric training/restarts")
+        yield RunFinding(SERIOUS, what, "metric training/restarts")
 
 
-def _symptoms(run: Run) -> Iterator[Finding]:
+def _symptoms(run: Run) -> Iterator[RunFinding]:
     rows: dict[int, dict[str, float]] = {}
     for name in NEEDED & run.columns.keys():
         column = run.columns[name]
@@ -91,7 +93,7 @@ def _symptoms(run: Run) -> Iterator[Finding]:
             rows.setdefault(step, {})[name] = value
     for sentence in symptoms_of(sorted(rows.items())):
         steps, _, what = sentence.partition(": ")
-        yield Finding(SERIOUS, what[:1].upper() + what[1:], steps)
+        yield RunFinding(SERIOUS, what[:1].upper() + what[1:], steps)
 
 
 _COUNTED = (
@@ -101,46 +103,48 @@ _COUNTED = (
 )
 
 
-def _counts(run: Run) -> Iterator[Finding]:
+def _counts(run: Run) -> Iterator[RunFinding]:
     for ending_, weight, what in _COUNTED:
         for name, column in sorted(run.columns.items()):
             if name != ending_ and not name.endswith(f"/{ending_}"):
                 continue
             values = np.where(np.isfinite(column.values), column.values, 0.0)
             if (total := float(values.sum())) > 0:
-                yield Finding(weight, f"{what}: {total:g}", f"{name}, {_in_steps(column.steps[values > 0])}")
+                yield RunFinding(
+                    weight, f"{what}: {total:g}", f"{name}, {_in_steps(column.steps[values > 0])}"
+                )
 
 
-def _not_finite(run: Run) -> Iterator[Finding]:
+def _not_finite(run: Run) -> Iterator[RunFinding]:
     for name, column in sorted(run.columns.items()):
         broken = column.steps[~np.isfinite(column.values)]
         if len(broken):
             what = f"{name} was not a finite number, {_times(len(broken))}"
-            yield Finding(SERIOUS, what, _in_steps(broken))
+            yield RunFinding(SERIOUS, what, _in_steps(broken))
 
 
-def _checkpoints(run: Run) -> Iterator[Finding]:
+def _checkpoints(run: Run) -> Iterator[RunFinding]:
     for path in sorted(run.folder.glob("*.damaged*")):
         what = f"Damaged checkpoint: {path.name}"
-        yield Finding(SERIOUS, what, "it was skipped, and an older one was used")
+        yield RunFinding(SERIOUS, what, "it was skipped, and an older one was used")
     for path in sorted(run.folder.glob("*.unfinished")):
         what = f"Checkpoint that was never finished: {path.name}"
-        yield Finding(NOTABLE, what, "the next start removes it")
+        yield RunFinding(NOTABLE, what, "the next start removes it")
     if kept := sum(path.is_file() for path in run.folder.glob("skipped/*")):
-        yield Finding(NOTABLE, f"Rows of skipped steps are kept in skipped/: {kept} files")
+        yield RunFinding(NOTABLE, f"Rows of skipped steps are kept in skipped/: {kept} files")
 
 
-def _files(run: Run) -> Iterator[Finding]:
+def _files(run: Run) -> Iterator[RunFinding]:
     for path in sorted(run.folder.glob("earlier-*")):
-        yield Finding(FINE, f"An earlier run of this folder was moved to {path.name}/")
+        yield RunFinding(FINE, f"An earlier run of this folder was moved to {path.name}/")
     if run.missing_steps:
         missing = f"{run.missing_steps} steps between its first and its last"
-        yield Finding(NOTABLE, f"metrics.jsonl has no line for {missing}")
+        yield RunFinding(NOTABLE, f"metrics.jsonl has no line for {missing}")
     for text in run.unread:
-        yield Finding(NOTABLE, "Could not be read", text)
+        yield RunFinding(NOTABLE, "Could not be read", text)
 
 
-def _largest(column: Column) -> float:
+def _largest(column: MetricColumn) -> float:
     finite = column.values[np.isfinite(column.values)]
     return float(finite.max()) if len(finite) else 0.0
 

@@ -106,7 +106,7 @@ def _place(name: str) -> tuple[int, int, str]:
 
 
 @dataclass
-class Group:
+class ChartGroup:
     """The charts under one heading, with their numbers."""
 
     title: str
@@ -115,9 +115,9 @@ class Group:
     """Metrics that had one value all along: name and value."""
 
 
-def grouped(charts: Iterable[dict[str, Any]]) -> list[Group]:
+def grouped(charts: Iterable[dict[str, Any]]) -> list[ChartGroup]:
     """The groups that are not empty."""
-    groups = {title: Group(title, [], []) for title in GROUPS}
+    groups = {title: ChartGroup(title, [], []) for title in GROUPS}
     for number, chart in enumerate(charts):
         group, value = groups[chart["group"]], constant_value(chart["curves"])
         if value is None:

@@ -30,7 +30,7 @@ DEEPEST = 50
 
 
 @dataclass(frozen=True)
-class Column:
+class MetricColumn:
     """One metric: its value at the steps that have one, by rising step."""
 
     steps: Numbers
@@ -47,7 +47,7 @@ class Run:
 
     name: str
     folder: Path
-    columns: dict[str, Column] = field(default_factory=dict)
+    columns: dict[str, MetricColumn] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Configuration key -> value as text, origin."""
@@ -132,7 +132,7 @@ def _read_metrics(run: Run) -> None:
     run.columns = _columns(steps, records)
 
 
-def _columns(steps: list[int], records: Mapping[int, Mapping[str, Any]]) -> dict[str, Column]:
+def _columns(steps: list[int], records: Mapping[int, Mapping[str, Any]]) -> dict[str, MetricColumn]:
     found: dict[str, tuple[list[int], list[float], list[float]]] = defaultdict(lambda: ([], [], []))
     last = 0.0
     for step in steps:
@@ -147,7 +147,7 @@ def _columns(steps: list[int], records: Mapping[int, Mapping[str, Any]]) -> dict
             times.append(seconds)
             values.append(number)
     return {
-        name: Column(np.array(at, dtype=np.int64), np.array(times), np.array(values, dtype=np.float64))
+        name: MetricColumn(np.array(at, dtype=np.int64), np.array(times), np.array(values, dtype=np.float64))
         for name, (at, times, values) in found.items()
         if name not in ("step", "seconds")
     }

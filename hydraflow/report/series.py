@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hydraflow.report.reading import Column, Numbers
+from hydraflow.report.reading import MetricColumn, Numbers
 
 POINTS = 12_000
 """Points of a whole page, each of which takes about 25 bytes."""
@@ -72,7 +72,7 @@ def spans_of(steps: Numbers, most: int) -> Spans:
     return Spans(np.flatnonzero(np.diff(numbers, prepend=-1)), width)
 
 
-def curve(column: Column, axes: Axes, most: int) -> dict[str, Any]:
+def curve(column: MetricColumn, axes: Axes, most: int) -> dict[str, Any]:
     """`x`: number of its axis, `y`: values, with `lo` and `hi` where a point represents several; null where
     none is finite."""
     spans = spans_of(column.steps, most)
@@ -89,7 +89,7 @@ def curve(column: Column, axes: Axes, most: int) -> dict[str, Any]:
     return {"x": x, "y": rounded(means), "lo": rounded(least), "hi": rounded(most_)}
 
 
-def mean_at(column: Column, steps: Numbers, spans: Spans) -> Numbers:
+def mean_at(column: MetricColumn, steps: Numbers, spans: Spans) -> Numbers:
     """Means of a column over spans of `steps`; 0 where it has no finite value."""
     values = np.zeros(len(steps))
     at = np.searchsorted(steps, column.steps)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hydraflow.report.reading import Column, Run, samples_of
+from hydraflow.report.reading import MetricColumn, Run, samples_of
 from hydraflow.report.series import Axes, mean_at, rounded, spans_of
 from hydraflow.tracking.base import SAMPLE_COLUMNS
 from hydraflow.tracking.summary import duration
@@ -35,25 +35,27 @@ class KeyNumber:
     of: Callable[[Run], str]
 
 
-def _accuracy(run: Run) -> Column | None:
+def _accuracy(run: Run) -> MetricColumn | None:
     """Held-out accuracy over all sources; where a reward function reports none, its reward."""
     core = {name: column for name, column in run.columns.items() if name.startswith("val-core/")}
     for what in ("/acc/mean@", "/reward/mean@"):
         if columns := [column for name, column in core.items() if what in name]:
             first = columns[0]
             same = [column for column in columns if len(column.steps) == len(first.steps)]
-            return Column(first.steps, first.seconds, np.mean([column.values for column in same], axis=0))
+            return MetricColumn(
+                first.steps, first.seconds, np.mean([column.values for column in same], axis=0)
+            )
     return run.columns.get("val/accuracy")
 
 
-def _finite(column: Column | None) -> np.ndarray:
+def _finite(column: MetricColumn | None) -> np.ndarray:
     return column.values[np.isfinite(column.values)] if column is not None else np.array([])
 
 
-def first_and_last(column: Column | None) -> str:
+def first_and_last(column: MetricColumn | None) -> str:
     """The first, last and best of a curve's values.
 
-    >>> first_and_last(Column(np.array([0, 5, 9]), np.zeros(3), np.array([0.25, 1.0, 0.5])))
+    >>> first_and_last(MetricColumn(np.array([0, 5, 9]), np.zeros(3), np.array([0.25, 1.0, 0.5])))
     '0.25 → 0.5 (best 1)'
     """
     values = _finite(column)

@@ -24,7 +24,7 @@ from typing import Any
 
 from hydraflow.errors import ConfigError, Problem, shown
 from hydraflow.rewards.custom import line_of, load_function
-from hydraflow.rewards.frames import Frames
+from hydraflow.rewards.frames import FrameSocket
 from hydraflow.rewards.functions import compute_score, unknown_sources
 from hydraflow.rewards.row_time import QueueTime, over_at
 
@@ -46,7 +46,7 @@ class RowTimeout(BaseException):
     catch it."""
 
 
-class Progress:
+class RowProgress:
     """The current row of a process and its start time, in memory shared with the pool."""
 
     def __init__(self, descriptor: int):
@@ -98,7 +98,7 @@ class RowAlarm:
         signal.setitimer(signal.ITIMER_REAL, left)
 
 
-class Caller:
+class RewardCaller:
     """The user's function, or the built-in ones, with their limits."""
 
     def __init__(self, settings: dict[str, Any]):
@@ -133,13 +133,13 @@ def main(socket_number: int, shared: int) -> None:
     os.set_inheritable(shared, False)
     if isinstance(sys.stdout, io.TextIOWrapper):  # its output must be flushed before it hangs or dies
         sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
-    pool, progress = Frames(socket.socket(fileno=socket_number)), Progress(shared)
+    pool, progress = FrameSocket(socket.socket(fileno=socket_number)), RowProgress(shared)
     try:
         settings = pool.receive()
         most = settings["max_memory"]
         _limit_memory(most)
         try:
-            caller = Caller(settings)
+            caller = RewardCaller(settings)
         except ConfigError as error:
             pool.send({"refused": [_in_words(problem, error, most) for problem in error.problems]})
             return
@@ -170,11 +170,11 @@ def _in_words(problem: Problem, error: ConfigError, max_memory: float) -> list[s
 def _cause(error: BaseException, path: str | None) -> str:
     """An exception, and where in the user's file it was raised."""
     try:
-        said = f"{type(error).__name__}: {error}"
+        cause = f"{type(error).__name__}: {error}"
     except Exception:  # str() of it is the user's code, too
-        said = type(error).__name__
+        cause = type(error).__name__
     line = line_of(error, path) if path is not None else ""
-    return said[:MOST_CAUSE] + (f" ({os.path.basename(path)}, {line})" if path is not None and line else "")
+    return cause[:MOST_CAUSE] + (f" ({os.path.basename(path)}, {line})" if path is not None and line else "")
 
 
 def load(settings: dict[str, Any]) -> Callable[..., Any]:
@@ -197,7 +197,7 @@ def load(settings: dict[str, Any]) -> Callable[..., Any]:
 
 
 def _score_chunk(
-    rows: Sequence[Any], caller: Caller, alarm: RowAlarm, pool: Frames, progress: Progress
+    rows: Sequence[Any], caller: RewardCaller, alarm: RowAlarm, pool: FrameSocket, progress: RowProgress
 ) -> None:
     if caller.path is None:
         # imports what the functions need, so that it does not count against a row's time

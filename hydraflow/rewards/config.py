@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydraflow.options import FINITE, GIBIBYTES, SECONDS, Planned, Switch, idle_when, option, unless
+from hydraflow.options import FINITE, GIBIBYTES, SECONDS, Planned, Switch, no_effect_when, option, unless
 
-NO_FUNCTION = idle_when(lambda s: s.path is None, "{s}.path is not given", "{s}.path=...")
-NO_PROCESS = idle_when(
+NO_FUNCTION = no_effect_when(lambda s: s.path is None, "{s}.path is not given", "{s}.path=...")
+NO_PROCESS = no_effect_when(
     lambda s: s.num_workers == 0,
     "rows that are scored in the process that asks have no limits",
     "{s}.num_workers=1",
@@ -24,10 +24,10 @@ class CustomRewardConfig:
 
     path: str | None = None
     """Python file with the function; null: the built-in functions, selected by data.reward_fn_key."""
-    name: str = option("compute_score", idle=NO_FUNCTION)
+    name: str = option("compute_score", no_effect=NO_FUNCTION)
     """Name of the function: name(data_source, solution_str, ground_truth, extra_info, **reward_kwargs) ->
     float or dict with 'score'."""
-    reward_kwargs: dict[str, Any] = option(factory=dict, idle=NO_FUNCTION)
+    reward_kwargs: dict[str, Any] = option(factory=dict, no_effect=NO_FUNCTION)
     """Extra keyword arguments of the function."""
 
 
@@ -49,9 +49,9 @@ class RewardModelConfig:
     """Token budget per device of one forward pass."""
     enable_resource_pool: bool = option(False, shapes_training=False)
     """Dedicated devices for the reward model: nnodes machines with n_gpus_per_node each."""
-    nnodes: int = option(1, size=True, shapes_training=False, idle=SHARED_DEVICES)
+    nnodes: int = option(1, size=True, shapes_training=False, no_effect=SHARED_DEVICES)
     """Dedicated machines."""
-    n_gpus_per_node: int = option(8, size=True, shapes_training=False, idle=SHARED_DEVICES)
+    n_gpus_per_node: int = option(8, size=True, shapes_training=False, no_effect=SHARED_DEVICES)
     """Devices on each dedicated machine."""
     device_mapping: Any = option(None, shapes_training=False)
     """Devices of the role; null: all devices of the trainer, or the dedicated ones."""
@@ -69,10 +69,10 @@ class RewardConfig:
     num_workers: int = option(1, ge=0, shapes_training=False)
     """Reward processes, each scoring one row at a time; 0: score in the calling process, where breakpoint()
     works and rows have no limits."""
-    timeout: float = option(10.0, rule=SECONDS, shapes_training=False, idle=NO_PROCESS)
+    timeout: float = option(10.0, rule=SECONDS, shapes_training=False, no_effect=NO_PROCESS)
     """Time limit per row in seconds, not counting time spent waiting for a processor; never more than four
     times as long by the clock. A row over the limit scores failure_score and is counted."""
-    max_memory: float = option(16.0, rule=GIBIBYTES, shapes_training=False, idle=NO_PROCESS)
+    max_memory: float = option(16.0, rule=GIBIBYTES, shapes_training=False, no_effect=NO_PROCESS)
     """Memory limit, in GiB, of a reward process and of each process it starts (RLIMIT_DATA: allocated, used
     or not). A row over the limit raises MemoryError."""
     failure_score: float = option(0.0, rule=FINITE)

@@ -17,7 +17,7 @@ MOST_BYTES = 2**30
 """A longer message is not ours: something else has written to the socket."""
 
 
-class Frames:
+class FrameSocket:
     """One end of the socket. The socket's own timeout limits how long a message may take to send."""
 
     def __init__(self, end: socket.socket):

@@ -56,7 +56,7 @@ def _shown(text: str) -> str:
     return _CONTROLS.sub("", _ESCAPES.sub("", text))
 
 
-class Lines:
+class LineSplitter:
     """Splits incoming bytes into lines, within a budget that grows with time."""
 
     def __init__(self, write: Write, share: float, clock: Callable[[], float] = time.monotonic):
@@ -119,7 +119,7 @@ class PrintedReader(threading.Thread):
 
     def __init__(self, pipe: int, share: float):
         super().__init__(name="reward-output", daemon=True)
-        self._pipe, self._lines = pipe, Lines(_destination(), share)
+        self._pipe, self._lines = pipe, LineSplitter(_destination(), share)
 
     def run(self) -> None:
         """Reads until the end of the pipe."""

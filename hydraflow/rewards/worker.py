@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from hydraflow.errors import EnvironmentFault, Problem
-from hydraflow.rewards.child import NO_ROW, PROGRESS_BYTES, Progress
+from hydraflow.rewards.child import NO_ROW, PROGRESS_BYTES, RowProgress
 from hydraflow.rewards.config import RewardConfig
 from hydraflow.rewards.custom import PATH_KEY
-from hydraflow.rewards.frames import Frames
+from hydraflow.rewards.frames import FrameSocket
 from hydraflow.rewards.printed import PrintedReader, in_one_line
 from hydraflow.rewards.row_time import QueueTime, over_at
 
@@ -74,11 +74,11 @@ class RewardProcess:
         self._started = time.monotonic()
         shared = os.memfd_create("hydraflow-reward")
         os.truncate(shared, PROGRESS_BYTES)
-        self._progress = Progress(shared)
+        self._progress = RowProgress(shared)
         self._progress.note(NO_ROW, self._started)
         ours, theirs = socket.socketpair()
         ours.settimeout(SEND_SECONDS)
-        self.frames = Frames(ours)
+        self.frames = FrameSocket(ours)
         self._leash, held = socket.socketpair()
         self._mark = secrets.token_hex(16)
         printed, printer = os.pipe()

@@ -14,7 +14,7 @@ from pathlib import Path
 from hydraflow.compose.launch import run_guarded
 from hydraflow.errors import ConfigError
 from hydraflow.slurm import options
-from hydraflow.slurm.facts import Facts, check
+from hydraflow.slurm.job_settings import JobSettings, check
 from hydraflow.slurm.ray_node import ADDRESS, FACTS, job_nodes, start
 from hydraflow.slurm.submit import submit
 
@@ -23,7 +23,7 @@ FAILED = "failed"
 
 
 def _check(words: Sequence[str]) -> int:
-    """check FOLDER JOB [arguments]: writes the facts of a run, or reports what is wrong with it."""
+    """check FOLDER JOB [arguments]: writes the settings of a job, or reports what is wrong with it."""
     folder, job, *arguments = words
     return check(job, arguments, write_to=Path(folder) / FACTS)
 
@@ -41,7 +41,7 @@ def _await(words: Sequence[str]) -> int:
     from hydraflow.slurm.ray_node import await_head
 
     folder, nodes = Path(words[0]), job_nodes()
-    seconds = float(Facts.from_shell((folder / FACTS).read_text()).start_timeout)
+    seconds = float(JobSettings.from_shell((folder / FACTS).read_text()).start_timeout)
 
     def ended() -> str | None:
         failed = sorted((folder / FAILED).glob("*")) if (folder / FAILED).is_dir() else []

@@ -1,11 +1,11 @@
 """TCP ports for one job on one node, held from their choice until the process that uses them opens them.
 
-In: how many. Out: `Held`. Two jobs on a node never get the same port: for each, a socket with the port's name
-in the abstract namespace of Unix sockets (unix(7)) is bound as a lock. It belongs to the network, as ports
-do, so it counts across users and containers, and the system takes it back when its last holder ends. Programs
-that do not know the lock are kept away by a bound TCP socket until shortly before the use, and by taking
-ports that the system does not hand out by itself. Left out on purpose: ports that Ray lets the system choose,
-and torch's (`dispatch/worker.py`).
+In: how many. Out: `ReservedPorts`. Two jobs on a node never get the same port: for each, a socket with the
+port's name in the abstract namespace of Unix sockets (unix(7)) is bound as a lock. It belongs to the network,
+as ports do, so it counts across users and containers, and the system takes it back when its last holder ends.
+Programs that do not know the lock are kept away by a bound TCP socket until shortly before the use, and by
+taking ports that the system does not hand out by itself. Left out on purpose: ports that Ray lets the system
+choose, and torch's (`dispatch/worker.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 @dataclass(frozen=True)
-class Held:
+class ReservedPorts:
     """Ports that are reserved for this process."""
 
     ports: Sequence[int]
@@ -46,7 +46,7 @@ class Held:
             lock.close()
 
 
-def hold(count: int, candidates: Sequence[int] | None = None) -> Held:
+def hold(count: int, candidates: Sequence[int] | None = None) -> ReservedPorts:
     """Reserves `count` ports that are free on every address of this machine. EnvironmentFault if there are
     fewer.
 
@@ -69,7 +69,7 @@ def hold(count: int, candidates: Sequence[int] | None = None) -> Held:
         ports.append(port)
         locks.append(lock)
         sockets.append(held)
-    found = Held(ports, locks, sockets)
+    found = ReservedPorts(ports, locks, sockets)
     if len(ports) < count:
         found.release()
         there = f"{socket.gethostname()} has {len(ports)} (ss -ltn shows who holds them)"

@@ -1,7 +1,7 @@
 """Starts Ray on one node of a job: this process becomes `ray start --block`, so that ending it ends exactly
 this Ray.
 
-In: the job's folder, Slurm's variables, the facts of the job. Out: a file `address` in the folder (first
+In: the job's folder, Slurm's variables, the settings of the job. Out: a file `address` in the folder (first
 node), and Ray. The other nodes wait for that file and for the port behind it, with a limit that says what it
 waited for. Left out on purpose: ending (`scripts/slurm/node.sh`), and whether all nodes are there
 (`dispatch/cluster.py`).
@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hydraflow.errors import EnvironmentFault
-from hydraflow.slurm.facts import Facts
-from hydraflow.slurm.ports import Held, hold
+from hydraflow.slurm.job_settings import JobSettings
+from hydraflow.slurm.ports import ReservedPorts, hold
 from hydraflow.system.allocation import Allocation, allocation, node_names
 from hydraflow.system.network import VARIABLE, interface_of, node_address
 from hydraflow.system.whole_files import replacing
@@ -56,28 +56,28 @@ def start(folder: Path, temporary: Path, *, dashboard: bool) -> None:
     nodes = job_nodes()
     head = own_name() == nodes[0]
     address = "" if head else await_head(folder / ADDRESS, nodes[0])
-    facts = Facts.from_shell((folder / FACTS).read_text())
+    settings = JobSettings.from_shell((folder / FACTS).read_text())
     # srun was called on the first node: this is an address of its own, by which Slurm reaches it
     own = node_address(os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "") if head else address.rpartition(":")[0])
     environment = {**DEFAULTS, **os.environ, **_interface(own)}
     held = hold(4 if head else 1)
-    words = _common(own, temporary, facts, held)
+    words = _common(own, temporary, settings, held)
     words += _head(held, dashboard) if head else [f"--address={address}"]
     if head:
         with replacing(folder / ADDRESS) as unfinished:  # a reader sees all of it or nothing
             unfinished.write_text(f"{own}:{held.ports[0]}\n")
     held.open_up()
-    print(f"{own_name()}: Ray's {'head' if head else 'node'} at {own}, {facts.cpus} CPUs", flush=True)
+    print(f"{own_name()}: Ray's {'head' if head else 'node'} at {own}, {settings.cpus} CPUs", flush=True)
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", *words, "--block"]
     os.execve(sys.executable, command, environment)
 
 
-def _common(own: str, temporary: Path, facts: Facts, held: Held) -> list[str]:
+def _common(own: str, temporary: Path, settings: JobSettings, held: ReservedPorts) -> list[str]:
     given = allocation()
     words = [
         f"--node-ip-address={own}",
         f"--node-name={own_name()}",
-        f"--num-cpus={facts.cpus}",
+        f"--num-cpus={settings.cpus}",
         f"--temp-dir={temporary}",
         f"--dashboard-agent-listen-port={held.ports[-1]}",
         # the system chooses: a range, Ray's default, would be the same for two jobs on a node
@@ -85,14 +85,14 @@ def _common(own: str, temporary: Path, facts: Facts, held: Held) -> list[str]:
         "--max-worker-port=0",
         "--disable-usage-stats",
     ]
-    if facts.gpus >= 0:
-        words.append(f"--num-gpus={facts.gpus}")
+    if settings.gpus >= 0:
+        words.append(f"--num-gpus={settings.gpus}")
     if store := object_store(given, shutil.disk_usage("/dev/shm").free):
         words.append(f"--object-store-memory={store}")
     return words
 
 
-def _head(held: Held, dashboard: bool) -> list[str]:
+def _head(held: ReservedPorts, dashboard: bool) -> list[str]:
     ray_port, client_port, dashboard_port, _ = held.ports
     return [
         "--head",

@@ -18,7 +18,7 @@ from typing import Any
 
 from hydraflow.compose.sweep import combinations
 from hydraflow.errors import ConfigError, EnvironmentFault, Problem
-from hydraflow.slurm.facts import check
+from hydraflow.slurm.job_settings import check
 from hydraflow.slurm.options import Submission
 from hydraflow.slurm.script import fill, shipped, unquoted
 from hydraflow.system.allocation import JOB

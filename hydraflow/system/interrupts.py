@@ -45,8 +45,8 @@ _ADOPT_ORPHANS = 36
 """PR_SET_CHILD_SUBREAPER of prctl(2)."""
 
 
-class Ends:
-    """State of this process's shutdown."""
+class ShutdownState:
+    """Whether this process is shutting down, since when, and with which exit code."""
 
     def __init__(self) -> None:
         self.commanded = False
@@ -59,7 +59,7 @@ class Ends:
         self.patience = PATIENCE
         self.result = INTERRUPTED
         """Exit code if the shutdown itself is interrupted."""
-        self.told = ""
+        self.message = ""
         """Why the run ended; printed in that case."""
         self.asked = False
         """Whether a signal has asked this process to stop at the next opportunity."""
@@ -78,13 +78,13 @@ class Ends:
             raise KeyboardInterrupt
 
 
-ENDS = Ends()
+SHUTDOWN = ShutdownState()
 """The one instance of this process, since signals arrive per process."""
 
 
 def command(main: Callable[[], int]) -> NoReturn:
     """Runs a command and exits with its exit code. Called once, by the main module."""
-    ENDS.commanded = True
+    SHUTDOWN.commanded = True
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # background jobs may ignore it
         signal.signal(signal.SIGINT, _on_sigint)
     try:
@@ -102,36 +102,39 @@ def command(main: Callable[[], int]) -> NoReturn:
 def ending(error: BaseException | None) -> Iterator[None]:
     """Protects the block, which shuts a run down, from one more Ctrl-C. `error`: what ended the run; None: it
     finished. May be nested."""
-    if ENDS.since is not None:
+    if SHUTDOWN.since is not None:
         yield
         return
-    ENDS.result, ENDS.told = _code_of(error), str(error) if isinstance(error, HydraflowError) else ""
-    ENDS.since = time.monotonic()
+    SHUTDOWN.result, SHUTDOWN.message = (
+        _code_of(error),
+        str(error) if isinstance(error, HydraflowError) else "",
+    )
+    SHUTDOWN.since = time.monotonic()
     watch = threading.Timer(
-        LIMIT, end_at_once, (ENDS.result, f"the shutdown took more than {LIMIT:g} seconds")
+        LIMIT, end_at_once, (SHUTDOWN.result, f"the shutdown took more than {LIMIT:g} seconds")
     )
     watch.daemon = True
-    if ENDS.commanded:
+    if SHUTDOWN.commanded:
         watch.start()
     try:
         yield
     finally:
         watch.cancel()
-        ENDS.since = None
+        SHUTDOWN.since = None
 
 
 def say_interrupted() -> int:
     """Prints that the command was interrupted; returns the exit code."""
-    if ENDS.commanded:
-        ENDS.since = time.monotonic()
-    print("interrupted" if ENDS.code == INTERRUPTED else "ended by a repeated SIGTERM", file=sys.stderr)
-    return ENDS.code
+    if SHUTDOWN.commanded:
+        SHUTDOWN.since = time.monotonic()
+    print("interrupted" if SHUTDOWN.code == INTERRUPTED else "ended by a repeated SIGTERM", file=sys.stderr)
+    return SHUTDOWN.code
 
 
 def end_at_once(code: int, why: str) -> NoReturn:
     """Kills all processes that this one started, then this one, without running any more Python. May be
     called from any thread."""
-    os.write(2, f"{ENDS.told}\n{why}: ended at once\n".lstrip("\n").encode(errors="replace"))
+    os.write(2, f"{SHUTDOWN.message}\n{why}: ended at once\n".lstrip("\n").encode(errors="replace"))
     kill_family()
     os._exit(code)
 
@@ -150,14 +153,14 @@ def kill_family() -> None:
 def _leave(code: int) -> NoReturn:
     """Exits; one more Ctrl-C does it at once. After an interrupt the libraries' exit handlers, which wait and
     print, are skipped."""
-    ENDS.result, ENDS.told, ENDS.since = code, "", time.monotonic()
+    SHUTDOWN.result, SHUTDOWN.message, SHUTDOWN.since = code, "", time.monotonic()
     if code in (INTERRUPTED, TERMINATED):
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):  # the reader of a pipe may be gone
                 stream.flush()
         kill_family()
         os._exit(code)
-    ENDS.patience = 0.0
+    SHUTDOWN.patience = 0.0
     watch = threading.Timer(
         EXIT_LIMIT, end_at_once, (code, f"Python has not exited in {EXIT_LIMIT:g} seconds")
     )
@@ -167,14 +170,14 @@ def _leave(code: int) -> NoReturn:
 
 
 def _on_sigint(number: int, frame: FrameType | None) -> None:
-    ENDS.interrupt(INTERRUPTED)
+    SHUTDOWN.interrupt(INTERRUPTED)
 
 
 def _code_of(error: BaseException | None) -> int:
     if isinstance(error, HydraflowError):
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):
-        return ENDS.code
+        return SHUTDOWN.code
     return EnvironmentFault.exit_code if error is None else 1
 
 

@@ -40,7 +40,7 @@ class Tracker(Protocol):
 
 
 @dataclass(frozen=True)
-class About:
+class PublishedInfo:
     """What a shared tracker may publish about a run."""
 
     project: str = "hydraflow"
@@ -71,7 +71,7 @@ class RunInfo:
     """Training steps of the run before this start; anything logged after them is void."""
     seconds_before: float = 0.0
     """Wall time of the run before this start."""
-    about: About = field(default_factory=About)
+    about: PublishedInfo = field(default_factory=PublishedInfo)
     redraws: bool = True
     """Whether the console may draw its display in place; false: a debugger uses the terminal."""
 

@@ -37,7 +37,7 @@ PACE_STEPS = 20
 
 
 @dataclass
-class Progress:
+class RunProgress:
     """Progress of the run, updated from the logged numbers."""
 
     total_steps: int | None
@@ -81,7 +81,7 @@ class PlainConsole:
     """One line a call, for files, pipes and batch systems."""
 
     def __init__(self, run: RunInfo):
-        self._progress = Progress(run.total_steps)
+        self._progress = RunProgress(run.total_steps)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Prints the line."""
@@ -105,7 +105,7 @@ class LiveConsole:
 
     def __init__(self, run: RunInfo):
         self._title = run.title
-        self._progress = Progress(run.total_steps)
+        self._progress = RunProgress(run.total_steps)
         # No refresh thread: only log() draws, so an interrupt never finds a half-drawn display.
         self._live = Live(self._render(), console=Console(), auto_refresh=False)
         self._live.start()

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 Call = Callable[[Tracker], None]
 
 
-class Background:
+class BackgroundTracker:
     """A tracker in a thread of its own. `name`: for the warning. Used for all that talk to a server or write
     elaborate files."""
 
@@ -154,7 +154,7 @@ class Background:
             )
 
 
-class Forgiving:
+class ForegroundTracker:
     """A tracker that must draw in the calling thread: a terminal that is gone, or a full disk behind stdout,
     costs one warning."""
 

@@ -28,7 +28,7 @@ Row = Mapping[str, float]
 
 
 @dataclass
-class Seen:
+class SymptomHistory:
     """State from earlier steps that the rules need."""
 
     first_entropy: float | None = None
@@ -52,19 +52,19 @@ class Symptom:
 
     reads: tuple[str, ...]
     """The metrics that the rule needs."""
-    holds: Callable[[Row, Seen], bool | None]
+    holds: Callable[[Row, SymptomHistory], bool | None]
     """Whether the step shows it; None: the step lacks the numbers, and neither ends nor extends the row."""
     sentence: str
     """After the steps."""
 
 
-def _no_signal(row: Row, seen: Seen) -> bool | None:
+def _no_signal(row: Row, seen: SymptomHistory) -> bool | None:
     if "critic/advantages/max" not in row:
         return None
     return row["critic/advantages/max"] == row["critic/advantages/min"]
 
 
-def _entropy_collapse(row: Row, seen: Seen) -> bool | None:
+def _entropy_collapse(row: Row, seen: SymptomHistory) -> bool | None:
     if "actor/entropy" not in row or "critic/score/mean" not in row or seen.first_entropy is None:
         return None
     spread = seen.highest_score - seen.lowest_score
@@ -73,12 +73,12 @@ def _entropy_collapse(row: Row, seen: Seen) -> bool | None:
     return low and not has_learned
 
 
-def _all_cut_off(row: Row, seen: Seen) -> bool | None:
+def _all_cut_off(row: Row, seen: SymptomHistory) -> bool | None:
     share = row.get("response_length/clip_ratio")
     return None if share is None else share == 1
 
 
-def _no_learning_rate(row: Row, seen: Seen) -> bool | None:
+def _no_learning_rate(row: Row, seen: SymptomHistory) -> bool | None:
     if "actor/lr" not in row and "train/lr" not in row:
         return None
     return not seen.learned
@@ -126,7 +126,7 @@ NEEDED = frozenset(name for symptom in SYMPTOMS for name in symptom.reads)
 class SymptomWatch:
     """Receives step after step and reports each symptom once."""
 
-    seen: Seen = field(default_factory=Seen)
+    seen: SymptomHistory = field(default_factory=SymptomHistory)
     _rows: dict[int, list[int]] = field(default_factory=dict)
     """Symptom -> the steps in a row that show it."""
     _said: set[int] = field(default_factory=set)

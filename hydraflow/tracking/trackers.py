@@ -12,10 +12,10 @@ from pathlib import Path
 from types import TracebackType
 
 from hydraflow.errors import HydraflowError
-from hydraflow.tracking.base import About, RunInfo, Sample, Tracker, TrackerFactory
+from hydraflow.tracking.base import PublishedInfo, RunInfo, Sample, Tracker, TrackerFactory
 from hydraflow.tracking.console import open_console
 from hydraflow.tracking.file import FileTracker
-from hydraflow.tracking.guarded import Background, Forgiving
+from hydraflow.tracking.guarded import BackgroundTracker, ForegroundTracker
 from hydraflow.tracking.history import read_metrics
 from hydraflow.tracking.mlflow import MlflowTracker
 from hydraflow.tracking.swanlab import SwanlabTracker
@@ -68,7 +68,7 @@ class Trackers:
         """Closes every tracker, the last one first, whatever one of them raises; a second call does nothing.
         `failed`: the run ended with an error."""
         for tracker in self._trackers:
-            if isinstance(tracker, Background):
+            if isinstance(tracker, BackgroundTracker):
                 tracker.begin_closing(failed=failed)  # all at once: two that hang cost one wait
         with ExitStack() as closing:  # also when a Ctrl-C ends the wait for one of them
             while self._trackers:
@@ -91,7 +91,7 @@ def open_trackers(
     total_steps: int | None = None,
     run_id: str = "",
     done_steps: int = 0,
-    about: About | None = None,
+    about: PublishedInfo | None = None,
     redraws: bool = True,
 ) -> Trackers:
     """Opens the trackers of `trainer.logger`; the file is always among them. Creates `folder` if
@@ -104,7 +104,7 @@ def open_trackers(
     folder.mkdir(parents=True, exist_ok=True)
     earlier = read_metrics(folder)
     seconds = max((record["seconds"] for record in earlier), default=0.0)
-    run = RunInfo(folder, title, total_steps, run_id, done_steps, seconds, about or About(), redraws)
+    run = RunInfo(folder, title, total_steps, run_id, done_steps, seconds, about or PublishedInfo(), redraws)
     watch = SymptomWatch()  # a resumed run knows what its earlier steps showed, and does not repeat it
     for record in earlier:
         if record["step"] <= done_steps:
@@ -129,4 +129,6 @@ def _open(name: str, run: RunInfo) -> Tracker:
     factory = TRACKERS[name]
     if name == "file":
         return factory(run)
-    return Forgiving(name, factory(run)) if name == "console" else Background(name, factory, run)
+    return (
+        ForegroundTracker(name, factory(run)) if name == "console" else BackgroundTracker(name, factory, run)
+    )

@@ -27,14 +27,14 @@ from hydraflow.trainer.checkpoint_store import CheckpointStore
 from hydraflow.trainer.config import LoopConfig
 from hydraflow.workers.config import CheckpointConfig
 from hydraflow.workers.engine_worker import EngineWorker
-from hydraflow.workers.saving import FileFacts, Part, read_part
+from hydraflow.workers.saving import FileInfo, RankFiles, read_part
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.05
 LEAVE_SECONDS = 10.0
 """Seconds that a run whose workers are gone waits for the disk before it ends."""
-DOUBT_SECONDS = 35.0
+READ_RETRY_SECONDS = 35.0
 """Seconds for which an unreadable part is retried: NFS may serve a stale directory listing for 30 seconds."""
 
 
@@ -233,15 +233,15 @@ class Checkpointer:
         )  # what is half written takes the room that the next one needs
         return f"the checkpoint of step {step} could not be saved: {wrong}"
 
-    def _wait(self, unfinished: Path, ranks: Mapping[str, int]) -> tuple[str, dict[str, FileFacts]]:
+    def _wait(self, unfinished: Path, ranks: Mapping[str, int]) -> tuple[str, dict[str, FileInfo]]:
         missing = [(role, rank) for role, size in ranks.items() for rank in range(size)]
-        files: dict[str, FileFacts] = {}
-        doubts: dict[tuple[str, int], float] = {}
+        files: dict[str, FileInfo] = {}
+        first_errors: dict[tuple[str, int], float] = {}
         deadline = time.monotonic() + self.trainer.rpc_timeout
         wrong = ""
         while missing:
             for role, rank in list(missing):
-                part = self._part(unfinished, role, rank, doubts)
+                part = self._part(unfinished, role, rank, first_errors)
                 if part is not None:
                     missing.remove((role, rank))
                     files |= part.files
@@ -261,17 +261,17 @@ class Checkpointer:
         return wrong, files
 
     def _part(
-        self, unfinished: Path, role: str, rank: int, doubts: dict[tuple[str, int], float]
-    ) -> Part | None:
+        self, unfinished: Path, role: str, rank: int, first_errors: dict[tuple[str, int], float]
+    ) -> RankFiles | None:
         """A rank's part; None while it is being written, and while a read error may still be transient.
-        `doubts`: time of each rank's first read error."""
+        `first_errors`: time of each rank's first read error."""
         try:
             return read_part(unfinished, role, rank)
         except (OSError, ValueError) as error:
-            since = doubts.setdefault((role, rank), time.monotonic())
-            if time.monotonic() - since < DOUBT_SECONDS:
+            since = first_errors.setdefault((role, rank), time.monotonic())
+            if time.monotonic() - since < READ_RETRY_SECONDS:
                 return None
-            return Part({}, f"{role} rank {rank}: {error}")
+            return RankFiles({}, f"{role} rank {rank}: {error}")
 
     def _publish(self, sealed: Path, step: int, regular: bool, score: Score | None) -> None:
         """The pointer moves last, so that a run interrupted before that repeats all of it."""

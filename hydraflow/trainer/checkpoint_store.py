@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from hydraflow.system.whole_files import replacing
-from hydraflow.workers.saving import PARTS, FileFacts, expect_part, file_facts
+from hydraflow.workers.saving import PARTS, FileInfo, expect_part, file_facts
 
 FORMAT = 1
 POINTER = "latest_checkpointed_iteration.txt"
@@ -105,7 +105,7 @@ class CheckpointStore:
         (unfinished / RUN_STATE).write_text(json.dumps(state, indent=2) + "\n")
         return unfinished
 
-    def seal(self, unfinished: Path, step: int, files: Mapping[str, FileFacts]) -> None:
+    def seal(self, unfinished: Path, step: int, files: Mapping[str, FileInfo]) -> None:
         """Completes the folder: writes the manifest, removes the parts, flushes everything. Only the final
         name is missing then."""
         files = {**files, RUN_STATE: file_facts(unfinished / RUN_STATE, flush=True)}
@@ -209,7 +209,7 @@ def damage(path: Path, roles: Collection[str]) -> str:
         return next(filter(None, readers.map(lambda name: _change(path, name, files[name]), files)), "")
 
 
-def _change(path: Path, name: str, facts: FileFacts) -> str:
+def _change(path: Path, name: str, facts: FileInfo) -> str:
     """What is wrong with a file's content; empty when it is intact."""
     try:
         found = file_facts(path / name)
@@ -218,14 +218,14 @@ def _change(path: Path, name: str, facts: FileFacts) -> str:
     return "" if found == facts else f"{name} has changed: its checksum is another one"
 
 
-def _manifest_of(path: Path) -> dict[str, FileFacts] | None:
+def _manifest_of(path: Path) -> dict[str, FileInfo] | None:
     """The files of a checkpoint; None without a readable manifest."""
     manifest = _read_json(path / MANIFEST) or {}
     files = manifest.get("files")
     if manifest.get("format") != FORMAT or not isinstance(files, dict):
         return None
     try:
-        return {name: FileFacts(**facts) for name, facts in files.items()}
+        return {name: FileInfo(**facts) for name, facts in files.items()}
     except TypeError:
         return None
 
@@ -248,7 +248,7 @@ def write_whole(path: Path, text: str) -> None:
     flush_folder(path.parent)
 
 
-def _write_manifest(folder: Path, step: int, files: Mapping[str, FileFacts]) -> None:
+def _write_manifest(folder: Path, step: int, files: Mapping[str, FileInfo]) -> None:
     facts = {name: asdict(files[name]) for name in sorted(files)}
     write_whole(
         folder / MANIFEST, json.dumps({"format": FORMAT, "step": step, "files": facts}, indent=1) + "\n"

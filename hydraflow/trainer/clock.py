@@ -29,12 +29,12 @@ def parse_duration(value: object) -> float | None:
     return seconds
 
 
-PATIENCE = 3.0
+GRACE_PERIOD = 3.0
 """Seconds after a SIGTERM in which the step may still reach the point from which it is finished; batch
 systems kill after ten or more."""
 
 
-class OutOfPatience(Exception):
+class GracePeriodOver(Exception):
     """The run must end now, without finishing the step."""
 
 
@@ -59,11 +59,11 @@ class Clock:
         """Whether a signal asked the run to save and end."""
         return bool(self.signals.received)
 
-    def require_patience(self) -> None:
-        """Raises OutOfPatience from PATIENCE seconds after a SIGTERM on."""
+    def check_grace_period(self) -> None:
+        """Raises GracePeriodOver from GRACE_PERIOD seconds after a SIGTERM on."""
         asked = self.signals.terminated_at
-        if asked is not None and time.monotonic() - asked > PATIENCE:
-            raise OutOfPatience
+        if asked is not None and time.monotonic() - asked > GRACE_PERIOD:
+            raise GracePeriodOver
 
     def why_to_stop(self) -> str:
         """The reason, for the log; empty while there is time left."""

@@ -14,7 +14,7 @@ from hydraflow.options import (
     TIME,
     Planned,
     Rule,
-    idle_when,
+    no_effect_when,
     option,
     replaced_by,
     unless,
@@ -85,7 +85,7 @@ class LoopConfig(RunConfig):
     default_local_dir: str | None = None
     """Run folder; null: runs/<experiment_name>-<date>-<time>, or the latest such folder whose run was
     interrupted."""
-    total_epochs: int = option(1, size=True, idle=replaced_by("total_training_steps"))
+    total_epochs: int = option(1, size=True, no_effect=replaced_by("total_training_steps"))
     """Epochs: passes over the training data."""
     total_training_steps: int | None = option(None, size=True)
     """Number of training steps; null: from total_epochs."""
@@ -98,7 +98,7 @@ class LoopConfig(RunConfig):
     wandb_proxy: str | None = option(
         None,
         rule=PROXY,
-        idle=idle_when(
+        no_effect=no_effect_when(
             lambda s: "wandb" not in s.logger, "{s}.logger has no wandb", "{s}.logger=[console,wandb]"
         ),
     )
@@ -120,13 +120,13 @@ class LoopConfig(RunConfig):
     restart_backoff: float = option(
         10.0,
         rule=NOT_NEGATIVE_SECONDS,
-        idle=idle_when(lambda s: s.max_restarts == 0, "{s}.max_restarts=0", "{s}.max_restarts=3"),
+        no_effect=no_effect_when(lambda s: s.max_restarts == 0, "{s}.max_restarts=0", "{s}.max_restarts=3"),
     )
     """Seconds before the first automatic restart; doubles with each further one, up to 300."""
     resume_mode: str = option("auto", choices=("auto", "disable", "resume_path"))
     """auto: resume from the run folder's latest checkpoint, if any; disable: start from scratch; resume_path:
     resume from resume_from_path."""
-    resume_from_path: str | None = option(None, idle=unless("resume_mode", "resume_path"))
+    resume_from_path: str | None = option(None, no_effect=unless("resume_mode", "resume_path"))
     """Checkpoint to resume from, .../global_step_N, with resume_mode=resume_path."""
 
 

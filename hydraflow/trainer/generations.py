@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredResponses:
     """Scored responses, as arrays and lists of equal length."""
 
     sources: np.ndarray
@@ -53,11 +53,11 @@ class Scored:
             }
 
 
-def read_scored(runtime: Runtime, prompts: DataProto, n: int, scored: RemoteBatch) -> Scored:
+def read_scored(runtime: Runtime, prompts: DataProto, n: int, scored: RemoteBatch) -> ScoredResponses:
     """Fetches scores and texts of `n` responses per prompt to the controller; they must have been scored with
     their texts."""
     read = runtime.fetch(scored.select(list(TEXT_COLUMNS), [], []))
-    return Scored(
+    return ScoredResponses(
         sources=np.repeat(prompts.non_tensor_batch["data_source"], n).astype(str),
         scores=read.get("score").double().numpy(),
         accuracies=read.get("acc").double().numpy(),

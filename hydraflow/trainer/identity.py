@@ -117,8 +117,8 @@ def _shapes(leaf: Leaf) -> bool:
     on_the_way = [leaf.option, *(section.option for section in reversed(leaf.above))]
     if any(option.in_plan for option in on_the_way):
         return False
-    said = [option.shapes_training for option in on_the_way if option.shapes_training is not None]
-    return said[0] if said else True
+    given = [option.shapes_training for option in on_the_way if option.shapes_training is not None]
+    return given[0] if given else True
 
 
 def _has_no_role(key: str, plan: BatchPlan) -> bool:

@@ -13,7 +13,7 @@ from hydraflow.tracking.endings import DONE, VALIDATED
 from hydraflow.tracking.run_folder import RunFolder
 from hydraflow.tracking.trackers import Trackers
 from hydraflow.trainer.checkpoint import Checkpointer
-from hydraflow.trainer.clock import Clock, OutOfPatience
+from hydraflow.trainer.clock import Clock, GracePeriodOver
 from hydraflow.trainer.config import TrainerConfig
 from hydraflow.trainer.ppo import PPOTrainer
 from hydraflow.trainer.rollout_only import RolloutTrainer
@@ -59,8 +59,8 @@ class Loop:
         for step in range(done + 1, total_steps + 1):
             try:
                 with self.trainer.runtime.profiled(step):
-                    metrics = self.trainer.step(loader.next_batch(), step, self.clock.require_patience)
-            except OutOfPatience:
+                    metrics = self.trainer.step(loader.next_batch(), step, self.clock.check_grace_period)
+            except GracePeriodOver:
                 loader.put_back()
                 self._give_up(step, checkpoints, done=done)
                 return self.clock.why_to_stop()
@@ -108,10 +108,10 @@ class Loop:
         try:
             with (
                 self.trainer.timer.phase("testing"),
-                self.trainer.runtime.interruptible(self.clock.require_patience),
+                self.trainer.runtime.interruptible(self.clock.check_grace_period),
             ):
                 metrics, samples = self.validator.run(step)
-        except OutOfPatience:
+        except GracePeriodOver:
             logger.warning(
                 "the validation after step %d is given up: it has no samples or no rewards yet, and the run"
                 " must end",

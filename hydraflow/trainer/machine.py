@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from hydraflow.device import CPU_PROCESSES, gpu_count, resolve_device, usable_cores
 from hydraflow.dispatch import start
 from hydraflow.dispatch.config import RayInitConfig
-from hydraflow.dispatch.group import Limits
+from hydraflow.dispatch.group import Timeouts
 from hydraflow.dispatch.local import LocalRuntime
+from hydraflow.dispatch.observability import Observability
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
-from hydraflow.dispatch.watch import Watch
 from hydraflow.errors import ConfigError
 from hydraflow.trainer.config import RunConfig
 
@@ -84,10 +84,12 @@ def open_runtime(
     ray_init: RayInitConfig,
     machine: Machine,
     pools: Sequence[ResourcePool],
-    watch: Watch | None = None,
+    observability: Observability | None = None,
 ) -> Runtime:
     """Ray, or this process alone, with those pools reserved. ConfigError when there is no room for them."""
-    limits = Limits(start=trainer.start_timeout, call=trainer.rpc_timeout)
-    opened = RUNTIMES[trainer.debug.local](ray_init, limits, device_type=machine.device_type, watch=watch)
+    timeouts = Timeouts(start=trainer.start_timeout, call=trainer.rpc_timeout)
+    opened = RUNTIMES[trainer.debug.local](
+        ray_init, timeouts, device_type=machine.device_type, observability=observability
+    )
     opened.start(pools)
     return opened

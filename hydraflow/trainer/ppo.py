@@ -16,7 +16,7 @@ from hydraflow.batch_plan.parts import RolePlan
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.dispatch.group import RoleGroup
 from hydraflow.dispatch.runtime import Runtime
-from hydraflow.dispatch.shards import Promised, Ready
+from hydraflow.dispatch.shards import CompletedFuture, Future
 from hydraflow.dispatch.transport import Traffic
 from hydraflow.errors import GuardStop
 from hydraflow.protocol.batch import DataProto
@@ -95,7 +95,7 @@ class PPOTrainer:
                 syncing.get()
         return self.metrics | self._throughput(self.timer.drain(), before)
 
-    def experience(self, batch: RemoteBatch, scoring: Promised, prompts: DataProto, step: int) -> RemoteBatch:
+    def experience(self, batch: RemoteBatch, scoring: Future, prompts: DataProto, step: int) -> RemoteBatch:
         """The batch that the updates learn from. Building it changes no lasting state, so a step can be
         abandoned here."""
         phase = partial(self.timer.phase, step=step)
@@ -112,11 +112,11 @@ class PPOTrainer:
             batch = batch.union(self.noted(estimating.get()))
         return batch
 
-    def sync_weights(self) -> Promised:
+    def sync_weights(self) -> Future:
         """Sends the actor's weights to the generation engine, if there is one, after all updates called
         before."""
         return (
-            Ready(None)
+            CompletedFuture(None)
             if self.roles.rollout is None
             else self.roles.rollout.call(RolloutWorker.sync_from_actor)
         )
@@ -170,7 +170,7 @@ class PPOTrainer:
         inputs = columns(batch, self.reads["values"])
         return batch.union(self.roles.critic.call(CriticWorker.compute_values, inputs))
 
-    def advantages(self, batch: RemoteBatch, scored: Promised) -> Promised:
+    def advantages(self, batch: RemoteBatch, scored: Future) -> Future:
         """Rewards, advantages and returns."""
         inputs = columns(batch, self.reads["advantages"])
         return self.roles.advantage.call(AdvantageWorker.compute, inputs, scored)
@@ -195,21 +195,21 @@ class PPOTrainer:
             )
         )
 
-    def update_actor(self, batch: RemoteBatch, step: int) -> Promised | None:
+    def update_actor(self, batch: RemoteBatch, step: int) -> Future | None:
         """Takes the actor's optimizer steps, from step `trainer.critic_warmup` on."""
         if step < self.plan.actor.first_step:
             return None
         inputs = columns(batch, self.reads["actor"])
         return self._update(self.roles.actor, ActorWorker.update, inputs, self.plan.actor, step)
 
-    def note_update(self, updating: Promised | None) -> None:
+    def note_update(self, updating: Future | None) -> None:
         """Waits for an update and keeps its metrics."""
         if updating is not None:
             self.metrics |= reductions.values(updating.get())
 
     def _update(
         self, role: RoleGroup, method: Callable, batch: RemoteBatch, plan: RolePlan, step: int
-    ) -> Promised:
+    ) -> Future:
         lengths = self.runtime.fetch(columns(batch, ["lengths"])).get("lengths").numpy()
         order = mini_batch_order(
             lengths,

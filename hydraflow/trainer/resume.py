@@ -1,6 +1,6 @@
 """Finds the checkpoint to resume from, if any, and restores it.
 
-In: resume_mode, the run folder, the run's identity. Out: a `Resumption`, or None for a run that starts from
+In: resume_mode, the run folder, the run's identity. Out: a `ResumePoint`, or None for a run that starts from
 scratch; ConfigError, before anything starts, for a checkpoint of another configuration, a path without a
 checkpoint, and a folder without a complete one. A checkpoint may come from anyone: nothing in it is executed
 (`engine/dcp_index.py`). Left out on purpose: choosing the folder (`jobs/run_start.py`).
@@ -31,7 +31,7 @@ OTHER = f"{PATH}=<another checkpoint>, or start over: {FRESH}"
 
 
 @dataclass(frozen=True)
-class Resumption:
+class ResumePoint:
     """A complete checkpoint to resume from."""
 
     checkpoint: Path
@@ -46,7 +46,7 @@ class Resumption:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class CheckpointRequirements:
     """What a run requires of a checkpoint."""
 
     identity: Identity
@@ -57,7 +57,7 @@ class Wanted:
     """Validation only: the run that wrote the checkpoint stays untouched."""
 
 
-def find(folder: Path, trainer: LoopConfig, wanted: Wanted) -> Resumption | None:
+def find(folder: Path, trainer: LoopConfig, required: CheckpointRequirements) -> ResumePoint | None:
     """The checkpoint to resume from in a given run folder.
 
     With resume_path, a run that already resumed from that path continues from its own newest checkpoint.
@@ -65,30 +65,30 @@ def find(folder: Path, trainer: LoopConfig, wanted: Wanted) -> Resumption | None
     if trainer.resume_mode == "disable":
         return None
     path = Path(trainer.resume_from_path or "").expanduser().resolve()
-    if wanted.looks_only:
-        return _looked_at(folder, path if trainer.resume_mode == "resume_path" else None, wanted)
+    if required.looks_only:
+        return _looked_at(folder, path if trainer.resume_mode == "resume_path" else None, required)
     if trainer.resume_mode == "auto":
-        return _checked(newest(folder, wanted), wanted)
-    own = newest(folder, wanted) if CheckpointStore(folder).steps() else None
+        return _checked(newest(folder, required), required)
+    own = newest(folder, required) if CheckpointStore(folder).steps() else None
     if own is not None and own.state.origin == str(path):
-        return _checked(own, wanted)
-    return _checked(_at(path, wanted), wanted)
+        return _checked(own, required)
+    return _checked(_at(path, required), required)
 
 
-def newest(folder: Path, wanted: Wanted) -> Resumption | None:
+def newest(folder: Path, required: CheckpointRequirements) -> ResumePoint | None:
     """The newest complete checkpoint of a folder; None if it has no checkpoints. ConfigError when all are
     damaged."""
     store = CheckpointStore(folder)
-    step, wrong = store.newest_whole(wanted.roles)
+    step, wrong = store.newest_whole(required.roles)
     if step is not None:
-        return Resumption(store.path(step), RunState.read(store.path(step)), wrong)
+        return ResumePoint(store.path(step), RunState.read(store.path(step)), wrong)
     if wrong:
         rules = [f"global_step_{number} cannot be used: {why}" for number, why in wrong.items()]
         raise ConfigError([Problem(FOLDER, folder, rule, FRESH) for rule in rules])
     return None
 
 
-def _looked_at(folder: Path, path: Path | None, wanted: Wanted) -> Resumption | None:
+def _looked_at(folder: Path, path: Path | None, required: CheckpointRequirements) -> ResumePoint | None:
     """The checkpoint to validate; None: the model as it is. Refuses the folder of a run: its files would be
     moved away."""
     store = CheckpointStore(folder)
@@ -97,41 +97,41 @@ def _looked_at(folder: Path, path: Path | None, wanted: Wanted) -> Resumption | 
         rule = "belongs to a run with checkpoints, and trainer.val_only=true writes a run of its own"
         remedy = f"{FOLDER}=<another folder> {MODE}=resume_path {PATH}={path or store.path(steps[-1])}"
         raise ConfigError.one(FOLDER, folder, rule, remedy)
-    return None if path is None else _checked(_at(path, wanted), wanted)
+    return None if path is None else _checked(_at(path, required), required)
 
 
-def _at(path: Path, wanted: Wanted) -> Resumption:
+def _at(path: Path, required: CheckpointRequirements) -> ResumePoint:
     if not path.is_dir():
         raise ConfigError.one(PATH, path, "is no folder", f"{PATH}=<run folder>/global_step_N")
-    if found := damage(path, wanted.roles):
+    if found := damage(path, required.roles):
         raise ConfigError.one(
             PATH, path, f"is no whole checkpoint: {found}", f"{PATH}=<run folder>/global_step_N"
         )
-    return Resumption(path, RunState.read(path), {})
+    return ResumePoint(path, RunState.read(path), {})
 
 
-def _checked(found: Resumption | None, wanted: Wanted) -> Resumption | None:
+def _checked(found: ResumePoint | None, required: CheckpointRequirements) -> ResumePoint | None:
     if found is None:
         return None
-    problems = wanted.identity.differences(found.state.configuration, where=str(found.checkpoint))
+    problems = required.identity.differences(found.state.configuration, where=str(found.checkpoint))
     if problems:
         last = problems[-1]
         problems[-1] = Problem(last.field, last.value, last.rule, f"{last.remedy}; or start over: {FRESH}")
         raise ConfigError(problems)
     if missing := [
         problem
-        for role in wanted.roles
-        for problem in _missing_contents(found.checkpoint, role, wanted.roles[role])
+        for role in required.roles
+        for problem in _missing_contents(found.checkpoint, role, required.roles[role])
     ]:
         raise ConfigError(missing)
-    for role in wanted.roles:
+    for role in required.roles:
         read_tensors_alone(found.checkpoint / role)  # as its workers will, but before anything starts
     return found
 
 
-def _missing_contents(checkpoint: Path, role: str, wanted: RoleCheckpoints) -> list[Problem]:
+def _missing_contents(checkpoint: Path, role: str, required: RoleCheckpoints) -> list[Problem]:
     """Parts of the state that the run needs and the checkpoint was saved without, such as the optimizer."""
-    config, key = wanted.config, f"{wanted.key}.load_contents"
+    config, key = required.config, f"{required.key}.load_contents"
     held = _facts(checkpoint, role)["contents"]
     absent = [name for name in config.load_contents if name not in held]
     rule = f"{checkpoint / role} was saved without {', '.join(absent)}"
@@ -139,7 +139,7 @@ def _missing_contents(checkpoint: Path, role: str, wanted: RoleCheckpoints) -> l
 
 
 def load_roles(
-    found: Resumption, groups: Mapping[str, RoleGroup], roles: Mapping[str, RoleCheckpoints]
+    found: ResumePoint, groups: Mapping[str, RoleGroup], roles: Mapping[str, RoleCheckpoints]
 ) -> list[str]:
     """Restores every role's state; returns one line per role on what was loaded."""
     lines = []

@@ -56,8 +56,8 @@ def old_is_rollout(config: PPOConfig, device_type: str) -> bool:
 def build_roles(config: PPOConfig, plan: BatchPlan, runtime: Runtime, *, skipped: Path) -> Roles:
     """Starts every process of the run and waits until all are ready. `skipped`: the folder for rows of
     skipped optimizer steps."""
-    skips = SkipLimits(config.trainer.max_skipped_steps, str(skipped))
-    train = runtime.group(TRAIN, _training_roles(config, plan, runtime.device_type, skips))
+    skip_limits = SkipLimits(config.trainer.max_skipped_steps, str(skipped))
+    train = runtime.group(TRAIN, _training_roles(config, plan, runtime.device_type, skip_limits))
     score = runtime.group(SCORE, _scoring_roles(config))
     runtime.await_ready()
     return Roles(
@@ -82,7 +82,7 @@ def build_sampling_roles(config: PPOConfig, runtime: Runtime) -> SamplingRoles:
 
 
 def _training_roles(
-    config: PPOConfig, plan: BatchPlan, device_type: str, skips: SkipLimits
+    config: PPOConfig, plan: BatchPlan, device_type: str, skip_limits: SkipLimits
 ) -> dict[str, RoleSpec]:
     policy = config.actor_rollout_ref
     temperature = policy.rollout.temperature
@@ -98,7 +98,7 @@ def _training_roles(
         total_steps=plan.total_steps,
         old_is_rollout=old_is_rollout(config, device_type),
         seed=config.trainer.seed,
-        skips=skips,
+        skip_limits=skip_limits,
     )
     roles = {"actor": RoleSpec(ActorWorker, (actor,))}
     if not config.trainer.debug.train_only:
@@ -113,7 +113,7 @@ def _training_roles(
             response_tokens=tokens,
             total_steps=plan.total_steps,
             seed=config.trainer.seed,
-            skips=skips,
+            skip_limits=skip_limits,
         )
         roles["critic"] = RoleSpec(CriticWorker, (spec,))
     if own_reference(config):

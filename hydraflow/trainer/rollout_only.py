@@ -13,7 +13,7 @@ import torch
 
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.dispatch.runtime import Runtime
-from hydraflow.dispatch.shards import Promised, Ready
+from hydraflow.dispatch.shards import CompletedFuture, Future
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.ragged import lengths
 from hydraflow.protocol.remote import RemoteBatch
@@ -43,9 +43,9 @@ class RolloutTrainer:
         )
         self.timer = PhaseTimer(runtime.timeline)
 
-    def sync_weights(self) -> Promised:
+    def sync_weights(self) -> Future:
         """Does nothing: the weights never change."""
-        return Ready(None)
+        return CompletedFuture(None)
 
     def step(self, prompts: DataProto, step: int, interrupt: Callable[[], None]) -> dict[str, float]:
         """Samples and scores one batch of prompts; `step` counts from 1. An exception from

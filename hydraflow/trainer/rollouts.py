@@ -22,7 +22,7 @@ from hydraflow.algorithms.groups import group_ids
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.dispatch.group import RoleGroup
 from hydraflow.dispatch.runtime import Runtime
-from hydraflow.dispatch.shards import Promised, Ready
+from hydraflow.dispatch.shards import CompletedFuture, Future
 from hydraflow.errors import ConfigError, EnvironmentFault, Problem
 from hydraflow.generation.config import SamplingConfig
 from hydraflow.protocol.batch import DataProto
@@ -30,7 +30,7 @@ from hydraflow.protocol.remote import RemoteBatch
 from hydraflow.protocol.stored import read_batch, write_batch
 from hydraflow.trainer.config import DebugConfig
 from hydraflow.workers.reward import WITH_TEXTS, RewardWorker
-from hydraflow.workers.rollout import RolloutWorker, SampleOrder
+from hydraflow.workers.rollout import RolloutWorker, SamplingSpec
 
 SCORING_OBJECTS = ["data_source", "reward_model", "extra_info"]
 TEXTS = ("text", "prompt_text")
@@ -47,21 +47,21 @@ class Rollouts(Protocol):
     """A source of trajectories. Samples are passed on as futures: the reward worker waits for them, not the
     controller."""
 
-    def sampling(self, prompts: DataProto, step: int) -> Promised:
+    def sampling(self, prompts: DataProto, step: int) -> Future:
         """Starts sampling `rollout.n` trajectories for every prompt, prompt-major."""
         ...
 
-    def score(self, prompts: DataProto, sampling: Promised, step: int) -> Promised:
+    def score(self, prompts: DataProto, sampling: Future, step: int) -> Future:
         """A batch of `token_level_scores`, `score` and `acc`, perhaps `text` and `prompt_text`; facts
         `failed` and `why_failed`."""
         ...
 
-    def generated(self, prompts: DataProto, sampling: Promised) -> RemoteBatch:
+    def generated(self, prompts: DataProto, sampling: Future) -> RemoteBatch:
         """The trajectories, once they are there, with `group`."""
         ...
 
 
-class Sampled:
+class SampledRollouts:
     """Samples with the generation engine and scores with the reward function; `with_texts`: the scores come
     with prompts and responses."""
 
@@ -82,19 +82,19 @@ class Sampled:
             with_texts,
         )
 
-    def sampling(self, prompts: DataProto, step: int) -> Promised:
+    def sampling(self, prompts: DataProto, step: int) -> Future:
         """The row objects stay with the controller, the columns with the workers."""
         return sample(
             self.rollout,
             prompts,
-            SampleOrder(step, self.n, self.config.temperature, self.config.top_k, self.config.top_p),
+            SamplingSpec(step, self.n, self.config.temperature, self.config.top_k, self.config.top_p),
         )
 
-    def score(self, prompts: DataProto, sampling: Promised, step: int) -> Promised:
+    def score(self, prompts: DataProto, sampling: Future, step: int) -> Future:
         """The reward process waits for the samples itself."""
         return score_samples(self.reward, prompts, sampling, self.n, with_texts=self.with_texts)
 
-    def generated(self, prompts: DataProto, sampling: Promised) -> RemoteBatch:
+    def generated(self, prompts: DataProto, sampling: Future) -> RemoteBatch:
         """Waits for the samples and adds `group`."""
         groups = _group_numbers(prompts, self.n)
         batch: RemoteBatch = sampling.get()
@@ -102,22 +102,22 @@ class Sampled:
         return batch
 
 
-class Recorded:
+class RecordedRollouts:
     """Wraps another source and writes its trajectories to a folder; the controller fetches all of them for
     that."""
 
     def __init__(self, source: Rollouts, folder: Path, runtime: Runtime):
         self.source, self.folder, self.runtime = source, folder, runtime
 
-    def sampling(self, prompts: DataProto, step: int) -> Promised:
+    def sampling(self, prompts: DataProto, step: int) -> Future:
         """Passes the call on to the source."""
         return self.source.sampling(prompts, step)
 
-    def generated(self, prompts: DataProto, sampling: Promised) -> RemoteBatch:
+    def generated(self, prompts: DataProto, sampling: Future) -> RemoteBatch:
         """The source's trajectories."""
         return self.source.generated(prompts, sampling)
 
-    def score(self, prompts: DataProto, sampling: Promised, step: int) -> Promised:
+    def score(self, prompts: DataProto, sampling: Future, step: int) -> Future:
         """Waits for the scores and writes the file. EnvironmentFault when it cannot."""
         scored: RemoteBatch = self.source.score(prompts, sampling, step).get()
         batch = self.generated(prompts, sampling)
@@ -138,30 +138,32 @@ class Recorded:
             raise EnvironmentFault(
                 f"the trajectories of step {step} cannot be written to {self.folder}: {error.strerror}"
             ) from error
-        return Ready(scored)
+        return CompletedFuture(scored)
 
 
-class Replayed:
-    """Reads what `Recorded` wrote."""
+class ReplayedRollouts:
+    """Reads what `RecordedRollouts` wrote."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         self._scored: RemoteBatch | None = None
 
-    def sampling(self, prompts: DataProto, step: int) -> Promised:
+    def sampling(self, prompts: DataProto, step: int) -> Future:
         """The trajectories of that step; the prompts are those of the file."""
         rows, facts = read_dump(dump_file(self.folder, step))
         batch = RemoteBatch.from_local(rows)
         self._scored = batch.select(facts["scores"], [], [])
         self._scored.meta_info |= {name: facts[name] for name in ("failed", "why_failed")}
-        return Ready(batch.select([name for name in batch.columns if name not in facts["scores"]], None, []))
+        return CompletedFuture(
+            batch.select([name for name in batch.columns if name not in facts["scores"]], None, [])
+        )
 
-    def score(self, prompts: DataProto, sampling: Promised, step: int) -> Promised:
+    def score(self, prompts: DataProto, sampling: Future, step: int) -> Future:
         """The scores of the file."""
         assert self._scored is not None, "trajectories are sampled before they are scored"
-        return Ready(self._scored)
+        return CompletedFuture(self._scored)
 
-    def generated(self, prompts: DataProto, sampling: Promised) -> RemoteBatch:
+    def generated(self, prompts: DataProto, sampling: Future) -> RemoteBatch:
         """The trajectories, with their row objects."""
         batch: RemoteBatch = sampling.get()
         return batch
@@ -233,23 +235,23 @@ def require_dumps(debug: DebugConfig, plan: BatchPlan, *, first: int) -> None:
         raise ConfigError([Problem(LOAD, debug.load_rollouts, rule, remedy)])
 
 
-def sample(rollout: RoleGroup, prompts: DataProto, order: SampleOrder) -> Promised:
-    """Samples `order.n` responses per prompt; columns stay with the workers, row objects here."""
+def sample(rollout: RoleGroup, prompts: DataProto, sampling_spec: SamplingSpec) -> Future:
+    """Samples `sampling_spec.n` responses per prompt; columns stay with the workers, row objects here."""
     inputs = prompts.select(batch_keys=["prompts"], non_tensor_batch_keys=["uid"])
-    inputs.meta_info["sampling"] = order
-    sampling: Promised = rollout.call(RolloutWorker.generate, inputs)
+    inputs.meta_info["sampling"] = sampling_spec
+    sampling: Future = rollout.call(RolloutWorker.generate, inputs)
     return sampling
 
 
 def score_samples(
-    reward: RoleGroup, prompts: DataProto, sampling: Promised, n: int, *, with_texts: bool
-) -> Promised:
+    reward: RoleGroup, prompts: DataProto, sampling: Future, n: int, *, with_texts: bool
+) -> Future:
     """Scores `n` responses per prompt once they are sampled. `with_texts`: also returns prompts and responses
     as text."""
     objects = DataProto.from_dict(non_tensors=_repeated(prompts, SCORING_OBJECTS, n))
     objects.meta_info[WITH_TEXTS] = with_texts
     names = ["prompts", "responses"] if with_texts else ["responses"]
-    scoring: Promised = reward.call(RewardWorker.score, objects, sampling.columns(*names))
+    scoring: Future = reward.call(RewardWorker.score, objects, sampling.columns(*names))
     return scoring
 
 

@@ -45,7 +45,7 @@ class SFTTrainer:
         self, config: SFTConfig, plan: SFTPlan, runtime: Runtime, *, skipped: Path, row: str = CONTROLLER
     ):
         self.config, self.plan, self.runtime = config, plan, runtime
-        skips = SkipLimits(config.trainer.max_skipped_steps, str(skipped))
+        skip_limits = SkipLimits(config.trainer.max_skipped_steps, str(skipped))
         spec = SFTSpec(
             config.model,
             config.optim,
@@ -53,7 +53,7 @@ class SFTTrainer:
             plan.role,
             plan.total_steps,
             config.trainer.seed,
-            skips,
+            skip_limits,
         )
         roles = {"sft": RoleSpec(SFTWorker, (spec,))}
         self.group = runtime.group(TRAIN, roles)

@@ -16,7 +16,7 @@ import time
 from types import FrameType, TracebackType
 from typing import Any
 
-from hydraflow.system.interrupts import ENDS, TERMINATED
+from hydraflow.system.interrupts import SHUTDOWN, TERMINATED
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        ENDS.asked = True
+        SHUTDOWN.asked = True
         if not self.received:
             self.received = signal.Signals(number).name
             logger.warning(
@@ -66,4 +66,4 @@ class StopSignals:
             self.terminated_at = now
         elif now - self.terminated_at >= REPEATED:
             self.insisted = True
-            ENDS.interrupt(TERMINATED)
+            SHUTDOWN.interrupt(TERMINATED)

@@ -15,11 +15,11 @@ from hydraflow.dispatch.runtime import Runtime
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import RemoteBatch
 from hydraflow.schema import PPOConfig
-from hydraflow.trainer.generations import GenerationDump, Scored, read_scored
+from hydraflow.trainer.generations import GenerationDump, ScoredResponses, read_scored
 from hydraflow.trainer.ppo import judge_failures
 from hydraflow.trainer.roles import Roles, SamplingRoles
 from hydraflow.trainer.rollouts import sample, score_samples
-from hydraflow.workers.rollout import SampleOrder
+from hydraflow.workers.rollout import SamplingSpec
 
 
 def metric_names(batches: Sequence[DataProto], plan: BatchPlan) -> set[str]:
@@ -70,7 +70,7 @@ class Validator:
 
     def _score(self, prompts: DataProto) -> RemoteBatch:
         val = self.config.actor_rollout_ref.rollout.val_kwargs
-        order = SampleOrder(
+        order = SamplingSpec(
             -1,
             self.plan.validation.samples_per_prompt,
             val.temperature if val.do_sample else 0.0,
@@ -84,7 +84,7 @@ class Validator:
         ).get()
         return scored
 
-    def _samples(self, parts: Sequence[Scored]) -> list[dict[str, object]]:
+    def _samples(self, parts: Sequence[ScoredResponses]) -> list[dict[str, object]]:
         samples: list[dict[str, object]] = []
         for part in parts:
             for prompt, text, truth, score in zip(

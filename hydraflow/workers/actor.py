@@ -18,7 +18,7 @@ from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.dispatch.modes import mesh_mode, register
 from hydraflow.dispatch.worker import ProcessContext
 from hydraflow.engine.base import LossFn, ModelOutput
-from hydraflow.metrics import Metric, largest, mean
+from hydraflow.metrics import Metric, maximum, mean
 from hydraflow.models.config import ModelConfig
 from hydraflow.protocol.batch import DataProto
 from hydraflow.workers.config import ActorConfig
@@ -49,7 +49,7 @@ class ActorSpec:
     optimizer step."""
     seed: int
     """Seeds the initialisation of new weights (adapters)."""
-    skips: SkipLimits = SkipLimits()
+    skip_limits: SkipLimits = SkipLimits()
     """Limits on optimizer steps skipped for a non-finite gradient."""
 
 
@@ -69,27 +69,29 @@ class ActorWorker(EngineWorker):
             seed=spec.seed,
         )
         self.spec = spec
-        self.log_prob_portions = self.portions(spec.log_prob, "log-probabilities of the actor")
-        self.ref_portions = (
-            None if spec.ref is None else self.portions(spec.ref, "log-probabilities of the reference")
+        self.log_prob_batcher = self.micro_batcher(spec.log_prob, "log-probabilities of the actor")
+        self.ref_batcher = (
+            None if spec.ref is None else self.micro_batcher(spec.ref, "log-probabilities of the reference")
         )
-        update = self.portions(spec.plan.micro, "update of the actor")
-        self.learner = Learner(self.engine, spec.plan, update, self.skips(spec.skips, "actor"), "actor")
+        update = self.micro_batcher(spec.plan.micro, "update of the actor")
+        self.learner = Learner(
+            self.engine, spec.plan, update, self.skip_guard(spec.skip_limits, "actor"), "actor"
+        )
 
     @register(dispatch_mode=mesh_mode("actor"), read_only=True)
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """`old_log_probs` and `entropys` of the responses under the current weights."""
         output = forward_in_order(
-            self.engine, batch, self.log_prob_portions, temperature=self.spec.temperature, entropy=True
+            self.engine, batch, self.log_prob_batcher, temperature=self.spec.temperature, entropy=True
         )
         return output.rename("log_probs", "old_log_probs")
 
     @register(dispatch_mode=mesh_mode("actor"), read_only=True)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """`ref_log_prob`: the policy without its adapters."""
-        assert self.ref_portions is not None, "the plan has a reference pass where one is asked for"
+        assert self.ref_batcher is not None, "the plan has a reference pass where one is asked for"
         output = forward_in_order(
-            self.engine, batch, self.ref_portions, temperature=self.spec.temperature, adapter=False
+            self.engine, batch, self.ref_batcher, temperature=self.spec.temperature, adapter=False
         )
         return output.rename("log_probs", "ref_log_prob")
 
@@ -99,7 +101,7 @@ class ActorWorker(EngineWorker):
         metrics = self.learner.learn(
             batch, self._loss, step=step, temperature=self.spec.temperature, entropy=True
         )
-        return metrics | {"actor/oom_splits": largest(self.take_oom_splits())}
+        return metrics | {"actor/oom_splits": maximum(self.take_oom_splits())}
 
     def _loss(self, denominators: Denominators, first: bool) -> LossFn:
         actor = self.spec.actor
@@ -127,7 +129,7 @@ def _compared_with_rollout(loss: ActorLoss) -> LossFn:
             "training/rollout_probs_diff_mean": mean(
                 float(difference.mean()) if len(difference) else 0.0, weight=len(difference)
             ),
-            "training/rollout_probs_diff_max": largest(float(difference.max()) if len(difference) else 0.0),
+            "training/rollout_probs_diff_max": maximum(float(difference.max()) if len(difference) else 0.0),
         }
         return value, metrics | found
 

@@ -9,9 +9,9 @@ from hydraflow.algorithms.config import KL_ESTIMATORS, LOSS_AGG_MODES, POLICY_LO
 from hydraflow.engine.config import TRAIN_ENGINES, FSDPConfig, MegatronConfig, OptimConfig
 from hydraflow.generation.config import ANOTHER_PLACE, RolloutConfig
 from hydraflow.models.config import ModelConfig
-from hydraflow.options import FINITE, Rule, idle_when, option, unless, unread
+from hydraflow.options import FINITE, Rule, no_effect_when, option, unless, unread
 
-BOTH_GIVEN = idle_when(
+BOTH_GIVEN = no_effect_when(
     lambda s: None not in (s.clip_ratio_low, s.clip_ratio_high),
     "{s}.clip_ratio_low and {s}.clip_ratio_high are both given",
     "{s}.clip_ratio_low=null",
@@ -56,7 +56,9 @@ class ActorConfig:
         size=True,
         shapes_training=False,
         verl=("ppo_micro_batch_size",),
-        idle=unless("use_dynamic_bsz", False, why="{s}.use_dynamic_bsz=true fills micro-batches by tokens"),
+        no_effect=unless(
+            "use_dynamic_bsz", False, why="{s}.use_dynamic_bsz=true fills micro-batches by tokens"
+        ),
     )
     """Micro-batch size in trajectories per data rank (m); null: the largest that fits
     ppo_max_token_len_per_gpu."""
@@ -68,28 +70,30 @@ class ActorConfig:
     """PPO epochs: passes over each step's trajectories."""
     shuffle: bool = option(False, in_plan=True)
     """Shuffle prompts into mini-batches (seeded by trainer.seed)."""
-    clip_ratio: float = option(0.2, gt=0, idle=(unread(POLICY_LOSSES, "policy_loss.loss_mode"), BOTH_GIVEN))
+    clip_ratio: float = option(
+        0.2, gt=0, no_effect=(unread(POLICY_LOSSES, "policy_loss.loss_mode"), BOTH_GIVEN)
+    )
     """PPO clip range of the probability ratio."""
     clip_ratio_low: float | None = option(
-        None, gt=0, follows="clip_ratio", idle=unread(POLICY_LOSSES, "policy_loss.loss_mode")
+        None, gt=0, follows="clip_ratio", no_effect=unread(POLICY_LOSSES, "policy_loss.loss_mode")
     )
     """Clip range below 1; null: clip_ratio."""
     clip_ratio_high: float | None = option(
-        None, gt=0, follows="clip_ratio", idle=unread(POLICY_LOSSES, "policy_loss.loss_mode")
+        None, gt=0, follows="clip_ratio", no_effect=unread(POLICY_LOSSES, "policy_loss.loss_mode")
     )
     """Clip range above 1 (clip-higher); null: clip_ratio."""
-    clip_ratio_c: float = option(3.0, gt=1, idle=unread(POLICY_LOSSES, "policy_loss.loss_mode"))
+    clip_ratio_c: float = option(3.0, gt=1, no_effect=unread(POLICY_LOSSES, "policy_loss.loss_mode"))
     """Dual clip: upper bound of the loss for negative advantages, as a multiple of the advantage."""
-    tau_pos: float = option(1.0, gt=0, idle=unread(POLICY_LOSSES, "policy_loss.loss_mode"))
+    tau_pos: float = option(1.0, gt=0, no_effect=unread(POLICY_LOSSES, "policy_loss.loss_mode"))
     """SAPO's temperature for positive advantages."""
-    tau_neg: float = option(1.05, gt=0, idle=unread(POLICY_LOSSES, "policy_loss.loss_mode"))
+    tau_neg: float = option(1.05, gt=0, no_effect=unread(POLICY_LOSSES, "policy_loss.loss_mode"))
     """SAPO's temperature for negative advantages."""
     loss_agg_mode: str = option("token-mean", choices=LOSS_AGG_MODES)
     """How the loss is averaged over tokens and sequences."""
     loss_scale_factor: float | None = option(
         None,
         gt=0,
-        idle=unless(
+        no_effect=unless(
             "loss_agg_mode",
             "seq-mean-token-sum-norm",
             why="only {s}.loss_agg_mode=seq-mean-token-sum-norm divides by it",
@@ -100,19 +104,19 @@ class ActorConfig:
     """Coefficient of the entropy bonus."""
     use_kl_loss: bool = False
     """Add a KL penalty against the reference policy to the loss."""
-    kl_loss_coef: float = option(0.001, ge=0, idle=unless("use_kl_loss"))
+    kl_loss_coef: float = option(0.001, ge=0, no_effect=unless("use_kl_loss"))
     """Coefficient of that penalty."""
     kl_loss_type: str = option(
         "low_var_kl",
         choices=(*KL_ESTIMATORS, *(f"{name}+" for name in KL_ESTIMATORS)),
-        idle=unless("use_kl_loss"),
+        no_effect=unless("use_kl_loss"),
     )
     """Estimator of that penalty: kl (also k1), abs, mse (k2) or low_var_kl (k3); a trailing + uses k2's
     gradient."""
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
-    fsdp_config: FSDPConfig = option(factory=FSDPConfig, idle=unread(TRAIN_ENGINES, "strategy"))
-    megatron: MegatronConfig = option(factory=MegatronConfig, idle=unread(TRAIN_ENGINES, "strategy"))
+    fsdp_config: FSDPConfig = option(factory=FSDPConfig, no_effect=unread(TRAIN_ENGINES, "strategy"))
+    megatron: MegatronConfig = option(factory=MegatronConfig, no_effect=unread(TRAIN_ENGINES, "strategy"))
     checkpoint: CheckpointConfig = option(factory=CheckpointConfig, shapes_training=False)
     device_mapping: Any = option(None, shapes_training=False, planned=ANOTHER_PLACE)
     """Devices of the role: a list of numbers, or text such as 0-7 or 0-3,8-11; null: all devices of the
@@ -184,8 +188,8 @@ class CriticConfig:
     loss_agg_mode: str = option("token-mean", choices=LOSS_AGG_MODES)
     """As actor.loss_agg_mode."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
-    fsdp_config: FSDPConfig = option(factory=FSDPConfig, idle=unread(TRAIN_ENGINES, "strategy"))
-    megatron: MegatronConfig = option(factory=MegatronConfig, idle=unread(TRAIN_ENGINES, "strategy"))
+    fsdp_config: FSDPConfig = option(factory=FSDPConfig, no_effect=unread(TRAIN_ENGINES, "strategy"))
+    megatron: MegatronConfig = option(factory=MegatronConfig, no_effect=unread(TRAIN_ENGINES, "strategy"))
     checkpoint: CheckpointConfig = option(factory=CheckpointConfig, shapes_training=False)
     device_mapping: Any = option(None, shapes_training=False, planned=ANOTHER_PLACE)
     """Devices of the role; null: all devices of the trainer."""

@@ -12,7 +12,7 @@ from hydraflow.algorithms.critic_loss import ValueLoss
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.dispatch.modes import mesh_mode, register
 from hydraflow.dispatch.worker import ProcessContext
-from hydraflow.metrics import Metric, largest
+from hydraflow.metrics import Metric, maximum
 from hydraflow.protocol.batch import DataProto
 from hydraflow.workers.config import CriticConfig
 from hydraflow.workers.engine_worker import EngineWorker
@@ -34,7 +34,7 @@ class CriticSpec:
     """Training steps of the run, for the schedule."""
     seed: int
     """Seeds the initialisation of new weights (value head, adapters)."""
-    skips: SkipLimits = SkipLimits()
+    skip_limits: SkipLimits = SkipLimits()
     """Limits on optimizer steps skipped for a non-finite gradient."""
 
 
@@ -55,20 +55,22 @@ class CriticWorker(EngineWorker):
             seed=spec.seed,
         )
         self.spec = spec
-        self.values_portions = self.portions(spec.values, "values of the critic")
-        update = self.portions(spec.plan.micro, "update of the critic")
-        self.learner = Learner(self.engine, spec.plan, update, self.skips(spec.skips, "critic"), "critic")
+        self.values_batcher = self.micro_batcher(spec.values, "values of the critic")
+        update = self.micro_batcher(spec.plan.micro, "update of the critic")
+        self.learner = Learner(
+            self.engine, spec.plan, update, self.skip_guard(spec.skip_limits, "critic"), "critic"
+        )
 
     @register(dispatch_mode=mesh_mode("critic"), read_only=True)
     def compute_values(self, batch: DataProto) -> DataProto:
         """`values` of every response token."""
-        return forward_in_order(self.engine, batch, self.values_portions, temperature=1.0)
+        return forward_in_order(self.engine, batch, self.values_batcher, temperature=1.0)
 
     @register(dispatch_mode=mesh_mode("critic"), blocking=False, read_only=True, padding=False)
     def update(self, batch: DataProto, step: int) -> dict[str, Metric]:
         """Every optimizer step of training step `step`; rows come ordered by mini-batch."""
         metrics = self.learner.learn(batch, self._loss, step=step, temperature=1.0, entropy=False)
-        return metrics | {"critic/oom_splits": largest(self.take_oom_splits())}
+        return metrics | {"critic/oom_splits": maximum(self.take_oom_splits())}
 
     def _loss(self, denominators: Denominators, first: bool) -> ValueLoss:
         critic = self.spec.critic

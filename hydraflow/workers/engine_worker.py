@@ -16,7 +16,7 @@ from hydraflow.engine import process_group
 from hydraflow.engine.base import TrainEngine
 from hydraflow.engine.config import TRAIN_ENGINES, FSDPConfig, OptimConfig
 from hydraflow.models.config import ModelConfig
-from hydraflow.workers.portions import MicroBatcher
+from hydraflow.workers.micro_batcher import MicroBatcher
 from hydraflow.workers.saving import save_part
 from hydraflow.workers.skipping import SkipGuard, SkipLimits
 
@@ -51,28 +51,28 @@ class EngineWorker(Worker):
             timeout_s=process.timeout_s,
             listen_fd=process.listen_fd,
         )
-        self._portions: list[MicroBatcher] = []
-        self._skips: SkipGuard | None = None
+        self._micro_batchers: list[MicroBatcher] = []
+        self._skip_guard: SkipGuard | None = None
         device = current_device(process.device_type, process.local_rank)
         self.engine: TrainEngine = TRAIN_ENGINES[strategy].load()(
             model, fsdp, optim, head=head, device=device, total_steps=total_steps, field=field, seed=seed
         )
 
-    def portions(self, plan: MicroPlan, what: str) -> MicroBatcher:
+    def micro_batcher(self, plan: MicroPlan, what: str) -> MicroBatcher:
         """The micro-batches of one kind of pass, to be kept; `what` names it in messages."""
-        self._portions.append(MicroBatcher(plan, what))
-        return self._portions[-1]
+        self._micro_batchers.append(MicroBatcher(plan, what))
+        return self._micro_batchers[-1]
 
-    def skips(self, limits: SkipLimits, role: str) -> SkipGuard:
+    def skip_guard(self, limits: SkipLimits, role: str) -> SkipGuard:
         """The count of this model's skipped optimizer steps, to be kept; `role` names it in messages and
         files."""
-        self._skips = SkipGuard(limits, role, self.process.rank)
-        return self._skips
+        self._skip_guard = SkipGuard(limits, role, self.process.rank)
+        return self._skip_guard
 
     def take_oom_splits(self) -> float:
         """Number of times that micro-batches were split after running out of memory, since the last call; the
         same on every rank."""
-        return float(sum(portions.take_splits() for portions in self._portions))
+        return float(sum(micro_batcher.take_splits() for micro_batcher in self._micro_batchers))
 
     def mesh_coordinates(self, mesh: str) -> Coordinates:
         """Which share of a batch this process gets; results are collected from every data rank."""
@@ -99,14 +99,14 @@ class EngineWorker(Worker):
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def skipped_in_a_row(self) -> int:
         """Optimizer steps skipped since the last successful one; the same on every rank."""
-        assert self._skips is not None, "a frozen model skips nothing"
-        return self._skips.in_a_row
+        assert self._skip_guard is not None, "a frozen model skips nothing"
+        return self._skip_guard.in_a_row
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def count_skipped_from(self, in_a_row: int) -> None:
         """Restores the count that `skipped_in_a_row` had when the checkpoint was saved."""
-        assert self._skips is not None, "a frozen model skips nothing"
-        self._skips.in_a_row = in_a_row
+        assert self._skip_guard is not None, "a frozen model skips nothing"
+        self._skip_guard.in_a_row = in_a_row
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def checkpoint_bytes(self, contents: list[str]) -> int:

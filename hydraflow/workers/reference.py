@@ -45,12 +45,12 @@ class ReferenceWorker(EngineWorker):
             field="actor_rollout_ref.model",
         )
         self.spec = spec
-        self.log_prob_portions = self.portions(spec.log_prob, "log-probabilities of the reference")
+        self.log_prob_batcher = self.micro_batcher(spec.log_prob, "log-probabilities of the reference")
 
     @register(dispatch_mode=mesh_mode("ref"), read_only=True)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """`ref_log_prob` of the responses."""
         output = forward_in_order(
-            self.engine, batch, self.log_prob_portions, temperature=self.spec.temperature
+            self.engine, batch, self.log_prob_batcher, temperature=self.spec.temperature
         )
         return output.rename("log_probs", "ref_log_prob")

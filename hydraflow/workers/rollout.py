@@ -35,7 +35,7 @@ class RolloutSpec:
 
 
 @dataclass(frozen=True)
-class SampleOrder:
+class SamplingSpec:
     """How one batch of prompts is sampled; travels as `meta_info["sampling"]`."""
 
     step: int
@@ -82,21 +82,21 @@ class RolloutWorker(Worker):
     @register(dispatch_mode=mesh_mode("rollout"), blocking=False, read_only=True)
     def generate(self, batch: DataProto) -> DataProto:
         """Samples as `meta_info["sampling"]` says: B prompts in, B * n trajectories out."""
-        order: SampleOrder = batch.meta_info["sampling"]
+        sampling_spec: SamplingSpec = batch.meta_info["sampling"]
         prompts = rows(batch.get("prompts"))
         request = GenerationRequest(
             prompts=prompts,
-            samples=[order.n] * len(prompts),
-            keys=[(self.spec.seed, order.step, str(uid)) for uid in batch.non_tensor_batch["uid"]],
+            samples=[sampling_spec.n] * len(prompts),
+            keys=[(self.spec.seed, sampling_spec.step, str(uid)) for uid in batch.non_tensor_batch["uid"]],
         )
-        output = self.engine.generate(request, self._params(order))
-        return _trajectories(batch, order.n, output.responses, output.log_probs)
+        output = self.engine.generate(request, self._params(sampling_spec))
+        return _trajectories(batch, sampling_spec.n, output.responses, output.log_probs)
 
-    def _params(self, order: SampleOrder) -> SamplingParams:
+    def _params(self, sampling_spec: SamplingSpec) -> SamplingParams:
         return SamplingParams(
-            temperature=order.temperature,
-            top_k=order.top_k,
-            top_p=order.top_p,
+            temperature=sampling_spec.temperature,
+            top_k=sampling_spec.top_k,
+            top_p=sampling_spec.top_p,
             max_tokens=self.spec.max_tokens,
             ignore_eos=self.spec.rollout.ignore_eos,
             stop_token_ids=tuple(self.spec.rollout.stop_token_ids),

@@ -31,7 +31,7 @@ CHUNK = 16 * 2**20
 
 
 @dataclass(frozen=True)
-class FileFacts:
+class FileInfo:
     """Size and checksum of a complete file."""
 
     bytes: int
@@ -40,16 +40,16 @@ class FileFacts:
 
 
 @dataclass(frozen=True)
-class Part:
-    """What one rank has written."""
+class RankFiles:
+    """The files that one rank has written, or the error that stopped it."""
 
-    files: Mapping[str, FileFacts]
+    files: Mapping[str, FileInfo]
     """By path within the checkpoint."""
     error: str = ""
     """The error; empty on success."""
 
 
-def file_facts(path: Path, *, flush: bool = False) -> FileFacts:
+def file_facts(path: Path, *, flush: bool = False) -> FileInfo:
     """Size and checksum of a file; `flush` writes it to disk first (fsync)."""
     size = checksum = 0
     with path.open("rb") as file:
@@ -57,7 +57,7 @@ def file_facts(path: Path, *, flush: bool = False) -> FileFacts:
             os.fsync(file.fileno())
         while chunk := file.read(CHUNK):
             size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
-    return FileFacts(size, f"{checksum:08x}")
+    return FileInfo(size, f"{checksum:08x}")
 
 
 def expect_part(checkpoint: Path, role: str, rank: int) -> None:
@@ -67,7 +67,7 @@ def expect_part(checkpoint: Path, role: str, rank: int) -> None:
     _pending(checkpoint, role, rank).touch()
 
 
-def read_part(checkpoint: Path, role: str, rank: int) -> Part | None:
+def read_part(checkpoint: Path, role: str, rank: int) -> RankFiles | None:
     """What a rank has written; None while it is writing.
 
     OSError or ValueError when its report cannot be read, or is missing though the rank has ended: on a
@@ -82,9 +82,11 @@ def read_part(checkpoint: Path, role: str, rank: int) -> Part | None:
     return None
 
 
-def _parsed(report: Any) -> Part:
+def _parsed(report: Any) -> RankFiles:
     try:
-        return Part({name: FileFacts(**facts) for name, facts in report["files"].items()}, report["error"])
+        return RankFiles(
+            {name: FileInfo(**facts) for name, facts in report["files"].items()}, report["error"]
+        )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"its report is none: {str(report)[:100]}") from error
 
@@ -105,18 +107,18 @@ def _writer() -> ThreadPoolExecutor:
 
 
 def _save(snapshot: Snapshot, checkpoint: Path, role: str, rank: int) -> None:
-    part = Part({}, f"{role} rank {rank} ended while it wrote")
+    part = RankFiles({}, f"{role} rank {rank} ended while it wrote")
     try:
         files = snapshot.write(checkpoint / role)
-        part = Part({str(path.relative_to(checkpoint)): file_facts(path, flush=True) for path in files})
+        part = RankFiles({str(path.relative_to(checkpoint)): file_facts(path, flush=True) for path in files})
     except (EnvironmentFault, OSError, RuntimeError) as error:
-        part = Part({}, f"{role} rank {rank}: {error}")
+        part = RankFiles({}, f"{role} rank {rank}: {error}")
         logger.exception("this part of %s could not be written", checkpoint)
     finally:
         _tell(part, checkpoint, role, rank)
 
 
-def _tell(part: Part, checkpoint: Path, role: str, rank: int) -> None:
+def _tell(part: RankFiles, checkpoint: Path, role: str, rank: int) -> None:
     report = _report(checkpoint, role, rank)
     try:
         with replacing(report) as unfinished:

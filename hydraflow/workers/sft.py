@@ -14,7 +14,7 @@ from hydraflow.batch_plan.parts import RolePlan
 from hydraflow.dispatch.modes import mesh_mode, register
 from hydraflow.dispatch.worker import ProcessContext
 from hydraflow.engine.config import FSDPConfig, OptimConfig
-from hydraflow.metrics import Metric, largest
+from hydraflow.metrics import Metric, maximum
 from hydraflow.models.config import ModelConfig
 from hydraflow.protocol.batch import DataProto
 from hydraflow.workers.engine_worker import EngineWorker
@@ -34,7 +34,7 @@ class SFTSpec:
     """Optimizer steps of the run, for the schedule."""
     seed: int
     """Seeds the initialisation of new weights (adapters)."""
-    skips: SkipLimits = SkipLimits()
+    skip_limits: SkipLimits = SkipLimits()
     """Limits on optimizer steps skipped for a non-finite gradient."""
 
 
@@ -53,22 +53,24 @@ class SFTWorker(EngineWorker):
             field="model",
             seed=spec.seed,
         )
-        self.evaluation_portions = self.portions(spec.plan.micro, "evaluation")
-        update = self.portions(spec.plan.micro, "update")
-        self.learner = Learner(self.engine, spec.plan, update, self.skips(spec.skips, "model"), "train")
+        self.evaluation_batcher = self.micro_batcher(spec.plan.micro, "evaluation")
+        update = self.micro_batcher(spec.plan.micro, "update")
+        self.learner = Learner(
+            self.engine, spec.plan, update, self.skip_guard(spec.skip_limits, "model"), "train"
+        )
 
     @register(dispatch_mode=mesh_mode("sft"), read_only=True, padding=False)
     def update(self, batch: DataProto, step: int) -> dict[str, Metric]:
         """The optimizer step of training step `step`."""
         metrics = self.learner.learn(batch, self._loss, step=step, temperature=1.0, entropy=False)
-        return metrics | {"train/oom_splits": largest(self.take_oom_splits())}
+        return metrics | {"train/oom_splits": maximum(self.take_oom_splits())}
 
     @register(dispatch_mode=mesh_mode("sft"), read_only=True)
     def evaluate(self, batch: DataProto) -> DataProto:
         """`log_probs` and `greedy_match` (1 where the token is the most probable one) of every response
         token."""
         return forward_in_order(
-            self.engine, batch, self.evaluation_portions, temperature=1.0, greedy_match=True
+            self.engine, batch, self.evaluation_batcher, temperature=1.0, greedy_match=True
         )
 
     def _loss(self, denominators: Denominators, first: bool) -> SFTLoss:

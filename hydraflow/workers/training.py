@@ -3,8 +3,8 @@ passes without gradients.
 
 In: one data rank's rows, ordered by mini-batch (the controller chose which rows, see
 `trainer/mini_batches.py`). Out: metrics, or columns. Which rows share an optimizer step never depends on the
-number of ranks. Left out on purpose: micro-batches that turn out too large (`portions.py`), gradients that
-are not finite (`skipping.py`).
+number of ranks. Left out on purpose: micro-batches that turn out too large (`micro_batcher.py`), gradients
+that are not finite (`skipping.py`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from hydraflow.batch_plan.parts import RolePlan
 from hydraflow.dispatch.spans import span
 from hydraflow.engine.base import LossFn, TrainEngine
 from hydraflow.engine.micro_batches import MicroBatches
-from hydraflow.metrics import Metric, largest, mean, merge
+from hydraflow.metrics import Metric, maximum, mean, merge
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.ragged import parts
-from hydraflow.workers.portions import MicroBatcher
+from hydraflow.workers.micro_batcher import MicroBatcher
 from hydraflow.workers.skipping import SkipGuard
 
 LossFactory = Callable[[Denominators, bool], LossFn]
@@ -38,9 +38,9 @@ class Learner:
 
     engine: TrainEngine
     plan: RolePlan
-    portions: MicroBatcher
+    micro_batcher: MicroBatcher
     """Micro-batches of an update."""
-    skips: SkipGuard
+    skip_guard: SkipGuard
     prefix: str
     """Prefix of the metrics: actor, critic or train."""
 
@@ -63,7 +63,7 @@ class Learner:
             with span("optimizer_step"):
                 of_steps.append(self.engine.optimizer_step())
             facts = reductions.values(of_rows[-1]) | of_steps[-1]
-            self.skips.note(
+            self.skip_guard.note(
                 rows, skipped=bool(of_steps[-1]["skipped"]), step=step, number=number, facts=facts
             )
         self.engine.lr_step()
@@ -73,7 +73,7 @@ class Learner:
             name: replace(metric, value=metric.value / len(of_steps)) if metric.how == "sum" else metric
             for name, metric in found.items()
         }
-        return per_step | {f"{self.prefix}/skipped_steps": largest(skipped)}
+        return per_step | {f"{self.prefix}/skipped_steps": maximum(skipped)}
 
     def _gradient(
         self, rows: DataProto, loss: LossFn, *, temperature: float, entropy: bool
@@ -81,7 +81,7 @@ class Learner:
         def passes(micro: MicroBatches) -> dict[str, Metric]:
             return self.engine.forward_backward(micro.parts, loss, temperature=temperature, entropy=entropy)
 
-        return self.portions.work(self.engine, rows, passes)
+        return self.micro_batcher.work(self.engine, rows, passes)
 
 
 def global_denominators(engine: TrainEngine, mini_batches: Sequence[DataProto]) -> list[Denominators]:
@@ -96,11 +96,13 @@ def global_denominators(engine: TrainEngine, mini_batches: Sequence[DataProto]) 
 
 
 def forward_in_order(
-    engine: TrainEngine, batch: DataProto, portions: MicroBatcher, **options: Any
+    engine: TrainEngine, batch: DataProto, micro_batcher: MicroBatcher, **options: Any
 ) -> DataProto:
     """Forward passes over all rows; columns come back in the order of `batch`. `options` are those of
     `TrainEngine.forward`."""
-    return portions.work(engine, batch, lambda micro: micro.restore(engine.forward(micro.parts, **options)))
+    return micro_batcher.work(
+        engine, batch, lambda micro: micro.restore(engine.forward(micro.parts, **options))
+    )
 
 
 def _mask_counts(mini_batch: DataProto) -> tuple[float, float]:
@@ -115,6 +117,6 @@ def _step_metrics(step: dict[str, float], prefix: str) -> dict[str, Metric]:
     ranks."""
     return {
         f"{prefix}/grad_norm": mean(step["grad_norm"]),
-        f"{prefix}/grad_norm_max": largest(step["grad_norm"]),
+        f"{prefix}/grad_norm_max": maximum(step["grad_norm"]),
         f"{prefix}/lr": mean(step["lr"]),
     }

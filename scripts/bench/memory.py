@@ -194,14 +194,14 @@ class Rank:
 
         from hydraflow.protocol import ragged
         from hydraflow.protocol.batch import DataProto
-        from hydraflow.workers.rollout import SampleOrder
+        from hydraflow.workers.rollout import SamplingSpec
 
         count = self.plan.trajectories_per_step // RANKS // 2
         prompts = torch.randint(2, 60, (count, self.config.data.max_prompt_length))
         batch = DataProto.from_dict(
             {"prompts": ragged.from_rows(list(prompts))}, {"uid": np.arange(count).astype(str).astype(object)}
         )
-        batch.meta_info["sampling"] = SampleOrder(1, 2, 1.0, -1, 1.0)
+        batch.meta_info["sampling"] = SamplingSpec(1, 2, 1.0, -1, 1.0)
         return self.rollout.generate(batch)
 
     def make_optimizer_state(self) -> None:

@@ -144,7 +144,7 @@ def test_all_broken_rules_are_named_at_once():
 
 
 def test_first_remedies_of_rules_that_hang_together_are_one():
-    """24 does not divide 64, and there are only 50 prompts: one step and one mini-batch cure both."""
+    """24 does not divide 64, and there are only 50 prompts: one step and one mini-batch fix both."""
     problems = broken(small(actor__ppo_mini_batch_size=24), prompts=50)
     first = {problem.remedy.split(" or ")[0] for problem in problems.values()}
     assert first == {"data.train_batch_size=48"}

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from hydraflow.checkup.facts import Facts
+from hydraflow.checkup.context import CheckContext
 from hydraflow.checkup.finding import Finding, State
 from hydraflow.checkup.table import CHECKS, run_checks
 from hydraflow.schema import PPOConfig
@@ -65,9 +65,9 @@ def configured(model: str | Path | None = None, data: Path | None = None, **keys
     return config
 
 
-def findings(facts: Facts, name: str) -> list[Finding]:
+def findings(context: CheckContext, name: str) -> list[Finding]:
     """What one check of the table finds, as the doctor runs it."""
-    [result] = run_checks(facts, [check for check in CHECKS if check.name == name])
+    [result] = run_checks(context, [check for check in CHECKS if check.name == name])
     return list(result.findings)
 
 

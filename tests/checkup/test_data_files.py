@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hydraflow.checkup import sampling
-from hydraflow.checkup.facts import Facts
+from hydraflow.checkup.context import CheckContext
 from hydraflow.checkup.finding import Finding, State
 
 
 def look(data: Path | None, **keys: object) -> list[Finding]:
-    return findings(Facts(configured("somewhere", data, **keys)), "data files")
+    return findings(CheckContext(configured("somewhere", data, **keys)), "data files")
 
 
 def test_a_good_file(data: Path) -> None:
@@ -54,11 +54,11 @@ def test_a_missing_column_names_the_one_that_is_near(tmp_path: Path) -> None:
 
 def test_a_file_without_prompts_is_one_problem(model: Path, tmp_path: Path) -> None:
     rows = [{("question" if name == "prompt" else name): value for name, value in row().items()}] * 4
-    facts = Facts(configured(model, parquet(tmp_path / "train.parquet", rows)))
-    [found] = findings(facts, "data files")
+    context = CheckContext(configured(model, parquet(tmp_path / "train.parquet", rows)))
+    [found] = findings(context, "data files")
     assert "has no column prompt" in found.evidence and "data.prompt_key=" in found.remedy
     for name in ("chat template", "prompt lengths"):
-        assert states(findings(facts, name)) == [State.SKIPPED]
+        assert states(findings(context, name)) == [State.SKIPPED]
 
 
 def test_a_missing_reward_model(tmp_path: Path) -> None:
@@ -97,13 +97,13 @@ def test_an_ending_that_is_not_known(tmp_path: Path) -> None:
 
 
 def test_a_recipe_that_has_made_nothing_yet(tmp_path: Path) -> None:
-    facts = Facts(configured(recipe__name="arithmetic", recipe__cache_dir=str(tmp_path)))
-    [found] = findings(facts, "data files")
+    context = CheckContext(configured(recipe__name="arithmetic", recipe__cache_dir=str(tmp_path)))
+    [found] = findings(context, "data files")
     assert (found.state, found.evidence) == (
         State.SKIPPED,
         "recipe=arithmetic makes its own when it first runs",
     )
-    assert states(findings(facts, "model files")) == [State.SKIPPED]
+    assert states(findings(context, "model files")) == [State.SKIPPED]
 
 
 def test_samples_come_from_all_over_the_file(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from checkup.given import configured, findings
 
-from hydraflow.checkup.disk import Written, check_recipe, judge, what_is_written
-from hydraflow.checkup.facts import Facts
+from hydraflow.checkup.context import CheckContext
+from hydraflow.checkup.disk import PlannedFiles, check_recipe, judge, what_is_written
 from hydraflow.checkup.finding import State
 from hydraflow.recipes.arithmetic import cache_folder
 
@@ -15,7 +15,7 @@ GIB = 2**30
 
 
 def test_enough_tight_and_too_little(tmp_path: Path) -> None:
-    written = [Written("final_model/actor", 4 * GIB), Written("final_model/critic", 2 * GIB)]
+    written = [PlannedFiles("final_model/actor", 4 * GIB), PlannedFiles("final_model/critic", 2 * GIB)]
     fits = judge(tmp_path, written, free=20 * GIB)
     assert fits.state is State.OK
     assert (
@@ -31,24 +31,24 @@ def test_enough_tight_and_too_little(tmp_path: Path) -> None:
 
 
 def test_checkpoints_that_will_not_all_fit(tmp_path: Path) -> None:
-    found = judge(tmp_path, [Written("checkpoint of the actor", 10 * GIB, 7)], free=45 * GIB)
+    found = judge(tmp_path, [PlannedFiles("checkpoint of the actor", 10 * GIB, 7)], free=45 * GIB)
     assert found.state is State.WARNING and "later checkpoints will fail" in found.evidence
     # 45 GiB hold 4 at a time: 3 that stay, and the one that is being written
     assert found.remedy.startswith("trainer.max_actor_ckpt_to_keep=3 or ")
     assert (
-        judge(tmp_path, [Written("checkpoint of the actor", 10 * GIB, 7)], free=9 * GIB).state
+        judge(tmp_path, [PlannedFiles("checkpoint of the actor", 10 * GIB, 7)], free=9 * GIB).state
         is State.PROBLEM
     )
 
 
 def written(**keys: object) -> dict[str, tuple[int, int]]:
-    facts = Facts(configured(**keys))  # type: ignore[arg-type]
-    found = what_is_written(facts.config, facts.plan, facts.shape, facts.critic_shape)
+    context = CheckContext(configured(**keys))  # type: ignore[arg-type]
+    found = what_is_written(context.config, context.plan, context.shape, context.critic_shape)
     return {each.name: (each.size, each.count) for each in found}
 
 
 def test_bytes_follow_the_model_and_the_plan(model: Path, data: Path) -> None:
-    shape = Facts(configured(model, data)).shape
+    shape = CheckContext(configured(model, data)).shape
     given = {"model": model, "data": data}
     assert written(**given) == {"final_model/actor": (4 * shape.parameters, 1)}
     half = written(
@@ -61,7 +61,7 @@ def test_bytes_follow_the_model_and_the_plan(model: Path, data: Path) -> None:
 
 
 def test_checkpoints_hold_weights_and_two_moments(model: Path, data: Path) -> None:
-    weights = 4 * Facts(configured(model, data)).shape.parameters
+    weights = 4 * CheckContext(configured(model, data)).shape.parameters
     steps = {"trainer__total_training_steps": 10, "trainer__save_freq": 4, "trainer__save_final_model": False}
     assert written(model=model, data=data, **steps) == {
         "checkpoint of the actor": (3 * weights, 3)
@@ -79,17 +79,17 @@ def test_checkpoints_hold_weights_and_two_moments(model: Path, data: Path) -> No
 
 
 def test_a_run_that_saves_nothing(model: Path, data: Path) -> None:
-    [found] = findings(Facts(configured(model, data, trainer__save_final_model=False)), "disk")
+    [found] = findings(CheckContext(configured(model, data, trainer__save_final_model=False)), "disk")
     assert found.state is State.OK and "no model will be saved" in found.evidence
 
 
-def recipe_folder(cache: Path) -> Facts:
-    return Facts(configured(recipe__name="arithmetic", recipe__cache_dir=str(cache)))
+def recipe_folder(cache: Path) -> CheckContext:
+    return CheckContext(configured(recipe__name="arithmetic", recipe__cache_dir=str(cache)))
 
 
 def test_a_recipe_needs_a_folder_that_can_be_made(tmp_path: Path) -> None:
-    facts = recipe_folder(tmp_path / "new")
-    [found] = check_recipe(facts)
+    context = recipe_folder(tmp_path / "new")
+    [found] = check_recipe(context)
     assert (
         found.state is State.OK and found.evidence.endswith("will be made") and not list(tmp_path.iterdir())
     )
@@ -100,9 +100,9 @@ def test_a_recipe_needs_a_folder_that_can_be_made(tmp_path: Path) -> None:
 
 
 def test_what_a_recipe_has_made_need_not_be_writable(tmp_path: Path) -> None:
-    facts = recipe_folder(tmp_path)
-    model = cache_folder(facts.config.recipe, facts.config.trainer.seed) / "model"
+    context = recipe_folder(tmp_path)
+    model = cache_folder(context.config.recipe, context.config.trainer.seed) / "model"
     model.mkdir(parents=True)
     (model / "config.json").touch()
-    [found] = check_recipe(facts)
+    [found] = check_recipe(context)
     assert found.state is State.OK and found.evidence.endswith("is made already")

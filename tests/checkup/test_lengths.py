@@ -6,12 +6,12 @@ from pathlib import Path
 
 from checkup.given import configured, findings, parquet, row, states
 
-from hydraflow.checkup.facts import Facts
+from hydraflow.checkup.context import CheckContext
 from hydraflow.checkup.finding import Finding, State
 
 
 def look(model: Path, data: Path, **keys: object) -> list[Finding]:
-    return findings(Facts(configured(model, data, **keys)), "prompt lengths")
+    return findings(CheckContext(configured(model, data, **keys)), "prompt lengths")
 
 
 def prompts(tmp_path: Path, *lengths: int) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from checkup.given import configured, findings, states
 
-from hydraflow.checkup.facts import Facts
+from hydraflow.checkup.context import CheckContext
 from hydraflow.checkup.finding import State
 from hydraflow.checkup.libraries import broken_requirements
 from hydraflow.models import attention
@@ -28,8 +28,8 @@ def distribution(folder: Path, name: str, version: str, *asks: str) -> None:
 
 
 def test_the_libraries_of_this_environment_fit() -> None:
-    assert states(findings(Facts(configured()), "library versions")) == [State.OK]
-    [used] = findings(Facts(configured()), "tensordict and torch")
+    assert states(findings(CheckContext(configured()), "library versions")) == [State.OK]
+    [used] = findings(CheckContext(configured()), "tensordict and torch")
     assert used.state is State.OK and "joined rows" in used.evidence
 
 
@@ -43,16 +43,16 @@ def test_a_requirement_that_is_not_met(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_vllm_that_is_asked_for_and_missing() -> None:
-    [found] = findings(Facts(configured(actor_rollout_ref__rollout__name="vllm")), "vLLM and torch")
+    [found] = findings(CheckContext(configured(actor_rollout_ref__rollout__name="vllm")), "vLLM and torch")
     assert found.state is State.PROBLEM and "vllm" in found.remedy
-    assert states(findings(Facts(configured()), "vLLM and torch")) == [State.SKIPPED]
+    assert states(findings(CheckContext(configured()), "vLLM and torch")) == [State.SKIPPED]
 
 
 def test_vllm_for_another_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "vllm.py").write_text("")
     distribution(tmp_path, "vllm", "9.9", "torch==1.0")
     monkeypatch.syspath_prepend(str(tmp_path))
-    [found] = findings(Facts(configured(actor_rollout_ref__rollout__name="vllm")), "vLLM and torch")
+    [found] = findings(CheckContext(configured(actor_rollout_ref__rollout__name="vllm")), "vLLM and torch")
     assert found.state is State.PROBLEM and "vllm needs torch==1.0, installed is" in found.evidence
     assert found.remedy.startswith("pip install 'torch==1.0'")
 
@@ -69,7 +69,7 @@ def broken_flash(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_flash_attn_that_does_not_match(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken_flash(tmp_path, monkeypatch)
-    [found] = findings(Facts(configured()), "flash-attn")
+    [found] = findings(CheckContext(configured()), "flash-attn")
     assert found.state is State.NOTE  # a CPU does not need it
     assert "undefined symbol" in found.evidence and "SDPA" in found.evidence
 
@@ -89,5 +89,5 @@ def test_flash_attn_that_is_there_is_taken(tmp_path: Path, monkeypatch: pytest.M
     kernel = attention.flash_kernel.__wrapped__()
     monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
     assert kernel is not None and kernel() == 42
-    [found] = findings(Facts(configured()), "flash-attn")
+    [found] = findings(CheckContext(configured()), "flash-attn")
     assert found.state is State.OK and "flash-attn and torch 2.9" in found.evidence

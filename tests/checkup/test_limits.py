@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hydraflow.checkup.facts import Facts
+from hydraflow.checkup.context import CheckContext
 from hydraflow.checkup.finding import State
 from hydraflow.checkup.limits import (
     check_temporary_files,
@@ -82,14 +82,14 @@ def test_temporary_files_of_a_local_ray(tmp_path: Path, monkeypatch: pytest.Monk
     long.mkdir()
     monkeypatch.setenv("RAY_TMPDIR", str(long))
     with pytest.raises(ConfigError, match="is too long for the sockets below it"):
-        list(check_temporary_files(Facts(config)))
+        list(check_temporary_files(CheckContext(config)))
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="h") as short:
         monkeypatch.setenv("RAY_TMPDIR", short)
         Path(short, f"hydraflow-{os.getuid()}").touch()
-        found = list(check_temporary_files(Facts(config)))
+        found = list(check_temporary_files(CheckContext(config)))
         assert found[-1].state is State.PROBLEM and short in found[-1].evidence
         config.ray_init.address = "auto"
-        assert all(one.state is not State.PROBLEM for one in check_temporary_files(Facts(config)))
+        assert all(one.state is not State.PROBLEM for one in check_temporary_files(CheckContext(config)))
 
 
 def test_temporary_files(tmp_path: Path) -> None:

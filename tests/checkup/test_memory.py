@@ -7,7 +7,7 @@ from pathlib import Path
 
 from checkup.given import configured, findings, states
 
-from hydraflow.checkup.facts import Facts
+from hydraflow.checkup.context import CheckContext
 from hydraflow.checkup.finding import State
 from hydraflow.checkup.memory import judge_device, judge_host, judge_unused
 from hydraflow.memory.estimate import estimate
@@ -16,15 +16,17 @@ from hydraflow.memory.report import MemoryReport
 
 
 def report(model: Path, data: Path) -> MemoryReport:
-    facts = Facts(configured(model, data))
-    return estimate(facts.plan, facts.config, facts.shape, limits=limits_of(facts.config), critic_shape=None)
+    context = CheckContext(configured(model, data))
+    return estimate(
+        context.plan, context.config, context.shape, limits=limits_of(context.config), critic_shape=None
+    )
 
 
 def test_a_small_model_fits(model: Path, data: Path) -> None:
-    facts = Facts(configured(model, data))
-    assert states(findings(facts, "host memory")) == [State.OK]
-    assert states(findings(facts, "devices")) == [State.OK]
-    assert states(findings(facts, "GPUs, used")) == [State.SKIPPED]
+    context = CheckContext(configured(model, data))
+    assert states(findings(context, "host memory")) == [State.OK]
+    assert states(findings(context, "devices")) == [State.OK]
+    assert states(findings(context, "GPUs, used")) == [State.SKIPPED]
 
 
 def test_sizes_that_the_estimate_does_not_know_are_no_problem(model: Path, data: Path) -> None:
@@ -32,7 +34,7 @@ def test_sizes_that_the_estimate_does_not_know_are_no_problem(model: Path, data:
     (model / "config.json").write_text(
         json.dumps({name: value for name, value in sizes.items() if name != "hidden_size"})
     )
-    [found] = findings(Facts(configured(model, data)), "host memory")
+    [found] = findings(CheckContext(configured(model, data)), "host memory")
     assert found.state is State.SKIPPED and "hidden_size" in found.evidence
 
 
@@ -71,6 +73,6 @@ def test_gpus_that_torch_does_not_see() -> None:
 
 
 def test_a_device_that_is_not_here_is_reported_once(model: Path, data: Path) -> None:
-    facts = Facts(configured(model, data, trainer__device="cuda"))
-    if facts.device_type == "cpu" or states(findings(facts, "processors")) == [State.PROBLEM]:
-        assert states(findings(facts, "devices")) == [State.SKIPPED]
+    context = CheckContext(configured(model, data, trainer__device="cuda"))
+    if context.device_type == "cpu" or states(findings(context, "processors")) == [State.PROBLEM]:
+        assert states(findings(context, "devices")) == [State.SKIPPED]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from hydraflow.checkup.facts import Facts
+from hydraflow.checkup.context import CheckContext
 from hydraflow.checkup.finding import Finding, State
 from hydraflow.checkup.model_files import judge_positions, to_download
 from hydraflow.models.tiny import make_tokenizer
@@ -37,13 +37,16 @@ def shards(folder: Path) -> Path:
 
 
 def look(model: Path | str, data: Path) -> list[Finding]:
-    return findings(Facts(configured(model, data)), "model files")
+    return findings(CheckContext(configured(model, data)), "model files")
 
 
 def test_a_complete_directory(model: Path, data: Path) -> None:
     [found] = look(model, data)
     assert found.state is State.OK and "1 weight files" in found.evidence and found.evidence.endswith("F32")
-    assert states(findings(Facts(configured(model, data)), "model and tokenizer")) == [State.OK, State.OK]
+    assert states(findings(CheckContext(configured(model, data)), "model and tokenizer")) == [
+        State.OK,
+        State.OK,
+    ]
 
 
 def test_shards_as_the_index_promises(tmp_path: Path) -> None:
@@ -119,10 +122,10 @@ def test_no_weights_and_no_configuration(model: Path, data: Path) -> None:
 
 
 def test_a_hub_name_that_is_not_here(data: Path) -> None:
-    facts = Facts(configured("nobody/no-such-model-anywhere", data))
-    [found] = findings(facts, "model files")
+    context = CheckContext(configured("nobody/no-such-model-anywhere", data))
+    [found] = findings(context, "model files")
     assert found.state in (State.NOTE, State.PROBLEM)  # the latter where the tests run offline
-    assert states(findings(facts, "model and tokenizer")) == [State.SKIPPED]
+    assert states(findings(context, "model and tokenizer")) == [State.SKIPPED]
     assert to_download("gone", "a/b", fault="the hub is away").state is State.PROBLEM
     assert to_download("gone", "a/b", fault=None).remedy == "hf download a/b"
 
@@ -130,7 +133,7 @@ def test_a_hub_name_that_is_not_here(data: Path) -> None:
 def test_a_configuration_that_transformers_refuses_is_one_problem(model: Path, data: Path) -> None:
     values = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(values | {"num_hidden_layers": 9}))
-    facts = Facts(configured(model, data))
+    context = CheckContext(configured(model, data))
     checks = (
         "weights and model",
         "model and tokenizer",
@@ -138,7 +141,7 @@ def test_a_configuration_that_transformers_refuses_is_one_problem(model: Path, d
         "prompt lengths",
         "chat template",
     )
-    found = [one for name in checks for one in findings(facts, name) if one.state is State.PROBLEM]
+    found = [one for name in checks for one in findings(context, name) if one.state is State.PROBLEM]
     [one] = [finding for finding in found if "num_hidden_layers" in finding.evidence]
     assert "`num_hidden_layers` (9) must be equal to the number of `layer_types`" in one.evidence
     assert one.remedy == f"correct {model / 'config.json'}, or download the model again"
@@ -147,7 +150,7 @@ def test_a_configuration_that_transformers_refuses_is_one_problem(model: Path, d
 
 def test_adapters_that_no_layer_takes_are_found(model: Path, data: Path) -> None:
     keys = {f"actor_rollout_ref.model.{name}": value for name, value in LORA.items()}
-    found = findings(Facts(configured(model, data, **keys)), "weights and model")
+    found = findings(CheckContext(configured(model, data, **keys)), "weights and model")
     assert states(found) == [State.PROBLEM] and "nope_proj" in found[0].evidence
 
 
@@ -160,18 +163,18 @@ def test_a_hub_name_in_the_cache(
     (cache / "refs" / "main").write_text("0123")
     model.rename(cache / "snapshots" / "0123")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    facts = Facts(configured("me/small", data))
-    [found] = findings(facts, "model files")
+    context = CheckContext(configured("me/small", data))
+    [found] = findings(context, "model files")
     assert found.state is State.OK and str(cache) in found.evidence
-    assert states(findings(facts, "model and tokenizer")) == [State.OK, State.OK]
+    assert states(findings(context, "model and tokenizer")) == [State.OK, State.OK]
     (cache / "snapshots" / "0123" / "model.safetensors").unlink()
-    [partly] = findings(Facts(configured("me/small", data)), "model files")
+    [partly] = findings(CheckContext(configured("me/small", data)), "model files")
     assert partly.state in (State.NOTE, State.PROBLEM) and "no weights" in partly.evidence
 
 
 def test_a_tokenizer_larger_than_the_model(model: Path, data: Path) -> None:
     make_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789+= ").save_pretrained(model)
-    vocabulary, _ = findings(Facts(configured(model, data)), "model and tokenizer")
+    vocabulary, _ = findings(CheckContext(configured(model, data)), "model and tokenizer")
     assert vocabulary.state is State.PROBLEM
     assert (
         "the tokenizer has 41 tokens, the model 17: the last 24" in vocabulary.evidence
@@ -180,10 +183,10 @@ def test_a_tokenizer_larger_than_the_model(model: Path, data: Path) -> None:
 
 def test_a_directory_without_a_tokenizer_is_reported_once(model: Path, data: Path) -> None:
     (model / "tokenizer.json").unlink()
-    facts = Facts(configured(model, data))
-    [first] = findings(facts, "model and tokenizer")
+    context = CheckContext(configured(model, data))
+    [first] = findings(context, "model and tokenizer")
     assert first.state is State.PROBLEM and "tokenizer" in first.evidence
-    assert states(findings(facts, "end of sequence")) == [State.SKIPPED]
+    assert states(findings(context, "end of sequence")) == [State.SKIPPED]
 
 
 def test_positions() -> None:

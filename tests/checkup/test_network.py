@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from checkup.given import configured, findings, states
 
-from hydraflow.checkup.facts import Facts
+from hydraflow.checkup.context import CheckContext
 from hydraflow.checkup.finding import State
 from hydraflow.checkup.network import free_ports, judge_ray, named_clusters, own_addresses, unreachable
 
@@ -43,7 +43,7 @@ def stranger() -> Iterator[str]:
 
 def test_this_machine_reaches_itself() -> None:
     assert own_addresses()[0] == "127.0.0.1"
-    assert states(findings(Facts(configured()), "ports")) == [State.OK]
+    assert states(findings(CheckContext(configured()), "ports")) == [State.OK]
 
 
 def test_an_address_that_is_not_this_machine_s() -> None:

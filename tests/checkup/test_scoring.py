@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from checkup.given import configured, findings, jsonl, parquet, row
 
-from hydraflow.checkup.facts import Facts
+from hydraflow.checkup.context import CheckContext
 from hydraflow.checkup.finding import Finding, State
 
 
 def look(data: Path, function: Path | None = None, **keys: object) -> Finding:
     custom = {"reward__custom_reward_function__path": str(function)} if function else {}
-    [found] = findings(Facts(configured(None, data, **custom, **keys)), "reward function")
+    [found] = findings(CheckContext(configured(None, data, **custom, **keys)), "reward function")
     return found
 
 
@@ -35,8 +35,8 @@ def test_a_built_in_function(data: Path) -> None:
 
 
 def test_a_recipe_s_rows_are_scored_before_they_are_made(tmp_path: Path) -> None:
-    facts = Facts(configured(recipe__name="arithmetic", recipe__cache_dir=str(tmp_path)))
-    [found] = findings(facts, "reward function")
+    context = CheckContext(configured(recipe__name="arithmetic", recipe__cache_dir=str(tmp_path)))
+    [found] = findings(context, "reward function")
     assert found.state is State.OK
 
 

@@ -6,13 +6,13 @@ import sys
 import time
 from collections.abc import Iterator
 
-from hydraflow.checkup.facts import Facts
-from hydraflow.checkup.finding import Finding, Skip, State, ok
+from hydraflow.checkup.context import CheckContext
+from hydraflow.checkup.finding import CheckSkipped, Finding, State, ok
 from hydraflow.checkup.table import CHECKS, Check, run_checks
 from hydraflow.errors import ConfigError
 from hydraflow.schema import PPOConfig
 
-FACTS = Facts(PPOConfig())
+FACTS = CheckContext(PPOConfig())
 
 
 def only(check: Check) -> tuple[Finding, ...]:
@@ -21,7 +21,7 @@ def only(check: Check) -> tuple[Finding, ...]:
 
 
 def test_what_a_check_raises_is_a_problem_and_what_it_found_before_is_kept() -> None:
-    def look(facts: Facts) -> Iterator[Finding]:
+    def look(context: CheckContext) -> Iterator[Finding]:
         yield ok("so far")
         raise ZeroDivisionError("by zero")
 
@@ -32,7 +32,7 @@ def test_what_a_check_raises_is_a_problem_and_what_it_found_before_is_kept() -> 
 
 
 def test_a_check_that_ends_the_program_does_not() -> None:
-    def look(facts: Facts) -> Iterator[Finding]:
+    def look(context: CheckContext) -> Iterator[Finding]:
         sys.exit(7)
 
     [finding] = only(Check("exit", look))  # type: ignore[arg-type]
@@ -40,22 +40,22 @@ def test_a_check_that_ends_the_program_does_not() -> None:
 
 
 def test_a_check_that_hangs_is_given_up() -> None:
-    def look(facts: Facts) -> list[Finding]:
+    def look(context: CheckContext) -> list[Finding]:
         time.sleep(60)
         return []
 
     began = time.monotonic()
-    [finding] = only(Check("slow", look, seconds=lambda facts: 0.2))
+    [finding] = only(Check("slow", look, seconds=lambda context: 0.2))
     assert time.monotonic() - began < 5
     assert finding.state is State.PROBLEM and "0.2 seconds" in finding.evidence
 
 
 def test_users_mistakes_keep_their_remedy_and_skips_their_reason() -> None:
-    def mistaken(facts: Facts) -> Iterator[Finding]:
+    def mistaken(context: CheckContext) -> Iterator[Finding]:
         raise ConfigError.one("trainer.nnodes", 0, "must be at least 1", "trainer.nnodes=1")
 
-    def nothing(facts: Facts) -> Iterator[Finding]:
-        raise Skip("nothing to see")
+    def nothing(context: CheckContext) -> Iterator[Finding]:
+        raise CheckSkipped("nothing to see")
 
     assert only(Check("mistake", mistaken)) == (  # type: ignore[arg-type]
         Finding(State.PROBLEM, "trainer.nnodes=0: must be at least 1", "trainer.nnodes=1"),
@@ -70,7 +70,7 @@ def test_names_are_unique() -> None:
 def test_what_a_run_would_miss_and_machines_that_are_not_here_are_told() -> None:
     config = PPOConfig()
     config.cluster.nodes, config.cluster.devices_per_node = 64, 8
-    [result] = run_checks(Facts(config), [check for check in CHECKS if check.name == "configuration"])
+    [result] = run_checks(CheckContext(config), [check for check in CHECKS if check.name == "configuration"])
     said = {finding.state: finding.evidence for finding in result.findings}
     assert "must be given" in said[State.PROBLEM] and said[State.NOTE].startswith("cluster.*: ")
-    assert Facts(config).config.cluster.nodes is None
+    assert CheckContext(config).config.cluster.nodes is None

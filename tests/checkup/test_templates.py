@@ -7,7 +7,7 @@ from pathlib import Path
 
 from checkup.given import configured, findings, parquet, row, states
 
-from hydraflow.checkup.facts import Facts
+from hydraflow.checkup.context import CheckContext
 from hydraflow.checkup.finding import Finding, State
 from hydraflow.checkup.templates import judge_chats, judge_ends, turn_end
 from hydraflow.models.tiny import make_tokenizer
@@ -19,7 +19,7 @@ USUAL = (
 
 
 def look(name: str, model: Path, data: Path, **keys: object) -> list[Finding]:
-    return findings(Facts(configured(model, data, **keys)), name)
+    return findings(CheckContext(configured(model, data, **keys)), name)
 
 
 def test_three_prompts_are_shown(model: Path, data: Path) -> None:

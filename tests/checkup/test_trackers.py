@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from checkup.given import configured, findings, states
 
-from hydraflow.checkup.facts import Facts
+from hydraflow.checkup.context import CheckContext
 from hydraflow.checkup.finding import State
 from hydraflow.checkup.preflight import require_trackers
 from hydraflow.checkup.trackers import ON_SERVERS, TRACKER_CHECKS, judge_login, judge_mlflow
@@ -27,14 +27,18 @@ def test_every_tracker_has_a_check() -> None:
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("no folder")
-    file, *others = findings(Facts(configured(trainer__default_local_dir=str(blocked / "run"))), "trackers")
+    file, *others = findings(
+        CheckContext(configured(trainer__default_local_dir=str(blocked / "run"))), "trackers"
+    )
     assert file.state is State.PROBLEM and "trainer.default_local_dir" in file.remedy
     assert states(others) == [State.OK, State.OK]
     assert not (tmp_path / "run").exists()
 
 
 def test_trackers_write_what_they_are_given(tmp_path: Path) -> None:
-    found = findings(Facts(configured(trainer__default_local_dir=str(tmp_path / "run"))), "trackers, used")
+    found = findings(
+        CheckContext(configured(trainer__default_local_dir=str(tmp_path / "run"))), "trackers, used"
+    )
     assert [(finding.state, finding.evidence.split()[0]) for finding in found] == [
         (State.OK, "file"),
         (State.OK, "tensorboard"),
@@ -108,7 +112,7 @@ def test_a_folder_for_responses_that_cannot_be_written(tmp_path: Path) -> None:
         "trainer__validation_data_dir": str(tmp_path / "val"),
     }
     keys["trainer__debug__save_rollouts"] = keys["trainer__rollout_data_dir"]
-    *_, rollouts, validations, dumps = findings(Facts(configured(**keys)), "trackers")
+    *_, rollouts, validations, dumps = findings(CheckContext(configured(**keys)), "trackers")
     assert rollouts.state is State.PROBLEM and "trainer.rollout_data_dir=<a folder" in rollouts.remedy
     assert dumps.state is State.PROBLEM and "trainer.debug.save_rollouts=<a folder" in dumps.remedy
     assert validations.state is State.OK and not (tmp_path / "val").exists()

@@ -2,14 +2,14 @@
 
 import pytest
 
-from hydraflow.compose.arguments import Switch, split
+from hydraflow.compose.arguments import CommandLineOption, split
 from hydraflow.compose.launch import given_switches, help_text
 from hydraflow.schema import EvalConfig
 
 SWITCHES = (
-    Switch("--json", doc="Print JSON."),
-    Switch("--svg", value="FILE", doc="Draw."),
-    Switch("--job", value="NAME", choices=("ppo", "sft"), doc="Which."),
+    CommandLineOption("--json", doc="Print JSON."),
+    CommandLineOption("--svg", value="FILE", doc="Draw."),
+    CommandLineOption("--job", value="NAME", choices=("ppo", "sft"), doc="Which."),
 )
 
 

@@ -5,7 +5,7 @@ import functools
 import pytest
 import yaml
 
-from hydraflow.compose.effects import RULES, idle_keys
+from hydraflow.compose.effects import RULES, keys_without_effect
 from hydraflow.compose.keys import known_keys
 from hydraflow.compose.loading import load_command
 from hydraflow.compose.patterns import expand, fits
@@ -127,7 +127,7 @@ def notes(*overrides: str) -> str:
     return "\n".join(load_command("ppo", PPOConfig, [*OWN, *overrides], tolerant=True)[1].notes)
 
 
-def idle(key: str, *overrides: str) -> list[str]:
+def no_effect(key: str, *overrides: str) -> list[str]:
     """What is said about `key` where these overrides, and it, are set."""
     config = PPOConfig()
     for word in (key, *overrides):
@@ -135,23 +135,23 @@ def idle(key: str, *overrides: str) -> list[str]:
         section = functools.reduce(getattr, sections, config)
         setattr(section, name, yaml.safe_load(word.partition("=")[2]))
     given = [(key.partition("=")[0], yaml.safe_load(key.partition("=")[2]))]
-    return [problem.remedy for problem in idle_keys(config, given, planning=True)]
+    return [problem.remedy for problem in keys_without_effect(config, given, planning=True)]
 
 
 @pytest.mark.parametrize(("key", "with_these", "cure"), CASES, ids=[case[0] for case in CASES])
 def test_a_key_without_effect_is_said_until_its_option_is_on(key, with_these, cure):
-    assert [remedy.partition(" or ")[0] for remedy in idle(key, *with_these)] == [
+    assert [remedy.partition(" or ")[0] for remedy in no_effect(key, *with_these)] == [
         f"leave out {key.partition('=')[0]}"
     ]
-    assert idle(key, *with_these, *cure.split()) == []
+    assert no_effect(key, *with_these, *cure.split()) == []
 
 
 @pytest.mark.parametrize(("key", "with_these", "cure"), CASES, ids=[case[0] for case in CASES])
 def test_the_suggested_option_is_one_that_helps(key, with_these, cure):
-    [remedy] = idle(key, *with_these)
+    [remedy] = no_effect(key, *with_these)
     for suggestion in remedy.split(" or ")[1:]:
         assert (
-            idle(
+            no_effect(
                 key, *with_these, *suggestion.replace("=...", "=x").replace("recipe=", "recipe.name=").split()
             )
             == []

@@ -9,7 +9,7 @@ import torch
 from dispatch.probes import Probe
 
 from hydraflow.dispatch.config import RayInitConfig
-from hydraflow.dispatch.group import Group, Limits, RoleGroup, WorkerGroup
+from hydraflow.dispatch.group import Group, RoleGroup, Timeouts, WorkerGroup
 from hydraflow.dispatch.local import LocalRuntime
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
@@ -23,7 +23,7 @@ SIZES = (1, 2, 4)
 @pytest.fixture(scope="session")
 def runtime(ray_session: None) -> Iterator[Runtime]:
     """Groups of 1, 2 and 4 processes with the roles `probe` and `other`."""
-    with Runtime(RayInitConfig(), Limits(start=120, call=60)) as runtime:
+    with Runtime(RayInitConfig(), Timeouts(start=120, call=60)) as runtime:
         runtime.start(
             [
                 ResourcePool(f"of{size}", [size], cpus_per_process=0.25, threads=2 if size == 1 else 1)
@@ -44,7 +44,7 @@ def groups(runtime: Runtime) -> dict[int, WorkerGroup]:
 @pytest.fixture(scope="session")
 def local() -> Group:
     """The same roles in this process."""
-    runtime = LocalRuntime(RayInitConfig(), Limits(start=120, call=60))
+    runtime = LocalRuntime(RayInitConfig(), Timeouts(start=120, call=60))
     runtime.start([ResourcePool("here", [1])])
     return runtime.group("here", {"probe": RoleSpec(Probe), "other": RoleSpec(Probe, (7,))})
 

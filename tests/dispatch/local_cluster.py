@@ -12,7 +12,7 @@ import ray
 from dispatch.probes import Described
 
 from hydraflow.dispatch.config import RayInitConfig, RuntimeEnvConfig
-from hydraflow.dispatch.group import Limits
+from hydraflow.dispatch.group import Timeouts
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.worker import RoleSpec
@@ -21,7 +21,7 @@ from hydraflow.dispatch.worker import RoleSpec
 def main(variables: dict[str, str]) -> None:
     """`variables`: ray_init.runtime_env.env_vars."""
     with Runtime(
-        RayInitConfig(runtime_env=RuntimeEnvConfig(dict(variables))), Limits(start=120, call=60)
+        RayInitConfig(runtime_env=RuntimeEnvConfig(dict(variables))), Timeouts(start=120, call=60)
     ) as runtime:
         runtime.start([ResourcePool("pool", [1])])
         role = runtime.group("pool", {"described": RoleSpec(Described)}).role("described")

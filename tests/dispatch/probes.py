@@ -32,12 +32,12 @@ from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 
 
-def _reverse(site: Any, *args: Any) -> Any:
+def _reverse(context: Any, *args: Any) -> Any:
     """Rows in parts, the last part to rank 0."""
-    return [split(value, site.world_size)[::-1] for value in args], {}
+    return [split(value, context.world_size)[::-1] for value in args], {}
 
 
-def _sum(site: Any, answers: list[int]) -> int:
+def _sum(context: Any, answers: list[int]) -> int:
     return sum(answers)
 
 
@@ -124,12 +124,12 @@ class Probe(Worker):
         x = data.get("x")
         return {
             "x/mean": metrics.mean(float(x.float().mean()), weight=len(x)),
-            "x/max": metrics.largest(float(x.max())),
+            "x/max": metrics.maximum(float(x.max())),
         }
 
     @register(Dispatch.DP_COMPUTE_METRIC, blocking=False)
     def tokens_later(self, data: DataProto) -> dict[str, Metric]:
-        return {"tokens": metrics.total(float(ragged.lengths(data.get("ids")).sum()))}
+        return {"tokens": metrics.summed(float(ragged.lengths(data.get("ids")).sum()))}
 
     @register(Dispatch.MEGATRON_COMPUTE)
     def megatron(self, x: int) -> tuple[int, int]:
@@ -145,7 +145,7 @@ class Probe(Worker):
 
     @register(mesh_mode("train"))
     def mesh_metrics(self, data: DataProto) -> dict[str, Metric]:
-        return {"x": metrics.total(float(data.get("x").sum()))}
+        return {"x": metrics.summed(float(data.get("x").sum()))}
 
     @register(mesh_mode("flat"))
     def flat_rows(self, data: DataProto) -> DataProto:
@@ -162,11 +162,11 @@ class Probe(Worker):
 
     @register(Dispatch.DP_COMPUTE_METRIC, read_only=True)
     def shared_when_read_only(self, data: DataProto) -> dict[str, Metric]:
-        return {"shared": metrics.total(float(_in_object_store(data.get("big"))))}
+        return {"shared": metrics.summed(float(_in_object_store(data.get("big"))))}
 
     @register(Dispatch.DP_COMPUTE_METRIC)
     def shared_otherwise(self, data: DataProto) -> dict[str, Metric]:
-        return {"shared": metrics.total(float(_in_object_store(data.get("big"))))}
+        return {"shared": metrics.summed(float(_in_object_store(data.get("big"))))}
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def big(self, data: DataProto, width: int) -> DataProto:
@@ -174,7 +174,7 @@ class Probe(Worker):
 
     @register(Dispatch.DP_COMPUTE_METRIC)
     def sum_of(self, data: DataProto, key: str) -> dict[str, Metric]:
-        return {"sum": metrics.total(float(data.get(key).sum()))}
+        return {"sum": metrics.summed(float(data.get(key).sum()))}
 
     @register(Dispatch.ONE_TO_ALL)
     def size_of(self, array: np.ndarray) -> int:

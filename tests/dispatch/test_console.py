@@ -30,15 +30,16 @@ PROGRAM = """
     import sys, time
     from dispatch.test_console import Speaker
     from hydraflow.dispatch.config import RayInitConfig
-    from hydraflow.dispatch.group import Limits
+    from hydraflow.dispatch.group import Timeouts
     from hydraflow.dispatch.placement import ResourcePool
     from hydraflow.dispatch.runtime import Runtime
-    from hydraflow.dispatch.watch import Watch
+    from hydraflow.dispatch.observability import Observability
     from hydraflow.dispatch.worker import RoleSpec
     from hydraflow.system.role_logs import LogSettings
 
-    watch = Watch(logs=LogSettings(sys.argv[1], console=sys.argv[2] if len(sys.argv) > 2 else None))
-    with Runtime(RayInitConfig(), Limits(start=120, call=60), watch=watch) as runtime:
+    console = sys.argv[2] if len(sys.argv) > 2 else None
+    observability = Observability(logs=LogSettings(sys.argv[1], console=console))
+    with Runtime(RayInitConfig(), Timeouts(start=120, call=60), observability=observability) as runtime:
         runtime.start([ResourcePool("pool", [3])])
         role = runtime.group("pool", {"speaker": RoleSpec(Speaker)}).role("speaker")
         role.call(Speaker.speak)

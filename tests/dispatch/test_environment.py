@@ -12,7 +12,7 @@ from dispatch.probes import Described
 
 from hydraflow.dispatch.config import RayInitConfig, RuntimeEnvConfig
 from hydraflow.dispatch.environment import variables
-from hydraflow.dispatch.group import Limits
+from hydraflow.dispatch.group import Timeouts
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.worker import RoleSpec
@@ -47,7 +47,7 @@ def test_collectives_between_nodes_use_the_interface_by_which_ray_knows_the_node
 def described(ray_session: None) -> list[dict[str, str]]:
     """The environments of two processes, and what happens to somebody who wants their port."""
     env = RuntimeEnvConfig({"HYDRAFLOW_TEST_COLOUR": "green", "OMP_NUM_THREADS": 1})
-    with Runtime(RayInitConfig(runtime_env=env), Limits(start=120, call=60)) as runtime:
+    with Runtime(RayInitConfig(runtime_env=env), Timeouts(start=120, call=60)) as runtime:
         runtime.start([ResourcePool("pool", [2], threads=2)])
         role = runtime.group("pool", {"described": RoleSpec(Described)}).role("described")
         runtime.await_ready()
@@ -66,7 +66,7 @@ def test_variables_reach_every_process_and_the_port_of_rank_0_is_held(
 
 def test_an_interface_that_is_not_there_is_told_in_the_users_words(ray_session: None) -> None:
     env = RuntimeEnvConfig({"HYDRAFLOW_NETWORK_INTERFACE": "ib77"})
-    with Runtime(RayInitConfig(runtime_env=env), Limits(start=120, call=60)) as runtime:
+    with Runtime(RayInitConfig(runtime_env=env), Timeouts(start=120, call=60)) as runtime:
         runtime.start([ResourcePool("pool", [1])])
         runtime.group("pool", {"described": RoleSpec(Described)})
         with pytest.raises(

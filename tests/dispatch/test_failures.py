@@ -13,7 +13,7 @@ import pytest
 from dispatch.probes import Misconfigured, Probe, Troubled, Unbuildable
 
 from hydraflow.dispatch.config import RayInitConfig
-from hydraflow.dispatch.group import Limits, RoleGroup
+from hydraflow.dispatch.group import RoleGroup, Timeouts
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.worker import RoleSpec
@@ -36,7 +36,7 @@ def start(ray_session: None) -> Iterator[Start]:
 
     def make(cls: type = Troubled, role: str = "troubled", ready: bool = True, **limits: float) -> RoleGroup:
         if not runtimes:
-            runtimes.append(Runtime(RayInitConfig(), Limits(**{"start": 120, "call": 60, **limits})))
+            runtimes.append(Runtime(RayInitConfig(), Timeouts(**{"start": 120, "call": 60, **limits})))
         runtimes[0].start([ResourcePool(role, [2], cpus_per_process=0.25)])
         group = runtimes[0].group(role, {role: RoleSpec(cls)})
         if ready:

@@ -16,7 +16,7 @@ from dispatch.probes import Probe
 from ray._private.internal_api import memory_summary
 
 from hydraflow import metrics
-from hydraflow.dispatch.future import FETCH, Future, Ledger, Ticket, Work
+from hydraflow.dispatch.future import FETCH, CallDuration, CallFuture, PendingCall, PendingCalls
 from hydraflow.dispatch.group import RoleGroup, WorkerGroup
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.timeline import Timeline
@@ -40,7 +40,7 @@ def test_futures_chain_over_groups_of_other_sizes(
     groups: dict[int, WorkerGroup], batch_of: BatchOf, to: int
 ) -> None:
     made = groups[4].role("probe").call(Probe.double_later, batch_of(5), seconds=0.2)
-    assert isinstance(made, Future)
+    assert isinstance(made, CallFuture)
     begun = time.monotonic()
     chained = (
         groups[to]
@@ -53,7 +53,7 @@ def test_futures_chain_over_groups_of_other_sizes(
 
 def test_a_group_of_one_feeds_a_group_of_two(groups: dict[int, WorkerGroup], batch_of: BatchOf) -> None:
     made = groups[1].role("probe").call(Probe.double_later, batch_of(2))
-    assert groups[2].role("probe").call(Probe.sum_of, made, key="y") == {"sum": metrics.total(2.0)}
+    assert groups[2].role("probe").call(Probe.sum_of, made, key="y") == {"sum": metrics.summed(2.0)}
 
 
 def test_columns_of_a_future_are_passed_on_alone(groups: dict[int, WorkerGroup], batch_of: BatchOf) -> None:
@@ -167,7 +167,7 @@ def test_an_answer_that_does_not_arrive_has_a_limit(monkeypatch: pytest.MonkeyPa
         asked.append(timeout)
         raise ray.exceptions.GetTimeoutError("late")
 
-    class Crew:
+    class GroupHandle:
         error: HydraflowError | None = None
 
         def end(self, error: HydraflowError) -> None:
@@ -178,11 +178,13 @@ def test_an_answer_that_does_not_arrive_has_a_limit(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(ray, "get", get)
     monkeypatch.setattr(ray, "wait", lambda refs, **options: (refs, []))
-    ledger, crew, ref = Ledger(Traffic(), Timeline(None)), Crew(), object()
-    ledger.pending[ref] = Ticket(crew, "actor", 1, "there", "update", 7.0, time.monotonic() + 7.0, {}, Work())  # type: ignore[index]
+    calls, group, ref = PendingCalls(Traffic(), Timeline(None)), GroupHandle(), object()
+    calls.pending[ref] = PendingCall(
+        group, "actor", 1, "there", "update", 7.0, time.monotonic() + 7.0, {}, CallDuration()
+    )  # type: ignore[index]
     with pytest.raises(
         WorkerError,
         match="actor rank 1 on node there failed in update: its answer is ready, but does not arrive",
     ):
-        ledger.settle([ref])  # type: ignore[list-item]
-    assert asked == [7.0, FETCH] and crew.error is not None
+        calls.settle([ref])  # type: ignore[list-item]
+    assert asked == [7.0, FETCH] and group.error is not None

@@ -18,13 +18,13 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 from hydraflow.compose.launch import run_guarded
 from hydraflow.dispatch.config import RayInitConfig
-from hydraflow.dispatch.group import Limits
+from hydraflow.dispatch.group import Timeouts
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.system.interrupts import command
 
 def work():
-    with Runtime(RayInitConfig(), Limits(start=60, call=60)) as runtime:
+    with Runtime(RayInitConfig(), Timeouts(start=60, call=60)) as runtime:
         runtime.start([ResourcePool("pool", [1])])
     return 0
 

@@ -14,11 +14,11 @@ from dispatch import trace_format
 from dispatch.probes import Described, Misconfigured, Probe, Troubled
 
 from hydraflow.dispatch.config import RayInitConfig, RuntimeEnvConfig
-from hydraflow.dispatch.group import Group, Limits
+from hydraflow.dispatch.group import Group, Timeouts
 from hydraflow.dispatch.local import LocalRuntime
 from hydraflow.dispatch.modes import Dispatch, register
 from hydraflow.dispatch.placement import ResourcePool
-from hydraflow.dispatch.shards import Ready
+from hydraflow.dispatch.shards import CompletedFuture
 from hydraflow.dispatch.worker import ProcessContext, RoleSpec, Worker
 from hydraflow.errors import ConfigError
 from hydraflow.protocol.batch import DataProto
@@ -26,8 +26,8 @@ from hydraflow.protocol.batch import DataProto
 BatchOf = Callable[[int], DataProto]
 
 
-def opened(**settings: str) -> LocalRuntime:
-    runtime = LocalRuntime(RayInitConfig(**settings), Limits(start=60, call=60))
+def unpack_all(**settings: str) -> LocalRuntime:
+    runtime = LocalRuntime(RayInitConfig(**settings), Timeouts(start=60, call=60))
     runtime.start([ResourcePool("pool", [1], threads=2), ResourcePool("score", [1])])
     return runtime
 
@@ -59,7 +59,7 @@ class Keeper(Worker):
 def test_what_a_worker_gave_does_not_change_with_the_worker(batch_of: BatchOf) -> None:
     """As if it were in the object store; and the settings that it was built with are its own."""
     settings = {"n": 1}
-    group = opened().group("pool", {"keeper": RoleSpec(Keeper, (settings,))})
+    group = unpack_all().group("pool", {"keeper": RoleSpec(Keeper, (settings,))})
     role = group.role("keeper")
     given = role.call(Keeper.give, batch_of(2))
     role.call(Keeper.change)
@@ -85,7 +85,7 @@ def test_a_call_that_would_not_wait_is_made_at_once_and_can_be_passed_on(
 ) -> None:
     role = local.role("probe")
     later = role.call(Probe.double_later, batch_of(2))
-    assert isinstance(later, Ready) and role.fetch(later.get()).get("y").tolist() == [0, 2]
+    assert isinstance(later, CompletedFuture) and role.fetch(later.get()).get("y").tolist() == [0, 2]
     assert role.fetch(role.call(Probe.apply, lambda data: data, later)).get("y").tolist() == [0, 2]
     assert [group_of for group_of in role.call(Probe.peer_offset, "other")] == [7]
 
@@ -103,7 +103,7 @@ def test_variables_are_set_and_the_port_is_held(monkeypatch: pytest.MonkeyPatch)
     for name in ("HYDRAFLOW_TEST_COLOUR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "HF_MODULES_CACHE"):
         monkeypatch.setenv(name, "red")  # what the runtime sets is taken back after the test
     runtime = LocalRuntime(
-        RayInitConfig(runtime_env=RuntimeEnvConfig({"HYDRAFLOW_TEST_COLOUR": 7})), Limits(start=60, call=60)
+        RayInitConfig(runtime_env=RuntimeEnvConfig({"HYDRAFLOW_TEST_COLOUR": 7})), Timeouts(start=60, call=60)
     )
     runtime.start([ResourcePool("pool", [1])])
     role = runtime.group("pool", {"described": RoleSpec(Described)}).role("described")
@@ -113,7 +113,7 @@ def test_variables_are_set_and_the_port_is_held(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_each_pool_computes_with_its_own_threads() -> None:
-    runtime = opened()
+    runtime = unpack_all()
     many, one = (
         runtime.group(pool, {"keeper": RoleSpec(Keeper, ({},))}).role("keeper") for pool in ("pool", "score")
     )
@@ -121,23 +121,23 @@ def test_each_pool_computes_with_its_own_threads() -> None:
 
 
 def test_an_exception_is_the_workers_own() -> None:
-    role = opened().group("pool", {"troubled": RoleSpec(Troubled)}).role("troubled")
+    role = unpack_all().group("pool", {"troubled": RoleSpec(Troubled)}).role("troubled")
     with pytest.raises(ZeroDivisionError, match="bad number on rank 0") as caught:
         role.call(Troubled.fail_before_collective, 0)
     assert caught.traceback[-1].name == "fail_before_collective"
     with pytest.raises(ConfigError, match="model.path=/nowhere/0"):
-        opened().group("pool", {"wrong": RoleSpec(Misconfigured)})
+        unpack_all().group("pool", {"wrong": RoleSpec(Misconfigured)})
 
 
 def test_several_processes_are_refused() -> None:
-    runtime = LocalRuntime(RayInitConfig(), Limits())
+    runtime = LocalRuntime(RayInitConfig(), Timeouts())
     with pytest.raises(ConfigError, match="the pool train has 2") as caught:
         runtime.start([ResourcePool("train", [2])])
     assert "trainer.n_gpus_per_node=1" in caught.value.problems[0].remedy
 
 
 def test_stopping_closes_the_workers_and_writes_the_timeline(tmp_path: Path, batch_of: BatchOf) -> None:
-    runtime = opened(timeline_file=str(tmp_path / "t.json"))
+    runtime = unpack_all(timeline_file=str(tmp_path / "t.json"))
     group = runtime.group("pool", {"keeper": RoleSpec(Keeper, ({},))})
     (keeper,) = group.workers.values()  # type: ignore[attr-defined]
     runtime.await_ready()
@@ -151,7 +151,7 @@ def test_stopping_closes_the_workers_and_writes_the_timeline(tmp_path: Path, bat
 
 
 def test_what_is_counted(batch_of: BatchOf) -> None:
-    runtime = opened()
+    runtime = unpack_all()
     role = runtime.group("pool", {"probe": RoleSpec(Probe)}).role("probe")
     before = runtime.traffic()
     role.call(Probe.double_later, batch_of(2), seconds=0.05)

@@ -13,7 +13,7 @@ from dispatch.probes import Probe
 
 from hydraflow import metrics
 from hydraflow.dispatch.config import RayInitConfig
-from hydraflow.dispatch.group import Limits, RoleGroup, _checked
+from hydraflow.dispatch.group import RoleGroup, Timeouts, _checked
 from hydraflow.dispatch.modes import Coordinates
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
@@ -25,7 +25,7 @@ BatchOf = Callable[[int], DataProto]
 
 @pytest.fixture(scope="module")
 def mesh(ray_session: None) -> Iterator[RoleGroup]:
-    with Runtime(RayInitConfig(), Limits(start=120, call=60)) as runtime:
+    with Runtime(RayInitConfig(), Timeouts(start=120, call=60)) as runtime:
         runtime.start([ResourcePool("mesh", [8], cpus_per_process=0.125)])
         group = runtime.group("mesh", {"probe": RoleSpec(Probe)})
         group.await_ready()

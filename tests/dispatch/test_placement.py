@@ -8,7 +8,7 @@ import pytest
 import ray
 
 from hydraflow.dispatch.config import RayInitConfig
-from hydraflow.dispatch.group import Limits
+from hydraflow.dispatch.group import Timeouts
 from hydraflow.dispatch.placement import ResourcePool, cpus_needed, release, reserve, shortfall
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.errors import ConfigError
@@ -53,7 +53,7 @@ def test_too_large_for_the_cluster_fails_at_once(ray_session: None) -> None:
 
 
 def test_what_only_a_joined_cluster_shows_is_not_said_to_be_before_the_start(ray_session: None) -> None:
-    runtime = Runtime(RayInitConfig(), Limits(start=60, call=60))
+    runtime = Runtime(RayInitConfig(), Timeouts(start=60, call=60))
     with pytest.raises(
         ConfigError,
         match=r"^1 problem found after the run had started:\n.*need 9 CPUs together, the cluster has 8",
@@ -78,5 +78,5 @@ def test_a_busy_cluster_is_named_after_a_bounded_wait(ray_session: None) -> None
         reserve([ResourcePool("second", [free])], timeout=1, growing=False)
     release(list(held.values()))
     again = reserve([ResourcePool("second", [free])], timeout=30, growing=False)
-    assert [seat.local_rank for seat in again["second"].seats] == list(range(free))
+    assert [rank_info.local_rank for rank_info in again["second"].rank_infos] == list(range(free))
     release(list(again.values()))

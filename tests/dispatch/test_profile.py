@@ -14,19 +14,21 @@ import torch
 from dispatch.probes import Probe
 
 from hydraflow.dispatch.config import LogConfig, ProfilerConfig, RayInitConfig
-from hydraflow.dispatch.group import Limits
+from hydraflow.dispatch.group import Timeouts
 from hydraflow.dispatch.local import LocalRuntime
+from hydraflow.dispatch.observability import Observability, observability_of
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.profiler import nsight_options, require_profiler
 from hydraflow.dispatch.runtime import Runtime
-from hydraflow.dispatch.watch import Watch, watch_of
 from hydraflow.dispatch.worker import RoleSpec
 from hydraflow.errors import ConfigError
 from hydraflow.protocol.batch import DataProto
 
 
-def watched(folder: Path, tool: str, **settings: object) -> Watch:
-    return watch_of(folder, LogConfig(), ProfilerConfig(tool=tool, steps=[2], **settings), debug=False)  # type: ignore[arg-type]
+def watched(folder: Path, tool: str, **settings: object) -> Observability:
+    return observability_of(
+        folder, LogConfig(), ProfilerConfig(tool=tool, steps=[2], **settings), debug=False
+    )  # type: ignore[arg-type]
 
 
 def train(runtime: Runtime) -> None:
@@ -44,7 +46,7 @@ def test_operators_of_a_step_on_the_ranks_that_were_asked_for(
     tmp_path: Path, ray_session: None, ranks: list[int] | None, expected: list[str]
 ) -> None:
     with Runtime(
-        RayInitConfig(), Limits(start=120, call=60), watch=watched(tmp_path, "torch", ranks=ranks)
+        RayInitConfig(), Timeouts(start=120, call=60), observability=watched(tmp_path, "torch", ranks=ranks)
     ) as runtime:
         runtime.start([ResourcePool("pool", [2], cpus_per_process=0.25)])
         runtime.group("pool", {"probe": RoleSpec(Probe)})
@@ -62,7 +64,7 @@ def test_operators_of_a_step_on_the_ranks_that_were_asked_for(
 def test_allocations_on_a_cpu(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     runtime = LocalRuntime(
-        RayInitConfig(), Limits(), watch=watched(tmp_path, "torch_memory", save_path=str(elsewhere))
+        RayInitConfig(), Timeouts(), observability=watched(tmp_path, "torch_memory", save_path=str(elsewhere))
     )
     runtime.start([ResourcePool("pool", [1])])
     for name in ("probe", "other"):
@@ -76,7 +78,7 @@ def test_allocations_on_a_cpu(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_no_group_has_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    runtime = LocalRuntime(RayInitConfig(), Limits(), watch=watched(tmp_path, "torch", ranks=[7]))
+    runtime = LocalRuntime(RayInitConfig(), Timeouts(), observability=watched(tmp_path, "torch", ranks=[7]))
     runtime.start([ResourcePool("pool", [1])])
     runtime.group("pool", {"probe": RoleSpec(Probe)})
     train(runtime)
@@ -87,7 +89,7 @@ def test_a_rank_that_no_group_has_is_told(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_a_step_that_fails_is_not_covered_by_its_profile(tmp_path: Path) -> None:
-    runtime = LocalRuntime(RayInitConfig(), Limits(), watch=watched(tmp_path, "torch"))
+    runtime = LocalRuntime(RayInitConfig(), Timeouts(), observability=watched(tmp_path, "torch"))
     with pytest.raises(ZeroDivisionError), runtime.profiled(2):
         raise ZeroDivisionError
 
@@ -108,9 +110,10 @@ def test_nsight_systems_starts_the_workers(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from dispatch.test_profile import watched, train, Probe,"
         " RoleSpec\nfrom hydraflow.dispatch.runtime import Runtime; from hydraflow.dispatch.config import"
-        " RayInitConfig\nfrom hydraflow.dispatch.group import Limits; from hydraflow.dispatch.placement"
-        " import ResourcePool\nwith Runtime(RayInitConfig(), Limits(start=120, call=60),"
-        " watch=watched(Path(sys.argv[1]), 'nsys')) as runtime:\n    runtime.start([ResourcePool('pool',"
+        " RayInitConfig\nfrom hydraflow.dispatch.group import Timeouts; from hydraflow.dispatch.placement"
+        " import ResourcePool\nwith Runtime(RayInitConfig(), Timeouts(start=120, call=60),"
+        " observability=watched(Path(sys.argv[1]), 'nsys')) as runtime:\n"
+        "    runtime.start([ResourcePool('pool',"
         " [2])])\n    runtime.group('pool', {'probe': RoleSpec(Probe)})\n    runtime.await_ready();"
         " train(runtime); print('done')\n"
     )
@@ -136,15 +139,17 @@ def test_nsight_systems_starts_the_workers(tmp_path: Path) -> None:
 
 
 def test_on_a_gpu_only_the_steps_are_collected(tmp_path: Path) -> None:
-    watch = watch_of(tmp_path, LogConfig(), ProfilerConfig(tool="nsys", steps=[2, 5]), debug=False)
-    options = nsight_options(watch, "actor+rollout", 0, "cuda")
+    observability = observability_of(
+        tmp_path, LogConfig(), ProfilerConfig(tool="nsys", steps=[2, 5]), debug=False
+    )
+    options = nsight_options(observability, "actor+rollout", 0, "cuda")
     assert options is not None
     assert (
         options["capture-range"] == "cudaProfilerApi" and options["capture-range-end"] == "repeat-shutdown:2"
     )
     assert options["o"] == f"{tmp_path}/profile/actor+rollout-0"
-    assert nsight_options(watch, "actor+rollout", 1, "cuda") is None, "global_profiler.ranks is [0]"
-    assert nsight_options(Watch(), "actor", 0, "cuda") is None
+    assert nsight_options(observability, "actor+rollout", 1, "cuda") is None, "global_profiler.ranks is [0]"
+    assert nsight_options(Observability(), "actor", 0, "cuda") is None
 
 
 def test_what_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

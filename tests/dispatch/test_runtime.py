@@ -24,13 +24,13 @@ PROGRAM = """
     import signal, sys, time
     from dispatch.probes import Troubled
     from hydraflow.dispatch.config import RayInitConfig
-    from hydraflow.dispatch.group import Limits
+    from hydraflow.dispatch.group import Timeouts
     from hydraflow.dispatch.placement import ResourcePool
     from hydraflow.dispatch.runtime import Runtime
     from hydraflow.dispatch.worker import RoleSpec
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    with Runtime(RayInitConfig(), Limits(start=120, call=300)) as runtime:
+    with Runtime(RayInitConfig(), Timeouts(start=120, call=300)) as runtime:
         runtime.start([ResourcePool("pool", [3])])
         role = runtime.group("pool", {"troubled": RoleSpec(Troubled)}).role("troubled")
         runtime.await_ready()

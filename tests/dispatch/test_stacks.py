@@ -12,10 +12,10 @@ from dispatch.probes import Probe, Troubled
 
 from hydraflow.dispatch import stacks
 from hydraflow.dispatch.config import RayInitConfig
-from hydraflow.dispatch.group import Limits, RoleGroup
+from hydraflow.dispatch.group import RoleGroup, Timeouts
+from hydraflow.dispatch.observability import Observability
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
-from hydraflow.dispatch.watch import Watch
 from hydraflow.dispatch.worker import ProcessContext, RoleSpec, Worker
 from hydraflow.errors import WorkerError
 from hydraflow.system.role_logs import LogSettings
@@ -24,8 +24,8 @@ from hydraflow.system.role_logs import LogSettings
 @pytest.fixture
 def runtime(tmp_path: Path, ray_session: None) -> Iterator[Runtime]:
     """Two pools; calls may take three seconds."""
-    watch = Watch(logs=LogSettings(str(tmp_path / "logs")), stacks=str(tmp_path / "stacks"))
-    with Runtime(RayInitConfig(), Limits(start=120, call=3), watch=watch) as runtime:
+    observability = Observability(logs=LogSettings(str(tmp_path / "logs")), stacks=str(tmp_path / "stacks"))
+    with Runtime(RayInitConfig(), Timeouts(start=120, call=3), observability=observability) as runtime:
         runtime.start(
             [
                 ResourcePool("pair", [2], cpus_per_process=0.25),
@@ -99,7 +99,9 @@ class Slow(Worker):
 
 
 def test_a_start_that_takes_too_long(tmp_path: Path, ray_session: None) -> None:
-    with Runtime(RayInitConfig(), Limits(start=12, call=60), watch=Watch(stacks=str(tmp_path))) as runtime:
+    with Runtime(
+        RayInitConfig(), Timeouts(start=12, call=60), observability=Observability(stacks=str(tmp_path))
+    ) as runtime:
         runtime.start([ResourcePool("pool", [1], cpus_per_process=0.25)])
         runtime.group("pool", {"slow": RoleSpec(Slow)})
         with pytest.raises(WorkerError, match="no answer in 12 seconds; stacks of all workers: "):

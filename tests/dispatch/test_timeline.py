@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hydraflow.dispatch.config import RayInitConfig
-from hydraflow.dispatch.group import Limits
+from hydraflow.dispatch.group import Timeouts
+from hydraflow.dispatch.observability import require_writable
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.spans import Span
 from hydraflow.dispatch.timeline import Timeline, _lanes
-from hydraflow.dispatch.watch import require_writable
 from hydraflow.dispatch.worker import RoleSpec
 from hydraflow.errors import ConfigError
 
@@ -139,7 +139,7 @@ def test_without_a_file_nothing_is_kept() -> None:
 
 def test_real_workers_and_real_ray(tmp_path: Path, ray_session: None) -> None:
     file = tmp_path / "t.json"
-    with Runtime(RayInitConfig(timeline_file=str(file)), Limits(start=120, call=60)) as runtime:
+    with Runtime(RayInitConfig(timeline_file=str(file)), Timeouts(start=120, call=60)) as runtime:
         runtime.start([ResourcePool("pool", [2], cpus_per_process=0.25)])
         role = runtime.group("pool", {"probe": RoleSpec(Probe), "other": RoleSpec(Probe, (7,))}).role("probe")
         runtime.await_ready()

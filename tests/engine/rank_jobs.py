@@ -78,8 +78,8 @@ def loss_of(
     if output.entropy is not None:
         loss = loss - 0.05 * (output.entropy * columns["response_mask"]).sum()
     return loss, {
-        "loss": metrics.total(loss.item()),
-        "tokens": metrics.total(float(columns["response_mask"].sum())),
+        "loss": metrics.summed(loss.item()),
+        "tokens": metrics.summed(float(columns["response_mask"].sum())),
     }
 
 

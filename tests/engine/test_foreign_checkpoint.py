@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from hydraflow.engine import dcp_index
 from hydraflow.engine.dcp_index import read_index
-from hydraflow.engine.fsdp.reader import Reader
+from hydraflow.engine.fsdp.reader import RoleCheckpointReader
 from hydraflow.errors import ConfigError, EnvironmentFault
 
 
@@ -71,7 +71,7 @@ def test_what_torch_writes_is_read_as_torch_reads_it(
 ) -> None:
     ranks.run(jobs.write_checkpoint, tiny, options, str(tmp_path))
     wanted: Metadata = pickle.loads((tmp_path / INDEX).read_bytes())
-    got = Reader(tmp_path).read_metadata()
+    got = RoleCheckpointReader(tmp_path).read_metadata()
     assert got.state_dict_metadata == wanted.state_dict_metadata
     assert got.storage_data == wanted.storage_data
     assert {place.relative_path for place in got.storage_data.values()} == {"__0_0.distcp", "__1_0.distcp"}
@@ -125,7 +125,7 @@ def test_any_other_name_is_refused(tmp_path: Path, named: str) -> None:
 def test_allowed_names_do_nothing_when_they_are_called(tmp_path: Path) -> None:
     """getattr is allowed, since some versions of Python write enums with it, and stands for nothing."""
     reach = Calls(getattr, torch.Size, "__subclasses__")
-    found = dcp_index._Reader(io.BytesIO(pickle.dumps(reach))).load()
+    found = dcp_index._InertUnpickler(io.BytesIO(pickle.dumps(reach))).load()
     assert type(found).__name__ == "getattr" and found.args == (tuple, "__subclasses__")
     with pytest.raises(ConfigError, match="not callable"):
         read_index(write_index(tmp_path, pickle.dumps(Calls(reach))))

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from engine import oom_jobs as jobs
 from engine import rank_jobs
-from engine import shortage_jobs as jobs
 from engine.pool import Ranks
 
 from hydraflow.engine.config import WrapPolicyConfig
@@ -48,7 +48,7 @@ def test_what_comes_next_is_as_if_nothing_had_happened(tiny: str, ranks: Ranks, 
 
 
 def test_the_gradient_is_that_of_whole_micro_batches(tiny: str, ranks: Ranks) -> None:
-    for whole, halved in ranks.run(jobs.gradient_after_a_shortage, tiny, LAYOUTS["usual"]):
+    for whole, halved in ranks.run(jobs.gradient_after_out_of_memory, tiny, LAYOUTS["usual"]):
         assert (
             max(float(value.abs().max()) for value in whole.values()) > 1e-2 and whole.keys() == halved.keys()
         )

@@ -7,7 +7,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from hydraflow.explain.counts import Count, count_rows, missing_notes
+from hydraflow.explain.counts import RowCount, count_rows, missing_notes
 
 KEY = "data.train_files"
 
@@ -26,7 +26,7 @@ def test_parquet_rows_come_from_the_footer(tmp_path: Path) -> None:
     file.write_bytes(
         b"PAR1" + b"\0" * (len(whole) - footer - 4) + whole[-footer:]
     )  # the rows themselves are gone
-    assert count_rows(str(file), key=KEY) == Count(10)
+    assert count_rows(str(file), key=KEY) == RowCount(10)
 
 
 def test_files_add_up_and_the_limit_cuts(tmp_path: Path) -> None:
@@ -47,10 +47,10 @@ def test_a_filter_makes_the_count_an_upper_bound(tmp_path: Path) -> None:
 
 def test_a_file_elsewhere_is_noted_and_nothing_is_counted(tmp_path: Path) -> None:
     found = count_rows([parquet(tmp_path / "a.parquet", 10), "/cluster/train.parquet"], key=KEY)
-    assert found == Count(None, missing=("/cluster/train.parquet",))
+    assert found == RowCount(None, missing=("/cluster/train.parquet",))
     (note,) = missing_notes(KEY, found)
     assert "/cluster/train.parquet" in note and KEY in note
-    assert count_rows(None, key=KEY) == Count(None)
+    assert count_rows(None, key=KEY) == RowCount(None)
 
 
 @pytest.mark.parametrize(

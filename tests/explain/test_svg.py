@@ -10,7 +10,7 @@ from hydraflow.batch_plan.layout import Cluster
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.batch_plan.sft import SFTPlan
 from hydraflow.explain.steps import sft_step
-from hydraflow.explain.svg import BAR, LEFT, WIDTH, Bar, Step, draw
+from hydraflow.explain.svg import BAR, LEFT, WIDTH, PictureBar, StepPicture, draw
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -44,16 +44,16 @@ def test_supervised_step_says_its_numbers() -> None:
 
 
 def test_of_many_parts_some_are_drawn_and_the_rest_is_a_gap() -> None:
-    picture = draw(Step("many", (Bar("1000", "Q", "key", 1000, "1"),), ()))
+    picture = draw(StepPicture("many", (PictureBar("1000", "Q", "key", 1000, "1"),), ()))
     assert len(parts(picture)) == 7 and words(picture).count("…") == 1
 
 
 def test_what_the_user_wrote_is_escaped() -> None:
-    assert "a < b & c" in words(draw(Step("a < b & c", (), ())))
+    assert "a < b & c" in words(draw(StepPicture("a < b & c", (), ())))
 
 
 def test_light_and_dark_pages_have_colours_of_their_own() -> None:
-    picture = draw(Step("title", (), ()))
+    picture = draw(StepPicture("title", (), ()))
     light, _, dark = picture.partition("prefers-color-scheme: dark")
     colours = [set(re.findall(r"\.(\w+) \{[^}]*fill: #\w+", half)) for half in (light, dark)]
     assert colours[0] == colours[1] == {"key", "page", "part", "first", "zoom"}
@@ -63,7 +63,7 @@ def test_light_and_dark_pages_have_colours_of_their_own() -> None:
 def test_cells_stand_in_a_row_inside_the_frame(count: int, part: str) -> None:
     cells = [
         (int(rect.get("x", "")), int(rect.get("width", "")))
-        for rect in parts(draw(Step("t", (Bar("x", "y", "", count, part),), ())))
+        for rect in parts(draw(StepPicture("t", (PictureBar("x", "y", "", count, part),), ())))
     ]
     assert cells[0][0] == LEFT and cells[-1][0] + cells[-1][1] <= LEFT + BAR < WIDTH
     assert all(left + width < right for (left, width), (right, _) in zip(cells, cells[1:], strict=False))

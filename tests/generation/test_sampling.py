@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from hydraflow.generation.base import SamplingParams
-from hydraflow.generation.sampling import Draws, choose, keep, key_words, philox
+from hydraflow.generation.sampling import UniformDraws, choose, keep, key_words, philox
 
 ONES = 0xFFFFFFFF
 
@@ -35,10 +35,10 @@ def test_keys_of_different_types_or_splits_differ_and_numpy_integers_count_as_in
     assert key_words((np.int64(7), "x")).tolist() == key_words((7, "x")).tolist()
 
 
-def draws(rows: list[tuple[int, int]]) -> Draws:
+def draws(rows: list[tuple[int, int]]) -> UniformDraws:
     """Rows of (prompt, sample)."""
     prompts, samples = zip(*rows)
-    return Draws(
+    return UniformDraws(
         [(0, f"uid{i}") for i in range(4)], np.array(samples), np.array(prompts), torch.device("cpu")
     )
 

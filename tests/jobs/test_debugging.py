@@ -208,7 +208,7 @@ def test_an_exception_of_a_worker_comes_with_its_stack(home: Path, recipe_cache:
         "reward.custom_reward_function.path=reward.py",
     ]
     patch = (
-        "import hydraflow.workers.actor as a, sys, runpy; a.ActorWorker.update.__globals__['largest'] ="
+        "import hydraflow.workers.actor as a, sys, runpy; a.ActorWorker.update.__globals__['maximum'] ="
         " None; "
     )
     program = patch + "sys.argv[0] = 'main_ppo'; runpy.run_module('hydraflow.main_ppo', run_name='__main__')"

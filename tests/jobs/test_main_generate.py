@@ -17,7 +17,7 @@ from jobs.command import LOCAL, assert_refused, hydraflow, processes_with
 from jobs.conftest import LEARNT, write_lines
 
 from hydraflow.compose.loading import load
-from hydraflow.data.files import Record
+from hydraflow.data.files import FileRecord
 from hydraflow.errors import ConfigError
 from hydraflow.jobs.generate import input_table, run_generate
 from hydraflow.jobs.output import output_file
@@ -167,7 +167,7 @@ def test_rows_that_no_parquet_file_can_hold_are_found_before_sampling(tiny: str,
 
 def test_rows_with_different_columns_keep_them_all() -> None:
     rows = [{"prompt": "a", "extra_info": {}, "responses": ["old"]}, {"prompt": "b", "level": 2}]
-    table = input_table([Record(row, Path("rows.jsonl"), i) for i, row in enumerate(rows)])
+    table = input_table([FileRecord(row, Path("rows.jsonl"), i) for i, row in enumerate(rows)])
     assert table.to_pylist() == [
         {"prompt": "a", "extra_info": None, "level": None},
         {"prompt": "b", "extra_info": None, "level": 2},

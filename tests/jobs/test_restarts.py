@@ -17,7 +17,7 @@ from hydraflow.schema import SFTConfig
 from hydraflow.tracking.run_folder import RunFolder
 from hydraflow.trainer.config import SFTTrainerConfig
 from hydraflow.trainer.identity import Identity
-from hydraflow.trainer.resume import Wanted
+from hydraflow.trainer.resume import CheckpointRequirements
 
 DIED = WorkerError(role="model", rank=0, node="here", method="update", cause="the process died")
 
@@ -83,7 +83,7 @@ def test_a_worker_that_fails_after_the_run_was_told_to_stop(tmp_path: Path) -> N
     def run(config: SFTConfig, restarts: Restarts) -> None:
         begun.append(config)
         with Session(config, scoring=False, restarts=restarts) as session:
-            session.begin(Wanted(Identity({}), {}, 8))
+            session.begin(CheckpointRequirements(Identity({}), {}, 8))
             os.kill(os.getpid(), signal.SIGTERM)
             raise DIED
 

@@ -111,14 +111,14 @@ def test_three_steps_and_five_are_eight(
     assert "actor: weights, optimizer, place in the schedule; written by 2 ranks, read by 2" in told
     assert "data: 3 of 75 batches of epoch 1 are done" in told
     assert "KL controller: coefficient 0.000" in told, "it has moved from 0.001"
-    wanted = matrix.read_result(whole)
-    assert len({step for step, _ in wanted.metrics}) == 9 and len(wanted.weights) == 71
-    assert list(matrix.differences(matrix.read_result(cut), wanted)) == []
+    required = matrix.read_result(whole)
+    assert len({step for step, _ in required.metrics}) == 9 and len(required.weights) == 71
+    assert list(matrix.differences(matrix.read_result(cut), required)) == []
     assert not (cut / "requeue").exists()
     assert sorted(path.name for path in cut.glob("global_step_*")) == ["global_step_6", "global_step_8"], (
         "two are kept"
     )
-    found = {step: values[METRIC] for step, values in wanted.metrics if step and METRIC in values}
+    found = {step: values[METRIC] for step, values in required.metrics if step and METRIC in values}
     assert sorted(found) == [3, 6, 8], "the validations of both"
     assert json.loads((cut / "best" / "best.json").read_text())["value"] == max(found.values())
 

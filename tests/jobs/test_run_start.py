@@ -25,7 +25,7 @@ from hydraflow.trainer.checkpoint import RoleCheckpoints
 from hydraflow.trainer.checkpoint_store import CheckpointStore
 from hydraflow.trainer.config import TrainerConfig
 from hydraflow.trainer.identity import Identity
-from hydraflow.trainer.resume import Wanted
+from hydraflow.trainer.resume import CheckpointRequirements
 from hydraflow.trainer.run_state import RunState
 from hydraflow.workers.config import CheckpointConfig
 from hydraflow.workers.saving import file_facts, read_part, save_part
@@ -68,16 +68,16 @@ def log(folder: Path, steps: int) -> None:
     )
 
 
-def wanted(values: dict[str, Any] = IDENTITY, total: int = 8, **options: Any) -> Wanted:
+def required(values: dict[str, Any] = IDENTITY, total: int = 8, **options: Any) -> CheckpointRequirements:
     config = CheckpointConfig(**options.pop("contents", {}))
-    return Wanted(
+    return CheckpointRequirements(
         Identity(values), {"actor": RoleCheckpoints("actor.checkpoint", config, None, "")}, total, **options
     )
 
 
-def begin(want: Wanted | None = None, **trainer: Any) -> RunStart:
+def begin(want: CheckpointRequirements | None = None, **trainer: Any) -> RunStart:
     """As a session does it."""
-    want = want or wanted()
+    want = want or required()
     start = run_start.begin(TrainerConfig(**trainer), want)
     start.lock.release()
     return run_start.take_back(start) if start.found and not start.is_done(want.total_steps) else start
@@ -126,7 +126,7 @@ def test_a_folder_without_a_checkpoint_starts_anew(tmp_path: Path) -> None:
 def test_another_configuration_is_refused_and_nothing_changes(out: Path) -> None:
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     with pytest.raises(ConfigError) as caught:
-        begin(wanted({"actor.lr": 0.25, "data.train_batch_size": 8}), default_local_dir=str(out))
+        begin(required({"actor.lr": 0.25, "data.train_batch_size": 8}), default_local_dir=str(out))
     assert caught.value.exit_code == 2
     assert "actor.lr=0.25: " in str(caught.value) and "was trained with 0.5" in str(caught.value)
     assert "trainer.resume_mode=disable" in str(caught.value)
@@ -214,7 +214,7 @@ def test_a_foreign_index_is_refused_before_anything_starts(out: Path, tmp_path: 
     if way != "auto":
         given |= {"resume_mode": "resume_path", "resume_from_path": str(out / "global_step_4")}
     with pytest.raises(ConfigError, match=REFUSED) as caught:
-        begin(wanted({}, looks_only=way == "validated"), **given)
+        begin(required({}, looks_only=way == "validated"), **given)
     assert caught.value.exit_code == 2 and not (tmp_path / "hacked").exists()
 
 
@@ -225,7 +225,7 @@ def test_a_checkpoint_without_the_optimizer_cannot_give_one(out: Path) -> None:
         match=r"was saved without optimizer, extra(.|\n)*actor.checkpoint.load_contents=\[model\]",
     ):
         begin(default_local_dir=str(out))
-    assert begin(wanted(contents={"load_contents": ["model"]}), default_local_dir=str(out)).step == 6
+    assert begin(required(contents={"load_contents": ["model"]}), default_local_dir=str(out)).step == 6
 
 
 def test_done_is_done(out: Path) -> None:
@@ -235,7 +235,7 @@ def test_done_is_done(out: Path) -> None:
     assert start.step == 8 and not start.is_done(8), "its model is not written yet"
     RunFolder(out).write_summary(Summary(None, None, None, 8, 1.0, DONE))
     assert begin(default_local_dir=str(out)).is_done(8)
-    assert begin(wanted(total=12), default_local_dir=str(out)).step == 8, "a longer run goes on"
+    assert begin(required(total=12), default_local_dir=str(out)).step == 8, "a longer run goes on"
     assert RunFolder(out).ended_with() == ("", 0)
 
 
@@ -271,7 +271,7 @@ def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path, path: str, why: 
 
 
 def test_looking_at_a_checkpoint_leaves_its_run_alone(out: Path, tmp_path: Path) -> None:
-    look = wanted({}, 0, looks_only=True, contents={"load_contents": ["model"]})
+    look = required({}, 0, looks_only=True, contents={"load_contents": ["model"]})
     path = {"resume_mode": "resume_path", "resume_from_path": str(out / "global_step_2")}
     assert begin(look, default_local_dir=str(tmp_path / "new"), **path).step == 2
     for options in (path, {}):
@@ -312,7 +312,7 @@ class TestWithoutAFolder:
 
     def test_nor_one_of_another_configuration_or_experiment(self) -> None:
         self.cut_off("101010")
-        assert begin(wanted({"actor.lr": 0.25}), experiment_name="ppo").found is None
+        assert begin(required({"actor.lr": 0.25}), experiment_name="ppo").found is None
         assert begin(experiment_name="other").found is None
         assert begin(experiment_name="ppo", resume_mode="disable").found is None
 
@@ -324,19 +324,19 @@ class TestWithoutAFolder:
         verified: list[Path] = []
         monkeypatch.setattr(checkpoint_store, "damage", lambda path, roles: verified.append(path) or "spoilt")
         assert begin(experiment_name="ppo").found is None
-        assert begin(wanted({"actor.lr": 0.25}), experiment_name="ppo").found is None
+        assert begin(required({"actor.lr": 0.25}), experiment_name="ppo").found is None
         assert {path.parent for path in verified} == {spoiled}, "it may have a whole one before that"
 
     def test_nor_one_that_is_at_work(self) -> None:
         self.cut_off("101010")
-        at_work = run_start.begin(TrainerConfig(experiment_name="ppo"), wanted())
+        at_work = run_start.begin(TrainerConfig(experiment_name="ppo"), required())
         assert at_work.step == 4
         assert begin(experiment_name="ppo").found is None
         at_work.lock.release()
 
 
 def test_two_runs_in_one_folder_are_refused(out: Path) -> None:
-    first = run_start.begin(TrainerConfig(default_local_dir=str(out)), wanted())
+    first = run_start.begin(TrainerConfig(default_local_dir=str(out)), required())
     with pytest.raises(ConfigError, match="another run is using it: process"):
         begin(default_local_dir=str(out))
     first.lock.release()

@@ -16,14 +16,14 @@ from hydraflow.system.role_logs import LogSettings
 from hydraflow.tracking.run_lock import RunLock
 from hydraflow.trainer.config import SFTTrainerConfig
 from hydraflow.trainer.identity import Identity
-from hydraflow.trainer.resume import Wanted
+from hydraflow.trainer.resume import CheckpointRequirements
 
 
 def begun(folder: Path, **sections: object) -> None:
     """Begins a run of eight steps in a folder, and ends it."""
     config = SFTConfig(trainer=SFTTrainerConfig(default_local_dir=str(folder)), **sections)  # type: ignore[arg-type]
     with Session(config, scoring=False) as session:
-        assert session.begin(Wanted(Identity({}), {}, 8))
+        assert session.begin(CheckpointRequirements(Identity({}), {}, 8))
 
 
 @pytest.mark.parametrize(("steps", "told"), [([3, 8], ""), ([3, 9, 12], "[9, 12]")])
@@ -73,7 +73,7 @@ def ended(
     """Begins a run, logs one step, and ends with `error`; `closing`: what the trackers raise then."""
     config = SFTConfig(trainer=SFTTrainerConfig(default_local_dir=str(folder), logger=["file"]))
     with Session(config, scoring=False) as session:
-        assert session.begin(Wanted(Identity({}), {}, 8))
+        assert session.begin(CheckpointRequirements(Identity({}), {}, 8))
         trackers = session.open_trackers(8)
         trackers.log({"train/loss": 1.0}, 1)
         session.why = "all steps done"

@@ -14,7 +14,14 @@ from torch.profiler import ProfilerActivity, profile
 
 import hydraflow.models.heads
 from hydraflow.batch_plan.parts import MicroPlan
-from hydraflow.memory.activations import RowSizes, Tokens, head_backward, head_forward, layer_costs, tokens_of
+from hydraflow.memory.activations import (
+    MicroBatchTokens,
+    RowSizes,
+    head_backward,
+    head_forward,
+    layer_costs,
+    tokens_of,
+)
 from hydraflow.memory.shape import shape_of
 from hydraflow.models.attention import NAME, register_attention
 from hydraflow.models.heads import PolicyModel
@@ -91,18 +98,20 @@ def test_a_layer_keeps_what_the_formula_says(
 
 def test_tokens_of_rows_and_of_budgets() -> None:
     sizes = RowSizes(10, 6, samples=4, packed=True)
-    assert tokens_of(MicroPlan(4, None), sizes, most_rows=8) == Tokens(
+    assert tokens_of(MicroPlan(4, None), sizes, most_rows=8) == MicroBatchTokens(
         line=10 + 4 * 5, attended=4 * 15, asked=24
     )
-    assert tokens_of(MicroPlan(4, None), sizes, most_rows=2) == Tokens(
+    assert tokens_of(MicroPlan(4, None), sizes, most_rows=2) == MicroBatchTokens(
         line=10 + 2 * 5, attended=2 * 15, asked=12
     )
-    assert tokens_of(MicroPlan(None, 50), sizes, most_rows=8) == Tokens(
+    assert tokens_of(MicroPlan(None, 50), sizes, most_rows=8) == MicroBatchTokens(
         line=3 * 15, attended=3 * 15, asked=18
     )
-    assert tokens_of(MicroPlan(4, None), sizes, most_rows=8, devices=2) == Tokens(15, 30, 12)
+    assert tokens_of(MicroPlan(4, None), sizes, most_rows=8, devices=2) == MicroBatchTokens(15, 30, 12)
     padded = RowSizes(10, 6, samples=4, packed=False)
-    assert tokens_of(MicroPlan(4, None), padded, most_rows=8) == Tokens(line=64, attended=64, asked=24)
+    assert tokens_of(MicroPlan(4, None), padded, most_rows=8) == MicroBatchTokens(
+        line=64, attended=64, asked=24
+    )
 
 
 # --- the head --------------------------------------------------

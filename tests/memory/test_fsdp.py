@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hydraflow.memory.activations import Tokens
-from hydraflow.memory.fsdp import Sharded, adapter_numbers, units_of
-from hydraflow.memory.limits import Types
-from hydraflow.memory.report import Parts
+from hydraflow.memory.activations import MicroBatchTokens
+from hydraflow.memory.fsdp import FSDPModelMemory, adapter_numbers, units_of
+from hydraflow.memory.limits import BytesPerNumber
+from hydraflow.memory.report import MemoryParts
 from hydraflow.memory.shape import ModelShape
 
 UNTIED = ModelShape("llama", 1000, 8, 2, 1, 1, 8, 16, tied=False, dense_layers=2)
 TIED = replace(UNTIED, tied=True)
 LAYER = 4 * 64 + 3 * 8 * 16 + 16
-ONE = Tokens(1, 1, 1)
+ONE = MicroBatchTokens(1, 1, 1)
 
 
 def sharded(
@@ -23,12 +23,12 @@ def sharded(
     policy: bool = True,
     adapters: int = 0,
     least: int = 0,
-) -> Sharded:
+) -> FSDPModelMemory:
     units = units_of(shape, policy=policy, least=least, trained=trained, adapters=adapters)
-    return Sharded(
+    return FSDPModelMemory(
         shape=shape,
         units=units,
-        types=Types(4, 4, 4),
+        types=BytesPerNumber(4, 4, 4),
         ranks=2,
         host_copies=False,
         reshard=True,
@@ -40,7 +40,7 @@ def sharded(
     )
 
 
-def update(model: Sharded, *, accumulates: bool) -> Parts:
+def update(model: FSDPModelMemory, *, accumulates: bool) -> MemoryParts:
     return model.update(ONE, micro_batches=2 if accumulates else 1)
 
 
@@ -119,6 +119,6 @@ def test_adapters_are_all_that_is_trained() -> None:
 
 
 def test_a_critic_has_no_logits() -> None:
-    many = Tokens(1000, 1000, 1000)
+    many = MicroBatchTokens(1000, 1000, 1000)
     assert sharded().forward(many, entropy=True).logits == 4 * 4 * 1000 * 1000
     assert sharded(policy=False).forward(many, entropy=False).logits <= 4 * 1000

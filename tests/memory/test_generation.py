@@ -12,7 +12,7 @@ from hydraflow.engine.fsdp import gather
 from hydraflow.generation import cache, decode, layout, sampling
 from hydraflow.memory import generation, roles
 from hydraflow.memory.activations import RowSizes
-from hydraflow.memory.generation import Native, Vllm, cache_room, kv_numbers, padded_width
+from hydraflow.memory.generation import NativeEngineMemory, VllmMemory, cache_room, kv_numbers, padded_width
 from hydraflow.memory.shape import ModelShape
 
 SHAPE = ModelShape("llama", 1000, 64, 3, 8, 2, 8, 128, tied=True, dense_layers=3)
@@ -46,7 +46,7 @@ def test_native_by_hand() -> None:
     """3 layers of keys and values, 16 wide; 32 rows whose prompts of 30 are padded to 32, and 10 tokens, the
     last of which never runs."""
     assert kv_numbers(SHAPE) == 2 * 3 * 16
-    parts = Native(SHAPE, 4).sample(RowSizes(30, 10, samples=4, packed=True), 32)
+    parts = NativeEngineMemory(SHAPE, 4).sample(RowSizes(30, 10, samples=4, packed=True), 32)
     assert parts.weights == SHAPE.parameters * 4
     assert parts.kv_cache == 32 * (33 + 16) * 96 * 4
     assert parts.logits == 2 * 32 * 1000 * 4 + 32 * 1000 * 20
@@ -55,21 +55,24 @@ def test_native_by_hand() -> None:
 
 def test_few_rows_are_repeated() -> None:
     rows = RowSizes(8, 8, samples=1, packed=True)
-    assert Native(SHAPE, 2).sample(rows, 3).kv_cache == Native(SHAPE, 2).sample(rows, 16).kv_cache
+    assert (
+        NativeEngineMemory(SHAPE, 2).sample(rows, 3).kv_cache
+        == NativeEngineMemory(SHAPE, 2).sample(rows, 16).kv_cache
+    )
 
 
 def test_vllm_takes_its_share() -> None:
-    engine = Vllm(SHAPE, 2, tensor=2, pipeline=1, share=0.5, device_bytes=10**9, shared=True)
+    engine = VllmMemory(SHAPE, 2, tensor=2, pipeline=1, share=0.5, device_bytes=10**9, shared=True)
     parts = engine.sample(4, 100)
     assert parts.weights == SHAPE.parameters
     assert parts.total == 500_000_000
     assert engine.resting.total == 0
-    alone = Vllm(SHAPE, 2, tensor=2, pipeline=1, share=0.5, device_bytes=10**9, shared=False)
+    alone = VllmMemory(SHAPE, 2, tensor=2, pipeline=1, share=0.5, device_bytes=10**9, shared=False)
     assert alone.resting == parts
 
 
 @pytest.mark.parametrize(("tensor", "width"), [(1, 16), (2, 8), (4, 8)])
 def test_vllm_of_unknown_devices_needs_what_its_rows_need(tensor: int, width: int) -> None:
     """More devices than key-value heads hold heads twice."""
-    engine = Vllm(SHAPE, 2, tensor=tensor, pipeline=1, share=0.5, device_bytes=None, shared=True)
+    engine = VllmMemory(SHAPE, 2, tensor=tensor, pipeline=1, share=0.5, device_bytes=None, shared=True)
     assert engine.sample(4, 100).kv_cache == 4 * 100 * 2 * 3 * width * 2

@@ -8,7 +8,7 @@ import torch
 
 from hydraflow.device import resolve_dtype
 from hydraflow.engine.config import FSDPConfig
-from hydraflow.memory.limits import GIB, Types, host_memory, limits_of
+from hydraflow.memory.limits import GIB, BytesPerNumber, host_memory, limits_of
 from hydraflow.schema import PPOConfig
 
 
@@ -47,6 +47,8 @@ def test_this_machine() -> None:
 
 def test_types_are_resolved_as_the_engine_does() -> None:
     limits = limits_of(described(device="H100"))
-    assert Types.of(FSDPConfig(), limits) == Types(4, 2, 4)
-    assert Types.of(FSDPConfig(model_dtype="bf16", reduce_dtype="bf16"), limits) == Types(2, 2, 2)
-    assert Types.of(FSDPConfig(model_dtype="fp64"), limits) == Types(8, 8, 8)
+    assert BytesPerNumber.of(FSDPConfig(), limits) == BytesPerNumber(4, 2, 4)
+    assert BytesPerNumber.of(FSDPConfig(model_dtype="bf16", reduce_dtype="bf16"), limits) == BytesPerNumber(
+        2, 2, 2
+    )
+    assert BytesPerNumber.of(FSDPConfig(model_dtype="fp64"), limits) == BytesPerNumber(8, 8, 8)

@@ -18,7 +18,7 @@ from model_merger.directories import assert_same_bits, merge, read
 from hydraflow.model_merger import architecture, families, names
 from hydraflow.model_merger.__main__ import main
 from hydraflow.model_merger.checkpoint import Checkpoint
-from hydraflow.model_merger.pieces import Extent, Piece, StoredTensor
+from hydraflow.model_merger.pieces import ByteRange, Piece, StoredTensor
 
 SIZES: dict[str, Any] = dict(
     vocab_size=17, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
@@ -187,7 +187,7 @@ def weights() -> Callable[..., names.Weights]:
     def make(*found: str, **facts: Any) -> names.Weights:
         tensors = {
             name: StoredTensor(
-                name, torch.float32, (2, 2), (Piece((0, 0), (2, 2), Extent(Path(name), 0, 16)),)
+                name, torch.float32, (2, 2), (Piece((0, 0), (2, 2), ByteRange(Path(name), 0, 16)),)
             )
             for name in found
         }

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hydraflow.model_merger import arguments, families
 from hydraflow.model_merger.__main__ import main
-from hydraflow.model_merger.safetensors_files import Form, Writer
+from hydraflow.model_merger.safetensors_files import TensorSpec, Writer
 
 FLAGS = [
     "local_dir",
@@ -85,14 +85,16 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
         architectures=["Qwen2ForCausalLM"],
     )
     config.save_pretrained(folder)
-    forms = {name: Form(torch.float32, shape) for name, shape in families.tensors(config.to_dict(), "policy")}
-    writer = Writer(folder, forms, most_bytes=10**10)
-    for i, (name, form) in enumerate(forms.items()):
-        writer.write(name, _filled(form, i))
+    specs = {
+        name: TensorSpec(torch.float32, shape) for name, shape in families.tensors(config.to_dict(), "policy")
+    }
+    writer = Writer(folder, specs, most_bytes=10**10)
+    for i, (name, spec) in enumerate(specs.items()):
+        writer.write(name, _filled(spec, i))
     writer.finish()
     assert (
-        sum(form.nbytes for form in forms.values()) > 380e6
-        and max(form.nbytes for form in forms.values()) < 34e6
+        sum(spec.nbytes for spec in specs.values()) > 380e6
+        and max(spec.nbytes for spec in specs.values()) < 34e6
     )
     return folder
 
@@ -129,11 +131,11 @@ def test_memory_does_not_grow_with_the_model(large: Path, tmp_path: Path, layout
     shutil.rmtree(tmp_path)
 
 
-def _filled(form: Form, number: int) -> Iterator[torch.Tensor]:
+def _filled(spec: TensorSpec, number: int) -> Iterator[torch.Tensor]:
     """Row r holds r + number."""
-    for row in range(0, form.shape[0], 512):
-        rows = torch.arange(row, min(row + 512, form.shape[0]), dtype=torch.float32) + number
-        yield rows.view(-1, *[1] * (len(form.shape) - 1)).expand(-1, *form.shape[1:]).contiguous()
+    for row in range(0, spec.shape[0], 512):
+        rows = torch.arange(row, min(row + 512, spec.shape[0]), dtype=torch.float32) + number
+        yield rows.view(-1, *[1] * (len(spec.shape) - 1)).expand(-1, *spec.shape[1:]).contiguous()
 
 
 def test_small_files_are_read_by_transformers(tiny: str, tmp_path: Path) -> None:

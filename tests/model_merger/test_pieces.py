@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from hydraflow.errors import ConfigError
 from hydraflow.model_merger import pieces, safetensors_files
 from hydraflow.model_merger.pieces import (
-    Extent,
+    ByteRange,
     Piece,
     StoredTensor,
     block_rows,
@@ -25,7 +25,7 @@ from hydraflow.model_merger.pieces import (
     odd_strides,
     whole,
 )
-from hydraflow.model_merger.safetensors_files import Form, Writer
+from hydraflow.model_merger.safetensors_files import TensorSpec, Writer
 
 
 def stored(file: Path, tensor: torch.Tensor, cuts: list[list[int]]) -> StoredTensor:
@@ -37,7 +37,7 @@ def stored(file: Path, tensor: torch.Tensor, cuts: list[list[int]]) -> StoredTen
             part = tensor[tuple(slice(first, last) for first, last in box)].contiguous()
             opened.write(part.reshape(-1).view(torch.uint8).numpy().tobytes())
             found.append(
-                Piece(tuple(first for first, _ in box), tuple(part.shape), Extent(file, at, part.nbytes))
+                Piece(tuple(first for first, _ in box), tuple(part.shape), ByteRange(file, at, part.nbytes))
             )
             at += part.nbytes
     return StoredTensor("w", tensor.dtype, tuple(tensor.shape), tuple(found))
@@ -99,7 +99,7 @@ def test_numbers_that_do_not_lie_in_order(tmp_path: Path) -> None:
         )
         length = (tmp_path / name).stat().st_size
         archived = Piece(
-            (0,) * tensor.dim(), tuple(tensor.shape), Extent(tmp_path / name, 0, length), archived=True
+            (0,) * tensor.dim(), tuple(tensor.shape), ByteRange(tmp_path / name, 0, length), archived=True
         )
         assert torch.equal(
             whole(StoredTensor("w", tensor.dtype, tuple(tensor.shape), (archived,))), tensor
@@ -108,7 +108,9 @@ def test_numbers_that_do_not_lie_in_order(tmp_path: Path) -> None:
 
 def test_an_archive_must_hold_what_is_announced(tmp_path: Path) -> None:
     torch.save(torch.zeros(3), tmp_path / "file")
-    piece = Piece((0,), (4,), Extent(tmp_path / "file", 0, (tmp_path / "file").stat().st_size), archived=True)
+    piece = Piece(
+        (0,), (4,), ByteRange(tmp_path / "file", 0, (tmp_path / "file").stat().st_size), archived=True
+    )
     with pytest.raises(
         ConfigError, match=r"holds torch.float32 \[3\] at byte 0 where torch.float32 \[4\] is announced"
     ):
@@ -124,7 +126,7 @@ def test_written_files_are_those_that_safetensors_reads(tmp_path: Path) -> None:
         "empty": torch.zeros(0, 4),
     }
     writer = Writer(
-        tmp_path, {name: Form(t.dtype, tuple(t.shape)) for name, t in tensors.items()}, most_bytes=10**6
+        tmp_path, {name: TensorSpec(t.dtype, tuple(t.shape)) for name, t in tensors.items()}, most_bytes=10**6
     )
     for name in reversed(list(tensors)):
         rows = (
@@ -145,7 +147,7 @@ def test_written_files_are_those_that_safetensors_reads(tmp_path: Path) -> None:
 
 def test_several_files_and_their_index(tmp_path: Path) -> None:
     tensors = {f"w{i}": torch.full((5,), float(i)) for i in range(5)}  # 20 bytes each
-    writer = Writer(tmp_path, {name: Form(t.dtype, (5,)) for name, t in tensors.items()}, most_bytes=45)
+    writer = Writer(tmp_path, {name: TensorSpec(t.dtype, (5,)) for name, t in tensors.items()}, most_bytes=45)
     for name, tensor in tensors.items():
         writer.write(name, iter([tensor]))
     writer.finish()

@@ -1,4 +1,4 @@
-"""Broken checkpoints and wishes that make no sense: a clear message, exit code 2, and no target, not even a
+"""Broken checkpoints and options that make no sense: a clear message, exit code 2, and no target, not even a
 part of one."""
 
 from __future__ import annotations

@@ -82,7 +82,9 @@ def test_read_only_memory_is_taken_without_a_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for copy in (True, False):
-            assert wire.decode(wire.Encoded("dense", "int64", (), (read_only,)), copy=copy).tolist() == [
+            assert wire.decode(
+                wire.EncodedColumn("dense", "int64", (), (read_only,)), copy=copy
+            ).tolist() == [
                 0,
                 1,
                 2,

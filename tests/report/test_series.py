@@ -8,13 +8,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydraflow.report.reading import Column
+from hydraflow.report.reading import MetricColumn
 from hydraflow.report.series import Axes, curve, mean_at, rounded, spans_of
 
 
-def column(values: list[float], first: int = 0) -> Column:
+def column(values: list[float], first: int = 0) -> MetricColumn:
     steps = np.arange(first, first + len(values))
-    return Column(steps, steps * 60.0, np.array(values))
+    return MetricColumn(steps, steps * 60.0, np.array(values))
 
 
 def test_few_points_stay_as_they_are() -> None:
@@ -64,7 +64,7 @@ def test_spans_hold_every_point_once(steps: set[int], most: int) -> None:
 
 
 def test_means_over_the_steps_of_another_column() -> None:
-    sparse = Column(np.array([1, 3]), np.zeros(2), np.array([8.0, 4.0]))
+    sparse = MetricColumn(np.array([1, 3]), np.zeros(2), np.array([8.0, 4.0]))
     steps = np.arange(4)
     assert mean_at(sparse, steps, spans_of(steps, 2)).tolist() == [4.0, 2.0], (
         "a step without a value took no time"

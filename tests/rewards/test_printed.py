@@ -18,7 +18,7 @@ from hydraflow.rewards.printed import (
     BYTES_PER_SECOND,
     LINE_BYTES,
     TAG_BYTES,
-    Lines,
+    LineSplitter,
     PrintedReader,
 )
 from hydraflow.system.role_logs import LogSettings, RoleLogs
@@ -134,9 +134,9 @@ def clock() -> Clock:
     return Clock()
 
 
-def lines(clock: Callable[[], float]) -> tuple[Lines, list[str]]:
+def lines(clock: Callable[[], float]) -> tuple[LineSplitter, list[str]]:
     written: list[str] = []
-    return Lines(written.append, 1.0, clock), written
+    return LineSplitter(written.append, 1.0, clock), written
 
 
 def test_lines_are_written_when_they_end_and_long_ones_are_broken(clock: Clock) -> None:

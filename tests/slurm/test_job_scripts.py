@@ -15,7 +15,7 @@ import pytest
 
 from hydraflow.compose.loading import load
 from hydraflow.schema import PPOConfig
-from hydraflow.slurm.facts import Facts, facts_of
+from hydraflow.slurm.job_settings import JobSettings, job_settings_of
 from hydraflow.system.allocation import Allocation
 
 ROOT = Path(__file__).parents[2]
@@ -295,7 +295,7 @@ def test_the_first_node_trains_and_ends_its_ray(tmp_path: Path, code: int) -> No
 def test_a_run_folder_with_any_name_reaches_the_training(tmp_path: Path) -> None:
     """Hydra would read brackets, commas and quotes in it."""
     run = tmp_path / "it's [mine], (2)" / "a=b"
-    given = Facts(nodes=1, cpus=1, gpus=0, run_folder=str(run), start_timeout=1)
+    given = JobSettings(nodes=1, cpus=1, gpus=0, run_folder=str(run), start_timeout=1)
     told = (first_node(tmp_path, facts=given.to_shell()) / "training").read_text().splitlines()
     assert load("ppo", PPOConfig, told).trainer.default_local_dir == str(run)
 
@@ -313,7 +313,7 @@ def test_a_job_that_was_put_back_goes_on_even_where_it_was_told_to_begin_anew(
         PPOConfig,
         ["trainer.resume_mode=disable", f"trainer.default_local_dir={run}", "trainer.device=cpu"],
     )
-    facts = facts_of(config, Allocation("77"))
+    facts = job_settings_of(config, Allocation("77"))
     assert facts.goes_on == goes_on
     told = (first_node(tmp_path, facts=facts.to_shell()) / "training").read_text().splitlines()
     assert ("trainer.resume_mode=auto" in told) == goes_on

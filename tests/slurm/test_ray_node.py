@@ -10,12 +10,12 @@ import pytest
 
 from hydraflow.errors import EnvironmentFault
 from hydraflow.schema import GenerateConfig, PPOConfig
-from hydraflow.slurm.facts import Facts, facts_of
+from hydraflow.slurm.job_settings import JobSettings, job_settings_of
 from hydraflow.slurm.ports import hold
 from hydraflow.slurm.ray_node import _common, _head, await_head, job_nodes, object_store, own_name
 from hydraflow.system.allocation import Allocation
 
-FACTS = Facts(nodes=2, cpus=9, gpus=8, run_folder="/runs/1", start_timeout=300)
+FACTS = JobSettings(nodes=2, cpus=9, gpus=8, run_folder="/runs/1", start_timeout=300)
 
 
 def test_every_option_is_one_of_ray_start_and_no_port_is_left_to_rays_defaults() -> None:
@@ -47,7 +47,7 @@ def test_every_option_is_one_of_ray_start_and_no_port_is_left_to_rays_defaults()
 
 def test_gpus_that_slurm_does_not_count_are_found_by_ray() -> None:
     held = hold(1)
-    words = _common("10.0.0.1", Path("/tmp/x"), Facts(1, 3, -1, "", 300), held)
+    words = _common("10.0.0.1", Path("/tmp/x"), JobSettings(1, 3, -1, "", 300), held)
     held.release()
     assert not [word for word in words if word.startswith("--num-gpus")]
 
@@ -64,11 +64,11 @@ def test_what_the_nodes_must_know() -> None:
     config = PPOConfig()
     config.trainer.nnodes, config.trainer.default_local_dir = 4, "/shared/a b"
     given = Allocation("12", nodes=4, gpus=8, cpus=64)
-    assert facts_of(config, given) == Facts(
+    assert job_settings_of(config, given) == JobSettings(
         nodes=4, cpus=64, gpus=8, run_folder="/shared/a b", start_timeout=300
     )
     config.trainer.device, config.trainer.n_gpus_per_node, config.trainer.default_local_dir = "cpu", 96, None
-    found = facts_of(config, given)
+    found = job_settings_of(config, given)
     assert (found.cpus, found.gpus) == (97, 0), (
         "a CPU for each process and one beside them, whatever cores there are"
     )
@@ -76,8 +76,8 @@ def test_what_the_nodes_must_know() -> None:
         "a job that is put back finds its folder, and no other job's"
     )
     config.ray_init.num_cpus = 5
-    assert facts_of(config, given).cpus == 5
-    assert facts_of(GenerateConfig(), None) == Facts(
+    assert job_settings_of(config, given).cpus == 5
+    assert job_settings_of(GenerateConfig(), None) == JobSettings(
         nodes=1, cpus=3, gpus=-1, run_folder="", start_timeout=300
     )
 
@@ -101,8 +101,8 @@ def test_the_head_is_there_when_something_listens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("folder", ["/my runs/1", "/a\nb", '/it\'s "quoted"', "", "/a=b", "/$HOME;x\ty"])
 def test_facts_come_through_a_shell_as_they_were(folder: str) -> None:
-    facts = Facts(nodes=2, cpus=9, gpus=-1, run_folder=folder, start_timeout=300, goes_on=1)
-    assert Facts.from_shell(facts.to_shell()) == facts
+    facts = JobSettings(nodes=2, cpus=9, gpus=-1, run_folder=folder, start_timeout=300, goes_on=1)
+    assert JobSettings.from_shell(facts.to_shell()) == facts
     script = facts.to_shell() + 'printf "%s." "$HF_RUN_FOLDER"'
     assert (
         subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
@@ -117,6 +117,6 @@ def test_the_run_folder_of_a_job_is_in_runs_whatever_the_experiment_is_called(
     monkeypatch.chdir(tmp_path)
     config = PPOConfig()
     config.trainer.experiment_name = name
-    folder = Path(facts_of(config, Allocation("7")).run_folder)
+    folder = Path(job_settings_of(config, Allocation("7")).run_folder)
     assert folder.parent == tmp_path / "runs" and folder.name.endswith("-job7") and "\n" not in folder.name
     assert name != "ok-1.2" or folder.name == "ok-1.2-job7"

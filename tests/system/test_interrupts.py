@@ -22,7 +22,7 @@ import subprocess, sys, threading, time
 from hydraflow.system import interrupts
 from hydraflow.compose.launch import run_guarded
 from hydraflow.errors import GuardStop
-from hydraflow.system.interrupts import ENDS, command, ending
+from hydraflow.system.interrupts import SHUTDOWN, command, ending
 
 def say(*words):
     print(*words, flush=True)
@@ -43,7 +43,7 @@ def work():
     except KeyboardInterrupt as error:
         clean_up({seconds}, error)
         raise
-ENDS.patience = {patience}
+SHUTDOWN.patience = {patience}
 interrupts.LIMIT = {limit}
 command(lambda: run_guarded(work))
 """

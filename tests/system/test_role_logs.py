@@ -140,8 +140,8 @@ def test_whatever_a_process_writes_is_in_its_files(tmp_path: Path) -> None:
     )
     assert done.returncode == -signal.SIGABRT
     actor = [line for path in (tmp_path / "actor-1.log.1", tmp_path / "actor-1.log") for line in lines(path)]
-    told = [line.split(" ", 3)[3] if LINE.fullmatch(line) else f"| {line}" for line in actor]
-    assert told[:6] == [
+    message = [line.split(" ", 3)[3] if LINE.fullmatch(line) else f"| {line}" for line in actor]
+    assert message[:6] == [
         "printed words",
         "held together",
         "100%",
@@ -150,8 +150,8 @@ def test_whatever_a_process_writes_is_in_its_files(tmp_path: Path) -> None:
         "hydraflow: a warning",
     ]
     assert actor[0].split()[1:3] == ["OUT", "actor-1"]
-    assert "| after the file was set aside" in told
-    assert any("Fatal Python error: Aborted" in line for line in told), "what a crash leaves behind"
+    assert "| after the file was set aside" in message
+    assert any("Fatal Python error: Aborted" in line for line in message), "what a crash leaves behind"
     rollout = lines(tmp_path / "rollout-1.log")
     assert (
         rollout[0].endswith("OUT rollout-1 of the rollout, without an end")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hydraflow.tracking.base import About
+from hydraflow.tracking.base import PublishedInfo
 
 SAMPLES = [
     {"input": "17+25=", "output": "042", "score": 1.0, "ground_truth": "042"},
@@ -18,7 +18,7 @@ SAMPLES = [
 ACCURACY = "val-core/sums/acc/mean@1"
 
 
-def about(folder: Path) -> About:
+def about(folder: Path) -> PublishedInfo:
     """A run with a nested configuration and two files."""
     for name in ("plan.json", "run.json"):
         (folder / name).write_text('{"a": 1}')
@@ -28,4 +28,4 @@ def about(folder: Path) -> About:
         "git": {"commit": "abc"},
         "versions": {"torch": "2.13.0"},
     }
-    return About("sums", "first", config, facts, (folder / "plan.json", folder / "run.json"))
+    return PublishedInfo("sums", "first", config, facts, (folder / "plan.json", folder / "run.json"))

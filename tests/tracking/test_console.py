@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hydraflow.tracking.console import PlainConsole, Progress
+from hydraflow.tracking.console import PlainConsole, RunProgress
 from hydraflow.tracking.trackers import open_trackers
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +43,7 @@ def test_plain_lines_in_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_time_left_is_the_pace_of_the_last_steps_times_the_rest() -> None:
-    progress = Progress(total_steps=10)
+    progress = RunProgress(total_steps=10)
     progress.note({}, 0, now=100.0)
     assert progress.seconds_left() is None
     progress.note({}, 2, now=106.0)
@@ -52,7 +52,7 @@ def test_time_left_is_the_pace_of_the_last_steps_times_the_rest() -> None:
     for step in range(3, 30):
         progress.note({}, step, now=106.0 + step)
     assert progress.seconds_left() == 0.0
-    assert Progress(total_steps=None).seconds_left() is None
+    assert RunProgress(total_steps=None).seconds_left() is None
 
 
 def test_ctrl_c_in_a_terminal_gives_the_cursor_back_and_keeps_other_output(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from hydraflow.tracking import guarded, trackers
 from hydraflow.tracking.base import RunInfo
-from hydraflow.tracking.guarded import Background, Forgiving
+from hydraflow.tracking.guarded import BackgroundTracker, ForegroundTracker
 from hydraflow.tracking.history import read_metrics
 from hydraflow.tracking.symptoms import SymptomWatch
 from hydraflow.tracking.trackers import open_trackers
@@ -47,8 +47,8 @@ class Memory:
         self.closed.append(failed)
 
 
-def background(memory: Memory, tmp_path: Path, **limits: float) -> Background:
-    return Background(
+def background(memory: Memory, tmp_path: Path, **limits: float) -> BackgroundTracker:
+    return BackgroundTracker(
         "memory", lambda run: memory, RunInfo(tmp_path, "", None), pauses=(0.01, 0.01), **limits
     )  # type: ignore[arg-type]
 
@@ -136,7 +136,7 @@ def test_a_run_whose_trackers_cannot_be_opened_is_logged_to_the_file(
 
 
 def test_a_terminal_that_is_gone_costs_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    tracker = Forgiving("console", Memory({1: 1, 2: 1}))
+    tracker = ForegroundTracker("console", Memory({1: 1, 2: 1}))
     for step in (1, 2, 3):
         tracker.log({}, step)
     assert tracker.tracker.got == [3]  # type: ignore[attr-defined]
@@ -168,7 +168,7 @@ def test_whatever_draws_on_the_terminal_raises_costs_one_warning(caplog: pytest.
         def log(self, metrics: dict[str, float], step: int) -> None:
             raise LookupError("no such style")
 
-    tracker = Forgiving("console", Odd())
+    tracker = ForegroundTracker("console", Odd())
     for step in (1, 2):
         tracker.log({}, step)
     assert warnings(caplog) == ["console: no such style; training continues; metrics.jsonl has everything"]

@@ -221,7 +221,7 @@ def test_a_report_that_stays_unreadable_costs_the_save(
     caplog: pytest.LogCaptureFixture,
     report: str,
 ) -> None:
-    monkeypatch.setattr(checkpoint, "DOUBT_SECONDS", 0.2)
+    monkeypatch.setattr(checkpoint, "READ_RETRY_SECONDS", 0.2)
     group.silent = True
     with checkpointer(tmp_path, group, save_freq=1) as checkpoints:
         checkpoints.after(1, {}, last=False, preempted=False)

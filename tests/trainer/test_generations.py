@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hydraflow.trainer.generations import GenerationDump, Scored
+from hydraflow.trainer.generations import GenerationDump, ScoredResponses
 
-SCORED = Scored(
+SCORED = ScoredResponses(
     sources=np.array(["sums", "sums"]),
     scores=np.array([1.0, 0.0], dtype=np.float32),
     accuracies=np.array([1.0, 0.0], dtype=np.float32),

@@ -17,7 +17,7 @@ from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.stored import write_batch
 from hydraflow.schema import PPOConfig
 from hydraflow.trainer.config import DebugConfig
-from hydraflow.trainer.rollouts import Replayed, dump_file, require_dumps
+from hydraflow.trainer.rollouts import ReplayedRollouts, dump_file, require_dumps
 
 FACTS = {"step": 1, "scores": ["score"], "failed": 0, "why_failed": ""}
 
@@ -82,7 +82,7 @@ def test_what_is_none_is_refused_before_the_start_and_named_in_a_run(
     with pytest.raises(ConfigError, match=rf"step_1.safetensors .*{said}"):
         require(tmp_path)
     with pytest.raises(EnvironmentFault, match=rf"step_1.safetensors .*{said}"):
-        Replayed(tmp_path).sampling(DataProto.from_dict({"x": torch.ones(2)}), 1)
+        ReplayedRollouts(tmp_path).sampling(DataProto.from_dict({"x": torch.ones(2)}), 1)
 
 
 def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:

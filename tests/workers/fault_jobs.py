@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from engine import rank_jobs
-from engine.shortage_jobs import Trouble, tokens_of
+from engine.oom_jobs import Trouble, tokens_of
 from workers.gradient_jobs import Training, make_worker
 
 from hydraflow.batch_plan.parts import MicroPlan
@@ -45,7 +45,7 @@ def update_with_little_memory(path: str, training: Training, ranks: list[int], r
         "metrics": found,
         "weights": weights,
         "passes": trouble.passes + 1,
-        "plan": worker.learner.portions.plan,
+        "plan": worker.learner.micro_batcher.plan,
     }
 
 
@@ -56,7 +56,7 @@ def infer_with_little_memory(path: str, micro: MicroPlan, rows: int) -> dict[str
     trouble = Trouble(worker.engine, "head", [1], fit=lambda data: len(data) <= (rows or ROWS))  # type: ignore[arg-type]
     said = [worker.compute_log_prob(share).get("old_log_probs").values() for _ in range(2)]  # type: ignore[union-attr]
     trouble.leave()
-    return {"said": said, "metrics": values(worker.update(share, 1)), "plan": worker.log_prob_portions.plan}  # type: ignore[union-attr]
+    return {"said": said, "metrics": values(worker.update(share, 1)), "plan": worker.log_prob_batcher.plan}  # type: ignore[union-attr]
 
 
 def update_without_memory(path: str) -> str:

@@ -33,7 +33,7 @@ from hydraflow.trainer.mini_batches import mini_batch_order
 from hydraflow.workers.actor import ActorSpec, ActorWorker
 from hydraflow.workers.config import ActorConfig, CriticConfig
 from hydraflow.workers.critic import CriticSpec, CriticWorker
-from hydraflow.workers.portions import split
+from hydraflow.workers.micro_batcher import split
 from hydraflow.workers.skipping import SkipLimits
 from hydraflow.workers.training import global_denominators
 
@@ -167,7 +167,9 @@ def train(
     return metrics, rank_jobs.full_weights(worker.engine)  # type: ignore[arg-type]
 
 
-def make_worker(path: str, training: Training, skips: SkipLimits | None = None) -> ActorWorker | CriticWorker:
+def make_worker(
+    path: str, training: Training, skip_limits: SkipLimits | None = None
+) -> ActorWorker | CriticWorker:
     rank, size = dist.get_rank(), dist.get_world_size()
     here = process(rank, size)
     shared: dict[str, Any] = dict(
@@ -179,7 +181,7 @@ def make_worker(path: str, training: Training, skips: SkipLimits | None = None) 
     if training.head == "value":
         critic = CriticConfig(model=model, **shared)
         told: dict[str, Any] = dict(
-            response_tokens=int(SCALE), total_steps=1, seed=0, skips=skips or SkipLimits()
+            response_tokens=int(SCALE), total_steps=1, seed=0, skip_limits=skip_limits or SkipLimits()
         )
         return CriticWorker(here, CriticSpec(critic, plan, training.micro, **told))
     actor = ActorConfig(entropy_coeff=0.02, use_kl_loss=True, kl_loss_coef=0.3, **shared)
@@ -194,6 +196,6 @@ def make_worker(path: str, training: Training, skips: SkipLimits | None = None) 
         total_steps=1,
         old_is_rollout=False,
         seed=0,
-        skips=skips or SkipLimits(),
+        skip_limits=skip_limits or SkipLimits(),
     )
     return ActorWorker(here, spec)

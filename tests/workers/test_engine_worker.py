@@ -11,7 +11,7 @@ from workers.by_hand import process
 from hydraflow.engine import process_group
 from hydraflow.engine.config import FSDPConfig
 from hydraflow.models.config import ModelConfig
-from hydraflow.options import Named
+from hydraflow.options import Implementation
 from hydraflow.workers import engine_worker
 from hydraflow.workers.engine_worker import EngineWorker
 
@@ -26,7 +26,7 @@ class NoEngine:
 def test_a_collective_waits_as_long_as_a_call_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
     told: dict[str, Any] = {}
     monkeypatch.setattr(process_group, "start", told.update)
-    monkeypatch.setitem(engine_worker.TRAIN_ENGINES, "none", Named(f"{__name__}:NoEngine"))
+    monkeypatch.setitem(engine_worker.TRAIN_ENGINES, "none", Implementation(f"{__name__}:NoEngine"))
     here = replace(process(rank=1, world_size=2), timeout_s=7200.0)
     EngineWorker(here, "none", ModelConfig(), FSDPConfig(), None, head="policy", total_steps=1, field="model")
     assert told == dict(

@@ -15,7 +15,7 @@ from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 from hydraflow.workers.actor import ActorSpec, ActorWorker
 from hydraflow.workers.config import ActorConfig
-from hydraflow.workers.rollout import RolloutSpec, RolloutWorker, SampleOrder
+from hydraflow.workers.rollout import RolloutSpec, RolloutWorker, SamplingSpec
 
 END = 1
 PROMPTS = [[3], [4, 5, 6, 7, 8], [9, 10], [11, 12, 13]]
@@ -50,7 +50,7 @@ def make_rollout(
 
 
 def make_prompts(temperature: float = TEMPERATURE, step: int = 1) -> DataProto:
-    order = SampleOrder(step=step, n=SAMPLES, temperature=temperature, top_k=-1, top_p=1.0)
+    order = SamplingSpec(step=step, n=SAMPLES, temperature=temperature, top_k=-1, top_p=1.0)
     prompts = ragged.from_rows([torch.tensor(prompt) for prompt in PROMPTS])
     return DataProto.from_dict(
         {"prompts": prompts}, {"uid": [f"prompt {i}" for i in range(len(PROMPTS))]}, {"sampling": order}

@@ -58,9 +58,9 @@ def test_three_in_a_row_stop_the_run(tiny: str, ranks: Ranks, tmp_path: Path) ->
 
 
 def test_a_disk_that_is_full_of_them(tmp_path: Path) -> None:
-    skips = SkipGuard(SkipLimits(10**6, str(tmp_path)), "actor", 0)
+    skip_guard = SkipGuard(SkipLimits(10**6, str(tmp_path)), "actor", 0)
     for step in range(MOST_FILES + 5):
-        skips.note(jobs.make_batch(), skipped=True, step=step, number=0, facts={})
+        skip_guard.note(jobs.make_batch(), skipped=True, step=step, number=0, facts={})
     assert len(list(tmp_path.iterdir())) == MOST_FILES
 
 

@@ -1,8 +1,8 @@
 """Sharded state of a model in training, in torch's distributed checkpoint format: any number of ranks can
 read it back.
 
-In: a sharded model and its optimizer. Out: a `Snapshot` in host memory, which another thread may write while
-training continues; and loading it. The file holds only tensors, under flat names: `model.<parameter>`,
+In: a sharded model and its optimizer. Out: an `FSDPSnapshot` in host memory, which another thread may write
+while training continues; and loading it. The file holds only tensors, under flat names: `model.<parameter>`,
 `optim.<parameter>.<slot>` and `extra.schedule_step`. No random state is in it: an engine draws no
 random numbers, and a step's are keyed by its number. Left out on purpose: directories, checksums and
 everything else that makes up a run (`trainer/checkpoint_store.py`)."""
@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from hydraflow.engine.base import CHECKPOINT_FACTS, EXTRA, HF_MODEL, MODEL, OPTIMIZER
 from hydraflow.engine.dcp_index import SHARDS
 from hydraflow.engine.fsdp import export
-from hydraflow.engine.fsdp.reader import Reader
+from hydraflow.engine.fsdp.reader import RoleCheckpointReader
 from hydraflow.engine.process_group import host_group
 from hydraflow.errors import ConfigError, EnvironmentFault
 from hydraflow.models.config import ModelConfig
@@ -41,13 +41,13 @@ State = dict[str, torch.Tensor]
 
 
 @dataclass
-class Snapshot:
+class FSDPSnapshot:
     """One rank's copy of the state, in host memory. A `engine.base.Snapshot`."""
 
     state: State
     weights: State | None
     """Full weights for a Hugging Face directory; None: not requested, or another rank has them."""
-    form: export.Form | None
+    hf_files: export.HuggingFaceFiles | None
     """Configuration for that directory; None: another rank writes it."""
     facts: dict[str, Any]
     field: str
@@ -62,10 +62,10 @@ class Snapshot:
         finally:
             self.state = {}
         mine = sorted((directory / SHARDS).glob(f"__{dist.get_rank()}_*"))
-        if self.form is None:
+        if self.hf_files is None:
             return mine
         (directory / CHECKPOINT_FACTS).write_text(json.dumps(self.facts, indent=2) + "\n")
-        export.write_hugging_face(self.form, self.weights, directory / HUGGING_FACE, field=self.field)
+        export.write_hugging_face(self.hf_files, self.weights, directory / HUGGING_FACE, field=self.field)
         others = [path for path in directory.rglob("*") if path.is_file() and not path.match(f"{SHARDS}/__*")]
         return [*mine, *sorted(others)]
 
@@ -80,7 +80,7 @@ def snapshot(
     *,
     head: str,
     field: str,
-) -> Snapshot:
+) -> FSDPSnapshot:
     """Copies what `contents` names into host memory. Every rank takes part."""
     host_group()  # created here, in step on all ranks; `write` runs in the background
     state = {
@@ -88,8 +88,10 @@ def snapshot(
         for name, tensor in _parts(module, optimizer, step, contents).items()
     }
     weights = export.full_weights(module) if HF_MODEL in contents else None
-    form = export.form_of(module, model, weights=weights is not None) if dist.get_rank() == 0 else None
-    return Snapshot(state, weights, form, _facts(module, model, contents, head), field)
+    hf_files = (
+        export.hf_files_of(module, model, weights=weights is not None) if dist.get_rank() == 0 else None
+    )
+    return FSDPSnapshot(state, weights, hf_files, _facts(module, model, contents, head), field)
 
 
 @torch.no_grad()
@@ -98,7 +100,7 @@ def load(
 ) -> int | None:
     """Loads the named `contents` into model and optimizer; returns the schedule's step, None when `extra` is
     not among them."""
-    reader = Reader(directory)
+    reader = RoleCheckpointReader(directory)
     stored = reader.index.tensors.keys()
     wanted = _parts(module, optimizer, 0, [MODEL, EXTRA])
     wanted = {name: tensor for name, tensor in wanted.items() if name.partition(".")[0] in contents}

@@ -25,7 +25,7 @@ from hydraflow.engine.base import LossFn, ModelOutput
 from hydraflow.engine.config import FSDPConfig, OptimConfig
 from hydraflow.engine.fsdp import checkpoint, export, lora
 from hydraflow.engine.fsdp.build import build_model
-from hydraflow.engine.fsdp.pace import Pace
+from hydraflow.engine.fsdp.oom_recovery import CollectiveCounter
 from hydraflow.metrics import Metric
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.packing import PackedBatch, pack
@@ -74,7 +74,7 @@ class FSDPEngine:
             field=field,
             seed=seed,
         )
-        self._pace = Pace(self.module, device)
+        self._collectives = CollectiveCounter(self.module, device)
         self._norm: float | None = None
         """Norm of the gradient that `optimizer_step` will apply."""
         self._optimizer = None
@@ -94,15 +94,15 @@ class FSDPEngine:
     ) -> DataProto:
         """See `TrainEngine`. Float32 columns on the CPU (float64 when the model computes in it)."""
         self.module.eval()
-        attempt = self._pace.attempt()
+        runner = self._collectives.pass_runner()
         with nullcontext() if adapter else lora.adapters_off(self.module):
             for data in micro_batches:
-                attempt.run(
+                runner.run(
                     data, lambda part: self.module(self._pack(part, None), temperature, entropy, greedy_match)
                 )
         self._free_gathered_weights()
-        (short_ranks,) = process_group.all_reduce(torch.tensor([attempt.is_short()])).tolist()
-        results = attempt.results_of_all(short_ranks)
+        (oom_ranks,) = process_group.all_reduce(torch.tensor([runner.ran_out()])).tolist()
+        results = runner.results_of_all(oom_ranks)
         lengths = torch.cat([ragged.lengths(data.get("responses")) for data in micro_batches])
         names = ["values"] if self._head == "value" else ["log_probs"]
         names += ["entropys"] if entropy else ["greedy_match"] if greedy_match else []
@@ -122,16 +122,16 @@ class FSDPEngine:
         """See `TrainEngine`. Only tokens whose response_mask is set pass through the head."""
         assert self._optim is not None, "a frozen model is not trained"
         self.module.train()
-        attempt = self._pace.attempt()
+        runner = self._collectives.pass_runner()
         for data in micro_batches:
             self._reduce_gradients(data is micro_batches[-1])
-            attempt.run(data, lambda part: self._learn(part, loss_fn, temperature, entropy))
-        square, short_ranks = process_group.all_reduce(
-            torch.tensor([self._local_square(), attempt.is_short()], dtype=torch.float64)
+            runner.run(data, lambda part: self._learn(part, loss_fn, temperature, entropy))
+        square, oom_ranks = process_group.all_reduce(
+            torch.tensor([self._local_square(), runner.ran_out()], dtype=torch.float64)
         ).tolist()
-        if short_ranks:
+        if oom_ranks:
             self.module.zero_grad(set_to_none=True)
-        reported = attempt.results_of_all(short_ranks)
+        reported = runner.results_of_all(oom_ranks)
         self._norm = math.sqrt(square)
         return metrics.merge(reported)
 
@@ -169,7 +169,7 @@ class FSDPEngine:
         """See `TrainEngine`."""
         export.save_hf(self.module, self._model, Path(directory), field=self._field)
 
-    def snapshot(self, contents: Collection[str]) -> checkpoint.Snapshot:
+    def snapshot(self, contents: Collection[str]) -> checkpoint.FSDPSnapshot:
         """See `TrainEngine`."""
         assert self._optimizer is not None, "a frozen model has no state of its own"
         self._free_gathered_weights()

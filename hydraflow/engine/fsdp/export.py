@@ -65,13 +65,13 @@ def save_hf(module: PolicyModel | ValueModel, model: ModelConfig, directory: Pat
     if weights is not None:
         unfinished = directory.with_name(directory.name + ".unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
-        write_hugging_face(form_of(module, model, weights=True), weights, unfinished, field=field)
+        write_hugging_face(hf_files_of(module, model, weights=True), weights, unfinished, field=field)
         replace_directory(unfinished, directory)
     dist.barrier()
 
 
 @dataclass(frozen=True)
-class Form:
+class HuggingFaceFiles:
     """What a Hugging Face directory holds besides weights."""
 
     config: Any
@@ -85,7 +85,7 @@ class Form:
     """Generation settings of a policy."""
 
 
-def form_of(module: PolicyModel | ValueModel, model: ModelConfig, *, weights: bool) -> Form:
+def hf_files_of(module: PolicyModel | ValueModel, model: ModelConfig, *, weights: bool) -> HuggingFaceFiles:
     """Must not run in a thread during training: transformers changes torch's default dtype for the whole
     process while it builds a model.
 
@@ -95,32 +95,32 @@ def form_of(module: PolicyModel | ValueModel, model: ModelConfig, *, weights: bo
         config = type(module.hf.config).from_dict(module.hf.config.to_dict())
         config.num_labels, config.token_classification_bias = 1, False
         shape = _value_shape(config, trust=model.trust_remote_code)
-        return Form(config, model, shape, None if shape is None else type(shape).__name__)
+        return HuggingFaceFiles(config, model, shape, None if shape is None else type(shape).__name__)
     config, generation = copy.deepcopy(module.hf.config), loading.load_generation_config(model)
     name = loading.causal_class(config, model).__name__
-    return Form(
+    return HuggingFaceFiles(
         config, model, _policy_shape(config, model, generation) if weights else None, name, generation
     )
 
 
 def write_hugging_face(
-    form: Form, weights: dict[str, torch.Tensor] | None, directory: Path, *, field: str
+    hf_files: HuggingFaceFiles, weights: dict[str, torch.Tensor] | None, directory: Path, *, field: str
 ) -> None:
     """Configuration, generation settings of a policy, tokenizer and, unless they are None, weights. In any
     thread."""
     from huggingface_hub import save_torch_state_dict
 
     directory.mkdir(parents=True)
-    if weights is not None and form.shape is not None:
-        form.shape.save_pretrained(directory, state_dict=weights)
+    if weights is not None and hf_files.shape is not None:
+        hf_files.shape.save_pretrained(directory, state_dict=weights)
     else:
-        form.config.architectures = None if form.class_name is None else [form.class_name]
-        form.config.save_pretrained(directory)
-        if form.generation is not None:
-            form.generation.save_pretrained(directory)
+        hf_files.config.architectures = None if hf_files.class_name is None else [hf_files.class_name]
+        hf_files.config.save_pretrained(directory)
+        if hf_files.generation is not None:
+            hf_files.generation.save_pretrained(directory)
         if weights is not None:
             save_torch_state_dict(weights, directory)
-    loading.load_tokenizer(form.model, field=field, chat=False).save_pretrained(directory)
+    loading.load_tokenizer(hf_files.model, field=field, chat=False).save_pretrained(directory)
 
 
 def replace_directory(finished: Path, target: Path) -> None:

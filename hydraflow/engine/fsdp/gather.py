@@ -15,19 +15,19 @@ from torch.distributed.tensor import DTensor, Shard
 BUCKET_BYTES = 64 * 2**20
 """Bytes of full tensors that are gathered together; a larger tensor is a bucket of its own."""
 
-Named = tuple[str, torch.Tensor]
+NamedTensor = tuple[str, torch.Tensor]
 
 
 @torch.no_grad()
-def gathered(parameters: Mapping[str, torch.Tensor]) -> Iterator[Named]:
+def gathered(parameters: Mapping[str, torch.Tensor]) -> Iterator[NamedTensor]:
     """Collective: every rank must exhaust the iterator. Unsharded tensors are passed through."""
     for bucket in _buckets(parameters):
         yield from _gather(bucket)
 
 
-def _buckets(parameters: Mapping[str, torch.Tensor]) -> Iterator[list[Named]]:
+def _buckets(parameters: Mapping[str, torch.Tensor]) -> Iterator[list[NamedTensor]]:
     """Parameters of one type, in order, up to BUCKET_BYTES."""
-    bucket: list[Named] = []
+    bucket: list[NamedTensor] = []
     size = 0
     for name, parameter in parameters.items():
         nbytes = parameter.numel() * parameter.element_size()
@@ -40,7 +40,7 @@ def _buckets(parameters: Mapping[str, torch.Tensor]) -> Iterator[list[Named]]:
         yield bucket
 
 
-def _gather(bucket: list[Named]) -> list[Named]:
+def _gather(bucket: list[NamedTensor]) -> list[NamedTensor]:
     ranks = dist.get_world_size()
     sharded = [parameter for _, parameter in bucket if _is_split_by_rows(parameter)]
     pieces = [_padded_shard(parameter, ranks) for parameter in sharded]

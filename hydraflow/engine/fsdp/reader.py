@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 from hydraflow.engine.dcp_index import SHARDS, Index, IndexedTensor, read_tensors_alone
 
 
-class Reader(dcp.FileSystemReader):
+class RoleCheckpointReader(dcp.FileSystemReader):
     """Reads the checkpoint of a role. Raises ConfigError as `read_tensors_alone` does."""
 
     def __init__(self, checkpoint: Path):

@@ -98,7 +98,8 @@ class Case:
 def disturbed(path: str, options: Mapping[str, Any], cases: Sequence[Case]) -> list[str]:
     """For each case what is wrong: a call with two rows in a pass is cut off, and the one with one row in a
     pass that comes after it must be as if nothing had happened before. All cases with one engine."""
-    gc.freeze()  # a shortage has garbage collected, which takes half a second for all that is imported
+    # an out-of-memory error has garbage collected, which takes half a second for all that is imported
+    gc.freeze()
     engine = rank_jobs.make_engine(path, options)
     share = rank_jobs.my_share(rank_jobs.make_batch(rows=ROWS * dist.get_world_size()))
     sizes = [tokens_of(part) for part in rank_jobs.make_batch(rows=ROWS * dist.get_world_size()).split(2)]
@@ -123,7 +124,7 @@ def disturbed(path: str, options: Mapping[str, Any], cases: Sequence[Case]) -> l
     return wrong
 
 
-def gradient_after_a_shortage(
+def gradient_after_out_of_memory(
     path: str, options: Mapping[str, Any]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The gradient of all rows in one pass, and that of four passes, of which one was cut off before."""
@@ -167,9 +168,9 @@ def _equal(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]
 
 
 def caught(call: Callable[[], Any]) -> list[tuple[int, int, int]] | None:
-    """The shortages that a call reports: rank, rows, tokens."""
+    """The micro-batches that a call reports: rank, rows, tokens."""
     try:
         call()
     except OutOfMemory as error:
-        return [(shortage.rank, shortage.rows, shortage.tokens) for shortage in error.shortages]
+        return [(report.rank, report.rows, report.tokens) for report in error.reports]
     return None

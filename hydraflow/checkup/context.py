@@ -3,7 +3,7 @@ asked for.
 
 In: a configuration, and what the caller has opened already. Out: plan, machine, model, tokenizer, sample
 rows. What cannot be opened is reported by the first check that asks (`ConfigError`); later ones are skipped
-(`Skip`). Left out on purpose: judging; each topic's file does that.
+(`CheckSkipped`). Left out on purpose: judging; each topic's file does that.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from hydraflow.batch_plan.resolve import BatchPlan, resolve_plan
 from hydraflow.checkup import sampling
-from hydraflow.checkup.finding import Skip
+from hydraflow.checkup.finding import CheckSkipped
 from hydraflow.data.arithmetic import prompt_rows, split_problems
-from hydraflow.data.files import Record, as_paths
+from hydraflow.data.files import FileRecord, as_paths
 from hydraflow.device import CPU_PROCESSES, gpu_count, resolve_device
 from hydraflow.errors import ConfigError, Problem
 from hydraflow.memory.shape import ModelShape, read_shape
@@ -40,7 +40,7 @@ FILE_KEYS = ("data.train_files", "data.val_files")
 RECIPE_MAKES = "recipe={} makes its own when it first runs"
 
 
-class Facts:
+class CheckContext:
     """One configuration on this machine. `everything`: also look at what the configuration does not need
     (`--all`).
 
@@ -109,7 +109,7 @@ class Facts:
         return self._once("tokenizer", lambda: load_tokenizer(self.own_model(), field=MODEL, chat=False))
 
     @property
-    def first_rows(self) -> list[Record]:
+    def first_rows(self) -> list[FileRecord]:
         """Three rows of the data that the run reads; for a recipe that has made none yet, those that it will
         make."""
         return self._once(
@@ -130,12 +130,12 @@ class Facts:
         this machine yet."""
         model = self.config.actor_rollout_ref.model
         if not model.path:
-            raise Skip(self.nothing_yet())
+            raise CheckSkipped(self.nothing_yet())
         if not is_hub_name(model.path):
             return model
         snapshot = cached_snapshot(model.path)
         if snapshot is None:
-            raise Skip(f"{model.path} is not on this machine yet")
+            raise CheckSkipped(f"{model.path} is not on this machine yet")
         return replace(model, path=str(snapshot))
 
     def files(self, key: str) -> list[Path]:
@@ -144,7 +144,7 @@ class Facts:
         named = {FILE_KEYS[0]: self.config.data.train_files, FILE_KEYS[1]: self.config.data.val_files}[key]
         return self._once(key, lambda: as_paths(named, key)) if named else []
 
-    def sample(self, key: str, count: int) -> list[Record]:
+    def sample(self, key: str, count: int) -> list[FileRecord]:
         """About `count` rows, spread over the files under `key`."""
         files = self.files(key)
         each = -(-count // max(1, len(files)))
@@ -176,7 +176,7 @@ class Facts:
         """What `make` gives, made once. A second request for what could not be made raises Skip: it has been
         reported."""
         if name in self._broken:
-            raise Skip(f"needs {name.partition(' ')[0]}, which is not available: see above")
+            raise CheckSkipped(f"needs {name.partition(' ')[0]}, which is not available: see above")
         if name not in self._opened:
             try:
                 self._opened[name] = make()
@@ -191,18 +191,18 @@ def _shape(model: ModelConfig, field: str) -> ModelShape:
     try:
         shape = read_shape(model, field=field)
     except ConfigError as error:
-        raise Skip(f"{error.problems[0].field}: {error.problems[0].rule}") from error
+        raise CheckSkipped(f"{error.problems[0].field}: {error.problems[0].rule}") from error
     if shape is None:
-        raise Skip(f"the sizes of {field}.path are not on this machine")
+        raise CheckSkipped(f"the sizes of {field}.path are not on this machine")
     return shape
 
 
-def _recipe_rows(config: PPOConfig) -> list[Record]:
+def _recipe_rows(config: PPOConfig) -> list[FileRecord]:
     recipe = config.recipe
     if recipe.name == "none":
-        raise Skip("no data file is configured")
+        raise CheckSkipped("no data file is configured")
     pairs = split_problems(recipe.train_problems, recipe.val_problems, config.trainer.seed)[0][:3]
     return [
-        Record(values, Path(f"recipe={recipe.name}"), row)
+        FileRecord(values, Path(f"recipe={recipe.name}"), row)
         for row, values in enumerate(prompt_rows(pairs, "train"))
     ]

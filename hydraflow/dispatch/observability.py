@@ -1,8 +1,9 @@
 """Observability settings of a run's processes: log files, spans for the timeline, folders for stacks and
 profiles, the debugger.
 
-In: the run folder and its settings. Out: a `Watch`, passed to every process of the run. Without a run
-folder (`main_generate`) processes write to Ray's own files, and stacks go to a folder for temporary files.
+In: the run folder and its settings. Out: an `Observability`, passed to every process of the run. Without a
+run folder (`main_generate`) processes write to Ray's own files, and stacks go to a folder for temporary
+files.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ FIELD = "ray_init.timeline_file"
 
 
 @dataclass(frozen=True)
-class Watch:
+class Observability:
     """Passed to every process; everything is off by default."""
 
     logs: LogSettings | None = None
@@ -65,10 +66,10 @@ class Watch:
         return {"RAY_DEBUG": debugger()} if self.debug else {}
 
 
-def watch_of(run: Path, log: LogConfig, profiler: ProfilerConfig, *, debug: bool) -> Watch:
+def observability_of(run: Path, log: LogConfig, profiler: ProfilerConfig, *, debug: bool) -> Observability:
     """The observability settings of a run with that folder."""
     profiles = Path(profiler.save_path).expanduser().resolve() if profiler.save_path else run / "profile"
-    return Watch(log_settings(run, log), str(run / "stacks"), profiler, str(profiles), debug=debug)
+    return Observability(log_settings(run, log), str(run / "stacks"), profiler, str(profiles), debug=debug)
 
 
 def log_settings(run: Path, log: LogConfig) -> LogSettings:

@@ -13,11 +13,11 @@ from workers import fault_jobs as jobs
 from workers.gradient_jobs import Training, rows, tokens
 
 from hydraflow.batch_plan.parts import MicroPlan
-from hydraflow.engine.base import Shortage
+from hydraflow.engine.base import OomReport
 from hydraflow.errors import DoesNotFit
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
-from hydraflow.workers.portions import MicroBatcher
+from hydraflow.workers.micro_batcher import MicroBatcher
 
 PREFIX = {"policy": "actor", "value": "critic"}
 
@@ -99,12 +99,12 @@ def lengths(*sizes: int) -> DataProto:
     )
 
 
-def after(plan: MicroPlan, data: DataProto, *shortages: tuple[int, int]) -> list[MicroPlan]:
+def after(plan: MicroPlan, data: DataProto, *reports: tuple[int, int]) -> list[MicroPlan]:
     """The sizes after micro-batches of so many rows and tokens did not fit."""
-    portions, engine, found = MicroBatcher(plan, "test"), OneRank(), []
-    for number, tokens_short in shortages:
-        portions._make_smaller(engine, data, [Shortage(0, number, tokens_short)])  # type: ignore[arg-type]
-        found.append(portions.plan)
+    micro_batcher, engine, found = MicroBatcher(plan, "test"), OneRank(), []
+    for number, tokens_short in reports:
+        micro_batcher._make_smaller(engine, data, [OomReport(0, number, tokens_short)])  # type: ignore[arg-type]
+        found.append(micro_batcher.plan)
     return found
 
 

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from hydraflow.device import ran_out_of_memory
 from hydraflow.engine import process_group
-from hydraflow.engine.base import OutOfMemory, Shortage
+from hydraflow.engine.base import OomReport, OutOfMemory
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 
@@ -37,7 +37,7 @@ FEW_TOKENS = 2
 """Tokens of the prompt and of the response of the row that stands in for a micro-batch."""
 
 
-class Pace:
+class CollectiveCounter:
     """The collectives that a sharded model makes, counted pass by pass."""
 
     def __init__(self, module: nn.Module, device: torch.device):
@@ -52,9 +52,9 @@ class Pace:
             unit.set_custom_reduce_scatter(_Reduce(self))
         module.register_forward_pre_hook(self._enter, prepend=True)
 
-    def attempt(self) -> Attempt[Any]:
+    def pass_runner(self) -> PassRunner[Any]:
         """The passes of one call of the engine."""
-        return Attempt(self)
+        return PassRunner(self)
 
     def begin(self) -> None:
         """Resets the count of collectives; call it before each pass."""
@@ -89,36 +89,36 @@ class Pace:
         self._entered = True
 
 
-class Attempt(Generic[Result]):
+class PassRunner(Generic[Result]):
     """The passes of one call: once one runs out of memory, this rank only keeps in step for the rest."""
 
-    def __init__(self, pace: Pace):
-        self._pace = pace
-        self._short: DataProto | None = None
+    def __init__(self, collectives: CollectiveCounter):
+        self._collectives = collectives
+        self._too_large: DataProto | None = None
         self._results: list[Result] = []
 
     def run(self, data: DataProto, work: Callable[[DataProto], Result]) -> None:
         """Runs one pass, `work(data)`."""
-        if self._short is not None:
+        if self._too_large is not None:
             work(_few_tokens(data))
         elif not self._fits(data, work):
-            self._short = data
+            self._too_large = data
             self._results.clear()
-            self._pace.make_up(lambda: work(_few_tokens(data)))
+            self._collectives.make_up(lambda: work(_few_tokens(data)))
 
-    def is_short(self) -> float:
+    def ran_out(self) -> float:
         """1 when memory has run out on this rank, else 0."""
-        return float(self._short is not None)
+        return float(self._too_large is not None)
 
-    def results_of_all(self, short_ranks: float) -> list[Result]:
-        """The results of the passes. Raises OutOfMemory when `short_ranks`, the sum of `is_short` over ranks,
+    def results_of_all(self, oom_ranks: float) -> list[Result]:
+        """The results of the passes. Raises OutOfMemory when `oom_ranks`, the sum of `ran_out` over ranks,
         is not 0."""
-        if short_ranks:
-            raise OutOfMemory(self._shortages())
+        if oom_ranks:
+            raise OutOfMemory(self._reports())
         return self._results
 
     def _fits(self, data: DataProto, work: Callable[[DataProto], Result]) -> bool:
-        self._pace.begin()
+        self._collectives.begin()
         try:
             self._results.append(work(data))
         except (RuntimeError, MemoryError) as error:
@@ -130,12 +130,12 @@ class Attempt(Generic[Result]):
             return False
         return True
 
-    def _shortages(self) -> list[Shortage]:
+    def _reports(self) -> list[OomReport]:
         facts = torch.zeros(dist.get_world_size(), 2)
-        if self._short is not None:
-            facts[dist.get_rank()] = torch.tensor([len(self._short), _tokens(self._short)])
+        if self._too_large is not None:
+            facts[dist.get_rank()] = torch.tensor([len(self._too_large), _tokens(self._too_large)])
         found = process_group.all_reduce(facts).long().tolist()
-        return [Shortage(rank, rows, tokens) for rank, (rows, tokens) in enumerate(found) if rows]
+        return [OomReport(rank, rows, tokens) for rank, (rows, tokens) in enumerate(found) if rows]
 
 
 class _Allocates:
@@ -150,8 +150,8 @@ class _Allocates:
 class _Gather(_Allocates, AllGather):
     """FSDP's all-gather of one unit's weights, of which (`owner`, `name`) is one."""
 
-    def __init__(self, pace: Pace, owner: nn.Module, name: str):
-        self._pace, self._owner, self._name = pace, owner, name
+    def __init__(self, collectives: CollectiveCounter, owner: nn.Module, name: str):
+        self._collectives, self._owner, self._name = collectives, owner, name
         self.had_weights = False
         """Whether the unit's weights were already gathered when the pass started."""
 
@@ -165,7 +165,7 @@ class _Gather(_Allocates, AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        if not self._pace.is_due(self):
+        if not self._collectives.is_due(self):
             output_tensor.zero_()
             return None
         return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
@@ -174,8 +174,8 @@ class _Gather(_Allocates, AllGather):
 class _Reduce(_Allocates, ReduceScatter):
     """FSDP's reduce-scatter of one unit's gradients."""
 
-    def __init__(self, pace: Pace):
-        self._pace = pace
+    def __init__(self, collectives: CollectiveCounter):
+        self._collectives = collectives
 
     def __call__(
         self,
@@ -185,7 +185,7 @@ class _Reduce(_Allocates, ReduceScatter):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        if not self._pace.is_due():
+        if not self._collectives.is_due():
             output_tensor.zero_()
             return None
         return dist.reduce_scatter_single(

@@ -1,8 +1,9 @@
 """The parts of the configuration that a job's nodes need, checked against the allocation before anything
 starts.
 
-In: the arguments of main_ppo, main_sft or main_generate, and Slurm's variables. Out: `Facts`, as lines for a
-shell; or every contradiction between configuration, batch plan and allocation at once, with exit code 2.
+In: the arguments of main_ppo, main_sft or main_generate, and Slurm's variables. Out: `JobSettings`, as lines
+for a shell; or every contradiction between configuration, batch plan and allocation at once, with exit code
+2.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ AFTERWARDS = ["ray_init.address=auto"]
 
 
 @dataclass(frozen=True)
-class Facts:
-    """The facts that the job's scripts read."""
+class JobSettings:
+    """The settings that the job's scripts read."""
 
     nodes: int
     """Machines that the run uses."""
@@ -58,16 +59,16 @@ class Facts:
     """1: an earlier start of this job began the run, so trainer.resume_mode=disable must not discard it."""
 
     def to_shell(self) -> str:
-        """The facts as shell assignments, one a line."""
+        """The settings as shell assignments, one a line."""
         words = {f"HF_{name.upper()}": shlex.quote(str(value)) for name, value in asdict(self).items()}
         return "".join(f"{name}={value}\n" for name, value in words.items())
 
     @classmethod
-    def from_shell(cls, text: str) -> Facts:
+    def from_shell(cls, text: str) -> JobSettings:
         """What `to_shell` wrote.
 
-        >>> facts = Facts(nodes=2, cpus=9, gpus=8, run_folder="/my runs/1", start_timeout=300)
-        >>> Facts.from_shell(facts.to_shell()) == facts
+        >>> settings = JobSettings(nodes=2, cpus=9, gpus=8, run_folder="/my runs/1", start_timeout=300)
+        >>> JobSettings.from_shell(settings.to_shell()) == settings
         True
         """
         words = (word.partition("=") for word in shlex.split(text))
@@ -77,13 +78,13 @@ class Facts:
 
 
 def check(job: str, arguments: Sequence[str], *, write_to: Path | None = None) -> int:
-    """Composes, plans and checks against the allocation; returns the exit code. Writes the facts to
+    """Composes, plans and checks against the allocation; returns the exit code. Writes the settings to
     `write_to`."""
     schema, judges = JOBS[job]
 
     def write(config: Config, command: Command) -> None:
         if write_to is not None:
-            write_to.write_text(facts_of(config, allocation()).to_shell())
+            write_to.write_text(job_settings_of(config, allocation()).to_shell())
 
     given = sys.argv[1:]
     try:
@@ -93,8 +94,8 @@ def check(job: str, arguments: Sequence[str], *, write_to: Path | None = None) -
         sys.argv[1:] = given
 
 
-def facts_of(config: Config, given: Allocation | None) -> Facts:
-    """The facts for the nodes; `given`: Slurm's allocation."""
+def job_settings_of(config: Config, given: Allocation | None) -> JobSettings:
+    """The settings for the nodes; `given`: Slurm's allocation."""
     trainer = config.trainer
     on_cpus = trainer.device == "cpu"
     gpus = given.gpus if given else None
@@ -103,7 +104,7 @@ def facts_of(config: Config, given: Allocation | None) -> Facts:
     folder = "" if isinstance(config, GenerateConfig) else _run_folder(config, given)
     counted = 0 if on_cpus else -1 if gpus is None else gpus
     wait, goes_on = round(trainer.start_timeout), int(_goes_on(config, folder, given))
-    return Facts(trainer.nnodes, cpus, counted, folder, wait, goes_on)
+    return JobSettings(trainer.nnodes, cpus, counted, folder, wait, goes_on)
 
 
 def _goes_on(config: Config, folder: str, given: Allocation | None) -> bool:

@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 
 from hydraflow.batch_plan.parts import MicroPlan
-from hydraflow.engine.base import OutOfMemory, Shortage, TrainEngine
+from hydraflow.engine.base import OomReport, OutOfMemory, TrainEngine
 from hydraflow.engine.micro_batches import MicroBatches, split_rows, split_tokens
 from hydraflow.errors import DoesNotFit
 from hydraflow.protocol import ragged
@@ -42,8 +42,8 @@ class MicroBatcher:
             try:
                 return passes(split(engine, rows, self._fitting(rows)))
             except OutOfMemory as error:
-                shortages = error.shortages  # not the error: its frames keep the passes' tensors alive
-            self._make_smaller(engine, rows, shortages)
+                reports = error.reports  # not the error: its frames keep the passes' tensors alive
+            self._make_smaller(engine, rows, reports)
 
     def take_splits(self) -> int:
         """Number of splits since the last call; the same on every rank."""
@@ -56,8 +56,8 @@ class MicroBatcher:
             return self.plan
         return MicroPlan(rows=None, max_tokens=max(self.plan.max_tokens, _longest(rows)))
 
-    def _make_smaller(self, engine: TrainEngine, rows: DataProto, shortages: Sequence[Shortage]) -> None:
-        alone = next((shortage for shortage in shortages if shortage.rows == 1), None)
+    def _make_smaller(self, engine: TrainEngine, rows: DataProto, reports: Sequence[OomReport]) -> None:
+        alone = next((report for report in reports if report.rows == 1), None)
         if alone is not None:
             raise DoesNotFit(
                 f"{self.what}: rank {alone.rank} has no memory for a single row of {alone.tokens} tokens."
@@ -65,9 +65,9 @@ class MicroBatcher:
                 " model.enable_gradient_checkpointing=true, fsdp_config.param_offload=true, a smaller"
                 " fsdp_config.head_chunk_tokens, more devices."
             )
-        self.plan = self._half(engine, rows, max(shortage.tokens for shortage in shortages))
+        self.plan = self._half(engine, rows, max(report.tokens for report in reports))
         self._splits += 1
-        found = "; ".join(map(str, shortages))
+        found = "; ".join(map(str, reports))
         unit = "row" if self.plan.max_tokens is None else "token"
         logger.warning(
             "%s: %s; micro-batches of up to %d %ss from now on",
