@@ -110,12 +110,9 @@ class Facts:
 
     @property
     def first_rows(self) -> list[Record]:
-        """Three rows of the data that the run reads; for a recipe that has made none yet, those that it will
-        make."""
-        return self._once(
-            "first_rows",
-            lambda: self.sample(self.main_key, 3) if self.main_key else _recipe_rows(self.config),
-        )
+        """Three rows of the data that the run reads, or that a recipe which has made none yet will make."""
+        key = self.main_key
+        return self._once("first_rows", lambda: self.sample(key, 3) if key else _recipe_rows(self.config))
 
     @property
     def main_key(self) -> str | None:
@@ -126,8 +123,7 @@ class Facts:
         return FILE_KEYS[0] if data.train_files else None
 
     def own_model(self) -> ModelConfig:
-        """The policy's model, its hub name replaced by its path in the cache. Skip when it is not on
-        this machine yet."""
+        """The policy's model, a hub name replaced by its path in the cache. Skip when it is not here yet."""
         model = self.config.actor_rollout_ref.model
         if not model.path:
             raise Skip(self.nothing_yet())
@@ -139,8 +135,7 @@ class Facts:
         return replace(model, path=str(snapshot))
 
     def files(self, key: str) -> list[Path]:
-        """The files under a key of `FILE_KEYS`; empty when it names none. ConfigError for those that are
-        missing."""
+        """The files under a key of `FILE_KEYS`; empty when it names none. ConfigError for missing ones."""
         named = {FILE_KEYS[0]: self.config.data.train_files, FILE_KEYS[1]: self.config.data.val_files}[key]
         return self._once(key, lambda: as_paths(named, key)) if named else []
 
@@ -173,8 +168,7 @@ class Facts:
             return None
 
     def _once(self, name: str, make: Callable[[], T]) -> T:
-        """What `make` gives, made once. A second request for what could not be made raises Skip: it has been
-        reported."""
+        """What `make` gives, made once. Skip when it could not be made before: that has been reported."""
         if name in self._broken:
             raise Skip(f"needs {name.partition(' ')[0]}, which is not available: see above")
         if name not in self._opened:
@@ -202,7 +196,5 @@ def _recipe_rows(config: PPOConfig) -> list[Record]:
     if recipe.name == "none":
         raise Skip("no data file is configured")
     pairs = split_problems(recipe.train_problems, recipe.val_problems, config.trainer.seed)[0][:3]
-    return [
-        Record(values, Path(f"recipe={recipe.name}"), row)
-        for row, values in enumerate(prompt_rows(pairs, "train"))
-    ]
+    rows, source = enumerate(prompt_rows(pairs, "train")), Path(f"recipe={recipe.name}")
+    return [Record(values, source, row) for row, values in rows]

@@ -114,12 +114,8 @@ def within(seconds: float, check: Check, facts: Facts | None) -> list[Finding]:
     try:
         return answers.get(timeout=seconds)
     except Empty:
-        return [
-            problem(
-                f"gave no answer within {seconds:g} seconds",
-                "look at what it looks at: a hanging network drive, or code of the model's",
-            )
-        ]
+        remedy = "look at what it looks at: a hanging network drive, or code of the model's"
+        return [problem(f"gave no answer within {seconds:g} seconds", remedy)]
 
 
 def _guarded(check: Check, facts: Facts | None) -> list[Finding]:
@@ -134,10 +130,6 @@ def _guarded(check: Check, facts: Facts | None) -> list[Finding]:
     except ConfigError as error:
         found += [of_problem(each) for each in error.problems]
     except (Exception, SystemExit) as error:
-        found.append(
-            problem(
-                f"the check itself failed: {type(error).__name__}: {error}"[:500],
-                "please report it, with this line",
-            )
-        )
+        evidence = f"the check itself failed: {type(error).__name__}: {error}"[:500]
+        found.append(problem(evidence, "please report it, with this line"))
     return found

@@ -140,10 +140,8 @@ def _engine(
 ) -> Sharded | Parallel:
     if layout.engine != "megatron":
         return _sharded(facts, layout, shape, model, role.fsdp_config, trained=trained, policy=policy)
-    checkpointing, number = (
-        trained and model.enable_gradient_checkpointing,
-        facts.limits.bytes_of(role.megatron.dtype),
-    )
+    number = facts.limits.bytes_of(role.megatron.dtype)
+    checkpointing = trained and model.enable_gradient_checkpointing
     return Parallel(shape, layout, role.megatron, number, trained, checkpointing, policy)
 
 
@@ -192,8 +190,7 @@ def micro_batches(plan: RolePlan, longest_row: int) -> int:
 
 
 def _sent(facts: Facts, layout: Layout) -> int:
-    """What the actor puts together to send: a bucket of full tensors, its shards, and the tensors taken out
-    of it."""
+    """What the actor sends from: a bucket of full tensors, its shards, and the tensors taken out of it."""
     policy, shape = facts.config.actor_rollout_ref, facts.shape
     if layout.engine == "megatron":
         return 2 * policy.rollout.update_weights_bucket_megabytes * 2**20

@@ -51,9 +51,7 @@ def compare(
     local_dir: str, test_hf_dir: str, *, backend: str = "auto", wishes: Wishes | None = None
 ) -> Comparison:
     """Compares what `merge` would write with what is there; where types differ, in the directory's type.
-
-    Raises ConfigError when either cannot be read.
-    """
+    Raises ConfigError when either cannot be read."""
     wishes = wishes or Wishes()
     directory = Path(test_hf_dir)
     if not directory.is_dir():

@@ -42,10 +42,8 @@ def merge(
     overwrite: bool = False,
     upload: Upload | None = None,
 ) -> list[str]:
-    """Merges, and returns what was done in lines for the user. most_bytes: of one safetensors file.
-
-    Raises ConfigError before anything is written, EnvironmentFault when the disk fills up or the hub refuses.
-    """
+    """Merges, and returns what was done in lines for the user. most_bytes: of one safetensors file. Raises
+    ConfigError before anything is written, EnvironmentFault when the disk fills up or the hub refuses."""
     wishes = wishes or Wishes()
     outputs = outputs_of(open_checkpoint(local_dir, backend), wishes)
     forms = outputs.forms

@@ -47,8 +47,7 @@ class Source(Protocol):
         ...
 
     def blocks(self) -> Iterator[torch.Tensor]:
-        """Its rows (along the first dimension) in order, some at a time; a number without dimensions is one
-        row."""
+        """Its rows (first dimension) in order, some at a time; without dimensions it is one row."""
         ...
 
 
@@ -194,10 +193,7 @@ def read_numbers(file: Path, offset: int, into: torch.Tensor) -> None:
 
 def numbers_of(tensor: torch.Tensor, file: Path) -> Extent:
     """The file range of a tensor's numbers that `torch.load` gave without reading them
-    (`map_location="meta"`).
-
-    The extent ends with the last number that the tensor uses.
-    """
+    (`map_location="meta"`). The extent ends with the last number that the tensor uses."""
     begin = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
     if begin is None:
         rule = "was not written by torch.save of today (version 1.6 or newer)"

@@ -74,8 +74,7 @@ class DataProto(VerlMethods):
         non_tensors: Mapping[str, Any] | None = None,
         meta_info: dict[str, Any] | None = None,
     ) -> Self:
-        """A batch from tensors (B, ...) and objects (arrays or lists of B items). ValueError when the rows do
-        not agree."""
+        """A batch from tensors (B, ...) and objects (B items). ValueError when the rows do not agree."""
         given = {key: columns.tensor_column(value, key) for key, value in (tensors or {}).items()}
         objects = {key: columns.object_column(value, key) for key, value in (non_tensors or {}).items()}
         check_rows({**given, **objects})
@@ -133,11 +132,8 @@ class DataProto(VerlMethods):
 
     @staticmethod
     def concat(data: Sequence[DataProto]) -> DataProto:
-        """Rows of all batches, one batch after the other.
-
-        `meta_info["metrics"]` of the parts becomes a dict of lists, other facts must agree. ValueError when
-        columns or facts do not.
-        """
+        """Rows of all batches, one batch after the other. `meta_info["metrics"]` of the parts becomes a dict
+        of lists, other facts must agree. ValueError when columns or facts do not."""
         if len(data) == 0:
             raise ValueError("concat needs at least one batch")
         parts = [dict(part.items()) for part in data]

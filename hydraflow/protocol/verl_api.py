@@ -45,8 +45,7 @@ class VerlMethods(Rows):
 
     @classmethod
     def from_tensordict(cls, data: TensorDict, meta_info: dict[str, Any] | None = None) -> Self:
-        """A batch from a TensorDict: stacks of non-tensors become object columns, single non-tensors
-        `meta_info`."""
+        """A batch from a TensorDict: stacks of non-tensors become objects, single ones `meta_info`."""
         tensors: dict[str, Tensor] = {}
         objects: dict[str, Any] = {}
         facts = dict(meta_info or {})
@@ -74,8 +73,7 @@ class VerlMethods(Rows):
         return out
 
     def sample_level_repeat(self, repeat_times: int | Sequence[int] | np.ndarray | Tensor) -> Self:
-        """Row i `repeat_times[i]` times, repetitions side by side. ValueError when there is not one count per
-        row."""
+        """Row i `repeat_times[i]` times, side by side. ValueError when there is not one count per row."""
         times = np.asarray(repeat_times)
         if times.ndim and len(times) != len(self):
             raise ValueError(f"{len(times)} repeat counts were given for {len(self)} rows")
@@ -83,10 +81,7 @@ class VerlMethods(Rows):
 
     def unfold_column_chunks(self, n_split: int, split_keys: Iterable[str] | None = None) -> Self:
         """Cuts each row into `n_split` rows along dimension 1; columns not in `split_keys` are repeated.
-        None: cuts all tensors.
-
-        ValueError when a width or a row length does not divide by `n_split`.
-        """
+        None: cuts all tensors. ValueError when a width or a row length does not divide by `n_split`."""
         keys = set(self._columns() if split_keys is None else split_keys)
         missing = keys - set(self.keys())
         if missing:
@@ -106,10 +101,7 @@ class VerlMethods(Rows):
         dataloader_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[Self]:
         """Mini-batches, `epochs` times over all rows; `dataloader_kwargs={"shuffle": True}` draws a new order
-        per epoch from `seed`.
-
-        ValueError at once when the rows do not divide by `mini_batch_size`.
-        """
+        per epoch from `seed`. ValueError at once when the rows do not divide by `mini_batch_size`."""
         if mini_batch_size < 1 or len(self) % mini_batch_size:
             raise ValueError(f"{len(self)} rows do not divide into mini-batches of {mini_batch_size}")
         unknown = set(dataloader_kwargs or {}) - {"shuffle"}

@@ -77,8 +77,7 @@ class Facts:
 
 
 def check(job: str, arguments: Sequence[str], *, write_to: Path | None = None) -> int:
-    """Composes, plans and checks against the allocation; returns the exit code. Writes the facts to
-    `write_to`."""
+    """Composes, plans and checks against the allocation; returns the exit code, writes the facts."""
     schema, judges = JOBS[job]
 
     def write(config: Config, command: Command) -> None:

@@ -1,11 +1,10 @@
 """TCP ports for one job on one node, held from their choice until the process that uses them opens them.
 
 In: how many. Out: `Held`. Two jobs on a node never get the same port: for each, a socket with the port's name
-in the abstract namespace of Unix sockets (unix(7)) is bound as a lock. It belongs to the network, as ports
-do, so it counts across users and containers, and the system takes it back when its last holder ends. Programs
-that do not know the lock are kept away by a bound TCP socket until shortly before the use, and by taking
-ports that the system does not hand out by itself. Left out on purpose: ports that Ray lets the system choose,
-and torch's (`dispatch/worker.py`).
+in the abstract namespace of Unix sockets (unix(7)) is bound as a lock. It counts across users and containers,
+as ports do, and goes with its last holder. Other programs are kept away by a bound TCP socket until shortly
+before the use, and by taking ports that the system does not hand out by itself. Left out on purpose: ports
+that Ray lets the system choose, and torch's (`dispatch/worker.py`).
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ class Held:
 
     ports: Sequence[int]
     locks: Sequence[socket.socket]
-    """To be kept until the ports are not used any more; a program that this process becomes (exec) inherits
-    them."""
+    """To be kept until the ports are not used any more; exec hands them on to the next program."""
     sockets: Sequence[socket.socket]
     """Bound to the ports."""
 
