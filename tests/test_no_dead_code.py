@@ -24,11 +24,11 @@ CALLED_BY_LIBRARIES = {
 FOR_USERS = {
     "hydraflow/batch_plan/parts.py: RolePlan.simple": "plans of examples and tests",
     "hydraflow/dispatch/modes.py: register_dispatch_mode": "verl's: a dispatch mode of the user's own",
-    "hydraflow/protocol/verl_api.py: VerlMethods.from_tensordict": "verl's",
-    "hydraflow/protocol/verl_api.py: VerlMethods.make_iterator": "verl's",
-    "hydraflow/protocol/verl_api.py: VerlMethods.sample_level_repeat": "verl's",
-    "hydraflow/protocol/verl_api.py: VerlMethods.to_tensordict": "verl's",
-    "hydraflow/protocol/verl_api.py: VerlMethods.unfold_column_chunks": "verl's",
+    "hydraflow/protocol/batch.py: DataProto.from_tensordict": "verl's",
+    "hydraflow/protocol/batch.py: DataProto.make_iterator": "verl's",
+    "hydraflow/protocol/batch.py: DataProto.sample_level_repeat": "verl's",
+    "hydraflow/protocol/batch.py: DataProto.to_tensordict": "verl's",
+    "hydraflow/protocol/batch.py: DataProto.unfold_column_chunks": "verl's",
     "hydraflow/protocol/fields.py: FIELDS": "every column by name: tests compare batches with it",
     "hydraflow/workers/skipping.py: read_skipped": "opens the rows that a skipped step leaves behind",
 }

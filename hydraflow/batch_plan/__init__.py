@@ -1,2 +1,1 @@
-"""The batch plan: every batch-size number of a run, resolved, checked and explained before anything
-starts."""
+"""The batch plan: every batch-size number of a run, resolved, checked and explained before it starts."""

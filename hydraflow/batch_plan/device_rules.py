@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from hydraflow.batch_plan.layout import Devices, Layout, Pool, ShapeNumbers
+from hydraflow.batch_plan.layout import Devices, Layout, ShapeNumbers
 from hydraflow.batch_plan.mapping import text_of
 from hydraflow.batch_plan.parts import divisors, multiples, nearest
 from hydraflow.batch_plan.repair import DIVISION, HOLES, MACHINES, MAPPING, Fix, Values, Violation
@@ -83,7 +83,7 @@ def _machines(topology: Topology) -> Iterator[Violation]:
         more = "more than there are" if nodes > asked else f"{asked - nodes} would stay unused"
         fixes: list[Fix] = [{CLUSTER_NODES: nodes}]
         for pool in pools:
-            rest, key = asked - (nodes - pool.nodes), _pool_keys(topology, pool)[0]
+            rest, key = asked - (nodes - pool.nodes), topology.keys_of(pool)[0]
             fixes += [{key: rest}] if rest > 0 and key != CLUSTER_NODES else []
         text = f"machines, but {needs} are asked for: {more}"
         yield Violation("machines", MACHINES, CLUSTER_NODES, asked, text, fixes)
@@ -91,7 +91,7 @@ def _machines(topology: Topology) -> Iterator[Violation]:
         own = pool.devices_per_node
         if per_node is None or own == per_node:
             continue
-        key = _pool_keys(topology, pool)[1]
+        key = topology.keys_of(pool)[1]
         text = f"devices on each machine of the {pool.name} are not the {per_node} of"
         text += f" {CLUSTER_PER_NODE}={per_node}"
         either: list[Fix] = [{key: per_node}, {CLUSTER_PER_NODE: own}]
@@ -110,13 +110,6 @@ def _twofold(topology: Topology) -> Iterator[Violation]:
         yield Violation(f"twofold:{name}", MACHINES, next(iter(own)), "given", text, either)
 
 
-def _pool_keys(topology: Topology, pool: Pool) -> tuple[str, str]:
-    """The keys that decide a pool's machines and the devices on each."""
-    if pool.name == "trainer":
-        return topology.nodes_key, topology.per_node_key
-    return f"{SECTIONS[pool.name]}.nnodes", f"{SECTIONS[pool.name]}.n_gpus_per_node"
-
-
 def device_fixes(topology: Topology, role: RoleDevices, unit: int) -> Iterator[Fix]:
     """More or fewer devices for a role, so that their number is a multiple of `unit`."""
     count = len(role.devices)
@@ -126,7 +119,7 @@ def device_fixes(topology: Topology, role: RoleDevices, unit: int) -> Iterator[F
                 yield {role.mapping_key: text_of(role.devices.first(devices))}
         return
     pool = topology.pools[role.pool]
-    nodes_key, per_node_key = _pool_keys(topology, pool)
+    nodes_key, per_node_key = topology.keys_of(pool)
     others = topology.cluster.nodes - pool.nodes if nodes_key == CLUSTER_NODES else 0
     for nodes in multiples(pool.nodes, unit // math.gcd(unit, pool.devices_per_node)):
         if nodes != pool.nodes:
@@ -172,7 +165,7 @@ def _mapping(role: RoleDevices, topology: Topology) -> list[Violation]:
 def _resized(topology: Topology, stop: int) -> Iterator[Fix]:
     """Machines of the trainer that end at device `stop`."""
     pool = topology.pools["trainer"]
-    nodes_key, per_node_key = _pool_keys(topology, pool)
+    nodes_key, per_node_key = topology.keys_of(pool)
     if nodes := -(-stop // pool.devices_per_node):
         yield {nodes_key: nodes}
     if pool.nodes == 1 and stop:

@@ -89,8 +89,7 @@ class StepNumbers:
     """The actor's; None: not known because devices do not add up."""
     notes: tuple[str, ...] = ()
     doubtful: frozenset[str] = frozenset()
-    """Keys of mini-batches that were not given, or that contradict each other: other rules do not report
-    them."""
+    """Keys of mini-batches that were not given or that contradict each other: no other rule reports them."""
 
     def key(self, name: str) -> str:
         """The key that decides a number: its own, or that of the handle that it follows from."""
@@ -200,10 +199,8 @@ class StepConstraints:
 
     def solve(self, known: Mapping[str, int]) -> dict[str, int] | None:
         """Whole Q, n, M (and m, P, R where they follow) that agree with `known` and that the data ranks can
-        share; None where there are none.
-
-        n follows, or is the preferred one: how many responses a prompt gets is no matter of divisibility.
-        """
+        share; None where there are none. n follows, or is the preferred one: how many responses a prompt gets
+        is no matter of divisibility."""
         follows = self.follow(known)
         if follows.fault:
             return None

@@ -34,8 +34,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class MicroPlan:
-    """What one forward of one data rank holds: a number of rows, or rows up to a number of tokens. Exactly
-    one is set."""
+    """What one forward of one data rank holds: that many rows, or rows up to that many tokens; one is set."""
 
     rows: int | None
     max_tokens: int | None
@@ -175,10 +174,8 @@ class MicroRequest:
 
     def divisor_violations(self, rows_per_rank: int, row_tokens: int, formula: str) -> Iterator[Violation]:
         """Training micro-batches of a fixed size must divide a data rank's rows, and fill whole groups.
-
         Filled by tokens, there are as many as the longest rows need, rounded up to whole groups: each needs a
-        row.
-        """
+        row."""
         asked, purpose = self.rows, self.purpose
         if self.dynamic or asked is None:
             needed = -(-rows_per_rank // max(1, self.budget // row_tokens))
@@ -259,8 +256,7 @@ class RoleRequest:
             yield from self.micro.divisor_violations(self.mini * n // self.ranks, row_tokens, formula)
 
     def warmup_violations(self, total_steps: int) -> Iterator[Violation]:
-        """A warm-up must end within the run, and leave a step for a decay; not judged while the total is
-        unknown (0)."""
+        """A warm-up must end within the run and leave a step for a decay; not judged if the total is 0."""
         optim, warmup = self.optim, warmup_steps(self.optim, total_steps)
         decays, by_steps = optim.lr_scheduler_type != "constant", optim.lr_warmup_steps >= 0
         latest = total_steps - 1 if decays else total_steps
@@ -321,8 +317,7 @@ def mini_batch_unit(ranks: Sequence[int], n: int) -> int:
 
 
 def no_sizes(settings: Settings[Any]) -> list[Violation]:
-    """Sizes that have an effect and count less than one, or more than `MOST`; null is a number to be
-    derived."""
+    """Sizes that have an effect and are less than one, or more than `MOST`; null is to be derived."""
     found = []
     for leaf in walk(settings.config):
         value = leaf.value
@@ -335,8 +330,7 @@ def no_sizes(settings: Settings[Any]) -> list[Violation]:
 
 
 def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
-    """Training steps of the warm-up: `lr_warmup_steps`, or with -1 the ratio's share of all steps, rounded
-    down."""
+    """Training steps of the warm-up: `lr_warmup_steps`, or with -1 the ratio of all steps, rounded down."""
     if optim.lr_warmup_steps >= 0:
         return optim.lr_warmup_steps
     return int(optim.lr_warmup_steps_ratio * total_steps) if math.isfinite(optim.lr_warmup_steps_ratio) else 0

@@ -15,7 +15,7 @@ from hydraflow.batch_plan.parts import DERIVED, MicroPlan, MicroRequest, Quantit
 from hydraflow.batch_plan.plans import BatchPlan
 from hydraflow.batch_plan.request import CRITIC_MINI, Request
 from hydraflow.batch_plan.settings import DEFAULT
-from hydraflow.batch_plan.topology import REWARD, ROLLOUT, Topology
+from hydraflow.batch_plan.topology import ROLLOUT, Topology
 
 
 def quantities(request: Request, topology: Topology, plan: BatchPlan) -> Iterator[Quantity]:
@@ -26,13 +26,8 @@ def quantities(request: Request, topology: Topology, plan: BatchPlan) -> Iterato
     yield from _role(request, request.actor, plan.actor)
     if request.critic and plan.critic:
         yield from _role(request, request.critic, plan.critic)
-    passes = [
-        (request.old_log_prob, plan.old_log_prob),
-        (request.ref, plan.ref),
-        (request.values, plan.values),
-        (request.reward_model, plan.reward_model),
-    ]
-    for micro, micro_plan in passes:
+    for name in ("old_log_prob", "ref", "values", "reward_model"):
+        micro, micro_plan = getattr(request, name), getattr(plan, name)
         if micro and micro_plan:
             yield from _micro(request, micro, micro_plan)
     yield from _rollout(request, plan)
@@ -54,11 +49,8 @@ def _origin(request: Request, name: str) -> tuple[str, str]:
 
 
 def _machines(request: Request, topology: Topology, plan: BatchPlan) -> Iterator[Quantity]:
-    keys = {"trainer": (topology.nodes_key, topology.per_node_key)}
-    keys["rollout"] = (f"{ROLLOUT}.nnodes", f"{ROLLOUT}.n_gpus_per_node")
-    keys["reward_model"] = (f"{REWARD}.nnodes", f"{REWARD}.n_gpus_per_node")
     for pool in plan.cluster.pools:
-        nodes, per_node = map(request.settings.origin, keys[pool.name])
+        nodes, per_node = map(request.settings.origin, topology.keys_of(pool))
         yield Quantity(f"{pool.name}: machines", "machines", pool.nodes, "", nodes)
         yield Quantity(f"{pool.name}: devices per machine", "devices", pool.devices_per_node, "", per_node)
     pools = " + ".join(f"{pool.nodes}·{pool.devices_per_node}" for pool in plan.cluster.pools)
@@ -240,9 +232,9 @@ def _filter(request: Request, plan: BatchPlan) -> Iterator[Quantity]:
 
 
 def _asynchronous(request: Request, plan: BatchPlan) -> Iterator[Quantity]:
-    if plan.asynchronous is None or request.asynchronous is None:
+    if plan.asynchronous is None or request.staleness is None:
         return
-    one, share, mini = plan.asynchronous, request.asynchronous.staleness, request.actor.mini
+    one, share, mini = plan.asynchronous, request.staleness, request.actor.mini
     rounds, batches, flying = one.rounds_per_sync, one.mini_batches_per_round, one.prompts_in_flight
     yield Quantity("async: rounds per weight update P", "rounds", rounds, *_origin(request, "P"))
     yield Quantity("async: mini-batches per round R", "mini-batches", batches, *_origin(request, "R"))

@@ -3,10 +3,9 @@
 In: a judge, a function from overrides to the rules that are broken with them. Out: one `Problem` per broken
 rule, each with overrides to paste.
 
-Every rule proposes fixes close to the requested values. The search handles one broken rule after the other,
-in the order of their stages, and picks the fix that leaves the fewest rules broken; rules that this breaks
-further down are handled next. Pasting the first remedy of every problem gives exactly the configuration at
-which the search ended, and the judge has accepted it.
+Every rule proposes fixes close to the requested values. The search takes one broken rule after the other, by
+stage, and the fix that leaves the fewest rules broken. Pasting the first remedy of every problem gives the
+configuration at which the search ended, which the judge has accepted.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ Fix = Mapping[str, object]
 """Overrides that may repair a rule."""
 
 SIZES, MACHINES, MAPPING, HOLES, DIVISION, BATCH, MICRO, BUDGET, SCHEDULE = STAGES = range(9)
-"""Stages, in the order in which rules depend on each other: a fix of one may break a later one, not an
-earlier one."""
+"""Stages, in the order in which rules depend on each other: a fix never breaks an earlier one."""
 
 _A_STEP_BACK = 10**6
 MOST_STEPS, MOST_REMEDIES, MOST_ALIKE = 24, 3, 2
@@ -61,8 +59,7 @@ Judge = Callable[[Mapping[str, object]], Sequence[Violation]]
 
 
 def problems(judge: Judge, present: Callable[[str], object]) -> list[Problem]:
-    """Every broken rule with remedies, the first of which work together; `present` gives the value in force
-    of a key."""
+    """Every broken rule with remedies, the first of which work together; `present`: a key's value now."""
     return _Search(judge, present).problems()
 
 
@@ -104,11 +101,9 @@ class _Search:
         return left
 
     def _helpful(self, broken: Violation, left: Sequence[Violation]) -> Iterator[tuple[float, Values]]:
-        """The fixes after which a rule holds, each with what it asks; what stays broken asks, too.
-
-        A fix is a step back where not less is broken in the earliest stage in which it makes a difference.
-        Such a fix is taken where no other helps, and once for a rule: so the search ends.
-        """
+        """The fixes after which a rule holds, each with what it asks; what stays broken asks, too. A fix is
+        a step back where not less is broken in the earliest stage in which it makes a difference. Such a fix
+        is taken where no other helps, and once for a rule: so the search ends."""
         for fix in broken.candidates():
             after = self.judge(self.changes | fix)
             if all(one.rule != broken.rule for one in after):

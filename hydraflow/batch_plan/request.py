@@ -37,15 +37,6 @@ class FilterRequest:
 
 
 @dataclass(frozen=True)
-class AsyncRequest:
-    """Sampling beside training as asked for."""
-
-    staleness: float
-    rounds: int
-    batches: int
-
-
-@dataclass(frozen=True)
 class Request:
     """Everything that the rules judge: numbers as asked for, nulls that follow another key replaced."""
 
@@ -64,7 +55,8 @@ class Request:
     reward_model: MicroRequest | None
     rollout: RolloutConfig
     filter: FilterRequest | None
-    asynchronous: AsyncRequest | None
+    staleness: float | None
+    """Of asynchronous training; None: sampling and training take turns."""
     workers: int
     """Agent workers."""
     val_prompts: int | None
@@ -130,13 +122,10 @@ def read(
         shares=_critic_shares(config, layouts) if has_critic and mini is None else [],
         whole=mini or 1 if has_critic else 1,
     )
-    filtered = asynchronous = None
+    filtered, staleness = None, training.staleness_threshold if numbers.asynchronous else None
     if groups.enable:
         key = numbers.key("Q") if per_call is None else "data.gen_batch_size"
         filtered = FilterRequest(per_call or numbers.values["Q"], key, groups.max_num_gen_batches)
-    if numbers.asynchronous:
-        staleness = training.staleness_threshold if math.isfinite(training.staleness_threshold) else 0.0
-        asynchronous = AsyncRequest(staleness, numbers.values["P"], numbers.values["R"])
     actor = _read_actor(config, numbers, layouts)
     critic = _read_critic(config, actor, layouts) if has_critic else None
     request = Request(
@@ -154,7 +143,7 @@ def read(
         reward_model=_read_reward(config) if config.reward.reward_model.enable else None,
         rollout=rollout,
         filter=filtered,
-        asynchronous=asynchronous,
+        staleness=staleness if staleness is None or math.isfinite(staleness) else 0.0,
         workers=rollout.agent.num_workers,
         val_prompts=config.data.val_batch_size,
         val_n=rollout.val_kwargs.n,
@@ -180,8 +169,7 @@ def _critic_shares(config: PPOConfig, layouts: Mapping[str, Layout]) -> list[int
 
 
 def _shared(micro: MicroRequest, layout: Layout | None) -> MicroRequest:
-    """With what the role's layout says: devices that share a row, and the groups of an interleaved
-    pipeline."""
+    """With what the role's layout says: devices that share a row, groups of an interleaved pipeline."""
     return replace(micro, sharers=layout.context, group=_group(layout)) if layout else micro
 
 
@@ -268,8 +256,7 @@ def _read_values(config: PPOConfig, update: MicroRequest) -> MicroRequest:
 
 
 def _read_reward(config: PPOConfig) -> MicroRequest:
-    """The reward model fills its micro-batches by rows where their number is given, else by the tokens that
-    fit."""
+    """The reward model's micro-batches: a number of rows where it is given, else the tokens that fit."""
     reward = config.reward.reward_model
     return MicroRequest(
         purpose="the reward model",

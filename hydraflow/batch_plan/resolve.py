@@ -9,11 +9,9 @@ devices of a role, mp devices that one row needs, dp = W/mp data ranks, g = G/dp
 forward, a = g/m; L tokens per device; E passes; K = (Q/M)·E optimizer steps per step; P, R longest prompt and
 response.
 
-The files: `topology.py` reads machines and devices, `device_rules.py` checks them; `handles.py` solves for
-the step's numbers, `request.py` reads the rest, `rules.py` checks it; `repair.py` finds remedies among the
-rules' fixes and the steps of `targets.py`; `quantities.py` explains. None of it takes longer for a larger
-cluster or more prompts. Left out on purpose: which rows go where (`trainer/mini_batches.py`), how tables look
-(`batch_plan/table.py`).
+`topology.py` reads machines and devices, `device_rules.py` checks them; `handles.py` solves for the step's
+numbers, `request.py` reads the rest, `rules.py` checks it; `repair.py` finds remedies among the rules' fixes
+and the steps of `targets.py`; `quantities.py` explains. None of it takes longer for a larger cluster.
 """
 
 from __future__ import annotations
@@ -201,14 +199,14 @@ def _filter_plan(request: Request) -> FilterPlan | None:
 
 
 def _async_plan(request: Request) -> AsyncPlan | None:
-    if request.asynchronous is None:
+    if request.staleness is None:
         return None
-    one = request.asynchronous
-    flying = int(request.q * (1 + one.staleness))
+    rounds, batches = request.numbers.values["P"], request.numbers.values["R"]
+    flying = int(request.q * (1 + request.staleness))
     return AsyncPlan(
-        rounds_per_sync=one.rounds,
-        mini_batches_per_round=one.batches,
-        prompts_per_round=one.batches * request.actor.mini,
+        rounds_per_sync=rounds,
+        mini_batches_per_round=batches,
+        prompts_per_round=batches * request.actor.mini,
         prompts_in_flight=flying,
         trajectories_in_flight=flying * request.n,
         stale_trajectories=(flying - request.q) * request.n,

@@ -136,8 +136,7 @@ def _token_budgets_hold_a_row(request: Request) -> Iterator[Violation]:
 
 
 def _engine_holds_a_row(request: Request) -> Iterator[Violation]:
-    """vLLM refuses rows longer than max_model_len, and budgets below its sequences or, without chunks, below
-    a prompt."""
+    """vLLM refuses rows above max_model_len, and budgets below its sequences or an unchunked prompt."""
     rollout, row = request.rollout, request.longest_row
     if rollout.name != "vllm":
         return

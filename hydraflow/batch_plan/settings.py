@@ -24,8 +24,7 @@ class Settings(Generic[Config]):
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def origin(self, key: str) -> str:
-        """default, a file or the command line; for a key of unknown origin the default's value counts as the
-        default."""
+        """default, a file or command line; an unknown origin is the default if the value is."""
         if key in self.origins:
             return self.origins[key]
         return DEFAULT if value_at(self.config, key) == value_at(self.defaults, key) else FILE

@@ -71,7 +71,7 @@ def _near(request: Request, shares: Mapping[str, int]) -> Iterator[tuple[int, in
 def _overrides(request: Request, q: int, n: int, mini: int, critic: int) -> Values:
     """What must be said so that a step has these numbers: the keys that differ, and the handles that would
     contradict; `critic` counts where the critic's mini-batches are its own."""
-    numbers, rounds = request.numbers, request.asynchronous
+    numbers = request.numbers
     values = Values()
     for letter, number in (("Q", q), ("n", n), ("M", mini)):
         if number != numbers.values[letter] and numbers.key(letter) == KEYS[letter]:
@@ -84,8 +84,9 @@ def _overrides(request: Request, q: int, n: int, mini: int, critic: int) -> Valu
     for name, value in handles.items():
         if numbers.handles.get(HANDLES[name], value) != value:
             values[HANDLES[name]] = value
-    if rounds and q % mini == 0 and rounds.rounds * rounds.batches != q // mini:
-        batches = _whole(q // mini, rounds.rounds)
+    rounds = numbers.values["P"] if numbers.asynchronous else 0
+    if rounds and q % mini == 0 and rounds * numbers.values["R"] != q // mini:
+        batches = _whole(q // mini, rounds)
         values |= {KEYS["R"]: batches} if batches else {KEYS["P"]: 1, KEYS["R"]: q // mini}
     return values
 

@@ -93,6 +93,12 @@ class Topology:
         """Pool name -> pool."""
         return {pool.name: pool for pool in self.cluster.pools}
 
+    def keys_of(self, pool: Pool) -> tuple[str, str]:
+        """The keys that decide a pool's machines and the devices on each."""
+        if pool.name == "trainer":
+            return self.nodes_key, self.per_node_key
+        return f"{SECTIONS[pool.name]}.nnodes", f"{SECTIONS[pool.name]}.n_gpus_per_node"
+
 
 def read_topology(settings: Settings[PPOConfig], devices_per_node: int) -> Topology:
     """What is asked for; `devices_per_node` counts where neither `cluster` nor `trainer` says how many
@@ -160,8 +166,7 @@ class _TopologyReader:
     # --- roles
 
     def role(self, role: str, pools: Mapping[str, Pool]) -> RoleDevices:
-        """Where a role is: as its mapping says, on its own machines, with the actor, or on all of the
-        trainer's devices."""
+        """Where a role is: by its mapping, on machines of its own, with the actor, or on all devices."""
         mapping = self._mapping(role)
         follows_actor = role in ("ref", "rollout") and mapping is None and role not in pools
         if follows_actor:
@@ -251,8 +256,7 @@ def fsdp_degrees(fsdp: FSDPConfig, prefix: str) -> dict[str, Degree]:
 
 
 def megatron_degrees(megatron: MegatronConfig, prefix: str) -> dict[str, Degree]:
-    """The sizes that Megatron-Core knows; experts are divided like the rest of a layer where nothing else is
-    said."""
+    """The sizes that Megatron-Core knows; experts are divided like the layer unless said otherwise."""
     sizes = {
         "tensor": ("tensor_model", megatron.tensor_model_parallel_size),
         "pipeline": ("pipeline_model", megatron.pipeline_model_parallel_size),

@@ -1,2 +1,1 @@
-"""Checks that this machine has what a configuration needs: one file per topic, run by `python -m
-hydraflow.doctor`."""
+"""Checks of this machine for a configuration, one file per topic: `python -m hydraflow.doctor`."""

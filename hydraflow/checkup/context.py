@@ -110,12 +110,9 @@ class CheckContext:
 
     @property
     def first_rows(self) -> list[FileRecord]:
-        """Three rows of the data that the run reads; for a recipe that has made none yet, those that it will
-        make."""
-        return self._once(
-            "first_rows",
-            lambda: self.sample(self.main_key, 3) if self.main_key else _recipe_rows(self.config),
-        )
+        """Three rows of the data that the run reads, or that a recipe which has made none yet will make."""
+        key = self.main_key
+        return self._once("first_rows", lambda: self.sample(key, 3) if key else _recipe_rows(self.config))
 
     @property
     def main_key(self) -> str | None:
@@ -139,8 +136,7 @@ class CheckContext:
         return replace(model, path=str(snapshot))
 
     def files(self, key: str) -> list[Path]:
-        """The files under a key of `FILE_KEYS`; empty when it names none. ConfigError for those that are
-        missing."""
+        """The files under a key of `FILE_KEYS`; empty when it names none. ConfigError for missing ones."""
         named = {FILE_KEYS[0]: self.config.data.train_files, FILE_KEYS[1]: self.config.data.val_files}[key]
         return self._once(key, lambda: as_paths(named, key)) if named else []
 
@@ -202,7 +198,5 @@ def _recipe_rows(config: PPOConfig) -> list[FileRecord]:
     if recipe.name == "none":
         raise CheckSkipped("no data file is configured")
     pairs = split_problems(recipe.train_problems, recipe.val_problems, config.trainer.seed)[0][:3]
-    return [
-        FileRecord(values, Path(f"recipe={recipe.name}"), row)
-        for row, values in enumerate(prompt_rows(pairs, "train"))
-    ]
+    rows, source = enumerate(prompt_rows(pairs, "train")), Path(f"recipe={recipe.name}")
+    return [FileRecord(values, source, row) for row, values in rows]

@@ -68,8 +68,7 @@ def broken_requirements(distribution: str) -> list[str]:
 
 
 def installed(distribution: str) -> str | None:
-    """The version that is installed, without a build's own suffix (2.13.0+cpu counts as 2.13.0); None: there
-    is none."""
+    """The installed version, without a build's suffix (2.13.0+cpu counts as 2.13.0); None: there is none."""
     try:
         return importlib.metadata.version(distribution).partition("+")[0]
     except importlib.metadata.PackageNotFoundError:
@@ -83,8 +82,7 @@ def _quoted(text: str) -> str:
 
 
 def check_tensordict(context: CheckContext) -> Iterator[Finding]:
-    """Makes, indexes and joins a TensorDict: a tensordict built for another torch, or for another machine,
-    fails here."""
+    """Makes, indexes and joins a TensorDict: one built for another torch or machine fails here."""
     remedy, ours = "pip install --force-reinstall 'tensordict>=0.11'", f"tensordict {installed('tensordict')}"
     try:
         import torch
@@ -111,22 +109,17 @@ def check_vllm(context: CheckContext) -> Iterator[Finding]:
     if importlib.util.find_spec("vllm") is None:
         if not wanted:
             raise CheckSkipped("vLLM is not installed, and this configuration does not ask for it")
-        yield problem(
-            "actor_rollout_ref.rollout.name=vllm, but vLLM is not installed", f"pip install '{OURS}[vllm]'"
-        )
+        seen = "actor_rollout_ref.rollout.name=vllm, but vLLM is not installed"
+        yield problem(seen, f"pip install '{OURS}[vllm]'")
         return
     if broken := [text for text in broken_requirements("vllm") if " needs torch" in text]:
-        yield problem(
-            broken[0],
-            f"pip install {_quoted(broken[0])}, or the vLLM that was built for torch {installed('torch')}",
-        )
+        other = f"the vLLM that was built for torch {installed('torch')}"
+        yield problem(broken[0], f"pip install {_quoted(broken[0])}, or {other}")
         return
     ended = run_python(_VLLM, seconds=PROBE_SECONDS)
     if ended.code != 0:
-        yield problem(
-            f"vLLM {installed('vllm')} cannot be imported: {ended.reason}",
-            f"pip install --force-reinstall '{OURS}[vllm]'",
-        )
+        evidence = f"vLLM {installed('vllm')} cannot be imported: {ended.reason}"
+        yield problem(evidence, f"pip install --force-reinstall '{OURS}[vllm]'")
         return
     yield ok(f"vLLM and torch {ended.last}")
 

@@ -26,11 +26,8 @@ with /dev/shm."""
 SHM_USED = 0.95
 FILES_BASE, FILES_PER_PROCESS, FILES_ADVISED = 52, 6, 4096
 """Descriptors that Ray's node process holds open, how many more per worker process, and what Ray advises (it
-warns below).
-
-Measured: with 2 training processes Ray starts under a limit of 64 and fails under 52 (Failed to register
-worker to Raylet); with 8 it holds 97.
-"""
+warns below). Measured: with 2 training processes Ray starts under a limit of 64 and fails under 52 (Failed to
+register worker to Raylet); with 8 it holds 97."""
 DISK_FULL = 0.95
 """Ray stops storing objects when the disk of its temporary folder is fuller."""
 
@@ -45,13 +42,10 @@ def check_shared_memory(context: CheckContext) -> Iterator[Finding]:
 
 
 def judge_shared_memory(folder: Path, *, available_memory: int) -> Finding:
-    """`folder`: where shared memory is mounted. `available_memory`: bytes of host memory that Ray finds
-    free."""
+    """`folder`: where shared memory is mounted. `available_memory`: bytes of host memory that are free."""
     if not folder.is_dir():
-        return warning(
-            f"there is no {folder}: Ray's object store goes to slow files in its temporary folder",
-            "mount a tmpfs there",
-        )
+        slow = "Ray's object store goes to slow files in its temporary folder"
+        return warning(f"there is no {folder}: {slow}", "mount a tmpfs there")
     free = shutil.disk_usage(folder).free
     store = object_store_bytes(available_memory, free)
     if store <= free:

@@ -20,8 +20,7 @@ from hydraflow.memory.limits import MachineMemory, host_memory, limits_of
 from hydraflow.memory.report import MemoryReport, size_text
 
 MARGIN = 1.25
-"""Estimates are good to a fifth: up to this multiple of what there is, too much is a warning, above it a
-problem."""
+"""Estimates are good to a fifth: too much is a warning up to this multiple, above it a problem."""
 
 GPU_SECONDS = 60.0
 _EACH_GPU = """
@@ -75,10 +74,8 @@ def check_gpus(context: CheckContext) -> Iterator[Finding]:
         raise CheckSkipped("no GPU is used")
     ended = run_python(_EACH_GPU, context.device_type, seconds=GPU_SECONDS)
     if ended.code != 0:
-        remedy = (
-            "nvidia-smi shows driver and processes; a torch built for the driver's CUDA and for this kind of"
-            " GPU is needed"
-        )
+        needed = "a torch built for the driver's CUDA and for this kind of GPU is needed"
+        remedy = f"nvidia-smi shows driver and processes; {needed}"
         yield problem(f"a GPU cannot be used: {ended.reason}", remedy)
         return
     gpus = [Gpu(**json.loads(line)) for line in ended.output.splitlines() if line.startswith("{")][
@@ -86,10 +83,8 @@ def check_gpus(context: CheckContext) -> Iterator[Finding]:
     ]
     fullest = min(gpus, key=lambda gpu: gpu.free)
     kinds = ", ".join(dict.fromkeys(gpu.name for gpu in gpus))
-    where = (
-        f"of {len(gpus)} GPUs ({kinds}) the fullest has {size_text(fullest.free)} of"
-        f" {size_text(fullest.total)} free"
-    )
+    free = f"{size_text(fullest.free)} of {size_text(fullest.total)} free"
+    where = f"of {len(gpus)} GPUs ({kinds}) the fullest has {free}"
     yield judge_device(_report(context, device_bytes=fullest.free), fullest.free, where)
 
 
@@ -105,10 +100,8 @@ def _report(context: CheckContext, **measured: int) -> MemoryReport:
 def judge_device(report: MemoryReport, free: int, where: str) -> Finding:
     """The fullest device of the plan; `free` are the bytes that it could have."""
     fullest = max(report.groups, key=lambda group: group.peak)
-    evidence = (
-        f"the plan needs about {size_text(fullest.peak)} per device ({fullest.peak_phase}:"
-        f" {', '.join(fullest.roles)}); {where}"
-    )
+    when = f"{fullest.peak_phase}: {', '.join(fullest.roles)}"
+    evidence = f"the plan needs about {size_text(fullest.peak)} per device ({when}); {where}"
     return _compared(evidence, fullest.peak, free, report, "device")
 
 

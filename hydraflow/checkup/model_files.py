@@ -94,10 +94,8 @@ def judge_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfi
     """A token beyond the model's table would end the run with an index error."""
     model, known = config.get_text_config().vocab_size, len(tokenizer)
     if known > model:
-        evidence = (
-            f"the tokenizer has {known} tokens, the model {model}: the last {known - model} would be out of"
-            " range"
-        )
+        seen = f"the tokenizer has {known} tokens, the model {model}"
+        evidence = f"{seen}: the last {known - model} would be out of range"
         return problem(evidence, f"{MODEL}.tokenizer_path=<the model's own tokenizer>")
     return ok(f"the tokenizer has {known} tokens, the model {model}")
 
@@ -105,16 +103,11 @@ def judge_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfi
 def judge_positions(prompt: int, response: int, positions: int) -> Finding:
     """Limits of prompt and response, in tokens, against the model's positions."""
     if response >= positions:
-        evidence = (
-            f"data.max_response_length={response} leaves no room for a prompt in the model's {positions}"
-            " positions"
-        )
+        room = f"no room for a prompt in the model's {positions} positions"
+        evidence = f"data.max_response_length={response} leaves {room}"
         return problem(evidence, f"data.max_response_length={positions // 2}")
     if prompt + response > positions:
         evidence = f"a row of {prompt} + {response} tokens would pass the model's {positions} positions"
-        return warning(
-            evidence,
-            f"data.max_prompt_length={positions - response} or"
-            f" data.max_response_length={max(1, positions - prompt)}",
-        )
+        shorter = f"data.max_response_length={max(1, positions - prompt)}"
+        return warning(evidence, f"data.max_prompt_length={positions - response} or {shorter}")
     return ok(f"rows of {prompt} + {response} tokens in {positions} positions")

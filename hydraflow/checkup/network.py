@@ -59,15 +59,11 @@ def unreachable(address: str) -> str | None:
 
 
 def free_ports(network: Path = Path("/proc")) -> int:
-    """Ports of the range that the system hands out and that no TCP socket holds; `network` is where proc is
-    mounted."""
+    """Ports that the system hands out and that no TCP socket holds; `network`: where proc is mounted."""
     try:
         low, high = (int(port) for port in (network / "sys/net/ipv4/ip_local_port_range").read_text().split())
-        tables = [
-            file.read_text().splitlines()[1:]
-            for name in ("tcp", "tcp6")
-            if (file := network / "net" / name).is_file()
-        ]
+        files = [file for name in ("tcp", "tcp6") if (file := network / "net" / name).is_file()]
+        tables = [file.read_text().splitlines()[1:] for file in files]
     except (OSError, ValueError):
         return 65536 - 1024
     taken = {int(line.split()[1].rpartition(":")[2], 16) for table in tables for line in table}
@@ -90,10 +86,8 @@ def judge_ray(address: str, *, environ: Mapping[str, str], folder: Path) -> Find
     if address != "auto":
         return _joined(address, "ray_init.address")
     if not named:
-        raise CheckSkipped(
-            "ray_init.address=auto, and neither RAY_ADDRESS nor a started cluster's file names an address:"
-            " Ray looks by itself"
-        )
+        none = "neither RAY_ADDRESS nor a started cluster's file names an address"
+        raise CheckSkipped(f"ray_init.address=auto, and {none}: Ray looks by itself")
     source, found = next(iter(named.items()))
     return _joined(found, source)
 

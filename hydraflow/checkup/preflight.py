@@ -19,8 +19,7 @@ from hydraflow.errors import ConfigError, Problem
 from hydraflow.trainer.config import LoopConfig
 
 SECONDS = 5.0
-"""Seconds after which a fast check is abandoned: a hanging network drive must be reported before the run
-hangs on it."""
+"""Seconds after which a fast check is abandoned, before the run itself hangs on a network drive."""
 
 log = logging.getLogger(__name__)
 
@@ -38,12 +37,8 @@ def _judge(results: Sequence[Result], known: Sequence[Problem]) -> None:
     for result in results:
         for finding in result.findings:
             if finding.state is State.WARNING:
-                log.warning(
-                    "%s: %s%s",
-                    result.name,
-                    finding.evidence,
-                    f"\n      -> {finding.remedy}" if finding.remedy else "",
-                )
+                remedy = f"\n      -> {finding.remedy}" if finding.remedy else ""
+                log.warning("%s: %s%s", result.name, finding.evidence, remedy)
     already_reported = tuple(problem.head for problem in known)
     if problems := [problem for result in results for problem in _problems(result, already_reported)]:
         raise ConfigError(problems)
@@ -57,9 +52,6 @@ def require_trackers(trainer: LoopConfig, *, known: Sequence[Problem] = ()) -> N
 
 
 def _problems(result: Result, already_reported: tuple[str, ...]) -> list[Problem]:
-    found = [
-        finding
-        for finding in result.findings
-        if finding.state is State.PROBLEM and not finding.evidence.startswith(already_reported)
-    ]
-    return [Problem(result.name, None, finding.evidence, finding.remedy) for finding in found]
+    found = [finding for finding in result.findings if finding.state is State.PROBLEM]
+    new = [finding for finding in found if not finding.evidence.startswith(already_reported)]
+    return [Problem(result.name, None, finding.evidence, finding.remedy) for finding in new]

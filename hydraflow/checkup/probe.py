@@ -71,12 +71,8 @@ def run(command: Sequence[str], *, seconds: float, environ: Mapping[str, str] = 
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            _end_group(process)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         printed.seek(0)
         return ProcessResult(code, printed.read().decode(errors="replace"))
-
-
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()

@@ -23,29 +23,18 @@ def judge(limits: Mapping[str, float], machine: Machine, *, ray_cpus: int | None
     """`limits`: what limits the cores -> to how many. `ray_cpus`: what the user lets Ray count."""
     source, least = min(limits.items(), key=lambda limit: limit[1])
     cores, each = max(1, int(least)), machine.threads
-    seen = (
-        f"{least:g} cores by {source} ("
-        + ", ".join(f"{name} {amount:g}" for name, amount in limits.items())
-        + ")"
-    )
-    busy = f"{machine.processes_per_node} training processes of {_many(each, 'thread')}"
+    each_limit = ", ".join(f"{name} {amount:g}" for name, amount in limits.items())
+    seen = f"{least:g} cores by {source} ({each_limit})"
+    threads = "1 thread" if each == 1 else f"{each} threads"
+    busy = f"{machine.processes_per_node} training processes of {threads}"
     if ray_cpus is not None and ray_cpus > cores:
-        return warning(
-            f"ray_init.num_cpus={ray_cpus} is more than {seen}: Ray starts workers for all of them",
-            f"ray_init.num_cpus={cores}",
-        )
+        evidence = f"ray_init.num_cpus={ray_cpus} is more than {seen}: Ray starts workers for all of them"
+        return warning(evidence, f"ray_init.num_cpus={cores}")
     if machine.processes_per_node * each <= cores:
         return ok(f"{busy} on {seen}")
     if each == 1:
-        return note(
-            f"{busy} on {seen}: they take turns", f"trainer.n_gpus_per_node={cores} uses each core once"
-        )
+        once = f"trainer.n_gpus_per_node={cores} uses each core once"
+        return note(f"{busy} on {seen}: they take turns", once)
     fitting = max(1, cores // machine.processes_per_node)
-    return warning(
-        f"{busy} are more than {seen}: they will slow each other down",
-        f"trainer.threads_per_process={fitting}",
-    )
-
-
-def _many(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    evidence = f"{busy} are more than {seen}: they will slow each other down"
+    return warning(evidence, f"trainer.threads_per_process={fitting}")

@@ -66,8 +66,7 @@ def as_lines(results: Sequence[Result], width: int) -> Iterator[Text]:
 
 
 def as_json(results: Iterable[Result]) -> str:
-    """A JSON list with an object per finding: check, state, evidence, remedy, and the seconds that the check
-    took."""
+    """A JSON list with an object per finding: check, state, evidence, remedy, and the check's seconds."""
     rows = [
         {
             "check": result.name,

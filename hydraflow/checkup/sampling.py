@@ -38,16 +38,12 @@ def look_at(path: Path, key: str) -> DataFileInfo:
     """Rows and columns; `key` is the configuration key to name in errors."""
     if _is_parquet(path, key):
         file = _open(path, key)
-        return DataFileInfo(
-            path, file.metadata.num_rows, {field.name: str(field.type) for field in file.schema_arrow}
-        )
+        columns = {field.name: str(field.type) for field in file.schema_arrow}
+        return DataFileInfo(path, file.metadata.num_rows, columns)
     lines = _lines(path, key)
     records = [_parse(path, key, *lines[place]) for place in spread(len(lines), TYPED_LINES)]
-    return DataFileInfo(
-        path,
-        len(lines),
-        {name: type(value).__name__ for record in records for name, value in record.values.items()},
-    )
+    types = {name: type(value).__name__ for record in records for name, value in record.values.items()}
+    return DataFileInfo(path, len(lines), types)
 
 
 def sample(path: Path, key: str, count: int) -> list[FileRecord]:
@@ -61,11 +57,11 @@ def sample(path: Path, key: str, count: int) -> list[FileRecord]:
     for group in range(file.metadata.num_row_groups):
         starts.append(starts[-1] + file.metadata.row_group(group).num_rows)
     each = -(-count // max(1, len(groups)))
-    return [
-        FileRecord(row, path, starts[group] + i)
-        for group in groups
-        for i, row in enumerate(_first_of(file, path, key, group, each))
-    ][:count]
+    found = []
+    for group in groups:
+        rows = enumerate(_first_of(file, path, key, group, each), starts[group])
+        found += [FileRecord(row, path, number) for number, row in rows]
+    return found[:count]
 
 
 def spread(total: int, count: int) -> Sequence[int]:
@@ -79,9 +75,8 @@ def spread(total: int, count: int) -> Sequence[int]:
 
 def _is_parquet(path: Path, key: str) -> bool:
     if path.suffix not in (".parquet", ".jsonl", ".json"):
-        raise ConfigError.one(
-            key, path, f"ends in {path.suffix or 'nothing'}; known are .parquet, .jsonl, .json"
-        )
+        rule = f"ends in {path.suffix or 'nothing'}; known are .parquet, .jsonl, .json"
+        raise ConfigError.one(key, path, rule)
     return path.suffix == ".parquet"
 
 
@@ -92,9 +87,8 @@ def _open(path: Path, key: str) -> ParquetFile:
     try:
         file = pyarrow.parquet.ParquetFile(path)
     except (pyarrow.ArrowException, OSError) as error:
-        raise ConfigError.one(
-            key, path, f"is not a readable Parquet file: {error}", "write it again, or copy it again"
-        ) from error
+        rule = f"is not a readable Parquet file: {error}"
+        raise ConfigError.one(key, path, rule, "write it again, or copy it again") from error
     if file.metadata.num_rows == 0:
         raise ConfigError.one(key, path, "the file has no rows")
     return file
@@ -115,11 +109,8 @@ def _first_of(file: ParquetFile, path: Path, key: str, group: int, count: int) -
 def _lines(path: Path, key: str) -> list[tuple[int, str]]:
     """(number from 1, text) of every line that is not blank."""
     try:
-        lines = [
-            (number, line)
-            for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1)
-            if line.strip()
-        ]
+        text = path.read_text(encoding="utf-8-sig")
+        lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError.one(key, path, f"cannot be read: {error}") from error
     if not lines:

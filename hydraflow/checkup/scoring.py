@@ -61,27 +61,19 @@ def judge(rows: Sequence[RewardRow], results: Sequence[RewardResult], reward: Re
     """`rows` and `results` in pairs, as `reward_rows` makes them."""
     failed = [result.failed for result in results if result.failed is not None]
     if failed:
-        evidence = (
-            f"{len(failed)} of {len(results)} responses to {len(rows) // 2} rows could not be scored:"
-            f" {failed[0]}"
-        )
-        remedy = (
-            "correct the function, or the rows' data_source and ground_truth; reward.timeout=<seconds> if it"
-            " needs longer"
-        )
+        some = f"{len(failed)} of {len(results)} responses to {len(rows) // 2} rows"
+        evidence = f"{some} could not be scored: {failed[0]}"
+        longer = "reward.timeout=<seconds> if it needs longer"
+        remedy = f"correct the function, or the rows' data_source and ground_truth; {longer}"
         found = problem if len(failed) == len(results) else warning
         return found(f"{evidence} (each would score reward.failure_score={reward.failure_score:g})", remedy)
     right, empty = [result.score for result in results[::2]], [result.score for result in results[1::2]]
     sources = ", ".join(sorted({row.data_source for row in rows}))
-    seen = (
-        f"{len(right)} rows of {sources}: the ground truth scores {_few(right)}, an empty response"
-        f" {_few(empty)}"
-    )
-    return (
-        note(f"{seen}: no difference, as where a response needs a form besides the answer")
-        if right == empty
-        else ok(seen)
-    )
+    scores = f"the ground truth scores {_few(right)}, an empty response {_few(empty)}"
+    seen = f"{len(right)} rows of {sources}: {scores}"
+    if right == empty:
+        return note(f"{seen}: no difference, as where a response needs a form besides the answer")
+    return ok(seen)
 
 
 def _few(scores: Sequence[float]) -> str:

@@ -30,11 +30,6 @@ def check_settings(context: CheckContext) -> Iterator[Finding]:
 def check_plan(context: CheckContext) -> Iterator[Finding]:
     """The batch plan resolves; its broken rules are reported one by one."""
     plan = context.plan
-    steps = (
-        f"{plan.total_steps} training steps" if plan.total_steps else "an unknown number of training steps"
-    )
-    devices = sum(pool.nodes * pool.devices_per_node for pool in plan.cluster.pools)
-    yield ok(
-        f"{steps} of {plan.prompts_per_step} prompts and {plan.trajectories_per_step} trajectories on"
-        f" {devices} devices, {plan.placement}"
-    )
+    steps = f"{plan.total_steps or 'an unknown number of'} training steps"
+    each = f"{plan.prompts_per_step} prompts and {plan.trajectories_per_step} trajectories"
+    yield ok(f"{steps} of {each} on {len(plan.cluster.devices)} devices, {plan.placement}")

@@ -118,12 +118,8 @@ def within(seconds: float, check: Check, context: CheckContext | None) -> list[F
     try:
         return answers.get(timeout=seconds)
     except Empty:
-        return [
-            problem(
-                f"gave no answer within {seconds:g} seconds",
-                "look at what it looks at: a hanging network drive, or code of the model's",
-            )
-        ]
+        remedy = "look at what it looks at: a hanging network drive, or code of the model's"
+        return [problem(f"gave no answer within {seconds:g} seconds", remedy)]
 
 
 def _guarded(check: Check, context: CheckContext | None) -> list[Finding]:
@@ -138,10 +134,6 @@ def _guarded(check: Check, context: CheckContext | None) -> list[Finding]:
     except ConfigError as error:
         found += [of_problem(each) for each in error.problems]
     except (Exception, SystemExit) as error:
-        found.append(
-            problem(
-                f"the check itself failed: {type(error).__name__}: {error}"[:500],
-                "please report it, with this line",
-            )
-        )
+        evidence = f"the check itself failed: {type(error).__name__}: {error}"[:500]
+        found.append(problem(evidence, "please report it, with this line"))
     return found

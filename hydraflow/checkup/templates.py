@@ -83,9 +83,8 @@ def _complaint(
         evidence = f"a prompt holds {', '.join(marks)} already, so the template is applied twice: {shown}"
         return warning(evidence, "store plain messages, without the template's own markers")
     if str(last["content"]).strip() not in text:
-        return warning(
-            f"the template drops the content of the last message: {shown}", "another chat template"
-        )
+        evidence = f"the template drops the content of the last message: {shown}"
+        return warning(evidence, "another chat template")
     if last["role"] == "assistant":
         evidence = f"a prompt ends with an assistant's message: {shown}"
         return warning(evidence, "end prompts with a user's message")
@@ -117,25 +116,20 @@ def judge_ends(
     """`ends`: tokens at which generation stops. `vocabulary`: tokens that the model knows."""
     named = ", ".join(f"{token} {_token_text(tokenizer, token)}" for token in ends) or "none"
     if beyond := [token for token in ends if not 0 <= token < vocabulary]:
-        yield problem(
-            f"end tokens {beyond} are not among the model's {vocabulary} tokens",
-            "correct eos_token_id in generation_config.json",
-        )
+        evidence = f"end tokens {beyond} are not among the model's {vocabulary} tokens"
+        yield problem(evidence, "correct eos_token_id in generation_config.json")
         return
     closing, eos = turn_end(tokenizer), tokenizer.eos_token_id
     others = {"the chat template's end of an answer": closing, "the tokenizer's end token": eos}
     unknown = {words: token for words, token in others.items() if token is not None and token not in ends}
     if not ends and not unknown:
-        yield warning(
-            "no end token is known: every response runs to data.max_response_length",
-            f"{ROLLOUT}.stop_token_ids=[...]",
-        )
+        evidence = "no end token is known: every response runs to data.max_response_length"
+        yield warning(evidence, f"{ROLLOUT}.stop_token_ids=[...]")
     for token in dict.fromkeys(unknown.values()):
         words = " and ".join(words for words, found in unknown.items() if found == token)
         remedy = f"{ROLLOUT}.stop_token_ids=[{token}], or add it to eos_token_id in generation_config.json"
-        yield warning(
-            f"generation stops at {named}, but {words} is {token} {_token_text(tokenizer, token)}", remedy
-        )
+        seen = f"generation stops at {named}, but {words} is {token} {_token_text(tokenizer, token)}"
+        yield warning(seen, remedy)
     if ends and not unknown:
         closes = "none" if closing is None else "one of them"
         yield ok(f"generation stops at {named}; the template closes an answer with {closes}")

@@ -12,9 +12,11 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
+from hydraflow.batch_plan.settings import value_at
 from hydraflow.checkup.context import CheckContext
 from hydraflow.checkup.finding import Finding, of_problem, ok, problem, warning
 from hydraflow.errors import ConfigError
@@ -33,8 +35,7 @@ CONNECT_SECONDS = 2.0
 
 
 def check_trackers(context: CheckContext) -> Iterator[Finding]:
-    """Asks each tracker that the run uses; the file is always among them. Then the folders for generated
-    responses."""
+    """Asks each tracker of the run, the file always among them; then the folders for responses."""
     trainer = context.config.trainer
     yield from look_at(trainer)
     yield from _dumps(trainer)
@@ -61,12 +62,8 @@ def check_writing(context: CheckContext) -> Iterator[Finding]:
 
 
 def _dumps(trainer: TrainerConfig) -> Iterator[Finding]:
-    folders = {
-        "trainer.rollout_data_dir": trainer.rollout_data_dir,
-        "trainer.validation_data_dir": trainer.validation_data_dir,
-        "trainer.debug.save_rollouts": trainer.debug.save_rollouts,
-    }
-    for key, folder in folders.items():
+    for key in ("trainer.rollout_data_dir", "trainer.validation_data_dir", "trainer.debug.save_rollouts"):
+        folder: Any = value_at(trainer, key.removeprefix("trainer."))
         if folder is None:
             continue
         try:
@@ -82,10 +79,8 @@ def _check_file(trainer: LoopConfig) -> Finding:
         RunFolder.prove_writable(trainer.default_local_dir)
     except ConfigError as error:
         return of_problem(error.problems[0])
-    return ok(
-        f"metrics.jsonl goes to {Path(trainer.default_local_dir or 'runs').expanduser()}, which can be"
-        " written"
-    )
+    folder = Path(trainer.default_local_dir or "runs").expanduser()
+    return ok(f"metrics.jsonl goes to {folder}, which can be written")
 
 
 def _check_tensorboard(trainer: LoopConfig) -> Finding:
@@ -124,28 +119,21 @@ def judge_mlflow(environ: Mapping[str, str], *, without: str) -> Finding:
         reason = _silent(address)
         if reason is None:
             return ok(f"mlflow is installed, and a server answers at {uri}")
-        return problem(
-            f"{mlflow.URI}={uri}: nothing answers there ({reason})",
-            f"start it, or unset {mlflow.URI}, or {without}",
-        )
+        evidence = f"{mlflow.URI}={uri}: nothing answers there ({reason})"
+        return problem(evidence, f"start it, or unset {mlflow.URI}, or {without}")
     if scheme in ("", "file") and environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() not in ("1", "true"):
         rule = f"{mlflow.URI}={uri}: MLflow has given up stores of plain files"
         other = f"{mlflow.URI}=sqlite:////path/mlflow.db, or MLFLOW_ALLOW_FILE_STORE=true"
         return problem(rule, f"{other}, or {without}")
-    lacking = [
-        name
-        for name in ("sqlalchemy", "alembic")
-        if scheme.startswith("sqlite") and importlib.util.find_spec(name) is None
-    ]
-    if lacking:
+    needed = ("sqlalchemy", "alembic") if scheme.startswith("sqlite") else ()
+    if lacking := [name for name in needed if importlib.util.find_spec(name) is None]:
         rule = f"mlflow is installed, but not {' and '.join(lacking)}, which {uri} needs"
         return problem(rule, "pip install 'hydraflow-trainer[mlflow]'")
     return ok(f"mlflow is installed; runs go to {uri}")
 
 
 def _silent(uri: str) -> str | None:
-    """Why nothing listens at an address, or at the proxy through which it is reached; None: something
-    does."""
+    """Why nothing listens at an address, or at the proxy that leads to it; None: something does."""
     address = urlsplit(uri)
     try:
         proxy = getproxies().get(address.scheme)

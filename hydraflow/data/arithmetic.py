@@ -51,8 +51,7 @@ def answer(a: int, b: int) -> str:
 def split_problems(
     train_problems: int, val_problems: int, seed: int
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Training and held-out pairs of numbers, none in both. Raises `ConfigError` for more than
-    10,000."""
+    """Training and held-out pairs of numbers, none in both. Raises `ConfigError` for more than 10,000."""
     if train_problems < 1 or val_problems < 1 or train_problems + val_problems > PROBLEMS:
         both = f"it and recipe.val_problems={val_problems}"
         rule = f"{both} must be at least 1 each and at most {PROBLEMS} together"

@@ -22,28 +22,21 @@ TEMPLATE_FAULTS = (TypeError, ValueError, KeyError, AttributeError)
 
 
 def as_messages(record: FileRecord, column: str) -> Messages:
-    """The messages in `column`; a plain string is one user message. Raises `ConfigError` naming the row.
-
-    Null fields are dropped: Parquet fills every message with the fields of all the others.
-    """
+    """The messages in `column`; a plain string is one user message. Raises `ConfigError` naming the row. Null
+    fields are dropped: Parquet fills every message with the fields of all the others."""
     value = record.values[column]
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value or not all(_is_message(m) for m in value):
-        rule = (
-            f"column {column} must be a string or a list of messages with a role and a text as content, not"
-            f" {str(value)[:80]}"
-        )
+        form = "a string or a list of messages with a role and a text as content"
+        rule = f"column {column} must be {form}, not {str(value)[:80]}"
         raise ConfigError([record.problem(rule)])
     return [{name: part for name, part in message.items() if part is not None} for message in value]
 
 
 def _is_message(value: Any) -> bool:
-    return (
-        isinstance(value, Mapping)
-        and isinstance(value.get("role"), str)
-        and isinstance(value.get("content"), str)
-    )
+    texts = [value.get("role"), value.get("content")] if isinstance(value, Mapping) else [None]
+    return all(isinstance(text, str) for text in texts)
 
 
 def require_template(tokenizer: PreTrainedTokenizerBase) -> None:

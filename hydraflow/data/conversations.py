@@ -2,10 +2,9 @@
 
 In: files with a `messages` column, or with a prompt and a response column. Out: `DataProto` of ragged
 `prompts` (all tokens before the first trained one), ragged `responses` (the rest) and `response_mask` (1 =
-trained), the engine's columns. The chat template itself decides which tokens are the assistant's: by its `{%
-generation %}` markers where it has them, else by tokenising the conversation up to each assistant turn,
-without and with the turn, and checking token by token that both are prefixes of the whole. Left out on
-purpose: guessing. Where a template rewrites earlier turns, the prefixes differ, and that is an error.
+trained), the engine's columns. The chat template decides which tokens are the assistant's: by its `{%
+generation %}` markers where it has them, else by tokenising the conversation without and with each turn: both
+must be prefixes of the whole. Left out on purpose: guessing where a template rewrites earlier turns.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import torch
 from hydraflow.data.chat import Messages, as_messages, require_template, tokenise_chats
 from hydraflow.data.config import SFTDataConfig
 from hydraflow.data.files import FileRecord, raise_problems, read_records, require_columns
-from hydraflow.errors import ConfigError, Problem
+from hydraflow.errors import ConfigError
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 
@@ -32,6 +31,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TRUNCATIONS = ("error", "left", "right")
+_REWRITES = """message {}: the chat template writes the conversation up to it differently when more follows, \
+so its tokens cannot be identified"""
+_INSTEAD = "set a custom_chat_template with {% generation %} markers, or write one row per assistant turn"
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -44,12 +46,9 @@ class Conversation:
 
 
 class ConversationDataset:
-    """Tokenised conversations with their loss masks.
-
-    Raises `ConfigError` for unusable files, rows without a needed column, conversations without an assistant
-    turn, overlong ones under truncation=error, and chat templates under which the assistant's tokens cannot
-    be identified.
-    """
+    """Tokenised conversations with their loss masks. Raises `ConfigError` for unusable files, rows without a
+    needed column, conversations without an assistant turn, overlong ones under truncation=error, and chat
+    templates under which the assistant's tokens cannot be identified."""
 
     def __init__(
         self,
@@ -76,10 +75,7 @@ class ConversationDataset:
 
     def batch(self, rows: Sequence[int] | np.ndarray) -> DataProto:
         """The conversations of `rows`: ragged int64 `prompts` (B, P), `responses` (B, R) and `response_mask`
-        (B, R).
-
-        A prompt has at least one token; the first response token is a trained one.
-        """
+        (B, R). A prompt has at least one token; the first response token is a trained one."""
         picked = [
             (self._conversations[i], self._starts[i]) for i in np.asarray(rows, dtype=np.int64).tolist()
         ]
@@ -170,7 +166,7 @@ def _by_beginnings(
     for i, (row, turn) in enumerate(turns):
         ids, start, end = whole[row], before[i], after.get(i, whole[row])
         if ids[: len(start)] != start or ids[: len(end)] != end or len(end) <= len(start):
-            problems.append(_rewritten(records[row], turn))
+            problems.append(records[row].problem(_REWRITES.format(turn), _INSTEAD))
             continue
         stop = end_of_turn(tokenizer, ids, len(start), len(end), special)
         masks[row][len(start) : stop] = 1
@@ -194,14 +190,6 @@ def end_of_turn(
     if ends and not str(tokenizer.decode(ids[ends[-1] + 1 : end])).strip():
         return ends[-1] + 1
     return end
-
-
-def _rewritten(record: FileRecord, turn: int) -> Problem:
-    return record.problem(
-        f"message {turn}: the chat template writes the conversation up to it differently when more follows,"
-        " so its tokens cannot be identified",
-        "set a custom_chat_template with {% generation %} markers, or write one row per assistant turn",
-    )
 
 
 def _check_lengths(

@@ -41,11 +41,9 @@ class FileRecord:
 def read_records(
     files: str | Path | Sequence[str | Path] | None, *, key: str, columns: Sequence[str] = (), limit: int = -1
 ) -> list[FileRecord]:
-    """Rows of all `files` in order, the first `limit` of them (-1: all).
-
-    `key` is the configuration key to name in errors. Raises `ConfigError` for a missing, unreadable or empty
-    file and for a row in which one of `columns` is absent or null.
-    """
+    """Rows of all `files` in order, the first `limit` of them (-1: all). `key` is the configuration key to
+    name in errors. Raises `ConfigError` for a missing, unreadable or empty file and for a row in which one of
+    `columns` is absent or null."""
     records: list[FileRecord] = []
     for path in as_paths(files, key):
         if len(records) == limit:
@@ -58,8 +56,7 @@ def read_records(
 
 
 def as_paths(files: Any, key: str) -> list[Path]:
-    """`files` as a list of paths that exist. Raises `ConfigError` naming `key`, with every missing file at
-    once."""
+    """`files` as a list of paths that exist. Raises `ConfigError` naming `key` and every missing file."""
     if problems := file_problems(files, key):
         raise ConfigError(problems)
     return listed(files) or []
@@ -76,8 +73,7 @@ def require_columns(records: Sequence[FileRecord], columns: Sequence[str]) -> No
 
 
 def raise_problems(problems: Sequence[Problem]) -> None:
-    """Raises `ConfigError` with the first few problems and the number of the rest; does nothing if there are
-    none."""
+    """Raises `ConfigError` with the first few problems and the number of the rest, if there are any."""
     if not problems:
         return
     shown = list(problems[:SHOWN_PROBLEMS])
@@ -104,9 +100,8 @@ def _read_file(path: Path, key: str, limit: int | None) -> list[FileRecord]:
     """The first `limit` rows; None: all."""
     readers = {".parquet": _parquet_rows, ".jsonl": _json_rows, ".json": _json_rows}
     if path.suffix not in readers:
-        raise ConfigError.one(
-            key, path, f"ends in {path.suffix or 'nothing'}; known are {', '.join(readers)}"
-        )
+        rule = f"ends in {path.suffix or 'nothing'}; known are {', '.join(readers)}"
+        raise ConfigError.one(key, path, rule)
     rows = islice(readers[path.suffix](path, key, limit), limit)
     records = [FileRecord(values, path, row) for row, values in enumerate(rows)]
     if not records:
@@ -145,13 +140,11 @@ def parse_line(path: Path, key: str, number: int, line: str) -> dict[str, Any]:
     try:
         values = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ConfigError.one(
-            key, path, f"line {number} is not JSON: {error}", "write one JSON object a line"
-        ) from error
+        rule = f"line {number} is not JSON: {error}"
+        raise ConfigError.one(key, path, rule, "write one JSON object a line") from error
     except ValueError as error:  # Python parses no integer of more than 4300 digits
-        raise ConfigError.one(
-            key, path, f"line {number} cannot be read: {error}", "store long numbers as text"
-        ) from error
+        rule = f"line {number} cannot be read: {error}"
+        raise ConfigError.one(key, path, rule, "store long numbers as text") from error
     except RecursionError:
         raise _too_deep(path, key, number) from None
     if line.count("[") + line.count("{") > DEEPEST and _depth(values) > DEEPEST:

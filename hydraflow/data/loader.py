@@ -90,8 +90,7 @@ class PromptLoader:
         return {"epoch": self.epoch, "position": self.position, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where `state` was taken. Raises `ConfigError` when rows, batch size, seed or shuffling
-        differ."""
+        """Continues where `state` was taken. `ConfigError` when rows, batch size, seed or order differ."""
         now = self._identity()
         differing = [name for name in now if now[name] != state[name]]
         if differing:
@@ -102,13 +101,8 @@ class PromptLoader:
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
 
     def _identity(self) -> dict[str, Any]:
-        return {
-            "rows": len(self.dataset),
-            "batch_size": self.batch_size,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "drop_last": self.drop_last,
-        }
+        names = ("batch_size", "seed", "shuffle", "drop_last")
+        return {"rows": len(self.dataset), **{name: getattr(self, name) for name in names}}
 
     def _draw_order(self) -> np.ndarray:
         rows = len(self.dataset)

@@ -111,8 +111,7 @@ def _require_ground_truth(records: Sequence[FileRecord]) -> None:
 def _limit_lengths(
     ids: list[list[int]], records: Sequence[FileRecord], config: PromptConfig
 ) -> list[list[int]]:
-    """Truncates overlong prompts, or raises for them; under filter_overlong_prompts they are left
-    unchanged."""
+    """Truncates overlong prompts, or raises for them; filter_overlong_prompts leaves them unchanged."""
     limit = config.max_prompt_length
     sizes = [(len(tokens), record) for tokens, record in zip(ids, records, strict=True)]
     raise_problems([r.problem("the chat template gives it no tokens") for size, r in sizes if not size])
@@ -165,8 +164,7 @@ def _row_objects(
 
 
 def _require_json(records: Sequence[FileRecord], objects: dict[str, list[Any]]) -> None:
-    """Row objects travel between processes as JSON; values that JSON cannot hold are reported here, with
-    their row."""
+    """Row objects travel as JSON; values that JSON cannot hold are reported here, with their row."""
     problems = []
     for name, values in objects.items():
         for record, value in zip(records, values, strict=True):

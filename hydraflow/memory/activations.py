@@ -21,8 +21,7 @@ class MicroBatchTokens:
     """The tokens of one micro-batch on one device, every row at its longest."""
 
     line: int
-    """N: packed, a prompt that neighbouring rows share is computed once, and a response's last token not at
-    all."""
+    """N: packed, neighbouring rows' shared prompt counts once, and a response's last token not at all."""
     attended: int
     """T: attention sees whole rows."""
     asked: int
@@ -77,11 +76,8 @@ class LayerCosts:
 def layer_costs(
     shape: ModelShape, tokens: MicroBatchTokens, number: int, *, tensor: int = 1, outside: int = 1
 ) -> LayerCosts:
-    """The fullest kind of layer. `number`: bytes per number.
-
-    `tensor` devices share each matrix; `outside` devices share what is between matrices (norms and
-    residuals).
-    """
+    """The fullest kind of layer. `number`: bytes per number. `tensor` devices share each matrix; `outside`
+    devices share what is between matrices (norms and residuals)."""
     mlp = _dense_mlp(shape, number) if shape.dense_layers else (0, 0)
     if shape.experts:
         mlp = max(mlp, _experts(shape, number))
@@ -95,13 +91,10 @@ def layer_costs(
 
 
 def around_layers(shape: ModelShape, tokens: MicroBatchTokens, number: int) -> int:
-    """What is before and after the layers: embedded tokens, rotary tables, the last norm, hidden states of
-    asked tokens."""
+    """Outside the layers: embedded tokens, rotary tables, the last norm, hidden states of asked tokens."""
     rotary = 2 * shape.head_dim * number
-    return (
-        tokens.line * (shape.hidden * number + _norm(shape.hidden, number) + rotary)
-        + tokens.asked * shape.hidden * number
-    )
+    each = shape.hidden * number + _norm(shape.hidden, number) + rotary
+    return tokens.line * each + tokens.asked * shape.hidden * number
 
 
 def _norm(width: int, number: int) -> int:
@@ -111,16 +104,13 @@ def _norm(width: int, number: int) -> int:
 
 
 def _attention(shape: ModelShape, tokens: MicroBatchTokens, number: int) -> int:
-    """Rotated queries, keys, values and the result, of whole rows; before them what the norms of queries and
-    keys save."""
+    """Whole rows' rotated queries and keys, values, the result; before them what their norms save."""
     wide = max(4, number)
     rows = (2 * shape.q_width + 2 * shape.kv_width) * number + shape.heads * wide
     line = 0
     if shape.qk_norm:
         line = (shape.q_width + shape.kv_width) * (number + wide) + (shape.heads + shape.kv_heads) * wide
-    if (
-        tokens.attended != tokens.line
-    ):  # rows are gathered for attention and its result is picked, both by copying
+    if tokens.attended != tokens.line:  # rows are gathered and the result is picked, both by copying
         line += shape.q_width * number
     return tokens.attended * rows + tokens.line * line
 
@@ -131,8 +121,7 @@ def _dense_mlp(shape: ModelShape, number: int) -> tuple[int, int]:
 
 
 def _experts(shape: ModelShape, number: int) -> tuple[int, int]:
-    """As `_dense_mlp`: each token is in the inputs and outputs of the experts that it is sent to; 24
-    bytes are indices."""
+    """As `_dense_mlp`: each token is in its experts' inputs and outputs; 24 bytes are indices."""
     chosen = shape.experts_per_token
     per_expert = (4 * shape.expert_intermediate + 2 * shape.hidden + 1) * number + 24
     saved = chosen * per_expert + 4 * shape.experts + 4 * shape.shared_intermediate * number

@@ -62,12 +62,11 @@ def advise(
         where, excess = report.missing
         if excess <= 0:
             return
-        tried = [
-            (change, changed, measure(changed))
-            for change in changes(inputs)
-            if (changed := _apply(inputs, change)) is not None
-        ]
-        saving = [(change, changed, after, excess - after.missing[1]) for change, changed, after in tried]
+        saving = []
+        for change in changes(inputs):
+            if (changed := _apply(inputs, change)) is not None:
+                after = measure(changed)
+                saving.append((change, changed, after, excess - after.missing[1]))
         saving = [one for one in saving if one[3] >= LEAST_SHARE * excess]
         if not saving:
             return
@@ -164,11 +163,9 @@ def _rollout_changes(inputs: EstimateInputs) -> Iterator[Change]:
             yield Change(f"{prefix}.max_num_seqs", size, 2, "fewer sequences at a time: slower sampling")
         yield Change(f"{prefix}.dtype", "bf16", 3, "sampled with less precision than trained")
     elif rollout.gpu_memory_utilization > 0.3:
-        share, effect = (
-            rollout.gpu_memory_utilization - 0.1,
-            "less key-value cache: fewer sequences at a time",
-        )
-        yield Change(f"{prefix}.gpu_memory_utilization", round(share, 2), 2, effect)
+        share = round(rollout.gpu_memory_utilization - 0.1, 2)
+        effect = "less key-value cache: fewer sequences at a time"
+        yield Change(f"{prefix}.gpu_memory_utilization", share, 2, effect)
 
 
 def _apply(inputs: EstimateInputs, change: Change) -> EstimateInputs | None:

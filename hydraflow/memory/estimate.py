@@ -72,19 +72,14 @@ def device_groups(
                     split[key] = part
         together = split
     for names, devices in sorted(together.items(), key=lambda item: item[1].ranges[0].start):
-        phases = {
-            phase: size
-            for phase in PHASES
-            if (size := _phase([roles[name] for name in names], phase)) is not None
-        }
+        sizes = {phase: _phase([roles[name] for name in names], phase) for phase in PHASES}
+        phases = {phase: size for phase, size in sizes.items() if size is not None}
         yield DeviceGroup(str(devices), len(devices), names, phases, limit)
 
 
 def _phase(roles: list[RoleMemory], phase: str) -> int | None:
-    """The active role at its peak, and the others at rest; None: none of them works in this phase.
-
-    Weights are sent from one role of a device to another: both are active then.
-    """
+    """The active role at its peak, and the others at rest; None: none of them works in this phase. Weights
+    are sent from one role of a device to another: both are active then."""
     at_work = [role for role in roles if phase in role.phases]
     if not at_work:
         return None
@@ -132,11 +127,8 @@ def _load(inputs: EstimateInputs) -> tuple[int, str]:
         first = layout.devices.ranges[0].start
         readers[first] = max(readers.get(first, 0), _read_bytes(inputs, name, layout))
     load = sum(readers.values())
-    text = (
-        f"{size_text(load)} on machine 0 while models load: rank 0 of each role reads its whole model, the"
-        " others read nothing"
-    )
-    return load, text
+    who = "rank 0 of each role reads its whole model, the others read nothing"
+    return load, f"{size_text(load)} on machine 0 while models load: {who}"
 
 
 def _read_bytes(inputs: EstimateInputs, role: str, layout: Layout) -> int:

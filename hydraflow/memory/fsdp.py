@@ -126,11 +126,8 @@ class FSDPModelMemory:
 
     def _layer_moments(self, tokens: MicroBatchTokens, accumulates: bool) -> list[MemoryParts]:
         """The backward pass at its first layer, where most activations are left, and at its last, where most
-        gradients are summed.
-
-        The layer, the next one on its way, and the buffer in which the previous layer's gradients are summed
-        exist together.
-        """
+        gradients are summed. The layer, the next one on its way, and the buffer in which the previous layer's
+        gradients are summed exist together."""
         units, costs, waiting = self.units, self._costs(tokens), self._output_gradient
         working = self._around(tokens) + (costs.saved if self.checkpointing else 0) + costs.backward
         summing = self.types.reduced * units.trained_layer
@@ -207,8 +204,7 @@ class FSDPModelMemory:
 
     @property
     def _output_gradient(self) -> int:
-        """Of the output matrix, unsharded: it waits for the embedding's (tied), or for the end of the
-        backward pass."""
+        """Of the output matrix, unsharded: waits for the embedding's (tied), or for the end of the pass."""
         tied = self.units.embedding if self.shape.tied and self.policy else 0
         return self.types.compute * (self.units.head + tied)
 

@@ -97,8 +97,7 @@ class VllmMemory:
         return MemoryParts() if self.shared else self.reserved(0)
 
     def reserved(self, demand: int) -> MemoryParts:
-        """Weights and cache: together the device's share or, where its size is not known, `demand` bytes of
-        cache."""
+        """Weights and cache: the device's share, or `demand` bytes of cache if its size is not known."""
         if self.device_bytes is None:
             return MemoryParts(weights=self.weights, kv_cache=demand)
         return MemoryParts(
@@ -110,8 +109,7 @@ class VllmMemory:
         return self.reserved(sequences * self.row_bytes(length))
 
     def row_bytes(self, length: int) -> int:
-        """Cache of one row on each device; key-value heads that are fewer than devices are held several
-        times."""
+        """Cache of one row on each device; key-value heads fewer than devices are held several times."""
         heads = max(self.shape.kv_width // self.tensor, self.shape.head_dim)
         layers = -(-self.shape.layers // self.pipeline)
         return 2 * layers * heads * self.number * length

@@ -49,11 +49,8 @@ class MegatronModelMemory:
     def resting(self) -> MemoryParts:
         """While others work: what is not offloaded."""
         held, settings = self.held, self.settings
-        gone = {
-            "weights": settings.param_offload,
-            "gradients": settings.grad_offload,
-            "optimizer": settings.optimizer_offload,
-        }
+        gone = {"weights": settings.param_offload, "gradients": settings.grad_offload}
+        gone["optimizer"] = settings.optimizer_offload
         sizes = held.on_device()
         kept = {name: 0 if gone.get(name) else size for name, size in sizes.items()}
         return MemoryParts(**kept, host=sum(size for name, size in sizes.items() if gone.get(name)))

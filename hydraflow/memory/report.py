@@ -175,8 +175,7 @@ class MemoryReport:
 
     @property
     def fits(self) -> bool | None:
-        """Whether devices and machines hold it; None: a limit is not known and none that is known is
-        broken."""
+        """Whether devices and machines hold it; None: no known limit is broken, and one is not known."""
         fits = [self.host.fits, *(group.fits for group in self.groups if self.limits.device_type != "cpu")]
         if any(one is False for one in fits):
             return False
@@ -198,13 +197,11 @@ class MemoryReport:
     def to_json(self) -> dict[str, Any]:
         """The report as JSON values."""
         roles = [{**asdict(one), "peak_phase": one.peak_phase, "total": one.total} for one in self.roles]
-        groups = [
-            {**asdict(one), "peak": one.peak, "peak_phase": one.peak_phase, "fits": one.fits}
-            for one in self.groups
-        ]
+        derived = ("peak", "peak_phase", "fits")
+        groups = [asdict(one) | {name: getattr(one, name) for name in derived} for one in self.groups]
         host = {**asdict(self.host), "total": self.host.total, "fits": self.host.fits}
-        derived = {"fits": self.fits, "missing_after_advice": self.missing_after_advice}
-        return {**asdict(self), "roles": roles, "groups": groups, "host": host, **derived}
+        parts = {"roles": roles, "groups": groups, "host": host, "fits": self.fits}
+        return {**asdict(self), **parts, "missing_after_advice": self.missing_after_advice}
 
 
 def size_text(size: float) -> str:

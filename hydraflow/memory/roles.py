@@ -140,10 +140,8 @@ def _engine(
 ) -> FSDPModelMemory | MegatronModelMemory:
     if layout.engine != "megatron":
         return _sharded(inputs, layout, shape, model, role.fsdp_config, trained=trained, policy=policy)
-    checkpointing, number = (
-        trained and model.enable_gradient_checkpointing,
-        inputs.limits.bytes_of(role.megatron.dtype),
-    )
+    number = inputs.limits.bytes_of(role.megatron.dtype)
+    checkpointing = trained and model.enable_gradient_checkpointing
     return MegatronModelMemory(shape, layout, role.megatron, number, trained, checkpointing, policy)
 
 
@@ -194,8 +192,7 @@ def micro_batches(plan: RolePlan, longest_row: int) -> int:
 
 
 def _sent(inputs: EstimateInputs, layout: Layout) -> int:
-    """What the actor puts together to send: a bucket of full tensors, its shards, and the tensors taken out
-    of it."""
+    """What the actor sends from: a bucket of full tensors, its shards, and the tensors taken out of it."""
     policy, shape = inputs.config.actor_rollout_ref, inputs.shape
     if layout.engine == "megatron":
         return 2 * policy.rollout.update_weights_bucket_megabytes * 2**20

@@ -94,8 +94,7 @@ class ModelShape:
 
     @property
     def sparse_layer(self) -> int:
-        """Parameters of a layer with experts: attention, router, all experts, two norms; 0 for a dense
-        model."""
+        """Parameters of a layer with attention, router, all experts, two norms; 0 for a dense model."""
         if not self.experts:
             return 0
         routed = self.experts * (self.hidden + self.expert)
@@ -179,11 +178,8 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def read_shape(model: ModelSourceConfig, *, field: str = "actor_rollout_ref.model") -> ModelShape | None:
-    """The shape of a model whose directory is on this machine, or whose sizes are in `override_config`;
-    None: neither.
-
-    Raises ConfigError for a config.json that cannot be read or lacks sizes.
-    """
+    """The shape of a model whose directory is on this machine, or whose sizes are in `override_config`; None:
+    neither. Raises ConfigError for a config.json that cannot be read or lacks sizes."""
     file = Path(model.path or "").expanduser() / "config.json"
     if model.path and file.is_file():
         try:
@@ -216,9 +212,8 @@ def shape_of(config: Mapping[str, Any], *, field: str = "actor_rollout_ref.model
     kind = str(config.get("model_type", "llama"))
     family = FAMILIES.get(kind, _LLAMA)
     heads, layers, hidden = config["num_attention_heads"], config["num_hidden_layers"], config["hidden_size"]
-    experts, dense = _experts(config), layers
-    if experts:
-        dense = sum(not _is_sparse(config, layer) for layer in range(layers))
+    experts = next((int(config[key]) for key in _EXPERTS if config.get(key)), 0)
+    dense = sum(not _is_sparse(config, layer) for layer in range(layers)) if experts else layers
     return ModelShape(
         model_type=kind,
         vocabulary=config["vocab_size"],
@@ -266,10 +261,6 @@ def _gated(hidden: int, width: int) -> int:
     return 3 * hidden * width
 
 
-def _experts(config: Mapping[str, Any]) -> int:
-    return next((int(config[key]) for key in _EXPERTS if config.get(key)), 0)
-
-
 def _is_sparse(config: Mapping[str, Any], layer: int) -> bool:
     """Whether the layer has experts: Qwen's files name every n-th layer and exceptions, DeepSeek's the first
     that are dense."""
@@ -289,10 +280,7 @@ def _is_size(value: object) -> bool:
 
 
 def _problem(config: Mapping[str, Any], key: str, field: str) -> Problem:
-    rule, name = (
-        "config.json does not give it, and the model's memory depends on it",
-        f"{field}.override_config.{key}",
-    )
-    if key in config:
-        rule = "must be a whole number above 0"
+    name = f"{field}.override_config.{key}"
+    absent = "config.json does not give it, and the model's memory depends on it"
+    rule = "must be a whole number above 0" if key in config else absent
     return Problem(name, config.get(key), rule, f"+{name}=<number>")

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 def load_state_dict(
     checkpoint: str | Path, *, dtype: str = "auto", trust_remote_code: bool = False
 ) -> dict[str, torch.Tensor]:
-    """All weights of a checkpoint by the names that `model.load_state_dict` knows; see
-    `library.load_state_dict`."""
+    """All weights by the names that `model.load_state_dict` knows; see `library.load_state_dict`."""
     from hydraflow.model_merger import library
 
     return library.load_state_dict(checkpoint, dtype=dtype, trust_remote_code=trust_remote_code)

@@ -64,14 +64,12 @@ class Architecture:
     buffers: frozenset[str] = frozenset()
     """Buffers that belong into no file."""
     model: Any = None
-    """The model on the meta device where transformers was asked; without it, names in files are those of
-    modules."""
+    """transformers' model on the meta device; None: names in files are those of modules."""
     retied: bool | None = None
     """What tie_word_embeddings must become; None: config.json is right."""
 
     def differences(self, shapes: Mapping[str, Shape]) -> Differences:
-        """What a checkpoint of these tensors has too few, too many or in another shape. Compared as in
-        files."""
+        """What a checkpoint has too few, too many or in another shape. Compared as in files."""
         wanted = self._in_files({name: shape for name, shape in self.shapes.items() if name not in self.tied})
         got = self._in_files({name: shape for name, shape in shapes.items() if name not in self.tied})
         got = {name: shape for name, shape in got.items() if name not in self.buffers}
@@ -181,11 +179,8 @@ def describe(
     tie: bool = False,
     trust_remote_code: bool = False,
 ) -> Architecture:
-    """The architecture that config.json means and that these tensors fill.
-
-    tie: tie the embeddings whatever config.json says. Raises ConfigError when tensors are missing, unknown or
-    misshapen.
-    """
+    """The architecture that config.json means and that these tensors fill. tie: tie the embeddings whatever
+    config.json says. Raises ConfigError when tensors are missing, unknown or misshapen."""
     file = directory / "config.json"
     if not file.is_file():
         raise ConfigError.one(str(file), None, "the model's configuration is missing")
@@ -248,14 +243,10 @@ def _candidates(config: Any, head: str, trust: bool) -> Iterable[Architecture]:
     """Architectures that the tensors may be, the likeliest first."""
     import transformers
 
-    heads: dict[str, tuple[Any, ...]] = {
-        "policy": (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText),
-        "value": (
-            transformers.AutoModelForTokenClassification,
-            transformers.AutoModelForSequenceClassification,
-        ),
-    }
-    builders = [partial(auto.from_config, trust_remote_code=trust) for auto in heads[head]]
+    tasks = {"policy": ("CausalLM", "ImageTextToText")}
+    tasks["value"] = ("TokenClassification", "SequenceClassification")
+    autos = [getattr(transformers, f"AutoModelFor{task}") for task in tasks[head]]
+    builders: list[Any] = [partial(auto.from_config, trust_remote_code=trust) for auto in autos]
     if head == "policy":
         named = [getattr(transformers, name, None) for name in config.architectures or ()]
         builders = [*(cls._from_config for cls in named if cls is not None), *builders]
@@ -266,8 +257,8 @@ def _candidates(config: Any, head: str, trust: bool) -> Iterable[Architecture]:
             seen.add(type(model))
             yield _architecture(model, head)
     if head == "value":
-        backbone = _on_meta(partial(heads["policy"][0].from_config, trust_remote_code=trust), config)
-        if backbone is not None:
+        causal = partial(transformers.AutoModelForCausalLM.from_config, trust_remote_code=trust)
+        if (backbone := _on_meta(causal, config)) is not None:
             yield _headless(backbone, config)
 
 

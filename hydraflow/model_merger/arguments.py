@@ -64,11 +64,8 @@ def _add_split(commands: Any) -> None:
     _flag(split, "world_size", type=int, required=True, help="ranks")
     _flag(split, "layout", choices=("hydraflow", "verl"), default="hydraflow", help="whose layout")
     _dtype(split, "config.json's")
-    _switch(
-        split,
-        "is_value_model",
-        "a value model: no output matrix, a score that starts at zero if DIR has none",
-    )
+    value = "a value model: no output matrix, a score that starts at zero if DIR has none"
+    _switch(split, "is_value_model", value)
     _switch(split, "trust_remote_code", _TRUST)
     _switch(split, "overwrite", "replace CKPT when it is there, once the new one is whole")
 

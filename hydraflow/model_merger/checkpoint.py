@@ -60,8 +60,7 @@ class Checkpoint:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A file with one JSON object; an absent file is an empty object. Raises ConfigError for anything
-    else."""
+    """A file with one JSON object; an absent file is an empty one. ConfigError for anything else."""
     if not file.is_file():
         return {}
     try:

@@ -51,9 +51,7 @@ def compare(
     local_dir: str, test_hf_dir: str, *, backend: str = "auto", merge_options: MergeOptions | None = None
 ) -> Comparison:
     """Compares what `merge` would write with what is there; where types differ, in the directory's type.
-
-    Raises ConfigError when either cannot be read.
-    """
+    Raises ConfigError when either cannot be read."""
     merge_options = merge_options or MergeOptions()
     directory = Path(test_hf_dir)
     if not directory.is_dir():

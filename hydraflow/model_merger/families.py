@@ -39,8 +39,7 @@ def class_name(config: Mapping[str, Any], head: str) -> str | None:
 
 
 def tensors(config: Mapping[str, Any], head: str, *, score_bias: bool = False) -> Iterator[tuple[str, Shape]]:
-    """(name, shape) of every tensor of a model that `class_name` knows, the output matrix included even if it
-    is tied."""
+    """(name, shape) of every tensor of a model that `class_name` knows, a tied output matrix included."""
     hidden = config["hidden_size"]
     yield EMBEDDING, (config["vocab_size"], hidden)
     for layer in range(config["num_hidden_layers"]):
@@ -60,12 +59,8 @@ def _layer(config: Mapping[str, Any]) -> Iterator[tuple[str, Shape]]:
     width = config.get("head_dim") or hidden // heads
     queries, keys = heads * width, config["num_key_value_heads"] * width
     family = FAMILIES[config["model_type"]]
-    attention = {
-        "q_proj": (queries, hidden),
-        "k_proj": (keys, hidden),
-        "v_proj": (keys, hidden),
-        "o_proj": (hidden, queries),
-    }
+    attention = {"q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden)}
+    attention["o_proj"] = (hidden, queries)
     for name, shape in attention.items():
         yield f"self_attn.{name}.weight", shape
         if flag(config, family.output_bias if name == "o_proj" else family.qkv_bias):

@@ -21,10 +21,7 @@ MANIFEST = "manifest.json"
 
 def facts_of(local_dir: str, backend: str = "auto", *, verify: bool = False) -> list[dict[str, Any]]:
     """One object for each model. verify: read every file of the step and compare its checksum with the
-    manifest's.
-
-    Raises ConfigError when there is no checkpoint, or no manifest to verify it with.
-    """
+    manifest's. Raises ConfigError when there is no checkpoint, or no manifest to verify it with."""
     directories = model_directories(Path(local_dir))
     found = [_facts(open_checkpoint(directory, backend)) for directory in directories]
     if verify and (damage := _damage(directories)):

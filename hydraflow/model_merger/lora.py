@@ -110,9 +110,7 @@ def peft_config(
     adapted: Collection[MergedTensor], names: Collection[str], *, alpha: float, head: str
 ) -> dict[str, Any]:
     """adapter_config.json. names: of all tensors of the model, to find the shortest list of target modules.
-
-    Raises ConfigError when ranks differ.
-    """
+    Raises ConfigError when ranks differ."""
     ranks = sorted({weight.adapter.rank for weight in adapted})
     if len(ranks) > 1:
         rule = f"the adapters have different ranks: {ranks}"
@@ -139,8 +137,7 @@ def _target_modules(modules: Collection[str], names: Collection[str]) -> list[st
 
 
 def _layout(weight: StoredTensor, adapter: Adapter) -> str:
-    """Orientation of the weight relative to its adapter: "out, in", "in, out", or "" where a square leaves it
-    open."""
+    """The weight's orientation: "out, in", "in, out", or "" where a square leaves it open."""
     into, out = adapter.a.shape[1], adapter.b.shape[0]
     if adapter.b.shape[1] != adapter.rank or weight.shape not in ((out, into), (into, out)):
         shapes = f"{list(weight.shape)}, {list(adapter.a.shape)} and {list(adapter.b.shape)}"

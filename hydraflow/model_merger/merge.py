@@ -42,10 +42,8 @@ def merge(
     overwrite: bool = False,
     upload: HubUpload | None = None,
 ) -> list[str]:
-    """Merges, and returns what was done in lines for the user. most_bytes: of one safetensors file.
-
-    Raises ConfigError before anything is written, EnvironmentFault when the disk fills up or the hub refuses.
-    """
+    """Merges, and returns what was done in lines for the user. most_bytes: of one safetensors file. Raises
+    ConfigError before anything is written, EnvironmentFault when the disk fills up or the hub refuses."""
     merge_options = merge_options or MergeOptions()
     outputs = outputs_of(open_checkpoint(local_dir, backend), merge_options)
     specs = outputs.specs

@@ -17,10 +17,8 @@ UNFINISHED = ".unfinished"
 
 
 def open_checkpoint(path: str | Path, backend: str = "auto") -> Checkpoint:
-    """The checkpoint at or below `path`. Raises ConfigError when there is none that can be understood.
-
-    Parts that are missing or broken are in its `problems`.
-    """
+    """The checkpoint at or below `path`. Raises ConfigError when there is none that can be understood. Parts
+    that are missing or broken are in its `problems`."""
     directory = model_directory(Path(path).expanduser())
     if backend == "megatron" or (backend == "auto" and _is_megatron(directory)):
         field = "--backend" if backend == "megatron" else str(directory)

@@ -35,8 +35,7 @@ class MergeOptions:
     tie_word_embedding: bool = False
     trust_remote_code: bool = False
     lora: str = "merged"
-    """merged: adapters are added to the weights; adapter: weights stay as they are, adapters are exported
-    beside them."""
+    """merged: adapters are added to the weights; adapter: exported beside the weights as they are."""
     lora_alpha: float | None = None
     """Scale of the adapters for checkpoints that do not say."""
 
@@ -75,8 +74,7 @@ class Outputs:
         return counts.most_common(1)[0][0]
 
     def tensors(self) -> Iterator[tuple[str, Iterator[torch.Tensor]]]:
-        """(name in files, blocks of rows in the final type) of every tensor; each block must be used before
-        the next."""
+        """(name in files, blocks of rows in the final type) of every tensor; use a block before the next."""
         for conversion in self.conversions:
             target = self._dtype_of(conversion.inputs[0])
             for name, blocks in self._converted(conversion):
@@ -160,8 +158,7 @@ def _architecture(
     merge_options: MergeOptions,
     notes: list[str],
 ) -> Architecture:
-    """The architecture, with tied tensors taken out of `plain`, where there are any that really are the
-    same."""
+    """The architecture; tied tensors that really are the same are taken out of `plain`."""
     shapes = {name: tensor.shape for name, tensor in plain.items()}
     tie, trust = merge_options.tie_word_embedding, merge_options.trust_remote_code
     found = architecture.describe(checkpoint.huggingface, shapes, head=head, tie=tie, trust_remote_code=trust)

@@ -47,8 +47,7 @@ class Source(Protocol):
         ...
 
     def blocks(self) -> Iterator[torch.Tensor]:
-        """Its rows (along the first dimension) in order, some at a time; a number without dimensions is one
-        row."""
+        """Its rows (first dimension) in order, some at a time; without dimensions it is one row."""
         ...
 
 

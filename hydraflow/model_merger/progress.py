@@ -16,23 +16,11 @@ def bar(what: str, nbytes: int) -> Iterator[Advance]:
     if not sys.stderr.isatty():
         yield lambda done: None
         return
+    from rich import progress as show
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    columns = (show.DownloadColumn(), show.TransferSpeedColumn(), show.TimeRemainingColumn())
+    named = (show.TextColumn("{task.description}"), show.BarColumn())
+    with show.Progress(*named, *columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(what, total=nbytes)
         yield lambda done: progress.advance(task, done)

@@ -56,8 +56,7 @@ class TensorSpec:
 
 
 def read_directory(directory: Path, *, field: str) -> dict[str, StoredTensor]:
-    """All tensors of a directory. Raises ConfigError, under the name `field`, when there are none or a file
-    is broken."""
+    """All tensors of a directory. ConfigError, named `field`, when there are none or a file is broken."""
     if (directory / INDEX).is_file():
         files = sorted(set(read_weight_map(directory / INDEX).values()))
     else:
@@ -113,8 +112,7 @@ def _spec(file: Path, name: str, entry: Mapping[str, Any]) -> tuple[TensorSpec, 
 
 
 class Writer:
-    """A directory's safetensors files in the making. Every announced tensor must be written once, in any
-    order."""
+    """A directory's safetensors files in the making. Every announced tensor is written once, in any order."""
 
     def __init__(
         self, directory: Path, tensors: Mapping[str, TensorSpec], *, most_bytes: int, single: str = SINGLE
@@ -167,8 +165,7 @@ class Writer:
             file.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def _begin(self, file: Path, names: list[str]) -> None:
-        """Writes a file's header. Wider types come first, so that every tensor is aligned to a multiple of
-        its width."""
+        """Writes a file's header. Wider types come first, so that every tensor is aligned."""
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         at = 0
         for name in sorted(names, key=lambda name: -self._specs[name].dtype.itemsize):

@@ -50,8 +50,7 @@ def split(
     trust_remote_code: bool = False,
     overwrite: bool = False,
 ) -> list[str]:
-    """Splits, and returns what was done in lines for the user. Raises ConfigError before anything is
-    written."""
+    """Splits, and returns lines for the user. Raises ConfigError before anything is written."""
     if world_size < 1:
         raise ConfigError.one("--world_size", world_size, "must be at least 1", "--world_size 1")
     source = Path(hf_dir).expanduser()

@@ -34,10 +34,8 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 @contextmanager
 def unfinished(target: Path, source: Path, *, nbytes: int, overwrite: bool) -> Iterator[Path]:
     """A directory to write into, which gets the name `target` at the end; on any failure it is removed.
-
     source: the directory that is read. Raises ConfigError when `target` cannot be made or replaced or the
-    disk has less than `nbytes` left, EnvironmentFault when something goes wrong on the disk later.
-    """
+    disk has less than `nbytes` left, EnvironmentFault when something goes wrong on the disk later."""
     target = require_free(target, source, overwrite=overwrite)
     _require_space(target, nbytes)
     own = f"{target.name}.{secrets.token_hex(4)}"  # a name that is there already is not ours to remove
@@ -74,10 +72,7 @@ def copy_settings(files: Iterable[Path], folder: Path) -> None:
 
 def require_inside(files: Iterable[Path], directory: Path) -> None:
     """Raises ConfigError for links out of the directory: what they lead to may be private, and a model is
-    not.
-
-    In the hub's cache a repository's files are links to its own blobs.
-    """
+    not. In the hub's cache a repository's files are links to its own blobs."""
     problems = []
     inside = [directory.resolve()]
     for above in directory.parents:
@@ -93,8 +88,7 @@ def require_inside(files: Iterable[Path], directory: Path) -> None:
 
 
 def write_config(source: Path, folder: Path, found: Architecture, dtype: torch.dtype) -> None:
-    """config.json as the checkpoint has it, with what the merged weights make true: class, type, ties, number
-    of labels."""
+    """config.json with what the merged weights make true: class, type, ties, number of labels."""
     config = read_json(source / "config.json")
     _set_dtype(config, str(dtype).removeprefix("torch."))
     if found.retied is not None:

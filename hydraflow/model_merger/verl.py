@@ -147,8 +147,7 @@ def _read_rank(file: Path) -> StateDict:
 
 
 def _mesh(directory: Path, states: Mapping[int, StateDict], world_size: int) -> tuple[str, ...]:
-    """Names of the mesh's dimensions. Raises ConfigError for another mesh than verl's or one of another world
-    size."""
+    """Names of the mesh's dimensions. ConfigError for another mesh than verl's, or another world size."""
     meshes: dict[tuple[str, ...], Path] = {}
     for rank, state in states.items():
         file = directory / file_of(world_size, rank)

@@ -3,9 +3,8 @@
 In: query, key and value of shape (1, heads, N, d) and a `RowPlan` with the row boundaries. Out: (1, N, heads,
 d). `register_attention()` makes it known to transformers; models are then built with
 `attn_implementation=NAME`. On a CPU (or a GPU without variable-length kernels, or in float32) rows of similar
-length are laid out as one right-padded block per group: padding on the right and a causal mask need no mask
-tensor, so each group is one fast call. Left out on purpose: dropout (log-probabilities under a random mask
-make no ratio), attention soft-capping and sinks (those models take the padded path).
+length are one right-padded block: it needs no mask tensor, so each block is one fast call. Left out on
+purpose: dropout, attention soft-capping and sinks (those models take the padded path).
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ _SHORT, _FREE_PADDING = 64, 512
 
 @dataclass(frozen=True)
 class RowGroup:
-    """Rows that are computed together: `rows` of them, each padded to `width`, from `start` of the padded
-    line on."""
+    """Rows computed together: `rows` of them, padded to `width`, from `start` of the padded line on."""
 
     start: int
     rows: int
@@ -40,10 +38,8 @@ class RowGroup:
 @dataclass(frozen=True)
 class SharedPrompts:
     """A packed sequence that holds a shared prompt once for all rows that start with it, and the T tokens of
-    those rows, one row after another.
-
-    Everything but attention runs on the line; attention sees whole rows.
-    """
+    those rows, one row after another. Everything but attention runs on the line; attention sees whole
+    rows."""
 
     to_rows: torch.Tensor
     """(T,) position in the line of every row's tokens."""
@@ -114,8 +110,7 @@ def group_rows(lengths: np.ndarray) -> list[tuple[int, int]]:
 
 
 def plan_rows(lengths: np.ndarray, device: torch.device, shared: SharedPrompts | None = None) -> RowPlan:
-    """The plan of rows of these lengths, (B,) integers of at least 1, in this order; `shared` where they
-    share prompts."""
+    """The plan of rows of these lengths, (B,) integers of at least 1, in this order."""
     starts = np.concatenate(([0], np.cumsum(lengths)))
     boundaries = torch.from_numpy(starts.astype(np.int32)).to(device)
     longest, total = int(lengths.max()), int(starts[-1])
@@ -139,11 +134,8 @@ def plan_rows(lengths: np.ndarray, device: torch.device, shared: SharedPrompts |
 
 
 def register_attention() -> None:
-    """Makes `attn_implementation=NAME` known to transformers in this process.
-
-    No mask function goes with it: transformers then builds no mask and does no packing detection of
-    its own.
-    """
+    """Makes `attn_implementation=NAME` known to transformers in this process. No mask function goes with it:
+    transformers then builds no mask and does no packing detection of its own."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, packed_attention)
@@ -161,8 +153,7 @@ def packed_attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function: (1, h, N, d) each (keys and values may have fewer heads) to (1, N, h,
-    d)."""
+    """transformers' attention function: (1, h, N, d) each (fewer heads of keys) to (1, N, h, d)."""
     assert others.get("softcap") is None and others.get("s_aux") is None, "such a model takes the padded path"
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return attend_rows(q, k, v, row_plan, scaling, sliding_window)[None], None

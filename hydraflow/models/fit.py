@@ -34,10 +34,8 @@ CONSTRUCTOR_FAULTS += (ImportError, LookupError, RuntimeError, TypeError, ValueE
 def require_model(
     model: ModelSourceConfig, config: PreTrainedConfig, *, head: str, field: str
 ) -> PolicyModel | ValueModel | None:
-    """The model on the meta device; None for one with its own code, or quantised.
-
-    Raises ConfigError when the model of `config` cannot be built, or is no causal language model.
-    """
+    """The model on the meta device; None for one with its own code, or quantised. Raises ConfigError when the
+    model of `config` cannot be built, or is no causal language model."""
     if not _is_plain(config, model):
         return None
     loading.causal_class(config, model, field=field)
@@ -51,8 +49,7 @@ def require_model(
 
 
 def require_weights(model: ModelSourceConfig, config: PreTrainedConfig, *, head: str, field: str) -> None:
-    """Raises ConfigError for a local directory whose weights are missing, broken, or of another model than
-    `config`."""
+    """ConfigError for a local directory whose weights are missing, broken, or of another model."""
     assert model.path is not None
     directory = Path(os.path.expanduser(model.path))
     if not directory.is_dir():

@@ -38,12 +38,9 @@ class PolicyModel(nn.Module):
     def forward(
         self, batch: PackedBatch, temperature: float, entropy: bool, greedy_match: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(K,) log-probabilities of the asked tokens at `temperature` and, on request, a second (K,)
-        column.
-
+        """(K,) log-probabilities of the asked tokens at `temperature` and, on request, a second (K,) column.
         That is their entropies in nats, or with `greedy_match` 1 where the asked token is the most probable
-        one. At least float32, whatever the model's dtype.
-        """
+        one. At least float32, whatever the model's dtype."""
         if temperature <= 0:
             raise ValueError(f"temperature={temperature}: log-probabilities need a temperature above 0")
         hidden = _asked_hidden_states(self.lm.base_model, batch)
@@ -78,10 +75,8 @@ class PolicyModel(nn.Module):
 
 class ValueModel(nn.Module):
     """A backbone with one linear output: the expected return, predicted at the token before each response
-    token.
-
-    Parameter names are those of Hugging Face's token and sequence classification (`model.*`, `score.weight`).
-    """
+    token. Parameter names are those of Hugging Face's token and sequence classification (`model.*`,
+    `score.weight`)."""
 
     prefix = ""
 
@@ -106,8 +101,7 @@ class ValueModel(nn.Module):
 
 
 def shape_logits(logits: torch.Tensor, config: Any) -> torch.Tensor:
-    """Post-processing of logits in some architectures: Granite divides, Cohere multiplies, Gemma
-    soft-caps."""
+    """Post-processing of logits: Granite divides, Cohere multiplies, Gemma soft-caps."""
     config = config.get_text_config()
     if (divisor := getattr(config, "logits_scaling", None)) is not None:
         logits = logits / divisor

@@ -40,11 +40,9 @@ _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def load_config(model: ModelSourceConfig, *, field: str = "actor_rollout_ref.model") -> PreTrainedConfig:
-    """The model's configuration with the user's overrides, and without dropout.
-
-    Dropout is switched off because the same row must have the same log-probability in every pass.
-    Raises ConfigError for a path without a model and for an override that the model does not know.
-    """
+    """The model's configuration with the user's overrides, and without dropout. Dropout is switched off
+    because the same row must have the same log-probability in every pass. Raises ConfigError for a path
+    without a model and for an override that the model does not know."""
     from transformers import AutoConfig
 
     path = _require_path(model, field)
@@ -109,9 +107,7 @@ def load_generation_config(
     model: ModelSourceConfig, *, field: str = "actor_rollout_ref.model"
 ) -> GenerationConfig | None:
     """The directory's generation settings, where end tokens are named; None when it has none of its own.
-
-    Raises ConfigError when they cannot be read: without its end tokens a model would never stop.
-    """
+    Raises ConfigError when they cannot be read: without its end tokens a model would never stop."""
     from transformers import GenerationConfig
 
     path = _require_path(model, field)
@@ -138,8 +134,7 @@ def packable(config: PreTrainedConfig, model_class: Any) -> bool:
 def causal_class(
     config: PreTrainedConfig, model: ModelSourceConfig, *, field: str = "actor_rollout_ref.model"
 ) -> Any:
-    """The class that transformers would build, found without building it. Raises ConfigError when it is no
-    causal LM."""
+    """The class that transformers would build. Raises ConfigError when it is no causal LM."""
     from transformers import AutoModelForCausalLM
 
     auto_map = getattr(config, "auto_map", None) or {}
@@ -204,11 +199,8 @@ def read_weights(
     tables: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Weights by Hugging Face name, on the CPU in `dtype`; with `tables` also what no file holds (rotary
-    tables).
-
-    Tied weights come under each of their names. A value head that the directory lacks starts at zero.
-    Raises ConfigError when other weights are missing.
-    """
+    tables). Tied weights come under each of their names. A value head that the directory lacks starts at
+    zero. Raises ConfigError when other weights are missing."""
     path = _require_path(model, field)
     with resolving(path, model):
         lm, report = _load_lm(path, config, dtype, trust=model.trust_remote_code, field=field)
@@ -228,8 +220,7 @@ def read_weights(
 def _load_lm(
     path: str, config: PreTrainedConfig, dtype: torch.dtype, *, trust: bool, field: str
 ) -> tuple[Any, Mapping[str, Any]]:
-    """The causal LM with its weights, and transformers' report of what did not fit, with its own log
-    messages silenced."""
+    """The causal LM with its weights, and transformers' report of what did not fit; its log is silenced."""
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
@@ -270,10 +261,9 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def require_filled(report: Mapping[str, Any], *, path: str, head: str, prefix: str, field: str) -> None:
-    """Raises ConfigError when weights that `head` needs are missing, or of another shape.
-
-    `report`: transformers' report of a load. `prefix`: the backbone's; a value model needs nothing else from
-    a causal LM."""
+    """Raises ConfigError when weights that `head` needs are missing, or of another shape. `report`:
+    transformers' report of a load. `prefix`: the backbone's; a value model needs nothing else from a causal
+    LM."""
 
     def needed(name: str) -> bool:
         return head == "policy" or name.startswith(f"{prefix}.")

@@ -1,11 +1,10 @@
 """Rows of prompts and responses as a model reads them: packed into one line, or right padded.
 
 In: ragged prompts and responses. Out: a `PackedBatch` with everything a forward pass needs, on the model's
-device. Packed, a prompt that several neighbouring rows share (the samples of one prompt) is included only
-once, and the last token of a response, which predicts nothing, is dropped: with 8 samples of short responses
-to a long prompt that saves most of the work. There is no padding mask: padding is on the right, where causal
-attention never looks. Left out on purpose: splitting into micro-batches (`engine/micro_batches.py`) and the
-attention itself (`attention.py`).
+device. Packed, a prompt that neighbouring rows share is included only once, and the last token of a response,
+which predicts nothing, is dropped: for samples of one long prompt that saves most of the work. There is no
+padding mask: padding is on the right, where causal attention never looks. Left out on purpose: splitting into
+micro-batches (`engine/micro_batches.py`) and the attention itself (`attention.py`).
 """
 
 from __future__ import annotations
@@ -79,11 +78,9 @@ def pack(
     padded: bool = False,
     wanted: torch.Tensor | None = None,
 ) -> PackedBatch:
-    """Packs ragged prompts and responses, (B, *) int64 each, into one batch.
-
-    `wanted`, (all response tokens,) bool, selects the response tokens to score; default all.
-    Raises ValueError when a row with a response has no prompt token (nothing would predict its first token).
-    """
+    """Packs ragged prompts and responses, (B, *) int64 each, into one batch. `wanted`, (all response tokens,)
+    bool, selects the response tokens to score; default all. Raises ValueError when a row with a response has
+    no prompt token (nothing would predict its first token)."""
     prompt_ids, prompt_len = ragged.parts(prompts)
     response_ids, response_len = ragged.parts(responses)
     if bool((prompt_len == 0).any()):
@@ -123,8 +120,7 @@ def _side_by_side(rows: _Rows) -> _Layout:
 
 
 def _in_a_line(rows: _Rows, device: torch.device) -> _Layout:
-    """The first prompt of each group of equal ones, followed by the responses of its group without their last
-    tokens."""
+    """Each group's shared prompt once, then the responses of the group without their last tokens."""
     begins = _begins_group(rows)
     kept = (rows.response_len - 1).clamp(min=0)  # (B,) response tokens that predict something
     own = rows.prompt_len * begins + kept

@@ -82,8 +82,7 @@ def make_model(
     seed: int = 0,
     alphabet: str = ALPHABET,
 ) -> Path:
-    """Writes model, tokenizer and generation settings to `directory` and returns it; weights are random, by
-    `seed`."""
+    """Writes model, tokenizer and generation settings to `directory`; weights are random, by `seed`."""
     import torch
     from transformers import Qwen3ForCausalLM
 

@@ -120,9 +120,7 @@ def stored_types(files: list[Path]) -> list[str]:
 
 def files_to_load(directory: Path) -> list[Path]:
     """The files that transformers chooses to load; empty if it finds none under the names it knows.
-
-    ConfigError for an index that names files elsewhere.
-    """
+    ConfigError for an index that names files elsewhere."""
     for single, index in ((SINGLE, INDEX), (PICKLE, PICKLED_INDEX)):
         if (directory / single).is_file():
             return [directory / single]

@@ -66,8 +66,7 @@ def token_bins(lengths: Lengths, max_tokens: int, min_bins: int = 1) -> list[lis
 
 
 def _swap_until_level(parts: np.ndarray, cost: np.ndarray) -> None:
-    """Swaps rows between the heaviest and the lightest part, in place, until no swap helps or each part had a
-    few turns."""
+    """Swaps rows of the heaviest and the lightest part, in place, until none helps or turns are over."""
     totals = cost[parts].sum(axis=1)
     for _ in range(4 * len(parts)):
         heavy, light = int(totals.argmax()), int(totals.argmin())
@@ -98,8 +97,7 @@ def _fewest_bins(order: list[int], sizes: list[int], max_tokens: int) -> list[li
 
 
 def _fill(order: list[int], sizes: list[int], max_tokens: int, count: int) -> list[list[int]]:
-    """Longest row first, each into the emptiest of at least `count` bins; one more bin where a row fits
-    nowhere."""
+    """Longest row first, each into the emptiest of at least `count` bins, or a new one where none fits."""
     bins: list[list[int]] = [[] for _ in range(count)]
     emptiest = [(0, 0, number) for number in range(count)]  # a heap of (tokens, rows, bin)
     for row in order:

@@ -53,8 +53,7 @@ def n_rows(column: ColumnData) -> int:
 
 
 def concat(parts: Sequence[ColumnData], name: str) -> ColumnData:
-    """Rows of several parts of one column, one after the other. ValueError when the parts are of different
-    kinds."""
+    """Rows of several parts of one column. ValueError when the parts are of different kinds."""
     if all(isinstance(part, np.ndarray) for part in parts):
         return np.concatenate([part for part in parts if isinstance(part, np.ndarray)])
     tensors = [part for part in parts if isinstance(part, Tensor)]
@@ -67,8 +66,7 @@ def concat(parts: Sequence[ColumnData], name: str) -> ColumnData:
 
 
 def cut_rows(column: ColumnData, pieces: int, name: str) -> ColumnData:
-    """Each row cut along dimension 1 into `pieces` rows of equal length. ValueError when a row does not
-    divide."""
+    """Each row cut along dimension 1 into `pieces` equal rows. ValueError when one does not divide."""
     if isinstance(column, Tensor) and ragged.is_ragged(column):
         values, lengths = ragged.parts(column)
         if bool((lengths % pieces).any()):

@@ -1,9 +1,8 @@
 """The columns of a batch: name, type, shape and meaning of each. Most names are verl's.
 
-Use: look here before you read or add a column. Code writes names as plain strings; tests hold it to this
-table: every column that a file names is here, every column here is used, and the workers' outputs have the
-type and shape given here. Left out on purpose: attention masks, position ids and padded token
-tables: rows are ragged, so they would say nothing new.
+Code writes names as plain strings; tests hold it to this table: every column that a file names is here and
+used, and the workers' outputs have the type and shape given here. Left out on purpose: attention masks,
+position ids and padded tables: rows are ragged, so they would say nothing new.
 
 Legend: B rows (trajectories), P prompt, R response. "ragged (B, R)" is a jagged tensor with as many values in
 a row as its response has tokens; all such columns of one batch have the same row lengths.

@@ -21,8 +21,7 @@ from hydraflow.protocol.wire import ColumnData
 
 
 class ColumnRef(Protocol):
-    """Some rows of one column, held somewhere. Hashable; equal references mean the same data, which never
-    changes."""
+    """Some rows of one column, held somewhere. Hashable; equal references mean the same, constant data."""
 
     @property
     def rows(self) -> int:
@@ -77,8 +76,7 @@ class PiecePlan:
     order: np.ndarray | None
     """Row i of the batch is row `order[i]` of the picked rows joined; None: they are in order already."""
     wanted: np.ndarray | None = None
-    """Row i of the batch is row `wanted[i]` of the picked pieces laid end to end, whole; None: all of them in
-    order."""
+    """Row i of the batch is row `wanted[i]` of the whole picked pieces, end to end; None: all in order."""
 
 
 def piece_plan(column: Column) -> PiecePlan:
@@ -113,8 +111,7 @@ def piece_plan(column: Column) -> PiecePlan:
 
 
 class PiecePlanCache:
-    """`piece_plan`, computed once for columns whose pieces have the same rows and whose index is the same
-    object."""
+    """`piece_plan`, once for columns with pieces of the same rows and the same index object."""
 
     def __init__(self) -> None:
         self._plans: dict[object, PiecePlan] = {}
@@ -147,10 +144,8 @@ def _unless_whole(rows: np.ndarray, available: int) -> np.ndarray | None:
 
 def concat_columns(parts: Sequence[Column], memo: dict[object, np.ndarray | None]) -> Column:
     """The rows of all parts. Pieces that parts share are kept once, so joining the chunks of a batch gives
-    its own pieces back.
-
-    memo: kept by the caller over the columns of one batch, so that columns keep sharing an index.
-    """
+    its own pieces back. memo: kept by the caller over the columns of one batch, so that columns keep sharing
+    an index."""
     places: dict[ColumnRef, int] = {}
     for part in parts:
         for ref in part.refs:
@@ -180,16 +175,14 @@ def _joined_index(
 
 @dataclass(frozen=True)
 class LocalisedPieces:
-    """What `localised` makes of one plan: the rows that each local piece keeps (None: all), and the new
-    index."""
+    """`localised` for one plan: the rows that each local piece keeps (None: all), and the new index."""
 
     kept: tuple[np.ndarray | None, ...]
     index: np.ndarray | None
 
 
 def localise(column: Column, plans: PiecePlanCache, memo: dict[object, LocalisedPieces]) -> Column:
-    """The same rows without unused pieces, local pieces cut to their rows. `memo` is kept over the columns of
-    one batch."""
+    """The same rows without unused pieces, local pieces cut. `memo` is kept over a batch's columns."""
     plan = plans(column)
     refs = [column.refs[number] for number, _ in plan.picks]
     is_local = tuple(isinstance(ref, LocalColumn) for ref in refs)
@@ -220,8 +213,7 @@ def _shrink(plan: PiecePlan, is_local: Sequence[bool], layout: Sequence[int]) ->
 
 
 def _distinct(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Each row number once, in the given order if none repeats, and the position of each of `rows`
-    among them."""
+    """Each row number once, in the given order if none repeats, and where each of `rows` is in them."""
     distinct, places = np.unique(rows, return_inverse=True)
     return (rows, np.arange(len(rows))) if len(distinct) == len(rows) else (distinct, places)
 

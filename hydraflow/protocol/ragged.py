@@ -2,9 +2,8 @@
 dimension 1).
 
 In: flat values and row lengths, or rows. Out: a tensor that a TensorDict holds as a leaf, and row selection
-on it. Dense tensors are accepted where a column may be either. Works on any device. Left out on purpose:
-gradients through these functions, and more than one ragged dimension. Torch's own jagged tensors lack row
-selection by an index, repeat, stack and numpy; hence this file.
+on it, which torch's own jagged tensors lack. Dense tensors are accepted where a column may be either. Left
+out on purpose: gradients through these functions, and more than one ragged dimension.
 
 Legend: B rows, N tokens of all rows together, L length of the longest row.
 """
@@ -51,8 +50,7 @@ def from_parts(values: Tensor, lengths: Tensor) -> Tensor:
 
 
 def from_rows(row_list: Sequence[Tensor]) -> Tensor:
-    """A ragged column from its rows, each (L_i, ...). ValueError for an empty list: its dtype would be a
-    guess."""
+    """A ragged column from its rows, each (L_i, ...). ValueError without any: of which dtype?"""
     if len(row_list) == 0:
         instead = "for an empty column use from_parts with empty values of the right dtype"
         raise ValueError(f"from_rows needs at least one row; {instead}")
@@ -218,8 +216,7 @@ def _offsets(row_lengths: Tensor) -> Tensor:
 
 
 def _positions(starts: Tensor, row_lengths: Tensor) -> Tensor:
-    """The position of each wanted token in the values, (sum of row_lengths,), for rows that start at
-    `starts`."""
+    """Where the tokens of rows that start at `starts` are in the values, (sum of row_lengths,)."""
     shift = starts - (torch.cumsum(row_lengths, 0) - row_lengths)
     positions = torch.repeat_interleave(shift, row_lengths)
     return positions.add_(torch.arange(len(positions), device=positions.device))

@@ -1,13 +1,10 @@
 """RemoteBatch: what the controller holds instead of tensors: references to columns, and the selected rows.
 
 In: references to shards of columns, which stay where they were created, and small objects per row. Out: new
-RemoteBatches after selecting, reordering, repeating, splitting and joining rows, none of which reads a
-tensor; in the worker, a `DataProto`. `dispatch` implements `ColumnRef` with references into Ray's object
-store; `LocalColumn` carries its data itself.
-
-A row index is shared by the columns that it holds for, as one array object: its arithmetic is then done once
-per operation, and it is pickled once. Every method keeps this sharing. Left out on purpose: anything that
-computes on tensors, and fetching, which the caller of `materialise` provides.
+RemoteBatches after row operations, none of which reads a tensor; in the worker, a `DataProto`. `dispatch`
+implements `ColumnRef` with references into Ray's object store; `LocalColumn` carries its data itself. Every
+method keeps columns sharing their row index (`pieces.py`). Left out on purpose: anything that computes on
+tensors, and fetching, which the caller of `materialise` provides.
 """
 
 from __future__ import annotations
@@ -134,20 +131,15 @@ class RemoteBatch(Rows):
 
     def pieces(self, name: str) -> tuple[list[tuple[ColumnRef, np.ndarray | None]], np.ndarray | None]:
         """The references that column `name` needs, each with the rows wanted of it (None: all in order), and
-        the order.
-
-        Row i of the batch is row `order[i]` of those rows joined; order None: they are in order already.
-        """
+        the order. Row i of the batch is row `order[i]` of those rows joined; order None: they are in order
+        already."""
         column = self.columns[name]
         plan = piece_plan(column)
         return [(column.refs[number], local) for number, local in plan.picks], plan.order
 
     def localised(self) -> RemoteBatch:
         """The same rows with only what is needed to read them: unused pieces dropped, local columns cut to
-        their rows, indices small.
-
-        This is what is sent to a worker.
-        """
+        their rows, indices small. This is what is sent to a worker."""
         plans = PiecePlanCache()
         memo: dict[object, LocalisedPieces] = {}
         smaller = {key: localise(column, plans, memo) for key, column in self.columns.items()}

@@ -57,8 +57,7 @@ class Rows(ABC):
         return [self.slice(i * size, (i + 1) * size) for i in range(chunks)]
 
     def split(self, split_size: int) -> list[Self]:
-        """Parts of `split_size` rows, of tensors as views; the last may be shorter. An empty batch gives no
-        part."""
+        """Parts of `split_size` rows, of tensors as views; the last may be shorter. No rows: no part."""
         if split_size < 1:
             raise ValueError(f"split_size is {split_size}; it must be at least 1")
         return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
@@ -83,8 +82,7 @@ class Rows(ABC):
         non_tensor_batch_keys: Iterable[str] | None = None,
         meta_info_keys: Iterable[str] | None = None,
     ) -> Self:
-        """Removes the named columns, objects and facts from this batch and returns them; None takes none of a
-        kind."""
+        """Removes the named columns, objects and facts and returns them; None takes none of a kind."""
         popped = self.select(batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
         self._forget(popped.keys())
         for key in popped.meta_info:
@@ -109,11 +107,8 @@ class Rows(ABC):
         return self
 
     def union(self, other: Self) -> Self:
-        """Adds the columns and facts of `other` to this batch and returns it.
-
-        ValueError, and no change, when the row counts differ or a shared column or fact is not equal; it
-        names the first differing row.
-        """
+        """Adds the columns and facts of `other` to this batch and returns it. ValueError, and no change, when
+        the row counts differ or a shared column or fact is not equal; it names the first differing row."""
         if len(self) != len(other) and all(len(part) or part.keys() for part in (self, other)):
             raise ValueError(f"batches of {len(self)} and {len(other)} rows cannot be united")
         mine = {**self._columns(), **self._objects()}
@@ -157,8 +152,7 @@ class Rows(ABC):
 
 
 def check_rows(named: Mapping[str, Sized], expected: int | None = None) -> None:
-    """ValueError when columns differ in their number of rows, or from `expected`; it names each column and
-    its count."""
+    """ValueError when columns differ in their number of rows, or from `expected`; it names each."""
     counts = {key: len(column) for key, column in named.items()}
     if len({*counts.values(), *(() if expected is None else (expected,))}) > 1:
         listed = ", ".join(f"{key}: {count}" for key, count in counts.items())
@@ -179,8 +173,7 @@ def merge_facts(facts: Sequence[Mapping[str, Any]], operation: str) -> dict[str,
 
 
 def concat_facts(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Facts of concatenated batches: `metrics` as a dict of lists over the parts, everything else must
-    agree."""
+    """Facts of concatenated batches: `metrics` as a dict of lists, everything else must agree."""
     others = [{key: value for key, value in part.items() if key != "metrics"} for part in facts]
     merged = merge_facts(others, "concat")
     metrics: dict[str, list[Any]] = {}

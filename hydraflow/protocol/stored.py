@@ -21,8 +21,7 @@ from hydraflow.system.whole_files import replacing
 
 
 def write_batch(path: Path, batch: DataProto, facts: Mapping[str, Any]) -> None:
-    """Writes all columns, and `facts` as JSON. OSError when it cannot, ValueError for an object that JSON
-    cannot hold."""
+    """Writes columns and `facts`. OSError when it cannot, ValueError for what JSON cannot hold."""
     arrays: dict[str, np.ndarray] = {}
     columns: dict[str, dict[str, Any]] = {}
     for name, column in batch.items():
@@ -37,8 +36,7 @@ def write_batch(path: Path, batch: DataProto, facts: Mapping[str, Any]) -> None:
 
 
 def read_batch(path: Path) -> tuple[DataProto, dict[str, Any]]:
-    """The columns and the facts of a file. OSError or safetensors.SafetensorError when it is not such a
-    file."""
+    """A file's columns and facts. OSError or safetensors.SafetensorError when it is no such file."""
     with safetensors.safe_open(path, "numpy") as file:
         columns, facts = (json.loads(file.metadata()[name]) for name in ("columns", "facts"))
         read = {}

@@ -47,7 +47,10 @@ def ending(run: Run) -> Ending:
     if isinstance(why, str) and why:
         weight = FINE if why == DONE else NOTABLE if is_orderly(why) else SERIOUS
         return Ending(weight, "done" if why == DONE else "stopped" if weight == NOTABLE else "failed", why)
-    written = f"; last written {_when(run.last_written)}" if run.last_written else ""
+    written = ""
+    if run.last_written:
+        at = datetime.fromtimestamp(run.last_written).astimezone()
+        written = f"; last written {at.strftime('%Y-%m-%d %H:%M:%S %Z')}"
     return Ending(NOTABLE, "no end noted", f"it is still running, or was killed{written}")
 
 
@@ -158,7 +161,3 @@ def _in_steps(steps: np.ndarray) -> str:
 
 def _times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
-
-
-def _when(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")

@@ -170,8 +170,7 @@ def _finite(value: Any) -> float:
 
 
 def _settings(run: Run) -> dict[str, tuple[str, str]]:
-    """From config_origins.json, which has every key with its origin; else from config.yaml, which has the
-    values alone."""
+    """From config_origins.json with every key's origin, else from config.yaml, which has values alone."""
     facts = _mapping(run, "config_origins.json")
     said = {key: fact for key, fact in facts.items() if isinstance(fact, dict)}
     rows = [(key, fact.get("value"), str(fact.get("from", ""))) for key, fact in said.items()]
@@ -234,12 +233,8 @@ def _is_deep(value: Any) -> bool:
     """Whether it is nested deeper than `DEEPEST`, as no run writes it and Python's stack may not hold it."""
     level = [value]
     for _ in range(DEEPEST):
-        level = [
-            inner
-            for one in level
-            if isinstance(one, (dict, list))
-            for inner in (one.values() if isinstance(one, dict) else one)
-        ]
+        nested = [one for one in level if isinstance(one, dict | list)]
+        level = [inner for one in nested for inner in (one.values() if isinstance(one, dict) else one)]
     return bool(level)
 
 

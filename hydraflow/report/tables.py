@@ -100,12 +100,9 @@ def key_numbers(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 def phases(run: Run, axes: Axes, most: int) -> tuple[dict[str, Any], list[dict[str, str]]]:
     """The picture's data, and the table's rows, the longest phase first. Empty where the run has no times."""
-    step = run.columns.get("timing_s/step")
-    columns = {
-        name[9:]: column
-        for name, column in run.columns.items()
-        if name.startswith("timing_s/") and name != "timing_s/step"
-    }
+    timings = {name[9:]: column for name, column in run.columns.items() if name.startswith("timing_s/")}
+    columns = {name: column for name, column in timings.items() if name != "step"}
+    step = timings.get("step")
     base = step or max(columns.values(), key=lambda column: len(column.steps), default=None)
     if base is None:
         return {}, []
@@ -127,15 +124,12 @@ def phases(run: Run, axes: Axes, most: int) -> tuple[dict[str, Any], list[dict[s
     if small:
         parts.append({"name": "others", "y": rounded(sum((means[name] for name in small), none))})
     x = axes.place(base.steps[spans.starts], base.seconds[spans.starts], spans.width)
-    rows = [
-        {
-            "name": name,
-            "total": duration(totals[name]) if totals[name] >= 60 else f"{totals[name]:.3g} s",
-            "share": f"{100 * totals[name] / whole:.1f} %",
-            "mean": f"{totals[name] / max(1, len(base.steps)):.3g}",
-        }
-        for name in order
-    ]
+    rows = []
+    for name in order:
+        total = totals[name]
+        text = duration(total) if total >= 60 else f"{total:.3g} s"
+        mean = f"{total / max(1, len(base.steps)):.3g}"
+        rows.append({"name": name, "total": text, "share": f"{100 * total / whole:.1f} %", "mean": mean})
     return {"x": x, "parts": parts}, rows
 
 
@@ -152,8 +146,7 @@ def configuration(run: Run) -> list[dict[str, Any]]:
 
 
 def differences(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Keys whose values are not the same in all runs that have a configuration; a run without the key shows
-    none."""
+    """Keys whose values differ between the runs that have a configuration."""
     known = [run for run in runs if run.settings]
     if len(known) < 2:
         return []

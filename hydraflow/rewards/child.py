@@ -42,8 +42,7 @@ Result = tuple[float | None, dict[str, float], str | None]
 
 
 class RowTimeout(BaseException):
-    """The row's time is up. Not an Exception, so that a reward function's own `except Exception` does not
-    catch it."""
+    """The row's time is up. Not an Exception: a function's own `except Exception` must not catch it."""
 
 
 class RowProgress:
@@ -56,9 +55,8 @@ class RowProgress:
         """Notes that `row` (number in the chunk) started at `now` (time.monotonic, one clock for all
         processes), when the process had waited `waited` seconds for a CPU.
         """
-        struct.pack_into(
-            "dd", self._memory, 8, now, waited
-        )  # times first: a concurrent reader sees an old row with a new time
+        # times first: a concurrent reader sees an old row with a new time
+        struct.pack_into("dd", self._memory, 8, now, waited)
         struct.pack_into("q", self._memory, 0, row)
 
     def read(self) -> tuple[int, float, float]:
@@ -120,9 +118,7 @@ class RewardCaller:
             return None, {}, str(error.problems[0])
         except MemoryError as error:
             return None, {}, f"{_cause(error, self.path)}; {_memory_limit(self.max_memory)}"
-        except (
-            BaseException
-        ) as error:  # the user's code may raise anything, SystemExit included: the row fails, never the run
+        except BaseException as error:  # the user's code may raise anything: the row fails, never the run
             return None, {}, _cause(error, self.path)
         return read_value(value)
 
@@ -241,11 +237,8 @@ def read_value(value: Any) -> Result:
     """
     fields = value if isinstance(value, dict) else {"score": value}
     if "score" not in fields:
-        return (
-            None,
-            {},
-            f"returned a dict without 'score' (it has {', '.join(map(str, fields)) or 'nothing'})",
-        )
+        there = ", ".join(map(str, fields)) or "nothing"
+        return None, {}, f"returned a dict without 'score' (it has {there})"
     score = _number(fields["score"])
     if score is None:
         return None, {}, f"returned a {type(fields['score']).__name__}, not a number"

@@ -31,18 +31,14 @@ RewardFunction = Callable[..., Any]
 
 
 def check_sources(config: RewardConfig, data_sources: Iterable[str]) -> None:
-    """Raises `ConfigError` for each of `data_sources` without a built-in function. A custom function accepts
-    any."""
+    """`ConfigError` for sources without a built-in function. A custom function accepts any."""
     if config.custom_reward_function.path is None and (problems := unknown_sources(data_sources)):
         raise ConfigError(problems)
 
 
 def load_function(path: str | Path, name: str, reward_kwargs: Mapping[str, Any]) -> RewardFunction:
-    """The function `name` in the Python file `path`.
-
-    It must accept data_source, solution_str, ground_truth and extra_info by name, and `reward_kwargs`. Raises
-    `ConfigError`.
-    """
+    """The function `name` in the Python file `path`. It must accept data_source, solution_str, ground_truth
+    and extra_info by name, and `reward_kwargs`. Raises `ConfigError`."""
     module = _import_file(_absolute(path))
     if not hasattr(module, name):
         functions = inspect.getmembers(module, inspect.isfunction)
@@ -53,9 +49,8 @@ def load_function(path: str | Path, name: str, reward_kwargs: Mapping[str, Any])
     if not callable(function):
         raise ConfigError.one(NAME_KEY, name, f"is a {type(function).__name__} in {path}, not a function")
     if inspect.iscoroutinefunction(function):
-        raise ConfigError.one(
-            NAME_KEY, name, "is an async function, which is not supported", "make it a plain function (def)"
-        )
+        rule = "is an async function, which is not supported"
+        raise ConfigError.one(NAME_KEY, name, rule, "make it a plain function (def)")
     _check_signature(function, path, name, reward_kwargs)
     return function
 

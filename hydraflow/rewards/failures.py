@@ -26,8 +26,6 @@ reward.max_failed_share=0.5: nothing was trained on them. The first cause: KeyEr
     """
     if failed <= most * rows:
         return
-    raise GuardStop(
-        f"{where}: the reward function failed on {failed} of {rows} rows ({failed / rows:.0%}), more than"
-        f" {KEY}={most:g}: {so}. The first cause: {first_cause}\n      -> correct the reward function;"
-        f" {KEY}=1.0 never stops"
-    )
+    what = f"{where}: the reward function failed on {failed} of {rows} rows ({failed / rows:.0%})"
+    why = f"more than {KEY}={most:g}: {so}. The first cause: {first_cause}"
+    raise GuardStop(f"{what}, {why}\n      -> correct the reward function; {KEY}=1.0 never stops")

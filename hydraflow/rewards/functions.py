@@ -38,13 +38,10 @@ def find_scorer(data_source: str) -> Scorer:
     for pattern, load in BUILT_IN.items():
         if fnmatchcase(data_source, pattern):
             return load()
-    raise ConfigError.one(
-        "data_source",
-        data_source,
-        f"no built-in reward function is for it; known are {', '.join(BUILT_IN)}",
-        "set reward.custom_reward_function.path to a file with your own, or correct the data_source column"
-        " (data.reward_fn_key)",
-    )
+    rule = f"no built-in reward function is for it; known are {', '.join(BUILT_IN)}"
+    column = "correct the data_source column (data.reward_fn_key)"
+    remedy = f"set reward.custom_reward_function.path to a file with your own, or {column}"
+    raise ConfigError.one("data_source", data_source, rule, remedy)
 
 
 def unknown_sources(data_sources: Iterable[str]) -> list[Problem]:

@@ -76,10 +76,8 @@ class RewardPool:
 
     def require_loaded(self) -> None:
         """Raises ConfigError when the custom function cannot be loaded, including when its file hangs or
-        exits the importing process.
-
-        A pool without processes tries it in a temporary one; any other keeps the process that has loaded it.
-        """
+        exits the importing process. A pool without processes tries it in a temporary one; any other keeps the
+        process that has loaded it."""
         if self.config.custom_reward_function.path is None:
             return
         if self.config.num_workers == 0:
@@ -102,7 +100,9 @@ class RewardPool:
         results: dict[int, RewardResult] = {}
         try:
             while len(results) < len(rows):
-                self._hand_out(rows, queue)
+                for worker in self._workers:
+                    if queue and not worker.busy:
+                        worker.send(_take_chunk(queue, len(self._workers)), rows)
                 self._collect(results, queue)
         except BaseException:
             self.close()  # pending answers belong to these rows, not to those of the next call
@@ -124,11 +124,6 @@ class RewardPool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _hand_out(self, rows: Sequence[RewardRow], queue: deque[int]) -> None:
-        for worker in self._workers:
-            if queue and not worker.busy:
-                worker.send(_take_chunk(queue, len(self._workers)), rows)
 
     def _collect(self, results: dict[int, RewardResult], queue: deque[int]) -> None:
         """Waits for answers, or for the first process to exceed its time limit."""
@@ -186,8 +181,7 @@ def check_function(config: RewardConfig) -> None:
 
 
 def _take_chunk(queue: deque[int], workers: int) -> list[int]:
-    """The next rows for one of `workers`: all for one alone, else half of a fair share, so that slow rows
-    even out."""
+    """The next rows for a worker: all for one alone, else half of a fair share, to even out slow rows."""
     size = len(queue) if workers == 1 else math.ceil(len(queue) / (2 * workers))
     return [queue.popleft() for _ in range(size)]
 

@@ -103,10 +103,8 @@ class LineSplitter:
             self._write(readable(part))
 
     def _report(self) -> None:
-        self._write(
-            f"({self._dropped} bytes that the reward function printed were dropped: more than"
-            f" {self._rate:.0f} a second)"
-        )
+        what = f"{self._dropped} bytes that the reward function printed were dropped"
+        self._write(f"({what}: more than {self._rate:.0f} a second)")
         self._dropped = 0
 
     def _refill(self) -> None:

@@ -14,8 +14,7 @@ MOST = 4.0
 
 
 class QueueTime:
-    """Seconds that a process's main thread was runnable without a CPU; always 0.0 where the kernel
-    does not count them."""
+    """Seconds that a process's main thread waited for a CPU; 0.0 where the kernel does not count them."""
 
     def __init__(self, pid: int):
         try:

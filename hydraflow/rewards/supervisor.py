@@ -1,13 +1,11 @@
 """A small process between a pool and each process that runs a reward function, so that no process started by
 the function outlives the pool.
 
-In: file descriptors of a socket to the pool, of shared memory, and of a leash: a socket whose other end only
-the pool's process holds. Out: the function's own exit code or signal. The supervisor adopts all processes
-that the function leaves behind (PR_SET_CHILD_SUBREAPER), whichever session or group it moved to, and kills
-all of it when the function's process ends, or when the leash closes: then the pool has closed it, or the
-pool's process is gone, SIGKILL included. Should the supervisor itself be killed, the function's process goes
-with it. Left out on purpose: a death signal from the pool's process to the supervisor. It comes when the
-thread that started it ends, and a pool may outlive that thread; the leash is tied to the process."""
+In: descriptors of a socket to the pool, of shared memory, and of a leash: a socket whose other end only the
+pool's process holds. Out: the function's own exit code or signal. The supervisor adopts all processes that
+the function leaves behind (PR_SET_CHILD_SUBREAPER) and kills them when the function's process ends, or when
+the leash closes: the pool has closed it, or its process is gone. If the supervisor is killed, the function's
+process goes with it. Left out on purpose: a death signal from the pool, whose thread may end before it."""
 
 from __future__ import annotations
 

@@ -107,8 +107,7 @@ class RewardProcess:
         return bool(self.pending)
 
     def problems(self) -> list[Problem]:
-        """Why it cannot score; empty when it can. Waits until it is ready, at most START_SECONDS from its
-        start."""
+        """Why it cannot score; empty when it can. Waits for it, at most START_SECONDS from its start."""
         if self._queue_time is not None:
             return []
         rule, greeting = f"its import was not over after {START_SECONDS:g} seconds", None

@@ -1,2 +1,1 @@
-"""Jobs on a Slurm cluster: `python -m hydraflow.slurm submit`, and the commands that its scripts call on the
-nodes."""
+"""Jobs on a Slurm cluster: `python -m hydraflow.slurm submit`, and what its scripts call on nodes."""

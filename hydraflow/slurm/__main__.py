@@ -54,8 +54,7 @@ def _await(words: Sequence[str]) -> int:
 
 
 def _lost(words: Sequence[str]) -> int:
-    """lost FOLDER: prints the nodes that were in the cluster and are no more; nothing where there are
-    none."""
+    """lost FOLDER: prints the nodes that were in the cluster and are no more, if any."""
     from hydraflow.dispatch.cluster import lost
 
     if gone := lost((Path(words[0]) / ADDRESS).read_text().strip()):

@@ -78,8 +78,7 @@ class JobSettings:
 
 
 def check(job: str, arguments: Sequence[str], *, write_to: Path | None = None) -> int:
-    """Composes, plans and checks against the allocation; returns the exit code. Writes the settings to
-    `write_to`."""
+    """Composes, plans and checks against the allocation; returns the exit code, writes the settings."""
     schema, judges = JOBS[job]
 
     def write(config: Config, command: Command) -> None:

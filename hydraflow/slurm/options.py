@@ -127,15 +127,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _problems(given: Submission) -> Iterator[Problem]:
-    least = {
-        "--nodes": (given.nodes, 1),
-        "--gpus-per-node": (given.gpus_per_node, 0),
-        "--warning": (given.warning, 1),
-    }
-    if given.cpus_per_task is not None:
-        least["--cpus-per-task"] = (given.cpus_per_task, 1)
-    for option, (value, floor) in least.items():
-        if value < floor:
+    least = {"nodes": 1, "gpus-per-node": 0, "warning": 1, "cpus-per-task": 1}
+    for name, floor in least.items():
+        option, value = f"--{name}", getattr(given, name.replace("-", "_"))
+        if value is not None and value < floor:
             yield Problem(f"{option} {value}", None, f"must be at least {floor}", f"{option} {floor}")
     forms = (
         ("--time", given.time, _TIME, "24:00:00"),

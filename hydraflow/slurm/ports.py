@@ -29,8 +29,7 @@ class ReservedPorts:
 
     ports: Sequence[int]
     locks: Sequence[socket.socket]
-    """To be kept until the ports are not used any more; a program that this process becomes (exec) inherits
-    them."""
+    """To be kept until the ports are not used any more; exec hands them on to the next program."""
     sockets: Sequence[socket.socket]
     """Bound to the ports."""
 

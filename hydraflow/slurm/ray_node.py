@@ -51,8 +51,7 @@ def job_nodes(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def start(folder: Path, temporary: Path, *, dashboard: bool) -> None:
-    """Becomes Ray; never returns. EnvironmentFault if the head does not start, ConfigError for a wrong
-    interface."""
+    """Becomes Ray. EnvironmentFault if the head does not start, ConfigError for a wrong interface."""
     nodes = job_nodes()
     head = own_name() == nodes[0]
     address = "" if head else await_head(folder / ADDRESS, nodes[0])

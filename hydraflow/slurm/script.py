@@ -44,7 +44,12 @@ def fill(
         template = _with_directive(template, option, value)
     for name, text in settings.items():
         template = _with_setting(template, name, text)
-    block = _arguments(sweep[0]) if len(sweep) == 1 else _cases(sweep)
+    words = "".join(f"    {shlex.quote(word)}\n" for word in sweep[0])
+    block = f"ARGUMENTS=(\n{words})\n"
+    if len(sweep) > 1:
+        lists = enumerate(map(shlex.join, sweep))
+        cases = "".join(f"    {number}) ARGUMENTS=({words}) ;;\n" for number, words in lists)
+        block = f'case "$SLURM_ARRAY_TASK_ID" in\n{cases}esac\n'
     filled, count = _ARGUMENTS.subn(lambda _: block, template)
     assert count == 1, "the template has one list of arguments"
     return filled
@@ -90,14 +95,3 @@ def _with_setting(template: str, name: str, value: str) -> str:
     filled, count = re.subn(rf"(?m)^(?:# )?export {name}=.*$", lambda _: line, template)
     assert count == 1, f"the template has {count} lines for {name}"
     return filled
-
-
-def _arguments(words: Sequence[str]) -> str:
-    lines = "".join(f"    {shlex.quote(word)}\n" for word in words)
-    return f"ARGUMENTS=(\n{lines})\n"
-
-
-def _cases(sweep: Sequence[Sequence[str]]) -> str:
-    lines = [f"    {number}) ARGUMENTS=({shlex.join(words)}) ;;\n" for number, words in enumerate(sweep)]
-    cases = "".join(lines)
-    return f'case "$SLURM_ARRAY_TASK_ID" in\n{cases}esac\n'

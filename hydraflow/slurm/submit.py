@@ -33,8 +33,7 @@ MODULES = {"ppo": "hydraflow.main_ppo", "sft": "hydraflow.main_sft", "generate":
 
 
 def submit(given: Submission) -> int:
-    """Submits, or prints the script with --dry-run; returns the exit code. Raises ConfigError and
-    EnvironmentFault."""
+    """Submits, or prints the script; returns the exit code. Raises ConfigError and EnvironmentFault."""
     sweep = combinations(given.arguments) if given.multirun else [given.arguments]
     with _as_in_the_job(given):
         for arguments in sweep:
@@ -225,8 +224,7 @@ def _ask(*words: str) -> str:
 def _run(
     words: Sequence[str], seconds: float | None, script: str | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs one of Slurm's commands, with `script` as its input. EnvironmentFault if it does not answer within
-    `seconds`."""
+    """Runs one of Slurm's commands, `script` as its input. EnvironmentFault if it does not answer in time."""
     options: dict[str, Any] = {"capture_output": True, "text": True, "env": _outside_of_jobs()}
     try:
         return subprocess.run(words, input=script, timeout=seconds, check=False, **options)
