@@ -198,10 +198,8 @@ def test_what_is_shown_is_what_keys_came_to(tmp_path):
     assert "seed: 96\n" in call(tmp_path, "ppo", *words, "--resolve").stdout
     assert "there is no such section" in call(tmp_path, "ppo", "--cfg", "job", "--package", "nothing").stderr
     wrong = call(tmp_path, "ppo", "--cfg", "job", "data.train_bach_size=96", "trainer.nnodes=0")
-    assert (wrong.returncode, "1 problem" in wrong.stderr) == (
-        2,
-        True,
-    )  # keys are judged, values are shown as they are
+    # Keys are judged, values are shown as they are.
+    assert (wrong.returncode, "1 problem" in wrong.stderr) == (2, True)
 
 
 def test_a_reader_may_stop_early(tmp_path):

@@ -151,9 +151,8 @@ class Hub:
 
     def create_repo(self, **options: Any) -> None:
         if options["repo_id"] == "no/network":
-            raise huggingface_hub.errors.HfHubHTTPError.__bases__[0](
-                "Connection refused"
-            )  # of the HTTP library
+            # The error is one of the HTTP library.
+            raise huggingface_hub.errors.HfHubHTTPError.__bases__[0]("Connection refused")
         if options["repo_id"] == "not/mine":
             raise huggingface_hub.errors.LocalTokenNotFoundError("Token is required")
         self.calls.append(("create", options))
