@@ -3,9 +3,9 @@
 `python -m hydraflow.main_ppo` takes six seconds of processor time before it reads its first argument, nearly
 all of them for imports. Here one server for each process of the test run imports them once and forks for
 every command. The child has the working directory, environment, arguments and streams of the command, runs
-its module as `__main__`, and leaves as an interpreter leaves: an exit code, or a stack trace. What differs
-from a process of its own: the libraries are imported, /proc shows the server's command line and environment,
-and all commands share one seed of hashes.
+its module or file as `__main__`, and leaves as an interpreter leaves: an exit code, or a stack trace. What
+differs from a process of its own: the libraries are imported, /proc shows the server's command line and
+environment, and all commands share one seed of hashes.
 """
 
 from __future__ import annotations
@@ -31,8 +31,12 @@ import psutil
 PRELOADED = ("ppo", "sft", "generate", "evaluate")
 """Modules of `hydraflow.jobs` that import what the others import, too."""
 
-OF_RAY = ("RAY_", "PYTHONBREAKPOINT")
-"""Ray sets them where a test has started it in its own process; commands start a Ray of their own."""
+READ_LATER = (
+    *("PYTEST_", "RAY_", "PYTHONBREAKPOINT"),
+    *("COLUMNS", "HYDRA_FULL_ERROR", "HYDRAFLOW_", "COMP_LINE", "PATH", "SLURM_", "MLFLOW_"),
+)
+"""Variables that no library reads while it is imported, by their beginnings. Ray sets its own, and a
+debugger's, where a test has started it in its own process; commands start a Ray of their own."""
 STARTED: list[Server] = []
 """The server of this process, once a command was run."""
 ASKED: list[dict[str, str]] = []
@@ -58,7 +62,7 @@ def server(environ: dict[str, str]) -> Server | None:
 
 def relevant(environ: dict[str, str]) -> dict[str, str]:
     """Variables that a library may read while it is imported."""
-    return {name: value for name, value in environ.items() if not name.startswith(("PYTEST_", *OF_RAY))}
+    return {name: value for name, value in environ.items() if not name.startswith(READ_LATER)}
 
 
 class Server:
@@ -78,10 +82,10 @@ class Server:
         self._answers = self._socket.makefile()
 
     def run(
-        self, module: str, *words: str, cwd: Path, environ: dict[str, str], timeout: float
+        self, *words: str, cwd: Path, environ: dict[str, str], timeout: float
     ) -> subprocess.CompletedProcess[str]:
-        """`python -m module words`, with what it printed."""
-        argv = [sys.executable, "-m", module, *words]
+        """`python words`, where the first words are -m and a module, or a file; with what it printed."""
+        argv = [sys.executable, *words]
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             try:
                 code = self._exchange(argv, cwd, environ, [out.fileno(), err.fileno()], timeout)
@@ -187,15 +191,19 @@ def answer(requests: socket.socket, facts: dict[str, int]) -> None:
 
 
 def become(argv: list[str], cwd: str, environ: dict[str, str]) -> int:
-    """Runs a module in this process as `python -m` does; returns the exit code."""
+    """Runs a module in this process as `python -m` does, or a file; returns the exit code."""
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environ)
     sys.orig_argv[:] = argv
-    sys.argv = argv[2:]
-    sys.path[0] = cwd
+    is_module = argv[1] == "-m"
+    sys.argv = argv[2:] if is_module else argv[1:]
+    sys.path[0] = cwd if is_module else str(Path(argv[1]).parent)
     try:
-        runpy.run_module(argv[2], run_name="__main__", alter_sys=True)
+        if is_module:
+            runpy.run_module(argv[2], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(argv[1], run_name="__main__")
     except SystemExit as wanted:
         if wanted.code is None or isinstance(wanted.code, int):
             return wanted.code or 0

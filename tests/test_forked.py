@@ -34,13 +34,15 @@ def server(home: Path) -> Iterator[forked.Server]:
 def run(
     server: forked.Server, home: Path, *words: str, timeout: float = 60
 ) -> subprocess.CompletedProcess[str]:
-    return server.run(*words, cwd=home, environ=dict(os.environ), timeout=timeout)
+    return server.run("-m", *words, cwd=home, environ=dict(os.environ), timeout=timeout)
 
 
 def test_commands_in_a_row(server: forked.Server, home: Path) -> None:
     for word in ("one", "two"):
         done = run(server, home, "ends", word)
         assert (done.returncode, done.stdout, done.stderr) == (3, f"{word}\n", "")
+    done = server.run(str(home / "ends.py"), "three", cwd=home.parent, environ=dict(os.environ), timeout=60)
+    assert (done.returncode, done.stdout) == (3, "three\n"), "a file"
     assert [server] == forked.STARTED
 
 
@@ -90,9 +92,9 @@ def test_a_changed_environment_gets_a_server_of_its_own(home: Path, monkeypatch:
 
     monkeypatch.setattr(forked, "Server", Server)
     usual, other = dict(os.environ), {**os.environ, "HF_HOME": "/elsewhere"}
-    ray = {**usual, "RAY_ADDRESS": "here"}
+    later = {**usual, "RAY_ADDRESS": "here", "COLUMNS": "80"}
     first = forked.server(usual)
-    assert forked.server(ray) is first, "Ray's variables make no other environment"
+    assert forked.server(later) is first, "no library reads them while it is imported"
     assert forked.server(other) is None and forked.server(usual) is first
     assert forked.server(other) is None
     second = forked.server(other)
