@@ -97,6 +97,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["hydraflow", "verl"])
 def test_memory_does_not_grow_with_the_model(large: Path, tmp_path: Path, layout: str) -> None:
     """Promised: at most the largest tensor and 300 MB above a process that has only imported torch. A few
