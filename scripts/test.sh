@@ -9,7 +9,6 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 
 prepare_environment dev
-unset PYTHONDONTWRITEBYTECODE # else each of the many processes that a test starts compiles the package anew
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the tests' tensors are too small for threads to help
 cd "$ROOT"
 failed=()

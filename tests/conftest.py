@@ -37,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--fast",
         action="store_true",
-        help="without slow tests: those that use Ray or several ranks, or train",
+        help="without slow tests: those that use Ray or several ranks, train, or work for many seconds",
     )
 
 

@@ -23,8 +23,11 @@ def test_the_defaults_run():
             dict(actor__fsdp_config__ulysses_sequence_parallel_size=2),
             "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size",
         ),
-        (dict(critic__fsdp_config__fsdp_size=2), "critic.fsdp_config.fsdp_size"),
-        (dict(ref__device_mapping="0-1"), "actor_rollout_ref.ref.device_mapping"),
+        (
+            dict(critic__fsdp_config__fsdp_size=2, critic__enable=True, trainer__n_gpus_per_node=4),
+            "critic.fsdp_config.fsdp_size",
+        ),
+        (dict(ref__device_mapping="0-1", actor__use_kl_loss=True), "actor_rollout_ref.ref.device_mapping"),
         (dict(rollout__nnodes=1), "actor_rollout_ref.rollout.nnodes"),
         (dict(async_training__staleness_threshold=0.5), "async_training.staleness_threshold"),
         (dict(async_training__trigger_parameter_sync_step=2), "async_training.trigger_parameter_sync_step"),
