@@ -9,7 +9,9 @@ another exit code than 0, 3 or 4), or when a process of it outlived it.
 
     python scripts/kill_matrix.py                       20 moments, about a quarter of an hour on two cores
     python scripts/kill_matrix.py --random 20           any process of the run, Ray's included, at any time
-    python scripts/kill_matrix.py --moments 3 --json    the first three; two more are a test (test_resume.py)
+    python scripts/kill_matrix.py --moments 3 --json    the first three of the twenty
+
+tests/jobs/test_resume.py carries out the tenth of the twenty, and kills the controller after that.
 
 `timing_s/*`, `perf/*` and the wall time of a record are left out of the comparison: they are never the same
 twice.
@@ -52,42 +54,36 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 """Share of right digits: a model that has hardly been warmed up is never right as a whole."""
 COMMON = [
-    *(
-        "recipe.warm_start_steps=20",
-        "recipe.warm_start_accuracy=1.0",
-        "recipe.train_problems=600",
-        "recipe.val_problems=32",
-    ),
-    *(
-        "data.train_batch_size=8",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-        "actor_rollout_ref.rollout.n=4",
-    ),
-    *(
-        "actor_rollout_ref.actor.shuffle=true",
-        "actor_rollout_ref.actor.optim.lr=1e-3",
-        "actor_rollout_ref.actor.optim.lr_warmup_steps=3",
-    ),
-    *(
-        f"trainer.total_training_steps={STEPS}",
-        "trainer.test_freq=3",
-        "trainer.save_freq=2",
-        "trainer.logger=[file]",
-    ),
-    *("trainer.n_gpus_per_node=2", "trainer.max_actor_ckpt_to_keep=2", "reward.num_workers=1"),
+    "recipe.warm_start_steps=20",
+    "recipe.warm_start_accuracy=1.0",
+    "recipe.train_problems=600",
+    "recipe.val_problems=32",
+    "data.train_batch_size=8",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.actor.shuffle=true",
+    "actor_rollout_ref.actor.optim.lr=1e-3",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps=3",
+    f"trainer.total_training_steps={STEPS}",
+    "trainer.test_freq=3",
+    "trainer.save_freq=2",
+    "trainer.logger=[file]",
+    "trainer.n_gpus_per_node=2",
+    "trainer.max_actor_ckpt_to_keep=2",
+    "reward.num_workers=1",
 ]
 METHODS = {
     "grpo": ["algorithm.adv_estimator=grpo"],
     "ppo": [
-        *("algorithm.adv_estimator=gae", "critic.optim.lr=1e-3", "trainer.max_critic_ckpt_to_keep=1"),
-        *(
-            "algorithm.use_kl_in_reward=true",
-            "algorithm.kl_ctrl.type=adaptive",
-            "algorithm.kl_ctrl.horizon=100",
-        ),
+        "algorithm.adv_estimator=gae",
+        "critic.optim.lr=1e-3",
+        "trainer.max_critic_ckpt_to_keep=1",
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.kl_ctrl.type=adaptive",
+        "algorithm.kl_ctrl.horizon=100",
     ],
 }
-"""What is trained: each twice as many optimizer steps as training steps, on two ranks."""
+"""What is trained, on two ranks: each training step makes two optimizer steps."""
 TARGETS = ("controller", "actor rank", "rollout worker", "raylet", "middle of a save")
 
 

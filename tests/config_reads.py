@@ -25,6 +25,8 @@ SAME_TYPE = {"replace", "deepcopy", "copy"}
 """Calls that give what they are given."""
 LOOKERS = ("hydraflow.compose.rules.", "hydraflow.compose.effects.")
 """What only looks whether a value is legal, or has an effect: such a read makes nothing of the option."""
+ESTIMATES = ("hydraflow.memory.",)
+"""What foretells how much memory a run takes: the use of an option to a command that plans, not to a run."""
 
 
 @dataclass(frozen=True)
@@ -219,9 +221,9 @@ def bindings(function: Function) -> dict[str, list[ast.AST]]:
 
 
 @cache
-def reads_below(root: str) -> set[tuple[str, str]]:
-    """(class, attribute) of all reads in the definition `root` and in those that it gets to; classes as
-    module.Class."""
+def reads_below(root: str, ignoring: tuple[str, ...] = LOOKERS) -> set[tuple[str, str]]:
+    """(class, attribute) of all reads in the definition `root` and in those that it gets to, but for the
+    places whose names begin with `ignoring`; classes as module.Class."""
     found: set[tuple[str, str]] = set()
     reached, waiting = set[str](), [root]
     while waiting:
@@ -229,7 +231,8 @@ def reads_below(root: str) -> set[tuple[str, str]]:
         if key in reached or definition(key) is None:
             continue
         reached.add(key)
-        found |= reads_in(key)
+        if not key.startswith(ignoring):
+            found |= reads_in(key)
         waiting += names_in(key)
     return found
 
@@ -237,8 +240,6 @@ def reads_below(root: str) -> set[tuple[str, str]]:
 @cache
 def reads_in(key: str) -> set[tuple[str, str]]:
     """The reads in one definition."""
-    if key.startswith(LOOKERS):
-        return set()
     found: set[tuple[str, str]] = set()
     node = definition(key)
     assert node is not None

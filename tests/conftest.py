@@ -37,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--fast",
         action="store_true",
-        help="without slow tests: those that use Ray or several ranks, or train",
+        help="without slow tests: those that use Ray or several ranks, train, or work for many seconds",
     )
 
 
@@ -63,12 +63,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def draw_few(test: object) -> None:
-    """Lets a property test draw a hundred examples where it asks for more. hypothesis offers no way to change
+    """Lets a property test draw 25 examples where it asks for more. hypothesis offers no way to change
     what a test's own settings say."""
     test = getattr(test, "__func__", test)
     own = getattr(test, "_hypothesis_internal_use_settings", None)
-    if own is not None and own.max_examples > 100:
-        test._hypothesis_internal_use_settings = settings(own, max_examples=100)  # type: ignore[attr-defined]
+    if own is not None and own.max_examples > 25:
+        test._hypothesis_internal_use_settings = settings(own, max_examples=25)  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="session")

@@ -3,9 +3,9 @@
 `python -m hydraflow.main_ppo` takes six seconds of processor time before it reads its first argument, nearly
 all of them for imports. Here one server for each process of the test run imports them once and forks for
 every command. The child has the working directory, environment, arguments and streams of the command, runs
-its module as `__main__`, and leaves as an interpreter leaves: an exit code, or a stack trace. What differs
-from a process of its own: the libraries are imported, /proc shows the server's command line and environment,
-and all commands share one seed of hashes.
+its module or file as `__main__`, and leaves as an interpreter leaves: an exit code, or a stack trace. What
+differs from a process of its own: the libraries are imported, /proc shows the server's command line and
+environment, and all commands share one seed of hashes.
 """
 
 from __future__ import annotations
@@ -22,15 +22,21 @@ import sys
 import tempfile
 import threading
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
+
+import psutil
 
 PRELOADED = ("ppo", "sft", "generate", "evaluate")
 """Modules of `hydraflow.jobs` that import what the others import, too."""
 
-
-OF_RAY = ("RAY_", "PYTHONBREAKPOINT")
-"""Ray sets them where a test has started it in its own process; commands start a Ray of their own."""
+READ_LATER = (
+    *("PYTEST_", "RAY_", "PYTHONBREAKPOINT"),
+    *("COLUMNS", "HYDRA_FULL_ERROR", "HYDRAFLOW_", "COMP_LINE", "PATH", "SLURM_", "MLFLOW_"),
+)
+"""Variables that no library reads while it is imported, by their beginnings. Ray sets its own, and a
+debugger's, where a test has started it in its own process; commands start a Ray of their own."""
 STARTED: list[Server] = []
 """The server of this process, once a command was run."""
 ASKED: list[dict[str, str]] = []
@@ -56,18 +62,19 @@ def server(environ: dict[str, str]) -> Server | None:
 
 def relevant(environ: dict[str, str]) -> dict[str, str]:
     """Variables that a library may read while it is imported."""
-    return {name: value for name, value in environ.items() if not name.startswith(("PYTEST_", *OF_RAY))}
+    return {name: value for name, value in environ.items() if not name.startswith(READ_LATER)}
 
 
 class Server:
     """The process that forks, from the side of the tests. It ends with the process that started it."""
 
-    def __init__(self, environ: dict[str, str]) -> None:
+    def __init__(self, environ: dict[str, str], *, preloads: bool = True) -> None:
         self.environ = relevant(environ)
+        self._commands = 0
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
+                [sys.executable, __file__, str(theirs.fileno()), *(["preload"] if preloads else [])],
                 env=environ,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -75,27 +82,55 @@ class Server:
         self._answers = self._socket.makefile()
 
     def run(
-        self, module: str, *words: str, cwd: Path, environ: dict[str, str], timeout: float
+        self, *words: str, cwd: Path, environ: dict[str, str], timeout: float
     ) -> subprocess.CompletedProcess[str]:
-        """`python -m module words`, with what it printed."""
-        argv = [sys.executable, "-m", module, *words]
-        request = json.dumps({"argv": argv, "cwd": str(cwd), "environ": environ})
+        """`python words`, where the first words are -m and a module, or a file; with what it printed."""
+        argv = [sys.executable, *words]
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-            self._socket.settimeout(timeout + 60)
-            socket.send_fds(
-                self._socket, [f"{len(request.encode()):08}".encode()], [out.fileno(), err.fileno()]
-            )
-            self._socket.sendall(request.encode())
-            pid = int(self._answers.readline())
-            self._socket.settimeout(timeout)
             try:
-                code = int(self._answers.readline())
+                code = self._exchange(argv, cwd, environ, [out.fileno(), err.fileno()], timeout)
             except TimeoutError:
-                os.kill(pid, signal.SIGKILL)
-                STARTED.clear()
-                self.stop()
+                self.abandon()
                 raise subprocess.TimeoutExpired(argv, timeout, text(out), text(err)) from None
+            except BaseException:  # Ctrl-C and pytest-timeout's, too: an answer may be half read
+                self.abandon()
+                raise
             return subprocess.CompletedProcess(argv, code, text(out), text(err))
+
+    def _exchange(
+        self, argv: list[str], cwd: Path, environ: dict[str, str], streams: list[int], timeout: float
+    ) -> int:
+        """The exit code of a command."""
+        self._commands += 1
+        request = json.dumps(
+            {"command": self._commands, "argv": argv, "cwd": str(cwd), "environ": environ}
+        ).encode()
+        self._socket.settimeout(timeout + 60)  # the server may still be importing
+        socket.send_fds(self._socket, [f"{len(request):08}".encode()], streams)
+        self._socket.sendall(request)
+        self._answer("pid")
+        self._socket.settimeout(timeout)
+        return self._answer("code")
+
+    def _answer(self, what: str) -> int:
+        """The number of that name in the next line, which must be about the last command."""
+        line = self._answers.readline()
+        if not line:
+            raise EOFError("the server that forks has ended")
+        answer = json.loads(line)
+        assert answer["command"] == self._commands and what in answer, (answer, self._commands, what)
+        return answer[what]
+
+    def abandon(self) -> None:
+        """Kills the server with all that it has forked; the next command gets another one."""
+        if self in STARTED:
+            STARTED.remove(self)
+        parent = psutil.Process(self._process.pid)
+        parent.suspend()  # it might fork once more
+        for process in [*parent.children(recursive=True), parent]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.stop()
 
     def stop(self) -> None:
         self._answers.close()
@@ -124,8 +159,8 @@ def preload() -> None:
 
 
 def serve(requests: socket.socket) -> dict | None:
-    """Forks for every request and reports the child's id and exit code. Returns the request in a child, and
-    None at the end."""
+    """Forks for every request and reports the child's id and exit code, each with the command's number.
+    Returns the request in a child, and None at the end."""
     while True:
         size, streams, _, _ = socket.recv_fds(requests, 8, 2)
         if not size:
@@ -133,30 +168,42 @@ def serve(requests: socket.socket) -> dict | None:
         request = bytearray()
         while len(request) < int(size):
             request += requests.recv(int(size) - len(request))
+        asked = json.loads(request)
+        command = asked.pop("command")
         pid = os.fork()
         if pid == 0:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             for number, stream in enumerate(streams, start=1):
                 os.dup2(stream, number)
                 os.close(stream)
             requests.close()
-            return json.loads(request)
+            return asked
         for stream in streams:
             os.close(stream)
-        requests.sendall(f"{pid}\n".encode())
+        answer(requests, {"command": command, "pid": pid})
         _, status = os.waitpid(pid, 0)
-        requests.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+        answer(requests, {"command": command, "code": os.waitstatus_to_exitcode(status)})
+
+
+def answer(requests: socket.socket, facts: dict[str, int]) -> None:
+    """One line of JSON."""
+    requests.sendall(json.dumps(facts).encode() + b"\n")
 
 
 def become(argv: list[str], cwd: str, environ: dict[str, str]) -> int:
-    """Runs a module in this process as `python -m` does; returns the exit code."""
+    """Runs a module in this process as `python -m` does, or a file; returns the exit code."""
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environ)
     sys.orig_argv[:] = argv
-    sys.argv = argv[2:]
-    sys.path[0] = cwd
+    is_module = argv[1] == "-m"
+    sys.argv = argv[2:] if is_module else argv[1:]
+    sys.path[0] = cwd if is_module else str(Path(argv[1]).parent)
     try:
-        runpy.run_module(argv[2], run_name="__main__", alter_sys=True)
+        if is_module:
+            runpy.run_module(argv[2], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(argv[1], run_name="__main__")
     except SystemExit as wanted:
         if wanted.code is None or isinstance(wanted.code, int):
             return wanted.code or 0
@@ -178,9 +225,10 @@ def leave(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the tests and the command
     connection = socket.socket(fileno=int(sys.argv[1]))
-    preload()
+    if sys.argv[2:]:
+        preload()
     gc.collect()
     gc.freeze()  # a child that collected garbage would copy every page
     asked = serve(connection)

@@ -34,6 +34,8 @@ FOR_USERS = {
 }
 """Wanted without a caller in the package, and why."""
 
+CODE = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
 
 @dataclass(frozen=True)
 class Definition:
@@ -81,15 +83,14 @@ def definitions(path: Path, body: list[ast.stmt], owner: str = "") -> Iterator[D
     """Functions, classes, methods, and constants of a module; not the fields of a class."""
     for node in body:
         names: list[str] = []
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, CODE):
             names = [node.name]
         elif isinstance(node, ast.Assign | ast.AnnAssign) and not owner:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             names = [each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
         for name in names:
-            is_code = isinstance(node, ast.FunctionDef | ast.ClassDef)
-            own: Counter[tuple[str, str]] = names_in(node) if is_code else Counter()
-            is_method = bool(owner) and isinstance(node, ast.FunctionDef)
+            own: Counter[tuple[str, str]] = names_in(node) if isinstance(node, CODE) else Counter()
+            is_method = bool(owner) and not isinstance(node, ast.ClassDef)
             yield Definition(name, f"{label(path)}: {owner}{name}", is_method, own)
         if isinstance(node, ast.ClassDef):
             yield from definitions(path, node.body, f"{node.name}.")
@@ -137,15 +138,17 @@ UNUSED = OTHER = 4
 def called(): return LIMIT
 def calls_itself(): return calls_itself()
 def by_name(): ...
+async def awaited(): return awaited()
 class Kept:
     def used(self): ...
     def unused(self): ...
     def keyword(self): ...
+    async def sent(self): ...
 TABLE = {"a": "module:by_name", "b": "prose that says unused"}
 called(keyword=Kept().used(), table=TABLE, other=OTHER)
 """
     path = FILES[0]
     assert [place.split(": ")[1] for place in uncalled({path: ast.parse(source)}, set())] == [
-        "UNUSED", "calls_itself", "Kept.unused", "Kept.keyword",
+        "UNUSED", "calls_itself", "awaited", "Kept.unused", "Kept.keyword", "Kept.sent",
     ]  # fmt: skip
-    assert len(uncalled({path: ast.parse(source)}, {"unused"})) == 3
+    assert len(uncalled({path: ast.parse(source)}, {"unused"})) == 5

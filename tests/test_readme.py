@@ -260,7 +260,7 @@ def test_the_job_for_slurm_is_planned_and_printed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_seeing_what_happens(tmp_path: Path, recipe_cache: Path) -> None:
-    """The commands of that section, in their order, on a run of three steps."""
+    """The commands of that section in their order, on runs of three steps: with Ray, then without."""
     small = [
         *SMALL_RECIPE,
         *SMALL_STEPS,

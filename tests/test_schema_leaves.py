@@ -9,7 +9,8 @@ import pytest
 
 from hydraflow import schema
 from hydraflow.algorithms.config import ESTIMATORS, POLICY_LOSSES, AlgorithmConfig
-from hydraflow.engine.config import OptimConfig
+from hydraflow.engine.config import TRAIN_ENGINES, FSDPConfig, MegatronConfig, OptimConfig
+from hydraflow.generation.config import GENERATION_ENGINES, RolloutConfig
 from hydraflow.models.config import ModelConfig, ModelSourceConfig
 from hydraflow.options import option_of
 from hydraflow.trainer.config import TrainerConfig
@@ -31,6 +32,14 @@ PLANNERS = ("hydraflow.plan.main", "hydraflow.doctor.run")
 """Commands that take the configuration of main_ppo and run nothing."""
 PLANNED = "cluster."
 """Keys that only those read; a run says so."""
+READ_BY_PLANNED_ENGINES = {
+    name
+    for engines in (TRAIN_ENGINES, GENERATION_ENGINES)
+    for engine in engines.values()
+    if engine.planned
+    for name in engine.reads
+}
+"""Sections and keys of engines that a run refuses."""
 
 
 def leaves(kind: type, prefix: str = "") -> Iterator[tuple[str, type, str]]:
@@ -60,11 +69,17 @@ READ_BY_NAME = {
 
 def is_read(run: str, kind: type, field: str) -> bool:
     """Whether `run` gets to code that reads the field from this class or, knowing less, from one of its
-    bases."""
+    bases, and makes more of it than an estimate."""
     if run == RUNS[schema.PPOConfig] and (kind, field) in READ_BY_NAME:
         return True
-    owners = [f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__]
-    return any((owner, field) in config_reads.reads_below(root) for owner in owners for root in (run, LAUNCH))
+    ignored = (*config_reads.LOOKERS, *config_reads.ESTIMATES)
+    reads = config_reads.reads_below(run, ignored) | config_reads.reads_below(LAUNCH, ignored)
+    return not reads.isdisjoint(owned(kind, field))
+
+
+def owned(kind: type, field: str) -> list[tuple[str, str]]:
+    """The field as one of the class and of each of its bases."""
+    return [(f"{base.__module__}.{base.__qualname__}", field) for base in kind.__mro__]
 
 
 def is_planned(key: str, kind: type, field: str) -> bool:
@@ -73,9 +88,13 @@ def is_planned(key: str, kind: type, field: str) -> bool:
     if any(f"{{{field}}}" in rule.what for _, rule in planned):
         return True
     refused = (
-        any(name == field for name, _ in planned) or is_read(REFUSES, kind, field) or key.startswith(PLANNED)
+        any(name == field for name, _ in planned)
+        or is_read(REFUSES, kind, field)
+        or key.startswith(PLANNED)
+        or not READ_BY_PLANNED_ENGINES.isdisjoint(key.split("."))
     )
-    return refused and any(is_read(planner, kind, field) for planner in PLANNERS)
+    reads = set().union(*(config_reads.reads_below(planner) for planner in PLANNERS))
+    return refused and not reads.isdisjoint(owned(kind, field))
 
 
 @pytest.mark.parametrize(
@@ -123,3 +142,11 @@ def test_an_option_that_only_another_command_reads_is_seen(field: str) -> None:
 )
 def test_a_field_is_not_read_because_another_class_has_one_of_that_name(kind: type, field: str) -> None:
     assert not is_read(RUNS[schema.PPOConfig], kind, field)
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"), [(MegatronConfig, "param_offload"), (RolloutConfig, "gpu_memory_utilization")]
+)
+def test_an_estimate_alone_makes_nothing_of_an_option(kind: type, field: str) -> None:
+    assert not is_read(RUNS[schema.PPOConfig], kind, field)
+    assert is_read(RUNS[schema.PPOConfig], FSDPConfig, "param_offload")

@@ -39,6 +39,8 @@ class ModelShape:
     mlp_bias: bool = False
     qk_norm: bool = False
     """Queries and keys are normalised per head."""
+    fused: bool = False
+    """As `Family.fused`."""
     experts: int = 0
     """Routed experts of a layer; 0: a dense model."""
     experts_per_token: int = 0
@@ -126,8 +128,11 @@ class ModelShape:
     @property
     def largest_tensor(self) -> int:
         """Numbers in the largest single tensor; the experts of a layer are stored in two."""
+        attention, mlp = self.q_width, self.intermediate
+        if self.fused:
+            attention, mlp = self.q_width + 2 * self.kv_width, 2 * self.intermediate
         experts = 2 * self.experts * self.expert_intermediate
-        return self.hidden * max(self.vocabulary, self.q_width, self.intermediate, experts)
+        return self.hidden * max(self.vocabulary, attention, mlp, experts)
 
 
 @dataclass(frozen=True)
@@ -143,6 +148,8 @@ class ModelTypeTraits:
     head_dim: int | None = None
     """Where the file does not say; None: hidden / heads."""
     expert_width: str = "moe_intermediate_size"
+    fused: bool = False
+    """Query, key and value are stored as one matrix, and the two matrices into the MLP as another."""
 
 
 _LLAMA = ModelTypeTraits("attention_bias", "attention_bias", "mlp_bias")
@@ -156,7 +163,7 @@ FAMILIES: dict[str, ModelTypeTraits] = {
     "qwen3": _QWEN3,
     "qwen3_moe": _QWEN3,
     "granite": _LLAMA,
-    "phi3": ModelTypeTraits(),
+    "phi3": ModelTypeTraits(fused=True),
     "gemma": ModelTypeTraits("attention_bias", "attention_bias", tied=True, head_dim=256),
 }
 """Model types whose parameters are counted exactly."""
@@ -228,6 +235,7 @@ def shape_of(config: Mapping[str, Any], *, field: str = "actor_rollout_ref.model
         output_bias=flag(config, family.output_bias),
         mlp_bias=flag(config, family.mlp_bias),
         qk_norm=family.qk_norm,
+        fused=family.fused,
         experts=experts,
         experts_per_token=int(config.get("num_experts_per_tok") or 0) if experts else 0,
         expert_intermediate=(

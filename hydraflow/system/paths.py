@@ -28,9 +28,8 @@ def listed(files: Any) -> list[Path] | None:
         or not all(isinstance(name, str | Path) for name in names)
     ):
         return None
-    return [
-        Path(os.path.expanduser(name)) for name in names
-    ]  # Path.expanduser raises if there is no home folder
+    # Path.expanduser raises if there is no home folder.
+    return [Path(os.path.expanduser(name)) for name in names]
 
 
 def file_problems(files: Any, key: str) -> list[Problem]:

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 
 from hydraflow.batch_plan.parts import RolePlan
 from hydraflow.batch_plan.resolve import BatchPlan
-from hydraflow.errors import Problem
+from hydraflow.errors import ConfigError, Problem
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 POLICY = "actor_rollout_ref"
@@ -320,18 +320,20 @@ def check_counts(plan: BatchPlan, counts: Counts) -> None:
     assert plan.actor.total_optimizer_steps == counts.actor_optimizer_steps
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(some_run(most_replaced=1) | some_run())
 def test_what_can_be_dealt_out_has_a_plan_and_the_rest_has_remedies(taken: dict[str, Any]) -> None:
     counts = simulated(taken)
-    problems = refusal(keys(taken), prompts=taken[PROMPTS])
-    for problem in problems:
-        note(f"the plan refuses: {problem}")
-    assert (counts is None) == bool(problems)
-    if counts:
-        check_counts(plan_of(keys(taken), prompts=taken[PROMPTS]), counts)
+    try:
+        plan = plan_of(keys(taken), prompts=taken[PROMPTS])
+    except ConfigError as error:
+        for problem in error.problems:
+            note(f"the plan refuses: {problem}")
+        assert counts is None
+        check_remedies(taken, error.problems)
     else:
-        check_remedies(taken, problems)
+        assert counts is not None
+        check_counts(plan, counts)
 
 
 def check_remedies(taken: dict[str, Any], problems: list[Problem]) -> None:

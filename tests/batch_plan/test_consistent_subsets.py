@@ -110,7 +110,7 @@ def numbers_of(plan: BatchPlan) -> dict[str, int | None]:
 subsets = st.sets(st.sampled_from(sorted(KEYS)), min_size=1)
 
 
-@settings(max_examples=800, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(numbers_of_a_step(), subsets)
 def test_a_sufficient_subset_gives_all_numbers(numbers: dict[str, int], chosen: set[str]) -> None:
     assume(set(KEYS) <= set(closure({name: numbers[name] for name in (*chosen, "dp", "E")})))
@@ -135,7 +135,7 @@ def test_what_is_given_holds(numbers: dict[str, int], chosen: set[str]) -> None:
         assert all(value.denominator == 1 and value > 0 for value in closure(known).values())
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(numbers_of_a_step(), subsets, st.data())
 def test_a_contradiction_names_both_sides(
     numbers: dict[str, int], chosen: set[str], data: st.DataObject

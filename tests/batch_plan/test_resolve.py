@@ -29,11 +29,8 @@ def test_numbers_by_hand():
     actor = plan.actor
     assert (actor.mini_batch_prompts, actor.mini_batch_trajectories, actor.rows_per_rank) == (32, 256, 128)
     assert actor.optimizer_steps_per_step == 4  # 64/32 mini-batches, twice
-    assert (plan.steps_per_epoch, plan.total_steps, actor.total_optimizer_steps) == (
-        140,
-        420,
-        1680,
-    )  # 9000 // 64
+    # 9000 // 64 steps make an epoch.
+    assert (plan.steps_per_epoch, plan.total_steps, actor.total_optimizer_steps) == (140, 420, 1680)
     assert (plan.critic, plan.ref, plan.values, plan.reward_model, plan.filter, plan.asynchronous) == (
         None,
     ) * 6
@@ -152,11 +149,8 @@ def test_sampling_numbers():
     )
     plan = resolve(config, devices=8)
     rollout = plan.rollout
-    assert (rollout.replicas, rollout.engines, rollout.concurrent_sequences) == (
-        2,
-        4,
-        400,
-    )  # 8/(2·2) replicas, 2 ranks in each
+    # 8/(2·2) replicas, 2 ranks in each.
+    assert (rollout.replicas, rollout.engines, rollout.concurrent_sequences) == (2, 4, 400)
     assert (rollout.trajectories_per_engine, rollout.waves) == (128, 2)  # 64·8/4, in engines of 100
     assert (rollout.max_model_len, plan.agent.trajectories_per_worker) == (24, 171)  # 512/3
 
@@ -181,11 +175,8 @@ def test_dynamic_sampling_numbers():
         algorithm__filter_groups__max_num_gen_batches=5,
     )
     plan = resolve(config).filter
-    assert (plan.prompts_per_call, plan.least_prompts, plan.most_prompts) == (
-        48,
-        96,
-        240,
-    )  # 64 prompts need two calls of 48
+    # 64 prompts need two calls of 48.
+    assert (plan.prompts_per_call, plan.least_prompts, plan.most_prompts) == (48, 96, 240)
     config.algorithm.filter_groups.max_num_gen_batches = 0
     assert resolve(config).filter.most_prompts is None
 

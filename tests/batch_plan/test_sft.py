@@ -29,10 +29,8 @@ def test_numbers_by_hand():
     assert plan.role.micro == MicroPlan(rows=None, max_tokens=550)
     assert plan.notes == ("4 of 100 training conversations fill no step of 24: an epoch leaves them out",)
     static = resolve_sft_plan(sft(data__use_dynamic_bsz=False), conversations=100)
-    assert (static.role.micro, static.role.accumulation_steps) == (
-        MicroPlan(rows=4, max_tokens=None),
-        3,
-    )  # 5 fit, 4 divide 12
+    # 5 fit, 4 divide 12.
+    assert (static.role.micro, static.role.accumulation_steps) == (MicroPlan(rows=4, max_tokens=None), 3)
     assert json.loads(plan.to_json())["conversations_per_step"] == 24
 
 

@@ -109,14 +109,8 @@ def test_a_recipe_that_has_made_nothing_yet(tmp_path: Path) -> None:
 def test_samples_come_from_all_over_the_file(tmp_path: Path) -> None:
     rows = [row(f"{i}+1=") for i in range(100)]
     grouped = sampling.sample(parquet(tmp_path / "a.parquet", rows, group=10), "data.train_files", 20)
-    assert [record.row for record in grouped][:6] == [
-        0,
-        1,
-        2,
-        10,
-        11,
-        12,
-    ]  # 3 of each of 8 row groups, until there are 20
+    # 3 of each of 8 row groups, until there are 20.
+    assert [record.row for record in grouped][:6] == [0, 1, 2, 10, 11, 12]
     assert len(grouped) == 20
     assert all(record.values["prompt"][0]["content"] == f"{record.row}+1=" for record in grouped)
     lines = sampling.sample(jsonl(tmp_path / "a.jsonl", rows), "data.train_files", 4)

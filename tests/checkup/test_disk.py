@@ -63,9 +63,8 @@ def test_bytes_follow_the_model_and_the_plan(model: Path, data: Path) -> None:
 def test_checkpoints_hold_weights_and_two_moments(model: Path, data: Path) -> None:
     weights = 4 * CheckContext(configured(model, data)).shape.parameters
     steps = {"trainer__total_training_steps": 10, "trainer__save_freq": 4, "trainer__save_final_model": False}
-    assert written(model=model, data=data, **steps) == {
-        "checkpoint of the actor": (3 * weights, 3)
-    }  # at 4, 8 and 10
+    # They are saved at steps 4, 8 and 10.
+    assert written(model=model, data=data, **steps) == {"checkpoint of the actor": (3 * weights, 3)}
     assert written(model=model, data=data, **steps, trainer__max_actor_ckpt_to_keep=1) == {
         "checkpoint of the actor": (3 * weights, 2)
     }

@@ -42,9 +42,8 @@ def test_device_memory_below_the_estimate(model: Path, data: Path) -> None:
     found = report(model, data)
     peak = max(group.peak for group in found.groups)
     assert judge_device(found, peak, "GPU 0").state is State.OK
-    assert (
-        judge_device(found, int(peak / 1.1), "GPU 0").state is State.WARNING
-    )  # within what an estimate may be off
+    # Within what an estimate may be off.
+    assert judge_device(found, int(peak / 1.1), "GPU 0").state is State.WARNING
     assert judge_device(found, peak // 2, "GPU 0").state is State.PROBLEM
 
 

@@ -176,9 +176,8 @@ def test_a_tokenizer_larger_than_the_model(model: Path, data: Path) -> None:
     make_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789+= ").save_pretrained(model)
     vocabulary, _ = findings(CheckContext(configured(model, data)), "model and tokenizer")
     assert vocabulary.state is State.PROBLEM
-    assert (
-        "the tokenizer has 41 tokens, the model 17: the last 24" in vocabulary.evidence
-    )  # 39 characters, padding and end; 15
+    # Both count padding and end: 39 characters, where the model has 15.
+    assert "the tokenizer has 41 tokens, the model 17: the last 24" in vocabulary.evidence
 
 
 def test_a_directory_without_a_tokenizer_is_reported_once(model: Path, data: Path) -> None:

@@ -8,21 +8,14 @@ import time
 from pathlib import Path
 
 import pytest
+from jobs.command import hydraflow, python
 
 ENTRY = Path(__file__).parent / "dummy_entry.py"
 ROOT = ENTRY.parent.parent.parent
 
 
 def call(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    return subprocess.run(
-        [sys.executable, str(ENTRY), *arguments],
-        cwd=folder,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return python(str(ENTRY), *arguments, cwd=folder, **environment)
 
 
 def printed(result: subprocess.CompletedProcess[str]) -> list[dict]:
@@ -198,10 +191,8 @@ def test_what_is_shown_is_what_keys_came_to(tmp_path):
     assert "seed: 96\n" in call(tmp_path, "ppo", *words, "--resolve").stdout
     assert "there is no such section" in call(tmp_path, "ppo", "--cfg", "job", "--package", "nothing").stderr
     wrong = call(tmp_path, "ppo", "--cfg", "job", "data.train_bach_size=96", "trainer.nnodes=0")
-    assert (wrong.returncode, "1 problem" in wrong.stderr) == (
-        2,
-        True,
-    )  # keys are judged, values are shown as they are
+    # Keys are judged, values are shown as they are.
+    assert (wrong.returncode, "1 problem" in wrong.stderr) == (2, True)
 
 
 def test_a_reader_may_stop_early(tmp_path):
@@ -240,9 +231,7 @@ def test_the_plans_rules_stand_in_the_same_report(tmp_path):
         "actor_rollout_ref.rollout.name=vllm",
         "trainer.default_hdfs_dir=x",
     ]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "hydraflow.main_ppo", *wrong]
-    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    result = hydraflow("main_ppo", *wrong, cwd=tmp_path)
     assert result.returncode == 2
     assert result.stderr.startswith("7 problems found before anything was started:")
     assert (
@@ -267,12 +256,15 @@ def test_tab_completes(tmp_path, line, answer):
 
 def test_bash_completes_modules(tmp_path):
     script = call(tmp_path, "ppo", "-sc", "install=bash").stdout
-    python = Path(sys.executable)
     ask = (
         'COMP_LINE="python -m hydraflow.main_ppo data.train_b"; COMP_WORDS=($COMP_LINE); COMP_CWORD=3;'
         " _hydraflow_completion"
     )
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{python.parent}:{os.environ['PATH']}"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
     result = subprocess.run(
         ["bash", "-c", f"{script}\n{ask}; echo ${{COMPREPLY[@]}}"],
         cwd=tmp_path,

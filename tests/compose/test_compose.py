@@ -31,9 +31,8 @@ def test_every_entry_point_composes():
 def test_the_recipe_applies_when_neither_model_nor_data_is_given():
     config = load("ppo", PPOConfig)
     assert (config.recipe.name, config.algorithm.adv_estimator) == ("arithmetic", "grpo")
-    assert (
-        config.recipe.train_problems == PPOConfig().recipe.train_problems
-    )  # what the recipe's file leaves out keeps its default
+    # What the recipe's file leaves out keeps its default.
+    assert config.recipe.train_problems == PPOConfig().recipe.train_problems
     assert load("ppo", PPOConfig, OWN).recipe.name == "none"
     with pytest.raises(ConfigError, match="data.train_files=null"):
         load("ppo", PPOConfig, OWN[:1])

@@ -182,9 +182,8 @@ def test_strict_refuses_what_is_otherwise_said():
 
 def test_what_nobody_set_is_not_spoken_of():
     assert notes("algorithm.adv_estimator=gae") == ""
-    assert (
-        load_command("ppo", PPOConfig)[1].notes == ()
-    )  # the recipe's own file sets keys of a critic that does not run
+    # The recipe's own file sets keys of a critic that does not run.
+    assert load_command("ppo", PPOConfig)[1].notes == ()
 
 
 def test_supervised_training_has_rules_of_its_own():

@@ -1,8 +1,6 @@
 """Where each value is from, and a run's saved configuration as the next run's input."""
 
 import json
-import os
-import subprocess
 import sys
 from dataclasses import asdict
 from functools import reduce
@@ -10,6 +8,7 @@ from operator import getitem
 from pathlib import Path
 
 import pytest
+from jobs.command import python
 
 from hydraflow.compose.command import Command
 from hydraflow.compose.command_words import public_words
@@ -121,16 +120,9 @@ def test_what_was_changed_in_a_saved_configuration_is_the_files(tmp_path, monkey
 
 def test_each_run_of_a_sweep_has_its_own_origins(tmp_path):
     entry = Path(__file__).parent / "dummy_entry.py"
-    env = {**os.environ, "PYTHONPATH": str(entry.parents[2])}
-    words = [
-        sys.executable,
-        str(entry),
-        "ppo",
-        "-m",
-        "trainer.seed=1,2",
-        "actor_rollout_ref.actor.grad_clip=0.5",
-    ]
-    result = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    result = python(
+        str(entry), "ppo", "-m", "trainer.seed=1,2", "actor_rollout_ref.actor.grad_clip=0.5", cwd=tmp_path
+    )
     assert result.returncode == 0, result.stderr
     assert [json.loads(line)["given"] for line in result.stdout.splitlines()] == [
         ["actor_rollout_ref.actor.optim.clip_grad", "trainer.seed"]

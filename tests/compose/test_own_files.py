@@ -2,12 +2,11 @@
 name."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from jobs.command import python
 
 from hydraflow.compose import verl
 from hydraflow.compose.patterns import expand
@@ -33,14 +32,7 @@ actor_rollout_ref: {rollout: {max_model_len: "${data.max_prompt_length}"}}
 
 
 def call(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ENTRY), "ppo", *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ENTRY.parents[2])},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return python(str(ENTRY), "ppo", *arguments, cwd=folder)
 
 
 def config(result: subprocess.CompletedProcess[str]) -> dict:

@@ -1,12 +1,11 @@
 """verl's keys and command lines: each key falls in one class, and a command line means here what it means
 there."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from compose import verl_commands
+from jobs.command import hydraflow
 
 from hydraflow.compose import verl, verl_page
 from hydraflow.compose.keys import accepts, is_below_open, known_keys
@@ -87,8 +86,7 @@ def test_no_row_hides_a_key_of_ours():
 
 
 def test_help_says_what_becomes_of_verls_keys():
-    command = [sys.executable, "-m", "hydraflow.main_ppo", "--help", "verl"]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    said = hydraflow("main_ppo", "--help", "verl", cwd=ROOT).stdout
     assert said.strip() == verl_page.page().strip()
     assert f"| unsupported | {sum(verl_page.kind(key) == 'unsupported' for key in leaves())} |" in said
     assert "| `algorithm.filter_groups.metric` | `reward` | `score` |" in said

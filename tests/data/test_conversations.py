@@ -72,9 +72,8 @@ def test_every_assistant_turn_and_nothing_else_is_trained(
     assert [(t, m) for t, m in response if t != " "] == [
         ("3", 1), (END, 1), ("4", 0), ("+", 0), ("5", 0), ("=", 0), ("9", 1), (END, 1),
     ]  # fmt: skip
-    assert all(
-        mask == 0 for token, mask in response if token == " "
-    )  # the template's space after the end token
+    # The template adds a space after the end token.
+    assert all(mask == 0 for token, mask in response if token == " ")
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(
@@ -157,6 +156,5 @@ def test_what_truncation_leaves_untrained_is_left_out(
 
 def test_a_prompt_has_at_least_one_token(long: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     dataset = ConversationDataset(SFTDataConfig(max_length=2, truncation="left"), long, tokenizer)
-    assert texts(dataset.batch([1]), tokenizer) == [
-        ("6", [(END, 1)])
-    ]  # nothing predicts the first token, so it is not trained
+    # Nothing predicts the first token, so it is not trained.
+    assert texts(dataset.batch([1]), tokenizer) == [("6", [(END, 1)])]

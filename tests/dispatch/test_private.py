@@ -73,9 +73,8 @@ def test_variables_are_in_no_log_and_on_no_command_line(cluster: dict[str, Any])
         if Path(f"/proc/{pid}").exists()
     }
     assert len(lines) > 5
-    program = cluster["pids"][
-        0
-    ]  # the test gives it the variables on its command line, for want of a configuration file
+    # The test gives it the variables on its command line, for want of a configuration file.
+    program = cluster["pids"][0]
     assert [pid for pid, line in lines.items() if SECRET.encode() in line and pid != program] == []
 
 

@@ -390,6 +390,5 @@ def test_supervised_rows_need_nothing_special(tiny: str) -> None:
     ).loss.backward()
     for name, gradient in jobs.gradients(engine).items():
         wanted = plain.get_parameter(name.removeprefix("lm.")).grad
-        torch.testing.assert_close(
-            gradient, wanted, rtol=0, atol=1e-6
-        )  # transformers takes its loss in float32
+        # transformers takes its loss in float32.
+        torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-6)

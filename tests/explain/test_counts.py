@@ -23,17 +23,15 @@ def test_parquet_rows_come_from_the_footer(tmp_path: Path) -> None:
     file = Path(parquet(tmp_path / "a.parquet", 10))
     whole = file.read_bytes()
     footer = int.from_bytes(whole[-8:-4], "little") + 8
-    file.write_bytes(
-        b"PAR1" + b"\0" * (len(whole) - footer - 4) + whole[-footer:]
-    )  # the rows themselves are gone
+    # The rows themselves are gone.
+    file.write_bytes(b"PAR1" + b"\0" * (len(whole) - footer - 4) + whole[-footer:])
     assert count_rows(str(file), key=KEY) == RowCount(10)
 
 
 def test_files_add_up_and_the_limit_cuts(tmp_path: Path) -> None:
     lines = tmp_path / "b.jsonl"
-    lines.write_text(
-        "\n".join([json.dumps({"prompt": "1"}), "", json.dumps({"prompt": "2"})])
-    )  # no newline at the end
+    # No newline at the end.
+    lines.write_text("\n".join([json.dumps({"prompt": "1"}), "", json.dumps({"prompt": "2"})]))
     files = [parquet(tmp_path / "a.parquet", 10), str(lines)]
     assert count_rows(files, key=KEY).rows == 12
     assert count_rows(files, key=KEY, limit=11).rows == 11

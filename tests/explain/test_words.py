@@ -111,7 +111,6 @@ def test_generation() -> None:
         phase.name: phase.text
         for phase in generate_phases(resolve_generate_plan(config, prompts=500), config)
     }
-    assert found["call"].startswith(
-        "200 prompts together: 4 responses"
-    )  # 4 waves of 100 sequences on 2 processes
+    # 4 waves of 100 sequences on 2 processes.
+    assert found["call"].startswith("200 prompts together: 4 responses")
     assert found["run"] == "500 prompts in 3 calls: 2,000 responses"

@@ -49,18 +49,25 @@ def end_leftovers() -> None:
 def hydraflow(
     command: str, *overrides: str, cwd: Path, timeout: float = 240.0, fresh: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """`python -m hydraflow.<command> overrides`, with what it printed.
+    """`python -m hydraflow.<command> overrides`, with what it printed; `fresh` as in `python`."""
+    return python("-m", f"hydraflow.{command}", *overrides, cwd=cwd, timeout=timeout, fresh=fresh)
+
+
+def python(
+    *words: str, cwd: Path, timeout: float = 240.0, fresh: bool = False, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """`python words`, with what it printed.
 
     It runs in a fork of a process that has imported the libraries (`forked.py`); `fresh`: in a process that
     imports them itself. That is also what it gets where a test has changed the environment: libraries read it
     while they are imported.
     """
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     server = None if fresh else forked.server(environ)
     if server is not None:
-        return server.run(f"hydraflow.{command}", *overrides, cwd=cwd, environ=environ, timeout=timeout)
+        return server.run(*words, cwd=cwd, environ=environ, timeout=timeout)
     return subprocess.run(
-        [sys.executable, "-m", f"hydraflow.{command}", *overrides],
+        [sys.executable, *words],
         cwd=cwd,
         env=environ,
         capture_output=True,

@@ -96,9 +96,8 @@ def test_ctrl_c_again_and_again(
     interrupt_again_and_again(started)
     assert started.process.wait(timeout=30) == 130, started.said()[-3000:]
     wait_for(lambda: not processes_with([started.mark]), 10, "all processes to end")
-    assert "Traceback" not in started.said() and started.said().endswith("interrupted\n"), started.said()[
-        -3000:
-    ]
+    said = started.said()
+    assert "Traceback" not in said and said.endswith("interrupted\n"), said[-3000:]
     if moment is trains:
         RunLock(tmp_path / "out", field="trainer.default_local_dir").release()
         assert why_it_ended(tmp_path) == "interrupted"

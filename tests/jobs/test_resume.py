@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from jobs.command import LOCAL, has_lines, hydraflow, processes_with, start, wait_for
@@ -19,49 +16,35 @@ from hydraflow.compose.loading import load
 from hydraflow.jobs.ppo import PPOJob
 from hydraflow.schema import PPOConfig
 from hydraflow.tracking.file import FileTracker
+from scripts import kill_matrix as matrix
 
 pytestmark = pytest.mark.slow
 
-MATRIX = Path(__file__).parents[2] / "scripts" / "kill_matrix.py"
 METRIC = "val-core/arithmetic/acc/mean@1"
 
 
-@pytest.fixture(scope="module")
-def matrix() -> ModuleType:
-    """scripts/kill_matrix.py."""
-    spec = importlib.util.spec_from_file_location("kill_matrix", MATRIX)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    return module
-
-
-def given(folder: Path, cache: Path, matrix: ModuleType, method: str) -> list[str]:
+def given(folder: Path, cache: Path, method: str) -> list[str]:
     """Eight steps, two optimizer steps each, on two ranks."""
     folder.mkdir(exist_ok=True)
     (folder.parent / "reward.py").write_text(matrix.REWARD)
-    words = [
+    return [
         *matrix.COMMON,
         *matrix.METHODS[method],
         f"recipe.cache_dir={cache}",
         f"trainer.default_local_dir={folder}",
-    ]
-    return [
-        *words,
         f"reward.custom_reward_function.path={folder.parent}/reward.py",
         f"trainer.keep_best={METRIC}",
     ]
 
 
-def train(folder: Path, cache: Path, matrix: ModuleType, method: str, *overrides: str) -> None:
+def train(folder: Path, cache: Path, method: str, *overrides: str) -> None:
     """Trains in this process's Ray."""
-    PPOJob(load("ppo", PPOConfig, [*given(folder, cache, matrix, method), *overrides])).run()
+    PPOJob(load("ppo", PPOConfig, [*given(folder, cache, method), *overrides])).run()
 
 
-def train_locally(folder: Path, cache: Path, matrix: ModuleType, method: str, *overrides: str) -> str:
+def train_locally(folder: Path, cache: Path, method: str, *overrides: str) -> str:
     """Trains in a process without Ray, on one rank; returns what was printed."""
-    done = hydraflow("main_ppo", *given(folder, cache, matrix, method), *overrides, *LOCAL, cwd=folder)
+    done = hydraflow("main_ppo", *given(folder, cache, method), *overrides, *LOCAL, cwd=folder)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -79,19 +62,16 @@ def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(
-    ray_session: None, tmp_path_factory: pytest.TempPathFactory, recipe_cache: Path, matrix: ModuleType
-) -> Path:
+def whole(ray_session: None, tmp_path_factory: pytest.TempPathFactory, recipe_cache: Path) -> Path:
     """The folder of a run that nothing stopped, with a critic and an adaptive KL controller."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    train(folder, recipe_cache, matrix, "ppo")
+    train(folder, recipe_cache, "ppo")
     return folder
 
 
 def test_three_steps_and_five_are_eight(
     tmp_path: Path,
     recipe_cache: Path,
-    matrix: ModuleType,
     whole: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -99,13 +79,13 @@ def test_three_steps_and_five_are_eight(
     method = "ppo"
     with monkeypatch.context() as patch:
         stop_after(3, patch)
-        train(tmp_path / "cut", recipe_cache, matrix, method)
+        train(tmp_path / "cut", recipe_cache, method)
     cut = tmp_path / "cut"
     assert json.loads((cut / "requeue").read_text()) == {"step": 3, "why": "SIGTERM received"}
     assert json.loads((cut / "summary.json").read_text())["steps"] == 3 and not (cut / "final_model").exists()
     capsys.readouterr()
 
-    train(cut, recipe_cache, matrix, method)
+    train(cut, recipe_cache, method)
     told = capsys.readouterr().out
     assert f"continues after step 3 of 8, from {cut}/global_step_3" in told
     assert "actor: weights, optimizer, place in the schedule; written by 2 ranks, read by 2" in told
@@ -122,7 +102,7 @@ def test_three_steps_and_five_are_eight(
     assert sorted(found) == [3, 6, 8], "the validations of both"
     assert json.loads((cut / "best" / "best.json").read_text())["value"] == max(found.values())
 
-    train(cut, recipe_cache, matrix, method)
+    train(cut, recipe_cache, method)
     assert "all 8 steps are done; nothing was started" in capsys.readouterr().out
 
     look = [
@@ -130,25 +110,59 @@ def test_three_steps_and_five_are_eight(
         "trainer.resume_mode=resume_path",
         f"trainer.resume_from_path={cut}/global_step_6",
     ]
-    train_locally(tmp_path / "look", recipe_cache, matrix, method, *look, "trainer.keep_best=null")
+    train_locally(tmp_path / "look", recipe_cache, method, *look, "trainer.keep_best=null")
     ((step, values),) = matrix.read_result(tmp_path / "look").metrics
     assert (step, values[METRIC]) == (6, found[6]), "a checkpoint can be validated again"
 
 
+STOPS = """
+import signal
+from pathlib import Path
+
+SCORED = []
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    SCORED.append(solution_str)
+    stop = Path(__file__).with_name("stop_at_row")
+    if stop.exists() and len(SCORED) == int(stop.read_text()):
+        signal.raise_signal(signal.SIGTERM)
+    return sum(said == right for said, right in zip(solution_str, ground_truth)) / len(ground_truth)
+"""
+"""The reward of the matrix, which is scored in the training process here; a row of it brings SIGTERM."""
+
+
+def test_grpo_in_one_process_goes_on_bit_by_bit(tmp_path: Path, recipe_cache: Path) -> None:
+    """Without a critic and a KL controller: what GRPO keeps is all that there is to restore."""
+    (tmp_path / "stops.py").write_text(STOPS)
+    stops = f"reward.custom_reward_function.path={tmp_path}/stops.py"
+    train_locally(tmp_path / "whole", recipe_cache, "grpo", stops)
+    validated, scored = 32, 8 * 4
+    (tmp_path / "stop_at_row").write_text(str(validated + 2 * scored + 1))
+    train_locally(tmp_path / "cut", recipe_cache, "grpo", stops)
+    assert json.loads((tmp_path / "cut" / "requeue").read_text())["step"] == 3
+    (tmp_path / "stop_at_row").unlink()
+    told = train_locally(tmp_path / "cut", recipe_cache, "grpo", stops)
+    assert "continues after step 3 of 8" in told and "KL controller" not in told
+    wanted = matrix.read_result(tmp_path / "whole")
+    assert [step for step, _ in wanted.metrics] == list(range(9)) and len(wanted.weights) == 35
+    assert all(values["actor/grad_norm"] > 0 for step, values in wanted.metrics if step)
+    assert list(matrix.differences(matrix.read_result(tmp_path / "cut"), wanted)) == []
+
+
 @pytest.mark.usefixtures("ray_session")
 def test_another_number_of_processes_goes_on(
-    tmp_path: Path, recipe_cache: Path, matrix: ModuleType, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, recipe_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And in another sharding. In float64, where the order of sums hardly shows."""
     actor = "actor_rollout_ref.actor"
     double = [f"{actor}.fsdp_config.{name}=fp64" for name in ("model_dtype", "dtype", "reduce_dtype")]
     double += ["actor_rollout_ref.rollout.dtype=fp64", "trainer.save_final_model=false"]
-    train_locally(tmp_path / "whole", recipe_cache, matrix, "grpo", *double)
+    train_locally(tmp_path / "whole", recipe_cache, "grpo", *double)
     with monkeypatch.context() as patch:
         stop_after(3, patch)
-        train(tmp_path / "cut", recipe_cache, matrix, "grpo", *double)
+        train(tmp_path / "cut", recipe_cache, "grpo", *double)
     other = [f"{actor}.fsdp_config.wrap_policy.min_num_params=0", f"{actor}.ppo_micro_batch_size_per_gpu=2"]
-    told = train_locally(tmp_path / "cut", recipe_cache, matrix, "grpo", *double, *other)
+    told = train_locally(tmp_path / "cut", recipe_cache, "grpo", *double, *other)
     assert "written by 2 ranks, read by 1" in told
     rows = zip(
         matrix.read_result(tmp_path / "cut").metrics,
@@ -169,10 +183,8 @@ def test_another_number_of_processes_goes_on(
 
 
 @pytest.mark.timeout(900)  # three runs one after the other
-def test_a_run_that_is_killed_twice_goes_on(
-    tmp_path: Path, recipe_cache: Path, matrix: ModuleType, whole: Path
-) -> None:
-    """Two of the twenty moments, one after the other: a rank in the middle of a save, then the controller."""
+def test_a_run_that_is_killed_twice_goes_on(tmp_path: Path, recipe_cache: Path, whole: Path) -> None:
+    """A rank in the middle of a save, as the tenth of the matrix's moments has it; then the controller."""
     (save,) = (moment for moment in matrix.draw_moments(10, seed=1) if moment.number == 10)
     assert (save.target, save.method, save.steps) == ("middle of a save", "ppo", 2)
     later = matrix.Moment(0, "controller", "ppo", steps=7, delay=0.0, rank=0)

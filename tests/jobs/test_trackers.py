@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from jobs.command import LOCAL, SMALL_RECIPE, SMALL_STEPS, hydraflow, read_steps
 
-for _package in ("wandb", "mlflow", "sqlalchemy", "swanlab"):
-    pytest.importorskip(
-        _package, reason=f"{_package} is not installed: pip install -c constraints.txt -e '.[dev]'"
-    )
+INSTALL = "pip install -c constraints.txt -e '.[dev]'"
+# Not importorskip: that would import them all in every process of a test run, which takes three seconds.
+pytestmark = [
+    pytest.mark.skipif(find_spec(package) is None, reason=f"{package} is not installed: {INSTALL}")
+    for package in ("wandb", "mlflow", "sqlalchemy", "swanlab")
+]
 
 
 @pytest.fixture(autouse=True)

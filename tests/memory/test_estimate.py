@@ -199,10 +199,8 @@ def test_lora_trains_little() -> None:
         configured(**{f"{POLICY}__model__lora_rank": 16, f"{POLICY}__actor__use_kl_loss": True})
     )
     actor = report.roles[0]
-    assert [role.role for role in report.roles] == [
-        "actor",
-        "rollout",
-    ]  # the reference is the actor without its adapters
+    # The reference policy is the actor without its adapters.
+    assert [role.role for role in report.roles] == ["actor", "rollout"]
     assert actor.resting.optimizer < actor.resting.weights / 50
 
 

@@ -56,9 +56,7 @@ def built(name: str, options: dict[str, Any]) -> tuple[Any, ModelShape]:
 def test_counts_are_those_of_the_real_model(name: str, options: dict[str, Any]) -> None:
     model, shape = built(name, options)
     assert shape.parameters == sum(p.numel() for p in model.parameters())
-    assert (
-        shape.largest_tensor == max(p.numel() for p in model.parameters()) or name == "Phi3"
-    )  # Phi 3 joins two matrices in one
+    assert shape.largest_tensor == max(p.numel() for p in model.parameters())
     assert shape.notes == ()
 
 

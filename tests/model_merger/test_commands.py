@@ -99,6 +99,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["hydraflow", "verl"])
 def test_memory_does_not_grow_with_the_model(large: Path, tmp_path: Path, layout: str) -> None:
     """Promised: at most the largest tensor and 300 MB above a process that has only imported torch. A few
@@ -153,9 +154,8 @@ class Hub:
 
     def create_repo(self, **options: Any) -> None:
         if options["repo_id"] == "no/network":
-            raise huggingface_hub.errors.HfHubHTTPError.__bases__[0](
-                "Connection refused"
-            )  # of the HTTP library
+            # The error is one of the HTTP library.
+            raise huggingface_hub.errors.HfHubHTTPError.__bases__[0]("Connection refused")
         if options["repo_id"] == "not/mine":
             raise huggingface_hub.errors.LocalTokenNotFoundError("Token is required")
         self.calls.append(("create", options))

@@ -72,6 +72,7 @@ def test_waiting_has_a_limit_that_names_the_lock(tmp_path: Path, monkeypatch: py
     lock_file(name).unlink()
 
 
+@pytest.mark.slow
 def test_three_processes_load_a_model_with_its_own_code_at_the_same_time(tmp_path: Path) -> None:
     model = tmp_path / "own"
     model.mkdir()

@@ -187,9 +187,8 @@ def test_local_columns_are_cut_before_they_are_sent() -> None:
     part = RemoteBatch.from_local(data).repeat(8).chunk(1000)[1]  # 800 rows of 100 values
     local = part.localised().columns["x"]
     assert local.refs[0].rows == 100
-    assert (
-        len(pickle.dumps(part.localised())) < 100 * 8 + 800 + 1000
-    )  # each value once, one byte of index a row, and the envelope
+    # Each value once, one byte of index a row, and the envelope.
+    assert len(pickle.dumps(part.localised())) < 100 * 8 + 800 + 1000
 
 
 def test_a_batch_of_references_pickles_small() -> None:
@@ -198,9 +197,8 @@ def test_a_batch_of_references_pickles_small() -> None:
     columns = {name: Column(tuple(FarRef(f"{name}{i}", rows // 8) for i in range(8))) for name in names}
     batch = RemoteBatch(columns).select_idxs(np.random.default_rng(0).permutation(rows))
     sent = sum(len(pickle.dumps(part.localised(), protocol=5)) for part in batch.chunk(8))
-    assert (
-        sent < 2 * rows + 8 * 32 * 60
-    )  # two bytes of index a row, shared by all columns; 32 references to each of 8 workers
+    # Two bytes of index a row, shared by all columns; 32 references to each of 8 workers.
+    assert sent < 2 * rows + 8 * 32 * 60
     assert store.asked == []
 
 

@@ -164,9 +164,8 @@ def test_bytes_travel_out_of_band() -> None:
     buffers: list[pickle.PickleBuffer] = []
     head = pickle.dumps(data, protocol=5, buffer_callback=buffers.append)
     assert len(head) < 1000
-    assert (
-        sum(buffer.raw().nbytes for buffer in buffers) == 50_000 * 4 + 50_000 * 4 + 5
-    )  # float32 and a number for each row, and ["u"]
+    # float32 and a number for each row, and ["u"].
+    assert sum(buffer.raw().nbytes for buffer in buffers) == 50_000 * 4 + 50_000 * 4 + 5
     assert rows_of(pickle.loads(head, buffers=buffers))[7] == {"x": 0.0, "uid": "u"}
 
 

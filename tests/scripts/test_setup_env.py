@@ -23,9 +23,9 @@ def install(folder: Path, *, known: str, index: str = "") -> tuple[int, list[str
     python = folder / "python"
     python.write_text(PIP)
     python.chmod(0o755)
-    for name in ("nvidia-smi",):
-        (folder / name).write_text("#!/usr/bin/env bash\nexit 1\n")
-        (folder / name).chmod(0o755)
+    no_gpu = folder / "nvidia-smi"
+    no_gpu.write_text("#!/usr/bin/env bash\nexit 1\n")
+    no_gpu.chmod(0o755)
     environment = {**os.environ, "NOTES": str(folder / "notes"), "KNOWN": known, "PYTHON": str(python)}
     environment["PATH"] = f"{folder}:{os.environ['PATH']}"
     environment.pop("HYDRAFLOW_TORCH_INDEX", None)

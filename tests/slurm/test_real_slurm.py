@@ -96,9 +96,8 @@ def test_a_job_that_was_told_to_stop_and_then_killed_ends_with_the_same_numbers(
 ) -> None:
     job = cluster.submit(*arguments(cluster), home=home)
     job.await_step(5)
-    cluster.ask(
-        "scancel", "--signal=USR1", "--batch", job.number
-    )  # what --signal=B:USR1@120 sends ahead of the limit
+    # --signal=B:USR1@120 sends the same ahead of the limit.
+    cluster.ask("scancel", "--signal=USR1", "--batch", job.number)
     job.await_state("PENDING", seconds=60)
     assert "it was asked to stop, and saved; back into the queue, for the 1. time" in job.said()
     saved = max(job.steps())
@@ -164,9 +163,8 @@ def without_node2(cluster: Cluster, job: Job) -> None:
 def test_a_run_that_fails_by_itself_hands_its_exit_code_on_and_is_not_put_back(
     cluster: Cluster, home: Path
 ) -> None:
-    job = cluster.submit(
-        *arguments(cluster, "trainer.keep_best=val-core/none"), home=home
-    )  # only the run itself knows its metrics
+    # Only the run itself knows its metrics.
+    job = cluster.submit(*arguments(cluster, "trainer.keep_best=val-core/none"), home=home)
     job.await_state("RUNNING", seconds=30)
     assert job.await_state("FAILED", "COMPLETED", "PENDING", seconds=LONG) == "FAILED", job.said()[-4000:]
     assert (job.fact("ExitCode"), job.fact("Restarts")) == ("2:0", "0")

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from jobs.command import hydraflow
 
 from hydraflow.compose.sweep import combinations
 from hydraflow.errors import ConfigError, EnvironmentFault
@@ -22,11 +23,7 @@ CPU = ["--", "trainer.device=cpu"]
 
 
 def submit(*words: str, home: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "hydraflow.slurm", "submit", *words]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        command, cwd=home, env=environ, capture_output=True, text=True, timeout=60, check=False
-    )
+    return hydraflow("slurm", "submit", *words, cwd=home)
 
 
 def directives(script: str) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from tracking.samples import ACCURACY, SAMPLES, about
 
 from hydraflow.tracking.trackers import open_trackers
 
-WHY = "mlflow is not installed: pip install -c constraints.txt -e '.[dev]'"
-pytest.importorskip("mlflow", reason=WHY)
-pytest.importorskip("sqlalchemy", reason=WHY)
+pytestmark = pytest.mark.skipif(
+    find_spec("mlflow") is None or find_spec("sqlalchemy") is None,
+    reason="mlflow is not installed: pip install -c constraints.txt -e '.[dev]'",
+)
 NAME = "val-core/sums/acc/mean_at_1"
 
 

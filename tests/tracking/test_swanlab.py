@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ from tracking.samples import ACCURACY, SAMPLES, about
 from hydraflow.tracking.swanlab import offline_because
 from hydraflow.tracking.trackers import open_trackers
 
-pytest.importorskip("swanlab", reason="swanlab is not installed: pip install -c constraints.txt -e '.[dev]'")
+pytestmark = pytest.mark.skipif(
+    find_spec("swanlab") is None,
+    reason="swanlab is not installed: pip install -c constraints.txt -e '.[dev]'",
+)
 
 
 @pytest.fixture(autouse=True)

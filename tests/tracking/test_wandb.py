@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from hydraflow.tracking.base import RunInfo
 from hydraflow.tracking.trackers import open_trackers
 from hydraflow.tracking.wandb import STEP, TABLE, WandbTracker, offline_because
 
-pytest.importorskip("wandb", reason="wandb is not installed: pip install -c constraints.txt -e '.[dev]'")
+pytestmark = pytest.mark.skipif(
+    find_spec("wandb") is None, reason="wandb is not installed: pip install -c constraints.txt -e '.[dev]'"
+)
 
 
 @pytest.fixture(autouse=True)

@@ -198,9 +198,8 @@ def test_rows_reach_every_branch_of_the_losses(plain: Callable[[str], Plain]) ->
     assert any(r > 1.2 and a > 0 for r, a in ratios) and any(r > 3 and a < 0 for r, a in ratios)
     assert any(r < 0.8 and a < 0 for r, a in ratios) and any(0.8 < r < 1.2 for r, a in ratios)
     gaps = [c["ref_log_prob"][t] - now for now, c, t in policy]
-    assert (
-        min(gaps) < 0 and any(0 < gap < 2 for gap in gaps) and max(gaps) > 2.7
-    )  # from 2.6 on, low_var_kl is above 10
+    # From 2.6 on, low_var_kl is above 10.
+    assert min(gaps) < 0 and any(0 < gap < 2 for gap in gaps) and max(gaps) > 2.7
     moved = [abs(now - c["values"][t]) for now, c, t in critic]
     assert min(moved) < 0.5 < max(moved)
 

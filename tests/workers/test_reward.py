@@ -78,12 +78,8 @@ def test_rows_that_fail_are_counted_and_cost_only_themselves(tiny: str, tmp_path
     )
     with worker(tiny, config) as reward:
         scored = reward.score(*batch)
-    assert token_scores(scored) == [
-        [0, 0.5],
-        [0, 0, -3],
-        [],
-        [0, 0, 1.5],
-    ]  # a response without tokens has no place for a score
+    # A response without tokens has no place for a score.
+    assert token_scores(scored) == [[0, 0.5], [0, 0, -3], [], [0, 0, 1.5]]
     assert scored.get("score").tolist() == [0.5, -3, 0, 1.5]
     assert scored.get("acc").tolist() == [1, -3, 0, 1]
     assert scored.meta_info["failed"] == 1
