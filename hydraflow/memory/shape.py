@@ -40,7 +40,7 @@ class ModelShape:
     qk_norm: bool = False
     """Queries and keys are normalised per head."""
     fused: bool = False
-    """As `Family.fused`."""
+    """As `ModelTypeTraits.fused`."""
     experts: int = 0
     """Routed experts of a layer; 0: a dense model."""
     experts_per_token: int = 0
