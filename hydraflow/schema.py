@@ -42,7 +42,7 @@ class PPOConfig:
     reward: ModelRewardConfig = field(default_factory=ModelRewardConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    trainer: TrainerConfig = option(factory=TrainerConfig, shapes_training=False)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
     async_training: AsyncTrainingConfig = field(default_factory=AsyncTrainingConfig)
     batch: BatchConfig = option(factory=BatchConfig, in_plan=True)
     cluster: ClusterConfig = option(factory=ClusterConfig, shapes_training=False)
@@ -66,7 +66,7 @@ class SFTConfig:
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     checkpoint: CheckpointConfig = option(factory=CheckpointConfig, shapes_training=False)
-    trainer: SFTTrainerConfig = option(factory=SFTTrainerConfig, shapes_training=False)
+    trainer: SFTTrainerConfig = field(default_factory=SFTTrainerConfig)
     ray_init: RayInitConfig = option(factory=RayInitConfig, shapes_training=False)
     log: LogConfig = option(factory=LogConfig, shapes_training=False)
     global_profiler: ProfilerConfig = option(factory=ProfilerConfig, shapes_training=False)
@@ -94,7 +94,7 @@ class GenerateConfig:
     rollout: SamplingConfig = field(default_factory=SamplingConfig)
     data: GenerateDataConfig = field(default_factory=GenerateDataConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
-    trainer: RunConfig = option(factory=RunConfig, shapes_training=False)
+    trainer: RunConfig = field(default_factory=RunConfig)
     ray_init: RayInitConfig = option(factory=RayInitConfig, shapes_training=False)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hydraflow.device import DEVICES
@@ -20,6 +21,8 @@ from hydraflow.options import (
     unless,
 )
 
+free = partial(option, shapes_training=False)
+"""A key that does not shape training: a run resumes with another value of it."""
 LOGGERS = ("console", "file", "tensorboard", "wandb", "mlflow", "swanlab")
 KNOWN_LOGGERS = Rule(f"may list {', '.join(LOGGERS)}", lambda value: set(value) <= set(LOGGERS))
 PROXY = Rule(
@@ -56,46 +59,46 @@ class DebugConfig(LocalConfig):
 class RunConfig:
     """Settings of every command that starts workers."""
 
-    nnodes: int = option(1, size=True)
+    nnodes: int = free(1, size=True)
     """Number of machines."""
-    n_gpus_per_node: int | None = option(None, size=True)
+    n_gpus_per_node: int | None = free(None, size=True)
     """Worker processes per machine, one per GPU (or plain processes on CPU). null: all GPUs, or 2 processes
     on CPU."""
-    device: str = option("auto", choices=DEVICES)
+    device: str = free("auto", choices=DEVICES)
     """Device type."""
-    threads_per_process: int | None = option(None, ge=1)
+    threads_per_process: int | None = free(None, ge=1)
     """Threads per worker process on CPU; null: usable cores / processes, at least 1."""
-    seed: int = option(1, ge=0, le=2**63 - 1, shapes_training=True)
+    seed: int = option(1, ge=0, le=2**63 - 1)
     """Seed of all randomness: data order, sampling, initial heads, mini-batches."""
-    rpc_timeout: float = option(3600.0, gt=0)
+    rpc_timeout: float = free(3600.0, gt=0)
     """Timeout, in seconds, of any one call to a worker."""
-    start_timeout: float = option(300.0, gt=0)
+    start_timeout: float = free(300.0, gt=0)
     """Timeout, in seconds, for resources and worker processes to become ready."""
-    debug: LocalConfig = field(default_factory=LocalConfig)
+    debug: LocalConfig = free(factory=LocalConfig)
 
 
 @dataclass
 class LoopConfig(RunConfig):
     """Settings of every training loop."""
 
-    project_name: str = "hydraflow"
+    project_name: str = free("hydraflow")
     """Project name in trackers."""
-    experiment_name: str = "run"
+    experiment_name: str = free("run")
     """Run name in trackers, and prefix of the run folder's name."""
-    default_local_dir: str | None = None
+    default_local_dir: str | None = free(None)
     """Run folder; null: runs/<experiment_name>-<date>-<time>, or the latest such folder whose run was
     interrupted."""
-    total_epochs: int = option(1, size=True, no_effect=replaced_by("total_training_steps"))
+    total_epochs: int = free(1, size=True, no_effect=replaced_by("total_training_steps"))
     """Epochs: passes over the training data."""
-    total_training_steps: int | None = option(None, size=True)
+    total_training_steps: int | None = free(None, size=True)
     """Number of training steps; null: from total_epochs."""
-    max_wall_time: Any = option(None, rule=TIME)
+    max_wall_time: Any = free(None, rule=TIME)
     """Wall-clock limit, in seconds or as 90s, 8m, 1h30m: the run saves and stops cleanly. null: no limit."""
-    test_freq: int = option(-1, rule=NEVER_OR_COUNT)
+    test_freq: int = free(-1, rule=NEVER_OR_COUNT)
     """Steps between validations; -1: only at the end (and before the first step with val_before_train)."""
-    logger: list[str] = option(factory=lambda: ["console", "file", "tensorboard"], rule=KNOWN_LOGGERS)
+    logger: list[str] = free(factory=lambda: ["console", "file", "tensorboard"], rule=KNOWN_LOGGERS)
     """Metric trackers; metrics.jsonl is always written."""
-    wandb_proxy: str | None = option(
+    wandb_proxy: str | None = free(
         None,
         rule=PROXY,
         no_effect=no_effect_when(
@@ -103,30 +106,30 @@ class LoopConfig(RunConfig):
         ),
     )
     """Proxy for Weights & Biases only, http://host:port."""
-    save_final_model: bool = True
+    save_final_model: bool = free(True)
     """Save the final weights as a Hugging Face directory."""
-    save_freq: int = option(-1, rule=NEVER_OR_COUNT)
+    save_freq: int = free(-1, rule=NEVER_OR_COUNT)
     """Steps between checkpoints (and one at the end); -1: none, except when a signal stops the run."""
-    keep_best: str | None = None
+    keep_best: str | None = free(None)
     """Validation metric, such as val-core/arithmetic/acc/mean@1, whose best checkpoint is kept in best/; for
     a loss, the lowest is best."""
-    stop_on_failed_save: bool = False
+    stop_on_failed_save: bool = free(False)
     """Stop the run if a checkpoint cannot be written (e.g. disk full) instead of warning and continuing."""
-    max_skipped_steps: int = option(3, ge=1)
+    max_skipped_steps: int = free(3, ge=1)
     """Consecutive optimizer steps of one model with a non-finite gradient, which are skipped, after which the
     run ends."""
-    max_restarts: int = option(0, ge=0)
+    max_restarts: int = free(0, ge=0)
     """Automatic restarts from the last complete checkpoint after a worker fails."""
-    restart_backoff: float = option(
+    restart_backoff: float = free(
         10.0,
         rule=NOT_NEGATIVE_SECONDS,
         no_effect=no_effect_when(lambda s: s.max_restarts == 0, "{s}.max_restarts=0", "{s}.max_restarts=3"),
     )
     """Seconds before the first automatic restart; doubles with each further one, up to 300."""
-    resume_mode: str = option("auto", choices=("auto", "disable", "resume_path"))
+    resume_mode: str = free("auto", choices=("auto", "disable", "resume_path"))
     """auto: resume from the run folder's latest checkpoint, if any; disable: start from scratch; resume_path:
     resume from resume_from_path."""
-    resume_from_path: str | None = option(None, no_effect=unless("resume_mode", "resume_path"))
+    resume_from_path: str | None = free(None, no_effect=unless("resume_mode", "resume_path"))
     """Checkpoint to resume from, .../global_step_N, with resume_mode=resume_path."""
 
 
@@ -134,29 +137,29 @@ class LoopConfig(RunConfig):
 class TrainerConfig(LoopConfig):
     """Reinforcement learning."""
 
-    experiment_name: str = "ppo"
+    experiment_name: str = free("ppo")
     """Run name in trackers, and prefix of the run folder's name."""
-    critic_warmup: int = option(0, ge=0, shapes_training=True)
+    critic_warmup: int = option(0, ge=0)
     """Critic warm-up: the step from which the actor learns, too. Steps count from 1, as in verl, so 10 leaves
     9 steps to the critic alone."""
-    balance_batch: bool = True
+    balance_batch: bool = free(True)
     """Balance the total sequence length across data ranks (within each mini-batch)."""
-    val_before_train: bool = True
+    val_before_train: bool = free(True)
     """Validate before the first step."""
-    val_only: bool = False
+    val_only: bool = free(False)
     """Validate and exit."""
-    log_val_generations: int = option(0, ge=0)
+    log_val_generations: int = free(0, ge=0)
     """Validation samples to log to the run folder and as a table to the trackers, per validation."""
-    rollout_data_dir: str | None = None
+    rollout_data_dir: str | None = free(None)
     """Folder for all responses of each training step, <step>.jsonl with prompt, response, score and ground
     truth; null: none."""
-    validation_data_dir: str | None = None
+    validation_data_dir: str | None = free(None)
     """Folder for all responses of each validation; null: none."""
-    max_actor_ckpt_to_keep: int | None = option(None, ge=1)
+    max_actor_ckpt_to_keep: int | None = free(None, ge=1)
     """Checkpoints of the actor to keep, including those from before a resume; null: all."""
-    max_critic_ckpt_to_keep: int | None = option(None, ge=1)
+    max_critic_ckpt_to_keep: int | None = free(None, ge=1)
     """Checkpoints of the critic to keep; null: all."""
-    debug: DebugConfig = field(default_factory=DebugConfig)
+    debug: DebugConfig = free(factory=DebugConfig)
 
 
 @dataclass
@@ -233,7 +236,7 @@ class BatchConfig:
 class SFTTrainerConfig(LoopConfig):
     """Supervised fine-tuning."""
 
-    experiment_name: str = "sft"
+    experiment_name: str = free("sft")
     """Run name in trackers, and prefix of the run folder's name."""
-    max_ckpt_to_keep: int | None = option(None, ge=1)
+    max_ckpt_to_keep: int | None = free(None, ge=1)
     """Checkpoints to keep, including those from before a resume; null: all."""
