@@ -53,16 +53,13 @@ GENERATION = {
 """Produced by sampling; `group` by the controller."""
 
 SCORING = {
-    "token_level_scores": Field(
-        "ragged float32 (B, R)",
-        "the reward function's score, at the last token of the response unless it scores tokens",
-    ),
-    "score": Field("float32 (B,)", "the same score, per response"),
+    "score": Field("float32 (B,)", "the reward function's score"),
     "acc": Field("float32 (B,)", "the reward function's acc, else its score"),
     "text": Field("str per row", "the decoded response"),
     "prompt_text": Field("str per row", "the decoded prompt"),
     "token_level_rewards": Field(
-        "ragged float32 (B, R)", "the scores less the KL penalty, if the algorithm puts it into the reward"
+        "ragged float32 (B, R)",
+        "the score on the last trained token, less the KL penalty if the algorithm puts it into the reward",
     ),
 }
 """Produced by scoring."""

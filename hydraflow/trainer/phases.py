@@ -47,7 +47,7 @@ def step_phases(config: PPOConfig) -> tuple[StepPhase, ...]:
             "score",
             "RewardWorker, rewards/",
             ("responses", "data_source", "reward_model", "extra_info"),
-            ("token_level_scores", "score", "acc"),
+            ("score", "acc"),
         ),
         StepPhase("log-probs", "ActorWorker, engine/", MODEL_INPUTS, ("old_log_probs",)),
         StepPhase("reference", reference_worker(config), MODEL_INPUTS, ("ref_log_prob",)),

@@ -52,7 +52,7 @@ class Rollouts(Protocol):
         ...
 
     def score(self, prompts: DataProto, sampling: Future, step: int) -> Future:
-        """A batch of `token_level_scores`, `score` and `acc`, perhaps `text` and `prompt_text`; facts
+        """A batch of `score` and `acc`, perhaps `text` and `prompt_text`; facts
         `failed` and `why_failed`."""
         ...
 

@@ -45,7 +45,7 @@ class AdvantageWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False, read_only=True)
     def compute(self, batch: DataProto, scored: DataProto) -> DataProto:
-        """From `token_level_scores` in `scored`: `advantages` and `returns`.
+        """From `score` in `scored`: `advantages` and `returns`.
 
         `meta_info["metrics"]` describes the step's data, `meta_info["kl"]` is the KL controller's state after
         it.
@@ -55,18 +55,18 @@ class AdvantageWorker(Worker):
         padded = {
             name: to_padded(batch.get(name)) for name in batch.keys() if name not in ("prompts", "group")
         }
-        padded["token_level_scores"] = to_padded(scored.get("token_level_scores"))
         mask = padded["response_mask"].to(torch.float32)
         metrics: dict[str, float] = {}
-        rewards = padded["token_level_scores"]
+        scores = scored.get("score")
+        rewards = on_last_trained_token(scores, mask, lengths)
         if algorithm.use_kl_in_reward:
             rewards, metrics = self._take_kl_off(padded, rewards, mask)
         advantages, returns = estimate_advantages(
             algorithm, rewards, mask, values=padded.get("values"), group_ids=batch.get("group")
         )
-        metrics |= _data_metrics(padded, rewards, advantages, returns, mask)
+        metrics |= _data_metrics(padded, scores, rewards, advantages, returns, mask)
         if ESTIMATORS[algorithm.adv_estimator].groups:
-            metrics |= _group_metrics(padded["token_level_scores"].sum(1), batch.get("group"))
+            metrics |= _group_metrics(scores, batch.get("group"))
         metrics |= _length_metrics(parts(batch.get("prompts"))[1], lengths, self.spec.response_tokens)
         columns = {"token_level_rewards": rewards, "advantages": advantages, "returns": returns}
         return DataProto.from_dict(
@@ -104,8 +104,26 @@ class AdvantageWorker(Worker):
         return rewards, {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coefficient}
 
 
+def on_last_trained_token(scores: torch.Tensor, mask: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Scores (B,) as rewards (B, R), each on the row's last token that the mask selects. In a row without
+    one it is on the last token: only sums over the row see it there, by which groups are compared.
+
+    >>> mask = torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+    >>> on_last_trained_token(torch.tensor([0.5, 2.0]), mask, torch.tensor([3, 2]))
+    tensor([[0.0000, 0.5000, 0.0000],
+            [0.0000, 2.0000, 0.0000]])
+    """
+    if mask.shape[1] == 0:
+        return torch.zeros_like(mask)
+    positions = torch.arange(1, mask.shape[1] + 1)
+    last = (positions * mask.bool()).amax(1)  # 0: none
+    last = torch.where(last > 0, last, lengths.clamp(min=1)) - 1
+    return torch.zeros_like(mask).scatter(1, last[:, None], scores[:, None].to(mask.dtype))
+
+
 def _data_metrics(
     padded: dict[str, torch.Tensor],
+    scores: torch.Tensor,
     rewards: torch.Tensor,
     advantages: torch.Tensor,
     returns: torch.Tensor,
@@ -114,7 +132,7 @@ def _data_metrics(
     """Means, largest and smallest values under verl's names; token columns count trained tokens only."""
     trained = mask.bool()
     columns = {
-        "critic/score": padded["token_level_scores"].sum(1),
+        "critic/score": scores,
         "critic/rewards": rewards.sum(1),
         "critic/advantages": advantages[trained],
         "critic/returns": returns[trained],

@@ -1,7 +1,7 @@
 """Scores responses with a reward function, in a pool of processes beside the training processes.
 
-In: trajectories with their row objects. Out: `token_level_scores` (the score on each response's last token),
-`score`, `acc`, the decoded `text` and `prompt_text` and the number of rows that failed.
+In: trajectories with their row objects. Out: `score`, `acc`, the decoded `text` and `prompt_text`, and the
+number of rows that failed. Left out on purpose: the token that a score belongs to (`advantage.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hydraflow.dispatch.worker import ProcessContext, Worker
 from hydraflow.models.config import ModelSourceConfig
 from hydraflow.models.loading import load_tokenizer
 from hydraflow.protocol.batch import DataProto
-from hydraflow.protocol.ragged import from_parts, parts, rows
+from hydraflow.protocol.ragged import rows
 from hydraflow.rewards.config import RewardConfig
 from hydraflow.rewards.pool import RewardPool, RewardRow
 
@@ -57,7 +57,6 @@ class RewardWorker(Worker):
         scores = torch.tensor([result.score for result in results], dtype=torch.float32)  # (B,)
         return DataProto.from_dict(
             tensors={
-                "token_level_scores": _on_last_token(scores, parts(sampled.get("responses"))[1]),
                 "score": scores,
                 # what the function calls acc, else its score
                 "acc": torch.tensor(
@@ -95,11 +94,3 @@ class RewardWorker(Worker):
                 objects["data_source"], texts, objects["reward_model"], objects["extra_info"], strict=True
             )
         ]
-
-
-def _on_last_token(scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Ragged (B, R): 0 except on the last token; the score of an empty response is lost."""
-    values = torch.zeros(int(lengths.sum()), dtype=torch.float32)
-    filled = lengths > 0
-    values[lengths.cumsum(0)[filled] - 1] = scores[filled]
-    return from_parts(values, lengths)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from known_columns import assert_as_documented
 from workers.by_hand import process
 
-from hydraflow.algorithms.config import AlgorithmConfig, KLControlConfig
+from hydraflow.algorithms.config import ESTIMATORS, AlgorithmConfig, KLControlConfig
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 from hydraflow.workers.advantage import AdvantageSpec, AdvantageWorker
@@ -22,9 +24,8 @@ def column(rows: list[list[float]]) -> torch.Tensor:
     return ragged.from_rows([torch.tensor(row, dtype=torch.float32) for row in rows])
 
 
-def make_batch(last_scores: list[float]) -> tuple[DataProto, DataProto]:
-    """A batch and its scores. Prompts of 1, 1, 2 and 2 tokens; scores on the last tokens."""
-    scores = [[0.0] * (len(mask) - 1) + [score] for mask, score in zip(MASK, last_scores)]
+def make_batch(scores: list[float]) -> tuple[DataProto, DataProto]:
+    """A batch and its scores. Prompts of 1, 1, 2 and 2 tokens."""
     batch = DataProto.from_dict(
         {
             "prompts": ragged.from_rows([torch.ones(n, dtype=torch.int64) for n in (1, 1, 2, 2)]),
@@ -34,7 +35,7 @@ def make_batch(last_scores: list[float]) -> tuple[DataProto, DataProto]:
             "group": torch.tensor([7, 7, 3, 3]),
         }
     )
-    return batch, DataProto.from_dict({"token_level_scores": column(scores)})
+    return batch, DataProto.from_dict({"score": torch.tensor(scores, dtype=torch.float32)})
 
 
 def make_worker(**options: object) -> AdvantageWorker:
@@ -143,3 +144,36 @@ def test_the_distance_to_the_generator_counts_trained_tokens() -> None:
     assert told["training/rollout_probs_diff_max"] == pytest.approx(0.25)
     assert told["training/rollout_probs_diff_mean"] == pytest.approx(0.125)
     assert told["actor/entropy"] == 1.5
+
+
+@given(
+    st.lists(st.lists(st.booleans(), min_size=0, max_size=5), min_size=1, max_size=6),
+    st.sampled_from(sorted(ESTIMATORS)),
+)
+@settings(max_examples=100)
+def test_every_estimator_sees_the_score_whatever_the_mask(masks: list[list[bool]], estimator: str) -> None:
+    """The reference has the trained tokens alone: holes and masked ends are cut out of its rows, so the score
+    is on their last token in both."""
+    trained = [[True] * sum(mask) for mask in masks]
+    scores = [float(i % 3) for i in range(len(masks))]
+    found, expected = (advantages_of(rows, scores, estimator) for rows in (masks, trained))
+    kept = [[value for value, on in zip(row, mask) if on] for row, mask in zip(found, masks)]
+    assert [len(row) for row in found] == [len(mask) for mask in masks]
+    assert kept == [pytest.approx(row, abs=1e-6) for row in expected]
+    assert all(value == 0 for row, mask in zip(found, masks) for value, on in zip(row, mask) if not on)
+
+
+def advantages_of(masks: list[list[bool]], scores: list[float], estimator: str) -> list[list[float]]:
+    """One group of rows with these masks, whose critic says 0.1 per token that is still to come."""
+    values = [[0.1 * sum(mask[place:]) for place in range(len(mask))] for mask in masks]
+    batch = DataProto.from_dict(
+        {
+            "prompts": ragged.from_rows([torch.ones(1, dtype=torch.int64) for _ in masks]),
+            "response_mask": ragged.from_rows([torch.tensor(mask, dtype=torch.int64) for mask in masks]),
+            "values": column(values),
+            "group": torch.zeros(len(masks), dtype=torch.int64),
+        }
+    )
+    worker = make_worker(adv_estimator=estimator, gamma=0.9, lam=0.8)
+    made = worker.compute(batch, DataProto.from_dict({"score": torch.tensor(scores)}))
+    return [row.tolist() for row in ragged.rows(made.get("advantages"))]
