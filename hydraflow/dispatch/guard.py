@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import os
 import select
-import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
@@ -47,10 +49,11 @@ class RayGuard:
         self._seen: dict[str, psutil.Process] = {}
         self._names: dict[int, str] = {}
         """Name of the process by its descriptor."""
-        self._agents: list[int] = []
-        """Descriptors of the node process's children when Ray was up: its agents and first workers."""
+        self._reaper: subprocess.Popen[bytes] | None = None
+        """Ends Ray's agents with this process; None: not started yet."""
         self._ends = select.poll()
         self._stopped = threading.Event()
+        self._starting = threading.Lock()
         self._before = _children()
 
     def watch(self) -> None:
@@ -65,6 +68,10 @@ class RayGuard:
     def stop(self) -> None:
         """Ends the thread; Ray may end after that."""
         self._stopped.set()
+        with self._starting:
+            if self._reaper is not None:
+                self._reaper.kill()
+                self._reaper.wait()
 
     def fault(self) -> EnvironmentFault | None:
         """The error for the process that has ended; None if both live."""
@@ -100,14 +107,10 @@ class RayGuard:
             return
 
     def _end_without_node(self) -> None:
-        """Exits before Ray's client does, so there is no time to look for processes. Ray's agents are known:
-        left alone, they would wait a minute for the control service, which ends with this process. The other
-        processes of Ray and of the rewards end with the one that started them."""
+        """Exits before Ray's client does. Nothing is killed here, because that takes longer than the client
+        does: the other processes of Ray and of the rewards end with the one that started them."""
         if self._up and self._may_end() and not SHUTDOWN.asked:  # a signal may be for the whole run
             os.write(2, self._last_words)
-            for agent in self._agents:
-                with suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(agent, signal.SIGKILL)
             os._exit(EnvironmentFault.exit_code)
 
     def _may_end(self) -> bool:
@@ -121,11 +124,16 @@ class RayGuard:
                         descriptor = os.pidfd_open(process.pid)
                         self._seen[name], self._names[descriptor] = process, name
                         self._ends.register(descriptor, select.POLLIN)
-        if self._up and "raylet" in self._seen and not self._agents:
-            with suppress(psutil.NoSuchProcess):
-                for agent in self._seen["raylet"].children():
-                    with suppress(ProcessLookupError):
-                        self._agents.append(os.pidfd_open(agent.pid))
+        if self._up and "raylet" in self._seen and self._reaper is None:
+            self._start_reaper(self._seen["raylet"])
+
+    def _start_reaper(self, raylet: psutil.Process) -> None:
+        """The node process's children are its agents and first workers, which end by themselves."""
+        with suppress(psutil.NoSuchProcess), self._starting:
+            pids = [os.getpid(), *(child.pid for child in raylet.children())]
+            words = [sys.executable, "-I", "-S", str(Path(__file__).with_name("reaper.py")), *map(str, pids)]
+            if not self._stopped.is_set():
+                self._reaper = subprocess.Popen(words, start_new_session=True)
 
 
 def _fault(name: str) -> EnvironmentFault:

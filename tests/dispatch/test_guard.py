@@ -4,6 +4,7 @@ behind."""
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import pytest
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
+import sys, time
 from hydraflow.compose.launch import run_guarded
 from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.group import Timeouts
@@ -26,6 +28,8 @@ from hydraflow.system.interrupts import command
 def work():
     with Runtime(RayInitConfig(), Timeouts(start=60, call=60)) as runtime:
         runtime.start([ResourcePool("pool", [1])])
+        print("up", flush=True)
+        time.sleep(float(sys.argv[1]))
     return 0
 
 command(lambda: run_guarded(work))
@@ -56,7 +60,7 @@ def test_a_process_that_ray_needs_is_killed_while_it_starts(tmp_path: Path, name
     mark = str(tmp_path)
     environ = {**os.environ, "PYTHONPATH": str(ROOT), MARK: mark}
     with open(tmp_path / "log", "w") as log:
-        process = subprocess.Popen([sys.executable, "-c", PROGRAM], env=environ, stdout=log, stderr=log)
+        process = subprocess.Popen([sys.executable, "-c", PROGRAM, "0"], env=environ, stdout=log, stderr=log)
     deadline = time.monotonic() + 120
     while not (found := named(mark, name)):
         assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
@@ -68,6 +72,28 @@ def test_a_process_that_ray_needs_is_killed_while_it_starts(tmp_path: Path, name
     assert (
         f"Ray's {words} ({name}) has ended: it was killed, or it failed" in said and "Traceback" not in said
     )
+    deadline = time.monotonic() + 10
+    while left := family(mark):
+        assert time.monotonic() < deadline, [process.name() for process in left]
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("name", ["", "raylet"])
+def test_rays_agents_end_with_a_command_or_a_node_process_that_is_killed(tmp_path: Path, name: str) -> None:
+    """Both end without a word to them; the control service that they would report it to ends as well."""
+    mark = str(tmp_path)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), MARK: mark}
+    with open(tmp_path / "log", "w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, "300"], env=environ, stdout=log, stderr=log
+        )
+    deadline = time.monotonic() + 120
+    while "up" not in (tmp_path / "log").read_text():
+        assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
+        time.sleep(0.02)
+    time.sleep(1.0)  # the guard has looked for the agents
+    (named(mark, name)[0] if name else process).kill()
+    assert process.wait(timeout=60) == (3 if name else -signal.SIGKILL), (tmp_path / "log").read_text()
     deadline = time.monotonic() + 10
     while left := family(mark):
         assert time.monotonic() < deadline, [process.name() for process in left]
