@@ -177,13 +177,18 @@ def describe(schema: type) -> str:
     return "\n".join(lines)
 
 
+def known_above(keys: Mapping[str, Key], path: str) -> Key | None:
+    """The nearest known key that a key is inside of."""
+    while path := path.rpartition(".")[0]:
+        if path in keys:
+            return keys[path]
+    return None
+
+
 def is_below_open(keys: Mapping[str, Key], path: str) -> bool:
     """Whether a key is inside a mapping that takes any key."""
-    while path:
-        path = path.rpartition(".")[0]
-        if path in keys:
-            return keys[path].is_open
-    return False
+    above = known_above(keys, path)
+    return above is not None and above.is_open
 
 
 def wrong_type(schema: type, key: Key, value: Any) -> Problem:

@@ -19,7 +19,7 @@ from hydraflow.compose.command import COMMAND_LINE
 from hydraflow.compose.keys import (
     Key,
     accepts,
-    is_below_open,
+    known_above,
     known_keys,
     nearest_keys,
     type_words,
@@ -246,9 +246,8 @@ def over(base: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
 def leaf_of(schema: type, key: str) -> str:
     """The schema's leaf that a key sets: itself, or the open mapping that it is in."""
     known = known_keys(schema)
-    while key not in known and is_below_open(known, key):
-        key = key.rpartition(".")[0]
-    return key
+    above = known_above(known, key)
+    return above.path if key not in known and above and above.is_open else key
 
 
 def _has_interpolation(value: Any) -> bool:

@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any
 
 from hydraflow.compose.command import COMMAND_LINE, DEFAULT
-from hydraflow.compose.keys import accepts, is_below_open, known_keys, wrong_type
+from hydraflow.compose.keys import accepts, is_below_open, known_above, known_keys, wrong_type
 from hydraflow.compose.nearest import nearest
 from hydraflow.compose.patterns import fits
 from hydraflow.compose.verl_defaults import leaves as verl_leaves
@@ -359,14 +359,14 @@ def _take(
 
 def _set(new: str, value: Any, leaves: dict[str, Any]) -> None:
     """Sets a leaf, or a name inside an open one."""
-    known, path = known_keys(PPOConfig), new
-    while path not in known:
-        path = path.rpartition(".")[0]
-    if path == new:
+    known = known_keys(PPOConfig)
+    if new in known:
         leaves[new] = value
         return
-    leaves[path] = tree = dict(leaves.get(path) or {})
-    *sections, last = new.removeprefix(f"{path}.").split(".")
+    above = known_above(known, new)
+    assert above is not None
+    leaves[above.path] = tree = dict(leaves.get(above.path) or {})
+    *sections, last = new.removeprefix(f"{above.path}.").split(".")
     for section in sections:
         tree[section] = tree = dict(tree.get(section) or {})
     tree[last] = value
