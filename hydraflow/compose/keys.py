@@ -99,6 +99,11 @@ def unknown_key(schema: type, path: str, value: Any) -> Problem:
     return Problem(path, shown(value), "unknown key", remedy)
 
 
+def leaf_keys(schema: type) -> list[str]:
+    """The paths of the schema's leaves."""
+    return [key.path for key in known_keys(schema).values() if not key.is_section]
+
+
 def nearest_keys(schema: type, path: str, count: int = 3) -> list[str]:
     """Known keys that resemble `path`, the nearest first; leaves only.
 
@@ -106,7 +111,7 @@ def nearest_keys(schema: type, path: str, count: int = 3) -> list[str]:
     >>> nearest_keys(PPOConfig, "train_batch_size")[0]
     'data.train_batch_size'
     """
-    return nearest(path, [key.path for key in known_keys(schema).values() if not key.is_section], count)
+    return nearest(path, leaf_keys(schema), count)
 
 
 def accepts(hint: Any, value: Any) -> bool:

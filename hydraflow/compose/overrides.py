@@ -109,7 +109,8 @@ def prepare(
         keys.add(parsed.key_or_group)
         if problems := _problems(parsed, schema, groups, multirun=arguments.multirun):
             prepared.problems += problems
-            _mark_unknown(prepared.unknown, parsed, schema, groups)
+            prepared.unknown.add(parsed.key_or_group, *nearest_keys(schema, parsed.key_or_group, 1))
+            prepared.unknown.everything |= _is_choice(parsed, groups)  # a choice of files sets anything
         else:
             prepared.words += _normalised(parsed, groups, chosen, own_file=own_file)
     if "recipe" in groups and not arguments.own_files and not keys & _OWN_MODEL_OR_DATA:
@@ -227,12 +228,6 @@ def _breaks_the_tree(override: Override, schema: type) -> Problem | None:
     if above is None or above.is_section or above.is_open:
         return None
     return unknown_key(schema, key, value[0] if value else None)
-
-
-def _mark_unknown(unknown: UnknownValues, override: Override, schema: type, groups: Groups) -> None:
-    """Marks the key of a rejected override as unknown; a rejected choice of files may have set anything."""
-    unknown.add(override.key_or_group, *nearest_keys(schema, override.key_or_group, 1))
-    unknown.everything |= _is_choice(override, groups)
 
 
 def _normalised(override: Override, groups: Groups, chosen: frozenset[str], *, own_file: bool) -> list[str]:

@@ -8,7 +8,7 @@ choices (`rules.py`), Hydra, and where the tree comes from (`loading.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,10 +60,15 @@ class UnknownValues:
         """Whether the plan's rules, which combine many keys, would mislead."""
         return self.everything or any(key in self.keys for key in _DECIDES_THE_PLAN)
 
-    def may_cause(self, problem: Problem) -> bool:
-        """Whether a problem may be due to a rejected value."""
-        text = f"{problem.field} {problem.rule}"
-        return self.everything or any(key in text for key in self.keys)
+    def unrelated(self, problems: Iterable[Problem]) -> list[Problem]:
+        """The problems that cannot be due to a rejected value."""
+        if self.everything:
+            return []
+        return [
+            problem
+            for problem in problems
+            if not any(key in f"{problem.field} {problem.rule}" for key in self.keys)
+        ]
 
 
 @dataclass
