@@ -21,65 +21,27 @@ ENVIRONMENTS = {"env_vars", "env_set"}
 _PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 """The words of a name: openaiApiKey, OPENAI_API_KEY and openai-api-key have the same three."""
 _ANYWHERE = {
-    "password",
-    "passwords",
-    "passwd",
-    "passphrase",
-    "secret",
-    "secrets",
-    "credential",
-    "credentials",
+    *("password", "passwords", "passwd", "passphrase"),
+    *("secret", "secrets", "credential", "credentials"),
 }
 _PAIRS = {("api", "key"), ("access", "key"), ("private", "key"), ("account", "key"), ("connection", "string")}
 _GLUED = (
-    "token",
-    "secret",
-    "password",
-    "passwd",
-    "passphrase",
-    "apikey",
-    "secretkey",
-    "accesskey",
-    "privatekey",
+    *("token", "secret", "password", "passwd", "passphrase"),
+    *("apikey", "secretkey", "accesskey", "privatekey"),
 )
 _LAST = {
-    "key",
-    "auth",
-    "authorization",
-    "bearer",
-    "cookie",
-    "cookies",
-    "jwt",
-    "passcode",
-    "pat",
-    "pem",
-    "pw",
-    "signature",
+    *("key", "auth", "authorization", "bearer", "cookie", "cookies"),
+    *("jwt", "passcode", "pat", "pem", "pw", "signature"),
 }
 _LAST_UNLESS_A_NUMBER = {"keys", "tokens", "pass", "sig"}
 """max_tokens=512 counts tokens."""
 _POINTERS = {"file", "path", "dir", "folder", "length", "len"}
 """The last word of a name that says where a secret is, or how long."""
 _COLUMNS = {
-    *(
-        "prompt_key",
-        "response_key",
-        "messages_key",
-        "data_source_key",
-        "reward_fn_key",
-        "reward_model_key",
-        "gdpo_reward_keys",
-    ),
-    *(
-        "input_key",
-        "output_key",
-        "question_key",
-        "answer_key",
-        "text_key",
-        "label_key",
-        "chosen_key",
-        "rejected_key",
-    ),
+    *("prompt_key", "response_key", "messages_key", "data_source_key"),
+    *("reward_fn_key", "reward_model_key", "gdpo_reward_keys"),
+    *("input_key", "output_key", "question_key", "answer_key", "text_key", "label_key"),
+    *("chosen_key", "rejected_key"),
     *("tools_key", "enable_thinking_key", "image_key", "video_key", "audio_key"),
 }
 """Keys that name a column of the data."""

@@ -17,6 +17,7 @@ from hydraflow.device import CPU_PROCESSES, listed_gpus, usable_cores
 from hydraflow.engine.config import OptimConfig
 from hydraflow.models.config import ModelConfig
 from hydraflow.schema import PPOConfig, SFTConfig
+from hydraflow.system.printing import count
 
 POLICY = "actor_rollout_ref"
 
@@ -121,8 +122,7 @@ def _processes(config: PPOConfig | SFTConfig, *, planning: bool) -> Iterator[str
     if on_cpu and trainer.n_gpus_per_node is not None and each > cores:
         yield (
             f"trainer.n_gpus_per_node={each}: on a CPU these are processes, and this machine has"
-            f" {cores} {'core' if cores == 1 else 'cores'}, so they take turns;"
-            f" trainer.n_gpus_per_node={cores}"
+            f" {count(cores, 'core')}, so they take turns; trainer.n_gpus_per_node={cores}"
         )
 
 

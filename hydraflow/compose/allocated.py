@@ -7,17 +7,16 @@ an error. Left out on purpose: reading the variables (`system/allocation.py`), m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
+from hydraflow.device import CPU_PROCESSES
 from hydraflow.errors import Problem
 from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
 from hydraflow.system.allocation import Allocation
 from hydraflow.system.printing import count
 
 NODES, DEVICES, CPUS = "trainer.nnodes", "trainer.n_gpus_per_node", "ray_init.num_cpus"
-CPU_PROCESSES = 2
-"""Default number of worker processes on a machine without GPUs, as in `trainer/machine.py`."""
 BESIDE = 1
 """Processes per machine to which Ray gives a CPU besides the training processes: the one for rewards and
 advantages."""
@@ -34,22 +33,15 @@ def take(schema: type, leaves: dict[str, Any], origins: dict[str, str], given: A
     if leaves.get("trainer.device") == "cpu":
         del found[DEVICES]
     if leaves.get("debug") or leaves.get("trainer.debug.local"):
-        found = {
-            key: field for key, field in found.items() if key == CPUS
-        }  # debugging uses one process per role
+        found = {CPUS: "cpus"}  # debugging uses one process per role
     for key, field in found.items():
         value = getattr(given, field)
-        if (
-            value is None
-            or key in origins
-            or (key == CPUS and not (local and value >= _processes(leaves) + BESIDE))
-        ):
+        if value is None or key in origins:
+            continue
+        processes = int(leaves.get(DEVICES) or CPU_PROCESSES)
+        if key == CPUS and not (local and value >= processes + BESIDE):
             continue
         leaves[key], origins[key] = value, f"follows {given.source(field)}"
-
-
-def _processes(leaves: Mapping[str, Any]) -> int:
-    return int(leaves.get(DEVICES) or CPU_PROCESSES)
 
 
 def contradictions(config: Any, given: Allocation | None) -> Iterator[Problem]:

@@ -26,23 +26,13 @@ _SWITCHES = {
     "--shell-completion",
     "-sc",
 }
-_WITH_VALUE = {
-    "--cfg",
-    "-c",
-    "--package",
-    "-p",
-    "--config-path",
-    "-cp",
-    "--config-name",
-    "-cn",
-    "--config-dir",
-    "-cd",
-}
+CONFIG_PATH, CONFIG_DIR = ("--config-path", "-cp"), ("--config-dir", "-cd")
+CONFIG_NAME = ("--config-name", "-cn")
+_WITH_VALUE = {"--cfg", "-c", "--package", "-p", *CONFIG_PATH, *CONFIG_DIR, *CONFIG_NAME}
 _INFO = {"--info", "-i"}
 _INFO_KINDS = {"all", "config", "defaults", "defaults-tree", "plugins", "searchpath"}
 _COMMANDS = {"--run", "-r", "--multirun", "-m", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
 _RUNS = {"--run", "-r", "--multirun", "-m"}
-_OWN_FILES = {"--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"}
 
 
 @dataclass(frozen=True)
@@ -86,7 +76,7 @@ class Arguments:
     @property
     def own_files(self) -> bool:
         """Whether the user brings configuration files."""
-        return self.has(*_OWN_FILES)
+        return self.has(*CONFIG_PATH, *CONFIG_DIR, *CONFIG_NAME)
 
     def value(self, *names: str) -> str | None:
         """The value of an option; None if it was not given."""
@@ -100,12 +90,9 @@ class Arguments:
         """Removes an option from `options` and returns its value; "" for an option without a value."""
         for position, option in enumerate(self.options):
             name, equals, value = option.partition("=")
-            if name not in names:
-                continue
-            length = 1 if equals or name in _SWITCHES else 2
-            taken = self.options[position : position + length]
-            del self.options[position : position + length]
-            return value if equals else (taken[1] if length == 2 else "")
+            if name in names:
+                del self.options[position]
+                return value if equals or name in _SWITCHES else self.options.pop(position)
         return None
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hydraflow.errors import Problem
+from hydraflow.system.printing import count
 
 DEFAULT = "default"
 """Origin of an unset value."""
@@ -31,11 +32,8 @@ class KeyCounts:
     unsupported: int = 0
 
     def __str__(self) -> str:
-        noun = "key" if self.honoured == 1 else "keys"
-        return (
-            f"{self.honoured} {noun} honoured, {self.without_effect} accepted without effect,"
-            f" {self.unsupported} unsupported"
-        )
+        honoured = f"{count(self.honoured, 'key')} honoured"
+        return f"{honoured}, {self.without_effect} accepted without effect, {self.unsupported} unsupported"
 
 
 @dataclass(frozen=True)

@@ -59,12 +59,17 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _public(word: str) -> str:
-    if word.startswith("-") or "=" not in word:
-        return unparsed(word)
+def parsed(word: str) -> Override | None:
+    """The override; None if Hydra cannot parse it."""
     try:
-        override = OverridesParser.create().parse_override(word)
+        return OverridesParser.create().parse_override(word)
     except HydraException:
+        return None
+
+
+def _public(word: str) -> str:
+    override = None if word.startswith("-") or "=" not in word else parsed(word)
+    if override is None:
         return unparsed(word)
     key, found = override.key_or_group, values(override)
     if not found:  # a range, or a deletion, which may name a value

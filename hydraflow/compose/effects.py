@@ -49,6 +49,30 @@ def _critic_counts_rows(config: PPOConfig) -> bool:
     return rows is not None and not fills_by_tokens(config, "critic")
 
 
+def _log_prob_rules(role: str) -> tuple[NoEffectRule, NoEffectRule]:
+    """The log-probability pass of the rollout or the reference is filled either by rows or by tokens."""
+    section = f"actor_rollout_ref.{role}"
+
+    def counts_rows(config: PPOConfig) -> bool:
+        rows = getattr(config.actor_rollout_ref, role).log_prob_micro_batch_size_per_gpu
+        return rows is not None and not fills_by_tokens(config, role)
+
+    return (
+        NoEffectRule(
+            f"{section}.log_prob_micro_batch_size_per_gpu",
+            lambda c: fills_by_tokens(c, role),
+            BY_TOKENS,
+            f"{section}.log_prob_use_dynamic_bsz=false",
+        ),
+        NoEffectRule(
+            f"{section}.log_prob_max_token_len_per_gpu",
+            counts_rows,
+            BY_ROWS,
+            f"{section}.log_prob_use_dynamic_bsz=true",
+        ),
+    )
+
+
 def _strategy(config: PPOConfig) -> str:
     return config.actor_rollout_ref.actor.strategy
 
@@ -87,36 +111,8 @@ _BATCHES = (
         BY_TOKENS,
         "critic.use_dynamic_bsz=false",
     ),
-    NoEffectRule(
-        f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu",
-        lambda c: fills_by_tokens(c, "rollout"),
-        BY_TOKENS,
-        f"{ROLLOUT}.log_prob_use_dynamic_bsz=false",
-    ),
-    NoEffectRule(
-        f"{REF}.log_prob_micro_batch_size_per_gpu",
-        lambda c: fills_by_tokens(c, "ref"),
-        BY_TOKENS,
-        f"{REF}.log_prob_use_dynamic_bsz=false",
-    ),
-    NoEffectRule(
-        f"{ROLLOUT}.log_prob_max_token_len_per_gpu",
-        lambda c: (
-            c.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu is not None
-            and not fills_by_tokens(c, "rollout")
-        ),
-        BY_ROWS,
-        f"{ROLLOUT}.log_prob_use_dynamic_bsz=true",
-    ),
-    NoEffectRule(
-        f"{REF}.log_prob_max_token_len_per_gpu",
-        lambda c: (
-            c.actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu is not None
-            and not fills_by_tokens(c, "ref")
-        ),
-        BY_ROWS,
-        f"{REF}.log_prob_use_dynamic_bsz=true",
-    ),
+    *_log_prob_rules("rollout"),
+    *_log_prob_rules("ref"),
     NoEffectRule(
         "critic.forward_max_token_len_per_gpu", _critic_counts_rows, BY_ROWS, "critic.use_dynamic_bsz=true"
     ),
@@ -218,19 +214,11 @@ RULES: dict[type, tuple[NoEffectRule, ...]] = {
 }
 """Schema -> rules; for each key, the first rule that applies is reported."""
 
-PLANNED_ONLY = (
-    NoEffectRule(
-        "cluster.*",
-        lambda c: True,
-        "it describes machines for python -m hydraflow.plan; a run takes those of trainer.*",
-    ),
-    NoEffectRule(
-        f"{ROLLOUT}.agent.*",
-        lambda c: True,
-        "no agents run yet; python -m hydraflow.plan shows what each of them would get",
-    ),
-)
-"""Keys that only the planner reads."""
+PLANNED_ONLY = {
+    "cluster.*": "it describes machines for python -m hydraflow.plan; a run takes those of trainer.*",
+    f"{ROLLOUT}.agent.*": "no agents run yet; python -m hydraflow.plan shows what each of them would get",
+}
+"""Keys that only the planner reads -> why a run does not."""
 _NEVER_IDLE = {"critic.enable", "critic.strategy"}
 """Keys that a section without effect does not silence: the one that switches it, and the one that
 `model_engine` sets along with the actor's."""
@@ -246,7 +234,7 @@ def without_effect(config: object, key: str) -> tuple[str, str] | None:
 
 
 def _planned_only(key: str) -> tuple[str, str] | None:
-    return next(((rule.why, rule.remedy) for rule in PLANNED_ONLY if fits(rule.pattern, key)), None)
+    return next(((why, "") for pattern, why in PLANNED_ONLY.items() if fits(pattern, key)), None)
 
 
 def keys_without_effect(

@@ -80,8 +80,7 @@ def _override(key: str, match: re.Match[str], files: Sequence[str]) -> Problem:
 
 
 _ROWS: tuple[tuple[str, Callable[[str, re.Match[str], Sequence[str]], Problem]], ...] = (
-    (r"Could not delete from config\. '(.+?)' does not exist", _deletion),
-    (r"Could not delete from config\. The value of '(.+?)'", _deletion),
+    (r"Could not delete from config\. (?:The value of )?'(.+?)'", _deletion),
     (r"Interpolation key '(.+?)' not found", _interpolation),
     (r"primary config '(.+?)' must be a DictConfig, got (\w+)", _no_mapping),
     (r"In '(.+?)': Could not (?:load|find) '(.+?)'\.?\s*Available options in '.+?':\s*(.+)", _choice),

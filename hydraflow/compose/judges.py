@@ -18,7 +18,7 @@ from hydraflow.compose.command import Command
 from hydraflow.compose.debugging import applied
 from hydraflow.compose.runnable import problems as not_runnable
 from hydraflow.device import planned_devices
-from hydraflow.errors import ConfigError, Problem
+from hydraflow.errors import Faults, Problem
 from hydraflow.models.config import ModelSourceConfig
 from hydraflow.rewards.config import RewardConfig
 from hydraflow.schema import EvalConfig, GenerateConfig, PPOConfig, SFTConfig
@@ -28,36 +28,22 @@ from hydraflow.trainer.config import ClusterConfig
 
 def judge_ppo(config: PPOConfig, command: Command) -> Sequence[Problem]:
     """Broken rules of the batch plan, and features that can be planned but not run yet."""
-    config = applied(config)
+    config, faults = applied(config), Faults()
     prompts = config.recipe.train_problems if config.recipe.name != "none" else None
-    found = not_runnable(config)
     here = replace(config, cluster=ClusterConfig())  # cluster.* is for python -m hydraflow.plan alone
-    try:
-        resolve_plan(
-            here,
-            prompts=prompts,
-            devices_per_node=planned_devices(config.trainer.device),
-            origins=command.origins,
-        )
-    except ConfigError as error:
-        return [*error.problems, *found]
-    return found
+    devices, origins = planned_devices(config.trainer.device), command.origins
+    faults.passes(lambda: resolve_plan(here, prompts=prompts, devices_per_node=devices, origins=origins))
+    return [*faults.problems, *not_runnable(config)]
 
 
 def judge_sft(config: SFTConfig, command: Command) -> Sequence[Problem]:
     """Broken rules of the batch plan, and features that can be planned but not run yet."""
-    config = applied(config)
-    found = not_runnable(config)
-    try:
-        resolve_sft_plan(
-            config,
-            conversations=None,
-            devices_per_node=planned_devices(config.trainer.device),
-            origins=command.origins,
-        )
-    except ConfigError as error:
-        return [*error.problems, *found]
-    return found
+    config, faults = applied(config), Faults()
+    devices, origins = planned_devices(config.trainer.device), command.origins
+    faults.passes(
+        lambda: resolve_sft_plan(config, conversations=None, devices_per_node=devices, origins=origins)
+    )
+    return [*faults.problems, *not_runnable(config)]
 
 
 def judge_generate(config: GenerateConfig, command: Command) -> Sequence[Problem]:

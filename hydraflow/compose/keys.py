@@ -99,6 +99,11 @@ def unknown_key(schema: type, path: str, value: Any) -> Problem:
     return Problem(path, shown(value), "unknown key", remedy)
 
 
+def leaf_keys(schema: type) -> list[str]:
+    """The paths of the schema's leaves."""
+    return [key.path for key in known_keys(schema).values() if not key.is_section]
+
+
 def nearest_keys(schema: type, path: str, count: int = 3) -> list[str]:
     """Known keys that resemble `path`, the nearest first; leaves only.
 
@@ -106,7 +111,7 @@ def nearest_keys(schema: type, path: str, count: int = 3) -> list[str]:
     >>> nearest_keys(PPOConfig, "train_batch_size")[0]
     'data.train_batch_size'
     """
-    return nearest(path, [key.path for key in known_keys(schema).values() if not key.is_section], count)
+    return nearest(path, leaf_keys(schema), count)
 
 
 def accepts(hint: Any, value: Any) -> bool:
@@ -177,13 +182,18 @@ def describe(schema: type) -> str:
     return "\n".join(lines)
 
 
+def known_above(keys: Mapping[str, Key], path: str) -> Key | None:
+    """The nearest known key that a key is inside of."""
+    while path := path.rpartition(".")[0]:
+        if path in keys:
+            return keys[path]
+    return None
+
+
 def is_below_open(keys: Mapping[str, Key], path: str) -> bool:
     """Whether a key is inside a mapping that takes any key."""
-    while path:
-        path = path.rpartition(".")[0]
-        if path in keys:
-            return keys[path].is_open
-    return False
+    above = known_above(keys, path)
+    return above is not None and above.is_open
 
 
 def wrong_type(schema: type, key: Key, value: Any) -> Problem:

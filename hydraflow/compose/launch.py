@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import hydra
 import yaml
@@ -20,7 +20,7 @@ from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hydraflow.compose import completion
@@ -251,7 +251,9 @@ class _Launch(Generic[Config]):
     def _finished(
         self, composed: DictConfig, facts: HydraConf, *, only_keys: bool = False
     ) -> ComposedConfig[Config]:
-        name, words = str(facts.job.config_name), _words(facts.overrides.task)
+        # `${...}` in an override is resolved in the configuration, not in this list
+        words = cast("list[str]", OmegaConf.to_container(cast(Any, facts.overrides.task), resolve=False))
+        name = str(facts.job.config_name)
         return finish(self.entry, composed, self._prepared, name, words, only_keys=only_keys)
 
     def _job(self, one: ComposedConfig[Config]) -> int:
@@ -266,14 +268,6 @@ def _keep_private(facts: HydraConf) -> None:
     file = Path(facts.sweep.dir) / "multirun.yaml"
     if facts.mode == RunMode.MULTIRUN and file.is_file():
         file.chmod(0o600)
-
-
-def _words(overrides: list[str] | ListConfig) -> list[str]:
-    """The overrides as given: `${...}` in them is resolved in the configuration, not in this list."""
-    words = (
-        OmegaConf.to_container(overrides, resolve=False) if isinstance(overrides, ListConfig) else overrides
-    )
-    return [str(word) for word in words or ()]
 
 
 def _take_what_to_show(arguments: Arguments) -> tuple[str, bool] | None:

@@ -29,12 +29,12 @@ from hydraflow.compose import allocated, verl_trees
 from hydraflow.compose import origins as provenance
 from hydraflow.compose import rules as checks
 from hydraflow.compose.arguments import Arguments
-from hydraflow.compose.command import DEFAULT, Command, KeyCounts
+from hydraflow.compose.command import COMMAND_LINE, DEFAULT, Command, KeyCounts
 from hydraflow.compose.effects import keys_without_effect
 from hydraflow.compose.engine_arguments import check_names
 from hydraflow.compose.environment import unread_environment
 from hydraflow.compose.hydra_errors import translated
-from hydraflow.compose.keys import fitted, known_keys
+from hydraflow.compose.keys import fitted, known_keys, leaf_keys
 from hydraflow.compose.overrides import PreparedCommandLine, config_folder, groups_in, prepare
 from hydraflow.compose.tree import CheckedTree, UnknownValues, check, nested, over
 from hydraflow.compose.verl_values import ROLLOUT
@@ -163,7 +163,8 @@ def finish(
         one for one in checked.problems if not (entry.tolerant and one in unsupported)
     ]
     config = _build(entry.schema, checked.leaves)
-    foreign, notes = _open_mappings(checked)
+    copied = {key for key, origin in checked.origins.items() if origin.startswith("follows ")}
+    foreign, notes = check_names({key: checked.leaves[key] for key in checked.leaves if key not in copied})
     written = from_environment(entry.schema, composed, tree, origins)
     command, ineffective = _describe(entry, config, checked, written, notes)
     if not only_keys:
@@ -248,9 +249,7 @@ def _describe(
     counts = KeyCounts(
         len(given) - (without_effect - len(checked.translation.ignored)), without_effect, len(unsupported)
     )
-    origins = {
-        key.path: DEFAULT for key in known_keys(schema).values() if not key.is_section
-    } | checked.origins
+    origins = dict.fromkeys(leaf_keys(schema), DEFAULT) | checked.origins
     reported = tuple(unsupported) if entry.tolerant else ()
     unique_notes = tuple(dict.fromkeys(notes))
     return Command(
@@ -277,17 +276,6 @@ def _default_estimator(config: Any, checked: CheckedTree) -> Iterator[str]:
         yield f"{key}: not set, so {name} as in verl, which trains a critic; {key}=grpo needs none"
 
 
-def _open_mappings(checked: CheckedTree) -> tuple[list[Problem], list[str]]:
-    """Checks the names in open mappings against their libraries; a mapping that copies another is skipped."""
-    return check_names(
-        {
-            key: value
-            for key, value in checked.leaves.items()
-            if not checked.origins.get(key, "").startswith("follows ")
-        }
-    )
-
-
 def _keys_of_the_user(schema: type, checked: CheckedTree) -> list[str]:
     """Keys that the command line sets, and those that a user's file sets to other values than the default."""
     keys = known_keys(schema)
@@ -296,7 +284,7 @@ def _keys_of_the_user(schema: type, checked: CheckedTree) -> list[str]:
         for key, origin in checked.origins.items()
         if key in checked.leaves
         and provenance.is_users(origin)
-        and (origin == provenance.COMMAND_LINE or checked.leaves[key] != keys[key].default)
+        and (origin == COMMAND_LINE or checked.leaves[key] != keys[key].default)
     ]
 
 
@@ -319,16 +307,13 @@ def _value_problems(
     """
     problems = [*checks.problems(config, planning=entry.tolerant), *others]
     problems += [] if entry.tolerant else allocated.contradictions(config, allocation())
-    problems = [problem for problem in problems if not checked.unknown.may_cause(problem)]
+    problems = checked.unknown.unrelated(problems)
     unknown = UnknownValues(
         checked.unknown.keys | {problem.field for problem in problems}, checked.unknown.everything
     )
     if unknown.hide_the_plan:
         return problems
-    judgement = [problem for one in entry.judges for problem in one(config, command)]
-    problems += [problem for problem in judgement if not unknown.may_cause(problem)]
-    if entry.missing is None or not (problems or refused):
-        return problems
-    return problems + [
-        problem for problem in entry.missing(config, command) if not unknown.may_cause(problem)
-    ]
+    problems += unknown.unrelated(problem for judge in entry.judges for problem in judge(config, command))
+    if entry.missing is not None and (problems or refused):
+        problems += unknown.unrelated(entry.missing(config, command))
+    return problems

@@ -14,11 +14,11 @@ from typing import Any
 
 import yaml
 from hydra.core.config_loader import ConfigLoader
-from hydra.core.default_element import ResultDefault
 from hydra.types import RunMode
 
 from hydraflow.compose.command import COMMAND_LINE, DEFAULT
 from hydraflow.compose.overrides import Groups, overridden
+from hydraflow.compose.own_files import yaml_in
 from hydraflow.compose.tree import flatten, leaf_of, nested
 from hydraflow.compose.verl_trees import keys_of
 from hydraflow.redact import fingerprinted
@@ -42,9 +42,11 @@ def find(
         config_name=config_name, overrides=list(words), run_mode=RunMode.RUN
     ).defaults
     origins: dict[str, str] = {}
-    primary = next((path for each in folders if (path := _yaml(each, config_name)).is_file()), None)
+    primary = yaml_in(folders, config_name)
     for default in defaults:
-        if file := _file_of(default, folders):
+        name = default.config_path or ""
+        file = None if name.startswith("hydra/") else yaml_in(folders, name)  # Hydra's own files have none
+        if file:
             origins |= _origins_in(schema, file, default.package or "", _label(file, ours))
         elif primary and primary.parent != ours and default.config_path:
             chosen = keys_of(default.config_path, default.package or "")
@@ -68,18 +70,6 @@ def is_users(origin: str) -> bool:
     (False, False)
     """
     return not origin.startswith((OURS, DEFAULT, "follows "))
-
-
-def _file_of(default: ResultDefault, folders: Sequence[Path]) -> Path | None:
-    """The YAML file of an entry of the defaults list; None: Hydra's own, or the schema."""
-    name = default.config_path or ""
-    if name.startswith("hydra/"):
-        return None
-    return next((path for folder in folders if (path := _yaml(folder, name)).is_file()), None)
-
-
-def _yaml(folder: Path, name: str) -> Path:
-    return folder / (name if name.endswith(".yaml") else f"{name}.yaml")
 
 
 def _origins_in(schema: type, file: Path, package: str, label: str) -> dict[str, str]:

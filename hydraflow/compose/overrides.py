@@ -19,9 +19,16 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from hydraflow.compose.arguments import Arguments
+from hydraflow.compose.arguments import CONFIG_NAME, CONFIG_PATH, Arguments
 from hydraflow.compose.command_words import plain, unparsed, values
-from hydraflow.compose.keys import Key, is_below_open, known_keys, nearest_keys, unknown_key, wrong_type
+from hydraflow.compose.keys import (
+    is_below_open,
+    known_above,
+    known_keys,
+    nearest_keys,
+    unknown_key,
+    wrong_type,
+)
 from hydraflow.compose.own_files import OwnFiles
 from hydraflow.compose.tree import UnknownValues, value_problems
 from hydraflow.compose.verl import classify
@@ -88,7 +95,7 @@ def prepare(
     folders = [config_folder(config_name), *own.folders]
     groups = groups_in(folders, schema)
     chosen = _groups_of(folders[0] / f"{config_name}.yaml")
-    own_file = arguments.has("--config-name", "-cn", "--config-path", "-cp")
+    own_file = arguments.has(*CONFIG_NAME, *CONFIG_PATH)
     prepared = PreparedCommandLine(list(own.words), list(arguments.problems), own.folders)
     prepared.files = [
         *(file.stem for folder in folders for file in folder.glob("*.yaml")),
@@ -102,7 +109,8 @@ def prepare(
         keys.add(parsed.key_or_group)
         if problems := _problems(parsed, schema, groups, multirun=arguments.multirun):
             prepared.problems += problems
-            _mark_unknown(prepared.unknown, parsed, schema, groups)
+            prepared.unknown.add(parsed.key_or_group, *nearest_keys(schema, parsed.key_or_group, 1))
+            prepared.unknown.everything |= _is_choice(parsed, groups)  # a choice of files sets anything
         else:
             prepared.words += _normalised(parsed, groups, chosen, own_file=own_file)
     if "recipe" in groups and not arguments.own_files and not keys & _OWN_MODEL_OR_DATA:
@@ -150,24 +158,15 @@ def _no_value(word: str, schema: type) -> Problem:
 
 
 def _unreadable(word: str, key: str, value: str, reason: str) -> Problem:
-    if unparsed(word) != word:  # Hydra's message would quote the secret
-        return Problem(
-            unparsed(word),
-            None,
-            "cannot be read",
-            f"quote the value, and all of it for the shell: '{key}=\"...\"'",
-        )
-    if not _KEY.fullmatch(key):
+    hidden = unparsed(word)
+    if hidden == word and not _KEY.fullmatch(key):
         return Problem(
             word, None, f"{key} is not a key: a key is names joined by dots", "--help lists every key"
         )
-    inner = value.strip("'\"").replace("'", "").replace('"', "")
-    return Problem(
-        word,
-        None,
-        f"cannot be read: {reason}",
-        f"quote the value, and all of it for the shell: '{key}=\"{inner}\"'",
-    )
+    rule, inner = f"cannot be read: {reason}", value.strip("'\"").replace("'", "").replace('"', "")
+    if hidden != word:  # Hydra's message would quote the secret
+        rule, inner = "cannot be read", "..."
+    return Problem(hidden, None, rule, f"quote the value, and all of it for the shell: '{key}=\"{inner}\"'")
 
 
 def _problems(override: Override, schema: type, groups: Groups, *, multirun: bool) -> list[Problem]:
@@ -225,21 +224,10 @@ def _breaks_the_tree(override: Override, schema: type) -> Problem | None:
     known = keys.get(key)
     if known and known.is_section and value and not isinstance(value[0], Mapping):
         return wrong_type(schema, known, value[0])
-    above = _leaf_above(keys, key)
-    return unknown_key(schema, key, value[0] if value else None) if above and not above.is_open else None
-
-
-def _leaf_above(keys: Mapping[str, Key], path: str) -> Key | None:
-    while path := path.rpartition(".")[0]:
-        if path in keys:
-            return None if keys[path].is_section else keys[path]
-    return None
-
-
-def _mark_unknown(unknown: UnknownValues, override: Override, schema: type, groups: Groups) -> None:
-    """Marks the key of a rejected override as unknown; a rejected choice of files may have set anything."""
-    unknown.add(override.key_or_group, *nearest_keys(schema, override.key_or_group, 1))
-    unknown.everything |= _is_choice(override, groups)
+    above = known_above(keys, key)
+    if above is None or above.is_section or above.is_open:
+        return None
+    return unknown_key(schema, key, value[0] if value else None)
 
 
 def _normalised(override: Override, groups: Groups, chosen: frozenset[str], *, own_file: bool) -> list[str]:
@@ -264,6 +252,5 @@ def _normalised(override: Override, groups: Groups, chosen: frozenset[str], *, o
 
 def _groups_of(file: Path) -> frozenset[str]:
     """The groups in the defaults list of one of our files."""
-    content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    entries = content["defaults"]
+    entries = yaml.safe_load(file.read_text(encoding="utf-8"))["defaults"]
     return frozenset(group for entry in entries if isinstance(entry, Mapping) for group in entry)

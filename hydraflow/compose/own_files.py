@@ -7,21 +7,18 @@ problems. Left out on purpose: the contents of the files (`tree.py`).
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 
 from hydraflow.compose import verl_trees
-from hydraflow.compose.arguments import Arguments
-from hydraflow.compose.command_words import plain
+from hydraflow.compose.arguments import CONFIG_DIR, CONFIG_NAME, CONFIG_PATH, Arguments
+from hydraflow.compose.command_words import parsed, plain
 from hydraflow.errors import Problem
 
-_PATH, _FOLDER, _NAME = ("--config-path", "-cp"), ("--config-dir", "-cd"), ("--config-name", "-cn")
 _FILE, _SEARCH = "file://", "hydra.searchpath"
 _VERLS_FOLDER = "config"
 """verl's own folder in verl's command lines: Hydra looks for it beside verl's entry point."""
@@ -45,23 +42,23 @@ def take(arguments: Arguments, ours: Path, *, verl: bool) -> OwnFiles:
     is no such file, overrides replace it.
     """
     _split_name(arguments)
-    path, extra, name = (arguments.value(*names) for names in (_PATH, _FOLDER, _NAME))
+    path, extra, name = (arguments.value(*names) for names in (CONFIG_PATH, CONFIG_DIR, CONFIG_NAME))
     if path is not None and path.startswith("pkg://"):
         return OwnFiles()
     named = [Path(folder) for folder in (path, extra) if folder is not None]
     if verl and name is not None and _stands_for_verls(name, path, named):
-        arguments.take(*_NAME)
-        arguments.take(*_PATH)
+        arguments.take(*CONFIG_NAME)
+        arguments.take(*CONFIG_PATH)
         arguments.overrides += verl_trees.config_file(name)
         return take(arguments, ours, verl=False)
-    if problems := [*_no_folder(_PATH[0], path), *_no_folder(_FOLDER[0], extra)]:
+    if problems := [*_no_folder("--config-path", path), *_no_folder("--config-dir", extra)]:
         return OwnFiles(problems=problems)
     found = OwnFiles([folder.resolve() for folder in named])
     if name is not None:
         folders = [ours, *named] if path is None else named
         found.problems += _no_file(name, folders, verl=verl and path is not None)
     if path is not None:
-        arguments.take(*_PATH)
+        arguments.take(*CONFIG_PATH)
         arguments.options += ["--config-path", str(Path(path).resolve())]
     if not found.problems:
         _search(arguments, ours, found, name)
@@ -86,18 +83,17 @@ def unreadable(error: yaml.YAMLError | UnicodeDecodeError) -> Problem:
 
 def _split_name(arguments: Arguments) -> None:
     """Splits `--config-name folder/mine.yaml` into folder and name, if there is such a file."""
-    name = arguments.value(*_NAME)
-    if name is None or arguments.has(*_PATH) or len(Path(name).parts) < 2:
+    name = arguments.value(*CONFIG_NAME)
+    if name is None or arguments.has(*CONFIG_PATH) or len(Path(name).parts) < 2:
         return
-    file = _yaml(Path(), name)
-    if file.is_file():
-        arguments.take(*_NAME)
+    if file := yaml_in([Path()], name):
+        arguments.take(*CONFIG_NAME)
         arguments.options += ["--config-path", str(file.parent), "--config-name", file.stem]
 
 
 def _stands_for_verls(name: str, path: str | None, named: list[Path]) -> bool:
     """Whether the name is that of verl's own file, and the user has no such file."""
-    if not verl_trees.is_primary(name) or any(_yaml(folder, name).is_file() for folder in named):
+    if not verl_trees.is_primary(name) or yaml_in(named, name):
         return False
     return path is None or Path(path).parts == (_VERLS_FOLDER,)
 
@@ -119,7 +115,7 @@ def _folders_beside(folder: str) -> list[str]:
 
 
 def _no_file(name: str, folders: list[Path], *, verl: bool) -> list[Problem]:
-    if any(_yaml(each, name).is_file() for each in folders):
+    if yaml_in(folders, name):
         return []
     choices = sorted({file.stem for each in folders for file in each.glob("*.yaml")})
     close = difflib.get_close_matches(Path(name).stem, choices, n=1)
@@ -137,7 +133,7 @@ def _search(arguments: Arguments, ours: Path, found: OwnFiles, name: str | None)
     listed = _search_of(name, found.folders) if given is None else given
     kept = [entry for entry in listed if not entry.startswith(_FILE) or _folder(entry).is_dir()]
     found.folders += [_folder(entry).resolve() for entry in kept if entry.startswith(_FILE)]
-    wanted = [*kept, *([f"{_FILE}{ours}"] if arguments.has(*_PATH) else [])]
+    wanted = [*kept, *([f"{_FILE}{ours}"] if arguments.has(*CONFIG_PATH) else [])]
     if wanted != listed or given is not None:
         quoted = ",".join('"' + entry.replace('"', '\\"') + '"' for entry in wanted)
         found.words.append(f"{_SEARCH}=[{quoted}]")
@@ -148,17 +144,17 @@ def _given_search(arguments: Arguments) -> list[str] | None:
     word = next((word for word in arguments.overrides if word.lstrip("+").startswith(f"{_SEARCH}=")), None)
     if word is None:
         return None
-    try:
-        listed = plain(OverridesParser.create().parse_override(word).value())
-    except HydraException:
+    override = parsed(word)
+    if override is None:
         return None
+    listed = plain(override.value())
     arguments.overrides.remove(word)
     return [str(entry) for entry in listed] if isinstance(listed, list) else [str(listed)]
 
 
 def _search_of(name: str | None, folders: list[Path]) -> list[str]:
     """The search path in the user's primary file; errors in the file are left to Hydra."""
-    file = next((file for each in folders if name and (file := _yaml(each, name)).is_file()), None)
+    file = yaml_in(folders, name) if name else None
     if file is None:
         return []
     try:
@@ -174,5 +170,7 @@ def _folder(entry: str) -> Path:
     return Path(entry.removeprefix(_FILE))
 
 
-def _yaml(folder: Path, name: str) -> Path:
-    return folder / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
+def yaml_in(folders: Sequence[Path], name: str) -> Path | None:
+    """The YAML file of this name in the first folder that has one; `.yaml` may be left out."""
+    file = name if name.endswith(".yaml") else f"{name}.yaml"
+    return next((folder / file for folder in folders if (folder / file).is_file()), None)

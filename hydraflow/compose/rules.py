@@ -17,8 +17,10 @@ from hydraflow.algorithms.config import ESTIMATORS
 from hydraflow.batch_plan.roles import needs_critic
 from hydraflow.errors import Problem, shown
 from hydraflow.generation.config import GENERATION_ENGINES
+from hydraflow.models.config import ModelConfig
 from hydraflow.options import walk
 from hydraflow.schema import EvalConfig, GenerateConfig, PPOConfig, SFTConfig
+from hydraflow.workers.config import ActorConfig, CriticConfig
 
 
 def problems(config: object, *, planning: bool = False) -> list[Problem]:
@@ -144,27 +146,16 @@ def _engines_that_hold_whole_models(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _ulysses_packs(config: PPOConfig) -> Iterator[Problem]:
-    policy = config.actor_rollout_ref
-    roles = {
-        "actor_rollout_ref.actor": (
-            policy.actor.strategy,
-            policy.actor.fsdp_config,
-            "actor_rollout_ref.model",
-            policy.model,
-        )
-    }
-    roles["critic"] = (config.critic.strategy, config.critic.fsdp_config, "critic.model", config.critic.model)
-    for section, (strategy, fsdp, key, model) in roles.items():
-        if (
-            strategy != "megatron"
-            and fsdp.ulysses_sequence_parallel_size > 1
-            and not model.use_remove_padding
-        ):
-            size = f"{section}.fsdp_config.ulysses_sequence_parallel_size"
-            rule = f"{size}={fsdp.ulysses_sequence_parallel_size} divides packed rows"
-            yield Problem(
-                f"{key}.use_remove_padding", "false", rule, f"{key}.use_remove_padding=true or {size}=1"
-            )
+    policy, critic = config.actor_rollout_ref, config.critic
+    roles: tuple[tuple[str, ActorConfig | CriticConfig, str, ModelConfig], ...] = (
+        ("actor_rollout_ref.actor", policy.actor, "actor_rollout_ref.model", policy.model),
+        ("critic", critic, "critic.model", critic.model),
+    )
+    for section, role, key, model in roles:
+        ways = role.fsdp_config.ulysses_sequence_parallel_size
+        if role.strategy != "megatron" and ways > 1 and not model.use_remove_padding:
+            size, packs = f"{section}.fsdp_config.ulysses_sequence_parallel_size", f"{key}.use_remove_padding"
+            yield Problem(packs, "false", f"{size}={ways} divides packed rows", f"{packs}=true or {size}=1")
 
 
 def _reward_model_has_a_path(config: PPOConfig) -> Iterator[Problem]:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
+from math import prod
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
-
+from hydraflow.compose.command_words import parsed
 from hydraflow.errors import ConfigError
 
 MOST = 1000
@@ -27,9 +26,7 @@ def combinations(words: Sequence[str]) -> list[list[str]]:
     [['trainer.seed=1', 'data.shuffle=false'], ['trainer.seed=2', 'data.shuffle=false']]
     """
     choices = [_values(word) for word in words]
-    count = 1
-    for values in choices:
-        count *= len(values)
+    count = prod(map(len, choices))
     if count > MOST:
         raise ConfigError.one(
             "--multirun", None, f"{count} jobs, and at most {MOST} are submitted at once", "list fewer values"
@@ -40,11 +37,8 @@ def combinations(words: Sequence[str]) -> list[list[str]]:
 def _values(word: str) -> list[str]:
     if word.startswith("-") or "=" not in word:
         return [word]
-    try:
-        override = OverridesParser.create().parse_override(word)
-    except HydraException:
-        return [word]  # reported when the word is parsed as an override
-    if not override.is_sweep_override():
-        return [word]
+    override = parsed(word)
+    if override is None or not override.is_sweep_override():
+        return [word]  # what cannot be parsed is reported by the job
     key = word.partition("=")[0]
     return [f"{key}={value}" for value in override.sweep_string_iterator()]

@@ -8,7 +8,7 @@ choices (`rules.py`), Hydra, and where the tree comes from (`loading.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from hydraflow.compose.command import COMMAND_LINE
 from hydraflow.compose.keys import (
     Key,
     accepts,
-    is_below_open,
+    known_above,
     known_keys,
     nearest_keys,
     type_words,
@@ -60,10 +60,15 @@ class UnknownValues:
         """Whether the plan's rules, which combine many keys, would mislead."""
         return self.everything or any(key in self.keys for key in _DECIDES_THE_PLAN)
 
-    def may_cause(self, problem: Problem) -> bool:
-        """Whether a problem may be due to a rejected value."""
-        text = f"{problem.field} {problem.rule}"
-        return self.everything or any(key in text for key in self.keys)
+    def unrelated(self, problems: Iterable[Problem]) -> list[Problem]:
+        """The problems that cannot be due to a rejected value."""
+        if self.everything:
+            return []
+        return [
+            problem
+            for problem in problems
+            if not any(key in f"{problem.field} {problem.rule}" for key in self.keys)
+        ]
 
 
 @dataclass
@@ -246,9 +251,8 @@ def over(base: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
 def leaf_of(schema: type, key: str) -> str:
     """The schema's leaf that a key sets: itself, or the open mapping that it is in."""
     known = known_keys(schema)
-    while key not in known and is_below_open(known, key):
-        key = key.rpartition(".")[0]
-    return key
+    above = known_above(known, key)
+    return above.path if key not in known and above and above.is_open else key
 
 
 def _has_interpolation(value: Any) -> bool:

@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any
 
 from hydraflow.compose.command import COMMAND_LINE, DEFAULT
-from hydraflow.compose.keys import accepts, is_below_open, known_keys, wrong_type
+from hydraflow.compose.keys import accepts, is_below_open, known_above, known_keys, leaf_keys, wrong_type
 from hydraflow.compose.nearest import nearest
 from hydraflow.compose.patterns import fits
 from hydraflow.compose.verl_defaults import leaves as verl_leaves
@@ -95,7 +95,7 @@ def translate(
     origins: dict[str, str],
     found_origins: Mapping[str, str],
     result: Translation,
-    interpolated: Container[str] = (),
+    interpolated: Container[str],
 ) -> None:
     """Sorts the keys that are not ours into `result`. Values of renamed keys go to `leaves`, with their
     origin to `origins`.
@@ -217,8 +217,9 @@ def is_of_another_version(key: str, value: Any) -> bool:
     """Whether an unknown key of a file may be from another version of verl, and has no effect: it is in a
     section of verl's, off, and not a misspelling of a key of that section."""
     section, _, name = key.rpartition(".")
-    beside = {known.removeprefix(f"{section}.") for known in _all_keys() if known.startswith(f"{section}.")}
-    names = {known.partition(".")[0] for known in beside}
+    known = [*known_keys(PPOConfig), *verl_leaves()]
+    beside = [one.removeprefix(f"{section}.") for one in known if one.startswith(f"{section}.")]
+    names = {one.partition(".")[0] for one in beside}
     misspelt = difflib.get_close_matches(name, names, n=1, cutoff=_MISSPELT)
     return bool(section and names) and is_off(value) and not misspelt
 
@@ -229,7 +230,7 @@ def suggested(problem: Problem, value: Any) -> Problem:
     >>> print(suggested(Problem("actor_rollout_ref.rollout.enfrce_eager", True, "unknown key"), True).remedy)
     actor_rollout_ref.rollout.enforce_eager=true
     """
-    ours = [key.path for key in known_keys(PPOConfig).values() if not key.is_section]
+    ours = leaf_keys(PPOConfig)
     others = [key for key in {**verl_leaves(), **aliases(PPOConfig)} if key not in ours]
     near = nearest(problem.field, [*ours, *others], 1)
     if not near or near[0] in ours:
@@ -237,12 +238,6 @@ def suggested(problem: Problem, value: Any) -> Problem:
     first = f"{near[0]}={shown(public(public(value, problem.field), near[0]))}"
     rest = problem.remedy.split(" or ")[:2] if "=" in problem.remedy else []
     return replace(problem, remedy=" or ".join([first, *rest]))
-
-
-@cache
-def _all_keys() -> frozenset[str]:
-    """Keys of ours and of verl 0.9.1's."""
-    return frozenset(known_keys(PPOConfig)) | frozenset(verl_leaves())
 
 
 def _same(value: Any, other: Any) -> bool:
@@ -255,11 +250,8 @@ def _renamed_values(
     old: str, value: Any, row: Alias, leaves: Mapping[str, Any], result: Translation
 ) -> Iterator[tuple[str, Any]]:
     """(our key, value) of a renamed key; nothing if it is unset, as null means in keys of older versions."""
-    if (
-        value is None
-        and known_keys(PPOConfig).get(row.new) is not None
-        and not accepts(known_keys(PPOConfig)[row.new].hint, None)
-    ):
+    known = known_keys(PPOConfig).get(row.new)
+    if value is None and known is not None and not accepts(known.hint, None):
         return
     if old == "model_engine":
         yield from _model_engine(value, result)
@@ -359,14 +351,14 @@ def _take(
 
 def _set(new: str, value: Any, leaves: dict[str, Any]) -> None:
     """Sets a leaf, or a name inside an open one."""
-    known, path = known_keys(PPOConfig), new
-    while path not in known:
-        path = path.rpartition(".")[0]
-    if path == new:
+    known = known_keys(PPOConfig)
+    if new in known:
         leaves[new] = value
         return
-    leaves[path] = tree = dict(leaves.get(path) or {})
-    *sections, last = new.removeprefix(f"{path}.").split(".")
+    above = known_above(known, new)
+    assert above is not None
+    leaves[above.path] = tree = dict(leaves.get(above.path) or {})
+    *sections, last = new.removeprefix(f"{above.path}.").split(".")
     for section in sections:
         tree[section] = tree = dict(tree.get(section) or {})
     tree[last] = value

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
-from hydraflow.compose.keys import is_below_open, known_keys, shown
+from hydraflow.compose.keys import is_below_open, known_keys
 from hydraflow.compose.verl import classify, is_never_read, renamed
 from hydraflow.compose.verl_defaults import VERSION, leaves
 from hydraflow.compose.verl_table import (
@@ -26,6 +25,7 @@ from hydraflow.compose.verl_table import (
     tables,
 )
 from hydraflow.compose.verl_values import our_value
+from hydraflow.errors import shown
 from hydraflow.schema import PPOConfig
 
 INTRODUCTION = f"""# verl's keys here
@@ -79,24 +79,14 @@ def page() -> str:
             ("verl", "here"),
             tables().sections.items(),
         ),
-        _section(
-            "Ignored by verl, too",
-            "Accepted with a note.",
-            ("key", "why"),
-            ((key, row.why) for key, row in tables().ignored.items()),
-        ),
-        _section(
-            "Not needed here",
-            "Accepted with a note.",
-            ("key", "why"),
-            ((key, row.why) for key, row in tables().not_needed.items()),
-        ),
+        _accepted("Ignored by verl, too", tables().ignored),
+        _accepted("Not needed here", tables().not_needed),
         _section(
             "Not supported yet",
             "Rejected, except for verl's default and the values in the third column, which switch it off.",
             ("key", "in verl it would", "also accepted", "instead"),
             (
-                (key, row.would, _values(row.harmless), row.instead)
+                (key, row.would, ", ".join(map(shown, row.harmless)), row.instead)
                 for key, row in tables().unsupported.items()
             ),
         ),
@@ -121,6 +111,11 @@ def _counts() -> str:
         " `model_engine=megatron`, without `_target_`."
     )
     return _section("Counts", text, ("class", "keys", "meaning"), rows)
+
+
+def _accepted(title: str, table: Mapping[str, Ignored]) -> str:
+    rows = ((key, row.why) for key, row in table.items())
+    return _section(title, "Accepted with a note.", ("key", "why"), rows)
 
 
 def _section(title: str, text: str, heads: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> str:
@@ -149,14 +144,9 @@ def _cell(head: str, cell: object) -> str:
 def _differences() -> Iterator[tuple[str, str, str]]:
     for key, default in leaves().items():
         known = known_keys(PPOConfig).get(key)
-        if known is None or default is ... or _same(key, default, known.default, FOLLOWS):
+        if known is None or default is ... or key in FOLLOWS or our_value(key, default)[0] == known.default:
             continue
         yield key, "(must be given)" if default == "???" else shown(default), shown(known.default)
-
-
-def _same(key: str, verls: Any, ours: Any, follows: Mapping[str, str]) -> bool:
-    """Whether the two defaults mean the same."""
-    return key in follows or our_value(key, verls)[0] == ours
 
 
 def _renamed() -> Iterator[tuple[str, str, str]]:
@@ -165,10 +155,6 @@ def _renamed() -> Iterator[tuple[str, str, str]]:
         ranks = "rows over all data ranks, divided by their number" if row.over_all_ranks else ""
         other = "" if old in there else "a name of other versions"
         yield old, row.new, "; ".join(filter(None, (row.why, ranks, other)))
-
-
-def _values(values: Iterable[object]) -> str:
-    return ", ".join(shown(value) for value in values)
 
 
 def _value_rows() -> Iterator[tuple[str, str, str]]:

@@ -117,6 +117,7 @@ def aliases(schema: type) -> dict[str, Alias]:
     """The keys of verl's that have another name in a schema: what our fields declare, and those that are in
     another section here.
 
+    >>> from hydraflow.schema import PPOConfig
     >>> aliases(PPOConfig)["critic.ppo_micro_batch_size"]
     Alias(new='critic.ppo_micro_batch_size_per_gpu', why='', over_all_ranks=True)
     """
@@ -161,8 +162,9 @@ def tables() -> KeyTables:
     return KeyTables(content["sections"], ignored, not_needed, unsupported, others)
 
 
+@cache
 def read(file: str) -> Any:
-    """The content of a file of `verl_data`, without its ending."""
+    """The content of a file of `verl_data`, which is named without its ending."""
     text = Path(__file__).with_name("verl_data").joinpath(f"{file}.yaml").read_text(encoding="utf-8")
     return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 

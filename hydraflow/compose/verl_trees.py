@@ -7,8 +7,7 @@ that replace verl's files, or overrides of ours. A file of the user takes preced
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +22,18 @@ _registered: set[str] = set()
 """Groups and files at the top of Hydra's store that replace verl's."""
 
 
-@cache
-def _trees() -> Mapping[str, Any]:
-    content: Mapping[str, Any] = read("trees")
-    return content
-
-
 def is_primary(name: str) -> bool:
     """Whether the name is that of one of verl's primary configurations.
 
     >>> is_primary("ppo_trainer.yaml"), is_primary("mine")
     (True, False)
     """
-    return name.removesuffix(".yaml") in _trees()["primary"]
+    return name.removesuffix(".yaml") in read("trees")["primary"]
 
 
 def primary_names() -> list[str]:
     """Names of verl's primary configurations, such as ppo_trainer."""
-    return list(_trees()["primary"])
+    return list(read("trees")["primary"])
 
 
 def register(folders: Sequence[Path]) -> None:
@@ -55,7 +48,7 @@ def register(folders: Sequence[Path]) -> None:
     _registered.clear()
     if not folders:
         return
-    trees = _trees()
+    trees = read("trees")
     plain = ["schema_ppo", {"recipe": "none"}, *trees["defaults"], "_self_"]
     megatron = ["ppo_trainer", {"override model_engine": "megatron"}, "_self_"]
     primary = {"ppo_trainer": {"defaults": plain}, "ppo_megatron_trainer": {"defaults": megatron}}
@@ -75,7 +68,7 @@ def keys_of(path: str, package: str) -> list[str]:
     (['critic.strategy'], [])
     """
     prefix = f"{package}." if package else ""
-    return [prefix + name for name in _trees()["files"].get(path, {})]
+    return [prefix + name for name in read("trees")["files"].get(path, {})]
 
 
 def config_file(name: str) -> list[str]:
@@ -84,7 +77,7 @@ def config_file(name: str) -> list[str]:
     >>> config_file("ppo_megatron_trainer.yaml")
     ['++model_engine=megatron']
     """
-    engine = _trees()["primary"][name.removesuffix(".yaml")]
+    engine = read("trees")["primary"][name.removesuffix(".yaml")]
     return [] if engine == "dp" else [f"++model_engine={engine}"]
 
 
@@ -108,6 +101,6 @@ def engine_override(engine: Any) -> list[str] | None:
     >>> engine_override("megatron")
     ['++actor_rollout_ref.actor.strategy=megatron', '++critic.strategy=megatron']
     """
-    if engine not in _trees()["primary"].values():
+    if engine not in read("trees")["primary"].values():
         return None
     return [f"++{_SECTIONS[role]}.strategy={engine}" for role in ("actor", "critic") if engine != "dp"]

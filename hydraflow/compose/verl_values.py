@@ -111,19 +111,17 @@ def unbuilt(leaves: dict[str, Any], origins: Mapping[str, str], foreign: dict[st
         remedy = " ".join([f"{name}=native", *sizes])
         yield Problem(name, leaves[name], "there is no such engine here yet", remedy)
         leaves[name] = "vllm"
-    for roles in ((ACTOR, "actor_rollout_ref.ref"), ("critic",)):
-        keys = [
-            key
-            for key in (*leaves, *foreign)
-            if key.endswith(".strategy")
-            and key.startswith(tuple(f"{role}." for role in roles))
-            and {**leaves, **foreign}[key] in UNBUILT_STRATEGIES
-        ]
-        if not keys:
+    for roles in ((f"{ACTOR}.", "actor_rollout_ref.ref."), ("critic.",)):
+        found = {
+            key: value
+            for key, value in {**leaves, **foreign}.items()
+            if key.endswith(".strategy") and key.startswith(roles) and value in UNBUILT_STRATEGIES
+        }
+        if not found:
             continue
-        value = {**leaves, **foreign}[keys[0]]
-        remedy = " ".join(f"{key}=fsdp2" for key in keys)
-        yield Problem(keys[0], value, "there is no such training engine here", remedy)
-        for key in keys:
+        first, value = next(iter(found.items()))
+        remedy = " ".join(f"{key}=fsdp2" for key in found)
+        yield Problem(first, value, "there is no such training engine here", remedy)
+        for key in found:
             if foreign.pop(key, None) is None:
                 leaves[key] = "fsdp2"

@@ -9,12 +9,13 @@ long are still counted, and the count says so.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hydraflow.errors import Problem
+from hydraflow.system.paths import file_problems, listed
 
 JSON_ENDINGS = (".jsonl", ".json")
 
@@ -44,13 +45,12 @@ def count_rows(files: Any, *, key: str, limit: int = -1, filtered: bool = False)
     """
     if files is None:
         return RowCount(None)
+    paths = listed(files)
+    if paths is None:
+        return RowCount(None, problems=tuple(file_problems(files, key)))
     names = [files] if isinstance(files, str) else files
-    if not isinstance(names, Sequence) or not names or not all(isinstance(name, str) for name in names):
-        rule = "must be a Parquet or JSONL file, or a list of them"
-        return RowCount(None, problems=(Problem(key, files, rule, f"{key}=/path/to/file.parquet"),))
-    paths = {name: Path(name).expanduser() for name in names}
-    missing = tuple(name for name, path in paths.items() if not path.exists())
-    counted = [_count_file(paths[name], key) for name in names if name not in missing]
+    missing = tuple(name for name, path in zip(names, paths) if not path.exists())
+    counted = [_count_file(path, key) for path in paths if path.exists()]
     problems = tuple(found for found in counted if isinstance(found, Problem))
     if missing or problems:
         return RowCount(None, missing=missing, problems=problems)
@@ -69,16 +69,13 @@ def missing_notes(key: str, count: RowCount) -> Iterator[str]:
 def _count_file(path: Path, key: str) -> int | Problem:
     if path.is_dir():
         return Problem(key, path, "is a folder, not a file")
+    rows: int | str
     if path.suffix in JSON_ENDINGS:
-        return _rows_or_problem(_lines(path), path, key)
-    if path.suffix != ".parquet":
-        return Problem(
-            key, path, f"ends in {path.suffix or 'nothing'}; known are .parquet, {', '.join(JSON_ENDINGS)}"
-        )
-    return _rows_or_problem(_footer_rows(path), path, key)
-
-
-def _rows_or_problem(rows: int | str, path: Path, key: str) -> int | Problem:
+        rows = _lines(path)
+    elif path.suffix == ".parquet":
+        rows = _footer_rows(path)
+    else:
+        rows = f"ends in {path.suffix or 'nothing'}; known are .parquet, {', '.join(JSON_ENDINGS)}"
     if isinstance(rows, str):
         return Problem(key, path, rows)
     return rows or Problem(key, path, "the file has no rows")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from hydraflow.batch_plan.layout import Cluster, Devices, Layout, Pool
 from hydraflow.system.printing import count
@@ -66,12 +67,6 @@ def segments(layouts: Mapping[str, Layout], devices: int) -> list[Segment]:
         )
         for start, stop in zip(ordered, ordered[1:])
     ]
-
-
-def device_numbers(devices: Devices) -> Iterator[int]:
-    """The devices of a role in the order of its ranks."""
-    for part in devices.ranges:
-        yield from part
 
 
 def copy_of(layout: Layout, rank: int) -> int:
@@ -136,9 +131,8 @@ def _every_device(layouts: Mapping[str, Layout], cluster: Cluster) -> Iterator[s
     yield "device".ljust(head) + _cells({device: str(device) for device in everything}, nodes, cell)
     for role, layout in layouts.items():
         marks = dict.fromkeys(everything, UNUSED)
-        marks |= {
-            device: str(copy_of(layout, rank)) for rank, device in enumerate(device_numbers(layout.devices))
-        }
+        for rank, device in enumerate(chain(*layout.devices.ranges)):  # in the order of the role's ranks
+            marks[device] = str(copy_of(layout, rank))
         yield role.ljust(head) + _cells(marks, nodes, cell) + "  " + summary(layout)
 
 

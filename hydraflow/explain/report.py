@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,19 +86,10 @@ def make_report(config: PPOConfig | SFTConfig | GenerateConfig, command: Command
     return _generate_report(config, command)
 
 
-class _Faults(Faults):
-    """Also those of counting rows."""
-
-    def count(self, files: Any, *, key: str, limit: int = -1, filtered: bool = False) -> RowCount:
-        """As `count_rows`; problems are kept."""
-        found = count_rows(files, key=key, limit=limit, filtered=filtered)
-        self.add(found.problems)
-        return found
-
-
 def _ppo_report(config: PPOConfig, command: Command) -> Report:
-    faults = _Faults()
-    prompts, held_out = _prompt_counts(config, faults)
+    faults = Faults()
+    prompts, held_out = _prompt_counts(config)
+    faults.add([*held_out.problems, *prompts.problems])
     models = faults.result(lambda: find_models(config)) or Models(None)
     limits = limits_of(config)
     plan = faults.result(
@@ -117,23 +109,16 @@ def _ppo_report(config: PPOConfig, command: Command) -> Report:
         if models.policy
         else None
     )
-    return Report(
-        job="ppo",
-        plan=plan,
-        placement=plan.placement,
-        picture=tuple(picture(plan.layouts, plan.cluster)),
-        phases=tuple(ppo_phases(plan, config, exact=rollout_is_exact(config, limits.bytes_of))),
-        memory=memory,
-        notes=(*command.notes, *plan.notes, *_file_notes(config, prompts, held_out), *models.notes),
-        not_yet=tuple(runnable.problems(config)),
-        counts=command.counts,
-        step=ppo_step(plan),
-    )
+    phases = ppo_phases(plan, config, exact=rollout_is_exact(config, limits.bytes_of))
+    notes = [*_file_notes(config, prompts, held_out), *models.notes]
+    step, placement = ppo_step(plan), plan.placement
+    return _report(config, "ppo", plan, phases, command, notes, step, placement=placement, memory=memory)
 
 
 def _sft_report(config: SFTConfig, command: Command) -> Report:
-    faults = _Faults()
-    rows = faults.count(config.data.train_files, key="data.train_files", limit=config.data.train_max_samples)
+    faults, data = Faults(), config.data
+    rows = count_rows(data.train_files, key="data.train_files", limit=data.train_max_samples)
+    faults.add(rows.problems)
     shape = faults.result(lambda: find_shape(config.model, field="model"))
     plan = faults.result(
         lambda: resolve_sft_plan(
@@ -147,15 +132,14 @@ def _sft_report(config: SFTConfig, command: Command) -> Report:
     if plan is None or faults.problems:
         raise ConfigError(faults.problems)
     notes = missing_notes("data.train_files", rows)
-    return _simple_report(config, "sft", plan, sft_phases(plan, config), command, notes, sft_step(plan))
+    return _report(config, "sft", plan, sft_phases(plan, config), command, notes, sft_step(plan))
 
 
 def _generate_report(config: GenerateConfig, command: Command) -> Report:
-    faults = _Faults()
-    data = config.data
-    rows = faults.count(
-        data.path, key="data.path", limit=data.max_samples, filtered=data.filter_overlong_prompts
-    )
+    faults, data = Faults(), config.data
+    filtered = data.filter_overlong_prompts
+    rows = count_rows(data.path, key="data.path", limit=data.max_samples, filtered=filtered)
+    faults.add(rows.problems)
     plan = faults.result(
         lambda: resolve_generate_plan(
             config,
@@ -167,26 +151,29 @@ def _generate_report(config: GenerateConfig, command: Command) -> Report:
     if plan is None or faults.problems:
         raise ConfigError(faults.problems)
     notes = [*missing_notes("data.path", rows), *_bound_notes("data", rows, data.max_prompt_length)]
-    return _simple_report(config, "generate", plan, generate_phases(plan, config), command, notes, None)
+    return _report(config, "generate", plan, generate_phases(plan, config), command, notes, None)
 
 
-def _simple_report(
-    config: SFTConfig | GenerateConfig,
+def _report(
+    config: PPOConfig | SFTConfig | GenerateConfig,
     job: str,
-    plan: SFTPlan | GeneratePlan,
-    phases: list[Phase],
+    plan: BatchPlan | SFTPlan | GeneratePlan,
+    phases: Iterable[Phase],
     command: Command,
     notes: Iterable[str],
     step: StepPicture | None,
+    *,
+    placement: str = "colocated",
+    memory: MemoryReport | None = None,
 ) -> Report:
-    """The report of a job with one role, which is always colocated with itself."""
+    """The report of a job; one with a single role is always colocated with itself."""
     return Report(
         job=job,
         plan=plan,
-        placement="colocated",
+        placement=placement,
         picture=tuple(picture(plan.layouts, plan.cluster)),
         phases=tuple(phases),
-        memory=None,
+        memory=memory,
         notes=(*command.notes, *plan.notes, *notes),
         not_yet=tuple(runnable.problems(config)),
         counts=command.counts,
@@ -194,23 +181,16 @@ def _simple_report(
     )
 
 
-def _prompt_counts(config: PPOConfig, faults: _Faults) -> tuple[RowCount, RowCount]:
+def _prompt_counts(config: PPOConfig) -> tuple[RowCount, RowCount]:
     """Training and held-out prompts."""
     data, recipe = config.data, config.recipe
     if recipe.name != "none":
         return RowCount(recipe.train_problems), RowCount(recipe.val_problems)
-    filtered = data.filter_overlong_prompts
-    held_out = faults.count(
-        data.val_files, key="data.val_files", limit=data.val_max_samples, filtered=filtered
-    )
+    count = partial(count_rows, filtered=data.filter_overlong_prompts)
+    held_out = count(data.val_files, key="data.val_files", limit=data.val_max_samples)
     if config.trainer.val_only:
         return RowCount(None), held_out
-    return (
-        faults.count(
-            data.train_files, key="data.train_files", limit=data.train_max_samples, filtered=filtered
-        ),
-        held_out,
-    )
+    return count(data.train_files, key="data.train_files", limit=data.train_max_samples), held_out
 
 
 def _file_notes(config: PPOConfig, prompts: RowCount, held_out: RowCount) -> Iterator[str]:

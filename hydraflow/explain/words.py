@@ -27,17 +27,23 @@ class Phase:
     text: str
 
 
-def ppo_phases(plan: BatchPlan, config: PPOConfig, *, exact: bool = False) -> list[Phase]:
+def ppo_phases(plan: BatchPlan, config: PPOConfig, *, exact: bool = False) -> Iterator[Phase]:
     """A step of reinforcement learning. `exact`: see `rollout_is_exact`."""
-    return [Phase(name, text) for name, text in _ppo(plan, config, exact)]
+    for phase in step_phases(config):
+        yield Phase(phase.name, _TEXTS[phase.name](plan, config, exact))
+    yield _run(plan.steps_per_epoch, plan.total_steps, plan.actor, "prompts", plan.prompts_per_step)
 
 
-def sft_phases(plan: SFTPlan, config: SFTConfig) -> list[Phase]:
+def sft_phases(plan: SFTPlan, config: SFTConfig) -> Iterator[Phase]:
     """A step of supervised training, which is one optimizer step."""
-    return [Phase(name, text) for name, text in _sft(plan, config)]
+    batch, role = plan.conversations_per_step, plan.role
+    longest = count(config.data.max_length, "token")
+    yield Phase("data", f"{count(batch, 'conversation')} of at most {longest} are drawn")
+    yield Phase("update", f"1 optimizer step: {_on_ranks(role, 'conversation')}")
+    yield _run(plan.steps_per_epoch, plan.total_steps, role, "conversations", batch)
 
 
-def generate_phases(plan: GeneratePlan, config: GenerateConfig) -> list[Phase]:
+def generate_phases(plan: GeneratePlan, config: GenerateConfig) -> Iterator[Phase]:
     """What generation does, call by call."""
     n, length = plan.samples_per_prompt, config.data.max_response_length
     answers = f"{count(n, 'response')} of at most {count(length, 'token')} to each prompt"
@@ -45,21 +51,12 @@ def generate_phases(plan: GeneratePlan, config: GenerateConfig) -> list[Phase]:
         f"{count(plan.replicas, 'replica')} decode at most {count(plan.concurrent_sequences, 'sequence')}"
         " each at a time"
     )
-    phases = [
-        Phase("call", f"{count(plan.prompts_per_call, 'prompt')} together: {answers}"),
-        Phase("sample", shared),
-    ]
-    if plan.prompts is None:
-        return phases
-    calls = -(-plan.prompts // plan.prompts_per_call)
-    return [
-        *phases,
-        Phase(
-            "run",
-            f"{count(plan.prompts, 'prompt')} in {count(calls, 'call')}:"
-            f" {count(plan.prompts * n, 'response')}",
-        ),
-    ]
+    yield Phase("call", f"{count(plan.prompts_per_call, 'prompt')} together: {answers}")
+    yield Phase("sample", shared)
+    if plan.prompts is not None:
+        calls = count(-(-plan.prompts // plan.prompts_per_call), "call")
+        responses = count(plan.prompts * n, "response")
+        yield Phase("run", f"{count(plan.prompts, 'prompt')} in {calls}: {responses}")
 
 
 def forwards(micro: MicroPlan, rows: int) -> str:
@@ -78,29 +75,6 @@ def forwards(micro: MicroPlan, rows: int) -> str:
         f"in {count(passes + bool(left), 'forward')} of"
         f" {'at most ' if left else ''}{count(micro.rows, 'row')}"
     )
-
-
-def _ppo(plan: BatchPlan, config: PPOConfig, exact: bool) -> Iterator[tuple[str, str]]:
-    for phase in step_phases(config):
-        yield phase.name, _TEXTS[phase.name](plan, config, exact)
-    yield from _run(plan.steps_per_epoch, plan.total_steps, plan.actor, "prompts", plan.prompts_per_step)
-
-
-def _sft(plan: SFTPlan, config: SFTConfig) -> Iterator[tuple[str, str]]:
-    batch, role = plan.conversations_per_step, plan.role
-    yield (
-        "data",
-        f"{count(batch, 'conversation')} of at most {count(config.data.max_length, 'token')} are drawn",
-    )
-    each = count(role.rows_per_rank, "conversation")
-    yield (
-        "update",
-        (
-            f"1 optimizer step: {count(role.data_ranks, 'data rank')} of {each},"
-            f" {forwards(role.micro, role.rows_per_rank)}"
-        ),
-    )
-    yield from _run(plan.steps_per_epoch, plan.total_steps, role, "conversations", batch)
 
 
 def _prompts(plan: BatchPlan, config: PPOConfig) -> str:
@@ -140,9 +114,9 @@ def _scoring(plan: BatchPlan, config: PPOConfig) -> str:
 
 
 def _old_log_probs(plan: BatchPlan, config: PPOConfig, exact: bool) -> str:
-    if not exact:
-        return f"the actor computes log-probabilities again, {_pass(plan, 'actor', plan.old_log_prob)}"
     first = _pass(plan, "actor", plan.old_log_prob)
+    if not exact:
+        return f"the actor computes log-probabilities again, {first}"
     return (
         "those of the generation engine, which computes as the actor does; in the first step after a start"
         f" the actor computes its own and compares them, {first}"
@@ -194,19 +168,19 @@ def _pass(plan: BatchPlan, role: str, micro: MicroPlan) -> str:
     return f"{count(ranks, 'data rank')} of {count(rows, 'row')}, {forwards(micro, rows)}"
 
 
+def _on_ranks(role: RolePlan, noun: str) -> str:
+    """How the rows of an optimizer step pass through a role's model."""
+    each = count(role.rows_per_rank, noun)
+    return f"{count(role.data_ranks, 'data rank')} of {each}, {forwards(role.micro, role.rows_per_rank)}"
+
+
 def _update(role: RolePlan, prompts: int) -> str:
     minis = prompts // role.mini_batch_prompts
     passes = f", {count(role.epochs, 'pass')}" if role.epochs > 1 else ""
     one = f"{count(role.mini_batch_prompts, 'prompt')} = {count(role.mini_batch_trajectories, 'trajectory')}"
-    rank = (
-        f"{count(role.data_ranks, 'data rank')} of {count(role.rows_per_rank, 'row')},"
-        f" {forwards(role.micro, role.rows_per_rank)}"
-    )
-    steps, each = (
-        count(role.optimizer_steps_per_step, "optimizer step"),
-        "each" if role.optimizer_steps_per_step > 1 else "it",
-    )
-    return f"{steps} ({count(minis, 'mini-batch')}{passes}): {each} takes {one}, on {rank}"
+    steps = count(role.optimizer_steps_per_step, "optimizer step")
+    each = "each" if role.optimizer_steps_per_step > 1 else "it"
+    return f"{steps} ({count(minis, 'mini-batch')}{passes}): {each} takes {one}, on {_on_ranks(role, 'row')}"
 
 
 def _sync(plan: BatchPlan) -> str:
@@ -223,17 +197,14 @@ def _rounds(plan: BatchPlan) -> str:
     )
 
 
-def _run(per_epoch: int, total: int, role: RolePlan, rows: str, batch: int) -> Iterator[tuple[str, str]]:
+def _run(per_epoch: int, total: int, role: RolePlan, rows: str, batch: int) -> Phase:
     """What all steps together do, where their number is known."""
     if not total:
-        yield (
+        return Phase(
             "run",
-            (
-                f"the number of {rows} is not known, so the number of steps is not, unless"
-                " trainer.total_training_steps says it"
-            ),
+            f"the number of {rows} is not known, so the number of steps is not, unless"
+            " trainer.total_training_steps says it",
         )
-        return
     epochs = f" ({per_epoch:,} are one pass over the {rows}, {batch:,} each)" if per_epoch else ""
     steps = role.optimizer_steps(total)
     warm = (
@@ -243,4 +214,4 @@ def _run(per_epoch: int, total: int, role: RolePlan, rows: str, batch: int) -> I
     )
     if role.first_step > 1:
         warm += f"; only the critic learns before step {role.first_step:,}"
-    yield "run", f"{count(total, 'training step')}{epochs}, {count(steps, 'optimizer step')}{warm}"
+    return Phase("run", f"{count(total, 'training step')}{epochs}, {count(steps, 'optimizer step')}{warm}")

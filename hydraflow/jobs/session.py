@@ -34,7 +34,7 @@ from hydraflow.system.role_logs import CONTROLLER, RoleLogs
 from hydraflow.tracking.base import PublishedInfo
 from hydraflow.tracking.curve import draw_curve
 from hydraflow.tracking.endings import DONE
-from hydraflow.tracking.history import seconds_of
+from hydraflow.tracking.history import read_metrics, seconds_of
 from hydraflow.tracking.provenance import facts_of_start
 from hydraflow.tracking.run_folder import RunFolder
 from hydraflow.tracking.summary import print_summary, summarise
@@ -207,7 +207,7 @@ class Session:
         """The trackers of the run, closed with the session."""
         title = f"{self.trainer.project_name}/{self.trainer.experiment_name}"
         start = self.start
-        self._seconds_before = seconds_of(self.folder.path)
+        self._seconds_before = seconds_of(read_metrics(self.folder.path))
         self._trackers = open_trackers(
             self.trainer.logger,
             self.folder.path,

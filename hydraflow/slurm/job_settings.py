@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hydraflow.compose.allocated import BESIDE, CPU_PROCESSES
+from hydraflow.compose.allocated import BESIDE
 from hydraflow.compose.command import Command
 from hydraflow.compose.judges import (
     judge_ppo,
@@ -25,6 +25,7 @@ from hydraflow.compose.judges import (
 )
 from hydraflow.compose.launch import launch
 from hydraflow.compose.loading import Judge
+from hydraflow.device import CPU_PROCESSES
 from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
 from hydraflow.system.allocation import Allocation, allocation
 from hydraflow.tracking.provenance import SLURM_JOB

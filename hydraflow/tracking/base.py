@@ -18,6 +18,8 @@ Sample = Mapping[str, object]
 SAMPLE_COLUMNS = ("input", "output", "score", "ground_truth")
 """The prompt and the response as text, the reward function's score, and what the response was compared
 with."""
+SAMPLE_TABLE = "val/generations"
+"""Name of the samples' table in a tracker."""
 
 
 class Tracker(Protocol):

@@ -7,28 +7,21 @@ TensorBoard shows those.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hydraflow.errors import EnvironmentFault
-from hydraflow.tracking.history import (
-    curve,
-    read_metrics,
-    training_loss,
-    training_reward,
-    validation_accuracy,
-    validation_loss,
-)
+from hydraflow.tracking.history import Record, curve, read_metrics, validation_accuracy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-CURVES = {
+CURVES: dict[str, Callable[[Record], float | None]] = {
     "validation accuracy": validation_accuracy,
-    "training reward": training_reward,
-    "validation loss": validation_loss,
-    "training loss": training_loss,
+    "training reward": lambda record: record.get("critic/score/mean"),
+    "validation loss": lambda record: record.get("val/loss"),
+    "training loss": lambda record: record.get("train/loss"),
 }
 
 

@@ -39,18 +39,8 @@ class BackgroundTracker:
     """A tracker in a thread of its own. `name`: for the warning. Used for all that talk to a server or write
     elaborate files."""
 
-    def __init__(
-        self,
-        name: str,
-        factory: TrackerFactory,
-        run: RunInfo,
-        *,
-        pauses: Sequence[float] = PAUSES,
-        flush_seconds: float = FLUSH_SECONDS,
-        close_seconds: float = CLOSE_SECONDS,
-    ):
-        self.name, self._factory, self._run, self._pauses = name, factory, run, tuple(pauses)
-        self._flush_seconds, self._close_seconds = flush_seconds, close_seconds
+    def __init__(self, name: str, factory: TrackerFactory, run: RunInfo):
+        self.name, self._factory, self._run = name, factory, run
         self._calls: SimpleQueue[Call | None] = SimpleQueue()
         self._ending = threading.Event()
         self._last_moment = 0.0
@@ -75,24 +65,24 @@ class BackgroundTracker:
         self._hand_over(lambda tracker: tracker.log_samples(kept, step))
 
     def flush(self) -> None:
-        """Waits until the tracker has written everything, at most `flush_seconds`; not for one that fails or
+        """Waits until the tracker has written everything, at most FLUSH_SECONDS; not for one that fails or
         lags."""
         if self._failing or not self._flushed.is_set() or not self._thread.is_alive():
             return
         self._flushed = done = threading.Event()
         self._calls.put(lambda tracker: tracker.flush())
         self._calls.put(lambda tracker: done.set())
-        done.wait(self._flush_seconds)
+        done.wait(FLUSH_SECONDS)
 
     def begin_closing(self, *, failed: bool = False) -> None:
         """Asks the tracker to end once its queue is empty; the timeout of `close` counts from here."""
         self._calls.put(lambda tracker: tracker.close(failed=failed))
         self._calls.put(None)
         self._ending.set()
-        self._last_moment = time.monotonic() + self._close_seconds
+        self._last_moment = time.monotonic() + CLOSE_SECONDS
 
     def close(self, *, failed: bool = False) -> None:
-        """Waits for pending calls, at most `close_seconds`, and logs what was lost."""
+        """Waits for pending calls, at most CLOSE_SECONDS, and logs what was lost."""
         if not self._ending.is_set():
             self.begin_closing(failed=failed)
         self._thread.join(max(0.0, self._last_moment - time.monotonic()))
@@ -101,7 +91,7 @@ class BackgroundTracker:
                 "%s: waited %g seconds for it to take what was logged, and gave up; metrics.jsonl has"
                 " everything"
             )
-            logger.warning(text, self.name, self._close_seconds)
+            logger.warning(text, self.name, CLOSE_SECONDS)
         elif self._lost:
             text = "%s: %d %s were lost in total; metrics.jsonl has everything"
             logger.warning(text, self.name, self._lost, "call" if self._lost == 1 else "calls")
@@ -126,7 +116,7 @@ class BackgroundTracker:
     def _tried(self, call: Callable[..., None]) -> bool:
         """Whether the call worked, at once or after a retry. Libraries may raise anything, and nothing may
         end the run."""
-        for pause in () if self._failing else self._pauses:
+        for pause in () if self._failing else PAUSES:
             if self._attempt(call) is None:
                 return True
             if self._ending.wait(pause):
@@ -160,7 +150,7 @@ class ForegroundTracker:
 
     def __init__(self, name: str, tracker: Tracker):
         self.name, self.tracker = name, tracker
-        self._warned_at: float | None = None
+        self._warned = False
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Passes the numbers to the tracker."""
@@ -182,6 +172,6 @@ class ForegroundTracker:
         try:
             call()
         except Exception as error:  # a full disk, a closed stream, or whatever the library raises for it
-            if self._warned_at is None:
-                self._warned_at = time.monotonic()
+            if not self._warned:
+                self._warned = True
                 logger.warning("%s: %s; training continues; metrics.jsonl has everything", self.name, error)

@@ -1,4 +1,4 @@
-"""Reads metrics.jsonl back, and defines which of its numbers are the run's accuracy and reward.
+"""Reads metrics.jsonl back, and defines which of its numbers are the run's accuracy.
 
 In: the run folder. Out: one record per step and curves of (step, seconds, value).
 """
@@ -57,9 +57,9 @@ def record_of(line: str) -> dict[str, float] | None:
     return record if whole else None
 
 
-def seconds_of(folder: Path) -> float:
+def seconds_of(records: Iterable[Record]) -> float:
     """Wall time of the run up to its last record; 0 without one."""
-    return max((record["seconds"] for record in read_metrics(folder)), default=0.0)
+    return max((record["seconds"] for record in records), default=0.0)
 
 
 def curve(records: Iterable[Record], value_of: Callable[[Record], float | None]) -> list[Point]:
@@ -88,18 +88,3 @@ def validation_accuracy(metrics: Record) -> float | None:
         if found:
             return sum(found) / len(found)
     return metrics.get("val/accuracy")
-
-
-def training_reward(metrics: Record) -> float | None:
-    """Mean score of the step's trajectories; None in a record without a training step."""
-    return metrics.get("critic/score/mean")
-
-
-def training_loss(metrics: Record) -> float | None:
-    """Loss of supervised training; None elsewhere."""
-    return metrics.get("train/loss")
-
-
-def validation_loss(metrics: Record) -> float | None:
-    """Held-out loss of supervised training; None elsewhere."""
-    return metrics.get("val/loss")

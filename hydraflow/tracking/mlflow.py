@@ -74,16 +74,13 @@ class MlflowTracker:
         return str(self._client.create_experiment(run.about.project, artifact_location=artifacts))
 
     def _find_or_make(self, run: RunInfo, experiment: str) -> tuple[str, bool]:
-        asked = f"tags.`{TAG}` = '{run.run_id.replace(chr(39), '')}'"
-        found = (
-            self._client.search_runs([experiment], filter_string=asked, max_results=1) if run.run_id else []
-        )
+        identity = run.run_id.replace("'", "")
+        asked = f"tags.`{TAG}` = '{identity}'"
+        found = self._client.search_runs([experiment], filter_string=asked, max_results=1) if identity else []
         if found:
             self._client.update_run(found[0].info.run_id, status="RUNNING")
             return str(found[0].info.run_id), False
-        made = self._client.create_run(
-            experiment, run_name=run.about.experiment, tags={TAG: run.run_id.replace("'", "")}
-        )
+        made = self._client.create_run(experiment, run_name=run.about.experiment, tags={TAG: identity})
         return str(made.info.run_id), True
 
     def log(self, metrics: dict[str, float], step: int) -> None:

@@ -76,9 +76,11 @@ def versions() -> dict[str, str]:
     """Python and the libraries that matter, by name."""
     found = {"python": platform.python_version()}
     for name in (OURS, *LIBRARIES, *EXTRAS):
-        version = _version(name)
-        if version or name not in EXTRAS:
-            found[name] = version or "not installed"
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            if name not in EXTRAS:
+                found[name] = "not installed"
     return found
 
 
@@ -120,10 +122,3 @@ def _git(folder: Path, *words: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from datetime import datetime
+from functools import reduce
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -83,9 +84,13 @@ class RunFolder:
 
         Raises ConfigError when it cannot be written.
         """
-        path = Path(directory).expanduser() if directory else RUNS / _stamped(experiment_name)
+        stamped = f"{slug(experiment_name)}-{datetime.now():%Y%m%d-%H%M%S}"
+        path = Path(directory).expanduser() if directory else RUNS / stamped
         try:
-            path = _make(path) if directory else _make_unused(path)
+            if directory:
+                path.mkdir(parents=True, exist_ok=True)
+            else:
+                path = _make_unused(path)
             prove_writable(path)
         except OSError as error:
             raise _unwritable(path, error) from error
@@ -182,10 +187,10 @@ class RunFolder:
         self._write(
             self.config, yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True), private=True
         )
-        facts = {
-            key: {"value": fingerprinted(_value_at(config, key), key), "from": origin}
-            for key, origin in origins.items()
-        }
+        facts = {}
+        for key, origin in origins.items():
+            value = reduce(lambda section, name: section[name], key.split("."), config)
+            facts[key] = {"value": fingerprinted(value, key), "from": origin}
         self._write(self.config_origins, json.dumps(facts, indent=1, ensure_ascii=False) + "\n", private=True)
 
     def write_plan(self, text: str) -> None:
@@ -229,13 +234,6 @@ class RunFolder:
             raise EnvironmentFault(f"cannot write {path}: {error.strerror}") from error
 
 
-def _value_at(config: Mapping[str, Any], key: str) -> Any:
-    value: Any = config
-    for name in key.split("."):
-        value = value[name]
-    return value
-
-
 def _unwritable(path: Path, error: OSError, field: str = FIELD) -> ConfigError:
     what = "the run folder" if field == FIELD else "the folder"
     return ConfigError.one(
@@ -246,10 +244,6 @@ def _unwritable(path: Path, error: OSError, field: str = FIELD) -> ConfigError:
     )
 
 
-def _stamped(name: str) -> str:
-    return f"{slug(name)}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
-
-
 def slug(name: str) -> str:
     """An experiment's name as the name of a folder.
 
@@ -257,11 +251,6 @@ def slug(name: str) -> str:
     '..-my-run'
     """
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name) or "run"
-
-
-def _make(path: Path) -> Path:
-    path.mkdir(parents=True, exist_ok=True)
-    return path
 
 
 def _make_unused(path: Path) -> Path:

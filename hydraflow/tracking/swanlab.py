@@ -16,9 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hydraflow.tracking.base import SAMPLE_COLUMNS, RunInfo, Sample, rows_of
+from hydraflow.tracking.base import SAMPLE_COLUMNS, SAMPLE_TABLE, RunInfo, Sample, rows_of
 
-TABLE = "val/generations"
 ID_LENGTH = 21
 """Length of SwanLab's run ids, letters and digits."""
 MODES = ("offline", "local", "disabled")
@@ -88,7 +87,7 @@ class SwanlabTracker:
         """Adds the table of this validation."""
         table = self._swanlab.echarts.Table()
         table.add(list(SAMPLE_COLUMNS), rows_of(samples))
-        self._run.log({TABLE: table}, step=step)
+        self._run.log({SAMPLE_TABLE: table}, step=step)
 
     def flush(self) -> None:
         """Does nothing: SwanLab has no flush; it writes within seconds."""

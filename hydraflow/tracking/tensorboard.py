@@ -11,14 +11,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from hydraflow.tracking.base import SAMPLE_COLUMNS, RunInfo, Sample, rows_of
+from hydraflow.tracking.base import SAMPLE_COLUMNS, SAMPLE_TABLE, RunInfo, Sample, rows_of
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 logger = logging.getLogger(__name__)
 
-TABLE = "val/generations"
 PAUSE = 60.0
 """Seconds without a retry after a failure: every attempt creates a file."""
 
@@ -47,7 +46,7 @@ class TensorboardTracker:
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         """Adds the samples as a table of the text dashboard."""
-        self._attempt(lambda writer: writer.add_text(TABLE, markdown(samples), global_step=step))
+        self._attempt(lambda writer: writer.add_text(SAMPLE_TABLE, markdown(samples), global_step=step))
 
     def flush(self) -> None:
         """Writes what is queued."""

@@ -16,7 +16,7 @@ from hydraflow.tracking.base import PublishedInfo, RunInfo, Sample, Tracker, Tra
 from hydraflow.tracking.console import open_console
 from hydraflow.tracking.file import FileTracker
 from hydraflow.tracking.guarded import BackgroundTracker, ForegroundTracker
-from hydraflow.tracking.history import read_metrics
+from hydraflow.tracking.history import read_metrics, seconds_of
 from hydraflow.tracking.mlflow import MlflowTracker
 from hydraflow.tracking.swanlab import SwanlabTracker
 from hydraflow.tracking.symptoms import SymptomWatch
@@ -103,8 +103,8 @@ def open_trackers(
     assert set(names) <= set(TRACKERS), names
     folder.mkdir(parents=True, exist_ok=True)
     earlier = read_metrics(folder)
-    seconds = max((record["seconds"] for record in earlier), default=0.0)
-    run = RunInfo(folder, title, total_steps, run_id, done_steps, seconds, about or PublishedInfo(), redraws)
+    about, seconds = about or PublishedInfo(), seconds_of(earlier)
+    run = RunInfo(folder, title, total_steps, run_id, done_steps, seconds, about, redraws)
     watch = SymptomWatch()  # a resumed run knows what its earlier steps showed, and does not repeat it
     for record in earlier:
         if record["step"] <= done_steps:

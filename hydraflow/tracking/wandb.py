@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from hydraflow.tracking.base import SAMPLE_COLUMNS, RunInfo, Sample, rows_of
+from hydraflow.tracking.base import SAMPLE_COLUMNS, SAMPLE_TABLE, RunInfo, Sample, rows_of
 
 STEP = "training/global_step"
 """The x axis. W&B's own step can not go back, and steps that were logged after the last checkpoint are done
 again."""
-TABLE = "val/generations"
 SERVER = "https://api.wandb.ai"
 INIT_SECONDS = 60.0
 """What the server may take to answer; then the run is kept offline."""
@@ -112,7 +111,8 @@ class WandbTracker:
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         """Adds the table of this validation; W&B keeps those of earlier steps."""
         rows = [[step, *row] for row in rows_of(samples)]
-        self._run.log({STEP: step, TABLE: self._wandb.Table(columns=["step", *SAMPLE_COLUMNS], data=rows)})
+        table = self._wandb.Table(columns=["step", *SAMPLE_COLUMNS], data=rows)
+        self._run.log({STEP: step, SAMPLE_TABLE: table})
 
     def flush(self) -> None:
         """W&B's own process writes each row at once; it outlives this one."""

@@ -17,11 +17,18 @@ from hydraflow.schema import EvalConfig, GenerateConfig, PPOConfig, SFTConfig
 from hydraflow.trainer.config import LOGGERS
 from hydraflow.workers.config import ActorConfig
 
+DEBUG, ROLLOUT = "trainer.debug", "actor_rollout_ref.rollout"
+
 
 def valid() -> PPOConfig:
     config = PPOConfig()
     config.actor_rollout_ref.model.path, config.data.train_files = "model", ["train.parquet"]
     return config
+
+
+def put(config, key, value):
+    *sections, name = key.split(".")
+    setattr(functools.reduce(getattr, sections, config), name, value)
 
 
 def test_the_defaults_are_legal():
@@ -83,10 +90,8 @@ def test_the_defaults_are_legal():
     ],
 )
 def test_an_illegal_value_is_named(section, name, value):
-    config = target = valid()
-    for part in section.split("."):
-        target = getattr(target, part)
-    setattr(target, name, value)
+    config = valid()
+    put(config, f"{section}.{name}", value)
     assert [problem.field for problem in problems(config)] == [f"{section}.{name}"]
 
 
@@ -137,28 +142,19 @@ def test_nulls_that_a_type_allows_are_legal():
 
 
 @pytest.mark.parametrize(
-    ("change", "field"),
+    ("key", "value", "field"),
     [
-        (
-            lambda c: setattr(c.actor_rollout_ref.rollout, "temperature", 0.0),
-            "actor_rollout_ref.rollout.temperature",
-        ),
-        (lambda c: setattr(c.critic, "enable", False), "critic.enable"),
-        (
-            lambda c: setattr(c.actor_rollout_ref.rollout.val_kwargs, "do_sample", True),
-            "actor_rollout_ref.rollout.val_kwargs.temperature",
-        ),
-        (lambda c: setattr(c.trainer, "val_only", True), "data.val_files"),
-        (lambda c: setattr(c.data, "train_files", None), "data.train_files"),
+        (f"{ROLLOUT}.temperature", 0.0, f"{ROLLOUT}.temperature"),
+        ("critic.enable", False, "critic.enable"),
+        (f"{ROLLOUT}.val_kwargs.do_sample", True, f"{ROLLOUT}.val_kwargs.temperature"),
+        ("trainer.val_only", True, "data.val_files"),
+        ("data.train_files", None, "data.train_files"),
     ],
 )
-def test_fields_that_depend_on_each_other(change, field):
+def test_fields_that_depend_on_each_other(key, value, field):
     config = valid()
-    change(config)
+    put(config, key, value)
     assert [problem.field for problem in problems(config)] == [field]
-
-
-DEBUG = "trainer.debug"
 
 
 @pytest.mark.parametrize(
@@ -199,8 +195,7 @@ DEBUG = "trainer.debug"
 def test_debugging_keys_fit_each_other(given, found):
     config = valid()
     for key, value in given.items():
-        *path, name = key.split(".")
-        setattr(functools.reduce(getattr, path, config), name, value)
+        put(config, key, value)
     told = problems(config)
     assert [problem.field for problem in told] == found
     assert all(problem.remedy for problem in told)
@@ -261,9 +256,7 @@ def test_checkpoint_keys_fit_each_other():
 )
 def test_a_remedy_is_legal(key, value, said):
     config = PPOConfig()
-    *path, name = key.split(".")
-    section = functools.reduce(getattr, path, config)
-    setattr(section, name, value)
+    put(config, key, value)
     (problem,) = problems(config, planning=True)
     assert said in str(problem)
     assert problem.remedy.startswith(f"{key}=")

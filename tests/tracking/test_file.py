@@ -12,7 +12,7 @@ import pytest
 from hydraflow.errors import EnvironmentFault
 from hydraflow.tracking.base import RunInfo
 from hydraflow.tracking.file import FileTracker
-from hydraflow.tracking.history import curve, read_metrics, training_reward, validation_accuracy
+from hydraflow.tracking.history import curve, read_metrics, validation_accuracy
 
 
 def forbid_constant(text: str) -> None:
@@ -109,7 +109,8 @@ def test_lines_of_one_step_are_merged_and_a_torn_last_line_is_left_out(tmp_path:
         (0, 0.25),
         (1, 0.75),
     ]
-    assert [(point.step, point.value) for point in curve(records, training_reward)] == [(1, 0.5)]
+    rewards = curve(records, lambda record: record.get("critic/score/mean"))
+    assert [(point.step, point.value) for point in rewards] == [(1, 0.5)]
 
 
 def test_accuracy_falls_back_to_reward_and_ignores_other_statistics() -> None:

@@ -47,10 +47,13 @@ class Memory:
         self.closed.append(failed)
 
 
-def background(memory: Memory, tmp_path: Path, **limits: float) -> BackgroundTracker:
-    return BackgroundTracker(
-        "memory", lambda run: memory, RunInfo(tmp_path, "", None), pauses=(0.01, 0.01), **limits
-    )  # type: ignore[arg-type]
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guarded, "PAUSES", (0.01, 0.01))
+
+
+def background(memory: Memory, tmp_path: Path) -> BackgroundTracker:
+    return BackgroundTracker("memory", lambda run: memory, RunInfo(tmp_path, "", None))
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -91,10 +94,12 @@ def test_a_lasting_fault_costs_one_warning_and_a_count(
 
 
 def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_the_end(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(guarded, "FLUSH_SECONDS", 0.1)
+    monkeypatch.setattr(guarded, "CLOSE_SECONDS", 0.2)
     release = threading.Event()
-    tracker = background(Memory(hangs=release), tmp_path, flush_seconds=0.1, close_seconds=0.2)
+    tracker = background(Memory(hangs=release), tmp_path)
     began = time.monotonic()
     for step in range(1, guarded.HELD_CALLS + 10):
         tracker.log({}, step)
@@ -109,9 +114,10 @@ def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_the_end(
     release.set()
 
 
-def test_several_that_hang_are_waited_for_together(tmp_path: Path) -> None:
+def test_several_that_hang_are_waited_for_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guarded, "CLOSE_SECONDS", 0.5)
     release = threading.Event()
-    opened = [background(Memory(hangs=release), tmp_path, close_seconds=0.5) for _ in range(5)]
+    opened = [background(Memory(hangs=release), tmp_path) for _ in range(5)]
     together = trackers.Trackers(opened, SymptomWatch())
     together.log({}, 1)
     began = time.monotonic()
@@ -123,7 +129,6 @@ def test_several_that_hang_are_waited_for_together(tmp_path: Path) -> None:
 def test_a_run_whose_trackers_cannot_be_opened_is_logged_to_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(guarded, "PAUSES", ())
     monkeypatch.setitem(trackers.TRACKERS, "wandb", lambda run: Memory(opens=False))
     monkeypatch.setitem(trackers.TRACKERS, "mlflow", lambda run: Memory({1: 99, 2: 99}))
     with open_trackers(["wandb", "mlflow"], tmp_path) as opened:

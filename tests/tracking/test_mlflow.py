@@ -35,6 +35,10 @@ def only_run(uri: str) -> tuple[Any, Any]:
     return client, run
 
 
+def artifacts_of(folder: Path, run: Any) -> Path:
+    return folder / "mlflow" / "artifacts" / str(run.info.run_id) / "artifacts"
+
+
 def test_a_run_that_goes_on_is_one_run_with_its_curve_table_and_configuration(tmp_path: Path) -> None:
     for done, steps, failed in ((0, (1, 2, 3), True), (2, (3, 4), False)):
         trackers = open_trackers(
@@ -56,7 +60,7 @@ def test_a_run_that_goes_on_is_one_run_with_its_curve_table_and_configuration(tm
     ]
     assert (run.data.params["trainer.seed"], run.data.params["trainer.max_wall_time"]) == ("3", "None")
     assert run.data.tags["start.git.commit"] == "abc"
-    artifacts = tmp_path / "mlflow" / "artifacts" / run.info.run_id / "artifacts"
+    artifacts = artifacts_of(tmp_path, run)
     assert {path.name for path in artifacts.iterdir()} >= {"plan.json", "run.json", "validation"}
     table = json.loads((artifacts / "validation" / "step_000004.json").read_text())
     assert table["columns"] == ["input", "output", "score", "ground_truth"]
@@ -102,17 +106,7 @@ def test_names_and_rows_that_mlflow_would_refuse(tmp_path: Path) -> None:
     client, run = only_run(f"sqlite:///{tmp_path}/mlflow/mlflow.db")
     assert run.data.metrics == {"val-core/_/acc": 0.5, "val-core/_/_/x": 0.5, long[:250]: 0.25, "loss": 1.0}
     assert run.data.params == {"reward.a_b_": "1", "reward.": "2", "reward...": "3"}
-    table = json.loads(
-        (
-            tmp_path
-            / "mlflow"
-            / "artifacts"
-            / run.info.run_id
-            / "artifacts"
-            / "validation"
-            / "step_000001.json"
-        ).read_text()
-    )
+    table = json.loads((artifacts_of(tmp_path, run) / "validation" / "step_000001.json").read_text())
     assert table["data"] == [["1", "a", 1.0, "5"], ["", "", None, "['x']"]]
 
 

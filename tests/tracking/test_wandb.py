@@ -14,9 +14,9 @@ import pytest
 from tracking.samples import ACCURACY, SAMPLES, about
 from tracking.wandb_server import serving
 
-from hydraflow.tracking.base import RunInfo
+from hydraflow.tracking.base import SAMPLE_TABLE, RunInfo
 from hydraflow.tracking.trackers import open_trackers
-from hydraflow.tracking.wandb import STEP, TABLE, WandbTracker, offline_because
+from hydraflow.tracking.wandb import STEP, WandbTracker, offline_because
 
 pytestmark = pytest.mark.skipif(
     find_spec("wandb") is None, reason="wandb is not installed: pip install -c constraints.txt -e '.[dev]'"
@@ -72,7 +72,7 @@ def test_metrics_tables_configuration_and_files_are_kept(tmp_path: Path) -> None
     (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/val/*.table.json")
     assert json.loads(table.read_text())["columns"] == ["step", "input", "output", "score", "ground_truth"]
     assert json.loads(table.read_text())["data"][1] == [3, "1+1=", SAMPLES[1]["output"], 0.0, ""]
-    assert any(name.startswith(TABLE) for name in rows[-1])
+    assert any(name.startswith(SAMPLE_TABLE) for name in rows[-1])
     run = next(record.run for record in records(tmp_path) if record.WhichOneof("record_type") == "run")
     kept = {update.key: json.loads(update.value_json) for update in run.config.update}
     assert (run.run_id, run.project, run.display_name) == ("ppo-1-ff00", "sums", "first")
