@@ -11,11 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from hydraflow.dispatch.shards import is_batch, split
 from hydraflow.metrics import Metric, merge
 from hydraflow.protocol.remote import RemoteBatch
+
+if TYPE_CHECKING:
+    from hydraflow.dispatch.group import Group
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 MEGATRON_MESH = "megatron"
@@ -33,27 +36,25 @@ class Coordinates(NamedTuple):
     """Whether its answer is used; true for one worker per data rank."""
 
 
-class CallContext(Protocol):
+@dataclass(frozen=True)
+class CallContext:
     """What a mode may know about the call."""
+
+    group: Group
+    role: str
+    method: str
+    """Name of the method, for messages."""
+    padding: bool
+    """Whether the method accepts rows that are padding."""
 
     @property
     def world_size(self) -> int:
         """Ranks in the group."""
-        ...
-
-    @property
-    def padding(self) -> bool:
-        """Whether the method accepts rows that are padding."""
-        ...
-
-    @property
-    def method(self) -> str:
-        """Name of the method, for messages."""
-        ...
+        return self.group.world_size
 
     def mesh(self, name: str) -> list[Coordinates]:
-        """Coordinates of each rank in a mesh; fetched from the workers once, then cached."""
-        ...
+        """Coordinates of each rank in a mesh."""
+        return self.group.mesh(self.role, name)
 
 
 PerRank = tuple[Sequence[Sequence[Any]], dict[str, Sequence[Any]]]

@@ -11,8 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -88,14 +87,9 @@ def made(settings: LogSettings, rank: int, role: str) -> RoleLogs | None:
         return None
 
 
-@contextmanager
-def of_role(logs: RoleLogs | None, role: str) -> Iterator[None]:
+def of_role(logs: RoleLogs | None, role: str) -> AbstractContextManager[None]:
     """Attributes log lines written in its body to this role."""
-    if logs is None:
-        yield
-        return
-    with logs.of(role):
-        yield
+    return nullcontext() if logs is None else logs.of(role)
 
 
 def debugger() -> str:

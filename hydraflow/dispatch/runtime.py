@@ -98,7 +98,7 @@ class Runtime:
         console = self.observability.logs is not None and self.observability.logs.console is not None
         self._owns_ray = start_ray(self.ray_init, cpus_needed(pools), console=console) or self._owns_ray
         self.channel.calls.stacks = self._write_stacks
-        self.channel.calls.head = self.channel.calls.head or RayHead.of_this_process()
+        self.channel.calls.head = self.channel.calls.head or RayHead(ray.get_runtime_context().gcs_address)
         growing = self.ray_init.address != "local"
         with after_the_start():
             self._reservations |= reserve(pools, timeout=self.channel.timeouts.start, growing=growing)
