@@ -11,14 +11,15 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 from hydraflow.dispatch.config import LogConfig, ProfilerConfig
 from hydraflow.errors import ConfigError
-from hydraflow.system.role_logs import LogSettings, RoleLogs, apply_level
+from hydraflow.system.role_logs import CONTROLLER, LogSettings, RoleLogs, apply_level
 from hydraflow.system.whole_files import prove_writable
 
 FIELD = "ray_init.timeline_file"
@@ -85,6 +86,21 @@ def made(settings: LogSettings, rank: int, role: str) -> RoleLogs | None:
     except OSError as error:
         logging.getLogger(__name__).warning("no log files in %s: %s", settings.folder, error)
         return None
+
+
+@contextmanager
+def controller_log(run: Path, log: LogConfig) -> Iterator[RoleLogs | None]:
+    """Within the block the controller also logs to its file in the run folder; None: there is none."""
+    logs = made(log_settings(run, log), 0, CONTROLLER)
+    if logs is None:
+        yield None
+        return
+    logging.getLogger().addHandler(logs)
+    try:
+        yield logs
+    finally:
+        logging.getLogger().removeHandler(logs)
+        logs.close()
 
 
 def of_role(logs: RoleLogs | None, role: str) -> AbstractContextManager[None]:

@@ -50,9 +50,7 @@ class Loop:
         self.trainer.sync_weights().get()
         if self.config.val_before_train and not done:
             metrics = self._validate(0)
-            if (
-                metrics or not self.clock.preempted
-            ):  # there is nothing to log of a validation that was given up
+            if metrics or not self.clock.preempted:  # a validation that was given up has nothing to log
                 self.trackers.log(metrics, step=0)
         if self.clock.preempted:
             return self.clock.why_to_stop()

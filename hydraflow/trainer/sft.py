@@ -17,6 +17,7 @@ from hydraflow.batch_plan.sft import SFTPlan
 from hydraflow.dispatch.group import RoleGroup
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.worker import RoleSpec
+from hydraflow.engine.micro_batches import row_tokens
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.ragged import parts
 from hydraflow.schema import SFTConfig
@@ -119,7 +120,7 @@ class SFTTrainer:
         self.runtime.end(self.group)
 
     def _step(self, batch: DataProto, step: int) -> dict[str, float]:
-        lengths = (parts(batch.get("prompts"))[1] + parts(batch.get("responses"))[1]).numpy()
+        lengths = row_tokens(batch).numpy()
         order = mini_batch_order(lengths, self.plan.role, 1, balance=True, shuffle_key=None)
         with self.timer.phase("step", step):
             metrics = self.role.call(SFTWorker.update, batch.select_idxs(order), step)
