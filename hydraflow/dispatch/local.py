@@ -70,12 +70,11 @@ class LocalRuntime(Runtime):
 
     def group(self, pool: str, roles: Mapping[str, RoleSpec]) -> Group:
         """Builds the workers immediately."""
-        self.groups.append(
-            LocalGroup(
-                self._pools[pool], roles, self.channel, device_type=self.device_type, first=not self.groups
-            )
+        group = LocalGroup(
+            self._pools[pool], roles, self.channel, device_type=self.device_type, first=not self.groups
         )
-        return self.groups[-1]
+        self.groups.append(group)
+        return group
 
     def stop(self) -> None:
         """Writes the timeline and closes the workers."""

@@ -111,12 +111,6 @@ class Execute(StrEnum):
     RANK_ZERO = "rank_zero"
 
 
-def _to_all(context: CallContext, *args: Any, **kwargs: Any) -> PerRank:
-    return [[value] * context.world_size for value in args], {
-        name: [value] * context.world_size for name, value in kwargs.items()
-    }
-
-
 def _per_argument(spread: Callable[[CallContext, Any], Sequence[Any]]) -> Callable[..., PerRank]:
     """A dispatch function that treats every argument alike."""
 
@@ -128,12 +122,13 @@ def _per_argument(spread: Callable[[CallContext, Any], Sequence[Any]]) -> Callab
     return dispatch
 
 
+_to_all = _per_argument(lambda context, value: [value] * context.world_size)
+
+
 def _deal(context: CallContext, value: Any) -> Sequence[Any]:
-    return (
-        value
-        if isinstance(value, list | tuple) and len(value) == context.world_size
-        else [value] * context.world_size
-    )
+    if isinstance(value, list | tuple) and len(value) == context.world_size:
+        return value
+    return [value] * context.world_size
 
 
 def _listed(value: Any, size: int, what: str, method: str) -> Sequence[Any]:
@@ -148,11 +143,9 @@ def _list_per_rank(context: CallContext, value: Any) -> Sequence[Any]:
 
 
 def _rows_per_rank(context: CallContext, value: Any) -> Sequence[Any]:
-    return (
-        split(value, context.world_size, padding=context.padding)
-        if is_batch(value)
-        else [value] * context.world_size
-    )
+    if is_batch(value):
+        return split(value, context.world_size, padding=context.padding)
+    return [value] * context.world_size
 
 
 def _function_and_rows(context: CallContext, function: Any, *args: Any, **kwargs: Any) -> PerRank:

@@ -47,11 +47,9 @@ class Observability:
         logs = made(self.logs, rank, role) if self.logs is not None else None
         if self.logs is None or logs is None:
             return None
-        logs.capture(
-            below_python=not self.debug
-        )  # Ray's debugger prints its address past sys.stderr, to the console
-        root = logging.getLogger()
-        root.handlers = [logs]
+        # Ray's debugger prints its address past sys.stderr, to the console
+        logs.capture(below_python=not self.debug)
+        logging.getLogger().handlers = [logs]
         apply_level(self.logs.level)
         return logs
 

@@ -121,12 +121,11 @@ class Runtime:
     def group(self, pool: str, roles: Mapping[str, RoleSpec]) -> Group:
         """A group in a reserved pool; its processes start in the background (`await_ready`)."""
         env_vars = self.ray_init.runtime_env.as_text()
-        self.groups.append(
-            WorkerGroup(
-                self._reservations[pool], roles, self.channel, device_type=self.device_type, env_vars=env_vars
-            )
+        group = WorkerGroup(
+            self._reservations[pool], roles, self.channel, device_type=self.device_type, env_vars=env_vars
         )
-        return self.groups[-1]
+        self.groups.append(group)
+        return group
 
     def await_ready(self) -> None:
         """Waits until the workers of all groups are built. ConfigError or WorkerError when one fails, as in

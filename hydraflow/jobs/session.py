@@ -236,10 +236,9 @@ class Session:
             self.why = f"{type(error).__name__}: {error}".splitlines()[0]
         elif error is not None and self.signals.insisted:
             self.why = self.clock.why_to_stop()
-        if self._log_files is not None and error is not None:
-            self._log_files.line(
-                "ERROR", f"{__name__}: {error if isinstance(error, HydraflowError) else self.why}"
-            )  # the caller shows it
+        if self._log_files is not None and error is not None:  # the caller shows it
+            text = error if isinstance(error, HydraflowError) else self.why
+            self._log_files.line("ERROR", f"{__name__}: {text}")
 
     def _steps(self, error: BaseException | None) -> dict[str, Callable[[], None]]:
         """The steps that close the run, in order."""

@@ -87,7 +87,7 @@ class SFTTrainer:
                 metrics = self._step(next_batch(), step)
             why = DONE if step == self.plan.total_steps else clock.why_to_stop()
             ends_here = why == DONE or (why and not clock.preempted)
-            if held_out and (ends_here or self._validation_is_due(step)):
+            if held_out and (ends_here or self.config.trainer.validates_after(step)):
                 metrics |= self.validate(held_out)
                 if stop_when is not None and stop_when(metrics):
                     why = "accuracy reached"
@@ -129,9 +129,6 @@ class SFTTrainer:
             "perf/throughput": float(lengths.sum()) / seconds["timing_s/step"] / self.plan.role.data_ranks
         }
         return reductions.values(metrics) | seconds | perf
-
-    def _validation_is_due(self, step: int) -> bool:
-        return self.config.trainer.test_freq > 0 and step % self.config.trainer.test_freq == 0
 
 
 def _held_out_metrics(batch: DataProto, output: DataProto) -> dict[str, reductions.Metric]:
