@@ -14,7 +14,6 @@ CALLED_BY_LIBRARIES = {
     "hydraflow/dispatch/transport.py: _Pickler.persistent_id": "pickle",
     "hydraflow/dispatch/transport.py: _Unpickler.persistent_load": "pickle",
     "hydraflow/engine/dcp_index.py: _InertUnpickler.find_class": "pickle",
-    "hydraflow/engine/fsdp/oom_recovery.py: _Allocates.allocate": "torch's FSDP asks it for buffers",
     "hydraflow/generation/cache.py: GrowingLayer.get_seq_length": "transformers",
     "hydraflow/model_merger/pieces.py: _Window.readinto": "io",
     "hydraflow/model_merger/pieces.py: _Window.seekable": "io",

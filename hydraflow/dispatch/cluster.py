@@ -33,11 +33,9 @@ def refusal(address: str) -> str | None:
         _nodes(address)
     except grpc.RpcError as error:
         if error.code() == grpc.StatusCode.UNAUTHENTICATED:
-            return (
-                "it refuses our token"
-                if _token()
-                else "it requires a token, and we have none (RAY_AUTH_MODE is not token)"
-            )
+            if _token():
+                return "it refuses our token"
+            return "it requires a token, and we have none (RAY_AUTH_MODE is not token)"
     return None
 
 

@@ -19,7 +19,7 @@ from ray import ObjectRef
 from hydraflow.dispatch.head import RayHead
 from hydraflow.dispatch.shards import Future, LateShard
 from hydraflow.dispatch.timeline import Timeline
-from hydraflow.dispatch.transport import Payload, Traffic, unpack
+from hydraflow.dispatch.transport import Payload, Receipt, Traffic, unpack
 from hydraflow.dispatch.worker import DECISIONS, Failure, log_tail
 from hydraflow.errors import ConfigError, HydraflowError, WorkerError
 
@@ -174,8 +174,6 @@ class PendingCalls:
     def _late(self) -> None:
         now = time.monotonic()
         late = [call for call in self.pending.values() if call.deadline <= now]
-        if not late:
-            return
         first = min(late, key=lambda call: (call.deadline, call.rank))
         ranks = sorted({call.rank for call in late if call.group is first.group})
         others = f" (nor from ranks {ranks[1:]})" if len(ranks) > 1 else ""
@@ -241,7 +239,8 @@ class CallFuture(Future):
         if len(self._answers) < len(self._refs):
             assert self._group.error is not None, "an answer is missing though its group did not fail"
             raise self._group.error
-        return self._collect([self._answers[rank] for rank in self._collectors])
+        answers = [self._answers[rank] for rank in self._collectors]
+        return self._collect([one.batch() if isinstance(one, Receipt) else one for one in answers])
 
     def done(self) -> bool:
         """Whether `get` would return at once. WorkerError when a pending call has failed."""

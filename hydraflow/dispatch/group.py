@@ -13,6 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,15 @@ from ray import ObjectRef
 
 from hydraflow.dispatch.future import CallDuration, CallFuture, PendingCall, PendingCalls
 from hydraflow.dispatch.host import WorkerHost
-from hydraflow.dispatch.modes import Coordinates, Registration, registration
+from hydraflow.dispatch.modes import CallContext, Coordinates, Registration, registration
 from hydraflow.dispatch.observability import Observability
 from hydraflow.dispatch.placement import Reservation
 from hydraflow.dispatch.profile import Profile
 from hydraflow.dispatch.profiler import nsight_options
-from hydraflow.dispatch.shards import Future, is_batch, split
+from hydraflow.dispatch.shards import Future
 from hydraflow.dispatch.stacks import ProcessInfo
 from hydraflow.dispatch.timeline import Timeline
-from hydraflow.dispatch.transport import ArgumentPacker, Receipt, Traffic, read_columns
+from hydraflow.dispatch.transport import ArgumentPacker, Traffic, read_columns
 from hydraflow.dispatch.worker import Call, RoleSpec
 from hydraflow.errors import HydraflowError, WorkerError
 from hydraflow.protocol.batch import DataProto
@@ -69,10 +70,8 @@ class Group(ABC):
     processes: dict[int, ProcessInfo]
     """The processes that have reported where they run, by rank."""
 
-    @property
-    @abstractmethod
-    def world_size(self) -> int:
-        """Number of ranks."""
+    world_size: int
+    """Number of ranks."""
 
     @abstractmethod
     def await_ready(self) -> None:
@@ -80,10 +79,30 @@ class Group(ABC):
         it fails otherwise."""
 
     @abstractmethod
+    def mesh(self, role: str, name: str) -> list[Coordinates]:
+        """Coordinates of all ranks in a mesh. ValueError when they are inconsistent."""
+
+    @abstractmethod
+    def send(
+        self,
+        plan: Registration,
+        context: CallContext,
+        positional: Sequence[Sequence[Any]],
+        named: Mapping[str, Sequence[Any]],
+    ) -> Future:
+        """Makes a call whose arguments are divided by rank."""
+
     def perform(
         self, role: str, method: str, plan: Registration, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Makes a call as declared by `@register`; returns its result or a future."""
+        """Makes a call as declared by `@register`; returns its result or a future. ValueError when rows do
+        not divide and the method takes no padding."""
+        self.await_ready()
+        context = CallContext(self, role, method, plan.padding)
+        settled = {name: _settled(value) for name, value in kwargs.items()}
+        positional, named = plan.mode.dispatch_fn(context, *map(_settled, args), **settled)
+        future = self.send(plan, context, positional, named)
+        return future.get() if plan.blocking else future
 
     @abstractmethod
     def start_profile(self, tool: str, folder: str, ranks: Sequence[int] | None) -> None:
@@ -121,41 +140,32 @@ class WorkerGroup(Group):
         env_vars: Mapping[str, str] | None = None,
     ):
         self.rank_infos = reservation.rank_infos
+        self.world_size = len(self.rank_infos)
         self.roles = dict(roles)
         self.channel = channel
         self.error: HydraflowError | None = None
         self._meshes: dict[tuple[str, str], list[Coordinates]] = {}
         host: Any = ray.remote(WorkerHost)
         observability = channel.observability
-        shared = (
-            env_vars or {},
-            device_type,
-            reservation.pool.threads,
-            channel.timeouts.call,
-            sys.path,
-            observability,
-            next(iter(roles)),
-        )
-        options = [
-            reservation.actor_options(
-                rank_info.rank,
-                observability.environment(),
-                nsight_options(observability, "+".join(roles), rank_info.rank, device_type),
+        self._hosts: list[Any] = []
+        for rank_info in self.rank_infos:
+            nsight = nsight_options(observability, "+".join(roles), rank_info.rank, device_type)
+            options = reservation.actor_options(rank_info.rank, observability.environment(), nsight)
+            self._hosts.append(
+                host.options(**options).remote(
+                    rank_info,
+                    env_vars or {},
+                    device_type,
+                    reservation.pool.threads,
+                    channel.timeouts.call,
+                    sys.path,
+                    observability,
+                    next(iter(roles)),
+                )
             )
-            for rank_info in self.rank_infos
-        ]
-        self._hosts: list[Any] = [
-            host.options(**given).remote(rank_info, *shared)
-            for rank_info, given in zip(self.rank_infos, options, strict=True)
-        ]
         self.processes = {}
         self._starting = self._build()
         self._ready = False
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-        return len(self.rank_infos)
 
     def _build(self) -> list[ObjectRef]:
         identified = {rank: host.identify.remote() for rank, host in enumerate(self._hosts)}
@@ -183,49 +193,38 @@ class WorkerGroup(Group):
         ConfigError when one finds a user error, WorkerError when it fails otherwise, or after
         `timeouts.start` seconds.
         """
-        self.require_alive()
+        if self.error is not None:
+            raise self.error
         if not self._ready:
             self.channel.calls.settle(self._starting)
             self._ready = True
 
-    def perform(
-        self, role: str, method: str, plan: Registration, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """WorkerError when a rank fails; ValueError when rows do not divide and the method takes no
-        padding."""
-        self.await_ready()
-        context = _CallContext(self, role, method, plan.padding)
-        settled = [_settled(value) for value in args]
-        positional, named = plan.mode.dispatch_fn(
-            context, *settled, **{name: _settled(value) for name, value in kwargs.items()}
-        )
-        future = self._sent(plan, context, positional, named)
-        return future.get() if plan.blocking else future
-
-    def _sent(
+    def send(
         self,
         plan: Registration,
-        context: _CallContext,
+        context: CallContext,
         positional: Sequence[Sequence[Any]],
         named: Mapping[str, Sequence[Any]],
     ) -> CallFuture:
-        packer = _BatchPacker(ArgumentPacker(self.channel.traffic))
+        """Sends one message to each rank. The future's `get` raises WorkerError when a rank fails."""
+        packer = ArgumentPacker(self.channel.traffic)
         collectors = plan.mode.collectors(context)
         # The process writes its stacks to the log shortly before the controller gives up, so that the log
         # tail shows them.
         seconds = max(0.1, self.channel.timeouts.call * 0.98 - 0.2)
-        calls = {}
+        refs = {}
         for rank in [0] if plan.mode.rank_zero else range(self.world_size):
             args = [packer.pack(values[rank]) for values in positional]
             kwargs = {name: packer.pack(values[rank]) for name, values in named.items()}
-            calls[rank] = Call(
+            call = Call(
                 context.role, context.method, args, kwargs, plan.read_only, rank in collectors, seconds
             )
+            refs[rank] = self._hosts[rank].invoke.remote(call)
+        self.channel.traffic.calls += 1
         answers: dict[int, Any] = {}
-        refs = self.send(calls, answers)
-        return CallFuture(
-            self.channel.calls, self, refs, answers, collectors, _collector(plan, context), plan.mode.joins
-        )
+        self._owe(refs, context.role, context.method, self.channel.timeouts.call, answers)
+        collect = partial(plan.mode.collect_fn, context)
+        return CallFuture(self.channel.calls, self, refs, answers, collectors, collect, plan.mode.joins)
 
     def log_of(self, rank: int, role: str) -> str:
         """Path of a rank's log on its node; empty while unknown."""
@@ -236,11 +235,6 @@ class WorkerGroup(Group):
         files = [path for name in names if (path := Path(logs.folder) / f"{name}-{rank}.log").exists()]
         return str(max(files, key=lambda path: path.stat().st_mtime)) if files else ""
 
-    def require_alive(self) -> None:
-        """Raises the error that ended the group, if any."""
-        if self.error is not None:
-            raise self.error
-
     def end(self, error: HydraflowError) -> None:
         """Kills the processes; every later call raises `error`."""
         self.error = error
@@ -250,17 +244,14 @@ class WorkerGroup(Group):
     def stop(self) -> None:
         """Shuts the group down cleanly; pending calls are dropped."""
         self.channel.calls.forget(self)
-        self.end(self.error or self._stopped())
-
-    def _stopped(self) -> WorkerError:
-        names = ", ".join(self.roles)
-        return WorkerError(
-            role=names,
+        stopped = WorkerError(
+            role=", ".join(self.roles),
             rank=0,
             node=self.rank_infos[0].node,
             method="stop",
             cause="the group was stopped before this call",
         )
+        self.end(self.error or stopped)
 
     def mesh(self, role: str, name: str) -> list[Coordinates]:
         """Coordinates of all ranks in a mesh, cached. ValueError when they are inconsistent."""
@@ -271,14 +262,6 @@ class WorkerGroup(Group):
             self.channel.calls.settle(list(refs.values()))
             self._meshes[role, name] = _checked([answers[rank] for rank in range(self.world_size)], name)
         return self._meshes[role, name]
-
-    def send(self, calls: Mapping[int, Call], answers: dict[int, Any]) -> dict[int, ObjectRef]:
-        """Sends one message to each rank; the replies go into `answers`."""
-        refs = {rank: self._hosts[rank].invoke.remote(call) for rank, call in calls.items()}
-        call = next(iter(calls.values()))
-        self.channel.traffic.calls += 1
-        self._owe(refs, call.role, call.method, self.channel.timeouts.call, answers)
-        return refs
 
     def start_profile(self, tool: str, folder: str, ranks: Sequence[int] | None) -> None:
         """Starts a profile in the processes of those ranks; None: all. WorkerError when one fails."""
@@ -304,23 +287,6 @@ def _checked(places: list[Coordinates], mesh: str) -> list[Coordinates]:
             " rank is needed"
         )
     return places
-
-
-@dataclass(frozen=True)
-class _CallContext:
-    """The call, as a dispatch mode sees it."""
-
-    group: WorkerGroup
-    role: str
-    method: str
-    padding: bool
-
-    @property
-    def world_size(self) -> int:
-        return self.group.world_size
-
-    def mesh(self, name: str) -> list[Coordinates]:
-        return self.group.mesh(self.role, name)
 
 
 class RoleGroup:
@@ -357,33 +323,8 @@ class RoleGroup:
         return fetch(batch, keys, self.group.channel)
 
 
-@dataclass
-class _BatchPacker:
-    """An `ArgumentPacker` that turns batches which a mode did not divide into shards of one part."""
-
-    packer: ArgumentPacker
-    whole: dict[int, Any] = field(default_factory=dict)
-
-    def pack(self, value: Any) -> Any:
-        if not is_batch(value):
-            return self.packer.pack(value)
-        if id(value) not in self.whole:
-            self.packer.kept.append(value)
-            self.whole[id(value)] = split(value, 1)[0]
-        return self.packer.pack(self.whole[id(value)])
-
-
 def _settled(value: Any) -> Any:
     return value.get() if isinstance(value, Future) and not value.joins else value
-
-
-def _collector(plan: Registration, context: _CallContext) -> Callable[[list[Any]], Any]:
-    def collect(answers: list[Any]) -> Any:
-        return plan.mode.collect_fn(
-            context, [answer.batch() if isinstance(answer, Receipt) else answer for answer in answers]
-        )
-
-    return collect
 
 
 def fetch(batch: RemoteBatch, keys: Sequence[str] | None, channel: Channel) -> DataProto:

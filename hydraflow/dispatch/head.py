@@ -35,11 +35,6 @@ class RayHead:
         self._next = time.monotonic() + PERIOD
         self._heard = time.monotonic()
 
-    @classmethod
-    def of_this_process(cls) -> RayHead:
-        """The head of the cluster that this process is connected to; Ray must be initialised."""
-        return cls(ray.get_runtime_context().gcs_address)
-
     def look(self) -> None:
         """Raises HeadLost when the service has been silent for PATIENCE seconds; does nothing most of the
         time."""

@@ -23,12 +23,12 @@ import torch
 from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.environment import settle
 from hydraflow.dispatch.group import Channel, Group, Timeouts
-from hydraflow.dispatch.modes import Coordinates, Registration
+from hydraflow.dispatch.modes import CallContext, Coordinates, Registration
 from hydraflow.dispatch.observability import Observability, of_role
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.profile import Profile, region
 from hydraflow.dispatch.runtime import Runtime
-from hydraflow.dispatch.shards import CompletedFuture, Future, Shard, is_batch, split
+from hydraflow.dispatch.shards import CompletedFuture, Shard, is_batch, split
 from hydraflow.dispatch.spans import SpanRecorder, record_into, span
 from hydraflow.dispatch.stacks import ProcessInfo
 from hydraflow.dispatch.worker import ProcessContext, RoleSpec, Worker
@@ -70,12 +70,11 @@ class LocalRuntime(Runtime):
 
     def group(self, pool: str, roles: Mapping[str, RoleSpec]) -> Group:
         """Builds the workers immediately."""
-        self.groups.append(
-            LocalGroup(
-                self._pools[pool], roles, self.channel, device_type=self.device_type, first=not self.groups
-            )
+        group = LocalGroup(
+            self._pools[pool], roles, self.channel, device_type=self.device_type, first=not self.groups
         )
-        return self.groups[-1]
+        self.groups.append(group)
+        return group
 
     def stop(self) -> None:
         """Writes the timeline and closes the workers."""
@@ -91,6 +90,8 @@ class LocalGroup(Group):
     first: the first group of the runtime; the process has one profile, not one per group.
     """
 
+    world_size = 1
+
     def __init__(
         self,
         pool: ResourcePool,
@@ -100,11 +101,8 @@ class LocalGroup(Group):
         device_type: str,
         first: bool = True,
     ):
-        self.roles, self.channel, self.processes = (
-            dict(roles),
-            channel,
-            {0: ProcessInfo(os.getpid(), "", "", "")},
-        )
+        self.roles, self.channel = dict(roles), channel
+        self.processes = {0: ProcessInfo(os.getpid(), "", "", "")}
         self.device_type, self._first = device_type, first
         self._threads = pool.threads
         self._logs = log_of_this_process()
@@ -121,23 +119,18 @@ class LocalGroup(Group):
             with self._as(name), span("start"):
                 self.workers[name] = spec.cls(process, *spec.args, **spec.kwargs)
 
-    @property
-    def world_size(self) -> int:
-        """Always 1."""
-        return 1
-
     def await_ready(self) -> None:
         """Returns at once: the workers are already built."""
 
-    def perform(
-        self, role: str, method: str, plan: Registration, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def send(
+        self,
+        plan: Registration,
+        context: CallContext,
+        positional: Sequence[Sequence[Any]],
+        named: Mapping[str, Sequence[Any]],
+    ) -> CompletedFuture:
         """Runs the call here; exceptions of the method pass through."""
-        context = _CallContext(self, role, method, plan.padding)
-        settled = [_settled(value) for value in args]
-        positional, named = plan.mode.dispatch_fn(
-            context, *settled, **{name: _settled(value) for name, value in kwargs.items()}
-        )
+        role, method = context.role, context.method
         given = [_given(values[0], plan) for values in positional]
         given_by_name = {name: _given(values[0], plan) for name, values in named.items()}
         with self._as(role), region(f"{role}.{method}"):
@@ -146,8 +139,7 @@ class LocalGroup(Group):
                 answer = getattr(self.workers[role], method)(*given, **given_by_name)
             self.channel.traffic.worked += time.perf_counter() - started
         self.channel.traffic.calls += 1
-        result = plan.mode.collect_fn(context, [_kept(answer)])
-        return result if plan.blocking else CompletedFuture(result)
+        return CompletedFuture(plan.mode.collect_fn(context, [_kept(answer)]))
 
     def start_profile(self, tool: str, folder: str, ranks: Sequence[int] | None) -> None:
         """Starts a profile of this process, with everything that runs in it."""
@@ -182,22 +174,6 @@ class LocalGroup(Group):
         finally:
             record_into(None)
             self.channel.timeline.note(role, 0, self._recorder.drain())
-
-
-class _CallContext:
-    """The call, as a dispatch mode sees it."""
-
-    world_size = 1
-
-    def __init__(self, group: LocalGroup, role: str, method: str, padding: bool):
-        self.group, self.role, self.method, self.padding = group, role, method, padding
-
-    def mesh(self, name: str) -> list[Coordinates]:
-        return self.group.mesh(self.role, name)
-
-
-def _settled(value: Any) -> Any:
-    return value.get() if isinstance(value, Future) else value
 
 
 def _given(value: Any, plan: Registration) -> Any:

@@ -11,11 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from hydraflow.dispatch.shards import is_batch, split
 from hydraflow.metrics import Metric, merge
 from hydraflow.protocol.remote import RemoteBatch
+
+if TYPE_CHECKING:
+    from hydraflow.dispatch.group import Group
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 MEGATRON_MESH = "megatron"
@@ -33,27 +36,25 @@ class Coordinates(NamedTuple):
     """Whether its answer is used; true for one worker per data rank."""
 
 
-class CallContext(Protocol):
+@dataclass(frozen=True)
+class CallContext:
     """What a mode may know about the call."""
+
+    group: Group
+    role: str
+    method: str
+    """Name of the method, for messages."""
+    padding: bool
+    """Whether the method accepts rows that are padding."""
 
     @property
     def world_size(self) -> int:
         """Ranks in the group."""
-        ...
-
-    @property
-    def padding(self) -> bool:
-        """Whether the method accepts rows that are padding."""
-        ...
-
-    @property
-    def method(self) -> str:
-        """Name of the method, for messages."""
-        ...
+        return self.group.world_size
 
     def mesh(self, name: str) -> list[Coordinates]:
-        """Coordinates of each rank in a mesh; fetched from the workers once, then cached."""
-        ...
+        """Coordinates of each rank in a mesh."""
+        return self.group.mesh(self.role, name)
 
 
 PerRank = tuple[Sequence[Sequence[Any]], dict[str, Sequence[Any]]]
@@ -110,12 +111,6 @@ class Execute(StrEnum):
     RANK_ZERO = "rank_zero"
 
 
-def _to_all(context: CallContext, *args: Any, **kwargs: Any) -> PerRank:
-    return [[value] * context.world_size for value in args], {
-        name: [value] * context.world_size for name, value in kwargs.items()
-    }
-
-
 def _per_argument(spread: Callable[[CallContext, Any], Sequence[Any]]) -> Callable[..., PerRank]:
     """A dispatch function that treats every argument alike."""
 
@@ -127,12 +122,13 @@ def _per_argument(spread: Callable[[CallContext, Any], Sequence[Any]]) -> Callab
     return dispatch
 
 
+_to_all = _per_argument(lambda context, value: [value] * context.world_size)
+
+
 def _deal(context: CallContext, value: Any) -> Sequence[Any]:
-    return (
-        value
-        if isinstance(value, list | tuple) and len(value) == context.world_size
-        else [value] * context.world_size
-    )
+    if isinstance(value, list | tuple) and len(value) == context.world_size:
+        return value
+    return [value] * context.world_size
 
 
 def _listed(value: Any, size: int, what: str, method: str) -> Sequence[Any]:
@@ -147,11 +143,9 @@ def _list_per_rank(context: CallContext, value: Any) -> Sequence[Any]:
 
 
 def _rows_per_rank(context: CallContext, value: Any) -> Sequence[Any]:
-    return (
-        split(value, context.world_size, padding=context.padding)
-        if is_batch(value)
-        else [value] * context.world_size
-    )
+    if is_batch(value):
+        return split(value, context.world_size, padding=context.padding)
+    return [value] * context.world_size
 
 
 def _function_and_rows(context: CallContext, function: Any, *args: Any, **kwargs: Any) -> PerRank:

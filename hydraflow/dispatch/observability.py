@@ -12,14 +12,14 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 from hydraflow.dispatch.config import LogConfig, ProfilerConfig
 from hydraflow.errors import ConfigError
-from hydraflow.system.role_logs import LogSettings, RoleLogs, apply_level
+from hydraflow.system.role_logs import CONTROLLER, LogSettings, RoleLogs, apply_level
 from hydraflow.system.whole_files import prove_writable
 
 FIELD = "ray_init.timeline_file"
@@ -47,11 +47,9 @@ class Observability:
         logs = made(self.logs, rank, role) if self.logs is not None else None
         if self.logs is None or logs is None:
             return None
-        logs.capture(
-            below_python=not self.debug
-        )  # Ray's debugger prints its address past sys.stderr, to the console
-        root = logging.getLogger()
-        root.handlers = [logs]
+        # Ray's debugger prints its address past sys.stderr, to the console
+        logs.capture(below_python=not self.debug)
+        logging.getLogger().handlers = [logs]
         apply_level(self.logs.level)
         return logs
 
@@ -89,13 +87,23 @@ def made(settings: LogSettings, rank: int, role: str) -> RoleLogs | None:
 
 
 @contextmanager
-def of_role(logs: RoleLogs | None, role: str) -> Iterator[None]:
-    """Attributes log lines written in its body to this role."""
+def controller_log(run: Path, log: LogConfig) -> Iterator[RoleLogs | None]:
+    """Within the block the controller also logs to its file in the run folder; None: there is none."""
+    logs = made(log_settings(run, log), 0, CONTROLLER)
     if logs is None:
-        yield
+        yield None
         return
-    with logs.of(role):
-        yield
+    logging.getLogger().addHandler(logs)
+    try:
+        yield logs
+    finally:
+        logging.getLogger().removeHandler(logs)
+        logs.close()
+
+
+def of_role(logs: RoleLogs | None, role: str) -> AbstractContextManager[None]:
+    """Attributes log lines written in its body to this role."""
+    return nullcontext() if logs is None else logs.of(role)
 
 
 def debugger() -> str:

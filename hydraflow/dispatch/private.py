@@ -47,19 +47,13 @@ def close_to_others() -> Path:
 def _named_token() -> str:
     """The token file named by the environment, checked; empty if it names none."""
     named = os.environ.get(TOKEN_PATH, "")
+    remedy = f"unset {TOKEN_PATH}: the run makes a token of its own"
     try:
         if named and not Path(named).read_text().strip():
-            raise ConfigError.one(
-                TOKEN_PATH,
-                named,
-                "the file is empty",
-                f"unset {TOKEN_PATH}: the run makes a token of its own",
-            )
+            raise ConfigError.one(TOKEN_PATH, named, "the file is empty", remedy)
     except OSError as error:
         rule = f"the token cannot be read: {error.strerror}"
-        raise ConfigError.one(
-            TOKEN_PATH, named, rule, f"unset {TOKEN_PATH}: the run makes a token of its own"
-        ) from error
+        raise ConfigError.one(TOKEN_PATH, named, rule, remedy) from error
     return named
 
 

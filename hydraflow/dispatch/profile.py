@@ -58,17 +58,13 @@ class Profile:
         self._torch.stop()
         stem = Path(self.folder) / f"{self.name}-{rank}"
         self._torch.export_chrome_trace(f"{stem}.json")
-        Path(f"{stem}.txt").write_text(
-            self._torch.key_averages().table(sort_by=self._order(), row_limit=ROWS)
-        )
+        device = "cpu" if self._device == "cpu" else "device"
+        amount = "memory_usage" if self.tool == MEMORY else "time_total"
+        table = self._torch.key_averages().table(sort_by=f"self_{device}_{amount}", row_limit=ROWS)
+        Path(f"{stem}.txt").write_text(table)
         if self.tool == MEMORY:
             write_allocations(self._device, f"{stem}.pickle")
         self._torch = None
-
-    def _order(self) -> str:
-        if self.tool == MEMORY:
-            return "self_cpu_memory_usage" if self._device == "cpu" else "self_device_memory_usage"
-        return "self_cpu_time_total" if self._device == "cpu" else "self_device_time_total"
 
 
 def region(name: str) -> AbstractContextManager[Any]:

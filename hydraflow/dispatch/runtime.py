@@ -98,7 +98,7 @@ class Runtime:
         console = self.observability.logs is not None and self.observability.logs.console is not None
         self._owns_ray = start_ray(self.ray_init, cpus_needed(pools), console=console) or self._owns_ray
         self.channel.calls.stacks = self._write_stacks
-        self.channel.calls.head = self.channel.calls.head or RayHead.of_this_process()
+        self.channel.calls.head = self.channel.calls.head or RayHead(ray.get_runtime_context().gcs_address)
         growing = self.ray_init.address != "local"
         with after_the_start():
             self._reservations |= reserve(pools, timeout=self.channel.timeouts.start, growing=growing)
@@ -121,12 +121,11 @@ class Runtime:
     def group(self, pool: str, roles: Mapping[str, RoleSpec]) -> Group:
         """A group in a reserved pool; its processes start in the background (`await_ready`)."""
         env_vars = self.ray_init.runtime_env.as_text()
-        self.groups.append(
-            WorkerGroup(
-                self._reservations[pool], roles, self.channel, device_type=self.device_type, env_vars=env_vars
-            )
+        group = WorkerGroup(
+            self._reservations[pool], roles, self.channel, device_type=self.device_type, env_vars=env_vars
         )
-        return self.groups[-1]
+        self.groups.append(group)
+        return group
 
     def await_ready(self) -> None:
         """Waits until the workers of all groups are built. ConfigError or WorkerError when one fails, as in

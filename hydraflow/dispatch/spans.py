@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 MOST_SPANS = 300_000
@@ -50,10 +50,6 @@ class SpanRecorder:
     def __init__(self) -> None:
         self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
 
-    def add(self, span: Span) -> None:
-        """Keeps one span."""
-        self._spans.append(span)
-
     @contextmanager
     def span(self, name: str, role: str = "") -> Iterator[None]:
         """Records its body as a span, even if it raises."""
@@ -61,7 +57,7 @@ class SpanRecorder:
         try:
             yield
         finally:
-            self.add(Span(name, start, now() - start, None, role))
+            self._spans.append(Span(name, start, now() - start, None, role))
 
     def drain(self) -> list[Span]:
         """The spans so far, in the order in which they ended; resets the recorder."""
@@ -79,11 +75,6 @@ def record_into(recorder: SpanRecorder | None) -> None:
     _recorder = recorder
 
 
-@contextmanager
-def span(name: str, role: str = "") -> Iterator[None]:
+def span(name: str, role: str = "") -> AbstractContextManager[None]:
     """Records its body as a span of this process, if there is a recorder."""
-    if _recorder is None:
-        yield
-        return
-    with _recorder.span(name, role):
-        yield
+    return nullcontext() if _recorder is None else _recorder.span(name, role)

@@ -3,7 +3,7 @@ object store.
 
 In: any picklable value, or a worker's DataProto. Out: a `Payload` of known size, or a `Receipt` that
 names the columns. A payload carries object references beside its bytes, so Ray counts them and frees a column
-with its last reference. Left out on purpose: who gets which rows (`shards`), and the format of a
+with its last reference. Left out on purpose: which rows a rank gets (`shards`), and the format of a
 column (`protocol.wire`).
 """
 
@@ -19,6 +19,7 @@ import numpy as np
 import ray
 from ray import ObjectRef, cloudpickle
 
+from hydraflow.dispatch.shards import is_batch, split
 from hydraflow.dispatch.spans import Span
 from hydraflow.errors import EnvironmentFault
 from hydraflow.protocol import wire
@@ -117,7 +118,7 @@ def _bytes_of(buffer: pickle.PickleBuffer) -> np.ndarray:
 @dataclass
 class ArgumentPacker:
     """Packs the arguments of one call: a value for several ranks is pickled once, and stored once if it
-    is large."""
+    is large. A batch that the mode did not divide becomes a shard of one part."""
 
     traffic: Traffic
     packed: dict[int, Payload | ObjectRef] = field(default_factory=dict)
@@ -128,7 +129,7 @@ class ArgumentPacker:
         """What to send for `value`: the payload itself, or a reference to it."""
         if id(value) not in self.packed:
             self.kept.append(value)
-            self.packed[id(value)] = self._stored(pack(value))
+            self.packed[id(value)] = self._stored(pack(split(value, 1)[0] if is_batch(value) else value))
         argument = self.packed[id(value)]
         if isinstance(argument, Payload):
             self.traffic.sent += argument.nbytes

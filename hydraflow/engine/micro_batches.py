@@ -33,6 +33,11 @@ class MicroBatches:
         return rows.select_idxs(np.argsort(self.order))
 
 
+def row_tokens(data: DataProto) -> torch.Tensor:
+    """Tokens of each row, prompt and response together: int64 (B,)."""
+    return ragged.lengths(data.get("prompts")) + ragged.lengths(data.get("responses"))
+
+
 def split_rows(data: DataProto, size: int) -> MicroBatches:
     """Micro-batches of `size` rows in order; the last may have fewer. Ranks with the same number of
     rows get the same number of parts."""
@@ -53,7 +58,7 @@ def split_tokens(
     `reduce_max` gives the largest value over data ranks: all get the number of parts of the rank that needs
     the most, because every forward pass is a collective. Raises ValueError for a row that is longer than the
     budget."""
-    lengths = (ragged.lengths(data.get("prompts")) + ragged.lengths(data.get("responses"))).numpy()
+    lengths = row_tokens(data).numpy()
     needed = len(token_bins(lengths, max_tokens))
     agreed = int(reduce_max(torch.tensor([float(needed)])))
     bins = token_bins(lengths, max_tokens, min_bins=agreed)

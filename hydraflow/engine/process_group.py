@@ -53,10 +53,7 @@ def stop() -> None:
 
 @cache
 def host_group() -> dist.ProcessGroup | None:
-    """A gloo group of all ranks, for work in another thread during training; None with a single rank.
-
-    The first call is collective.
-    """
+    """A gloo group of all ranks, for work in another thread during training. The first call is collective."""
     return dist.new_group(backend="gloo")
 
 

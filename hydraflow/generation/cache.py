@@ -41,10 +41,8 @@ class GrowingLayer(DynamicLayer):
             return self.keys, self.values
         end = self.length + key_states.shape[-2]
         if end > self.keys.shape[-2]:
-            self.keys, self.values = (
-                self._with_room(self._used(self.keys), end),
-                self._with_room(self._used(self.values), end),
-            )
+            self.keys = self._with_room(self._used(self.keys), end)
+            self.values = self._with_room(self._used(self.values), end)
         self.keys[:, :, self.length : end] = key_states
         self.values[:, :, self.length : end] = value_states
         self.length = end

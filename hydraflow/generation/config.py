@@ -37,9 +37,13 @@ GENERATION_ENGINES = {
 }
 """By the name that `rollout.name` gives; `reads` are keys of `rollout`."""
 
+OTHER_ENGINE = unread(GENERATION_ENGINES, "name")
 MORE_DEVICES = Planned(lambda value: value > 1, "give each replica of the rollout {value} times the devices")
 ANOTHER_PLACE = Planned(
     lambda value: value is not None, "place the role on these devices instead of all of the trainer's"
+)
+GREEDY = no_effect_when(
+    lambda s: s.temperature == 0, "{s}.temperature=0 takes the most probable token", "{s}.temperature=1.0"
 )
 VALIDATION_IS_GREEDY = unless("do_sample", why="{s}.do_sample=false takes the most probable token")
 
@@ -70,26 +74,9 @@ class SamplingConfig:
     """Responses per prompt."""
     temperature: float = option(1.0, ge=0)
     """Sampling temperature; log-probabilities in training use it, too."""
-    top_k: int = option(
-        -1,
-        rule=NO_LIMIT_OR_COUNT,
-        no_effect=no_effect_when(
-            lambda s: s.temperature == 0,
-            "{s}.temperature=0 takes the most probable token",
-            "{s}.temperature=1.0",
-        ),
-    )
+    top_k: int = option(-1, rule=NO_LIMIT_OR_COUNT, no_effect=GREEDY)
     """Top-k: sample from the k most probable tokens; -1: all."""
-    top_p: float = option(
-        1.0,
-        gt=0,
-        le=1,
-        no_effect=no_effect_when(
-            lambda s: s.temperature == 0,
-            "{s}.temperature=0 takes the most probable token",
-            "{s}.temperature=1.0",
-        ),
-    )
+    top_p: float = option(1.0, gt=0, le=1, no_effect=GREEDY)
     """Top-p (nucleus): sample from the most probable tokens that together reach this probability."""
     ignore_eos: bool = False
     """Continue to max_response_length after an end-of-sequence token."""
@@ -136,23 +123,17 @@ class RolloutConfig(SamplingConfig):
     """Data-parallel size inside one engine replica."""
     pipeline_model_parallel_size: int = option(1, size=True, shapes_training=False, planned=MORE_DEVICES)
     """Pipeline-parallel size of one engine replica."""
-    gpu_memory_utilization: float = option(
-        0.5, gt=0, lt=1, shapes_training=False, no_effect=unread(GENERATION_ENGINES, "name")
-    )
+    gpu_memory_utilization: float = option(0.5, gt=0, lt=1, shapes_training=False, no_effect=OTHER_ENGINE)
     """Fraction of a device's memory for the engine: weights, activations and KV cache."""
-    max_num_batched_tokens: int = option(
-        8192, size=True, shapes_training=False, no_effect=unread(GENERATION_ENGINES, "name")
-    )
+    max_num_batched_tokens: int = option(8192, size=True, shapes_training=False, no_effect=OTHER_ENGINE)
     """Maximum tokens one replica processes in one forward pass."""
-    max_model_len: int | None = option(
-        None, size=True, shapes_training=False, no_effect=unread(GENERATION_ENGINES, "name")
-    )
+    max_model_len: int | None = option(None, size=True, shapes_training=False, no_effect=OTHER_ENGINE)
     """Maximum sequence length of the engine; null: data.max_prompt_length + data.max_response_length."""
     update_weights_bucket_megabytes: int = option(
         2048,
         ge=1,
         shapes_training=False,
-        no_effect=unread(GENERATION_ENGINES, "name"),
+        no_effect=OTHER_ENGINE,
         verl=("checkpoint_engine.update_weights_bucket_megabytes",),
     )
     """Bucket size of weight transfers to the engine, in megabytes."""
@@ -175,9 +156,7 @@ class RolloutConfig(SamplingConfig):
     device_mapping: Any = option(None, shapes_training=False, planned=ANOTHER_PLACE)
     """Devices of the role; null: the actor's, or those of rollout.nnodes."""
     agent: AgentConfig = field(default_factory=AgentConfig)
-    engine_kwargs: EngineKwargs = option(
-        factory=EngineKwargs, shapes_training=False, no_effect=unread(GENERATION_ENGINES, "name")
-    )
+    engine_kwargs: EngineKwargs = option(factory=EngineKwargs, shapes_training=False, no_effect=OTHER_ENGINE)
     probs_diff_limit: float = option(0.05, gt=0, shapes_training=False)
     """Training stops at step 1 if probabilities of sampled tokens differ by more than this, on average,
     between engine and trainer."""

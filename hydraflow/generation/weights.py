@@ -22,6 +22,7 @@ def load_weights(model: nn.Module, stream: Iterable[tuple[str, Tensor]]) -> None
     ValueError: an unknown name, a wrong shape, two different tensors for tied weights, or missing
     weights.
     """
+    kind = type(model).__name__
     targets: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     needed = {id(p): name for name, p in model.named_parameters()}
     persistent = model.state_dict(keep_vars=True)
@@ -30,31 +31,26 @@ def load_weights(model: nn.Module, stream: Iterable[tuple[str, Tensor]]) -> None
     for name, tensor in stream:
         target = targets.get(name)
         if target is None:
-            raise ValueError(f"{_kind(model)} has no weight {name}{_hint(name, targets)}")
+            raise ValueError(f"{kind} has no weight {name}{_hint(name, targets)}")
         if target.shape != tensor.shape:
             raise ValueError(
-                f"weight {name} has shape {tuple(tensor.shape)}, but {_kind(model)} needs"
-                f" {tuple(target.shape)}"
+                f"weight {name} has shape {tuple(tensor.shape)}, but {kind} needs {tuple(target.shape)}"
             )
         earlier = arrived.setdefault(id(target), name)
         if earlier == name:
             target.copy_(tensor)
         elif not torch.equal(target, tensor.to(target)):
             raise ValueError(
-                f"weights {earlier} and {name} are one tensor in {_kind(model)} (tied), but came with"
+                f"weights {earlier} and {name} are one tensor in {kind} (tied), but came with"
                 " different values"
             )
     missing = [name for key, name in needed.items() if key not in arrived]
     if missing:
         more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
         raise ValueError(
-            f"{len(missing)} of {len(needed)} weights of {_kind(model)} did not come:"
+            f"{len(missing)} of {len(needed)} weights of {kind} did not come:"
             f" {', '.join(missing[:_SHOWN])}{more}"
         )
-
-
-def _kind(model: nn.Module) -> str:
-    return type(model).__name__
 
 
 def _hint(name: str, known: Iterable[str]) -> str:

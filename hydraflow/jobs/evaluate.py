@@ -81,13 +81,9 @@ def averages(scored: Scored) -> dict[str, dict[str, Any]]:
 def _require_scored(config: EvalConfig, scored: Scored) -> None:
     results = [result for prompts in scored.values() for responses in prompts for result in responses]
     failures = [result.failed for result in results if result.failed is not None]
-    most, so = (
-        config.reward.max_failed_share,
-        f"they count with reward.failure_score={config.reward.failure_score:g} in the averages",
-    )
-    require_scored(
-        len(failures), len(results), next(iter(failures), None), most, where=str(config.data.path), so=so
-    )
+    first, most = next(iter(failures), None), config.reward.max_failed_share
+    so = f"they count with reward.failure_score={config.reward.failure_score:g} in the averages"
+    require_scored(len(failures), len(results), first, most, where=str(config.data.path), so=so)
 
 
 def _texts(record: FileRecord, data: EvalDataConfig) -> list[Any]:

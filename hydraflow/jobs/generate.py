@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.worker import RoleSpec
 from hydraflow.errors import ConfigError, EnvironmentFault, Faults, after_the_start
 from hydraflow.jobs.context import require_context
-from hydraflow.jobs.inputs import open_model, open_prompts, open_tokenizer
+from hydraflow.jobs.inputs import calls, open_model, open_prompts, open_tokenizer
 from hydraflow.jobs.output import output_file, require_output
 from hydraflow.protocol.ragged import rows
 from hydraflow.schema import GenerateConfig
@@ -179,13 +179,3 @@ def _sample(
     if len(call) < len(dataset):
         logger.info("%d of %d prompts", call.stop, len(dataset))
     return [response.tolist() for response in responses]
-
-
-def calls(prompts: int, per_call: int) -> Iterator[range]:
-    """Ranges of prompts that are sampled in one call.
-
-    >>> list(calls(5, 2))
-    [range(0, 2), range(2, 4), range(4, 5)]
-    """
-    for start in range(0, prompts, per_call):
-        yield range(start, min(start + per_call, prompts))

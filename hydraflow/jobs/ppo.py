@@ -8,6 +8,7 @@ configuration, and the rest is the same for all runs.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from hydraflow.batch_plan.resolve import BatchPlan, resolve_plan
@@ -20,7 +21,7 @@ from hydraflow.data.loader import PromptLoader
 from hydraflow.data.prompts import PromptDataset
 from hydraflow.dispatch.group import RoleGroup
 from hydraflow.dispatch.runtime import Runtime
-from hydraflow.jobs.inputs import RunPrompts, open_inputs
+from hydraflow.jobs.inputs import RunPrompts, calls, open_inputs
 from hydraflow.jobs.restarts import Restarts, with_restarts
 from hydraflow.jobs.saving import RunCheckpointing, at_its_place, ppo_roles, require_metric, weights_only
 from hydraflow.jobs.session import Session
@@ -44,7 +45,6 @@ from hydraflow.trainer.rollouts import (
     ReplayedRollouts,
     Rollouts,
     SampledRollouts,
-    folder_of,
     require_dumps,
 )
 from hydraflow.trainer.validation import Validator, metric_names
@@ -172,7 +172,9 @@ class PPOJob:
         )
 
     def _train(self, session: Session, plan: BatchPlan, prompts: RunPrompts) -> None:
-        loader = self._loader(session, plan, prompts.train) if prompts.train else None
+        loader = None
+        if prompts.train:
+            loader = at_its_place(self.config, prompts.train, plan.prompts_per_step, session.start)
         if self.config.trainer.debug.rollout_only and loader is not None:
             self._sample(session, plan, prompts, loader)
             return
@@ -214,26 +216,22 @@ class PPOJob:
         debug, rollouts = self.config.trainer.debug, self.config.actor_rollout_ref.rollout
         source: Rollouts
         if debug.load_rollouts is not None:
-            source = ReplayedRollouts(folder_of(debug.load_rollouts))
+            source = ReplayedRollouts(Path(debug.load_rollouts).expanduser())
         else:
             assert rollout is not None, "a run that samples has a generation engine"
             source = SampledRollouts(
                 rollouts, plan.samples_per_prompt, rollout, reward, with_texts=self._dump() is not None
             )
-        return (
-            source
-            if debug.save_rollouts is None
-            else RecordedRollouts(source, folder_of(debug.save_rollouts), runtime)
-        )
+        if debug.save_rollouts is None:
+            return source
+        return RecordedRollouts(source, Path(debug.save_rollouts).expanduser(), runtime)
 
     def _dump(self) -> GenerationDump | None:
         """The writer of readable training responses; trajectories from a dump are not written again."""
         trainer = self.config.trainer
-        return (
-            None
-            if trainer.debug.load_rollouts
-            else GenerationDump.to(trainer.rollout_data_dir, "trainer.rollout_data_dir")
-        )
+        if trainer.debug.load_rollouts:
+            return None
+        return GenerationDump.to(trainer.rollout_data_dir, "trainer.rollout_data_dir")
 
     def _look(self, session: Session, plan: BatchPlan, roles: Roles, prompts: RunPrompts) -> None:
         """Validates once: the model, or the checkpoint that the user named."""
@@ -243,12 +241,6 @@ class PPOJob:
         trainer = self._trainer(session, plan, roles)
         loop = self._around(session, plan, roles, trainer, prompts, session.open_trackers(plan.total_steps))
         session.why = loop.validate_only(start.step)
-
-    def _loader(self, session: Session, plan: BatchPlan, train: PromptDataset) -> PromptLoader:
-        loader = PromptLoader(
-            train, plan.prompts_per_step, shuffle=self.config.data.shuffle, seed=self.config.trainer.seed
-        )
-        return at_its_place(loader, session.start)
 
     def _trainer(self, session: Session, plan: BatchPlan, roles: Roles) -> PPOTrainer:
         rollouts = self._rollouts(plan, session.runtime, roles.rollout, roles.reward)
@@ -288,5 +280,4 @@ def val_batches(val: PromptDataset | None, plan: BatchPlan) -> list[DataProto]:
     """The held-out prompts in calls of `data.val_batch_size`."""
     if val is None:
         return []
-    size = plan.validation.prompts_per_call or len(val)
-    return [val.batch(range(start, min(start + size, len(val)))) for start in range(0, len(val), size)]
+    return [val.batch(rows) for rows in calls(len(val), plan.validation.prompts_per_call or len(val))]

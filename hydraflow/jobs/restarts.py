@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from hydraflow.dispatch.observability import log_settings, made
+from hydraflow.dispatch.observability import controller_log
 from hydraflow.errors import WorkerError
 from hydraflow.schema import PPOConfig, SFTConfig
-from hydraflow.system.role_logs import CONTROLLER
 from hydraflow.tracking.run_folder import RunFolder
 from hydraflow.trainer.checkpoint_store import CheckpointStore
 from hydraflow.trainer.clock import parse_duration
@@ -90,27 +88,12 @@ def with_restarts(config: Config, run: Callable[[Config, Restarts], None]) -> No
         except WorkerError as error:
             restarts.require_another(error)
             reason = str(error).splitlines()[0]
-        with _logged(config, restarts):
+        assert restarts.folder is not None
+        with controller_log(restarts.folder.path, config.log):  # between two starts, too
             if not _wait(restarts, reason):
                 return None
         restarts.done += 1
         config = replace(config, trainer=restarts.next_trainer(config.trainer))
-
-
-@contextmanager
-def _logged(config: PPOConfig | SFTConfig, restarts: Restarts) -> Iterator[None]:
-    """Within the block, between two starts, the controller still logs to its file in the run folder."""
-    assert restarts.folder is not None
-    logs = made(log_settings(restarts.folder.path, config.log), 0, CONTROLLER)
-    if logs is None:
-        yield
-        return
-    logging.getLogger().addHandler(logs)
-    try:
-        yield
-    finally:
-        logging.getLogger().removeHandler(logs)
-        logs.close()
 
 
 def _wait(restarts: Restarts, reason: str) -> bool:

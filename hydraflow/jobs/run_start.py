@@ -78,11 +78,9 @@ def take_back(start: RunStart) -> RunStart:
     notes += [f"moved to {path}" for path in store.set_aside(found.step, found.passed_over)]
     store.point_to(found.step if found.checkpoint == store.path(found.step) else None)
     dropped = start.folder.go_back_to(found.step)
-    notes += (
-        [f"metrics: {dropped} {'line' if dropped == 1 else 'lines'} after step {found.step} dropped"]
-        if dropped
-        else []
-    )
+    if dropped:
+        lines = "line" if dropped == 1 else "lines"
+        notes.append(f"metrics: {dropped} {lines} after step {found.step} dropped")
     return replace(start, notes=tuple(notes))
 
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hydraflow.data.loader import PromptLoader
+from hydraflow.data.loader import PromptLoader, RowSource
 from hydraflow.dispatch.group import RoleGroup
 from hydraflow.errors import ConfigError
 from hydraflow.jobs.run_start import RunStart
@@ -65,24 +66,19 @@ def require_metric(keep_best: str | None, measured: Collection[str]) -> None:
     """Raises ConfigError if no validation measures the metric that selects the best checkpoint."""
     if keep_best is None or keep_best in measured:
         return
-    rule = f"no validation of this run measures it; {_listed(measured)}"
-    raise ConfigError.one(
-        "trainer.keep_best",
-        keep_best,
-        rule,
-        " or ".join(f"trainer.keep_best={name}" for name in sorted(measured)),
-    )
+    names = sorted(measured)
+    there = f"there are {', '.join(names)}" if names else "it has no held-out rows (data.val_files)"
+    rule = f"no validation of this run measures it; {there}"
+    remedy = " or ".join(f"trainer.keep_best={name}" for name in names)
+    raise ConfigError.one("trainer.keep_best", keep_best, rule, remedy)
 
 
-def _listed(measured: Collection[str]) -> str:
-    return (
-        f"there are {', '.join(sorted(measured))}" if measured else "it has no held-out rows (data.val_files)"
-    )
-
-
-def at_its_place(loader: PromptLoader, start: RunStart) -> PromptLoader:
-    """The loader at the checkpoint's position. Raises ConfigError, before a worker starts, if the data have
-    changed."""
+def at_its_place(
+    config: PPOConfig | SFTConfig, rows: RowSource, per_step: int, start: RunStart
+) -> PromptLoader:
+    """The loader of the training rows, at the checkpoint's position. Raises ConfigError, before a worker
+    starts, if the data have changed."""
+    loader = PromptLoader(rows, per_step, shuffle=config.data.shuffle, seed=config.trainer.seed)
     if start.found is not None:
         loader.load_state_dict(start.found.state.loader)
     return loader
@@ -108,14 +104,8 @@ class RunCheckpointing:
         `trackers` are flushed before each save: a checkpoint is never ahead of the metrics. `kl`: the KL
         controller's state.
         """
-
-        def describe(step: int) -> dict[str, Any]:
-            trackers.flush()
-            return self._describe(step, kl())
-
-        made = Checkpointer(
-            self.trainer, CheckpointStore(self.start.folder.path), self.groups, self.required.roles, describe
-        )
+        store, describe = CheckpointStore(self.start.folder.path), partial(self._describe, trackers, kl)
+        made = Checkpointer(self.trainer, store, self.groups, self.required.roles, describe)
         made.require_space(self.required.total_steps, self.start.step)
         return made
 
@@ -140,7 +130,8 @@ class RunCheckpointing:
         for line in [*lines, *self.start.notes]:
             print(f"  {line}")
 
-    def _describe(self, step: int, kl: dict[str, float]) -> dict[str, Any]:
+    def _describe(self, trackers: Trackers, kl: Callable[[], dict[str, float]], step: int) -> dict[str, Any]:
+        trackers.flush()
         state = RunState(
             step=step,
             total_steps=self.required.total_steps,
@@ -148,7 +139,7 @@ class RunCheckpointing:
             loader=self.loader.state_dict(),
             configuration=self.required.identity.values,
             configuration_hash=self.required.identity.hash,
-            kl=kl,
+            kl=kl(),
             skipped_in_a_row={
                 name: group.call(EngineWorker.skipped_in_a_row) for name, group in self.groups.items()
             },

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial, reduce
 from operator import getitem
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
 
+from hydraflow.batch_plan.resolve import BatchPlan
+from hydraflow.batch_plan.sft import SFTPlan
 from hydraflow.compose.command import Command
 from hydraflow.dispatch.config import RayInitConfig
-from hydraflow.dispatch.observability import log_settings, made, observability_of, require_writable
+from hydraflow.dispatch.observability import controller_log, observability_of, require_writable
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.profiler import require_profiler
 from hydraflow.dispatch.runtime import Runtime
@@ -30,7 +32,7 @@ from hydraflow.redact import public
 from hydraflow.schema import PPOConfig, SFTConfig
 from hydraflow.system.interrupts import ending
 from hydraflow.system.logging_setup import set_up_logging
-from hydraflow.system.role_logs import CONTROLLER, RoleLogs
+from hydraflow.system.role_logs import RoleLogs
 from hydraflow.tracking.base import PublishedInfo
 from hydraflow.tracking.curve import draw_curve
 from hydraflow.tracking.endings import DONE
@@ -53,17 +55,7 @@ from hydraflow.trainer.machine import (
 from hydraflow.trainer.resume import CheckpointRequirements
 from hydraflow.trainer.signals import StopSignals
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
 logger = logging.getLogger(__name__)
-
-
-class SavablePlan(Protocol):
-    """A batch plan, as far as a session needs it."""
-
-    def to_json(self) -> str:
-        """The plan as written to plan.json."""
 
 
 class Session:
@@ -92,6 +84,7 @@ class Session:
         self._runtime: Runtime | None = None
         self._trackers: Trackers | None = None
         self._about = PublishedInfo()
+        self._log_stack = ExitStack()
         self._log_files: RoleLogs | None = None
 
     def begin(self, required: CheckpointRequirements) -> bool:
@@ -114,7 +107,7 @@ class Session:
             return False
         if self._start.found is not None:
             self._start = run_start.take_back(self._start)
-        self._open_log()
+        self._log_files = self._log_stack.enter_context(controller_log(self.folder.path, self.log))
         if beyond := [
             step for step in self.profiler.steps or () if self.profiler.tool and step > required.total_steps
         ]:
@@ -124,17 +117,6 @@ class Session:
                 beyond,
             )
         return True
-
-    def _open_log(self) -> None:
-        """Has the controller log to the run folder, too."""
-        self._log_files = made(log_settings(self.folder.path, self.log), 0, CONTROLLER)
-        if self._log_files is not None:
-            logging.getLogger().addHandler(self._log_files)
-
-    def _close_log(self) -> None:
-        if self._log_files is not None:
-            logging.getLogger().removeHandler(self._log_files)
-            self._log_files.close()
 
     @property
     def has_begun(self) -> bool:
@@ -183,7 +165,7 @@ class Session:
             ray_init, timeline_file=str(path.with_stem(f"{path.stem}-restart-{self.restarts.done}"))
         )
 
-    def keep(self, config: DataclassInstance, plan: SavablePlan, command: Command) -> None:
+    def keep(self, config: PPOConfig | SFTConfig, plan: BatchPlan | SFTPlan, command: Command) -> None:
         """Writes the requested configuration, the origins of its values, the plan and this start's facts
         (command line, commit, versions) to the run folder and to the trackers."""
         folder, kept = self.folder, asdict(config) | {"trainer": asdict(self.restarts.trainer)}
@@ -254,10 +236,9 @@ class Session:
             self.why = f"{type(error).__name__}: {error}".splitlines()[0]
         elif error is not None and self.signals.insisted:
             self.why = self.clock.why_to_stop()
-        if self._log_files is not None and error is not None:
-            self._log_files.line(
-                "ERROR", f"{__name__}: {error if isinstance(error, HydraflowError) else self.why}"
-            )  # the caller shows it
+        if self._log_files is not None and error is not None:  # the caller shows it
+            text = error if isinstance(error, HydraflowError) else self.why
+            self._log_files.line("ERROR", f"{__name__}: {text}")
 
     def _steps(self, error: BaseException | None) -> dict[str, Callable[[], None]]:
         """The steps that close the run, in order."""
@@ -265,7 +246,7 @@ class Session:
             "closing the trackers": partial(self._close_trackers, failed=error is not None),
             "ending the workers": self._stop_runtime,
             "writing the summary": self._summarise,
-            "closing the log": self._close_log,
+            "closing the log": self._log_stack.close,
             "leaving the run folder": partial(self._leave, error),
         }
 

@@ -11,12 +11,10 @@ from hydraflow.checkup.preflight import require_trackers
 from hydraflow.compose.command import Command
 from hydraflow.compose.debugging import applied
 from hydraflow.data.conversations import ConversationDataset, read_chats
-from hydraflow.data.loader import PromptLoader
-from hydraflow.jobs.inputs import open_rows, open_tokenizer, open_trained_model
+from hydraflow.jobs.inputs import calls, open_rows, open_tokenizer, open_trained_model
 from hydraflow.jobs.restarts import Restarts, with_restarts
 from hydraflow.jobs.saving import RunCheckpointing, at_its_place, require_metric, sft_roles
 from hydraflow.jobs.session import Session
-from hydraflow.protocol.batch import DataProto
 from hydraflow.schema import SFTConfig
 from hydraflow.tracking.endings import DONE
 from hydraflow.trainer.identity import identity_of
@@ -43,17 +41,13 @@ def _run(config: SFTConfig, command: Command, restarts: Restarts) -> None:
         if not session.begin(required):
             return
         session.keep(config, plan, command)
-        loader = PromptLoader(
-            train, plan.conversations_per_step, shuffle=config.data.shuffle, seed=config.trainer.seed
-        )
-        loader = at_its_place(loader, session.start)
+        per_step = plan.conversations_per_step
+        loader = at_its_place(config, train, per_step, session.start)
         trainer = SFTTrainer(config, plan, session.runtime, skipped=session.folder.skipped)
         saving = RunCheckpointing(config.trainer, required, session.start, {"model": trainer.role}, loader)
         saving.restore()
-        trackers, held_out = (
-            session.open_trackers(plan.total_steps),
-            held_out_batches(val, plan.conversations_per_step),
-        )
+        trackers = session.open_trackers(plan.total_steps)
+        held_out = [val.batch(rows) for rows in calls(len(val), per_step)] if val else []
         with saving.checkpointer(trackers) as checkpoints:
             session.why = trainer.fit(
                 loader.next_batch,
@@ -100,10 +94,3 @@ def _checked(
     faults.require_none()
     assert plan is not None and train is not None, "whatever could not be opened is a fault"
     return plan, train, val
-
-
-def held_out_batches(val: ConversationDataset | None, size: int) -> list[DataProto]:
-    """The held-out conversations in calls of a training batch's size."""
-    if val is None:
-        return []
-    return [val.batch(range(start, min(start + size, len(val)))) for start in range(0, len(val), size)]

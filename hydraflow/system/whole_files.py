@@ -7,6 +7,7 @@ which checkpoints need (`trainer/checkpoint_store.py`), and messages to the user
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -27,6 +28,16 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):
             unfinished.unlink()
+
+
+def replace_folder(finished: Path, target: Path) -> None:
+    """Renames a finished folder to `target`, replacing what was there."""
+    old = target.with_name(f"{target.name}.old.unfinished")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    finished.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def prove_writable(folder: Path) -> None:

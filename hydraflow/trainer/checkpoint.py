@@ -78,13 +78,8 @@ class Checkpointer:
         roles: Mapping[str, RoleCheckpoints],
         describe: Callable[[int], Mapping[str, Any]],
     ):
-        self.trainer, self.store, self.groups, self.roles, self.describe = (
-            trainer,
-            store,
-            groups,
-            roles,
-            describe,
-        )
+        self.trainer, self.store, self.groups = trainer, store, groups
+        self.roles, self.describe = roles, describe
         self._best = store.best()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[str] | None = None
@@ -228,9 +223,7 @@ class Checkpointer:
             wrong = str(error)
         if not wrong:
             return ""
-        shutil.rmtree(
-            unfinished, ignore_errors=True
-        )  # what is half written takes the room that the next one needs
+        shutil.rmtree(unfinished, ignore_errors=True)  # it takes the room that the next one needs
         return f"the checkpoint of step {step} could not be saved: {wrong}"
 
     def _wait(self, unfinished: Path, ranks: Mapping[str, int]) -> tuple[str, dict[str, FileInfo]]:
@@ -249,13 +242,8 @@ class Checkpointer:
             if self._given_up.is_set():
                 return "the run ended", files
             if missing and time.monotonic() > deadline:
-                return (
-                    (
-                        f"{missing[0][0]} rank {missing[0][1]} did not finish in {self.trainer.rpc_timeout:g}"
-                        " seconds"
-                    ),
-                    files,
-                )
+                role, rank = missing[0]
+                return f"{role} rank {rank} did not finish in {self.trainer.rpc_timeout:g} seconds", files
             if missing:
                 self._given_up.wait(POLL_SECONDS)
         return wrong, files

@@ -27,7 +27,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from hydraflow.system.whole_files import replacing
+from hydraflow.system.whole_files import replace_folder, replacing
 from hydraflow.workers.saving import PARTS, FileInfo, expect_part, file_facts
 
 FORMAT = 1
@@ -256,15 +256,7 @@ def _write_manifest(folder: Path, step: int, files: Mapping[str, FileInfo]) -> N
 
 
 def _replace_folder(source: Path, target: Path) -> None:
-    """Renames a folder, replacing the target."""
-    if target.exists():
-        old = target.with_name(target.name + ".old" + UNFINISHED)
-        shutil.rmtree(old, ignore_errors=True)
-        target.rename(old)
-        source.rename(target)
-        shutil.rmtree(old)
-    else:
-        source.rename(target)
+    replace_folder(source, target)
     flush_folder(target.parent)
 
 

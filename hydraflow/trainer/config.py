@@ -132,6 +132,10 @@ class LoopConfig(RunConfig):
     resume_from_path: str | None = free(None, no_effect=unless("resume_mode", "resume_path"))
     """Checkpoint to resume from, .../global_step_N, with resume_mode=resume_path."""
 
+    def validates_after(self, step: int) -> bool:
+        """Whether `test_freq` asks for a validation after this step."""
+        return self.test_freq > 0 and step % self.test_freq == 0
+
 
 @dataclass
 class TrainerConfig(LoopConfig):

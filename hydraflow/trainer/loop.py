@@ -50,9 +50,7 @@ class Loop:
         self.trainer.sync_weights().get()
         if self.config.val_before_train and not done:
             metrics = self._validate(0)
-            if (
-                metrics or not self.clock.preempted
-            ):  # there is nothing to log of a validation that was given up
+            if metrics or not self.clock.preempted:  # a validation that was given up has nothing to log
                 self.trackers.log(metrics, step=0)
         if self.clock.preempted:
             return self.clock.why_to_stop()
@@ -65,7 +63,7 @@ class Loop:
                 self._give_up(step, checkpoints, done=done)
                 return self.clock.why_to_stop()
             why = DONE if step == total_steps else self.clock.why_to_stop()
-            if why == DONE or (why and not self.clock.preempted) or self._validation_is_due(step):
+            if why == DONE or (why and not self.clock.preempted) or self.config.validates_after(step):
                 metrics |= self._validate(step)
             self.trackers.log(metrics | self._position(step), step=step)
             preempted = self.clock.preempted
@@ -98,9 +96,6 @@ class Loop:
             "training/restarts": float(self.restarts),
             "perf/seconds_since_launch": self.clock.seconds_since_launch(),
         }
-
-    def _validation_is_due(self, step: int) -> bool:
-        return self.config.test_freq > 0 and step % self.config.test_freq == 0
 
     def _validate(self, step: int) -> dict[str, float]:
         if self.validator is None:

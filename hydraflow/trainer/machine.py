@@ -75,10 +75,6 @@ def require_room(trainer: RunConfig, ray_init: RayInitConfig, pools: Sequence[Re
         start.require_room(ray_init, pools)
 
 
-RUNTIMES: dict[bool, type[Runtime]] = {False: Runtime, True: LocalRuntime}
-"""Runtime classes by trainer.debug.local."""
-
-
 def open_runtime(
     trainer: RunConfig,
     ray_init: RayInitConfig,
@@ -88,8 +84,7 @@ def open_runtime(
 ) -> Runtime:
     """Ray, or this process alone, with those pools reserved. ConfigError when there is no room for them."""
     timeouts = Timeouts(start=trainer.start_timeout, call=trainer.rpc_timeout)
-    opened = RUNTIMES[trainer.debug.local](
-        ray_init, timeouts, device_type=machine.device_type, observability=observability
-    )
+    kind = LocalRuntime if trainer.debug.local else Runtime
+    opened = kind(ray_init, timeouts, device_type=machine.device_type, observability=observability)
     opened.start(pools)
     return opened

@@ -51,14 +51,8 @@ class PPOTrainer:
         rollouts: Rollouts,
         dump: GenerationDump | None,
     ):
-        self.config, self.plan, self.roles, self.runtime, self.rollouts, self.dump = (
-            config,
-            plan,
-            roles,
-            runtime,
-            rollouts,
-            dump,
-        )
+        self.config, self.plan, self.roles = config, plan, roles
+        self.runtime, self.rollouts, self.dump = runtime, rollouts, dump
         self.reads = {phase.name: phase.reads for phase in step_phases(config)}
         """Phase -> the columns passed to it; phases that the run does not need are absent."""
         self.timer = PhaseTimer(runtime.timeline)
@@ -79,9 +73,8 @@ class PPOTrainer:
         with phase("step"):
             with phase("gen"):
                 sampling = self.rollouts.sampling(prompts, step)
-                scoring = self.rollouts.score(
-                    prompts, sampling, step
-                )  # behind the samples, beside the passes of the models
+                # behind the samples, beside the passes of the models
+                scoring = self.rollouts.score(prompts, sampling, step)
                 batch = self.rollouts.generated(prompts, sampling)
             with self.runtime.interruptible(interrupt):  # reward functions may sleep or hang
                 batch = self.experience(batch, scoring, prompts, step)
@@ -115,11 +108,10 @@ class PPOTrainer:
     def sync_weights(self) -> Future:
         """Sends the actor's weights to the generation engine, if there is one, after all updates called
         before."""
-        return (
-            CompletedFuture(None)
-            if self.roles.rollout is None
-            else self.roles.rollout.call(RolloutWorker.sync_from_actor)
-        )
+        if self.roles.rollout is None:
+            return CompletedFuture(None)
+        syncing: Future = self.roles.rollout.call(RolloutWorker.sync_from_actor)
+        return syncing
 
     def note_scores(self, prompts: DataProto, scored: RemoteBatch, step: int) -> None:
         """Counts and logs the rows that the reward function failed on; dumps the responses if configured.
@@ -185,15 +177,8 @@ class PPOTrainer:
         """Takes the critic's optimizer steps."""
         if self.roles.critic is None or self.plan.critic is None:
             return
-        self.note_update(
-            self._update(
-                self.roles.critic,
-                CriticWorker.update,
-                columns(batch, self.reads["critic"]),
-                self.plan.critic,
-                step,
-            )
-        )
+        inputs = columns(batch, self.reads["critic"])
+        self.note_update(self._update(self.roles.critic, CriticWorker.update, inputs, self.plan.critic, step))
 
     def update_actor(self, batch: RemoteBatch, step: int) -> Future | None:
         """Takes the actor's optimizer steps, from step `trainer.critic_warmup` on."""
@@ -224,10 +209,8 @@ class PPOTrainer:
     def _compare_with_rollout(self, batch: RemoteBatch) -> dict[str, float]:
         names = ["response_mask", "rollout_log_probs", "old_log_probs", "entropys"]
         measured = self.roles.advantage.call(AdvantageWorker.compare_with_rollout, columns(batch, names))
-        limit, found = (
-            self.config.actor_rollout_ref.rollout.probs_diff_limit,
-            measured["training/rollout_probs_diff_mean"],
-        )
+        limit = self.config.actor_rollout_ref.rollout.probs_diff_limit
+        found = measured["training/rollout_probs_diff_mean"]
         if not self._compared and found > limit:
             raise GuardStop(
                 "the generation engine and the trainer disagree: sampled tokens' probabilities differ by"

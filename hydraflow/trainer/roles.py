@@ -58,7 +58,10 @@ def build_roles(config: PPOConfig, plan: BatchPlan, runtime: Runtime, *, skipped
     skipped optimizer steps."""
     skip_limits = SkipLimits(config.trainer.max_skipped_steps, str(skipped))
     train = runtime.group(TRAIN, _training_roles(config, plan, runtime.device_type, skip_limits))
-    score = runtime.group(SCORE, _scoring_roles(config))
+    advantage = AdvantageSpec(config.algorithm, config.data.max_response_length)
+    score = runtime.group(
+        SCORE, {"reward": _reward_role(config), "advantage": RoleSpec(AdvantageWorker, (advantage,))}
+    )
     runtime.await_ready()
     return Roles(
         actor=train.role("actor"),
@@ -141,8 +144,3 @@ def _rollout_role(config: PPOConfig) -> RoleSpec:
 
 def _reward_role(config: PPOConfig) -> RoleSpec:
     return RoleSpec(RewardWorker, (RewardSpec(config.actor_rollout_ref.model, config.reward),))
-
-
-def _scoring_roles(config: PPOConfig) -> dict[str, RoleSpec]:
-    advantage = AdvantageSpec(config.algorithm, config.data.max_response_length)
-    return {"reward": _reward_role(config), "advantage": RoleSpec(AdvantageWorker, (advantage,))}

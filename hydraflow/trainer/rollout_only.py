@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import torch
-
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.shards import CompletedFuture, Future
@@ -21,6 +19,7 @@ from hydraflow.trainer.generations import GenerationDump, read_scored
 from hydraflow.trainer.ppo import columns, judge_failures
 from hydraflow.trainer.rollouts import Rollouts
 from hydraflow.trainer.timing import PhaseTimer
+from hydraflow.workers.advantage import spread
 
 
 class RolloutTrainer:
@@ -34,13 +33,8 @@ class RolloutTrainer:
         dump: GenerationDump | None,
         max_failed_share: float,
     ):
-        self.plan, self.runtime, self.rollouts, self.dump, self.max_failed_share = (
-            plan,
-            runtime,
-            rollouts,
-            dump,
-            max_failed_share,
-        )
+        self.plan, self.runtime, self.rollouts = plan, runtime, rollouts
+        self.dump, self.max_failed_share = dump, max_failed_share
         self.timer = PhaseTimer(runtime.timeline)
 
     def sync_weights(self) -> Future:
@@ -72,19 +66,11 @@ class RolloutTrainer:
         }
 
     def _measured(self, batch: RemoteBatch, scored: RemoteBatch) -> dict[str, float]:
-        scores = self.runtime.fetch(columns(scored, ["score"])).get("score").float()
+        scores = self.runtime.fetch(columns(scored, ["score"])).get("score")
         read = self.runtime.fetch(columns(batch, ["lengths", "response_mask"]))
-        responses = lengths(read.get("response_mask")).float()
+        responses = lengths(read.get("response_mask"))
         found = {
             "reward/failed_rows": float(scored.meta_info["failed"]),
             "perf/total_num_tokens": float(read.get("lengths").sum()),
         }
-        return found | _spread("critic/score", scores) | _spread("response_length", responses)
-
-
-def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
-    return {
-        f"{name}/mean": float(values.mean()),
-        f"{name}/max": float(values.max()),
-        f"{name}/min": float(values.min()),
-    }
+        return found | spread("critic/score", scores) | spread("response_length", responses)

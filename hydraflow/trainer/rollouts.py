@@ -35,11 +35,9 @@ from hydraflow.workers.rollout import RolloutWorker, SamplingSpec
 SCORING_OBJECTS = ["data_source", "reward_model", "extra_info"]
 TEXTS = ("text", "prompt_text")
 """Columns of scores for people to read; not in a file of trajectories."""
-DUMPED, FACTS = (
-    ("prompts", "responses", "response_mask", "group", "score"),
-    ("scores", "failed", "why_failed"),
-)
-"""Columns that every file of trajectories has."""
+DUMPED = ("prompts", "responses", "response_mask", "group", "score")
+FACTS = ("scores", "failed", "why_failed")
+"""Columns and facts that every file of trajectories has."""
 LOAD = "trainer.debug.load_rollouts"
 
 
@@ -74,31 +72,24 @@ class SampledRollouts:
         *,
         with_texts: bool,
     ):
-        self.config, self.n, self.rollout, self.reward, self.with_texts = (
-            config,
-            samples_per_prompt,
-            rollout,
-            reward,
-            with_texts,
-        )
+        self.config, self.n, self.with_texts = config, samples_per_prompt, with_texts
+        self.rollout, self.reward = rollout, reward
 
     def sampling(self, prompts: DataProto, step: int) -> Future:
         """The row objects stay with the controller, the columns with the workers."""
-        return sample(
-            self.rollout,
-            prompts,
-            SamplingSpec(step, self.n, self.config.temperature, self.config.top_k, self.config.top_p),
-        )
+        how = self.config
+        spec = SamplingSpec(step, self.n, how.temperature, how.top_k, how.top_p)
+        return sample(self.rollout, prompts, spec)
 
     def score(self, prompts: DataProto, sampling: Future, step: int) -> Future:
         """The reward process waits for the samples itself."""
         return score_samples(self.reward, prompts, sampling, self.n, with_texts=self.with_texts)
 
     def generated(self, prompts: DataProto, sampling: Future) -> RemoteBatch:
-        """Waits for the samples and adds `group`."""
-        groups = _group_numbers(prompts, self.n)
+        """Waits for the samples and adds `group` (S,) int64, the same number for the samples of a prompt."""
         batch: RemoteBatch = sampling.get()
-        batch.columns |= RemoteBatch.from_local(groups).columns
+        groups = group_ids(prompts.non_tensor_batch["uid"]).repeat_interleave(self.n)
+        batch.columns |= RemoteBatch.from_local(DataProto.from_dict({"group": groups})).columns
         return batch
 
 
@@ -190,17 +181,12 @@ def read_dump(file: Path) -> tuple[DataProto, Mapping[str, Any]]:
     return rows, facts
 
 
-def folder_of(path: str) -> Path:
-    """The absolute path of a folder that the user named."""
-    return Path(path).expanduser()
-
-
 def require_dumps(debug: DebugConfig, plan: BatchPlan, *, first: int) -> None:
     """Raises ConfigError when steps `first` to the last have no dump, or the first one has other sizes than
     the plan."""
     if debug.load_rollouts is None:
         return
-    folder = folder_of(debug.load_rollouts)
+    folder = Path(debug.load_rollouts).expanduser()
     missing = [step for step in range(first, plan.total_steps + 1) if not dump_file(folder, step).is_file()]
     if missing:
         there = sorted(
@@ -258,10 +244,3 @@ def score_samples(
 def _repeated(prompts: DataProto, names: Sequence[str], n: int) -> dict[str, np.ndarray]:
     """Row objects of `n` trajectories for every prompt."""
     return {name: np.repeat(prompts.non_tensor_batch[name], n) for name in names}
-
-
-def _group_numbers(prompts: DataProto, n: int) -> DataProto:
-    """`group` (S,) int64: trajectories of the same prompt have the same number."""
-    return DataProto.from_dict(
-        tensors={"group": group_ids(prompts.non_tensor_batch["uid"]).repeat_interleave(n)}
-    )

@@ -17,6 +17,7 @@ from hydraflow.batch_plan.sft import SFTPlan
 from hydraflow.dispatch.group import RoleGroup
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.worker import RoleSpec
+from hydraflow.engine.micro_batches import row_tokens
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.ragged import parts
 from hydraflow.schema import SFTConfig
@@ -86,7 +87,7 @@ class SFTTrainer:
                 metrics = self._step(next_batch(), step)
             why = DONE if step == self.plan.total_steps else clock.why_to_stop()
             ends_here = why == DONE or (why and not clock.preempted)
-            if held_out and (ends_here or self._validation_is_due(step)):
+            if held_out and (ends_here or self.config.trainer.validates_after(step)):
                 metrics |= self.validate(held_out)
                 if stop_when is not None and stop_when(metrics):
                     why = "accuracy reached"
@@ -119,7 +120,7 @@ class SFTTrainer:
         self.runtime.end(self.group)
 
     def _step(self, batch: DataProto, step: int) -> dict[str, float]:
-        lengths = (parts(batch.get("prompts"))[1] + parts(batch.get("responses"))[1]).numpy()
+        lengths = row_tokens(batch).numpy()
         order = mini_batch_order(lengths, self.plan.role, 1, balance=True, shuffle_key=None)
         with self.timer.phase("step", step):
             metrics = self.role.call(SFTWorker.update, batch.select_idxs(order), step)
@@ -128,9 +129,6 @@ class SFTTrainer:
             "perf/throughput": float(lengths.sum()) / seconds["timing_s/step"] / self.plan.role.data_ranks
         }
         return reductions.values(metrics) | seconds | perf
-
-    def _validation_is_due(self, step: int) -> bool:
-        return self.config.trainer.test_freq > 0 and step % self.config.trainer.test_freq == 0
 
 
 def _held_out_metrics(batch: DataProto, output: DataProto) -> dict[str, reductions.Metric]:

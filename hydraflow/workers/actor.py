@@ -24,7 +24,7 @@ from hydraflow.protocol.batch import DataProto
 from hydraflow.workers.config import ActorConfig
 from hydraflow.workers.engine_worker import EngineWorker
 from hydraflow.workers.skipping import SkipLimits
-from hydraflow.workers.training import Learner, forward_in_order
+from hydraflow.workers.training import forward_in_order
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,8 @@ class ActorWorker(EngineWorker):
         self.ref_batcher = (
             None if spec.ref is None else self.micro_batcher(spec.ref, "log-probabilities of the reference")
         )
-        update = self.micro_batcher(spec.plan.micro, "update of the actor")
-        self.learner = Learner(
-            self.engine, spec.plan, update, self.skip_guard(spec.skip_limits, "actor"), "actor"
+        self.learner = self.make_learner(
+            spec.plan, spec.skip_limits, what="update of the actor", role="actor", prefix="actor"
         )
 
     @register(dispatch_mode=mesh_mode("actor"), read_only=True)
@@ -98,10 +97,7 @@ class ActorWorker(EngineWorker):
     @register(dispatch_mode=mesh_mode("actor"), blocking=False, read_only=True, padding=False)
     def update(self, batch: DataProto, step: int) -> dict[str, Metric]:
         """Every optimizer step of training step `step`; rows come ordered by mini-batch."""
-        metrics = self.learner.learn(
-            batch, self._loss, step=step, temperature=self.spec.temperature, entropy=True
-        )
-        return metrics | {"actor/oom_splits": maximum(self.take_oom_splits())}
+        return self.learn(batch, self._loss, step, temperature=self.spec.temperature, entropy=True)
 
     def _loss(self, denominators: Denominators, first: bool) -> LossFn:
         actor = self.spec.actor

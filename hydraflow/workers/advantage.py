@@ -144,7 +144,7 @@ def _data_metrics(
             unexplained = (returns[trained] - values[trained]).var()
             metrics["critic/vf_explained_var"] = float(1.0 - unexplained / (returns[trained].var() + 1e-5))
     for name, column in columns.items():
-        metrics |= _spread(name, column)
+        metrics |= spread(name, column)
     return metrics
 
 
@@ -162,13 +162,14 @@ def _length_metrics(
     prompt_lengths: torch.Tensor, response_lengths: torch.Tensor, response_tokens: int
 ) -> dict[str, float]:
     return {
-        **_spread("response_length", response_lengths),
+        **spread("response_length", response_lengths),
         "response_length/clip_ratio": float((response_lengths >= response_tokens).float().mean()),
-        **_spread("prompt_length", prompt_lengths),
+        **spread("prompt_length", prompt_lengths),
     }
 
 
-def _spread(name: str, column: torch.Tensor) -> dict[str, float]:
+def spread(name: str, column: torch.Tensor) -> dict[str, float]:
+    """Mean, largest and smallest value under that name; {} of no values."""
     column = column.float()
     if not column.numel():
         return {}

@@ -11,6 +11,8 @@ from hydraflow.generation.config import ANOTHER_PLACE, RolloutConfig
 from hydraflow.models.config import ModelConfig
 from hydraflow.options import FINITE, Rule, no_effect_when, option, unless, unread
 
+OTHER_LOSS = unread(POLICY_LOSSES, "policy_loss.loss_mode")
+OTHER_ENGINE = unread(TRAIN_ENGINES, "strategy")
 BOTH_GIVEN = no_effect_when(
     lambda s: None not in (s.clip_ratio_low, s.clip_ratio_high),
     "{s}.clip_ratio_low and {s}.clip_ratio_high are both given",
@@ -70,23 +72,17 @@ class ActorConfig:
     """PPO epochs: passes over each step's trajectories."""
     shuffle: bool = option(False, in_plan=True)
     """Shuffle prompts into mini-batches (seeded by trainer.seed)."""
-    clip_ratio: float = option(
-        0.2, gt=0, no_effect=(unread(POLICY_LOSSES, "policy_loss.loss_mode"), BOTH_GIVEN)
-    )
+    clip_ratio: float = option(0.2, gt=0, no_effect=(OTHER_LOSS, BOTH_GIVEN))
     """PPO clip range of the probability ratio."""
-    clip_ratio_low: float | None = option(
-        None, gt=0, follows="clip_ratio", no_effect=unread(POLICY_LOSSES, "policy_loss.loss_mode")
-    )
+    clip_ratio_low: float | None = option(None, gt=0, follows="clip_ratio", no_effect=OTHER_LOSS)
     """Clip range below 1; null: clip_ratio."""
-    clip_ratio_high: float | None = option(
-        None, gt=0, follows="clip_ratio", no_effect=unread(POLICY_LOSSES, "policy_loss.loss_mode")
-    )
+    clip_ratio_high: float | None = option(None, gt=0, follows="clip_ratio", no_effect=OTHER_LOSS)
     """Clip range above 1 (clip-higher); null: clip_ratio."""
-    clip_ratio_c: float = option(3.0, gt=1, no_effect=unread(POLICY_LOSSES, "policy_loss.loss_mode"))
+    clip_ratio_c: float = option(3.0, gt=1, no_effect=OTHER_LOSS)
     """Dual clip: upper bound of the loss for negative advantages, as a multiple of the advantage."""
-    tau_pos: float = option(1.0, gt=0, no_effect=unread(POLICY_LOSSES, "policy_loss.loss_mode"))
+    tau_pos: float = option(1.0, gt=0, no_effect=OTHER_LOSS)
     """SAPO's temperature for positive advantages."""
-    tau_neg: float = option(1.05, gt=0, no_effect=unread(POLICY_LOSSES, "policy_loss.loss_mode"))
+    tau_neg: float = option(1.05, gt=0, no_effect=OTHER_LOSS)
     """SAPO's temperature for negative advantages."""
     loss_agg_mode: str = option("token-mean", choices=LOSS_AGG_MODES)
     """How the loss is averaged over tokens and sequences."""
@@ -115,8 +111,8 @@ class ActorConfig:
     gradient."""
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
-    fsdp_config: FSDPConfig = option(factory=FSDPConfig, no_effect=unread(TRAIN_ENGINES, "strategy"))
-    megatron: MegatronConfig = option(factory=MegatronConfig, no_effect=unread(TRAIN_ENGINES, "strategy"))
+    fsdp_config: FSDPConfig = option(factory=FSDPConfig, no_effect=OTHER_ENGINE)
+    megatron: MegatronConfig = option(factory=MegatronConfig, no_effect=OTHER_ENGINE)
     checkpoint: CheckpointConfig = option(factory=CheckpointConfig, shapes_training=False)
     device_mapping: Any = option(None, shapes_training=False, planned=ANOTHER_PLACE)
     """Devices of the role: a list of numbers, or text such as 0-7 or 0-3,8-11; null: all devices of the
@@ -188,8 +184,8 @@ class CriticConfig:
     loss_agg_mode: str = option("token-mean", choices=LOSS_AGG_MODES)
     """As actor.loss_agg_mode."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
-    fsdp_config: FSDPConfig = option(factory=FSDPConfig, no_effect=unread(TRAIN_ENGINES, "strategy"))
-    megatron: MegatronConfig = option(factory=MegatronConfig, no_effect=unread(TRAIN_ENGINES, "strategy"))
+    fsdp_config: FSDPConfig = option(factory=FSDPConfig, no_effect=OTHER_ENGINE)
+    megatron: MegatronConfig = option(factory=MegatronConfig, no_effect=OTHER_ENGINE)
     checkpoint: CheckpointConfig = option(factory=CheckpointConfig, shapes_training=False)
     device_mapping: Any = option(None, shapes_training=False, planned=ANOTHER_PLACE)
     """Devices of the role; null: all devices of the trainer."""

@@ -12,12 +12,12 @@ from hydraflow.algorithms.critic_loss import ValueLoss
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.dispatch.modes import mesh_mode, register
 from hydraflow.dispatch.worker import ProcessContext
-from hydraflow.metrics import Metric, maximum
+from hydraflow.metrics import Metric
 from hydraflow.protocol.batch import DataProto
 from hydraflow.workers.config import CriticConfig
 from hydraflow.workers.engine_worker import EngineWorker
 from hydraflow.workers.skipping import SkipLimits
-from hydraflow.workers.training import Learner, forward_in_order
+from hydraflow.workers.training import forward_in_order
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,8 @@ class CriticWorker(EngineWorker):
         )
         self.spec = spec
         self.values_batcher = self.micro_batcher(spec.values, "values of the critic")
-        update = self.micro_batcher(spec.plan.micro, "update of the critic")
-        self.learner = Learner(
-            self.engine, spec.plan, update, self.skip_guard(spec.skip_limits, "critic"), "critic"
+        self.learner = self.make_learner(
+            spec.plan, spec.skip_limits, what="update of the critic", role="critic", prefix="critic"
         )
 
     @register(dispatch_mode=mesh_mode("critic"), read_only=True)
@@ -69,8 +68,7 @@ class CriticWorker(EngineWorker):
     @register(dispatch_mode=mesh_mode("critic"), blocking=False, read_only=True, padding=False)
     def update(self, batch: DataProto, step: int) -> dict[str, Metric]:
         """Every optimizer step of training step `step`; rows come ordered by mini-batch."""
-        metrics = self.learner.learn(batch, self._loss, step=step, temperature=1.0, entropy=False)
-        return metrics | {"critic/oom_splits": maximum(self.take_oom_splits())}
+        return self.learn(batch, self._loss, step)
 
     def _loss(self, denominators: Denominators, first: bool) -> ValueLoss:
         critic = self.spec.critic

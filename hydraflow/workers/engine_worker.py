@@ -1,4 +1,5 @@
-"""Shared by every role with a training engine: joining the process group, mesh coordinates, checkpoints.
+"""Shared by every role with a training engine: joining the process group, mesh coordinates, updates,
+checkpoints.
 
 In: the role's specification. Out: an engine of the chosen kind. Left out on purpose: what the role does with
 it.
@@ -8,17 +9,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hydraflow.batch_plan.parts import MicroPlan
+from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.device import current_device
 from hydraflow.dispatch.modes import Coordinates, Dispatch, register
 from hydraflow.dispatch.worker import ProcessContext, Worker
 from hydraflow.engine import process_group
 from hydraflow.engine.base import TrainEngine
 from hydraflow.engine.config import TRAIN_ENGINES, FSDPConfig, OptimConfig
+from hydraflow.metrics import Metric, maximum
 from hydraflow.models.config import ModelConfig
+from hydraflow.protocol.batch import DataProto
 from hydraflow.workers.micro_batcher import MicroBatcher
 from hydraflow.workers.saving import save_part
 from hydraflow.workers.skipping import SkipGuard, SkipLimits
+from hydraflow.workers.training import Learner, LossFactory
 
 
 class EngineWorker(Worker):
@@ -27,6 +31,9 @@ class EngineWorker(Worker):
     `strategy` names the engine, `head` is policy or value, `field` the configuration key of `model`, for
     messages; `seed` seeds the initialisation of new weights (adapters).
     """
+
+    learner: Learner
+    """Of a role that is trained."""
 
     def __init__(
         self,
@@ -52,7 +59,6 @@ class EngineWorker(Worker):
             listen_fd=process.listen_fd,
         )
         self._micro_batchers: list[MicroBatcher] = []
-        self._skip_guard: SkipGuard | None = None
         device = current_device(process.device_type, process.local_rank)
         self.engine: TrainEngine = TRAIN_ENGINES[strategy].load()(
             model, fsdp, optim, head=head, device=device, total_steps=total_steps, field=field, seed=seed
@@ -63,16 +69,28 @@ class EngineWorker(Worker):
         self._micro_batchers.append(MicroBatcher(plan, what))
         return self._micro_batchers[-1]
 
-    def skip_guard(self, limits: SkipLimits, role: str) -> SkipGuard:
-        """The count of this model's skipped optimizer steps, to be kept; `role` names it in messages and
-        files."""
-        self._skip_guard = SkipGuard(limits, role, self.process.rank)
-        return self._skip_guard
+    def make_learner(
+        self, plan: RolePlan, limits: SkipLimits, *, what: str, role: str, prefix: str
+    ) -> Learner:
+        """The optimizer steps of this model. `what` names their pass in messages, `role` the model in
+        messages and files, `prefix` its metrics."""
+        skip_guard = SkipGuard(limits, role, self.process.rank)
+        return Learner(self.engine, plan, self.micro_batcher(plan.micro, what), skip_guard, prefix)
 
-    def take_oom_splits(self) -> float:
-        """Number of times that micro-batches were split after running out of memory, since the last call; the
-        same on every rank."""
-        return float(sum(micro_batcher.take_splits() for micro_batcher in self._micro_batchers))
+    def learn(
+        self,
+        batch: DataProto,
+        make_loss: LossFactory,
+        step: int,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+    ) -> dict[str, Metric]:
+        """Every optimizer step of training step `step`. `oom_splits`: how often micro-batches of any pass
+        were split since the last call; the same on every rank."""
+        metrics = self.learner.learn(batch, make_loss, step=step, temperature=temperature, entropy=entropy)
+        splits = sum(micro_batcher.take_splits() for micro_batcher in self._micro_batchers)
+        return metrics | {f"{self.learner.prefix}/oom_splits": maximum(float(splits))}
 
     def mesh_coordinates(self, mesh: str) -> Coordinates:
         """Which share of a batch this process gets; results are collected from every data rank."""
@@ -99,14 +117,12 @@ class EngineWorker(Worker):
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def skipped_in_a_row(self) -> int:
         """Optimizer steps skipped since the last successful one; the same on every rank."""
-        assert self._skip_guard is not None, "a frozen model skips nothing"
-        return self._skip_guard.in_a_row
+        return self.learner.skip_guard.in_a_row
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def count_skipped_from(self, in_a_row: int) -> None:
         """Restores the count that `skipped_in_a_row` had when the checkpoint was saved."""
-        assert self._skip_guard is not None, "a frozen model skips nothing"
-        self._skip_guard.in_a_row = in_a_row
+        self.learner.skip_guard.in_a_row = in_a_row
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def checkpoint_bytes(self, contents: list[str]) -> int:

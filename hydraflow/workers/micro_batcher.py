@@ -16,9 +16,8 @@ import torch
 
 from hydraflow.batch_plan.parts import MicroPlan
 from hydraflow.engine.base import OomReport, OutOfMemory, TrainEngine
-from hydraflow.engine.micro_batches import MicroBatches, split_rows, split_tokens
+from hydraflow.engine.micro_batches import MicroBatches, row_tokens, split_rows, split_tokens
 from hydraflow.errors import DoesNotFit
-from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 
 logger = logging.getLogger(__name__)
@@ -54,7 +53,7 @@ class MicroBatcher:
         """The current size; a row longer than the remembered number of tokens is a micro-batch of its own."""
         if self.plan is self._planned or self.plan.max_tokens is None:
             return self.plan
-        return MicroPlan(rows=None, max_tokens=max(self.plan.max_tokens, _longest(rows)))
+        return MicroPlan(rows=None, max_tokens=max(self.plan.max_tokens, int(row_tokens(rows).max())))
 
     def _make_smaller(self, engine: TrainEngine, rows: DataProto, reports: Sequence[OomReport]) -> None:
         alone = next((report for report in reports if report.rows == 1), None)
@@ -83,7 +82,7 @@ class MicroBatcher:
             return MicroPlan(rows=-(-min(self.plan.rows, len(rows)) // 2), max_tokens=None)
         assert self.plan.max_tokens is not None, "a micro-batch plan counts rows or tokens"
         too_many = min(self.plan.max_tokens, tokens)
-        longest = int(engine.reduce(torch.tensor([float(_longest(rows))]), "max"))
+        longest = int(engine.reduce(torch.tensor([float(row_tokens(rows).max())]), "max"))
         fewer = max(-(-too_many // 2), longest)
         return (
             MicroPlan(rows=None, max_tokens=fewer) if fewer < too_many else MicroPlan(rows=1, max_tokens=None)
@@ -96,8 +95,3 @@ def split(engine: TrainEngine, batch: DataProto, micro: MicroPlan) -> MicroBatch
         return split_rows(batch, micro.rows)
     assert micro.max_tokens is not None, "a micro-batch plan counts rows or tokens"
     return split_tokens(batch, micro.max_tokens, lambda values: engine.reduce(values, "max"))
-
-
-def _longest(rows: DataProto) -> int:
-    """Number of tokens of the longest row."""
-    return int((ragged.lengths(rows.get("prompts")) + ragged.lengths(rows.get("responses"))).max())

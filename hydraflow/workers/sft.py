@@ -14,12 +14,12 @@ from hydraflow.batch_plan.parts import RolePlan
 from hydraflow.dispatch.modes import mesh_mode, register
 from hydraflow.dispatch.worker import ProcessContext
 from hydraflow.engine.config import FSDPConfig, OptimConfig
-from hydraflow.metrics import Metric, maximum
+from hydraflow.metrics import Metric
 from hydraflow.models.config import ModelConfig
 from hydraflow.protocol.batch import DataProto
 from hydraflow.workers.engine_worker import EngineWorker
 from hydraflow.workers.skipping import SkipLimits
-from hydraflow.workers.training import Learner, forward_in_order
+from hydraflow.workers.training import forward_in_order
 
 
 @dataclass(frozen=True)
@@ -54,16 +54,14 @@ class SFTWorker(EngineWorker):
             seed=spec.seed,
         )
         self.evaluation_batcher = self.micro_batcher(spec.plan.micro, "evaluation")
-        update = self.micro_batcher(spec.plan.micro, "update")
-        self.learner = Learner(
-            self.engine, spec.plan, update, self.skip_guard(spec.skip_limits, "model"), "train"
+        self.learner = self.make_learner(
+            spec.plan, spec.skip_limits, what="update", role="model", prefix="train"
         )
 
     @register(dispatch_mode=mesh_mode("sft"), read_only=True, padding=False)
     def update(self, batch: DataProto, step: int) -> dict[str, Metric]:
         """The optimizer step of training step `step`."""
-        metrics = self.learner.learn(batch, self._loss, step=step, temperature=1.0, entropy=False)
-        return metrics | {"train/oom_splits": maximum(self.take_oom_splits())}
+        return self.learn(batch, self._loss, step)
 
     @register(dispatch_mode=mesh_mode("sft"), read_only=True)
     def evaluate(self, batch: DataProto) -> DataProto:

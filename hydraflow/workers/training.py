@@ -86,13 +86,8 @@ class Learner:
 
 def global_denominators(engine: TrainEngine, mini_batches: Sequence[DataProto]) -> list[Denominators]:
     """Trained tokens and sequences of each mini-batch, over all data ranks: one reduction for all of them."""
-    counts = torch.tensor(
-        [_mask_counts(mini_batch) for mini_batch in mini_batches], dtype=torch.float64
-    )  # (K, 2)
-    return [
-        Denominators(tokens=tokens, sequences=sequences)
-        for tokens, sequences in engine.reduce(counts).tolist()
-    ]
+    counts = torch.tensor(list(map(_mask_counts, mini_batches)), dtype=torch.float64)  # (K, 2)
+    return [Denominators(tokens=tokens, sequences=rows) for tokens, rows in engine.reduce(counts).tolist()]
 
 
 def forward_in_order(

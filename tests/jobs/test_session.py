@@ -40,7 +40,8 @@ def test_profiled_steps_that_never_come_are_told(
 def test_a_run_can_do_without_log_files(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hydraflow.jobs.session.log_settings", lambda run, log: LogSettings("/proc/nowhere"))
+    nowhere = LogSettings("/proc/nowhere")
+    monkeypatch.setattr("hydraflow.dispatch.observability.log_settings", lambda run, log: nowhere)
     begun(tmp_path)
     assert "no log files in /proc/nowhere" in caplog.text
 

@@ -25,7 +25,7 @@ from hydraflow.engine.base import LossFn, ModelOutput
 from hydraflow.engine.config import FSDPConfig, OptimConfig
 from hydraflow.engine.fsdp import checkpoint, export, lora
 from hydraflow.engine.fsdp.build import build_model
-from hydraflow.engine.fsdp.oom_recovery import CollectiveCounter
+from hydraflow.engine.fsdp.oom_recovery import CollectiveCounter, PassRunner
 from hydraflow.metrics import Metric
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.packing import PackedBatch, pack
@@ -54,14 +54,8 @@ class FSDPEngine:
         seed: int = 0,
     ):
         self.data_rank, self.data_size = dist.get_rank(), dist.get_world_size()
-        self._model, self._fsdp, self._optim, self._head, self._device, self._field = (
-            model,
-            fsdp,
-            optim,
-            head,
-            device,
-            field,
-        )
+        self._model, self._fsdp, self._optim = model, fsdp, optim
+        self._head, self._device, self._field = head, device, field
         self._total_steps, self._step = total_steps, 0
         mesh = init_device_mesh(device.type, (self.data_size,))
         self.module, self._padded = build_model(
@@ -94,7 +88,7 @@ class FSDPEngine:
     ) -> DataProto:
         """See `TrainEngine`. Float32 columns on the CPU (float64 when the model computes in it)."""
         self.module.eval()
-        runner = self._collectives.pass_runner()
+        runner: PassRunner[tuple[torch.Tensor, ...]] = PassRunner(self._collectives)
         with nullcontext() if adapter else lora.adapters_off(self.module):
             for data in micro_batches:
                 runner.run(
@@ -122,7 +116,7 @@ class FSDPEngine:
         """See `TrainEngine`. Only tokens whose response_mask is set pass through the head."""
         assert self._optim is not None, "a frozen model is not trained"
         self.module.train()
-        runner = self._collectives.pass_runner()
+        runner: PassRunner[dict[str, Metric]] = PassRunner(self._collectives)
         for data in micro_batches:
             self._reduce_gradients(data is micro_batches[-1])
             runner.run(data, lambda part: self._learn(part, loss_fn, temperature, entropy))

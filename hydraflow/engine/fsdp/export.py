@@ -23,6 +23,7 @@ from hydraflow.engine.fsdp.gather import gathered
 from hydraflow.models import loading
 from hydraflow.models.config import ModelConfig
 from hydraflow.models.heads import PolicyModel, ValueModel
+from hydraflow.system.whole_files import replace_folder
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -66,7 +67,7 @@ def save_hf(module: PolicyModel | ValueModel, model: ModelConfig, directory: Pat
         unfinished = directory.with_name(directory.name + ".unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
         write_hugging_face(hf_files_of(module, model, weights=True), weights, unfinished, field=field)
-        replace_directory(unfinished, directory)
+        replace_folder(unfinished, directory)
     dist.barrier()
 
 
@@ -121,16 +122,6 @@ def write_hugging_face(
         if weights is not None:
             save_torch_state_dict(weights, directory)
     loading.load_tokenizer(hf_files.model, field=field, chat=False).save_pretrained(directory)
-
-
-def replace_directory(finished: Path, target: Path) -> None:
-    """Renames a finished directory to its final name, replacing what was there."""
-    old = target.with_name(target.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        target.rename(old)
-    finished.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _policy_shape(config: Any, model: ModelConfig, generation: GenerationConfig | None) -> Any:

@@ -14,19 +14,20 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 
 from hydraflow.device import ran_out_of_memory
 from hydraflow.engine import process_group
 from hydraflow.engine.base import OomReport, OutOfMemory
+from hydraflow.engine.micro_batches import row_tokens
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 
@@ -51,10 +52,6 @@ class CollectiveCounter:
             unit.set_custom_all_gather(self._gathers[-1])
             unit.set_custom_reduce_scatter(_Reduce(self))
         module.register_forward_pre_hook(self._enter, prepend=True)
-
-    def pass_runner(self) -> PassRunner[Any]:
-        """The passes of one call of the engine."""
-        return PassRunner(self)
 
     def begin(self) -> None:
         """Resets the count of collectives; call it before each pass."""
@@ -125,29 +122,23 @@ class PassRunner(Generic[Result]):
             if not ran_out_of_memory(error):
                 raise
             logger.warning(
-                "out of memory in a micro-batch of %d rows, %d tokens: %s", len(data), _tokens(data), error
+                "out of memory in a micro-batch of %d rows, %d tokens: %s",
+                len(data),
+                int(row_tokens(data).sum()),
+                error,
             )
             return False
         return True
 
     def _reports(self) -> list[OomReport]:
         facts = torch.zeros(dist.get_world_size(), 2)
-        if self._too_large is not None:
-            facts[dist.get_rank()] = torch.tensor([len(self._too_large), _tokens(self._too_large)])
+        if (data := self._too_large) is not None:
+            facts[dist.get_rank()] = torch.tensor([len(data), int(row_tokens(data).sum())])
         found = process_group.all_reduce(facts).long().tolist()
         return [OomReport(rank, rows, tokens) for rank, (rows, tokens) in enumerate(found) if rows]
 
 
-class _Allocates:
-    """Where FSDP's staging buffers come from."""
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class _Gather(_Allocates, AllGather):
+class _Gather(DefaultAllGather):
     """FSDP's all-gather of one unit's weights, of which (`owner`, `name`) is one."""
 
     def __init__(self, collectives: CollectiveCounter, owner: nn.Module, name: str):
@@ -158,49 +149,32 @@ class _Gather(_Allocates, AllGather):
     def note_what_is_there(self) -> None:
         self.had_weights = not isinstance(getattr(self._owner, self._name), DTensor)
 
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        if not self._collectives.is_due(self):
-            output_tensor.zero_()
-            return None
-        return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+    def __call__(self, output_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> dist.Work | None:
+        if self._collectives.is_due(self):
+            return super().__call__(output_tensor, *args, **kwargs)
+        output_tensor.zero_()
+        return None
 
 
-class _Reduce(_Allocates, ReduceScatter):
+class _Reduce(DefaultReduceScatter):
     """FSDP's reduce-scatter of one unit's gradients."""
 
     def __init__(self, collectives: CollectiveCounter):
         self._collectives = collectives
 
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        if not self._collectives.is_due():
-            output_tensor.zero_()
-            return None
-        return dist.reduce_scatter_single(
-            output=output_tensor, input=input_tensor, group=group, op=op, async_op=async_op
-        )
+    def __call__(self, output_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self._collectives.is_due():
+            return super().__call__(output_tensor, *args, **kwargs)
+        output_tensor.zero_()
+        return None
 
 
 def _units(module: nn.Module) -> Iterator[tuple[FSDPModule, nn.Module, str]]:
     """The units that are gathered together: the sharded module, and one of its parameters as (owner module,
     name)."""
     for part in module.modules():
-        if isinstance(part, FSDPModule):
-            found = next(_own_parameters(part), None)
-            if found is not None:
-                yield part, *found
+        if isinstance(part, FSDPModule) and (found := next(_own_parameters(part), None)):
+            yield part, *found
 
 
 def _own_parameters(part: nn.Module) -> Iterator[tuple[nn.Module, str]]:
@@ -221,7 +195,3 @@ def _few_tokens(data: DataProto) -> DataProto:
 
 def _first_cells(column: torch.Tensor) -> torch.Tensor:
     return ragged.from_rows([ragged.rows(column)[0][:FEW_TOKENS]]) if ragged.is_ragged(column) else column[:1]
-
-
-def _tokens(data: DataProto) -> int:
-    return int(ragged.lengths(data.get("prompts")).sum() + ragged.lengths(data.get("responses")).sum())
