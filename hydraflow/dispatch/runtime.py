@@ -8,6 +8,7 @@ Left out on purpose: what the groups do.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,6 +37,8 @@ from hydraflow.system.interrupts import ending
 from hydraflow.system.role_logs import CONTROLLER
 
 log = logging.getLogger(__name__)
+ALL_JOINED = "HYDRAFLOW_ALL_NODES_JOINED"
+"""Set by `scripts/slurm/train.sh`: the cluster has all nodes that it will ever have."""
 
 
 class Runtime:
@@ -99,7 +102,7 @@ class Runtime:
         self._owns_ray = start_ray(self.ray_init, cpus_needed(pools), console=console) or self._owns_ray
         self.channel.calls.stacks = self._write_stacks
         self.channel.calls.head = self.channel.calls.head or RayHead(ray.get_runtime_context().gcs_address)
-        growing = self.ray_init.address != "local"
+        growing = self.ray_init.address != "local" and ALL_JOINED not in os.environ
         with after_the_start():
             self._reservations |= reserve(pools, timeout=self.channel.timeouts.start, growing=growing)
 

@@ -7,6 +7,7 @@ folder="$HYDRAFLOW_JOB_FOLDER"
 # shellcheck source=/dev/null
 source "$folder/facts"
 export PYTHONUNBUFFERED=1
+export HYDRAFLOW_ALL_NODES_JOINED=1 # a node that is gone now does not come back: the run ends at once, and the job is put back
 
 words=("$@" "ray_init.address=$(<"$folder/address")")
 # quoted for Hydra: a folder may have a comma or brackets in its name
