@@ -49,6 +49,8 @@ def server(environ: dict[str, str]) -> Server | None:
     A test may change the environment for itself, and some change it for all that follow: two commands in a
     row with the same one get a server with it.
     """
+    if environ.get("RAY_AUTH_MODE", "token") != "token":
+        return None
     again = [relevant(environ)] == ASKED
     ASKED[:] = [relevant(environ)]
     if STARTED and STARTED[0].environ != relevant(environ):
@@ -72,10 +74,12 @@ class Server:
         self.environ = relevant(environ)
         self._commands = 0
         self._socket, theirs = socket.socketpair()
+        # Ray reads its mode once: one that a test's own Ray has set since would not count in the fork
+        mine = {name: value for name, value in environ.items() if not name.startswith("RAY_")}
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, __file__, str(theirs.fileno()), *(["preload"] if preloads else [])],
-                env=environ,
+                env=mine | {"RAY_AUTH_MODE": "token"},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
             )

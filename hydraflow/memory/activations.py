@@ -46,7 +46,7 @@ def tokens_of(micro: MicroPlan, rows: RowSizes, *, most_rows: int, devices: int 
     different prompts.
 
     >>> tokens_of(MicroPlan(rows=4, max_tokens=None), RowSizes(10, 6, samples=2, packed=True), most_rows=8)
-    Tokens(line=40, attended=60, asked=24)
+    MicroBatchTokens(line=40, attended=60, asked=24)
     """
     longest = rows.prompt + rows.response
     count = micro.rows if micro.rows is not None else max(1, (micro.max_tokens or 0) // longest)

@@ -121,7 +121,7 @@ def metric(name: str) -> MetricDisplay:
     """How the metric is shown.
 
     >>> metric("val-core/gsm8k/acc/mean@4")
-    Metric(title='gsm8k: accuracy, mean of 4', unit='share of responses', group='Validation', rank=-2)
+    MetricDisplay(title='gsm8k: accuracy, mean of 4', unit='share of responses', group='Validation', rank=-2)
     """
     if name in _KNOWN:
         return _KNOWN[name]
