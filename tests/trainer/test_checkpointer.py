@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import re
 import shutil
 import threading
 import time
@@ -229,7 +230,8 @@ def test_a_report_that_stays_unreadable_costs_the_save(
         for rank in range(group.world_size):
             (parts / f"actor-{rank}.json").write_text(report)
         checkpoints.settle()
-        assert "the checkpoint of step 1 could not be saved: actor rank 0: " in caplog.text
+        # Either: the reader may come between the two writes.
+        assert re.search("the checkpoint of step 1 could not be saved: actor rank [01]: ", caplog.text)
         group.silent = False
         checkpoints.after(2, {}, last=True, preempted=False)
     assert CheckpointStore(tmp_path).steps() == [2]
