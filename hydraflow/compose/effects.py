@@ -124,11 +124,12 @@ _BATCHES = (
     ),
 )
 _VALIDATION = (
-    NoEffectRule(
-        f"{{{ROLLOUT}.val_kwargs.*,trainer.{{test_freq,val_before_train,log_val_generations,validation_data_dir}}}}",
-        lambda c: not _validates(c),
-        NO_VALIDATION,
-        "data.val_files=...",
+    *(
+        NoEffectRule(pattern, lambda c: not _validates(c), NO_VALIDATION, "data.val_files=...")
+        for pattern in (
+            f"{ROLLOUT}.val_kwargs.*",
+            "trainer.{test_freq,val_before_train,log_val_generations,validation_data_dir}",
+        )
     ),
     NoEffectRule("data.{val_batch_size,val_max_samples}", lambda c: not _validates(c), NO_VALIDATION),
 )

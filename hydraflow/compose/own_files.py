@@ -117,6 +117,9 @@ def _folders_beside(folder: str) -> list[str]:
 def _no_file(name: str, folders: list[Path], *, verl: bool) -> list[Problem]:
     if yaml_in(folders, name):
         return []
+    if Path(name).suffix == ".yml" and any((each / name).is_file() for each in folders):
+        rule = "Hydra reads only files that end in .yaml"
+        return [Problem(f"--config-name {name}", None, rule, f"rename it to {Path(name).stem}.yaml")]
     choices = sorted({file.stem for each in folders for file in each.glob("*.yaml")})
     close = difflib.get_close_matches(Path(name).stem, choices, n=1)
     remedy = f"--config-name {close[0]}" if close else "--config-dir DIR names the folder of your own files"

@@ -105,10 +105,8 @@ def ending(error: BaseException | None) -> Iterator[None]:
     if SHUTDOWN.since is not None:
         yield
         return
-    SHUTDOWN.result, SHUTDOWN.message = (
-        _code_of(error),
-        str(error) if isinstance(error, HydraflowError) else "",
-    )
+    SHUTDOWN.result = _code_of(error)
+    SHUTDOWN.message = str(error) if isinstance(error, HydraflowError) else ""
     SHUTDOWN.since = time.monotonic()
     watch = threading.Timer(
         LIMIT, end_at_once, (SHUTDOWN.result, f"the shutdown took more than {LIMIT:g} seconds")

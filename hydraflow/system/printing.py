@@ -37,11 +37,8 @@ def count(number: int, noun: str) -> str:
     >>> count(1, "prompt"), count(2, "batch"), count(10_000, "trajectory")
     ('1 prompt', '2 batches', '10,000 trajectories')
     """
-    plural = (
-        f"{noun[:-1]}ies"
-        if noun.endswith("ry")
-        else f"{noun}es"
-        if noun.endswith(("ch", "s"))
-        else f"{noun}s"
-    )
-    return f"{number:,} {noun if number == 1 else plural}"
+    if number == 1:
+        return f"1 {noun}"
+    if noun.endswith("ry"):
+        return f"{number:,} {noun[:-1]}ies"
+    return f"{number:,} {noun}{'es' if noun.endswith(('ch', 's')) else 's'}"

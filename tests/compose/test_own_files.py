@@ -9,12 +9,15 @@ import pytest
 from jobs.command import python
 
 from hydraflow.compose import verl
+from hydraflow.compose.arguments import split
+from hydraflow.compose.own_files import take
 from hydraflow.compose.patterns import expand
 from hydraflow.compose.tree import check, nested
 from hydraflow.compose.verl_defaults import leaves
 from hydraflow.compose.verl_table import tables
 from hydraflow.schema import PPOConfig
 
+CONFIG = Path(__file__).parents[2] / "config"
 ENTRY = Path(__file__).parent / "dummy_entry.py"
 ACTOR = "actor_rollout_ref.actor"
 OWN = ["actor_rollout_ref.model.path=m", "data.train_files=t"]
@@ -61,6 +64,13 @@ def test_a_users_file_of_verls_name_is_read(tmp_path, options):
     (folder / "ppo_trainer.yaml").write_text(BASE + "trainer: {nnodes: 2}\n")
     seen = config(call(tmp_path, *options, *OWN))
     assert (seen["data"]["train_batch_size"], seen["trainer"]["nnodes"]) == (48, 2)
+
+
+def test_a_file_with_another_ending_is_refused_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "mine.yml").write_text("trainer:\n  seed: 3\n")
+    found = take(split(["--config-dir", str(tmp_path), "--config-name", "mine.yml"]), CONFIG, verl=True)
+    [problem] = found.problems
+    assert problem.field == "--config-name mine.yml" and problem.remedy == "rename it to mine.yaml"
 
 
 def test_a_file_over_verls_defaults_composes(tmp_path):

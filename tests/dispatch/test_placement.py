@@ -10,7 +10,7 @@ import ray
 from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.group import Timeouts
 from hydraflow.dispatch.placement import ResourcePool, cpus_needed, release, reserve, shortfall
-from hydraflow.dispatch.runtime import Runtime
+from hydraflow.dispatch.runtime import ALL_JOINED, Runtime
 from hydraflow.errors import ConfigError
 
 NODE = {"CPU": 8.0, "GPU": 2.0}
@@ -66,6 +66,17 @@ def test_a_cluster_that_may_grow_is_given_its_time(ray_session: None) -> None:
     with pytest.raises(ConfigError, match="needs 2 nodes, the cluster has 1"):
         reserve([ResourcePool("train", [1, 1], cpus_per_process=0.1)], timeout=1, growing=True)
     assert 1 <= time.monotonic() - begun < 10
+
+
+def test_a_job_whose_nodes_have_all_joined_does_not_wait_for_one_that_is_gone(
+    ray_session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ALL_JOINED, "1")
+    runtime = Runtime(RayInitConfig(address="auto"), Timeouts(start=60, call=60))
+    begun = time.monotonic()
+    with pytest.raises(ConfigError, match="needs 2 nodes, the cluster has 1"):
+        runtime.start([ResourcePool("train", [1, 1], cpus_per_process=0.1)])
+    assert time.monotonic() - begun < 10
 
 
 def test_a_busy_cluster_is_named_after_a_bounded_wait(ray_session: None) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from hydraflow.compose.loading import load
+from hydraflow.dispatch.runtime import ALL_JOINED
 from hydraflow.schema import PPOConfig
 from hydraflow.slurm.job_settings import JobSettings, job_settings_of
 from hydraflow.system.allocation import Allocation
@@ -252,7 +253,10 @@ case "$1" in
         exec sleep 60 ;;
     await) until [[ -s "$HYDRAFLOW_JOB_FOLDER/ray" ]]; do sleep 0.1; done ;;
     lost) ;;
-    *) printf '%s\\n' "$@" >"$HYDRAFLOW_JOB_FOLDER/training"; exit "$CODE" ;;
+    *)
+        env | grep ^HYDRAFLOW_ALL >"$HYDRAFLOW_JOB_FOLDER/joined"
+        printf '%s\\n' "$@" >"$HYDRAFLOW_JOB_FOLDER/training"
+        exit "$CODE" ;;
 esac
 """
 
@@ -285,6 +289,7 @@ def test_the_first_node_trains_and_ends_its_ray(tmp_path: Path, code: int) -> No
     folder = first_node(tmp_path, code)
     assert (folder / "exit_code").read_text() == f"{code}\n"
     assert (folder / "training").read_text().split() == ["trainer.seed=3", "ray_init.address=10.0.0.1:6379"]
+    assert (folder / "joined").read_text() == f"{ALL_JOINED}=1\n", "a node that is gone does not come back"
     assert not Path(f"/proc/{(folder / 'ray').read_text().strip()}").exists(), (
         "Ray outlives its node's script"
     )
