@@ -74,10 +74,15 @@ class PromptLoader:
         self.position += 1
         return self.dataset.batch(self.order()[start : start + self.batch_size])
 
-    def put_back(self) -> None:
+    def give_back(self) -> None:
         """Makes `next_batch` return its last batch again."""
-        assert self.position > 0, "no batch to put back"
+        assert self.position > 0, "no batch to give back"
         self.position -= 1
+
+    @property
+    def place(self) -> str:
+        """How far it has come, for people."""
+        return f"{self.position} of {len(self)} batches of epoch {self.epoch + 1} are done"
 
     def order(self) -> np.ndarray:
         """Row numbers of the current epoch in the order in which they are drawn, (rows,) int64."""
@@ -85,11 +90,11 @@ class PromptLoader:
             self._order = (self.epoch, self._draw_order())
         return self._order[1]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, enough for `load_state_dict` to continue with the next batch."""
+    def state(self) -> dict[str, Any]:
+        """Plain numbers, enough for `load_state` to continue with the next batch."""
         return {"epoch": self.epoch, "position": self.position, **self._identity()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
         """Continues where `state` was taken. `ConfigError` when rows, batch size, seed or order differ."""
         now = self._identity()
         differing = [name for name in now if now[name] != state[name]]

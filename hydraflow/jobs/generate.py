@@ -14,14 +14,13 @@ import pyarrow.parquet
 from hydraflow.batch_plan.generate import GeneratePlan, resolve_generate_plan
 from hydraflow.compose.debugging import applied
 from hydraflow.data.files import FileRecord
+from hydraflow.data.loader import PromptLoader
 from hydraflow.data.prompts import PromptDataset
-from hydraflow.dispatch.group import RoleGroup
 from hydraflow.dispatch.observability import Observability, require_writable
-from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.worker import RoleSpec
 from hydraflow.errors import ConfigError, EnvironmentFault, Faults, after_the_start
 from hydraflow.jobs.context import require_context
-from hydraflow.jobs.inputs import calls, open_model, open_prompts, open_tokenizer
+from hydraflow.jobs.inputs import open_model, open_prompts, open_tokenizer
 from hydraflow.jobs.output import output_file, require_output
 from hydraflow.protocol.ragged import rows
 from hydraflow.schema import GenerateConfig
@@ -34,7 +33,7 @@ from hydraflow.trainer.machine import (
     resolve_machine,
     training_pool,
 )
-from hydraflow.trainer.rollouts import sample
+from hydraflow.trainer.source import Lockstep, Sampler
 from hydraflow.workers.rollout import RolloutSpec, RolloutWorker, SamplingSpec
 
 if TYPE_CHECKING:
@@ -155,27 +154,16 @@ def _sample_all(config: GenerateConfig, asked: GenerateInputs) -> list[list[int]
             role = runtime.group(TRAIN, {"rollout": RoleSpec(RolloutWorker, (spec,))}).role("rollout")
             runtime.await_ready()
         role.call(RolloutWorker.load_weights)
-        return [
-            ids
-            for call in calls(len(prompts), plan.prompts_per_call)
-            for ids in _sample(config, plan, runtime, role, prompts, call)
-        ]
+        sampling = config.rollout
+        how = SamplingSpec(plan.samples_per_prompt, sampling.temperature, sampling.top_k, sampling.top_p)
+        loader = PromptLoader(prompts, plan.prompts_per_call, shuffle=False, seed=0, drop_last=False)
+        source = Lockstep(loader, Sampler(role, None, how), draw=0)
+        sampled = []
+        for call in range(1, len(loader) + 1):
+            responses = runtime.fetch(source.take(call).rows, ["responses"]).get("responses")
+            sampled += [response.tolist() for response in rows(responses)]
+            if len(loader) > 1:
+                logger.info("%d of %d prompts", min(call * plan.prompts_per_call, len(prompts)), len(prompts))
+        return sampled
     finally:
         runtime.stop()
-
-
-def _sample(
-    config: GenerateConfig,
-    plan: GeneratePlan,
-    runtime: Runtime,
-    role: RoleGroup,
-    dataset: PromptDataset,
-    call: range,
-) -> list[list[int]]:
-    rollout = config.rollout
-    order = SamplingSpec(0, plan.samples_per_prompt, rollout.temperature, rollout.top_k, rollout.top_p)
-    sampled = sample(role, dataset.batch(call), order).get()
-    responses = rows(runtime.fetch(sampled.select(["responses"])).get("responses"))
-    if len(call) < len(dataset):
-        logger.info("%d of %d prompts", call.stop, len(dataset))
-    return [response.tolist() for response in responses]

@@ -7,7 +7,7 @@ purpose: reward functions and the machine (`ppo.py`, `session.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -100,16 +100,6 @@ def open_rows(
 
 
 open_prompts = partial(open_rows, PromptDataset, read_prompts)
-
-
-def calls(rows: int, per_call: int) -> Iterator[range]:
-    """Ranges of rows that go into one call each.
-
-    >>> list(calls(5, 2))
-    [range(0, 2), range(2, 4), range(4, 5)]
-    """
-    for start in range(0, rows, per_call):
-        yield range(start, min(start + per_call, rows))
 
 
 def open_inputs(config: PPOConfig, faults: Faults) -> RunPrompts | None:

@@ -21,11 +21,10 @@ from hydraflow.data.loader import PromptLoader
 from hydraflow.data.prompts import PromptDataset
 from hydraflow.dispatch.group import RoleGroup
 from hydraflow.dispatch.runtime import Runtime
-from hydraflow.jobs.inputs import RunPrompts, calls, open_inputs
+from hydraflow.jobs.inputs import RunPrompts, open_inputs
 from hydraflow.jobs.restarts import Restarts, with_restarts
 from hydraflow.jobs.saving import RunCheckpointing, at_its_place, ppo_roles, require_metric, weights_only
 from hydraflow.jobs.session import Session
-from hydraflow.protocol.batch import DataProto
 from hydraflow.recipes import arithmetic
 from hydraflow.rewards.custom import check_sources
 from hydraflow.rewards.pool import check_function
@@ -37,19 +36,18 @@ from hydraflow.trainer.generations import GenerationDump
 from hydraflow.trainer.identity import Identity, identity_of
 from hydraflow.trainer.loop import Loop
 from hydraflow.trainer.ppo import PPOTrainer
+from hydraflow.trainer.recorded import RecordedSource, ReplayedSource, require_dumps
 from hydraflow.trainer.resume import CheckpointRequirements, load_roles
 from hydraflow.trainer.roles import Roles, SamplingRoles, build_roles, build_sampling_roles
 from hydraflow.trainer.rollout_only import RolloutTrainer
-from hydraflow.trainer.rollouts import (
-    RecordedRollouts,
-    ReplayedRollouts,
-    Rollouts,
-    SampledRollouts,
-    require_dumps,
-)
+from hydraflow.trainer.source import Lockstep, Sampler, TrajectorySource
 from hydraflow.trainer.validation import Validator, metric_names
 from hydraflow.workers.actor import ActorWorker
 from hydraflow.workers.critic import CriticWorker
+from hydraflow.workers.rollout import SamplingSpec
+
+VALIDATION = -1
+"""In the place of a step in the keys of a validation's random draws."""
 
 
 def run_ppo(config: PPOConfig, *, command: Command | None = None) -> None:
@@ -94,7 +92,7 @@ class PPOJob:
             count = config.recipe.train_problems
         plan = self._plan(session, count)
         if plan and prompts:
-            measured = metric_names(val_batches(prompts.val, plan), plan)
+            measured = metric_names(prompts.val.data_sources() if prompts.val else (), plan)
             faults.passes(lambda: require_metric(config.trainer.keep_best, measured))
         if not session.has_begun:
             faults.passes(lambda: check_function(config.reward))
@@ -182,49 +180,54 @@ class PPOJob:
         if loader is None:
             self._look(session, plan, roles, prompts)
             return
+        source = self._source(plan, session.runtime, roles, loader)
         groups = {
             name: group
             for name, group in (("actor", roles.actor), ("critic", roles.critic))
             if group is not None
         }
         saving = RunCheckpointing(
-            self.config.trainer, self._required(plan), session.start, groups, loader, roles.advantage
+            self.config.trainer, self._required(plan), session.start, groups, source, roles.advantage
         )
-        saving.restore()
+        saving.restore(loader.place)
         trackers = session.open_trackers(plan.total_steps)
-        trainer = self._trainer(session, plan, roles)
+        trainer = PPOTrainer(self.config, plan, roles, session.runtime, source, self._dump())
         loop = self._around(session, plan, roles, trainer, prompts, trackers)
         with saving.checkpointer(trackers, kl=lambda: trainer.kl) as checkpoints:
-            session.why = loop.fit(loader, checkpoints, plan.total_steps, done=session.start.step)
+            session.why = loop.fit(
+                checkpoints,
+                plan.total_steps,
+                done=session.start.step,
+                validate_first=self.config.trainer.val_before_train,
+            )
         if self.config.trainer.save_final_model and (session.why == DONE or not session.clock.preempted):
             save(roles, session)
 
     def _sample(self, session: Session, plan: BatchPlan, prompts: RunPrompts, loader: PromptLoader) -> None:
         """Samples and scores every step's prompts; nothing is trained or saved."""
         roles = build_sampling_roles(self.config, session.runtime)
-        rollouts = self._rollouts(plan, session.runtime, roles.rollout, roles.reward)
-        trainer = RolloutTrainer(
-            plan, session.runtime, rollouts, self._dump(), self.config.reward.max_failed_share
-        )
+        source = self._source(plan, session.runtime, roles, loader)
+        most = self.config.reward.max_failed_share
+        trainer = RolloutTrainer(plan, session.runtime, source, self._dump(), most)
         loop = self._around(session, plan, roles, trainer, prompts, session.open_trackers(plan.total_steps))
-        session.why = loop.fit(loader, None, plan.total_steps)
+        session.why = loop.fit(None, plan.total_steps, validate_first=self.config.trainer.val_before_train)
 
-    def _rollouts(
-        self, plan: BatchPlan, runtime: Runtime, rollout: RoleGroup | None, reward: RoleGroup
-    ) -> Rollouts:
-        """Source of the trajectories: the generation engine or a dump; and whether they are dumped."""
-        debug, rollouts = self.config.trainer.debug, self.config.actor_rollout_ref.rollout
-        source: Rollouts
+    def _source(
+        self, plan: BatchPlan, runtime: Runtime, roles: Roles | SamplingRoles, loader: PromptLoader
+    ) -> TrajectorySource:
+        """Where trajectories come from, the generation engine or files; and whether they are written to
+        files."""
+        debug, rollout = self.config.trainer.debug, self.config.actor_rollout_ref.rollout
+        source: TrajectorySource
         if debug.load_rollouts is not None:
-            source = ReplayedRollouts(Path(debug.load_rollouts).expanduser())
+            source = ReplayedSource(Path(debug.load_rollouts).expanduser(), loader)
         else:
-            assert rollout is not None, "a run that samples has a generation engine"
-            source = SampledRollouts(
-                rollouts, plan.samples_per_prompt, rollout, reward, with_texts=self._dump() is not None
-            )
+            how = SamplingSpec(plan.samples_per_prompt, rollout.temperature, rollout.top_k, rollout.top_p)
+            with_texts = self._dump() is not None
+            source = Lockstep(loader, Sampler(_engine(roles), roles.reward, how, with_texts=with_texts))
         if debug.save_rollouts is None:
             return source
-        return RecordedRollouts(source, Path(debug.save_rollouts).expanduser(), runtime)
+        return RecordedSource(source, Path(debug.save_rollouts).expanduser(), runtime)
 
     def _dump(self) -> GenerationDump | None:
         """The writer of readable training responses; trajectories from a dump are not written again."""
@@ -238,13 +241,11 @@ class PPOJob:
         start = session.start
         if start.found is not None:
             load_roles(start.found, {"actor": roles.actor}, self._required(plan).roles)
-        trainer = self._trainer(session, plan, roles)
+        assert prompts.val is not None, "a run without training prompts validates"
+        held_out, _ = self._held_out(plan, roles, prompts.val)
+        trainer = PPOTrainer(self.config, plan, roles, session.runtime, held_out, None)
         loop = self._around(session, plan, roles, trainer, prompts, session.open_trackers(plan.total_steps))
         session.why = loop.validate_only(start.step)
-
-    def _trainer(self, session: Session, plan: BatchPlan, roles: Roles) -> PPOTrainer:
-        rollouts = self._rollouts(plan, session.runtime, roles.rollout, roles.reward)
-        return PPOTrainer(self.config, plan, roles, session.runtime, rollouts, self._dump())
 
     def _around(
         self,
@@ -255,18 +256,29 @@ class PPOJob:
         prompts: RunPrompts,
         trackers: Trackers,
     ) -> Loop:
-        config, runtime, batches = self.config, session.runtime, val_batches(prompts.val, plan)
-        validates = prompts.val is not None and not config.trainer.debug.train_only
-        validator = Validator(config, plan, roles, runtime, batches) if validates else None
-        return Loop(
-            config.trainer,
-            trainer,
-            validator,
-            trackers,
-            session.folder,
-            session.clock,
-            restarts=session.restarts.done,
-        )
+        validator = None
+        if prompts.val is not None and not self.config.trainer.debug.train_only:
+            source, calls = self._held_out(plan, roles, prompts.val)
+            validator = Validator(self.config, plan, source, calls, session.runtime, session.folder, trackers)
+        restarts = session.restarts.done
+        return Loop(self.config.trainer, trainer, validator, trackers, session.clock, restarts=restarts)
+
+    def _held_out(
+        self, plan: BatchPlan, roles: Roles | SamplingRoles, prompts: PromptDataset
+    ) -> tuple[TrajectorySource, int]:
+        """The source of a validation's trajectories, and how many takes give all of them."""
+        val = self.config.actor_rollout_ref.rollout.val_kwargs
+        temperature = val.temperature if val.do_sample else 0.0
+        how = SamplingSpec(plan.validation.samples_per_prompt, temperature, val.top_k, val.top_p)
+        per_call = plan.validation.prompts_per_call or len(prompts)
+        loader = PromptLoader(prompts, per_call, shuffle=False, seed=0, drop_last=False)
+        sampler = Sampler(_engine(roles), roles.reward, how, with_texts=True)
+        return Lockstep(loader, sampler, draw=VALIDATION), len(loader)
+
+
+def _engine(roles: Roles | SamplingRoles) -> RoleGroup:
+    assert roles.rollout is not None, "a run that samples has a generation engine"
+    return roles.rollout
 
 
 def save(roles: Roles, session: Session) -> None:
@@ -274,10 +286,3 @@ def save(roles: Roles, session: Session) -> None:
     roles.actor.call(ActorWorker.save_hf, str(session.folder.final_model / "actor"))
     if roles.critic is not None:
         roles.critic.call(CriticWorker.save_hf, str(session.folder.final_model / "critic"))
-
-
-def val_batches(val: PromptDataset | None, plan: BatchPlan) -> list[DataProto]:
-    """The held-out prompts in calls of `data.val_batch_size`."""
-    if val is None:
-        return []
-    return [val.batch(rows) for rows in calls(len(val), plan.validation.prompts_per_call or len(val))]

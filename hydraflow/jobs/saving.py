@@ -20,6 +20,7 @@ from hydraflow.tracking.trackers import Trackers
 from hydraflow.trainer.checkpoint import Checkpointer, RoleCheckpoints
 from hydraflow.trainer.checkpoint_store import CheckpointStore
 from hydraflow.trainer.config import LoopConfig
+from hydraflow.trainer.loop import Source
 from hydraflow.trainer.resume import CheckpointRequirements, load_roles
 from hydraflow.trainer.run_state import RunState
 from hydraflow.workers.advantage import AdvantageWorker
@@ -80,7 +81,7 @@ def at_its_place(
     starts, if the data have changed."""
     loader = PromptLoader(rows, per_step, shuffle=config.data.shuffle, seed=config.trainer.seed)
     if start.found is not None:
-        loader.load_state_dict(start.found.state.loader)
+        loader.load_state(start.found.state.source)
     return loader
 
 
@@ -93,7 +94,7 @@ class RunCheckpointing:
     start: RunStart
     groups: Mapping[str, RoleGroup]
     """Trained roles by the name of their folder."""
-    loader: PromptLoader
+    source: Source
     """At its place already (`at_its_place`)."""
     advantage: RoleGroup | None = None
     """Holds the KL controller; None: the run has none."""
@@ -109,17 +110,14 @@ class RunCheckpointing:
         made.require_space(self.required.total_steps, self.start.step)
         return made
 
-    def restore(self) -> None:
+    def restore(self, place: str) -> None:
         """Restores everything from the checkpoint that the run resumes from, if there is one, and prints what
-        was restored."""
+        was restored; `place`: where the source continues."""
         found = self.start.found
         if found is None:
             return
         lines = load_roles(found, self.groups, self.required.roles)
-        lines.append(
-            f"data: {self.loader.position} of {len(self.loader)} batches of epoch {self.loader.epoch + 1} are"
-            " done"
-        )
+        lines.append(f"data: {place}")
         for name, in_a_row in found.state.skipped_in_a_row.items():
             self.groups[name].call(EngineWorker.count_skipped_from, in_a_row)
         if self.advantage is not None and found.state.kl:
@@ -136,7 +134,7 @@ class RunCheckpointing:
             step=step,
             total_steps=self.required.total_steps,
             run_id=self.start.run_id,
-            loader=self.loader.state_dict(),
+            source=self.source.state(),
             configuration=self.required.identity.values,
             configuration_hash=self.required.identity.hash,
             kl=kl(),

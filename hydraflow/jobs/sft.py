@@ -11,15 +11,16 @@ from hydraflow.checkup.preflight import require_trackers
 from hydraflow.compose.command import Command
 from hydraflow.compose.debugging import applied
 from hydraflow.data.conversations import ConversationDataset, read_chats
-from hydraflow.jobs.inputs import calls, open_rows, open_tokenizer, open_trained_model
+from hydraflow.jobs.inputs import open_rows, open_tokenizer, open_trained_model
 from hydraflow.jobs.restarts import Restarts, with_restarts
 from hydraflow.jobs.saving import RunCheckpointing, at_its_place, require_metric, sft_roles
 from hydraflow.jobs.session import Session
 from hydraflow.schema import SFTConfig
 from hydraflow.tracking.endings import DONE
 from hydraflow.trainer.identity import identity_of
+from hydraflow.trainer.loop import Loop
 from hydraflow.trainer.resume import CheckpointRequirements
-from hydraflow.trainer.sft import SFTTrainer
+from hydraflow.trainer.sft import HeldOutLoss, SFTTrainer
 
 open_chats = partial(open_rows, ConversationDataset, read_chats)
 
@@ -41,24 +42,17 @@ def _run(config: SFTConfig, command: Command, restarts: Restarts) -> None:
         if not session.begin(required):
             return
         session.keep(config, plan, command)
-        per_step = plan.conversations_per_step
-        loader = at_its_place(config, train, per_step, session.start)
-        trainer = SFTTrainer(config, plan, session.runtime, skipped=session.folder.skipped)
+        loader = at_its_place(config, train, plan.conversations_per_step, session.start)
+        trainer = SFTTrainer(config, plan, session.runtime, loader, skipped=session.folder.skipped)
         saving = RunCheckpointing(config.trainer, required, session.start, {"model": trainer.role}, loader)
-        saving.restore()
+        saving.restore(loader.place)
         trackers = session.open_trackers(plan.total_steps)
-        held_out = [val.batch(rows) for rows in calls(len(val), per_step)] if val else []
+        held_out = HeldOutLoss(trainer, val, plan.conversations_per_step) if val else None
+        loop = Loop(
+            config.trainer, trainer, held_out, trackers, session.clock, restarts=session.restarts.done
+        )
         with saving.checkpointer(trackers) as checkpoints:
-            session.why = trainer.fit(
-                loader.next_batch,
-                held_out,
-                trackers,
-                session.clock,
-                checkpoints=checkpoints,
-                done=session.start.step,
-                restarts=restarts.done,
-                profiled=True,
-            )
+            session.why = loop.fit(checkpoints, plan.total_steps, done=session.start.step)
         if config.trainer.save_final_model and (session.why == DONE or not session.clock.preempted):
             trainer.save(session.folder.final_model)
 

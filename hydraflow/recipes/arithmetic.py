@@ -36,8 +36,9 @@ from hydraflow.schema import PPOConfig, SFTConfig
 from hydraflow.tracking.trackers import LOCAL, open_trackers
 from hydraflow.trainer.clock import Clock
 from hydraflow.trainer.config import SFTTrainerConfig
+from hydraflow.trainer.loop import Loop
 from hydraflow.trainer.machine import Machine
-from hydraflow.trainer.sft import SFTTrainer
+from hydraflow.trainer.sft import HeldOutLoss, SFTTrainer
 
 FORMAT = 2
 """Raised when the problems or the model's shape change, so that kept folders of older versions are not
@@ -207,19 +208,17 @@ def _warm_up(
     )
     plan = resolve_sft_plan(here, conversations=len(train))
     loader = PromptLoader(train, plan.conversations_per_step, shuffle=True, seed=config.trainer.seed)
-    held_out = [val.batch(range(len(val)))]
-    trainer = SFTTrainer(config, plan, runtime, skipped=scratch / "skipped", row="warm start")
+    trainer = SFTTrainer(config, plan, runtime, loader, skipped=scratch / "skipped", row="warm start")
+    held_out = HeldOutLoss(trainer, val, len(val))
     scratch.mkdir(parents=True, exist_ok=True)
     local = [name for name in logger if name in LOCAL]
     with open_trackers(local, scratch, title="warm start", total_steps=plan.total_steps) as trackers:
-        trainer.fit(
-            loader.next_batch,
-            held_out,
-            trackers,
-            clock,
+        Loop(config.trainer, trainer, held_out, trackers, clock, profiled=False).fit(
+            None,
+            plan.total_steps,
             stop_when=lambda found: found["val/accuracy"] >= recipe.warm_start_accuracy,
         )
-    accuracy = trainer.validate(held_out)["val/accuracy"]
+    accuracy = held_out.run(plan.total_steps)["val/accuracy"]
     if accuracy < LEAST_ACCURACY:
         log.warning(
             "the warm start ended at a held-out accuracy of %.2f: rewards will be rare"

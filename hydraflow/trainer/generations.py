@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 
 from hydraflow.dispatch.runtime import Runtime
-from hydraflow.protocol.batch import DataProto
-from hydraflow.protocol.remote import RemoteBatch
 from hydraflow.system.whole_files import replacing
+from hydraflow.trainer.source import Trajectories
 
 TEXT_COLUMNS = ("score", "acc", "text", "prompt_text")
 
@@ -53,18 +52,18 @@ class ScoredResponses:
             }
 
 
-def read_scored(runtime: Runtime, prompts: DataProto, n: int, scored: RemoteBatch) -> ScoredResponses:
-    """Fetches scores and texts of `n` responses per prompt to the controller; they must have been scored with
-    their texts."""
-    read = runtime.fetch(scored.select(list(TEXT_COLUMNS), [], []))
+def read_scored(runtime: Runtime, taken: Trajectories) -> ScoredResponses:
+    """Fetches scores and texts to the controller; the trajectories must have been scored with their texts."""
+    read = runtime.fetch(taken.scoring.get().select(list(TEXT_COLUMNS), [], []))
+    objects = taken.rows.objects
     return ScoredResponses(
-        sources=np.repeat(prompts.non_tensor_batch["data_source"], n).astype(str),
+        sources=objects["data_source"].astype(str),
         scores=read.get("score").double().numpy(),
         accuracies=read.get("acc").double().numpy(),
         prompts=list(read.non_tensor_batch["prompt_text"]),
         texts=list(read.non_tensor_batch["text"]),
-        truths=[row.get("ground_truth") for row in np.repeat(prompts.non_tensor_batch["reward_model"], n)],
-        uids=list(np.repeat(prompts.non_tensor_batch["uid"], n)),
+        truths=[row.get("ground_truth") for row in objects["reward_model"]],
+        uids=list(objects["uid"]),
     )
 
 

@@ -1,54 +1,101 @@
-"""What happens around the steps: validate, log, save, stop. The step itself is in `ppo.py`.
+"""What happens around the steps, in training of every kind: validate, log, save, stop.
 
-In: a trainer, a stream of prompts, trackers. Out: why the training ended. The same loop serves PPO, GRPO,
-RLOO and REINFORCE++.
+In: a trainer, a validator, trackers. Out: why the training ended. The steps themselves are in `ppo.py`,
+`rollout_only.py` and `sft.py`.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, Protocol
 
-from hydraflow.data.loader import PromptLoader
+from hydraflow.dispatch.runtime import Runtime
 from hydraflow.tracking.endings import DONE, VALIDATED
-from hydraflow.tracking.run_folder import RunFolder
 from hydraflow.tracking.trackers import Trackers
 from hydraflow.trainer.checkpoint import Checkpointer
 from hydraflow.trainer.clock import Clock, GracePeriodOver
-from hydraflow.trainer.config import TrainerConfig
-from hydraflow.trainer.ppo import PPOTrainer
-from hydraflow.trainer.rollout_only import RolloutTrainer
-from hydraflow.trainer.validation import Validator
+from hydraflow.trainer.config import LoopConfig
+from hydraflow.trainer.timing import PhaseTimer
 
 logger = logging.getLogger(__name__)
 
+StopRule = Callable[[dict[str, float]], bool]
+"""Whether to stop early, given the metrics of a validation."""
+
+
+class Source(Protocol):
+    """Where a trainer's rows come from: a `TrajectorySource`, or a loader of conversations."""
+
+    def give_back(self) -> None:
+        """The step that took the last rows was abandoned."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint needs to continue with the next rows: plain values."""
+
+
+class Trainer(Protocol):
+    """What takes the steps."""
+
+    runtime: Runtime
+    timer: PhaseTimer
+    source: Any
+    """A `Source`."""
+
+    def begin(self, step: int) -> None:
+        """Called once, before the first validation; `step`: training steps that are done."""
+
+    def step(self, step: int, interrupt: Callable[[], None]) -> dict[str, float]:
+        """Training step `step`, which counts from 1; returns its metrics. An exception from `interrupt` ends
+        it before any weight has changed."""
+
+
+class Validator(Protocol):
+    """What measures the model."""
+
+    def run(self, step: int) -> dict[str, float]:
+        """Metrics over all held-out rows after a step."""
+
 
 class Loop:
-    """Runs the steps and everything between them; `validator` is None where there are no held-out prompts."""
+    """Runs the steps and everything between them; `validator` is None where nothing is held out.
+
+    `restarts`: how often the run was restarted after a failure. `profiled`: `global_profiler.steps` are steps
+    of this loop.
+    """
 
     def __init__(
         self,
-        config: TrainerConfig,
-        trainer: PPOTrainer | RolloutTrainer,
+        config: LoopConfig,
+        trainer: Trainer,
         validator: Validator | None,
         trackers: Trackers,
-        folder: RunFolder,
         clock: Clock,
         *,
         restarts: int = 0,
+        profiled: bool = True,
     ):
         self.config, self.trainer, self.validator = config, trainer, validator
-        self.trackers, self.folder, self.clock, self.restarts = trackers, folder, clock, restarts
+        self.trackers, self.clock = trackers, clock
+        self.restarts, self.profiled = restarts, profiled
 
     def fit(
-        self, loader: PromptLoader, checkpoints: Checkpointer | None, total_steps: int, *, done: int = 0
+        self,
+        checkpoints: Checkpointer | None,
+        total_steps: int,
+        *,
+        done: int = 0,
+        validate_first: bool = False,
+        stop_when: StopRule | None = None,
     ) -> str:
-        """Trains until the steps or the time are used up; returns why it ended. `done`: steps of earlier
-        starts of the run. `checkpoints` None: nothing is saved.
+        """Trains until the steps or the time are used up or `stop_when` holds; returns why it ended. `done`:
+        steps of earlier starts of the run. `checkpoints` None: nothing is saved.
 
         A step is logged before it is saved: a checkpoint is never ahead of the metrics.
         """
-        self.trainer.sync_weights().get()
-        if self.config.val_before_train and not done:
+        self.trainer.begin(done)
+        if validate_first and not done:
             metrics = self._validate(0)
             if metrics or not self.clock.preempted:  # a validation that was given up has nothing to log
                 self.trackers.log(metrics, step=0)
@@ -56,15 +103,18 @@ class Loop:
             return self.clock.why_to_stop()
         for step in range(done + 1, total_steps + 1):
             try:
-                with self.trainer.runtime.profiled(step):
-                    metrics = self.trainer.step(loader.next_batch(), step, self.clock.check_grace_period)
+                with self.trainer.runtime.profiled(step) if self.profiled else nullcontext():
+                    metrics = self.trainer.step(step, self.clock.check_grace_period)
             except GracePeriodOver:
-                loader.put_back()
+                self.trainer.source.give_back()
                 self._give_up(step, checkpoints, done=done)
                 return self.clock.why_to_stop()
             why = DONE if step == total_steps else self.clock.why_to_stop()
             if why == DONE or (why and not self.clock.preempted) or self.config.validates_after(step):
-                metrics |= self._validate(step)
+                found = self._validate(step)
+                metrics |= found
+                if found and stop_when is not None and stop_when(found):
+                    why = "accuracy reached"
             self.trackers.log(metrics | self._position(step), step=step)
             preempted = self.clock.preempted
             if checkpoints is not None:
@@ -76,7 +126,7 @@ class Loop:
 
     def validate_only(self, step: int = 0) -> str:
         """Validates once, with the model as of `step`; returns why it ended."""
-        self.trainer.sync_weights().get()
+        self.trainer.begin(step)
         metrics = self._validate(step)
         if not metrics and self.clock.preempted:
             return self.clock.why_to_stop()
@@ -105,7 +155,7 @@ class Loop:
                 self.trainer.timer.phase("testing"),
                 self.trainer.runtime.interruptible(self.clock.check_grace_period),
             ):
-                metrics, samples = self.validator.run(step)
+                metrics = self.validator.run(step)
         except GracePeriodOver:
             logger.warning(
                 "the validation after step %d is given up: it has no samples or no rewards yet, and the run"
@@ -113,7 +163,4 @@ class Loop:
                 step,
             )
             return {}
-        if samples:
-            self.folder.write_samples(step, samples)
-            self.trackers.log_samples(samples, step)
         return metrics | self.trainer.timer.drain()

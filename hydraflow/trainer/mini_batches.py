@@ -1,60 +1,104 @@
 """Which trajectories share an optimizer step, and which data rank gets them. The controller decides, from
-lengths alone.
+lengths and groups alone.
 
-In: sequence lengths and the role's plan. Out: one permutation of the step's rows. Mini-batches are cut in
-prompt order (shuffled by seed if asked) before rows are split over ranks; balancing moves rows only inside
-one mini-batch. So what is in a mini-batch does not depend on the number of ranks.
+In: length and group of each row, and the role's plan. Out: one order of the step's rows. Mini-batches are cut
+in the order of the groups (shuffled by seed if asked) before rows are split over ranks; balancing moves rows
+only inside one mini-batch. So what is in a mini-batch does not depend on the number of ranks.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TypeVar
+
 import numpy as np
+import torch
 
 from hydraflow.batch_plan.parts import RolePlan
 from hydraflow.protocol.balance import equal_size_partitions
+from hydraflow.protocol.batch import DataProto
+from hydraflow.protocol.remote import RemoteBatch
+from hydraflow.workers.training import ROWS_PER_RANK
 
 
-def mini_batch_order(
+@dataclass(frozen=True)
+class MiniBatches:
+    """The rows of a training step, cut into optimizer steps and data ranks."""
+
+    order: np.ndarray
+    """int64: row numbers rank by rank, and within a rank mini-batch by mini-batch."""
+    rows_per_rank: list[int]
+    """For each mini-batch, the rows that every data rank gets."""
+    live: np.ndarray
+    """bool, one per entry of `order`: False for a dead row, which repeats another one because the rows do
+    not divide by the ranks, and is not trained on."""
+
+
+Batch = TypeVar("Batch", DataProto, RemoteBatch)
+
+
+def dispatched(batch: Batch, cut: MiniBatches, plan: RolePlan) -> Batch:
+    """The batch as the role's update takes it: rows in the order of dispatch; with `live` where some are
+    dead, and with the sizes of the mini-batches where they are not as planned."""
+    ordered = batch.select_idxs(cut.order)
+    if any(rows != plan.rows_per_rank for rows in cut.rows_per_rank):
+        ordered.meta_info[ROWS_PER_RANK] = cut.rows_per_rank
+    if cut.live.all():
+        return ordered
+    return ordered.union(DataProto.from_dict({"live": torch.from_numpy(cut.live)}))
+
+
+def cut_mini_batches(
     lengths: np.ndarray,
+    groups: np.ndarray,
     plan: RolePlan,
-    samples_per_prompt: int,
     *,
     balance: bool,
     shuffle_key: tuple[int, ...] | None,
-) -> np.ndarray:
-    """Row order to dispatch: rank by rank, and within a rank mini-batch by mini-batch.
+) -> MiniBatches:
+    """Mini-batches of `plan.mini_batch_prompts` whole groups; the last may have fewer.
 
-    `lengths` (S,) tokens per trajectory in prompt-major order; `shuffle_key` seeds the draw of prompts, None
-    keeps their order.
+    `lengths` (S,) tokens of each row, `groups` (S,) its group, any integers in any order. `shuffle_key` seeds
+    the draw of groups; None keeps the order in which they first appear.
 
-    >>> plan = RolePlan.simple(data_ranks=2, mini_batch_trajectories=2)
-    >>> mini_batch_order(np.array([5, 1, 1, 5]), plan, 1, balance=False, shuffle_key=None).tolist()
-    [0, 2, 1, 3]
+    >>> plan = RolePlan.simple(data_ranks=2, mini_batch_trajectories=1)
+    >>> cut = cut_mini_batches(np.array([5, 1, 9]), np.array([7, 4, 7]), plan, balance=True, shuffle_key=None)
+    >>> cut.order.tolist(), cut.rows_per_rank, cut.live.tolist()
+    ([0, 1, 2, 1], [1, 1], [True, True, True, False])
     """
-    rows = _prompt_order(len(lengths) // samples_per_prompt, samples_per_prompt, shuffle_key)
     per_rank: list[list[np.ndarray]] = [[] for _ in range(plan.data_ranks)]
-    for mini_batch in np.split(rows, len(rows) // plan.mini_batch_trajectories):
-        for rank, part in enumerate(
-            _split_over_ranks(mini_batch, lengths, plan.data_ranks, samples_per_prompt, balance)
-        ):
+    for rows in _whole_groups(groups, plan.mini_batch_prompts, shuffle_key):
+        for rank, part in enumerate(_split_over_ranks(rows, lengths, groups, plan.data_ranks, balance)):
             per_rank[rank].append(part)
-    return np.concatenate([part for parts in per_rank for part in parts])
+    order = np.concatenate([part for parts in per_rank for part in parts])
+    live = order >= 0
+    filled = np.where(live, order, lengths.argmin())  # the shortest row costs least
+    return MiniBatches(filled, [len(part) for part in per_rank[0]], live)
 
 
-def _prompt_order(prompts: int, samples: int, shuffle_key: tuple[int, ...] | None) -> np.ndarray:
-    order = (
-        np.arange(prompts) if shuffle_key is None else np.random.default_rng(shuffle_key).permutation(prompts)
-    )
-    return (order[:, None] * samples + np.arange(samples)).reshape(-1)
+def _whole_groups(groups: np.ndarray, each: int, shuffle_key: tuple[int, ...] | None) -> list[np.ndarray]:
+    """The rows of each mini-batch of `each` groups."""
+    _, first, group = np.unique(groups, return_index=True, return_inverse=True)
+    place = np.empty_like(first)  # of each group, in the order in which they appear
+    place[np.argsort(first)] = np.arange(len(first))
+    if shuffle_key is not None:
+        drawn = np.random.default_rng(shuffle_key).permutation(len(first))
+        place = np.argsort(drawn)[place]
+    rows = np.argsort(place[group], kind="stable")
+    ends = np.cumsum(np.bincount(place[group]))[each - 1 : -1 : each]
+    return np.split(rows, ends)
 
 
 def _split_over_ranks(
-    mini_batch: np.ndarray, lengths: np.ndarray, ranks: int, samples: int, balance: bool
+    rows: np.ndarray, lengths: np.ndarray, groups: np.ndarray, ranks: int, balance: bool
 ) -> list[np.ndarray]:
-    """Whole prompts where their number divides: a rank computes a prompt once for all of its samples that it
-    has."""
+    """As many rows for each rank; -1 fills up. Whole groups stay together where they are of one size and
+    their number divides: a rank computes a prompt once for all of its samples that it has."""
+    filled = np.concatenate([rows, np.full(-len(rows) % ranks, -1)])
     if not balance or ranks == 1:
-        return np.split(mini_batch, ranks)
-    units = mini_batch.reshape(-1, samples if len(mini_batch) % (samples * ranks) == 0 else 1)
-    weights = lengths[units].sum(1)
+        return np.split(filled, ranks)
+    sizes = np.unique(groups[rows], return_counts=True)[1]
+    together = len(set(sizes.tolist())) == 1 and len(sizes) % ranks == 0
+    units = filled.reshape(-1, sizes[0] if together else 1)
+    weights = np.where(units < 0, 0, lengths[units]).sum(1)
     return [units[sorted(part)].reshape(-1) for part in equal_size_partitions(weights, ranks)]

@@ -1,41 +1,40 @@
 """One training step, phase by phase. What happens between steps (validate, log, stop) is in `loop.py`.
 
-In: a batch of prompts. Out: new weights and the step's metrics. The batch holds references to columns that
-stay in the workers' object stores; the controller reads sequence lengths and nothing else of them. The
+In: trajectories from a source. Out: new weights and the step's metrics. The batch holds references to columns
+that stay in the workers' object stores; the controller reads sequence lengths and nothing else of them. The
 phases are listed in `phases.py`, with the columns that each reads and adds.
+
+Some calls return futures. A group's processes carry out its calls in the order in which they were made, and a
+future passed to another group is waited for there, not here. So scores are computed beside the models'
+passes, advantages wait for them in their own process, and the new weights go out behind the last update.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
 from hydraflow import metrics as reductions
-from hydraflow.batch_plan.parts import RolePlan
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.dispatch.group import RoleGroup
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.shards import CompletedFuture, Future
 from hydraflow.dispatch.transport import Traffic
 from hydraflow.errors import GuardStop
-from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import RemoteBatch
-from hydraflow.rewards.failures import require_scored
 from hydraflow.schema import PPOConfig
+from hydraflow.trainer.failures import judge_failures
 from hydraflow.trainer.generations import GenerationDump, read_scored
-from hydraflow.trainer.mini_batches import mini_batch_order
+from hydraflow.trainer.mini_batches import cut_mini_batches, dispatched
 from hydraflow.trainer.phases import step_phases
 from hydraflow.trainer.roles import Roles, old_is_rollout
-from hydraflow.trainer.rollouts import Rollouts
+from hydraflow.trainer.source import Trajectories, TrajectorySource
 from hydraflow.trainer.timing import PhaseTimer
 from hydraflow.workers.actor import ActorWorker
 from hydraflow.workers.advantage import AdvantageWorker
 from hydraflow.workers.critic import CriticWorker
 from hydraflow.workers.reference import ReferenceWorker
 from hydraflow.workers.rollout import RolloutWorker
-
-logger = logging.getLogger(__name__)
 
 
 class PPOTrainer:
@@ -48,11 +47,11 @@ class PPOTrainer:
         plan: BatchPlan,
         roles: Roles,
         runtime: Runtime,
-        rollouts: Rollouts,
+        source: TrajectorySource,
         dump: GenerationDump | None,
     ):
         self.config, self.plan, self.roles = config, plan, roles
-        self.runtime, self.rollouts, self.dump = runtime, rollouts, dump
+        self.runtime, self.source, self.dump = runtime, source, dump
         self.reads = {phase.name: phase.reads for phase in step_phases(config)}
         """Phase -> the columns passed to it; phases that the run does not need are absent."""
         self.timer = PhaseTimer(runtime.timeline)
@@ -62,8 +61,8 @@ class PPOTrainer:
         self._compared = False
         """Whether this start has compared the generation engine's log-probabilities with the trainer's."""
 
-    def step(self, prompts: DataProto, step: int, interrupt: Callable[[], None]) -> dict[str, float]:
-        """Trains on one batch of prompts; `step` counts from 1.
+    def step(self, step: int, interrupt: Callable[[], None]) -> dict[str, float]:
+        """Training step `step`, which counts from 1.
 
         An exception from `interrupt` ends the step before any weight has changed.
         """
@@ -72,12 +71,9 @@ class PPOTrainer:
         before = self.runtime.traffic()
         with phase("step"):
             with phase("gen"):
-                sampling = self.rollouts.sampling(prompts, step)
-                # behind the samples, beside the passes of the models
-                scoring = self.rollouts.score(prompts, sampling, step)
-                batch = self.rollouts.generated(prompts, sampling)
+                taken = self.source.take(step)
             with self.runtime.interruptible(interrupt):  # reward functions may sleep or hang
-                batch = self.experience(batch, scoring, prompts, step)
+                batch = self.experience(taken, step)
             with phase("update_critic"):
                 self.update_critic(batch, step)
             updating = self.update_actor(batch, step)
@@ -86,24 +82,28 @@ class PPOTrainer:
                 self.note_update(updating)
             with phase("update_weights"):
                 syncing.get()
-        return self.metrics | self._throughput(self.timer.drain(), before)
+        return self.metrics | self._throughput(batch, self.timer.drain(), before)
 
-    def experience(self, batch: RemoteBatch, scoring: Future, prompts: DataProto, step: int) -> RemoteBatch:
+    def experience(self, taken: Trajectories, step: int) -> RemoteBatch:
         """The batch that the updates learn from. Building it changes no lasting state, so a step can be
         abandoned here."""
         phase = partial(self.timer.phase, step=step)
         with phase("old_log_prob"):
-            batch = self.old_log_probs(batch, step)
+            batch = self.old_log_probs(taken.rows, step)
         with phase("ref"):
             batch = self.reference_log_probs(batch)
         with phase("values"):
             batch = self.critic_values(batch)
-        estimating = self.advantages(batch, scoring)  # behind the scores
+        estimating = self.advantages(batch, taken.scoring)  # behind the scores
         with phase("reward"):
-            self.note_scores(prompts, scoring.get(), step)
+            self.note_scores(taken, step)
         with phase("adv"):
             batch = batch.union(self.noted(estimating.get()))
         return batch
+
+    def begin(self, step: int) -> None:
+        """Gives the generation engine the actor's weights, those after `step` steps."""
+        self.sync_weights().get()
 
     def sync_weights(self) -> Future:
         """Sends the actor's weights to the generation engine, if there is one, after all updates called
@@ -113,16 +113,14 @@ class PPOTrainer:
         syncing: Future = self.roles.rollout.call(RolloutWorker.sync_from_actor)
         return syncing
 
-    def note_scores(self, prompts: DataProto, scored: RemoteBatch, step: int) -> None:
+    def note_scores(self, taken: Trajectories, step: int) -> None:
         """Counts and logs the rows that the reward function failed on; dumps the responses if configured.
 
         GuardStop if too many failed: the step has changed no weight yet.
         """
+        scored = taken.scoring.get()
         if self.dump is not None:
-            self.dump.write(
-                step,
-                list(read_scored(self.runtime, prompts, self.plan.samples_per_prompt, scored).rows(step)),
-            )
+            self.dump.write(step, list(read_scored(self.runtime, taken).rows(step)))
         self.metrics["reward/failed_rows"] = float(scored.meta_info["failed"])
         judge_failures(
             [scored], self.config.reward.max_failed_share, f"step {step}", "nothing was trained on them"
@@ -175,36 +173,34 @@ class PPOTrainer:
 
     def update_critic(self, batch: RemoteBatch, step: int) -> None:
         """Takes the critic's optimizer steps."""
-        if self.roles.critic is None or self.plan.critic is None:
+        if self.roles.critic is None:
             return
-        inputs = columns(batch, self.reads["critic"])
-        self.note_update(self._update(self.roles.critic, CriticWorker.update, inputs, self.plan.critic, step))
+        self.note_update(self._update("critic", self.roles.critic, CriticWorker.update, batch, step))
 
     def update_actor(self, batch: RemoteBatch, step: int) -> Future | None:
         """Takes the actor's optimizer steps, from step `trainer.critic_warmup` on."""
         if step < self.plan.actor.first_step:
             return None
-        inputs = columns(batch, self.reads["actor"])
-        return self._update(self.roles.actor, ActorWorker.update, inputs, self.plan.actor, step)
+        return self._update("actor", self.roles.actor, ActorWorker.update, batch, step)
 
     def note_update(self, updating: Future | None) -> None:
         """Waits for an update and keeps its metrics."""
         if updating is not None:
             self.metrics |= reductions.values(updating.get())
 
-    def _update(
-        self, role: RoleGroup, method: Callable, batch: RemoteBatch, plan: RolePlan, step: int
-    ) -> Future:
-        lengths = self.runtime.fetch(columns(batch, ["lengths"])).get("lengths").numpy()
-        order = mini_batch_order(
-            lengths,
+    def _update(self, name: str, role: RoleGroup, method: Callable, batch: RemoteBatch, step: int) -> Future:
+        plan = self.plan.critic if name == "critic" else self.plan.actor
+        assert plan is not None, "a role that learns has a plan"
+        known = self.runtime.fetch(columns(batch, ["lengths", "group"]))
+        cut = cut_mini_batches(
+            known.get("lengths").numpy(),
+            known.get("group").numpy(),
             plan,
-            self.plan.samples_per_prompt,
             balance=self.config.trainer.balance_batch,
             shuffle_key=(self.config.trainer.seed, step) if plan.shuffle else None,
         )
-        inputs = columns(batch, [name for name in batch.keys() if name != "lengths"])
-        return role.call(method, inputs.select_idxs(order), step)
+        inputs = columns(batch, [column for column in self.reads[name] if column != "lengths"])
+        return role.call(method, dispatched(inputs, cut, plan), step)
 
     def _compare_with_rollout(self, batch: RemoteBatch) -> dict[str, float]:
         names = ["response_mask", "rollout_log_probs", "old_log_probs", "entropys"]
@@ -220,34 +216,23 @@ class PPOTrainer:
         self._compared = True
         return measured
 
-    def _throughput(self, seconds: dict[str, float], before: Traffic) -> dict[str, float]:
+    def _throughput(self, batch: RemoteBatch, seconds: dict[str, float], before: Traffic) -> dict[str, float]:
         """`perf/throughput` is tokens per second and process, as in verl.
 
         `perf/dispatch_share`: share of the step in which no worker's method ran: the controller's and Ray's
         own time; 0 where concurrent methods add up to more than the step.
         """
-        trajectories = self.plan.trajectories_per_step
-        tokens = trajectories * (self.metrics["prompt_length/mean"] + self.metrics["response_length/mean"])
+        rows = len(batch)
+        tokens = rows * (self.metrics["prompt_length/mean"] + self.metrics["response_length/mean"])
         per_step, now = seconds["timing_s/step"], self.runtime.traffic()
         perf = {
             "perf/total_num_tokens": tokens,
             "perf/time_per_step": per_step,
             "perf/throughput": tokens / per_step / self.plan.rollout_ranks,
             "perf/dispatch_share": max(0.0, 1 - (now.worked - before.worked) / per_step),
-            "perf/controller_bytes_per_trajectory": (now.total - before.total) / trajectories,
+            "perf/controller_bytes_per_trajectory": (now.total - before.total) / rows,
         }
         return seconds | perf
-
-
-def judge_failures(scored: Sequence[RemoteBatch], most: float, where: str, so: str) -> None:
-    """Logs how many rows the reward function failed on, and the first error; GuardStop when they are more
-    than the share `most`. `so`: the consequence, for the message.
-    """
-    failed, rows = sum(batch.meta_info["failed"] for batch in scored), sum(map(len, scored))
-    first = next((batch.meta_info["why_failed"] for batch in scored if batch.meta_info["failed"]), None)
-    require_scored(failed, rows, first, most, where=where, so=so)
-    if failed:
-        logger.warning("%s: the reward function failed on %d of %d rows: %s", where, failed, rows, first)
 
 
 def columns(batch: RemoteBatch, names: Sequence[str]) -> RemoteBatch:

@@ -3,7 +3,7 @@
 In: the controller's state after a step. Out: JSON, and the state again. There is no random state in it, nor
 in any worker: data order, sampling and mini-batches are drawn from (seed, epoch), (seed, step, prompt,
 sample) and (seed, step). Reward functions are called afresh for every row, so their processes have no
-state either, and no rollout is under way between two steps.
+state either. Trajectories under way between two steps, if any, are in their source's state.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class RunState:
     """Steps that the run was planned for when it was saved."""
     run_id: str
     """Identity in trackers: a resumed run continues the same curve."""
-    loader: dict[str, Any]
-    """`PromptLoader.state_dict()`."""
+    source: dict[str, Any]
+    """Where the trajectories, or conversations, continue: `TrajectorySource.state()`."""
     configuration: dict[str, Any]
     """Values of the keys that shape training (`identity.py`)."""
     configuration_hash: str

@@ -1,19 +1,20 @@
-"""Supervised training: one optimizer step per batch of conversations, periodic held-out loss and accuracy.
+"""Supervised training: one optimizer step per batch of conversations; held-out loss and accuracy.
 
 In: conversations, configuration, plan. Out: metrics, and the weights as a Hugging Face directory. Serves
-`main_sft` and the warm start of embedded recipes.
+`main_sft` and the warm start of embedded recipes, in the loop of `loop.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from hydraflow import metrics as reductions
 from hydraflow.batch_plan.sft import SFTPlan
+from hydraflow.data.loader import PromptLoader, RowSource
 from hydraflow.dispatch.group import RoleGroup
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.worker import RoleSpec
@@ -22,30 +23,30 @@ from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.ragged import parts
 from hydraflow.schema import SFTConfig
 from hydraflow.system.role_logs import CONTROLLER
-from hydraflow.tracking.endings import DONE
-from hydraflow.tracking.trackers import Trackers
-from hydraflow.trainer.checkpoint import Checkpointer
-from hydraflow.trainer.clock import Clock
 from hydraflow.trainer.machine import TRAIN
-from hydraflow.trainer.mini_batches import mini_batch_order
+from hydraflow.trainer.mini_batches import cut_mini_batches, dispatched
 from hydraflow.trainer.timing import PhaseTimer
 from hydraflow.workers.sft import SFTSpec, SFTWorker
 from hydraflow.workers.skipping import SkipLimits
 
-StopRule = Callable[[dict[str, float]], bool]
-"""Whether to stop early, given the metrics of a validation."""
-
 
 class SFTTrainer:
-    """A worker group that learns from conversations.
+    """A worker group that learns from the conversations of a loader.
 
     `skipped`: the folder for rows of skipped steps. `row`: the timeline row of its phases.
     """
 
     def __init__(
-        self, config: SFTConfig, plan: SFTPlan, runtime: Runtime, *, skipped: Path, row: str = CONTROLLER
+        self,
+        config: SFTConfig,
+        plan: SFTPlan,
+        runtime: Runtime,
+        source: PromptLoader,
+        *,
+        skipped: Path,
+        row: str = CONTROLLER,
     ):
-        self.config, self.plan, self.runtime = config, plan, runtime
+        self.config, self.plan, self.runtime, self.source = config, plan, runtime, source
         skip_limits = SkipLimits(config.trainer.max_skipped_steps, str(skipped))
         spec = SFTSpec(
             config.model,
@@ -62,54 +63,22 @@ class SFTTrainer:
         self.role: RoleGroup = self.group.role("sft")
         self.timer = PhaseTimer(runtime.timeline, row)
 
-    def fit(
-        self,
-        next_batch: Callable[[], DataProto],
-        held_out: Sequence[DataProto],
-        trackers: Trackers,
-        clock: Clock,
-        *,
-        stop_when: StopRule | None = None,
-        checkpoints: Checkpointer | None = None,
-        done: int = 0,
-        restarts: int = 0,
-        profiled: bool = False,
-    ) -> str:
-        """Trains until the steps or the time are used up or `stop_when` holds; returns why it ended.
+    def begin(self, step: int) -> None:
+        """Does nothing: there is no generation engine."""
 
-        `checkpoints` None: nothing is saved. `profiled`: `global_profiler.steps` are steps of this training.
-        `done`: steps of earlier starts; this is the `restarts`-th one after a failure.
-        """
-        if clock.preempted:
-            return clock.why_to_stop()
-        for step in range(done + 1, self.plan.total_steps + 1):
-            with self.runtime.profiled(step) if profiled else nullcontext():
-                metrics = self._step(next_batch(), step)
-            why = DONE if step == self.plan.total_steps else clock.why_to_stop()
-            ends_here = why == DONE or (why and not clock.preempted)
-            if held_out and (ends_here or self.config.trainer.validates_after(step)):
-                metrics |= self.validate(held_out)
-                if stop_when is not None and stop_when(metrics):
-                    why = "accuracy reached"
-            trackers.log(
-                metrics | {"training/global_step": step, "training/restarts": float(restarts)}, step=step
-            )
-            preempted = clock.preempted
-            if checkpoints is not None:
-                with self.timer.phase("save_checkpoint"):
-                    checkpoints.after(step, metrics, last=bool(why), preempted=preempted)
-            if why or preempted:
-                return why or clock.why_to_stop()
-        return DONE
-
-    def validate(self, held_out: Sequence[DataProto]) -> dict[str, float]:
-        """`val/loss` per token; `val/accuracy`: share of conversations in which greedy decoding gets every
-        trained token."""
-        found = []
-        for batch in held_out:
-            output = self.runtime.fetch(self.role.call(SFTWorker.evaluate, batch))
-            found.append(_held_out_metrics(batch, output))
-        return reductions.values(reductions.merge(found))
+    def step(self, step: int, interrupt: Callable[[], None]) -> dict[str, float]:
+        """One optimizer step on the next conversations; it never takes long enough to be interrupted."""
+        batch = self.source.next_batch()
+        lengths = row_tokens(batch).numpy()
+        alone = np.arange(len(batch))
+        cut = cut_mini_batches(lengths, alone, self.plan.role, balance=True, shuffle_key=None)
+        with self.timer.phase("step", step):
+            metrics = self.role.call(SFTWorker.update, dispatched(batch, cut, self.plan.role), step)
+        seconds = self.timer.drain()
+        perf = {
+            "perf/throughput": float(lengths.sum()) / seconds["timing_s/step"] / self.plan.role.data_ranks
+        }
+        return reductions.values(metrics) | seconds | perf
 
     def save(self, directory: Path) -> None:
         """Writes the weights as a Hugging Face directory."""
@@ -119,16 +88,22 @@ class SFTTrainer:
         """Ends the worker processes."""
         self.runtime.end(self.group)
 
-    def _step(self, batch: DataProto, step: int) -> dict[str, float]:
-        lengths = row_tokens(batch).numpy()
-        order = mini_batch_order(lengths, self.plan.role, 1, balance=True, shuffle_key=None)
-        with self.timer.phase("step", step):
-            metrics = self.role.call(SFTWorker.update, batch.select_idxs(order), step)
-        seconds = self.timer.drain()
-        perf = {
-            "perf/throughput": float(lengths.sum()) / seconds["timing_s/step"] / self.plan.role.data_ranks
-        }
-        return reductions.values(metrics) | seconds | perf
+
+class HeldOutLoss:
+    """Measures the model on held-out conversations."""
+
+    def __init__(self, trainer: SFTTrainer, held_out: RowSource, per_call: int):
+        self.trainer = trainer
+        self.loader = PromptLoader(held_out, per_call, shuffle=False, seed=0, drop_last=False)
+
+    def run(self, step: int) -> dict[str, float]:
+        """`val/loss` per token; `val/accuracy`: share of conversations in which greedy decoding gets every
+        trained token."""
+        found = []
+        for batch in self.loader:
+            output = self.trainer.runtime.fetch(self.trainer.role.call(SFTWorker.evaluate, batch))
+            found.append(_held_out_metrics(batch, output))
+        return reductions.values(reductions.merge(found))
 
 
 def _held_out_metrics(batch: DataProto, output: DataProto) -> dict[str, reductions.Metric]:

@@ -1,88 +1,72 @@
 """Held-out problems: sampled, scored and averaged per data source.
 
-In: the held-out prompts. Out: `val-core/<data_source>/acc/mean@n`, `val-core/<data_source>/reward/mean@n`,
-and samples to read.
+In: a source that takes the held-out prompts call by call. Out: `val-core/<data_source>/acc/mean@n`,
+`val-core/<data_source>/reward/mean@n`, and samples to read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.dispatch.runtime import Runtime
-from hydraflow.protocol.batch import DataProto
-from hydraflow.protocol.remote import RemoteBatch
 from hydraflow.schema import PPOConfig
+from hydraflow.tracking.run_folder import RunFolder
+from hydraflow.tracking.trackers import Trackers
+from hydraflow.trainer.failures import judge_failures
 from hydraflow.trainer.generations import GenerationDump, ScoredResponses, read_scored
-from hydraflow.trainer.ppo import judge_failures
-from hydraflow.trainer.roles import Roles, SamplingRoles
-from hydraflow.trainer.rollouts import sample, score_samples
-from hydraflow.workers.rollout import SamplingSpec
+from hydraflow.trainer.source import TrajectorySource
 
 
-def metric_names(batches: Sequence[DataProto], plan: BatchPlan) -> set[str]:
-    """Names of the metrics of a validation on these prompts."""
-    sources = {str(source) for batch in batches for source in batch.non_tensor_batch["data_source"]}
+def metric_names(sources: Iterable[str], plan: BatchPlan) -> set[str]:
+    """Names of the metrics of a validation on prompts of these data sources."""
     n = plan.validation.samples_per_prompt
     return {f"val-core/{source}/{name}/mean@{n}" for source in sources for name in ("acc", "reward")}
 
 
 class Validator:
-    """Runs the held-out prompts through the generation engine and the reward function."""
+    """Averages over all held-out prompts, which `source` takes in `calls` calls. The first
+    `trainer.log_val_generations` samples go to the run folder and the trackers."""
 
     def __init__(
         self,
         config: PPOConfig,
         plan: BatchPlan,
-        roles: Roles | SamplingRoles,
+        source: TrajectorySource,
+        calls: int,
         runtime: Runtime,
-        batches: Sequence[DataProto],
+        folder: RunFolder,
+        trackers: Trackers,
     ):
-        self.config, self.plan, self.roles, self.runtime, self.batches = config, plan, roles, runtime, batches
+        self.config, self.source, self.calls = config, source, calls
+        self.n, self.runtime = plan.validation.samples_per_prompt, runtime
+        self.folder, self.trackers = folder, trackers
         self.dump = GenerationDump.to(config.trainer.validation_data_dir, "trainer.validation_data_dir")
 
-    def run(self, step: int) -> tuple[dict[str, float], list[dict[str, object]]]:
-        """Metrics over all held-out prompts after a step, and the first `trainer.log_val_generations`
-        samples."""
-        scored = [self._score(batch) for batch in self.batches]
-        n = self.plan.validation.samples_per_prompt
-        parts = [
-            read_scored(self.runtime, prompts, n, part)
-            for prompts, part in zip(self.batches, scored, strict=True)
-        ]
+    def run(self, step: int) -> dict[str, float]:
+        """Metrics over all held-out prompts after a step."""
+        taken = [self.source.take(step) for _ in range(self.calls)]
+        parts = [read_scored(self.runtime, part) for part in taken]
         if self.dump is not None:
             self.dump.write(step, [row for part in parts for row in part.rows(step)])
         most = self.config.reward.max_failed_share
+        scored = [part.scoring.get() for part in taken]
         judge_failures(scored, most, f"validation after step {step}", "its averages would say nothing")
+        if samples := self._samples(parts):
+            self.folder.write_samples(step, samples)
+            self.trackers.log_samples(samples, step)
         sources = np.concatenate([part.sources for part in parts])
         found = {
             "acc": np.concatenate([part.accuracies for part in parts]),
             "reward": np.concatenate([part.scores for part in parts]),
         }
-        metrics = {
-            f"val-core/{source}/{name}/mean@{n}": float(column[sources == source].mean())
+        return {
+            f"val-core/{source}/{name}/mean@{self.n}": float(column[sources == source].mean())
             for source in np.unique(sources)
             for name, column in found.items()
         }
-        return metrics, self._samples(parts)
-
-    def _score(self, prompts: DataProto) -> RemoteBatch:
-        val = self.config.actor_rollout_ref.rollout.val_kwargs
-        order = SamplingSpec(
-            -1,
-            self.plan.validation.samples_per_prompt,
-            val.temperature if val.do_sample else 0.0,
-            val.top_k,
-            val.top_p,
-        )
-        assert self.roles.rollout is not None, "a run that validates has a generation engine"
-        sampling = sample(self.roles.rollout, prompts, order)
-        scored: RemoteBatch = score_samples(
-            self.roles.reward, prompts, sampling, order.n, with_texts=True
-        ).get()
-        return scored
 
     def _samples(self, parts: Sequence[ScoredResponses]) -> list[dict[str, object]]:
         samples: list[dict[str, object]] = []

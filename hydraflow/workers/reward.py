@@ -21,6 +21,8 @@ from hydraflow.protocol.ragged import rows
 from hydraflow.rewards.config import RewardConfig
 from hydraflow.rewards.pool import RewardPool, RewardRow
 
+SCORED_WITH = ("data_source", "reward_model", "extra_info")
+"""The row objects that scoring needs."""
 WITH_TEXTS = "texts"
 """Key of a batch's meta_info that requests the decoded responses and prompts."""
 

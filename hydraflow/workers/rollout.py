@@ -1,25 +1,27 @@
 """Samples responses, with weights from the actor in the same process or from a model directory.
 
-In: prompts, one row each. Out: `rollout.n` trajectories for each, prompt-major: `prompts`, `responses`,
+In: prompts, one row each. Out: the samples of each, prompt by prompt: `prompts`, `responses`,
 `response_mask`, `rollout_log_probs`, `lengths`. What is sampled depends on the seed, the step, the prompt's
 uid and the sample's number, never on the process that drew it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from hydraflow.device import current_device, resolve_dtype
 from hydraflow.dispatch.modes import Dispatch, mesh_mode, register
 from hydraflow.dispatch.worker import ProcessContext, Worker
-from hydraflow.generation.base import GenerationEngine, GenerationRequest, SamplingParams
+from hydraflow.generation.base import GenerationEngine, GenerationOutput, GenerationRequest, SamplingParams
 from hydraflow.generation.config import GENERATION_ENGINES, SamplingConfig
 from hydraflow.models.config import ModelSourceConfig
 from hydraflow.models.loading import load_config, load_generation_config, read_weights
 from hydraflow.protocol.batch import DataProto
-from hydraflow.protocol.ragged import from_parts, parts, rows
+from hydraflow.protocol.ragged import from_parts, parts, rows, take
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,8 @@ class RolloutSpec:
 
 @dataclass(frozen=True)
 class SamplingSpec:
-    """How one batch of prompts is sampled; travels as `meta_info["sampling"]`."""
+    """How prompts are sampled; travels as `meta_info["sampling"]`."""
 
-    step: int
-    """Second part of the key of every random draw: the training step, negative for validation."""
     n: int
     """Responses per prompt."""
     temperature: float
@@ -81,16 +81,17 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=mesh_mode("rollout"), blocking=False, read_only=True)
     def generate(self, batch: DataProto) -> DataProto:
-        """Samples as `meta_info["sampling"]` says: B prompts in, B * n trajectories out."""
+        """Samples as `meta_info["sampling"]` says; `meta_info["draw"]` is the second part of the key of every
+        random draw: the training step, negative for validation."""
         sampling_spec: SamplingSpec = batch.meta_info["sampling"]
-        prompts = rows(batch.get("prompts"))
+        prompts, draw = rows(batch.get("prompts")), batch.meta_info["draw"]
         request = GenerationRequest(
             prompts=prompts,
             samples=[sampling_spec.n] * len(prompts),
-            keys=[(self.spec.seed, sampling_spec.step, str(uid)) for uid in batch.non_tensor_batch["uid"]],
+            keys=[(self.spec.seed, draw, str(uid)) for uid in batch.non_tensor_batch["uid"]],
         )
         output = self.engine.generate(request, self._params(sampling_spec))
-        return _trajectories(batch, sampling_spec.n, output.responses, output.log_probs)
+        return _trajectories(batch.get("prompts"), request.samples, output)
 
     def _params(self, sampling_spec: SamplingSpec) -> SamplingParams:
         return SamplingParams(
@@ -103,21 +104,18 @@ class RolloutWorker(Worker):
         )
 
 
-def _trajectories(batch: DataProto, n: int, responses: torch.Tensor, log_probs: torch.Tensor) -> DataProto:
-    """Columns of B * n trajectories; `lengths` (B * n,) int32 counts prompt and response."""
-    prompts = (
-        batch.select(batch_keys=["prompts"], non_tensor_batch_keys=[])
-        .repeat(n, interleave=True)
-        .get("prompts")
-    )
-    values, response_lengths = parts(responses)
-    lengths = parts(prompts)[1] + response_lengths
+def _trajectories(prompts: torch.Tensor, samples: Sequence[int], output: GenerationOutput) -> DataProto:
+    """Columns of `samples[i]` trajectories for each prompt i; `lengths` (B,) int32 counts prompt and
+    response."""
+    values, response_lengths = parts(output.responses)
+    repeated = take(prompts, np.repeat(np.arange(len(samples)), samples))
+    lengths = parts(repeated)[1] + response_lengths
     return DataProto.from_dict(
         tensors={
-            "prompts": prompts,
-            "responses": responses,
+            "prompts": repeated,
+            "responses": output.responses,
             "response_mask": from_parts(torch.ones_like(values), response_lengths),
-            "rollout_log_probs": log_probs,
+            "rollout_log_probs": output.log_probs,
             "lengths": lengths.to(torch.int32),
         }
     )

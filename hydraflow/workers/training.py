@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from hydraflow import metrics as reductions
@@ -23,9 +24,12 @@ from hydraflow.engine.base import LossFn, TrainEngine
 from hydraflow.engine.micro_batches import MicroBatches
 from hydraflow.metrics import Metric, maximum, mean, merge
 from hydraflow.protocol.batch import DataProto
-from hydraflow.protocol.ragged import parts
+from hydraflow.protocol.ragged import from_parts, parts
 from hydraflow.workers.micro_batcher import MicroBatcher
 from hydraflow.workers.skipping import SkipGuard
+
+ROWS_PER_RANK = "rows_per_rank"
+"""Key of a batch's meta_info: for each mini-batch, the rows of every data rank."""
 
 LossFactory = Callable[[Denominators, bool], LossFn]
 """Builds a mini-batch's loss from its denominators; the flag marks the first optimizer step of a training
@@ -49,10 +53,11 @@ class Learner:
     ) -> dict[str, Metric]:
         """Takes every optimizer step of training step `step`, the first of which is 1.
 
-        `batch` holds `plan.rows_per_rank` rows for each mini-batch, one mini-batch after the other. Metrics
-        are averaged over the optimizer steps. GuardStop when too many of those in a row are skipped.
+        `batch` holds one mini-batch after the other, of `plan.rows_per_rank` rows or of as many as
+        `meta_info[ROWS_PER_RANK]` lists. The column `live`, if there is one, says which rows are not dead.
+        Metrics are averaged over the optimizer steps. GuardStop when too many of those in a row are skipped.
         """
-        mini_batches = batch.split(self.plan.rows_per_rank)
+        mini_batches = _mini_batches(_dead_rows_untrained(batch), self.plan.rows_per_rank)
         denominators = global_denominators(self.engine, mini_batches)
         of_rows, of_steps = [], []
         for number in range(len(mini_batches) * self.plan.epochs):
@@ -64,7 +69,11 @@ class Learner:
                 of_steps.append(self.engine.optimizer_step())
             facts = reductions.values(of_rows[-1]) | of_steps[-1]
             self.skip_guard.note(
-                rows, skipped=bool(of_steps[-1]["skipped"]), step=step, number=number, facts=facts
+                _without_dead_rows(rows),
+                skipped=bool(of_steps[-1]["skipped"]),
+                step=step,
+                number=number,
+                facts=facts,
             )
         self.engine.lr_step()
         found = merge([*of_rows, *(_step_metrics(of_step, self.prefix) for of_step in of_steps)])
@@ -79,7 +88,8 @@ class Learner:
         self, rows: DataProto, loss: LossFn, *, temperature: float, entropy: bool
     ) -> dict[str, Metric]:
         def passes(micro: MicroBatches) -> dict[str, Metric]:
-            return self.engine.forward_backward(micro.parts, loss, temperature=temperature, entropy=entropy)
+            parts = list(map(_without_dead_rows, micro.parts))
+            return self.engine.forward_backward(parts, loss, temperature=temperature, entropy=entropy)
 
         return self.micro_batcher.work(self.engine, rows, passes)
 
@@ -97,6 +107,33 @@ def forward_in_order(
     `TrainEngine.forward`."""
     return micro_batcher.work(
         engine, batch, lambda micro: micro.restore(engine.forward(micro.parts, **options))
+    )
+
+
+def _mini_batches(batch: DataProto, planned: int) -> list[DataProto]:
+    if ROWS_PER_RANK not in batch.meta_info:
+        return batch.split(planned)
+    ends = np.cumsum(batch.meta_info[ROWS_PER_RANK]).tolist()
+    return [batch.slice(start, end) for start, end in zip([0, *ends], ends)]
+
+
+def _dead_rows_untrained(batch: DataProto) -> DataProto:
+    """The batch with a mask of 0 in its dead rows: they fill up where rows do not divide by the ranks."""
+    if "live" not in batch.keys():
+        return batch
+    mask, lengths = parts(batch.get("response_mask"))
+    live = torch.repeat_interleave(batch.get("live"), lengths)
+    columns: dict[str, Any] = dict(batch.items()) | {"response_mask": from_parts(mask * live, lengths)}
+    return DataProto.from_dict(columns, meta_info=batch.meta_info)
+
+
+def _without_dead_rows(rows: DataProto) -> DataProto:
+    """Only live rows; one dead row where there is no other, because a pass is a collective."""
+    if "live" not in rows.keys():
+        return rows
+    live = rows.get("live")
+    return rows.select_idxs(live if bool(live.any()) else [0]).select(
+        [name for name in rows.keys() if name != "live"]
     )
 
 

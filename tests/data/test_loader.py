@@ -72,7 +72,7 @@ def test_a_resumed_loader_goes_on_exactly(taken: int, rows: int) -> None:
     for _ in range(taken):
         uninterrupted.next_batch()
     resumed = loader(rows=rows)
-    resumed.load_state_dict(uninterrupted.state_dict())
+    resumed.load_state(uninterrupted.state())
     assert [numbers(resumed.next_batch()) for _ in range(5)] == [
         numbers(uninterrupted.next_batch()) for _ in range(5)
     ]
@@ -82,13 +82,13 @@ def test_iteration_after_a_resume_yields_the_rest_of_the_epoch() -> None:
     data = loader(shuffle=False)
     data.next_batch()
     resumed = loader(shuffle=False)
-    resumed.load_state_dict(data.state_dict())
+    resumed.load_state(data.state())
     assert [numbers(b) for b in resumed] == [[3, 4, 5], [6, 7, 8]]
 
 
 def test_a_state_of_other_data_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
-        loader(rows=10, seed=1).load_state_dict(loader(rows=11, seed=2).state_dict())
+        loader(rows=10, seed=1).load_state(loader(rows=11, seed=2).state())
     assert [(p.field, p.value) for p in caught.value.problems] == [
         ("data loader's rows", 10),
         ("data loader's seed", 1),

@@ -7,53 +7,105 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydraflow.batch_plan.parts import RolePlan
-from hydraflow.trainer.mini_batches import mini_batch_order
+from hydraflow.batch_plan.parts import MicroPlan, RolePlan
+from hydraflow.trainer.mini_batches import MiniBatches, cut_mini_batches
 
 
-def mini_batches(order: np.ndarray, plan: RolePlan) -> list[set[int]]:
-    """The rows of each mini-batch, whichever rank has them."""
-    per_rank = np.split(order, plan.data_ranks)
-    cut = [np.split(rows, len(rows) // plan.rows_per_rank) for rows in per_rank]
-    return [set(np.concatenate(parts).tolist()) for parts in zip(*cut, strict=True)]
+def plan_of(ranks: int, prompts: int, samples: int = 1) -> RolePlan:
+    """Mini-batches of `prompts` prompts with `samples` rows each."""
+    return RolePlan(
+        data_ranks=ranks,
+        mini_batch_prompts=prompts,
+        mini_batch_trajectories=prompts * samples,
+        rows_per_rank=prompts * samples // ranks,
+        epochs=1,
+        shuffle=False,
+        micro=MicroPlan(rows=1, max_tokens=None),
+        optimizer_steps_per_step=1,
+    )
+
+
+def equal_groups(rows: int, samples: int) -> np.ndarray:
+    return np.repeat(np.arange(rows // samples), samples)
+
+
+def mini_batches(cut: MiniBatches, ranks: int) -> list[list[int]]:
+    """The live rows of each mini-batch, whichever rank has them."""
+    found: list[list[int]] = [[] for _ in cut.rows_per_rank]
+    ends = np.cumsum(cut.rows_per_rank)[:-1]
+    for rows, live in zip(np.split(cut.order, ranks), np.split(cut.live, ranks), strict=True):
+        for number, (part, alive) in enumerate(zip(np.split(rows, ends), np.split(live, ends), strict=True)):
+            found[number] += part[alive].tolist()
+    return [sorted(rows) for rows in found]
 
 
 def test_prompt_order_without_balancing() -> None:
     """Two ranks, two mini-batches of two prompts with two samples: rank 0 gets the first half of each
     mini-batch."""
-    plan = RolePlan.simple(data_ranks=2, mini_batch_trajectories=4)
-    order = mini_batch_order(np.ones(8), plan, 2, balance=False, shuffle_key=None)
-    assert order.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    plan = plan_of(ranks=2, prompts=2, samples=2)
+    cut = cut_mini_batches(np.ones(8), equal_groups(8, 2), plan, balance=False, shuffle_key=None)
+    assert cut.order.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert cut.rows_per_rank == [2, 2] and cut.live.all()
 
 
 def test_balancing_pairs_long_rows_with_short_ones() -> None:
     """Lengths 9 1 1 9: each rank gets one long and one short row, so 10 tokens."""
     lengths = np.array([9, 1, 1, 9])
-    plan = RolePlan.simple(data_ranks=2, mini_batch_trajectories=4)
-    first, second = np.split(mini_batch_order(lengths, plan, 1, balance=True, shuffle_key=None), 2)
+    plan = plan_of(ranks=2, prompts=4)
+    cut = cut_mini_batches(lengths, np.arange(4), plan, balance=True, shuffle_key=None)
+    first, second = np.split(cut.order, 2)
     assert lengths[first].sum() == lengths[second].sum() == 10
 
 
 @pytest.mark.parametrize("balance", [False, True])
-@given(seed=st.integers(0, 1000), shuffled=st.booleans())
+@given(
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=12),
+    prompts=st.integers(1, 5),
+    seed=st.integers(0, 1000),
+    shuffled=st.booleans(),
+)
 def test_a_mini_batch_does_not_depend_on_the_number_of_ranks(
-    balance: bool, seed: int, shuffled: bool
+    balance: bool, sizes: list[int], prompts: int, seed: int, shuffled: bool
 ) -> None:
-    lengths = np.random.default_rng(seed).integers(1, 100, size=48)
-    key = (seed, 7) if shuffled else None
+    """Groups of any size, in any order: a mini-batch has whole groups, every row is in one of them, and a
+    rank has at most one row more than it would have if rows could be divided."""
+    draw = np.random.default_rng(seed)
+    groups = draw.permutation(np.repeat(draw.permutation(100)[: len(sizes)], sizes))
+    if not len(groups):
+        return
+    lengths = draw.integers(1, 100, size=len(groups))
     found = []
-    for ranks in (1, 2, 4):
-        plan = RolePlan.simple(data_ranks=ranks, mini_batch_trajectories=16)
-        order = mini_batch_order(lengths, plan, 4, balance=balance, shuffle_key=key)
-        assert sorted(order.tolist()) == list(range(48))
-        found.append(mini_batches(order, plan))
-    assert found[0] == found[1] == found[2]
+    for ranks in (1, 2, 3, 4):
+        cut = cut_mini_batches(
+            lengths,
+            groups,
+            plan_of(ranks, prompts),
+            balance=balance,
+            shuffle_key=(seed, 7) if shuffled else None,
+        )
+        found.append(mini_batches(cut, ranks))
+        assert cut.rows_per_rank == [-(-len(rows) // ranks) for rows in found[-1]]
+        assert len(cut.order) == len(cut.live) == ranks * sum(cut.rows_per_rank)
+    assert found[0] == found[1] == found[2] == found[3]
+    assert sorted(row for rows in found[0] for row in rows) == list(range(len(groups)))
+    owners = [set(groups[rows].tolist()) for rows in found[0]]
+    assert [len(owner) for owner in owners[:-1]] == [prompts] * (len(owners) - 1)
+    assert sum(map(len, owners)) == len(set(groups.tolist()))
 
 
 def test_shuffling_keeps_the_samples_of_a_prompt_together() -> None:
-    plan = RolePlan.simple(data_ranks=1, mini_batch_trajectories=6)
-    order = mini_batch_order(np.ones(12), plan, 3, balance=False, shuffle_key=(1, 1))
-    prompts = (order // 3).reshape(4, 3)
+    plan = plan_of(ranks=1, prompts=2, samples=3)
+    cut = cut_mini_batches(np.ones(12), equal_groups(12, 3), plan, balance=False, shuffle_key=(1, 1))
+    prompts = (cut.order // 3).reshape(4, 3)
     assert (prompts == prompts[:, :1]).all()
     assert sorted(prompts[:, 0].tolist()) == [0, 1, 2, 3]
     assert prompts[:, 0].tolist() != [0, 1, 2, 3]
+
+
+def test_the_shortest_row_fills_up() -> None:
+    """Rows of 4, 2 and 3 tokens for two ranks: the second row is read again, and not trained."""
+    cut = cut_mini_batches(
+        np.array([4, 2, 3]), np.zeros(3), plan_of(2, 1), balance=True, shuffle_key=None
+    )
+    assert sorted(cut.order.tolist()) == [0, 1, 1, 2]
+    assert cut.order[~cut.live].tolist() == [1]

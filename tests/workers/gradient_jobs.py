@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from engine import rank_jobs
@@ -29,7 +30,7 @@ from hydraflow.metrics import Metric
 from hydraflow.models.config import ModelConfig
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
-from hydraflow.trainer.mini_batches import mini_batch_order
+from hydraflow.trainer.mini_batches import cut_mini_batches, dispatched
 from hydraflow.workers.actor import ActorSpec, ActorWorker
 from hydraflow.workers.config import ActorConfig, CriticConfig
 from hydraflow.workers.critic import CriticSpec, CriticWorker
@@ -162,8 +163,9 @@ def train(
     worker = make_worker(path, training)
     plan = training.plan(dist.get_world_size())
     lengths = ragged.lengths(batch.get("prompts")) + ragged.lengths(batch.get("responses"))
-    order = mini_batch_order(lengths.numpy(), plan, 1, balance=True, shuffle_key=None)
-    metrics = worker.update(rank_jobs.my_share(batch.select_idxs(order)), 1)
+    alone = np.arange(len(batch))
+    cut = cut_mini_batches(lengths.numpy(), alone, plan, balance=True, shuffle_key=None)
+    metrics = worker.update(rank_jobs.my_share(dispatched(batch, cut, plan)), 1)
     return metrics, rank_jobs.full_weights(worker.engine)  # type: ignore[arg-type]
 
 

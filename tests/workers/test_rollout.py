@@ -50,10 +50,12 @@ def make_rollout(
 
 
 def make_prompts(temperature: float = TEMPERATURE, step: int = 1) -> DataProto:
-    order = SamplingSpec(step=step, n=SAMPLES, temperature=temperature, top_k=-1, top_p=1.0)
+    order = SamplingSpec(n=SAMPLES, temperature=temperature, top_k=-1, top_p=1.0)
     prompts = ragged.from_rows([torch.tensor(prompt) for prompt in PROMPTS])
     return DataProto.from_dict(
-        {"prompts": prompts}, {"uid": [f"prompt {i}" for i in range(len(PROMPTS))]}, {"sampling": order}
+        {"prompts": prompts},
+        {"uid": [f"prompt {i}" for i in range(len(PROMPTS))]},
+        {"sampling": order, "draw": step},
     )
 
 

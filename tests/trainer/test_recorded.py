@@ -11,13 +11,14 @@ import torch
 
 from hydraflow.batch_plan.resolve import resolve_plan
 from hydraflow.compose.loading import load
+from hydraflow.data.loader import PromptLoader
 from hydraflow.errors import ConfigError, EnvironmentFault
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.stored import write_batch
 from hydraflow.schema import PPOConfig
 from hydraflow.trainer.config import DebugConfig
-from hydraflow.trainer.rollouts import ReplayedRollouts, dump_file, require_dumps
+from hydraflow.trainer.recorded import ReplayedSource, dump_file, require_dumps
 
 FACTS = {"step": 1, "scores": ["score"], "failed": 0, "why_failed": ""}
 
@@ -30,6 +31,7 @@ def write(folder: Path, step: int, facts: dict[str, object] = FACTS) -> Path:
         "responses": rows,
         "response_mask": rows,
         "group": torch.tensor([0, 0, 1, 1]),
+        "sample": torch.tensor([0, 1, 0, 1]),
         "score": torch.ones(4),
     }
     write_batch(dump_file(folder, step), DataProto.from_dict(columns), facts)
@@ -46,6 +48,20 @@ def require(folder: Path) -> None:
     words += ["actor_rollout_ref.actor.ppo_mini_batch_size=2", "trainer.total_training_steps=1"]
     plan = resolve_plan(load("ppo", PPOConfig, words), prompts=600, devices_per_node=1)
     require_dumps(DebugConfig(load_rollouts=str(folder)), plan, first=1)
+
+
+class Numbers:
+    """Rows that hold their own number."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def batch(self, rows: np.ndarray) -> DataProto:
+        return DataProto.from_dict({"number": torch.from_numpy(rows)})
+
+
+def loader() -> PromptLoader:
+    return PromptLoader(Numbers(), 2, shuffle=False, seed=0)
 
 
 def test_whole_files_are_taken(tmp_path: Path) -> None:
@@ -82,7 +98,7 @@ def test_what_is_none_is_refused_before_the_start_and_named_in_a_run(
     with pytest.raises(ConfigError, match=rf"step_1.safetensors .*{said}"):
         require(tmp_path)
     with pytest.raises(EnvironmentFault, match=rf"step_1.safetensors .*{said}"):
-        ReplayedRollouts(tmp_path).sampling(DataProto.from_dict({"x": torch.ones(2)}), 1)
+        ReplayedSource(tmp_path, loader()).take(1)
 
 
 def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -1,0 +1,156 @@
+"""Trajectories in files: written while a run trains, and read in place of sampling.
+
+In: a source of trajectories, or a folder. Out: trajectories and their scores. A step that reads a file
+computes what the step that wrote it computed, bit for bit: the file holds every column exactly.
+
+    <folder>/step_12.safetensors     prompts, responses, response_mask, rollout_log_probs, lengths, group,
+                                     sample, scores, row objects
+
+Left out on purpose: JSON for people to read (`generations.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+
+from hydraflow.batch_plan.resolve import BatchPlan
+from hydraflow.data.loader import PromptLoader
+from hydraflow.dispatch.runtime import Runtime
+from hydraflow.dispatch.shards import CompletedFuture
+from hydraflow.errors import ConfigError, EnvironmentFault, Problem
+from hydraflow.protocol.batch import DataProto
+from hydraflow.protocol.remote import RemoteBatch
+from hydraflow.protocol.stored import read_batch, write_batch
+from hydraflow.trainer.config import DebugConfig
+from hydraflow.trainer.source import Trajectories, TrajectorySource
+
+TEXTS = ("text", "prompt_text")
+"""Columns of scores for people to read; not in a file of trajectories."""
+COLUMNS = ("prompts", "responses", "response_mask", "group", "sample", "score")
+FACTS = ("scores", "failed", "why_failed")
+"""Columns and facts that every file of trajectories has."""
+LOAD = "trainer.debug.load_rollouts"
+
+
+class RecordedSource:
+    """Wraps another source and writes its trajectories to a folder; the controller fetches all of them for
+    that."""
+
+    def __init__(self, source: TrajectorySource, folder: Path, runtime: Runtime):
+        self.source, self.folder, self.runtime = source, folder, runtime
+
+    def take(self, step: int) -> Trajectories:
+        """The source's trajectories, once they are scored and written. EnvironmentFault when they cannot be
+        written."""
+        taken = self.source.take(step)
+        scored: RemoteBatch = taken.scoring.get()
+        names = [name for name in scored.columns if name not in TEXTS]
+        facts = {"step": step, "scores": names} | {name: scored.meta_info[name] for name in FACTS[1:]}
+        rows = RemoteBatch(dict(taken.rows.columns), taken.rows.objects).union(scored.select(names, [], []))
+        try:
+            write_batch(dump_file(self.folder, step), self.runtime.fetch(rows), facts)
+        except OSError as error:
+            raise EnvironmentFault(
+                f"the trajectories of step {step} cannot be written to {self.folder}: {error.strerror}"
+            ) from error
+        return Trajectories(taken.rows, CompletedFuture(scored))
+
+    def give_back(self) -> None:
+        """See `TrajectorySource`."""
+        self.source.give_back()
+
+    def state(self) -> dict[str, Any]:
+        """The wrapped source's."""
+        return self.source.state()
+
+
+class ReplayedSource:
+    """Reads what `RecordedSource` wrote. `loader` only counts: its place in the data is that of a run that
+    samples."""
+
+    def __init__(self, folder: Path, loader: PromptLoader):
+        self.folder, self.loader = folder, loader
+
+    def take(self, step: int) -> Trajectories:
+        """The trajectories of that step. EnvironmentFault when its file cannot be read."""
+        self.loader.next_batch()
+        stored, facts = read_dump(dump_file(self.folder, step))
+        batch = RemoteBatch.from_local(stored)
+        scored = batch.select(facts["scores"], [], [])
+        scored.meta_info |= {name: facts[name] for name in FACTS[1:]}
+        rows = batch.select([name for name in batch.columns if name not in facts["scores"]], None, [])
+        return Trajectories(rows, CompletedFuture(scored))
+
+    def give_back(self) -> None:
+        """See `TrajectorySource`."""
+        self.loader.give_back()
+
+    def state(self) -> dict[str, Any]:
+        """See `TrajectorySource`."""
+        return self.loader.state()
+
+
+def dump_file(folder: Path, step: int) -> Path:
+    """Where the trajectories of a step are."""
+    return folder / f"step_{step}.safetensors"
+
+
+def read_dump(file: Path) -> tuple[DataProto, Mapping[str, Any]]:
+    """Trajectories with their scores, and facts. EnvironmentFault when the file is damaged or of another
+    kind."""
+    try:
+        rows, facts = read_batch(file)
+    except (OSError, safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise EnvironmentFault(
+            f"{file} cannot be read as trajectories: {error or type(error).__name__}"
+        ) from error
+    if lacking := [name for name in COLUMNS if name not in rows.keys()] + [
+        name for name in FACTS if name not in facts
+    ]:
+        raise EnvironmentFault(f"{file} cannot be read as trajectories: it has no {', '.join(lacking)}")
+    return rows, facts
+
+
+def require_dumps(debug: DebugConfig, plan: BatchPlan, *, first: int) -> None:
+    """Raises ConfigError when steps `first` to the last have no dump, or the first one has other sizes than
+    the plan."""
+    if debug.load_rollouts is None:
+        return
+    folder = Path(debug.load_rollouts).expanduser()
+    missing = [step for step in range(first, plan.total_steps + 1) if not dump_file(folder, step).is_file()]
+    if missing:
+        there = sorted(
+            int(path.stem.split("_")[1])
+            for path in folder.glob("step_*.safetensors")
+            if path.stem.split("_")[1].isdigit()
+        )
+        rule = f"has no trajectories of step {missing[0]}" + (
+            f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        )
+        run = next((number - 1 for number in range(first, plan.total_steps + 2) if number not in there), 0)
+        remedy = (
+            f"trainer.total_training_steps={run}"
+            if run >= first
+            else f"{LOAD}=<a folder that trainer.debug.save_rollouts wrote>"
+        )
+        raise ConfigError.one(LOAD, debug.load_rollouts, rule, remedy)
+    try:
+        rows, _ = read_dump(dump_file(folder, first))
+    except EnvironmentFault as error:
+        raise ConfigError.one(
+            LOAD, debug.load_rollouts, str(error), f"{LOAD}=<a folder that trainer.debug.save_rollouts wrote>"
+        ) from error
+    trajectories, prompts = len(rows), len(np.unique(rows.get("group").numpy()))
+    wanted = (plan.prompts_per_step, plan.samples_per_prompt)
+    if (prompts, trajectories // prompts) != wanted:
+        rule = (
+            f"holds {prompts} prompts with {trajectories // prompts} samples each; the plan has {wanted[0]}"
+            f" with {wanted[1]}"
+        )
+        remedy = f"data.train_batch_size={prompts} actor_rollout_ref.rollout.n={trajectories // prompts}"
+        raise ConfigError([Problem(LOAD, debug.load_rollouts, rule, remedy)])

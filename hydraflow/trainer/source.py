@@ -1,0 +1,125 @@
+"""The source of trajectories: each step asks it for whole groups, sampled and scored.
+
+In: a loader of prompts, the generation engine, the reward function. Out: `Trajectories`. `Lockstep` samples
+when it is asked, with the newest weights; files of trajectories are another source (`recorded.py`), and so is
+any object of your own with the methods of `TrajectorySource`. Left out on purpose: what is done with the
+trajectories (`ppo.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from hydraflow.data.loader import PromptLoader
+from hydraflow.dispatch.group import RoleGroup
+from hydraflow.dispatch.shards import CompletedFuture, Future
+from hydraflow.protocol.batch import DataProto
+from hydraflow.protocol.remote import RemoteBatch
+from hydraflow.workers.reward import SCORED_WITH, WITH_TEXTS, RewardWorker
+from hydraflow.workers.rollout import RolloutWorker, SamplingSpec
+
+
+@dataclass(frozen=True)
+class Trajectories:
+    """Whole groups: all samples of some prompts, one row each, in any order."""
+
+    rows: RemoteBatch
+    """The columns of sampling (`protocol/fields.py`) with the workers; `group`, `sample` and the row objects
+    of each row's prompt with the controller."""
+    scoring: Future
+    """A batch of `score` and `acc` for the same rows, perhaps `text` and `prompt_text`; facts `failed` and
+    `why_failed`. Perhaps still being computed: the trainer's passes do not wait for it."""
+
+
+class TrajectorySource(Protocol):
+    """Where the trainer gets its trajectories from."""
+
+    def take(self, step: int) -> Trajectories:
+        """The trajectories of training step `step`, which counts from 1."""
+
+    def give_back(self) -> None:
+        """The step that took the last trajectories was abandoned: `take` returns them, or others of the same
+        prompts, once more, and `state` is the one before."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint needs to continue with the next trajectories: plain values."""
+
+
+class Sampler:
+    """Samples prompts with the generation engine and scores the responses with the reward function.
+
+    `how` is the same for all prompts. Without `reward` there are no scores. `with_texts`: the scores come
+    with prompts and responses as text.
+    """
+
+    def __init__(
+        self, rollout: RoleGroup, reward: RoleGroup | None, how: SamplingSpec, *, with_texts: bool = False
+    ):
+        self.rollout, self.reward, self.how, self.with_texts = rollout, reward, how, with_texts
+
+    def sample(self, prompts: DataProto, draw: int) -> Trajectories:
+        """Waits for the samples, not for their scores. `draw` is part of the key of every random draw."""
+        table = row_table(prompts, [self.how.n] * len(prompts))
+        inputs = prompts.select(batch_keys=["prompts"], non_tensor_batch_keys=["uid"])
+        inputs.meta_info |= {"sampling": self.how, "draw": draw}
+        sampling: Future = self.rollout.call(RolloutWorker.generate, inputs)
+        scoring = self._score(table, sampling)  # behind the samples
+        return Trajectories(table.union(sampling.get()), scoring)
+
+    def _score(self, table: RemoteBatch, sampling: Future) -> Future:
+        """The reward process waits for the samples itself."""
+        if self.reward is None:
+            return CompletedFuture(RemoteBatch())
+        objects = DataProto.from_dict(non_tensors={name: table.objects[name] for name in SCORED_WITH})
+        objects.meta_info[WITH_TEXTS] = self.with_texts
+        names = ["prompts", "responses"] if self.with_texts else ["responses"]
+        scoring: Future = self.reward.call(RewardWorker.score, objects, sampling.columns(*names))
+        return scoring
+
+
+def row_table(prompts: DataProto, samples: Sequence[int]) -> RemoteBatch:
+    """What the controller knows of the rows that `samples[i]` samples of each prompt i give, prompt by
+    prompt: `group` and `sample`, both (S,) int64, and the row objects of the prompt.
+
+    >>> prompts = DataProto.from_dict(non_tensors={"uid": np.array(["a", "b", "c"], dtype=object)})
+    >>> table = row_table(prompts, [2, 0, 1])
+    >>> table.objects["uid"].tolist(), [table.columns[name].refs[0].data.tolist() for name in table.columns]
+    (['a', 'a', 'c'], [[0, 0, 2], [0, 1, 0]])
+    """
+    counts = np.asarray(samples, dtype=np.int64)
+    group = np.repeat(np.arange(len(counts)), counts)
+    sample = np.arange(len(group)) - np.repeat(counts.cumsum() - counts, counts)
+    return RemoteBatch.from_local(
+        DataProto.from_dict(
+            tensors={"group": torch.from_numpy(group), "sample": torch.from_numpy(sample)},
+            non_tensors={name: column[group] for name, column in prompts.non_tensor_batch.items()},
+        )
+    )
+
+
+class Lockstep:
+    """A step's prompts are sampled when the step asks for them, with the newest weights. Nothing is under
+    way between two steps.
+
+    `draw`: part of the key of every random draw; None: the step's number.
+    """
+
+    def __init__(self, loader: PromptLoader, sampler: Sampler, *, draw: int | None = None):
+        self.loader, self.sampler, self.draw = loader, sampler, draw
+
+    def take(self, step: int) -> Trajectories:
+        """See `TrajectorySource`."""
+        return self.sampler.sample(self.loader.next_batch(), step if self.draw is None else self.draw)
+
+    def give_back(self) -> None:
+        """See `TrajectorySource`."""
+        self.loader.give_back()
+
+    def state(self) -> dict[str, Any]:
+        """See `TrajectorySource`: the place in the data."""
+        return self.loader.state()
