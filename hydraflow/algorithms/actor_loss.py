@@ -33,6 +33,8 @@ class ActorLoss:
     scale_factor: float
     """Divisor of seq-mean-token-sum-norm; unused in other modes."""
     policy_loss: PolicyLoss
+    old_is_this_pass: bool = False
+    """The sampling policy is the one of this pass: old_log_probs is not read."""
     agg_mode: str = "token-mean"
     """A name of LOSS_AGG_MODES."""
     entropy_coeff: float = 0.0
@@ -48,7 +50,8 @@ class ActorLoss:
         assert output.log_probs is not None, "the actor's loss needs log-probabilities"
         mask = columns["response_mask"]
         logp = keep(output.log_probs, mask)  # (B, R)
-        old_logp, advantages = keep(columns["old_log_probs"], mask), keep(columns["advantages"], mask)
+        old_logp = logp.detach() if self.old_is_this_pass else keep(columns["old_log_probs"], mask)
+        advantages = keep(columns["advantages"], mask)
         weights = token_weights(mask, self.agg_mode, self.denominators, self.scale_factor, dtype=logp.dtype)
         terms = self.policy_loss(logp, old_logp, advantages, mask)
         loss = (terms.loss * weights).sum()

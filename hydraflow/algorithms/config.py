@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from hydraflow.options import Implementation, Planned, Switch, option, unless, unread
 
@@ -36,6 +37,18 @@ POLICY_LOSSES = {
     "sapo": Implementation("hydraflow.algorithms.sapo:sapo", reads=("tau_pos", "tau_neg")),
 }
 """By the name that `actor.policy_loss.loss_mode` gives; `reads` are keys of `actor`."""
+
+
+class OldFrom(StrEnum):
+    """Where a step takes the sampling policy's log-probabilities from."""
+
+    ROLLOUT = "rollout"
+    """The generation engine, which computes as the trainer does."""
+    FIRST_PASS = "first pass"
+    """The only optimizer step's own forward pass: until then the weights do not change."""
+    RECOMPUTE = "recompute"
+    """A forward pass of the actor before the first optimizer step."""
+
 
 LOSS_AGG_MODES = (
     "token-mean",

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from hydraflow.algorithms.config import ESTIMATORS
+from hydraflow.algorithms.config import ESTIMATORS, OldFrom
 from hydraflow.batch_plan.generate import GeneratePlan
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.batch_plan.sft import SFTPlan
 from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
 from hydraflow.system.printing import count
-from hydraflow.trainer.phases import step_phases
+from hydraflow.trainer.phases import old_from, step_phases
 
 
 @dataclass(frozen=True)
@@ -115,12 +115,13 @@ def _scoring(plan: BatchPlan, config: PPOConfig) -> str:
 
 def _old_log_probs(plan: BatchPlan, config: PPOConfig, exact: bool) -> str:
     first = _pass(plan, "actor", plan.old_log_prob)
-    if not exact:
-        return f"the actor computes log-probabilities again, {first}"
-    return (
-        "those of the generation engine, which computes as the actor does; in the first step after a start"
-        f" the actor computes its own and compares them, {first}"
-    )
+    compares = f"in the first step after a start the actor computes its own and compares them, {first}"
+    match old_from(config, plan, exact=exact):
+        case OldFrom.ROLLOUT:
+            return f"those of the generation engine, which computes as the actor does; {compares}"
+        case OldFrom.FIRST_PASS:
+            return f"those of the update's own forward pass, as it takes one optimizer step; {compares}"
+    return f"the actor computes log-probabilities again, {first}"
 
 
 def _reference(plan: BatchPlan) -> str:

@@ -45,16 +45,27 @@ GENERATION = {
         "log-probability of each token in the generation engine, at its temperature, before top-k and top-p",
     ),
     "lengths": Field("int32 (B,)", "tokens of prompt and response: what mini-batches are balanced by"),
+    "versions": Field(
+        "int32 (B,)",
+        "version of the weights that all tokens were sampled with: the training steps behind them",
+    ),
+    "finish_reason": Field("int8 (B,)", "why the response ended: a place in FINISH_REASONS"),
     "group": Field(
         "int64 (B,)",
         "number of the row's prompt in this step; estimators that compare trajectories group by it",
     ),
+    "sample": Field("int64 (B,)", "number of the sample in its group"),
 }
-"""Produced by sampling; `group` by the controller."""
+"""Produced by sampling; `group` and `sample` by the controller."""
+
+FINISH_REASONS = ("stop", "length", "fault")
+"""An end token; the limit of tokens; a fault outside the model (an environment, a tool, a service): such rows
+are never trained on."""
 
 SCORING = {
     "score": Field("float32 (B,)", "the reward function's score"),
     "acc": Field("float32 (B,)", "the reward function's acc, else its score"),
+    "failed": Field("bool (B,)", "the reward function raised or exceeded a limit; `score` is failure_score"),
     "text": Field("str per row", "the decoded response"),
     "prompt_text": Field("str per row", "the decoded prompt"),
     "token_level_rewards": Field(
@@ -80,10 +91,17 @@ ENGINES = {
 }
 """Produced by the engines."""
 
+UPDATES = {
+    "live": Field(
+        "bool (B,)", "false for a row that only fills up a data rank's share, and is not trained on"
+    ),
+}
+"""Made by the controller where the rows of a mini-batch do not divide by the data ranks."""
+
 ALGORITHMS = {
     "advantages": Field("ragged float32 (B, R)", "how much better each token was than expected"),
     "returns": Field("ragged float32 (B, R)", "what the critic is trained to predict"),
 }
 """Produced by algorithms/."""
 
-FIELDS = DATA | GENERATION | SCORING | ENGINES | ALGORITHMS
+FIELDS = DATA | GENERATION | SCORING | ENGINES | ALGORITHMS | UPDATES

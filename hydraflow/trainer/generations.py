@@ -1,7 +1,7 @@
 """Generated samples as readable text: prompt, response, score, reference, one JSON object per line.
 
 In: a scored batch. Out: `<folder>/<step>.jsonl` under the names that verl's dumps have (`input`, `output`,
-`gts`, `score`, `step`), and `acc`, `data_source`, `uid`. Left out on purpose: token ids and
+`gts`, `score`, `step`), and `acc`, `failed`, `data_source`, `uid`. Left out on purpose: token ids and
 log-probabilities; those stay in the workers.
 """
 
@@ -20,7 +20,7 @@ from hydraflow.dispatch.runtime import Runtime
 from hydraflow.system.whole_files import replacing
 from hydraflow.trainer.source import Trajectories
 
-TEXT_COLUMNS = ("score", "acc", "text", "prompt_text")
+TEXT_COLUMNS = ("score", "acc", "failed", "text", "prompt_text")
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,8 @@ class ScoredResponses:
     sources: np.ndarray
     scores: np.ndarray
     accuracies: np.ndarray
+    failed: np.ndarray
+    """The reward function failed on the row."""
     prompts: list[str]
     texts: list[str]
     truths: list[object]
@@ -49,6 +51,7 @@ class ScoredResponses:
                 "gts": self.truths[row],
                 "score": float(self.scores[row]),
                 "acc": float(self.accuracies[row]),
+                "failed": bool(self.failed[row]),
             }
 
 
@@ -60,6 +63,7 @@ def read_scored(runtime: Runtime, taken: Trajectories) -> ScoredResponses:
         sources=objects["data_source"].astype(str),
         scores=read.get("score").double().numpy(),
         accuracies=read.get("acc").double().numpy(),
+        failed=read.get("failed").numpy(),
         prompts=list(read.non_tensor_batch["prompt_text"]),
         texts=list(read.non_tensor_batch["text"]),
         truths=[row.get("ground_truth") for row in objects["reward_model"]],

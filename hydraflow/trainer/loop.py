@@ -42,6 +42,8 @@ class Trainer(Protocol):
     timer: PhaseTimer
     source: Any
     """A `Source`."""
+    version: int
+    """Of the weights that a validation measures."""
 
     def begin(self, step: int) -> None:
         """Called once, before the first validation; `step`: training steps that are done."""
@@ -54,8 +56,8 @@ class Trainer(Protocol):
 class Validator(Protocol):
     """What measures the model."""
 
-    def run(self, step: int) -> dict[str, float]:
-        """Metrics over all held-out rows after a step."""
+    def run(self, step: int, version: int) -> dict[str, float]:
+        """Metrics over all held-out rows after a step, with the weights of that version."""
 
 
 class Loop:
@@ -155,7 +157,7 @@ class Loop:
                 self.trainer.timer.phase("testing"),
                 self.trainer.runtime.interruptible(self.clock.check_grace_period),
             ):
-                metrics = self.validator.run(step)
+                metrics = self.validator.run(step, self.trainer.version)
         except GracePeriodOver:
             logger.warning(
                 "the validation after step %d is given up: it has no samples or no rewards yet, and the run"

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from hydraflow.algorithms.config import OldFrom
+from hydraflow.batch_plan.plans import BatchPlan
 from hydraflow.batch_plan.roles import needs_critic, needs_reference, own_reference
 from hydraflow.schema import PPOConfig
 
@@ -36,18 +38,23 @@ def step_phases(config: PPOConfig) -> tuple[StepPhase, ...]:
     in_loss = ("ref_log_prob",) if config.actor_rollout_ref.actor.use_kl_loss else ()
     values = ("values",) if critic else ()
     phases = (
-        StepPhase("prompts", "data/", (), ("prompts", "group", "data_source", "reward_model", "extra_info")),
+        StepPhase(
+            "prompts",
+            "data/",
+            (),
+            ("prompts", "group", "sample", "data_source", "reward_model", "extra_info"),
+        ),
         StepPhase(
             "generate",
             "RolloutWorker, generation/",
             ("prompts",),
-            ("responses", "response_mask", "rollout_log_probs", "lengths"),
+            ("responses", "response_mask", "rollout_log_probs", "lengths", "versions", "finish_reason"),
         ),
         StepPhase(
             "score",
             "RewardWorker, rewards/",
             ("responses", "data_source", "reward_model", "extra_info"),
-            ("score", "acc"),
+            ("score", "acc", "failed"),
         ),
         StepPhase("log-probs", "ActorWorker, engine/", MODEL_INPUTS, ("old_log_probs",)),
         StepPhase("reference", reference_worker(config), MODEL_INPUTS, ("ref_log_prob",)),
@@ -55,7 +62,7 @@ def step_phases(config: PPOConfig) -> tuple[StepPhase, ...]:
         StepPhase(
             "advantages",
             "AdvantageWorker, algorithms/",
-            ("prompts", "response_mask", "group", *values, *in_reward),
+            ("prompts", "response_mask", "group", "finish_reason", *values, *in_reward),
             ("token_level_rewards", "advantages", "returns"),
         ),
         StepPhase("critic", "CriticWorker, engine/", (*MODEL_INPUTS, "values", "returns", "lengths")),
@@ -74,6 +81,15 @@ def step_phases(config: PPOConfig) -> tuple[StepPhase, ...]:
 def reference_worker(config: PPOConfig) -> str:
     """The worker of the reference's log-probabilities: with LoRA the actor, with its adapters disabled."""
     return f"{'ReferenceWorker' if own_reference(config) else 'ActorWorker'}, engine/"
+
+
+def old_from(config: PPOConfig, plan: BatchPlan, *, exact: bool, mini_batches: int = 1) -> OldFrom:
+    """The choice for one batch. `exact`: the generation engine's own are the trainer's to the last bits, and
+    of the newest weights. `mini_batches`: of the batch."""
+    if exact:
+        return OldFrom.ROLLOUT
+    once = plan.actor.optimizer_steps_per_step == mini_batches == 1
+    return OldFrom.FIRST_PASS if once and not config.algorithm.use_kl_in_reward else OldFrom.RECOMPUTE
 
 
 def rollout_is_exact(config: PPOConfig, bytes_of: Callable[[str], int]) -> bool:

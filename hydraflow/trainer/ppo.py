@@ -14,8 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
+
 from hydraflow import metrics as reductions
+from hydraflow.algorithms.config import OldFrom
+from hydraflow.batch_plan.parts import RolePlan
 from hydraflow.batch_plan.resolve import BatchPlan
+from hydraflow.device import resolve_dtype
 from hydraflow.dispatch.group import RoleGroup
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.shards import CompletedFuture, Future
@@ -26,11 +31,11 @@ from hydraflow.schema import PPOConfig
 from hydraflow.trainer.failures import judge_failures
 from hydraflow.trainer.generations import GenerationDump, read_scored
 from hydraflow.trainer.mini_batches import cut_mini_batches, dispatched
-from hydraflow.trainer.phases import step_phases
-from hydraflow.trainer.roles import Roles, old_is_rollout
+from hydraflow.trainer.phases import old_from, rollout_is_exact, step_phases
+from hydraflow.trainer.roles import Roles
 from hydraflow.trainer.source import Trajectories, TrajectorySource
 from hydraflow.trainer.timing import PhaseTimer
-from hydraflow.workers.actor import ActorWorker
+from hydraflow.workers.actor import OLD_FROM, ActorWorker
 from hydraflow.workers.advantage import AdvantageWorker
 from hydraflow.workers.critic import CriticWorker
 from hydraflow.workers.reference import ReferenceWorker
@@ -56,8 +61,13 @@ class PPOTrainer:
         """Phase -> the columns passed to it; phases that the run does not need are absent."""
         self.timer = PhaseTimer(runtime.timeline)
         self.metrics: dict[str, float] = {}
+        self.version = 0
+        """Of the weights that the generation engine holds."""
         self.kl: dict[str, float] = {}
         """The KL controller's state after the last step."""
+        self.exact = rollout_is_exact(config, lambda name: resolve_dtype(name, runtime.device_type).itemsize)
+        self.old = OldFrom.RECOMPUTE
+        """Where this step's old log-probabilities come from."""
         self._compared = False
         """Whether this start has compared the generation engine's log-probabilities with the trainer's."""
 
@@ -72,24 +82,27 @@ class PPOTrainer:
         with phase("step"):
             with phase("gen"):
                 taken = self.source.take(step)
+            lengths = self.runtime.fetch(columns(taken.rows, ["lengths"]))
+            taken.rows.columns |= RemoteBatch.from_local(lengths).columns  # held here from now on
             with self.runtime.interruptible(interrupt):  # reward functions may sleep or hang
                 batch = self.experience(taken, step)
             with phase("update_critic"):
                 self.update_critic(batch, step)
             updating = self.update_actor(batch, step)
-            syncing = self.sync_weights()  # behind the update
+            publishing = self.publish(step)  # behind the update
             with phase("update_actor"):
                 self.note_update(updating)
             with phase("update_weights"):
-                syncing.get()
-        return self.metrics | self._throughput(batch, self.timer.drain(), before)
+                self.published(step, publishing)
+        tokens = int(lengths.get("lengths").sum())
+        return self.metrics | self._throughput(tokens, len(lengths), self.timer.drain(), before)
 
     def experience(self, taken: Trajectories, step: int) -> RemoteBatch:
         """The batch that the updates learn from. Building it changes no lasting state, so a step can be
         abandoned here."""
         phase = partial(self.timer.phase, step=step)
         with phase("old_log_prob"):
-            batch = self.old_log_probs(taken.rows, step)
+            batch = self.old_log_probs(taken, step)
         with phase("ref"):
             batch = self.reference_log_probs(batch)
         with phase("values"):
@@ -98,20 +111,28 @@ class PPOTrainer:
         with phase("reward"):
             self.note_scores(taken, step)
         with phase("adv"):
-            batch = batch.union(self.noted(estimating.get()))
-        return batch
+            estimated = self.noted(estimating.get())
+        if left_out := estimated.meta_info["left_out"]:
+            batch = batch.select_idxs(np.delete(np.arange(len(batch)), left_out))
+        return batch.union(estimated)
 
     def begin(self, step: int) -> None:
         """Gives the generation engine the actor's weights, those after `step` steps."""
-        self.sync_weights().get()
+        self.published(step, self.publish(step))
 
-    def sync_weights(self) -> Future:
+    def publish(self, version: int) -> Future:
         """Sends the actor's weights to the generation engine, if there is one, after all updates called
-        before."""
+        before; `version`: the training steps behind them."""
         if self.roles.rollout is None:
             return CompletedFuture(None)
-        syncing: Future = self.roles.rollout.call(RolloutWorker.sync_from_actor)
-        return syncing
+        publishing: Future = self.roles.rollout.call(RolloutWorker.sync_from_actor, version)
+        return publishing
+
+    def published(self, version: int, publishing: Future) -> None:
+        """Waits until the generation engine has the weights."""
+        publishing.get()
+        self.version = version
+        self.source.published(version)
 
     def note_scores(self, taken: Trajectories, step: int) -> None:
         """Counts and logs the rows that the reward function failed on; dumps the responses if configured.
@@ -126,23 +147,32 @@ class PPOTrainer:
             [scored], self.config.reward.max_failed_share, f"step {step}", "nothing was trained on them"
         )
 
-    def old_log_probs(self, batch: RemoteBatch, step: int) -> RemoteBatch:
-        """Adds the sampling policy's log-probabilities.
+    def old_log_probs(self, taken: Trajectories, step: int) -> RemoteBatch:
+        """The rows, with `old_log_probs` if the actor computes them; `self.old` is where they come from.
 
-        Where the generation engine computes them exactly as the trainer does (same code, same dtype), its own
-        are used and compared with the trainer's in the first mini-batch; otherwise the trainer computes
-        them. The first step after a start always computes them, and stops the run if the two disagree.
+        The first step after a start always computes them, and stops the run if they are not those of the
+        generation engine.
         """
-        exact = old_is_rollout(self.config, self.runtime.device_type)
-        if self._compared and exact:
-            return _taken_from_rollout(batch)
-        computed = batch.union(
-            self.roles.actor.call(ActorWorker.compute_log_prob, columns(batch, self.reads["log-probs"]))
+        fresh = taken.versions == (self.version, self.version)
+        groups = self.runtime.fetch(columns(taken.rows, ["group"])).get("group").unique()
+        mini_batches = -(-len(groups) // self.plan.actor.mini_batch_prompts)
+        self.old = old_from(self.config, self.plan, exact=self.exact and fresh, mini_batches=mini_batches)
+        if self._compared and self.old != OldFrom.RECOMPUTE:
+            return self.with_old(taken.rows)
+        batch = taken.rows.union(
+            self.roles.actor.call(ActorWorker.compute_log_prob, columns(taken.rows, self.reads["log-probs"]))
         )
-        measured = self._compare_with_rollout(computed)
-        if step == 1 or not exact:  # a resumed run logs what it would have without the stop
+        measured = self._compare_with_rollout(batch)
+        # a resumed run logs what it would have without the stop
+        if step == 1 or self.old == OldFrom.RECOMPUTE:
             self.metrics |= measured
-        return _taken_from_rollout(computed) if exact else computed
+        return self.with_old(batch)
+
+    def with_old(self, batch: RemoteBatch) -> RemoteBatch:
+        """The batch with the generation engine's log-probabilities as the old ones, if they are."""
+        if self.old == OldFrom.ROLLOUT:
+            batch.columns["old_log_probs"] = batch.columns["rollout_log_probs"]
+        return batch
 
     def reference_log_probs(self, batch: RemoteBatch) -> RemoteBatch:
         """Adds the reference policy's log-probabilities, if a KL term needs them."""
@@ -175,22 +205,35 @@ class PPOTrainer:
         """Takes the critic's optimizer steps."""
         if self.roles.critic is None:
             return
-        self.note_update(self._update("critic", self.roles.critic, CriticWorker.update, batch, step))
+        assert self.plan.critic is not None, "a critic has a plan"
+        names, update = self.reads["critic"], CriticWorker.update
+        self.note_update(self._update(self.plan.critic, self.roles.critic, update, batch, names, step))
 
     def update_actor(self, batch: RemoteBatch, step: int) -> Future | None:
         """Takes the actor's optimizer steps, from step `trainer.critic_warmup` on."""
         if step < self.plan.actor.first_step:
             return None
-        return self._update("actor", self.roles.actor, ActorWorker.update, batch, step)
+        names = list(self.reads["actor"])
+        if self.old == OldFrom.FIRST_PASS:
+            names[names.index("old_log_probs")] = "rollout_log_probs"  # only to be compared
+        return self._update(self.plan.actor, self.roles.actor, ActorWorker.update, batch, names, step)
 
     def note_update(self, updating: Future | None) -> None:
         """Waits for an update and keeps its metrics."""
         if updating is not None:
             self.metrics |= reductions.values(updating.get())
 
-    def _update(self, name: str, role: RoleGroup, method: Callable, batch: RemoteBatch, step: int) -> Future:
-        plan = self.plan.critic if name == "critic" else self.plan.actor
-        assert plan is not None, "a role that learns has a plan"
+    def _update(
+        self,
+        plan: RolePlan,
+        role: RoleGroup,
+        method: Callable,
+        batch: RemoteBatch,
+        names: Sequence[str],
+        step: int,
+    ) -> Future | None:
+        if not len(batch):  # all rows failed, and reward.max_failed_share allows it
+            return None
         known = self.runtime.fetch(columns(batch, ["lengths", "group"]))
         cut = cut_mini_batches(
             known.get("lengths").numpy(),
@@ -199,8 +242,9 @@ class PPOTrainer:
             balance=self.config.trainer.balance_batch,
             shuffle_key=(self.config.trainer.seed, step) if plan.shuffle else None,
         )
-        inputs = columns(batch, [column for column in self.reads[name] if column != "lengths"])
-        return role.call(method, dispatched(inputs, cut, plan), step)
+        inputs = dispatched(columns(batch, [name for name in names if name != "lengths"]), cut, plan)
+        inputs.meta_info[OLD_FROM] = self.old
+        return role.call(method, inputs, step)
 
     def _compare_with_rollout(self, batch: RemoteBatch) -> dict[str, float]:
         names = ["response_mask", "rollout_log_probs", "old_log_probs", "entropys"]
@@ -216,17 +260,17 @@ class PPOTrainer:
         self._compared = True
         return measured
 
-    def _throughput(self, batch: RemoteBatch, seconds: dict[str, float], before: Traffic) -> dict[str, float]:
+    def _throughput(
+        self, tokens: int, rows: int, seconds: dict[str, float], before: Traffic
+    ) -> dict[str, float]:
         """`perf/throughput` is tokens per second and process, as in verl.
 
         `perf/dispatch_share`: share of the step in which no worker's method ran: the controller's and Ray's
         own time; 0 where concurrent methods add up to more than the step.
         """
-        rows = len(batch)
-        tokens = rows * (self.metrics["prompt_length/mean"] + self.metrics["response_length/mean"])
         per_step, now = seconds["timing_s/step"], self.runtime.traffic()
         perf = {
-            "perf/total_num_tokens": tokens,
+            "perf/total_num_tokens": float(tokens),
             "perf/time_per_step": per_step,
             "perf/throughput": tokens / per_step / self.plan.rollout_ranks,
             "perf/dispatch_share": max(0.0, 1 - (now.worked - before.worked) / per_step),
@@ -238,10 +282,3 @@ class PPOTrainer:
 def columns(batch: RemoteBatch, names: Sequence[str]) -> RemoteBatch:
     """Only those columns; row objects and meta_info are dropped."""
     return batch.select(names, [], [])
-
-
-def _taken_from_rollout(batch: RemoteBatch) -> RemoteBatch:
-    """The batch with the generation engine's log-probabilities as the old ones."""
-    taken = RemoteBatch(dict(batch.columns), batch.objects, batch.meta_info)
-    taken.columns["old_log_probs"] = batch.columns["rollout_log_probs"]
-    return taken

@@ -12,6 +12,7 @@ Left out on purpose: JSON for people to read (`generations.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,17 @@ from hydraflow.trainer.source import Trajectories, TrajectorySource
 
 TEXTS = ("text", "prompt_text")
 """Columns of scores for people to read; not in a file of trajectories."""
-COLUMNS = ("prompts", "responses", "response_mask", "group", "sample", "score")
+COLUMNS = (
+    "prompts",
+    "responses",
+    "response_mask",
+    "versions",
+    "finish_reason",
+    "group",
+    "sample",
+    "score",
+    "failed",
+)
 FACTS = ("scores", "failed", "why_failed")
 """Columns and facts that every file of trajectories has."""
 LOAD = "trainer.debug.load_rollouts"
@@ -58,11 +69,15 @@ class RecordedSource:
             raise EnvironmentFault(
                 f"the trajectories of step {step} cannot be written to {self.folder}: {error.strerror}"
             ) from error
-        return Trajectories(taken.rows, CompletedFuture(scored))
+        return replace(taken, scoring=CompletedFuture(scored))
 
     def give_back(self) -> None:
         """See `TrajectorySource`."""
         self.source.give_back()
+
+    def published(self, version: int) -> None:
+        """See `TrajectorySource`."""
+        self.source.published(version)
 
     def state(self) -> dict[str, Any]:
         """The wrapped source's."""
@@ -84,11 +99,15 @@ class ReplayedSource:
         scored = batch.select(facts["scores"], [], [])
         scored.meta_info |= {name: facts[name] for name in FACTS[1:]}
         rows = batch.select([name for name in batch.columns if name not in facts["scores"]], None, [])
-        return Trajectories(rows, CompletedFuture(scored))
+        versions = stored.get("versions")
+        return Trajectories(rows, CompletedFuture(scored), (int(versions.min()), int(versions.max())))
 
     def give_back(self) -> None:
         """See `TrajectorySource`."""
         self.loader.give_back()
+
+    def published(self, version: int) -> None:
+        """Does nothing: what is in the files was sampled before."""
 
     def state(self) -> dict[str, Any]:
         """See `TrajectorySource`."""

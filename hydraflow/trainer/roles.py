@@ -11,14 +11,12 @@ from pathlib import Path
 
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.batch_plan.roles import own_reference
-from hydraflow.device import resolve_dtype
 from hydraflow.dispatch.group import RoleGroup
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.worker import RoleSpec
 from hydraflow.models.config import ModelConfig
 from hydraflow.schema import PPOConfig
 from hydraflow.trainer.machine import SCORE, TRAIN
-from hydraflow.trainer.phases import rollout_is_exact
 from hydraflow.workers.actor import ActorSpec, ActorWorker
 from hydraflow.workers.advantage import AdvantageSpec, AdvantageWorker
 from hydraflow.workers.critic import CriticSpec, CriticWorker
@@ -48,17 +46,16 @@ class SamplingRoles:
     reward: RoleGroup
 
 
-def old_is_rollout(config: PPOConfig, device_type: str) -> bool:
-    """Whether the step takes the generation engine's log-probabilities as the old ones."""
-    return rollout_is_exact(config, lambda name: resolve_dtype(name, device_type).itemsize)
-
-
 def build_roles(config: PPOConfig, plan: BatchPlan, runtime: Runtime, *, skipped: Path) -> Roles:
     """Starts every process of the run and waits until all are ready. `skipped`: the folder for rows of
     skipped optimizer steps."""
     skip_limits = SkipLimits(config.trainer.max_skipped_steps, str(skipped))
-    train = runtime.group(TRAIN, _training_roles(config, plan, runtime.device_type, skip_limits))
-    advantage = AdvantageSpec(config.algorithm, config.data.max_response_length)
+    train = runtime.group(TRAIN, _training_roles(config, plan, skip_limits))
+    advantage = AdvantageSpec(
+        config.algorithm,
+        config.data.max_response_length,
+        drop_failed=config.reward.on_failure == "mask",
+    )
     score = runtime.group(
         SCORE, {"reward": _reward_role(config), "advantage": RoleSpec(AdvantageWorker, (advantage,))}
     )
@@ -84,9 +81,7 @@ def build_sampling_roles(config: PPOConfig, runtime: Runtime) -> SamplingRoles:
     return roles
 
 
-def _training_roles(
-    config: PPOConfig, plan: BatchPlan, device_type: str, skip_limits: SkipLimits
-) -> dict[str, RoleSpec]:
+def _training_roles(config: PPOConfig, plan: BatchPlan, skip_limits: SkipLimits) -> dict[str, RoleSpec]:
     policy = config.actor_rollout_ref
     temperature = policy.rollout.temperature
     tokens = config.data.max_response_length
@@ -99,7 +94,6 @@ def _training_roles(
         temperature=temperature,
         response_tokens=tokens,
         total_steps=plan.total_steps,
-        old_is_rollout=old_is_rollout(config, device_type),
         seed=config.trainer.seed,
         skip_limits=skip_limits,
     )

@@ -17,7 +17,7 @@ from hydraflow.trainer.generations import GenerationDump, read_scored
 from hydraflow.trainer.ppo import columns
 from hydraflow.trainer.source import Trajectories, TrajectorySource
 from hydraflow.trainer.timing import PhaseTimer
-from hydraflow.workers.advantage import spread
+from hydraflow.workers.advantage import count_ends, spread
 
 
 class RolloutTrainer:
@@ -34,6 +34,7 @@ class RolloutTrainer:
         self.plan, self.runtime, self.source = plan, runtime, source
         self.dump, self.max_failed_share = dump, max_failed_share
         self.timer = PhaseTimer(runtime.timeline)
+        self.version = 0
 
     def begin(self, step: int) -> None:
         """Does nothing: the weights never change."""
@@ -60,10 +61,11 @@ class RolloutTrainer:
     def _measured(self, taken: Trajectories) -> dict[str, float]:
         scored = taken.scoring.get()
         scores = self.runtime.fetch(columns(scored, ["score"])).get("score")
-        read = self.runtime.fetch(columns(taken.rows, ["lengths", "response_mask"]))
+        read = self.runtime.fetch(columns(taken.rows, ["lengths", "response_mask", "finish_reason"]))
         responses = lengths(read.get("response_mask"))
         found = {
             "reward/failed_rows": float(scored.meta_info["failed"]),
             "perf/total_num_tokens": float(read.get("lengths").sum()),
         }
+        found |= count_ends(read.get("finish_reason"))
         return found | spread("critic/score", scores) | spread("response_length", responses)

@@ -36,6 +36,9 @@ class SFTTrainer:
     `skipped`: the folder for rows of skipped steps. `row`: the timeline row of its phases.
     """
 
+    version = 0
+    """Nothing is sampled: the model that a validation measures is the one in training."""
+
     def __init__(
         self,
         config: SFTConfig,
@@ -96,7 +99,7 @@ class HeldOutLoss:
         self.trainer = trainer
         self.loader = PromptLoader(held_out, per_call, shuffle=False, seed=0, drop_last=False)
 
-    def run(self, step: int) -> dict[str, float]:
+    def run(self, step: int, version: int = 0) -> dict[str, float]:
         """`val/loss` per token; `val/accuracy`: share of conversations in which greedy decoding gets every
         trained token."""
         found = []

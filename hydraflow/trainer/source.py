@@ -32,8 +32,10 @@ class Trajectories:
     """The columns of sampling (`protocol/fields.py`) with the workers; `group`, `sample` and the row objects
     of each row's prompt with the controller."""
     scoring: Future
-    """A batch of `score` and `acc` for the same rows, perhaps `text` and `prompt_text`; facts `failed` and
-    `why_failed`. Perhaps still being computed: the trainer's passes do not wait for it."""
+    """A batch of `score`, `acc` and `failed` for the same rows, perhaps `text` and `prompt_text`; facts
+    `failed` and `why_failed`. Perhaps still being computed: the trainer's passes do not wait for it."""
+    versions: tuple[int, int]
+    """Oldest and newest version of the weights that sampled them."""
 
 
 class TrajectorySource(Protocol):
@@ -45,6 +47,9 @@ class TrajectorySource(Protocol):
     def give_back(self) -> None:
         """The step that took the last trajectories was abandoned: `take` returns them, or others of the same
         prompts, once more, and `state` is the one before."""
+
+    def published(self, version: int) -> None:
+        """The generators hold the weights of that version from now on."""
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint needs to continue with the next trajectories: plain values."""
@@ -61,15 +66,17 @@ class Sampler:
         self, rollout: RoleGroup, reward: RoleGroup | None, how: SamplingSpec, *, with_texts: bool = False
     ):
         self.rollout, self.reward, self.how, self.with_texts = rollout, reward, how, with_texts
+        self.version = 0
+        """Of the weights to sample with."""
 
     def sample(self, prompts: DataProto, draw: int) -> Trajectories:
         """Waits for the samples, not for their scores. `draw` is part of the key of every random draw."""
         table = row_table(prompts, [self.how.n] * len(prompts))
         inputs = prompts.select(batch_keys=["prompts"], non_tensor_batch_keys=["uid"])
-        inputs.meta_info |= {"sampling": self.how, "draw": draw}
+        inputs.meta_info |= {"sampling": self.how, "draw": draw, "version": self.version}
         sampling: Future = self.rollout.call(RolloutWorker.generate, inputs)
         scoring = self._score(table, sampling)  # behind the samples
-        return Trajectories(table.union(sampling.get()), scoring)
+        return Trajectories(table.union(sampling.get()), scoring, (self.version, self.version))
 
     def _score(self, table: RemoteBatch, sampling: Future) -> Future:
         """The reward process waits for the samples itself."""
@@ -115,6 +122,10 @@ class Lockstep:
     def take(self, step: int) -> Trajectories:
         """See `TrajectorySource`."""
         return self.sampler.sample(self.loader.next_batch(), step if self.draw is None else self.draw)
+
+    def published(self, version: int) -> None:
+        """See `TrajectorySource`."""
+        self.sampler.version = version
 
     def give_back(self) -> None:
         """See `TrajectorySource`."""

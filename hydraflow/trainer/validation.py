@@ -45,8 +45,9 @@ class Validator:
         self.folder, self.trackers = folder, trackers
         self.dump = GenerationDump.to(config.trainer.validation_data_dir, "trainer.validation_data_dir")
 
-    def run(self, step: int) -> dict[str, float]:
-        """Metrics over all held-out prompts after a step."""
+    def run(self, step: int, version: int) -> dict[str, float]:
+        """Metrics over all held-out prompts after a step, with the weights of that version."""
+        self.source.published(version)
         taken = [self.source.take(step) for _ in range(self.calls)]
         parts = [read_scored(self.runtime, part) for part in taken]
         if self.dump is not None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
 from hydraflow.algorithms.actor_loss import ActorLoss
 from hydraflow.algorithms.aggregate import Denominators
-from hydraflow.algorithms.config import POLICY_LOSSES
+from hydraflow.algorithms.config import POLICY_LOSSES, OldFrom
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.dispatch.modes import mesh_mode, register
 from hydraflow.dispatch.worker import ProcessContext
@@ -25,6 +26,9 @@ from hydraflow.workers.config import ActorConfig
 from hydraflow.workers.engine_worker import EngineWorker
 from hydraflow.workers.skipping import SkipLimits
 from hydraflow.workers.training import forward_in_order
+
+OLD_FROM = "old_from"
+"""Key of a batch's meta_info."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +48,6 @@ class ActorSpec:
     """Longest response: the default divisor of seq-mean-token-sum-norm."""
     total_steps: int
     """Training steps of the run, for the schedule."""
-    old_is_rollout: bool
-    """`old_log_probs` came from the generation engine: compare them with the trainer's before the first
-    optimizer step."""
     seed: int
     """Seeds the initialisation of new weights (adapters)."""
     skip_limits: SkipLimits = SkipLimits()
@@ -96,10 +97,15 @@ class ActorWorker(EngineWorker):
 
     @register(dispatch_mode=mesh_mode("actor"), blocking=False, read_only=True, padding=False)
     def update(self, batch: DataProto, step: int) -> dict[str, Metric]:
-        """Every optimizer step of training step `step`; rows come ordered by mini-batch."""
-        return self.learn(batch, self._loss, step, temperature=self.spec.temperature, entropy=True)
+        """Every optimizer step of training step `step`; rows come ordered by mini-batch.
 
-    def _loss(self, denominators: Denominators, first: bool) -> LossFn:
+        `meta_info[OLD_FROM]` says where the old log-probabilities come from, by default a pass of the actor.
+        Where there was none, the first optimizer step compares its own with the generation engine's.
+        """
+        loss = partial(self._loss, batch.meta_info.get(OLD_FROM, OldFrom.RECOMPUTE))
+        return self.learn(batch, loss, step, temperature=self.spec.temperature, entropy=True)
+
+    def _loss(self, old: OldFrom, denominators: Denominators, first: bool) -> LossFn:
         actor = self.spec.actor
         loss = ActorLoss(
             policy_loss=POLICY_LOSSES[actor.policy_loss.loss_mode].bound(actor),
@@ -108,19 +114,24 @@ class ActorWorker(EngineWorker):
             entropy_coeff=actor.entropy_coeff,
             kl_coef=actor.kl_loss_coef if actor.use_kl_loss else None,
             kl_type=actor.kl_loss_type,
+            old_is_this_pass=old == OldFrom.FIRST_PASS,
             denominators=denominators,
         )
-        return _compared_with_rollout(loss) if first and self.spec.old_is_rollout else loss
+        if not first or old == OldFrom.RECOMPUTE:
+            return loss
+        return _compared_with_rollout(
+            loss, "old_log_probs" if old == OldFrom.ROLLOUT else "rollout_log_probs"
+        )
 
 
-def _compared_with_rollout(loss: ActorLoss) -> LossFn:
-    """Adds how far sampled tokens' probabilities are from those of the generation engine."""
+def _compared_with_rollout(loss: ActorLoss, column: str) -> LossFn:
+    """Adds how far sampled tokens' probabilities are from those of the generation engine, in `column`."""
 
     def compared(output: ModelOutput, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Metric]]:
         value, metrics = loss(output, columns)
         mask = columns["response_mask"].bool()
         assert output.log_probs is not None, "a policy gives log-probabilities"
-        difference = (output.log_probs.detach().exp() - columns["old_log_probs"].exp()).abs()[mask]
+        difference = (output.log_probs.detach().exp() - columns[column].exp()).abs()[mask]
         found = {
             "training/rollout_probs_diff_mean": mean(
                 float(difference.mean()) if len(difference) else 0.0, weight=len(difference)

@@ -20,6 +20,7 @@ from hydraflow.algorithms.kl_control import make_kl_controller
 from hydraflow.dispatch.modes import Dispatch, register
 from hydraflow.dispatch.worker import ProcessContext, Worker
 from hydraflow.protocol.batch import DataProto
+from hydraflow.protocol.fields import FINISH_REASONS
 from hydraflow.protocol.ragged import from_padded, parts, to_padded
 
 
@@ -30,6 +31,8 @@ class AdvantageSpec:
     algorithm: AlgorithmConfig
     response_tokens: int
     """Longest response: responses of that length were truncated."""
+    drop_failed: bool = True
+    """Leave out rows that the reward function failed on."""
 
 
 class AdvantageWorker(Worker):
@@ -45,15 +48,31 @@ class AdvantageWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False, read_only=True)
     def compute(self, batch: DataProto, scored: DataProto) -> DataProto:
-        """From `score` in `scored`: `advantages` and `returns`.
+        """From `score` in `scored`: `advantages` and `returns` of the rows that are trained on.
 
         `meta_info["metrics"]` describes the step's data, `meta_info["kl"]` is the KL controller's state after
-        it.
+        it. `meta_info["left_out"]` numbers the rows without an answer: faulted ones, and those that the
+        reward function failed on unless they are scored.
         """
+        reasons = batch.get("finish_reason")
+        unusable = reasons == FINISH_REASONS.index("fault")
+        if self.spec.drop_failed:
+            unusable = unusable | scored.get("failed")
+        left_out = unusable.nonzero()[:, 0].tolist()
+        if left_out:
+            batch, scored = batch.select_idxs(~unusable), scored.select_idxs(~unusable)
+        answer = self._compute(batch, scored) if len(batch) else DataProto(meta_info={"metrics": {}})
+        answer.meta_info["metrics"] |= count_ends(reasons)
+        answer.meta_info |= {"kl": self.kl.state_dict(), "left_out": left_out}
+        return answer
+
+    def _compute(self, batch: DataProto, scored: DataProto) -> DataProto:
         algorithm = self.spec.algorithm
         lengths = parts(batch.get("response_mask"))[1]
         padded = {
-            name: to_padded(batch.get(name)) for name in batch.keys() if name not in ("prompts", "group")
+            name: to_padded(batch.get(name))
+            for name in batch.keys()
+            if name not in ("prompts", "group", "finish_reason")
         }
         mask = padded["response_mask"].to(torch.float32)
         metrics: dict[str, float] = {}
@@ -71,7 +90,7 @@ class AdvantageWorker(Worker):
         columns = {"token_level_rewards": rewards, "advantages": advantages, "returns": returns}
         return DataProto.from_dict(
             tensors={name: from_padded(column.float(), lengths) for name, column in columns.items()},
-            meta_info={"metrics": metrics, "kl": self.kl.state_dict()},
+            meta_info={"metrics": metrics},
         )
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, read_only=True)
@@ -119,6 +138,13 @@ def on_last_trained_token(scores: torch.Tensor, mask: torch.Tensor, lengths: tor
     last = (positions * mask.bool()).amax(1)  # 0: none
     last = torch.where(last > 0, last, lengths.clamp(min=1)) - 1
     return torch.zeros_like(mask).scatter(1, last[:, None], scores[:, None].to(mask.dtype))
+
+
+def count_ends(reasons: torch.Tensor) -> dict[str, float]:
+    """How many rows were cut off at the limit of tokens, and how many ended by a fault."""
+    counts = torch.bincount(reasons.long(), minlength=len(FINISH_REASONS)).tolist()
+    of = dict(zip(FINISH_REASONS, map(float, counts), strict=True))
+    return {"rollout/truncated_rows": of["length"], "rollout/faulted_rows": of["fault"]}
 
 
 def _data_metrics(

@@ -1,7 +1,7 @@
 """Scores responses with a reward function, in a pool of processes beside the training processes.
 
-In: trajectories with their row objects. Out: `score`, `acc`, the decoded `text` and `prompt_text`, and the
-number of rows that failed. Left out on purpose: the token that a score belongs to (`advantage.py`).
+In: trajectories with their row objects. Out: `score`, `acc`, `failed`, and on request the decoded `text` and
+`prompt_text`. Left out on purpose: the token that a score belongs to (`advantage.py`).
 """
 
 from __future__ import annotations
@@ -49,14 +49,15 @@ class RewardWorker(Worker):
     def score(self, batch: DataProto, sampled: DataProto) -> DataProto:
         """Scores the `responses` of `sampled` with the row objects of `batch`.
 
-        `meta_info["failed"]` counts the rows whose function raised or took too long. With
-        `meta_info[WITH_TEXTS]` in `batch` the decoded responses and prompts of `sampled` come too, as the
-        object columns `text` and `prompt_text`.
+        `failed` marks the rows whose function raised or took too long, `meta_info["failed"]` counts them.
+        With `meta_info[WITH_TEXTS]` in `batch` the decoded responses and prompts of `sampled` come too, as
+        the object columns `text` and `prompt_text`.
         """
         responses = [row.tolist() for row in rows(sampled.get("responses"))]
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
         results = self.pool.score(self._rows(batch, texts))
         scores = torch.tensor([result.score for result in results], dtype=torch.float32)  # (B,)
+        failed = torch.tensor([result.failed is not None for result in results], dtype=torch.bool)  # (B,)
         return DataProto.from_dict(
             tensors={
                 "score": scores,
@@ -64,10 +65,11 @@ class RewardWorker(Worker):
                 "acc": torch.tensor(
                     [float(result.extra.get("acc", result.score)) for result in results], dtype=torch.float32
                 ),
+                "failed": failed,
             },
             non_tensors=self._texts(sampled, texts) if batch.meta_info.get(WITH_TEXTS) else {},
             meta_info={
-                "failed": sum(result.failed is not None for result in results),
+                "failed": int(failed.sum()),
                 "why_failed": next((result.failed for result in results if result.failed is not None), None),
             },
         )

@@ -1,8 +1,8 @@
 """Samples responses, with weights from the actor in the same process or from a model directory.
 
 In: prompts, one row each. Out: the samples of each, prompt by prompt: `prompts`, `responses`,
-`response_mask`, `rollout_log_probs`, `lengths`. What is sampled depends on the seed, the step, the prompt's
-uid and the sample's number, never on the process that drew it.
+`response_mask`, `rollout_log_probs`, `lengths`, `versions`, `finish_reason`. What is sampled depends on the
+seed, the step, the prompt's uid and the sample's number, never on the process that drew it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ import torch
 from hydraflow.device import current_device, resolve_dtype
 from hydraflow.dispatch.modes import Dispatch, mesh_mode, register
 from hydraflow.dispatch.worker import ProcessContext, Worker
+from hydraflow.errors import GuardStop
 from hydraflow.generation.base import GenerationEngine, GenerationOutput, GenerationRequest, SamplingParams
 from hydraflow.generation.config import GENERATION_ENGINES, SamplingConfig
 from hydraflow.models.config import ModelSourceConfig
 from hydraflow.models.loading import load_config, load_generation_config, read_weights
 from hydraflow.protocol.batch import DataProto
+from hydraflow.protocol.fields import FINISH_REASONS
 from hydraflow.protocol.ragged import from_parts, parts, rows, take
 
 
@@ -63,26 +65,40 @@ class RolloutWorker(Worker):
             max_num_seqs=spec.rollout.max_num_seqs,
             generation_config=load_generation_config(spec.model),
         )
+        self.version: int | None = None
+        """Of the weights: the training steps that made them."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def sync_from_actor(self) -> None:
-        """Loads the weights of the actor in this process."""
+    def sync_from_actor(self, version: int) -> None:
+        """Loads the weights of the actor in this process, and calls them `version`."""
         actor = self.process.roles["actor"]
+        self.version = None  # until all of them are there
         self.engine.update_weights(actor.engine.weights())  # type: ignore[attr-defined]
+        self.version = version
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_weights(self) -> None:
-        """Loads the weights of the model directory."""
+        """Loads the weights of the model directory, version 0."""
         config = load_config(self.spec.model)
         dtype = resolve_dtype(self.spec.rollout.dtype, self.process.device_type)
         self.engine.update_weights(
             read_weights(config, self.spec.model, head="policy", dtype=dtype, field="model").items()
         )
+        self.version = 0
 
     @register(dispatch_mode=mesh_mode("rollout"), blocking=False, read_only=True)
     def generate(self, batch: DataProto) -> DataProto:
-        """Samples as `meta_info["sampling"]` says; `meta_info["draw"]` is the second part of the key of every
-        random draw: the training step, negative for validation."""
+        """Samples as `meta_info["sampling"]` says. `meta_info["draw"]` is the second part of the key of every
+        random draw: the training step, negative for validation. GuardStop when the weights are not of
+        `meta_info["version"]`.
+        """
+        promised = batch.meta_info["version"]
+        if self.version != promised:
+            held = "none that are complete" if self.version is None else f"those of version {self.version}"
+            raise GuardStop(
+                f"generation rank {self.process.rank} was to sample with weights of version {promised}, and"
+                f" holds {held}"
+            )
         sampling_spec: SamplingSpec = batch.meta_info["sampling"]
         prompts, draw = rows(batch.get("prompts")), batch.meta_info["draw"]
         request = GenerationRequest(
@@ -91,7 +107,7 @@ class RolloutWorker(Worker):
             keys=[(self.spec.seed, draw, str(uid)) for uid in batch.non_tensor_batch["uid"]],
         )
         output = self.engine.generate(request, self._params(sampling_spec))
-        return _trajectories(batch.get("prompts"), request.samples, output)
+        return _trajectories(batch.get("prompts"), request.samples, output, promised)
 
     def _params(self, sampling_spec: SamplingSpec) -> SamplingParams:
         return SamplingParams(
@@ -104,7 +120,9 @@ class RolloutWorker(Worker):
         )
 
 
-def _trajectories(prompts: torch.Tensor, samples: Sequence[int], output: GenerationOutput) -> DataProto:
+def _trajectories(
+    prompts: torch.Tensor, samples: Sequence[int], output: GenerationOutput, version: int
+) -> DataProto:
     """Columns of `samples[i]` trajectories for each prompt i; `lengths` (B,) int32 counts prompt and
     response."""
     values, response_lengths = parts(output.responses)
@@ -117,5 +135,9 @@ def _trajectories(prompts: torch.Tensor, samples: Sequence[int], output: Generat
             "response_mask": from_parts(torch.ones_like(values), response_lengths),
             "rollout_log_probs": output.log_probs,
             "lengths": lengths.to(torch.int32),
+            "versions": torch.full((len(lengths),), version, dtype=torch.int32),
+            "finish_reason": torch.tensor(
+                [FINISH_REASONS.index(reason) for reason in output.finish_reason], dtype=torch.int8
+            ),
         }
     )

@@ -174,7 +174,6 @@ class Rank:
             temperature=1.0,
             response_tokens=response,
             total_steps=1,
-            old_is_rollout=True,
             seed=1,
         )
         context = ProcessContext(rank, RANKS, rank, "here", "127.0.0.1", port, "cpu", 120.0)
@@ -185,7 +184,7 @@ class Rank:
         )
 
     def sync(self) -> None:
-        self.rollout.sync_from_actor()
+        self.rollout.sync_from_actor(1)
 
     def sample(self) -> Any:
         """Trajectories of longest rows, as the step's batch."""
@@ -201,7 +200,7 @@ class Rank:
         batch = DataProto.from_dict(
             {"prompts": ragged.from_rows(list(prompts))}, {"uid": np.arange(count).astype(str).astype(object)}
         )
-        batch.meta_info |= {"sampling": SamplingSpec(2, 1.0, -1, 1.0), "draw": 1}
+        batch.meta_info |= {"sampling": SamplingSpec(2, 1.0, -1, 1.0), "draw": 1, "version": 1}
         return self.rollout.generate(batch)
 
     def make_optimizer_state(self) -> None:

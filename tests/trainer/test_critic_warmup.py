@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from hydraflow.batch_plan.parts import RolePlan
 from hydraflow.batch_plan.resolve import resolve_plan
 from hydraflow.protocol.remote import RemoteBatch
 from hydraflow.schema import PPOConfig
@@ -22,13 +23,13 @@ def test_the_actor_learns_from_step_critic_warmup_on(
     config.trainer.critic_warmup = warmup
     plan = resolve_plan(config, prompts=None)
     roles: Any = SimpleNamespace(actor=None)
-    runtime: Any = SimpleNamespace(timeline=None)
+    runtime: Any = SimpleNamespace(timeline=None, device_type="cpu")
     trainer = PPOTrainer(config, plan, roles, runtime, SimpleNamespace(), None)  # type: ignore[arg-type]
-    given: list[str] = []
+    given: list[RolePlan] = []
     monkeypatch.setattr(
-        trainer, "_update", lambda name, role, method, batch, step: given.append(name) or step
+        trainer, "_update", lambda plan, role, method, batch, names, step: given.append(plan) or step
     )
     batch: Any = RemoteBatch({}, {}, {})
     learned = [step for step in range(1, 13) if trainer.update_actor(batch, step) is not None]
     assert learned == list(range(first, 13))
-    assert given == ["actor"] * len(learned)
+    assert given == [plan.actor] * len(learned)

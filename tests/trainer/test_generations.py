@@ -15,6 +15,7 @@ SCORED = ScoredResponses(
     sources=np.array(["sums", "sums"]),
     scores=np.array([1.0, 0.0], dtype=np.float32),
     accuracies=np.array([1.0, 0.0], dtype=np.float32),
+    failed=np.array([False, True]),
     prompts=["17+25=", "1+1="],
     texts=["042", "\ud800 é\n"],
     truths=["042", None],
@@ -38,7 +39,9 @@ def test_a_row_for_each_response(tmp_path: Path) -> None:
         "gts": "042",
         "score": 1.0,
         "acc": 1.0,
+        "failed": False,
     }
+    assert second["failed"]
     assert (second["output"], second["gts"]) == ("? é\n", None), "half a character cannot be written"
     dump.write(3, [first])
     assert [path.name for path in (tmp_path / "deep" / "rollouts").iterdir()] == ["3.jsonl"], (

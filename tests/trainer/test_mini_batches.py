@@ -104,8 +104,6 @@ def test_shuffling_keeps_the_samples_of_a_prompt_together() -> None:
 
 def test_the_shortest_row_fills_up() -> None:
     """Rows of 4, 2 and 3 tokens for two ranks: the second row is read again, and not trained."""
-    cut = cut_mini_batches(
-        np.array([4, 2, 3]), np.zeros(3), plan_of(2, 1), balance=True, shuffle_key=None
-    )
+    cut = cut_mini_batches(np.array([4, 2, 3]), np.zeros(3), plan_of(2, 1), balance=True, shuffle_key=None)
     assert sorted(cut.order.tolist()) == [0, 1, 1, 2]
     assert cut.order[~cut.live].tolist() == [1]

@@ -33,6 +33,9 @@ def write(folder: Path, step: int, facts: dict[str, object] = FACTS) -> Path:
         "group": torch.tensor([0, 0, 1, 1]),
         "sample": torch.tensor([0, 1, 0, 1]),
         "score": torch.ones(4),
+        "failed": torch.zeros(4, dtype=torch.bool),
+        "versions": torch.zeros(4, dtype=torch.int32),
+        "finish_reason": torch.zeros(4, dtype=torch.int8),
     }
     write_batch(dump_file(folder, step), DataProto.from_dict(columns), facts)
     return dump_file(folder, step)

@@ -196,7 +196,6 @@ def make_worker(
         temperature=TEMPERATURE,
         response_tokens=int(SCALE),
         total_steps=1,
-        old_is_rollout=False,
         seed=0,
         skip_limits=skip_limits or SkipLimits(),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +14,7 @@ from workers.by_hand import process
 from hydraflow.algorithms.config import ESTIMATORS, AlgorithmConfig, KLControlConfig
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
+from hydraflow.protocol.fields import FINISH_REASONS
 from hydraflow.workers.advantage import AdvantageSpec, AdvantageWorker
 
 MASK = [[1, 0, 1], [1], [1, 1], [1, 1]]
@@ -33,9 +36,11 @@ def make_batch(scores: list[float]) -> tuple[DataProto, DataProto]:
             "old_log_probs": column([[-1.0] * len(mask) for mask in MASK]),
             "ref_log_prob": column([[-1.0 - gap for gap in row] for row in GAP]),
             "group": torch.tensor([7, 7, 3, 3]),
+            "finish_reason": torch.tensor([1, 0, 0, 0], dtype=torch.int8),
         }
     )
-    return batch, DataProto.from_dict({"score": torch.tensor(scores, dtype=torch.float32)})
+    scored = {"score": torch.tensor(scores, dtype=torch.float32), "failed": torch.zeros(4, dtype=torch.bool)}
+    return batch, DataProto.from_dict(scored)
 
 
 def make_worker(**options: object) -> AdvantageWorker:
@@ -75,6 +80,8 @@ def test_grpo_and_its_metrics() -> None:
             "prompt_length/mean": 1.5,
             "prompt_length/max": 2,
             "prompt_length/min": 1,
+            "rollout/truncated_rows": 1,
+            "rollout/faulted_rows": 0,
         },
         abs=2e-6,
     )
@@ -172,8 +179,42 @@ def advantages_of(masks: list[list[bool]], scores: list[float], estimator: str) 
             "response_mask": ragged.from_rows([torch.tensor(mask, dtype=torch.int64) for mask in masks]),
             "values": column(values),
             "group": torch.zeros(len(masks), dtype=torch.int64),
+            "finish_reason": torch.zeros(len(masks), dtype=torch.int8),
         }
     )
+    none_failed = torch.zeros(len(masks), dtype=torch.bool)
     worker = make_worker(adv_estimator=estimator, gamma=0.9, lam=0.8)
-    made = worker.compute(batch, DataProto.from_dict({"score": torch.tensor(scores)}))
+    made = worker.compute(batch, DataProto.from_dict({"score": torch.tensor(scores), "failed": none_failed}))
     return [row.tolist() for row in ragged.rows(made.get("advantages"))]
+
+
+def failing(scores: list[float], failed: list[int], faulted: list[int]) -> tuple[DataProto, DataProto]:
+    """The batch, with rows that the reward function failed on and rows that ended by a fault."""
+    batch, scored = make_batch(scores)
+    batch.get("finish_reason")[faulted] = FINISH_REASONS.index("fault")
+    scored.get("failed")[failed] = True
+    return batch, scored
+
+
+def test_a_failed_row_is_not_compared_with_its_group() -> None:
+    """The second row of group 7 failed: the first one is alone, its advantage its score. In group 3 a row
+    ended by a fault."""
+    made = make_worker(norm_adv_by_std_in_grpo=False).compute(*failing([1, -9, 2, 5], [1], [3]))
+    assert made.meta_info["left_out"] == [1, 3]
+    assert listed(made, "advantages") == [1, 0, 1, 2, 2]  # rows 0 and 2; the middle token of row 0 is masked
+    metrics = made.meta_info["metrics"]
+    assert metrics["critic/score/mean"] == 1.5
+    assert metrics["rollout/truncated_rows"] == metrics["rollout/faulted_rows"] == 1
+
+
+def test_a_failed_row_may_be_scored_and_a_faulted_one_never() -> None:
+    worker = make_worker(norm_adv_by_std_in_grpo=False)
+    worker.spec = replace(worker.spec, drop_failed=False)
+    made = worker.compute(*failing([1, 0, 2, 5], [1], [3]))
+    assert made.meta_info["left_out"] == [3]
+    assert listed(made, "advantages") == [0.5, 0, 0.5, -0.5, 2, 2]
+
+
+def test_a_step_may_have_no_row_left() -> None:
+    made = make_worker().compute(*failing([0, 0, 0, 0], [0, 1, 2, 3], []))
+    assert (len(made), made.meta_info["left_out"]) == (0, [0, 1, 2, 3])

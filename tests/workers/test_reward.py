@@ -75,6 +75,7 @@ def test_rows_that_fail_are_counted_and_cost_only_themselves(tiny: str, tmp_path
         scored = reward.score(*batch)
     assert scored.get("score").tolist() == [0.5, -3, 0, 1.5]
     assert scored.get("acc").tolist() == [1, -3, 0, 1]
+    assert scored.get("failed").tolist() == [False, True, False, False]
     assert scored.meta_info["failed"] == 1
     assert "no such thing" in scored.meta_info["why_failed"]
 

@@ -3,12 +3,14 @@ to processes."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from known_columns import assert_as_documented
 from workers.by_hand import process
 
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.engine.config import FSDPConfig, OptimConfig
+from hydraflow.errors import GuardStop
 from hydraflow.generation.config import SamplingConfig
 from hydraflow.models.config import ModelConfig
 from hydraflow.protocol import ragged
@@ -34,7 +36,6 @@ def make_actor(path: str) -> ActorWorker:
         temperature=TEMPERATURE,
         response_tokens=MAX_TOKENS,
         total_steps=1,
-        old_is_rollout=False,
         seed=0,
     )
     return ActorWorker(process(), spec)
@@ -45,17 +46,17 @@ def make_rollout(
 ) -> RolloutWorker:
     spec = RolloutSpec(ModelConfig(path=path), SamplingConfig(dtype="fp32"), max_tokens=MAX_TOKENS, seed=5)
     worker = RolloutWorker(process(rank, world_size, **({} if actor is None else {"actor": actor})), spec)
-    worker.load_weights() if actor is None else worker.sync_from_actor()
+    worker.load_weights() if actor is None else worker.sync_from_actor(0)
     return worker
 
 
-def make_prompts(temperature: float = TEMPERATURE, step: int = 1) -> DataProto:
+def make_prompts(temperature: float = TEMPERATURE, step: int = 1, version: int = 0) -> DataProto:
     order = SamplingSpec(n=SAMPLES, temperature=temperature, top_k=-1, top_p=1.0)
     prompts = ragged.from_rows([torch.tensor(prompt) for prompt in PROMPTS])
     return DataProto.from_dict(
         {"prompts": prompts},
         {"uid": [f"prompt {i}" for i in range(len(PROMPTS))]},
-        {"sampling": order, "draw": step},
+        {"sampling": order, "draw": step, "version": version},
     )
 
 
@@ -87,8 +88,21 @@ def test_log_probs_are_the_trainers_before_and_after_an_update(tiny: str) -> Non
         step=1,
     )
     assert largest_gap(actor, first) > 1e-2
-    rollout.sync_from_actor()
-    assert largest_gap(actor, rollout.generate(make_prompts(step=2))) < 1e-4
+    rollout.sync_from_actor(1)
+    assert largest_gap(actor, rollout.generate(make_prompts(step=2, version=1))) < 1e-4
+
+
+def test_samples_with_other_weights_than_promised_are_refused(tiny: str) -> None:
+    rollout = make_rollout(tiny, actor=make_actor(tiny))
+    rollout.sync_from_actor(3)
+    assert set(rollout.generate(make_prompts(version=3)).get("versions").tolist()) == {3}
+    with pytest.raises(GuardStop, match="weights of version 4, and holds those of version 3"):
+        rollout.generate(make_prompts(version=4))
+    rollout.process.roles["actor"].engine.weights = lambda: iter([("nonsense", torch.ones(1))])  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="nonsense"):
+        rollout.sync_from_actor(4)
+    with pytest.raises(GuardStop, match="version 4, and holds none that are complete"):
+        rollout.generate(make_prompts(version=4))
 
 
 def test_weights_come_from_the_directory_or_from_the_actor(tiny: str) -> None:
