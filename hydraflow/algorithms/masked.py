@@ -6,6 +6,7 @@ Left out on purpose: weights other than 0 and 1; the weights of a loss are in `a
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -30,19 +31,13 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     return masked_sum(values, mask, dim) / count.clamp(min=1)
 
 
-def masked_var(values: Tensor, mask: Tensor) -> Tensor:
-    """Unbiased variance of the selected values (divisor: their number less 1); 0 if fewer than two are
-    selected."""
-    count = mask.bool().sum()
-    squares = (values - masked_mean(values, mask)) ** 2
-    return masked_sum(squares, mask) / (count - 1).clamp(min=1)
-
-
 def masked_whiten(values: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
     """The selected values moved to mean 0 and unbiased variance 1; 0 where the mask is 0.
 
     `(x - mean) / sqrt(var + eps)`. A single selected value becomes 0 (its variance is not defined; nothing is
-    raised).
+    raised). Only the selected values are summed, so padding changes no bit.
     """
-    mean, var = masked_mean(values, mask), masked_var(values, mask)
-    return keep((values - mean) * (var + eps).rsqrt(), mask)
+    selected = mask.bool()
+    centred = values[selected] - values[selected].mean()
+    variance = (centred**2).sum() / max(len(centred) - 1, 1)
+    return torch.zeros_like(values).masked_scatter(selected, centred * (variance + eps).rsqrt())

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydraflow.algorithms.groups import group_ids, group_scores
-from hydraflow.algorithms.masked import keep, masked_mean, masked_sum, masked_var, masked_whiten
+from hydraflow.algorithms.masked import keep, masked_mean, masked_sum, masked_whiten
 
 NAN = float("nan")
 
@@ -19,8 +19,7 @@ def test_masked_statistics_by_hand():
     assert masked_sum(values, mask).item() == 12.0
     assert masked_mean(values, mask).item() == 4.0
     assert masked_mean(values, mask, dim=1).tolist() == [2.0, 8.0]
-    assert masked_var(values, mask).item() == 13.0  # ((-3)^2 + (-1)^2 + 4^2) / 2
-    white = masked_whiten(values, mask, eps=0.0)
+    white = masked_whiten(values, mask, eps=0.0)  # variance 13 = ((-3)^2 + (-1)^2 + 4^2) / 2
     assert white.dtype == torch.float64
     assert torch.allclose(
         white * math.sqrt(13), torch.tensor([[-3.0, 0, -1], [4, 0, 0]], dtype=torch.float64), atol=1e-12
@@ -33,6 +32,13 @@ def test_whitening_none_or_one_token_gives_zeros(trained):
     mask[0, :trained] = 1
     assert masked_whiten(torch.full((2, 2), 5.0), mask).tolist() == [[0.0, 0.0], [0.0, 0.0]]
     assert masked_mean(torch.full((2, 2), 5.0), mask).item() == 5.0 * trained
+
+
+def test_padding_changes_no_bit_of_whitened_values():
+    values = torch.randn(7, 33, generator=torch.Generator().manual_seed(0))
+    mask = torch.rand(7, 33, generator=torch.Generator().manual_seed(1)) < 0.7
+    wide = lambda x: torch.nn.functional.pad(x, (0, 50, 0, 3))  # noqa: E731
+    assert torch.equal(masked_whiten(wide(values), wide(mask)), wide(masked_whiten(values, mask)))
 
 
 def test_no_gradient_and_no_nan_pass_a_closed_mask():
