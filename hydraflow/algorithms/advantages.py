@@ -10,25 +10,31 @@ from __future__ import annotations
 from torch import Tensor
 
 from hydraflow.algorithms.config import ESTIMATORS, AlgorithmConfig
+from hydraflow.algorithms.masked import keep
 
 
 def estimate_advantages(
     config: AlgorithmConfig,
+    scores: Tensor,
     rewards: Tensor,
     mask: Tensor,
     *,
     values: Tensor | None = None,
     group_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns. Tensors (B, R), right padded; `group_ids` (B,) is equal for the responses to
-    one prompt.
+    """Advantages and returns. Tensors (B, R), right padded; `scores` and `group_ids` are (B,).
 
-    rewards: per token, after any KL penalty; 0 beyond the response. mask: 1 = trained token. values: the
-    critic's, for estimators that need one.
+    scores: per trajectory, the sums of its rewards. rewards: per token, after any KL penalty; 0 beyond the
+    response. mask: 1 = trained token. values: the critic's, for estimators that need one. group_ids: equal
+    for the responses to one prompt.
     """
     estimator = ESTIMATORS[config.adv_estimator]
     needed = {"values": values} if estimator.critic else {}
     needed |= {"group_ids": group_ids} if estimator.groups else {}
     assert all(given is not None for given in needed.values()), f"{config.adv_estimator} needs {list(needed)}"
+    if estimator.per_trajectory:
+        per_row: Tensor = estimator.bound(config)(scores, **needed)  # (B,)
+        advantages = keep(per_row[:, None].expand_as(mask), mask)
+        return advantages, advantages
     found: tuple[Tensor, Tensor] = estimator.bound(config)(rewards, mask, **needed)
     return found

@@ -58,11 +58,12 @@ class AdvantageWorker(Worker):
         mask = padded["response_mask"].to(torch.float32)
         metrics: dict[str, float] = {}
         scores = scored.get("score")
-        rewards = on_last_trained_token(scores, mask, lengths)
+        rewards, totals = on_last_trained_token(scores, mask, lengths), scores
         if algorithm.use_kl_in_reward:
             rewards, metrics = self._take_kl_off(padded, rewards, mask)
+            totals = rewards.sum(1)
         advantages, returns = estimate_advantages(
-            algorithm, rewards, mask, values=padded.get("values"), group_ids=batch.get("group")
+            algorithm, totals, rewards, mask, values=padded.get("values"), group_ids=batch.get("group")
         )
         metrics |= _data_metrics(padded, scores, rewards, advantages, returns, mask)
         if ESTIMATORS[algorithm.adv_estimator].groups:

@@ -120,49 +120,43 @@ def test_return_to_go_by_hand():
 
 
 REWARDS = f64([[0, 1], [3, 0], [0, 5], [0, 8]])
+SCORES = REWARDS.sum(1)
 MASK = torch.tensor([[1, 1], [1, 0], [1, 1], [1, 1]])
 IDS = torch.tensor([5, 2, 5, 9])  # scores 1 and 5 are a group; 3 and 8 are alone
 
 
 def test_grpo_by_hand():
     root = math.sqrt(8)  # unbiased standard deviation of 1 and 5
-    advantages, returns = grpo(REWARDS, MASK, group_ids=IDS)
-    assert torch.allclose(advantages, f64([[-2 / root] * 2, [3, 0], [2 / root] * 2, [8, 8]]), atol=1e-5)
-    assert torch.equal(advantages, returns)
+    advantages = grpo(SCORES, group_ids=IDS)
+    assert torch.allclose(advantages, f64([-2 / root, 3, 2 / root, 8]), atol=1e-5)
     assert advantages.dtype == torch.float64
 
 
 def test_dr_grpo_does_not_divide():
-    assert grpo(REWARDS, MASK, group_ids=IDS, norm_adv_by_std_in_grpo=False)[0].tolist() == [
-        [-2, -2],
-        [3, 0],
-        [2, 2],
-        [8, 8],
-    ]
+    assert grpo(SCORES, group_ids=IDS, norm_adv_by_std_in_grpo=False).tolist() == [-2, 3, 2, 8]
 
 
 def test_grpo_gives_a_group_of_equal_scores_no_signal():
-    assert (
-        grpo(torch.full((8, 1), 0.1), torch.ones(8, 1), group_ids=torch.zeros(8, dtype=torch.int64))[
-            0
-        ].tolist()
-        == [[0.0]] * 8
-    )
+    ids = torch.zeros(8, dtype=torch.int64)
+    assert grpo(torch.full((8,), 0.1), group_ids=ids).tolist() == [0.0] * 8
 
 
 def test_rloo_by_hand():
     # 1 less its other 5, 5 less its other 1; alone: the score itself
-    assert rloo(REWARDS, MASK, group_ids=IDS)[0].tolist() == [[-4, -4], [3, 0], [4, 4], [8, 8]]
+    assert rloo(SCORES, group_ids=IDS).tolist() == [-4, 3, 4, 8]
+
+
+def test_one_number_per_trajectory_goes_to_its_trained_tokens():
+    config = AlgorithmConfig(adv_estimator="rloo")
+    advantages, returns = estimate_advantages(config, SCORES, REWARDS, MASK, group_ids=IDS)
+    assert advantages.tolist() == returns.tolist() == [[-4, -4], [3, 0], [4, 4], [8, 8]]
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(-10, 10)), min_size=1, max_size=10))
 def test_group_estimators_agree_with_loops(rows):
-    scores, ids = f64([[s] for _, s in rows]), torch.tensor([i for i, _ in rows])
-    ours_grpo, ours_rloo = (
-        grpo(scores, torch.ones_like(scores), group_ids=ids)[0],
-        rloo(scores, torch.ones_like(scores), group_ids=ids)[0],
-    )
+    scores, ids = f64([s for _, s in rows]), torch.tensor([i for i, _ in rows])
+    ours_grpo, ours_rloo = grpo(scores, group_ids=ids), rloo(scores, group_ids=ids)
     for row, (i, score) in enumerate(rows):
         others = [s for j, (k, s) in enumerate(rows) if k == i and j != row]
         baseline = sum(others) / len(others) if others else 0.0
@@ -179,7 +173,7 @@ def test_every_estimator_keeps_shape_and_dtype_and_is_zero_outside_the_mask(name
     rewards = REWARDS.to(dtype)
     config = AlgorithmConfig(adv_estimator=name, gamma=0.9, lam=0.9)
     values = torch.full_like(rewards, 0.5)
-    for result in estimate_advantages(config, rewards, MASK, values=values, group_ids=IDS):
+    for result in estimate_advantages(config, rewards.sum(1), rewards, MASK, values=values, group_ids=IDS):
         assert result.shape == rewards.shape and result.dtype == dtype
         assert result[1, 1].item() == 0.0
         assert result.abs().sum().item() > 0.0
@@ -193,9 +187,11 @@ def test_padding_columns_and_padding_rows_of_no_token_change_no_advantage(name):
     rewards = rewards * mask
     wide = lambda x: torch.nn.functional.pad(x, (0, 2, 0, 1))  # noqa: E731
     config = AlgorithmConfig(adv_estimator=name)
-    plain = estimate_advantages(config, rewards, mask, values=values, group_ids=ids)
-    longer = torch.tensor([0, 1, 0, 1, 7])
-    padded = estimate_advantages(config, wide(rewards), wide(mask), values=wide(values), group_ids=longer)
+    plain = estimate_advantages(config, rewards.sum(1), rewards, mask, values=values, group_ids=ids)
+    longer, wider = torch.tensor([0, 1, 0, 1, 7]), wide(rewards)
+    padded = estimate_advantages(
+        config, wider.sum(1), wider, wide(mask), values=wide(values), group_ids=longer
+    )
     for before, after in zip(plain, padded):
         assert torch.allclose(wide(before), after, atol=1e-12)
 
