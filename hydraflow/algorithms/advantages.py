@@ -1,7 +1,7 @@
 """From rewards to advantages, by the estimator that `algorithm.adv_estimator` chooses.
 
 In: all rows of a step at once (whitening spans the batch and groups must be whole). Out: advantages and
-returns, (B, R) each, 0 where the mask is 0. Left out on purpose: the mathematics, one file each; their table
+returns, (N,) each, 0 where the mask is 0. Left out on purpose: the mathematics, one file each; their table
 is `ESTIMATORS` in `config.py`.
 """
 
@@ -18,15 +18,16 @@ def estimate_advantages(
     scores: Tensor,
     rewards: Tensor,
     mask: Tensor,
+    lengths: Tensor,
     *,
     values: Tensor | None = None,
     group_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns. Tensors (B, R), right padded; `scores` and `group_ids` are (B,).
+    """Advantages and returns. Columns of tokens are flat, (N,), one row after the other; those of rows, (B,).
 
-    scores: per trajectory, the sums of its rewards. rewards: per token, after any KL penalty; 0 beyond the
-    response. mask: 1 = trained token. values: the critic's, for estimators that need one. group_ids: equal
-    for the responses to one prompt.
+    scores (B,): sums of the rows' rewards. rewards (N,): after any KL penalty. mask (N,): 1 = trained token.
+    lengths (B,): tokens of each row. values (N,): the critic's, for estimators that need one. group_ids (B,):
+    equal for the responses to one prompt.
     """
     estimator = ESTIMATORS[config.adv_estimator]
     needed = {"values": values} if estimator.critic else {}
@@ -34,7 +35,7 @@ def estimate_advantages(
     assert all(given is not None for given in needed.values()), f"{config.adv_estimator} needs {list(needed)}"
     if estimator.per_trajectory:
         per_row: Tensor = estimator.bound(config)(scores, **needed)  # (B,)
-        advantages = keep(per_row[:, None].expand_as(mask), mask)
+        advantages = keep(per_row.repeat_interleave(lengths), mask)
         return advantages, advantages
-    found: tuple[Tensor, Tensor] = estimator.bound(config)(rewards, mask, **needed)
+    found: tuple[Tensor, Tensor] = estimator.bound(config)(rewards, mask, lengths, **needed)
     return found

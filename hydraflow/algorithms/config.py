@@ -13,9 +13,10 @@ class Estimator(Implementation):
 
     per_trajectory: bool = False
     """`f(scores) -> advantages`, (B,) each: one number per trajectory, which all its trained tokens get.
-    Else `f(rewards, mask) -> (advantages, returns)`, (B, R) each."""
+    Else `f(rewards, mask, lengths) -> (advantages, returns)`: lengths (B,), the others (N,), the tokens of
+    all rows."""
     critic: bool = False
-    """It is also given the critic's `values` (B, R)."""
+    """It is also given the critic's `values` (N,)."""
     groups: bool = False
     """It compares the responses to one prompt: it is also given `group_ids` (B,)."""
 

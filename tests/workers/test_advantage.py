@@ -12,7 +12,7 @@ from workers.by_hand import process
 from hydraflow.algorithms.config import ESTIMATORS, AlgorithmConfig, KLControlConfig
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
-from hydraflow.workers.advantage import AdvantageSpec, AdvantageWorker
+from hydraflow.workers.advantage import AdvantageSpec, AdvantageWorker, on_last_trained_token
 
 MASK = [[1, 0, 1], [1], [1, 1], [1, 1]]
 """Two prompts with two trajectories each; the second token of the first one is a tool's answer."""
@@ -161,6 +161,22 @@ def test_every_estimator_sees_the_score_whatever_the_mask(masks: list[list[bool]
     assert [len(row) for row in found] == [len(mask) for mask in masks]
     assert kept == [pytest.approx(row, abs=1e-6) for row in expected]
     assert all(value == 0 for row, mask in zip(found, masks) for value, on in zip(row, mask) if not on)
+
+
+@given(st.lists(st.lists(st.booleans(), max_size=5), min_size=1, max_size=8))
+@settings(max_examples=100)
+def test_the_score_is_on_the_last_trained_token(masks: list[list[bool]]) -> None:
+    """In a row without one on the last token."""
+    scores = [1.0 + row for row in range(len(masks))]
+    expected = [[0.0] * len(mask) for mask in masks]
+    for row, mask in enumerate(masks):
+        if mask:
+            last = max((place for place, on in enumerate(mask) if on), default=len(mask) - 1)
+            expected[row][last] = scores[row]
+    mask = torch.tensor([on for mask in masks for on in mask], dtype=torch.bool)
+    lengths = torch.tensor([len(mask) for mask in masks])
+    found = on_last_trained_token(torch.tensor(scores), mask, lengths)
+    assert [row.tolist() for row in found.split(lengths.tolist())] == expected
 
 
 def advantages_of(masks: list[list[bool]], scores: list[float], estimator: str) -> list[list[float]]:
