@@ -7,7 +7,8 @@ store, not through the controller.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -18,7 +19,8 @@ from hydraflow.algorithms.groups import group_scores
 from hydraflow.algorithms.kl import kl_penalty
 from hydraflow.algorithms.kl_control import make_kl_controller
 from hydraflow.algorithms.trained_tokens import row_sums
-from hydraflow.dispatch.modes import Dispatch, register
+from hydraflow.dispatch.modes import CallContext, Dispatch, PerRank, mode_named, register
+from hydraflow.dispatch.shards import Future
 from hydraflow.dispatch.worker import ProcessContext, Worker
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.ragged import from_parts, is_ragged, parts
@@ -33,8 +35,19 @@ class AdvantageSpec:
     """Longest response: responses of that length were truncated."""
 
 
+def _once_all_is_there(context: CallContext, *args: Any) -> PerRank:
+    """Rank 0's process saves checkpoints as well, so it must not be the one to wait for rewards that hang."""
+    there = [value.get() if isinstance(value, Future) else value for value in args]
+    return [[value] * context.world_size for value in there], {}
+
+
+_ONCE_ALL_IS_THERE = replace(
+    mode_named(Dispatch.RANK_ZERO), name="rank_zero_once_all_is_there", dispatch_fn=_once_all_is_there
+)
+
+
 class AdvantageWorker(Worker):
-    """Holds the KL controller and computes advantages."""
+    """Holds the KL controller and computes advantages, both on rank 0 alone."""
 
     def __init__(self, process: ProcessContext, spec: AdvantageSpec):
         super().__init__(process)
@@ -44,7 +57,7 @@ class AdvantageWorker(Worker):
             control.type, kl_coef=control.kl_coef, target_kl=control.target_kl, horizon=control.horizon
         )
 
-    @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False, read_only=True)
+    @register(dispatch_mode=_ONCE_ALL_IS_THERE, blocking=False, read_only=True)
     def compute(self, batch: DataProto, scored: DataProto) -> DataProto:
         """From `score` in `scored`: `advantages` and `returns`.
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +13,9 @@ from known_columns import assert_as_documented
 from workers.by_hand import process
 
 from hydraflow.algorithms.config import ESTIMATORS, AlgorithmConfig, KLControlConfig
+from hydraflow.dispatch.group import Group
+from hydraflow.dispatch.modes import CallContext, registration
+from hydraflow.dispatch.shards import Future, LateShard
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 from hydraflow.workers.advantage import AdvantageSpec, AdvantageWorker, on_last_trained_token
@@ -130,6 +136,26 @@ def test_kl_in_the_reward_and_its_controller() -> None:
     assert worker.compute(*make_batch([1, 0, 1, 1])).meta_info["metrics"][
         "actor/reward_kl_penalty_coeff"
     ] == pytest.approx(0.55)
+
+
+class Late(Future):
+    """Scores that a receiving process could wait for."""
+
+    joins = True
+
+    def get(self) -> str:
+        return "scores"
+
+    def shards(self, parts: int, padding: bool) -> list[LateShard]:
+        raise AssertionError("rank 0 would wait")
+
+
+def test_the_caller_waits_for_the_scores_not_rank_zero() -> None:
+    """Else a reward function that hangs would hold up a checkpoint: the same process saves it."""
+    mode = registration(AdvantageWorker.compute).mode
+    context = CallContext(cast(Group, SimpleNamespace(world_size=2)), "advantage", "compute", True)
+    assert mode.dispatch_fn(context, "batch", Late()) == ([["batch"] * 2, ["scores"] * 2], {})
+    assert mode.rank_zero and mode.joins
 
 
 def test_the_distance_to_the_generator_counts_trained_tokens() -> None:
