@@ -10,18 +10,27 @@ from hydraflow.options import Implementation, Planned, Switch, option, unless, u
 
 @dataclass(frozen=True)
 class Estimator(Implementation):
-    """An advantage estimator: a function of rewards and mask, (B, R) each, and of what it reads by name."""
+    """An advantage estimator: a function whose other arguments are the keys that it reads, by name."""
 
+    per_trajectory: bool = False
+    """`f(scores) -> advantages`, (B,) each: one number per trajectory, which all its trained tokens get.
+    Else `f(rewards, mask, lengths) -> (advantages, returns)`: lengths (B,), the others (N,), the tokens of
+    all rows."""
     critic: bool = False
-    """It is also given the critic's `values` (B, R)."""
+    """It is also given the critic's `values` (N,)."""
     groups: bool = False
     """It compares the responses to one prompt: it is also given `group_ids` (B,)."""
 
 
 ESTIMATORS = {
     "gae": Estimator("hydraflow.algorithms.gae:gae", reads=("gamma", "lam"), critic=True),
-    "grpo": Estimator("hydraflow.algorithms.grpo:grpo", reads=("norm_adv_by_std_in_grpo",), groups=True),
-    "rloo": Estimator("hydraflow.algorithms.rloo:rloo", groups=True),
+    "grpo": Estimator(
+        "hydraflow.algorithms.grpo:grpo",
+        reads=("norm_adv_by_std_in_grpo",),
+        per_trajectory=True,
+        groups=True,
+    ),
+    "rloo": Estimator("hydraflow.algorithms.rloo:rloo", per_trajectory=True, groups=True),
     "reinforce_plus_plus": Estimator(
         "hydraflow.algorithms.reinforce_plus_plus:reinforce_plus_plus", reads=("gamma",)
     ),

@@ -15,12 +15,12 @@ def rollout_probs_diff(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: T
     """Statistics of |exp(old) - exp(rollout)| over the trained tokens, and the two probabilities'
     correlation.
 
-    All tensors (B, R). Nothing is returned if no token is trained. The standard deviation is unbiased (0 for
+    All tensors (N,). Nothing is returned if no token is trained. The standard deviation is unbiased (0 for
     one token). Pearson's correlation is left out where it is not defined: where either probability is the
     same for all tokens.
 
-    >>> old = torch.tensor([[0.5, 0.2]]).log()
-    >>> diff = rollout_probs_diff(old, torch.tensor([[0.25, 0.2]]).log(), torch.tensor([[1, 1]]))
+    >>> old = torch.tensor([0.5, 0.2]).log()
+    >>> diff = rollout_probs_diff(old, torch.tensor([0.25, 0.2]).log(), torch.tensor([1, 1]))
     >>> diff["training/rollout_probs_diff_max"], diff["training/rollout_probs_diff_mean"]
     (0.25, 0.125)
     """

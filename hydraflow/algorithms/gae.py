@@ -14,25 +14,28 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hydraflow.algorithms.masked import keep, masked_whiten
+from hydraflow.algorithms.trained_tokens import TrainedTokens, whiten
 
 
 @torch.no_grad()
-def gae(rewards: Tensor, mask: Tensor, *, values: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Whitened advantages and returns, (B, R) each, 0 where the mask is 0.
+def gae(
+    rewards: Tensor, mask: Tensor, lengths: Tensor, *, values: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Whitened advantages and returns, (N,) each, 0 where the mask is 0.
 
-    `rewards`, `values`, `mask`: (B, R), right padded. The returns are taken before the whitening, which spans
-    all rows. The loop runs over time only, on time-major copies.
+    `rewards`, `mask`, `values`: (N,), the tokens of all rows; `lengths`: (B,). The returns are taken before
+    the whitening, which spans all rows. The loop runs over time only.
     """
-    trained = mask.bool().T.contiguous()  # (R, B)
-    rewards_t, values_t = rewards.T.contiguous(), values.T.contiguous()  # (R, B)
-    advantages_t = torch.zeros_like(values_t)
-    next_value = values.new_zeros(values.shape[0])  # (B,)
-    next_advantage = torch.zeros_like(next_value)  # (B,)
-    for t in reversed(range(values.shape[1])):
-        delta = rewards_t[t] + gamma * next_value - values_t[t]
-        next_advantage = torch.where(trained[t], delta + gamma * lam * next_advantage, next_advantage)
-        next_value = torch.where(trained[t], values_t[t], next_value)
-        advantages_t[t] = next_advantage
-    advantages = advantages_t.T.contiguous()
-    return masked_whiten(advantages, mask), keep(advantages + values, mask)
+    tokens = TrainedTokens(mask, lengths)
+    rewards, values = tokens.of(rewards), tokens.of(values)  # (n,)
+    advantages = torch.empty_like(values)
+    next_value = values.new_zeros(len(lengths))  # (B,), the longest row first
+    next_advantage = torch.zeros_like(next_value)
+    for now in tokens.backwards():
+        rows = slice(len(now))
+        value = values[now]
+        delta = rewards[now] + gamma * next_value[rows] - value
+        next_advantage[rows] = delta + gamma * lam * next_advantage[rows]
+        next_value[rows] = value
+        advantages[now] = next_advantage[rows]
+    return tokens.put_back(whiten(advantages)), tokens.put_back(advantages + values)

@@ -19,7 +19,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hydraflow.algorithms.masked import keep, masked_mean
+from hydraflow.algorithms.masked import keep
+from hydraflow.algorithms.trained_tokens import row_sums
 
 KLEstimator = Callable[[Tensor, Tensor], Tensor]
 """(log-probabilities of the policy, of the reference) -> estimate per token, of the same shape."""
@@ -71,13 +72,14 @@ KL_ESTIMATORS: dict[str, KLEstimator] = _PLAIN | {
 
 
 @torch.no_grad()
-def apply_kl_penalty(
-    scores: Tensor, logp: Tensor, ref: Tensor, mask: Tensor, *, kind: str, coefficient: float
+def kl_penalty(
+    logp: Tensor, ref: Tensor, mask: Tensor, lengths: Tensor, *, kind: str
 ) -> tuple[Tensor, float]:
-    """Rewards (B, R) = scores - coefficient * KL per trained token, and the KL for the controller.
+    """KL per token (N,), 0 where the mask is 0, and the KL for the controller.
 
     That KL is the mean over trajectories of each one's mean per trained token; trajectories without trained
-    tokens do not count. All tensors (B, R); `scores` outside the mask pass unchanged."""
-    penalty = KL_ESTIMATORS[kind](keep(logp, mask), keep(ref, mask))  # (B, R), 0 where the mask is 0
-    level = masked_mean(masked_mean(penalty, mask, dim=1), mask.bool().any(dim=1))
-    return scores - coefficient * penalty, level.item()
+    tokens do not count. `logp`, `ref`, `mask`: (N,), the tokens of all rows; `lengths`: (B,)."""
+    penalty = KL_ESTIMATORS[kind](keep(logp, mask), keep(ref, mask))  # (N,)
+    tokens = row_sums(mask.bool(), lengths)  # (B,)
+    levels = (row_sums(penalty, lengths) / tokens)[tokens > 0]
+    return penalty, (levels.sum() / max(len(levels), 1)).item()

@@ -13,27 +13,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hydraflow.algorithms.masked import keep, masked_whiten
+from hydraflow.algorithms.trained_tokens import TrainedTokens, whiten
 
 
 @torch.no_grad()
-def return_to_go(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
-    """Discounted sum of the rewards from each trained token on, (B, R), 0 where the mask is 0.
+def reinforce_plus_plus(
+    rewards: Tensor, mask: Tensor, lengths: Tensor, *, gamma: float
+) -> tuple[Tensor, Tensor]:
+    """Whitened advantages and unwhitened returns, (N,) each, 0 where the mask is 0.
 
-    >>> return_to_go(torch.tensor([[1.0, 50.0, 2.0]]), torch.tensor([[1, 0, 1]]), gamma=0.5).tolist()
-    [[2.0, 0.0, 2.0]]
+    `rewards`, `mask`: (N,), the tokens of all rows; `lengths`: (B,).
+
+    >>> rewards, mask = torch.tensor([1.0, 50.0, 2.0]), torch.tensor([1, 0, 1])
+    >>> reinforce_plus_plus(rewards, mask, torch.tensor([3]), gamma=0.5)[1].tolist()
+    [2.0, 0.0, 2.0]
     """
-    trained, rewards_t = mask.bool().T.contiguous(), rewards.T.contiguous()  # (R, B)
-    returns_t = torch.zeros_like(rewards_t)
-    running = rewards.new_zeros(rewards.shape[0])  # (B,)
-    for t in reversed(range(rewards.shape[1])):
-        running = torch.where(trained[t], rewards_t[t] + gamma * running, running)
-        returns_t[t] = running
-    return keep(returns_t.T.contiguous(), mask)
-
-
-def reinforce_plus_plus(rewards: Tensor, mask: Tensor, *, gamma: float) -> tuple[Tensor, Tensor]:
-    """Whitened advantages and unwhitened returns, (B, R) each, 0 where the mask is 0. `rewards`, `mask`: (B,
-    R)."""
-    returns = return_to_go(rewards, mask, gamma=gamma)
-    return masked_whiten(returns, mask), returns
+    tokens = TrainedTokens(mask, lengths)
+    rewards = tokens.of(rewards)  # (n,)
+    returns = torch.empty_like(rewards)
+    running = rewards.new_zeros(len(lengths))  # (B,), the longest row first
+    for now in tokens.backwards():
+        rows = slice(len(now))
+        running[rows] = rewards[now] + gamma * running[rows]
+        returns[now] = running[rows]
+    return tokens.put_back(whiten(returns)), tokens.put_back(returns)

@@ -14,22 +14,17 @@ import torch
 from torch import Tensor
 
 from hydraflow.algorithms.groups import group_scores
-from hydraflow.algorithms.masked import keep
 
 
 @torch.no_grad()
-def rloo(rewards: Tensor, mask: Tensor, *, group_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Advantages and returns (the same numbers), (B, R) each, 0 where the mask is 0.
+def rloo(scores: Tensor, *, group_ids: Tensor) -> Tensor:
+    """Advantages (B,) of trajectories with these scores (B,).
 
-    `rewards`, `mask`: (B, R); `group_ids`: (B,) integer, equal for the trajectories of one prompt.
+    `group_ids`: (B,) integer, equal for the trajectories of one prompt.
 
-    >>> rewards, mask = torch.tensor([[1.0], [2.0], [6.0]]), torch.ones(3, 1)
-    >>> rloo(rewards, mask, group_ids=torch.tensor([0, 0, 0]))[0].tolist()
-    [[-3.0], [-1.5], [4.5]]
+    >>> rloo(torch.tensor([1.0, 2.0, 6.0]), group_ids=torch.tensor([0, 0, 0])).tolist()
+    [-3.0, -1.5, 4.5]
     """
-    scores = rewards.sum(dim=1)  # (B,)
     group = group_scores(scores, group_ids)
     others = (group.size - 1).clamp(min=1).to(scores.dtype)
-    advantage = torch.where(group.size == 1, scores, group.centred * group.size / others)  # (B,)
-    advantages = keep(advantage[:, None].expand_as(rewards), mask)
-    return advantages, advantages.clone()
+    return torch.where(group.size == 1, scores, group.centred * group.size / others)

@@ -18,8 +18,7 @@ from hydraflow.system.printing import count
 
 NODES, DEVICES, CPUS = "trainer.nnodes", "trainer.n_gpus_per_node", "ray_init.num_cpus"
 BESIDE = 1
-"""Processes per machine to which Ray gives a CPU besides the training processes: the one for rewards and
-advantages."""
+"""Processes per machine to which Ray gives a CPU besides the training processes: the one for rewards."""
 
 
 def take(schema: type, leaves: dict[str, Any], origins: dict[str, str], given: Allocation | None) -> None:

@@ -111,3 +111,7 @@ class GenerationEngine(Protocol):
     def update_weights(self, stream: Iterable[tuple[str, Tensor]]) -> None:
         """Loads every weight of the model from (Hugging Face name, full tensor) pairs. ValueError names what
         does not fit."""
+
+    def first_difference(self, stream: Iterable[tuple[str, Tensor]]) -> str | None:
+        """The first name in the stream whose tensor is not the one held; None if all are. The whole stream is
+        read."""

@@ -23,7 +23,7 @@ from hydraflow.generation.base import LENGTH, STOP, GenerationOutput, Generation
 from hydraflow.generation.decode import CachedForward, WaveDecoder, WaveResult
 from hydraflow.generation.layout import Wave, request_order, waves
 from hydraflow.generation.sampling import UniformDraws
-from hydraflow.generation.weights import load_weights
+from hydraflow.generation.weights import first_difference, load_weights
 from hydraflow.protocol import ragged
 
 
@@ -96,6 +96,10 @@ class NativeEngine:
         )
         load_weights(self._model, stream)
         self._not_ready = ""
+
+    def first_difference(self, stream: Iterable[tuple[str, Tensor]]) -> str | None:
+        """See `GenerationEngine`."""
+        return first_difference(self._model, stream)
 
     def _check(self, prompts: Sequence[Tensor], params: SamplingParams) -> None:
         context = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)

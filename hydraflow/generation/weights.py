@@ -53,6 +53,21 @@ def load_weights(model: nn.Module, stream: Iterable[tuple[str, Tensor]]) -> None
         )
 
 
+@torch.no_grad()
+def first_difference(model: nn.Module, stream: Iterable[tuple[str, Tensor]]) -> str | None:
+    """The first name in the stream whose tensor is not the model's, after conversion to its type. The whole
+    stream is read, because its maker may be a collective."""
+    held: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False)) | model.state_dict()
+    found = [
+        name
+        for name, tensor in stream
+        if name not in held
+        or held[name].shape != tensor.shape
+        or not torch.equal(held[name], tensor.to(held[name]))
+    ]
+    return found[0] if found else None
+
+
 def _hint(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]}?" if close else ""

@@ -107,14 +107,17 @@ def _host(
 
 
 def _row_bytes(inputs: EstimateInputs) -> int:
-    """A machine's share of a step's columns (`protocol/fields.py`), which stay in the object store: token ids
-    and mask of 8 bytes, and numbers of 4 for each token of the response."""
+    """The first machine's share of a step's columns (`protocol/fields.py`), which stay in the object store:
+    token ids and mask of 8 bytes, and numbers of 4 for each token of the response. Rewards, advantages and
+    returns of all rows are made by rank 0, the other columns by the rank that has the rows."""
     plan, data = inputs.plan, inputs.config.data
-    numbers = 5 + 2 * bool(plan.ref) + 2 * bool(plan.values)  # log-probabilities twice, scores, rewards, ...
-    each = 8 * data.max_prompt_length + (16 + 4 * numbers) * data.max_response_length
+    numbers = 2 + 2 * bool(plan.ref) + 2 * bool(plan.values)  # log-probabilities twice, ...
+    shared = 8 * data.max_prompt_length + (16 + 4 * numbers) * data.max_response_length
+    on_the_first = 3 * 4 * data.max_response_length
     layout = plan.layouts["actor"]
     machines = -(-len(layout.devices) // layout.devices_per_node)
-    return -(-plan.trajectories_per_step // machines) * each
+    rows = plan.trajectories_per_step
+    return -(-rows // machines) * shared + rows * on_the_first
 
 
 def _load(inputs: EstimateInputs) -> tuple[int, str]:

@@ -49,6 +49,7 @@ GENERATION = {
         "int32 (B,)",
         "version of the weights that all tokens were sampled with: the training steps behind them",
     ),
+    "replica": Field("int32 (B,)", "the generation process that sampled the row"),
     "finish_reason": Field("int8 (B,)", "why the response ended: a place in FINISH_REASONS"),
     "group": Field(
         "int64 (B,)",

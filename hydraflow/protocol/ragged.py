@@ -183,16 +183,6 @@ def to_padded(t: Tensor, length: int | None = None, value: float = 0) -> Tensor:
     return padded
 
 
-def from_padded(dense: Tensor, row_lengths: Tensor) -> Tensor:
-    """The first `row_lengths[i]` tokens of each row of (B, L, ...). ValueError when a length exceeds L."""
-    row_lengths = row_lengths.to(device=dense.device, dtype=torch.int64)
-    longest = int(row_lengths.max()) if len(row_lengths) else 0
-    if longest > dense.shape[1] or len(row_lengths) != dense.shape[0]:
-        rows = f"{len(row_lengths)} row lengths up to {longest}"
-        raise ValueError(f"{rows} do not fit a tensor of shape {tuple(dense.shape)}")
-    return from_parts(dense.detach()[_in_row(row_lengths, dense.shape[1])], row_lengths)
-
-
 def _inner(t: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Values, offsets (B + 1,), and lengths (B,) of a view with holes or None. The methods of the same names
     take 20 us each."""

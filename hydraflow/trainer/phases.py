@@ -28,6 +28,8 @@ class StepPhase:
     """Columns; empty: the phase changes weights."""
 
 
+ORIGIN = ("versions", "replica", "finish_reason")
+"""How a sample came about."""
 MODEL_INPUTS = ("prompts", "responses", "response_mask")
 
 
@@ -48,7 +50,7 @@ def step_phases(config: PPOConfig) -> tuple[StepPhase, ...]:
             "generate",
             "RolloutWorker, generation/",
             ("prompts",),
-            ("responses", "response_mask", "rollout_log_probs", "lengths", "versions", "finish_reason"),
+            ("responses", "response_mask", "rollout_log_probs", "lengths", *ORIGIN),
         ),
         StepPhase(
             "score",

@@ -5,8 +5,8 @@ that stay in the workers' object stores; the controller reads sequence lengths a
 phases are listed in `phases.py`, with the columns that each reads and adds.
 
 Some calls return futures. A group's processes carry out its calls in the order in which they were made, and a
-future passed to another group is waited for there, not here. So scores are computed beside the models'
-passes, advantages wait for them in their own process, and the new weights go out behind the last update.
+future passed to another group is waited for there, not here. So the reward function scores beside the models'
+passes, and the new weights go out behind the last update.
 """
 
 from __future__ import annotations
@@ -107,11 +107,10 @@ class PPOTrainer:
             batch = self.reference_log_probs(batch)
         with phase("values"):
             batch = self.critic_values(batch)
-        estimating = self.advantages(batch, taken.scoring)  # behind the scores
         with phase("reward"):
             self.note_scores(taken, step)
         with phase("adv"):
-            estimated = self.noted(estimating.get())
+            estimated = self.advantages(batch, taken.scoring.get())
         if left_out := estimated.meta_info["left_out"]:
             batch = batch.select_idxs(np.delete(np.arange(len(batch)), left_out))
         return batch.union(estimated)
@@ -190,16 +189,14 @@ class PPOTrainer:
         inputs = columns(batch, self.reads["values"])
         return batch.union(self.roles.critic.call(CriticWorker.compute_values, inputs))
 
-    def advantages(self, batch: RemoteBatch, scored: Future) -> Future:
-        """Rewards, advantages and returns."""
+    def advantages(self, batch: RemoteBatch, scored: RemoteBatch) -> RemoteBatch:
+        """Rewards, advantages and returns. The process that computes them also saves checkpoints, so it must
+        not be the one that waits for the scores."""
         inputs = columns(batch, self.reads["advantages"])
-        return self.roles.advantage.call(AdvantageWorker.compute, inputs, scored)
-
-    def noted(self, output: RemoteBatch) -> RemoteBatch:
-        """Records the metrics and the KL controller's state of an output, and returns it."""
-        self.metrics |= output.meta_info["metrics"]
-        self.kl = output.meta_info["kl"]
-        return output
+        estimated: RemoteBatch = self.roles.advantage.call(AdvantageWorker.compute, inputs, scored)
+        self.metrics |= estimated.meta_info["metrics"]
+        self.kl = estimated.meta_info["kl"]
+        return estimated
 
     def update_critic(self, batch: RemoteBatch, step: int) -> None:
         """Takes the critic's optimizer steps."""
@@ -247,18 +244,33 @@ class PPOTrainer:
         return role.call(method, inputs, step)
 
     def _compare_with_rollout(self, batch: RemoteBatch) -> dict[str, float]:
-        names = ["response_mask", "rollout_log_probs", "old_log_probs", "entropys"]
-        measured = self.roles.advantage.call(AdvantageWorker.compare_with_rollout, columns(batch, names))
-        limit = self.config.actor_rollout_ref.rollout.probs_diff_limit
-        found = measured["training/rollout_probs_diff_mean"]
-        if not self._compared and found > limit:
-            raise GuardStop(
-                "the generation engine and the trainer disagree: sampled tokens' probabilities differ by"
-                f" {found:.4f} on average, actor_rollout_ref.rollout.probs_diff_limit is {limit}. Usual"
-                " causes: weights that did not arrive, another chat template or tokenizer, different dtypes."
-            )
-        self._compared = True
+        """Metrics of the comparison; the first one after a start stops the run if a generation process is
+        too far off. Without a trained token the next step compares."""
+        names = ["response_mask", "rollout_log_probs", "old_log_probs", "entropys", "replica"]
+        found = self.roles.advantage.call(AdvantageWorker.compare_with_rollout, columns(batch, names))
+        if not self._compared and found.by_replica:
+            worst = max(found.by_replica, key=lambda number: found.by_replica[number])
+            limit = self.config.actor_rollout_ref.rollout.probs_diff_limit
+            if found.by_replica[worst] > limit:
+                raise GuardStop(self._disagreement(worst, found.by_replica[worst], limit))
+            self._compared = True
+        measured: dict[str, float] = found.metrics
         return measured
+
+    def _disagreement(self, replica: int, by: float, limit: float) -> str:
+        differing = None
+        if self.roles.rollout is not None:
+            differing = self.roles.rollout.call(RolloutWorker.first_difference)[replica]
+        cause = (
+            f"The first of its weights that is not the trainer's: {differing}."
+            if differing
+            else "Its weights are the trainer's. Usual causes: another chat template or tokenizer, different"
+            " dtypes."
+        )
+        return (
+            f"generation process {replica} and the trainer disagree: sampled tokens' probabilities differ by"
+            f" {by:.4f} on average, actor_rollout_ref.rollout.probs_diff_limit is {limit}. {cause}"
+        )
 
     def _throughput(
         self, tokens: int, rows: int, seconds: dict[str, float], before: Traffic

@@ -1,7 +1,8 @@
 """Which worker runs where: turns the configuration into worker groups on resource pools.
 
 In: configuration, plan, runtime. Out: `Roles`, one handle per role. Actor, rollout, critic and reference
-share processes; the reward function and the advantages run in a process of their own.
+share processes, and rank 0 of them computes the advantages between the models' passes; the reward function
+has a process of its own.
 """
 
 from __future__ import annotations
@@ -51,14 +52,7 @@ def build_roles(config: PPOConfig, plan: BatchPlan, runtime: Runtime, *, skipped
     skipped optimizer steps."""
     skip_limits = SkipLimits(config.trainer.max_skipped_steps, str(skipped))
     train = runtime.group(TRAIN, _training_roles(config, plan, skip_limits))
-    advantage = AdvantageSpec(
-        config.algorithm,
-        config.data.max_response_length,
-        drop_failed=config.reward.on_failure == "mask",
-    )
-    score = runtime.group(
-        SCORE, {"reward": _reward_role(config), "advantage": RoleSpec(AdvantageWorker, (advantage,))}
-    )
+    score = runtime.group(SCORE, {"reward": _reward_role(config)})
     runtime.await_ready()
     return Roles(
         actor=train.role("actor"),
@@ -66,7 +60,7 @@ def build_roles(config: PPOConfig, plan: BatchPlan, runtime: Runtime, *, skipped
         critic=train.role("critic") if plan.critic else None,
         ref=train.role("ref") if own_reference(config) else None,
         reward=score.role("reward"),
-        advantage=score.role("advantage"),
+        advantage=train.role("advantage"),
     )
 
 
@@ -119,6 +113,8 @@ def _training_roles(config: PPOConfig, plan: BatchPlan, skip_limits: SkipLimits)
             policy.actor.strategy, policy.model, policy.ref.fsdp_config, plan.ref, temperature
         )
         roles["ref"] = RoleSpec(ReferenceWorker, (ref,))
+    advantage = AdvantageSpec(config.algorithm, tokens, drop_failed=config.reward.on_failure == "mask")
+    roles["advantage"] = RoleSpec(AdvantageWorker, (advantage,))
     return roles
 
 

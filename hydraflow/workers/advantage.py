@@ -15,13 +15,14 @@ from hydraflow.algorithms.advantages import estimate_advantages
 from hydraflow.algorithms.config import ESTIMATORS, AlgorithmConfig
 from hydraflow.algorithms.diagnostics import rollout_probs_diff
 from hydraflow.algorithms.groups import group_scores
-from hydraflow.algorithms.kl import apply_kl_penalty
+from hydraflow.algorithms.kl import kl_penalty
 from hydraflow.algorithms.kl_control import make_kl_controller
+from hydraflow.algorithms.trained_tokens import row_sums
 from hydraflow.dispatch.modes import Dispatch, register
 from hydraflow.dispatch.worker import ProcessContext, Worker
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.fields import FINISH_REASONS
-from hydraflow.protocol.ragged import from_padded, parts, to_padded
+from hydraflow.protocol.ragged import from_parts, is_ragged, parts
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,18 @@ class AdvantageSpec:
     """Leave out rows that the reward function failed on."""
 
 
+@dataclass(frozen=True)
+class RolloutComparison:
+    """The generation engine's probabilities of the trained tokens beside the trainer's; empty if no token is
+    trained."""
+
+    metrics: dict[str, float]
+    by_replica: dict[int, float]
+    """Mean difference of the probabilities, by generation process."""
+
+
 class AdvantageWorker(Worker):
-    """Holds the KL controller and computes advantages."""
+    """Holds the KL controller and computes advantages, both on rank 0 alone."""
 
     def __init__(self, process: ProcessContext, spec: AdvantageSpec):
         super().__init__(process)
@@ -46,7 +57,7 @@ class AdvantageWorker(Worker):
             control.type, kl_coef=control.kl_coef, target_kl=control.target_kl, horizon=control.horizon
         )
 
-    @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False, read_only=True)
+    @register(dispatch_mode=Dispatch.RANK_ZERO, read_only=True)
     def compute(self, batch: DataProto, scored: DataProto) -> DataProto:
         """From `score` in `scored`: `advantages` and `returns` of the rows that are trained on.
 
@@ -68,76 +79,88 @@ class AdvantageWorker(Worker):
 
     def _compute(self, batch: DataProto, scored: DataProto) -> DataProto:
         algorithm = self.spec.algorithm
-        lengths = parts(batch.get("response_mask"))[1]
-        padded = {
-            name: to_padded(batch.get(name))
-            for name in batch.keys()
-            if name not in ("prompts", "group", "finish_reason")
-        }
-        mask = padded["response_mask"].to(torch.float32)
+        columns, (mask, lengths) = _flat(batch), parts(batch.get("response_mask"))
+        mask, values = mask.bool(), columns.get("values")
         metrics: dict[str, float] = {}
         scores = scored.get("score")
-        rewards = on_last_trained_token(scores, mask, lengths)
+        rewards, totals = on_last_trained_token(scores, mask, lengths), scores
         if algorithm.use_kl_in_reward:
-            rewards, metrics = self._take_kl_off(padded, rewards, mask)
+            penalty, metrics = self._kl_penalty(columns, mask, lengths)
+            rewards, totals = rewards - penalty, (scores - row_sums(penalty, lengths)).to(scores.dtype)
         advantages, returns = estimate_advantages(
-            algorithm, rewards, mask, values=padded.get("values"), group_ids=batch.get("group")
+            algorithm, totals, rewards, mask, lengths, values=values, group_ids=batch.get("group")
         )
-        metrics |= _data_metrics(padded, scores, rewards, advantages, returns, mask)
+        metrics |= _data_metrics(scores, totals, advantages, returns, values, mask)
         if ESTIMATORS[algorithm.adv_estimator].groups:
             metrics |= _group_metrics(scores, batch.get("group"))
         metrics |= _length_metrics(parts(batch.get("prompts"))[1], lengths, self.spec.response_tokens)
-        columns = {"token_level_rewards": rewards, "advantages": advantages, "returns": returns}
         return DataProto.from_dict(
-            tensors={name: from_padded(column.float(), lengths) for name, column in columns.items()},
+            tensors={
+                "token_level_rewards": from_parts(rewards.float(), lengths),
+                "advantages": from_parts(advantages.float(), lengths),
+                "returns": from_parts(returns.float(), lengths),
+            },
             meta_info={"metrics": metrics},
         )
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, read_only=True)
-    def compare_with_rollout(self, batch: DataProto) -> dict[str, float]:
+    def compare_with_rollout(self, batch: DataProto) -> RolloutComparison:
         """How far `old_log_probs` are from `rollout_log_probs`, and the sampling policy's entropy per
         token."""
-        padded = {name: to_padded(batch.get(name)) for name in batch.keys()}
-        mask = padded["response_mask"].bool()
-        entropy = {"actor/entropy": float(padded["entropys"][mask].mean())}
-        return rollout_probs_diff(padded["old_log_probs"], padded["rollout_log_probs"], mask) | entropy
+        columns = _flat(batch)
+        mask, lengths = columns["response_mask"].bool(), parts(batch.get("response_mask"))[1]
+        if not mask.any():
+            return RolloutComparison({}, {})
+        ours, theirs = columns["old_log_probs"], columns["rollout_log_probs"]
+        replica = torch.repeat_interleave(batch.get("replica"), lengths)[mask]  # (trained tokens,)
+        gap = (ours[mask].double().exp() - theirs[mask].double().exp()).abs()
+        entropy = {"actor/entropy": float(columns["entropys"][mask].mean())}
+        return RolloutComparison(
+            rollout_probs_diff(ours, theirs, mask) | entropy,
+            {int(number): float(gap[replica == number].mean()) for number in replica.unique()},
+        )
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Restores the KL controller's state."""
         self.kl.load_state_dict(state)
 
-    def _take_kl_off(
-        self, padded: dict[str, torch.Tensor], scores: torch.Tensor, mask: torch.Tensor
+    def _kl_penalty(
+        self, columns: dict[str, torch.Tensor], mask: torch.Tensor, lengths: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, float]]:
+        """What comes off the rewards (N,), and its metrics; the controller learns of the step's KL."""
         coefficient = self.kl.value
-        rewards, kl = apply_kl_penalty(
-            scores,
-            padded["old_log_probs"],
-            padded["ref_log_prob"],
+        penalty, kl = kl_penalty(
+            columns["old_log_probs"],
+            columns["ref_log_prob"],
             mask,
+            lengths,
             kind=self.spec.algorithm.kl_penalty,
-            coefficient=coefficient,
         )
-        self.kl.update(kl, len(scores))
-        return rewards, {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coefficient}
+        self.kl.update(kl, len(lengths))
+        metrics = {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coefficient}
+        return coefficient * penalty, metrics
+
+
+def _flat(batch: DataProto) -> dict[str, torch.Tensor]:
+    """The ragged columns as the tokens of all rows, (N,) each."""
+    return {name: parts(batch.get(name))[0] for name in batch.keys() if is_ragged(batch.get(name))}
 
 
 def on_last_trained_token(scores: torch.Tensor, mask: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Scores (B,) as rewards (B, R), each on the row's last token that the mask selects. In a row without
-    one it is on the last token: only sums over the row see it there, by which groups are compared.
+    """Scores (B,) as rewards (N,), each on the row's last token that the mask (N,) selects; in a row without
+    one on the last token.
 
-    >>> mask = torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
-    >>> on_last_trained_token(torch.tensor([0.5, 2.0]), mask, torch.tensor([3, 2]))
-    tensor([[0.0000, 0.5000, 0.0000],
-            [0.0000, 2.0000, 0.0000]])
+    >>> mask = torch.tensor([1, 1, 0, 0, 0])
+    >>> on_last_trained_token(torch.tensor([0.5, 2.0, 3.0]), mask, torch.tensor([3, 2, 0]))
+    tensor([0.0000, 0.5000, 0.0000, 0.0000, 2.0000])
     """
-    if mask.shape[1] == 0:
-        return torch.zeros_like(mask)
-    positions = torch.arange(1, mask.shape[1] + 1)
-    last = (positions * mask.bool()).amax(1)  # 0: none
-    last = torch.where(last > 0, last, lengths.clamp(min=1)) - 1
-    return torch.zeros_like(mask).scatter(1, last[:, None], scores[:, None].to(mask.dtype))
+    ends = lengths.cumsum(0)
+    trained = torch.cat([torch.tensor([-1]), mask.nonzero().squeeze(1)])  # (1 + trained tokens,)
+    last = trained[torch.searchsorted(trained, ends) - 1]  # before the row's end, perhaps in an earlier row
+    last = torch.where(last >= ends - lengths, last, ends - 1)
+    filled = lengths > 0
+    return scores.new_zeros(len(mask)).index_put_((last[filled],), scores[filled])
 
 
 def count_ends(reasons: torch.Tensor) -> dict[str, float]:
@@ -148,27 +171,28 @@ def count_ends(reasons: torch.Tensor) -> dict[str, float]:
 
 
 def _data_metrics(
-    padded: dict[str, torch.Tensor],
     scores: torch.Tensor,
-    rewards: torch.Tensor,
+    totals: torch.Tensor,
     advantages: torch.Tensor,
     returns: torch.Tensor,
+    values: torch.Tensor | None,
     mask: torch.Tensor,
 ) -> dict[str, float]:
-    """Means, largest and smallest values under verl's names; token columns count trained tokens only."""
-    trained = mask.bool()
+    """Means, largest and smallest values under verl's names. `scores` and `totals` are per row (B,), the
+    others per token (N,); only those that the mask selects count."""
+    returns = returns[mask]
     columns = {
         "critic/score": scores,
-        "critic/rewards": rewards.sum(1),
-        "critic/advantages": advantages[trained],
-        "critic/returns": returns[trained],
+        "critic/rewards": totals,
+        "critic/advantages": advantages[mask],
+        "critic/returns": returns,
     }
     metrics: dict[str, float] = {}
-    if (values := padded.get("values")) is not None:
-        columns["critic/values"] = values[trained]
-        if int(trained.sum()) > 1:
-            unexplained = (returns[trained] - values[trained]).var()
-            metrics["critic/vf_explained_var"] = float(1.0 - unexplained / (returns[trained].var() + 1e-5))
+    if values is not None:
+        columns["critic/values"] = values = values[mask]
+        if len(values) > 1:
+            unexplained = (returns - values).var()
+            metrics["critic/vf_explained_var"] = float(1.0 - unexplained / (returns.var() + 1e-5))
     for name, column in columns.items():
         metrics |= spread(name, column)
     return metrics

@@ -1,8 +1,8 @@
 """Samples responses, with weights from the actor in the same process or from a model directory.
 
 In: prompts, one row each. Out: the samples of each, prompt by prompt: `prompts`, `responses`,
-`response_mask`, `rollout_log_probs`, `lengths`, `versions`, `finish_reason`. What is sampled depends on the
-seed, the step, the prompt's uid and the sample's number, never on the process that drew it.
+`response_mask`, `rollout_log_probs`, `lengths`, `versions`, `replica`, `finish_reason`. What is sampled
+depends on the seed, the step, the prompt's uid and the sample's number, never on the process that drew it.
 """
 
 from __future__ import annotations
@@ -86,6 +86,12 @@ class RolloutWorker(Worker):
         )
         self.version = 0
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, read_only=True)
+    def first_difference(self) -> str | None:
+        """The first tensor that is not the actor's of now; None: all are."""
+        actor = self.process.roles["actor"]
+        return self.engine.first_difference(actor.engine.weights())  # type: ignore[attr-defined]
+
     @register(dispatch_mode=mesh_mode("rollout"), blocking=False, read_only=True)
     def generate(self, batch: DataProto) -> DataProto:
         """Samples as `meta_info["sampling"]` says. `meta_info["draw"]` is the second part of the key of every
@@ -107,7 +113,7 @@ class RolloutWorker(Worker):
             keys=[(self.spec.seed, draw, str(uid)) for uid in batch.non_tensor_batch["uid"]],
         )
         output = self.engine.generate(request, self._params(sampling_spec))
-        return _trajectories(batch.get("prompts"), request.samples, output, promised)
+        return _trajectories(batch.get("prompts"), request.samples, output, promised, self.process.rank)
 
     def _params(self, sampling_spec: SamplingSpec) -> SamplingParams:
         return SamplingParams(
@@ -121,7 +127,7 @@ class RolloutWorker(Worker):
 
 
 def _trajectories(
-    prompts: torch.Tensor, samples: Sequence[int], output: GenerationOutput, version: int
+    prompts: torch.Tensor, samples: Sequence[int], output: GenerationOutput, version: int, replica: int
 ) -> DataProto:
     """Columns of `samples[i]` trajectories for each prompt i; `lengths` (B,) int32 counts prompt and
     response."""
@@ -136,6 +142,7 @@ def _trajectories(
             "rollout_log_probs": output.log_probs,
             "lengths": lengths.to(torch.int32),
             "versions": torch.full((len(lengths),), version, dtype=torch.int32),
+            "replica": torch.full((len(lengths),), replica, dtype=torch.int32),
             "finish_reason": torch.tensor(
                 [FINISH_REASONS.index(reason) for reason in output.finish_reason], dtype=torch.int8
             ),

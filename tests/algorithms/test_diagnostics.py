@@ -16,8 +16,8 @@ MODULES = [module.name for module in pkgutil.iter_modules(hydraflow.algorithms._
 
 
 def test_differences_by_hand():
-    old, rollout = torch.tensor([[0.5, 0.2], [0.9, 0.7]]), torch.tensor([[0.4, 0.2], [0.6, 0.1]])
-    mask = torch.tensor([[1, 1], [1, 0]])  # gaps 0.1, 0, 0.3
+    old, rollout = torch.tensor([0.5, 0.2, 0.9, 0.7]), torch.tensor([0.4, 0.2, 0.6, 0.1])
+    mask = torch.tensor([1, 1, 1, 0])  # gaps 0.1, 0, 0.3
     diff = rollout_probs_diff(old.log(), rollout.log(), mask)
     assert diff["training/rollout_probs_diff_mean"] == pytest.approx(0.4 / 3, abs=1e-6)
     assert diff["training/rollout_probs_diff_max"] == pytest.approx(0.3, abs=1e-6)
@@ -29,16 +29,16 @@ def test_differences_by_hand():
 
 
 def test_equal_probabilities_differ_by_nothing():
-    logp = torch.tensor([[0.5, 0.2]]).log()
-    diff = rollout_probs_diff(logp, logp.clone(), torch.ones(1, 2))
+    logp = torch.tensor([0.5, 0.2]).log()
+    diff = rollout_probs_diff(logp, logp.clone(), torch.ones(2))
     assert diff["training/rollout_probs_diff_max"] == 0.0
     assert diff["training/rollout_actor_probs_pearson_corr"] == pytest.approx(1.0)
 
 
 def test_what_is_not_defined_is_left_out():
-    logp = torch.tensor([[0.5, 0.2]]).log()
-    assert rollout_probs_diff(logp, logp, torch.zeros(1, 2)) == {}
-    one = rollout_probs_diff(logp, logp, torch.tensor([[1, 0]]))
+    logp = torch.tensor([0.5, 0.2]).log()
+    assert rollout_probs_diff(logp, logp, torch.zeros(2)) == {}
+    one = rollout_probs_diff(logp, logp, torch.tensor([1, 0]))
     assert one["training/rollout_probs_diff_std"] == 0.0
     assert "training/rollout_actor_probs_pearson_corr" not in one
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from hydraflow.algorithms.kl import KL_ESTIMATORS, apply_kl_penalty
+from hydraflow.algorithms.kl import KL_ESTIMATORS, kl_penalty
 from hydraflow.algorithms.kl_control import AdaptiveKLController, FixedKLController, make_kl_controller
 
 LOGP, REF = math.log(0.5), math.log(0.25)  # d = log 2
@@ -64,12 +64,16 @@ def test_table_holds_each_name_with_and_without_plus():
 
 
 def test_penalty_in_the_reward_by_hand():
-    scores = torch.tensor([[0.0, 1.0, 0.0], [2.0, 0.0, 0.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
-    logp = torch.tensor([[0.3, 0.5, 9.0], [0.6, 9.0, 9.0], [9.0, 9.0, float("nan")]], dtype=torch.float64)
-    mask = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0]])
-    rewards, level = apply_kl_penalty(scores, logp, torch.zeros_like(logp), mask, kind="kl", coefficient=0.5)
-    assert rewards.tolist() == [[-0.15, 0.75, 0.0], [1.7, 0.0, 0.0], [0.0, 0.0, 0.0]]
-    assert level == pytest.approx((0.4 + 0.6) / 2)  # the third trajectory has no trained token
+    """Rows of 3, 1, 2 and 0 tokens."""
+    logp = torch.tensor([0.3, 9.0, 0.5, 0.6, 9.0, float("nan")], dtype=torch.float64)
+    mask, lengths = torch.tensor([1, 0, 1, 1, 0, 0]), torch.tensor([3, 1, 2, 0])
+    penalty, level = kl_penalty(logp, torch.zeros_like(logp), mask, lengths, kind="kl")
+    assert penalty.tolist() == [0.3, 0.0, 0.5, 0.6, 0.0, 0.0]
+    assert level == pytest.approx((0.4 + 0.6) / 2)  # the other trajectories have no trained token
+
+
+def test_no_trained_token_has_no_kl():
+    assert kl_penalty(torch.ones(2), torch.zeros(2), torch.zeros(2), torch.tensor([2]), kind="kl")[1] == 0
 
 
 def test_adaptive_controller_by_hand_and_over_a_resume():

@@ -122,7 +122,7 @@ def test_log_files_of_every_role_and_rank(run: Path) -> None:
 
 def test_the_profile_is_of_the_asked_step_and_rank(run: Path) -> None:
     files = sorted(path.relative_to(run / "profile").as_posix() for path in (run / "profile").rglob("*.json"))
-    assert files == ["step_2/actor+rollout-0.json", "step_2/reward+advantage-0.json"], (
+    assert files == ["step_2/actor+rollout+advantage-0.json", "step_2/reward-0.json"], (
         "not of the warm start's second step"
     )
     names = {
@@ -154,9 +154,9 @@ def test_a_call_that_takes_too_long_leaves_the_stacks_of_all(tmp_path: Path, rec
     text = file.read_text()
     assert "compute_score (slow.py:4)" in text, "the child process of the reward worker, where it hangs"
     assert re.findall(r"^=== (.*), pid", text, re.MULTILINE) == [
-        "actor+rollout rank 0",
-        "actor+rollout rank 1",
-        "reward+advantage rank 0",
+        "actor+rollout+advantage rank 0",
+        "actor+rollout+advantage rank 1",
+        "reward rank 0",
     ]
 
 

@@ -113,6 +113,15 @@ def test_loading_reads_the_model_once_per_machine_and_in_float32() -> None:
     assert "rank 0" in host.load_text
 
 
+def test_rewards_advantages_and_returns_of_all_rows_are_on_the_first_machine() -> None:
+    """Two numbers of 8 bytes and five of 4 for each of 512 tokens, one of 8 for those of the prompt."""
+    sizes = {"data__train_batch_size": 4, "data__max_prompt_length": 100, "data__max_response_length": 512}
+    one = report_of(configured(**sizes)).host
+    two = report_of(configured(**sizes, trainer__nnodes=2)).host
+    assert one.rows == 32 * (8 * 100 + (16 + 5 * 4) * 512)
+    assert two.rows == 16 * (8 * 100 + (16 + 2 * 4) * 512) + 32 * 3 * 4 * 512
+
+
 def test_roles_of_one_process_load_one_after_another() -> None:
     with_reference = report_of(configured(**{f"{POLICY}__actor__use_kl_loss": True}))
     assert [role.role for role in with_reference.roles] == ["actor", "ref", "rollout"]

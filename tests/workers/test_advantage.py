@@ -15,7 +15,7 @@ from hydraflow.algorithms.config import ESTIMATORS, AlgorithmConfig, KLControlCo
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.fields import FINISH_REASONS
-from hydraflow.workers.advantage import AdvantageSpec, AdvantageWorker
+from hydraflow.workers.advantage import AdvantageSpec, AdvantageWorker, on_last_trained_token
 
 MASK = [[1, 0, 1], [1], [1, 1], [1, 1]]
 """Two prompts with two trajectories each; the second token of the first one is a tool's answer."""
@@ -145,12 +145,21 @@ def test_the_distance_to_the_generator_counts_trained_tokens() -> None:
         name: column([torch.tensor(row).log().tolist() for row in rows])
         for name, rows in probabilities.items()
     }
+    columns |= {"entropys": column([[1.0, 8.0], [2.0]]), "replica": torch.tensor([0, 3], dtype=torch.int32)}
     mask = ragged.from_rows([torch.tensor([1, 0]), torch.tensor([1])])
-    batch = DataProto.from_dict({**columns, "response_mask": mask, "entropys": column([[1.0, 8.0], [2.0]])})
-    told = make_worker().compare_with_rollout(batch)
-    assert told["training/rollout_probs_diff_max"] == pytest.approx(0.25)
-    assert told["training/rollout_probs_diff_mean"] == pytest.approx(0.125)
-    assert told["actor/entropy"] == 1.5
+    found = make_worker().compare_with_rollout(DataProto.from_dict({**columns, "response_mask": mask}))
+    assert found.metrics["training/rollout_probs_diff_max"] == pytest.approx(0.25)
+    assert found.metrics["training/rollout_probs_diff_mean"] == pytest.approx(0.125)
+    assert found.metrics["actor/entropy"] == 1.5
+    assert found.by_replica == {0: pytest.approx(0.25), 3: 0.0}
+
+
+def test_nothing_is_compared_where_no_token_is_trained() -> None:
+    names = ("old_log_probs", "rollout_log_probs", "entropys")
+    columns = {name: column([[-1.0, -2.0]]) for name in names}
+    columns |= {"replica": torch.tensor([0]), "response_mask": ragged.from_rows([torch.tensor([0, 0])])}
+    found = make_worker().compare_with_rollout(DataProto.from_dict(columns))
+    assert (found.metrics, found.by_replica) == ({}, {})
 
 
 @given(
@@ -168,6 +177,22 @@ def test_every_estimator_sees_the_score_whatever_the_mask(masks: list[list[bool]
     assert [len(row) for row in found] == [len(mask) for mask in masks]
     assert kept == [pytest.approx(row, abs=1e-6) for row in expected]
     assert all(value == 0 for row, mask in zip(found, masks) for value, on in zip(row, mask) if not on)
+
+
+@given(st.lists(st.lists(st.booleans(), max_size=5), min_size=1, max_size=8))
+@settings(max_examples=100)
+def test_the_score_is_on_the_last_trained_token(masks: list[list[bool]]) -> None:
+    """In a row without one on the last token."""
+    scores = [1.0 + row for row in range(len(masks))]
+    expected = [[0.0] * len(mask) for mask in masks]
+    for row, mask in enumerate(masks):
+        if mask:
+            last = max((place for place, on in enumerate(mask) if on), default=len(mask) - 1)
+            expected[row][last] = scores[row]
+    mask = torch.tensor([on for mask in masks for on in mask], dtype=torch.bool)
+    lengths = torch.tensor([len(mask) for mask in masks])
+    found = on_last_trained_token(torch.tensor(scores), mask, lengths)
+    assert [row.tolist() for row in found.split(lengths.tolist())] == expected
 
 
 def advantages_of(masks: list[list[bool]], scores: list[float], estimator: str) -> list[list[float]]:

@@ -1,0 +1,106 @@
+"""Sums under a mask, trained tokens, and statistics over groups: by hand, and what stands outside a mask."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hydraflow.algorithms.groups import group_ids, group_scores
+from hydraflow.algorithms.masked import keep, masked_sum
+from hydraflow.algorithms.trained_tokens import TrainedTokens, row_sums, whiten
+
+NAN = float("nan")
+
+
+def test_masked_sum_by_hand():
+    values = torch.tensor([[1.0, NAN, 3.0], [8.0, float("inf"), 0.0]], dtype=torch.float64)
+    assert masked_sum(values, torch.tensor([[1, 0, 1], [1, 0, 0]])).item() == 12.0
+
+
+def test_no_gradient_and_no_nan_pass_a_closed_mask():
+    values = torch.tensor([2.0, NAN], requires_grad=True)
+    (keep(values, torch.tensor([1, 0])) ** 2).sum().backward()
+    assert values.grad.tolist() == [4.0, 0.0]
+
+
+def test_trained_tokens_by_hand():
+    """Rows of 2, 0, 4 and 1 tokens, of which 1, 0, 3 and 1 are trained."""
+    mask, lengths = torch.tensor([0, 1, 1, 0, 1, 1, 1]), torch.tensor([2, 0, 4, 1])
+    tokens = TrainedTokens(mask, lengths)
+    assert tokens.lengths.tolist() == [1, 0, 3, 1]
+    column = torch.tensor([NAN, 1.0, 2.0, NAN, 3.0, 4.0, 5.0])
+    assert tokens.of(column).tolist() == [1, 2, 3, 4, 5]
+    assert tokens.put_back(tokens.of(column)).tolist() == [0, 1, 2, 0, 3, 4, 5]
+    assert [now.tolist() for now in tokens.backwards()] == [[3], [2], [1, 0, 4]], "the longest row first"
+
+
+def test_no_rows_and_rows_without_tokens_have_no_time():
+    none = torch.tensor([], dtype=torch.int64)
+    assert list(TrainedTokens(none, none).backwards()) == []
+    assert list(TrainedTokens(torch.zeros(3), torch.tensor([1, 2])).backwards()) == []
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.lists(st.booleans(), max_size=5), max_size=8))
+def test_backwards_meets_every_token_once_and_each_row_at_one_place(rows):
+    """A row keeps its place in what comes; `place` holds the token that it is to meet next."""
+    mask = torch.tensor([on for row in rows for on in row], dtype=torch.bool)
+    tokens = TrainedTokens(mask, torch.tensor([len(row) for row in rows], dtype=torch.int64))
+    trained = sorted((sum(row) for row in rows), reverse=True)
+    met = [now.tolist() for now in tokens.backwards()]
+    assert sorted(place for now in met for place in now) == list(range(sum(trained)))
+    for before, after in zip(met, met[1:]):
+        assert after[: len(before)] == [place - 1 for place in before]
+    assert [len(now) for now in met] == [
+        sum(length > time for length in trained) for time in reversed(range(max(trained, default=0)))
+    ]
+
+
+def test_row_sums_are_in_float64():
+    tenths = torch.full((100_000,), 0.1)
+    expected = [float(tenths[0]) * 99_999, 0, float(tenths[0])]
+    assert row_sums(tenths, torch.tensor([99_999, 0, 1])).tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_whitening_by_hand():
+    white = whiten(torch.tensor([1.0, 3.0, 8.0], dtype=torch.float64), eps=0.0)
+    variance = 13  # ((-3)^2 + (-1)^2 + 4^2) / 2
+    assert white.tolist() == pytest.approx([x / math.sqrt(variance) for x in (-3, -1, 4)], abs=1e-12)
+    assert whiten(torch.tensor([5.0])).tolist() == [0.0]
+    assert whiten(torch.tensor([])).tolist() == []
+
+
+def test_group_ids_of_names():
+    assert group_ids(["q7", "q1", "q7", "q3"]).tolist() == [2, 0, 2, 1]
+
+
+def test_group_scores_by_hand():
+    scores = torch.tensor([1.0, 10.0, 3.0, 7.0, 20.0], dtype=torch.float64)
+    group = group_scores(scores, torch.tensor([4, -1, 4, 99, -1]))
+    assert group.centred.tolist() == [-1.0, -5.0, 1.0, 0.0, 5.0]
+    assert group.std.tolist() == pytest.approx(
+        [math.sqrt(2), math.sqrt(50), math.sqrt(2), 0.0, math.sqrt(50)]
+    )
+    assert group.size.tolist() == [2, 2, 2, 1, 2]
+
+
+@pytest.mark.parametrize("score", [0.1, 0.7, -3.3, 1e6 + 0.1])
+def test_equal_scores_of_a_group_differ_by_exactly_nothing(score):
+    group = group_scores(torch.full((7,), score), torch.zeros(7, dtype=torch.int64))
+    assert group.centred.tolist() == [0.0] * 7
+    assert group.std.tolist() == [0.0] * 7
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.tuples(st.integers(0, 4), st.floats(-10, 10)), min_size=1, max_size=12))
+def test_group_scores_agree_with_a_loop(rows):
+    ids, scores = [i for i, _ in rows], [s for _, s in rows]
+    group = group_scores(torch.tensor(scores, dtype=torch.float64), torch.tensor(ids))
+    for row, (i, score) in enumerate(rows):
+        members = [s for j, s in rows if j == i]
+        mean = sum(members) / len(members)
+        assert group.centred[row].item() == pytest.approx(score - mean, abs=1e-10)
+        variance = sum((s - mean) ** 2 for s in members) / max(len(members) - 1, 1)
+        assert group.std[row].item() == pytest.approx(math.sqrt(variance), abs=1e-10)

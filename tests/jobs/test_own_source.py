@@ -1,0 +1,94 @@
+"""A source of one's own: groups of random sizes, rows in random order. The default recipe learns from it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from jobs.command import LOCAL, read_steps
+
+from hydraflow.compose.loading import load
+from hydraflow.dispatch.shards import CompletedFuture
+from hydraflow.jobs.ppo import PPOJob
+from hydraflow.schema import PPOConfig
+from hydraflow.trainer.source import Trajectories, TrajectorySource
+
+pytestmark = pytest.mark.slow
+
+ROWS: list[int] = []
+
+
+class RandomGroups:
+    """What another source has sampled, less a random part of each group, in random order."""
+
+    def __init__(self, inner: TrajectorySource):
+        self.inner = inner
+
+    def take(self, step: int) -> Trajectories:
+        taken, draw = self.inner.take(step), np.random.default_rng(step)
+        group = taken.rows.columns["group"].refs[0].data.numpy()  # type: ignore[attr-defined]
+        share = draw.random(group.max() + 1)  # of each group's rows; of some none
+        kept = draw.permutation(np.flatnonzero(draw.random(len(group)) < share[group]))
+        ROWS.append(len(kept))
+        scored = taken.scoring.get().select_idxs(kept)
+        return replace(taken, rows=taken.rows.select_idxs(kept), scoring=CompletedFuture(scored))
+
+    def give_back(self) -> None:
+        self.inner.give_back()
+
+    def published(self, version: int) -> None:
+        self.inner.published(version)
+
+    def state(self) -> dict[str, Any]:
+        return self.inner.state()
+
+
+class RandomJob(PPOJob):
+    def source(self, *given: Any) -> TrajectorySource:
+        return RandomGroups(super().source(*given))
+
+
+def test_groups_of_any_size_in_any_order_train(tmp_path: Path, recipe_cache: Path) -> None:
+    overrides = [
+        f"recipe.cache_dir={recipe_cache}",
+        f"trainer.default_local_dir={tmp_path}",
+        "trainer.total_training_steps=40",
+        "trainer.test_freq=-1",
+        "trainer.logger=[file]",
+        "trainer.save_final_model=false",
+    ]
+    RandomJob(load("ppo", PPOConfig, [*overrides, *LOCAL])).run()
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["last_val_accuracy"] > summary["first_val_accuracy"] + 0.05
+    assert len(set(ROWS)) > 20
+    tokens = [row["perf/total_num_tokens"] / row["perf/throughput"] for row in read_steps(tmp_path)[1:]]
+    assert len(tokens) == 40 and all(0 < count < float("inf") for count in tokens)
+
+
+def test_the_ranks_share_rows_that_do_not_divide(
+    tmp_path: Path, recipe_cache: Path, ray_session: None
+) -> None:
+    """Two ranks of processes: an odd number of rows is filled up, and PPO's critic gets the same rows."""
+    overrides = [
+        f"recipe.cache_dir={recipe_cache}",
+        f"trainer.default_local_dir={tmp_path}",
+        "algorithm.adv_estimator=gae",
+        "algorithm.use_kl_in_reward=true",
+        "trainer.n_gpus_per_node=2",
+        "trainer.total_training_steps=2",
+        "trainer.val_before_train=false",
+        "trainer.logger=[file]",
+        "trainer.save_final_model=false",
+        "data.train_batch_size=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "data.val_max_samples=4",
+    ]
+    ROWS.clear()
+    RandomJob(load("ppo", PPOConfig, overrides)).run()
+    assert len(ROWS) == 2
+    for row in read_steps(tmp_path):
+        assert row["actor/grad_norm"] > 0 and row["critic/grad_norm"] > 0
