@@ -68,7 +68,7 @@ class GenerationRequest:
     samples: Sequence[int]
     """Responses per prompt, at least 1."""
     keys: Sequence[Key]
-    """Identity of each prompt, as (seed, step, uid). With the sample number (from 0) it fixes the random
+    """Identity of each prompt, as (seed, visit, uid). With the sample number (from 0) it fixes the random
     draws, so two prompts with the same key and tokens give the same responses."""
 
     def __post_init__(self) -> None:

@@ -157,7 +157,7 @@ def _sample_all(config: GenerateConfig, asked: GenerateInputs) -> list[list[int]
         sampling = config.rollout
         how = SamplingSpec(plan.samples_per_prompt, sampling.temperature, sampling.top_k, sampling.top_p)
         loader = PromptLoader(prompts, plan.prompts_per_call, shuffle=False, seed=0, drop_last=False)
-        source = Lockstep(loader, Sampler(role, None, how), draw=0)
+        source = Lockstep(loader, Sampler(role, None, how), visit=0)
         sampled = []
         for call in range(1, len(loader) + 1):
             responses = runtime.fetch(source.take(call).rows, ["responses"]).get("responses")

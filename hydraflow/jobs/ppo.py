@@ -47,7 +47,7 @@ from hydraflow.workers.critic import CriticWorker
 from hydraflow.workers.rollout import SamplingSpec
 
 VALIDATION = -1
-"""In the place of a step in the keys of a validation's random draws."""
+"""In the place of an epoch in the keys of a validation's random draws."""
 
 
 def run_ppo(config: PPOConfig, *, command: Command | None = None) -> None:
@@ -180,7 +180,7 @@ class PPOJob:
         if loader is None:
             self._look(session, plan, roles, prompts)
             return
-        source = self._source(plan, session.runtime, roles, loader)
+        source = self.source(plan, session.runtime, roles, loader)
         groups = {
             name: group
             for name, group in (("actor", roles.actor), ("critic", roles.critic))
@@ -206,17 +206,17 @@ class PPOJob:
     def _sample(self, session: Session, plan: BatchPlan, prompts: RunPrompts, loader: PromptLoader) -> None:
         """Samples and scores every step's prompts; nothing is trained or saved."""
         roles = build_sampling_roles(self.config, session.runtime)
-        source = self._source(plan, session.runtime, roles, loader)
+        source = self.source(plan, session.runtime, roles, loader)
         most = self.config.reward.max_failed_share
         trainer = RolloutTrainer(plan, session.runtime, source, self._dump(), most)
         loop = self._around(session, plan, roles, trainer, prompts, session.open_trackers(plan.total_steps))
         session.why = loop.fit(None, plan.total_steps, validate_first=self.config.trainer.val_before_train)
 
-    def _source(
+    def source(
         self, plan: BatchPlan, runtime: Runtime, roles: Roles | SamplingRoles, loader: PromptLoader
     ) -> TrajectorySource:
-        """Where trajectories come from, the generation engine or files; and whether they are written to
-        files."""
+        """Where trajectories come from: the generation engine or files, and whether they are written to
+        files. A subclass may bring others."""
         debug, rollout = self.config.trainer.debug, self.config.actor_rollout_ref.rollout
         source: TrajectorySource
         if debug.load_rollouts is not None:
@@ -273,7 +273,7 @@ class PPOJob:
         per_call = plan.validation.prompts_per_call or len(prompts)
         loader = PromptLoader(prompts, per_call, shuffle=False, seed=0, drop_last=False)
         sampler = Sampler(_engine(roles), roles.reward, how, with_texts=True)
-        return Lockstep(loader, sampler, draw=VALIDATION), len(loader)
+        return Lockstep(loader, sampler, visit=VALIDATION), len(loader)
 
 
 def _engine(roles: Roles | SamplingRoles) -> RoleGroup:

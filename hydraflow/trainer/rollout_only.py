@@ -1,7 +1,7 @@
 """Steps that sample and score, and train nothing: `trainer.debug.rollout_only`.
 
 In: trajectories from a source. Out: their metrics. Each step samples what the first step of a training run
-would sample for the same prompts and step number, because the weights stay those of model.path.
+would sample for the same prompts, because the weights stay those of model.path.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The state of a run besides its models: trainer.json of a checkpoint.
 
 In: the controller's state after a step. Out: JSON, and the state again. There is no random state in it, nor
-in any worker: data order, sampling and mini-batches are drawn from (seed, epoch), (seed, step, prompt,
+in any worker: data order, sampling and mini-batches are drawn from (seed, epoch), (seed, epoch, prompt,
 sample) and (seed, step). Reward functions are called afresh for every row, so their processes have no
 state either. Trajectories under way between two steps, if any, are in their source's state.
 """

@@ -69,11 +69,12 @@ class Sampler:
         self.version = 0
         """Of the weights to sample with."""
 
-    def sample(self, prompts: DataProto, draw: int) -> Trajectories:
-        """Waits for the samples, not for their scores. `draw` is part of the key of every random draw."""
+    def sample(self, prompts: DataProto, visit: int) -> Trajectories:
+        """Waits for the samples, not for their scores. `visit`: how often these prompts were sampled
+        before."""
         table = row_table(prompts, [self.how.n] * len(prompts))
         inputs = prompts.select(batch_keys=["prompts"], non_tensor_batch_keys=["uid"])
-        inputs.meta_info |= {"sampling": self.how, "draw": draw, "version": self.version}
+        inputs.meta_info |= {"sampling": self.how, "visit": visit, "version": self.version}
         sampling: Future = self.rollout.call(RolloutWorker.generate, inputs)
         scoring = self._score(table, sampling)  # behind the samples
         return Trajectories(table.union(sampling.get()), scoring, (self.version, self.version))
@@ -113,15 +114,17 @@ class Lockstep:
     """A step's prompts are sampled when the step asks for them, with the newest weights. Nothing is under
     way between two steps.
 
-    `draw`: part of the key of every random draw; None: the step's number.
+    `visit`: part of the key of every random draw; None: the epoch, so that a prompt's samples do not depend
+    on the step that asks for them.
     """
 
-    def __init__(self, loader: PromptLoader, sampler: Sampler, *, draw: int | None = None):
-        self.loader, self.sampler, self.draw = loader, sampler, draw
+    def __init__(self, loader: PromptLoader, sampler: Sampler, *, visit: int | None = None):
+        self.loader, self.sampler, self.visit = loader, sampler, visit
 
     def take(self, step: int) -> Trajectories:
         """See `TrajectorySource`."""
-        return self.sampler.sample(self.loader.next_batch(), step if self.draw is None else self.draw)
+        prompts = self.loader.next_batch()
+        return self.sampler.sample(prompts, self.loader.epoch if self.visit is None else self.visit)
 
     def published(self, version: int) -> None:
         """See `TrajectorySource`."""

@@ -2,7 +2,7 @@
 
 In: prompts, one row each. Out: the samples of each, prompt by prompt: `prompts`, `responses`,
 `response_mask`, `rollout_log_probs`, `lengths`, `versions`, `replica`, `finish_reason`. What is sampled
-depends on the seed, the step, the prompt's uid and the sample's number, never on the process that drew it.
+depends on the seed, the epoch, the prompt's uid and the sample's number, never on the process that drew it.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=mesh_mode("rollout"), blocking=False, read_only=True)
     def generate(self, batch: DataProto) -> DataProto:
-        """Samples as `meta_info["sampling"]` says. `meta_info["draw"]` is the second part of the key of every
-        random draw: the training step, negative for validation. GuardStop when the weights are not of
+        """Samples as `meta_info["sampling"]` says. `meta_info["visit"]` is the second part of the key of
+        every random draw: the epoch, negative for validation. GuardStop when the weights are not of
         `meta_info["version"]`.
         """
         promised = batch.meta_info["version"]
@@ -106,11 +106,11 @@ class RolloutWorker(Worker):
                 f" holds {held}"
             )
         sampling_spec: SamplingSpec = batch.meta_info["sampling"]
-        prompts, draw = rows(batch.get("prompts")), batch.meta_info["draw"]
+        prompts, visit = rows(batch.get("prompts")), batch.meta_info["visit"]
         request = GenerationRequest(
             prompts=prompts,
             samples=[sampling_spec.n] * len(prompts),
-            keys=[(self.spec.seed, draw, str(uid)) for uid in batch.non_tensor_batch["uid"]],
+            keys=[(self.spec.seed, visit, str(uid)) for uid in batch.non_tensor_batch["uid"]],
         )
         output = self.engine.generate(request, self._params(sampling_spec))
         return _trajectories(batch.get("prompts"), request.samples, output, promised, self.process.rank)

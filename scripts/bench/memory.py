@@ -200,7 +200,7 @@ class Rank:
         batch = DataProto.from_dict(
             {"prompts": ragged.from_rows(list(prompts))}, {"uid": np.arange(count).astype(str).astype(object)}
         )
-        batch.meta_info |= {"sampling": SamplingSpec(2, 1.0, -1, 1.0), "draw": 1, "version": 1}
+        batch.meta_info |= {"sampling": SamplingSpec(2, 1.0, -1, 1.0), "visit": 1, "version": 1}
         return self.rollout.generate(batch)
 
     def make_optimizer_state(self) -> None:

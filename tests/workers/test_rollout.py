@@ -50,13 +50,13 @@ def make_rollout(
     return worker
 
 
-def make_prompts(temperature: float = TEMPERATURE, step: int = 1, version: int = 0) -> DataProto:
+def make_prompts(temperature: float = TEMPERATURE, visit: int = 1, version: int = 0) -> DataProto:
     order = SamplingSpec(n=SAMPLES, temperature=temperature, top_k=-1, top_p=1.0)
     prompts = ragged.from_rows([torch.tensor(prompt) for prompt in PROMPTS])
     return DataProto.from_dict(
         {"prompts": prompts},
         {"uid": [f"prompt {i}" for i in range(len(PROMPTS))]},
-        {"sampling": order, "draw": step, "version": version},
+        {"sampling": order, "visit": visit, "version": version},
     )
 
 
@@ -89,7 +89,7 @@ def test_log_probs_are_the_trainers_before_and_after_an_update(tiny: str) -> Non
     )
     assert largest_gap(actor, first) > 1e-2
     rollout.sync_from_actor(1)
-    assert largest_gap(actor, rollout.generate(make_prompts(step=2, version=1))) < 1e-4
+    assert largest_gap(actor, rollout.generate(make_prompts(visit=2, version=1))) < 1e-4
 
 
 def test_samples_with_other_weights_than_promised_are_refused(tiny: str) -> None:
@@ -121,7 +121,7 @@ def test_one_worker_and_two_draw_the_same_samples(tiny: str) -> None:
     assert listed(halves, "responses") == listed(whole, "responses")
     log_probs = [ragged.parts(batch.get("rollout_log_probs"))[0] for batch in (halves, whole)]
     torch.testing.assert_close(*log_probs, rtol=0, atol=1e-5)
-    assert listed(make_rollout(tiny).generate(make_prompts(step=2)), "responses") != listed(
+    assert listed(make_rollout(tiny).generate(make_prompts(visit=2)), "responses") != listed(
         whole, "responses"
     )
 
