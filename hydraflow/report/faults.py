@@ -78,9 +78,8 @@ def _requeue(run: Run) -> Iterator[RunFinding]:
 def _starts(run: Run) -> Iterator[RunFinding]:
     for number, start in enumerate(run.starts[1:], 2):
         detail = f"{start.get('started', 'time unknown')} on {start.get('host', 'an unknown host')}"
-        yield RunFinding(
-            NOTABLE, f"Start {number}: resumed after step {start.get('after_step', '?')}", detail
-        )
+        what = f"Start {number}: resumed after step {start.get('after_step', '?')}"
+        yield RunFinding(NOTABLE, what, detail)
     restarts = run.columns.get("training/restarts")
     if restarts is not None and _largest(restarts) > 0:
         often = f"{_times(int(_largest(restarts)))} in one start"
@@ -113,9 +112,8 @@ def _counts(run: Run) -> Iterator[RunFinding]:
                 continue
             values = np.where(np.isfinite(column.values), column.values, 0.0)
             if (total := float(values.sum())) > 0:
-                yield RunFinding(
-                    weight, f"{what}: {total:g}", f"{name}, {_in_steps(column.steps[values > 0])}"
-                )
+                where = f"{name}, {_in_steps(column.steps[values > 0])}"
+                yield RunFinding(weight, f"{what}: {total:g}", where)
 
 
 def _not_finite(run: Run) -> Iterator[RunFinding]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 
 from hydraflow.errors import ConfigError
 from hydraflow.redact import public, public_command
+from hydraflow.tracking.base import flat
 
 Numbers = np.ndarray
 MARKS = ("metrics.jsonl", "config.yaml", "plan.json", "run.json", "summary.json", ".lock")
@@ -175,8 +176,8 @@ def _settings(run: Run) -> dict[str, tuple[str, str]]:
     said = {key: fact for key, fact in facts.items() if isinstance(fact, dict)}
     rows = [(key, fact.get("value"), str(fact.get("from", ""))) for key, fact in said.items()]
     if not facts:
-        rows = [(key, value, "") for key, value in _flat(_yaml(run))]
-    return {key: (_shown(public(value, key)), origin) for key, value, origin in rows}
+        rows = [(key, value, "") for key, value in flat(_yaml(run))]
+    return {key: (as_text(public(value, key)), origin) for key, value, origin in rows}
 
 
 def _public_start(start: dict[str, Any]) -> dict[str, Any]:
@@ -204,15 +205,8 @@ def _yaml(run: Run) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _flat(section: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in section.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def _shown(value: Any) -> str:
+def as_text(value: object) -> str:
+    """Text as it is, everything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 

@@ -22,6 +22,7 @@ from hydraflow.slurm.job_settings import check
 from hydraflow.slurm.options import Submission
 from hydraflow.slurm.script import fill, shipped, unquoted
 from hydraflow.system.allocation import JOB
+from hydraflow.system.printing import reader_may_leave
 
 LOGS = Path("runs/slurm")
 FOLDER = "trainer.default_local_dir"
@@ -29,7 +30,6 @@ SECONDS = 60.0
 """Seconds that Slurm's commands may take to answer."""
 LAST_LINES = 20
 """Of the log of a job that failed."""
-MODULES = {"ppo": "hydraflow.main_ppo", "sft": "hydraflow.main_sft", "generate": "hydraflow.main_generate"}
 
 
 def submit(given: Submission) -> int:
@@ -41,10 +41,8 @@ def submit(given: Submission) -> int:
                 return code
     _require_folders(sweep)
     if given.dry_run:
-        try:
-            print(script_of(given, sweep), end="", flush=True)
-        except BrokenPipeError:  # by a reader such as `head`; else Python would report it again at exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with reader_may_leave():
+            print(script_of(given, sweep), end="")
         return 0
     _require_room(given)
     LOGS.mkdir(parents=True, exist_ok=True)
@@ -67,8 +65,6 @@ def _require_folders(sweep: Sequence[Sequence[str]]) -> None:
 
 def directives_of(given: Submission, *, jobs: int) -> dict[str, str | None]:
     """Options of sbatch with their values, as `fill` takes them; several jobs are an array."""
-    array = jobs > 1
-    log = f"{LOGS}/%x-%{'A_%a' if array else 'j'}.log"
     directives: dict[str, str | None] = {
         "--job-name": given.name,
         "--nodes": str(given.nodes),
@@ -78,8 +74,8 @@ def directives_of(given: Submission, *, jobs: int) -> dict[str, str | None]:
         "--exclusive": "" if given.exclusive else None,
         "--time": given.time,
         "--signal": f"B:USR1@{given.warning}",
-        "--output": log,
-        "--array": f"0-{jobs - 1}" if array else None,
+        "--output": f"{LOGS}/%x-%{'A_%a' if jobs > 1 else 'j'}.log",
+        "--array": f"0-{jobs - 1}" if jobs > 1 else None,
         "--partition": given.partition,
         "--account": given.account,
         "--qos": given.qos,
@@ -96,7 +92,7 @@ def script_of(given: Submission, sweep: Sequence[Sequence[str]]) -> str:
     """The batch script with this submission's values."""
     settings = {
         "HYDRAFLOW_PYTHON": given.python,
-        "HYDRAFLOW_MODULE": MODULES[given.job],
+        "HYDRAFLOW_MODULE": f"hydraflow.main_{given.job}",
         "HYDRAFLOW_SCRIPTS": str(shipped("scripts/slurm")),
     }
     if given.container:
@@ -150,7 +146,10 @@ def _require_room(given: Submission) -> None:
         if shutil.which(program) is None:
             rule = "is not on PATH: this is not a machine of a Slurm cluster"
             raise ConfigError.one(program, None, rule, "submit ... --dry-run")
-    partitions, default = _partitions(_ask("sinfo", "--all", "--noheader", "--format=%P|%D|%c"))
+    listed = _run(["sinfo", "--all", "--noheader", "--format=%P|%D|%c"], SECONDS)
+    if listed.returncode:
+        raise EnvironmentFault(f"sinfo fails: {listed.stderr.strip()}")
+    partitions, default = _partitions(listed.stdout)
     # Slurm takes the first free partition of a list
     names = given.partition.split(",") if given.partition else [default] if default else []
     if set(names) - set(partitions):
@@ -211,14 +210,6 @@ def _log(directives: Mapping[str, str | None], number: str) -> Path:
     """Where Slurm writes what the script says; `*` for the task of an array."""
     text = (directives["--output"] or "").replace("%x", directives["--job-name"] or "").replace("%a", "*")
     return Path(text.replace("%A", number).replace("%j", number))
-
-
-def _ask(*words: str) -> str:
-    """The output of one of Slurm's commands. EnvironmentFault if it fails or does not answer."""
-    done = _run(words, SECONDS)
-    if done.returncode:
-        raise EnvironmentFault(f"{words[0]} fails: {done.stderr.strip()}")
-    return done.stdout
 
 
 def _run(

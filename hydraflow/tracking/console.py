@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rich.console import Console, Group
@@ -17,7 +16,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from hydraflow.tracking.base import RunInfo, Sample, Tracker
+from hydraflow.tracking.base import RunInfo, Tracker
 from hydraflow.tracking.history import validation_accuracy
 from hydraflow.tracking.summary import duration
 
@@ -77,7 +76,7 @@ class RunProgress:
         return text if left is None else f"{text}, {duration(left)} left"
 
 
-class PlainConsole:
+class PlainConsole(Tracker):
     """One line a call, for files, pipes and batch systems."""
 
     def __init__(self, run: RunInfo):
@@ -89,17 +88,8 @@ class PlainConsole:
         values = "  ".join(f"{label} {value}" for label, value in self._progress.shown.items())
         print(f"{self._progress.position()}  {values}".rstrip(), flush=True)
 
-    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        """Ignored: the run folder has them."""
 
-    def flush(self) -> None:
-        """Does nothing: nothing is buffered."""
-
-    def close(self, *, failed: bool = False) -> None:
-        """Does nothing: nothing is buffered."""
-
-
-class LiveConsole:
+class LiveConsole(Tracker):
     """A display redrawn in place. Other output appears above it; the last state stays on the
     terminal."""
 
@@ -114,12 +104,6 @@ class LiveConsole:
         """Redraws with the new numbers."""
         self._progress.note(metrics, step, time.monotonic())
         self._live.update(self._render(), refresh=True)
-
-    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        """Ignored: the run folder has them."""
-
-    def flush(self) -> None:
-        """Does nothing: nothing is buffered."""
 
     def close(self, *, failed: bool = False) -> None:
         """Restores the terminal: cursor visible, on a new line."""

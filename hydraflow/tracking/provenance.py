@@ -109,16 +109,9 @@ def _is_kept_by_git(source: Path) -> bool:
 def _git(folder: Path, *words: str) -> str | None:
     environ = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # git status must not write to the repository
     command = ["git", "-C", str(folder), *NO_PROGRAMS, *words]
+    options: dict[str, Any] = {"env": environ, "stdin": subprocess.DEVNULL, "timeout": GIT_SECONDS}
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=GIT_SECONDS,
-            check=False,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-        )
+        done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
