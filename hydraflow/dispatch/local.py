@@ -62,17 +62,15 @@ class LocalRuntime(Runtime):
         for pool in pools:
             if pool.size > 1:
                 rule = f"runs in one process, and the pool {pool.name} has {pool.size}"
-                raise ConfigError.one(
-                    KEY, True, rule, f"trainer.nnodes=1 trainer.n_gpus_per_node=1 or {KEY}=false"
-                )
+                remedy = f"trainer.nnodes=1 trainer.n_gpus_per_node=1 or {KEY}=false"
+                raise ConfigError.one(KEY, True, rule, remedy)
             self._pools[pool.name] = pool
         settle(0, given=self.ray_init.runtime_env.as_text())
 
     def group(self, pool: str, roles: Mapping[str, RoleSpec]) -> Group:
         """Builds the workers immediately."""
-        group = LocalGroup(
-            self._pools[pool], roles, self.channel, device_type=self.device_type, first=not self.groups
-        )
+        device, first = self.device_type, not self.groups
+        group = LocalGroup(self._pools[pool], roles, self.channel, device_type=device, first=first)
         self.groups.append(group)
         return group
 
@@ -193,8 +191,6 @@ def _kept(answer: Any) -> Any:
     store."""
     if not isinstance(answer, DataProto):
         return answer
-    columns = {
-        name: Column((LocalColumn(wire.decode(wire.encode(column, name))),))
-        for name, column in answer.items()
-    }
+    copies = {name: LocalColumn(wire.decode(wire.encode(column, name))) for name, column in answer.items()}
+    columns = {name: Column((copied,)) for name, copied in copies.items()}
     return RemoteBatch(columns, {}, dict(answer.meta_info))

@@ -91,9 +91,8 @@ class Runtime:
                 raise
             # Ray raises RuntimeError, OSError, its own errors and plain Exception when one of its
             # processes fails to start
-            raise EnvironmentFault(
-                f"Ray could not be started: {str(error).strip().splitlines()[0]}"
-            ) from error
+            first = str(error).strip().splitlines()[0]
+            raise EnvironmentFault(f"Ray could not be started: {first}") from error
         if self._guard is not None:
             self._guard.started()
 
@@ -175,19 +174,15 @@ class Runtime:
         folder, ranks = f"{self.observability.profiles}/step_{step}", profiler.ranks
         groups = [group for group in self.groups if ranks is None or min(ranks) < group.world_size]
         if not groups:
-            log.warning(
-                "step %d is not profiled: global_profiler.ranks=%s, and no worker group has such a rank",
-                step,
-                ranks,
-            )
+            text = "step %d is not profiled: global_profiler.ranks=%s, and no worker group has such a rank"
+            log.warning(text, step, ranks)
         for group in groups:
             group.start_profile(profiler.tool, folder, ranks)
         yield
         for group in groups:
             group.stop_profile(ranks)
-        if not groups:
-            return
-        log.info("profile of step %d: %s", step, folder)
+        if groups:
+            log.info("profile of step %d: %s", step, folder)
 
     def stop(self) -> None:
         """Writes the timeline, ends all groups, releases the pools and, if Ray was started here, ends Ray.
