@@ -224,7 +224,6 @@ class CallFuture(Future):
     joins: bool
 
     def get(self) -> Any:
-        """Waits for the result. WorkerError as in `WorkerGroup`."""
         self.calls.settle(list(self.refs.values()))
         if len(self.answers) < len(self.refs):
             assert self.group.error is not None, "an answer is missing though its group did not fail"
@@ -238,6 +237,5 @@ class CallFuture(Future):
         return len(self.answers) == len(self.refs) or self.group.error is not None
 
     def shards(self, parts: int, padding: bool) -> list[LateShard]:
-        """Shards that the receiving workers slice themselves."""
         receipts = tuple(self.refs[rank] for rank in self.collectors)
         return [LateShard(receipts, part, parts, padding) for part in range(parts)]

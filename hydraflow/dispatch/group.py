@@ -177,11 +177,6 @@ class WorkerGroup(Group):
             self.channel.calls.pending[ref] = call
 
     def await_ready(self) -> None:
-        """Waits until every process has built its roles.
-
-        ConfigError when one finds a user error, WorkerError when it fails otherwise, or after
-        `timeouts.start` seconds.
-        """
         if self.error is not None:
             raise self.error
         if not self._ready:
@@ -237,7 +232,6 @@ class WorkerGroup(Group):
         self.end(self.error or WorkerError(role=role, rank=0, node=node, method="stop", cause=cause))
 
     def mesh(self, role: str, name: str) -> list[Coordinates]:
-        """Coordinates of all ranks in a mesh, cached. ValueError when they are inconsistent."""
         if (role, name) not in self._meshes:
             answers: dict[int, Any] = {}
             refs = {rank: host.coordinates.remote(role, name) for rank, host in enumerate(self._hosts)}
@@ -247,12 +241,10 @@ class WorkerGroup(Group):
         return self._meshes[role, name]
 
     def start_profile(self, tool: str, folder: str, ranks: Sequence[int] | None) -> None:
-        """Starts a profile in the processes of those ranks; None: all. WorkerError when one fails."""
         profile = Profile(tool, folder, "+".join(self.roles))
         self._on(ranks, "start_profile", lambda host: host.start_profile.remote(profile))
 
     def stop_profile(self, ranks: Sequence[int] | None) -> None:
-        """Ends the profile and writes it."""
         self._on(ranks, "stop_profile", lambda host: host.stop_profile.remote())
 
     def _on(self, ranks: Sequence[int] | None, method: str, ask: Callable[[Any], ObjectRef]) -> None:

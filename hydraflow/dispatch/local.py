@@ -146,19 +146,16 @@ class LocalGroup(Group):
             self._profile.start(self.device_type)
 
     def stop_profile(self, ranks: Sequence[int] | None) -> None:
-        """Ends the profile and writes it."""
         if self._profile is not None:
             self._profile.stop(0)
             self._profile = None
 
     def stop(self) -> None:
-        """Closes the workers."""
         for worker in self.workers.values():
             worker.close()
         self.workers.clear()
 
     def mesh(self, role: str, name: str) -> list[Coordinates]:
-        """The worker's coordinates."""
         return [Coordinates(*self.workers[role].mesh_coordinates(name))]
 
     @contextmanager

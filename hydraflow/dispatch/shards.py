@@ -76,11 +76,9 @@ class CompletedFuture(Future):
         self._value = value
 
     def get(self) -> Any:
-        """The result."""
         return self._value
 
     def shards(self, parts: int, padding: bool) -> list[LateShard] | list[Shard]:
-        """Shards of the batch."""
         return split(self._value, parts, padding=padding)
 
 
@@ -93,12 +91,10 @@ class ColumnsFuture(Future):
     joins = True
 
     def get(self) -> RemoteBatch:
-        """Waits for the whole batch."""
         batch: RemoteBatch = self.whole.get()
         return batch.select(list(self.keys), [], [])
 
     def shards(self, parts: int, padding: bool) -> list[LateShard]:
-        """Shards that the receiving workers slice themselves."""
         late = [shard for shard in self.whole.shards(parts, padding) if isinstance(shard, LateShard)]
         assert len(late) == parts, "a future that concatenates batches is sliced by its receivers"
         return [replace(shard, keys=self.keys) for shard in late]

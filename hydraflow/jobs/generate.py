@@ -15,13 +15,10 @@ from hydraflow.batch_plan.generate import GeneratePlan, resolve_generate_plan
 from hydraflow.compose.debugging import applied
 from hydraflow.data.files import FileRecord
 from hydraflow.data.prompts import PromptDataset
-from hydraflow.dispatch.group import RoleGroup
 from hydraflow.dispatch.observability import Observability, require_writable
-from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.worker import RoleSpec
 from hydraflow.errors import ConfigError, EnvironmentFault, Faults, after_the_start
-from hydraflow.jobs.context import require_context
-from hydraflow.jobs.inputs import calls, open_model, open_prompts, open_tokenizer
+from hydraflow.jobs.inputs import calls, open_model, open_prompts, open_tokenizer, require_context
 from hydraflow.jobs.output import output_file, require_output
 from hydraflow.protocol.ragged import rows
 from hydraflow.schema import GenerateConfig
@@ -58,10 +55,8 @@ def run_generate(config: GenerateConfig) -> None:
         texts = asked.tokenizer.batch_decode(_sample_all(config, asked), skip_special_tokens=True)
         n = asked.plan.samples_per_prompt
         responses = [texts[start : start + n] for start in range(0, len(texts), n)]
-        _write(
-            asked.table.append_column(RESPONSES, pyarrow.array(responses, pyarrow.list_(pyarrow.string()))),
-            unfinished,
-        )
+        column = pyarrow.array(responses, pyarrow.list_(pyarrow.string()))
+        _write(asked.table.append_column(RESPONSES, column), unfinished)
     print(f"{len(responses)} prompts, {n} {'response' if n == 1 else 'responses'} each: {config.output.path}")
 
 
@@ -108,14 +103,9 @@ def input_table(records: Sequence[FileRecord]) -> pyarrow.Table:
 
     Rows of JSONL files may differ in their columns; what a row lacks is null.
     """
-    names = [
-        name
-        for name in dict.fromkeys(name for record in records for name in record.values)
-        if name != RESPONSES
-    ]
-    return pyarrow.table(
-        {name: _column(name, [record.values.get(name) for record in records]) for name in names}
-    )
+    names = dict.fromkeys(name for record in records for name in record.values if name != RESPONSES)
+    columns = {name: [record.values.get(name) for record in records] for name in names}
+    return pyarrow.table({name: _column(name, values) for name, values in columns.items()})
 
 
 def _column(name: str, values: list) -> pyarrow.Array:
@@ -139,43 +129,24 @@ def _write(table: pyarrow.Table, path: Path) -> None:
 
 def _sample_all(config: GenerateConfig, asked: GenerateInputs) -> list[list[int]]:
     """Token ids of `rollout.n` responses for each prompt, prompt-major."""
-    plan, prompts = asked.plan, asked.prompts
-    spec = RolloutSpec(
-        config.model, config.rollout, max_tokens=config.data.max_response_length, seed=config.trainer.seed
-    )
-    runtime = open_runtime(
-        config.trainer,
-        config.ray_init,
-        asked.machine,
-        [training_pool(asked.machine)],
-        Observability(debug=config.debug),
-    )
+    most, seed, pool = config.data.max_response_length, config.trainer.seed, training_pool(asked.machine)
+    spec = RolloutSpec(config.model, config.rollout, max_tokens=most, seed=seed)
+    observability = Observability(debug=config.debug)
+    runtime = open_runtime(config.trainer, config.ray_init, asked.machine, [pool], observability)
     try:
         with after_the_start():
             role = runtime.group(TRAIN, {"rollout": RoleSpec(RolloutWorker, (spec,))}).role("rollout")
             runtime.await_ready()
         role.call(RolloutWorker.load_weights)
-        return [
-            ids
-            for call in calls(len(prompts), plan.prompts_per_call)
-            for ids in _sample(config, plan, runtime, role, prompts, call)
-        ]
+        plan, prompts, rollout = asked.plan, asked.prompts, config.rollout
+        order = SamplingSpec(0, plan.samples_per_prompt, rollout.temperature, rollout.top_k, rollout.top_p)
+        found: list[list[int]] = []
+        for call in calls(len(prompts), plan.prompts_per_call):
+            sampled = sample(role, prompts.batch(call), order).get()
+            responses = rows(runtime.fetch(sampled.select(["responses"])).get("responses"))
+            found += [response.tolist() for response in responses]
+            if len(call) < len(prompts):
+                logger.info("%d of %d prompts", call.stop, len(prompts))
+        return found
     finally:
         runtime.stop()
-
-
-def _sample(
-    config: GenerateConfig,
-    plan: GeneratePlan,
-    runtime: Runtime,
-    role: RoleGroup,
-    dataset: PromptDataset,
-    call: range,
-) -> list[list[int]]:
-    rollout = config.rollout
-    order = SamplingSpec(0, plan.samples_per_prompt, rollout.temperature, rollout.top_k, rollout.top_p)
-    sampled = sample(role, dataset.batch(call), order).get()
-    responses = rows(runtime.fetch(sampled.select(["responses"])).get("responses"))
-    if len(call) < len(dataset):
-        logger.info("%d of %d prompts", call.stop, len(dataset))
-    return [response.tolist() for response in responses]

@@ -29,32 +29,19 @@ from hydraflow.workers.engine_worker import EngineWorker
 
 def ppo_roles(config: PPOConfig, *, critic: bool) -> dict[str, RoleCheckpoints]:
     """The trained roles of a PPO run, by the name of their folder."""
-    trainer, policy = config.trainer, config.actor_rollout_ref
-    roles = {
-        "actor": RoleCheckpoints(
-            "actor_rollout_ref.actor.checkpoint",
-            policy.actor.checkpoint,
-            trainer.max_actor_ckpt_to_keep,
-            "trainer.max_actor_ckpt_to_keep",
-        )
-    }
+    trainer, actor = config.trainer, config.actor_rollout_ref.actor
+    kept = (trainer.max_actor_ckpt_to_keep, "trainer.max_actor_ckpt_to_keep")
+    roles = {"actor": RoleCheckpoints("actor_rollout_ref.actor.checkpoint", actor.checkpoint, *kept)}
     if critic:
-        roles["critic"] = RoleCheckpoints(
-            "critic.checkpoint",
-            config.critic.checkpoint,
-            trainer.max_critic_ckpt_to_keep,
-            "trainer.max_critic_ckpt_to_keep",
-        )
+        kept = (trainer.max_critic_ckpt_to_keep, "trainer.max_critic_ckpt_to_keep")
+        roles["critic"] = RoleCheckpoints("critic.checkpoint", config.critic.checkpoint, *kept)
     return roles
 
 
 def sft_roles(config: SFTConfig) -> dict[str, RoleCheckpoints]:
     """The one role of a supervised run."""
-    return {
-        "model": RoleCheckpoints(
-            "checkpoint", config.checkpoint, config.trainer.max_ckpt_to_keep, "trainer.max_ckpt_to_keep"
-        )
-    }
+    kept = (config.trainer.max_ckpt_to_keep, "trainer.max_ckpt_to_keep")
+    return {"model": RoleCheckpoints("checkpoint", config.checkpoint, *kept)}
 
 
 def weights_only(key: str) -> RoleCheckpoints:
@@ -116,10 +103,8 @@ class RunCheckpointing:
         if found is None:
             return
         lines = load_roles(found, self.groups, self.required.roles)
-        lines.append(
-            f"data: {self.loader.position} of {len(self.loader)} batches of epoch {self.loader.epoch + 1} are"
-            " done"
-        )
+        done = f"{self.loader.position} of {len(self.loader)} batches"
+        lines.append(f"data: {done} of epoch {self.loader.epoch + 1} are done")
         for name, in_a_row in found.state.skipped_in_a_row.items():
             self.groups[name].call(EngineWorker.count_skipped_from, in_a_row)
         if self.advantage is not None and found.state.kl:
@@ -132,6 +117,7 @@ class RunCheckpointing:
 
     def _describe(self, trackers: Trackers, kl: Callable[[], dict[str, float]], step: int) -> dict[str, Any]:
         trackers.flush()
+        skipped = {name: group.call(EngineWorker.skipped_in_a_row) for name, group in self.groups.items()}
         state = RunState(
             step=step,
             total_steps=self.required.total_steps,
@@ -140,9 +126,7 @@ class RunCheckpointing:
             configuration=self.required.identity.values,
             configuration_hash=self.required.identity.hash,
             kl=kl(),
-            skipped_in_a_row={
-                name: group.call(EngineWorker.skipped_in_a_row) for name, group in self.groups.items()
-            },
+            skipped_in_a_row=skipped,
             origin=self._origin(),
         )
         return state.to_json()

@@ -223,25 +223,20 @@ class _Window(io.RawIOBase):
         self._descriptor, self._extent, self._at = descriptor, byte_range, 0
 
     def readable(self) -> bool:
-        """Always True."""
         return True
 
     def seekable(self) -> bool:
-        """Always True."""
         return True
 
     def tell(self) -> int:
-        """The position from the start of the range."""
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Moves the position."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._extent.length}[whence]
         self._at = base + offset
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Reads from the position."""
         part = memoryview(buffer)[: max(0, self._extent.length - self._at)]
         count = os.preadv(self._descriptor, [part], self._extent.offset + self._at) if len(part) else 0
         self._at += count

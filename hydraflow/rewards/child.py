@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 from hydraflow.errors import ConfigError, Problem, shown
-from hydraflow.rewards.custom import line_of, load_function
+from hydraflow.rewards.custom import ARGUMENTS, line_of, load_function
 from hydraflow.rewards.frames import FrameSocket
 from hydraflow.rewards.functions import compute_score, unknown_sources
 from hydraflow.rewards.row_time import QueueTime, over_at
@@ -64,7 +64,6 @@ class RowProgress:
         return _PROGRESS.unpack_from(self._memory, 0)  # type: ignore[return-value]
 
     def close(self) -> None:
-        """Releases the memory."""
         self._memory.close()
 
 
@@ -174,22 +173,13 @@ def _cause(error: BaseException, path: str | None) -> str:
 
 
 def load(settings: dict[str, Any]) -> Callable[..., Any]:
-    """The function to call with (data_source, solution_str, ground_truth, extra_info)."""
+    """The function to call with the values of `ARGUMENTS`, in their order."""
     if settings["path"] is None:
         return compute_score
     function = load_function(settings["path"], settings["name"], settings["reward_kwargs"])
     kwargs = settings["reward_kwargs"]
 
-    def call(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Any:
-        return function(
-            data_source=data_source,
-            solution_str=solution_str,
-            ground_truth=ground_truth,
-            extra_info=extra_info,
-            **kwargs,
-        )
-
-    return call
+    return lambda *row: function(**dict(zip(ARGUMENTS, row, strict=True)), **kwargs)
 
 
 def _score_chunk(

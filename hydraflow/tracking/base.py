@@ -47,21 +47,17 @@ class Forwarder(Tracker):
         raise NotImplementedError
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Passes the numbers on."""
         kept = dict(metrics)
         self._pass(lambda tracker: tracker.log(kept, step))
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        """Passes the samples on."""
         kept = list(samples)
         self._pass(lambda tracker: tracker.log_samples(kept, step))
 
     def flush(self) -> None:
-        """Passes the call on."""
         self._pass(lambda tracker: tracker.flush())
 
     def close(self, *, failed: bool = False) -> None:
-        """Passes the call on."""
         self._pass(lambda tracker: tracker.close(failed=failed))
 
 

@@ -83,7 +83,6 @@ class PlainConsole(Tracker):
         self._progress = RunProgress(run.total_steps)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Prints the line."""
         self._progress.note(metrics, step, time.monotonic())
         values = "  ".join(f"{label} {value}" for label, value in self._progress.shown.items())
         print(f"{self._progress.position()}  {values}".rstrip(), flush=True)
@@ -101,7 +100,6 @@ class LiveConsole(Tracker):
         self._live.start()
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Redraws with the new numbers."""
         self._progress.note(metrics, step, time.monotonic())
         self._live.update(self._render(), refresh=True)
 

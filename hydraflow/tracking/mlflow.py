@@ -84,7 +84,6 @@ class MlflowTracker(Tracker):
         return str(made.info.run_id), True
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Adds one point to each metric's curve."""
         now = int(time.time() * 1000)
         named = ((allowed_name(name), float(value)) for name, value in metrics.items())
         points = [self._metric(name, value, now, step) for name, value in named]
@@ -98,7 +97,6 @@ class MlflowTracker(Tracker):
         self._client.log_table(self._id, columns, f"validation/step_{step:06d}.json")
 
     def close(self, *, failed: bool = False) -> None:
-        """Ends the run."""
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
 

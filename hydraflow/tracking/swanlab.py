@@ -81,7 +81,6 @@ class SwanlabTracker(Tracker):
         )
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Adds one point to each metric's curve."""
         self._run.log({name: float(value) for name, value in metrics.items()}, step=step)
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:

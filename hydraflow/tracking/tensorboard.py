@@ -34,7 +34,6 @@ class TensorboardTracker(Tracker):
         self._attempt(lambda writer: None)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Adds one point to each metric's curve."""
         if self._writer is None and time.monotonic() < self._next_try:
             return
 
@@ -49,7 +48,6 @@ class TensorboardTracker(Tracker):
         self._attempt(lambda writer: writer.add_text(SAMPLE_TABLE, markdown(samples), global_step=step))
 
     def flush(self) -> None:
-        """Writes what is queued."""
         if self._writer is not None:
             self._attempt(lambda writer: writer.flush())
 

@@ -106,7 +106,6 @@ class WandbTracker(Tracker):
         )
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Adds one row to the run's history."""
         self._run.log({**metrics, STEP: step})
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
