@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
 from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.environment import settle
@@ -26,7 +27,7 @@ from hydraflow.dispatch.group import Channel, Group, Timeouts
 from hydraflow.dispatch.modes import CallContext, Coordinates, Registration
 from hydraflow.dispatch.observability import Observability, of_role
 from hydraflow.dispatch.placement import ResourcePool
-from hydraflow.dispatch.profile import Profile, region
+from hydraflow.dispatch.profile import Profile
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.shards import CompletedFuture, Shard, is_batch, split
 from hydraflow.dispatch.spans import SpanRecorder, record_into, span
@@ -131,7 +132,7 @@ class LocalGroup(Group):
         role, method = context.role, context.method
         given = [_given(values[0], plan) for values in positional]
         given_by_name = {name: _given(values[0], plan) for name, values in named.items()}
-        with self._as(role), region(f"{role}.{method}"):
+        with self._as(role), record_function(f"{role}.{method}"):
             started = time.perf_counter()
             with span(method):
                 answer = getattr(self.workers[role], method)(*given, **given_by_name)

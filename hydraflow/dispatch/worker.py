@@ -18,18 +18,18 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import ray
 import torch
 from ray import ObjectRef
+from torch.profiler import record_function
 
 from hydraflow.dispatch.environment import LOOPBACK, settle
 from hydraflow.dispatch.host import RankInfo
 from hydraflow.dispatch.modes import Coordinates
 from hydraflow.dispatch.observability import Observability, of_role
-from hydraflow.dispatch.profile import Profile, region
+from hydraflow.dispatch.profile import Profile
 from hydraflow.dispatch.shards import LateShard, Shard, part_of, real_rows
 from hydraflow.dispatch.spans import SpanRecorder, record_into, span
 from hydraflow.dispatch.stacks import ProcessInfo
@@ -249,7 +249,7 @@ class WorkerProcess:
             ready = [read(value.batch) if isinstance(value, Shard) else value for value in values]
         named = dict(zip(call.kwargs, ready[len(call.args) :], strict=True))
         started = time.perf_counter()
-        with span(call.method), region(f"{call.role}.{call.method}"):
+        with span(call.method), record_function(f"{call.role}.{call.method}"):
             answer = getattr(self.workers[call.role], call.method)(*ready[: len(call.args)], **named)
         seconds = time.perf_counter() - started
         with span("write"):
@@ -310,9 +310,7 @@ class _Guard:
 
     def __enter__(self) -> None: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if not isinstance(error, Exception):
             return False
         self.answer = pack(error.failure if isinstance(error, DependencyFailed) else self._failure(error))

@@ -84,11 +84,11 @@ def require_alpha(alpha: float | None, where: str) -> float:
 
 def peft_names(adapters: Iterable[Adapter]) -> dict[str, StoredTensor]:
     """The matrices by the names of peft's files."""
-    return {
-        f"{_PEFT}{adapter.module}.lora_{side}.weight": m
-        for adapter in adapters
-        for side, m in (("A", adapter.a), ("B", adapter.b))
-    }
+    found = {}
+    for adapter in adapters:
+        found[f"{_PEFT}{adapter.module}.lora_A.weight"] = adapter.a
+        found[f"{_PEFT}{adapter.module}.lora_B.weight"] = adapter.b
+    return found
 
 
 def peft_config(

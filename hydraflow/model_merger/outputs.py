@@ -148,9 +148,8 @@ def _architecture(
     shapes = {name: tensor.shape for name, tensor in plain.items()}
     tie, trust = merge_options.tie_word_embedding, merge_options.trust_remote_code
     found = architecture.describe(checkpoint.huggingface, shapes, head=head, tie=tie, trust_remote_code=trust)
-    differing = [
-        name for name, source in found.tied.items() if name in plain and not same(plain[name], plain[source])
-    ]
+    stored = {name: source for name, source in found.tied.items() if name in plain}
+    differing = [name for name, source in stored.items() if not same(plain[name], plain[source])]
     if differing and tie:
         rule = f"{differing[0]} and {found.tied[differing[0]]} hold different numbers"
         raise ConfigError.one("--tie-word-embedding", None, rule, "merge without --tie-word-embedding")

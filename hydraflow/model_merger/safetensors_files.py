@@ -130,11 +130,6 @@ class Writer:
         for name, names in shards.filename_to_tensors.items():
             self._begin(directory / name, names)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors together."""
-        return sum(spec.nbytes for spec in self._specs.values())
-
     def write(self, name: str, blocks: Iterator[torch.Tensor]) -> None:
         """Writes one tensor, given as blocks of its rows in its final type."""
         spec = self._specs[name]
@@ -156,9 +151,10 @@ class Writer:
         assert not self._left, f"never written: {sorted(self._left)[:3]}"
         files = sorted(set(self._files.values()))
         if len(files) > 1:
-            numbers = sum(math.prod(spec.shape) for spec in self._specs.values())
+            specs = self._specs.values()
+            numbers, size = sum(math.prod(spec.shape) for spec in specs), sum(spec.nbytes for spec in specs)
             index = {
-                "metadata": {"total_parameters": numbers, "total_size": self.nbytes},
+                "metadata": {"total_parameters": numbers, "total_size": size},
                 "weight_map": {name: self._files[name].name for name in sorted(self._specs)},
             }
             file = self._directory / f"{self._single}.index.json"

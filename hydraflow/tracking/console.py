@@ -110,11 +110,8 @@ class LiveConsole(Tracker):
     def _render(self) -> Group:
         progress = self._progress
         head = Table.grid(padding=(0, 1))
-        head.add_row(
-            self._title,
-            ProgressBar(total=progress.total_steps or 1, completed=progress.step, width=30),
-            progress.position(),
-        )
+        bar = ProgressBar(total=progress.total_steps or 1, completed=progress.step, width=30)
+        head.add_row(self._title, bar, progress.position())
         labels = list(progress.shown)
         table = Table("step", *labels, box=None, padding=(0, 2, 0, 0))
         for step, values in progress.recent:

@@ -147,7 +147,7 @@ class RunFolder:
 
     @staticmethod
     def prove_writable(directory: str | None, field: str = FIELD) -> None:
-        """Raises ConfigError when `create` could not make that folder; leaves nothing behind. `field`: the
+        """Raises ConfigError when `make` could not make that folder; leaves nothing behind. `field`: the
         key that names it."""
         path = Path(directory).expanduser() if directory else RUNS
         try:

@@ -55,9 +55,8 @@ class SwanlabTracker(Tracker):
             if mode != "online":
                 raise
             why = str(error).splitlines()[0]
-            logger.warning(
-                "swanlab: %s The run is kept in %s, swanlab sync sends it later", why, run.folder / "swanlab"
-            )
+            text = "swanlab: %s The run is kept in %s, swanlab sync sends it later"
+            logger.warning(text, why, run.folder / "swanlab")
             self._run = self._open(run, "offline")
         finally:
             sys.excepthook = hook  # SwanLab puts its own in its place, and ours prints what went wrong

@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 
 from hydraflow.errors import HydraflowError
 from hydraflow.tracking.base import Forwarder, PublishedInfo, RunInfo, Tracker, TrackerFactory
@@ -70,9 +69,7 @@ class Trackers(Forwarder):
     def __enter__(self) -> Trackers:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(failed=error is not None)
 
 

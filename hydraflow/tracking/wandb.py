@@ -73,9 +73,8 @@ class WandbTracker(Tracker):
             if offline is not None:
                 raise
             why = str(error).splitlines()[0]
-            logger.warning(
-                "wandb: %s; the run is kept in %s, wandb sync sends it later", why, run.folder / "wandb"
-            )
+            text = "wandb: %s; the run is kept in %s, wandb sync sends it later"
+            logger.warning(text, why, run.folder / "wandb")
             wandb.teardown()  # W&B's own process still holds the identity for the attempt that failed
             self._run = self._open(run, "offline")
         self._run.define_metric(STEP)
