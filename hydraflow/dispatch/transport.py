@@ -189,8 +189,8 @@ def put_batch(data: DataProto) -> Receipt:
         return Receipt(0, {}, dict(data.meta_info))
     encoded = {name: wire.encode(column, name) for name, column in data.items()}
     if sum(column.nbytes for column in encoded.values()) <= BUNDLE_LIMIT:
-        refs = dict.fromkeys(encoded, ray.put(encoded))
-        return Receipt(len(data), refs, dict(data.meta_info), bundled=True)
+        bundle = ray.put(encoded)
+        return Receipt(len(data), dict.fromkeys(encoded, bundle), dict(data.meta_info), bundled=True)
     refs = {name: ray.put(column) for name, column in encoded.items()}
     return Receipt(len(data), refs, dict(data.meta_info))
 

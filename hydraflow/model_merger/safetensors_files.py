@@ -21,9 +21,9 @@ from huggingface_hub.serialization import split_state_dict_into_shards_factory
 
 from hydraflow.errors import ConfigError
 from hydraflow.model_merger.pieces import ByteRange, Piece, Shape, StoredTensor
+from hydraflow.models.weight_files import SINGLE, raw_header
 from hydraflow.models.weight_map import INDEX, read_weight_map
 
-SINGLE = "model.safetensors"
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -39,7 +39,6 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_LONGEST_HEADER = 100 * 2**20
 
 
 @dataclass(frozen=True)
@@ -74,24 +73,17 @@ def read_file(file: Path) -> Iterator[StoredTensor]:
     """The tensors of one file. Raises ConfigError when it is not what its header says."""
     if not file.is_file():
         raise ConfigError.one(str(file), None, "this shard is missing")
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        try:
-            header = json.loads(opened.read(length)) if length <= _LONGEST_HEADER else None
-        except (ValueError, RecursionError):
-            header = None
-    if not isinstance(header, dict):
+    found = raw_header(file)
+    if found is None:
         raise ConfigError.one(str(file), None, "is no safetensors file: it has no header")
-    size = file.stat().st_size
+    (header, start), size = found, file.stat().st_size
     for name, entry in header.items():
-        if name == "__metadata__":
-            continue
         dtype = entry.get("dtype") if isinstance(entry, dict) else None
         if not isinstance(dtype, str) or dtype not in DTYPES:
             rule = f"{name} is of a type that cannot be read: {reprlib.repr(entry)}"
             raise ConfigError.one(str(file), None, rule)
         spec, begin = _spec(file, name, entry)
-        begin += 8 + length
+        begin += start
         if begin + spec.nbytes > size:
             rule = f"is cut short: {size} of at least {begin + spec.nbytes} bytes"
             raise ConfigError.one(str(file), None, rule)

@@ -89,8 +89,11 @@ def read_run(folder: Path) -> Run:
     run.summary = public(_mapping(run, "summary.json"))  # runs of earlier versions have secrets there
     run.plan = _mapping(run, "plan.json")
     starts = _mapping(run, "run.json").get("starts", [])
-    listed = starts if isinstance(starts, list) else []
-    run.starts = [_public_start(start) for start in listed if isinstance(start, dict)]
+    for start in starts if isinstance(starts, list) else ():
+        if isinstance(start, dict):
+            command = start.get("command")
+            shown = {"command": public_command(command)} if isinstance(command, str) else {}
+            run.starts.append(public(start) | shown)
     run.settings = _settings(run)
     for file in path.glob("samples/step_*.jsonl"):
         if file.stem[5:].isdigit():
@@ -178,11 +181,6 @@ def _settings(run: Run) -> dict[str, tuple[str, str]]:
     if not facts:
         rows = [(key, value, "") for key, value in flat(_yaml(run))]
     return {key: (as_text(public(value, key)), origin) for key, value, origin in rows}
-
-
-def _public_start(start: dict[str, Any]) -> dict[str, Any]:
-    command = start.get("command")
-    return public(start) | ({"command": public_command(command)} if isinstance(command, str) else {})
 
 
 def _yaml(run: Run) -> dict[str, Any]:

@@ -113,8 +113,6 @@ class RewardCaller:
                 alarm.disarm()
         except RowTimeout:
             return None, {}, f"took longer than {alarm.limit:g} seconds"
-        except ConfigError as error:
-            return None, {}, str(error.problems[0])
         except MemoryError as error:
             return None, {}, f"{_cause(error, self.path)}; {_memory_limit(self.max_memory)}"
         except BaseException as error:  # the user's code may raise anything: the row fails, never the run
@@ -164,6 +162,8 @@ def _in_words(problem: Problem, error: ConfigError, max_memory: float) -> list[s
 
 def _cause(error: BaseException, path: str | None) -> str:
     """An exception, and where in the user's file it was raised."""
+    if isinstance(error, ConfigError):
+        return str(error.problems[0])
     try:
         cause = f"{type(error).__name__}: {error}"
     except Exception:  # str() of it is the user's code, too
@@ -210,8 +210,6 @@ def score_here(call: Callable[..., Any], rows: Sequence[Any], path: str | None) 
             value = call(*row)
         except BdbQuit:
             raise
-        except ConfigError as error:
-            results.append((None, {}, str(error.problems[0])))
         except (Exception, SystemExit) as error:  # as in a process of its own: the row fails, never the run
             results.append((None, {}, _cause(error, path)))
         else:

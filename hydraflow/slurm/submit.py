@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,13 +52,13 @@ def submit(given: Submission) -> int:
 
 def _require_folders(sweep: Sequence[Sequence[str]]) -> None:
     """ConfigError if jobs of a sweep share a run folder: the first to start would lock the others out."""
-    named = [
-        [word.partition("=")[2] for word in words if word.lstrip("+").startswith(f"{FOLDER}=")][-1:]
-        for words in sweep
-    ]
-    shared = next((folder for folder, *_ in filter(None, named) if named.count([folder]) > 1), None)
+    named: Counter[str] = Counter()
+    for words in sweep:
+        folders = [word.partition("=")[2] for word in words if word.lstrip("+").startswith(f"{FOLDER}=")]
+        named.update(folders[-1:])
+    shared = next((folder for folder, jobs in named.items() if jobs > 1), None)
     if shared is not None:
-        several = f"{named.count([shared])} of the {len(sweep)} jobs"
+        several = f"{named[shared]} of the {len(sweep)} jobs"
         rule = f"is the folder of {several}, and one run at a time may be in it"
         own = "each job has a folder of its own, runs/<experiment>-job<id>"
         raise ConfigError.one(FOLDER, shared, rule, f"leave out {FOLDER}: {own}")
