@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hydraflow.system.printing import make_printable
+from hydraflow.system.printing import make_printable, reader_may_leave
 from hydraflow.system.role_logs import LEVELS, LINE
 from hydraflow.tracking.endings import DONE, is_orderly
 from hydraflow.tracking.run_lock import is_at_work
@@ -137,9 +137,7 @@ class LogFollower:
                 status = os.fstat(file.fileno())
                 inode = status.st_ino
                 at, unfinished = self._read.get(inode, (0, b""))
-                if (
-                    status.st_size < at
-                ):  # the file that was read is gone, and its inode has been given to this one
+                if status.st_size < at:  # the inode of a file that is gone has been given to this one
                     at, unfinished = 0, b""
                 file.seek(at)
                 fresh = file.read()
@@ -161,19 +159,13 @@ def record_filter(pattern: str | None, level: str | None) -> RecordFilter:
 
 def show(folder: Path, options: argparse.Namespace, accepts: RecordFilter) -> None:
     """Prints the existing lines, and with `--follow` new ones until the run has ended."""
-    if not options.follow:
-        records: Iterator[LogRecord] | deque[LogRecord] = (
-            record for record in read(folder, options.role, options.rank) if accepts(record)
-        )
-        for record in deque(records, options.lines) if options.lines is not None else records:
-            print(record)
-        return
     follower = LogFollower(folder, options.role, options.rank)
-    there = [record for record in follower.new() if accepts(record)]
-    for record in there if options.lines is None else there[len(there) - min(len(there), options.lines) :]:
-        print(record, flush=True)
+    there = follower.new() if options.follow else read(folder, options.role, options.rank)
+    records = filter(accepts, there)
+    for record in deque(records, options.lines) if options.lines is not None else records:
+        print(record, flush=options.follow)
     quiet = 0
-    while quiet < QUIET_POLLS or not has_ended(folder.parent):
+    while options.follow and (quiet < QUIET_POLLS or not has_ended(folder.parent)):
         time.sleep(POLL_SECONDS)
         fresh = follower.new()
         quiet = 0 if fresh else quiet + 1
@@ -187,7 +179,6 @@ def has_ended(run: Path) -> bool:
     While the process lives, a failure may be followed by a restart (`trainer.max_restarts`). For a process on
     another machine, only its last line is known.
     """
-    has_ended = (run / ENDED).exists()
     try:
         why = str(json.loads((run / ENDED).read_text(encoding="utf-8"))["why_it_ended"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -195,38 +186,25 @@ def has_ended(run: Path) -> bool:
     if why == DONE or is_orderly(why):
         return True
     lives = is_at_work(run)
-    return has_ended if lives is None else not lives
+    return (run / ENDED).exists() if lives is None else not lives
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m hydraflow.logs", description="The log lines of a run, of all roles and ranks."
     )
-    parser.add_argument("run", metavar="RUN", type=Path, help="run folder")
-    parser.add_argument(
-        "--role",
-        action="append",
-        default=[],
-        help="controller, actor, rollout, reward, ...; may be given again",
-    )
-    parser.add_argument("--rank", action="append", default=[], type=int, help="may be given again")
-    parser.add_argument(
-        "--level",
-        choices=[level.lower() for level in LEVELS if level != "OUT"],
-        help="lowest level that is shown",
-    )
-    parser.add_argument(
-        "--grep",
-        metavar="PATTERN",
-        help="regular expression to search for in each record, its tag and all its lines included",
-    )
-    parser.add_argument("-n", "--lines", type=int, metavar="N", help="the last N records only")
-    parser.add_argument(
-        "-f",
-        "--follow",
-        action="store_true",
-        help="print new lines as they appear, until the run ends or Ctrl-C",
-    )
+    add = parser.add_argument
+    add("run", metavar="RUN", type=Path, help="run folder")
+    roles = "controller, actor, rollout, reward, ...; may be given again"
+    add("--role", action="append", default=[], help=roles)
+    add("--rank", action="append", default=[], type=int, help="may be given again")
+    levels = [level.lower() for level in LEVELS if level != "OUT"]
+    add("--level", choices=levels, help="lowest level that is shown")
+    pattern = "regular expression to search for in each record, its tag and all its lines included"
+    add("--grep", metavar="PATTERN", help=pattern)
+    add("-n", "--lines", type=int, metavar="N", help="the last N records only")
+    until = "print new lines as they appear, until the run ends or Ctrl-C"
+    add("-f", "--follow", action="store_true", help=until)
     return parser.parse_args(argv)
 
 
@@ -234,42 +212,27 @@ def _problem(options: argparse.Namespace, folder: Path) -> str:
     """The error in the options, with a remedy; empty if there is none. With `--follow`, a missing role is not
     an error, since it may still start."""
     if not folder.is_dir():
-        return (
-            f"{options.run}: no logs/ in it\n      -> the folder of a run, such as runs/ppo-20260101-120000"
-        )
+        remedy = "the folder of a run, such as runs/ppo-20260101-120000"
+        return f"{options.run}: no logs/ in it\n      -> {remedy}"
     if options.lines is not None and options.lines < 0:
         return f"--lines={options.lines}: must be at least 0\n      -> --lines 100"
-    if absent := _absent(options, folder):
+    there = log_files(folder)
+    roles, ranks = list(dict.fromkeys(role for role, _ in there)), {rank for _, rank in there}
+    absent = [f"--role={role}: no such role in this run" for role in options.role if role not in roles]
+    remedy = f"--role {' or --role '.join(roles)}"
+    if not absent:
+        absent = [f"--rank={rank}: no such rank in this run" for rank in options.rank if rank not in ranks]
+        remedy = f"--rank 0 to --rank {max(ranks, default=0)}"
+    if absent:
         if not options.follow or has_ended(folder.parent):
-            return "\n      -> ".join(absent)
+            return f"{absent[0]}\n      -> {remedy if there else 'no line has been written yet'}"
         print(f"{absent[0]} yet; waiting for it", file=sys.stderr)
     try:
         re.compile(options.grep or "")
     except re.error as error:
-        return (
-            f"--grep={options.grep}: not a regular expression: {error}\n      -> --grep"
-            f" '{re.escape(options.grep)}'"
-        )
+        remedy = f"--grep '{re.escape(options.grep)}'"
+        return f"--grep={options.grep}: not a regular expression: {error}\n      -> {remedy}"
     return ""
-
-
-def _absent(options: argparse.Namespace, folder: Path) -> tuple[str, str] | None:
-    """The first requested role or rank without a file, and those with one."""
-    there = log_files(folder)
-    roles, ranks = list(dict.fromkeys(name for name, _ in there)), {number for _, number in there}
-    for role in options.role:
-        if role not in roles:
-            return (
-                f"--role={role}: no such role in this run",
-                f"--role {' or --role '.join(roles)}" if roles else "no line has been written yet",
-            )
-    for rank in options.rank:
-        if rank not in ranks:
-            return (
-                f"--rank={rank}: no such rank in this run",
-                f"--rank 0 to --rank {max(ranks)}" if ranks else "no line has been written yet",
-            )
-    return None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -281,17 +244,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(problem, file=sys.stderr)
         return 2
     try:
-        show(folder, options, record_filter(options.grep, options.level))
-        sys.stdout.flush()
+        with reader_may_leave():
+            show(folder, options, record_filter(options.grep, options.level))
     except KeyboardInterrupt:
         return 130
     except PermissionError as error:
         print(f"{error.filename}: cannot be read ({error.strerror})", file=sys.stderr)
         return 2
-    except (
-        BrokenPipeError
-    ):  # the reader, such as `head`, closed the pipe; keep Python from reporting it again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

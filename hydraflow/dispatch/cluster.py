@@ -78,10 +78,8 @@ def await_nodes(
         if why is None and time.monotonic() > deadline:
             why = f"waited {seconds:g} s"
         if why is not None:
-            raise EnvironmentFault(
-                f"{len(missing)} of {len(names)} nodes have not joined Ray at {address}: {', '.join(missing)}"
-                f" ({why})"
-            )
+            few = f"{len(missing)} of {len(names)} nodes have not joined Ray at {address}"
+            raise EnvironmentFault(f"{few}: {', '.join(missing)} ({why})")
         time.sleep(POLL_SECONDS)
 
 
@@ -98,11 +96,9 @@ def _missing(address: str, names: Sequence[str]) -> list[str]:
 def _nodes(address: str) -> list[Any]:
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         service = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
-        return list(
-            service.GetAllNodeInfo(
-                MESSAGES.GetAllNodeInfoRequest(), timeout=CALL_SECONDS, metadata=_token()
-            ).node_info_list
-        )
+        request = MESSAGES.GetAllNodeInfoRequest()
+        answer = service.GetAllNodeInfo(request, timeout=CALL_SECONDS, metadata=_token())
+        return list(answer.node_info_list)
 
 
 def _token() -> tuple[tuple[str, str], ...]:

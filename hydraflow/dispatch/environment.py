@@ -39,10 +39,10 @@ def variables(rank: int, *, node_ip: str, environ: Mapping[str, str] = os.enviro
     address = node_address(environ=environ) if named else node_ip
     if interface := interface_of(address):
         # gloo would resolve this host's name, which may give an address that other nodes cannot reach
-        found |= {"GLOO_SOCKET_IFNAME": interface} if not environ.get("GLOO_SOCKET_IFNAME") else {}
-        found |= (
-            {"NCCL_SOCKET_IFNAME": f"={interface}"} if named and not environ.get("NCCL_SOCKET_IFNAME") else {}
-        )
+        if not environ.get("GLOO_SOCKET_IFNAME"):
+            found["GLOO_SOCKET_IFNAME"] = interface
+        if named and not environ.get("NCCL_SOCKET_IFNAME"):
+            found["NCCL_SOCKET_IFNAME"] = f"={interface}"
     return found
 
 

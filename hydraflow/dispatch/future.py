@@ -9,7 +9,7 @@ ended, and the run resumes from its checkpoint.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -110,17 +110,11 @@ class PendingCalls:
     def _ready(self, wanted: list[ObjectRef], seconds: float) -> list[ObjectRef]:
         """Waits until all of `wanted` have answered, at most `seconds`; returns those that have, of these
         calls and of others."""
-        done = (
-            ray.wait(wanted, num_returns=len(wanted), timeout=seconds, fetch_local=False)[0] if wanted else []
-        )
-        others = [ref for ref in self.pending if ref not in wanted]
-        return done + (
-            ray.wait(others, num_returns=len(others), timeout=0, fetch_local=False)[0] if others else []
-        )
+        done = _answered(wanted, seconds)
+        return done + _answered([ref for ref in self.pending if ref not in wanted], 0)
 
     def _take(self, refs: Sequence[ObjectRef]) -> None:
-        failures = self._keep(refs)
-        if failures:
+        if failures := self._keep(refs):
             self._fail(failures)
 
     def _keep(self, refs: Sequence[ObjectRef]) -> list[tuple[PendingCall, Failure]]:
@@ -145,10 +139,8 @@ class PendingCalls:
         try:
             payload = ray.get(ref, timeout=FETCH)
         except ray.exceptions.GetTimeoutError:
-            return Failure(
-                call.error("its answer is ready, but does not arrive: the network to its node may be gone"),
-                time.time(),
-            )
+            why = "its answer is ready, but does not arrive: the network to its node may be gone"
+            return Failure(call.error(why), time.time())
         except ray.exceptions.RayActorError as error:
             return Failure(call.error(f"the process died: {_how_it_died(error)}"), time.time(), died=True)
         except ray.exceptions.RayError as error:
@@ -165,9 +157,7 @@ class PendingCalls:
 
     def _fail(self, failures: list[tuple[PendingCall, Failure]]) -> None:
         """Ends the groups that failed, with the first cause among all reports, and raises it."""
-        rest = list(self.pending)
-        reported = ray.wait(rest, num_returns=len(rest), timeout=GRACE, fetch_local=False)[0] if rest else []
-        failures = [*failures, *self._keep(reported)]
+        failures = [*failures, *self._keep(_answered(list(self.pending), GRACE))]
         _, first = min(failures, key=_precedence)
         self._end({call.group for call, _ in failures}, first.error)
 
@@ -180,10 +170,8 @@ class PendingCalls:
         cause = f"no answer in {first.seconds:g} seconds{others}"
         if self.stacks is not None:
             self._keep(self._ready([], 0.0))  # processes that have reported their location since
-            cause += (
-                "; stacks of all workers:"
-                f" {self.stacks(f'{first.role} rank {first.rank}, {first.method}: {cause}')}"
-            )
+            written = self.stacks(f"{first.role} rank {first.rank}, {first.method}: {cause}")
+            cause += f"; stacks of all workers: {written}"
         self._end({first.group}, first.error(cause))
 
     def _end(self, groups: set[GroupHandle], error: HydraflowError) -> None:
@@ -198,6 +186,11 @@ class PendingCalls:
     def forget(self, group: GroupHandle) -> None:
         """Drops the calls of a group that has ended."""
         self.pending = {ref: call for ref, call in self.pending.items() if call.group is not group}
+
+
+def _answered(refs: list[ObjectRef], seconds: float) -> list[ObjectRef]:
+    """Those that have answered once all have, or after `seconds`."""
+    return ray.wait(refs, num_returns=len(refs), timeout=seconds, fetch_local=False)[0] if refs else []
 
 
 def _precedence(reported: tuple[PendingCall, Failure]) -> tuple[int, float]:
@@ -216,38 +209,33 @@ def _how_it_died(error: ray.exceptions.RayActorError) -> str:
     return lines[:2][-1].partition(" Some common causes include")[0]
 
 
+@dataclass(frozen=True, eq=False)
 class CallFuture(Future):
     """The result of a call to worker processes."""
 
-    def __init__(
-        self,
-        calls: PendingCalls,
-        group: GroupHandle,
-        refs: dict[int, ObjectRef],
-        answers: dict[int, Any],
-        collectors: Iterable[int],
-        collect: Callable[[list[Any]], Any],
-        joins: bool,
-    ):
-        self._calls, self._group, self._refs, self._answers = calls, group, refs, answers
-        self._collectors, self._collect = list(collectors), collect
-        self.joins = joins
+    calls: PendingCalls
+    group: GroupHandle
+    refs: dict[int, ObjectRef]
+    """By rank, as the answers."""
+    answers: dict[int, Any]
+    collectors: list[int]
+    """Ranks whose answers are used, in the order of their rows."""
+    collect: Callable[[list[Any]], Any]
+    joins: bool
 
     def get(self) -> Any:
-        """Waits for the result. WorkerError as in `WorkerGroup`."""
-        self._calls.settle(list(self._refs.values()))
-        if len(self._answers) < len(self._refs):
-            assert self._group.error is not None, "an answer is missing though its group did not fail"
-            raise self._group.error
-        answers = [self._answers[rank] for rank in self._collectors]
-        return self._collect([one.batch() if isinstance(one, Receipt) else one for one in answers])
+        self.calls.settle(list(self.refs.values()))
+        if len(self.answers) < len(self.refs):
+            assert self.group.error is not None, "an answer is missing though its group did not fail"
+            raise self.group.error
+        answers = [self.answers[rank] for rank in self.collectors]
+        return self.collect([one.batch() if isinstance(one, Receipt) else one for one in answers])
 
     def done(self) -> bool:
         """Whether `get` would return at once. WorkerError when a pending call has failed."""
-        self._calls.peek()
-        return len(self._answers) == len(self._refs) or self._group.error is not None
+        self.calls.peek()
+        return len(self.answers) == len(self.refs) or self.group.error is not None
 
     def shards(self, parts: int, padding: bool) -> list[LateShard]:
-        """Shards that the receiving workers slice themselves."""
-        receipts = tuple(self._refs[rank] for rank in self._collectors)
+        receipts = tuple(self.refs[rank] for rank in self.collectors)
         return [LateShard(receipts, part, parts, padding) for part in range(parts)]

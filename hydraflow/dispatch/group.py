@@ -146,23 +146,14 @@ class WorkerGroup(Group):
         self.error: HydraflowError | None = None
         self._meshes: dict[tuple[str, str], list[Coordinates]] = {}
         host: Any = ray.remote(WorkerHost)
-        observability = channel.observability
+        observability, first_role = channel.observability, next(iter(roles))
+        limits = (reservation.pool.threads, channel.timeouts.call)
+        settings = (env_vars or {}, device_type, *limits, sys.path, observability, first_role)
         self._hosts: list[Any] = []
         for rank_info in self.rank_infos:
             nsight = nsight_options(observability, "+".join(roles), rank_info.rank, device_type)
             options = reservation.actor_options(rank_info.rank, observability.environment(), nsight)
-            self._hosts.append(
-                host.options(**options).remote(
-                    rank_info,
-                    env_vars or {},
-                    device_type,
-                    reservation.pool.threads,
-                    channel.timeouts.call,
-                    sys.path,
-                    observability,
-                    next(iter(roles)),
-                )
-            )
+            self._hosts.append(host.options(**options).remote(rank_info, *settings))
         self.processes = {}
         self._starting = self._build()
         self._ready = False
@@ -181,18 +172,11 @@ class WorkerGroup(Group):
     ) -> None:
         deadline, duration = time.monotonic() + seconds, CallDuration()
         for rank, ref in refs.items():
-            rank_info = self.rank_infos[rank]
-            call = PendingCall(
-                self, role, rank_info.rank, rank_info.node, method, seconds, deadline, answers, duration
-            )
+            what = (role, rank, self.rank_infos[rank].node, method)
+            call = PendingCall(self, *what, seconds, deadline, answers, duration)
             self.channel.calls.pending[ref] = call
 
     def await_ready(self) -> None:
-        """Waits until every process has built its roles.
-
-        ConfigError when one finds a user error, WorkerError when it fails otherwise, or after
-        `timeouts.start` seconds.
-        """
         if self.error is not None:
             raise self.error
         if not self._ready:
@@ -216,9 +200,8 @@ class WorkerGroup(Group):
         for rank in [0] if plan.mode.rank_zero else range(self.world_size):
             args = [packer.pack(values[rank]) for values in positional]
             kwargs = {name: packer.pack(values[rank]) for name, values in named.items()}
-            call = Call(
-                context.role, context.method, args, kwargs, plan.read_only, rank in collectors, seconds
-            )
+            used = rank in collectors
+            call = Call(context.role, context.method, args, kwargs, plan.read_only, used, seconds)
             refs[rank] = self._hosts[rank].invoke.remote(call)
         self.channel.traffic.calls += 1
         answers: dict[int, Any] = {}
@@ -244,17 +227,11 @@ class WorkerGroup(Group):
     def stop(self) -> None:
         """Shuts the group down cleanly; pending calls are dropped."""
         self.channel.calls.forget(self)
-        stopped = WorkerError(
-            role=", ".join(self.roles),
-            rank=0,
-            node=self.rank_infos[0].node,
-            method="stop",
-            cause="the group was stopped before this call",
-        )
-        self.end(self.error or stopped)
+        role, node = ", ".join(self.roles), self.rank_infos[0].node
+        cause = "the group was stopped before this call"
+        self.end(self.error or WorkerError(role=role, rank=0, node=node, method="stop", cause=cause))
 
     def mesh(self, role: str, name: str) -> list[Coordinates]:
-        """Coordinates of all ranks in a mesh, cached. ValueError when they are inconsistent."""
         if (role, name) not in self._meshes:
             answers: dict[int, Any] = {}
             refs = {rank: host.coordinates.remote(role, name) for rank, host in enumerate(self._hosts)}
@@ -264,12 +241,10 @@ class WorkerGroup(Group):
         return self._meshes[role, name]
 
     def start_profile(self, tool: str, folder: str, ranks: Sequence[int] | None) -> None:
-        """Starts a profile in the processes of those ranks; None: all. WorkerError when one fails."""
         profile = Profile(tool, folder, "+".join(self.roles))
         self._on(ranks, "start_profile", lambda host: host.start_profile.remote(profile))
 
     def stop_profile(self, ranks: Sequence[int] | None) -> None:
-        """Ends the profile and writes it."""
         self._on(ranks, "stop_profile", lambda host: host.stop_profile.remote())
 
     def _on(self, ranks: Sequence[int] | None, method: str, ask: Callable[[Any], ObjectRef]) -> None:
@@ -282,10 +257,8 @@ def _checked(places: list[Coordinates], mesh: str) -> list[Coordinates]:
     sizes = {place.data_size for place in places}
     collecting = sorted(place.data_rank for place in places if place.is_collect)
     if len(sizes) > 1 or collecting != list(range(places[0].data_size)):
-        raise ValueError(
-            f"mesh {mesh!r}: data sizes {sorted(sizes)}, ranks that collect {collecting}; one for each data"
-            " rank is needed"
-        )
+        found = f"data sizes {sorted(sizes)}, ranks that collect {collecting}"
+        raise ValueError(f"mesh {mesh!r}: {found}; one for each data rank is needed")
     return places
 
 
@@ -313,9 +286,8 @@ class RoleGroup:
     def _plan(self, method: Callable[..., Any]) -> Registration:
         cls = self.group.roles[self.name].cls
         if not any(vars(base).get(method.__name__) is method for base in cls.__mro__):
-            raise TypeError(
-                f"{method.__qualname__} is no method of {cls.__qualname__}, the class of role {self.name!r}"
-            )
+            text = f"{method.__qualname__} is no method of {cls.__qualname__}"
+            raise TypeError(f"{text}, the class of role {self.name!r}")
         return registration(method)
 
     def fetch(self, batch: RemoteBatch, keys: Sequence[str] | None = None) -> DataProto:
@@ -329,6 +301,5 @@ def _settled(value: Any) -> Any:
 
 def fetch(batch: RemoteBatch, keys: Sequence[str] | None, channel: Channel) -> DataProto:
     """Reads columns into the controller, all in one request. EnvironmentFault when they are gone or late."""
-    return materialise(
-        batch, lambda refs: read_columns(refs, channel.traffic, channel.timeouts.call), keys=keys
-    )
+    read = partial(read_columns, traffic=channel.traffic, timeout=channel.timeouts.call)
+    return materialise(batch, read, keys=keys)

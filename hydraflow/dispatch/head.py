@@ -6,13 +6,13 @@ request to it, and Ray would exit the controller after a minute, with code 1 and
 
 from __future__ import annotations
 
-import socket
 import time
 
 import ray
 
 from hydraflow.dispatch.processes import end_processes, own_ray_processes
 from hydraflow.errors import EnvironmentFault
+from hydraflow.system.network import unreachable
 
 PERIOD = 2.0
 """Seconds between two checks; one costs a fraction of a millisecond."""
@@ -42,23 +42,13 @@ class RayHead:
         if now < self._next:
             return
         self._next = now + PERIOD
-        if _answers(self.address):
+        if not unreachable(self.address, 1.0):
             self._heard = now
         elif now - self._heard > PATIENCE:
             self.is_gone = True
-            raise HeadLost(
-                f"Ray's control service (gcs_server) at {self.address} has not answered for"
-                f" {now - self._heard:.0f} seconds: it was killed, or its machine is gone. {RESUME}"
-            )
-
-
-def _answers(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
-    except OSError:
-        return False
-    return True
+            silence = f"has not answered for {now - self._heard:.0f} seconds"
+            why = f"it was killed, or its machine is gone. {RESUME}"
+            raise HeadLost(f"Ray's control service (gcs_server) at {self.address} {silence}: {why}")
 
 
 def end_without_head() -> None:

@@ -47,29 +47,22 @@ class WorkerHost:
         self._process = WorkerProcess(rank_info, *settings)
 
     def identify(self) -> Payload:
-        """This process's node, pid and log file."""
         return self._process.identify()
 
     def rendezvous(self) -> tuple[str, int]:
-        """Rendezvous address for the group's torch.distributed."""
         return self._process.rendezvous()
 
     def build(self, roles: Payload | ObjectRef, rendezvous: tuple[str, int]) -> Payload:
-        """Builds the workers."""
         return self._process.build(roles, rendezvous)
 
     def coordinates(self, role: str, mesh: str) -> Payload:
-        """A worker's coordinates in a mesh."""
         return self._process.coordinates(role, mesh)
 
     def invoke(self, call: Call) -> Payload:
-        """Runs one method of one worker."""
         return self._process.invoke(call)
 
     def start_profile(self, profile: Profile) -> Payload:
-        """Starts a profile of this process."""
         return self._process.start_profile(profile)
 
     def stop_profile(self) -> Payload:
-        """Ends the profile and writes it."""
         return self._process.stop_profile()

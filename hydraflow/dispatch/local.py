@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
 from hydraflow.dispatch.config import RayInitConfig
 from hydraflow.dispatch.environment import settle
@@ -26,7 +27,7 @@ from hydraflow.dispatch.group import Channel, Group, Timeouts
 from hydraflow.dispatch.modes import CallContext, Coordinates, Registration
 from hydraflow.dispatch.observability import Observability, of_role
 from hydraflow.dispatch.placement import ResourcePool
-from hydraflow.dispatch.profile import Profile, region
+from hydraflow.dispatch.profile import Profile
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.shards import CompletedFuture, Shard, is_batch, split
 from hydraflow.dispatch.spans import SpanRecorder, record_into, span
@@ -62,17 +63,15 @@ class LocalRuntime(Runtime):
         for pool in pools:
             if pool.size > 1:
                 rule = f"runs in one process, and the pool {pool.name} has {pool.size}"
-                raise ConfigError.one(
-                    KEY, True, rule, f"trainer.nnodes=1 trainer.n_gpus_per_node=1 or {KEY}=false"
-                )
+                remedy = f"trainer.nnodes=1 trainer.n_gpus_per_node=1 or {KEY}=false"
+                raise ConfigError.one(KEY, True, rule, remedy)
             self._pools[pool.name] = pool
         settle(0, given=self.ray_init.runtime_env.as_text())
 
     def group(self, pool: str, roles: Mapping[str, RoleSpec]) -> Group:
         """Builds the workers immediately."""
-        group = LocalGroup(
-            self._pools[pool], roles, self.channel, device_type=self.device_type, first=not self.groups
-        )
+        device, first = self.device_type, not self.groups
+        group = LocalGroup(self._pools[pool], roles, self.channel, device_type=device, first=first)
         self.groups.append(group)
         return group
 
@@ -133,7 +132,7 @@ class LocalGroup(Group):
         role, method = context.role, context.method
         given = [_given(values[0], plan) for values in positional]
         given_by_name = {name: _given(values[0], plan) for name, values in named.items()}
-        with self._as(role), region(f"{role}.{method}"):
+        with self._as(role), record_function(f"{role}.{method}"):
             started = time.perf_counter()
             with span(method):
                 answer = getattr(self.workers[role], method)(*given, **given_by_name)
@@ -148,19 +147,16 @@ class LocalGroup(Group):
             self._profile.start(self.device_type)
 
     def stop_profile(self, ranks: Sequence[int] | None) -> None:
-        """Ends the profile and writes it."""
         if self._profile is not None:
             self._profile.stop(0)
             self._profile = None
 
     def stop(self) -> None:
-        """Closes the workers."""
         for worker in self.workers.values():
             worker.close()
         self.workers.clear()
 
     def mesh(self, role: str, name: str) -> list[Coordinates]:
-        """The worker's coordinates."""
         return [Coordinates(*self.workers[role].mesh_coordinates(name))]
 
     @contextmanager
@@ -193,8 +189,6 @@ def _kept(answer: Any) -> Any:
     store."""
     if not isinstance(answer, DataProto):
         return answer
-    columns = {
-        name: Column((LocalColumn(wire.decode(wire.encode(column, name))),))
-        for name, column in answer.items()
-    }
+    copies = {name: LocalColumn(wire.decode(wire.encode(column, name))) for name, column in answer.items()}
+    columns = {name: Column((copied,)) for name, copied in copies.items()}
     return RemoteBatch(columns, {}, dict(answer.meta_info))

@@ -115,9 +115,8 @@ def _per_argument(spread: Callable[[CallContext, Any], Sequence[Any]]) -> Callab
     """A dispatch function that treats every argument alike."""
 
     def dispatch(context: CallContext, *args: Any, **kwargs: Any) -> PerRank:
-        return [spread(context, value) for value in args], {
-            name: spread(context, value) for name, value in kwargs.items()
-        }
+        named = {name: spread(context, value) for name, value in kwargs.items()}
+        return [spread(context, value) for value in args], named
 
     return dispatch
 
@@ -150,9 +149,8 @@ def _rows_per_rank(context: CallContext, value: Any) -> Sequence[Any]:
 
 def _function_and_rows(context: CallContext, function: Any, *args: Any, **kwargs: Any) -> PerRank:
     if not callable(function):
-        raise TypeError(
-            f"{context.method} takes a function as its first argument, got a {type(function).__name__}"
-        )
+        got = type(function).__name__
+        raise TypeError(f"{context.method} takes a function as its first argument, got a {got}")
     positional, named = _per_argument(_rows_per_rank)(context, *args, **kwargs)
     return [[function] * context.world_size, *positional], named
 
@@ -165,10 +163,15 @@ def _as_list(context: CallContext, answers: list[Any]) -> list[Any]:
     return answers
 
 
+def _require_all(
+    context: CallContext, answers: list[Any], is_right: Callable[[Any], bool], what: str
+) -> None:
+    if others := sorted({type(answer).__name__ for answer in answers if not is_right(answer)}):
+        raise TypeError(f"{context.method} must return {what} on every rank, got {', '.join(others)}")
+
+
 def _joined(context: CallContext, answers: list[Any]) -> RemoteBatch:
-    strangers = sorted({type(answer).__name__ for answer in answers if not isinstance(answer, RemoteBatch)})
-    if strangers:
-        raise TypeError(f"{context.method} must return a DataProto on every rank, got {', '.join(strangers)}")
+    _require_all(context, answers, lambda answer: isinstance(answer, RemoteBatch), "a DataProto")
     return RemoteBatch.concat([answer for answer in answers if len(answer)] or answers)
 
 
@@ -177,11 +180,7 @@ def _is_metrics(answer: Any) -> bool:
 
 
 def _merged(context: CallContext, answers: list[Any]) -> dict[str, Metric]:
-    strangers = sorted({type(answer).__name__ for answer in answers if not _is_metrics(answer)})
-    if strangers:
-        raise TypeError(
-            f"{context.method} must return a dict of metrics on every rank, got {', '.join(strangers)}"
-        )
+    _require_all(context, answers, _is_metrics, "a dict of metrics")
     return merge(answers)
 
 
@@ -194,10 +193,8 @@ def _by_kind(context: CallContext, answers: list[Any]) -> Any:
 def _data_collectors(mesh: str) -> Callable[[CallContext], list[int]]:
     def collectors(context: CallContext) -> list[int]:
         places = context.mesh(mesh)
-        return sorted(
-            (rank for rank, place in enumerate(places) if place.is_collect),
-            key=lambda rank: places[rank].data_rank,
-        )
+        collecting = (rank for rank, place in enumerate(places) if place.is_collect)
+        return sorted(collecting, key=lambda rank: places[rank].data_rank)
 
     return collectors
 
@@ -296,10 +293,8 @@ def register(
     mode = mode_named(dispatch_mode)
     if Execute(execute_mode) is Execute.RANK_ZERO:
         if mode.name not in (Dispatch.RANK_ZERO, Dispatch.ONE_TO_ALL):
-            raise ValueError(
-                f"execute_mode rank_zero goes with one_to_all, not with {mode.name}: the other ranks' rows"
-                " would be lost"
-            )
+            lost = "the other ranks' rows would be lost"
+            raise ValueError(f"execute_mode rank_zero goes with one_to_all, not with {mode.name}: {lost}")
         mode = mode_named(Dispatch.RANK_ZERO)
 
     def declare(method: Method) -> Method:
@@ -316,7 +311,6 @@ def registration(method: Callable[..., Any]) -> Registration:
     """How a method was declared; TypeError when it was not."""
     found = getattr(method, _MARK, None)
     if found is None:
-        raise TypeError(
-            f"{method.__qualname__} is not declared with @register, so the controller cannot call it"
-        )
+        text = f"{method.__qualname__} is not declared with @register"
+        raise TypeError(f"{text}, so the controller cannot call it")
     return found

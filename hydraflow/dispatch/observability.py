@@ -44,8 +44,7 @@ class Observability:
     def open_logs(self, rank: int, role: str) -> RoleLogs | None:
         """Redirects everything that this process writes to its log files. Logs a warning if they cannot be
         created."""
-        logs = made(self.logs, rank, role) if self.logs is not None else None
-        if self.logs is None or logs is None:
+        if self.logs is None or (logs := made(self.logs, rank, role)) is None:
             return None
         # Ray's debugger prints its address past sys.stderr, to the console
         logs.capture(below_python=not self.debug)

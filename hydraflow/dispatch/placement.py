@@ -51,11 +51,8 @@ class ResourcePool:
 
     def __post_init__(self) -> None:
         if not self.processes_on_nodes or min(self.processes_on_nodes) < 1:
-            raise ConfigError.one(
-                f"resource pool {self.name}",
-                list(self.processes_on_nodes),
-                "needs at least one process on every node",
-            )
+            rule, counts = "needs at least one process on every node", list(self.processes_on_nodes)
+            raise ConfigError.one(f"resource pool {self.name}", counts, rule)
 
     @property
     def size(self) -> int:
@@ -81,9 +78,13 @@ def shortfall(pools: Sequence[ResourcePool], nodes: Sequence[Mapping[str, float]
 
     nodes: total resources of each node ("CPU", "GPU").
     """
-    problems = [
-        _too_few_nodes(pool, len(nodes)) for pool in pools if len(pool.processes_on_nodes) > len(nodes)
-    ]
+    problems = []
+    for pool in pools:
+        if len(pool.processes_on_nodes) > len(nodes):
+            rule = f"needs {len(pool.processes_on_nodes)} nodes, the cluster has {len(nodes)}"
+            running = "where a Ray cluster of enough machines is running"
+            remedy = f"trainer.nnodes={len(nodes)} or ray_init.address=auto, {running}"
+            problems.append(Problem(f"resource pool {pool.name}", None, rule, remedy))
     for kind in ("CPU", "GPU"):
         amounts = [node.get(kind, 0.0) for node in nodes]
         needs = {pool.name: [node.get(kind, 0.0) for node in pool.demand()] for pool in pools}
@@ -93,25 +94,11 @@ def shortfall(pools: Sequence[ResourcePool], nodes: Sequence[Mapping[str, float]
             rule = f"need {total:g} {kind}s together, the cluster has {sum(amounts):g}"
             problems.append(Problem(f"resource pools {names}", None, rule, _REMEDY))
             continue
-        problems += [
-            Problem(
-                f"resource pool {name}",
-                None,
-                f"needs {max(need):g} {kind}s on one node, the largest has {max(amounts):g}",
-                _REMEDY,
-            )
-            for name, need in needs.items()
-            if max(need) > max(amounts)
-        ]
+        for name, need in needs.items():
+            if max(need) > max(amounts):
+                rule = f"needs {max(need):g} {kind}s on one node, the largest has {max(amounts):g}"
+                problems.append(Problem(f"resource pool {name}", None, rule, _REMEDY))
     return problems
-
-
-def _too_few_nodes(pool: ResourcePool, nodes: int) -> Problem:
-    rule = f"needs {len(pool.processes_on_nodes)} nodes, the cluster has {nodes}"
-    remedy = (
-        f"trainer.nnodes={nodes} or ray_init.address=auto, where a Ray cluster of enough machines is running"
-    )
-    return Problem(f"resource pool {pool.name}", None, rule, remedy)
 
 
 @dataclass(frozen=True)
@@ -130,19 +117,17 @@ class Reservation:
         """Ray's options for the process of a rank. `environment`: variables to set. `nsight`: options
         of Nsight Systems."""
         pool = self.pool
+        place = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundles[rank])
         options: dict[str, Any] = dict(
             num_cpus=pool.cpus_per_process / pool.groups,
             num_gpus=pool.gpus_per_process / pool.groups,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                self.group, placement_group_bundle_index=self.bundles[rank]
-            ),
+            scheduling_strategy=place,
         )
         # Ray itself sets 1 thread for a process of one CPU; a runtime_env costs 0.4 s at start-up, so it is
         # used only where needed.
         variables = ({"OMP_NUM_THREADS": str(pool.threads)} if pool.threads > 1 else {}) | dict(environment)
-        runtime_env = ({"env_vars": variables} if variables else {}) | (
-            {"nsight": dict(nsight)} if nsight else {}
-        )
+        wanted = {"env_vars": variables, "nsight": dict(nsight or {})}
+        runtime_env = {name: value for name, value in wanted.items() if value}
         return options | ({"runtime_env": runtime_env} if runtime_env else {})
 
 
@@ -157,18 +142,12 @@ def reserve(pools: Sequence[ResourcePool], *, timeout: float, growing: bool) -> 
         raise ConfigError(problems)
     for problem in problems:
         log.warning("waiting up to %g s for the cluster to grow: %s", timeout, problem)
-    groups = [
-        placement_group(
-            pool.demand(), strategy="STRICT_SPREAD" if len(pool.processes_on_nodes) > 1 else "STRICT_PACK"
-        )
-        for pool in pools
-    ]
-    waiting = (
-        ray.wait([group.ready() for group in groups], num_returns=len(groups), timeout=timeout)[1]
-        if groups
-        else []
-    )
-    if waiting:
+    groups = []
+    for pool in pools:
+        spread = len(pool.processes_on_nodes) > 1
+        groups.append(placement_group(pool.demand(), strategy="STRICT_SPREAD" if spread else "STRICT_PACK"))
+    ready = [group.ready() for group in groups]
+    if ready and ray.wait(ready, num_returns=len(ready), timeout=timeout)[1]:
         for group in groups:
             remove_placement_group(group)
         raise ConfigError(shortfall(pools, _totals()) or [_busy(pools, timeout)])
@@ -182,13 +161,10 @@ def _totals() -> list[dict[str, float]]:
 def _busy(pools: Sequence[ResourcePool], timeout: float) -> Problem:
     free = ray.available_resources()
     needs = "; ".join(f"{pool.name} {pool.demand()}" for pool in pools)
-    rule = (
-        f"not free within {timeout:g} s: needed per node {needs}; free in all {free.get('CPU', 0):g} CPUs,"
-        f" {free.get('GPU', 0):g} GPUs"
-    )
-    return Problem(
-        "resource pools", None, rule, "stop other users of the cluster, or raise trainer.start_timeout"
-    )
+    there = f"free in all {free.get('CPU', 0):g} CPUs, {free.get('GPU', 0):g} GPUs"
+    rule = f"not free within {timeout:g} s: needed per node {needs}; {there}"
+    remedy = "stop other users of the cluster, or raise trainer.start_timeout"
+    return Problem("resource pools", None, rule, remedy)
 
 
 def _seated(pool: ResourcePool, group: PlacementGroup) -> Reservation:
@@ -196,13 +172,12 @@ def _seated(pool: ResourcePool, group: PlacementGroup) -> Reservation:
     them alike."""
     nodes = {node["NodeID"]: node for node in ray.nodes()}
     placed = placement_group_table(group)["bundles_to_node_id"]
-    order = sorted(
-        placed,
-        key=lambda bundle: [
-            int(part) if part.isdigit() else 0
-            for part in str(nodes[placed[bundle]]["NodeManagerAddress"]).split(".")
-        ],
-    )
+
+    def address(bundle: int) -> list[int]:
+        parts = str(nodes[placed[bundle]]["NodeManagerAddress"]).split(".")
+        return [int(part) if part.isdigit() else 0 for part in parts]
+
+    order = sorted(placed, key=address)
     bundles = [bundle for bundle in order for _ in range(pool.processes_on_nodes[bundle])]
     local = [number for bundle in order for number in range(pool.processes_on_nodes[bundle])]
     names = [nodes[placed[bundle]]["NodeManagerHostname"] for bundle in bundles]

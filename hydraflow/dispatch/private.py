@@ -33,9 +33,8 @@ def close_to_others() -> Path:
     EnvironmentFault when the user's folder is owned by another user.
     """
     if os.environ.get(MODE, "token").lower() != "token":
-        log.warning(
-            "%s=%s: every user of this machine can run code in this run's Ray", MODE, os.environ[MODE]
-        )
+        text = "%s=%s: every user of this machine can run code in this run's Ray"
+        log.warning(text, MODE, os.environ[MODE])
     elif not os.environ.get(TOKEN):
         os.environ[TOKEN_PATH] = _named_token() or str(token_file())
     # Ray's switch for platforms without multi-node support; with it Ray listens on the loopback interface.

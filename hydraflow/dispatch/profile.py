@@ -9,7 +9,6 @@ range of the report that Nsight Systems writes. Left out on purpose: which steps
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,8 +64,3 @@ class Profile:
         if self.tool == MEMORY:
             write_allocations(self._device, f"{stem}.pickle")
         self._torch = None
-
-
-def region(name: str) -> AbstractContextManager[Any]:
-    """Names its body in the running profile, if there is one."""
-    return profiler.record_function(name)

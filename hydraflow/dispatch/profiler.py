@@ -27,22 +27,17 @@ def require_profiler(config: ProfilerConfig) -> None:
         rule = "the program nsys is not found on PATH; every machine of the run needs NVIDIA Nsight Systems"
         raise ConfigError.one(f"{KEY}.tool", config.tool, rule, f"{KEY}.tool=torch")
     if config.tool == NSYS and Path(shutil.which("python") or "/").parent != Path(sys.executable).parent:
-        rule = (
-            f"Ray starts profiled workers with the first `python` on PATH, which is not that of {sys.prefix}"
-        )
-        raise ConfigError.one(
-            f"{KEY}.tool", config.tool, rule, f"source {sys.prefix}/bin/activate or {KEY}.tool=torch"
-        )
+        first = "Ray starts profiled workers with the first `python` on PATH"
+        rule = f"{first}, which is not that of {sys.prefix}"
+        remedy = f"source {sys.prefix}/bin/activate or {KEY}.tool=torch"
+        raise ConfigError.one(f"{KEY}.tool", config.tool, rule, remedy)
     if config.save_path is None:
         return
-    path = Path(config.save_path).expanduser()
     try:
-        prove_writable(path)
+        prove_writable(Path(config.save_path).expanduser())
     except OSError as error:
-        rule = f"the folder cannot be written ({error.strerror})"
-        raise ConfigError.one(
-            f"{KEY}.save_path", config.save_path, rule, f"{KEY}.save_path=<a folder you may write to>"
-        ) from error
+        key, rule = f"{KEY}.save_path", f"the folder cannot be written ({error.strerror})"
+        raise ConfigError.one(key, config.save_path, rule, f"{key}=<a folder you may write to>") from error
 
 
 def nsight_options(
@@ -53,12 +48,9 @@ def nsight_options(
     On a GPU it records each profiled step and writes a report for each; on a CPU it records the whole run.
     """
     profiler = observability.profiler
-    if (
-        profiler is None
-        or profiler.tool != NSYS
-        or not profiler.steps
-        or not (profiler.ranks is None or rank in profiler.ranks)
-    ):
+    if profiler is None or profiler.tool != NSYS or not profiler.steps:
+        return None
+    if profiler.ranks is not None and rank not in profiler.ranks:
         return None
     Path(observability.profiles).mkdir(parents=True, exist_ok=True)  # nsys does not create it
     options = {"o": f"{observability.profiles}/{name}-{rank}", "force-overwrite": "true"}

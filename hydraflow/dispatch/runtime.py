@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from types import TracebackType
 
 import ray
 
@@ -91,9 +90,8 @@ class Runtime:
                 raise
             # Ray raises RuntimeError, OSError, its own errors and plain Exception when one of its
             # processes fails to start
-            raise EnvironmentFault(
-                f"Ray could not be started: {str(error).strip().splitlines()[0]}"
-            ) from error
+            first = str(error).strip().splitlines()[0]
+            raise EnvironmentFault(f"Ray could not be started: {first}") from error
         if self._guard is not None:
             self._guard.started()
 
@@ -175,19 +173,15 @@ class Runtime:
         folder, ranks = f"{self.observability.profiles}/step_{step}", profiler.ranks
         groups = [group for group in self.groups if ranks is None or min(ranks) < group.world_size]
         if not groups:
-            log.warning(
-                "step %d is not profiled: global_profiler.ranks=%s, and no worker group has such a rank",
-                step,
-                ranks,
-            )
+            text = "step %d is not profiled: global_profiler.ranks=%s, and no worker group has such a rank"
+            log.warning(text, step, ranks)
         for group in groups:
             group.start_profile(profiler.tool, folder, ranks)
         yield
         for group in groups:
             group.stop_profile(ranks)
-        if not groups:
-            return
-        log.info("profile of step %d: %s", step, folder)
+        if groups:
+            log.info("profile of step %d: %s", step, folder)
 
     def stop(self) -> None:
         """Writes the timeline, ends all groups, releases the pools and, if Ray was started here, ends Ray.
@@ -229,9 +223,7 @@ class Runtime:
     def __enter__(self) -> Runtime:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         fault = self.fault_behind(error)
         self.stop()
         if fault is not None:

@@ -76,11 +76,9 @@ class CompletedFuture(Future):
         self._value = value
 
     def get(self) -> Any:
-        """The result."""
         return self._value
 
     def shards(self, parts: int, padding: bool) -> list[LateShard] | list[Shard]:
-        """Shards of the batch."""
         return split(self._value, parts, padding=padding)
 
 
@@ -93,12 +91,10 @@ class ColumnsFuture(Future):
     joins = True
 
     def get(self) -> RemoteBatch:
-        """Waits for the whole batch."""
         batch: RemoteBatch = self.whole.get()
         return batch.select(list(self.keys), [], [])
 
     def shards(self, parts: int, padding: bool) -> list[LateShard]:
-        """Shards that the receiving workers slice themselves."""
         late = [shard for shard in self.whole.shards(parts, padding) if isinstance(shard, LateShard)]
         assert len(late) == parts, "a future that concatenates batches is sliced by its receivers"
         return [replace(shard, keys=self.keys) for shard in late]
@@ -140,19 +136,14 @@ def _split_rows(batch: RemoteBatch, parts: int, padding: bool) -> list[Shard]:
     if rows == 0:
         raise ValueError(f"a batch without rows cannot be split over {parts} ranks")
     if rows % parts and not padding:
-        raise ValueError(
-            f"{rows} rows do not divide over {parts} ranks, and this method takes no padded rows;"
-            f" {_near(rows, parts)} would"
-        )
+        below = rows // parts * parts
+        would = f"{below} or {below + parts}" if below else str(parts)
+        rule = f"{rows} rows do not divide over {parts} ranks, and this method takes no padded rows"
+        raise ValueError(f"{rule}; {would} would")
     padded, _ = batch.pad_to_divisor(parts)
     size = len(padded) // parts
     real = [min(max(rows - part * size, 0), size) for part in range(parts)]
     return [Shard(piece.localised(), count) for piece, count in zip(padded.chunk(parts), real, strict=True)]
-
-
-def _near(rows: int, parts: int) -> str:
-    below = rows // parts * parts
-    return f"{below} or {below + parts}" if below else str(parts)
 
 
 def real_rows(shards: Sequence[Shard], made: int) -> int:
@@ -166,8 +157,6 @@ def real_rows(shards: Sequence[Shard], made: int) -> int:
         return made
     given = len(padded.batch)
     if made % given:
-        raise ValueError(
-            f"returned {made} rows for {given}, of which {given - padded.rows} are padding: {made} is no"
-            f" multiple of {given}"
-        )
+        padding = f"of which {given - padded.rows} are padding"
+        raise ValueError(f"returned {made} rows for {given}, {padding}: {made} is no multiple of {given}")
     return padded.rows * (made // given)

@@ -70,10 +70,8 @@ def write_stacks(folder: Path, why: str, processes: Sequence[NamedProcess]) -> s
     found = _of_all_nodes([process.facts for process in processes])
     parts = [f"{why}\n"]
     for process in sorted(processes, key=lambda process: process.name):
-        parts.append(
-            f"=== {process.name}, pid"
-            f" {process.facts.pid}\n{found.get(process.facts.worker_id, 'its machine did not answer')}\n"
-        )
+        stack = found.get(process.facts.worker_id, "its machine did not answer")
+        parts.append(f"=== {process.name}, pid {process.facts.pid}\n{stack}\n")
     path = folder / f"{datetime.now().strftime('%Y%m%d-%H%M%S')}.txt"
     try:
         path.write_text("\n".join(parts))
@@ -89,12 +87,12 @@ def _of_all_nodes(processes: Sequence[ProcessInfo]) -> dict[str, str]:
     for process in processes:
         by_node.setdefault(process.node_id, []).append(process)
     remote = ray.remote(num_cpus=0, max_retries=0)(stacks_here)
+    mine = by_node.pop(here, [])
     asked = [
         remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(there)
         for node, there in by_node.items()
-        if node != here
     ]
-    found = stacks_here(by_node.get(here, []))
+    found = stacks_here(mine)
     answered = ray.wait(asked, num_returns=len(asked), timeout=NODE_SECONDS)[0] if asked else []
     for answer in answered:
         with suppress(ray.exceptions.RayError):
@@ -105,9 +103,8 @@ def _of_all_nodes(processes: Sequence[ProcessInfo]) -> dict[str, str]:
 def stacks_here(processes: Sequence[ProcessInfo]) -> dict[str, str]:
     """The stacks of processes of this machine, by worker id."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        return dict(
-            zip((process.worker_id for process in processes), pool.map(_stack, processes), strict=True)
-        )
+        stacks = list(pool.map(_stack, processes))
+    return {process.worker_id: stack for process, stack in zip(processes, stacks, strict=True)}
 
 
 def _stack(process: ProcessInfo) -> str:
@@ -118,9 +115,8 @@ def _stack(process: ProcessInfo) -> str:
         result = _run([program, "dump", *options, "--pid", str(process.pid)])
         if result.returncode == 0:
             return result.stdout
-    return _written_by_itself(
-        process, result.stderr.strip().splitlines()[0] if result.stderr.strip() else "py-spy said nothing"
-    )
+    said = result.stderr.strip() or "py-spy said nothing"
+    return _written_by_itself(process, said.splitlines()[0])
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -153,6 +149,5 @@ def _written_by_itself(process: ProcessInfo, why: str) -> str:
 
 def names_of(processes: Mapping[int, ProcessInfo], roles: Sequence[str]) -> list[NamedProcess]:
     """The processes of a group that have reported, named by its roles and their rank."""
-    return [
-        NamedProcess(f"{'+'.join(roles)} rank {rank}", facts) for rank, facts in sorted(processes.items())
-    ]
+    name = "+".join(roles)
+    return [NamedProcess(f"{name} rank {rank}", facts) for rank, facts in sorted(processes.items())]

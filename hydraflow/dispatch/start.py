@@ -95,14 +95,11 @@ def _join(address: str, options: dict[str, Any]) -> None:
     except AuthenticationError as error:  # a token is required, and its file is missing
         reason = str(error).partition(". ")[0]
     except (OSError, ValueError) as error:
-        raise ConfigError.one(
-            "ray_init.address", address, f"no Ray cluster answers there: {error}", "ray_init.address=local"
-        ) from None
-    remedy = (
-        "RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=<the file with the cluster's token> in the environment of"
-        " this command"
-    )
-    raise ConfigError.one("ray_init.address", address, f"a Ray cluster answers there, but {reason}", remedy)
+        rule, remedy = f"no Ray cluster answers there: {error}", "ray_init.address=local"
+        raise ConfigError.one("ray_init.address", address, rule, remedy) from None
+    token = "RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=<the file with the cluster's token>"
+    rule, remedy = f"a Ray cluster answers there, but {reason}", f"{token} in the environment of this command"
+    raise ConfigError.one("ray_init.address", address, rule, remedy)
 
 
 def _probe(address: str) -> str | None:

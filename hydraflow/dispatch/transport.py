@@ -172,10 +172,9 @@ class Receipt:
 
     def batch(self) -> RemoteBatch:
         """The receipt as a batch of references."""
-        columns = {
-            name: Column((RayColumn(ref, self.rows, name if self.bundled else None),), None)
-            for name, ref in self.columns.items()
-        }
+        columns = {}
+        for name, ref in self.columns.items():
+            columns[name] = Column((RayColumn(ref, self.rows, name if self.bundled else None),), None)
         return RemoteBatch(columns, {}, dict(self.meta_info))
 
 
@@ -190,11 +189,10 @@ def put_batch(data: DataProto) -> Receipt:
         return Receipt(0, {}, dict(data.meta_info))
     encoded = {name: wire.encode(column, name) for name, column in data.items()}
     if sum(column.nbytes for column in encoded.values()) <= BUNDLE_LIMIT:
-        ref = ray.put(encoded)
-        return Receipt(len(data), dict.fromkeys(encoded, ref), dict(data.meta_info), bundled=True)
-    return Receipt(
-        len(data), {name: ray.put(column) for name, column in encoded.items()}, dict(data.meta_info)
-    )
+        bundle = ray.put(encoded)
+        return Receipt(len(data), dict.fromkeys(encoded, bundle), dict(data.meta_info), bundled=True)
+    refs = {name: ray.put(column) for name, column in encoded.items()}
+    return Receipt(len(data), refs, dict(data.meta_info))
 
 
 def join(receipts: Sequence[Receipt]) -> RemoteBatch:
@@ -218,12 +216,9 @@ def read_columns(
         found = dict(zip(objects, ray.get(objects, timeout=timeout), strict=True))
     except (ray.exceptions.ObjectLostError, ray.exceptions.GetTimeoutError) as error:
         first = str(error).strip().splitlines()[0]
-        raise EnvironmentFault(
-            f"{len(wanted)} columns cannot be read: the process that made them is gone or busy ({first})"
-        ) from None
-    encoded = [
-        found[column.ref] if column.name is None else found[column.ref][column.name] for column in wanted
-    ]
+        why = f"the process that made them is gone or busy ({first})"
+        raise EnvironmentFault(f"{len(wanted)} columns cannot be read: {why}") from None
+    encoded = [found[one.ref] if one.name is None else found[one.ref][one.name] for one in wanted]
     if traffic is not None:
         traffic.received += sum(column.nbytes for column in encoded)
     return [wire.decode(column, copy=False) for column in encoded]

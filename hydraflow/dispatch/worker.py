@@ -17,18 +17,19 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
+from functools import partial
 from typing import Any
 
 import ray
 import torch
 from ray import ObjectRef
+from torch.profiler import record_function
 
 from hydraflow.dispatch.environment import LOOPBACK, settle
 from hydraflow.dispatch.host import RankInfo
 from hydraflow.dispatch.modes import Coordinates
 from hydraflow.dispatch.observability import Observability, of_role
-from hydraflow.dispatch.profile import Profile, region
+from hydraflow.dispatch.profile import Profile
 from hydraflow.dispatch.shards import LateShard, Shard, part_of, real_rows
 from hydraflow.dispatch.spans import SpanRecorder, record_into, span
 from hydraflow.dispatch.stacks import ProcessInfo
@@ -145,9 +146,7 @@ class WorkerProcess:
         """Environment error from __init__, raised by `build` because Ray hides errors of actor
         constructors."""
         try:
-            settle(
-                rank_info.rank, node_ip=ray.util.get_node_ip_address() if rank_info.spans_nodes else LOOPBACK
-            )
+            settle(rank_info.rank, node_ip=self._address())
         except HydraflowError as error:
             self._unfit = error
         self.first_role = first_role
@@ -174,10 +173,13 @@ class WorkerProcess:
 
         torch's rendezvous and gloo have no authentication, so they listen on this address only.
         """
-        address = ray.util.get_node_ip_address() if self.rank_info.spans_nodes else LOOPBACK
+        address = self._address()
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=1024)
         return address, self._listener.getsockname()[1]
+
+    def _address(self) -> str:
+        return ray.util.get_node_ip_address() if self.rank_info.spans_nodes else LOOPBACK
 
     def build(self, roles: Payload | ObjectRef, rendezvous: tuple[str, int]) -> Payload:
         """Builds the workers, in order."""
@@ -243,15 +245,11 @@ class WorkerProcess:
         with span("read"):  # includes waiting for batches from other workers
             values = [_cut(value) for value in unpack_all([*call.args, *call.kwargs.values()])]
             shards = [value for value in values if isinstance(value, Shard)]
-            ready = [
-                materialise(value.batch, read_columns, copy=not call.read_only)
-                if isinstance(value, Shard)
-                else value
-                for value in values
-            ]
+            read = partial(materialise, fetch=read_columns, copy=not call.read_only)
+            ready = [read(value.batch) if isinstance(value, Shard) else value for value in values]
         named = dict(zip(call.kwargs, ready[len(call.args) :], strict=True))
         started = time.perf_counter()
-        with span(call.method), region(f"{call.role}.{call.method}"):
+        with span(call.method), record_function(f"{call.role}.{call.method}"):
             answer = getattr(self.workers[call.role], call.method)(*ready[: len(call.args)], **named)
         seconds = time.perf_counter() - started
         with span("write"):
@@ -285,9 +283,8 @@ def _cut(value: Any) -> Any:
         if isinstance(receipt, Failure):
             raise DependencyFailed(receipt)
         if not isinstance(receipt, Receipt):
-            raise TypeError(
-                f"an argument is a future of a batch, but its maker returned a {type(receipt).__name__}"
-            )
+            made = type(receipt).__name__
+            raise TypeError(f"an argument is a future of a batch, but its maker returned a {made}")
     return part_of(join(receipts), value)
 
 
@@ -313,9 +310,7 @@ class _Guard:
 
     def __enter__(self) -> None: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if not isinstance(error, Exception):
             return False
         self.answer = pack(error.failure if isinstance(error, DependencyFailed) else self._failure(error))
@@ -324,21 +319,11 @@ class _Guard:
     def _failure(self, error: Exception) -> Failure:
         if isinstance(error, self.as_it_is):
             return Failure(error, time.time())
-        rank_info, cause, tail = self.rank_info, _in_words(error), log_tail(log_path())
-        worker_error = WorkerError(
-            role=self.role,
-            rank=rank_info.rank,
-            node=rank_info.node,
-            method=self.method,
-            cause=cause,
-            log_tail=tail,
-        )
-        return Failure(worker_error, time.time())
-
-
-def _in_words(error: Exception) -> str:
-    frames = traceback.format_list(traceback.extract_tb(error.__traceback__)[-FRAMES:])
-    return f"{type(error).__name__}: {error}\n{''.join(frames)}".rstrip()
+        frames = traceback.format_list(traceback.extract_tb(error.__traceback__)[-FRAMES:])
+        cause = f"{type(error).__name__}: {error}\n{''.join(frames)}".rstrip()
+        rank, node, tail = self.rank_info.rank, self.rank_info.node, log_tail(log_path())
+        names: dict[str, Any] = {"role": self.role, "rank": rank, "node": node, "method": self.method}
+        return Failure(WorkerError(**names, cause=cause, log_tail=tail), time.time())
 
 
 def log_path() -> str:

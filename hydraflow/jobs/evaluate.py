@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -51,25 +51,22 @@ def score(config: EvalConfig) -> Scored:
     function.
     """
     data = config.data
-    records = read_records(
-        data.path, key="data.path", columns=[data.response_key, data.data_source_key, data.reward_model_key]
-    )
+    columns = [data.response_key, data.data_source_key, data.reward_model_key]
+    records = read_records(data.path, key="data.path", columns=columns)
     raise_problems([problem for record in records for problem in _row_problems(record, data)])
     sources: dict[str, list[list[RewardRow]]] = {}  # per source, per prompt: its responses
     for record in records:
         sources.setdefault(str(record.values[data.data_source_key]), []).append(_rows(record, data))
-    raise_problems(
-        [problem for source, prompts in sources.items() for problem in _count_problems(source, prompts, data)]
-    )
+    raise_problems(list(_count_problems(sources, data)))
     check_sources(config.reward, sources)
+    rows = [row for prompts in sources.values() for responses in prompts for row in responses]
     with RewardPool(config.reward) as pool:
         pool.require_loaded()
-        results = iter(
-            pool.score([row for prompts in sources.values() for responses in prompts for row in responses])
-        )
-    return {
-        source: [[next(results) for _ in prompt] for prompt in prompts] for source, prompts in sources.items()
-    }
+        results = iter(pool.score(rows))
+    scored = {}
+    for source, prompts in sources.items():
+        scored[source] = [[next(results) for _ in responses] for responses in prompts]
+    return scored
 
 
 def averages(scored: Scored) -> dict[str, dict[str, Any]]:
@@ -98,16 +95,14 @@ def _row_problems(record: FileRecord, data: EvalDataConfig) -> Iterator[Problem]
         yield record.problem(f"column {data.response_key} must hold a text or a list of texts, not {shown}")
     model = record.values[data.reward_model_key]
     if not isinstance(model, dict) or model.get("ground_truth") is None:
-        yield record.problem(
-            f'column {data.reward_model_key} must hold {{"style": ..., "ground_truth": ...}}'
-        )
+        content = '{"style": ..., "ground_truth": ...}'
+        yield record.problem(f"column {data.reward_model_key} must hold {content}")
     for column in (data.reward_model_key, "extra_info"):
         try:  # rows go to the reward processes as JSON
             json.dumps(record.values.get(column))
         except (TypeError, ValueError, RecursionError) as error:
-            yield record.problem(
-                f"column {column} cannot be written as JSON: {error}", "store it as text or numbers"
-            )
+            rule = f"column {column} cannot be written as JSON: {error}"
+            yield record.problem(rule, "store it as text or numbers")
 
 
 def _rows(record: FileRecord, data: EvalDataConfig) -> list[RewardRow]:
@@ -116,34 +111,23 @@ def _rows(record: FileRecord, data: EvalDataConfig) -> list[RewardRow]:
     return [RewardRow(source, text, truth, values.get("extra_info") or {}) for text in _texts(record, data)]
 
 
-def _count_problems(
-    source: str, prompts: Sequence[Sequence[RewardRow]], data: EvalDataConfig
-) -> Iterator[Problem]:
-    counts = sorted({len(responses) for responses in prompts})
-    if len(counts) > 1:
-        rule = (
-            f"prompts of data source {source} have {', '.join(map(str, counts))} responses; averages need the"
-            " same number"
-        )
-        yield Problem(
-            f"column {data.response_key}", None, rule, "give every prompt of a data source as many responses"
-        )
+def _count_problems(sources: Mapping[str, list[list[RewardRow]]], data: EvalDataConfig) -> Iterator[Problem]:
+    for source, prompts in sources.items():
+        counts = sorted({len(responses) for responses in prompts})
+        if len(counts) > 1:
+            have = f"prompts of data source {source} have {', '.join(map(str, counts))} responses"
+            rule = f"{have}; averages need the same number"
+            remedy = "give every prompt of a data source as many responses"
+            yield Problem(f"column {data.response_key}", None, rule, remedy)
 
 
 def _averages(source: str, results: Sequence[Sequence[RewardResult]]) -> dict[str, Any]:
     scores = np.array([[result.score for result in prompt] for prompt in results])  # (prompts, n)
-    accuracies = np.array(
-        [[float(result.extra.get("acc", result.score)) for result in prompt] for prompt in results]
-    )
+    accuracies = np.array([[one.extra.get("acc", one.score) for one in prompt] for prompt in results])
     failures = [result.failed for prompt in results for result in prompt if result.failed is not None]
     if failures:
-        logger.warning(
-            "%s: %d of %d responses could not be scored; the first: %s",
-            source,
-            len(failures),
-            scores.size,
-            failures[0],
-        )
+        text = "%s: %d of %d responses could not be scored; the first: %s"
+        logger.warning(text, source, len(failures), scores.size, failures[0])
     prompts, n = scores.shape
     return {
         f"score/mean@{n}": float(scores.mean()),

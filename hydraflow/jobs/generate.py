@@ -19,8 +19,7 @@ from hydraflow.data.prompts import PromptDataset
 from hydraflow.dispatch.observability import Observability, require_writable
 from hydraflow.dispatch.worker import RoleSpec
 from hydraflow.errors import ConfigError, EnvironmentFault, Faults, after_the_start
-from hydraflow.jobs.context import require_context
-from hydraflow.jobs.inputs import open_model, open_prompts, open_tokenizer
+from hydraflow.jobs.inputs import open_model, open_prompts, open_tokenizer, require_context
 from hydraflow.jobs.output import output_file, require_output
 from hydraflow.protocol.ragged import rows
 from hydraflow.schema import GenerateConfig
@@ -57,10 +56,8 @@ def run_generate(config: GenerateConfig) -> None:
         texts = asked.tokenizer.batch_decode(_sample_all(config, asked), skip_special_tokens=True)
         n = asked.plan.samples_per_prompt
         responses = [texts[start : start + n] for start in range(0, len(texts), n)]
-        _write(
-            asked.table.append_column(RESPONSES, pyarrow.array(responses, pyarrow.list_(pyarrow.string()))),
-            unfinished,
-        )
+        column = pyarrow.array(responses, pyarrow.list_(pyarrow.string()))
+        _write(asked.table.append_column(RESPONSES, column), unfinished)
     print(f"{len(responses)} prompts, {n} {'response' if n == 1 else 'responses'} each: {config.output.path}")
 
 
@@ -107,14 +104,9 @@ def input_table(records: Sequence[FileRecord]) -> pyarrow.Table:
 
     Rows of JSONL files may differ in their columns; what a row lacks is null.
     """
-    names = [
-        name
-        for name in dict.fromkeys(name for record in records for name in record.values)
-        if name != RESPONSES
-    ]
-    return pyarrow.table(
-        {name: _column(name, [record.values.get(name) for record in records]) for name in names}
-    )
+    names = dict.fromkeys(name for record in records for name in record.values if name != RESPONSES)
+    columns = {name: [record.values.get(name) for record in records] for name in names}
+    return pyarrow.table({name: _column(name, values) for name, values in columns.items()})
 
 
 def _column(name: str, values: list) -> pyarrow.Array:
@@ -138,32 +130,25 @@ def _write(table: pyarrow.Table, path: Path) -> None:
 
 def _sample_all(config: GenerateConfig, asked: GenerateInputs) -> list[list[int]]:
     """Token ids of `rollout.n` responses for each prompt, prompt-major."""
-    plan, prompts = asked.plan, asked.prompts
-    spec = RolloutSpec(
-        config.model, config.rollout, max_tokens=config.data.max_response_length, seed=config.trainer.seed
-    )
-    runtime = open_runtime(
-        config.trainer,
-        config.ray_init,
-        asked.machine,
-        [training_pool(asked.machine)],
-        Observability(debug=config.debug),
-    )
+    most, seed, pool = config.data.max_response_length, config.trainer.seed, training_pool(asked.machine)
+    spec = RolloutSpec(config.model, config.rollout, max_tokens=most, seed=seed)
+    observability = Observability(debug=config.debug)
+    runtime = open_runtime(config.trainer, config.ray_init, asked.machine, [pool], observability)
     try:
         with after_the_start():
             role = runtime.group(TRAIN, {"rollout": RoleSpec(RolloutWorker, (spec,))}).role("rollout")
             runtime.await_ready()
         role.call(RolloutWorker.load_weights)
-        sampling = config.rollout
-        how = SamplingSpec(plan.samples_per_prompt, sampling.temperature, sampling.top_k, sampling.top_p)
+        plan, prompts, rollout = asked.plan, asked.prompts, config.rollout
+        how = SamplingSpec(plan.samples_per_prompt, rollout.temperature, rollout.top_k, rollout.top_p)
         loader = PromptLoader(prompts, plan.prompts_per_call, shuffle=False, seed=0, drop_last=False)
         source = Lockstep(loader, Sampler(role, None, how), visit=0)
-        sampled = []
+        found: list[list[int]] = []
         for call in range(1, len(loader) + 1):
-            responses = runtime.fetch(source.take(call).rows, ["responses"]).get("responses")
-            sampled += [response.tolist() for response in rows(responses)]
+            responses = rows(runtime.fetch(source.take(call).rows, ["responses"]).get("responses"))
+            found += [response.tolist() for response in responses]
             if len(loader) > 1:
                 logger.info("%d of %d prompts", min(call * plan.prompts_per_call, len(prompts)), len(prompts))
-        return sampled
+        return found
     finally:
         runtime.stop()

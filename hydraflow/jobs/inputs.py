@@ -7,7 +7,7 @@ purpose: reward functions and the machine (`ppo.py`, `session.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,11 +17,11 @@ from hydraflow.data.config import PromptConfig, SFTDataConfig
 from hydraflow.data.files import FileRecord
 from hydraflow.data.prompts import PromptDataset, read_prompts
 from hydraflow.engine.fsdp.lora import require_targets
-from hydraflow.errors import Faults
-from hydraflow.jobs.context import require_context
+from hydraflow.errors import ConfigError, Faults
 from hydraflow.models.config import ModelConfig, ModelSourceConfig
 from hydraflow.models.fit import require_model, require_weights
 from hydraflow.models.loading import load_config, load_generation_config, load_tokenizer
+from hydraflow.protocol.ragged import lengths
 from hydraflow.schema import PPOConfig
 from hydraflow.trainer.roles import critic_model
 
@@ -47,9 +47,8 @@ class RunPrompts:
 
     def data_sources(self) -> list[str]:
         """Data sources over all rows."""
-        return sorted(
-            {source for dataset in (self.train, self.val) if dataset for source in dataset.data_sources()}
-        )
+        datasets = [dataset for dataset in (self.train, self.val) if dataset]
+        return sorted({source for dataset in datasets for source in dataset.data_sources()})
 
 
 def open_model(model: ModelSourceConfig, faults: Faults, *, head: str, field: str) -> PreTrainedConfig | None:
@@ -102,6 +101,23 @@ def open_rows(
 open_prompts = partial(open_rows, PromptDataset, read_prompts)
 
 
+def require_context(
+    datasets: Sequence[PromptDataset], max_response_length: int, config: PreTrainedConfig
+) -> None:
+    """Raises ConfigError when the longest prompt leaves too little of the model's context."""
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    prompts = [dataset.batch(range(len(dataset))).get("prompts") for dataset in datasets]
+    longest = max(int(lengths(column).max()) for column in prompts)
+    if context is None or longest + max_response_length <= context:
+        return
+    more = f"together that is more than the {context} positions of the model"
+    remedy = f"data.max_response_length={context - longest}"
+    if longest >= context:
+        remedy = f"data.max_prompt_length={context // 2} data.filter_overlong_prompts=true"
+    rule = f"the longest prompt has {longest} tokens; {more}"
+    raise ConfigError.one("data.max_response_length", max_response_length, rule, remedy)
+
+
 def open_inputs(config: PPOConfig, faults: Faults) -> RunPrompts | None:
     """Models, tokenizer and prompts of a run of reinforcement learning; None: not all could be opened."""
     data, model = config.data, config.actor_rollout_ref.model
@@ -111,18 +127,11 @@ def open_inputs(config: PPOConfig, faults: Faults) -> RunPrompts | None:
     tokenizer = open_tokenizer(model, described, faults, field=POLICY)
     train = val = None
     if not config.trainer.val_only:
-        train = open_prompts(
-            data,
-            data.train_files,
-            tokenizer,
-            faults,
-            key="data.train_files",
-            max_samples=data.train_max_samples,
-        )
+        most, key = data.train_max_samples, "data.train_files"
+        train = open_prompts(data, data.train_files, tokenizer, faults, key=key, max_samples=most)
     if data.val_files:
-        val = open_prompts(
-            data, data.val_files, tokenizer, faults, key="data.val_files", max_samples=data.val_max_samples
-        )
+        most, key = data.val_max_samples, "data.val_files"
+        val = open_prompts(data, data.val_files, tokenizer, faults, key=key, max_samples=most)
     datasets = [dataset for dataset in (train, val) if dataset is not None]
     if described is not None and datasets:
         faults.passes(lambda: require_context(datasets, data.max_response_length, described))

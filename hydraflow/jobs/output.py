@@ -36,9 +36,8 @@ def require_output(path: str, *, ending: str = "") -> None:
     if target.is_dir():
         raise _unwritable(path, "it is a folder")
     if ending and target.suffix != ending:
-        raise ConfigError.one(
-            "output.path", path, f"must end in {ending}", f"output.path={target.with_suffix(ending)}"
-        )
+        remedy = f"output.path={target.with_suffix(ending)}"
+        raise ConfigError.one("output.path", path, f"must end in {ending}", remedy)
     try:
         prove_writable(target.absolute().parent)
     except OSError as error:
@@ -46,6 +45,5 @@ def require_output(path: str, *, ending: str = "") -> None:
 
 
 def _unwritable(path: str, reason: str | None) -> ConfigError:
-    return ConfigError.one(
-        "output.path", path, f"cannot be written ({reason})", "output.path=<a file you may write>"
-    )
+    rule = f"cannot be written ({reason})"
+    return ConfigError.one("output.path", path, rule, "output.path=<a file you may write>")

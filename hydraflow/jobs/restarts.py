@@ -71,12 +71,8 @@ class Restarts:
         """The settings with which the run resumes in its folder."""
         assert self.folder is not None, "there is a run to resume"
         mode = "auto" if trainer.resume_mode == "disable" else trainer.resume_mode
-        return replace(
-            trainer,
-            default_local_dir=str(self.folder.path),
-            resume_mode=mode,
-            max_wall_time=self.seconds_left(),
-        )
+        folder, left = str(self.folder.path), self.seconds_left()
+        return replace(trainer, default_local_dir=folder, resume_mode=mode, max_wall_time=left)
 
 
 def with_restarts(config: Config, run: Callable[[Config, Restarts], None]) -> None:
@@ -99,16 +95,13 @@ def with_restarts(config: Config, run: Callable[[Config, Restarts], None]) -> No
 def _wait(restarts: Restarts, reason: str) -> bool:
     """Pauses; False if a signal asks the run to stop meanwhile; its batch system then reads `requeue`."""
     assert restarts.folder is not None
+    number, pause, folder = restarts.done + 1, restarts.pause(), restarts.folder
     text = "%s -- RESTART %d of %d in %g seconds, from the last complete checkpoint in %s"
-    logger.warning(
-        text, reason, restarts.done + 1, restarts.trainer.max_restarts, restarts.pause(), restarts.folder.path
-    )
-    until = time.monotonic() + restarts.pause()
+    logger.warning(text, reason, number, restarts.trainer.max_restarts, pause, folder.path)
+    until = time.monotonic() + pause
     with StopSignals() as signals:
         while time.monotonic() < until and not signals.received:
             time.sleep(POLL_SECONDS)
     if signals.received:
-        restarts.folder.write_requeue(
-            CheckpointStore(restarts.folder.path).pointer() or 0, f"{signals.received} received"
-        )
+        folder.write_requeue(CheckpointStore(folder.path).pointer() or 0, f"{signals.received} received")
     return not signals.received

@@ -51,10 +51,8 @@ class RunStart:
 def begin(trainer: LoopConfig, required: CheckpointRequirements) -> RunStart:
     """Chooses folder and checkpoint. ConfigError if the folder is in use, or as `resume.find` says; nothing
     is changed in that case."""
-    continues = (
-        trainer.default_local_dir is None and trainer.resume_mode == "auto" and not required.looks_only
-    )
-    if continues and (cut_off := _cut_off(trainer, required)):
+    searches = trainer.default_local_dir is None and trainer.resume_mode == "auto"
+    if searches and not required.looks_only and (cut_off := _cut_off(trainer, required)):
         return cut_off
     folder = RunFolder.make(trainer.default_local_dir, trainer.experiment_name)
     lock = RunLock(folder.path, field=FIELD)
@@ -88,11 +86,9 @@ def _start(folder: RunFolder, lock: RunLock, found: ResumePoint | None) -> RunSt
     if found is None:
         CheckpointStore(folder.path).clear_leftovers()
         folder.set_earlier_run_aside()
-    same_run = found is not None and _lies_in(found.checkpoint, folder.path)
-    run_id = (
-        found.state.run_id if found is not None and same_run else f"{folder.path.name}-{secrets.token_hex(4)}"
-    )
-    return RunStart(folder, lock, found, run_id)
+    if found is not None and _lies_in(found.checkpoint, folder.path):
+        return RunStart(folder, lock, found, found.state.run_id)
+    return RunStart(folder, lock, found, f"{folder.path.name}-{secrets.token_hex(4)}")
 
 
 def _lies_in(checkpoint: Path, folder: Path) -> bool:
@@ -126,9 +122,8 @@ def _may_go_on(folder: RunFolder, required: CheckpointRequirements) -> bool:
     except ConfigError:
         return True  # damaged; an older one may be complete
     why, steps = folder.ended_with()
-    return not required.identity.differences(state.configuration, where="") and not (
-        why == DONE and steps >= required.total_steps
-    )
+    is_done = why == DONE and steps >= required.total_steps
+    return not is_done and not required.identity.differences(state.configuration, where="")
 
 
 def _start_in(folder: RunFolder, lock: RunLock, required: CheckpointRequirements) -> RunStart | None:

@@ -30,32 +30,19 @@ from hydraflow.workers.engine_worker import EngineWorker
 
 def ppo_roles(config: PPOConfig, *, critic: bool) -> dict[str, RoleCheckpoints]:
     """The trained roles of a PPO run, by the name of their folder."""
-    trainer, policy = config.trainer, config.actor_rollout_ref
-    roles = {
-        "actor": RoleCheckpoints(
-            "actor_rollout_ref.actor.checkpoint",
-            policy.actor.checkpoint,
-            trainer.max_actor_ckpt_to_keep,
-            "trainer.max_actor_ckpt_to_keep",
-        )
-    }
+    trainer, actor = config.trainer, config.actor_rollout_ref.actor
+    kept = (trainer.max_actor_ckpt_to_keep, "trainer.max_actor_ckpt_to_keep")
+    roles = {"actor": RoleCheckpoints("actor_rollout_ref.actor.checkpoint", actor.checkpoint, *kept)}
     if critic:
-        roles["critic"] = RoleCheckpoints(
-            "critic.checkpoint",
-            config.critic.checkpoint,
-            trainer.max_critic_ckpt_to_keep,
-            "trainer.max_critic_ckpt_to_keep",
-        )
+        kept = (trainer.max_critic_ckpt_to_keep, "trainer.max_critic_ckpt_to_keep")
+        roles["critic"] = RoleCheckpoints("critic.checkpoint", config.critic.checkpoint, *kept)
     return roles
 
 
 def sft_roles(config: SFTConfig) -> dict[str, RoleCheckpoints]:
     """The one role of a supervised run."""
-    return {
-        "model": RoleCheckpoints(
-            "checkpoint", config.checkpoint, config.trainer.max_ckpt_to_keep, "trainer.max_ckpt_to_keep"
-        )
-    }
+    kept = (config.trainer.max_ckpt_to_keep, "trainer.max_ckpt_to_keep")
+    return {"model": RoleCheckpoints("checkpoint", config.checkpoint, *kept)}
 
 
 def weights_only(key: str) -> RoleCheckpoints:
@@ -130,6 +117,7 @@ class RunCheckpointing:
 
     def _describe(self, trackers: Trackers, kl: Callable[[], dict[str, float]], step: int) -> dict[str, Any]:
         trackers.flush()
+        skipped = {name: group.call(EngineWorker.skipped_in_a_row) for name, group in self.groups.items()}
         state = RunState(
             step=step,
             total_steps=self.required.total_steps,
@@ -138,9 +126,7 @@ class RunCheckpointing:
             configuration=self.required.identity.values,
             configuration_hash=self.required.identity.hash,
             kl=kl(),
-            skipped_in_a_row={
-                name: group.call(EngineWorker.skipped_in_a_row) for name, group in self.groups.items()
-            },
+            skipped_in_a_row=skipped,
             origin=self._origin(),
         )
         return state.to_json()

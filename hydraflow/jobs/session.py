@@ -98,24 +98,17 @@ class Session:
         self.restarts.folder = self._start.folder
         if self._start.is_done(required.total_steps):
             print(f"{self.folder.path}: all {required.total_steps} steps are done; nothing was started")
-            longer = (
-                ""
-                if required.identity.knows_its_end
-                else "a larger trainer.total_training_steps continues it, "
-            )
-            print(f"{longer}trainer.resume_mode=disable starts from scratch")
+            longer = "a larger trainer.total_training_steps continues it, "
+            remedy = "trainer.resume_mode=disable starts from scratch"
+            print(remedy if required.identity.knows_its_end else f"{longer}{remedy}")
             return False
         if self._start.found is not None:
             self._start = run_start.take_back(self._start)
         self._log_files = self._log_stack.enter_context(controller_log(self.folder.path, self.log))
-        if beyond := [
-            step for step in self.profiler.steps or () if self.profiler.tool and step > required.total_steps
-        ]:
-            logger.warning(
-                "global_profiler.steps: the run has %d steps, so it never comes to %s",
-                required.total_steps,
-                beyond,
-            )
+        profiled = self.profiler.steps if self.profiler.tool else None
+        if beyond := [step for step in profiled or () if step > required.total_steps]:
+            text = "global_profiler.steps: the run has %d steps, so it never comes to %s"
+            logger.warning(text, required.total_steps, beyond)
         return True
 
     @property
@@ -144,13 +137,9 @@ class Session:
     def runtime(self) -> Runtime:
         """Ray, started on first use."""
         if self._runtime is None:
-            self._runtime = open_runtime(
-                self.trainer,
-                self._numbered(self.ray_init),
-                self.machine,
-                self._pools(),
-                observability_of(self.folder.path, self.log, self.profiler, debug=self.debug),
-            )
+            shown = observability_of(self.folder.path, self.log, self.profiler, debug=self.debug)
+            ray_init = self._numbered(self.ray_init)
+            self._runtime = open_runtime(self.trainer, ray_init, self.machine, self._pools(), shown)
         return self._runtime
 
     def _pools(self) -> list[ResourcePool]:
@@ -161,9 +150,8 @@ class Session:
         if ray_init.timeline_file is None or not self.restarts.done:
             return ray_init
         path = Path(ray_init.timeline_file)
-        return replace(
-            ray_init, timeline_file=str(path.with_stem(f"{path.stem}-restart-{self.restarts.done}"))
-        )
+        numbered = path.with_stem(f"{path.stem}-restart-{self.restarts.done}")
+        return replace(ray_init, timeline_file=str(numbered))
 
     def keep(self, config: PPOConfig | SFTConfig, plan: BatchPlan | SFTPlan, command: Command) -> None:
         """Writes the requested configuration, the origins of its values, the plan and this start's facts
@@ -216,11 +204,7 @@ class Session:
         cause = self._runtime.fault_behind(error) if self._runtime is not None else None
         self._note_why(cause or error)
         with ending(cause or error):
-            faults = [
-                fault
-                for what, step in self._steps(error).items()
-                if (fault := _fault_of(what, step)) is not None
-            ]
+            faults = [_fault_of(what, step) for what, step in self._steps(error).items()]
             self.restarts.told_to_stop = self.clock.preempted
             self.signals.__exit__(kind, error, trace)
         decisive = [fault for fault in faults if isinstance(fault, EnvironmentFault | KeyboardInterrupt)]
@@ -242,21 +226,15 @@ class Session:
 
     def _steps(self, error: BaseException | None) -> dict[str, Callable[[], None]]:
         """The steps that close the run, in order."""
-        return {
-            "closing the trackers": partial(self._close_trackers, failed=error is not None),
-            "ending the workers": self._stop_runtime,
-            "writing the summary": self._summarise,
-            "closing the log": self._log_stack.close,
-            "leaving the run folder": partial(self._leave, error),
-        }
-
-    def _close_trackers(self, *, failed: bool) -> None:
+        steps: dict[str, Callable[[], None]] = {}
         if self._trackers is not None:
-            self._trackers.close(failed=failed)
-
-    def _stop_runtime(self) -> None:
+            steps["closing the trackers"] = partial(self._trackers.close, failed=error is not None)
         if self._runtime is not None:
-            self._runtime.stop()
+            steps["ending the workers"] = self._runtime.stop
+        steps["writing the summary"] = self._summarise
+        steps["closing the log"] = self._log_stack.close
+        steps["leaving the run folder"] = partial(self._leave, error)
+        return steps
 
     def _leave(self, error: BaseException | None) -> None:
         if self._start is None:
@@ -265,18 +243,16 @@ class Session:
         failed = error is not None and not isinstance(error, WorkerError) and not self.signals.insisted
         try:
             if self.clock.preempted and self.why != DONE and not failed:
-                self.folder.write_requeue(
-                    CheckpointStore(self.folder.path).pointer() or 0, self.clock.why_to_stop()
-                )
+                step = CheckpointStore(self.folder.path).pointer() or 0
+                self.folder.write_requeue(step, self.clock.why_to_stop())
         finally:
             self._start.lock.release()
 
     def _summarise(self) -> None:
         if self._trackers is None:
             return
-        summary = summarise(
-            self.folder.path, seconds=self._seconds_before + self.clock.seconds(), why_it_ended=self.why
-        )
+        seconds = self._seconds_before + self.clock.seconds()
+        summary = summarise(self.folder.path, seconds=seconds, why_it_ended=self.why)
         self.folder.write_summary(summary)
         draw_curve(self.folder.path, self.folder.curve, title=self.trainer.experiment_name)
         print_summary(summary, self.folder.path)
@@ -288,8 +264,7 @@ def _fault_of(what: str, step: Callable[[], None]) -> BaseException | None:
     try:
         step()
     except (Exception, KeyboardInterrupt) as fault:
-        logger.warning(
-            "%s: %s", what, fault if isinstance(fault, HydraflowError) else f"{type(fault).__name__}: {fault}"
-        )
+        text = fault if isinstance(fault, HydraflowError) else f"{type(fault).__name__}: {fault}"
+        logger.warning("%s: %s", what, text)
         return fault
     return None

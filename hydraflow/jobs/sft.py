@@ -68,22 +68,16 @@ def _checked(
     train = open_chats(
         data, data.train_files, tokenizer, faults, key="data.train_files", max_samples=data.train_max_samples
     )
-    val = (
-        open_chats(data, data.val_files, tokenizer, faults, key="data.val_files", max_samples=-1)
-        if data.val_files
-        else None
-    )
-    plan = None
+    plan = val = None
+    if data.val_files:
+        val = open_chats(data, data.val_files, tokenizer, faults, key="data.val_files", max_samples=-1)
     if machine is not None:
         rows, per_node = len(train) if train else None, machine.processes_per_node
         plan = faults.result(
             lambda: resolve_sft_plan(config, conversations=rows, devices_per_node=per_node, origins=origins)
         )
-    faults.passes(
-        lambda: require_metric(
-            config.trainer.keep_best, ["val/loss", "val/accuracy"] if data.val_files else []
-        )
-    )
+    measured = ["val/loss", "val/accuracy"] if data.val_files else []
+    faults.passes(lambda: require_metric(config.trainer.keep_best, measured))
     faults.passes(lambda: require_trackers(config.trainer, known=faults.problems))
     faults.require_none()
     assert plan is not None and train is not None, "whatever could not be opened is a fault"

@@ -17,7 +17,28 @@ if TYPE_CHECKING:
 def load_state_dict(
     checkpoint: str | Path, *, dtype: str = "auto", trust_remote_code: bool = False
 ) -> dict[str, torch.Tensor]:
-    """All weights by the names that `model.load_state_dict` knows; see `library.load_state_dict`."""
-    from hydraflow.model_merger import library
+    """Weights on the CPU by the names of transformers' modules, adapters merged, tied tensors under each of
+    their names. Nothing is written.
 
-    return library.load_state_dict(checkpoint, dtype=dtype, trust_remote_code=trust_remote_code)
+    checkpoint: a model's directory, a step's or a run's. dtype: auto (as saved), fp32, bf16 or fp16.
+    Raises ConfigError when it is broken, or does not hold the model that its config.json describes.
+
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(f"{checkpoint}/huggingface"))
+        model.load_state_dict(hydraflow.model_merger.load_state_dict(checkpoint))
+    """
+    from hydraflow.errors import ConfigError
+    from hydraflow.model_merger.opening import open_checkpoint
+    from hydraflow.model_merger.outputs import DTYPES, MergeOptions, cast, outputs_of
+    from hydraflow.model_merger.pieces import whole
+
+    if dtype not in ("auto", *DTYPES):
+        raise ConfigError.one("dtype", dtype, f"is none of auto, {', '.join(DTYPES)}")
+    options = MergeOptions(dtype=dtype, trust_remote_code=trust_remote_code)
+    outputs = outputs_of(open_checkpoint(checkpoint), options)
+    state = {}
+    for name, source in outputs.sources.items():
+        tensor = whole(source)
+        state[name] = cast(tensor, outputs.final_dtype(tensor.dtype), name)
+    for name, same in outputs.architecture.tied.items():
+        state[name] = state[same]
+    return state

@@ -8,7 +8,6 @@ mistake found before anything was written, 3 a fault found later, 130 interrupte
 from __future__ import annotations
 
 import json
-import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from hydraflow.errors import ConfigError, EnvironmentFault, HydraflowError
 from hydraflow.model_merger import arguments
+from hydraflow.system.printing import reader_may_leave
 
 if TYPE_CHECKING:
     from hydraflow.model_merger.outputs import MergeOptions
@@ -47,24 +47,18 @@ def _merge(args: Namespace) -> int:
         rule = "is about an upload, and there is none"
         raise ConfigError.one("--private", None, rule, "--hf_upload_path <repository>")
     upload = HubUpload(args.hf_upload_path, args.private) if args.hf_upload_path is not None else None
-    options = dict(backend=args.backend, most_bytes=args.max_shard_size, overwrite=args.overwrite)
-    _print(
-        "\n".join(
-            merge(
-                args.local_dir, args.target_dir, merge_options=_merge_options(args), upload=upload, **options
-            )
-        )
-    )
+    files = dict(backend=args.backend, most_bytes=args.max_shard_size, overwrite=args.overwrite)
+    options = _merge_options(args)
+    _print(*merge(args.local_dir, args.target_dir, merge_options=options, upload=upload, **files))
     return 0
 
 
 def _test(args: Namespace) -> int:
     from hydraflow.model_merger.compare import compare
 
-    found = compare(
-        args.local_dir, args.test_hf_dir, backend=args.backend, merge_options=_merge_options(args)
-    )
-    _print("\n".join(found.lines()))
+    options = _merge_options(args)
+    found = compare(args.local_dir, args.test_hf_dir, backend=args.backend, merge_options=options)
+    _print(*found.lines())
     return 0 if found.same else 1
 
 
@@ -81,16 +75,13 @@ def _split(args: Namespace) -> int:
     from hydraflow.model_merger.split import split
 
     names = ("world_size", "layout", "dtype", "is_value_model", "trust_remote_code", "overwrite")
-    _print("\n".join(split(args.hf_dir, args.target_dir, **{name: getattr(args, name) for name in names})))
+    _print(*split(args.hf_dir, args.target_dir, **{name: getattr(args, name) for name in names}))
     return 0
 
 
-def _print(text: str) -> None:
-    """Prints what may be long; a reader such as `head` may close the pipe before its end."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # else Python complains again when it ends
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _print(*lines: str) -> None:
+    with reader_may_leave():
+        print(*lines, sep="\n")
 
 
 def _merge_options(args: Namespace) -> MergeOptions:

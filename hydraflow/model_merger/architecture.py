@@ -96,11 +96,10 @@ class Architecture:
         full = self.revert(metas)
         names = {id(tensor): name for name, tensor in metas.items()}
         plain = {names[id(tensor)]: written for written, tensor in full.items() if id(tensor) in names}
-        found = [
-            Conversion((name,), {plain[name]: shapes[name]}, renamed=True) for name in metas if name in plain
-        ]
+        kept = [name for name in metas if name in plain]
         changed = [name for name in metas if name not in plain]
         written = _shapes({name: tensor for name, tensor in full.items() if id(tensor) not in names})
+        found = [Conversion((name,), {plain[name]: shapes[name]}, renamed=True) for name in kept]
         return found + self._groups(changed, metas, written)
 
     def _by_rows(self, conversion: Conversion, metas: Mapping[str, torch.Tensor]) -> Conversion:
@@ -136,13 +135,12 @@ class Architecture:
             groups: dict[str, list[str]] = {}
             for name in changed:
                 groups.setdefault(way(name), []).append(name)
-            made = [
-                Conversion(tuple(group), _shapes(self.revert({name: metas[name] for name in group})))
-                for group in groups.values()
-            ]
+            made: list[Conversion] = []
             together: dict[str, Shape] = {}
-            for conversion in made:
-                together.update(conversion.outputs)
+            for group in groups.values():
+                outputs = _shapes(self.revert({name: metas[name] for name in group}))
+                made.append(Conversion(tuple(group), outputs))
+                together.update(outputs)
             if together == written:
                 return [self._by_rows(conversion, metas) for conversion in made]
         raise AssertionError("all tensors together are always a group")

@@ -62,7 +62,10 @@ def compare(
     specs = outputs.specs
     for target, source in outputs.architecture.tied.items():
         if target in reference and source in reference:
-            _compare_tied(reference.pop(target), reference[source], found)
+            copy, original = reference.pop(target), reference[source]  # both must be the same
+            if _difference(target, copy.shape, copy.blocks(), original, keep_type=True):
+                tied = f"the checkpoint ties it to {source}"
+                found.different[target] = f"{tied}, the directory holds other numbers"
     found.missing = sorted(reference.keys() - specs.keys())
     found.extra = sorted(specs.keys() - reference.keys())
     both = [(specs[name].dtype, reference[name].dtype) for name in reference.keys() & specs.keys()]
@@ -78,13 +81,6 @@ def compare(
                 found.different |= {name: what} if what is not None else {}
             advance(specs[name].nbytes)
     return found
-
-
-def _compare_tied(copy: StoredTensor, original: StoredTensor, found: Comparison) -> None:
-    """A directory may hold a tied tensor twice; then both must be the same."""
-    if _difference(copy.name, copy.shape, copy.blocks(), original, keep_type=True):
-        tied = f"the checkpoint ties it to {original.name}"
-        found.different[copy.name] = f"{tied}, the directory holds other numbers"
 
 
 def _difference(

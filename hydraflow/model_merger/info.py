@@ -31,20 +31,15 @@ def facts_of(local_dir: str, backend: str = "auto", *, verify: bool = False) -> 
 
 def lines(facts: dict[str, Any]) -> list[str]:
     """A model's facts for a person; layers that look alike are one line."""
-    total = facts["weights"]
+    total, details, others = facts["weights"], facts["details"].items(), facts["others"].items()
     sizes = f"{total['tensors']} tensors, {total['numbers']:,} numbers, {_bytes(total['bytes'])}"
     shown = {
         "layout": facts["layout"],
         "step": "unknown" if facts["step"] is None else facts["step"],
         "world size": facts["world_size"],
-        **{
-            name: fact if isinstance(fact, str) else json.dumps(fact)
-            for name, fact in facts["details"].items()
-        },
+        **{name: fact if isinstance(fact, str) else json.dumps(fact) for name, fact in details},
         "weights": f"{sizes}, {', '.join(total['dtypes'])}",
-        **{
-            part: f"{one['entries']} entries, {_bytes(one['bytes'])}" for part, one in facts["others"].items()
-        },
+        **{part: f"{one['entries']} entries, {_bytes(one['bytes'])}" for part, one in others},
         "huggingface": ", ".join(facts["huggingface"]) or "nothing",
         "missing parts": "none" if not facts["problems"] else f"{len(facts['problems'])}",
     }

@@ -1,7 +1,7 @@
 """Low-rank adapters: added to the weights that they change, block by block, or exported for peft.
 
-In: a weight and its adapter's matrices A (rank, in) and B (out, rank). Out: W + scale * B A as a `Source`,
-with the very operations of the training engine (`engine/fsdp/lora.py`), so that the bits agree; or peft's
+In: a weight and its adapter's matrices A (rank, in) and B (out, rank). Out: W + scale * B A, with the very
+operations of the training engine (`engine/fsdp/lora.py`), so that the bits agree; or peft's
 adapter_config.json. Left out on purpose: adapters on embeddings, several adapters.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hydraflow.errors import ConfigError
-from hydraflow.model_merger.pieces import Shape, StoredTensor, whole
+from hydraflow.model_merger.pieces import StoredTensor, whole
 
 _PEFT = "base_model.model."
 
@@ -42,34 +42,18 @@ class Adapter:
 
 
 @dataclass(frozen=True)
-class MergedTensor:
-    """A weight with its adapter added. A `Source`."""
+class MergedTensor(StoredTensor):
+    """A weight whose blocks have its adapter added."""
 
-    base: StoredTensor
     adapter: Adapter
     scale: float
     transposed: bool
     """The weight is (in, out), as in GPT-2."""
 
-    @property
-    def name(self) -> str:
-        """See `Source`."""
-        return self.base.name
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """See `Source`."""
-        return self.base.dtype
-
-    @property
-    def shape(self) -> Shape:
-        """See `Source`."""
-        return self.base.shape
-
     def blocks(self) -> Iterator[torch.Tensor]:
-        """See `Source`."""
+        """Blocks of W + scale * B A."""
         a, b, at = whole(self.adapter.a), whole(self.adapter.b), 0
-        for block in self.base.blocks():
+        for block in super().blocks():
             rows = slice(at, at + len(block))
             product = (b @ a[:, rows]).T if self.transposed else b[rows] @ a
             at += len(block)
@@ -82,10 +66,11 @@ def merged(
     """The weights that have adapters, with them added."""
     layouts = {name: _layout(plain[name], adapter) for name, adapter in adapters.items()}
     transposed = ("in, out", "") if "in, out" in layouts.values() else ()
-    return {
-        name: MergedTensor(plain[name], adapter, alpha / adapter.rank, layouts[name] in transposed)
-        for name, adapter in adapters.items()
-    }
+    found = {}
+    for name, adapter in adapters.items():
+        scale, flipped = alpha / adapter.rank, layouts[name] in transposed
+        found[name] = MergedTensor(**vars(plain[name]), adapter=adapter, scale=scale, transposed=flipped)
+    return found
 
 
 def require_alpha(alpha: float | None, where: str) -> float:
@@ -99,11 +84,11 @@ def require_alpha(alpha: float | None, where: str) -> float:
 
 def peft_names(adapters: Iterable[Adapter]) -> dict[str, StoredTensor]:
     """The matrices by the names of peft's files."""
-    return {
-        f"{_PEFT}{adapter.module}.lora_{side}.weight": m
-        for adapter in adapters
-        for side, m in (("A", adapter.a), ("B", adapter.b))
-    }
+    found = {}
+    for adapter in adapters:
+        found[f"{_PEFT}{adapter.module}.lora_A.weight"] = adapter.a
+        found[f"{_PEFT}{adapter.module}.lora_B.weight"] = adapter.b
+    return found
 
 
 def peft_config(

@@ -73,9 +73,7 @@ def _export_adapter(outputs: Outputs, folder: Path, base: str) -> None:
     """Adapters as peft writes them; base: where the weights will be that they belong to."""
     folder.mkdir()
     found = lora.peft_names(weight.adapter for weight in outputs.adapted.values())
-    specs = {
-        name: TensorSpec(outputs.final_dtype(tensor.dtype), tensor.shape) for name, tensor in found.items()
-    }
+    specs = {name: TensorSpec(outputs.final_dtype(m.dtype), m.shape) for name, m in found.items()}
     nbytes = sum(spec.nbytes for spec in specs.values())
     writer = Writer(folder, specs, most_bytes=nbytes, single="adapter_model.safetensors")
     for name, tensor in found.items():

@@ -18,7 +18,7 @@ from hydraflow.errors import ConfigError
 from hydraflow.model_merger import architecture, lora, names
 from hydraflow.model_merger.architecture import Architecture, Conversion
 from hydraflow.model_merger.checkpoint import Checkpoint
-from hydraflow.model_merger.pieces import BLOCK_BYTES, Source, StoredTensor, whole
+from hydraflow.model_merger.pieces import StoredTensor, block_rows, same, whole
 from hydraflow.model_merger.safetensors_files import TensorSpec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -46,7 +46,7 @@ class Outputs:
 
     checkpoint: Checkpoint
     architecture: Architecture
-    sources: dict[str, Source]
+    sources: dict[str, StoredTensor]
     """By names of modules; tied tensors once."""
     conversions: list[Conversion]
     dtype: torch.dtype | None
@@ -106,7 +106,7 @@ def outputs_of(checkpoint: Checkpoint, merge_options: MergeOptions) -> Outputs:
     plain, notes = dict(weights.plain), list(weights.notes)
     found = _architecture(checkpoint, weights.head, plain, merge_options, notes)
     _drop_what_no_file_holds(plain, found, notes)
-    sources: dict[str, Source] = dict(plain)
+    sources = dict(plain)
     adapted: dict[str, lora.MergedTensor] = {}
     alpha = checkpoint.lora_alpha if merge_options.lora_alpha is None else merge_options.lora_alpha
     if weights.adapters:
@@ -137,20 +137,6 @@ def cast(block: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
     return changed
 
 
-def same(first: StoredTensor, second: StoredTensor) -> bool:
-    """Whether two tensors hold the same bits."""
-    if first.pieces == second.pieces:
-        return True
-    if (first.dtype, first.shape) != (second.dtype, second.shape):
-        return False
-    return all(bits_equal(a, b) for a, b in zip(first.blocks(), second.blocks(), strict=True))
-
-
-def bits_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit by bit, so that NaN equals itself and zero is not minus zero."""
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-
-
 def _architecture(
     checkpoint: Checkpoint,
     head: str,
@@ -162,9 +148,8 @@ def _architecture(
     shapes = {name: tensor.shape for name, tensor in plain.items()}
     tie, trust = merge_options.tie_word_embedding, merge_options.trust_remote_code
     found = architecture.describe(checkpoint.huggingface, shapes, head=head, tie=tie, trust_remote_code=trust)
-    differing = [
-        name for name, source in found.tied.items() if name in plain and not same(plain[name], plain[source])
-    ]
+    stored = {name: source for name, source in found.tied.items() if name in plain}
+    differing = [name for name, source in stored.items() if not same(plain[name], plain[source])]
     if differing and tie:
         rule = f"{differing[0]} and {found.tied[differing[0]]} hold different numbers"
         raise ConfigError.one("--tie-word-embedding", None, rule, "merge without --tie-word-embedding")
@@ -188,5 +173,5 @@ def _drop_what_no_file_holds(plain: dict[str, StoredTensor], found: Architecture
 def _split(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """A tensor in memory as blocks of rows."""
     rows = tensor if tensor.dim() else tensor.view(1)
-    row_bytes = max(1, rows[:1].numel() * rows.element_size())
-    yield from rows.split(max(1, BLOCK_BYTES // row_bytes))
+    for first, last in block_rows(tuple(rows.shape), rows.dtype):
+        yield rows[first:last]

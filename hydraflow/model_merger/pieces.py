@@ -14,7 +14,7 @@ import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -26,29 +26,6 @@ BLOCK_BYTES = 8 * 2**20
 """Bytes of one block; a row that is larger is a block of its own."""
 
 Shape = tuple[int, ...]
-
-
-class Source(Protocol):
-    """A tensor that is read when asked for."""
-
-    @property
-    def name(self) -> str:
-        """Name of the tensor."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Data type of the tensor."""
-        ...
-
-    @property
-    def shape(self) -> Shape:
-        """Full shape of the tensor."""
-        ...
-
-    def blocks(self) -> Iterator[torch.Tensor]:
-        """Its rows (first dimension) in order, some at a time; without dimensions it is one row."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -102,7 +79,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor whose pieces are in files. A `Source`."""
+    """A tensor whose pieces are in files, read when asked for."""
 
     name: str
     dtype: torch.dtype
@@ -115,7 +92,7 @@ class StoredTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def blocks(self) -> Iterator[torch.Tensor]:
-        """See `Source`."""
+        """Its rows (first dimension) in order, some at a time; without dimensions it is one row."""
         located = replace(self, pieces=tuple(piece.opened(self.dtype) for piece in self.pieces))
         for first, last in block_rows(self.shape, self.dtype):
             yield located.rows(first, last)
@@ -162,7 +139,7 @@ def block_rows(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
         yield first, min(rows, first + step)
 
 
-def whole(source: Source) -> torch.Tensor:
+def whole(source: StoredTensor) -> torch.Tensor:
     """The whole tensor in memory."""
     full = torch.empty(source.shape, dtype=source.dtype)
     rows = full if source.shape else full.view(1)
@@ -171,6 +148,16 @@ def whole(source: Source) -> torch.Tensor:
         rows[at : at + len(block)] = block
         at += len(block)
     return full
+
+
+def same(first: StoredTensor, second: StoredTensor) -> bool:
+    """Whether two tensors hold the same bits: NaN equals itself, and zero is not minus zero."""
+    if first.pieces == second.pieces:
+        return True
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    pairs = zip(first.blocks(), second.blocks(), strict=True)
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
 
 
 def read_numbers(file: Path, offset: int, into: torch.Tensor) -> None:
@@ -236,25 +223,20 @@ class _Window(io.RawIOBase):
         self._descriptor, self._extent, self._at = descriptor, byte_range, 0
 
     def readable(self) -> bool:
-        """Always True."""
         return True
 
     def seekable(self) -> bool:
-        """Always True."""
         return True
 
     def tell(self) -> int:
-        """The position from the start of the range."""
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Moves the position."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._extent.length}[whence]
         self._at = base + offset
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Reads from the position."""
         part = memoryview(buffer)[: max(0, self._extent.length - self._at)]
         count = os.preadv(self._descriptor, [part], self._extent.offset + self._at) if len(part) else 0
         self._at += count

@@ -21,9 +21,9 @@ from huggingface_hub.serialization import split_state_dict_into_shards_factory
 
 from hydraflow.errors import ConfigError
 from hydraflow.model_merger.pieces import ByteRange, Piece, Shape, StoredTensor
+from hydraflow.models.weight_files import SINGLE, raw_header
 from hydraflow.models.weight_map import INDEX, read_weight_map
 
-SINGLE = "model.safetensors"
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -39,7 +39,6 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_LONGEST_HEADER = 100 * 2**20
 
 
 @dataclass(frozen=True)
@@ -74,24 +73,17 @@ def read_file(file: Path) -> Iterator[StoredTensor]:
     """The tensors of one file. Raises ConfigError when it is not what its header says."""
     if not file.is_file():
         raise ConfigError.one(str(file), None, "this shard is missing")
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        try:
-            header = json.loads(opened.read(length)) if length <= _LONGEST_HEADER else None
-        except (ValueError, RecursionError):
-            header = None
-    if not isinstance(header, dict):
+    found = raw_header(file)
+    if found is None:
         raise ConfigError.one(str(file), None, "is no safetensors file: it has no header")
-    size = file.stat().st_size
+    (header, start), size = found, file.stat().st_size
     for name, entry in header.items():
-        if name == "__metadata__":
-            continue
         dtype = entry.get("dtype") if isinstance(entry, dict) else None
         if not isinstance(dtype, str) or dtype not in DTYPES:
             rule = f"{name} is of a type that cannot be read: {reprlib.repr(entry)}"
             raise ConfigError.one(str(file), None, rule)
         spec, begin = _spec(file, name, entry)
-        begin += 8 + length
+        begin += start
         if begin + spec.nbytes > size:
             rule = f"is cut short: {size} of at least {begin + spec.nbytes} bytes"
             raise ConfigError.one(str(file), None, rule)
@@ -130,11 +122,6 @@ class Writer:
         for name, names in shards.filename_to_tensors.items():
             self._begin(directory / name, names)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors together."""
-        return sum(spec.nbytes for spec in self._specs.values())
-
     def write(self, name: str, blocks: Iterator[torch.Tensor]) -> None:
         """Writes one tensor, given as blocks of its rows in its final type."""
         spec = self._specs[name]
@@ -156,9 +143,10 @@ class Writer:
         assert not self._left, f"never written: {sorted(self._left)[:3]}"
         files = sorted(set(self._files.values()))
         if len(files) > 1:
-            numbers = sum(math.prod(spec.shape) for spec in self._specs.values())
+            specs = self._specs.values()
+            numbers, size = sum(math.prod(spec.shape) for spec in specs), sum(spec.nbytes for spec in specs)
             index = {
-                "metadata": {"total_parameters": numbers, "total_size": self.nbytes},
+                "metadata": {"total_parameters": numbers, "total_size": size},
                 "weight_map": {name: self._files[name].name for name in sorted(self._specs)},
             }
             file = self._directory / f"{self._single}.index.json"

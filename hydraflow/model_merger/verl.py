@@ -10,24 +10,37 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hydraflow.engine.inert import record_type
+from hydraflow.engine.inert import InertRecord, record_type
 from hydraflow.errors import ConfigError, Problem
 from hydraflow.model_merger.checkpoint import Checkpoint, read_json
-from hydraflow.model_merger.pieces import UNREADABLE, Piece, StoredTensor, numbers_of, odd_strides
-from hydraflow.model_merger.records import ShardedTensor, only
+from hydraflow.model_merger.pieces import UNREADABLE, Piece, StoredTensor, numbers_of, odd_strides, same
 
 CONFIG = "fsdp_config.json"
 LORA = "lora_train_meta.json"
 _FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 _ZIP = b"PK\x03\x04"
 _MESHES = (("fsdp",), ("ddp", "fsdp"))
+
+
+class ShardedTensor(torch.Tensor):
+    """A rank's part of a tensor: shape and type of the whole, the part itself, and how the whole was cut."""
+
+    _local_tensor: torch.Tensor
+    _spec: InertRecord
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Nothing can be computed with it."""
+        raise AssertionError(f"{func} on a tensor that is only described")
+
 
 _TYPES: list[Any] = [
     (ShardedTensor, "torch.distributed.tensor.DTensor"),
@@ -133,7 +146,7 @@ def _read_rank(file: Path) -> StateDict:
             rule = "is cut short or no shard of a model: it does not start as torch.save's files do"
             raise ConfigError.one(str(file), None, rule)
     try:
-        with only(_TYPES):
+        with _inert_types():
             state = torch.load(file, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as error:
         refused = "holds what weights_only refuses, so it is no shard of a model; nothing was executed"
@@ -144,6 +157,19 @@ def _read_rank(file: Path) -> StateDict:
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise ConfigError.one(str(file), None, f"holds {_kind(state)}, not a state dict of tensors")
     return state
+
+
+@contextmanager
+def _inert_types() -> Iterator[None]:
+    """Lets weights_only create the stand-ins alone, not what imported libraries have allowed."""
+    before = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals(_TYPES)
+    try:
+        yield
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(before)
 
 
 def _mesh(directory: Path, states: Mapping[int, StateDict], world_size: int) -> tuple[str, ...]:
@@ -220,11 +246,10 @@ def _same_everywhere(stored: StoredTensor) -> StoredTensor:
     """A tensor that every rank has: the first copy. Raises ConfigError when the copies differ."""
     copies = [replace(stored, pieces=(piece,)) for piece in stored.pieces]
     for copy in copies[1:]:
-        for mine, other in zip(copies[0].blocks(), copy.blocks(), strict=True):
-            if not torch.equal(mine.view(torch.uint8), other.view(torch.uint8)):
-                first = copies[0].pieces[0].byte_range.file.name
-                rule = f"{stored.name} is not cut, but differs from the copy in {first}"
-                raise ConfigError.one(str(copy.pieces[0].byte_range.file), None, rule)
+        if not same(copies[0], copy):
+            first = copies[0].pieces[0].byte_range.file.name
+            rule = f"{stored.name} is not cut, but differs from the copy in {first}"
+            raise ConfigError.one(str(copy.pieces[0].byte_range.file), None, rule)
     return copies[0] if copies else stored
 
 

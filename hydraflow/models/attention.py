@@ -162,22 +162,13 @@ def packed_attention(
 def attend_rows(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: RowPlan, scale: float | None, window: int | None
 ) -> torch.Tensor:
-    """Attention over (N, h, d) tensors, N the tokens of the line. Returns (N, h, d)."""
-    if plan.shared is None:
-        return _attend(q, k, v, plan, scale, window)
-    q, k, v = (_Expand.apply(x, plan.shared) for x in (q, k, v))
-    return _Pick.apply(_attend(q, k, v, plan, scale, window), plan.shared.to_line)
-
-
-def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: RowPlan, scale: float | None, window: int | None
-) -> torch.Tensor:
-    """Chooses the kernel for whole rows by their device and type."""
-    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] == v.shape[-1]:
-        if flash_kernel() is not None:
-            return _flash_attention(q, k, v, plan, scale, window)
-        return _torch_varlen(q, k, v, plan, scale, window)
-    return _grouped(q, k, v, plan, scale, window)
+    """Attention over (N, h, d) tensors, N the tokens of the line. Returns (N, h, d). Device and type of the
+    tensors decide on the kernel."""
+    if plan.shared is not None:
+        q, k, v = (_Expand.apply(x, plan.shared) for x in (q, k, v))
+    varlen = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] == v.shape[-1]
+    out = (_varlen if varlen else _grouped)(q, k, v, plan, scale, window)
+    return out if plan.shared is None else _Pick.apply(out, plan.shared.to_line)
 
 
 @cache
@@ -193,22 +184,16 @@ def flash_kernel() -> Callable[..., torch.Tensor] | None:
     return flash_attn_varlen_func
 
 
-def _flash_attention(
+def _varlen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: RowPlan, scale: float | None, window: int | None
 ) -> torch.Tensor:
-    kernel = flash_kernel()
-    assert kernel is not None
+    """flash-attn's kernel, else torch's."""
     bounds = (plan.boundaries, plan.boundaries, plan.longest, plan.longest)
-    span = (window - 1, 0) if window else (-1, -1)
-    return kernel(q, k, v, *bounds, softmax_scale=scale, causal=True, window_size=span)
-
-
-def _torch_varlen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: RowPlan, scale: float | None, window: int | None
-) -> torch.Tensor:
+    if (flash := flash_kernel()) is not None:
+        span = (window - 1, 0) if window else (-1, -1)
+        return flash(q, k, v, *bounds, softmax_scale=scale, causal=True, window_size=span)
     from torch.nn.attention.varlen import varlen_attn
 
-    bounds = (plan.boundaries, plan.boundaries, plan.longest, plan.longest)
     span = (window - 1, 0) if window else (-1, 0)
     q, k, v, gqa = q.contiguous(), k.contiguous(), v.contiguous(), q.shape[1] != k.shape[1]
     out = varlen_attn(q, k, v, *bounds, scale=scale, window_size=span, enable_gqa=gqa)

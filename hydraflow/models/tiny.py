@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast, Qwen3Config
+    from transformers import PreTrainedTokenizerFast
 
 PAD, END = "<|pad|>", "<|end|>"
 ALPHABET = "0123456789+-*= "
@@ -61,33 +61,16 @@ def config_values(
     }
 
 
-def make_config(
-    tokenizer: PreTrainedTokenizerFast, *, hidden: int, layers: int, heads: int, kv_heads: int
-) -> Qwen3Config:
-    """A Qwen3 configuration of that size with tied embeddings."""
-    from transformers import Qwen3Config
-
-    values = config_values(len(tokenizer), hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads)
-    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    return Qwen3Config(**{**values, "bos_token_id": None, "eos_token_id": end, "pad_token_id": pad})
-
-
-def make_model(
-    directory: str | Path,
-    *,
-    hidden: int = HIDDEN,
-    layers: int = LAYERS,
-    heads: int = HEADS,
-    kv_heads: int = KV_HEADS,
-    seed: int = 0,
-    alphabet: str = ALPHABET,
-) -> Path:
-    """Writes model, tokenizer and generation settings to `directory`; weights are random, by `seed`."""
+def make_model(directory: str | Path, *, seed: int = 0, alphabet: str = ALPHABET, **sizes: int) -> Path:
+    """Writes model, tokenizer and generation settings to `directory`; weights are random, by `seed`. `sizes`:
+    as `config_values` takes them."""
     import torch
-    from transformers import Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     tokenizer = make_tokenizer(alphabet)
-    config = make_config(tokenizer, hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads)
+    values = config_values(len(tokenizer), **sizes)
+    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    config = Qwen3Config(**{**values, "bos_token_id": None, "eos_token_id": end, "pad_token_id": pad})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)

@@ -83,6 +83,12 @@ def file_fault(file: Path, names: Collection[str] = ()) -> str | None:
 def read_header(file: Path) -> tuple[dict[str, Any], int] | None:
     """A safetensors header (dtype, shape, data_offsets by tensor), and the byte at which the data starts;
     None: not a safetensors file."""
+    found = raw_header(file)
+    return found if found is not None and all(map(_is_tensor, found[0].values())) else None
+
+
+def raw_header(file: Path) -> tuple[dict[str, Any], int] | None:
+    """As `read_header`, but what the header says of a tensor may be anything."""
     with file.open("rb") as opened:
         start = opened.read(8)
         size = struct.unpack("<Q", start)[0] if len(start) == 8 else LARGEST_HEADER + 1
@@ -95,7 +101,7 @@ def read_header(file: Path) -> tuple[dict[str, Any], int] | None:
     if not isinstance(described, dict):
         return None
     described.pop("__metadata__", None)
-    return (described, 8 + size) if all(map(_is_tensor, described.values())) else None
+    return described, 8 + size
 
 
 def _is_tensor(entry: Any) -> bool:

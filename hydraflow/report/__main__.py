@@ -25,9 +25,8 @@ NAME = "report.html"
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes the page and says where it is; returns the exit code."""
     make_printable()
-    parser = argparse.ArgumentParser(
-        "python -m hydraflow.report", description="One HTML page about training runs."
-    )
+    about = "One HTML page about training runs."
+    parser = argparse.ArgumentParser("python -m hydraflow.report", description=about)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder; several are compared")
     where = f"the page to write; by default RUN/{NAME}, and {NAME} here for several runs"
     parser.add_argument("--output", metavar="FILE", help=where)

@@ -31,33 +31,25 @@ class RunFinding:
     detail: str = ""
 
 
-@dataclass(frozen=True)
-class Ending:
-    """How the run ended, as far as its folder says."""
-
-    weight: str
-    label: str
-    """One or two words."""
-    detail: str
-
-
-def ending(run: Run) -> Ending:
-    """From summary.json, which is written when a run ends in whatever way but a kill."""
+def ending(run: Run) -> RunFinding:
+    """How the run ended, in one or two words and in detail. From summary.json, which is written when a run
+    ends in whatever way but a kill."""
     why = run.summary.get("why_it_ended")
     if isinstance(why, str) and why:
         weight = FINE if why == DONE else NOTABLE if is_orderly(why) else SERIOUS
-        return Ending(weight, "done" if why == DONE else "stopped" if weight == NOTABLE else "failed", why)
+        words = {FINE: "done", NOTABLE: "stopped", SERIOUS: "failed"}
+        return RunFinding(weight, words[weight], why)
     written = ""
     if run.last_written:
         at = datetime.fromtimestamp(run.last_written).astimezone()
         written = f"; last written {at.strftime('%Y-%m-%d %H:%M:%S %Z')}"
-    return Ending(NOTABLE, "no end noted", f"it is still running, or was killed{written}")
+    return RunFinding(NOTABLE, "no end noted", f"it is still running, or was killed{written}")
 
 
 def findings(run: Run) -> list[RunFinding]:
     """All findings, the ending first."""
     end = ending(run)
-    known = end.label != "no end noted"
+    known = end.what != "no end noted"
     found = [RunFinding(end.weight, f"Ended: {end.detail}" if known else end.detail.capitalize())]
     for look in (_requeue, _starts, _symptoms, _counts, _not_finite, _checkpoints, _files):
         found += look(run)
@@ -78,9 +70,8 @@ def _requeue(run: Run) -> Iterator[RunFinding]:
 def _starts(run: Run) -> Iterator[RunFinding]:
     for number, start in enumerate(run.starts[1:], 2):
         detail = f"{start.get('started', 'time unknown')} on {start.get('host', 'an unknown host')}"
-        yield RunFinding(
-            NOTABLE, f"Start {number}: resumed after step {start.get('after_step', '?')}", detail
-        )
+        what = f"Start {number}: resumed after step {start.get('after_step', '?')}"
+        yield RunFinding(NOTABLE, what, detail)
     restarts = run.columns.get("training/restarts")
     if restarts is not None and _largest(restarts) > 0:
         often = f"{_times(int(_largest(restarts)))} in one start"
@@ -113,9 +104,8 @@ def _counts(run: Run) -> Iterator[RunFinding]:
                 continue
             values = np.where(np.isfinite(column.values), column.values, 0.0)
             if (total := float(values.sum())) > 0:
-                yield RunFinding(
-                    weight, f"{what}: {total:g}", f"{name}, {_in_steps(column.steps[values > 0])}"
-                )
+                where = f"{name}, {_in_steps(column.steps[values > 0])}"
+                yield RunFinding(weight, f"{what}: {total:g}", where)
 
 
 def _not_finite(run: Run) -> Iterator[RunFinding]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 
 from hydraflow.errors import ConfigError
 from hydraflow.redact import public, public_command
+from hydraflow.tracking.base import flat
 
 Numbers = np.ndarray
 MARKS = ("metrics.jsonl", "config.yaml", "plan.json", "run.json", "summary.json", ".lock")
@@ -88,8 +89,11 @@ def read_run(folder: Path) -> Run:
     run.summary = public(_mapping(run, "summary.json"))  # runs of earlier versions have secrets there
     run.plan = _mapping(run, "plan.json")
     starts = _mapping(run, "run.json").get("starts", [])
-    listed = starts if isinstance(starts, list) else []
-    run.starts = [_public_start(start) for start in listed if isinstance(start, dict)]
+    for start in starts if isinstance(starts, list) else ():
+        if isinstance(start, dict):
+            command = start.get("command")
+            shown = {"command": public_command(command)} if isinstance(command, str) else {}
+            run.starts.append(public(start) | shown)
     run.settings = _settings(run)
     for file in path.glob("samples/step_*.jsonl"):
         if file.stem[5:].isdigit():
@@ -175,13 +179,8 @@ def _settings(run: Run) -> dict[str, tuple[str, str]]:
     said = {key: fact for key, fact in facts.items() if isinstance(fact, dict)}
     rows = [(key, fact.get("value"), str(fact.get("from", ""))) for key, fact in said.items()]
     if not facts:
-        rows = [(key, value, "") for key, value in _flat(_yaml(run))]
-    return {key: (_shown(public(value, key)), origin) for key, value, origin in rows}
-
-
-def _public_start(start: dict[str, Any]) -> dict[str, Any]:
-    command = start.get("command")
-    return public(start) | ({"command": public_command(command)} if isinstance(command, str) else {})
+        rows = [(key, value, "") for key, value in flat(_yaml(run))]
+    return {key: (as_text(public(value, key)), origin) for key, value, origin in rows}
 
 
 def _yaml(run: Run) -> dict[str, Any]:
@@ -204,15 +203,8 @@ def _yaml(run: Run) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _flat(section: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in section.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def _shown(value: Any) -> str:
+def as_text(value: object) -> str:
+    """Text as it is, everything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 

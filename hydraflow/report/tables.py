@@ -5,14 +5,12 @@ In: runs. Out: rows of text for the template. Left out on purpose: how they look
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from hydraflow.report.reading import MetricColumn, Run, samples_of
+from hydraflow.report.reading import MetricColumn, Run, as_text, samples_of
 from hydraflow.report.series import Axes, mean_at, rounded, spans_of
 from hydraflow.tracking.base import SAMPLE_COLUMNS
 from hydraflow.tracking.summary import duration
@@ -27,14 +25,6 @@ are eight colours."""
 NO_VALUE = "–"
 
 
-@dataclass(frozen=True)
-class KeyNumber:
-    """A number that says how a run went; the same for every run of a page."""
-
-    title: str
-    of: Callable[[Run], str]
-
-
 def _accuracy(run: Run) -> MetricColumn | None:
     """Held-out accuracy over all sources; where a reward function reports none, its reward."""
     core = {name: column for name, column in run.columns.items() if name.startswith("val-core/")}
@@ -42,9 +32,8 @@ def _accuracy(run: Run) -> MetricColumn | None:
         if columns := [column for name, column in core.items() if what in name]:
             first = columns[0]
             same = [column for column in columns if len(column.steps) == len(first.steps)]
-            return MetricColumn(
-                first.steps, first.seconds, np.mean([column.values for column in same], axis=0)
-            )
+            mean = np.mean([column.values for column in same], axis=0)
+            return MetricColumn(first.steps, first.seconds, mean)
     return run.columns.get("val/accuracy")
 
 
@@ -77,21 +66,22 @@ def _steps(run: Run) -> str:
     return f"{run.last_step} of {total}" if isinstance(total, int) and total else str(run.last_step)
 
 
-KEY_NUMBERS = (
-    KeyNumber("Validation accuracy", lambda run: first_and_last(_accuracy(run))),
-    KeyNumber("Held-out loss", lambda run: first_and_last(run.columns.get("val/loss")).partition(" (")[0]),
-    KeyNumber("Training reward", lambda run: first_and_last(run.columns.get("critic/score/mean"))),
-    KeyNumber("Training loss", lambda run: first_and_last(run.columns.get("train/loss")).partition(" (")[0]),
-    KeyNumber("Training steps", _steps),
-    KeyNumber("Wall time", lambda run: duration(run.seconds) if run.columns else NO_VALUE),
-    KeyNumber("Time of a step, median", _mean("timing_s/step", "s")),
-    KeyNumber("Throughput, median", _mean("perf/throughput", "tokens/s per device")),
-)
+KEY_NUMBERS: dict[str, Callable[[Run], str]] = {
+    "Validation accuracy": lambda run: first_and_last(_accuracy(run)),
+    "Held-out loss": lambda run: first_and_last(run.columns.get("val/loss")).partition(" (")[0],
+    "Training reward": lambda run: first_and_last(run.columns.get("critic/score/mean")),
+    "Training loss": lambda run: first_and_last(run.columns.get("train/loss")).partition(" (")[0],
+    "Training steps": _steps,
+    "Wall time": lambda run: duration(run.seconds) if run.columns else NO_VALUE,
+    "Time of a step, median": _mean("timing_s/step", "s"),
+    "Throughput, median": _mean("perf/throughput", "tokens/s per device"),
+}
+"""Title -> the number, which says how a run went; the same for every run of a page."""
 
 
 def key_numbers(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """Title, and each run's value; without those that no run has."""
-    rows = [(number.title, [number.of(run) for run in runs]) for number in KEY_NUMBERS]
+    rows = [(title, [of(run) for run in runs]) for title, of in KEY_NUMBERS.items()]
     return [row for row in rows if any(value != NO_VALUE for value in row[1])]
 
 
@@ -168,8 +158,8 @@ def plan(run: Run) -> tuple[list[dict[str, str]], list[str]]:
     rows = [row for row in quantities if isinstance(row, dict)] if isinstance(quantities, list) else []
     names = ("name", "value", "unit", "formula", "provenance")
     notes = run.plan.get("notes")
-    lines = [{name: _text(row.get(name, "")) for name in names} for row in rows]
-    return lines, [_text(note) for note in notes] if isinstance(notes, list) else []
+    lines = [{name: as_text(row.get(name, "")) for name in names} for row in rows]
+    return lines, [as_text(note) for note in notes] if isinstance(notes, list) else []
 
 
 def versions(runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -177,11 +167,11 @@ def versions(runs: Sequence[Run]) -> list[dict[str, Any]]:
     last = [run.starts[-1] if run.starts else {} for run in runs]
     found = [start["versions"] if isinstance(start.get("versions"), dict) else {} for start in last]
     names = list(dict.fromkeys(name for one in found for name in one))
-    rows = [{"name": name, "values": [_text(one.get(name, NO_VALUE)) for one in found]} for name in names]
+    rows = [{"name": name, "values": [as_text(one.get(name, NO_VALUE)) for one in found]} for name in names]
     if any(last):
         rows.append({"name": "git", "values": [commit(start.get("git")) for start in last]})
         for what in ("platform", "host"):
-            rows.append({"name": what, "values": [_text(start.get(what) or NO_VALUE) for start in last]})
+            rows.append({"name": what, "values": [as_text(start.get(what) or NO_VALUE) for start in last]})
     return [row | {"differs": len(set(row["values"]) - {NO_VALUE}) > 1} for row in rows]
 
 
@@ -202,7 +192,7 @@ def commit(git: Any) -> str:
 def starts(run: Run) -> list[dict[str, str]]:
     """Each start of the run: when, where, after which step, by which command."""
     names = ("started", "after_step", "host", "command")
-    said = [{name: _text(start.get(name, "")) for name in names} for start in run.starts]
+    said = [{name: as_text(start.get(name, "")) for name in names} for start in run.starts]
     return [one | {"commit": commit(start.get("git"))} for one, start in zip(said, run.starts, strict=True)]
 
 
@@ -229,10 +219,6 @@ def cut(value: object) -> str:
     >>> cut(None), cut(1.0), len(cut("a" * 5000))
     ('', '1.0', 2025)
     """
-    text = "" if value is None else _text(value)
+    text = "" if value is None else as_text(value)
     more = len(text) - LONGEST_TEXT
     return text if more <= 0 else f"{text[:LONGEST_TEXT]} … ({more} more characters)"
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

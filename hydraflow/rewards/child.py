@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 from hydraflow.errors import ConfigError, Problem, shown
-from hydraflow.rewards.custom import line_of, load_function
+from hydraflow.rewards.custom import ARGUMENTS, line_of, load_function
 from hydraflow.rewards.frames import FrameSocket
 from hydraflow.rewards.functions import compute_score, unknown_sources
 from hydraflow.rewards.row_time import QueueTime, over_at
@@ -64,7 +64,6 @@ class RowProgress:
         return _PROGRESS.unpack_from(self._memory, 0)  # type: ignore[return-value]
 
     def close(self) -> None:
-        """Releases the memory."""
         self._memory.close()
 
 
@@ -114,8 +113,6 @@ class RewardCaller:
                 alarm.disarm()
         except RowTimeout:
             return None, {}, f"took longer than {alarm.limit:g} seconds"
-        except ConfigError as error:
-            return None, {}, str(error.problems[0])
         except MemoryError as error:
             return None, {}, f"{_cause(error, self.path)}; {_memory_limit(self.max_memory)}"
         except BaseException as error:  # the user's code may raise anything: the row fails, never the run
@@ -165,6 +162,8 @@ def _in_words(problem: Problem, error: ConfigError, max_memory: float) -> list[s
 
 def _cause(error: BaseException, path: str | None) -> str:
     """An exception, and where in the user's file it was raised."""
+    if isinstance(error, ConfigError):
+        return str(error.problems[0])
     try:
         cause = f"{type(error).__name__}: {error}"
     except Exception:  # str() of it is the user's code, too
@@ -174,22 +173,13 @@ def _cause(error: BaseException, path: str | None) -> str:
 
 
 def load(settings: dict[str, Any]) -> Callable[..., Any]:
-    """The function to call with (data_source, solution_str, ground_truth, extra_info)."""
+    """The function to call with the values of `ARGUMENTS`, in their order."""
     if settings["path"] is None:
         return compute_score
     function = load_function(settings["path"], settings["name"], settings["reward_kwargs"])
     kwargs = settings["reward_kwargs"]
 
-    def call(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Any:
-        return function(
-            data_source=data_source,
-            solution_str=solution_str,
-            ground_truth=ground_truth,
-            extra_info=extra_info,
-            **kwargs,
-        )
-
-    return call
+    return lambda *row: function(**dict(zip(ARGUMENTS, row, strict=True)), **kwargs)
 
 
 def _score_chunk(
@@ -220,8 +210,6 @@ def score_here(call: Callable[..., Any], rows: Sequence[Any], path: str | None) 
             value = call(*row)
         except BdbQuit:
             raise
-        except ConfigError as error:
-            results.append((None, {}, str(error.problems[0])))
         except (Exception, SystemExit) as error:  # as in a process of its own: the row fails, never the run
             results.append((None, {}, _cause(error, path)))
         else:

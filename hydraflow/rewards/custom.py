@@ -62,18 +62,17 @@ def _check_signature(
     if doubled:
         rule = "are given by the trainer and cannot be set"
         raise ConfigError.one("reward.custom_reward_function.reward_kwargs", doubled, rule)
+    given = dict.fromkeys(ARGUMENTS) | dict(reward_kwargs)
     try:
         signature = inspect.signature(function)
     except ValueError:  # a function written in C may have none
         return
-    given = dict.fromkeys(ARGUMENTS) | dict(reward_kwargs)
     try:
         signature.bind(**given)
     except TypeError as error:
         rule = f"{name}{signature} in {path} is called with {', '.join(given)} by name: {error}"
-        raise ConfigError.one(
-            NAME_KEY, name, rule, f"def {name}(data_source, solution_str, ground_truth, extra_info, **kwargs)"
-        ) from error
+        remedy = f"def {name}({', '.join(ARGUMENTS)}, **kwargs)"
+        raise ConfigError.one(NAME_KEY, name, rule, remedy) from error
 
 
 def _import_file(path: Path) -> ModuleType:

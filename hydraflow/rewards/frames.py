@@ -55,7 +55,6 @@ class FrameSocket:
         return message
 
     def close(self) -> None:
-        """Closes this end of the socket."""
         self.socket.close()
 
     def _body(self) -> bytes | None:

@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from hydraflow.errors import ConfigError, EnvironmentFault
@@ -101,7 +100,7 @@ class RewardPool:
         try:
             while len(results) < len(rows):
                 for worker in self._workers:
-                    if queue and not worker.busy:
+                    if queue and not worker.pending:
                         worker.send(_take_chunk(queue, len(self._workers)), rows)
                 self._collect(results, queue)
         except BaseException:
@@ -120,14 +119,12 @@ class RewardPool:
     def __enter__(self) -> RewardPool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _collect(self, results: dict[int, RewardResult], queue: deque[int]) -> None:
         """Waits for answers, or for the first process to exceed its time limit."""
-        busy = [worker for worker in self._workers if worker.busy]
+        busy = [worker for worker in self._workers if worker.pending]
         patience = min(worker.deadline() for worker in busy) - time.monotonic()
         # A deadline moves closer when a process goes from loading to its first row, so never wait longer than
         # a row may take.
@@ -135,7 +132,7 @@ class RewardPool:
         for worker in answered:
             self._receive(worker, results, queue)
         for worker in busy:
-            if worker in self._workers and worker.busy and worker.deadline() < time.monotonic():
+            if worker in self._workers and worker.pending and worker.deadline() < time.monotonic():
                 reason = f"took longer than {self.config.timeout:g} seconds and could not be interrupted"
                 self._replace(worker, reason, results, queue)
 

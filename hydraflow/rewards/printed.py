@@ -71,7 +71,8 @@ class LineSplitter:
 
     def feed(self, data: bytes) -> None:
         """Adds bytes; writes each line when it is complete."""
-        self._refill()
+        now = self._clock()
+        self._budget, self._since = min(self._most, self._budget + (now - self._since) * self._rate), now
         if self._dropped:
             skipped, newline, data = data.partition(b"\n") if self._budget >= self._rate else (data, b"", b"")
             self._dropped += len(skipped) + len(newline)
@@ -106,10 +107,6 @@ class LineSplitter:
         what = f"{self._dropped} bytes that the reward function printed were dropped"
         self._write(f"({what}: more than {self._rate:.0f} a second)")
         self._dropped = 0
-
-    def _refill(self) -> None:
-        now = self._clock()
-        self._budget, self._since = min(self._most, self._budget + (now - self._since) * self._rate), now
 
 
 class PrintedReader(threading.Thread):

@@ -32,7 +32,6 @@ class QueueTime:
             return 0.0
 
     def close(self) -> None:
-        """Closes the file."""
         if self._file is not None:
             os.close(self._file)
             self._file = None

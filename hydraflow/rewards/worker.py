@@ -65,6 +65,7 @@ class RewardProcess:
 
     def __init__(self, config: RewardConfig):
         self.pending: list[int] = []
+        """Rows that it has not answered; none: it is idle."""
         self.proven = False
         """Whether it has scored a row: then dying while idle is an accident, not a fault of the set-up."""
         self._path, self._limit = config.custom_reward_function.path, config.timeout
@@ -100,11 +101,6 @@ class RewardProcess:
         self._printed.start()
         with suppress(OSError):  # it has already died: waiting for its greeting reports why
             self.frames.send(settings_of(config))
-
-    @property
-    def busy(self) -> bool:
-        """Whether it has unanswered rows."""
-        return bool(self.pending)
 
     def problems(self) -> list[Problem]:
         """Why it cannot score; empty when it can. Waits for it, at most START_SECONDS from its start."""

@@ -21,7 +21,7 @@ from hydraflow.errors import EnvironmentFault
 from hydraflow.slurm.job_settings import JobSettings
 from hydraflow.slurm.ports import ReservedPorts, hold
 from hydraflow.system.allocation import Allocation, allocation, node_names
-from hydraflow.system.network import VARIABLE, interface_of, node_address
+from hydraflow.system.network import VARIABLE, interface_of, node_address, unreachable
 from hydraflow.system.whole_files import replacing
 
 ADDRESS, FACTS = "address", "facts"
@@ -134,19 +134,9 @@ def await_head(file: Path, head: str, seconds: float = 300.0) -> str:
     while time.monotonic() < deadline:
         address = file.read_text().strip() if file.is_file() else ""
         if address:
-            reason = _closed(address)
+            reason = unreachable(address, 5.0)
             if not reason:
                 return address
         time.sleep(0.5)
     where = f"{head} at {address}" if address else head
     raise EnvironmentFault(f"{own_name()}: waited {seconds:g} s for Ray's head on {where}: {reason}")
-
-
-def _closed(address: str) -> str:
-    """Why the address cannot be reached; empty: it can."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=5).close()
-    except OSError as error:
-        return str(error)
-    return ""

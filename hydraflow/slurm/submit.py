@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from hydraflow.slurm.job_settings import check
 from hydraflow.slurm.options import Submission
 from hydraflow.slurm.script import fill, shipped, unquoted
 from hydraflow.system.allocation import JOB
+from hydraflow.system.printing import reader_may_leave
 
 LOGS = Path("runs/slurm")
 FOLDER = "trainer.default_local_dir"
@@ -29,7 +31,6 @@ SECONDS = 60.0
 """Seconds that Slurm's commands may take to answer."""
 LAST_LINES = 20
 """Of the log of a job that failed."""
-MODULES = {"ppo": "hydraflow.main_ppo", "sft": "hydraflow.main_sft", "generate": "hydraflow.main_generate"}
 
 
 def submit(given: Submission) -> int:
@@ -41,10 +42,8 @@ def submit(given: Submission) -> int:
                 return code
     _require_folders(sweep)
     if given.dry_run:
-        try:
-            print(script_of(given, sweep), end="", flush=True)
-        except BrokenPipeError:  # by a reader such as `head`; else Python would report it again at exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with reader_may_leave():
+            print(script_of(given, sweep), end="")
         return 0
     _require_room(given)
     LOGS.mkdir(parents=True, exist_ok=True)
@@ -53,13 +52,13 @@ def submit(given: Submission) -> int:
 
 def _require_folders(sweep: Sequence[Sequence[str]]) -> None:
     """ConfigError if jobs of a sweep share a run folder: the first to start would lock the others out."""
-    named = [
-        [word.partition("=")[2] for word in words if word.lstrip("+").startswith(f"{FOLDER}=")][-1:]
-        for words in sweep
-    ]
-    shared = next((folder for folder, *_ in filter(None, named) if named.count([folder]) > 1), None)
+    named: Counter[str] = Counter()
+    for words in sweep:
+        folders = [word.partition("=")[2] for word in words if word.lstrip("+").startswith(f"{FOLDER}=")]
+        named.update(folders[-1:])
+    shared = next((folder for folder, jobs in named.items() if jobs > 1), None)
     if shared is not None:
-        several = f"{named.count([shared])} of the {len(sweep)} jobs"
+        several = f"{named[shared]} of the {len(sweep)} jobs"
         rule = f"is the folder of {several}, and one run at a time may be in it"
         own = "each job has a folder of its own, runs/<experiment>-job<id>"
         raise ConfigError.one(FOLDER, shared, rule, f"leave out {FOLDER}: {own}")
@@ -67,8 +66,6 @@ def _require_folders(sweep: Sequence[Sequence[str]]) -> None:
 
 def directives_of(given: Submission, *, jobs: int) -> dict[str, str | None]:
     """Options of sbatch with their values, as `fill` takes them; several jobs are an array."""
-    array = jobs > 1
-    log = f"{LOGS}/%x-%{'A_%a' if array else 'j'}.log"
     directives: dict[str, str | None] = {
         "--job-name": given.name,
         "--nodes": str(given.nodes),
@@ -78,8 +75,8 @@ def directives_of(given: Submission, *, jobs: int) -> dict[str, str | None]:
         "--exclusive": "" if given.exclusive else None,
         "--time": given.time,
         "--signal": f"B:USR1@{given.warning}",
-        "--output": log,
-        "--array": f"0-{jobs - 1}" if array else None,
+        "--output": f"{LOGS}/%x-%{'A_%a' if jobs > 1 else 'j'}.log",
+        "--array": f"0-{jobs - 1}" if jobs > 1 else None,
         "--partition": given.partition,
         "--account": given.account,
         "--qos": given.qos,
@@ -96,7 +93,7 @@ def script_of(given: Submission, sweep: Sequence[Sequence[str]]) -> str:
     """The batch script with this submission's values."""
     settings = {
         "HYDRAFLOW_PYTHON": given.python,
-        "HYDRAFLOW_MODULE": MODULES[given.job],
+        "HYDRAFLOW_MODULE": f"hydraflow.main_{given.job}",
         "HYDRAFLOW_SCRIPTS": str(shipped("scripts/slurm")),
     }
     if given.container:
@@ -150,7 +147,10 @@ def _require_room(given: Submission) -> None:
         if shutil.which(program) is None:
             rule = "is not on PATH: this is not a machine of a Slurm cluster"
             raise ConfigError.one(program, None, rule, "submit ... --dry-run")
-    partitions, default = _partitions(_ask("sinfo", "--all", "--noheader", "--format=%P|%D|%c"))
+    listed = _run(["sinfo", "--all", "--noheader", "--format=%P|%D|%c"], SECONDS)
+    if listed.returncode:
+        raise EnvironmentFault(f"sinfo fails: {listed.stderr.strip()}")
+    partitions, default = _partitions(listed.stdout)
     # Slurm takes the first free partition of a list
     names = given.partition.split(",") if given.partition else [default] if default else []
     if set(names) - set(partitions):
@@ -211,14 +211,6 @@ def _log(directives: Mapping[str, str | None], number: str) -> Path:
     """Where Slurm writes what the script says; `*` for the task of an array."""
     text = (directives["--output"] or "").replace("%x", directives["--job-name"] or "").replace("%a", "*")
     return Path(text.replace("%A", number).replace("%j", number))
-
-
-def _ask(*words: str) -> str:
-    """The output of one of Slurm's commands. EnvironmentFault if it fails or does not answer."""
-    done = _run(words, SECONDS)
-    if done.returncode:
-        raise EnvironmentFault(f"{words[0]} fails: {done.stderr.strip()}")
-    return done.stdout
 
 
 def _run(

@@ -60,10 +60,9 @@ def fits(rows: Sequence[Sequence[str]], width: int) -> bool:
 def _lines(cells: Sequence[Sequence[str]], widths: Sequence[int], right: set[int]) -> list[str]:
     found = []
     for parts in zip_longest(*cells, fillvalue=""):
-        aligned = [
-            part.rjust(wide) if number in right else part.ljust(wide)
-            for number, (part, wide) in enumerate(zip(parts, widths, strict=True))
-        ]
+        aligned = [part.ljust(wide) for part, wide in zip(parts, widths, strict=True)]
+        for number in right:
+            aligned[number] = parts[number].rjust(widths[number])
         found.append((GAP + GAP.join(aligned)).rstrip())
     return found
 
@@ -71,7 +70,8 @@ def _lines(cells: Sequence[Sequence[str]], widths: Sequence[int], right: set[int
 def _widths(columns: Sequence[Sequence[str]], width: int) -> list[int]:
     """Widths of the columns: their longest cells; if that is too wide, the widest columns shrink first."""
     widths = [max(1, *map(len, column)) for column in columns]
-    least = [_longest_word(column) for column in columns]
+    words = ([word for cell in column for word in cell.split()] for column in columns)
+    least = [max(map(len, column), default=0) for column in words]
     excess = sum(widths) + len(GAP) * len(widths) - width
     for _ in range(max(0, excess)):
         wrapping = [wide if wide > few else 0 for wide, few in zip(widths, least, strict=True)]
@@ -79,10 +79,6 @@ def _widths(columns: Sequence[Sequence[str]], width: int) -> list[int]:
             break
         widths[wrapping.index(max(wrapping))] -= 1
     return widths
-
-
-def _longest_word(column: Sequence[str]) -> int:
-    return max((len(word) for cell in column for word in cell.split()), default=0)
 
 
 def _wrap(text: str, width: int, first: str = "", rest: str = "") -> list[str]:

@@ -58,12 +58,8 @@ def outlive_readers() -> None:
         if not isinstance(getattr(stream.buffer, "raw", None), Pipe):
             stream.flush()
             raw = Pipe(stream.fileno(), "w", closefd=False)
-            lines, errors = stream.line_buffering, stream.errors
-            setattr(
-                sys,
-                name,
-                io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, errors, line_buffering=lines),
-            )
+            lines, errors, buffer = stream.line_buffering, stream.errors, io.BufferedWriter(raw)
+            setattr(sys, name, io.TextIOWrapper(buffer, stream.encoding, errors, line_buffering=lines))
 
 
 def _is_pipe(stream: io.TextIOWrapper) -> bool:

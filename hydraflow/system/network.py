@@ -51,16 +51,22 @@ def node_address(peer: str = "", environ: Mapping[str, str] = os.environ) -> str
         found = interfaces()
         if wanted not in found:
             here = ", ".join(f"{name} ({address})" for name, address in found.items())
+            rule = f"{socket.gethostname()} has no such interface with an address; it has {here}"
             remedy = " or ".join(f"{VARIABLE}={name}" for name in found if name != "lo")
-            raise ConfigError.one(
-                VARIABLE,
-                wanted,
-                f"{socket.gethostname()} has no such interface with an address; it has {here}",
-                remedy,
-            )
+            raise ConfigError.one(VARIABLE, wanted, rule, remedy)
         return found[wanted]
     others = [address for address in interfaces().values() if not address.startswith("127.")]
     return _way_to(peer) or _way_to(ANYWHERE) or next(iter(others), "127.0.0.1")
+
+
+def unreachable(address: str, seconds: float) -> str:
+    """Why host:port accepts no connection within `seconds`; empty: it does."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=seconds).close()
+    except OSError as error:
+        return str(error) or type(error).__name__
+    return ""
 
 
 def _way_to(host: str) -> str | None:

@@ -49,12 +49,10 @@ def own_folder_below(base: Path) -> Path:
             folder.chmod(0o700)
             return folder
     except OSError as error:
-        raise EnvironmentFault(
-            f"{folder} cannot be made: {error.strerror}; TMPDIR=<a folder that you may write> helps"
-        ) from error
-    raise EnvironmentFault(
-        f"{folder} is not a private folder of this user; TMPDIR=<a folder of your own> helps"
-    )
+        remedy = "TMPDIR=<a folder that you may write> helps"
+        raise EnvironmentFault(f"{folder} cannot be made: {error.strerror}; {remedy}") from error
+    remedy = "TMPDIR=<a folder of your own> helps"
+    raise EnvironmentFault(f"{folder} is not a private folder of this user; {remedy}")
 
 
 def session_folder() -> Path:
@@ -71,10 +69,8 @@ def session_folder() -> Path:
         return folder / SESSIONS
     most = LONGEST_SOCKET - len(SOCKET) - len(f"/{SESSIONS}")
     private = most - len(f"/{_below(folder).name}")
-    rule = (
-        f"is too long for the sockets below it: at most {private} characters, or {most} for a folder of yours"
-        " with mode 700"
-    )
+    limit = f"at most {private} characters, or {most} for a folder of yours with mode 700"
+    rule = f"is too long for the sockets below it: {limit}"
     raise ConfigError.one(RAY_BASE, named, rule, f"{RAY_BASE}=/tmp")
 
 
@@ -84,11 +80,8 @@ def _has_room(folder: Path) -> bool:
 
 def _is_closed(folder: Path) -> bool:
     """Whether the folder belongs to the user, and no other user can enter it."""
-    return (
-        folder.is_dir()
-        and folder.stat().st_uid == os.getuid()
-        and not stat.S_IMODE(folder.stat().st_mode) & 0o077
-    )
+    found = folder.stat() if folder.is_dir() else None
+    return found is not None and found.st_uid == os.getuid() and not stat.S_IMODE(found.st_mode) & 0o077
 
 
 def _below(base: Path) -> Path:

@@ -22,11 +22,9 @@ def listed(files: Any) -> list[Path] | None:
     ([PosixPath('a.parquet')], None, None)
     """
     names = [files] if isinstance(files, str | Path) else files
-    if (
-        not isinstance(names, Sequence)
-        or not names
-        or not all(isinstance(name, str | Path) for name in names)
-    ):
+    if not isinstance(names, Sequence) or not names:
+        return None
+    if not all(isinstance(name, str | Path) for name in names):
         return None
     # Path.expanduser raises if there is no home folder.
     return [Path(os.path.expanduser(name)) for name in names]
@@ -37,14 +35,8 @@ def file_problems(files: Any, key: str) -> list[Problem]:
     machine."""
     paths = listed(files)
     if paths is None:
-        return [
-            Problem(
-                key,
-                files,
-                "must be a Parquet or JSONL file, or a list of them",
-                f"{key}=/path/to/file.parquet",
-            )
-        ]
+        rule = "must be a Parquet or JSONL file, or a list of them"
+        return [Problem(key, files, rule, f"{key}=/path/to/file.parquet")]
     return [
         Problem(key, path, "is a folder, not a file" if path.is_dir() else "no such file")
         for path in paths

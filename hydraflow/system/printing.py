@@ -1,4 +1,4 @@
-"""Printed text: numbers with their nouns, and streams that never fail to encode.
+"""Printed text: numbers with their nouns, and streams that never fail to encode or for want of a reader.
 
 In: the streams of this process. Out: the same streams, which no longer raise UnicodeEncodeError.
 """
@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import codecs
 import io
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 HANDLER = "hydraflow-ascii"
 ASCII = {"·": "*", "×": "x", "→": "->", "≤": "<=", "≥": ">=", "…": "...", "–": "-", "—": "-", "■": "#"}
@@ -21,6 +24,16 @@ def make_printable() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=HANDLER)
+
+
+@contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """What the block prints may be more than its reader, such as `head`, takes: the rest is discarded."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:  # else Python reports it again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _replaced(error: UnicodeError) -> tuple[str | bytes, int]:

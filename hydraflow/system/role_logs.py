@@ -179,19 +179,13 @@ class RoleLogs(logging.Handler):
         if LEVELS[level] < self._threshold:
             return
         with suppress(OSError), self._guard:
-            role = role or self.role
-            tagged = (
-                f"{stamp(time.time() if at is None else at)} {level} {role}-{self.rank} {_untagged(text)}"
-            )
+            role, since = role or self.role, stamp(time.time() if at is None else at)
+            tagged = f"{since} {level} {role}-{self.rank} {_untagged(text)}"
             file = self._file(role)
             if file.write(tagged) and role == self.role:
                 self._point(file)
             if self._console is not None and LEVELS[level] >= LEVELS[(self.settings.console or "").upper()]:
                 os.write(self._console, f"{tagged}\n".encode(errors="replace"))
-
-    def path(self) -> Path:
-        """The current role's file."""
-        return self._file().path
 
     def close(self) -> None:
         """Closes the files; only for a process that outlives them."""
@@ -258,7 +252,6 @@ class PrintedLines(io.TextIOBase):
             self._logs.line(PRINTED, held.rsplit("\r", 1)[-1])
 
     def fileno(self) -> int:
-        """The file descriptor of the replaced stream."""
         return self._number
 
     @property
@@ -267,14 +260,11 @@ class PrintedLines(io.TextIOBase):
         return io.FileIO(self._number, "wb", closefd=False)
 
     def writable(self) -> bool:
-        """Yes."""
         return True
 
     def isatty(self) -> bool:
-        """No."""
         return False
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """UTF-8."""
         return "utf-8"

@@ -1,4 +1,4 @@
-"""The Tracker Protocol: receives numbers and samples of a step, and is closed at the end.
+"""The interface of a tracker: receives numbers and samples of a step, and is closed at the end.
 
 In: plain floats, already reduced over micro-batches and ranks; validation samples as rows of
 `SAMPLE_COLUMNS`. Out: a file, an event log, a line on a terminal, a run on a server. Left out on purpose:
@@ -8,10 +8,10 @@ images, weights; nothing here produces or sends them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 Sample = Mapping[str, object]
 """One validation response: the keys of `SAMPLE_COLUMNS`."""
@@ -22,15 +22,14 @@ SAMPLE_TABLE = "val/generations"
 """Name of the samples' table in a tracker."""
 
 
-class Tracker(Protocol):
-    """Where metrics go."""
+class Tracker:
+    """Where metrics go. A tracker leaves out what it has no use for: samples, or a flush."""
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Logs the numbers of one training step. Steps never decrease; a step may take several calls."""
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        """Logs some of a validation's responses, for people to read. A tracker without tables ignores
-        them."""
+        """Logs some of a validation's responses, for people to read."""
 
     def flush(self) -> None:
         """Makes everything logged survive a kill of this process. Called before a checkpoint is saved;
@@ -39,6 +38,27 @@ class Tracker(Protocol):
     def close(self, *, failed: bool = False) -> None:
         """Writes what is still held. Called once, also after a failure or Ctrl-C (`failed`); nothing is
         logged afterwards."""
+
+
+class Forwarder(Tracker):
+    """Passes every call on, in the way that `_pass` says."""
+
+    def _pass(self, call: Callable[[Tracker], None]) -> None:
+        raise NotImplementedError
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        kept = dict(metrics)
+        self._pass(lambda tracker: tracker.log(kept, step))
+
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        kept = list(samples)
+        self._pass(lambda tracker: tracker.log_samples(kept, step))
+
+    def flush(self) -> None:
+        self._pass(lambda tracker: tracker.flush())
+
+    def close(self, *, failed: bool = False) -> None:
+        self._pass(lambda tracker: tracker.close(failed=failed))
 
 
 @dataclass(frozen=True)
@@ -90,15 +110,23 @@ def rows_of(samples: Sequence[Sample]) -> list[list[str | float]]:
     >>> rows_of([{"input": "?", "output": "", "ground_truth": None}])
     [['?', '', nan, '']]
     """
-    return [
-        [_score(sample.get(name)) if name == "score" else _text(sample.get(name)) for name in SAMPLE_COLUMNS]
-        for sample in samples
-    ]
+    return [[_cell(name, sample.get(name)) for name in SAMPLE_COLUMNS] for sample in samples]
 
 
-def _score(value: object) -> float:
-    return float(value) if isinstance(value, (int, float)) else math.nan
-
-
-def _text(value: object) -> str:
+def _cell(column: str, value: object) -> str | float:
+    if column == "score":
+        return float(value) if isinstance(value, (int, float)) else math.nan
     return "" if value is None else str(value)
+
+
+def flat(section: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves by key.
+
+    >>> list(flat({"a": {"b": 1}, "c": {}}))
+    [('a.b', 1), ('c', {})]
+    """
+    for name, value in section.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rich.console import Console, Group
@@ -17,7 +16,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from hydraflow.tracking.base import RunInfo, Sample, Tracker
+from hydraflow.tracking.base import RunInfo, Tracker
 from hydraflow.tracking.history import validation_accuracy
 from hydraflow.tracking.summary import duration
 
@@ -77,29 +76,19 @@ class RunProgress:
         return text if left is None else f"{text}, {duration(left)} left"
 
 
-class PlainConsole:
+class PlainConsole(Tracker):
     """One line a call, for files, pipes and batch systems."""
 
     def __init__(self, run: RunInfo):
         self._progress = RunProgress(run.total_steps)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Prints the line."""
         self._progress.note(metrics, step, time.monotonic())
         values = "  ".join(f"{label} {value}" for label, value in self._progress.shown.items())
         print(f"{self._progress.position()}  {values}".rstrip(), flush=True)
 
-    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        """Ignored: the run folder has them."""
 
-    def flush(self) -> None:
-        """Does nothing: nothing is buffered."""
-
-    def close(self, *, failed: bool = False) -> None:
-        """Does nothing: nothing is buffered."""
-
-
-class LiveConsole:
+class LiveConsole(Tracker):
     """A display redrawn in place. Other output appears above it; the last state stays on the
     terminal."""
 
@@ -111,15 +100,8 @@ class LiveConsole:
         self._live.start()
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Redraws with the new numbers."""
         self._progress.note(metrics, step, time.monotonic())
         self._live.update(self._render(), refresh=True)
-
-    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        """Ignored: the run folder has them."""
-
-    def flush(self) -> None:
-        """Does nothing: nothing is buffered."""
 
     def close(self, *, failed: bool = False) -> None:
         """Restores the terminal: cursor visible, on a new line."""
@@ -128,11 +110,8 @@ class LiveConsole:
     def _render(self) -> Group:
         progress = self._progress
         head = Table.grid(padding=(0, 1))
-        head.add_row(
-            self._title,
-            ProgressBar(total=progress.total_steps or 1, completed=progress.step, width=30),
-            progress.position(),
-        )
+        bar = ProgressBar(total=progress.total_steps or 1, completed=progress.step, width=30)
+        head.add_row(self._title, bar, progress.position())
         labels = list(progress.shown)
         table = Table("step", *labels, box=None, padding=(0, 2, 0, 0))
         for step, values in progress.recent:

@@ -15,10 +15,9 @@ import logging
 import math
 import os
 import time
-from collections.abc import Sequence
 
 from hydraflow.errors import EnvironmentFault
-from hydraflow.tracking.base import RunInfo, Sample
+from hydraflow.tracking.base import RunInfo, Tracker
 
 METRICS_FILE = "metrics.jsonl"
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -27,14 +26,12 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 logger = logging.getLogger(__name__)
 
 
-class FileTracker:
-    """Appends to metrics.jsonl in the run folder."""
+class FileTracker(Tracker):
+    """Appends to metrics.jsonl in the run folder. `RunFolder.write_samples` writes the samples."""
 
     def __init__(self, run: RunInfo):
         self._path = run.folder / METRICS_FILE
-        self._file = self._path.open(
-            "ab", buffering=0
-        )  # unbuffered: lines that a full disk rejected stay in _held
+        self._file = self._path.open("ab", buffering=0)  # lines that a full disk rejected stay in _held
         self._held = b""
         self._start = time.monotonic() - run.seconds_before
 
@@ -50,12 +47,8 @@ class FileTracker:
             if error.errno not in FULL:
                 raise EnvironmentFault(f"cannot write {self._path}: {error.strerror}") from error
             if not warned:
-                logger.warning(
-                    "%s: %s; what was measured is held back until there is room", self._path, error.strerror
-                )
-
-    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        """Ignored, they have their own files: `RunFolder.write_samples`."""
+                text = "%s: %s; what was measured is held back until there is room"
+                logger.warning(text, self._path, error.strerror)
 
     def flush(self) -> None:
         """Writes the held lines and flushes them to disk. OSError while it cannot: a checkpoint must not be

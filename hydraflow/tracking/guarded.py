@@ -15,11 +15,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from queue import SimpleQueue
 
 from hydraflow.redact import public_text
-from hydraflow.tracking.base import RunInfo, Sample, Tracker, TrackerFactory
+from hydraflow.tracking.base import Forwarder, RunInfo, Tracker, TrackerFactory
 
 PAUSES = (1.0, 10.0)
 """Seconds before the second and the third attempt of a call."""
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 Call = Callable[[Tracker], None]
 
 
-class BackgroundTracker:
+class BackgroundTracker(Forwarder):
     """A tracker in a thread of its own. `name`: for the warning. Used for all that talk to a server or write
     elaborate files."""
 
@@ -53,16 +53,6 @@ class BackgroundTracker:
         self._tracker: Tracker | None = None
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
-
-    def log(self, metrics: dict[str, float], step: int) -> None:
-        """Passes the numbers to the tracker."""
-        kept = dict(metrics)
-        self._hand_over(lambda tracker: tracker.log(kept, step))
-
-    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        """Passes the samples to the tracker."""
-        kept = list(samples)
-        self._hand_over(lambda tracker: tracker.log_samples(kept, step))
 
     def flush(self) -> None:
         """Waits until the tracker has written everything, at most FLUSH_SECONDS; not for one that fails or
@@ -87,16 +77,13 @@ class BackgroundTracker:
             self.begin_closing(failed=failed)
         self._thread.join(max(0.0, self._last_moment - time.monotonic()))
         if self._thread.is_alive():
-            text = (
-                "%s: waited %g seconds for it to take what was logged, and gave up; metrics.jsonl has"
-                " everything"
-            )
-            logger.warning(text, self.name, CLOSE_SECONDS)
+            text = "%s: waited %g seconds for it to take what was logged, and gave up"
+            logger.warning(f"{text}; metrics.jsonl has everything", self.name, CLOSE_SECONDS)
         elif self._lost:
             text = "%s: %d %s were lost in total; metrics.jsonl has everything"
             logger.warning(text, self.name, self._lost, "call" if self._lost == 1 else "calls")
 
-    def _hand_over(self, call: Call) -> None:
+    def _pass(self, call: Call) -> None:
         if self._calls.qsize() >= HELD_CALLS:
             self._lose(f"it is too slow: {HELD_CALLS} calls wait")
         else:
@@ -139,12 +126,11 @@ class BackgroundTracker:
         if not self._warned:
             self._warned = True
             did = "could not be opened" if self._tracker is None else "does not take what is logged"
-            logger.warning(
-                "tracker %s %s (%s); training continues; metrics.jsonl has everything", self.name, did, why
-            )
+            text = "tracker %s %s (%s); training continues; metrics.jsonl has everything"
+            logger.warning(text, self.name, did, why)
 
 
-class ForegroundTracker:
+class ForegroundTracker(Forwarder):
     """A tracker that must draw in the calling thread: a terminal that is gone, or a full disk behind stdout,
     costs one warning."""
 
@@ -152,25 +138,9 @@ class ForegroundTracker:
         self.name, self.tracker = name, tracker
         self._warned = False
 
-    def log(self, metrics: dict[str, float], step: int) -> None:
-        """Passes the numbers to the tracker."""
-        self._tried(lambda: self.tracker.log(metrics, step))
-
-    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        """Passes the samples to the tracker."""
-        self._tried(lambda: self.tracker.log_samples(samples, step))
-
-    def flush(self) -> None:
-        """Passes the call on."""
-        self._tried(self.tracker.flush)
-
-    def close(self, *, failed: bool = False) -> None:
-        """Passes the call on."""
-        self._tried(lambda: self.tracker.close(failed=failed))
-
-    def _tried(self, call: Callable[[], None]) -> None:
+    def _pass(self, call: Call) -> None:
         try:
-            call()
+            call(self.tracker)
         except Exception as error:  # a full disk, a closed stream, or whatever the library raises for it
             if not self._warned:
                 self._warned = True

@@ -80,11 +80,7 @@ def validation_accuracy(metrics: Record) -> float | None:
     0.375
     """
     for variable in ("acc", "reward"):
-        found = [
-            value
-            for name, value in metrics.items()
-            if name.startswith("val-core/") and f"/{variable}/mean@" in name
-        ]
-        if found:
-            return sum(found) / len(found)
+        names = [name for name in metrics if name.startswith("val-core/") and f"/{variable}/mean@" in name]
+        if names:
+            return sum(metrics[name] for name in names) / len(names)
     return metrics.get("val/accuracy")

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hydraflow.tracking.base import SAMPLE_COLUMNS, RunInfo, Sample, rows_of
+from hydraflow.tracking.base import SAMPLE_COLUMNS, RunInfo, Sample, Tracker, flat, rows_of
 
 URI = "MLFLOW_TRACKING_URI"
 TAG = "hydraflow.run_id"
@@ -32,14 +32,14 @@ def tracking_uri(environ: Mapping[str, str], folder: Path) -> str:
     if given := environ.get(URI):
         return given
     if set(str(folder)) & set("%?#"):
-        raise ValueError(
-            f"its database cannot be in {folder}: the address of one has no %, ? or #; set {URI}"
-        )
+        rule = f"the address of one has no %, ? or #; set {URI}"
+        raise ValueError(f"its database cannot be in {folder}: {rule}")
     return f"sqlite:///{folder / 'mlflow' / 'mlflow.db'}"
 
 
-class MlflowTracker:
-    """One run of an experiment. Raises what MLflow raises; `guarded.py` is around it."""
+class MlflowTracker(Tracker):
+    """One run of an experiment. Every call is synchronous. Raises what MLflow raises; `guarded.py` is around
+    it."""
 
     def __init__(self, run: RunInfo):
         from mlflow.entities import Metric, Param
@@ -51,11 +51,8 @@ class MlflowTracker:
         experiment = self._experiment(run)
         self._id, is_new = self._find_or_make(run, experiment)
         if is_new:  # MLflow rejects a changed parameter: those of the first start stay
-            params = [
-                Param(allowed_name(key), str(value)[:LONGEST_VALUE])
-                for key, value in flat(run.about.config)
-                if str(value) != ""
-            ]
+            said = {key: str(value) for key, value in flat(run.about.config) if str(value)}
+            params = [Param(allowed_name(key), text[:LONGEST_VALUE]) for key, text in said.items()]
             for start in range(0, len(params), MOST_PARAMS):
                 self._client.log_batch(self._id, params=params[start : start + MOST_PARAMS])
         for key, value in flat(run.about.facts):
@@ -84,11 +81,9 @@ class MlflowTracker:
         return str(made.info.run_id), True
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Adds one point to each metric's curve."""
         now = int(time.time() * 1000)
-        points = [
-            self._metric(allowed_name(name), float(value), now, step) for name, value in metrics.items()
-        ]
+        named = ((allowed_name(name), float(value)) for name, value in metrics.items())
+        points = [self._metric(name, value, now, step) for name, value in named]
         for start in range(0, len(points), MOST_METRICS):
             self._client.log_batch(self._id, metrics=points[start : start + MOST_METRICS])
 
@@ -98,11 +93,7 @@ class MlflowTracker:
         columns = dict(zip(SAMPLE_COLUMNS, map(list, zip(*rows_of(samples)))))
         self._client.log_table(self._id, columns, f"validation/step_{step:06d}.json")
 
-    def flush(self) -> None:
-        """Does nothing: every call is synchronous."""
-
     def close(self, *, failed: bool = False) -> None:
-        """Ends the run."""
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
 
@@ -115,19 +106,3 @@ def allowed_name(name: str) -> str:
     """
     parts = re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_")).split("/")
     return "/".join("_" if part in ("", ".", "..") else part for part in parts)[:LONGEST_NAME].rstrip("/")
-
-
-def flat(section: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Leaves by key.
-
-    >>> flat({"a": {"b": 1}, "c": {}})
-    [('a.b', 1), ('c', {})]
-    """
-    found: list[tuple[str, Any]] = []
-    for name, value in section.items():
-        found += (
-            flat(value, f"{prefix}{name}.")
-            if isinstance(value, Mapping) and value
-            else [(f"{prefix}{name}", value)]
-        )
-    return found

@@ -55,8 +55,10 @@ GIT_SECONDS = 5.0
 
 def facts_of_start(step: int, words: Sequence[str]) -> dict[str, Any]:
     """This start of a run that has done `step` steps. `words`: the command line without its secrets."""
-    source = Path(__file__).resolve().parents[2]
-    given = allocation()
+    here, given = Path(__file__).resolve(), allocation()
+    source = here.parents[2]
+    # an installed hydraflow may be in an environment inside a user's repository
+    is_kept = _git(source, "ls-files", "--error-unmatch", str(here)) is not None
     return {
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "after_step": step,
@@ -65,7 +67,7 @@ def facts_of_start(step: int, words: Sequence[str]) -> dict[str, Any]:
         "host": socket.gethostname(),
         "process": os.getpid(),
         "platform": platform.platform(),
-        "git": commit_of(source) if _is_kept_by_git(source) else None,
+        "git": commit_of(source) if is_kept else None,
         "git_of_folder": commit_of(Path.cwd()),
         "versions": versions(),
         **({SLURM_JOB: given.job} if given else {}),
@@ -100,25 +102,12 @@ def commit_of(folder: Path) -> dict[str, Any] | None:
     }
 
 
-def _is_kept_by_git(source: Path) -> bool:
-    """Whether this file is in the repository around it. An installed hydraflow may be in an environment
-    inside a user's repository."""
-    return _git(source, "ls-files", "--error-unmatch", str(Path(__file__).resolve())) is not None
-
-
 def _git(folder: Path, *words: str) -> str | None:
     environ = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # git status must not write to the repository
     command = ["git", "-C", str(folder), *NO_PROGRAMS, *words]
+    options: dict[str, Any] = {"env": environ, "stdin": subprocess.DEVNULL, "timeout": GIT_SECONDS}
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=GIT_SECONDS,
-            check=False,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-        )
+        done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -97,14 +97,6 @@ class RunFolder:
         return cls(path.resolve())
 
     @classmethod
-    def create(cls, directory: str | None, experiment_name: str) -> RunFolder:
-        """As `make`, for a run that starts from scratch: files of an earlier run are moved to earlier-1/,
-        earlier-2/, ..."""
-        folder = cls.make(directory, experiment_name)
-        folder.set_earlier_run_aside()
-        return folder
-
-    @classmethod
     def of_experiment(cls, experiment_name: str) -> list[RunFolder]:
         """The folders that `make` made for this experiment, the newest first."""
         pattern = re.compile(re.escape(slug(experiment_name)) + r"-\d{8}-\d{6}(-\d+)?")
@@ -112,13 +104,12 @@ class RunFolder:
         return [cls(path.resolve()) for path in sorted(found, key=lambda path: path.name, reverse=True)]
 
     def set_earlier_run_aside(self) -> None:
-        """Moves the files of an earlier run. Raises ConfigError when that fails."""
+        """Moves files of an earlier run to earlier-1/, earlier-2/, ... Raises ConfigError when that fails."""
         leftovers = sorted(path for name in RUN_FILES for path in self.path.glob(name))
         if not leftovers:
             return
-        aside = next(
-            folder for number in count(1) if not (folder := self.path / f"earlier-{number}").exists()
-        )
+        folders = (self.path / f"earlier-{number}" for number in count(1))
+        aside = next(folder for folder in folders if not folder.exists())
         try:
             aside.mkdir()
             for leftover in leftovers:
@@ -156,7 +147,7 @@ class RunFolder:
 
     @staticmethod
     def prove_writable(directory: str | None, field: str = FIELD) -> None:
-        """Raises ConfigError when `create` could not make that folder; leaves nothing behind. `field`: the
+        """Raises ConfigError when `make` could not make that folder; leaves nothing behind. `field`: the
         key that names it."""
         path = Path(directory).expanduser() if directory else RUNS
         try:
@@ -167,10 +158,8 @@ class RunFolder:
     def note_start(self, facts: Mapping[str, Any]) -> None:
         """Adds a start of the run to run.json: what it was made with each time
         (`provenance.facts_of_start`)."""
-        starts = [*self.starts(), dict(facts)]
-        self._write(
-            self.run, json.dumps({"starts": starts}, indent=1, ensure_ascii=False) + "\n", private=True
-        )
+        text = json.dumps({"starts": [*self.starts(), dict(facts)]}, indent=1, ensure_ascii=False)
+        self._write(self.run, text + "\n", private=True)
 
     def starts(self) -> list[dict[str, Any]]:
         """The starts in run.json, the oldest first."""
@@ -184,9 +173,8 @@ class RunFolder:
         <this folder> --config-name config` runs it again, so it has the secrets that the user typed. Beside
         it config_origins.json: each key of `origins` with its value, as far as it is public, and its origin.
         """
-        self._write(
-            self.config, yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True), private=True
-        )
+        text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+        self._write(self.config, text, private=True)
         facts = {}
         for key, origin in origins.items():
             value = reduce(lambda section, name: section[name], key.split("."), config)
@@ -199,10 +187,8 @@ class RunFolder:
 
     def write_summary(self, summary: Summary) -> None:
         """Writes summary.json atomically."""
-        fields = {
-            name: json_number(value) if isinstance(value, float) else value
-            for name, value in asdict(summary).items()
-        }
+        fields = asdict(summary)
+        fields |= {name: json_number(value) for name, value in fields.items() if isinstance(value, float)}
         self._write(self.summary, json.dumps(fields, indent=2, allow_nan=False) + "\n")
 
     def write_requeue(self, step: int, why: str) -> None:
@@ -227,21 +213,15 @@ class RunFolder:
             with replacing(path) as unfinished:
                 if private:
                     unfinished.touch(mode=0o600)
-                unfinished.write_text(
-                    text, encoding="utf-8", errors="replace"
-                )  # a lone surrogate in the user's data
+                # replace: a lone surrogate in the user's data
+                unfinished.write_text(text, encoding="utf-8", errors="replace")
         except OSError as error:
             raise EnvironmentFault(f"cannot write {path}: {error.strerror}") from error
 
 
 def _unwritable(path: Path, error: OSError, field: str = FIELD) -> ConfigError:
-    what = "the run folder" if field == FIELD else "the folder"
-    return ConfigError.one(
-        field,
-        path,
-        f"{what} cannot be written ({error.strerror})",
-        f"{field}=<a folder that you may write to>",
-    )
+    rule = f"{'the run folder' if field == FIELD else 'the folder'} cannot be written ({error.strerror})"
+    return ConfigError.one(field, path, rule, f"{field}=<a folder that you may write to>")
 
 
 def slug(name: str) -> str:

@@ -43,10 +43,8 @@ class RunLock:
             raise
         except OSError as error:
             self._close()
-            rule = (
-                f"{LOCK_FILE} in it cannot be written ({error.strerror}); it names"
-                f" {_in_words(_owner(folder))}"
-            )
+            named = _in_words(_owner(folder))
+            rule = f"{LOCK_FILE} in it cannot be written ({error.strerror}); it names {named}"
             raise ConfigError.one(field, folder, rule, self._remedy(field)) from None
 
     def release(self) -> None:
@@ -63,22 +61,15 @@ class RunLock:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             rule = f"another run is using it: {_in_words(_owner(folder))}"
-            raise ConfigError.one(
-                field, folder, rule, f"{field}=<another folder>, or wait for it to end"
-            ) from None
+            remedy = f"{field}=<another folder>, or wait for it to end"
+            raise ConfigError.one(field, folder, rule, remedy) from None
         except OSError as error:
-            owner = _owner(folder)
+            owner, lacking = _owner(folder), f"this file system has no locks ({error.strerror})"
             if owner and _lives(owner) is not False:
-                rule = (
-                    f"another run may be using it, and this file system has no locks ({error.strerror}):"
-                    f" {_in_words(owner)}"
-                )
+                rule = f"another run may be using it, and {lacking}: {_in_words(owner)}"
                 raise ConfigError.one(field, folder, rule, self._remedy(field)) from None
-            text = (
-                "%s: this file system has no locks (%s), so a run that starts there in the same moment is not"
-                " noticed"
-            )
-            logger.warning(text, folder, error.strerror)
+            text = "%s: %s, so a run that starts there in the same moment is not noticed"
+            logger.warning(text, folder, lacking)
             return False
         return True
 
@@ -122,14 +113,12 @@ def _lives(owner: dict[str, Any]) -> bool | None:
 
 
 def _me() -> dict[str, Any]:
-    pid, since = os.getpid(), datetime.now().isoformat(timespec="seconds")
-    return {
-        "pid": pid,
-        "start_ticks": _start_ticks(pid),
-        "host": socket.gethostname(),
-        "user": _user(),
-        "since": since,
-    }
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = str(os.getuid())  # a container whose user has no name
+    process = {"pid": os.getpid(), "start_ticks": _start_ticks(os.getpid()), "host": socket.gethostname()}
+    return process | {"user": user, "since": datetime.now().isoformat(timespec="seconds")}
 
 
 def _start_ticks(pid: int) -> int | None:
@@ -144,10 +133,3 @@ def _in_words(owner: dict[str, Any]) -> str:
     if not {"pid", "host", "user", "since"} <= owner.keys():
         return "a process that has not said who it is"
     return f"process {owner['pid']} on {owner['host']}, of {owner['user']}, since {owner['since']}"
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return str(os.getuid())  # a container whose user has no name

@@ -63,11 +63,8 @@ def print_summary(summary: Summary, folder: Path, console: Console | None = None
     for symptom in summary.symptoms:
         console.print(symptom, soft_wrap=True, markup=False, highlight=False)
     # soft_wrap: a path that is broken over two lines cannot be copied. markup: a path may hold [brackets].
-    line = (
-        f"{summary.steps} steps in {duration(summary.seconds)}; ended because: {summary.why_it_ended}\nrun"
-        f" folder: {folder}"
-    )
-    console.print(line, soft_wrap=True, markup=False, highlight=False)
+    line = f"{summary.steps} steps in {duration(summary.seconds)}; ended because: {summary.why_it_ended}"
+    console.print(f"{line}\nrun folder: {folder}", soft_wrap=True, markup=False, highlight=False)
 
 
 def duration(seconds: float) -> str:
@@ -76,8 +73,7 @@ def duration(seconds: float) -> str:
     >>> duration(42), duration(62), duration(3 * 3600 + 5 * 60 + 7)
     ('42s', '1m02s', '3h05m')
     """
-    whole = int(round(seconds))
-    minutes, rest = divmod(whole, 60)
+    minutes, rest = divmod(int(round(seconds)), 60)
     if not minutes:
         return f"{rest}s"
     hours, minutes = divmod(minutes, 60)

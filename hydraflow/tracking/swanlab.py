@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hydraflow.tracking.base import SAMPLE_COLUMNS, SAMPLE_TABLE, RunInfo, Sample, rows_of
+from hydraflow.tracking.base import SAMPLE_COLUMNS, SAMPLE_TABLE, RunInfo, Sample, Tracker, rows_of
 
 ID_LENGTH = 21
 """Length of SwanLab's run ids, letters and digits."""
@@ -36,8 +36,9 @@ def offline_because(environ: Mapping[str, str]) -> str | None:
     return "there is no login"
 
 
-class SwanlabTracker:
-    """One experiment of a project. Raises what SwanLab raises; `guarded.py` is around it."""
+class SwanlabTracker(Tracker):
+    """One experiment of a project. SwanLab has no flush; it writes within seconds. Raises what SwanLab
+    raises; `guarded.py` is around it."""
 
     def __init__(self, run: RunInfo):
         import swanlab
@@ -54,9 +55,8 @@ class SwanlabTracker:
             if mode != "online":
                 raise
             why = str(error).splitlines()[0]
-            logger.warning(
-                "swanlab: %s The run is kept in %s, swanlab sync sends it later", why, run.folder / "swanlab"
-            )
+            text = "swanlab: %s The run is kept in %s, swanlab sync sends it later"
+            logger.warning(text, why, run.folder / "swanlab")
             self._run = self._open(run, "offline")
         finally:
             sys.excepthook = hook  # SwanLab puts its own in its place, and ours prints what went wrong
@@ -80,7 +80,6 @@ class SwanlabTracker:
         )
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Adds one point to each metric's curve."""
         self._run.log({name: float(value) for name, value in metrics.items()}, step=step)
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
@@ -88,9 +87,6 @@ class SwanlabTracker:
         table = self._swanlab.echarts.Table()
         table.add(list(SAMPLE_COLUMNS), rows_of(samples))
         self._run.log({SAMPLE_TABLE: table}, step=step)
-
-    def flush(self) -> None:
-        """Does nothing: SwanLab has no flush; it writes within seconds."""
 
     def close(self, *, failed: bool = False) -> None:
         """Ends the experiment, as crashed where it failed."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from hydraflow.tracking.base import SAMPLE_COLUMNS, SAMPLE_TABLE, RunInfo, Sample, rows_of
+from hydraflow.tracking.base import SAMPLE_COLUMNS, SAMPLE_TABLE, RunInfo, Sample, Tracker, rows_of
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -22,7 +22,7 @@ PAUSE = 60.0
 """Seconds without a retry after a failure: every attempt creates a file."""
 
 
-class TensorboardTracker:
+class TensorboardTracker(Tracker):
     """Writes scalars with the wall time at which they came."""
 
     def __init__(self, run: RunInfo):
@@ -34,7 +34,6 @@ class TensorboardTracker:
         self._attempt(lambda writer: None)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Adds one point to each metric's curve."""
         if self._writer is None and time.monotonic() < self._next_try:
             return
 
@@ -49,7 +48,6 @@ class TensorboardTracker:
         self._attempt(lambda writer: writer.add_text(SAMPLE_TABLE, markdown(samples), global_step=step))
 
     def flush(self) -> None:
-        """Writes what is queued."""
         if self._writer is not None:
             self._attempt(lambda writer: writer.flush())
 
@@ -69,9 +67,8 @@ class TensorboardTracker:
             work(self._writer)
         except OSError as error:
             self._writer, self._next_try = None, time.monotonic() + PAUSE
-            logger.warning(
-                "%s: %s; its curves lack what comes until there is room", self._folder, error.strerror
-            )
+            text = "%s: %s; its curves lack what comes until there is room"
+            logger.warning(text, self._folder, error.strerror)
 
 
 def markdown(samples: Sequence[Sample]) -> str:

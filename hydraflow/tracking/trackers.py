@@ -6,13 +6,12 @@ In: `trainer.logger` and facts of the run. Out: one Tracker that passes each cal
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 
 from hydraflow.errors import HydraflowError
-from hydraflow.tracking.base import PublishedInfo, RunInfo, Sample, Tracker, TrackerFactory
+from hydraflow.tracking.base import Forwarder, PublishedInfo, RunInfo, Tracker, TrackerFactory
 from hydraflow.tracking.console import open_console
 from hydraflow.tracking.file import FileTracker
 from hydraflow.tracking.guarded import BackgroundTracker, ForegroundTracker
@@ -39,7 +38,7 @@ LOCAL = ("file", "tensorboard", "console")
 """Private trackers: they also show what comes before a run, such as a recipe's warm start."""
 
 
-class Trackers:
+class Trackers(Forwarder):
     """Several trackers as one. A context manager: leaving it closes them all, also on an error or Ctrl-C."""
 
     def __init__(self, trackers: Sequence[Tracker], symptoms: SymptomWatch):
@@ -49,20 +48,13 @@ class Trackers:
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Passes the numbers of one step to every tracker; warns once of each sign that nothing is
         learned."""
-        for tracker in self._trackers:
-            tracker.log(metrics, step)
+        super().log(metrics, step)
         for sentence in self._symptoms.after(step, metrics):
             logger.warning("%s", sentence)
 
-    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        """Passes a validation's samples to every tracker."""
+    def _pass(self, call: Callable[[Tracker], None]) -> None:
         for tracker in self._trackers:
-            tracker.log_samples(samples, step)
-
-    def flush(self) -> None:
-        """Makes what was logged survive a kill of this process."""
-        for tracker in self._trackers:
-            tracker.flush()
+            call(tracker)
 
     def close(self, *, failed: bool = False) -> None:
         """Closes every tracker, the last one first, whatever one of them raises; a second call does nothing.
@@ -77,9 +69,7 @@ class Trackers:
     def __enter__(self) -> Trackers:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(failed=error is not None)
 
 
@@ -117,18 +107,13 @@ def _close(tracker: Tracker, *, failed: bool) -> None:
     try:
         tracker.close(failed=failed)
     except (OSError, ValueError, RuntimeError, HydraflowError) as error:
-        logger.warning(
-            "a tracker could not be closed (%s: %s); what it shows may lack the end",
-            type(tracker).__name__,
-            error,
-        )
+        text = "a tracker could not be closed (%s: %s); what it shows may lack the end"
+        logger.warning(text, type(tracker).__name__, error)
 
 
 def _open(name: str, run: RunInfo) -> Tracker:
     """The file must not miss a step; the terminal is drawn here; all others work beside training."""
     factory = TRACKERS[name]
-    if name == "file":
-        return factory(run)
-    return (
-        ForegroundTracker(name, factory(run)) if name == "console" else BackgroundTracker(name, factory, run)
-    )
+    if name not in ("file", "console"):
+        return BackgroundTracker(name, factory, run)
+    return ForegroundTracker(name, factory(run)) if name == "console" else factory(run)

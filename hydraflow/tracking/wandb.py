@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from hydraflow.tracking.base import SAMPLE_COLUMNS, SAMPLE_TABLE, RunInfo, Sample, rows_of
+from hydraflow.tracking.base import SAMPLE_COLUMNS, SAMPLE_TABLE, RunInfo, Sample, Tracker, rows_of
 
 STEP = "training/global_step"
 """The x axis. W&B's own step can not go back, and steps that were logged after the last checkpoint are done
@@ -55,8 +55,9 @@ def _in_netrc(environ: Mapping[str, str]) -> bool:
         return False
 
 
-class WandbTracker:
-    """One run of a project. Raises what W&B raises; `guarded.py` is around it."""
+class WandbTracker(Tracker):
+    """One run of a project. W&B's own process writes each row at once; it outlives this one. Raises what W&B
+    raises; `guarded.py` is around it."""
 
     def __init__(self, run: RunInfo):
         import os
@@ -69,12 +70,11 @@ class WandbTracker:
         try:
             self._run = self._open(run, mode)
         except wandb.errors.Error as error:
-            if mode == "offline" or offline is not None:
+            if offline is not None:
                 raise
             why = str(error).splitlines()[0]
-            logger.warning(
-                "wandb: %s; the run is kept in %s, wandb sync sends it later", why, run.folder / "wandb"
-            )
+            text = "wandb: %s; the run is kept in %s, wandb sync sends it later"
+            logger.warning(text, why, run.folder / "wandb")
             wandb.teardown()  # W&B's own process still holds the identity for the attempt that failed
             self._run = self._open(run, "offline")
         self._run.define_metric(STEP)
@@ -105,7 +105,6 @@ class WandbTracker:
         )
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Adds one row to the run's history."""
         self._run.log({**metrics, STEP: step})
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
@@ -113,9 +112,6 @@ class WandbTracker:
         rows = [[step, *row] for row in rows_of(samples)]
         table = self._wandb.Table(columns=["step", *SAMPLE_COLUMNS], data=rows)
         self._run.log({STEP: step, SAMPLE_TABLE: table})
-
-    def flush(self) -> None:
-        """W&B's own process writes each row at once; it outlives this one."""
 
     def close(self, *, failed: bool = False) -> None:
         """Ends the run, as crashed where it failed."""

@@ -87,7 +87,7 @@ def test_a_group_of_the_users_is_named_too(tmp_path, monkeypatch):
 
 def test_what_a_run_saved_can_be_run_again(tmp_path, monkeypatch):
     config, command = load_command("ppo", PPOConfig, ["data.train_batch_size=96", "trainer.seed=7"])
-    folder = RunFolder.create(str(tmp_path), "ppo")
+    folder = RunFolder.make(str(tmp_path), "ppo")
     folder.write_config(asdict(config), command.origins)
     again, after = launched(monkeypatch, "--config-dir", str(tmp_path), "--config-name", "config")
     assert again == config  # recipe=arithmetic, without the files that it made
@@ -106,7 +106,7 @@ def test_what_a_run_saved_can_be_run_again(tmp_path, monkeypatch):
 
 def test_what_was_changed_in_a_saved_configuration_is_the_files(tmp_path, monkeypatch):
     config, command = load_command("ppo", PPOConfig, ["data.train_batch_size=96"])
-    folder = RunFolder.create(str(tmp_path), "ppo")
+    folder = RunFolder.make(str(tmp_path), "ppo")
     folder.write_config(asdict(config), command.origins)
     folder.config.write_text(
         folder.config.read_text().replace("max_prompt_length: 16", "max_prompt_length: 32")
@@ -157,7 +157,7 @@ def test_what_is_from_the_environment_is_written_as_a_reference(tmp_path, monkey
     for key, value in command.written.items():
         *sections, name = key.split(".")
         reduce(getitem, sections, kept)[name] = value
-    folder = RunFolder.create(str(tmp_path), "ppo")
+    folder = RunFolder.make(str(tmp_path), "ppo")
     folder.write_config(kept, command.origins)
     assert "s3cr3t" not in folder.config.read_text() + folder.config_origins.read_text()
     again, after = launched(monkeypatch, "--config-dir", str(tmp_path), "--config-name", "config")
@@ -171,7 +171,7 @@ def test_what_is_from_the_environment_is_written_as_a_reference(tmp_path, monkey
 
 def test_secrets_of_a_saved_configuration_are_private_and_keep_their_origins(tmp_path, monkeypatch):
     config, command = load_command("ppo", PPOConfig, ["+trainer.wandb_proxy=http://me:s3cr3t@host:1"])
-    folder = RunFolder.create(str(tmp_path), "ppo")
+    folder = RunFolder.make(str(tmp_path), "ppo")
     folder.write_config(asdict(config), command.origins)
     folder.note_start({"after_step": 0})
     assert "s3cr3t" in folder.config.read_text() and "s3cr3t" not in folder.config_origins.read_text()

@@ -26,7 +26,7 @@ class Failing:
     """A job that has begun in a folder and ends with `error` in each of its runs."""
 
     def __init__(self, folder: Path, error: HydraflowError, **trainer: object):
-        self.folder, self.error = RunFolder.create(str(folder), "sft"), error
+        self.folder, self.error = RunFolder.make(str(folder), "sft"), error
         self.seen: list[SFTTrainerConfig] = []
         self.config = SFTConfig(trainer=SFTTrainerConfig(restart_backoff=0.0, **trainer))  # type: ignore[arg-type]
 

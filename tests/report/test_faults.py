@@ -26,7 +26,7 @@ from hydraflow.report.reading import read_run
 )
 def test_how_it_ended(tmp_path: Path, why: str | None, weight: str, label: str) -> None:
     end = ending(read_run(write_run(tmp_path / "run", [record(1)], why=why)))
-    assert (end.weight, end.label) == (weight, label)
+    assert (end.weight, end.what) == (weight, label)
 
 
 def test_a_run_in_which_all_is_well_has_one_line(tmp_path: Path) -> None:
