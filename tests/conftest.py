@@ -46,8 +46,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks slow tests, and puts the files with most of them first: of two test processes, each takes a file
-    at a time, and short ones at the end let both finish together."""
+    """Marks slow tests, and puts the files with most of them first: each test process takes a file at a time,
+    and short ones at the end let all finish together."""
     weights: Counter[Path] = Counter()
     for item in items:
         if SLOW.intersection(getattr(item, "fixturenames", ())):
