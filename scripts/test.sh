@@ -10,6 +10,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 
 prepare_environment dev
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the tests' tensors are too small for threads to help
+unset PYTHONDONTWRITEBYTECODE                   # every process would compile the package and its tests again
 cd "$ROOT"
 failed=()
 
@@ -28,8 +29,8 @@ check() { # name, how long it takes, command
 check ruff "a second" "$PYTHON" -m ruff check .
 check formatting "a second" "$PYTHON" -m ruff format --check .
 check mypy "up to a minute the first time" "$PYTHON" -m mypy
-# Two test processes: much of a test that trains is waiting for processes to start. Each takes a file at a time.
-check pytest "some minutes" "$PYTHON" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder "$@"
+# Three test processes, meant for two cores: much of a test that trains is waiting. Each takes a file at a time.
+check pytest "some minutes" "$PYTHON" -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder "$@"
 
 if ((${#failed[@]})); then
     fail "failed: ${failed[*]}"

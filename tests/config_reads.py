@@ -17,10 +17,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, wraps
 
-from source_tree import FILES, module_name, tree_of
+from source_tree import MODULES, tree_of
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-TREES = {module_name(path): tree_of(path) for path in FILES}
 SAME_TYPE = {"replace", "deepcopy", "copy"}
 """Calls that give what they are given."""
 LOOKERS = ("hydraflow.compose.rules.", "hydraflow.compose.effects.")
@@ -47,7 +46,7 @@ class Scope:
 def definitions(module: str) -> dict[str, ast.stmt]:
     """What a module defines, by name: functions, classes and variables."""
     found: dict[str, ast.stmt] = {}
-    for node in TREES[module].body:
+    for node in tree_of(MODULES[module]).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found[node.name] = node
         elif isinstance(node, ast.Assign | ast.AnnAssign):
@@ -62,7 +61,7 @@ def imported(module: str) -> dict[str, str]:
     the file."""
     nodes = [
         node
-        for node in ast.walk(TREES[module])
+        for node in ast.walk(tree_of(MODULES[module]))
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hydraflow")
     ]
     return {
@@ -74,14 +73,14 @@ def resolve(module: str, node: ast.AST) -> str:
     """The definition that a name or module.name stands for, as module.name; empty when it is none of ours."""
     if isinstance(node, ast.Name):
         return f"{module}.{node.id}" if node.id in definitions(module) else imported(module).get(node.id, "")
-    if isinstance(node, ast.Attribute) and (base := resolve(module, node.value)) in TREES:
+    if isinstance(node, ast.Attribute) and (base := resolve(module, node.value)) in MODULES:
         return f"{base}.{node.attr}"
     return ""
 
 
 def definition(key: str) -> ast.stmt | None:
     module, _, name = key.rpartition(".")
-    return definitions(module).get(name) if module in TREES else None
+    return definitions(module).get(name) if module in MODULES else None
 
 
 def body_of(class_key: str) -> list[ast.stmt]:

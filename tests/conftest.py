@@ -23,6 +23,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 for _name in [name for name in os.environ if name.startswith("SLURM_")]:
     del os.environ[_name]
 
+# By default Ray's workers give way to all other processes, and would wait for those of other tests.
+os.environ.setdefault("RAY_worker_niceness", "0")
+
 # How long an example takes depends on what else the machine does. CI draws the same examples every time.
 settings.register_profile("hydraflow", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("hydraflow")
@@ -43,8 +46,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks slow tests, and puts the files with most of them first: of two test processes, each takes a file
-    at a time, and short ones at the end let both finish together."""
+    """Marks slow tests, and puts the files with most of them first: each test process takes a file at a time,
+    and short ones at the end let all finish together."""
     weights: Counter[Path] = Counter()
     for item in items:
         if SLOW.intersection(getattr(item, "fixturenames", ())):

@@ -40,21 +40,21 @@ debugger's, where a test has started it in its own process; commands start a Ray
 STARTED: list[Server] = []
 """The server of this process, once a command was run."""
 ASKED: list[dict[str, str]] = []
-"""The environment of the last command."""
+"""The environment of the last command, for each of up to three commands in a row that had it."""
 
 
 def server(environ: dict[str, str]) -> Server | None:
     """The server of this process for a command with this environment; None: it needs a process of its own.
 
-    A test may change the environment for itself, and some change it for all that follow: two commands in a
-    row with the same one get a server with it.
+    A test may change the environment for itself, and some change it for all that follow: three commands in a
+    row with the same one get a server with it, which costs as much as two processes.
     """
     if environ.get("RAY_AUTH_MODE", "token") != "token":
         return None
-    again = [relevant(environ)] == ASKED
-    ASKED[:] = [relevant(environ)]
-    if STARTED and STARTED[0].environ != relevant(environ):
-        if not again:
+    asked = relevant(environ)
+    ASKED[:] = [*ASKED, asked][-3:] if asked in ASKED else [asked]
+    if STARTED and STARTED[0].environ != asked:
+        if len(ASKED) < 3:
             return None
         STARTED.pop().stop()
     if not STARTED:

@@ -8,7 +8,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
-from source_tree import FILES, MODULES, imports, label, module_name, top_part, tree_of
+from source_tree import FILES, MODULES, ROOT, imports, label, module_name, top_part, tree_of
 
 LAYERS = (
     {"schema", "options", "errors", "device", "redact", "system"},
@@ -70,12 +70,14 @@ def upward(module: str, imported: str) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("path", FILES, ids=label)
-def test_imports_go_down(path: Path) -> None:
+def test_imports_go_down() -> None:
     wrong = [
-        problem for imported in sorted(our_imports(path)) if (problem := upward(module_name(path), imported))
+        f"{label(path)}: {problem}"
+        for path in FILES
+        for imported in sorted(our_imports(path))
+        if (problem := upward(module_name(path), imported))
     ]
-    assert not wrong, f"{label(path)}: " + "; ".join(wrong)
+    assert wrong == []
 
 
 def test_folders_form_no_cycle() -> None:
@@ -95,30 +97,36 @@ def test_folders_form_no_cycle() -> None:
         pytest.fail(f"folders import each other: {' <- '.join(error.args[1])}")
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if is_config(module_name(path))], ids=label)
-def test_config_needs_the_standard_library_only(path: Path) -> None:
-    standard = {name for name in imports(path) if name.split(".")[0] in sys.stdlib_module_names}
+def test_config_needs_the_standard_library_only() -> None:
     facts = {"hydraflow.options", "hydraflow.device"}
-    assert {name for name in set(imports(path)) - standard if not is_config(name)} <= facts
+    for path in FILES:
+        if not is_config(module_name(path)):
+            continue
+        ours = {name for name in imports(path) if name.split(".")[0] not in sys.stdlib_module_names}
+        assert {name for name in ours if not is_config(name)} <= facts, label(path)
 
 
-@pytest.mark.parametrize("path", FILES, ids=label)
-def test_each_dependency_has_one_door(path: Path) -> None:
-    used = set(imports(path)) | attribute_chains(tree_of(path))
-    below = path.relative_to(MODULES["hydraflow"].parent).as_posix()
-    for library, doors in DOORS.items():
-        users = sorted(name for name in used if name == library or name.startswith(f"{library}."))
-        assert not users or any(fnmatch(below, door) for door in doors), (
-            f"{label(path)} uses {users}; only {doors} may"
-        )
+def test_each_dependency_has_one_door() -> None:
+    wrong = [
+        f"{label(path)} uses {name}; only {doors} may"
+        for path in FILES
+        for name in sorted(set(imports(path)) | attribute_chains(tree_of(path)))
+        for library, doors in DOORS.items()
+        if (name == library or name.startswith(f"{library}."))
+        and not any(fnmatch(path.relative_to(ROOT / "hydraflow").as_posix(), door) for door in doors)
+    ]
+    assert wrong == []
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path.name != "device.py"], ids=label)
-def test_only_device_py_knows_cuda(path: Path) -> None:
-    for node in ast.walk(tree_of(path)):
-        assert not names_cuda(node), (
-            f"{label(path)}:{getattr(node, 'lineno', '?')}: ask hydraflow.device instead"
-        )
+def test_only_device_py_knows_cuda() -> None:
+    wrong = [
+        f"{label(path)}:{getattr(node, 'lineno', '?')}: ask hydraflow.device instead"
+        for path in FILES
+        if path.name != "device.py"
+        for node in ast.walk(tree_of(path))
+        if names_cuda(node)
+    ]
+    assert wrong == []
 
 
 def names_cuda(node: ast.AST) -> bool:

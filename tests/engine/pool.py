@@ -1,4 +1,5 @@
-"""Gloo ranks in processes that live for a file of tests: importing torch is what costs."""
+"""Gloo ranks in processes that live for a file of tests, forked from one that has imported the libraries: the
+imports are what costs."""
 
 from __future__ import annotations
 
@@ -12,6 +13,14 @@ import torch
 import torch.multiprocessing as mp
 
 from hydraflow.engine import process_group
+
+PRELOADED = [
+    "hydraflow.workers.actor",
+    "hydraflow.workers.critic",
+    "hydraflow.engine.fsdp.engine",
+    "transformers.models.qwen3.modeling_qwen3",
+]
+"""Modules that import what ranks need."""
 
 
 def free_port() -> int:
@@ -39,7 +48,8 @@ class Ranks:
     """Ranks, two unless told otherwise, that run functions of `rank_jobs`."""
 
     def __init__(self, size: int = 2) -> None:
-        context, port = mp.get_context("spawn"), free_port()
+        context, port = mp.get_context("forkserver"), free_port()
+        context.set_forkserver_preload(PRELOADED)
         pairs = [context.Pipe() for _ in range(size)]
         self.pipes = [mine for mine, _ in pairs]
         self.processes = [

@@ -148,10 +148,10 @@ def test_samples_do_not_depend_on_the_number_of_engines_nor_on_order_nor_on_the_
     name: str,
 ) -> None:
     model = make(CONFIGS[name])
-    request = make_request([2 + i % 13 for i in range(64)], samples=4)
-    whole = generate_part(NativeEngine(model), request, np.arange(64))
-    everything = np.arange(64)
-    shuffled = np.random.default_rng(0).permutation(64)
+    request = make_request([2 + i % 13 for i in range(32)], samples=4)
+    everything = np.arange(32)
+    whole = generate_part(NativeEngine(model), request, everything)
+    shuffled = np.random.default_rng(0).permutation(32)
     splits = [np.array_split(everything, 2), np.array_split(everything, 4), [shuffled], [everything[9:10]]]
     for max_rows, parts in [*((1024, split) for split in splits), (3, [everything]), (30, [everything])]:
         for part in parts:

@@ -20,9 +20,9 @@ def write_lines(path: Path, rows: list[dict]) -> Path:
     return path
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def no_leftovers() -> Iterator[None]:
-    """Runs that a failed test has left would take the processors from all later ones."""
+    """Runs that a failed test has left would take the processors from the next one."""
     yield
     end_leftovers()
 

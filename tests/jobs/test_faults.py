@@ -26,7 +26,7 @@ from jobs.command import (
 
 from hydraflow.workers.skipping import read_skipped
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def begin(home: Path, cache: Path, *overrides: str) -> Started:
@@ -66,7 +66,7 @@ def test_a_run_goes_on_by_itself_as_often_as_it_may(tmp_path: Path, recipe_cache
     )
     family(started, "ray::WorkerHost")[0].kill()
     wait_for(lambda: "RESTART 1 of 1 in 0.5 seconds" in started.said(), 60, "the restart")
-    wait_for(lambda: "continues after step" in started.said(), 60, "the checkpoint")
+    wait_for(lambda: "continues after step" in started.said(), 180, "the checkpoint")
     restored = int(re.findall(r"continues after step (\d+)", started.said())[0])
     assert restored >= 2 and restored % 2 == 0
     wait_for(lambda: has_lines(tmp_path / "out" / "metrics.jsonl", restored + 4), 120, "more steps")

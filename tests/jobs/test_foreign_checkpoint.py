@@ -67,7 +67,8 @@ def test_code_in_a_shard_is_not_run(checkpoint: Path, keys: list[str], tmp_path:
     """Only the workers open shards."""
     put_into_shard(checkpoint / "actor", tmp_path / "hacked", as_object=False)
     seal(checkpoint)
-    done = hydraflow("main_ppo", *keys, *RESUME, "trainer.val_only=true", cwd=tmp_path)
+    one = ["trainer.val_only=true", "trainer.n_gpus_per_node=1"]
+    done = hydraflow("main_ppo", *keys, *RESUME, *one, cwd=tmp_path)
     said = done.stdout + done.stderr
     assert done.returncode == 4, said[-3000:]
     assert "a shard holds more than tensors, which was not executed" in said, said[-3000:]

@@ -6,14 +6,11 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pyarrow.parquet
 import pytest
-from jobs.command import LOCAL, assert_refused, hydraflow, processes_with
+from jobs.command import LOCAL, assert_refused, hydraflow, start, wait_for
 from jobs.conftest import LEARNT, write_lines
 
 from hydraflow.compose.loading import load
@@ -84,36 +81,22 @@ def test_samples_depend_on_the_seed_alone(tiny: str, prompts: Path, tmp_path: Pa
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_no_process_and_no_file(tiny: str, prompts: Path, tmp_path: Path) -> None:
-    mark = ("HYDRAFLOW_TEST_MARK", f"{tmp_path.name}-{os.getpid()}")
     given = [
         f"model.path={tiny}",
         f"data.path=[{','.join([str(prompts)] * 200)}]",
         "output.path=out/responses.parquet",
     ]
-    slow = ["rollout.max_num_seqs=1", "rollout.ignore_eos=true", "data.max_response_length=500"]
+    slow = ["rollout.max_num_seqs=1", "rollout.ignore_eos=true", "data.max_response_length=200"]
     slow += ["trainer.n_gpus_per_node=1"]
-    command = [sys.executable, "-m", "hydraflow.main_generate", *given, *slow]
-    log = tmp_path / "log"
-    with open(log, "w") as out:
-        started = subprocess.Popen(
-            command,
-            cwd=tmp_path,
-            env={**os.environ, mark[0]: mark[1]},
-            stdout=out,
-            stderr=out,
-            start_new_session=True,
-        )
-    deadline = time.monotonic() + 120
-    while "of 800 prompts" not in log.read_text():
-        assert started.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
-        time.sleep(0.2)
-    os.killpg(started.pid, signal.SIGINT)
-    assert started.wait(timeout=60) == 130, log.read_text()[-3000:]
-    assert "Traceback" not in log.read_text()
+    started = start("main_generate", *given, *slow, cwd=tmp_path)
+    wait_for(
+        lambda: started.process.poll() is not None or "of 800 prompts" in started.said(), 240, "responses"
+    )
+    assert started.process.poll() is None, started.said()[-3000:]
+    os.killpg(started.process.pid, signal.SIGINT)
+    assert started.ended(60) == 130, started.said()[-3000:]
+    assert "Traceback" not in started.said()
     assert list((tmp_path / "out").iterdir()) == []
-    while processes_with(["=".join(mark)]):
-        assert time.monotonic() < deadline + 60
-        time.sleep(0.2)
 
 
 def test_a_mistake_is_one_message(tiny: str, tmp_path: Path) -> None:
