@@ -29,8 +29,8 @@ check() { # name, how long it takes, command
 check ruff "a second" "$PYTHON" -m ruff check .
 check formatting "a second" "$PYTHON" -m ruff format --check .
 check mypy "up to a minute the first time" "$PYTHON" -m mypy
-# Three test processes, meant for two cores: much of a test that trains is waiting. Each takes a file at a time.
-check pytest "some minutes" "$PYTHON" -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder "$@"
+# Two test processes: much of a test that trains is waiting for processes to start. Each takes a file at a time.
+check pytest "some minutes" "$PYTHON" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder "$@"
 
 if ((${#failed[@]})); then
     fail "failed: ${failed[*]}"

@@ -151,7 +151,7 @@ class PendingCalls:
     def _opened(self, call: PendingCall, payload: Payload) -> Any:
         self.traffic.received += payload.nbytes
         self.timeline.note(call.role, call.rank, payload.spans)
-        self.traffic.worked += max(0.0, payload.seconds - call.duration.seconds)
+        self.traffic.worked[call.role] += max(0.0, payload.seconds - call.duration.seconds)
         call.duration.seconds = max(call.duration.seconds, payload.seconds)
         return unpack(payload)
 

@@ -148,7 +148,8 @@ class Runtime:
 
     def traffic(self) -> Traffic:
         """Calls and bytes through the controller so far; subtract two snapshots for an interval."""
-        return replace(self.channel.traffic)
+        traffic = self.channel.traffic
+        return replace(traffic, worked=traffic.worked.copy())
 
     @contextmanager
     def interruptible(self, check: Callable[[], None]) -> Iterator[None]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -63,9 +64,9 @@ class Traffic:
     object store."""
     received: int = 0
     """Bytes of results and of columns that were fetched."""
-    worked: float = 0.0
-    """Seconds that methods ran, taking the slowest rank of each call; the rest is the controller's and Ray's
-    time."""
+    worked: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """By role, seconds that its methods ran, taking the slowest rank of each call; time in which none runs is
+    the controller's and Ray's."""
 
     @property
     def total(self) -> int:

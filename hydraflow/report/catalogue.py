@@ -87,6 +87,8 @@ _ROWS = (
     ("Speed", "perf/total_num_tokens", "Tokens of a step", "tokens"),
     ("Speed", "perf/dispatch_share", "Time without a running worker", "share of the step"),
     ("Speed", "perf/controller_bytes_per_trajectory", "Through the controller", "bytes per trajectory"),
+    ("Lengths", "rollout/truncated_rows", "Responses without an end", "rows"),
+    ("Faults", "rollout/faulted_rows", "Rows that ended by a fault", "rows"),
     ("Faults", "reward/failed_rows", "Rows without a score", "rows"),
     ("Faults", "actor/skipped_steps", "Skipped optimizer steps of the actor", "optimizer steps"),
     ("Faults", "critic/skipped_steps", "Skipped optimizer steps of the critic", "optimizer steps"),

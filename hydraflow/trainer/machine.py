@@ -65,7 +65,7 @@ def training_pool(machine: Machine) -> ResourcePool:
 
 
 def scoring_pool() -> ResourcePool:
-    """One process next to the training processes, for rewards and advantages."""
+    """One process next to the training processes, for the reward function."""
     return ResourcePool(SCORE, [1])
 
 

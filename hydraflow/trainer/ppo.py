@@ -193,7 +193,9 @@ class PPOTrainer:
         """Rewards, advantages and returns. The process that computes them also saves checkpoints, so it must
         not be the one that waits for the scores."""
         inputs = columns(batch, self.reads["advantages"])
-        estimated: RemoteBatch = self.roles.advantage.call(AdvantageWorker.compute, inputs, scored)
+        estimated: RemoteBatch = self.roles.advantage.call(
+            AdvantageWorker.compute, inputs, columns(scored, ["score", "failed"])
+        )
         self.metrics |= estimated.meta_info["metrics"]
         self.kl = estimated.meta_info["kl"]
         return estimated
@@ -275,20 +277,23 @@ class PPOTrainer:
     def _throughput(
         self, tokens: int, rows: int, seconds: dict[str, float], before: Traffic
     ) -> dict[str, float]:
-        """`perf/throughput` is tokens per second and process, as in verl.
+        """`perf/throughput` is tokens per second and process, as in verl. `perf/idle_share/<role>`: share of
+        the step in which no method of the role ran.
 
         `perf/dispatch_share`: share of the step in which no worker's method ran: the controller's and Ray's
         own time; 0 where concurrent methods add up to more than the step.
         """
         per_step, now = seconds["timing_s/step"], self.runtime.traffic()
+        busy = {role: (now.worked[role] - before.worked[role]) / per_step for role in now.worked}
         perf = {
             "perf/total_num_tokens": float(tokens),
             "perf/time_per_step": per_step,
             "perf/throughput": tokens / per_step / self.plan.rollout_ranks,
-            "perf/dispatch_share": max(0.0, 1 - (now.worked - before.worked) / per_step),
+            "perf/dispatch_share": max(0.0, 1 - sum(busy.values())),
             "perf/controller_bytes_per_trajectory": (now.total - before.total) / rows,
         }
-        return seconds | perf
+        idle = {f"perf/idle_share/{role}": max(0.0, 1 - share) for role, share in busy.items()}
+        return seconds | perf | idle
 
 
 def columns(batch: RemoteBatch, names: Sequence[str]) -> RemoteBatch:

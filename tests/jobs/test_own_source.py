@@ -52,6 +52,7 @@ class RandomJob(PPOJob):
         return RandomGroups(super().source(*given))
 
 
+@pytest.mark.timeout(800)
 def test_groups_of_any_size_in_any_order_train(tmp_path: Path, recipe_cache: Path) -> None:
     overrides = [
         f"recipe.cache_dir={recipe_cache}",

@@ -1,0 +1,90 @@
+"""The first step of a start compares the generation engine with the trainer, process by process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs.command import LOCAL, SMALL_RECIPE, SMALL_STEPS, read_steps
+
+from hydraflow.compose.loading import load
+from hydraflow.errors import GuardStop
+from hydraflow.generation.native import NativeEngine
+from hydraflow.jobs.ppo import PPOJob
+from hydraflow.schema import PPOConfig
+
+pytestmark = pytest.mark.slow
+SPOILT = "model.layers.1.mlp.down_proj.weight"
+
+
+def config(folder: Path, cache: Path, *more: str) -> PPOConfig:
+    given = [
+        *SMALL_RECIPE,
+        *SMALL_STEPS,
+        *LOCAL,
+        f"recipe.cache_dir={cache}",
+        f"trainer.default_local_dir={folder}",
+        "trainer.total_training_steps=2",
+        "trainer.val_before_train=false",
+        "trainer.save_final_model=false",
+        "trainer.logger=[file]",
+    ]
+    return load("ppo", PPOConfig, [*given, *more])
+
+
+def test_a_process_with_other_weights_is_named_and_the_first_of_them(
+    tmp_path: Path, recipe_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_all = NativeEngine.update_weights
+
+    def spoil(engine: NativeEngine, stream: Iterable[tuple[str, torch.Tensor]]) -> None:
+        noise = torch.Generator().manual_seed(0)
+        load_all(
+            engine,
+            (
+                (name, torch.randn(weight.shape, generator=noise) if name == SPOILT else weight)
+                for name, weight in stream
+            ),
+        )
+
+    monkeypatch.setattr(NativeEngine, "update_weights", spoil)
+    with pytest.raises(GuardStop) as stopped:
+        PPOJob(config(tmp_path, recipe_cache)).run()
+    assert "generation process 0 and the trainer disagree" in str(stopped.value)
+    assert str(stopped.value).endswith(f"The first of its weights that is not the trainer's: {SPOILT}.")
+
+
+@pytest.mark.parametrize("in_reward", [False, True])
+def test_one_optimizer_step_needs_no_pass_of_its_own(
+    tmp_path: Path, recipe_cache: Path, monkeypatch: pytest.MonkeyPatch, in_reward: bool
+) -> None:
+    """In 16 bits the engine's log-probabilities are not the trainer's. After the comparison of the first
+    step, the only optimizer step knows its own; a KL penalty in the reward needs them before."""
+    from hydraflow.workers.actor import ActorWorker
+
+    passes: list[Any] = []
+    compute = ActorWorker.compute_log_prob
+
+    @functools.wraps(compute)
+    def counted(worker: ActorWorker, batch: Any) -> Any:
+        passes.append(batch)
+        return compute(worker, batch)
+
+    monkeypatch.setattr(ActorWorker, "compute_log_prob", counted)
+    more = [
+        "actor_rollout_ref.rollout.dtype=bf16",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "actor_rollout_ref.rollout.probs_diff_limit=1.0",
+        f"algorithm.use_kl_in_reward={str(in_reward).lower()}",
+    ]
+    PPOJob(config(tmp_path, recipe_cache, *more)).run()
+    assert len(passes) == (2 if in_reward else 1)
+    rows = [row for row in read_steps(tmp_path) if row["step"] > 0]
+    assert all(row["training/rollout_probs_diff_mean"] > 0 for row in rows)
+    if not in_reward:
+        assert [row["actor/ppo_kl"] for row in rows] == [0.0, 0.0]
+        assert [row["actor/pg_clipfrac"] for row in rows] == [0.0, 0.0]
