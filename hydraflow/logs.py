@@ -137,9 +137,7 @@ class LogFollower:
                 status = os.fstat(file.fileno())
                 inode = status.st_ino
                 at, unfinished = self._read.get(inode, (0, b""))
-                if (
-                    status.st_size < at
-                ):  # the file that was read is gone, and its inode has been given to this one
+                if status.st_size < at:  # the file that was read is gone, and this one has its inode
                     at, unfinished = 0, b""
                 file.seek(at)
                 fresh = file.read()
@@ -246,10 +244,8 @@ def _problem(options: argparse.Namespace, folder: Path) -> str:
     try:
         re.compile(options.grep or "")
     except re.error as error:
-        return (
-            f"--grep={options.grep}: not a regular expression: {error}\n      -> --grep"
-            f" '{re.escape(options.grep)}'"
-        )
+        remedy = f"--grep '{re.escape(options.grep)}'"
+        return f"--grep={options.grep}: not a regular expression: {error}\n      -> {remedy}"
     return ""
 
 
@@ -257,18 +253,15 @@ def _absent(options: argparse.Namespace, folder: Path) -> tuple[str, str] | None
     """The first requested role or rank without a file, and those with one."""
     there = log_files(folder)
     roles, ranks = list(dict.fromkeys(name for name, _ in there)), {number for _, number in there}
-    for role in options.role:
-        if role not in roles:
-            return (
-                f"--role={role}: no such role in this run",
-                f"--role {' or --role '.join(roles)}" if roles else "no line has been written yet",
-            )
-    for rank in options.rank:
-        if rank not in ranks:
-            return (
-                f"--rank={rank}: no such rank in this run",
-                f"--rank 0 to --rank {max(ranks)}" if ranks else "no line has been written yet",
-            )
+    remedies = {
+        "role": f"--role {' or --role '.join(roles)}",
+        "rank": f"--rank 0 to --rank {max(ranks, default=0)}",
+    }
+    asked = [*(("role", name, roles) for name in options.role), *(("rank", n, ranks) for n in options.rank)]
+    for what, wanted, known in asked:
+        if wanted not in known:
+            remedy = remedies[what] if there else "no line has been written yet"
+            return f"--{what}={wanted}: no such {what} in this run", remedy
     return None
 
 
@@ -288,9 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PermissionError as error:
         print(f"{error.filename}: cannot be read ({error.strerror})", file=sys.stderr)
         return 2
-    except (
-        BrokenPipeError
-    ):  # the reader, such as `head`, closed the pipe; keep Python from reporting it again at exit
+    except BrokenPipeError:  # a reader such as `head` closed it; Python would report it again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
