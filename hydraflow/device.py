@@ -41,12 +41,9 @@ def core_limits(
     slurm = environ.get("SLURM_CPUS_PER_TASK", "")
     if slurm.isdigit() and int(slurm) > 0:
         limits["SLURM_CPUS_PER_TASK"] = float(slurm)
-    if quotas := [
-        quota
-        for folder in cgroup_folders("cpu", cgroups, membership)
-        if (quota := _quota(folder)) is not None
-    ]:
-        limits["cgroup quota"] = min(quotas)
+    quotas = map(_quota, cgroup_folders("cpu", cgroups, membership))
+    if allowed := [quota for quota in quotas if quota is not None]:
+        limits["cgroup quota"] = min(allowed)
     return limits
 
 
@@ -106,9 +103,9 @@ def listed_gpus(
     torch."""
     listed = len(list(driver.iterdir())) if driver.is_dir() else 0
     visible = environ.get("CUDA_VISIBLE_DEVICES")
-    return (
-        listed if visible is None else min(listed, len([name for name in visible.split(",") if name.strip()]))
-    )
+    if visible is None:
+        return listed
+    return min(listed, sum(1 for name in visible.split(",") if name.strip()))
 
 
 def planned_devices(device: str) -> int:
@@ -170,15 +167,8 @@ def resolve_dtype(name: str, device_type: str) -> torch.dtype:
 
     if name != "auto":
         return getattr(torch, _DTYPES[name])
-    return torch.bfloat16 if _has_bf16(device_type) else torch.float32
-
-
-def _has_bf16(device_type: str) -> bool:
-    if device_type == "cuda":
-        import torch
-
-        return torch.cuda.is_bf16_supported()
-    return cpu_has_bf16()
+    has_bf16 = torch.cuda.is_bf16_supported() if device_type == "cuda" else cpu_has_bf16()
+    return torch.bfloat16 if has_bf16 else torch.float32
 
 
 def cpu_has_bf16() -> bool:

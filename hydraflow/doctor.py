@@ -14,6 +14,7 @@ from hydraflow.compose.arguments import CommandLineOption
 from hydraflow.compose.command import Command
 from hydraflow.compose.debugging import applied
 from hydraflow.compose.launch import launch
+from hydraflow.compose.loading import EntryPoint
 from hydraflow.schema import PPOConfig
 
 SWITCHES = (
@@ -46,4 +47,4 @@ def run(config: PPOConfig, command: Command) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(launch("ppo", PPOConfig, run, switches=SWITCHES, tolerant=True, advise=advice))
+    sys.exit(launch(EntryPoint("ppo", PPOConfig, SWITCHES, tolerant=True, advise=advice), run))

@@ -55,9 +55,9 @@ class Problem:
     @property
     def head(self) -> str:
         """The subject of the problem: the key and its value, or the file."""
-        return (
-            public_word(self.field) if self.value is None else f"{self.field}={shown(self.value, self.field)}"
-        )
+        if self.value is None:
+            return public_word(self.field)
+        return f"{self.field}={shown(self.value, self.field)}"
 
 
 def shown(value: object, key: str = "") -> str:
@@ -190,14 +190,8 @@ class WorkerError(HydraflowError):
 
     def __init__(self, *, role: str, rank: int, node: str, method: str, cause: str, log_tail: str = ""):
         self.facts = dict(role=role, rank=rank, node=node, method=method, cause=cause, log_tail=log_tail)
-        self.role, self.rank, self.node, self.method, self.cause, self.log_tail = (
-            role,
-            rank,
-            node,
-            method,
-            cause,
-            log_tail,
-        )
+        self.role, self.rank, self.node = role, rank, node
+        self.method, self.cause, self.log_tail = method, cause, log_tail
         tail = f"\n--- last lines of its log ---\n{log_tail}" if log_tail else ""
         super().__init__(f"{role} rank {rank} on node {node} failed in {method}: {cause}{tail}")
 

@@ -24,11 +24,12 @@ def run(config: EvalConfig, command: Command) -> None:
 
 def main() -> int:
     """Composes the configuration and runs; returns the exit code."""
-    from hydraflow.compose.judges import missing_for_eval
+    from hydraflow.compose.judges import missing
     from hydraflow.compose.launch import launch
+    from hydraflow.compose.loading import EntryPoint
     from hydraflow.schema import EvalConfig
 
-    return launch("eval", EvalConfig, run, judges=(missing_for_eval,))
+    return launch(EntryPoint("eval", EvalConfig, judges=(missing,)), run)
 
 
 if __name__ == "__main__":

@@ -26,11 +26,12 @@ def run(config: GenerateConfig, command: Command) -> None:
 
 def main() -> int:
     """Composes the configuration and runs; returns the exit code."""
-    from hydraflow.compose.judges import judge_generate, missing_for_generate
+    from hydraflow.compose.judges import judge, missing
     from hydraflow.compose.launch import launch
+    from hydraflow.compose.loading import EntryPoint
     from hydraflow.schema import GenerateConfig
 
-    return launch("generate", GenerateConfig, run, judges=(judge_generate,), missing=missing_for_generate)
+    return launch(EntryPoint("generate", GenerateConfig, judges=(judge,), missing=missing), run)
 
 
 if __name__ == "__main__":

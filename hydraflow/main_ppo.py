@@ -26,11 +26,12 @@ def run(config: PPOConfig, command: Command) -> None:
 def main() -> int:
     """Composes the configuration and runs; returns the exit code."""
     from hydraflow.compose.advice import advice
-    from hydraflow.compose.judges import judge_ppo, missing_for_ppo
+    from hydraflow.compose.judges import judge, missing
     from hydraflow.compose.launch import launch
+    from hydraflow.compose.loading import EntryPoint
     from hydraflow.schema import PPOConfig
 
-    return launch("ppo", PPOConfig, run, judges=(judge_ppo,), missing=missing_for_ppo, advise=advice)
+    return launch(EntryPoint("ppo", PPOConfig, judges=(judge,), missing=missing, advise=advice), run)
 
 
 if __name__ == "__main__":

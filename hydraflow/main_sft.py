@@ -27,11 +27,12 @@ def run(config: SFTConfig, command: Command) -> None:
 def main() -> int:
     """Composes the configuration and runs; returns the exit code."""
     from hydraflow.compose.advice import advice
-    from hydraflow.compose.judges import judge_sft, missing_for_sft
+    from hydraflow.compose.judges import judge, missing
     from hydraflow.compose.launch import launch
+    from hydraflow.compose.loading import EntryPoint
     from hydraflow.schema import SFTConfig
 
-    return launch("sft", SFTConfig, run, judges=(judge_sft,), missing=missing_for_sft, advise=advice)
+    return launch(EntryPoint("sft", SFTConfig, judges=(judge,), missing=missing, advise=advice), run)
 
 
 if __name__ == "__main__":

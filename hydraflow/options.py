@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import importlib
 import math
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -143,10 +144,7 @@ def option(
         rule=rule,
         no_effect=no_effect if isinstance(no_effect, tuple) else (no_effect,),
         switch=switch,
-        planned=(
-            *((planned,) if planned else ()),
-            *(_planned_choices(choices) if isinstance(choices, Mapping) else ()),
-        ),
+        planned=(*((planned,) if planned else ()), *_planned_choices(choices)),
         shapes_training=shapes_training,
         in_plan=in_plan,
         size=size,
@@ -219,9 +217,8 @@ def limits(
         text = f"must be from {ge} to {le}"
     else:
         named = {"at least": ge, "above": gt, "at most": le, "below": lt}
-        text = "must be " + " and ".join(
-            f"{word} {limit}" for word, limit in named.items() if limit is not None
-        )
+        given = (f"{word} {limit}" for word, limit in named.items() if limit is not None)
+        text = f"must be {' and '.join(given)}"
 
     def holds(value: Any) -> bool:
         return (
@@ -237,11 +234,9 @@ def limits(
 
 def _is_text_or_list(value: Any) -> bool:
     names = [value] if isinstance(value, str) else value
-    return (
-        isinstance(names, list)
-        and bool(names)
-        and all(isinstance(name, str) and name.strip() for name in names)
-    )
+    if not isinstance(names, list) or not names:
+        return False
+    return all(isinstance(name, str) and name.strip() for name in names)
 
 
 AT_LEAST_ONE = limits(ge=1)
@@ -271,11 +266,11 @@ def no_effect_when(condition: Callable[[Any], bool], why: str, remedy: str = "")
 def unless(key: str, value: Any = True, *, why: str = "") -> NoEffectCondition:
     """No effect unless another key of the section has this value; why: in place of a sentence that says
     so."""
-    text = str(value).lower() if isinstance(value, bool) else value
-    plain = (
-        f"{{s}}.{key}={str(not value).lower()}" if isinstance(value, bool) else f"{{s}}.{key} is not {value}"
+    other = f"={shown(not value)}" if isinstance(value, bool) else f" is not {value}"
+    reason = why or f"{{s}}.{key}{other}"
+    return no_effect_when(
+        lambda section: getattr(section, key) != value, reason, f"{{s}}.{key}={shown(value)}"
     )
-    return no_effect_when(lambda section: getattr(section, key) != value, why or plain, f"{{s}}.{key}={text}")
 
 
 def replaced_by(key: str) -> NoEffectCondition:
@@ -320,11 +315,10 @@ def effective_value(section: Any, name: str) -> Any:
     return effective_value(section, follows) if value is None and follows else value
 
 
-def _planned_choices(table: Mapping[str, Implementation]) -> tuple[Planned, ...]:
+def _planned_choices(choices: Collection[str] | Mapping[str, Implementation]) -> tuple[Planned, ...]:
+    table = choices.items() if isinstance(choices, Mapping) else ()
     return tuple(
-        Planned(lambda value, name=name: value == name, named.planned)  # type: ignore[misc]
-        for name, named in table.items()
-        if named.planned
+        Planned(functools.partial(operator.eq, name), named.planned) for name, named in table if named.planned
     )
 
 

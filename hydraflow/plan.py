@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 from hydraflow.compose.advice import advice
@@ -19,6 +18,7 @@ from hydraflow.compose.arguments import CommandLineOption
 from hydraflow.compose.command import Command
 from hydraflow.compose.debugging import applied
 from hydraflow.compose.launch import given_switches, launch
+from hydraflow.compose.loading import EntryPoint
 from hydraflow.errors import ConfigError, HydraflowError, Problem
 from hydraflow.explain.report import Report, make_report
 from hydraflow.explain.show import show
@@ -66,20 +66,14 @@ class Planning:
         if path := command.switches.get("--svg"):
             _draw(report, Path(str(path)))
         try:
-            _print(report, command.switches)
+            if command.switches.get("--json"):
+                print(report.to_json())
+            else:
+                show(report, everything=bool(command.switches.get("--all")))
             sys.stdout.flush()
-        except (
-            BrokenPipeError
-        ):  # the reader, such as `head`, closed the pipe; keep Python from reporting it again at exit
+        except BrokenPipeError:  # a reader such as `head` closed it; Python would report it again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NO_ROOM if report.memory is not None and report.memory.fits is False else 0
-
-
-def _print(report: Report, switches: Mapping[str, str | bool]) -> None:
-    if switches.get("--json"):
-        print(report.to_json())
-    else:
-        show(report, everything=bool(switches.get("--all")))
 
 
 def _print_problems(error: HydraflowError) -> None:
@@ -93,32 +87,29 @@ def _draw(report: Report, path: Path) -> None:
     from hydraflow.explain.svg import draw
 
     if report.step is None:
-        raise ConfigError.one(
-            "--svg", path, f"{report.job} makes no optimizer steps that could be drawn", "leave out --svg"
-        )
+        rule = f"{report.job} makes no optimizer steps that could be drawn"
+        raise ConfigError.one("--svg", path, rule, "leave out --svg")
     try:
         path.write_text(draw(report.step), encoding="utf-8")
     except OSError as error:
-        raise ConfigError.one(
-            "--svg", path, f"the picture cannot be written: {error.strerror}", "--svg step.svg"
-        ) from error
+        rule = f"the picture cannot be written: {error.strerror}"
+        raise ConfigError.one("--svg", path, rule, "--svg step.svg") from error
 
 
 def main() -> int:
     """Plans the command line; returns the exit code."""
     given = given_switches(SWITCHES)
-    job = str(given.get("--job", "ppo"))
-    planning = Planning()
-    return launch(
+    job, planning = str(given.get("--job", "ppo")), Planning()
+    entry = EntryPoint(
         job,
         JOBS.get(job, PPOConfig),
-        planning.show,
-        switches=SWITCHES,
+        SWITCHES,
         judges=(planning.judge,),
         tolerant=True,
         advise=advice,
         show_error=_print_problems if given.get("--json") else None,
     )
+    return launch(entry, planning.show)
 
 
 if __name__ == "__main__":

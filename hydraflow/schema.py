@@ -29,14 +29,26 @@ from hydraflow.workers.config import ActorRolloutRefConfig, CheckpointConfig, Cr
 
 
 @dataclass
-class PPOConfig:
-    """python -m hydraflow.main_ppo"""
+class CommandConfig:
+    """What every command has."""
 
     strict: bool = option(False, shapes_training=False)
     """Reject keys that are set and have no effect, instead of only printing a note."""
+
+
+@dataclass
+class RayCommandConfig(CommandConfig):
+    """What every command has that starts processes."""
+
     debug: bool = option(False, shapes_training=False)
     """One process per role, no deadlines, and Ray's debugger: breakpoint() in a worker waits for it.
     docs/debugging.md"""
+
+
+@dataclass
+class PPOConfig(RayCommandConfig):
+    """python -m hydraflow.main_ppo"""
+
     actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     reward: ModelRewardConfig = field(default_factory=ModelRewardConfig)
@@ -53,14 +65,9 @@ class PPOConfig:
 
 
 @dataclass
-class SFTConfig:
+class SFTConfig(RayCommandConfig):
     """python -m hydraflow.main_sft"""
 
-    strict: bool = option(False, shapes_training=False)
-    """Reject keys that are set and have no effect, instead of only printing a note."""
-    debug: bool = option(False, shapes_training=False)
-    """One process per role, no deadlines, and Ray's debugger: breakpoint() in a worker waits for it.
-    docs/debugging.md"""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: SFTDataConfig = field(default_factory=SFTDataConfig)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
@@ -82,14 +89,9 @@ class OutputConfig:
 
 
 @dataclass
-class GenerateConfig:
+class GenerateConfig(RayCommandConfig):
     """python -m hydraflow.main_generate"""
 
-    strict: bool = option(False, shapes_training=False)
-    """Reject keys that are set and have no effect, instead of only printing a note."""
-    debug: bool = option(False, shapes_training=False)
-    """One process per role, no deadlines, and Ray's debugger: breakpoint() in a worker waits for it.
-    docs/debugging.md"""
     model: ModelSourceConfig = field(default_factory=ModelSourceConfig)
     rollout: SamplingConfig = field(default_factory=SamplingConfig)
     data: GenerateDataConfig = field(default_factory=GenerateDataConfig)
@@ -113,11 +115,9 @@ class EvalDataConfig:
 
 
 @dataclass
-class EvalConfig:
+class EvalConfig(CommandConfig):
     """python -m hydraflow.main_eval"""
 
-    strict: bool = option(False, shapes_training=False)
-    """Reject keys that are set and have no effect, instead of only printing a note."""
     data: EvalDataConfig = field(default_factory=EvalDataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     output: OutputConfig = field(default_factory=OutputConfig)

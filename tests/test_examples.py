@@ -13,6 +13,7 @@ from jobs.command import LOCAL, hydraflow, read_steps
 from hydraflow.batch_plan.resolve import BatchPlan, resolve_plan
 from hydraflow.batch_plan.roles import needs_critic, needs_reference
 from hydraflow.compose.launch import launch
+from hydraflow.compose.loading import EntryPoint
 from hydraflow.models.tiny import make_model
 from hydraflow.schema import PPOConfig
 
@@ -26,7 +27,7 @@ def composed(name: str, monkeypatch: pytest.MonkeyPatch) -> PPOConfig:
     monkeypatch.setattr(
         sys, "argv", ["main_ppo", "--config-dir", str(EXAMPLES / name), "--config-name", name]
     )
-    assert launch("ppo", PPOConfig, lambda config, command: seen.append(config)) == 0
+    assert launch(EntryPoint("ppo", PPOConfig), lambda config, command: seen.append(config)) == 0
     return seen[0]
 
 

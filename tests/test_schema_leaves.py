@@ -26,7 +26,7 @@ RUNS = {
 
 LAUNCH = "hydraflow.compose.launch.launch"
 """What every command does before."""
-REFUSES = "hydraflow.compose.judges.judge_ppo"
+REFUSES = "hydraflow.compose.judges.judge"
 """What names the keys that can be planned and not run yet."""
 PLANNERS = ("hydraflow.plan.main", "hydraflow.doctor.run")
 """Commands that take the configuration of main_ppo and run nothing."""

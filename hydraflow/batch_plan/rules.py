@@ -108,10 +108,8 @@ def _prompts_make_a_step(request: Request) -> Iterator[Violation]:
 def _groups_can_differ(request: Request) -> Iterator[Violation]:
     """A group of one response has no two different scores: dynamic sampling would never end."""
     if request.filter and request.n < 2:
-        text = (
-            "response per prompt: algorithm.filter_groups.enable=true keeps prompts whose responses score"
-            " differently, so at least 2"
-        )
+        keeps = "algorithm.filter_groups.enable=true keeps prompts whose responses score differently"
+        text = f"response per prompt: {keeps}, so at least 2"
         yield _step(request, "n >= 2", request.numbers.key("n"), request.numbers.shown("n"), text)
 
 

@@ -8,27 +8,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Protocol
 
-from hydraflow.batch_plan.parts import Quantity
+from hydraflow.batch_plan.generate import GeneratePlan
+from hydraflow.batch_plan.parts import DERIVED, Quantity
+from hydraflow.batch_plan.plans import BatchPlan
+from hydraflow.batch_plan.sft import SFTPlan
 from hydraflow.system.columns import fits, output_width, paragraph, table
 
 HEAD = ("quantity", "value", "unit", "formula", "from")
 
 
-class PlanTable(Protocol):
-    """The parts of a plan that the table shows."""
-
-    @property
-    def quantities(self) -> Sequence[Quantity]:
-        """Its numbers, in the order of the table."""
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """What was given and has no effect."""
-
-
-def print_plan(plan: PlanTable) -> None:
+def print_plan(plan: BatchPlan | SFTPlan | GeneratePlan) -> None:
     """Prints one line per quantity, then the notes, on standard output. It is flushed: minutes may pass
     until the next line."""
     width = output_width()
@@ -44,11 +34,8 @@ def plan_lines(quantities: Sequence[Quantity], width: int) -> list[str]:
     rows = [(one.name, str(one.value), one.unit, one.formula, one.provenance) for one in quantities]
     if fits([HEAD, *rows], width):
         return table([HEAD, *rows], width, right=[1])
-    narrow = [(name, f"{value} {unit}", _how(formula, origin)) for name, value, unit, formula, origin in rows]
-    return table([("quantity", "value", "formula, or where it is from"), *narrow], width)
-
-
-def _how(formula: str, origin: str) -> str:
-    if origin == "derived" or not formula:
-        return formula or origin
-    return f"{formula}; {origin}"
+    narrow = [("quantity", "value", "formula, or where it is from")]
+    for name, value, unit, formula, origin in rows:
+        how = formula or origin if origin == DERIVED or not formula else f"{formula}; {origin}"
+        narrow.append((name, f"{value} {unit}", how))
+    return table(narrow, width)

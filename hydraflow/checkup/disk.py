@@ -48,9 +48,9 @@ def check_disk(context: CheckContext) -> Iterator[Finding]:
     """The disk of the run folder, which may not be made yet."""
     trainer = context.config.trainer
     saves = not trainer.val_only and (trainer.save_final_model or trainer.save_freq > 0)
-    written = (
-        what_is_written(context.config, context.plan, context.shape, context.critic_shape) if saves else []
-    )
+    written: list[PlannedFiles] = []
+    if saves:
+        written = what_is_written(context.config, context.plan, context.shape, context.critic_shape)
     folder = Path(trainer.default_local_dir or "runs").expanduser().absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     yield judge(folder, written, free=shutil.disk_usage(existing).free)
@@ -125,9 +125,8 @@ def judge(folder: Path, written: Sequence[PlannedFiles], *, free: int) -> Findin
     """`free`: bytes on the disk of `folder`. Not even one of each fits: a problem; not all: a warning."""
     least, most = sum(each.size for each in written), sum(each.size * each.count for each in written)
     parts = " + ".join(map(str, written))
-    seen = f"{folder}: {size_text(free)} free, " + (
-        f"the run writes {size_text(most)} ({parts})" if written else "no model will be saved"
-    )
+    writes = f"the run writes {size_text(most)} ({parts})" if written else "no model will be saved"
+    seen = f"{folder}: {size_text(free)} free, {writes}"
     elsewhere = "trainer.default_local_dir=<a folder on a larger disk>"
     if free < least:
         return problem(seen, f"{elsewhere} or trainer.save_final_model=false" if most == least else elsewhere)

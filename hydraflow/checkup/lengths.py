@@ -51,9 +51,8 @@ def judge_lengths(
         yield _overlong(evidence, over == len(lengths), longest, data)
     if positions is not None and kept and kept[-1] + response > positions:
         more, room = f"more than the model's {positions} positions", positions - kept[-1]
-        shorter = (
-            f"data.max_response_length={room}" if room > 0 else f"data.max_prompt_length={positions // 2}"
-        )
+        too_long = f"data.max_prompt_length={positions // 2}"
+        shorter = f"data.max_response_length={room}" if room > 0 else too_long
         yield problem(f"{seen}; with data.max_response_length={response} that is {more}", shorter)
     elif not over:
         yield ok(f"{seen}; data.max_prompt_length={limit}")
@@ -66,6 +65,5 @@ def _overlong(evidence: str, all_of_them: bool, longest: int, data: PromptConfig
         return found(f"{evidence} and are left out", remedy)
     if data.truncation == "error":
         return problem(evidence, f"{remedy} or data.filter_overlong_prompts=true or data.truncation=left")
-    return warning(
-        f"{evidence} and lose their {data.truncation} part", f"{remedy} or data.filter_overlong_prompts=true"
-    )
+    lost = f"{evidence} and lose their {data.truncation} part"
+    return warning(lost, f"{remedy} or data.filter_overlong_prompts=true")

@@ -35,9 +35,8 @@ DISK_FULL = 0.95
 def check_shared_memory(context: CheckContext) -> Iterator[Finding]:
     """Ray keeps objects in /dev/shm, or in a slow file when it is too small."""
     if context.config.ray_init.address != "local":
-        raise CheckSkipped(
-            f"the object store belongs to the cluster at ray_init.address={context.config.ray_init.address}"
-        )
+        address = f"ray_init.address={context.config.ray_init.address}"
+        raise CheckSkipped(f"the object store belongs to the cluster at {address}")
     yield judge_shared_memory(Path("/dev/shm"), available_memory=host_memory().available)
 
 
@@ -49,9 +48,8 @@ def judge_shared_memory(folder: Path, *, available_memory: int) -> Finding:
     free = shutil.disk_usage(folder).free
     store = object_store_bytes(available_memory, free)
     if store <= free:
-        return ok(
-            f"{folder} has {size_text(free)} free; Ray's object store will take up to {size_text(store)}"
-        )
+        most = f"Ray's object store will take up to {size_text(store)}"
+        return ok(f"{folder} has {size_text(free)} free; {most}")
     wish = f"{folder} has {size_text(free)} free, Ray's object store wants {size_text(store)}"
     remedy = f"docker run --shm-size={store * 11 // 10 // 2**30 + 1}g, or mount -o remount,size=... {folder}"
     return warning(f"{wish}: it will use slow files in Ray's temporary folder", remedy)
@@ -69,9 +67,8 @@ def object_store_bytes(available_memory: int, shm_free: int) -> int:
 
 def check_open_files(context: CheckContext) -> Iterator[Finding]:
     """Ray raises the soft limit to the hard one (65536 at most), so the hard limit counts."""
-    yield judge_open_files(
-        *resource.getrlimit(resource.RLIMIT_NOFILE), processes=context.machine.processes_per_node
-    )
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield judge_open_files(soft, hard, processes=context.machine.processes_per_node)
 
 
 def judge_open_files(soft: int, hard: int, *, processes: int) -> Finding:

@@ -78,9 +78,8 @@ def check_gpus(context: CheckContext) -> Iterator[Finding]:
         remedy = f"nvidia-smi shows driver and processes; {needed}"
         yield problem(f"a GPU cannot be used: {ended.reason}", remedy)
         return
-    gpus = [Gpu(**json.loads(line)) for line in ended.output.splitlines() if line.startswith("{")][
-        : context.machine.processes_per_node
-    ]
+    lines = [line for line in ended.output.splitlines() if line.startswith("{")]
+    gpus = [Gpu(**json.loads(line)) for line in lines[: context.machine.processes_per_node]]
     fullest = min(gpus, key=lambda gpu: gpu.free)
     kinds = ", ".join(dict.fromkeys(gpu.name for gpu in gpus))
     free = f"{size_text(fullest.free)} of {size_text(fullest.total)} free"
@@ -92,9 +91,8 @@ def _report(context: CheckContext, **measured: int) -> MemoryReport:
     """The estimate, with what this machine was measured to have free in place of what is configured; so its
     advice is for that."""
     limits = replace(limits_of(context.config), **measured)  # type: ignore[arg-type]
-    return estimate(
-        context.plan, context.config, context.shape, limits=limits, critic_shape=context.critic_shape
-    )
+    shapes = context.shape, context.critic_shape
+    return estimate(context.plan, context.config, shapes[0], limits=limits, critic_shape=shapes[1])
 
 
 def judge_device(report: MemoryReport, free: int, where: str) -> Finding:

@@ -49,9 +49,8 @@ def _check_directory(model: ModelConfig, field: str) -> Iterator[Finding]:
     faults = weight_faults(directory)
     for fault in faults[:SHOWN]:
         evidence = f"{field}.path: {fault}"
-        yield (
-            to_download(evidence, model.path, fault=hub_fault()) if hub else problem(evidence, DOWNLOAD_AGAIN)
-        )
+        missing = to_download(evidence, model.path, fault=hub_fault()) if hub else None
+        yield missing or problem(evidence, DOWNLOAD_AGAIN)
     if not faults:
         files = weight_files(directory)
         size = size_text(sum(file.stat().st_size for file in files))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.text import Text
@@ -32,9 +33,8 @@ def print_report(results: Iterable[Result], console: Console) -> int:
     for result in results:
         kept.append(result)
         if console.is_terminal:
-            console.print(
-                Text(f"looked at {result.name} ({result.seconds:.1f} s)", style="dim"), end="\x1b[K\r"
-            )
+            progress = Text(f"looked at {result.name} ({result.seconds:.1f} s)", style="dim")
+            console.print(progress, end="\x1b[K\r")
     console.print("check-up of this machine for this configuration", style="italic")
     for line in as_lines(kept, output_width()):
         console.print(line, soft_wrap=True)
@@ -49,32 +49,22 @@ def as_lines(results: Sequence[Result], width: int) -> Iterator[Text]:
     states = max(map(len, State)) + 1
     for result in results:
         for number, finding in enumerate(result.findings):
-            head = ("" if number else result.name).ljust(names)
+            head = ("" if number else result.name).ljust(names) + finding.state.ljust(states)
             indent = " " * (names + states)
-            first, *rest = paragraph(
-                finding.evidence, width, first=head + finding.state.ljust(states), rest=indent
-            )
+            first, *rest = paragraph(finding.evidence, width, first=head, rest=indent)
             shown = Text(first)
             shown.stylize(STYLES[finding.state], names, names + len(finding.state))
             yield shown
             yield from map(Text, rest)
             for part in finding.remedy.splitlines():
-                yield from (
-                    Text(line, style="bold")
-                    for line in paragraph(f"-> {part}", width, first=indent, rest=indent + "   ")
-                )
+                for line in paragraph(f"-> {part}", width, first=indent, rest=indent + "   "):
+                    yield Text(line, style="bold")
 
 
 def as_json(results: Iterable[Result]) -> str:
     """A JSON list with an object per finding: check, state, evidence, remedy, and the check's seconds."""
     rows = [
-        {
-            "check": result.name,
-            "state": finding.state,
-            "evidence": finding.evidence,
-            "remedy": finding.remedy,
-            "seconds": round(result.seconds, 3),
-        }
+        {"check": result.name, **asdict(finding), "seconds": round(result.seconds, 3)}
         for result in results
         for finding in result.findings
     ]

@@ -91,11 +91,7 @@ CHECKS = (
     Check("data files", data_files.check_data, seconds=_lasting(60.0)),
     Check("chat template", templates.check_template, fast=True),
     Check("prompt lengths", lengths.check_lengths, seconds=_lasting(120.0)),
-    Check(
-        "reward function",
-        scoring.check_reward,
-        seconds=lambda context: scoring.seconds(context.config.reward),
-    ),
+    Check("reward function", scoring.check_reward, seconds=lambda c: scoring.seconds(c.config.reward)),
 )
 """In the order of the report; the first to open something broken reports it."""
 

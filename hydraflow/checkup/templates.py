@@ -23,13 +23,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MARKERS = (
-    "<|im_start|>",
-    "<|start_header_id|>",
-    "<start_of_turn>",
-    "<|user|>",
-    "<|assistant|>",
-    "<｜User｜>",
-    "[INST]",
+    *("<|im_start|>", "<|start_header_id|>", "<start_of_turn>"),
+    *("<|user|>", "<|assistant|>", "<｜User｜>", "[INST]"),
 )
 """How well-known templates open a turn. The tokenizer's own special tokens count, too."""
 SENTINEL = "ANSWER"
@@ -59,18 +54,19 @@ def judge_chats(
 ) -> Iterator[Finding]:
     """What rendering shows. Raises jinja2's TemplateError when the template refuses a prompt."""
     special = set(map(str, tokenizer.all_special_tokens)) | set(MARKERS)
-    rendered = [
-        str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **options))
-        for chat in chats
-    ]
+
+    def render(chat: Messages, *, prompt: bool) -> str:
+        return str(
+            tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompt, **options)
+        )
+
+    rendered = [render(chat, prompt=True) for chat in chats]
     found = (_complaint(tokenizer, chat, text, special) for chat, text in zip(chats, rendered, strict=True))
     complaints = dict.fromkeys(complaint for complaint in found if complaint)
     yield from complaints
     if not complaints:
         yield ok(f"{len(chats)} prompts rendered, the first: {_short(rendered[0])}")
-    if rendered[0] == tokenizer.apply_chat_template(
-        chats[0], tokenize=False, add_generation_prompt=False, **options
-    ):
+    if rendered[0] == render(chats[0], prompt=False):
         yield note("the template adds no generation prompt, which would start the answer")
 
 
@@ -147,9 +143,8 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
         return None
     tail = text.rpartition(SENTINEL)[2]
     special = set(tokenizer.all_special_ids)
-    return next(
-        (token for token in tokenizer.encode(tail, add_special_tokens=False) if token in special), None
-    )
+    ends = tokenizer.encode(tail, add_special_tokens=False)
+    return next((token for token in ends if token in special), None)
 
 
 def _token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:

@@ -83,10 +83,6 @@ def _check_file(trainer: LoopConfig) -> Finding:
     return ok(f"metrics.jsonl goes to {folder}, which can be written")
 
 
-def _check_tensorboard(trainer: LoopConfig) -> Finding:
-    return _missing("tensorboard", trainer, "pip install tensorboard") or ok("tensorboard is installed")
-
-
 def _check_login(name: str, trainer: LoopConfig) -> Finding:
     remedy = f"{name} login, or {name.upper()}_API_KEY=..., or {name.upper()}_MODE=offline"
     offline_because = {"wandb": wandb, "swanlab": swanlab}[name].offline_because
@@ -160,7 +156,9 @@ def _without(name: str, trainer: LoopConfig) -> str:
 
 TRACKER_CHECKS: dict[str, Callable[[LoopConfig], Finding]] = {
     "file": _check_file,
-    "tensorboard": _check_tensorboard,
+    "tensorboard": lambda trainer: (
+        _missing("tensorboard", trainer, "pip install tensorboard") or ok("tensorboard is installed")
+    ),
     "wandb": partial(_check_login, "wandb"),
     "mlflow": _check_mlflow,
     "swanlab": partial(_check_login, "swanlab"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from hydraflow.algorithms.config import ESTIMATORS
@@ -18,6 +18,7 @@ from hydraflow.engine.config import OptimConfig
 from hydraflow.models.config import ModelConfig
 from hydraflow.schema import PPOConfig, SFTConfig
 from hydraflow.system.printing import count
+from hydraflow.workers.config import ActorConfig
 
 POLICY = "actor_rollout_ref"
 
@@ -25,11 +26,20 @@ POLICY = "actor_rollout_ref"
 def advice(config: object, *, planning: bool) -> Iterator[str]:
     """All notes about a configuration. `planning`: the run will be on another machine."""
     if isinstance(config, PPOConfig):
-        for look in PPO:
-            yield from look(config)
-    if isinstance(config, PPOConfig | SFTConfig):
+        roles = {POLICY: config.actor_rollout_ref.model}
+        optimizers = {f"{POLICY}.actor.optim": config.actor_rollout_ref.actor.optim}
+        if needs_critic(config):
+            roles["critic"], optimizers["critic.optim"] = config.critic.model, config.critic.optim
+        yield from _single_responses(config)
+        for key, optim in optimizers.items():
+            yield from _learning_rate(optim, key)
+        yield from _policy_loss(config.actor_rollout_ref.actor)
+        for key, model in roles.items():
+            yield from _rank(model, f"{key}.model")
+        yield from _profiled_steps(config)
         yield from _processes(config, planning=planning)
-    if isinstance(config, SFTConfig):
+    elif isinstance(config, SFTConfig):
+        yield from _processes(config, planning=planning)
         yield from _learning_rate(config.optim, "optim")
         yield from _rank(config.model, "model")
 
@@ -44,12 +54,6 @@ def _single_responses(config: PPOConfig) -> Iterator[str]:
         )
 
 
-def _learning_rates(config: PPOConfig) -> Iterator[str]:
-    yield from _learning_rate(config.actor_rollout_ref.actor.optim, f"{POLICY}.actor.optim")
-    if needs_critic(config):
-        yield from _learning_rate(config.critic.optim, "critic.optim")
-
-
 def _learning_rate(optim: OptimConfig, key: str) -> Iterator[str]:
     if optim.lr == 0:
         yield f"{key}.lr=0: no weight will change; usual are {key}.lr=1e-6 to 1e-3"
@@ -57,8 +61,7 @@ def _learning_rate(optim: OptimConfig, key: str) -> Iterator[str]:
         yield f"{key}.lr={optim.lr:g}: steps this large destroy the weights; usual are {key}.lr=1e-6 to 1e-3"
 
 
-def _clip_range(config: PPOConfig) -> Iterator[str]:
-    actor = config.actor_rollout_ref.actor
+def _policy_loss(actor: ActorConfig) -> Iterator[str]:
     key, low = "clip_ratio", actor.clip_ratio
     if actor.clip_ratio_low is not None:
         key, low = "clip_ratio_low", actor.clip_ratio_low
@@ -67,21 +70,12 @@ def _clip_range(config: PPOConfig) -> Iterator[str]:
             f"{POLICY}.actor.{key}={low:g}: the ratio of two probabilities is never below 1 - {low:g}, so"
             f" nothing is clipped from below; usual is {POLICY}.actor.{key}=0.2"
         )
-
-
-def _entropy_bonus(config: PPOConfig) -> Iterator[str]:
-    coefficient = config.actor_rollout_ref.actor.entropy_coeff
-    if coefficient < 0:
+    if actor.entropy_coeff < 0:
         yield (
-            f"{POLICY}.actor.entropy_coeff={coefficient:g}: a negative coefficient rewards low entropy, so"
-            f" the policy stops exploring; usual is {POLICY}.actor.entropy_coeff=0 or a small positive number"
+            f"{POLICY}.actor.entropy_coeff={actor.entropy_coeff:g}: a negative coefficient rewards low"
+            " entropy, so the policy stops exploring; usual is"
+            f" {POLICY}.actor.entropy_coeff=0 or a small positive number"
         )
-
-
-def _ranks(config: PPOConfig) -> Iterator[str]:
-    yield from _rank(config.actor_rollout_ref.model, f"{POLICY}.model")
-    if needs_critic(config):
-        yield from _rank(config.critic.model, "critic.model")
 
 
 def _rank(model: ModelConfig, key: str) -> Iterator[str]:
@@ -124,14 +118,3 @@ def _processes(config: PPOConfig | SFTConfig, *, planning: bool) -> Iterator[str
             f"trainer.n_gpus_per_node={each}: on a CPU these are processes, and this machine has"
             f" {count(cores, 'core')}, so they take turns; trainer.n_gpus_per_node={cores}"
         )
-
-
-PPO: tuple[Callable[[PPOConfig], Iterator[str]], ...] = (
-    _single_responses,
-    _learning_rates,
-    _clip_range,
-    _entropy_bonus,
-    _ranks,
-    _profiled_steps,
-)
-"""What is looked at for reinforcement learning, besides what all training shares."""

@@ -50,14 +50,11 @@ def contradictions(config: Any, given: Allocation | None) -> Iterator[Problem]:
     trainer, on_gpus = config.trainer, given.gpus is not None and config.trainer.device != "cpu"
     if given.nodes is not None and trainer.nnodes > given.nodes:
         rule = f"Slurm gave job {given.job} {count(given.nodes, 'node')} ({given.source('nodes')})"
-        yield Problem(
-            NODES, trainer.nnodes, rule, f"{NODES}={given.nodes} or sbatch --nodes={trainer.nnodes}"
-        )
+        remedy = f"{NODES}={given.nodes} or sbatch --nodes={trainer.nnodes}"
+        yield Problem(NODES, trainer.nnodes, rule, remedy)
     if on_gpus and trainer.n_gpus_per_node is not None and trainer.n_gpus_per_node > (given.gpus or 0):
-        rule = (
-            f"Slurm gave job {given.job} {count(given.gpus or 0, 'GPU')} on this node"
-            f" ({given.source('gpus')})"
-        )
+        gpus = count(given.gpus or 0, "GPU")
+        rule = f"Slurm gave job {given.job} {gpus} on this node ({given.source('gpus')})"
         remedy = f"{DEVICES}={given.gpus} or sbatch --gpus-per-node={trainer.n_gpus_per_node}"
         yield Problem(DEVICES, trainer.n_gpus_per_node, rule, remedy)
     elif on_gpus and given.cpus is not None and config.ray_init.num_cpus is None:
@@ -69,11 +66,7 @@ def _cores(processes: int, given: Allocation) -> Iterator[Problem]:
     their GPUs."""
     assert given.cpus is not None
     if processes > given.cpus:
-        rule = (
-            f"that many processes share {count(given.cpus, 'core')}: Slurm gave job {given.job} no more"
-            f" ({given.source('cpus')})"
-        )
-        remedy = (
-            f"sbatch --cpus-per-task={8 * processes} or {DEVICES}={given.cpus} or {CPUS}={processes + BESIDE}"
-        )
-        yield Problem(DEVICES, processes, rule, remedy)
+        no_more = f"Slurm gave job {given.job} no more ({given.source('cpus')})"
+        rule = f"that many processes share {count(given.cpus, 'core')}: {no_more}"
+        fewer = f"{DEVICES}={given.cpus} or {CPUS}={processes + BESIDE}"
+        yield Problem(DEVICES, processes, rule, f"sbatch --cpus-per-task={8 * processes} or {fewer}")

@@ -13,26 +13,14 @@ from dataclasses import dataclass, field
 
 from hydraflow.errors import Problem
 
-_SWITCHES = {
-    "--help",
-    "-h",
-    "--hydra-help",
-    "--version",
-    "--resolve",
-    "--run",
-    "-r",
-    "--multirun",
-    "-m",
-    "--shell-completion",
-    "-sc",
-}
+_RUNS = {"--run", "-r", "--multirun", "-m"}
+_SWITCHES = {"--help", "-h", "--hydra-help", "--version", "--resolve", "--shell-completion", "-sc", *_RUNS}
 CONFIG_PATH, CONFIG_DIR = ("--config-path", "-cp"), ("--config-dir", "-cd")
 CONFIG_NAME = ("--config-name", "-cn")
 _WITH_VALUE = {"--cfg", "-c", "--package", "-p", *CONFIG_PATH, *CONFIG_DIR, *CONFIG_NAME}
 _INFO = {"--info", "-i"}
 _INFO_KINDS = {"all", "config", "defaults", "defaults-tree", "plugins", "searchpath"}
-_COMMANDS = {"--run", "-r", "--multirun", "-m", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
-_RUNS = {"--run", "-r", "--multirun", "-m"}
+_COMMANDS = {"--cfg", "-c", "--info", "-i", "--shell-completion", "-sc", *_RUNS}
 
 
 @dataclass(frozen=True)
@@ -156,7 +144,7 @@ def _combination_problems(arguments: Arguments) -> list[Problem]:
     commands = [option for option in arguments.options if option.partition("=")[0] in _COMMANDS]
     if len(commands) > 1:
         problems.append(Problem(" ".join(commands), None, "only one of these options at a time", commands[0]))
-    if arguments.has("--resolve") and not arguments.has("--cfg", "-c"):
+    if not arguments.has("--cfg", "-c") and arguments.take("--resolve") is not None:  # Hydra would crash
         problems.append(Problem("--resolve", None, "goes with --cfg", "--cfg job --resolve"))
     return problems
 

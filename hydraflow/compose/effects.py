@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hydraflow.batch_plan.roles import fills_by_tokens, needs_critic, needs_reference
+from hydraflow.batch_plan.settings import value_at
 from hydraflow.compose.patterns import fits
 from hydraflow.errors import Problem, shown
 from hydraflow.options import why_idle
@@ -36,6 +37,7 @@ POLICY = "actor_rollout_ref.model"
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 BY_TOKENS = "use_dynamic_bsz=true fills micro-batches by tokens"
 BY_ROWS = "micro-batches have a given number of rows"
+VALIDATION = "{test_freq,val_before_train,log_val_generations,validation_data_dir}"
 NO_VALIDATION = "there is no validation without data.val_files"
 
 
@@ -43,38 +45,21 @@ def _validates(config: PPOConfig) -> bool:
     return config.recipe.name != "none" or bool(config.data.val_files)
 
 
-def _critic_counts_rows(config: PPOConfig) -> bool:
-    critic = config.critic
-    rows = critic.forward_micro_batch_size_per_gpu or critic.ppo_micro_batch_size_per_gpu
-    return rows is not None and not fills_by_tokens(config, "critic")
-
-
-def _log_prob_rules(role: str) -> tuple[NoEffectRule, NoEffectRule]:
-    """The log-probability pass of the rollout or the reference is filled either by rows or by tokens."""
-    section = f"actor_rollout_ref.{role}"
+def _micro_batch_rules(
+    role: str, section: str, *, rows: tuple[str, ...], tokens: str, switch: str
+) -> tuple[NoEffectRule, NoEffectRule]:
+    """The micro-batches of a role are filled either by rows or by tokens."""
 
     def counts_rows(config: PPOConfig) -> bool:
-        rows = getattr(config.actor_rollout_ref, role).log_prob_micro_batch_size_per_gpu
-        return rows is not None and not fills_by_tokens(config, role)
+        given = any(value_at(config, f"{section}.{name}") is not None for name in rows)
+        return given and not fills_by_tokens(config, role)
 
+    by_rows, by_tokens = f"{section}.{switch}=false", f"{section}.{switch}=true"
+    pattern = f"{section}.{{{','.join(rows)}}}"
     return (
-        NoEffectRule(
-            f"{section}.log_prob_micro_batch_size_per_gpu",
-            lambda c: fills_by_tokens(c, role),
-            BY_TOKENS,
-            f"{section}.log_prob_use_dynamic_bsz=false",
-        ),
-        NoEffectRule(
-            f"{section}.log_prob_max_token_len_per_gpu",
-            counts_rows,
-            BY_ROWS,
-            f"{section}.log_prob_use_dynamic_bsz=true",
-        ),
+        NoEffectRule(pattern, lambda c: fills_by_tokens(c, role), BY_TOKENS, by_rows),
+        NoEffectRule(f"{section}.{tokens}", counts_rows, BY_ROWS, by_tokens),
     )
-
-
-def _strategy(config: PPOConfig) -> str:
-    return config.actor_rollout_ref.actor.strategy
 
 
 _ROLES = (
@@ -93,28 +78,35 @@ _ROLES = (
     ),
     NoEffectRule(
         f"{REF}.megatron.**",
-        lambda c: _strategy(c) != "megatron",
+        lambda c: c.actor_rollout_ref.actor.strategy != "megatron",
         f"{ACTOR}.strategy is not megatron",
         f"{ACTOR}.strategy=megatron",
     ),
     NoEffectRule(
         f"{REF}.fsdp_config.**",
-        lambda c: _strategy(c) == "megatron",
+        lambda c: c.actor_rollout_ref.actor.strategy == "megatron",
         f"{ACTOR}.strategy=megatron",
         f"{ACTOR}.strategy=fsdp2",
     ),
 )
 _BATCHES = (
-    NoEffectRule(
-        "critic.{ppo_micro_batch_size_per_gpu,forward_micro_batch_size_per_gpu}",
-        lambda c: fills_by_tokens(c, "critic"),
-        BY_TOKENS,
-        "critic.use_dynamic_bsz=false",
+    *_micro_batch_rules(
+        "critic",
+        "critic",
+        rows=("ppo_micro_batch_size_per_gpu", "forward_micro_batch_size_per_gpu"),
+        tokens="forward_max_token_len_per_gpu",
+        switch="use_dynamic_bsz",
     ),
-    *_log_prob_rules("rollout"),
-    *_log_prob_rules("ref"),
-    NoEffectRule(
-        "critic.forward_max_token_len_per_gpu", _critic_counts_rows, BY_ROWS, "critic.use_dynamic_bsz=true"
+    *(
+        rule
+        for role in ("rollout", "ref")
+        for rule in _micro_batch_rules(
+            role,
+            f"actor_rollout_ref.{role}",
+            rows=("log_prob_micro_batch_size_per_gpu",),
+            tokens="log_prob_max_token_len_per_gpu",
+            switch="log_prob_use_dynamic_bsz",
+        )
     ),
     NoEffectRule(
         "data.gen_batch_size",
@@ -124,12 +116,11 @@ _BATCHES = (
     ),
 )
 _VALIDATION = (
-    *(
-        NoEffectRule(pattern, lambda c: not _validates(c), NO_VALIDATION, "data.val_files=...")
-        for pattern in (
-            f"{ROLLOUT}.val_kwargs.*",
-            "trainer.{test_freq,val_before_train,log_val_generations,validation_data_dir}",
-        )
+    NoEffectRule(
+        f"{{{ROLLOUT}.val_kwargs.*,trainer.{VALIDATION}}}",
+        lambda c: not _validates(c),
+        NO_VALIDATION,
+        "data.val_files=...",
     ),
     NoEffectRule("data.{val_batch_size,val_max_samples}", lambda c: not _validates(c), NO_VALIDATION),
 )
@@ -141,7 +132,7 @@ _PARTS = (
         "trainer.debug.rollout_only=false",
     ),
     NoEffectRule(
-        "trainer.{test_freq,val_before_train,log_val_generations,validation_data_dir}",
+        f"trainer.{VALIDATION}",
         lambda c: c.trainer.debug.train_only,
         "trainer.debug.train_only=true does not validate",
         "trainer.debug.train_only=false",
@@ -234,10 +225,6 @@ def without_effect(config: object, key: str) -> tuple[str, str] | None:
     return why_idle(config, key)
 
 
-def _planned_only(key: str) -> tuple[str, str] | None:
-    return next(((why, "") for pattern, why in PLANNED_ONLY.items() if fits(pattern, key)), None)
-
-
 def keys_without_effect(
     config: object, given: Iterable[tuple[str, Any]], *, planning: bool
 ) -> Iterator[Problem]:
@@ -249,7 +236,9 @@ def keys_without_effect(
           -> leave out actor_rollout_ref.actor.kl_loss_coef or actor_rollout_ref.actor.use_kl_loss=true
     """
     for key, value in given:
-        found = without_effect(config, key) or (None if planning else _planned_only(key))
+        found = without_effect(config, key)
+        if found is None and not planning:
+            found = next(((why, "") for pattern, why in PLANNED_ONLY.items() if fits(pattern, key)), None)
         if found is not None:
             why, suggestion = found
             remedy = f"leave out {key}" + (f" or {suggestion}" if suggestion else "")

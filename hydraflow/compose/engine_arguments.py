@@ -84,12 +84,14 @@ def argument_names(library: ArgumentLibrary) -> frozenset[str] | None:
     spec = importlib.util.find_spec(library.package)
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
     files = [folder / file for folder in folders for file in library.files if (folder / file).is_file()]
-    names = frozenset(name for file in files for name in _fields(file, library.classes))
-    return names or None
-
-
-def _fields(file: Path, classes: tuple[str, ...]) -> Iterator[str]:
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ClassDef) and node.name in classes:
-            fields = (part.target for part in node.body if isinstance(part, ast.AnnAssign))
-            yield from (target.id for target in fields if isinstance(target, ast.Name))
+    return (
+        frozenset(
+            field.target.id
+            for file in files
+            for node in ast.parse(file.read_text(encoding="utf-8")).body
+            if isinstance(node, ast.ClassDef) and node.name in library.classes
+            for field in node.body
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        )
+        or None
+    )

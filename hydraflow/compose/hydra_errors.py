@@ -40,13 +40,8 @@ def _deletion(key: str, match: re.Match[str], files: Sequence[str]) -> Problem:
 
 
 def _interpolation(key: str, match: re.Match[str], files: Sequence[str]) -> Problem:
-    rule = f"Interpolation key '{match[1]}' not found"
-    return Problem(
-        key,
-        f"${{{match[1]}}}",
-        rule,
-        "write the whole path of a key that --help lists, such as ${trainer.seed}",
-    )
+    remedy = "write the whole path of a key that --help lists, such as ${trainer.seed}"
+    return Problem(key, f"${{{match[1]}}}", f"Interpolation key '{match[1]}' not found", remedy)
 
 
 def _no_mapping(key: str, match: re.Match[str], files: Sequence[str]) -> Problem:
@@ -57,12 +52,10 @@ def _no_mapping(key: str, match: re.Match[str], files: Sequence[str]) -> Problem
 def _default(key: str, match: re.Match[str], files: Sequence[str]) -> Problem:
     name = match[2]
     close = difflib.get_close_matches(name.rpartition("/")[2], files, n=1)
-    remedy = (
-        f"write {close[0]} instead" if close else f"leave out {name}, or --config-dir DIR names its folder"
-    )
-    return Problem(
-        f"{match[1]}.yaml", None, f"its defaults list names '{name}', and there is no such file", remedy
-    )
+    remedy = f"leave out {name}, or --config-dir DIR names its folder"
+    remedy = f"write {close[0]} instead" if close else remedy
+    rule = f"its defaults list names '{name}', and there is no such file"
+    return Problem(f"{match[1]}.yaml", None, rule, remedy)
 
 
 def _choice(key: str, match: re.Match[str], files: Sequence[str]) -> Problem:

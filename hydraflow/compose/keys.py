@@ -80,13 +80,9 @@ def field_docs(section: type) -> dict[str, str]:
         body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
         assert isinstance(body, ast.ClassDef)
         for field, text in zip(body.body, body.body[1:], strict=False):
-            if (
-                isinstance(field, ast.AnnAssign)
-                and isinstance(text, ast.Expr)
-                and isinstance(text.value, ast.Constant)
-            ):
-                assert isinstance(field.target, ast.Name)
-                docs[field.target.id] = str(text.value.value)
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=doc)):
+                    docs[name] = str(doc)
     return docs
 
 
@@ -158,10 +154,8 @@ def type_words(hint: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         return " or ".join(type_words(part) for part in arguments)
     if origin is list:
-        return (
-            "a list of"
-            f" {'text' if arguments[0] is str else type_words(arguments[0]).removeprefix('a ') + 's'}"
-        )
+        items = "text" if arguments[0] is str else f"{type_words(arguments[0]).removeprefix('a ')}s"
+        return f"a list of {items}"
     if origin is dict:
         return "a mapping such as {name: value}"
     return "null" if hint is type(None) else _WORDS[hint]
@@ -205,7 +199,8 @@ def wrong_type(schema: type, key: Key, value: Any) -> Problem:
         )
     example = _as_meant(key, value)
     remedy = "" if example is None else f"{key.path}={shown(example)}"
-    kind = "" if value is None or isinstance(value, list) else f", not {_kind(value)}"
+    kind = "a mapping" if isinstance(value, Mapping) else _WORDS.get(type(value), "text")
+    kind = "" if value is None or isinstance(value, list) else f", not {kind}"
     return Problem(key.path, shown(value), f"must be {type_words(key.hint)}{kind}", remedy)
 
 
@@ -221,7 +216,3 @@ def _as_meant(key: Key, value: Any) -> Any:
     if isinstance(value, str) and accepts(key.hint, True) and value.lower() in _SWITCHED:
         return _SWITCHED[value.lower()]
     return key.default
-
-
-def _kind(value: Any) -> str:
-    return "a mapping" if isinstance(value, Mapping) else _WORDS.get(type(value), "text")

@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
@@ -29,16 +29,7 @@ from hydraflow.compose.command import Command
 from hydraflow.compose.command_words import public_words
 from hydraflow.compose.hydra_errors import translated
 from hydraflow.compose.keys import describe
-from hydraflow.compose.loading import (
-    VERSION_BASE,
-    Advise,
-    ComposedConfig,
-    EntryPoint,
-    Judge,
-    ShowError,
-    finish,
-    register,
-)
+from hydraflow.compose.loading import VERSION_BASE, ComposedConfig, EntryPoint, finish, register
 from hydraflow.compose.overrides import PreparedCommandLine, config_folder, groups_in, prepare
 from hydraflow.compose.own_files import take, unreadable
 from hydraflow.errors import ConfigError, HydraflowError, Problem
@@ -60,59 +51,33 @@ _QUIET = {
 """Hydra writes no logs, folders or copies of the configuration; a sweep writes one multirun.yaml."""
 
 
-def launch(
-    config_name: str,
-    schema: type[Config],
-    run: Run[Config],
-    *,
-    switches: Sequence[CommandLineOption] = (),
-    judges: Sequence[Judge] = (),
-    missing: Judge | None = None,
-    tolerant: bool = False,
-    advise: Advise | None = None,
-    show_error: ShowError | None = None,
-) -> int:
+def launch(entry: EntryPoint[Config], run: Run[Config]) -> int:
     """Calls `run(config, command)` for the command line, or for each configuration of a sweep; returns the
     exit code.
 
-    `config_name`: a file of the config folder without its suffix. `switches`: the entry point's own options.
-    `judges`: the entry point's checks of a configuration, whose problems join the report. `missing`: checks
-    that `run` also makes itself; called only if the configuration has other problems. `tolerant`: nothing
-    runs, so unsupported keys are reported, not rejected; such an entry point prints the notes itself.
-    `advise`: adds notes on values that are probably unintended. `show_error`: prints an error for the user,
-    in place of standard error. Use: `command(lambda: launch("ppo", PPOConfig, run))` with `command` of
+    Use: `command(lambda: launch(EntryPoint("ppo", PPOConfig), run))` with `command` of
     `system/interrupts.py`; plain `sys.exit` for a command that starts no processes.
     """
     make_printable()
-    arguments = split(sys.argv[1:], switches)
+    arguments = split(sys.argv[1:], entry.options)
     if arguments.has("--help", "-h"):
         if arguments.overrides == ["verl"]:
             from hydraflow.compose.verl_page import page  # only this needs the tables
 
             _print(page())
         else:
-            _print(help_text(config_name, schema, switches))
+            _print(help_text(entry.config_name, entry.schema, entry.options))
         return 0
     if arguments.has("--shell-completion", "-sc") and completion.install(arguments.overrides):
         return 0
-    entry = EntryPoint(
-        config_name,
-        schema,
-        judges,
-        missing,
-        tolerant,
-        arguments.switches,
-        tuple(public_words(sys.orig_argv)),
-        advise,
-        show_error,
-    )
+    entry = replace(entry, switches=arguments.switches, words=tuple(public_words(sys.orig_argv)))
     launched = _Launch(entry, arguments, run)
-    code = run_guarded(launched.run, show_error)
+    code = run_guarded(launched.run, entry.show_error)
     return code or next((code for code in launched.codes if code), 0)
 
 
 def given_switches(
-    switches: Sequence[CommandLineOption], argv: Sequence[str] | None = None
+    options: Sequence[CommandLineOption], argv: Sequence[str] | None = None
 ) -> dict[str, str | bool]:
     """The entry point's own options on a command line, by default that of this process; errors are reported
     by `launch`.
@@ -120,10 +85,12 @@ def given_switches(
     >>> given_switches([CommandLineOption("--job", value="NAME")], ["data.shuffle=false", "--job", "sft"])
     {'--job': 'sft'}
     """
-    return split(sys.argv[1:] if argv is None else argv, switches).switches
+    return split(sys.argv[1:] if argv is None else argv, options).switches
 
 
-def run_guarded(work: Callable[[], int | None], show_error: ShowError | None = None) -> int:
+def run_guarded(
+    work: Callable[[], int | None], show_error: Callable[[HydraflowError], None] | None = None
+) -> int:
     """Runs `work` and returns its exit code. For user errors, prints the message on stderr, or by
     `show_error`, and returns the error's exit code.
 
@@ -143,18 +110,14 @@ def run_guarded(work: Callable[[], int | None], show_error: ShowError | None = N
         return say_interrupted()
 
 
-def help_text(config_name: str, schema: type, switches: Sequence[CommandLineOption] = ()) -> str:
+def help_text(config_name: str, schema: type, options: Sequence[CommandLineOption] = ()) -> str:
     """The text of `--help`: usage, groups and their choices, every key with its default and meaning."""
-    groups = [
-        f"  {group}={'|'.join(choices)}"
-        for group, choices in groups_in([config_folder(config_name)], schema).items()
-    ]
-    own = [
-        f"          {' '.join(filter(None, (switch.name, switch.value)))}  {switch.doc}"
-        for switch in switches
-    ]
-    parts = [
-        f"{_command() or schema.__doc__} [options] [key=value ...]",
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    is_ours = spec and spec.name.startswith("hydraflow.")
+    command = f"python -m {spec.name}" if spec and is_ours else schema.__doc__  # commands share schemas
+    groups = groups_in([config_folder(config_name)], schema).items()
+    lines = [
+        f"{command} [options] [key=value ...]",
         (
             "Settings: key=value, one for each key below; lists as key=[a,b]; +key=value and ++key=value mean"
             " the same."
@@ -163,25 +126,19 @@ def help_text(config_name: str, schema: type, switches: Sequence[CommandLineOpti
             "Options:  --cfg job prints the configuration; --multirun runs key=a,b once for each value;"
             " --config-dir DIR and"
         ),
-        "          --config-name NAME take your own YAML file (start it with `defaults: ["
-        + config_name
-        + ", _self_]`);",
+        "          --config-name NAME take your own YAML file (start it with"
+        f" `defaults: [{config_name}, _self_]`);",
         "          --info shows where values come from; --hydra-help lists the rest;",
         "          --help verl says what becomes of each of verl's keys.",
-        *own,
-        *(["\nGroups:", *groups] if groups else []),
+        *(f"          {f'{one.name} {one.value}'.rstrip()}  {one.doc}" for one in options),
+        *(["\nGroups:"] if groups else []),
+        *(f"  {group}={'|'.join(choices)}" for group, choices in groups),
         "\nKeys, with the defaults for your own data. The recipe, which runs without any, sets others:"
         " --cfg job shows what is in force.\n"
         if config_name == "ppo"
         else "\nKeys:\n",
     ]
-    return "\n".join(parts) + describe(schema)
-
-
-def _command() -> str:
-    """The command of this process, if it is one of our modules: several commands share a schema."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return f"python -m {spec.name}" if spec and spec.name.startswith("hydraflow.") else ""
+    return "\n".join(lines) + describe(schema)
 
 
 class _Launch(Generic[Config]):
@@ -211,9 +168,8 @@ class _Launch(Generic[Config]):
         folder = str(config_folder(entry.config_name))
         main = hydra.main(version_base=VERSION_BASE, config_path=folder, config_name=entry.config_name)
         sys.argv[1:] = self._words_for_hydra()
-        os.environ["HYDRA_FULL_ERROR"] = (
-            "1"  # else Hydra prints errors itself and ends the process with code 1
-        )
+        # else Hydra prints errors itself and ends the process with code 1
+        os.environ["HYDRA_FULL_ERROR"] = "1"
         try:
             main(self._composed)()
         except (HydraException, OmegaConfBaseException) as error:
@@ -239,10 +195,19 @@ class _Launch(Generic[Config]):
         """Shows a composed configuration, or runs with it; returns the exit code."""
         self._has_composed = True
         facts = HydraConfig.get()
-        _keep_private(facts)
+        sweep = Path(facts.sweep.dir) / "multirun.yaml"
+        if facts.mode == RunMode.MULTIRUN and sweep.is_file():
+            sweep.chmod(0o600)  # Hydra has written the overrides to it, which may hold secrets
         if self._shown is not None:
             return _show(self._finished(composed, facts, only_keys=True), self._shown)
-        code = run_guarded(lambda: self._job(self._finished(composed, facts)), self.entry.show_error)
+
+        def job() -> int:
+            one = self._finished(composed, facts)
+            if not self.entry.tolerant:
+                print(*(f"note: {note}\n" for note in one.command.notes), sep="", end="", file=sys.stderr)
+            return self._run_job(one.config, one.command) or 0
+
+        code = run_guarded(job, self.entry.show_error)
         self.codes.append(code)
         if code in (INTERRUPTED, TERMINATED):
             sys.exit(code)
@@ -255,19 +220,6 @@ class _Launch(Generic[Config]):
         words = cast("list[str]", OmegaConf.to_container(cast(Any, facts.overrides.task), resolve=False))
         name = str(facts.job.config_name)
         return finish(self.entry, composed, self._prepared, name, words, only_keys=only_keys)
-
-    def _job(self, one: ComposedConfig[Config]) -> int:
-        if not self.entry.tolerant:
-            for note in one.command.notes:
-                print(f"note: {note}", file=sys.stderr)
-        return self._run_job(one.config, one.command) or 0
-
-
-def _keep_private(facts: HydraConf) -> None:
-    """Removes the secrets from multirun.yaml, to which Hydra has written the overrides of a sweep."""
-    file = Path(facts.sweep.dir) / "multirun.yaml"
-    if facts.mode == RunMode.MULTIRUN and file.is_file():
-        file.chmod(0o600)
 
 
 def _take_what_to_show(arguments: Arguments) -> tuple[str, bool] | None:
@@ -298,6 +250,5 @@ def _print(text: str, end: str = "\n") -> None:
     try:
         print(text, end=end, flush=True)
     except BrokenPipeError:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # else Python reports the broken pipe again at exit
+        # else Python reports the broken pipe again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

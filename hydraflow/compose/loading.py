@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -28,7 +28,7 @@ from hydraflow.batch_plan.roles import needs_critic
 from hydraflow.compose import allocated, verl_trees
 from hydraflow.compose import origins as provenance
 from hydraflow.compose import rules as checks
-from hydraflow.compose.arguments import Arguments
+from hydraflow.compose.arguments import Arguments, CommandLineOption
 from hydraflow.compose.command import COMMAND_LINE, DEFAULT, Command, KeyCounts
 from hydraflow.compose.effects import keys_without_effect
 from hydraflow.compose.engine_arguments import check_names
@@ -40,21 +40,13 @@ from hydraflow.compose.tree import CheckedTree, UnknownValues, check, nested, ov
 from hydraflow.compose.verl_values import ROLLOUT
 from hydraflow.device import planned_devices
 from hydraflow.errors import ConfigError, HydraflowError, Problem
-from hydraflow.schema import EvalConfig, GenerateConfig, PPOConfig, SFTConfig
+from hydraflow.schema import CommandConfig, PPOConfig
 from hydraflow.system.allocation import allocation
 
 Config = TypeVar("Config")
-ShowError = Callable[[HydraflowError], None]
-
 Judge = Callable[[Any, Command], Iterable[Problem]]
 """An entry point's own check of a configuration, whose problems join the report."""
 VERSION_BASE = "1.3"
-
-
-class Advise(Protocol):
-    """Notes on a configuration that is accepted."""
-
-    def __call__(self, config: object, *, planning: bool) -> Iterable[str]: ...
 
 
 @dataclass(frozen=True)
@@ -64,20 +56,22 @@ class EntryPoint(Generic[Config]):
     config_name: str
     """A file of the config folder without its suffix."""
     schema: type[Config]
+    options: Sequence[CommandLineOption] = ()
+    """Options of its own."""
     judges: Sequence[Judge] = ()
     missing: Judge | None = None
     """Reports missing files, but only along with other mistakes. Otherwise this is left to the job, which
     reports them together with everything else that is wrong with this machine."""
     tolerant: bool = False
-    """Nothing will run: unsupported keys are reported, not rejected."""
+    """Nothing will run: unsupported keys are reported, not rejected, and the entry point prints the notes."""
+    advise: Callable[..., Iterable[str]] | None = None
+    """Notes on values that are legal but probably unintended (`advice.py`)."""
+    show_error: Callable[[HydraflowError], None] | None = None
+    """Prints an error for the user; None: it goes to standard error."""
     switches: Mapping[str, str | bool] = field(default_factory=dict)
-    """The entry point's options that were given."""
+    """Those of its options that were given."""
     words: tuple[str, ...] = ()
     """The command line of the process, without its secrets."""
-    advise: Advise | None = None
-    """Notes on values that are legal but probably unintended (`advice.py`)."""
-    show_error: ShowError | None = None
-    """Prints an error for the user; None: it goes to standard error."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +87,7 @@ class ComposedConfig(Generic[Config]):
 def load(config_name: str, schema: type[Config], overrides: Sequence[str] = ()) -> Config:
     """The configuration of a command line with these overrides, for tests and tools. Raises ConfigError.
 
-    >>> from hydraflow.schema import PPOConfig
+    >>> from hydraflow.schema import CommandConfig, PPOConfig
     >>> load("ppo", PPOConfig, ["data.train_batch_size=96"]).data.train_batch_size
     96
     """
@@ -101,16 +95,10 @@ def load(config_name: str, schema: type[Config], overrides: Sequence[str] = ()) 
 
 
 def load_command(
-    config_name: str,
-    schema: type[Config],
-    overrides: Sequence[str] = (),
-    *,
-    judges: Sequence[Judge] = (),
-    missing: Judge | None = None,
-    tolerant: bool = False,
+    config_name: str, schema: type[Config], overrides: Sequence[str] = (), **checks: Any
 ) -> tuple[Config, Command]:
-    """As `load`, with the `Command` and its notes."""
-    entry = EntryPoint(config_name, schema, judges, missing, tolerant)
+    """As `load`, with the `Command` and its notes; `checks`: judges, missing and tolerant of `EntryPoint`."""
+    entry = EntryPoint(config_name, schema, **checks)
     prepared = prepare(config_name, schema, Arguments(overrides=list(overrides)))
     register(entry)
     with hydra.initialize_config_dir(str(config_folder(config_name)), version_base=VERSION_BASE):
@@ -245,16 +233,18 @@ def _describe(
     ]
     if entry.tolerant:
         notes += [str(one).partition("\n")[0] for one in unsupported]
-    without_effect = len(ineffective)
-    counts = KeyCounts(
-        len(given) - (without_effect - len(checked.translation.ignored)), without_effect, len(unsupported)
+    honoured = len(given) + len(checked.translation.ignored) - len(ineffective)
+    command = Command(
+        entry.config_name,
+        origins=dict.fromkeys(leaf_keys(schema), DEFAULT) | checked.origins,
+        notes=tuple(dict.fromkeys(notes)),
+        counts=KeyCounts(honoured, len(ineffective), len(unsupported)),
+        unsupported=tuple(unsupported) if entry.tolerant else (),
+        switches=entry.switches,
+        words=entry.words,
+        written=written,
     )
-    origins = dict.fromkeys(leaf_keys(schema), DEFAULT) | checked.origins
-    reported = tuple(unsupported) if entry.tolerant else ()
-    unique_notes = tuple(dict.fromkeys(notes))
-    return Command(
-        entry.config_name, origins, unique_notes, counts, reported, entry.switches, entry.words, written
-    ), ineffective
+    return command, ineffective
 
 
 def _default_devices(config: Any, checked: CheckedTree) -> Iterator[str]:
@@ -288,7 +278,7 @@ def _keys_of_the_user(schema: type, checked: CheckedTree) -> list[str]:
     ]
 
 
-def _is_strict(config: PPOConfig | SFTConfig | GenerateConfig | EvalConfig) -> bool:
+def _is_strict(config: CommandConfig) -> bool:
     return config.strict  # read as an attribute, so that a test finds the key's reader
 
 

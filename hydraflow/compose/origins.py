@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 from hydra.core.config_loader import ConfigLoader
@@ -76,7 +75,8 @@ def _origins_in(schema: type, file: Path, package: str, label: str) -> dict[str,
     tree = yaml.load(file.read_text(encoding="utf-8"), _LOADER)
     if not isinstance(tree, Mapping):
         return {}
-    kept = _kept(file)
+    beside = file.with_name(f"{file.stem}_origins.json")  # what a run recorded for its config.yaml
+    kept = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
     inside = {str(name): value for name, value in tree.items() if name not in ("defaults", "hydra")}
     section = "" if package in ("", "_global_") else package
     found: dict[str, str] = {}
@@ -85,16 +85,6 @@ def _origins_in(schema: type, file: Path, package: str, label: str) -> dict[str,
         same = fact is not None and fingerprinted(fact["value"], key) == fingerprinted(value, key)
         found[leaf_of(schema, key)] = fact["from"] if fact and same else label
     return {key: origin for key, origin in found.items() if origin != DEFAULT}
-
-
-def _kept(file: Path) -> Mapping[str, Any]:
-    """The origins that a run recorded for its config.yaml."""
-    beside = file.with_name(f"{file.stem}_origins.json")
-    if not beside.is_file():
-        return {}
-    facts = json.loads(beside.read_text(encoding="utf-8"))
-    assert isinstance(facts, Mapping)
-    return facts
 
 
 def _label(file: Path, ours: Path) -> str:

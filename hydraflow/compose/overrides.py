@@ -94,7 +94,8 @@ def prepare(
     own = own or OwnFiles()
     folders = [config_folder(config_name), *own.folders]
     groups = groups_in(folders, schema)
-    chosen = _groups_of(folders[0] / f"{config_name}.yaml")
+    ours = yaml.safe_load((folders[0] / f"{config_name}.yaml").read_text(encoding="utf-8"))["defaults"]
+    chosen = {group for entry in ours if isinstance(entry, Mapping) for group in entry}
     own_file = arguments.has(*CONFIG_NAME, *CONFIG_PATH)
     prepared = PreparedCommandLine(list(own.words), list(arguments.problems), own.folders)
     prepared.files = [
@@ -179,24 +180,17 @@ def _problems(override: Override, schema: type, groups: Groups, *, multirun: boo
         return []
     if override.is_sweep_override() and not multirun:
         listed = unparsed(override.input_line or "").partition("=")[2]
-        return [
-            Problem(
-                key,
-                listed,
-                "several values need --multirun",
-                f"{key}=[{listed}] for one list, or --multirun for several runs",
-            )
-        ]
+        remedy = f"{key}=[{listed}] for one list, or --multirun for several runs"
+        return [Problem(key, listed, "several values need --multirun", remedy)]
     if _is_choice(override, groups):
+        rule = f"there is no such choice; there are {', '.join(groups[key])}"
+        remedy = " or ".join(f"{key}={choice}" for choice in groups[key])
         unknown = [value for value in values(override) if value not in groups[key]]
-        return [_no_such_choice(key, value, groups[key]) for value in unknown]
+        return [Problem(key, shown(value), rule, remedy) for value in unknown]
     if problem := _breaks_the_tree(override, schema):
         return [problem]
-    return (
-        [problem for value in values(override) for problem in value_problems(schema, key, value)]
-        if multirun
-        else []
-    )
+    given = values(override) if multirun else []
+    return [problem for value in given for problem in value_problems(schema, key, value)]
 
 
 def _no_deletion(key: str, schema: type) -> list[Problem]:
@@ -213,11 +207,6 @@ def _is_choice(override: Override, groups: Groups) -> bool:
     return override.key_or_group in groups and not any(isinstance(value, dict) for value in values(override))
 
 
-def _no_such_choice(key: str, value: Any, choices: Sequence[str]) -> Problem:
-    remedy = " or ".join(f"{key}={choice}" for choice in choices)
-    return Problem(key, shown(value), f"there is no such choice; there are {', '.join(choices)}", remedy)
-
-
 def _breaks_the_tree(override: Override, schema: type) -> Problem | None:
     """Problem of a value for a group of keys, or of a key below one that holds a value."""
     key, keys, value = override.key_or_group, known_keys(schema), values(override)[:1]
@@ -230,7 +219,7 @@ def _breaks_the_tree(override: Override, schema: type) -> Problem | None:
     return unknown_key(schema, key, value[0] if value else None)
 
 
-def _normalised(override: Override, groups: Groups, chosen: frozenset[str], *, own_file: bool) -> list[str]:
+def _normalised(override: Override, groups: Groups, chosen: set[str], *, own_file: bool) -> list[str]:
     """The words for Hydra, which wants a + for exactly those groups that are not in the defaults list yet:
     `chosen` are those of our file; for the user's `own_file`, the user must write the +."""
     word = override.input_line
@@ -248,9 +237,3 @@ def _normalised(override: Override, groups: Groups, chosen: frozenset[str], *, o
     if override.key_or_group in chosen:
         return [bare]
     return [word] if own_file else [f"+{bare}"]
-
-
-def _groups_of(file: Path) -> frozenset[str]:
-    """The groups in the defaults list of one of our files."""
-    entries = yaml.safe_load(file.read_text(encoding="utf-8"))["defaults"]
-    return frozenset(group for entry in entries if isinstance(entry, Mapping) for group in entry)

@@ -46,7 +46,8 @@ def take(arguments: Arguments, ours: Path, *, verl: bool) -> OwnFiles:
     if path is not None and path.startswith("pkg://"):
         return OwnFiles()
     named = [Path(folder) for folder in (path, extra) if folder is not None]
-    if verl and name is not None and _stands_for_verls(name, path, named):
+    absent = verl and name is not None and verl_trees.is_primary(name) and not yaml_in(named, name)
+    if name and absent and (path is None or Path(path).parts == (_VERLS_FOLDER,)):
         arguments.take(*CONFIG_NAME)
         arguments.take(*CONFIG_PATH)
         arguments.overrides += verl_trees.config_file(name)
@@ -91,27 +92,16 @@ def _split_name(arguments: Arguments) -> None:
         arguments.options += ["--config-path", str(file.parent), "--config-name", file.stem]
 
 
-def _stands_for_verls(name: str, path: str | None, named: list[Path]) -> bool:
-    """Whether the name is that of verl's own file, and the user has no such file."""
-    if not verl_trees.is_primary(name) or yaml_in(named, name):
-        return False
-    return path is None or Path(path).parts == (_VERLS_FOLDER,)
-
-
 def _no_folder(option: str, folder: str | None) -> list[Problem]:
     if folder is None or Path(folder).is_dir():
         return []
     if Path(folder).is_file():
         remedy = f"{option} {Path(folder).parent}"
         return [Problem(f"{option} {folder}", None, "is a file, not a folder", remedy)]
-    close = difflib.get_close_matches(Path(folder).name, _folders_beside(folder), n=1)
+    beside = [each.name for each in Path(folder).parent.glob("*") if each.is_dir()]
+    close = difflib.get_close_matches(Path(folder).name, beside, n=1)
     remedy = f"{option} {Path(folder).with_name(close[0])}" if close else f"leave out {option}"
     return [Problem(f"{option} {folder}", None, "there is no such folder", remedy)]
-
-
-def _folders_beside(folder: str) -> list[str]:
-    above = Path(folder).parent
-    return [each.name for each in above.iterdir() if each.is_dir()] if above.is_dir() else []
 
 
 def _no_file(name: str, folders: list[Path], *, verl: bool) -> list[Problem]:
@@ -134,8 +124,9 @@ def _search(arguments: Arguments, ours: Path, found: OwnFiles, name: str | None)
     file that was written for a clone of verl."""
     given = _given_search(arguments)
     listed = _search_of(name, found.folders) if given is None else given
-    kept = [entry for entry in listed if not entry.startswith(_FILE) or _folder(entry).is_dir()]
-    found.folders += [_folder(entry).resolve() for entry in kept if entry.startswith(_FILE)]
+    files = {entry: Path(entry.removeprefix(_FILE)) for entry in listed if entry.startswith(_FILE)}
+    kept = [entry for entry in listed if entry not in files or files[entry].is_dir()]
+    found.folders += [files[entry].resolve() for entry in kept if entry in files]
     wanted = [*kept, *([f"{_FILE}{ours}"] if arguments.has(*CONFIG_PATH) else [])]
     if wanted != listed or given is not None:
         quoted = ",".join('"' + entry.replace('"', '\\"') + '"' for entry in wanted)
@@ -167,10 +158,6 @@ def _search_of(name: str | None, folders: list[Path]) -> list[str]:
     hydra = content.get("hydra") if isinstance(content, Mapping) else None
     listed: Any = hydra.get("searchpath") if isinstance(hydra, Mapping) else None
     return [str(entry) for entry in listed] if isinstance(listed, list) else []
-
-
-def _folder(entry: str) -> Path:
-    return Path(entry.removeprefix(_FILE))
 
 
 def yaml_in(folders: Sequence[Path], name: str) -> Path | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from itertools import product
 
 
 @cache
@@ -17,7 +16,20 @@ def expand(pattern: str) -> list[str]:
     >>> expand("{a,b{1,2}}.c")
     ['a.c', 'b1.c', 'b2.c']
     """
-    return ["".join(choice) for choice in product(*(_choices(part) for part in _split(pattern, at="{}")))]
+    before, brace, rest = pattern.partition("{")
+    if not brace:
+        return [pattern]
+    depth, choices, after = 1, [""], iter(rest)
+    for letter in after:
+        depth += (letter == "{") - (letter == "}")
+        if depth == 0:
+            break
+        if depth == 1 and letter == ",":
+            choices.append("")
+        else:
+            choices[-1] += letter
+    tails = expand("".join(after))
+    return [before + form + tail for choice in choices for form in expand(choice) for tail in tails]
 
 
 @cache
@@ -28,31 +40,6 @@ def fits(pattern: str, key: str) -> bool:
     (True, False)
     """
     return any(_regex(form).fullmatch(key) for form in expand(pattern))
-
-
-def _choices(part: str) -> list[str]:
-    if not part.startswith("{"):
-        return [part]
-    return [form for choice in _split(part[1:-1], at=",") for form in expand(choice)]
-
-
-def _split(text: str, *, at: str) -> list[str]:
-    """Splits the text outside of braces: at commas, or around the outermost braces, which are kept with their
-    contents."""
-    parts, depth = [""], 0
-    for letter in text:
-        depth -= letter == "}"
-        if depth == 0 and letter == at:
-            parts.append("")
-        elif depth == 0 and at == "{}" and letter == "{":
-            parts.append(letter)
-        elif depth == 0 and at == "{}" and letter == "}":
-            parts[-1] += letter
-            parts.append("")
-        else:
-            parts[-1] += letter
-        depth += letter == "{"
-    return [part for part in parts if part or at == ","]
 
 
 @cache

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from math import inf, isfinite
 from typing import Any
 
 from hydraflow.algorithms.config import ESTIMATORS
 from hydraflow.batch_plan.roles import needs_critic
+from hydraflow.batch_plan.settings import value_at
 from hydraflow.errors import Problem, shown
 from hydraflow.generation.config import GENERATION_ENGINES
 from hydraflow.models.config import ModelConfig
@@ -33,8 +34,8 @@ def problems(config: object, *, planning: bool = False) -> list[Problem]:
     optim.lr_scheduler_type=cosin: must be constant, linear or cosine
           -> optim.lr_scheduler_type=cosine
     """
-    across = [*CROSS_RULES.get(type(config), ()), *(() if planning else NEEDED.get(type(config), ()))]
-    return [*_value_problems(config), *(problem for rule in across for problem in rule(config))]
+    across = (problem for rule in CROSS_RULES.get(type(config), ()) for problem in rule(config))
+    return [*_value_problems(config), *across, *(() if planning else _missing(config))]
 
 
 def _value_problems(config: object) -> Iterator[Problem]:
@@ -54,59 +55,29 @@ def _value_problems(config: object) -> Iterator[Problem]:
         yield Problem(leaf.key, leaf.value, "must be finite" if only_finite else rule.text, remedy)
 
 
-def _ppo_has_data(config: PPOConfig) -> Iterator[Problem]:
-    if config.recipe.name != "none":
-        return
-    needed: dict[str, object] = {"actor_rollout_ref.model.path": config.actor_rollout_ref.model.path}
-    files = "data.val_files" if config.trainer.val_only else "data.train_files"
-    needed[files] = config.data.val_files if config.trainer.val_only else config.data.train_files
-    yield from _missing(needed, "; or recipe=arithmetic, which makes its own model and data")
-
-
-def _recipe_makes_model_and_data(config: PPOConfig) -> Iterator[Problem]:
-    if config.recipe.name == "none":
-        return
-    given = {
-        "actor_rollout_ref.model.path": config.actor_rollout_ref.model.path,
-        "data.train_files": config.data.train_files,
-        "data.val_files": config.data.val_files,
-    }
-    rule = f"recipe={config.recipe.name} makes its own model and data, so this would not be used"
-    for key, value in given.items():
-        if value is not None:
-            yield Problem(key, value, rule, f"recipe=none, or leave out {key}")
-
-
-def _sft_has_data(config: SFTConfig) -> Iterator[Problem]:
-    yield from _missing({"model.path": config.model.path, "data.train_files": config.data.train_files})
-
-
-def _generate_has_files(config: GenerateConfig) -> Iterator[Problem]:
-    yield from _missing(
-        {"model.path": config.model.path, "data.path": config.data.path, "output.path": config.output.path}
-    )
-
-
-def _eval_has_data(config: EvalConfig) -> Iterator[Problem]:
-    yield from _missing({"data.path": config.data.path})
-
-
-def _missing(needed: Mapping[str, object], besides: str = "") -> Iterator[Problem]:
-    for key, value in needed.items():
-        if value is None:
+def _missing(config: object) -> Iterator[Problem]:
+    needed, besides = NEEDED.get(type(config), ()), ""
+    if isinstance(config, PPOConfig):
+        files = "data.val_files" if config.trainer.val_only else "data.train_files"
+        needed = ("actor_rollout_ref.model.path", files) if config.recipe.name == "none" else ()
+        besides = "; or recipe=arithmetic, which makes its own model and data"
+    for key in needed:
+        if value_at(config, key) is None:
             yield Problem(key, "null", "must be given", f"{key}=...{besides}")
 
 
+def _recipe_makes_model_and_data(config: PPOConfig) -> Iterator[Problem]:
+    rule = f"recipe={config.recipe.name} makes its own model and data, so this would not be used"
+    for key in ("actor_rollout_ref.model.path", "data.train_files", "data.val_files"):
+        if config.recipe.name != "none" and (given := value_at(config, key)) is not None:
+            yield Problem(key, given, rule, f"recipe=none, or leave out {key}")
+
+
 def _training_samples(config: PPOConfig) -> Iterator[Problem]:
-    temperature = config.actor_rollout_ref.rollout.temperature
+    key, temperature = "actor_rollout_ref.rollout.temperature", config.actor_rollout_ref.rollout.temperature
     if temperature == 0 and not config.trainer.val_only:
-        key = "actor_rollout_ref.rollout.temperature"
-        yield Problem(
-            key,
-            temperature,
-            "must be above 0 for training: greedy responses carry no policy gradient",
-            f"{key}=1.0",
-        )
+        rule = "must be above 0 for training: greedy responses carry no policy gradient"
+        yield Problem(key, temperature, rule, f"{key}=1.0")
 
 
 def _values_come_from_a_critic(config: PPOConfig) -> Iterator[Problem]:
@@ -127,10 +98,11 @@ def _warmup_has_a_critic(config: PPOConfig) -> Iterator[Problem]:
 def _validation_samples(config: PPOConfig) -> Iterator[Problem]:
     sampling, key = config.actor_rollout_ref.rollout.val_kwargs, "actor_rollout_ref.rollout.val_kwargs"
     if sampling.do_sample and sampling.temperature == 0:
-        remedy = f"{key}.temperature=1.0 or {key}.do_sample=false"
-        yield Problem(
-            f"{key}.temperature", sampling.temperature, "must be above 0 when do_sample=true", remedy
+        rule, remedy = (
+            "must be above 0 when do_sample=true",
+            f"{key}.temperature=1.0 or {key}.do_sample=false",
         )
+        yield Problem(f"{key}.temperature", sampling.temperature, rule, remedy)
 
 
 def _engines_that_hold_whole_models(config: PPOConfig) -> Iterator[Problem]:
@@ -159,38 +131,25 @@ def _ulysses_packs(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _reward_model_has_a_path(config: PPOConfig) -> Iterator[Problem]:
-    reward = config.reward.reward_model
+    reward, key = config.reward.reward_model, "reward.reward_model"
     if reward.enable and reward.model_path is None:
-        key = "reward.reward_model"
-        yield Problem(
-            f"{key}.model_path",
-            "null",
-            f"must be given: {key}.enable=true scores with it",
-            f"{key}.model_path=...",
-        )
+        rule = f"must be given: {key}.enable=true scores with it"
+        yield Problem(f"{key}.model_path", "null", rule, f"{key}.model_path=...")
 
 
 def _partial_rollout_is_stale(config: PPOConfig) -> Iterator[Problem]:
     training, key = config.async_training, "async_training"
     if training.partial_rollout and training.staleness_threshold == 0:
         rule = f"{key}.staleness_threshold=0 lets no response live through a weight update"
-        yield Problem(
-            f"{key}.partial_rollout",
-            "true",
-            rule,
-            f"{key}.partial_rollout=false or {key}.staleness_threshold=0.5",
-        )
+        remedy = f"{key}.partial_rollout=false or {key}.staleness_threshold=0.5"
+        yield Problem(f"{key}.partial_rollout", "true", rule, remedy)
 
 
 def _resume_path_is_given(config: PPOConfig | SFTConfig) -> Iterator[Problem]:
     trainer, key = config.trainer, "trainer.resume_from_path"
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
-        yield Problem(
-            key,
-            "null",
-            "trainer.resume_mode=resume_path needs a checkpoint",
-            f"{key}=.../global_step_N or trainer.resume_mode=auto",
-        )
+        rule = "trainer.resume_mode=resume_path needs a checkpoint"
+        yield Problem(key, "null", rule, f"{key}=.../global_step_N or trainer.resume_mode=auto")
 
 
 def _loads_what_was_saved(config: PPOConfig | SFTConfig) -> Iterator[Problem]:
@@ -206,46 +165,32 @@ def _loads_what_was_saved(config: PPOConfig | SFTConfig) -> Iterator[Problem]:
             continue
         if lacking := [part for part in section.load_contents if part not in section.save_contents]:
             loaded = [part for part in section.load_contents if part not in lacking]
-            rule = (
-                f"{', '.join(lacking)} would not be in the checkpoints:"
-                f" {key}.save_contents=[{','.join(section.save_contents)}]"
-            )
-            yield Problem(
-                f"{key}.load_contents",
-                f"[{','.join(section.load_contents)}]",
-                rule,
-                f"{key}.load_contents=[{','.join(loaded)}]",
-            )
+            saved = f"{key}.save_contents={shown(section.save_contents)}"
+            rule = f"{', '.join(lacking)} would not be in the checkpoints: {saved}"
+            remedy = f"{key}.load_contents={shown(loaded)}"
+            yield Problem(f"{key}.load_contents", shown(section.load_contents), rule, remedy)
 
 
 def _best_is_measured(config: PPOConfig) -> Iterator[Problem]:
     trainer = config.trainer
     if trainer.keep_best is not None and config.data.val_files is None and config.recipe.name == "none":
         rule = "nothing is validated without data.val_files, so no checkpoint is the best"
-        yield Problem(
-            "trainer.keep_best", trainer.keep_best, rule, "data.val_files=... or trainer.keep_best=null"
-        )
+        remedy = "data.val_files=... or trainer.keep_best=null"
+        yield Problem("trainer.keep_best", trainer.keep_best, rule, remedy)
 
 
-def _is_same_place(one: str, other: str | None) -> bool:
+def _is_same_place(one: str | None, other: str | None) -> bool:
     """Whether two paths name the same folder, however they are written, and whether or not it exists."""
-    return other is not None and os.path.realpath(os.path.expanduser(one)) == os.path.realpath(
-        os.path.expanduser(other)
-    )
+    if one is None or other is None:
+        return False
+    return os.path.realpath(os.path.expanduser(one)) == os.path.realpath(os.path.expanduser(other))
 
 
 def _dumps_lie_apart(config: PPOConfig) -> Iterator[Problem]:
-    trainer = config.trainer
-    if trainer.rollout_data_dir is not None and _is_same_place(
-        trainer.rollout_data_dir, trainer.validation_data_dir
-    ):
+    key, given = "trainer.validation_data_dir", config.trainer.validation_data_dir
+    if _is_same_place(config.trainer.rollout_data_dir, given):
         rule = "trainer.rollout_data_dir is the same folder, and both write <step>.jsonl"
-        yield Problem(
-            "trainer.validation_data_dir",
-            trainer.validation_data_dir,
-            rule,
-            f"trainer.validation_data_dir={trainer.rollout_data_dir}-val",
-        )
+        yield Problem(key, given, rule, f"{key}={config.trainer.rollout_data_dir}-val")
 
 
 def _one_process_is_debugged(config: PPOConfig | SFTConfig | GenerateConfig) -> Iterator[Problem]:
@@ -254,12 +199,8 @@ def _one_process_is_debugged(config: PPOConfig | SFTConfig | GenerateConfig) -> 
         return
     for name, count in {"nnodes": trainer.nnodes, "n_gpus_per_node": trainer.n_gpus_per_node or 1}.items():
         if count > 1:
-            yield Problem(
-                f"trainer.{name}",
-                count,
-                f"{asked}=true has one process per role",
-                f"trainer.{name}=1 or {asked}=false",
-            )
+            rule, remedy = f"{asked}=true has one process per role", f"trainer.{name}=1 or {asked}=false"
+            yield Problem(f"trainer.{name}", count, rule, remedy)
     if config.debug and trainer.debug.local:
         rule = (
             "trainer.debug.local=true runs without Ray, so Ray's debugger has nothing to do: breakpoint()"
@@ -271,48 +212,30 @@ def _one_process_is_debugged(config: PPOConfig | SFTConfig | GenerateConfig) -> 
 def _profiled_steps_are_named(config: PPOConfig | SFTConfig) -> Iterator[Problem]:
     profiler, trainer = config.global_profiler, config.trainer
     if profiler.tool is not None and not profiler.steps:
-        yield Problem(
-            "global_profiler.steps",
-            shown(profiler.steps),
-            f"must be given: tool={profiler.tool}",
-            "global_profiler.steps=[2]",
-        )
+        key, rule = "global_profiler.steps", f"must be given: tool={profiler.tool}"
+        yield Problem(key, shown(profiler.steps), rule, f"{key}=[2]")
     if profiler.tool == "nsys" and trainer.debug.local:
         rule = "Nsight Systems starts the processes that it watches; trainer.debug.local=true has none"
-        yield Problem(
-            "global_profiler.tool", "nsys", rule, "global_profiler.tool=torch or trainer.debug.local=false"
-        )
+        remedy = "global_profiler.tool=torch or trainer.debug.local=false"
+        yield Problem("global_profiler.tool", "nsys", rule, remedy)
 
 
 def _parts_of_a_run(config: PPOConfig) -> Iterator[Problem]:
     trainer, debug, key = config.trainer, config.trainer.debug, "trainer.debug"
     if debug.train_only and debug.load_rollouts is None:
-        yield Problem(
-            f"{key}.load_rollouts",
-            "null",
-            f"must be given: {key}.train_only=true samples nothing",
-            f"{key}.load_rollouts=...",
-        )
+        rule = f"must be given: {key}.train_only=true samples nothing"
+        yield Problem(f"{key}.load_rollouts", "null", rule, f"{key}.load_rollouts=...")
     if debug.rollout_only and debug.train_only:
-        yield Problem(
-            f"{key}.rollout_only",
-            "true",
-            f"{key}.train_only=true is the other half of a step",
-            f"{key}.rollout_only=false",
-        )
+        rule = f"{key}.train_only=true is the other half of a step"
+        yield Problem(f"{key}.rollout_only", "true", rule, f"{key}.rollout_only=false")
     if debug.rollout_only and debug.load_rollouts is not None:
         rule = f"{key}.rollout_only=true only samples, so it does not use given trajectories"
         yield Problem(f"{key}.load_rollouts", debug.load_rollouts, rule, f"{key}.load_rollouts=null")
-    if trainer.val_only and (
-        debug.rollout_only or debug.train_only or debug.load_rollouts or debug.save_rollouts
-    ):
-        yield Problem(
-            "trainer.val_only",
-            "true",
-            f"there are no steps that {key}.* could change",
-            "trainer.val_only=false",
-        )
-    if debug.save_rollouts is not None and _is_same_place(debug.save_rollouts, debug.load_rollouts):
+    given = debug.rollout_only or debug.train_only or debug.load_rollouts or debug.save_rollouts
+    if trainer.val_only and given:
+        rule = f"there are no steps that {key}.* could change"
+        yield Problem("trainer.val_only", "true", rule, "trainer.val_only=false")
+    if _is_same_place(debug.save_rollouts, debug.load_rollouts):
         rule = f"{key}.load_rollouts reads that folder"
         yield Problem(f"{key}.save_rollouts", debug.save_rollouts, rule, f"{key}.save_rollouts=null")
     if trainer.keep_best is not None and (debug.rollout_only or debug.train_only):
@@ -349,10 +272,9 @@ CROSS_RULES: dict[type, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
     GenerateConfig: (_one_process_is_debugged,),
 }
 """Rules across fields."""
-NEEDED: dict[type, tuple[Callable[[Any], Iterator[Problem]], ...]] = {
-    PPOConfig: (_ppo_has_data,),
-    SFTConfig: (_sft_has_data,),
-    GenerateConfig: (_generate_has_files,),
-    EvalConfig: (_eval_has_data,),
+NEEDED: dict[type, tuple[str, ...]] = {
+    SFTConfig: ("model.path", "data.train_files"),
+    GenerateConfig: ("model.path", "data.path", "output.path"),
+    EvalConfig: ("data.path",),
 }
-"""Keys that must be set before a run."""
+"""Keys that must be set before a run; those of PPOConfig depend on the recipe."""

@@ -98,7 +98,14 @@ def check(schema: type, tree: Mapping[str, Any], origins: Mapping[str, str], res
         try:
             if _has_interpolation(value):
                 checked.written[key] = value
-                value = _as_typed(schema, key, resolve(key))
+                value, known = resolve(key), known_keys(schema).get(key)
+                if (
+                    known
+                    and not known.is_section
+                    and isinstance(value, str)
+                    and not accepts(known.hint, value)
+                ):
+                    value = yaml.safe_load(value)  # text from the environment may be a number
             _sort(schema, key, value, checked, foreign)
         except ConfigError as error:
             checked.problems += error.problems
@@ -142,9 +149,9 @@ def _sort(schema: type, key: str, value: Any, checked: CheckedTree, foreign: dic
     if schema is PPOConfig:
         value, note = our_value(key, value)
         checked.translation.notes += [note] if note else []
-        if value == "???" or (
-            value is None and not accepts(known.hint, None) and _is_default_of_verls(key, checked)
-        ):
+        in_file = verl.in_file(checked.origins.get(key, COMMAND_LINE))
+        is_unset = value is None and not accepts(known.hint, None) and verl.is_other_default(key, None)
+        if value == "???" or (in_file and is_unset):
             return
     if known.is_section or not accepts(known.hint, value):
         checked.problems.append(_as_meant(known, value) or wrong_type(schema, known, value))
@@ -172,19 +179,6 @@ def _as_meant(known: Key, value: Any) -> Problem | None:
             rule = f"must be {type_words(known.hint)}, without a list inside"
             return Problem(known.path, shown(value), rule, f"{known.path}={shown(flat)}")
     return None
-
-
-def _is_default_of_verls(key: str, checked: CheckedTree) -> bool:
-    """Whether a file has null for a key, as a version of verl does."""
-    return verl.in_file(checked.origins.get(key, COMMAND_LINE)) and verl.is_other_default(key, None)
-
-
-def _as_typed(schema: type, key: str, value: Any) -> Any:
-    """Parses the value of an interpolation: text from the environment may be a number."""
-    known = known_keys(schema).get(key)
-    if known is None or known.is_section or not isinstance(value, str) or accepts(known.hint, value):
-        return value
-    return yaml.safe_load(value)
 
 
 def value_problems(schema: type, key: str, value: Any) -> list[Problem]:

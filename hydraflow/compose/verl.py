@@ -127,14 +127,8 @@ def translate(
             effect = "never did anything" if is_never_read(key) else "has no effect"
             result.ignored.append(Problem(key, shown(value), f"{effect}: {row.why}", f"leave out {key}"))
         elif _is_harmless(key, value, row):
-            result.ignored.append(
-                Problem(
-                    key,
-                    shown(value),
-                    "has no effect: it is off, or the default behaviour",
-                    f"leave out {key}",
-                )
-            )
+            rule = "has no effect: it is off, or the default behaviour"
+            result.ignored.append(Problem(key, shown(value), rule, f"leave out {key}"))
         else:
             result.unsupported.append(_unsupported(key, value, row))
     for origin, count in result.untouched.items():
@@ -162,13 +156,8 @@ def is_never_read(key: str) -> bool:
 
 
 def _unsupported(key: str, value: Any, row: Unsupported) -> Problem:
-    remedy = f"leave out {key}"
-    return Problem(
-        key,
-        shown(value),
-        f"is not supported yet; in verl it would {row.would}",
-        f"{remedy} or {row.instead}" if row.instead else remedy,
-    )
+    remedy = f"leave out {key}" + (f" or {row.instead}" if row.instead else "")
+    return Problem(key, shown(value), f"is not supported yet; in verl it would {row.would}", remedy)
 
 
 def _is_harmless(key: str, value: Any, row: Unsupported) -> bool:
@@ -270,10 +259,8 @@ def _model_engine(value: Any, result: Translation) -> Iterator[tuple[str, Any]]:
     if value == "megatron":
         yield from (("actor_rollout_ref.actor.strategy", "megatron"), ("critic.strategy", "megatron"))
     elif value != "dp":
-        problem = Problem(
-            "model_engine", value, "there is no such engine here", "model_engine=dp or model_engine=megatron"
-        )
-        result.problems.append(problem)
+        remedy = "model_engine=dp or model_engine=megatron"
+        result.problems.append(Problem("model_engine", value, "there is no such engine here", remedy))
 
 
 def _per_rank(
@@ -288,11 +275,8 @@ def _per_rank(
         result.problems.append(Problem(old, shown(value), rule, f"{new}=... or trainer.n_gpus_per_node=..."))
     elif not isinstance(value, int) or isinstance(value, bool) or value % ranks:
         rule = f"counts rows over all data ranks, and {ranks} of them cannot share it"
-        result.problems.append(
-            Problem(
-                old, shown(value), rule, f"{new}={max(1, value // ranks) if isinstance(value, int) else 1}"
-            )
-        )
+        near = max(1, value // ranks) if isinstance(value, int) else 1
+        result.problems.append(Problem(old, shown(value), rule, f"{new}={near}"))
     else:
         yield new, value // ranks
 
@@ -329,15 +313,13 @@ def _take(
         return
     here = origins.get(new, DEFAULT)
     if _rank(here) > _rank(origin):
-        result.notes.append(
-            f"{old}={shown(value, old)}: {new}={shown(leaves[new], new)} takes precedence ({here})"
-        )
+        ours = f"{new}={shown(leaves[new], new)}"
+        result.notes.append(f"{old}={shown(value, old)}: {ours} takes precedence ({here})")
         return
     if _rank(here) == _rank(origin) and leaves.get(new) != value:
         rule = f"is another name for {new}, which is set to {shown(leaves.get(new), new)}"
-        result.problems.append(
-            Problem(old, shown(value), rule, f"leave out {old} or {new}={shown(value, old)}")
-        )
+        remedy = f"leave out {old} or {new}={shown(value, old)}"
+        result.problems.append(Problem(old, shown(value), rule, remedy))
         return
     if in_file(origin) and leaves.get(new) == value:
         return  # a default that the file repeats

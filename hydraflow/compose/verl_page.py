@@ -119,26 +119,18 @@ def _accepted(title: str, table: Mapping[str, Ignored]) -> str:
 
 
 def _section(title: str, text: str, heads: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> str:
-    lines = [
-        f"## {title}",
-        "",
-        *([text, ""] if text else []),
-        f"| {' | '.join(heads)} |",
-        f"|{'---|' * len(heads)}",
-    ]
-    lines += [
-        f"| {' | '.join(_cell(head, cell) for head, cell in zip(heads, row, strict=True))} |" for row in rows
-    ]
+    lines = [f"## {title}", "", *([text, ""] if text else []), f"| {' | '.join(heads)} |"]
+    lines.append(f"|{'---|' * len(heads)}")
+    for row in rows:
+        cells = (_cell(head, cell) for head, cell in zip(heads, row, strict=True))
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
 
 def _cell(head: str, cell: object) -> str:
     text = str(cell).replace("|", "\\|")
-    return (
-        f"`{text}`"
-        if text and head in ("key", "verl", "here", "follows", "also accepted", "instead", f"verl {VERSION}")
-        else text
-    )
+    is_code = head in ("key", "verl", "here", "follows", "also accepted", "instead", f"verl {VERSION}")
+    return f"`{text}`" if text and is_code else text
 
 
 def _differences() -> Iterator[tuple[str, str, str]]:

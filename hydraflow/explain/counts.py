@@ -61,9 +61,8 @@ def count_rows(files: Any, *, key: str, limit: int = -1, filtered: bool = False)
 def missing_notes(key: str, count: RowCount) -> Iterator[str]:
     """Notes about files that are not on this machine."""
     for name in count.missing:
-        yield (
-            f"{key}: {name} is not on this machine, so its rows are not counted; a run would refuse to start"
-        )
+        uncounted = "so its rows are not counted; a run would refuse to start"
+        yield f"{key}: {name} is not on this machine, {uncounted}"
 
 
 def _count_file(path: Path, key: str) -> int | Problem:

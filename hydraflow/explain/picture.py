@@ -7,10 +7,9 @@ devices of many. Left out on purpose: which placement it is; the plan names it (
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 
-from hydraflow.batch_plan.layout import Cluster, Devices, Layout, Pool
+from hydraflow.batch_plan.layout import Cluster, Devices, Layout
 from hydraflow.system.printing import count
 
 MOST_DRAWN = 16
@@ -26,14 +25,6 @@ MODES = {
 """What each placement means; the plan decides which one it is."""
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Neighbouring devices with the same roles."""
-
-    devices: range
-    roles: frozenset[str]
-
-
 def picture(layouts: Mapping[str, Layout], cluster: Cluster) -> list[str]:
     """The picture of a cluster's devices.
 
@@ -47,26 +38,24 @@ def picture(layouts: Mapping[str, Layout], cluster: Cluster) -> list[str]:
     return [line.rstrip() for line in drawn(layouts, cluster)]
 
 
-def segments(layouts: Mapping[str, Layout], devices: int) -> list[Segment]:
-    """The devices 0 .. `devices` - 1, cut where the roles change.
+def segments(layouts: Mapping[str, Layout], devices: int) -> list[tuple[range, set[str]]]:
+    """The devices 0 .. `devices` - 1, cut where the roles change, with the roles of each part.
 
     >>> actor = Layout("actor", "fsdp2", Devices((range(0, 8),)), 8)
     >>> rollout = Layout("rollout", "vllm", Devices((range(4, 12),)), 8)
-    >>> parts = segments({"actor": actor, "rollout": rollout}, 16)
-    >>> [(part.devices.start, sorted(part.roles)) for part in parts]
+    >>> [(part.start, sorted(roles)) for part, roles in segments({"actor": actor, "rollout": rollout}, 16)]
     [(0, ['actor']), (4, ['actor', 'rollout']), (8, ['rollout']), (12, [])]
     """
     edges = {0, devices}
     for layout in layouts.values():
         edges |= {edge for part in layout.devices.ranges for edge in (part.start, part.stop)}
-    ordered = sorted(edges)
-    return [
-        Segment(
-            range(start, stop),
-            frozenset(role for role, layout in layouts.items() if _holds(layout.devices, start)),
+    found = []
+    for start, stop in pairwise(sorted(edges)):
+        first = Devices((range(start, start + 1),))
+        found.append(
+            (range(start, stop), {role for role, one in layouts.items() if len(one.devices & first)})
         )
-        for start, stop in zip(ordered, ordered[1:])
-    ]
+    return found
 
 
 def copy_of(layout: Layout, rank: int) -> int:
@@ -95,34 +84,26 @@ def summary(layout: Layout) -> str:
         "etp": layout.expert_tensor,
         "dp": layout.replica_data if layout.role == "rollout" else 1,
     }
-    shown = " ".join(
-        f"{name} {size}" for name, size in sizes.items() if size > 1 or (name == "etp" and layout.expert > 1)
-    )
-    parallel = f"{layout.engine}, {shown}" if shown else layout.engine
-    return f"{parallel}: {_copies(layout)}{_sharding(layout)}"
-
-
-def _copies(layout: Layout) -> str:
+    used = (name for name, size in sizes.items() if size > 1 or (name == "etp" and layout.expert > 1))
+    parallel = ", ".join(filter(None, (layout.engine, " ".join(f"{name} {sizes[name]}" for name in used))))
+    each, ranks = count(layout.model_parallel, "device"), count(layout.data_ranks, "data rank")
+    text = f"{parallel}: {each} a row, {ranks}"
     if layout.role == "rollout":
-        each = layout.model_parallel * layout.replica_data
-        return f"{count(each, 'device')} a replica, {count(layout.replicas, 'replica')}"
-    return f"{count(layout.model_parallel, 'device')} a row, {count(layout.data_ranks, 'data rank')}"
-
-
-def _sharding(layout: Layout) -> str:
-    if layout.engine != "fsdp2" or layout.shard <= 1:
-        return ""
-    copies = len(layout.devices) // layout.shard
-    return f", weights in {layout.shard} shards" + (f", {copies} copies" if copies > 1 else "")
-
-
-def _holds(devices: Devices, number: int) -> bool:
-    return any(number in part for part in devices.ranges)
+        each = count(layout.model_parallel * layout.replica_data, "device")
+        text = f"{parallel}: {each} a replica, {count(layout.replicas, 'replica')}"
+    if layout.engine == "fsdp2" and layout.shard > 1:
+        copies = len(layout.devices) // layout.shard
+        text += f", weights in {layout.shard} shards" + (f", {copies} copies" if copies > 1 else "")
+    return text
 
 
 def _every_device(layouts: Mapping[str, Layout], cluster: Cluster) -> Iterator[str]:
     """One column per device, one row per role; the number in it is the copy that the device works on."""
-    nodes = [node for pool in cluster.pools for node in _nodes(pool)]
+    nodes = [
+        range(start, start + pool.devices_per_node)
+        for pool in cluster.pools
+        for start in range(pool.first_device, pool.devices.stop, pool.devices_per_node)
+    ]
     everything = [device for node in nodes for device in node]
     head = max(len("device"), *map(len, layouts)) + 3
     cell = len(str(everything[-1])) + 1
@@ -136,12 +117,6 @@ def _every_device(layouts: Mapping[str, Layout], cluster: Cluster) -> Iterator[s
         yield role.ljust(head) + _cells(marks, nodes, cell) + "  " + summary(layout)
 
 
-def _nodes(pool: Pool) -> list[range]:
-    """The devices of each machine of a pool."""
-    starts = [pool.first_device + node * pool.devices_per_node for node in range(pool.nodes)]
-    return [range(start, start + pool.devices_per_node) for start in starts]
-
-
 def _cells(marks: Mapping[int, str], nodes: Sequence[range], cell: int) -> str:
     """The marks of each machine's devices, as wide as its name at least."""
     blocks = ["".join(marks[device].ljust(cell) for device in node) for node in nodes]
@@ -151,17 +126,13 @@ def _cells(marks: Mapping[int, str], nodes: Sequence[range], cell: int) -> str:
 def _ranges(layouts: Mapping[str, Layout], cluster: Cluster) -> Iterator[str]:
     """One row per range of devices with the same roles, then one line per role."""
     rows = [["devices", "nodes", "count", *layouts]]
-    for part in segments(layouts, len(cluster.devices)):
-        nodes = range(cluster.node_of(part.devices.start), cluster.node_of(part.devices.stop - 1) + 1)
-        marks = [USED if role in part.roles else UNUSED for role in layouts]
-        rows.append([_short(part.devices), _short(nodes), str(len(part.devices)), *marks])
+    for part, roles in segments(layouts, len(cluster.devices)):
+        nodes = Devices((range(cluster.node_of(part.start), cluster.node_of(part.stop - 1) + 1),))
+        marks = [USED if role in roles else UNUSED for role in layouts]
+        rows.append([str(Devices((part,))), str(nodes), str(len(part)), *marks])
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:
         yield "   ".join(text.ljust(width) for text, width in zip(row, widths))
     yield ""
     for role, layout in layouts.items():
         yield f"{role}: {summary(layout)}"
-
-
-def _short(numbers: range) -> str:
-    return str(numbers.start) if len(numbers) == 1 else f"{numbers.start}-{numbers.stop - 1}"

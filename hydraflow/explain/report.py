@@ -104,11 +104,9 @@ def _ppo_report(config: PPOConfig, command: Command) -> Report:
     )
     if plan is None or faults.problems:
         raise ConfigError(faults.problems)
-    memory = (
-        estimate(plan, config, models.policy, limits=limits, critic_shape=models.critic)
-        if models.policy
-        else None
-    )
+    memory = None
+    if models.policy:
+        memory = estimate(plan, config, models.policy, limits=limits, critic_shape=models.critic)
     phases = ppo_phases(plan, config, exact=rollout_is_exact(config, limits.bytes_of))
     notes = [*_file_notes(config, prompts, held_out), *models.notes]
     step, placement = ppo_step(plan), plan.placement
@@ -199,12 +197,9 @@ def _file_notes(config: PPOConfig, prompts: RowCount, held_out: RowCount) -> Ite
         yield from missing_notes(key, count)
         yield from _bound_notes(key, count, longest)
     reward = config.reward
-    own = {
-        "reward.custom_reward_function.path": reward.custom_reward_function.path,
-        "reward.reward_model.model_path": (
-            reward.reward_model.model_path if reward.reward_model.enable else None
-        ),
-    }
+    own = {"reward.custom_reward_function.path": reward.custom_reward_function.path}
+    if reward.reward_model.enable:
+        own["reward.reward_model.model_path"] = reward.reward_model.model_path
     for key, path in own.items():
         if path and not Path(path).expanduser().exists():
             yield f"{key}: {path} is not on this machine; a run would refuse to start"
@@ -215,8 +210,5 @@ def _file_notes(config: PPOConfig, prompts: RowCount, held_out: RowCount) -> Ite
 def _bound_notes(key: str, count: RowCount, longest: int) -> Iterator[str]:
     """Said where a count is an upper bound."""
     if count.at_most:
-        rule = (
-            f"those with more than data.max_prompt_length={longest} tokens are left out, and only a tokenizer"
-            " knows how many"
-        )
-        yield f"{key}: {count} prompts, an upper bound: {rule}"
+        longer = f"those with more than data.max_prompt_length={longest} tokens are left out"
+        yield f"{key}: {count} prompts, an upper bound: {longer}, and only a tokenizer knows how many"

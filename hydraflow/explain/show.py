@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from hydraflow.batch_plan.parts import Quantity
 from hydraflow.batch_plan.table import plan_lines
 from hydraflow.explain.picture import MODES
 from hydraflow.explain.report import Report
@@ -31,7 +30,11 @@ def show(report: Report, *, everything: bool = False, width: int | None = None) 
 
 def report_lines(report: Report, *, everything: bool, width: int) -> Iterator[str]:
     """The lines that `show` prints."""
-    quantities = [one for one in report.plan.quantities if everything or _is_brief(one)]
+    quantities = [
+        one
+        for one in report.plan.quantities
+        if everything or one.provenance == "command line" or BRIEF.fullmatch(one.name)
+    ]
     yield "batch plan"
     yield from plan_lines(quantities, width)
     yield ""
@@ -46,17 +49,12 @@ def report_lines(report: Report, *, everything: bool, width: int) -> Iterator[st
     yield from _paragraphs(_notes(report), width)
     if not everything:
         yield ""
-        yield from _flush(
-            "--all shows every number with its formula, and the memory by what it holds.", width
-        )
+        more = "--all shows every number with its formula, and the memory by what it holds."
+        yield from _flush(more, width)
 
 
 def _flush(text: str, width: int) -> list[str]:
     return paragraph(text, width, first="", rest="  ")
-
-
-def _is_brief(one: Quantity) -> bool:
-    return one.provenance == "command line" or bool(BRIEF.fullmatch(one.name))
 
 
 def _paragraphs(texts: Iterable[str], width: int) -> Iterator[str]:
@@ -111,13 +109,10 @@ def _role_rows(memory: MemoryReport) -> Iterator[list[str]]:
 def _fit_lines(memory: MemoryReport) -> Iterator[str]:
     """Whether each kind of device and the hosts have room, and what to change if not."""
     for group in memory.groups:
-        phases = ", ".join(
-            f"{phase.replace('_', ' ')} {size_text(size)}" for phase, size in group.phases.items()
-        )
+        phases = (f"{phase.replace('_', ' ')} {size_text(size)}" for phase, size in group.phases.items())
         verdict = "" if memory.limits.device_type == "cpu" else f": {_verdict(group.fits)}"
-        yield (
-            f"devices {group.devices}, {' + '.join(group.roles)}: {size_text(group.peak)} ({phases}){verdict}"
-        )
+        needed = f"{size_text(group.peak)} ({', '.join(phases)})"
+        yield f"devices {group.devices}, {' + '.join(group.roles)}: {needed}{verdict}"
     host = memory.host
     of = f" of {size_text(host.limit)}" if host.limit else ""
     rows = f"; {size_text(host.rows)} of it are a step's trajectories" if 10 * host.rows > host.total else ""
@@ -129,17 +124,13 @@ def _fit_lines(memory: MemoryReport) -> Iterator[str]:
 def _advice_lines(memory: MemoryReport) -> Iterator[str]:
     """What to change first, and whether that is enough."""
     where, bytes_missing = memory.missing
-    yield (
-        f"{size_text(bytes_missing)} of {where} memory are missing; to change first, each on top of those"
-        " before:"
-    )
+    first = "to change first, each on top of those before:"
+    yield f"{size_text(bytes_missing)} of {where} memory are missing; {first}"
     for advice in memory.advice:
         yield f"-> {advice.override} saves {size_text(advice.saves)} ({advice.where}): {advice.effect}"
     if left := memory.missing_after_advice:
-        yield (
-            f"-> {size_text(left)} are missing even then: more or larger devices are needed, or a smaller"
-            " model"
-        )
+        other = "more or larger devices are needed, or a smaller model"
+        yield f"-> {size_text(left)} are missing even then: {other}"
     if where == "host" and 2 * memory.host.rows > memory.host.total:
         yield (
             f"-> {size_text(memory.host.rows)} are the trajectories of a step: fewer of them"

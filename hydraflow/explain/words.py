@@ -47,12 +47,9 @@ def generate_phases(plan: GeneratePlan, config: GenerateConfig) -> Iterator[Phas
     """What generation does, call by call."""
     n, length = plan.samples_per_prompt, config.data.max_response_length
     answers = f"{count(n, 'response')} of at most {count(length, 'token')} to each prompt"
-    shared = (
-        f"{count(plan.replicas, 'replica')} decode at most {count(plan.concurrent_sequences, 'sequence')}"
-        " each at a time"
-    )
     yield Phase("call", f"{count(plan.prompts_per_call, 'prompt')} together: {answers}")
-    yield Phase("sample", shared)
+    each = count(plan.concurrent_sequences, "sequence")
+    yield Phase("sample", f"{count(plan.replicas, 'replica')} decode at most {each} each at a time")
     if plan.prompts is not None:
         calls = count(-(-plan.prompts // plan.prompts_per_call), "call")
         responses = count(plan.prompts * n, "response")
@@ -71,36 +68,25 @@ def forwards(micro: MicroPlan, rows: int) -> str:
     passes, left = divmod(rows, micro.rows)
     if passes + bool(left) == 1:
         return "in 1 forward"
-    return (
-        f"in {count(passes + bool(left), 'forward')} of"
-        f" {'at most ' if left else ''}{count(micro.rows, 'row')}"
-    )
+    rows_each = f"{'at most ' if left else ''}{count(micro.rows, 'row')}"
+    return f"in {count(passes + bool(left), 'forward')} of {rows_each}"
 
 
 def _prompts(plan: BatchPlan, config: PPOConfig) -> str:
-    drawn = (
-        f"{count(plan.prompts_per_step, 'prompt')} of at most {count(config.data.max_prompt_length, 'token')}"
-        " are drawn"
-    )
+    longest = count(config.data.max_prompt_length, "token")
+    drawn = f"{count(plan.prompts_per_step, 'prompt')} of at most {longest} are drawn"
     if not plan.filter:
         return drawn
-    bounds = f"at least {plan.filter.least_prompts:,}" + (
-        f", at most {plan.filter.most_prompts:,}" if plan.filter.most_prompts else ""
-    )
-    return (
-        f"{drawn}, and others for those whose scores are all the same: {plan.filter.prompts_per_call:,} at a"
-        f" time, {bounds}"
-    )
+    call, least, most = plan.filter.prompts_per_call, plan.filter.least_prompts, plan.filter.most_prompts
+    bounds = f"at least {least:,}" + (f", at most {most:,}" if most else "")
+    return f"{drawn}, and others for those whose scores are all the same: {call:,} at a time, {bounds}"
 
 
 def _generation(plan: BatchPlan, config: PPOConfig) -> str:
     rollout, tokens = plan.rollout, config.data.max_response_length
     each = f"{count(rollout.trajectories_per_engine, 'trajectory')} each"
-    waves = (
-        f", in {count(rollout.waves, 'wave')} of at most {rollout.concurrent_sequences:,} at a time"
-        if rollout.waves > 1
-        else ""
-    )
+    waves = f", in {count(rollout.waves, 'wave')} of at most {rollout.concurrent_sequences:,} at a time"
+    waves = waves if rollout.waves > 1 else ""
     total = f"{count(plan.samples_per_prompt, 'response')} of at most {count(tokens, 'token')} to each prompt"
     sampled = f"{count(plan.trajectories_per_step, 'trajectory')} from {count(rollout.engines, 'engine')}"
     return f"{total}: {sampled}, {each}{waves}"
@@ -113,7 +99,7 @@ def _scoring(plan: BatchPlan, config: PPOConfig) -> str:
     return f"the reward function scores {count(plan.trajectories_per_step, 'trajectory')}, in {workers}"
 
 
-def _old_log_probs(plan: BatchPlan, config: PPOConfig, exact: bool) -> str:
+def _old_log_probs(plan: BatchPlan, exact: bool) -> str:
     first = _pass(plan, "actor", plan.old_log_prob)
     compares = f"in the first step after a start the actor computes its own and compares them, {first}"
     match old_from(config, plan, exact=exact):
@@ -124,17 +110,6 @@ def _old_log_probs(plan: BatchPlan, config: PPOConfig, exact: bool) -> str:
     return f"the actor computes log-probabilities again, {first}"
 
 
-def _reference(plan: BatchPlan) -> str:
-    assert plan.ref is not None
-    role = "ref" if "ref" in plan.layouts else "actor"
-    return f"the reference computes its own, {_pass(plan, role, plan.ref)}"
-
-
-def _values(plan: BatchPlan) -> str:
-    assert plan.values is not None
-    return f"the critic computes values, {_pass(plan, 'critic', plan.values)}"
-
-
 def _advantages(plan: BatchPlan, config: PPOConfig) -> str:
     estimator = config.algorithm.adv_estimator
     chosen = ESTIMATORS.get(estimator)
@@ -142,31 +117,40 @@ def _advantages(plan: BatchPlan, config: PPOConfig) -> str:
     return f"{estimator} turns scores into advantages{groups}"
 
 
-def _critic(plan: BatchPlan) -> str:
-    assert plan.critic is not None
-    return _update(plan.critic, plan.prompts_per_step)
+def _sync(plan: BatchPlan) -> str:
+    sent = f"the new weights go to {count(plan.rollout.engines, 'generation engine')}"
+    if not plan.asynchronous:
+        return sent
+    rounds = count(plan.asynchronous.rounds_per_sync, "round")
+    stale = count(plan.asynchronous.stale_trajectories, "trajectory")
+    return f"{sent} after every {rounds}; {stale} may come from older weights"
 
 
 _TEXTS: dict[str, Callable[[BatchPlan, PPOConfig, bool], str]] = {
-    "prompts": lambda plan, config, exact: _prompts(plan, config),
-    "generate": lambda plan, config, exact: _generation(plan, config),
-    "score": lambda plan, config, exact: _scoring(plan, config),
-    "log-probs": lambda plan, config, exact: _old_log_probs(plan, config, exact),
-    "reference": lambda plan, config, exact: _reference(plan),
-    "values": lambda plan, config, exact: _values(plan),
-    "advantages": lambda plan, config, exact: _advantages(plan, config),
-    "critic": lambda plan, config, exact: _critic(plan),
-    "actor": lambda plan, config, exact: _update(plan.actor, plan.prompts_per_step),
-    "sync": lambda plan, config, exact: _sync(plan),
+    "prompts": lambda plan, config, _: _prompts(plan, config),
+    "generate": lambda plan, config, _: _generation(plan, config),
+    "score": lambda plan, config, _: _scoring(plan, config),
+    "log-probs": lambda plan, _, exact: _old_log_probs(plan, exact),
+    "reference": lambda plan, *_: f"the reference computes its own, {_reference_pass(plan)}",
+    "values": lambda plan, *_: f"the critic computes values, {_pass(plan, 'critic', plan.values)}",
+    "advantages": lambda plan, config, _: _advantages(plan, config),
+    "critic": lambda plan, *_: _update(plan.critic, plan.prompts_per_step),
+    "actor": lambda plan, *_: _update(plan.actor, plan.prompts_per_step),
+    "sync": lambda plan, *_: _sync(plan),
 }
 """Phase of `trainer/phases.py` -> what it does, with the plan's numbers."""
 
 
-def _pass(plan: BatchPlan, role: str, micro: MicroPlan) -> str:
+def _pass(plan: BatchPlan, role: str, micro: MicroPlan | None) -> str:
     """How all trajectories of a step pass through a role's model once."""
+    assert micro is not None, f"a step with {role} has a plan for it"
     ranks = plan.layouts[role].data_ranks
     rows = -(-plan.trajectories_per_step // ranks)
     return f"{count(ranks, 'data rank')} of {count(rows, 'row')}, {forwards(micro, rows)}"
+
+
+def _reference_pass(plan: BatchPlan) -> str:
+    return _pass(plan, "ref" if "ref" in plan.layouts else "actor", plan.ref)
 
 
 def _on_ranks(role: RolePlan, noun: str) -> str:
@@ -175,7 +159,8 @@ def _on_ranks(role: RolePlan, noun: str) -> str:
     return f"{count(role.data_ranks, 'data rank')} of {each}, {forwards(role.micro, role.rows_per_rank)}"
 
 
-def _update(role: RolePlan, prompts: int) -> str:
+def _update(role: RolePlan | None, prompts: int) -> str:
+    assert role is not None, "a step with a critic has a plan for it"
     minis = prompts // role.mini_batch_prompts
     passes = f", {count(role.epochs, 'pass')}" if role.epochs > 1 else ""
     one = f"{count(role.mini_batch_prompts, 'prompt')} = {count(role.mini_batch_trajectories, 'trajectory')}"
@@ -184,35 +169,18 @@ def _update(role: RolePlan, prompts: int) -> str:
     return f"{steps} ({count(minis, 'mini-batch')}{passes}): {each} takes {one}, on {_on_ranks(role, 'row')}"
 
 
-def _sync(plan: BatchPlan) -> str:
-    return f"the new weights go to {count(plan.rollout.engines, 'generation engine')}{_rounds(plan)}"
-
-
-def _rounds(plan: BatchPlan) -> str:
-    if not plan.asynchronous:
-        return ""
-    stale = count(plan.asynchronous.stale_trajectories, "trajectory")
-    return (
-        f" after every {count(plan.asynchronous.rounds_per_sync, 'round')}; {stale} may come from older"
-        " weights"
-    )
-
-
 def _run(per_epoch: int, total: int, role: RolePlan, rows: str, batch: int) -> Phase:
     """What all steps together do, where their number is known."""
     if not total:
+        unless = "trainer.total_training_steps says it"
         return Phase(
-            "run",
-            f"the number of {rows} is not known, so the number of steps is not, unless"
-            " trainer.total_training_steps says it",
+            "run", f"the number of {rows} is not known, so the number of steps is not, unless {unless}"
         )
     epochs = f" ({per_epoch:,} are one pass over the {rows}, {batch:,} each)" if per_epoch else ""
     steps = role.optimizer_steps(total)
-    warm = (
-        f"; the learning rate rises over the first {count(role.warmup_steps, 'training step')}"
-        if role.warmup_steps
-        else ""
-    )
+    warm = ""
+    if role.warmup_steps:
+        warm = f"; the learning rate rises over the first {count(role.warmup_steps, 'training step')}"
     if role.first_step > 1:
         warm += f"; only the critic learns before step {role.first_step:,}"
     return Phase("run", f"{count(total, 'training step')}{epochs}, {count(steps, 'optimizer step')}{warm}")

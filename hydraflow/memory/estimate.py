@@ -155,16 +155,10 @@ def _notes(inputs: EstimateInputs) -> Iterator[str]:
     if "reward_model" in inputs.plan.layouts:
         yield "the reward model is counted as a model of the policy's shape"
     if "vllm" in engines and inputs.limits.device_bytes is None:
-        yield (
-            "rollout.gpu_memory_utilization is a share of a device whose memory is not known: the cache is"
-            " what its sequences need"
-        )
-    yield (
-        "loading: rank 0 sends the model out tensor by tensor and each rank keeps its shard; roles of one"
-        " process load one after another"
-    )
+        share = "rollout.gpu_memory_utilization is a share of a device whose memory is not known"
+        yield f"{share}: the cache is what its sequences need"
+    loading = "loading: rank 0 sends the model out tensor by tensor and each rank keeps its shard"
+    yield f"{loading}; roles of one process load one after another"
     if inputs.limits.device_type == "cpu":
-        yield (
-            "the C library's allocator keeps freed memory: a process on a CPU may show up to twice these"
-            " numbers"
-        )
+        freed = "the C library's allocator keeps freed memory"
+        yield f"{freed}: a process on a CPU may show up to twice these numbers"

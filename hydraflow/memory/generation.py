@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hydraflow.memory.activations import RowSizes
-from hydraflow.memory.report import MemoryParts
+from hydraflow.memory.report import MemoryParts, fullest
 from hydraflow.memory.shape import ModelShape
 
 LEAST_ROWS = 16
@@ -40,9 +40,7 @@ class NativeEngineMemory:
 
     def sample(self, rows: RowSizes, sequences: int) -> MemoryParts:
         """`sequences` rows of the longest kind in one wave."""
-        return self.resting + max(
-            (self._prefill(rows, sequences), self._decode(rows, sequences)), key=lambda parts: parts.total
-        )
+        return self.resting + fullest(self._prefill(rows, sequences), self._decode(rows, sequences))
 
     def _prefill(self, rows: RowSizes, sequences: int) -> MemoryParts:
         """Every prompt once: its cache, and the layers' intermediates of one forward."""
@@ -100,9 +98,8 @@ class VllmMemory:
         """Weights and cache: the device's share, or `demand` bytes of cache if its size is not known."""
         if self.device_bytes is None:
             return MemoryParts(weights=self.weights, kv_cache=demand)
-        return MemoryParts(
-            weights=self.weights, kv_cache=max(0, int(self.share * self.device_bytes) - self.weights)
-        )
+        cache = max(0, int(self.share * self.device_bytes) - self.weights)
+        return MemoryParts(weights=self.weights, kv_cache=cache)
 
     def sample(self, sequences: int, length: int) -> MemoryParts:
         """`sequences` rows of `length` tokens at a time."""

@@ -120,11 +120,9 @@ def host_memory(
     if (given := allocation()) and given.memory_bytes:
         total, available = min(total, given.memory_bytes), min(available, given.memory_bytes)
     for folder in cgroup_folders("memory", cgroups, membership):
-        for limit_file, used_file in (
-            ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-        ):
-            limit, used = _number(folder / limit_file), _number(folder / used_file)
+        versions = {"max": "current", "limit_in_bytes": "usage_in_bytes"}
+        for limit_file, used_file in versions.items():
+            limit, used = _number(folder / f"memory.{limit_file}"), _number(folder / f"memory.{used_file}")
             if limit is not None and limit < NO_LIMIT:
                 total, available = min(total, limit), min(available, limit - (used or 0))
     return MachineMemory(total, max(0, available))

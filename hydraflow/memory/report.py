@@ -41,9 +41,8 @@ class MemoryParts:
         return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "host"}
 
     def __add__(self, other: MemoryParts) -> MemoryParts:
-        return MemoryParts(
-            **{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)}
-        )
+        names = (one.name for one in fields(self))
+        return MemoryParts(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
 def fullest(*moments: MemoryParts) -> MemoryParts:

@@ -219,6 +219,7 @@ def shape_of(config: Mapping[str, Any], *, field: str = "actor_rollout_ref.model
     kind = str(config.get("model_type", "llama"))
     family = FAMILIES.get(kind, _LLAMA)
     heads, layers, hidden = config["num_attention_heads"], config["num_hidden_layers"], config["hidden_size"]
+    intermediate = config["intermediate_size"]
     experts = next((int(config[key]) for key in _EXPERTS if config.get(key)), 0)
     dense = sum(not _is_sparse(config, layer) for layer in range(layers)) if experts else layers
     return ModelShape(
@@ -229,7 +230,7 @@ def shape_of(config: Mapping[str, Any], *, field: str = "actor_rollout_ref.model
         heads=heads,
         kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or family.head_dim or hidden // heads,
-        intermediate=config["intermediate_size"],
+        intermediate=intermediate,
         tied=bool(config.get("tie_word_embeddings", family.tied)),
         qkv_bias=flag(config, family.qkv_bias),
         output_bias=flag(config, family.output_bias),
@@ -238,9 +239,7 @@ def shape_of(config: Mapping[str, Any], *, field: str = "actor_rollout_ref.model
         fused=family.fused,
         experts=experts,
         experts_per_token=int(config.get("num_experts_per_tok") or 0) if experts else 0,
-        expert_intermediate=(
-            int(config.get(family.expert_width) or config["intermediate_size"]) if experts else 0
-        ),
+        expert_intermediate=int(config.get(family.expert_width) or intermediate) if experts else 0,
         shared_intermediate=int(config.get("shared_expert_intermediate_size") or 0) if experts else 0,
         dense_layers=dense,
         notes=tuple(_notes(config, kind)),
@@ -256,9 +255,8 @@ def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _notes(config: Mapping[str, Any], kind: str) -> list[str]:
     notes = []
     if kind not in FAMILIES:
-        notes.append(
-            f"model_type={kind} is not known to the memory estimate: it is counted as a Llama of these sizes"
-        )
+        known = "is not known to the memory estimate"
+        notes.append(f"model_type={kind} {known}: it is counted as a Llama of these sizes")
     if "multimodal" in config:
         notes.append(f"{config['multimodal']}: only its language model is counted")
     return notes

@@ -16,15 +16,9 @@ from pathlib import Path
 
 from hydraflow.compose.allocated import BESIDE
 from hydraflow.compose.command import Command
-from hydraflow.compose.judges import (
-    judge_ppo,
-    judge_sft,
-    missing_for_generate,
-    missing_for_ppo,
-    missing_for_sft,
-)
+from hydraflow.compose.judges import judge, missing
 from hydraflow.compose.launch import launch
-from hydraflow.compose.loading import Judge
+from hydraflow.compose.loading import EntryPoint
 from hydraflow.device import CPU_PROCESSES
 from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
 from hydraflow.system.allocation import Allocation, allocation
@@ -32,12 +26,7 @@ from hydraflow.tracking.provenance import SLURM_JOB
 from hydraflow.tracking.run_folder import RUNS, RunFolder, slug
 
 Config = PPOConfig | SFTConfig | GenerateConfig
-JOBS: dict[str, tuple[type[Config], tuple[Judge, ...]]] = {
-    "ppo": (PPOConfig, (judge_ppo, missing_for_ppo)),
-    "sft": (SFTConfig, (judge_sft, missing_for_sft)),
-    "generate": (GenerateConfig, (missing_for_generate,)),
-}
-"""Job -> its schema and checks; missing files are checked as well, before the job waits in a queue."""
+JOBS: dict[str, type[Config]] = {"ppo": PPOConfig, "sft": SFTConfig, "generate": GenerateConfig}
 AFTERWARDS = ["ray_init.address=auto"]
 """The job starts a cluster before the command runs."""
 
@@ -79,8 +68,8 @@ class JobSettings:
 
 
 def check(job: str, arguments: Sequence[str], *, write_to: Path | None = None) -> int:
-    """Composes, plans and checks against the allocation; returns the exit code, writes the settings."""
-    schema, judges = JOBS[job]
+    """Composes, plans and checks against the allocation; returns the exit code, writes the settings. Missing
+    files are checked as well, before the job waits in a queue."""
 
     def write(config: Config, command: Command) -> None:
         if write_to is not None:
@@ -89,7 +78,7 @@ def check(job: str, arguments: Sequence[str], *, write_to: Path | None = None) -
     given = sys.argv[1:]
     try:
         sys.argv[1:] = [*arguments, *AFTERWARDS]
-        return launch(job, schema, write, judges=judges)
+        return launch(EntryPoint(job, JOBS[job], judges=(judge, missing)), write)
     finally:
         sys.argv[1:] = given
 

@@ -12,6 +12,7 @@ from json import dumps
 from hydraflow import schema
 from hydraflow.compose.command import Command
 from hydraflow.compose.launch import launch
+from hydraflow.compose.loading import EntryPoint
 from hydraflow.errors import WorkerError
 
 SCHEMAS = {
@@ -36,4 +37,4 @@ def run(config: object, command: Command) -> int:
 
 if __name__ == "__main__":
     name = sys.argv.pop(1)
-    sys.exit(launch(name, SCHEMAS[name], run))
+    sys.exit(launch(EntryPoint(name, SCHEMAS[name]), run))

@@ -65,6 +65,7 @@ def test_a_run_gets_its_configuration_and_leaves_no_files(tmp_path):
         ),
         (["--config-dir", "missing"], "--config-dir missing: there is no such folder"),
         (["--cfg", "job", "-m"], "only one of these options"),
+        (["--resolve", "trainer.seed=1"], "--resolve: goes with --cfg"),
     ],
 )
 def test_a_mistake_is_named_without_a_stack_trace(tmp_path, arguments, expected):

@@ -3,15 +3,7 @@ uses."""
 
 import pytest
 
-from hydraflow.compose.judges import (
-    judge_generate,
-    judge_ppo,
-    judge_sft,
-    missing_for_eval,
-    missing_for_generate,
-    missing_for_ppo,
-    missing_for_sft,
-)
+from hydraflow.compose.judges import judge, missing
 from hydraflow.compose.loading import load_command
 from hydraflow.errors import ConfigError
 from hydraflow.schema import EvalConfig, GenerateConfig, PPOConfig, SFTConfig
@@ -20,9 +12,7 @@ MACHINES = ["cluster=h100", "cluster.nodes=64"]
 
 
 def judged(*overrides):
-    return load_command(
-        "ppo", PPOConfig, ["trainer.device=cpu", *overrides], judges=(judge_ppo, missing_for_ppo)
-    )[1]
+    return load_command("ppo", PPOConfig, ["trainer.device=cpu", *overrides], judges=(judge, missing))[1]
 
 
 def test_machines_that_are_planned_for_change_nothing():
@@ -37,20 +27,15 @@ def test_machines_that_are_planned_for_change_nothing():
 NOWHERE = "/nowhere/at/all"
 MODEL, CUSTOM = "actor_rollout_ref.model.path", "reward.custom_reward_function.path"
 MISSING = [
-    (
-        "ppo",
-        PPOConfig,
-        missing_for_ppo,
-        [MODEL, "critic.model.path", "data.train_files", "data.val_files", CUSTOM],
-    ),
-    ("sft", SFTConfig, missing_for_sft, ["model.path", "data.train_files", "data.val_files"]),
-    ("generate", GenerateConfig, missing_for_generate, ["model.path", "data.path"]),
-    ("eval", EvalConfig, missing_for_eval, ["data.path", CUSTOM]),
+    ("ppo", PPOConfig, [MODEL, "critic.model.path", "data.train_files", "data.val_files", CUSTOM]),
+    ("sft", SFTConfig, ["model.path", "data.train_files", "data.val_files"]),
+    ("generate", GenerateConfig, ["model.path", "data.path"]),
+    ("eval", EvalConfig, ["data.path", CUSTOM]),
 ]
 
 
-@pytest.mark.parametrize(("name", "schema", "missing", "keys"), MISSING, ids=[case[0] for case in MISSING])
-def test_everything_that_is_missing_comes_at_once_with_the_other_mistakes(name, schema, missing, keys):
+@pytest.mark.parametrize(("name", "schema", "keys"), MISSING, ids=[case[0] for case in MISSING])
+def test_everything_that_is_missing_comes_at_once_with_the_other_mistakes(name, schema, keys):
     words = [f"{key}={NOWHERE}" for key in keys] + (["output.path=out.parquet"] if name == "generate" else [])
     with pytest.raises(ConfigError) as caught:
         load_command(name, schema, [*words, "strict=perhaps"], missing=missing)
@@ -62,16 +47,16 @@ def test_everything_that_is_missing_comes_at_once_with_the_other_mistakes(name, 
 
 def test_missing_files_alone_are_left_to_the_job():
     config, _ = load_command(
-        "sft", SFTConfig, [f"model.path={NOWHERE}", f"data.train_files={NOWHERE}"], missing=missing_for_sft
+        "sft", SFTConfig, [f"model.path={NOWHERE}", f"data.train_files={NOWHERE}"], missing=missing
     )
     assert config.model.path == NOWHERE
 
 
 def test_supervised_training_and_generation_refuse_what_is_only_planned():
     size = "ulysses_sequence_parallel_size"
-    for name, schema, judge, word in (
-        ("sft", SFTConfig, judge_sft, f"fsdp_config.{size}=2"),
-        ("generate", GenerateConfig, judge_generate, "rollout.name=vllm"),
+    for name, schema, word in (
+        ("sft", SFTConfig, f"fsdp_config.{size}=2"),
+        ("generate", GenerateConfig, "rollout.name=vllm"),
     ):
         paths = {"sft": ["data.train_files"], "generate": ["data.path", "output.path"]}[name]
         given = [f"{path}=a.parquet" for path in ("model.path", *paths)]

@@ -14,7 +14,7 @@ from hydraflow.compose.command import Command
 from hydraflow.compose.command_words import public_words
 from hydraflow.compose.keys import known_keys
 from hydraflow.compose.launch import launch
-from hydraflow.compose.loading import load_command
+from hydraflow.compose.loading import EntryPoint, load_command
 from hydraflow.schema import GenerateConfig, PPOConfig, SFTConfig
 from hydraflow.tracking.run_folder import RunFolder
 
@@ -23,7 +23,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[PPOConfig, C
     """What the command line gives `run`."""
     seen: list[tuple[PPOConfig, Command]] = []
     monkeypatch.setattr(sys, "argv", ["main_ppo", *words])
-    assert launch("ppo", PPOConfig, lambda config, command: seen.append((config, command))) == 0
+    assert launch(EntryPoint("ppo", PPOConfig), lambda config, command: seen.append((config, command))) == 0
     return seen[0]
 
 

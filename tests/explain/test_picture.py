@@ -76,9 +76,9 @@ def test_segments_cover_every_device_once_and_say_its_roles(placed: list[tuple[i
         for i, (start, size) in enumerate(placed)
     }
     parts = segments(layouts, 40)
-    assert [device for part in parts for device in part.devices] == list(range(40))
-    for part in parts:
-        for device in part.devices:
-            assert part.roles == {
+    assert [device for part, _ in parts for device in part] == list(range(40))
+    for part, roles in parts:
+        for device in part:
+            assert roles == {
                 f"role{i}" for i, (start, size) in enumerate(placed) if start <= device < start + size
             }
