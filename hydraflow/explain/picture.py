@@ -28,6 +28,7 @@ MODES = {
 def picture(layouts: Mapping[str, Layout], cluster: Cluster) -> list[str]:
     """The picture of a cluster's devices.
 
+    >>> from hydraflow.batch_plan.layout import Pool
     >>> rollout = Layout("rollout", "vllm", Devices((range(0, 4),)), 4, tensor=2)
     >>> print("\\n".join(picture({"rollout": rollout}, Cluster((Pool("trainer", 1, 4, 0),)))))
               node 0
@@ -42,6 +43,7 @@ def segments(layouts: Mapping[str, Layout], devices: int) -> list[tuple[range, s
     """The devices 0 .. `devices` - 1, cut where the roles change, with the roles of each part.
 
     >>> actor = Layout("actor", "fsdp2", Devices((range(0, 8),)), 8)
+    >>> from hydraflow.batch_plan.layout import Pool
     >>> rollout = Layout("rollout", "vllm", Devices((range(4, 12),)), 8)
     >>> [(part.start, sorted(roles)) for part, roles in segments({"actor": actor, "rollout": rollout}, 16)]
     [(0, ['actor']), (4, ['actor', 'rollout']), (8, ['rollout']), (12, [])]

@@ -99,7 +99,7 @@ def _scoring(plan: BatchPlan, config: PPOConfig) -> str:
     return f"the reward function scores {count(plan.trajectories_per_step, 'trajectory')}, in {workers}"
 
 
-def _old_log_probs(plan: BatchPlan, exact: bool) -> str:
+def _old_log_probs(plan: BatchPlan, config: PPOConfig, exact: bool) -> str:
     first = _pass(plan, "actor", plan.old_log_prob)
     compares = f"in the first step after a start the actor computes its own and compares them, {first}"
     match old_from(config, plan, exact=exact):
@@ -130,7 +130,7 @@ _TEXTS: dict[str, Callable[[BatchPlan, PPOConfig, bool], str]] = {
     "prompts": lambda plan, config, _: _prompts(plan, config),
     "generate": lambda plan, config, _: _generation(plan, config),
     "score": lambda plan, config, _: _scoring(plan, config),
-    "log-probs": lambda plan, _, exact: _old_log_probs(plan, exact),
+    "log-probs": _old_log_probs,
     "reference": lambda plan, *_: f"the reference computes its own, {_reference_pass(plan)}",
     "values": lambda plan, *_: f"the critic computes values, {_pass(plan, 'critic', plan.values)}",
     "advantages": lambda plan, config, _: _advantages(plan, config),

@@ -75,11 +75,8 @@ class RewardConfig:
     max_memory: float = option(16.0, rule=GIBIBYTES, shapes_training=False, no_effect=NO_PROCESS)
     """Memory limit, in GiB, of a reward process and of each process it starts (RLIMIT_DATA: allocated, used
     or not). A row over the limit raises MemoryError."""
-    on_failure: str = option("mask", choices=("mask", "score"))
-    """What becomes of a row whose function raised or exceeded a limit. mask: it is not trained on, nor
-    compared with its group; score: it is trained on with failure_score."""
     failure_score: float = option(0.0, rule=FINITE)
-    """Score of such a row: in validations, in main_eval, and in training with on_failure=score."""
+    """Score of a row that has failed: in validations, in main_eval, and in training with on_failure=score."""
     max_failed_share: float = option(0.5, ge=0, le=1, shapes_training=False)
     """Fraction of failed rows in a step, a validation or a file of main_eval above which the run ends with
     exit code 5; 1.0: never."""
@@ -87,6 +84,9 @@ class RewardConfig:
 
 @dataclass
 class ModelRewardConfig(RewardConfig):
-    """How responses are scored, and by which reward model."""
+    """How the responses of a training run are scored, and by which reward model."""
 
+    on_failure: str = option("mask", choices=("mask", "score"))
+    """What becomes of a row whose function raised or exceeded a limit. mask: it is not trained on, nor
+    compared with its group; score: it is trained on with failure_score."""
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
