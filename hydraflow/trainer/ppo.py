@@ -21,7 +21,6 @@ from hydraflow.algorithms.config import OldFrom
 from hydraflow.batch_plan.parts import RolePlan
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.device import resolve_dtype
-from hydraflow.dispatch.group import RoleGroup
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.shards import CompletedFuture, Future
 from hydraflow.dispatch.transport import Traffic
@@ -202,37 +201,34 @@ class PPOTrainer:
 
     def update_critic(self, batch: RemoteBatch, step: int) -> None:
         """Takes the critic's optimizer steps."""
-        if self.roles.critic is None:
+        if self.roles.critic is None or not len(batch):
             return
         assert self.plan.critic is not None, "a critic has a plan"
-        names, update = self.reads["critic"], CriticWorker.update
-        self.note_update(self._update(self.plan.critic, self.roles.critic, update, batch, names, step))
+        inputs = self.mini_batched(batch, self.reads["critic"], self.plan.critic, step)
+        self.note_update(self.roles.critic.call(CriticWorker.update, inputs, step))
 
     def update_actor(self, batch: RemoteBatch, step: int) -> Future | None:
-        """Takes the actor's optimizer steps, from step `trainer.critic_warmup` on."""
-        if step < self.plan.actor.first_step:
+        """Takes the actor's optimizer steps, from step `trainer.critic_warmup` on. None: there are none, also
+        because all rows failed and `reward.max_failed_share` allows it."""
+        if step < self.plan.actor.first_step or not len(batch):
             return None
         names = list(self.reads["actor"])
         if self.old == OldFrom.FIRST_PASS:
             names[names.index("old_log_probs")] = "rollout_log_probs"  # only to be compared
-        return self._update(self.plan.actor, self.roles.actor, ActorWorker.update, batch, names, step)
+        inputs = self.mini_batched(batch, names, self.plan.actor, step)
+        inputs.meta_info[OLD_FROM] = self.old
+        updating: Future = self.roles.actor.call(ActorWorker.update, inputs, step)
+        return updating
 
     def note_update(self, updating: Future | None) -> None:
         """Waits for an update and keeps its metrics."""
         if updating is not None:
             self.metrics |= reductions.values(updating.get())
 
-    def _update(
-        self,
-        plan: RolePlan,
-        role: RoleGroup,
-        method: Callable,
-        batch: RemoteBatch,
-        names: Sequence[str],
-        step: int,
-    ) -> Future | None:
-        if not len(batch):  # all rows failed, and reward.max_failed_share allows it
-            return None
+    def mini_batched(
+        self, batch: RemoteBatch, names: Sequence[str], plan: RolePlan, step: int
+    ) -> RemoteBatch:
+        """These columns of the batch, cut for the role's optimizer steps and data ranks."""
         known = self.runtime.fetch(columns(batch, ["lengths", "group"]))
         cut = cut_mini_batches(
             known.get("lengths").numpy(),
@@ -241,9 +237,7 @@ class PPOTrainer:
             balance=self.config.trainer.balance_batch,
             shuffle_key=(self.config.trainer.seed, step) if plan.shuffle else None,
         )
-        inputs = dispatched(columns(batch, [name for name in names if name != "lengths"]), cut, plan)
-        inputs.meta_info[OLD_FROM] = self.old
-        return role.call(method, inputs, step)
+        return dispatched(columns(batch, [name for name in names if name != "lengths"]), cut, plan)
 
     def _compare_with_rollout(self, batch: RemoteBatch) -> dict[str, float]:
         """Metrics of the comparison; the first one after a start stops the run if a generation process is

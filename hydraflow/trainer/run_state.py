@@ -34,7 +34,7 @@ class RunState:
     """Values of the keys that shape training (`identity.py`)."""
     configuration_hash: str
     kl: dict[str, float] = field(default_factory=dict)
-    """`KLController.state_dict()`."""
+    """State of the KL controller."""
     skipped_in_a_row: dict[str, int] = field(default_factory=dict)
     """Optimizer steps of each trained role that were skipped since the last successful one
     (`workers/skipping.py`)."""

@@ -103,7 +103,7 @@ class ActorWorker(EngineWorker):
         Where there was none, the first optimizer step compares its own with the generation engine's.
         """
         loss = partial(self._loss, batch.meta_info.get(OLD_FROM, OldFrom.RECOMPUTE))
-        return self.learn(batch, loss, step, temperature=self.spec.temperature, entropy=True)
+        return self.learner.learn(batch, loss, step, temperature=self.spec.temperature, entropy=True)
 
     def _loss(self, old: OldFrom, denominators: Denominators, first: bool) -> LossFn:
         actor = self.spec.actor

@@ -68,7 +68,7 @@ class CriticWorker(EngineWorker):
     @register(dispatch_mode=mesh_mode("critic"), blocking=False, read_only=True, padding=False)
     def update(self, batch: DataProto, step: int) -> dict[str, Metric]:
         """Every optimizer step of training step `step`; rows come ordered by mini-batch."""
-        return self.learn(batch, self._loss, step)
+        return self.learner.learn(batch, self._loss, step)
 
     def _loss(self, denominators: Denominators, first: bool) -> ValueLoss:
         critic = self.spec.critic

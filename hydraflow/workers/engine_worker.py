@@ -16,13 +16,11 @@ from hydraflow.dispatch.worker import ProcessContext, Worker
 from hydraflow.engine import process_group
 from hydraflow.engine.base import TrainEngine
 from hydraflow.engine.config import TRAIN_ENGINES, FSDPConfig, OptimConfig
-from hydraflow.metrics import Metric, maximum
 from hydraflow.models.config import ModelConfig
-from hydraflow.protocol.batch import DataProto
 from hydraflow.workers.micro_batcher import MicroBatcher
 from hydraflow.workers.saving import save_part
 from hydraflow.workers.skipping import SkipGuard, SkipLimits
-from hydraflow.workers.training import Learner, LossFactory
+from hydraflow.workers.training import Learner
 
 
 class EngineWorker(Worker):
@@ -75,22 +73,8 @@ class EngineWorker(Worker):
         """The optimizer steps of this model. `what` names their pass in messages, `role` the model in
         messages and files, `prefix` its metrics."""
         skip_guard = SkipGuard(limits, role, self.process.rank)
-        return Learner(self.engine, plan, self.micro_batcher(plan.micro, what), skip_guard, prefix)
-
-    def learn(
-        self,
-        batch: DataProto,
-        make_loss: LossFactory,
-        step: int,
-        *,
-        temperature: float = 1.0,
-        entropy: bool = False,
-    ) -> dict[str, Metric]:
-        """Every optimizer step of training step `step`. `oom_splits`: how often micro-batches of any pass
-        were split since the last call; the same on every rank."""
-        metrics = self.learner.learn(batch, make_loss, step=step, temperature=temperature, entropy=entropy)
-        splits = sum(micro_batcher.take_splits() for micro_batcher in self._micro_batchers)
-        return metrics | {f"{self.learner.prefix}/oom_splits": maximum(float(splits))}
+        micro_batcher = self.micro_batcher(plan.micro, what)
+        return Learner(self.engine, plan, micro_batcher, skip_guard, prefix, self._micro_batchers)
 
     def mesh_coordinates(self, mesh: str) -> Coordinates:
         """Which share of a batch this process gets; results are collected from every data rank."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -32,14 +33,18 @@ class MicroBatcher:
         self._planned = plan
         self._splits = 0
 
-    def work(self, engine: TrainEngine, rows: DataProto, passes: Callable[[MicroBatches], Result]) -> Result:
+    def work(
+        self, engine: TrainEngine, rows: DataProto, passes: Callable[[Sequence[DataProto]], Result]
+    ) -> tuple[Result, MicroBatches]:
         """Runs `passes` over the micro-batches of these rows; over smaller ones again if memory runs out.
+        Returns the result and the micro-batches.
 
         Raises DoesNotFit, on every rank, when a single row does not fit.
         """
         while True:
+            micro = split(engine, rows, self._fitting(rows))
             try:
-                return passes(split(engine, rows, self._fitting(rows)))
+                return passes(micro.parts), micro
             except OutOfMemory as error:
                 reports = error.reports  # not the error: its frames keep the passes' tensors alive
             self._make_smaller(engine, rows, reports)
@@ -90,8 +95,22 @@ class MicroBatcher:
 
 
 def split(engine: TrainEngine, batch: DataProto, micro: MicroPlan) -> MicroBatches:
-    """Micro-batches as planned, the same number on every data rank."""
+    """Micro-batches as planned, the same number on every data rank, without the dead rows that they can do
+    without."""
     if micro.rows is not None:
-        return split_rows(batch, micro.rows)
-    assert micro.max_tokens is not None, "a micro-batch plan counts rows or tokens"
-    return split_tokens(batch, micro.max_tokens, lambda values: engine.reduce(values, "max"))
+        cut = split_rows(batch, micro.rows)
+    else:
+        assert micro.max_tokens is not None, "a micro-batch plan counts rows or tokens"
+        cut = split_tokens(batch, micro.max_tokens, lambda values: engine.reduce(values, "max"))
+    return replace(cut, parts=list(map(without_dead_rows, cut.parts))) if "live" in batch.keys() else cut
+
+
+def without_dead_rows(rows: DataProto) -> DataProto:
+    """Only the rows that `live` says; one dead row where there is no other, because a pass is a
+    collective."""
+    if "live" not in rows.keys():
+        return rows
+    live = rows.get("live")
+    return rows.select_idxs(live if bool(live.any()) else [0]).select(
+        [name for name in rows.keys() if name != "live"]
+    )

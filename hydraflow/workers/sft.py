@@ -61,7 +61,7 @@ class SFTWorker(EngineWorker):
     @register(dispatch_mode=mesh_mode("sft"), read_only=True, padding=False)
     def update(self, batch: DataProto, step: int) -> dict[str, Metric]:
         """The optimizer step of training step `step`."""
-        return self.learn(batch, self._loss, step)
+        return self.learner.learn(batch, self._loss, step)
 
     @register(dispatch_mode=mesh_mode("sft"), read_only=True)
     def evaluate(self, batch: DataProto) -> DataProto:

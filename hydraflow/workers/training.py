@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,10 @@ from hydraflow.algorithms.aggregate import Denominators
 from hydraflow.batch_plan.parts import RolePlan
 from hydraflow.dispatch.spans import span
 from hydraflow.engine.base import LossFn, TrainEngine
-from hydraflow.engine.micro_batches import MicroBatches
 from hydraflow.metrics import Metric, maximum, mean, merge
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.ragged import from_parts, parts
-from hydraflow.workers.micro_batcher import MicroBatcher
+from hydraflow.workers.micro_batcher import MicroBatcher, without_dead_rows
 from hydraflow.workers.skipping import SkipGuard
 
 ROWS_PER_RANK = "rows_per_rank"
@@ -47,15 +47,25 @@ class Learner:
     skip_guard: SkipGuard
     prefix: str
     """Prefix of the metrics: actor, critic or train."""
+    micro_batchers: Sequence[MicroBatcher] = ()
+    """Micro-batches of all passes of the model, whose splits are counted."""
 
     def learn(
-        self, batch: DataProto, make_loss: LossFactory, *, step: int, temperature: float, entropy: bool
+        self,
+        batch: DataProto,
+        make_loss: LossFactory,
+        step: int,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
     ) -> dict[str, Metric]:
         """Takes every optimizer step of training step `step`, the first of which is 1.
 
         `batch` holds one mini-batch after the other, of `plan.rows_per_rank` rows or of as many as
         `meta_info[ROWS_PER_RANK]` lists. The column `live`, if there is one, says which rows are not dead.
-        Metrics are averaged over the optimizer steps. GuardStop when too many of those in a row are skipped.
+        Metrics are averaged over the optimizer steps. `oom_splits`: how often micro-batches of any pass were
+        split since the last call, the same on every rank. GuardStop when too many optimizer steps in a row
+        are skipped.
         """
         mini_batches = _mini_batches(_dead_rows_untrained(batch), self.plan.rows_per_rank)
         denominators = global_denominators(self.engine, mini_batches)
@@ -64,12 +74,15 @@ class Learner:
             rows = mini_batches[number % len(mini_batches)]
             loss = make_loss(denominators[number % len(mini_batches)], number == 0)
             with span("gradient"):
-                of_rows.append(self._gradient(rows, loss, temperature=temperature, entropy=entropy))
+                passes = partial(
+                    self.engine.forward_backward, loss_fn=loss, temperature=temperature, entropy=entropy
+                )
+                of_rows.append(self.micro_batcher.work(self.engine, rows, passes)[0])
             with span("optimizer_step"):
                 of_steps.append(self.engine.optimizer_step())
             facts = reductions.values(of_rows[-1]) | of_steps[-1]
             self.skip_guard.note(
-                _without_dead_rows(rows),
+                without_dead_rows(rows),
                 skipped=bool(of_steps[-1]["skipped"]),
                 step=step,
                 number=number,
@@ -82,16 +95,11 @@ class Learner:
             name: replace(metric, value=metric.value / len(of_steps)) if metric.how == "sum" else metric
             for name, metric in found.items()
         }
-        return per_step | {f"{self.prefix}/skipped_steps": maximum(skipped)}
-
-    def _gradient(
-        self, rows: DataProto, loss: LossFn, *, temperature: float, entropy: bool
-    ) -> dict[str, Metric]:
-        def passes(micro: MicroBatches) -> dict[str, Metric]:
-            parts = list(map(_without_dead_rows, micro.parts))
-            return self.engine.forward_backward(parts, loss, temperature=temperature, entropy=entropy)
-
-        return self.micro_batcher.work(self.engine, rows, passes)
+        splits = sum(micro_batcher.take_splits() for micro_batcher in self.micro_batchers)
+        return per_step | {
+            f"{self.prefix}/skipped_steps": maximum(skipped),
+            f"{self.prefix}/oom_splits": maximum(float(splits)),
+        }
 
 
 def global_denominators(engine: TrainEngine, mini_batches: Sequence[DataProto]) -> list[Denominators]:
@@ -105,9 +113,8 @@ def forward_in_order(
 ) -> DataProto:
     """Forward passes over all rows; columns come back in the order of `batch`. `options` are those of
     `TrainEngine.forward`."""
-    return micro_batcher.work(
-        engine, batch, lambda micro: micro.restore(engine.forward(micro.parts, **options))
-    )
+    output, micro = micro_batcher.work(engine, batch, partial(engine.forward, **options))
+    return micro.restore(output)
 
 
 def _mini_batches(batch: DataProto, planned: int) -> list[DataProto]:
@@ -125,16 +132,6 @@ def _dead_rows_untrained(batch: DataProto) -> DataProto:
     live = torch.repeat_interleave(batch.get("live"), lengths)
     columns: dict[str, Any] = dict(batch.items()) | {"response_mask": from_parts(mask * live, lengths)}
     return DataProto.from_dict(columns, meta_info=batch.meta_info)
-
-
-def _without_dead_rows(rows: DataProto) -> DataProto:
-    """Only live rows; one dead row where there is no other, because a pass is a collective."""
-    if "live" not in rows.keys():
-        return rows
-    live = rows.get("live")
-    return rows.select_idxs(live if bool(live.any()) else [0]).select(
-        [name for name in rows.keys() if name != "live"]
-    )
 
 
 def _mask_counts(mini_batch: DataProto) -> tuple[float, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from jobs.command import LOCAL, SMALL_RECIPE, SMALL_STEPS, read_steps
 
+from hydraflow.algorithms.actor_loss import ActorLoss
 from hydraflow.compose.loading import load
 from hydraflow.errors import GuardStop
 from hydraflow.generation.native import NativeEngine
@@ -56,6 +58,26 @@ def test_a_process_with_other_weights_is_named_and_the_first_of_them(
         PPOJob(config(tmp_path, recipe_cache)).run()
     assert "generation process 0 and the trainer disagree" in str(stopped.value)
     assert str(stopped.value).endswith(f"The first of its weights that is not the trainer's: {SPOILT}.")
+
+
+def test_few_calls_lie_between_the_step_and_the_loss(
+    tmp_path: Path, recipe_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who follows a step with a debugger gets to the loss in 14 frames of this package."""
+    stacks: list[list[str]] = []
+    compute = ActorLoss.__call__
+
+    def counted(loss: ActorLoss, *given: Any) -> Any:
+        frames = [frame for frame in inspect.stack()[1:] if "/hydraflow/" in frame.filename]
+        names = [f"{Path(frame.filename).name}:{frame.function}" for frame in frames]
+        stacks.append(names[: names.index("ppo.py:step") + 1])
+        return compute(loss, *given)
+
+    monkeypatch.setattr(ActorLoss, "__call__", counted)
+    PPOJob(config(tmp_path, recipe_cache)).run()
+    longest = max(stacks, key=len)
+    assert len(longest) + 1 <= 14, " <- ".join(longest)
+    assert len({name.partition(":")[0] for name in longest}) <= 9, " <- ".join(longest)
 
 
 @pytest.mark.parametrize("in_reward", [False, True])

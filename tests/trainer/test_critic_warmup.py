@@ -6,9 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from hydraflow.batch_plan.parts import RolePlan
 from hydraflow.batch_plan.resolve import resolve_plan
+from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import RemoteBatch
 from hydraflow.schema import PPOConfig
 from hydraflow.trainer.ppo import PPOTrainer
@@ -22,14 +24,12 @@ def test_the_actor_learns_from_step_critic_warmup_on(
     config = PPOConfig()
     config.trainer.critic_warmup = warmup
     plan = resolve_plan(config, prompts=None)
-    roles: Any = SimpleNamespace(actor=None)
+    roles: Any = SimpleNamespace(actor=SimpleNamespace(call=lambda method, inputs, step: step))
     runtime: Any = SimpleNamespace(timeline=None, device_type="cpu")
     trainer = PPOTrainer(config, plan, roles, runtime, SimpleNamespace(), None)  # type: ignore[arg-type]
     given: list[RolePlan] = []
-    monkeypatch.setattr(
-        trainer, "_update", lambda plan, role, method, batch, names, step: given.append(plan) or step
-    )
-    batch: Any = RemoteBatch({}, {}, {})
+    batch = RemoteBatch.from_local(DataProto.from_dict({"lengths": torch.ones(1)}))
+    monkeypatch.setattr(trainer, "mini_batched", lambda batch, names, plan, step: given.append(plan) or batch)
     learned = [step for step in range(1, 13) if trainer.update_actor(batch, step) is not None]
     assert learned == list(range(first, 13))
     assert given == [plan.actor] * len(learned)

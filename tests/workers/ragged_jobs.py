@@ -16,7 +16,7 @@ from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 from hydraflow.trainer.mini_batches import cut_mini_batches, dispatched
 from hydraflow.workers.micro_batcher import MicroBatcher
-from hydraflow.workers.training import Learner, _dead_rows_untrained, _without_dead_rows
+from hydraflow.workers.training import Learner, _dead_rows_untrained
 
 MICRO = {"one row": rows(1), "three rows": rows(3), "24 tokens": tokens(24)}
 
@@ -77,9 +77,9 @@ def rows_read(live: list[bool], micro: MicroPlan) -> int:
     )
     read = 0
 
-    def passes(parts: object) -> None:
+    def passes(parts: Sequence[DataProto]) -> None:
         nonlocal read
-        read = sum(len(_without_dead_rows(part)) for part in parts.parts)  # type: ignore[attr-defined]
+        read = sum(map(len, parts))
 
     class Alone:
         def reduce(self, values: torch.Tensor, how: str) -> torch.Tensor:

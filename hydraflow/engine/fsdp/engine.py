@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -117,9 +118,10 @@ class FSDPEngine:
         assert self._optim is not None, "a frozen model is not trained"
         self.module.train()
         runner: PassRunner[dict[str, Metric]] = PassRunner(self._collectives)
+        learn = partial(self._learn, loss_fn=loss_fn, temperature=temperature, entropy=entropy)
         for data in micro_batches:
             self._reduce_gradients(data is micro_batches[-1])
-            runner.run(data, lambda part: self._learn(part, loss_fn, temperature, entropy))
+            runner.run(data, learn)
         square, oom_ranks = process_group.all_reduce(
             torch.tensor([self._local_square(), runner.ran_out()], dtype=torch.float64)
         ).tolist()

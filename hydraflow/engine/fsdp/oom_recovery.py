@@ -98,10 +98,23 @@ class PassRunner(Generic[Result]):
         """Runs one pass, `work(data)`."""
         if self._too_large is not None:
             work(_few_tokens(data))
-        elif not self._fits(data, work):
-            self._too_large = data
-            self._results.clear()
-            self._collectives.make_up(lambda: work(_few_tokens(data)))
+            return
+        self._collectives.begin()
+        try:
+            self._results.append(work(data))
+            return
+        except (RuntimeError, MemoryError) as error:
+            if not ran_out_of_memory(error):
+                raise
+            logger.warning(
+                "out of memory in a micro-batch of %d rows, %d tokens: %s",
+                len(data),
+                int(row_tokens(data).sum()),
+                error,
+            )
+        self._too_large = data
+        self._results.clear()
+        self._collectives.make_up(lambda: work(_few_tokens(data)))
 
     def ran_out(self) -> float:
         """1 when memory has run out on this rank, else 0."""
@@ -113,22 +126,6 @@ class PassRunner(Generic[Result]):
         if oom_ranks:
             raise OutOfMemory(self._reports())
         return self._results
-
-    def _fits(self, data: DataProto, work: Callable[[DataProto], Result]) -> bool:
-        self._collectives.begin()
-        try:
-            self._results.append(work(data))
-        except (RuntimeError, MemoryError) as error:
-            if not ran_out_of_memory(error):
-                raise
-            logger.warning(
-                "out of memory in a micro-batch of %d rows, %d tokens: %s",
-                len(data),
-                int(row_tokens(data).sum()),
-                error,
-            )
-            return False
-        return True
 
     def _reports(self) -> list[OomReport]:
         facts = torch.zeros(dist.get_world_size(), 2)
