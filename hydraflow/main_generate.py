@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hydraflow.system.importing import importing
 from hydraflow.system.interrupts import command
 from hydraflow.system.node_folder import keep_modules_here
 
@@ -19,7 +20,8 @@ def run(config: GenerateConfig, command: Command) -> None:
     """Samples as `config` says. The import is here so that configuration mistakes are answered in a
     second."""
     keep_modules_here()
-    from hydraflow.jobs.generate import run_generate
+    with importing():
+        from hydraflow.jobs.generate import run_generate
 
     run_generate(config)
 

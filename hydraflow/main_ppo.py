@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hydraflow.system.importing import importing
 from hydraflow.system.interrupts import command
 from hydraflow.system.node_folder import keep_modules_here
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 def run(config: PPOConfig, command: Command) -> None:
     """Trains as configured. The import is here so that configuration errors are reported within a second."""
     keep_modules_here()
-    from hydraflow.jobs.ppo import run_ppo
+    with importing():
+        from hydraflow.jobs.ppo import run_ppo
 
     run_ppo(config, command=command)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hydraflow.system.importing import importing
 from hydraflow.system.interrupts import command
 from hydraflow.system.node_folder import keep_modules_here
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 def run(config: SFTConfig, command: Command) -> None:
     """Trains as configured. The import is here so that configuration errors are reported within a second."""
     keep_modules_here()
-    from hydraflow.jobs.sft import run_sft
+    with importing():
+        from hydraflow.jobs.sft import run_sft
 
     run_sft(config, command=command)
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from hydraflow.errors import shown
 from hydraflow.system.durations import seconds_of
+from hydraflow.system.importing import importing
 
 _KEY = "option"
 
@@ -78,7 +79,8 @@ class Implementation:
         """The class or function itself."""
         assert self.where, f"not implemented yet: {self.planned}"
         module, _, attribute = self.where.partition(":")
-        found: Any = importlib.import_module(module)
+        with importing():
+            found: Any = importlib.import_module(module)
         for name in attribute.split("."):
             found = getattr(found, name)
         return found

@@ -232,7 +232,9 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the tests and the command
     connection = socket.socket(fileno=int(sys.argv[1]))
     if sys.argv[2:]:
+        gc.disable()
         preload()
+        gc.enable()
     gc.collect()
     gc.freeze()  # a child that collected garbage would copy every page
     asked = serve(connection)

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hydraflow.system.importing import importing
+
 if TYPE_CHECKING:
     from ray import ObjectRef
 
@@ -42,7 +44,8 @@ class WorkerHost:
 
     def __init__(self, rank_info: RankInfo, variables: Mapping[str, str], *settings: Any):
         os.environ.update(variables)
-        from hydraflow.dispatch.worker import WorkerProcess
+        with importing():
+            from hydraflow.dispatch.worker import WorkerProcess
 
         self._process = WorkerProcess(rank_info, *settings)
 

@@ -46,6 +46,7 @@ from hydraflow.dispatch.transport import (
 from hydraflow.errors import ConfigError, DoesNotFit, GuardStop, HydraflowError, WorkerError
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import materialise
+from hydraflow.system.importing import importing
 from hydraflow.system.role_logs import STANDARD_ERROR, write_stacks_when_asked
 
 LOG_LINES = 30
@@ -199,7 +200,9 @@ class WorkerProcess:
         with guard:
             if self._unfit is not None:
                 raise self._unfit
-            for guard.role, spec in unpack_all([roles])[0].items():
+            with importing():  # unpickling imports the roles' classes
+                specs = unpack_all([roles])[0]
+            for guard.role, spec in specs.items():
                 with of_role(self.logs, guard.role), span("start", guard.role):
                     self.workers[guard.role] = spec.cls(process, *spec.args, **spec.kwargs)
         return self._with_spans(guard.answer)

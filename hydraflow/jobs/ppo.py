@@ -22,7 +22,7 @@ from hydraflow.data.prompts import PromptDataset
 from hydraflow.dispatch.group import RoleGroup
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.jobs.inputs import RunPrompts, open_inputs
-from hydraflow.jobs.restarts import Restarts, with_restarts
+from hydraflow.jobs.restarts import Restarts, attempts
 from hydraflow.jobs.saving import RunCheckpointing, at_its_place, ppo_roles, require_metric, weights_only
 from hydraflow.jobs.session import Session
 from hydraflow.recipes import arithmetic
@@ -52,7 +52,9 @@ VALIDATION = -1
 
 def run_ppo(config: PPOConfig, *, command: Command | None = None) -> None:
     """`PPOJob.run`, repeated after worker failures as often as `trainer.max_restarts` allows."""
-    with_restarts(config, lambda given, restarts: PPOJob(given, command=command, restarts=restarts).run())
+    for attempt in attempts(config):
+        with attempt:
+            PPOJob(attempt.config, command=command, restarts=attempt.restarts).run()
 
 
 class PPOJob:

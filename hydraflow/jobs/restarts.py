@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from hydraflow.dispatch.observability import controller_log
 from hydraflow.errors import WorkerError
@@ -50,17 +50,16 @@ class Restarts:
         """Seconds before the next one."""
         return min(LONGEST_PAUSE, self.trainer.restart_backoff * 2**self.done)
 
-    def require_another(self, error: WorkerError) -> None:
-        """Raises the error if no restart or time is left, if there is no run to resume, or if a signal asked
-        the run to stop."""
+    def is_possible(self) -> bool:
+        """Whether the run may start once more: there is a run to resume, restarts and time are left, and no
+        signal asked it to stop."""
         if self.folder is None or not self.trainer.max_restarts or self.told_to_stop:
-            raise error
+            return False
         if self.done >= self.trainer.max_restarts:
             logger.warning("trainer.max_restarts=%d restarts are used up", self.trainer.max_restarts)
-            raise error
+            return False
         left = self.seconds_left()
-        if left is not None and left <= self.pause():
-            raise error
+        return left is None or left > self.pause()
 
     def seconds_left(self) -> float | None:
         """Of trainer.max_wall_time, which counts from the first start; None: no limit."""
@@ -75,19 +74,39 @@ class Restarts:
         return replace(trainer, default_local_dir=folder, resume_mode=mode, max_wall_time=left)
 
 
-def with_restarts(config: Config, run: Callable[[Config, Restarts], None]) -> None:
-    """`run`, repeated while its workers fail and restarts are left. Raises the last error of `run`."""
+@dataclass
+class Attempt(Generic[Config]):
+    """One start of the run; its body may fail with a WorkerError that another start follows."""
+
+    config: Config
+    restarts: Restarts
+    failure: str = ""
+    """First line of the WorkerError."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, WorkerError) or not self.restarts.is_possible():
+            return False
+        self.failure = str(error).splitlines()[0]
+        return True
+
+
+def attempts(config: Config) -> Iterator[Attempt[Config]]:
+    """The starts of a run: the first, and another after each worker failure while restarts are left.
+
+    Use: `for attempt in attempts(config):` and then `with attempt:` run with `attempt.config`.
+    """
     restarts = Restarts(config.trainer)
     while True:
-        try:
-            return run(config, restarts)
-        except WorkerError as error:
-            restarts.require_another(error)
-            reason = str(error).splitlines()[0]
-        assert restarts.folder is not None
+        attempt = Attempt(config, restarts)
+        yield attempt
+        if not attempt.failure:
+            return
+        assert restarts.folder is not None, "only a run with a folder is restarted"
         with controller_log(restarts.folder.path, config.log):  # between two starts, too
-            if not _wait(restarts, reason):
-                return None
+            if not _wait(restarts, attempt.failure):
+                return
         restarts.done += 1
         config = replace(config, trainer=restarts.next_trainer(config.trainer))
 

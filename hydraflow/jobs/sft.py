@@ -12,7 +12,7 @@ from hydraflow.compose.command import Command
 from hydraflow.compose.debugging import applied
 from hydraflow.data.conversations import ConversationDataset, read_chats
 from hydraflow.jobs.inputs import open_rows, open_tokenizer, open_trained_model
-from hydraflow.jobs.restarts import Restarts, with_restarts
+from hydraflow.jobs.restarts import Restarts, attempts
 from hydraflow.jobs.saving import RunCheckpointing, at_its_place, require_metric, sft_roles
 from hydraflow.jobs.session import Session
 from hydraflow.schema import SFTConfig
@@ -30,7 +30,9 @@ def run_sft(config: SFTConfig, *, command: Command | None = None) -> None:
 
     `command` says where each value is from.
     """
-    with_restarts(config, lambda given, restarts: _run(given, command or Command("sft"), restarts))
+    for attempt in attempts(config):
+        with attempt:
+            _run(attempt.config, command or Command("sft"), attempt.restarts)
 
 
 def _run(config: SFTConfig, command: Command, restarts: Restarts) -> None:

@@ -4,7 +4,7 @@ In: ragged prompts and responses. Out: a `PackedBatch` with everything a forward
 device. Packed, a prompt that neighbouring rows share is included only once, and the last token of a response,
 which predicts nothing, is dropped: for samples of one long prompt that saves most of the work. There is no
 padding mask: padding is on the right, where causal attention never looks. Left out on purpose: splitting into
-micro-batches (`engine/micro_batches.py`) and the attention itself (`attention.py`).
+micro-batches (`workers/micro_batcher.py`) and the attention itself (`attention.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 
 from hydraflow.models.attention import RowPlan, SharedPrompts, plan_rows
 from hydraflow.protocol import ragged
+from hydraflow.protocol.batch import DataProto
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,11 @@ class PackedBatch:
         """Lays (K,) values out as (B, R), 0 elsewhere. Differentiable."""
         flat = values.new_zeros(self.shape[0] * self.shape[1])
         return flat.index_copy(0, self.cells, values).view(self.shape)
+
+
+def row_tokens(data: DataProto) -> torch.Tensor:
+    """Tokens of each row, prompt and response together: int64 (B,)."""
+    return ragged.lengths(data.get("prompts")) + ragged.lengths(data.get("responses"))
 
 
 class _Rows(NamedTuple):

@@ -1,28 +1,47 @@
-"""Cuts the rows of one kind of pass into micro-batches: as planned, and smaller ones after an out-of-memory
-error.
+"""Cuts the rows of one kind of pass into micro-batches: a fixed number of rows each, or as many as a token
+budget holds; smaller ones after an out-of-memory error.
 
-In: rows, and a function of their micro-batches. Out: its result. The size that fits is kept for the rest of
-the run. It changes on all data ranks alike, because every pass is a collective: all ranks need the same
-number of passes, whichever rank ran out of memory. Left out on purpose: growing again.
+In: rows with ragged prompts and responses, and a function of their micro-batches. Out: its result. The size
+that fits is kept for the rest of the run. It changes on all data ranks alike, because every pass is a
+collective: all ranks need the same number of passes, whichever rank ran out of memory. Left out on purpose:
+growing again, the sizes themselves (`batch_plan`), a micro-batch as the model reads it (`models/packing.py`).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from hydraflow.batch_plan.parts import MicroPlan
 from hydraflow.engine.base import OomReport, OutOfMemory, TrainEngine
-from hydraflow.engine.micro_batches import MicroBatches, row_tokens, split_rows, split_tokens
 from hydraflow.errors import DoesNotFit
+from hydraflow.models.packing import row_tokens
+from hydraflow.protocol.balance import token_bins
 from hydraflow.protocol.batch import DataProto
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """Parts of a batch, and where their rows came from."""
+
+    parts: list[DataProto]
+    """At least one row each."""
+    order: np.ndarray
+    """(B,) row of the batch for each row of the parts, one part after the other."""
+
+    def restore(self, rows: DataProto) -> DataProto:
+        """Reorders rows from the parts' order to the batch's."""
+        if bool((self.order[:-1] < self.order[1:]).all()):
+            return rows
+        return rows.select_idxs(np.argsort(self.order))
 
 
 class MicroBatcher:
@@ -114,3 +133,36 @@ def without_dead_rows(rows: DataProto) -> DataProto:
     return rows.select_idxs(live if bool(live.any()) else [0]).select(
         [name for name in rows.keys() if name != "live"]
     )
+
+
+def split_rows(data: DataProto, size: int) -> MicroBatches:
+    """Micro-batches of `size` rows in order; the last may have fewer. Ranks with the same number of
+    rows get the same number of parts."""
+    assert size >= 1, size
+    order = np.arange(len(data))
+    if size >= len(data):
+        return MicroBatches([data], order)
+    return MicroBatches(
+        [data.slice(first, min(first + size, len(data))) for first in range(0, len(data), size)], order
+    )
+
+
+def split_tokens(
+    data: DataProto, max_tokens: int, reduce_max: Callable[[torch.Tensor], torch.Tensor]
+) -> MicroBatches:
+    """Micro-batches of at most `max_tokens` tokens each, prompts and responses together.
+
+    `reduce_max` gives the largest value over data ranks: all get the number of parts of the rank that needs
+    the most, because every forward pass is a collective. Raises ValueError for a row that is longer than the
+    budget."""
+    lengths = row_tokens(data).numpy()
+    needed = len(token_bins(lengths, max_tokens))
+    agreed = int(reduce_max(torch.tensor([float(needed)])))
+    bins = token_bins(lengths, max_tokens, min_bins=agreed)
+    assert len(bins) == agreed, (
+        f"{len(data)} rows cannot be split into {agreed} micro-batches: ranks hold different numbers of rows"
+    )
+    if agreed == 1:
+        return MicroBatches([data], np.arange(len(data)))
+    rows = [np.sort(np.asarray(chosen)) for chosen in bins]
+    return MicroBatches([data.select_idxs(chosen) for chosen in rows], np.concatenate(rows))

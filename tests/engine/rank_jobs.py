@@ -197,7 +197,7 @@ def missing_weights(path: str) -> str:
 
 def split_by_tokens(max_tokens: int) -> tuple[int, list[int]]:
     from hydraflow.engine import process_group
-    from hydraflow.engine.micro_batches import split_tokens
+    from hydraflow.workers.micro_batcher import split_tokens
 
     data = make_batch().slice(0, 4) if dist.get_rank() == 0 else make_batch().slice(4, 8)
     parts = split_tokens(data, max_tokens, lambda values: process_group.all_reduce(values, "max"))

@@ -1,4 +1,5 @@
-"""A source of one's own: groups of random sizes, rows in random order. The default recipe learns from it."""
+"""A source of one's own: groups of random sizes, rows in random order, some of which a fault ended. The
+default recipe learns from it."""
 
 from __future__ import annotations
 
@@ -9,17 +10,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from jobs.command import LOCAL, read_steps
 
 from hydraflow.compose.loading import load
 from hydraflow.dispatch.shards import CompletedFuture
 from hydraflow.jobs.ppo import PPOJob
+from hydraflow.protocol.batch import DataProto
+from hydraflow.protocol.fields import FINISH_REASONS
+from hydraflow.protocol.remote import RemoteBatch
 from hydraflow.schema import PPOConfig
 from hydraflow.trainer.source import Trajectories, TrajectorySource
 
 pytestmark = pytest.mark.slow
 
 ROWS: list[int] = []
+FAULTED: list[int] = []
+"""Of each step, in order."""
 
 
 class RandomGroups:
@@ -33,9 +40,13 @@ class RandomGroups:
         group = taken.rows.columns["group"].refs[0].data.numpy()  # type: ignore[attr-defined]
         share = draw.random(group.max() + 1)  # of each group's rows; of some none
         kept = draw.permutation(np.flatnonzero(draw.random(len(group)) < share[group]))
+        faulted = draw.random(len(kept)) < 0.1
         ROWS.append(len(kept))
-        scored = taken.scoring.get().select_idxs(kept)
-        return replace(taken, rows=taken.rows.select_idxs(kept), scoring=CompletedFuture(scored))
+        FAULTED.append(int(faulted.sum()))
+        rows, scored = taken.rows.select_idxs(kept), taken.scoring.get().select_idxs(kept)
+        ends = torch.from_numpy(np.where(faulted, FINISH_REASONS.index("fault"), 0).astype(np.int8))
+        rows.columns |= RemoteBatch.from_local(DataProto.from_dict({"finish_reason": ends})).columns
+        return replace(taken, rows=rows, scoring=CompletedFuture(scored))
 
     def give_back(self) -> None:
         self.inner.give_back()
@@ -65,15 +76,18 @@ def test_groups_of_any_size_in_any_order_train(tmp_path: Path, recipe_cache: Pat
     RandomJob(load("ppo", PPOConfig, [*overrides, *LOCAL])).run()
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["last_val_accuracy"] > summary["first_val_accuracy"] + 0.05
-    assert len(set(ROWS)) > 20
-    tokens = [row["perf/total_num_tokens"] / row["perf/throughput"] for row in read_steps(tmp_path)[1:]]
+    assert len(set(ROWS)) > 20 and max(FAULTED) > 0
+    steps = read_steps(tmp_path)[1:]
+    assert [row["rollout/faulted_rows"] for row in steps] == FAULTED
+    tokens = [row["perf/total_num_tokens"] / row["perf/throughput"] for row in steps]
     assert len(tokens) == 40 and all(0 < count < float("inf") for count in tokens)
 
 
 def test_the_ranks_share_rows_that_do_not_divide(
     tmp_path: Path, recipe_cache: Path, ray_session: None
 ) -> None:
-    """Two ranks of processes: an odd number of rows is filled up, and PPO's critic gets the same rows."""
+    """Two ranks of processes: any number of rows is filled up, faulted ones are left out, and PPO's critic
+    gets the same rows."""
     overrides = [
         f"recipe.cache_dir={recipe_cache}",
         f"trainer.default_local_dir={tmp_path}",
@@ -89,7 +103,9 @@ def test_the_ranks_share_rows_that_do_not_divide(
         "data.val_max_samples=4",
     ]
     ROWS.clear()
+    FAULTED.clear()
     RandomJob(load("ppo", PPOConfig, overrides)).run()
     assert len(ROWS) == 2
+    assert [row["rollout/faulted_rows"] for row in read_steps(tmp_path)] == FAULTED and sum(FAULTED)
     for row in read_steps(tmp_path):
         assert row["actor/grad_norm"] > 0 and row["critic/grad_norm"] > 0

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hydraflow.errors import GuardStop, HydraflowError, WorkerError
-from hydraflow.jobs.restarts import Restarts, with_restarts
+from hydraflow.jobs.restarts import Restarts, attempts
 from hydraflow.jobs.session import Session
 from hydraflow.schema import SFTConfig
 from hydraflow.tracking.run_folder import RunFolder
@@ -30,16 +30,18 @@ class Failing:
         self.seen: list[SFTTrainerConfig] = []
         self.config = SFTConfig(trainer=SFTTrainerConfig(restart_backoff=0.0, **trainer))  # type: ignore[arg-type]
 
-    def run(self, config: SFTConfig, restarts: Restarts) -> None:
-        self.seen.append(config.trainer)
-        restarts.folder = self.folder
-        raise self.error
+    def run(self) -> None:
+        for attempt in attempts(self.config):
+            with attempt:
+                self.seen.append(attempt.config.trainer)
+                attempt.restarts.folder = self.folder
+                raise self.error
 
 
 def test_as_often_as_it_may_and_in_its_folder(tmp_path: Path) -> None:
     job = Failing(tmp_path, DIED, max_restarts=2, resume_mode="disable")
     with pytest.raises(WorkerError):
-        with_restarts(job.config, job.run)
+        job.run()
     assert [trainer.default_local_dir for trainer in job.seen] == [None, str(tmp_path), str(tmp_path)]
     assert [trainer.resume_mode for trainer in job.seen] == ["disable", "auto", "auto"], (
         "anew means the first time"
@@ -50,7 +52,7 @@ def test_the_restart_is_said_in_the_log_of_the_run(tmp_path: Path) -> None:
     """Between two starts no session is open."""
     job = Failing(tmp_path, DIED, max_restarts=1)
     with pytest.raises(WorkerError):
-        with_restarts(job.config, job.run)
+        job.run()
     said = (tmp_path / "logs" / "controller-0.log").read_text()
     assert (
         "model rank 0 on node here failed in update: the process died -- RESTART 1 of 1 in 0 seconds" in said
@@ -60,7 +62,7 @@ def test_the_restart_is_said_in_the_log_of_the_run(tmp_path: Path) -> None:
 def test_guards_are_final(tmp_path: Path) -> None:
     job = Failing(tmp_path, GuardStop("enough"), max_restarts=2)
     with pytest.raises(GuardStop):
-        with_restarts(job.config, job.run)
+        job.run()
     assert len(job.seen) == 1
 
 
@@ -80,14 +82,12 @@ def test_a_worker_that_fails_after_the_run_was_told_to_stop(tmp_path: Path) -> N
     )
     begun = []
 
-    def run(config: SFTConfig, restarts: Restarts) -> None:
-        begun.append(config)
-        with Session(config, scoring=False, restarts=restarts) as session:
-            session.begin(CheckpointRequirements(Identity({}), {}, 8))
-            os.kill(os.getpid(), signal.SIGTERM)
-            raise DIED
-
     with pytest.raises(WorkerError):
-        with_restarts(SFTConfig(trainer=trainer), run)
+        for attempt in attempts(SFTConfig(trainer=trainer)):
+            begun.append(attempt)
+            with attempt, Session(attempt.config, scoring=False, restarts=attempt.restarts) as session:
+                session.begin(CheckpointRequirements(Identity({}), {}, 8))
+                os.kill(os.getpid(), signal.SIGTERM)
+                raise DIED
     assert len(begun) == 1
     assert json.loads((tmp_path / "requeue").read_text()) == {"step": 0, "why": "SIGTERM received"}

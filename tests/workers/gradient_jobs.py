@@ -25,7 +25,6 @@ from hydraflow.batch_plan.parts import MicroPlan, RolePlan
 from hydraflow.engine.base import LossFn, ModelOutput
 from hydraflow.engine.config import FSDPConfig, OptimConfig
 from hydraflow.engine.fsdp.engine import FSDPEngine
-from hydraflow.engine.micro_batches import split_tokens
 from hydraflow.metrics import Metric
 from hydraflow.models.config import ModelConfig
 from hydraflow.protocol import ragged
@@ -34,7 +33,7 @@ from hydraflow.trainer.mini_batches import cut_mini_batches, dispatched
 from hydraflow.workers.actor import ActorSpec, ActorWorker
 from hydraflow.workers.config import ActorConfig, CriticConfig
 from hydraflow.workers.critic import CriticSpec, CriticWorker
-from hydraflow.workers.micro_batcher import split
+from hydraflow.workers.micro_batcher import split, split_tokens
 from hydraflow.workers.skipping import SkipLimits
 from hydraflow.workers.training import global_denominators
 

@@ -6,9 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engine.pool import Ranks
+from engine.rank_jobs import make_batch
 from workers import fault_jobs as jobs
 from workers.gradient_jobs import Training, rows, tokens
 
@@ -17,7 +19,7 @@ from hydraflow.engine.base import OomReport
 from hydraflow.errors import DoesNotFit
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
-from hydraflow.workers.micro_batcher import MicroBatcher
+from hydraflow.workers.micro_batcher import MicroBatcher, split_rows, split_tokens
 
 PREFIX = {"policy": "actor", "value": "critic"}
 
@@ -115,3 +117,32 @@ def test_sizes() -> None:
     assert after(tokens(64), data, (3, 60), (2, 30)) == [tokens(30), rows(1)], (
         "no budget is below the longest row"
     )
+
+
+def test_rows_in_order_and_back() -> None:
+    data = make_batch()
+    parts = split_rows(data, 3)
+    assert [len(part) for part in parts.parts] == [3, 3, 2]
+    assert parts.restore(data) is data
+    assert split_rows(data, 8).parts[0] is data
+
+
+@pytest.mark.parametrize("agreed", [1, 5])
+def test_tokens_within_budget_and_back(agreed: int) -> None:
+    data = make_batch()
+    parts = split_tokens(data, 30, lambda own: torch.maximum(own, torch.tensor([float(agreed)])))
+    sizes = [
+        int((ragged.lengths(p.batch["prompts"]) + ragged.lengths(p.batch["responses"])).sum())
+        for p in parts.parts
+    ]
+    assert max(sizes) <= 30 and len(sizes) >= agreed
+    joined = type(data).concat(parts.parts)
+    for name in ("responses", "prompts"):
+        restored = ragged.rows(parts.restore(joined).batch[name])
+        assert all(torch.equal(a, b) for a, b in zip(restored, ragged.rows(data.batch[name]), strict=True))
+    assert sorted(parts.order.tolist()) == list(np.arange(8))
+
+
+def test_a_row_over_the_budget_is_named() -> None:
+    with pytest.raises(ValueError):
+        split_tokens(make_batch(), 4, lambda own: own)

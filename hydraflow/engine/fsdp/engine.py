@@ -2,7 +2,8 @@
 alike.
 
 In: micro-batches and a loss function. Out: log-probabilities or values, metrics, weights (see
-`engine/base.py`). Left out on purpose: splitting batches (`micro_batches.py`), losses, sequence parallelism.
+`engine/base.py`). Left out on purpose: splitting batches (`workers/micro_batcher.py`), losses, sequence
+parallelism.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -127,6 +128,8 @@ def adapters_off(module: nn.Module) -> Iterator[None]:
 
 def adapted(module: nn.Module) -> dict[str, Any]:
     """peft's layers by the name of their weight before adapters were put in."""
+    if "peft" not in sys.modules:
+        return {}  # without having imported it, which takes half a second
     from peft.tuners.lora import LoraLayer
 
     return {f"{name}.weight": layer for name, layer in module.named_modules() if isinstance(layer, LoraLayer)}

@@ -6,7 +6,7 @@ tokens that skips the collectives already made; the result of that pass is disca
 call and retry with smaller micro-batches.
 
 In: passes, as functions of a micro-batch. Out: their results, and, the same on all ranks, whether one
-ran out of memory. Left out on purpose: which micro-batches are tried next (`workers/training.py`); HSDP,
+ran out of memory. Left out on purpose: which micro-batches are tried next (`workers/micro_batcher.py`); HSDP,
 whose all-reduce cannot be left out in this way.
 """
 
@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from hydraflow.device import ran_out_of_memory
 from hydraflow.engine import process_group
 from hydraflow.engine.base import OomReport, OutOfMemory
-from hydraflow.engine.micro_batches import row_tokens
+from hydraflow.models.packing import row_tokens
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 
