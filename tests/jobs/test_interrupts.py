@@ -164,7 +164,7 @@ def test_a_killed_process_ends_a_run_on_a_cache_that_an_interrupted_one_left(
     assert started.ended(30) == 4, started.said()[-3000:]
     assert time.monotonic() - begun < 30
     told = re.search(
-        r"^(actor|rollout) rank [01] on node (\S+) failed in (\w+): the process died",
+        r"^(actor|rollout|advantage) rank [01] on node (\S+) failed in (\w+): the process died",
         started.said(),
         re.MULTILINE,
     )

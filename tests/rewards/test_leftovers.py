@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -199,7 +200,9 @@ def test_a_function_that_breaks_its_connection_fails_its_row_alone(
     config: RewardConfig, monkeypatch: pytest.MonkeyPatch, bad: str, reason: str
 ) -> None:
     monkeypatch.setattr(worker, "EXIT_SECONDS", 2.0 if bad == "close" else 60.0)
-    with RewardPool(config) as pool:
+    # a busy machine may need half a second to notice
+    timeout = config.timeout if "longer" in reason else 30.0
+    with RewardPool(replace(config, timeout=timeout)) as pool:
         first, failed, last = pool.score(rows("fine", bad, "fine"))
     assert (failed.score, failed.failed) == (-1.0, reason)
     assert (first.score, last.score) == (1.0, 1.0)
