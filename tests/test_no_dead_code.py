@@ -28,7 +28,6 @@ FOR_USERS = {
     "hydraflow/protocol/batch.py: DataProto.sample_level_repeat": "verl's",
     "hydraflow/protocol/batch.py: DataProto.to_tensordict": "verl's",
     "hydraflow/protocol/batch.py: DataProto.unfold_column_chunks": "verl's",
-    "hydraflow/protocol/fields.py: FIELDS": "every column by name: tests compare batches with it",
     "hydraflow/workers/skipping.py: read_skipped": "opens the rows that a skipped step leaves behind",
 }
 """Wanted without a caller in the package, and why."""

@@ -6,22 +6,10 @@ In: one score per row (B,) and one integer group id per row (B,), any integers, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
-
-
-def group_ids(names: Sequence[str] | np.ndarray) -> Tensor:
-    """Integer ids (B,) int64 of names such as the `uid` column: equal names, equal ids.
-
-    >>> group_ids(["b", "a", "b"]).tolist()
-    [1, 0, 1]
-    """
-    _, inverse = np.unique(np.asarray(names, dtype=str), return_inverse=True)
-    return torch.from_numpy(inverse.reshape(-1).astype(np.int64))
 
 
 @dataclass(frozen=True)

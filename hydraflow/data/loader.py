@@ -92,20 +92,25 @@ class PromptLoader:
 
     def state(self) -> dict[str, Any]:
         """Plain numbers, enough for `load_state` to continue with the next batch."""
-        return {"epoch": self.epoch, "position": self.position, **self._identity()}
+        return {"epoch": self.epoch, "position": self.position, **self.identity()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continues where `state` was taken. `ConfigError` when rows, batch size, seed or order differ."""
-        now = self._identity()
-        differing = [name for name in now if now[name] != state[name]]
+        self.require_same(state)
+        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+
+    def require_same(self, data: Mapping[str, Any]) -> None:
+        """`ConfigError` when rows, batch size, seed or order are not those of a `state` or an `identity`."""
+        now = self.identity()
+        differing = [name for name in now if now[name] != data.get(name)]
         if differing:
             rule = "the checkpoint was written with"
             raise ConfigError(
-                [Problem(f"data loader's {n}", now[n], f"{rule} {state[n]}") for n in differing]
+                [Problem(f"data loader's {n}", now[n], f"{rule} {data.get(n)}") for n in differing]
             )
-        self.epoch, self.position = int(state["epoch"]), int(state["position"])
 
-    def _identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
+        """What the order of the rows depends on."""
         names = ("batch_size", "seed", "shuffle", "drop_last")
         return {"rows": len(self.dataset), **{name: getattr(self, name) for name in names}}
 

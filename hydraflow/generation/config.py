@@ -158,6 +158,6 @@ class RolloutConfig(SamplingConfig):
     agent: AgentConfig = field(default_factory=AgentConfig)
     engine_kwargs: EngineKwargs = option(factory=EngineKwargs, shapes_training=False, no_effect=OTHER_ENGINE)
     probs_diff_limit: float = option(0.05, gt=0, shapes_training=False)
-    """Training stops at step 1 if probabilities of sampled tokens differ by more than this, on average,
+    """A start ends at its first step if probabilities of sampled tokens differ by more than this, on average,
     between engine and trainer."""
     val_kwargs: ValSamplingConfig = option(factory=ValSamplingConfig, shapes_training=False)

@@ -53,9 +53,8 @@ def run_generate(config: GenerateConfig) -> None:
     assert config.output.path is not None, "checks.py demands it"
     with output_file(config.output.path, ending=ENDING) as unfinished:
         _write(asked.table, unfinished)  # fail before the sampling, not after it
-        texts = asked.tokenizer.batch_decode(_sample_all(config, asked), skip_special_tokens=True)
-        n = asked.plan.samples_per_prompt
-        responses = [texts[start : start + n] for start in range(0, len(texts), n)]
+        n, decode = asked.plan.samples_per_prompt, asked.tokenizer.batch_decode
+        responses = [decode(of_prompt, skip_special_tokens=True) for of_prompt in _sample_all(config, asked)]
         column = pyarrow.array(responses, pyarrow.list_(pyarrow.string()))
         _write(asked.table.append_column(RESPONSES, column), unfinished)
     print(f"{len(responses)} prompts, {n} {'response' if n == 1 else 'responses'} each: {config.output.path}")
@@ -128,8 +127,8 @@ def _write(table: pyarrow.Table, path: Path) -> None:
         raise EnvironmentFault(f"the responses cannot be written: {error}") from error
 
 
-def _sample_all(config: GenerateConfig, asked: GenerateInputs) -> list[list[int]]:
-    """Token ids of `rollout.n` responses for each prompt, prompt-major."""
+def _sample_all(config: GenerateConfig, asked: GenerateInputs) -> list[list[list[int]]]:
+    """For each prompt the token ids of its responses."""
     most, seed, pool = config.data.max_response_length, config.trainer.seed, training_pool(asked.machine)
     spec = RolloutSpec(config.model, config.rollout, max_tokens=most, seed=seed)
     observability = Observability(debug=config.debug)
@@ -143,10 +142,14 @@ def _sample_all(config: GenerateConfig, asked: GenerateInputs) -> list[list[int]
         how = SamplingSpec(plan.samples_per_prompt, rollout.temperature, rollout.top_k, rollout.top_p)
         loader = PromptLoader(prompts, plan.prompts_per_call, shuffle=False, seed=0, drop_last=False)
         source = Lockstep(loader, Sampler(role, None, how), visit=0)
-        found: list[list[int]] = []
+        found: list[list[list[int]]] = [[] for _ in range(len(prompts))]
         for call in range(1, len(loader) + 1):
-            responses = rows(runtime.fetch(source.take(call).rows, ["responses"]).get("responses"))
-            found += [response.tolist() for response in responses]
+            taken = runtime.fetch(source.take(call).rows, ["responses", "group"])
+            first = (call - 1) * plan.prompts_per_call
+            for group, response in zip(
+                taken.get("group").tolist(), rows(taken.get("responses")), strict=True
+            ):
+                found[first + group].append(response.tolist())
             if len(loader) > 1:
                 logger.info("%d of %d prompts", min(call * plan.prompts_per_call, len(prompts)), len(prompts))
         return found

@@ -23,7 +23,7 @@ from hydraflow.dispatch.group import RoleGroup
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.jobs.inputs import RunPrompts, open_inputs
 from hydraflow.jobs.restarts import Restarts, attempts
-from hydraflow.jobs.saving import RunCheckpointing, at_its_place, ppo_roles, require_metric, weights_only
+from hydraflow.jobs.saving import RunCheckpointing, ppo_roles, require_metric, training_loader, weights_only
 from hydraflow.jobs.session import Session
 from hydraflow.recipes import arithmetic
 from hydraflow.rewards.custom import check_sources
@@ -174,7 +174,7 @@ class PPOJob:
     def _train(self, session: Session, plan: BatchPlan, prompts: RunPrompts) -> None:
         loader = None
         if prompts.train:
-            loader = at_its_place(self.config, prompts.train, plan.prompts_per_step, session.start)
+            loader = training_loader(self.config, prompts.train, plan.prompts_per_step, session.start)
         if self.config.trainer.debug.rollout_only and loader is not None:
             self._sample(session, plan, prompts, loader)
             return
@@ -189,9 +189,9 @@ class PPOJob:
             if group is not None
         }
         saving = RunCheckpointing(
-            self.config.trainer, self._required(plan), session.start, groups, source, roles.advantage
+            self.config.trainer, self._required(plan), session.start, groups, source, loader, roles.advantage
         )
-        saving.restore(loader.place)
+        saving.restore()
         trackers = session.open_trackers(plan.total_steps)
         trainer = PPOTrainer(self.config, plan, roles, session.runtime, source, self._dump())
         loop = self._around(session, plan, roles, trainer, prompts, trackers)

@@ -61,14 +61,14 @@ def require_metric(keep_best: str | None, measured: Collection[str]) -> None:
     raise ConfigError.one("trainer.keep_best", keep_best, rule, remedy)
 
 
-def at_its_place(
+def training_loader(
     config: PPOConfig | SFTConfig, rows: RowSource, per_step: int, start: RunStart
 ) -> PromptLoader:
-    """The loader of the training rows, at the checkpoint's position. Raises ConfigError, before a worker
-    starts, if the data have changed."""
+    """The loader of the training rows. Raises ConfigError, before a worker starts, if the data are not those
+    of the checkpoint."""
     loader = PromptLoader(rows, per_step, shuffle=config.data.shuffle, seed=config.trainer.seed)
     if start.found is not None:
-        loader.load_state(start.found.state.source)
+        loader.require_same(start.found.state.data)
     return loader
 
 
@@ -82,7 +82,8 @@ class RunCheckpointing:
     groups: Mapping[str, RoleGroup]
     """Trained roles by the name of their folder."""
     source: Source
-    """At its place already (`at_its_place`)."""
+    loader: PromptLoader
+    """The training rows, from which the source takes its own."""
     advantage: RoleGroup | None = None
     """Holds the KL controller; None: the run has none."""
 
@@ -97,14 +98,15 @@ class RunCheckpointing:
         made.require_space(self.required.total_steps, self.start.step)
         return made
 
-    def restore(self, place: str) -> None:
+    def restore(self) -> None:
         """Restores everything from the checkpoint that the run resumes from, if there is one, and prints what
-        was restored; `place`: where the source continues."""
+        was restored."""
         found = self.start.found
         if found is None:
             return
         lines = load_roles(found, self.groups, self.required.roles)
-        lines.append(f"data: {place}")
+        self.source.load_state(found.state.source)
+        lines.append(f"data: {self.loader.place}")
         for name, in_a_row in found.state.skipped_in_a_row.items():
             self.groups[name].call(EngineWorker.count_skipped_from, in_a_row)
         if self.advantage is not None and found.state.kl:
@@ -123,6 +125,7 @@ class RunCheckpointing:
             total_steps=self.required.total_steps,
             run_id=self.start.run_id,
             source=self.source.state(),
+            data=self.loader.identity(),
             configuration=self.required.identity.values,
             configuration_hash=self.required.identity.hash,
             kl=kl(),

@@ -13,7 +13,7 @@ from hydraflow.compose.debugging import applied
 from hydraflow.data.conversations import ConversationDataset, read_chats
 from hydraflow.jobs.inputs import open_rows, open_tokenizer, open_trained_model
 from hydraflow.jobs.restarts import Restarts, attempts
-from hydraflow.jobs.saving import RunCheckpointing, at_its_place, require_metric, sft_roles
+from hydraflow.jobs.saving import RunCheckpointing, require_metric, sft_roles, training_loader
 from hydraflow.jobs.session import Session
 from hydraflow.schema import SFTConfig
 from hydraflow.tracking.endings import DONE
@@ -44,10 +44,12 @@ def _run(config: SFTConfig, command: Command, restarts: Restarts) -> None:
         if not session.begin(required):
             return
         session.keep(config, plan, command)
-        loader = at_its_place(config, train, plan.conversations_per_step, session.start)
+        loader = training_loader(config, train, plan.conversations_per_step, session.start)
         trainer = SFTTrainer(config, plan, session.runtime, loader, skipped=session.folder.skipped)
-        saving = RunCheckpointing(config.trainer, required, session.start, {"model": trainer.role}, loader)
-        saving.restore(loader.place)
+        saving = RunCheckpointing(
+            config.trainer, required, session.start, {"model": trainer.role}, loader, loader
+        )
+        saving.restore()
         trackers = session.open_trackers(plan.total_steps)
         held_out = HeldOutLoss(trainer, val, plan.conversations_per_step) if val else None
         loop = Loop(

@@ -106,3 +106,12 @@ ALGORITHMS = {
 """Produced by algorithms/."""
 
 FIELDS = DATA | GENERATION | SCORING | ENGINES | ALGORITHMS | UPDATES
+
+
+def described(name: str) -> str:
+    """A column in a few words, for messages.
+
+    >>> described("replica")
+    'int32 (B,), the generation process that sampled the row'
+    """
+    return f"{FIELDS[name].kind}, {FIELDS[name].meaning}"

@@ -7,7 +7,7 @@ In: a trainer, a validator, trackers. Out: why the training ended. The steps the
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -34,16 +34,20 @@ class Source(Protocol):
     def state(self) -> dict[str, Any]:
         """What a checkpoint needs to continue with the next rows: plain values."""
 
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continues where `state` was taken."""
+
 
 class Trainer(Protocol):
     """What takes the steps."""
 
     runtime: Runtime
     timer: PhaseTimer
-    source: Any
-    """A `Source`."""
     version: int
     """Of the weights that a validation measures."""
+
+    @property
+    def source(self) -> Source: ...
 
     def begin(self, step: int) -> None:
         """Called once, before the first validation; `step`: training steps that are done."""

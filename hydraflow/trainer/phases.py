@@ -28,9 +28,19 @@ class StepPhase:
     """Columns; empty: the phase changes weights."""
 
 
-ORIGIN = ("versions", "replica", "finish_reason")
-"""How a sample came about."""
 MODEL_INPUTS = ("prompts", "responses", "response_mask")
+SAMPLED = (
+    "responses",
+    "response_mask",
+    "rollout_log_probs",
+    "lengths",
+    "versions",
+    "replica",
+    "finish_reason",
+)
+TRAJECTORY = ("prompts", "group", "sample", *SAMPLED)
+"""Columns of a trajectory before it is scored."""
+SCORES = ("score", "acc", "failed")
 
 
 def step_phases(config: PPOConfig) -> tuple[StepPhase, ...]:
@@ -50,13 +60,13 @@ def step_phases(config: PPOConfig) -> tuple[StepPhase, ...]:
             "generate",
             "RolloutWorker, generation/",
             ("prompts",),
-            ("responses", "response_mask", "rollout_log_probs", "lengths", *ORIGIN),
+            SAMPLED,
         ),
         StepPhase(
             "score",
             "RewardWorker, rewards/",
             ("responses", "data_source", "reward_model", "extra_info"),
-            ("score", "acc", "failed"),
+            SCORES,
         ),
         StepPhase("log-probs", "ActorWorker, engine/", MODEL_INPUTS, ("old_log_probs",)),
         StepPhase("reference", reference_worker(config), MODEL_INPUTS, ("ref_log_prob",)),
@@ -64,7 +74,7 @@ def step_phases(config: PPOConfig) -> tuple[StepPhase, ...]:
         StepPhase(
             "advantages",
             "AdvantageWorker, algorithms/",
-            ("prompts", "response_mask", "group", "finish_reason", *values, *in_reward),
+            ("prompts", "response_mask", "group", "sample", "finish_reason", *values, *in_reward),
             ("token_level_rewards", "advantages", "returns"),
         ),
         StepPhase("critic", "CriticWorker, engine/", (*MODEL_INPUTS, "values", "returns", "lengths")),

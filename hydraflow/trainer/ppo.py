@@ -1,8 +1,9 @@
 """One training step, phase by phase. What happens between steps (validate, log, stop) is in `loop.py`.
 
 In: trajectories from a source. Out: new weights and the step's metrics. The batch holds references to columns
-that stay in the workers' object stores; the controller reads sequence lengths and nothing else of them. The
-phases are listed in `phases.py`, with the columns that each reads and adds.
+that stay in the workers' object stores; the controller reads lengths and versions, and scores and texts only
+where responses are written for people to read. The phases are listed in `phases.py`, with the columns that
+each reads and adds.
 
 Some calls return futures. A group's processes carry out its calls in the order in which they were made, and a
 future passed to another group is waited for there, not here. So the reward function scores beside the models'
@@ -11,7 +12,7 @@ passes, and the new weights go out behind the last update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -32,12 +33,14 @@ from hydraflow.trainer.generations import GenerationDump, read_scored
 from hydraflow.trainer.mini_batches import cut_mini_batches, dispatched
 from hydraflow.trainer.phases import old_from, rollout_is_exact, step_phases
 from hydraflow.trainer.roles import Roles
-from hydraflow.trainer.source import Trajectories, TrajectorySource
+from hydraflow.trainer.source import Trajectories, TrajectorySource, checked, scores_of
 from hydraflow.trainer.timing import PhaseTimer
 from hydraflow.workers.actor import OLD_FROM, ActorWorker
-from hydraflow.workers.advantage import AdvantageWorker
+from hydraflow.workers.advantage import AdvantageWorker, RolloutComparison
 from hydraflow.workers.critic import CriticWorker
+from hydraflow.workers.engine_worker import EngineWorker
 from hydraflow.workers.reference import ReferenceWorker
+from hydraflow.workers.reward import WHY_FAILED
 from hydraflow.workers.rollout import RolloutWorker
 
 
@@ -79,11 +82,11 @@ class PPOTrainer:
         self.metrics = {}
         before = self.runtime.traffic()
         with phase("step"):
-            with phase("gen"):
-                taken = self.source.take(step)
-            lengths = self.runtime.fetch(columns(taken.rows, ["lengths"]))
-            taken.rows.columns |= RemoteBatch.from_local(lengths).columns  # held here from now on
             with self.runtime.interruptible(interrupt):  # reward functions may sleep or hang
+                with phase("gen"):
+                    taken = checked(self.source.take(step))
+                known = self.runtime.fetch(columns(taken.rows, ["lengths", "group", "versions"]))
+                taken.rows.columns |= RemoteBatch.from_local(known).columns  # held here from now on
                 batch = self.experience(taken, step)
             with phase("update_critic"):
                 self.update_critic(batch, step)
@@ -93,12 +96,12 @@ class PPOTrainer:
                 self.note_update(updating)
             with phase("update_weights"):
                 self.published(step, publishing)
-        tokens = int(lengths.get("lengths").sum())
-        return self.metrics | self._throughput(tokens, len(lengths), self.timer.drain(), before)
+        tokens = int(known.get("lengths").sum())
+        return self.metrics | self._throughput(tokens, len(known), self.timer.drain(), before)
 
     def experience(self, taken: Trajectories, step: int) -> RemoteBatch:
-        """The batch that the updates learn from. Building it changes no lasting state, so a step can be
-        abandoned here."""
+        """The batch that the updates learn from. Building it changes no weight, so a step can be abandoned
+        here."""
         phase = partial(self.timer.phase, step=step)
         with phase("old_log_prob"):
             batch = self.old_log_probs(taken, step)
@@ -107,9 +110,19 @@ class PPOTrainer:
         with phase("values"):
             batch = self.critic_values(batch)
         with phase("reward"):
-            self.note_scores(taken, step)
+            scored = scores_of(taken)
+        if self.dump is not None:
+            self.dump.write(step, list(read_scored(self.runtime, taken).rows(step)))
         with phase("adv"):
-            estimated = self.advantages(batch, taken.scoring.get())
+            estimated = self.advantages(batch, scored)
+        judge_failures(
+            int(self.metrics["reward/failed_rows"]),
+            len(batch),
+            scored.meta_info.get(WHY_FAILED),
+            self.config.reward.max_failed_share,
+            where=f"step {step}",
+            so="nothing was trained on them",
+        )
         if left_out := estimated.meta_info["left_out"]:
             batch = batch.select_idxs(np.delete(np.arange(len(batch)), left_out))
         return batch.union(estimated)
@@ -132,38 +145,34 @@ class PPOTrainer:
         self.version = version
         self.source.published(version)
 
-    def note_scores(self, taken: Trajectories, step: int) -> None:
-        """Counts and logs the rows that the reward function failed on; dumps the responses if configured.
-
-        GuardStop if too many failed: the step has changed no weight yet.
-        """
-        scored = taken.scoring.get()
-        if self.dump is not None:
-            self.dump.write(step, list(read_scored(self.runtime, taken).rows(step)))
-        self.metrics["reward/failed_rows"] = float(scored.meta_info["failed"])
-        judge_failures(
-            [scored], self.config.reward.max_failed_share, f"step {step}", "nothing was trained on them"
-        )
-
     def old_log_probs(self, taken: Trajectories, step: int) -> RemoteBatch:
         """The rows, with `old_log_probs` if the actor computes them; `self.old` is where they come from.
 
-        The first step after a start always computes them, and stops the run if they are not those of the
-        generation engine.
+        The first fresh batch after a start always computes them, and stops the run if they are not those of
+        the generation engine. So does every replayed batch, which uses the generation engine's own only if
+        they are near enough: the run that sampled it may have had other weights.
         """
-        fresh = taken.versions == (self.version, self.version)
-        groups = self.runtime.fetch(columns(taken.rows, ["group"])).get("group").unique()
-        mini_batches = -(-len(groups) // self.plan.actor.mini_batch_prompts)
-        self.old = old_from(self.config, self.plan, exact=self.exact and fresh, mini_batches=mini_batches)
-        if self._compared and self.old != OldFrom.RECOMPUTE:
+        known = self.runtime.fetch(columns(taken.rows, ["group", "versions"]))
+        newest = bool((known.get("versions") == self.version).all())
+        mini_batches = -(-len(known.get("group").unique()) // self.plan.actor.mini_batch_prompts)
+        exact = self.exact and newest
+        self.old = old_from(self.config, self.plan, exact=exact, mini_batches=mini_batches)
+        if self._compared and not taken.replayed and self.old != OldFrom.RECOMPUTE:
             return self.with_old(taken.rows)
         batch = taken.rows.union(
             self.roles.actor.call(ActorWorker.compute_log_prob, columns(taken.rows, self.reads["log-probs"]))
         )
-        measured = self._compare_with_rollout(batch)
+        compared = self._compare_with_rollout(batch)
+        limit = self.config.actor_rollout_ref.rollout.probs_diff_limit
+        if compared.by_replica and max(compared.by_replica.values()) > limit:
+            if newest and not taken.replayed and not self._compared:
+                raise GuardStop(self._disagreement(compared.by_replica, limit))
+            self.old = OldFrom.RECOMPUTE
+        elif compared.by_replica and newest:
+            self._compared = True
         # a resumed run logs what it would have without the stop
         if step == 1 or self.old == OldFrom.RECOMPUTE:
-            self.metrics |= measured
+            self.metrics |= compared.metrics
         return self.with_old(batch)
 
     def with_old(self, batch: RemoteBatch) -> RemoteBatch:
@@ -201,16 +210,22 @@ class PPOTrainer:
 
     def update_critic(self, batch: RemoteBatch, step: int) -> None:
         """Takes the critic's optimizer steps."""
-        if self.roles.critic is None or not len(batch):
+        if self.roles.critic is None:
             return
         assert self.plan.critic is not None, "a critic has a plan"
+        if not len(batch):
+            self.roles.critic.call(EngineWorker.skip_step)
+            return
         inputs = self.mini_batched(batch, self.reads["critic"], self.plan.critic, step)
         self.note_update(self.roles.critic.call(CriticWorker.update, inputs, step))
 
     def update_actor(self, batch: RemoteBatch, step: int) -> Future | None:
         """Takes the actor's optimizer steps, from step `trainer.critic_warmup` on. None: there are none, also
         because all rows failed and `reward.max_failed_share` allows it."""
-        if step < self.plan.actor.first_step or not len(batch):
+        if step < self.plan.actor.first_step:
+            return None
+        if not len(batch):
+            self.roles.actor.call(EngineWorker.skip_step)
             return None
         names = list(self.reads["actor"])
         if self.old == OldFrom.FIRST_PASS:
@@ -239,24 +254,18 @@ class PPOTrainer:
         )
         return dispatched(columns(batch, [name for name in names if name != "lengths"]), cut, plan)
 
-    def _compare_with_rollout(self, batch: RemoteBatch) -> dict[str, float]:
-        """Metrics of the comparison; the first one after a start stops the run if a generation process is
-        too far off. Without a trained token the next step compares."""
+    def _compare_with_rollout(self, batch: RemoteBatch) -> RolloutComparison:
         names = ["response_mask", "rollout_log_probs", "old_log_probs", "entropys", "replica"]
-        found = self.roles.advantage.call(AdvantageWorker.compare_with_rollout, columns(batch, names))
-        if not self._compared and found.by_replica:
-            worst = max(found.by_replica, key=lambda number: found.by_replica[number])
-            limit = self.config.actor_rollout_ref.rollout.probs_diff_limit
-            if found.by_replica[worst] > limit:
-                raise GuardStop(self._disagreement(worst, found.by_replica[worst], limit))
-            self._compared = True
-        measured: dict[str, float] = found.metrics
-        return measured
+        compared: RolloutComparison = self.roles.advantage.call(
+            AdvantageWorker.compare_with_rollout, columns(batch, names)
+        )
+        return compared
 
-    def _disagreement(self, replica: int, by: float, limit: float) -> str:
+    def _disagreement(self, by_replica: Mapping[int, float], limit: float) -> str:
+        worst = max(by_replica, key=lambda number: by_replica[number])
         differing = None
-        if self.roles.rollout is not None:
-            differing = self.roles.rollout.call(RolloutWorker.first_difference)[replica]
+        if self.roles.rollout is not None and worst < self.roles.rollout.world_size:
+            differing = self.roles.rollout.call(RolloutWorker.first_difference)[worst]
         cause = (
             f"The first of its weights that is not the trainer's: {differing}."
             if differing
@@ -264,8 +273,9 @@ class PPOTrainer:
             " dtypes."
         )
         return (
-            f"generation process {replica} and the trainer disagree: sampled tokens' probabilities differ by"
-            f" {by:.4f} on average, actor_rollout_ref.rollout.probs_diff_limit is {limit}. {cause}"
+            f"generation process {worst} and the trainer disagree: sampled tokens' probabilities differ by"
+            f" {by_replica[worst]:.4f} on average, actor_rollout_ref.rollout.probs_diff_limit is {limit}."
+            f" {cause}"
         )
 
     def _throughput(

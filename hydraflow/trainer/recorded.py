@@ -3,8 +3,7 @@
 In: a source of trajectories, or a folder. Out: trajectories and their scores. A step that reads a file
 computes what the step that wrote it computed, bit for bit: the file holds every column exactly.
 
-    <folder>/step_12.safetensors     prompts, responses, response_mask, rollout_log_probs, lengths, group,
-                                     sample, scores, row objects
+    <folder>/step_12.safetensors     the columns of the trajectories, their scores, row objects
 
 Left out on purpose: JSON for people to read (`generations.py`).
 """
@@ -16,34 +15,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import safetensors
 
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.data.loader import PromptLoader
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.shards import CompletedFuture
-from hydraflow.errors import ConfigError, EnvironmentFault, Problem
+from hydraflow.errors import ConfigError, EnvironmentFault
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import RemoteBatch
 from hydraflow.protocol.stored import read_batch, write_batch
 from hydraflow.trainer.config import DebugConfig
+from hydraflow.trainer.phases import TRAJECTORY
 from hydraflow.trainer.source import Trajectories, TrajectorySource
+from hydraflow.workers.reward import WHY_FAILED
 
 TEXTS = ("text", "prompt_text")
 """Columns of scores for people to read; not in a file of trajectories."""
-COLUMNS = (
-    "prompts",
-    "responses",
-    "response_mask",
-    "versions",
-    "finish_reason",
-    "group",
-    "sample",
-    "score",
-    "failed",
-)
-FACTS = ("scores", "failed", "why_failed")
+COLUMNS = (*TRAJECTORY, "score", "failed")
+FACTS = ("scores", WHY_FAILED)
 """Columns and facts that every file of trajectories has."""
 LOAD = "trainer.debug.load_rollouts"
 
@@ -61,7 +51,7 @@ class RecordedSource:
         taken = self.source.take(step)
         scored: RemoteBatch = taken.scoring.get()
         names = [name for name in scored.columns if name not in TEXTS]
-        facts = {"step": step, "scores": names} | {name: scored.meta_info[name] for name in FACTS[1:]}
+        facts = {"step": step, "scores": names, WHY_FAILED: scored.meta_info.get(WHY_FAILED)}
         rows = RemoteBatch(dict(taken.rows.columns), taken.rows.objects).union(scored.select(names, [], []))
         try:
             write_batch(dump_file(self.folder, step), self.runtime.fetch(rows), facts)
@@ -83,6 +73,10 @@ class RecordedSource:
         """The wrapped source's."""
         return self.source.state()
 
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """See `TrajectorySource`."""
+        self.source.load_state(state)
+
 
 class ReplayedSource:
     """Reads what `RecordedSource` wrote. `loader` only counts: its place in the data is that of a run that
@@ -97,10 +91,9 @@ class ReplayedSource:
         stored, facts = read_dump(dump_file(self.folder, step))
         batch = RemoteBatch.from_local(stored)
         scored = batch.select(facts["scores"], [], [])
-        scored.meta_info |= {name: facts[name] for name in FACTS[1:]}
+        scored.meta_info[WHY_FAILED] = facts[WHY_FAILED]
         rows = batch.select([name for name in batch.columns if name not in facts["scores"]], None, [])
-        versions = stored.get("versions")
-        return Trajectories(rows, CompletedFuture(scored), (int(versions.min()), int(versions.max())))
+        return Trajectories(rows, CompletedFuture(scored), replayed=True)
 
     def give_back(self) -> None:
         """See `TrajectorySource`."""
@@ -112,6 +105,10 @@ class ReplayedSource:
     def state(self) -> dict[str, Any]:
         """See `TrajectorySource`."""
         return self.loader.state()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """See `TrajectorySource`."""
+        self.loader.load_state(state)
 
 
 def dump_file(folder: Path, step: int) -> Path:
@@ -136,8 +133,8 @@ def read_dump(file: Path) -> tuple[DataProto, Mapping[str, Any]]:
 
 
 def require_dumps(debug: DebugConfig, plan: BatchPlan, *, first: int) -> None:
-    """Raises ConfigError when steps `first` to the last have no dump, or the first one has other sizes than
-    the plan."""
+    """Raises ConfigError when steps `first` to the last have no dump, or the first one is no dump. Its groups
+    may have any size."""
     if debug.load_rollouts is None:
         return
     folder = Path(debug.load_rollouts).expanduser()
@@ -159,17 +156,8 @@ def require_dumps(debug: DebugConfig, plan: BatchPlan, *, first: int) -> None:
         )
         raise ConfigError.one(LOAD, debug.load_rollouts, rule, remedy)
     try:
-        rows, _ = read_dump(dump_file(folder, first))
+        read_dump(dump_file(folder, first))
     except EnvironmentFault as error:
         raise ConfigError.one(
             LOAD, debug.load_rollouts, str(error), f"{LOAD}=<a folder that trainer.debug.save_rollouts wrote>"
         ) from error
-    trajectories, prompts = len(rows), len(np.unique(rows.get("group").numpy()))
-    wanted = (plan.prompts_per_step, plan.samples_per_prompt)
-    if (prompts, trajectories // prompts) != wanted:
-        rule = (
-            f"holds {prompts} prompts with {trajectories // prompts} samples each; the plan has {wanted[0]}"
-            f" with {wanted[1]}"
-        )
-        remedy = f"data.train_batch_size={prompts} actor_rollout_ref.rollout.n={trajectories // prompts}"
-        raise ConfigError([Problem(LOAD, debug.load_rollouts, rule, remedy)])

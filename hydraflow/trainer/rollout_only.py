@@ -12,12 +12,14 @@ from functools import partial
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.protocol.ragged import lengths
+from hydraflow.protocol.remote import RemoteBatch
 from hydraflow.trainer.failures import judge_failures
 from hydraflow.trainer.generations import GenerationDump, read_scored
 from hydraflow.trainer.ppo import columns
-from hydraflow.trainer.source import Trajectories, TrajectorySource
+from hydraflow.trainer.source import Trajectories, TrajectorySource, checked, scores_of
 from hydraflow.trainer.timing import PhaseTimer
-from hydraflow.workers.advantage import count_ends, spread
+from hydraflow.workers.advantage import count_ends, is_faulted, spread
+from hydraflow.workers.reward import WHY_FAILED
 
 
 class RolloutTrainer:
@@ -43,29 +45,38 @@ class RolloutTrainer:
         """Samples and scores one step's prompts; `step` counts from 1. An exception from `interrupt` ends the
         step."""
         phase = partial(self.timer.phase, step=step)
-        with phase("step"):
+        with phase("step"), self.runtime.interruptible(interrupt):
             with phase("gen"):
-                taken = self.source.take(step)
-            with phase("reward"), self.runtime.interruptible(interrupt):
-                scored = taken.scoring.get()
+                taken = checked(self.source.take(step))
+            with phase("reward"):
+                scored = scores_of(taken)
         if self.dump is not None:
             self.dump.write(step, list(read_scored(self.runtime, taken).rows(step)))
-        judge_failures([scored], self.max_failed_share, f"step {step}", "no more are sampled")
-        metrics = self._measured(taken) | self.timer.drain()
+        metrics = self._measured(taken, scored) | self.timer.drain()
+        judge_failures(
+            int(metrics["reward/failed_rows"]),
+            len(taken.rows),
+            scored.meta_info.get(WHY_FAILED),
+            self.max_failed_share,
+            where=f"step {step}",
+            so="no more are sampled",
+        )
         tokens, seconds = metrics["perf/total_num_tokens"], metrics["timing_s/step"]
         return metrics | {
             "perf/time_per_step": seconds,
             "perf/throughput": tokens / seconds / self.plan.rollout_ranks,
         }
 
-    def _measured(self, taken: Trajectories) -> dict[str, float]:
-        scored = taken.scoring.get()
-        scores = self.runtime.fetch(columns(scored, ["score"])).get("score")
+    def _measured(self, taken: Trajectories, scored: RemoteBatch) -> dict[str, float]:
+        """Scores are averaged over the rows that have one: no failed and no faulted row."""
+        scores = self.runtime.fetch(columns(scored, ["score", "failed"]))
         read = self.runtime.fetch(columns(taken.rows, ["lengths", "response_mask", "finish_reason"]))
-        responses = lengths(read.get("response_mask"))
+        responses, failed = lengths(read.get("response_mask")), scores.get("failed")
         found = {
-            "reward/failed_rows": float(scored.meta_info["failed"]),
+            "reward/failed_rows": float(failed.sum()),
             "perf/total_num_tokens": float(read.get("lengths").sum()),
         }
-        found |= count_ends(read.get("finish_reason"))
-        return found | spread("critic/score", scores) | spread("response_length", responses)
+        answered = ~failed & ~is_faulted(read.get("finish_reason"))
+        if answered.any():
+            found |= spread("critic/score", scores.get("score")[answered])
+        return found | count_ends(read.get("finish_reason")) | spread("response_length", responses)

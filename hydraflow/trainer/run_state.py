@@ -30,6 +30,8 @@ class RunState:
     """Identity in trackers: a resumed run continues the same curve."""
     source: dict[str, Any]
     """Where the trajectories, or conversations, continue: `TrajectorySource.state()`."""
+    data: dict[str, Any]
+    """The data and their order: `PromptLoader.identity()`."""
     configuration: dict[str, Any]
     """Values of the keys that shape training (`identity.py`)."""
     configuration_hash: str

@@ -8,8 +8,8 @@ trajectories (`ppo.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,8 +18,11 @@ import torch
 from hydraflow.data.loader import PromptLoader
 from hydraflow.dispatch.group import RoleGroup
 from hydraflow.dispatch.shards import CompletedFuture, Future
+from hydraflow.errors import GuardStop
 from hydraflow.protocol.batch import DataProto
+from hydraflow.protocol.fields import described
 from hydraflow.protocol.remote import RemoteBatch
+from hydraflow.trainer.phases import SCORES, TRAJECTORY
 from hydraflow.workers.reward import SCORED_WITH, WITH_TEXTS, RewardWorker
 from hydraflow.workers.rollout import RolloutWorker, SamplingSpec
 
@@ -32,14 +35,15 @@ class Trajectories:
     """The columns of sampling (`protocol/fields.py`) with the workers; `group`, `sample` and the row objects
     of each row's prompt with the controller."""
     scoring: Future
-    """A batch of `score`, `acc` and `failed` for the same rows, perhaps `text` and `prompt_text`; facts
-    `failed` and `why_failed`. Perhaps still being computed: the trainer's passes do not wait for it."""
-    versions: tuple[int, int]
-    """Oldest and newest version of the weights that sampled them."""
+    """A batch of `score`, `acc` and `failed` for the same rows; `text` and `prompt_text` if responses are
+    written for people to read; perhaps the fact `why_failed`. Perhaps still being computed: the trainer's
+    passes do not wait for it."""
+    replayed: bool = False
+    """Another run sampled them, so their versions are not those of this run's weights."""
 
 
 class TrajectorySource(Protocol):
-    """Where the trainer gets its trajectories from."""
+    """Where the trainer gets its trajectories from: rows with the columns `phases.TRAJECTORY`."""
 
     def take(self, step: int) -> Trajectories:
         """The trajectories of training step `step`, which counts from 1."""
@@ -53,6 +57,30 @@ class TrajectorySource(Protocol):
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint needs to continue with the next trajectories: plain values."""
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continues where `state` was taken; called before the first `take` of a resumed run."""
+
+
+def checked(taken: Trajectories) -> Trajectories:
+    """What a source has taken, with a list of columns of its own. GuardStop when columns or all rows are
+    missing."""
+    if lacking := [name for name in TRAJECTORY if name not in taken.rows.columns]:
+        raise GuardStop(
+            f"the trajectories have no column {lacking[0]} ({described(lacking[0])}): a source must deliver"
+            f" {', '.join(TRAJECTORY)}"
+        )
+    if not len(taken.rows):
+        raise GuardStop("a source must deliver at least one row for each step")
+    return replace(taken, rows=RemoteBatch(dict(taken.rows.columns), taken.rows.objects))
+
+
+def scores_of(taken: Trajectories, names: Sequence[str] = SCORES) -> RemoteBatch:
+    """The scores, once they are there. GuardStop when a column of them is missing."""
+    scored: RemoteBatch = taken.scoring.get()
+    if lacking := [name for name in names if name not in scored.columns]:
+        raise GuardStop(f"the scores have no column {lacking[0]} ({described(lacking[0])})")
+    return scored
 
 
 class Sampler:
@@ -70,14 +98,13 @@ class Sampler:
         """Of the weights to sample with."""
 
     def sample(self, prompts: DataProto, visit: int) -> Trajectories:
-        """Waits for the samples, not for their scores. `visit`: how often these prompts were sampled
-        before."""
+        """Waits for the samples, not for their scores. `visit`: the epoch; -1 for validation."""
         table = row_table(prompts, [self.how.n] * len(prompts))
         inputs = prompts.select(batch_keys=["prompts"], non_tensor_batch_keys=["uid"])
         inputs.meta_info |= {"sampling": self.how, "visit": visit, "version": self.version}
         sampling: Future = self.rollout.call(RolloutWorker.generate, inputs)
         scoring = self._score(table, sampling)  # behind the samples
-        return Trajectories(table.union(sampling.get()), scoring, (self.version, self.version))
+        return Trajectories(table.union(sampling.get()), scoring)
 
     def _score(self, table: RemoteBatch, sampling: Future) -> Future:
         """The reward process waits for the samples itself."""
@@ -137,3 +164,7 @@ class Lockstep:
     def state(self) -> dict[str, Any]:
         """See `TrajectorySource`: the place in the data."""
         return self.loader.state()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """See `TrajectorySource`."""
+        self.loader.load_state(state)

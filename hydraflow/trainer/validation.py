@@ -18,6 +18,7 @@ from hydraflow.tracking.trackers import Trackers
 from hydraflow.trainer.failures import judge_failures
 from hydraflow.trainer.generations import GenerationDump, ScoredResponses, read_scored
 from hydraflow.trainer.source import TrajectorySource
+from hydraflow.workers.reward import WHY_FAILED
 
 
 def metric_names(sources: Iterable[str], plan: BatchPlan) -> set[str]:
@@ -52,9 +53,16 @@ class Validator:
         parts = [read_scored(self.runtime, part) for part in taken]
         if self.dump is not None:
             self.dump.write(step, [row for part in parts for row in part.rows(step)])
-        most = self.config.reward.max_failed_share
-        scored = [part.scoring.get() for part in taken]
-        judge_failures(scored, most, f"validation after step {step}", "its averages would say nothing")
+        failed = np.concatenate([part.failed for part in parts])
+        causes = (part.scoring.get().meta_info.get(WHY_FAILED) for part in taken)
+        judge_failures(
+            int(failed.sum()),
+            len(failed),
+            next((cause for cause in causes if cause), None),
+            self.config.reward.max_failed_share,
+            where=f"validation after step {step}",
+            so="its averages would say nothing",
+        )
         if samples := self._samples(parts):
             self.folder.write_samples(step, samples)
             self.trackers.log_samples(samples, step)
@@ -63,11 +71,12 @@ class Validator:
             "acc": np.concatenate([part.accuracies for part in parts]),
             "reward": np.concatenate([part.scores for part in parts]),
         }
-        return {
-            f"val-core/{source}/{name}/mean@{self.n}": float(column[sources == source].mean())
-            for source in np.unique(sources)
+        means = {
+            f"val-core/{source}/{name}/mean@{self.n}": float(column[(sources == source) & ~failed].mean())
+            for source in np.unique(sources[~failed])
             for name, column in found.items()
         }
+        return means | {"val-aux/failed_rows": float(failed.sum())}
 
     def _samples(self, parts: Sequence[ScoredResponses]) -> list[dict[str, object]]:
         samples: list[dict[str, object]] = []

@@ -31,7 +31,7 @@ class AdvantageSpec:
 
     algorithm: AlgorithmConfig
     response_tokens: int
-    """Longest response: responses of that length were truncated."""
+    """Longest response, for `response_length/clip_ratio`."""
     drop_failed: bool = True
     """Leave out rows that the reward function failed on."""
 
@@ -62,18 +62,21 @@ class AdvantageWorker(Worker):
         """From `score` in `scored`: `advantages` and `returns` of the rows that are trained on.
 
         `meta_info["metrics"]` describes the step's data, `meta_info["kl"]` is the KL controller's state after
-        it. `meta_info["left_out"]` numbers the rows without an answer: faulted ones, and those that the
-        reward function failed on unless they are scored.
+        it. `meta_info["left_out"]` numbers the rows that are not: faulted ones, those that the reward
+        function failed on unless they are scored, and the one sample that is left of a group, because it has
+        nothing to be compared with.
         """
         reasons = batch.get("finish_reason")
-        unusable = reasons == FINISH_REASONS.index("fault")
-        if self.spec.drop_failed:
-            unusable = unusable | scored.get("failed")
+        no_number = ~torch.isfinite(scored.get("score"))
+        failed = scored.get("failed") | no_number
+        unusable = is_faulted(reasons) | (failed if self.spec.drop_failed else no_number)
+        if ESTIMATORS[self.spec.algorithm.adv_estimator].groups:
+            unusable = unusable | left_alone(batch.get("group"), batch.get("sample"), unusable)
         left_out = unusable.nonzero()[:, 0].tolist()
         if left_out:
             batch, scored = batch.select_idxs(~unusable), scored.select_idxs(~unusable)
         answer = self._compute(batch, scored) if len(batch) else DataProto(meta_info={"metrics": {}})
-        answer.meta_info["metrics"] |= count_ends(reasons)
+        answer.meta_info["metrics"] |= count_ends(reasons) | {"reward/failed_rows": float(failed.sum())}
         answer.meta_info |= {"kl": self.kl.state_dict(), "left_out": left_out}
         return answer
 
@@ -88,7 +91,14 @@ class AdvantageWorker(Worker):
             penalty, metrics = self._kl_penalty(columns, mask, lengths)
             rewards, totals = rewards - penalty, (scores - row_sums(penalty, lengths)).to(scores.dtype)
         advantages, returns = estimate_advantages(
-            algorithm, totals, rewards, mask, lengths, values=values, group_ids=batch.get("group")
+            algorithm,
+            totals,
+            rewards,
+            mask,
+            lengths,
+            values=values,
+            group_ids=batch.get("group"),
+            samples=batch.get("sample"),
         )
         metrics |= _data_metrics(scores, totals, advantages, returns, values, mask)
         if ESTIMATORS[algorithm.adv_estimator].groups:
@@ -161,6 +171,27 @@ def on_last_trained_token(scores: torch.Tensor, mask: torch.Tensor, lengths: tor
     last = torch.where(last >= ends - lengths, last, ends - 1)
     filled = lengths > 0
     return scores.new_zeros(len(mask)).index_put_((last[filled],), scores[filled])
+
+
+def is_faulted(reasons: torch.Tensor) -> torch.Tensor:
+    """Which rows (B,) a fault ended."""
+    return reasons == FINISH_REASONS.index("fault")
+
+
+def left_alone(group: torch.Tensor, sample: torch.Tensor, unusable: torch.Tensor) -> torch.Tensor:
+    """Which rows (B,) are of the only usable sample of a group that had several.
+
+    >>> group, sample = torch.tensor([0, 0, 1, 2, 2]), torch.tensor([0, 1, 0, 0, 1])
+    >>> left_alone(group, sample, torch.tensor([True, False, False, False, False])).tolist()
+    [False, True, False, False, False]
+    """
+    pairs, index = torch.unique(torch.stack([group, sample]), dim=1, return_inverse=True)
+    _, of_pair = torch.unique(pairs[0], return_inverse=True)  # (samples,) their groups, from 0
+    usable = torch.zeros(len(of_pair)).index_add(0, index, (~unusable).float()) > 0
+    before = torch.bincount(of_pair)
+    after = torch.bincount(of_pair[usable], minlength=len(before))
+    alone: torch.Tensor = ((before > 1) & (after == 1))[of_pair[index]]
+    return alone & ~unusable
 
 
 def count_ends(reasons: torch.Tensor) -> dict[str, float]:

@@ -98,6 +98,11 @@ class EngineWorker(Worker):
         """Loads the state from a role's folder."""
         self.engine.load(directory, contents)
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def skip_step(self) -> None:
+        """A training step without a row to train on: only the learning rate moves on."""
+        self.engine.lr_step()
+
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def skipped_in_a_row(self) -> int:
         """Optimizer steps skipped since the last successful one; the same on every rank."""

@@ -121,18 +121,21 @@ def split(engine: TrainEngine, batch: DataProto, micro: MicroPlan) -> MicroBatch
     else:
         assert micro.max_tokens is not None, "a micro-batch plan counts rows or tokens"
         cut = split_tokens(batch, micro.max_tokens, lambda values: engine.reduce(values, "max"))
-    return replace(cut, parts=list(map(without_dead_rows, cut.parts))) if "live" in batch.keys() else cut
+    return replace(cut, parts=list(map(_at_least_one, cut.parts))) if "live" in batch.keys() else cut
 
 
-def without_dead_rows(rows: DataProto) -> DataProto:
-    """Only the rows that `live` says; one dead row where there is no other, because a pass is a
-    collective."""
+def live_rows(rows: DataProto) -> DataProto:
+    """The rows that are not dead, perhaps none."""
     if "live" not in rows.keys():
         return rows
-    live = rows.get("live")
-    return rows.select_idxs(live if bool(live.any()) else [0]).select(
-        [name for name in rows.keys() if name != "live"]
-    )
+    return rows.select_idxs(rows.get("live")).select([name for name in rows.keys() if name != "live"])
+
+
+def _at_least_one(rows: DataProto) -> DataProto:
+    """The live rows, or one dead row where there are none, because a pass is a collective."""
+    if bool(rows.get("live").any()):
+        return live_rows(rows)
+    return rows.select_idxs([0]).select([name for name in rows.keys() if name != "live"])
 
 
 def split_rows(data: DataProto, size: int) -> MicroBatches:

@@ -23,6 +23,8 @@ from hydraflow.rewards.pool import RewardPool, RewardRow
 
 SCORED_WITH = ("data_source", "reward_model", "extra_info")
 """The row objects that scoring needs."""
+WHY_FAILED = "why_failed"
+"""Key of the scores' meta_info: the first cause of a row that failed, or None."""
 WITH_TEXTS = "texts"
 """Key of a batch's meta_info that requests the decoded responses and prompts."""
 
@@ -49,7 +51,8 @@ class RewardWorker(Worker):
     def score(self, batch: DataProto, sampled: DataProto) -> DataProto:
         """Scores the `responses` of `sampled` with the row objects of `batch`.
 
-        `failed` marks the rows whose function raised or took too long, `meta_info["failed"]` counts them.
+        `failed` marks the rows whose function raised or took too long, `meta_info[WHY_FAILED]` is the first
+        cause.
         With `meta_info[WITH_TEXTS]` in `batch` the decoded responses and prompts of `sampled` come too, as
         the object columns `text` and `prompt_text`.
         """
@@ -69,8 +72,7 @@ class RewardWorker(Worker):
             },
             non_tensors=self._texts(sampled, texts) if batch.meta_info.get(WITH_TEXTS) else {},
             meta_info={
-                "failed": int(failed.sum()),
-                "why_failed": next((result.failed for result in results if result.failed is not None), None),
+                WHY_FAILED: next((result.failed for result in results if result.failed is not None), None)
             },
         )
 

@@ -74,7 +74,7 @@ class SkipGuard:
             )
 
     def _keep(self, rows: DataProto, step: int, number: int, facts: Mapping[str, float]) -> None:
-        if self._limits.folder is None or self._files >= MOST_FILES:
+        if self._limits.folder is None or self._files >= MOST_FILES or not len(rows):
             return
         path = Path(self._limits.folder) / f"step_{step}_{self._role}_{number}_rank_{self._rank}.safetensors"
         self._files += 1

@@ -25,7 +25,7 @@ from hydraflow.engine.base import LossFn, TrainEngine
 from hydraflow.metrics import Metric, maximum, mean, merge
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.ragged import from_parts, parts
-from hydraflow.workers.micro_batcher import MicroBatcher, without_dead_rows
+from hydraflow.workers.micro_batcher import MicroBatcher, live_rows
 from hydraflow.workers.skipping import SkipGuard
 
 ROWS_PER_RANK = "rows_per_rank"
@@ -82,7 +82,7 @@ class Learner:
                 of_steps.append(self.engine.optimizer_step())
             facts = reductions.values(of_rows[-1]) | of_steps[-1]
             self.skip_guard.note(
-                without_dead_rows(rows),
+                live_rows(rows),
                 skipped=bool(of_steps[-1]["skipped"]),
                 step=step,
                 number=number,

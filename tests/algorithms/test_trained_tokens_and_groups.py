@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hydraflow.algorithms.groups import group_ids, group_scores
+from hydraflow.algorithms.groups import group_scores
 from hydraflow.algorithms.masked import keep, masked_sum
 from hydraflow.algorithms.trained_tokens import TrainedTokens, row_sums, whiten
 
@@ -70,10 +70,6 @@ def test_whitening_by_hand():
     assert white.tolist() == pytest.approx([x / math.sqrt(variance) for x in (-3, -1, 4)], abs=1e-12)
     assert whiten(torch.tensor([5.0])).tolist() == [0.0]
     assert whiten(torch.tensor([])).tolist() == []
-
-
-def test_group_ids_of_names():
-    assert group_ids(["q7", "q1", "q7", "q3"]).tolist() == [2, 0, 2, 1]
 
 
 def test_group_scores_by_hand():

@@ -4,6 +4,7 @@ default recipe learns from it."""
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,9 @@ class RandomGroups:
 
     def state(self) -> dict[str, Any]:
         return self.inner.state()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.inner.load_state(state)
 
 
 class RandomJob(PPOJob):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,22 +20,28 @@ from hydraflow.protocol.stored import write_batch
 from hydraflow.schema import PPOConfig
 from hydraflow.trainer.config import DebugConfig
 from hydraflow.trainer.recorded import ReplayedSource, dump_file, require_dumps
+from hydraflow.trainer.source import checked, scores_of
 
-FACTS = {"step": 1, "scores": ["score"], "failed": 0, "why_failed": ""}
+FACTS = {"step": 1, "scores": ["score", "failed"], "why_failed": ""}
 
 
-def write(folder: Path, step: int, facts: dict[str, object] = FACTS) -> Path:
-    """Two trajectories for each of two prompts."""
+def write(
+    folder: Path, step: int, facts: dict[str, object] = FACTS, group: Sequence[int] = (0, 0, 1, 1)
+) -> Path:
+    """Two trajectories for each of two prompts, or other groups."""
     rows = ragged.from_rows([torch.tensor([row]) for row in range(4)])
     columns = {
         "prompts": rows,
         "responses": rows,
         "response_mask": rows,
-        "group": torch.tensor([0, 0, 1, 1]),
+        "group": torch.tensor(group),
         "sample": torch.tensor([0, 1, 0, 1]),
         "score": torch.ones(4),
         "failed": torch.zeros(4, dtype=torch.bool),
+        "lengths": torch.full((4,), 2, dtype=torch.int32),
+        "rollout_log_probs": ragged.from_rows([torch.zeros(1)] * 4),
         "versions": torch.zeros(4, dtype=torch.int32),
+        "replica": torch.zeros(4, dtype=torch.int32),
         "finish_reason": torch.zeros(4, dtype=torch.int8),
     }
     write_batch(dump_file(folder, step), DataProto.from_dict(columns), facts)
@@ -70,6 +77,14 @@ def loader() -> PromptLoader:
 def test_whole_files_are_taken(tmp_path: Path) -> None:
     write(tmp_path, 1)
     require(tmp_path)
+    taken = checked(ReplayedSource(tmp_path, loader()).take(1))
+    assert (len(taken.rows), taken.replayed) == (4, True)
+    assert {"score", "failed"} <= scores_of(taken, ["score", "failed"]).columns.keys()
+
+
+def test_groups_of_a_file_may_have_any_size(tmp_path: Path) -> None:
+    write(tmp_path, 1, group=[0, 2, 2, 2])
+    require(tmp_path)
 
 
 def cut(file: Path) -> None:
@@ -90,7 +105,7 @@ def other_batch(file: Path) -> None:
     [
         (cut, "cannot be read as trajectories"),
         (weights, "cannot be read as trajectories"),
-        (other_batch, "it has no prompts, responses"),
+        (other_batch, "it has no prompts, group"),
     ],
 )
 def test_what_is_none_is_refused_before_the_start_and_named_in_a_run(

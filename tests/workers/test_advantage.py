@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -36,6 +37,7 @@ def make_batch(scores: list[float]) -> tuple[DataProto, DataProto]:
             "old_log_probs": column([[-1.0] * len(mask) for mask in MASK]),
             "ref_log_prob": column([[-1.0 - gap for gap in row] for row in GAP]),
             "group": torch.tensor([7, 7, 3, 3]),
+            "sample": torch.tensor([0, 1, 0, 1]),
             "finish_reason": torch.tensor([1, 0, 0, 0], dtype=torch.int8),
         }
     )
@@ -82,6 +84,7 @@ def test_grpo_and_its_metrics() -> None:
             "prompt_length/min": 1,
             "rollout/truncated_rows": 1,
             "rollout/faulted_rows": 0,
+            "reward/failed_rows": 0,
         },
         abs=2e-6,
     )
@@ -204,6 +207,7 @@ def advantages_of(masks: list[list[bool]], scores: list[float], estimator: str) 
             "response_mask": ragged.from_rows([torch.tensor(mask, dtype=torch.int64) for mask in masks]),
             "values": column(values),
             "group": torch.zeros(len(masks), dtype=torch.int64),
+            "sample": torch.arange(len(masks)),
             "finish_reason": torch.zeros(len(masks), dtype=torch.int8),
         }
     )
@@ -222,22 +226,65 @@ def failing(scores: list[float], failed: list[int], faulted: list[int]) -> tuple
 
 
 def test_a_failed_row_is_not_compared_with_its_group() -> None:
-    """The second row of group 7 failed: the first one is alone, its advantage its score. In group 3 a row
-    ended by a fault."""
-    made = make_worker(norm_adv_by_std_in_grpo=False).compute(*failing([1, -9, 2, 5], [1], [3]))
+    """Of a group of four, one failed and one ended by a fault: the others are compared with each other."""
+    batch, scored = failing([1, -9, 2, 5], [1], [3])
+    batch = batch.union(DataProto())
+    batch.get("group")[:] = 7
+    batch.get("sample")[:] = torch.arange(4)
+    made = make_worker(norm_adv_by_std_in_grpo=False).compute(batch, scored)
     assert made.meta_info["left_out"] == [1, 3]
-    assert listed(made, "advantages") == [1, 0, 1, 2, 2]  # rows 0 and 2; the middle token of row 0 is masked
+    # rows 0 and 2; the middle token of row 0 is masked
+    assert listed(made, "advantages") == [-0.5, 0, -0.5, 0.5, 0.5]
     metrics = made.meta_info["metrics"]
     assert metrics["critic/score/mean"] == 1.5
     assert metrics["rollout/truncated_rows"] == metrics["rollout/faulted_rows"] == 1
+    assert metrics["reward/failed_rows"] == 1
+
+
+@pytest.mark.parametrize(
+    ("estimator", "left_out"), [("grpo", [0, 1]), ("rloo", [0, 1]), ("reinforce_plus_plus", [1])]
+)
+def test_the_last_row_of_a_group_has_nothing_to_be_compared_with(estimator: str, left_out: list[int]) -> None:
+    """Its raw score would be the largest advantage of the step, because the reward function failed."""
+    made = make_worker(adv_estimator=estimator).compute(*failing([99, -9, 2, 5], [1], []))
+    assert made.meta_info["left_out"] == left_out
+
+
+def test_a_group_that_was_sampled_once_keeps_its_score() -> None:
+    batch, scored = make_batch([4, 1, 0, 3])
+    batch.get("group")[:2] = torch.tensor([5, 7])
+    made = make_worker(norm_adv_by_std_in_grpo=False).compute(batch, scored)
+    assert made.meta_info["left_out"] == []
+    assert [row.tolist()[0] for row in ragged.rows(made.get("advantages"))] == [4, 1, -1.5, 1.5]
+
+
+def test_a_score_that_is_no_number_is_a_failure() -> None:
+    worker = make_worker()
+    worker.spec = replace(worker.spec, drop_failed=False)
+    made = worker.compute(*make_batch([1, float("nan"), 2, 5]))
+    assert 1 in made.meta_info["left_out"]
+    assert made.meta_info["metrics"]["reward/failed_rows"] == 1
+    assert all(map(math.isfinite, listed(made, "advantages")))
+
+
+@pytest.mark.parametrize(("estimator", "half"), [("grpo", 0.5), ("rloo", 1.0)])
+def test_a_sample_of_several_rows_counts_once_in_its_group(estimator: str, half: float) -> None:
+    """One sample of three rows scores 1, the other, of one row, 0. The order of the rows is of no account."""
+    batch, scored = make_batch([1, 0, 1, 1])
+    batch.get("group")[:] = 7
+    batch.get("sample")[:] = torch.tensor([0, 1, 0, 0])
+    options = {"norm_adv_by_std_in_grpo": False} if estimator == "grpo" else {}
+    made = make_worker(adv_estimator=estimator, **options).compute(batch, scored)
+    first = [row.tolist()[0] for row in ragged.rows(made.get("advantages"))]
+    assert first == [half, -half, half, half]
 
 
 def test_a_failed_row_may_be_scored_and_a_faulted_one_never() -> None:
     worker = make_worker(norm_adv_by_std_in_grpo=False)
     worker.spec = replace(worker.spec, drop_failed=False)
     made = worker.compute(*failing([1, 0, 2, 5], [1], [3]))
-    assert made.meta_info["left_out"] == [3]
-    assert listed(made, "advantages") == [0.5, 0, 0.5, -0.5, 2, 2]
+    assert made.meta_info["left_out"] == [2, 3], "a fault also leaves the other row of its group alone"
+    assert listed(made, "advantages") == [0.5, 0, 0.5, -0.5]
 
 
 def test_a_step_may_have_no_row_left() -> None:

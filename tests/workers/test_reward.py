@@ -17,7 +17,7 @@ from hydraflow.models.tiny import make_tokenizer
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
 from hydraflow.rewards.config import CustomRewardConfig, RewardConfig
-from hydraflow.workers.reward import RewardSpec, RewardWorker
+from hydraflow.workers.reward import WHY_FAILED, RewardSpec, RewardWorker
 
 TOKEN = make_tokenizer().convert_tokens_to_ids
 FUNCTION = '''
@@ -62,7 +62,7 @@ def test_scores_and_texts(tiny: str) -> None:
     assert scored.get("score").tolist() == scored.get("acc").tolist() == [1, 1, 0, 1]
     assert list(scored.get("text")) == ["42", "7", "41", "012"]
     assert list(scored.get("prompt_text")) == ["1+1="] * 4
-    assert scored.meta_info == {"failed": 0, "why_failed": None}
+    assert scored.meta_info == {WHY_FAILED: None}
 
 
 def test_rows_that_fail_are_counted_and_cost_only_themselves(tiny: str, tmp_path: Path) -> None:
@@ -76,8 +76,7 @@ def test_rows_that_fail_are_counted_and_cost_only_themselves(tiny: str, tmp_path
     assert scored.get("score").tolist() == [0.5, -3, 0, 1.5]
     assert scored.get("acc").tolist() == [1, -3, 0, 1]
     assert scored.get("failed").tolist() == [False, True, False, False]
-    assert scored.meta_info["failed"] == 1
-    assert "no such thing" in scored.meta_info["why_failed"]
+    assert "no such thing" in scored.meta_info[WHY_FAILED]
 
 
 def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
