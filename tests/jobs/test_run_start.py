@@ -47,7 +47,7 @@ class Snapshot:
 
 def save(folder: Path, step: int, *, contents: list[str] = CONTENTS, **state: Any) -> Path:
     store = CheckpointStore(folder)
-    facts = RunState(step, 8, "run-1", {}, IDENTITY, "", **state)
+    facts = RunState(step, 8, "run-1", {}, {}, IDENTITY, "", **state)
     unfinished = store.begin(step, {"actor": 1}, facts.to_json())
     save_part(Snapshot(contents), unfinished, "actor", 0, background=False)
     part = read_part(unfinished, "actor", 0)
