@@ -256,7 +256,7 @@ class PPOTrainer:
     def _disagreement(self, replica: int, by: float, limit: float) -> str:
         differing = None
         if self.roles.rollout is not None:
-            differing = self.roles.rollout.call(RolloutWorker.first_difference)[replica]
+            differing = self.roles.rollout.call(RolloutWorker.first_difference_from_actor)[replica]
         cause = (
             f"The first of its weights that is not the trainer's: {differing}."
             if differing
