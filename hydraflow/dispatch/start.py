@@ -22,7 +22,7 @@ from ray.exceptions import AuthenticationError
 from hydraflow.device import usable_cores
 from hydraflow.dispatch.cluster import refusal
 from hydraflow.dispatch.config import RayInitConfig
-from hydraflow.dispatch.placement import ResourcePool, cpus_needed
+from hydraflow.dispatch.placement import FEWER_NODES, ResourcePool, cpus_needed
 from hydraflow.dispatch.private import close_to_others
 from hydraflow.dispatch.processes import end_processes, own_ray_processes
 from hydraflow.errors import ConfigError
@@ -79,9 +79,8 @@ def require_room(config: RayInitConfig, pools: Sequence[ResourcePool]) -> None:
         return
     nodes = max(len(pool.processes_on_nodes) for pool in pools)
     if nodes > 1:
-        rule = f"needs {nodes} nodes, and ray_init.address=local starts Ray on this one alone"
-        remedy = "trainer.nnodes=1, or ray_init.address=auto where a Ray cluster is running"
-        raise ConfigError.one("trainer.nnodes", nodes, rule, remedy)
+        rule = f"starts Ray on this machine alone, and the run needs {nodes} nodes"
+        raise ConfigError.one("ray_init.address", "local", rule, FEWER_NODES)
     _local_cpus(config, math.ceil(cpus_needed(pools)))
 
 

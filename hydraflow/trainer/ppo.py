@@ -22,7 +22,7 @@ from hydraflow.batch_plan.parts import RolePlan
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.device import resolve_dtype
 from hydraflow.dispatch.runtime import Runtime
-from hydraflow.dispatch.shards import CompletedFuture, Future
+from hydraflow.dispatch.shards import Future
 from hydraflow.dispatch.transport import Traffic
 from hydraflow.errors import GuardStop
 from hydraflow.protocol.remote import RemoteBatch
@@ -38,7 +38,6 @@ from hydraflow.workers.actor import OLD_FROM, ActorWorker
 from hydraflow.workers.advantage import AdvantageWorker
 from hydraflow.workers.critic import CriticWorker
 from hydraflow.workers.reference import ReferenceWorker
-from hydraflow.workers.rollout import RolloutWorker
 
 
 class PPOTrainer:
@@ -88,11 +87,11 @@ class PPOTrainer:
             with phase("update_critic"):
                 self.update_critic(batch, step)
             updating = self.update_actor(batch, step)
-            publishing = self.publish(step)  # behind the update
+            wait = self.roles.link.publish(step)  # behind the update
             with phase("update_actor"):
                 self.note_update(updating)
             with phase("update_weights"):
-                self.published(step, publishing)
+                self.published(step, wait)
         tokens = int(lengths.get("lengths").sum())
         return self.metrics | self._throughput(tokens, len(lengths), self.timer.drain(), before)
 
@@ -116,19 +115,11 @@ class PPOTrainer:
 
     def begin(self, step: int) -> None:
         """Gives the generation engine the actor's weights, those after `step` steps."""
-        self.published(step, self.publish(step))
+        self.published(step, self.roles.link.publish(step))
 
-    def publish(self, version: int) -> Future:
-        """Sends the actor's weights to the generation engine, if there is one, after all updates called
-        before; `version`: the training steps behind them."""
-        if self.roles.rollout is None:
-            return CompletedFuture(None)
-        publishing: Future = self.roles.rollout.call(RolloutWorker.sync_from_actor, version)
-        return publishing
-
-    def published(self, version: int, publishing: Future) -> None:
-        """Waits until the generation engine has the weights."""
-        publishing.get()
+    def published(self, version: int, wait: Callable[[], None]) -> None:
+        """Waits until the generation engine has the weights; `version`: the training steps behind them."""
+        wait()
         self.version = version
         self.source.published(version)
 
@@ -254,9 +245,7 @@ class PPOTrainer:
         return measured
 
     def _disagreement(self, replica: int, by: float, limit: float) -> str:
-        differing = None
-        if self.roles.rollout is not None:
-            differing = self.roles.rollout.call(RolloutWorker.first_difference_from_actor)[replica]
+        differing = self.roles.link.first_difference(replica)
         cause = (
             f"The first of its weights that is not the trainer's: {differing}."
             if differing
