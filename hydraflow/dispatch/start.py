@@ -27,6 +27,9 @@ from hydraflow.dispatch.private import close_to_others
 from hydraflow.dispatch.processes import end_processes, own_ray_processes
 from hydraflow.errors import ConfigError
 
+PROMPT_FREEING = {"free_objects_batch_size": 1}
+"""Ray's setting: memory of an object is free at once when no reference is left. By default Ray waits for a
+hundred objects or a second, and what is stored meanwhile takes memory that no process has touched yet."""
 PROBE_SECONDS = 5.0
 """Seconds for a cluster's address to accept a connection."""
 
@@ -58,7 +61,8 @@ def _start(config: RayInitConfig, cpus: float, gpus: int | None, console: bool) 
     quiet: dict[str, Any] = dict(include_dashboard=False, log_to_driver=console, logging_level=logging.ERROR)
     if config.address == "local":
         cores = _local_cpus(config, math.ceil(cpus))
-        ray.init(address="local", num_cpus=cores, num_gpus=gpus, _temp_dir=str(close_to_others()), **quiet)
+        private: dict[str, Any] = dict(_temp_dir=str(close_to_others()), _system_config=PROMPT_FREEING)
+        ray.init(address="local", num_cpus=cores, num_gpus=gpus, **private, **quiet)
     else:
         _join(config.address, quiet)
 

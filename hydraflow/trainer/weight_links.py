@@ -80,13 +80,13 @@ class ObjectStore:
         """See `WeightLink`. The first bucket is asked for at once, the others while the caller waits."""
         checked = self.published % self.verify_every == 0
         self.published += 1
-        return partial(self._rest, version, checked, self._ask(0, version))
+        return partial(self._rest, version, checked, self._ask(0, version, checked))
 
     def first_difference(self, replica: int) -> str | None:
         """See `WeightLink`."""
         number, first, is_last = 0, None, False
         while not is_last:
-            bucket, is_last = self._ask(number, NO_VERSION).get()[0]
+            bucket, is_last = self._ask(number, NO_VERSION, False).get()[0]
             found = self.rollout.call(RolloutWorker.first_difference_in_bucket, bucket).get()[replica]
             number, first = number + 1, first or found
         return first
@@ -97,15 +97,15 @@ class ObjectStore:
         while not is_last:
             bucket, is_last = asked.get()[0]
             loading.get()  # the bucket before this one
-            loading = self.rollout.call(RolloutWorker.load_bucket, bucket, checked)
+            loading = self.rollout.call(RolloutWorker.load_bucket, bucket)
             del bucket  # it is gone once it is loaded
             number += 1
             if not is_last:
-                asked = self._ask(number, version)
+                asked = self._ask(number, version, checked)
         loading.get()
 
-    def _ask(self, number: int, version: int) -> Future:
+    def _ask(self, number: int, version: int, checked: bool) -> Future:
         asked: Future = self.actor.call(
-            ActorWorker.send_bucket, number, version, self.bucket_megabytes * MEGABYTE, self.dtype
+            ActorWorker.send_bucket, number, version, self.bucket_megabytes * MEGABYTE, self.dtype, checked
         )
         return asked

@@ -1,4 +1,4 @@
-"""Buckets: a model's weights in parts of bounded size, with a checksum for each.
+"""Buckets: a model's weights in parts of bounded size, with a checksum for each where one is wanted.
 
 In: a stream of (Hugging Face name, full tensor) pairs. Out: `Bucket`s, and from a bucket the pairs again. A
 checksum is taken from the sender's bytes; the receiver takes its own from the tensors that it holds after
@@ -47,8 +47,8 @@ class Bucket:
     entries: tuple[Entry, ...]
     arrays: tuple[np.ndarray, ...]
     """The bytes of each entry: uint8 (nbytes,)."""
-    checksum: int
-    """`checksum_of` the tensors."""
+    checksum: int | None
+    """`checksum_of` the tensors; None: not taken."""
 
     def tensors(self) -> Iterator[NamedTensor]:
         """The pairs again; the tensors share the arrays' memory, which may be read-only."""
@@ -62,9 +62,10 @@ class Bucket:
 
 
 def buckets(
-    stream: Iterable[NamedTensor], *, version: int, max_bytes: int, dtype: torch.dtype
+    stream: Iterable[NamedTensor], *, version: int, max_bytes: int, dtype: torch.dtype, checked: bool
 ) -> Iterator[Bucket | None]:
     """Buckets of up to `max_bytes`, one tensor at least, with floating-point weights converted to `dtype`.
+    checked: with checksums, which take about as long as copying the weights several times.
 
     Where the stream's tensors are on the meta device, another rank sends them: None for each bucket.
     """
@@ -73,12 +74,12 @@ def buckets(
         sent = tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
         nbytes = sent.numel() * sent.element_size()
         if part and size + nbytes > max_bytes:
-            yield _bucket(part, version, number, last=False)
+            yield _bucket(part, version, number, last=False, checked=checked)
             number, size, part = number + 1, 0, []
         part.append((name, sent))
         size += nbytes
     assert part, "a model has weights"
-    yield _bucket(part, version, number, last=True)
+    yield _bucket(part, version, number, last=True, checked=checked)
 
 
 def checksum_of(tensors: Iterable[torch.Tensor]) -> int:
@@ -94,12 +95,15 @@ def checksum_of(tensors: Iterable[torch.Tensor]) -> int:
     return found
 
 
-def _bucket(part: Sequence[NamedTensor], version: int, number: int, *, last: bool) -> Bucket | None:
+def _bucket(
+    part: Sequence[NamedTensor], version: int, number: int, *, last: bool, checked: bool
+) -> Bucket | None:
     if any(tensor.is_meta for _, tensor in part):
         return None
     entries = tuple(Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in part)
     arrays = tuple(_as_bytes(tensor) for _, tensor in part)
-    return Bucket(version, number, last, entries, arrays, checksum_of(tensor for _, tensor in part))
+    checksum = checksum_of(tensor for _, tensor in part) if checked else None
+    return Bucket(version, number, last, entries, arrays, checksum)
 
 
 def _as_bytes(tensor: torch.Tensor) -> np.ndarray:

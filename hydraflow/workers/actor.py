@@ -111,17 +111,20 @@ class ActorWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, read_only=True)
     def send_bucket(
-        self, number: int, version: int, max_bytes: int, dtype: str
+        self, number: int, version: int, max_bytes: int, dtype: str, checked: bool
     ) -> tuple[StoredValue, bool] | None:
         """Bucket `number` of the weights, and whether it is the last; on rank 0, None on the others.
 
         Buckets are sent in order, with calls of nothing else between them that changes weights: the tensors
         are gathered bucket by bucket. dtype: of the receiver, as in `rollout.dtype`.
+        checked: with checksums.
         """
         if number == 0:
             kind = resolve_dtype(dtype, self.process.device_type)
             stream = self.engine.weights(to=0)
-            self._outgoing = buckets(stream, version=version, max_bytes=max_bytes, dtype=kind)
+            self._outgoing = buckets(
+                stream, version=version, max_bytes=max_bytes, dtype=kind, checked=checked
+            )
         bucket = next(self._outgoing)
         return None if bucket is None else (StoredValue.of(bucket), bucket.last)
 

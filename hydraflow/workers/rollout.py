@@ -96,16 +96,16 @@ class RolloutWorker(Worker):
         return first_difference(self.engine.held(), actor.engine.weights())  # type: ignore[attr-defined]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, read_only=True)
-    def load_bucket(self, stored: StoredValue, checked: bool) -> None:
+    def load_bucket(self, stored: StoredValue) -> None:
         """Loads some of the weights; after the last bucket they are those of its version.
 
-        checked: GuardStop when a checksum of what is held now is not the sender's.
+        GuardStop when it has a checksum, and that of what is held now is another one.
         """
         bucket: Bucket = stored.read()
         self.version = None
         first = bucket.number == 0
         self.engine.update_weights(bucket.tensors(), first=first, last=bucket.last)
-        if checked and not bucket.arrived_as(self.engine.held()):
+        if bucket.checksum is not None and not bucket.arrived_as(self.engine.held()):
             differing = first_difference(self.engine.held(), bucket.tensors())
             raise GuardStop(
                 f"generation rank {self.process.rank}: weights of version {bucket.version} did not arrive as"

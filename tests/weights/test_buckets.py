@@ -26,7 +26,11 @@ def model() -> dict[str, torch.Tensor]:
 
 
 def made(max_bytes: int = 600, dtype: torch.dtype = torch.float32) -> list[Bucket]:
-    return [one for one in buckets(model().items(), version=7, max_bytes=max_bytes, dtype=dtype) if one]
+    return [
+        one
+        for one in buckets(model().items(), version=7, max_bytes=max_bytes, dtype=dtype, checked=True)
+        if one
+    ]
 
 
 def back(some: list[Bucket]) -> dict[str, torch.Tensor]:
@@ -83,5 +87,5 @@ def test_a_changed_byte_is_noticed() -> None:
 
 def test_ranks_that_send_nothing_make_as_many_buckets() -> None:
     elsewhere: list[NamedTensor] = [(name, torch.empty_like(t, device="meta")) for name, t in model().items()]
-    none = list(buckets(elsewhere, version=7, max_bytes=600, dtype=torch.float32))
+    none = list(buckets(elsewhere, version=7, max_bytes=600, dtype=torch.float32, checked=True))
     assert none == [None] * len(made())

@@ -20,7 +20,8 @@ NamedTensor = tuple[str, torch.Tensor]
 
 @torch.no_grad()
 def gathered(parameters: Mapping[str, torch.Tensor], *, to: int | None = None) -> Iterator[NamedTensor]:
-    """Collective: every rank must exhaust the iterator. Unsharded tensors are passed through.
+    """Collective: every rank must exhaust the iterator. Tensors that this rank has whole are passed
+    through.
 
     to: the only rank that gets the tensors; the others get ones without values, on the meta device.
     """
@@ -73,7 +74,11 @@ def _rows_of_all(sharded: list[torch.Tensor], to: int | None) -> Sequence[torch.
 
 
 def _is_split_by_rows(parameter: torch.Tensor) -> bool:
-    return isinstance(parameter, DTensor) and parameter.placements == (Shard(0),)
+    return (
+        isinstance(parameter, DTensor)
+        and parameter.placements == (Shard(0),)
+        and parameter.device_mesh.size() > 1
+    )
 
 
 def _padded_shard(parameter: torch.Tensor, ranks: int) -> torch.Tensor:
@@ -90,4 +95,6 @@ def _joined(pieces: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _whole(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+    if not isinstance(parameter, DTensor):
+        return parameter.detach()
+    return parameter.full_tensor() if parameter.device_mesh.size() > 1 else parameter.to_local().detach()
