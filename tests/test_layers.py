@@ -12,7 +12,7 @@ from source_tree import FILES, MODULES, ROOT, imports, label, module_name, top_p
 
 LAYERS = (
     {"schema", "options", "errors", "device", "redact", "system"},
-    {"batch_plan", "memory", "metrics", "protocol", "algorithms", "models"},
+    {"batch_plan", "memory", "metrics", "protocol", "algorithms", "models", "weights"},
     {"dispatch", "engine", "generation", "data", "rewards", "tracking"},
     {"workers"},
     {"trainer"},

@@ -21,7 +21,6 @@ CALLED_BY_LIBRARIES = {
     "hydraflow/system/role_logs.py: RoleLogs.emit": "logging",
 }
 FOR_USERS = {
-    "hydraflow/batch_plan/parts.py: RolePlan.simple": "plans of examples and tests",
     "hydraflow/dispatch/modes.py: register_dispatch_mode": "verl's: a dispatch mode of the user's own",
     "hydraflow/protocol/batch.py: DataProto.from_tensordict": "verl's",
     "hydraflow/protocol/batch.py: DataProto.make_iterator": "verl's",

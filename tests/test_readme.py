@@ -4,6 +4,7 @@ code's, and what the pages cite is there."""
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shlex
 import subprocess
@@ -51,6 +52,7 @@ SCRIPTS = {
     "scripts/prepare_gsm8k.py",
     "scripts/bench/grpo_step.py",
     "scripts/bench/vs_trl.py",
+    "scripts/bench/weight_sync.py",
 }
 
 
@@ -376,3 +378,13 @@ def test_the_bench_of_a_step(recipe_cache: Path) -> None:
         check=False,
     )
     assert "TRL's GRPOTrainer" in help_of_the_other.stdout
+
+
+@pytest.mark.slow
+def test_the_bench_of_weights() -> None:
+    run = [sys.executable, "scripts/bench/weight_sync.py", "--models", "small", "--publishes", "1"]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert found["buckets"] == 2 and found["held_at_most"] == found["bytes"]
+    assert found["object_store_share"] > 0 and found["same_process_share"] > 0

@@ -50,6 +50,14 @@ class Devices:
         ends = [(part.start, part.stop - 1) for part in self.ranges]
         return [f"{first}-{last}" if last > first else str(first) for first, last in ends]
 
+    def listed(self) -> list[int]:
+        """The numbers, one by one: for the devices of a run, not of a plan for many machines.
+
+        >>> Devices.of([range(2), range(4, 6)]).listed()
+        [0, 1, 4, 5]
+        """
+        return [device for part in self.ranges for device in part]
+
     def first(self, count: int) -> Devices:
         """The `count` lowest of them."""
         taken = []

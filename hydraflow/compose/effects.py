@@ -89,6 +89,30 @@ _ROLES = (
         f"{ACTOR}.strategy=fsdp2",
     ),
 )
+
+
+def _rollout_is_with_actor(config: PPOConfig) -> bool:
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    same_devices = not rollout.nnodes and rollout.device_mapping in (None, actor.device_mapping)
+    return config.trainer.debug.local or (
+        config.trainer.fuse_roles and same_devices and rollout.name == "native"
+    )
+
+
+_PLACES = (
+    NoEffectRule(
+        f"{ROLLOUT}.{{update_weights_bucket_megabytes,verify_weights_every}}",
+        lambda c: _rollout_is_with_actor(c),
+        "the rollout reads the actor's weights in the same process",
+        "trainer.fuse_roles=false",
+    ),
+    NoEffectRule(
+        "trainer.fuse_roles",
+        lambda c: c.trainer.debug.local,
+        "trainer.debug.local=true runs all roles in one process",
+        "trainer.debug.local=false",
+    ),
+)
 _BATCHES = (
     *_micro_batch_rules(
         "critic",
@@ -179,6 +203,7 @@ _RUN = (
 RULES: dict[type, tuple[NoEffectRule, ...]] = {
     PPOConfig: (
         *_ROLES,
+        *_PLACES,
         *_BATCHES,
         *_VALIDATION,
         *_PARTS,

@@ -201,6 +201,10 @@ def _one_process_is_debugged(config: PPOConfig | SFTConfig | GenerateConfig) -> 
         if count > 1:
             rule, remedy = f"{asked}=true has one process per role", f"trainer.{name}=1 or {asked}=false"
             yield Problem(f"trainer.{name}", count, rule, remedy)
+    if trainer.debug.local and isinstance(config, PPOConfig) and config.actor_rollout_ref.rollout.nnodes:
+        key, count = "actor_rollout_ref.rollout.nnodes", config.actor_rollout_ref.rollout.nnodes
+        rule, remedy = f"{asked}=true has one process on one device", f"{key}=0 or {asked}=false"
+        yield Problem(key, count, rule, remedy)
     if config.debug and trainer.debug.local:
         rule = (
             "trainer.debug.local=true runs without Ray, so Ray's debugger has nothing to do: breakpoint()"

@@ -68,8 +68,8 @@ class LocalRuntime(Runtime):
             self._pools[pool.name] = pool
         settle(0, given=self.ray_init.runtime_env.as_text())
 
-    def group(self, pool: str, roles: Mapping[str, RoleSpec]) -> Group:
-        """Builds the workers immediately."""
+    def group(self, pool: str, roles: Mapping[str, RoleSpec], devices: Sequence[int] | None = None) -> Group:
+        """Builds the workers immediately; there is one device."""
         device, first = self.device_type, not self.groups
         group = LocalGroup(self._pools[pool], roles, self.channel, device_type=device, first=first)
         self.groups.append(group)

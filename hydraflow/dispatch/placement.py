@@ -26,6 +26,10 @@ from hydraflow.dispatch.host import RankInfo
 from hydraflow.errors import ConfigError, Problem
 
 log = logging.getLogger(__name__)
+FEWER_NODES = (
+    "trainer.nnodes=1 and no machines of the rollout's own, or ray_init.address=auto where a Ray cluster of"
+    " enough machines is running"
+)
 _REMEDY = "ask for fewer processes (trainer.n_gpus_per_node), or add machines to the Ray cluster"
 
 
@@ -39,7 +43,7 @@ class ResourcePool:
 
     name: str
     processes_on_nodes: Sequence[int]
-    """Number of processes on each node; the nodes are different ones."""
+    """Number of processes of a group on each node; the nodes are different ones."""
     gpus_per_process: float = 0
     """0 or 1, usually."""
     cpus_per_process: float = 1
@@ -47,7 +51,8 @@ class ResourcePool:
     threads: int = 1
     """Threads of torch and OpenMP in each process."""
     groups: int = 1
-    """Number of worker groups that share the pool; each gets its share of a process's CPUs and GPUs."""
+    """Largest number of worker groups with a process in the same place; each gets its share of CPUs and
+    GPUs."""
 
     def __post_init__(self) -> None:
         if not self.processes_on_nodes or min(self.processes_on_nodes) < 1:
@@ -82,9 +87,7 @@ def shortfall(pools: Sequence[ResourcePool], nodes: Sequence[Mapping[str, float]
     for pool in pools:
         if len(pool.processes_on_nodes) > len(nodes):
             rule = f"needs {len(pool.processes_on_nodes)} nodes, the cluster has {len(nodes)}"
-            running = "where a Ray cluster of enough machines is running"
-            remedy = f"trainer.nnodes={len(nodes)} or ray_init.address=auto, {running}"
-            problems.append(Problem(f"resource pool {pool.name}", None, rule, remedy))
+            problems.append(Problem(f"resource pool {pool.name}", None, rule, FEWER_NODES))
     for kind in ("CPU", "GPU"):
         amounts = [node.get(kind, 0.0) for node in nodes]
         needs = {pool.name: [node.get(kind, 0.0) for node in pool.demand()] for pool in pools}
@@ -103,13 +106,29 @@ def shortfall(pools: Sequence[ResourcePool], nodes: Sequence[Mapping[str, float]
 
 @dataclass(frozen=True)
 class Reservation:
-    """A pool's reserved place on the cluster."""
+    """A reserved place on the cluster, for all processes of a pool or for some."""
 
     pool: ResourcePool
     group: PlacementGroup
     rank_infos: list[RankInfo]
     bundles: list[int]
     """Bundle of the placement group by rank."""
+
+    def part(self, devices: Sequence[int]) -> Reservation:
+        """The place of a group on some of the pool's devices; rank i is on `devices[i]`."""
+        bundles = [self.bundles[device] for device in devices]
+        several = len(set(bundles)) > 1
+        rank_infos = [
+            RankInfo(
+                rank,
+                len(devices),
+                bundles[:rank].count(bundles[rank]),
+                self.rank_infos[device].node,
+                several,
+            )
+            for rank, device in enumerate(devices)
+        ]
+        return Reservation(self.pool, self.group, rank_infos, bundles)
 
     def actor_options(
         self, rank: int, environment: Mapping[str, str], nsight: Mapping[str, str] | None
@@ -168,8 +187,8 @@ def _busy(pools: Sequence[ResourcePool], timeout: float) -> Problem:
 
 
 def _seated(pool: ResourcePool, group: PlacementGroup) -> Reservation:
-    """Ranks go node by node, in the order of the nodes' addresses, so that two runs on the same nodes number
-    them alike."""
+    """Ranks go node by node, in the order of the nodes' addresses where these have equally many, so that two
+    runs on the same nodes number them alike."""
     nodes = {node["NodeID"]: node for node in ray.nodes()}
     placed = placement_group_table(group)["bundles_to_node_id"]
 
@@ -177,7 +196,12 @@ def _seated(pool: ResourcePool, group: PlacementGroup) -> Reservation:
         parts = str(nodes[placed[bundle]]["NodeManagerAddress"]).split(".")
         return [int(part) if part.isdigit() else 0 for part in parts]
 
-    order = sorted(placed, key=address)
+    # of nodes with equally many processes the first is the one with the lowest address
+    counts, order = pool.processes_on_nodes, sorted(placed)
+    for count in set(counts):
+        alike = [bundle for bundle in placed if counts[bundle] == count]
+        for place, bundle in zip(sorted(alike), sorted(alike, key=address), strict=True):
+            order[place] = bundle
     bundles = [bundle for bundle in order for _ in range(pool.processes_on_nodes[bundle])]
     local = [number for bundle in order for number in range(pool.processes_on_nodes[bundle])]
     names = [nodes[placed[bundle]]["NodeManagerHostname"] for bundle in bundles]

@@ -119,11 +119,16 @@ class Runtime:
             self._guard.stop()
             end_processes(self._guard.children(), grace=0.0)
 
-    def group(self, pool: str, roles: Mapping[str, RoleSpec]) -> Group:
-        """A group in a reserved pool; its processes start in the background (`await_ready`)."""
-        env_vars = self.ray_init.runtime_env.as_text()
+    def group(self, pool: str, roles: Mapping[str, RoleSpec], devices: Sequence[int] | None = None) -> Group:
+        """A group in a reserved pool, on all of its devices or on some, with a process on each; they start in
+        the background (`await_ready`)."""
+        place = self._reservations[pool]
         group = WorkerGroup(
-            self._reservations[pool], roles, self.channel, device_type=self.device_type, env_vars=env_vars
+            place if devices is None else place.part(devices),
+            roles,
+            self.channel,
+            device_type=self.device_type,
+            env_vars=self.ray_init.runtime_env.as_text(),
         )
         self.groups.append(group)
         return group

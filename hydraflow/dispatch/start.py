@@ -22,11 +22,14 @@ from ray.exceptions import AuthenticationError
 from hydraflow.device import usable_cores
 from hydraflow.dispatch.cluster import refusal
 from hydraflow.dispatch.config import RayInitConfig
-from hydraflow.dispatch.placement import ResourcePool, cpus_needed
+from hydraflow.dispatch.placement import FEWER_NODES, ResourcePool, cpus_needed
 from hydraflow.dispatch.private import close_to_others
 from hydraflow.dispatch.processes import end_processes, own_ray_processes
 from hydraflow.errors import ConfigError
 
+PROMPT_FREEING = {"free_objects_batch_size": 1}
+"""Ray's setting: memory of an object is free at once when no reference is left. By default Ray waits for a
+hundred objects or a second, and what is stored meanwhile takes memory that no process has touched yet."""
 PROBE_SECONDS = 5.0
 """Seconds for a cluster's address to accept a connection."""
 
@@ -58,7 +61,8 @@ def _start(config: RayInitConfig, cpus: float, gpus: int | None, console: bool) 
     quiet: dict[str, Any] = dict(include_dashboard=False, log_to_driver=console, logging_level=logging.ERROR)
     if config.address == "local":
         cores = _local_cpus(config, math.ceil(cpus))
-        ray.init(address="local", num_cpus=cores, num_gpus=gpus, _temp_dir=str(close_to_others()), **quiet)
+        private: dict[str, Any] = dict(_temp_dir=str(close_to_others()), _system_config=PROMPT_FREEING)
+        ray.init(address="local", num_cpus=cores, num_gpus=gpus, **private, **quiet)
     else:
         _join(config.address, quiet)
 
@@ -79,9 +83,8 @@ def require_room(config: RayInitConfig, pools: Sequence[ResourcePool]) -> None:
         return
     nodes = max(len(pool.processes_on_nodes) for pool in pools)
     if nodes > 1:
-        rule = f"needs {nodes} nodes, and ray_init.address=local starts Ray on this one alone"
-        remedy = "trainer.nnodes=1, or ray_init.address=auto where a Ray cluster is running"
-        raise ConfigError.one("trainer.nnodes", nodes, rule, remedy)
+        rule = f"starts Ray on this machine alone, and the run needs {nodes} nodes"
+        raise ConfigError.one("ray_init.address", "local", rule, FEWER_NODES)
     _local_cpus(config, math.ceil(cpus_needed(pools)))
 
 

@@ -116,6 +116,24 @@ def _bytes_of(buffer: pickle.PickleBuffer) -> np.ndarray:
     return np.frombuffer(raw, dtype=np.uint8) if raw.nbytes else np.empty(0, dtype=np.uint8)
 
 
+@dataclass(frozen=True)
+class StoredValue:
+    """A value in the object store of the process that made it. As an argument or an answer it travels as a
+    reference; its arrays are read from shared memory on the same node."""
+
+    ref: ObjectRef
+
+    @classmethod
+    def of(cls, value: object) -> StoredValue:
+        """Puts a value into this process's object store."""
+        return cls(ray.put(pack(value)))
+
+    def read(self) -> Any:
+        """The value; its arrays may be read-only views of shared memory. RayError when the process that made
+        it is gone."""
+        return unpack(ray.get(self.ref))
+
+
 @dataclass
 class ArgumentPacker:
     """Packs the arguments of one call: a value for several ranks is pickled once, and stored once if it

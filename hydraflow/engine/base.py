@@ -131,9 +131,13 @@ class TrainEngine(Protocol):
     def lr_step(self) -> None:
         """Advances the schedule by one training step."""
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, *, to: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Full weights by Hugging Face name, adapters merged. Borrowed: copy what must outlive the next
-        update."""
+        update.
+
+        to: the only rank that gets values; the others, which must exhaust the iterator too, get tensors on
+        the meta device.
+        """
 
     def reduce(self, values: torch.Tensor, how: str = "sum") -> torch.Tensor:
         """Sum or max of `values` over data ranks, float64 on the CPU."""

@@ -8,7 +8,7 @@ rewards, batches that travel (`workers/rollout.py` converts), and how weights ge
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -108,10 +108,12 @@ class GenerationEngine(Protocol):
     def generate(self, request: GenerationRequest, params: SamplingParams) -> GenerationOutput:
         """Samples. ValueError for prompts that do not fit; RuntimeError without weights."""
 
-    def update_weights(self, stream: Iterable[tuple[str, Tensor]]) -> None:
-        """Loads every weight of the model from (Hugging Face name, full tensor) pairs. ValueError names what
-        does not fit."""
+    def update_weights(
+        self, stream: Iterable[tuple[str, Tensor]], *, first: bool = True, last: bool = True
+    ) -> None:
+        """Loads weights from (Hugging Face name, full tensor) pairs: all of the model, or a part of them
+        between the `first` and the `last`. ValueError names what does not fit, and after the last part what
+        did not come."""
 
-    def first_difference(self, stream: Iterable[tuple[str, Tensor]]) -> str | None:
-        """The first name in the stream whose tensor is not the one held; None if all are. The whole stream is
-        read."""
+    def held(self) -> Mapping[str, Tensor]:
+        """The weights by Hugging Face name, tied ones under each of their names; not to be changed."""

@@ -27,10 +27,7 @@ class Engine(Implementation):
 GENERATION_ENGINES = {
     "native": Engine("hydraflow.generation.native:NativeEngine.from_config"),
     "vllm": Engine(
-        reads=(
-            *("engine_kwargs", "gpu_memory_utilization", "max_num_batched_tokens", "max_model_len"),
-            "update_weights_bucket_megabytes",
-        ),
+        reads=("engine_kwargs", "gpu_memory_utilization", "max_num_batched_tokens", "max_model_len"),
         planned="sample with vLLM",
         divides_models=True,
     ),
@@ -39,9 +36,6 @@ GENERATION_ENGINES = {
 
 OTHER_ENGINE = unread(GENERATION_ENGINES, "name")
 MORE_DEVICES = Planned(lambda value: value > 1, "give each replica of the rollout {value} times the devices")
-ANOTHER_PLACE = Planned(
-    lambda value: value is not None, "place the role on these devices instead of all of the trainer's"
-)
 GREEDY = no_effect_when(
     lambda s: s.temperature == 0, "{s}.temperature=0 takes the most probable token", "{s}.temperature=1.0"
 )
@@ -133,16 +127,14 @@ class RolloutConfig(SamplingConfig):
         2048,
         ge=1,
         shapes_training=False,
-        no_effect=OTHER_ENGINE,
         verl=("checkpoint_engine.update_weights_bucket_megabytes",),
     )
-    """Bucket size of weight transfers to the engine, in megabytes."""
-    nnodes: int = option(
-        0,
-        ge=0,
-        shapes_training=False,
-        planned=Planned(lambda value: value > 0, "give the rollout machines of its own, {value} of them"),
-    )
+    """Bucket size of weight transfers to an engine in another process, in megabytes; at most two buckets
+    exist at a time."""
+    verify_weights_every: int = option(50, ge=1, shapes_training=False)
+    """Weight transfers between two whose checksums are compared with those of the engine's own tensors; the
+    first always is."""
+    nnodes: int = option(0, ge=0, shapes_training=False)
     """Machines dedicated to the rollout; 0: it shares the trainer's."""
     n_gpus_per_node: int = option(
         8,
@@ -153,7 +145,7 @@ class RolloutConfig(SamplingConfig):
         ),
     )
     """Devices on each dedicated machine."""
-    device_mapping: Any = option(None, shapes_training=False, planned=ANOTHER_PLACE)
+    device_mapping: Any = option(None, shapes_training=False)
     """Devices of the role; null: the actor's, or those of rollout.nnodes."""
     agent: AgentConfig = field(default_factory=AgentConfig)
     engine_kwargs: EngineKwargs = option(factory=EngineKwargs, shapes_training=False, no_effect=OTHER_ENGINE)

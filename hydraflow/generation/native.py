@@ -11,7 +11,7 @@ Legend: B rows, R response, N tokens of all rows together.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from hydraflow.generation.base import LENGTH, STOP, GenerationOutput, Generation
 from hydraflow.generation.decode import CachedForward, WaveDecoder, WaveResult
 from hydraflow.generation.layout import Wave, request_order, waves
 from hydraflow.generation.sampling import UniformDraws
-from hydraflow.generation.weights import first_difference, load_weights
+from hydraflow.generation.weights import WeightLoader, held_weights
 from hydraflow.protocol import ragged
 
 
@@ -48,6 +48,7 @@ class NativeEngine:
         self._max_rows = max_num_seqs
         self._eos = end_tokens(generation_config or model.generation_config, model.config)
         self._not_ready = ""
+        self._loader = WeightLoader(model)
 
     @classmethod
     def from_config(
@@ -86,20 +87,26 @@ class NativeEngine:
         results = [self._run(wave, request, params) for wave in plan]
         return _output(results, request_order(plan, request.samples))
 
-    def update_weights(self, stream: Iterable[tuple[str, Tensor]]) -> None:
-        """Loads all weights, converting dtypes and devices.
+    def update_weights(
+        self, stream: Iterable[tuple[str, Tensor]], *, first: bool = True, last: bool = True
+    ) -> None:
+        """Loads weights, converting dtypes and devices.
 
-        ValueError: see `load_weights`; the engine then refuses to generate until an update succeeds.
+        ValueError: see `WeightLoader`; the engine then refuses to generate until an update succeeds.
         """
         self._not_ready = (
             "the last update_weights failed half-way, so the weights are a mixture: update them again"
         )
-        load_weights(self._model, stream)
-        self._not_ready = ""
+        if first:
+            self._loader = WeightLoader(self._model)
+        self._loader.load(stream)
+        if last:
+            self._loader.require_all()
+            self._not_ready = ""
 
-    def first_difference(self, stream: Iterable[tuple[str, Tensor]]) -> str | None:
+    def held(self) -> Mapping[str, Tensor]:
         """See `GenerationEngine`."""
-        return first_difference(self._model, stream)
+        return held_weights(self._model)
 
     def _check(self, prompts: Sequence[Tensor], params: SamplingParams) -> None:
         context = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)

@@ -7,7 +7,7 @@ Left out on purpose: where the stream comes from, and quantisation. Types are co
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -15,49 +15,62 @@ from torch import Tensor, nn
 _SHOWN = 5
 
 
-@torch.no_grad()
-def load_weights(model: nn.Module, stream: Iterable[tuple[str, Tensor]]) -> None:
-    """Copies every weight. Weights that share memory (tied) may come under one name or several.
+class WeightLoader:
+    """Copies a model's weights, in parts. Weights that share memory (tied) may come under one name or
+    several."""
 
-    ValueError: an unknown name, a wrong shape, two different tensors for tied weights, or missing
-    weights.
-    """
-    kind = type(model).__name__
-    targets: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    needed = {id(p): name for name, p in model.named_parameters()}
+    def __init__(self, model: nn.Module):
+        self._kind = type(model).__name__
+        self._targets = held_weights(model)
+        self._needed = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._arrived: dict[int, str] = {}
+
+    @torch.no_grad()
+    def load(self, stream: Iterable[tuple[str, Tensor]]) -> None:
+        """Copies some of the weights. ValueError: an unknown name, a wrong shape, or two different tensors
+        for tied weights."""
+        for name, tensor in stream:
+            target = self._targets.get(name)
+            if target is None:
+                raise ValueError(f"{self._kind} has no weight {name}{_hint(name, self._targets)}")
+            if target.shape != tensor.shape:
+                raise ValueError(
+                    f"weight {name} has shape {tuple(tensor.shape)}, but {self._kind} needs"
+                    f" {tuple(target.shape)}"
+                )
+            earlier = self._arrived.setdefault(id(target), name)
+            if earlier == name:
+                target.copy_(tensor)
+            elif not torch.equal(target, tensor.to(target)):
+                raise ValueError(
+                    f"weights {earlier} and {name} are one tensor in {self._kind} (tied), but came with"
+                    " different values"
+                )
+
+    def require_all(self) -> None:
+        """ValueError names the weights that have not come."""
+        missing = [name for key, name in self._needed.items() if key not in self._arrived]
+        if missing:
+            more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+            raise ValueError(
+                f"{len(missing)} of {len(self._needed)} weights of {self._kind} did not come:"
+                f" {', '.join(missing[:_SHOWN])}{more}"
+            )
+
+
+def held_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name, tied ones under each of their names."""
+    held: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     persistent = model.state_dict(keep_vars=True)
-    targets |= {name: b for name, b in model.named_buffers(remove_duplicate=False) if name in persistent}
-    arrived: dict[int, str] = {}
-    for name, tensor in stream:
-        target = targets.get(name)
-        if target is None:
-            raise ValueError(f"{kind} has no weight {name}{_hint(name, targets)}")
-        if target.shape != tensor.shape:
-            raise ValueError(
-                f"weight {name} has shape {tuple(tensor.shape)}, but {kind} needs {tuple(target.shape)}"
-            )
-        earlier = arrived.setdefault(id(target), name)
-        if earlier == name:
-            target.copy_(tensor)
-        elif not torch.equal(target, tensor.to(target)):
-            raise ValueError(
-                f"weights {earlier} and {name} are one tensor in {kind} (tied), but came with"
-                " different values"
-            )
-    missing = [name for key, name in needed.items() if key not in arrived]
-    if missing:
-        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-        raise ValueError(
-            f"{len(missing)} of {len(needed)} weights of {kind} did not come:"
-            f" {', '.join(missing[:_SHOWN])}{more}"
-        )
+    return held | {
+        name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name in persistent
+    }
 
 
 @torch.no_grad()
-def first_difference(model: nn.Module, stream: Iterable[tuple[str, Tensor]]) -> str | None:
-    """The first name in the stream whose tensor is not the model's, after conversion to its type. The whole
+def first_difference(held: Mapping[str, Tensor], stream: Iterable[tuple[str, Tensor]]) -> str | None:
+    """The first name in the stream whose tensor is not the one held, after conversion to its type. The whole
     stream is read, because its maker may be a collective."""
-    held: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False)) | model.state_dict()
     found = [
         name
         for name, tensor in stream

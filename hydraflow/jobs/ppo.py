@@ -38,7 +38,7 @@ from hydraflow.trainer.loop import Loop
 from hydraflow.trainer.ppo import PPOTrainer
 from hydraflow.trainer.recorded import RecordedSource, ReplayedSource, require_dumps
 from hydraflow.trainer.resume import CheckpointRequirements, load_roles
-from hydraflow.trainer.roles import Roles, SamplingRoles, build_roles, build_sampling_roles
+from hydraflow.trainer.roles import Roles, SamplingRoles, build_roles, build_sampling_roles, pool_of
 from hydraflow.trainer.rollout_only import RolloutTrainer
 from hydraflow.trainer.source import Lockstep, Sampler, TrajectorySource
 from hydraflow.trainer.validation import Validator, metric_names
@@ -93,6 +93,8 @@ class PPOJob:
         if config.recipe.name != "none" and not session.has_begun:
             count = config.recipe.train_problems
         plan = self._plan(session, count)
+        if plan and not session.has_begun:
+            self._place(session, config, plan)
         if plan and prompts:
             measured = metric_names(prompts.val.data_sources() if prompts.val else (), plan)
             faults.passes(lambda: require_metric(config.trainer.keep_best, measured))
@@ -159,6 +161,11 @@ class PPOJob:
             )
         )
 
+    def _place(self, session: Session, config: PPOConfig, plan: BatchPlan) -> None:
+        pool = session.faults.result(lambda: pool_of(config, plan, session.machine))
+        if pool is not None:
+            session.place(pool)
+
     def _check_up(self, session: Session, plan: BatchPlan | None, prompts: RunPrompts | None) -> None:
         """Checks this machine for what the run needs, apart from the inputs that are already open."""
         opened: dict[str, Any] = {"machine": session.found_machine, "plan": plan}
@@ -207,7 +214,7 @@ class PPOJob:
 
     def _sample(self, session: Session, plan: BatchPlan, prompts: RunPrompts, loader: PromptLoader) -> None:
         """Samples and scores every step's prompts; nothing is trained or saved."""
-        roles = build_sampling_roles(self.config, session.runtime)
+        roles = build_sampling_roles(self.config, plan, session.runtime)
         source = self.source(plan, session.runtime, roles, loader)
         most = self.config.reward.max_failed_share
         trainer = RolloutTrainer(plan, session.runtime, source, self._dump(), most)

@@ -73,8 +73,9 @@ class Session:
         self.faults.passes(lambda: RunFolder.prove_writable(trainer.default_local_dir))
         self.found_machine = self.faults.result(lambda: resolve_machine(trainer))
         """None: the machine lacks what the configuration asks for."""
+        self._training: ResourcePool | None = None
         if self.found_machine is not None:
-            self.faults.passes(lambda: require_room(trainer, config.ray_init, self._pools()))
+            self.place(training_pool(self.found_machine))
         self.restarts = restarts or Restarts(trainer)
         self.signals = StopSignals()
         self.clock = Clock(parse_duration(trainer.max_wall_time), self.signals)
@@ -142,8 +143,14 @@ class Session:
             self._runtime = open_runtime(self.trainer, ray_init, self.machine, self._pools(), shown)
         return self._runtime
 
+    def place(self, training: ResourcePool) -> None:
+        """Says which devices the training roles get, before Ray starts; by default those of the machine."""
+        self._training = training
+        self.faults.passes(lambda: require_room(self.trainer, self.ray_init, self._pools()))
+
     def _pools(self) -> list[ResourcePool]:
-        return [training_pool(self.machine), *([scoring_pool()] if self.scoring else [])]
+        assert self._training is not None, "faults are raised before the machine is used"
+        return [self._training, *([scoring_pool()] if self.scoring else [])]
 
     def _numbered(self, ray_init: RayInitConfig) -> RayInitConfig:
         """The timeline's file; a restart gets a new name, so that the timeline of the failure is kept."""

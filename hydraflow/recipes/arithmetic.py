@@ -208,7 +208,15 @@ def _warm_up(
     )
     plan = resolve_sft_plan(here, conversations=len(train))
     loader = PromptLoader(train, plan.conversations_per_step, shuffle=True, seed=config.trainer.seed)
-    trainer = SFTTrainer(config, plan, runtime, loader, skipped=scratch / "skipped", row="warm start")
+    trainer = SFTTrainer(
+        config,
+        plan,
+        runtime,
+        loader,
+        skipped=scratch / "skipped",
+        row="warm start",
+        devices=range(machine.processes),
+    )
     held_out = HeldOutLoss(trainer, val, len(val))
     scratch.mkdir(parents=True, exist_ok=True)
     local = [name for name in logger if name in LOCAL]

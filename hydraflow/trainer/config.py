@@ -143,6 +143,9 @@ class TrainerConfig(LoopConfig):
 
     experiment_name: str = free("ppo")
     """Run name in trackers, and prefix of the run folder's name."""
+    fuse_roles: bool = free(True)
+    """Actor, critic, reference and native generation engine share a process on each device; false: each has
+    processes of its own."""
     critic_warmup: int = option(0, ge=0)
     """Critic warm-up: the step from which the actor learns, too. Steps count from 1, as in verl, so 10 leaves
     9 steps to the critic alone."""

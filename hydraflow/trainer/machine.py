@@ -56,11 +56,15 @@ def resolve_machine(trainer: RunConfig) -> Machine:
     return Machine(device, trainer.nnodes, per_node, threads)
 
 
-def training_pool(machine: Machine) -> ResourcePool:
-    """One process per device."""
-    gpus = 0 if machine.device_type == "cpu" else 1
+def training_pool(machine: Machine, *, devices: Sequence[int] | None = None, groups: int = 1) -> ResourcePool:
+    """One process per device, on each of its nodes, and per worker group that shares the device; by default
+    the devices are the machine's."""
     return ResourcePool(
-        TRAIN, [machine.processes_per_node] * machine.nodes, gpus_per_process=gpus, threads=machine.threads
+        TRAIN,
+        devices or [machine.processes_per_node] * machine.nodes,
+        gpus_per_process=0 if machine.device_type == "cpu" else 1,
+        threads=machine.threads,
+        groups=groups,
     )
 
 

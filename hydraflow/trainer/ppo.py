@@ -23,7 +23,7 @@ from hydraflow.batch_plan.parts import RolePlan
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.device import resolve_dtype
 from hydraflow.dispatch.runtime import Runtime
-from hydraflow.dispatch.shards import CompletedFuture, Future
+from hydraflow.dispatch.shards import Future
 from hydraflow.dispatch.transport import Traffic
 from hydraflow.errors import GuardStop
 from hydraflow.protocol.remote import RemoteBatch
@@ -41,7 +41,6 @@ from hydraflow.workers.critic import CriticWorker
 from hydraflow.workers.engine_worker import EngineWorker
 from hydraflow.workers.reference import ReferenceWorker
 from hydraflow.workers.reward import WHY_FAILED
-from hydraflow.workers.rollout import RolloutWorker
 
 
 class PPOTrainer:
@@ -91,11 +90,11 @@ class PPOTrainer:
             with phase("update_critic"):
                 self.update_critic(batch, step)
             updating = self.update_actor(batch, step)
-            publishing = self.publish(step)  # behind the update
+            wait = self.roles.link.publish(step)  # behind the update
             with phase("update_actor"):
                 self.note_update(updating)
             with phase("update_weights"):
-                self.published(step, publishing)
+                self.published(step, wait)
         tokens = int(known.get("lengths").sum())
         return self.metrics | self._throughput(tokens, len(known), self.timer.drain(), before)
 
@@ -129,19 +128,11 @@ class PPOTrainer:
 
     def begin(self, step: int) -> None:
         """Gives the generation engine the actor's weights, those after `step` steps."""
-        self.published(step, self.publish(step))
+        self.published(step, self.roles.link.publish(step))
 
-    def publish(self, version: int) -> Future:
-        """Sends the actor's weights to the generation engine, if there is one, after all updates called
-        before; `version`: the training steps behind them."""
-        if self.roles.rollout is None:
-            return CompletedFuture(None)
-        publishing: Future = self.roles.rollout.call(RolloutWorker.sync_from_actor, version)
-        return publishing
-
-    def published(self, version: int, publishing: Future) -> None:
-        """Waits until the generation engine has the weights."""
-        publishing.get()
+    def published(self, version: int, wait: Callable[[], None]) -> None:
+        """Waits until the generation engine has the weights; `version`: the training steps behind them."""
+        wait()
         self.version = version
         self.source.published(version)
 
@@ -263,9 +254,9 @@ class PPOTrainer:
 
     def _disagreement(self, by_replica: Mapping[int, float], limit: float) -> str:
         worst = max(by_replica, key=lambda number: by_replica[number])
-        differing = None
-        if self.roles.rollout is not None and worst < self.roles.rollout.world_size:
-            differing = self.roles.rollout.call(RolloutWorker.first_difference)[worst]
+        rollout, differing = self.roles.rollout, None
+        if rollout is not None and worst < rollout.world_size:
+            differing = self.roles.link.first_difference(worst)
         cause = (
             f"The first of its weights that is not the trainer's: {differing}."
             if differing

@@ -1,23 +1,30 @@
 """Which worker runs where: turns the configuration into worker groups on resource pools.
 
 In: configuration, plan, runtime. Out: `Roles`, one handle per role. Actor, rollout, critic and reference
-share processes, and rank 0 of them computes the advantages between the models' passes; the reward function
-has a process of its own.
+share processes, or with `trainer.fuse_roles=false` each has its own; rank 0 of the actor's computes the
+advantages between the models' passes. The reward function has a process of its own.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 
+from hydraflow.batch_plan.layout import Devices
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.batch_plan.roles import own_reference
+from hydraflow.batch_plan.topology import SECTIONS
 from hydraflow.dispatch.group import RoleGroup
+from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.worker import RoleSpec
+from hydraflow.errors import ConfigError
 from hydraflow.models.config import ModelConfig
 from hydraflow.schema import PPOConfig
-from hydraflow.trainer.machine import SCORE, TRAIN
+from hydraflow.trainer.machine import SCORE, TRAIN, Machine, training_pool
+from hydraflow.trainer.weight_links import NoRollout, ObjectStore, SameProcess, WeightLink
 from hydraflow.workers.actor import ActorSpec, ActorWorker
 from hydraflow.workers.advantage import AdvantageSpec, AdvantageWorker
 from hydraflow.workers.critic import CriticSpec, CriticWorker
@@ -25,6 +32,14 @@ from hydraflow.workers.reference import ReferenceSpec, ReferenceWorker
 from hydraflow.workers.reward import RewardSpec, RewardWorker
 from hydraflow.workers.rollout import RolloutSpec, RolloutWorker
 from hydraflow.workers.skipping import SkipLimits
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A worker group: a process on each of its devices, with these roles."""
+
+    roles: list[str]
+    devices: Devices
 
 
 @dataclass
@@ -37,6 +52,8 @@ class Roles:
     advantage: RoleGroup
     critic: RoleGroup | None
     ref: RoleGroup | None
+    link: WeightLink
+    """From the actor to the rollout."""
 
 
 @dataclass
@@ -51,23 +68,78 @@ def build_roles(config: PPOConfig, plan: BatchPlan, runtime: Runtime, *, skipped
     """Starts every process of the run and waits until all are ready. `skipped`: the folder for rows of
     skipped optimizer steps."""
     skip_limits = SkipLimits(config.trainer.max_skipped_steps, str(skipped))
-    train = runtime.group(TRAIN, _training_roles(config, plan, skip_limits))
+    specs = _training_roles(config, plan, skip_limits)
+    train: dict[str, RoleGroup] = {}
+    for place in _places(config, plan):
+        if roles := {name: spec for name, spec in specs.items() if name in place.roles}:
+            group = runtime.group(TRAIN, roles, place.devices.listed())
+            train |= {name: group.role(name) for name in roles}
     score = runtime.group(SCORE, {"reward": _reward_role(config)})
     runtime.await_ready()
     return Roles(
-        actor=train.role("actor"),
-        rollout=train.role("rollout") if "rollout" in train.roles else None,
-        critic=train.role("critic") if plan.critic else None,
-        ref=train.role("ref") if own_reference(config) else None,
+        actor=train["actor"],
+        rollout=train.get("rollout"),
+        critic=train.get("critic"),
+        ref=train.get("ref"),
         reward=score.role("reward"),
-        advantage=train.role("advantage"),
+        advantage=train["advantage"],
+        link=_link(config, train["actor"], train.get("rollout")),
     )
 
 
-def build_sampling_roles(config: PPOConfig, runtime: Runtime) -> SamplingRoles:
+def pool_of(config: PPOConfig, plan: BatchPlan, machine: Machine) -> ResourcePool:
+    """The devices of the plan's cluster, for all worker groups. ConfigError when two of them would share a
+    GPU."""
+    places = _places(config, plan)
+    if machine.device_type != "cpu":
+        for one, other in combinations(places, 2):
+            _require_other_gpus(one, other)
+    on_nodes = [pool.devices_per_node for pool in plan.cluster.pools for _ in range(pool.nodes)]
+    users = Counter(device for place in places for device in place.devices.listed())
+    return training_pool(machine, devices=on_nodes, groups=max(users.values()))
+
+
+def _places(config: PPOConfig, plan: BatchPlan) -> list[_Place]:
+    """The worker groups: one for each set of devices, or with `trainer.fuse_roles=false` for each role."""
+    fused = config.trainer.fuse_roles or config.trainer.debug.local
+    places: dict[tuple[Devices, str], _Place] = {}
+    for role, layout in plan.layouts.items():
+        key = layout.devices, "" if fused else role
+        places.setdefault(key, _Place([], layout.devices)).roles.append(role)
+    actor = next(place for place in places.values() if "actor" in place.roles)
+    actor.roles.append("advantage")
+    return list(places.values())
+
+
+def _require_other_gpus(one: _Place, other: _Place) -> None:
+    role, first = other.roles[0], one.roles[0]
+    key, missing = f"{SECTIONS[role]}.device_mapping", "several processes on one GPU are not implemented yet"
+    if one.devices == other.devices:
+        rule = f"gives {first} and {role} processes of their own on GPUs {one.devices}; {missing}"
+        remedy = f"trainer.fuse_roles=true, or {key}=<GPUs that no other role has>"
+        raise ConfigError.one("trainer.fuse_roles", False, rule, remedy)
+    if shared := one.devices & other.devices:
+        rule = f"shares GPUs {shared} with the {first}, which is on {one.devices}; {missing}"
+        remedy = f"{key}={one.devices} trainer.fuse_roles=true, or {key}=<GPUs that no other role has>"
+        raise ConfigError.one(key, str(other.devices), rule, remedy)
+
+
+def _link(config: PPOConfig, actor: RoleGroup, rollout: RoleGroup | None) -> WeightLink:
+    if rollout is None:
+        return NoRollout()
+    if rollout.group is actor.group:
+        return SameProcess(rollout)
+    wanted = config.actor_rollout_ref.rollout
+    return ObjectStore(
+        actor, rollout, wanted.update_weights_bucket_megabytes, wanted.dtype, wanted.verify_weights_every
+    )
+
+
+def build_sampling_roles(config: PPOConfig, plan: BatchPlan, runtime: Runtime) -> SamplingRoles:
     """Starts what `trainer.debug.rollout_only` needs; the generation engine has the weights of
     `model.path`."""
-    train = runtime.group(TRAIN, {"rollout": _rollout_role(config)})
+    devices = plan.layouts["rollout"].devices.listed()
+    train = runtime.group(TRAIN, {"rollout": _rollout_role(config)}, devices)
     score = runtime.group(SCORE, {"reward": _reward_role(config)})
     runtime.await_ready()
     roles = SamplingRoles(train.role("rollout"), score.role("reward"))

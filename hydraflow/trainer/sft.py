@@ -6,7 +6,7 @@ In: conversations, configuration, plan. Out: metrics, and the weights as a Huggi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +48,7 @@ class SFTTrainer:
         *,
         skipped: Path,
         row: str = CONTROLLER,
+        devices: Sequence[int] | None = None,
     ):
         self.config, self.plan, self.runtime, self.source = config, plan, runtime, source
         skip_limits = SkipLimits(config.trainer.max_skipped_steps, str(skipped))
@@ -61,7 +62,7 @@ class SFTTrainer:
             skip_limits,
         )
         roles = {"sft": RoleSpec(SFTWorker, (spec,))}
-        self.group = runtime.group(TRAIN, roles)
+        self.group = runtime.group(TRAIN, roles, devices)
         runtime.await_ready()
         self.role: RoleGroup = self.group.role("sft")
         self.timer = PhaseTimer(runtime.timeline, row)

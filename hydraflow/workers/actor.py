@@ -6,7 +6,7 @@ In: trajectories (`prompts`, `responses`, `response_mask` and the loss's columns
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,12 +16,15 @@ from hydraflow.algorithms.actor_loss import ActorLoss
 from hydraflow.algorithms.aggregate import Denominators
 from hydraflow.algorithms.config import POLICY_LOSSES, OldFrom
 from hydraflow.batch_plan.parts import MicroPlan, RolePlan
-from hydraflow.dispatch.modes import mesh_mode, register
+from hydraflow.device import resolve_dtype
+from hydraflow.dispatch.modes import Dispatch, mesh_mode, register
+from hydraflow.dispatch.transport import StoredValue
 from hydraflow.dispatch.worker import ProcessContext
 from hydraflow.engine.base import LossFn, ModelOutput
 from hydraflow.metrics import Metric, maximum, mean
 from hydraflow.models.config import ModelConfig
 from hydraflow.protocol.batch import DataProto
+from hydraflow.weights.buckets import Bucket, buckets
 from hydraflow.workers.config import ActorConfig
 from hydraflow.workers.engine_worker import EngineWorker
 from hydraflow.workers.skipping import SkipLimits
@@ -77,6 +80,7 @@ class ActorWorker(EngineWorker):
         self.learner = self.make_learner(
             spec.plan, spec.skip_limits, what="update of the actor", role="actor", prefix="actor"
         )
+        self._outgoing: Iterator[Bucket | None] = iter(())
 
     @register(dispatch_mode=mesh_mode("actor"), read_only=True)
     def compute_log_prob(self, batch: DataProto) -> DataProto:
@@ -104,6 +108,25 @@ class ActorWorker(EngineWorker):
         """
         loss = partial(self._loss, batch.meta_info.get(OLD_FROM, OldFrom.RECOMPUTE))
         return self.learner.learn(batch, loss, step, temperature=self.spec.temperature, entropy=True)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, read_only=True)
+    def send_bucket(
+        self, number: int, version: int, max_bytes: int, dtype: str, checked: bool
+    ) -> tuple[StoredValue, bool] | None:
+        """Bucket `number` of the weights, and whether it is the last; on rank 0, None on the others.
+
+        Buckets are sent in order, with calls of nothing else between them that changes weights: the tensors
+        are gathered bucket by bucket. dtype: of the receiver, as in `rollout.dtype`.
+        checked: with checksums.
+        """
+        if number == 0:
+            kind = resolve_dtype(dtype, self.process.device_type)
+            stream = self.engine.weights(to=0)
+            self._outgoing = buckets(
+                stream, version=version, max_bytes=max_bytes, dtype=kind, checked=checked
+            )
+        bucket = next(self._outgoing)
+        return None if bucket is None else (StoredValue.of(bucket), bucket.last)
 
     def _loss(self, old: OldFrom, denominators: Denominators, first: bool) -> LossFn:
         actor = self.spec.actor

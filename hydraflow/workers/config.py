@@ -7,7 +7,7 @@ from typing import Any
 
 from hydraflow.algorithms.config import KL_ESTIMATORS, LOSS_AGG_MODES, POLICY_LOSSES, PolicyLossConfig
 from hydraflow.engine.config import TRAIN_ENGINES, FSDPConfig, MegatronConfig, OptimConfig
-from hydraflow.generation.config import ANOTHER_PLACE, RolloutConfig
+from hydraflow.generation.config import RolloutConfig
 from hydraflow.models.config import ModelConfig
 from hydraflow.options import FINITE, Rule, no_effect_when, option, unless, unread
 
@@ -114,7 +114,7 @@ class ActorConfig:
     fsdp_config: FSDPConfig = option(factory=FSDPConfig, no_effect=OTHER_ENGINE)
     megatron: MegatronConfig = option(factory=MegatronConfig, no_effect=OTHER_ENGINE)
     checkpoint: CheckpointConfig = option(factory=CheckpointConfig, shapes_training=False)
-    device_mapping: Any = option(None, shapes_training=False, planned=ANOTHER_PLACE)
+    device_mapping: Any = option(None, shapes_training=False)
     """Devices of the role: a list of numbers, or text such as 0-7 or 0-3,8-11; null: all devices of the
     trainer."""
 
@@ -134,7 +134,7 @@ class RefConfig:
     """Token budget per device of one forward pass; null: actor.ppo_max_token_len_per_gpu."""
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
-    device_mapping: Any = option(None, shapes_training=False, planned=ANOTHER_PLACE)
+    device_mapping: Any = option(None, shapes_training=False)
     """Devices of the role; null: the actor's."""
 
 
@@ -187,5 +187,5 @@ class CriticConfig:
     fsdp_config: FSDPConfig = option(factory=FSDPConfig, no_effect=OTHER_ENGINE)
     megatron: MegatronConfig = option(factory=MegatronConfig, no_effect=OTHER_ENGINE)
     checkpoint: CheckpointConfig = option(factory=CheckpointConfig, shapes_training=False)
-    device_mapping: Any = option(None, shapes_training=False, planned=ANOTHER_PLACE)
+    device_mapping: Any = option(None, shapes_training=False)
     """Devices of the role; null: all devices of the trainer."""

@@ -1,4 +1,4 @@
-"""Samples responses, with weights from the actor in the same process or from a model directory.
+"""Samples responses, with weights from the actor or from a model directory.
 
 In: prompts, one row each. Out: the samples of each, prompt by prompt: `prompts`, `responses`,
 `response_mask`, `rollout_log_probs`, `lengths`, `versions`, `replica`, `finish_reason`. What is sampled
@@ -15,15 +15,18 @@ import torch
 
 from hydraflow.device import current_device, resolve_dtype
 from hydraflow.dispatch.modes import Dispatch, mesh_mode, register
+from hydraflow.dispatch.transport import StoredValue
 from hydraflow.dispatch.worker import ProcessContext, Worker
 from hydraflow.errors import GuardStop
 from hydraflow.generation.base import GenerationEngine, GenerationOutput, GenerationRequest, SamplingParams
 from hydraflow.generation.config import GENERATION_ENGINES, SamplingConfig
+from hydraflow.generation.weights import first_difference
 from hydraflow.models.config import ModelSourceConfig
 from hydraflow.models.loading import load_config, load_generation_config, read_weights
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.fields import FINISH_REASONS
 from hydraflow.protocol.ragged import from_parts, parts, rows, take
+from hydraflow.weights.buckets import Bucket
 
 
 @dataclass(frozen=True)
@@ -87,10 +90,34 @@ class RolloutWorker(Worker):
         self.version = 0
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, read_only=True)
-    def first_difference(self) -> str | None:
-        """The first tensor that is not the actor's of now; None: all are."""
+    def first_difference_from_actor(self) -> str | None:
+        """The first tensor that is not the one of the actor in this process; None: all are."""
         actor = self.process.roles["actor"]
-        return self.engine.first_difference(actor.engine.weights())  # type: ignore[attr-defined]
+        return first_difference(self.engine.held(), actor.engine.weights())  # type: ignore[attr-defined]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, read_only=True)
+    def load_bucket(self, stored: StoredValue) -> None:
+        """Loads some of the weights; after the last bucket they are those of its version.
+
+        GuardStop when it has a checksum, and that of what is held now is another one.
+        """
+        bucket: Bucket = stored.read()
+        self.version = None
+        first = bucket.number == 0
+        self.engine.update_weights(bucket.tensors(), first=first, last=bucket.last)
+        if bucket.checksum is not None and not bucket.arrived_as(self.engine.held()):
+            differing = first_difference(self.engine.held(), bucket.tensors())
+            raise GuardStop(
+                f"generation rank {self.process.rank}: weights of version {bucket.version} did not arrive as"
+                f" they were sent (bucket {bucket.number}, {differing or 'none differs from the bucket'})"
+            )
+        if bucket.last:
+            self.version = bucket.version
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, read_only=True)
+    def first_difference_in_bucket(self, stored: StoredValue) -> str | None:
+        """The first tensor of the bucket that is not the one held; None: all are."""
+        return first_difference(self.engine.held(), stored.read().tensors())
 
     @register(dispatch_mode=mesh_mode("rollout"), blocking=False, read_only=True)
     def generate(self, batch: DataProto) -> DataProto:

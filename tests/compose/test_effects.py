@@ -82,7 +82,9 @@ CASES = [
         "recipe.name=arithmetic actor_rollout_ref.model.path=null data.train_files=null",
     ),
     ("trainer.total_epochs=2", ["trainer.total_training_steps=5"], "trainer.total_training_steps=null"),
-    (f"{ROLLOUT}.update_weights_bucket_megabytes=64", [], f"{ROLLOUT}.name=vllm"),
+    (f"{ROLLOUT}.update_weights_bucket_megabytes=64", [], "trainer.fuse_roles=false"),
+    (f"{ROLLOUT}.verify_weights_every=1", [], f"trainer.n_gpus_per_node=2 {ROLLOUT}.device_mapping=0"),
+    ("trainer.fuse_roles=false", ["trainer.debug.local=true"], "trainer.debug.local=false"),
     (
         f"{REF}.fsdp_config.param_offload=true",
         ["algorithm.use_kl_in_reward=true", "actor_rollout_ref.model.lora_rank=8"],

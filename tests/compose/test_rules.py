@@ -167,6 +167,7 @@ def test_fields_that_depend_on_each_other(key, value, field):
             ["trainer.nnodes", "trainer.n_gpus_per_node"],
         ),
         ({f"{DEBUG}.local": True, "debug": True}, ["debug"]),
+        ({f"{DEBUG}.local": True, f"{ROLLOUT}.nnodes": 1}, [f"{ROLLOUT}.nnodes"]),
         ({f"{DEBUG}.train_only": True}, [f"{DEBUG}.load_rollouts"]),
         ({f"{DEBUG}.train_only": True, f"{DEBUG}.load_rollouts": "dump"}, []),
         (

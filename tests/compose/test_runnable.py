@@ -24,8 +24,6 @@ def test_the_defaults_run():
             "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size",
         ),
         (dict(trainer__n_gpus_per_node=4, critic__fsdp_config__fsdp_size=2), "critic.fsdp_config.fsdp_size"),
-        (dict(actor__use_kl_loss=True, ref__device_mapping="0-1"), "actor_rollout_ref.ref.device_mapping"),
-        (dict(rollout__nnodes=1), "actor_rollout_ref.rollout.nnodes"),
         (dict(async_training__staleness_threshold=0.5), "async_training.staleness_threshold"),
         (dict(async_training__trigger_parameter_sync_step=2), "async_training.trigger_parameter_sync_step"),
         (dict(async_training__partial_rollout=True), "async_training.partial_rollout"),

@@ -89,7 +89,7 @@ def test_a_local_cluster_has_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
     pools = [ResourcePool("train", [2, 2]), ResourcePool("score", [1])]
     with pytest.raises(
         ConfigError,
-        match="before anything was started:\n.*trainer.nnodes=2: needs 2 nodes, and ray_init.address=local",
+        match="before anything was started:\n.*ray_init.address=local: .* the run needs 2 nodes",
     ):
         require_room(RayInitConfig(), pools)
     require_room(RayInitConfig(address="auto"), pools)

@@ -87,6 +87,10 @@ def my_share(batch: DataProto) -> DataProto:
     return batch.chunk(dist.get_world_size())[dist.get_rank()]
 
 
+def weights_to(path: str, rank: int | None, options: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in make_engine(path, options).weights(to=rank)}
+
+
 def full_weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in engine.weights()}
 

@@ -83,6 +83,20 @@ def test_weights_are_those_of_one_plain_process(tiny: str, ranks: Ranks, precisi
         assert_same(result["weights"], weights, 1e-10 if precision == "fp64" else 2e-3)
 
 
+@pytest.mark.parametrize("options", [{}, {"model": {"lora_rank": 2, "target_modules": "all-linear"}}])
+def test_weights_for_one_rank_have_values_there_alone(
+    tiny: str, ranks: Ranks, options: dict[str, Any]
+) -> None:
+    everywhere = ranks.run(jobs.weights_to, tiny, None, options)
+    for rank in (0, 1):
+        found = ranks.run(jobs.weights_to, tiny, rank, options)
+        assert_same(found[rank], everywhere[rank], 0.0)
+        assert all(tensor.is_meta for tensor in found[1 - rank].values())
+        assert [(name, tensor.shape, tensor.dtype) for name, tensor in found[1 - rank].items()] == [
+            (name, tensor.shape, tensor.dtype) for name, tensor in everywhere[rank].items()
+        ]
+
+
 def test_forward_sees_the_newest_weights(tiny: str, ranks: Ranks) -> None:
     alone = jobs.train(tiny, OPTIONS["fp64"])["seen"]
     for kept in (True, False):

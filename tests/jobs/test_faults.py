@@ -23,9 +23,16 @@ from jobs.command import (
     start,
     wait_for,
 )
+from jobs.dying import DiesWhileItLoads
 
+from hydraflow.compose.loading import load
+from hydraflow.errors import WorkerError
+from hydraflow.jobs.ppo import PPOJob
+from hydraflow.schema import PPOConfig
+from hydraflow.trainer import roles
 from hydraflow.workers.skipping import read_skipped
 
+ROLLOUT = "actor_rollout_ref.rollout"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
@@ -117,6 +124,22 @@ def test_a_process_hangs(tmp_path: Path, recipe_cache: Path) -> None:
         "; stacks of all workers: " in started.said()
         and len(list((tmp_path / "out" / "stacks").iterdir())) == 1
     )
+
+
+def test_a_rollout_process_dies_while_it_receives_weights(
+    tmp_path: Path, recipe_cache: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(roles, "RolloutWorker", DiesWhileItLoads)
+    given = [*SMALL_RECIPE, *SMALL_STEPS, f"recipe.cache_dir={recipe_cache}"]
+    given += ["trainer.fuse_roles=false", "trainer.n_gpus_per_node=1", "trainer.rpc_timeout=60"]
+    given += [f"{ROLLOUT}.update_weights_bucket_megabytes=1", f"trainer.default_local_dir={tmp_path}/out"]
+    given += ["trainer.val_before_train=false", "trainer.logger=[file]"]
+    with pytest.raises(WorkerError, match=r"^rollout rank 0 .* failed in load_bucket: ") as caught:
+        PPOJob(load("ppo", PPOConfig, given)).run()
+    assert caught.value.exit_code == 4 and "no answer" not in str(caught.value)
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["why_it_ended"].startswith("rollout rank 0 ")
+    assert steps(tmp_path) == [], "the step whose weights were lost is not done"
 
 
 def test_a_gradient_that_is_never_finite(tmp_path: Path, sft_keys: list[str]) -> None:

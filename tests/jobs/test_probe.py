@@ -44,7 +44,7 @@ def test_a_process_with_other_weights_is_named_and_the_first_of_them(
 ) -> None:
     load_all = NativeEngine.update_weights
 
-    def spoil(engine: NativeEngine, stream: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def spoil(engine: NativeEngine, stream: Iterable[tuple[str, torch.Tensor]], **parts: bool) -> None:
         noise = torch.Generator().manual_seed(0)
         load_all(
             engine,
@@ -52,6 +52,7 @@ def test_a_process_with_other_weights_is_named_and_the_first_of_them(
                 (name, torch.randn(weight.shape, generator=noise) if name == SPOILT else weight)
                 for name, weight in stream
             ),
+            **parts,
         )
 
     monkeypatch.setattr(NativeEngine, "update_weights", spoil)

@@ -3,6 +3,8 @@ to processes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 from known_columns import assert_as_documented
@@ -15,6 +17,7 @@ from hydraflow.generation.config import SamplingConfig
 from hydraflow.models.config import ModelConfig
 from hydraflow.protocol import ragged
 from hydraflow.protocol.batch import DataProto
+from hydraflow.weights.buckets import Bucket, buckets
 from hydraflow.workers.actor import ActorSpec, ActorWorker
 from hydraflow.workers.config import ActorConfig
 from hydraflow.workers.rollout import RolloutSpec, RolloutWorker, SamplingSpec
@@ -103,6 +106,54 @@ def test_samples_with_other_weights_than_promised_are_refused(tiny: str) -> None
         rollout.sync_from_actor(4)
     with pytest.raises(GuardStop, match="version 4, and holds none that are complete"):
         rollout.generate(make_prompts(version=4))
+
+
+class Held:
+    """A bucket as if it were in the object store."""
+
+    def __init__(self, bucket: Bucket):
+        self.bucket = bucket
+
+    def read(self) -> Bucket:
+        return self.bucket
+
+
+def sent(actor: ActorWorker, version: int, max_bytes: int = 4096, *, checked: bool = True) -> list[Bucket]:
+    stream = actor.engine.weights(to=0)
+    made = buckets(stream, version=version, max_bytes=max_bytes, dtype=torch.float32, checked=checked)
+    return [bucket for bucket in made if bucket is not None]
+
+
+def test_weights_come_in_buckets_and_count_once_all_are_there(tiny: str) -> None:
+    actor, rollout = make_actor(tiny), make_rollout(tiny)
+    with torch.no_grad():
+        next(actor.engine.module.parameters()).add_(0.5)  # type: ignore[attr-defined]
+    *some, last = sent(actor, version=3)
+    for bucket in some:
+        rollout.load_bucket(Held(bucket))  # type: ignore[arg-type]
+    with pytest.raises(GuardStop, match="version 3, and holds none that are complete"):
+        rollout.generate(make_prompts(version=3))
+    rollout.load_bucket(Held(last))  # type: ignore[arg-type]
+    assert largest_gap(actor, rollout.generate(make_prompts(version=3))) < 1e-4
+    found = [rollout.first_difference_in_bucket(Held(bucket)) for bucket in [*some, last]]  # type: ignore[arg-type]
+    assert len(found) > 2 and not any(found)
+
+
+def test_weights_that_do_not_arrive_as_they_were_sent_are_named(
+    tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actor, rollout = make_actor(tiny), make_rollout(tiny)
+    (bucket,) = sent(actor, version=1, max_bytes=10**9)
+    (unchecked,) = sent(actor, version=1, max_bytes=10**9, checked=False)
+    load, name = rollout.engine.update_weights, bucket.entries[-1].name
+
+    def spoil(stream: Iterable[tuple[str, torch.Tensor]], **parts: bool) -> None:
+        load(((one, tensor + 1 if one == name else tensor) for one, tensor in stream), **parts)
+
+    monkeypatch.setattr(rollout.engine, "update_weights", spoil)
+    rollout.load_bucket(Held(unchecked))  # type: ignore[arg-type]
+    with pytest.raises(GuardStop, match=f"did not arrive as they were sent .*{name}"):
+        rollout.load_bucket(Held(bucket))  # type: ignore[arg-type]
 
 
 def test_weights_come_from_the_directory_or_from_the_actor(tiny: str) -> None:

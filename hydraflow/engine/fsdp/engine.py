@@ -154,9 +154,9 @@ class FSDPEngine:
         self._step += 1
         self._set_lr()
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, *, to: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """See `TrainEngine`."""
-        return export.stream(self.module)
+        return export.stream(self.module, to=to)
 
     def reduce(self, values: torch.Tensor, how: str = "sum") -> torch.Tensor:
         """See `TrainEngine`."""

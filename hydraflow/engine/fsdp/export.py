@@ -30,24 +30,25 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def stream(module: PolicyModel | ValueModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Gathering is collective, so every rank must exhaust the iterator."""
+def stream(module: PolicyModel | ValueModel, *, to: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Gathering is collective, so every rank must exhaust the iterator. `to`: as in `gathered`."""
     parameters = dict(module.named_parameters())
     layers = lora.adapted(module)
     adapters = dict(
         gathered({name: parameter for name, parameter in parameters.items() if lora.is_adapter(name)})
     )
     for name, full in gathered(
-        {name: parameter for name, parameter in parameters.items() if not lora.is_adapter(name)}
+        {name: parameter for name, parameter in parameters.items() if not lora.is_adapter(name)}, to=to
     ):
         plain = name.replace(".base_layer.", ".")
-        if plain in layers:
+        if plain in layers and not full.is_meta:
             stem = plain.removesuffix("weight")
             a, b = (adapters[f"{stem}lora_{side}.{lora.ADAPTER}.weight"] for side in "AB")
             full = lora.add_product(full, a, b, layers[plain])
         yield hf_name(module, name), full
+    here = to in (None, dist.get_rank())
     for name, buffer in loading.persistent_buffers(module):
-        yield hf_name(module, name), buffer
+        yield hf_name(module, name), buffer if here else torch.empty_like(buffer, device="meta")
 
 
 def full_weights(module: PolicyModel | ValueModel) -> dict[str, torch.Tensor] | None:

@@ -1,12 +1,12 @@
 """Full tensors of sharded parameters, many per collective: one gather per tensor would be mostly latency.
 
-In: parameters by name, the same on every rank. Out: (name, full tensor), in order; at most a bucket of them
-exists at a time.
+In: parameters by name, the same on every rank. Out: (name, full tensor), in order, on every rank or on one;
+at most a bucket of them exists at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,14 @@ NamedTensor = tuple[str, torch.Tensor]
 
 
 @torch.no_grad()
-def gathered(parameters: Mapping[str, torch.Tensor]) -> Iterator[NamedTensor]:
-    """Collective: every rank must exhaust the iterator. Unsharded tensors are passed through."""
+def gathered(parameters: Mapping[str, torch.Tensor], *, to: int | None = None) -> Iterator[NamedTensor]:
+    """Collective: every rank must exhaust the iterator. Tensors that this rank has whole are passed
+    through.
+
+    to: the only rank that gets the tensors; the others get ones without values, on the meta device.
+    """
     for bucket in _buckets(parameters):
-        yield from _gather(bucket)
+        yield from _gather(bucket, to)
 
 
 def _buckets(parameters: Mapping[str, torch.Tensor]) -> Iterator[list[NamedTensor]]:
@@ -40,24 +44,41 @@ def _buckets(parameters: Mapping[str, torch.Tensor]) -> Iterator[list[NamedTenso
         yield bucket
 
 
-def _gather(bucket: list[NamedTensor]) -> list[NamedTensor]:
-    ranks = dist.get_world_size()
-    sharded = [parameter for _, parameter in bucket if _is_split_by_rows(parameter)]
-    pieces = [_padded_shard(parameter, ranks) for parameter in sharded]
-    rows: Iterator[torch.Tensor] = iter(())
-    if pieces:
-        mine = torch.cat([piece.reshape(-1) for piece in pieces])
-        everyone = mine.new_empty(ranks * len(mine))
-        dist.all_gather_single(everyone, mine)
-        rows = iter(everyone.view(ranks, -1).split([piece.numel() for piece in pieces], dim=1))
+def _gather(bucket: list[NamedTensor], to: int | None) -> list[NamedTensor]:
+    rows = _rows_of_all([parameter for _, parameter in bucket if _is_split_by_rows(parameter)], to)
+    whole = {name: _whole(parameter) for name, parameter in bucket if not _is_split_by_rows(parameter)}
+    if to not in (None, dist.get_rank()):
+        return [(name, torch.empty(one.shape, dtype=one.dtype, device="meta")) for name, one in bucket]
+    pieces = iter(rows)
     return [
-        (name, _joined(next(rows), parameter) if _is_split_by_rows(parameter) else _whole(parameter))
+        (name, whole[name] if name in whole else _joined(next(pieces), parameter))
         for name, parameter in bucket
     ]
 
 
+def _rows_of_all(sharded: list[torch.Tensor], to: int | None) -> Sequence[torch.Tensor]:
+    """For each parameter the padded shards of all ranks, (ranks, numbers of one shard); nothing on a rank
+    that gets none."""
+    if not sharded:
+        return []
+    ranks = dist.get_world_size()
+    shards = [_padded_shard(parameter, ranks) for parameter in sharded]
+    mine = torch.cat([shard.reshape(-1) for shard in shards])
+    here = to in (None, dist.get_rank())
+    everyone = mine.new_empty(ranks if here else 0, len(mine))
+    if to is None:
+        dist.all_gather_single(everyone.view(-1), mine)
+    else:
+        dist.gather(mine, list(everyone) if here else None, dst=to)
+    return everyone.split([shard.numel() for shard in shards], dim=1)
+
+
 def _is_split_by_rows(parameter: torch.Tensor) -> bool:
-    return isinstance(parameter, DTensor) and parameter.placements == (Shard(0),)
+    return (
+        isinstance(parameter, DTensor)
+        and parameter.placements == (Shard(0),)
+        and parameter.device_mesh.size() > 1
+    )
 
 
 def _padded_shard(parameter: torch.Tensor, ranks: int) -> torch.Tensor:
@@ -74,4 +95,6 @@ def _joined(pieces: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _whole(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+    if not isinstance(parameter, DTensor):
+        return parameter.detach()
+    return parameter.full_tensor() if parameter.device_mesh.size() > 1 else parameter.to_local().detach()

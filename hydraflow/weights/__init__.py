@@ -1,0 +1,1 @@
+"""Weights on their way from a trainer to whoever samples with them."""
