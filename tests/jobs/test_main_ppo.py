@@ -107,7 +107,7 @@ def test_max_wall_time_ends_a_run_in_good_order(tmp_path: Path, recipe_cache: Pa
         *SMALL_STEPS,
         *LOCAL,
         f"recipe.cache_dir={recipe_cache}",
-        "trainer.max_wall_time=1s",
+        "trainer.max_wall_time=0.1s",
         "trainer.default_local_dir=out",
         cwd=tmp_path,
     )

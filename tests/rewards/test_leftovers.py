@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,7 +56,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
             os._exit(6)
         time.sleep(600)
     if solution_str == "close":
-        os.closerange(3, 100)
+        os.closerange(3, 65536)  # sockets keep the number that they have in the pool's process
         stuck()
     if solution_str == "partial":
         os.write(socket_of_the_pool(), b"\\0\\0\\0\\0\\0\\0\\1\\0half a message")
@@ -172,7 +171,7 @@ def test_what_a_function_started_ends_even_where_its_supervisor_was_killed(confi
         os.kill(int(found.extra["supervisor"]), signal.SIGKILL)
         wait_until(lambda: not lives(found.extra["pid"]), "the function's process")
         assert lives(found.extra["child"])
-    assert not lives(found.extra["child"])
+    wait_until(lambda: not lives(found.extra["child"]), "the daemon of a closed pool")
 
 
 def test_a_pool_outlives_the_thread_that_started_it(config: RewardConfig) -> None:
@@ -200,9 +199,7 @@ def test_a_function_that_breaks_its_connection_fails_its_row_alone(
     config: RewardConfig, monkeypatch: pytest.MonkeyPatch, bad: str, reason: str
 ) -> None:
     monkeypatch.setattr(worker, "EXIT_SECONDS", 2.0 if bad == "close" else 60.0)
-    # a busy machine may need half a second to notice
-    timeout = config.timeout if "longer" in reason else 30.0
-    with RewardPool(replace(config, timeout=timeout)) as pool:
+    with RewardPool(config) as pool:
         first, failed, last = pool.score(rows("fine", bad, "fine"))
     assert (failed.score, failed.failed) == (-1.0, reason)
     assert (first.score, last.score) == (1.0, 1.0)

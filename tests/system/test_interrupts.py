@@ -39,7 +39,8 @@ def work():
     child = subprocess.Popen(["sh", "-c", "sleep 300 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
     try:
         say("works", child.pid, child.stdout.readline().strip())
-        time.sleep(300)
+        while True:  # a signal just before a long sleep would be handled after it
+            time.sleep(0.05)
     except KeyboardInterrupt as error:
         clean_up({seconds}, error)
         raise
