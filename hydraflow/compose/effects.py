@@ -107,6 +107,12 @@ _PLACES = (
         "trainer.fuse_roles=false",
     ),
     NoEffectRule(
+        f"{ROLLOUT}.max_retries",
+        lambda c: _rollout_is_with_actor(c) and not c.trainer.debug.rollout_only,
+        "the rollout shares its processes with the actor: their death ends the run",
+        "trainer.fuse_roles=false",
+    ),
+    NoEffectRule(
         "trainer.fuse_roles",
         lambda c: c.trainer.debug.local,
         "trainer.debug.local=true runs all roles in one process",

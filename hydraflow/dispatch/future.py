@@ -2,14 +2,14 @@
 
 In: references of the answers, with the rank of each. Out: results, or one error: a WorkerError, a worker's
 decision to stop, or a ConfigError from a start. Waiting for one call watches all calls: a group that
-fails ends the wait for another group that depends on it. Left out on purpose: retries. A failed group is
-ended, and the run resumes from its checkpoint.
+fails ends the wait for another group that depends on it. A group whose processes hold nothing that cannot be
+made again replaces one that has died; any other is ended, and the run resumes from its checkpoint.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -42,6 +42,13 @@ class GroupHandle(Protocol):
     def log_of(self, rank: int, role: str) -> str:
         """Path of a rank's log; empty while unknown."""
 
+    def may_replace(self, call: PendingCall) -> bool:
+        """Whether the process that died with this call may be replaced."""
+
+    def replace(self, lost: Sequence[PendingCall], cause: str) -> None:
+        """Starts another process in the place of one that has died, and makes its calls again. WorkerError
+        when that fails, too."""
+
 
 @dataclass
 class CallDuration:
@@ -66,6 +73,14 @@ class PendingCall:
     """The call's answers by rank; this one is added."""
     duration: CallDuration
     """Shared by the pending calls of one call."""
+    refs: dict[int, ObjectRef]
+    """The call's answers to come, by rank; this one's changes when it is made again."""
+    again: Callable[[], list[ObjectRef]] | None
+    """Makes the call once more; None: its answer is not needed then."""
+    columns: ObjectRef | None = None
+    """The columns of the answer, where the call returns them."""
+    attempts: int = 0
+    """How often it was made again."""
 
     def error(self, cause: str) -> WorkerError:
         """This call's error, with the end of the rank's log."""
@@ -73,6 +88,14 @@ class PendingCall:
         return WorkerError(
             role=self.role, rank=self.rank, node=self.node, method=self.method, cause=cause, log_tail=tail
         )
+
+
+class ReplacementDied(Exception):
+    """A process died while it was to take the place of another; caught by `GroupHandle.replace`."""
+
+    def __init__(self, failure: Failure):
+        super().__init__(failure.cause)
+        self.failure = failure
 
 
 class PendingCalls:
@@ -88,11 +111,15 @@ class PendingCalls:
         """Called a few times a second while waiting; an exception ends the wait, and the calls stay
         pending."""
         self.pending: dict[ObjectRef, PendingCall] = {}
+        self._died: list[tuple[PendingCall, Failure]] = []
+        """Calls whose process is to be replaced."""
+        self._replaced: tuple[GroupHandle, int] | None = None
+        """Group and rank of the process that is being replaced."""
 
-    def settle(self, refs: Sequence[ObjectRef]) -> None:
+    def settle(self, refs: Mapping[int, ObjectRef]) -> None:
         """Waits until none of `refs` is pending. Raises when any pending call, one of these or another, fails
         or is late."""
-        while owed := [ref for ref in refs if ref in self.pending]:
+        while owed := [ref for ref in refs.values() if ref in self.pending]:
             if self.head is not None:
                 self.head.look()
             if self.interrupt is not None:
@@ -114,8 +141,30 @@ class PendingCalls:
         return done + _answered([ref for ref in self.pending if ref not in wanted], 0)
 
     def _take(self, refs: Sequence[ObjectRef]) -> None:
-        if failures := self._keep(refs):
+        failures = []
+        for call, failure in self._keep(refs):
+            if failure.died and (call.group, call.rank) == self._replaced:
+                raise ReplacementDied(failure)
+            if failure.died and call.group.may_replace(call):
+                self._died.append((call, failure))
+            else:
+                failures.append((call, failure))
+        if failures:
             self._fail(failures)
+        while self._died and self._replaced is None:
+            self._replace(*self._died[0])
+
+    def _replace(self, first: PendingCall, failure: Failure) -> None:
+        """Has a process replaced. Deaths of others meanwhile are seen to afterwards."""
+        lost = [call for call, _ in self._died if _same_process(call, first)]
+        self._died = [died for died in self._died if not _same_process(died[0], first)]
+        lost += [call for call in self.pending.values() if _same_process(call, first)]
+        self.forget(first.group, first.rank)
+        self._replaced = first.group, first.rank
+        try:
+            first.group.replace(sorted(lost, key=lambda call: call.deadline), failure.cause)
+        finally:
+            self._replaced = None
 
     def _keep(self, refs: Sequence[ObjectRef]) -> list[tuple[PendingCall, Failure]]:
         """Stores the answers that have arrived; returns those that are failures."""
@@ -153,7 +202,9 @@ class PendingCalls:
         self.timeline.note(call.role, call.rank, payload.spans)
         self.traffic.worked[call.role] += max(0.0, payload.seconds - call.duration.seconds)
         call.duration.seconds = max(call.duration.seconds, payload.seconds)
-        return unpack(payload)
+        answer = unpack(payload)
+        columns_elsewhere = call.columns is not None and isinstance(answer, Receipt)
+        return answer.at(call.columns) if columns_elsewhere else answer
 
     def _fail(self, failures: list[tuple[PendingCall, Failure]]) -> None:
         """Ends the groups that failed, with the first cause among all reports, and raises it."""
@@ -183,9 +234,17 @@ class PendingCalls:
                 group.end(error)
         raise error
 
-    def forget(self, group: GroupHandle) -> None:
-        """Drops the calls of a group that has ended."""
-        self.pending = {ref: call for ref, call in self.pending.items() if call.group is not group}
+    def forget(self, group: GroupHandle, rank: int | None = None) -> None:
+        """Drops the calls of a group that has ended, or of one of its processes."""
+
+        def dropped(call: PendingCall) -> bool:
+            return call.group is group and (rank is None or call.rank == rank)
+
+        self.pending = {ref: call for ref, call in self.pending.items() if not dropped(call)}
+
+
+def _same_process(one: PendingCall, other: PendingCall) -> bool:
+    return one.group is other.group and one.rank == other.rank
 
 
 def _answered(refs: list[ObjectRef], seconds: float) -> list[ObjectRef]:
@@ -224,7 +283,7 @@ class CallFuture(Future):
     joins: bool
 
     def get(self) -> Any:
-        self.calls.settle(list(self.refs.values()))
+        self.calls.settle(self.refs)
         if len(self.answers) < len(self.refs):
             assert self.group.error is not None, "an answer is missing though its group did not fail"
             raise self.group.error

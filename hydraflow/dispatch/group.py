@@ -2,17 +2,19 @@
 
 In: a reservation and the roles. Out: results of calls; batches come back as references (`RemoteBatch`).
 A call is made by naming the method: `actors.call(ActorWorker.update, batch)`.
-After a failure the processes are ended and the group refuses further calls with the first cause.
+After a failure the processes are ended and the group refuses further calls with the first cause; a group with
+a `Recovery` replaces a process that has died.
 Left out on purpose: how arguments are distributed (`modes`), waiting and failure (`future`).
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,13 @@ from typing import Any
 import ray
 from ray import ObjectRef
 
-from hydraflow.dispatch.future import CallDuration, CallFuture, PendingCall, PendingCalls
+from hydraflow.dispatch.future import (
+    CallDuration,
+    CallFuture,
+    PendingCall,
+    PendingCalls,
+    ReplacementDied,
+)
 from hydraflow.dispatch.host import WorkerHost
 from hydraflow.dispatch.modes import CallContext, Coordinates, Registration, registration
 from hydraflow.dispatch.observability import Observability
@@ -36,7 +44,10 @@ from hydraflow.errors import HydraflowError, WorkerError
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import RemoteBatch, materialise
 
+log = logging.getLogger(__name__)
 WORKER_PROCESS = "worker process"
+Ask = Callable[[int], list[ObjectRef]]
+"""Makes a call to a rank; its results to come."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +73,17 @@ class Channel:
         self.calls = PendingCalls(self.traffic, self.timeline)
 
 
+@dataclass(frozen=True)
+class Recovery:
+    """How a group goes on when one of its processes dies: for roles that take part in no collective, and hold
+    nothing that cannot be made again."""
+
+    restore: Callable[[int], None]
+    """Brings the new process of a rank to where the others are."""
+    max_retries: int
+    """How often one call is made again."""
+
+
 class Group(ABC):
     """Workers that hold the same roles, wherever they run."""
 
@@ -72,6 +94,10 @@ class Group(ABC):
 
     world_size: int
     """Number of ranks."""
+    recovery: Recovery | None = None
+    """None: the death of a process ends the group."""
+    replaced: int = 0
+    """Processes that have been replaced."""
 
     @abstractmethod
     def await_ready(self) -> None:
@@ -145,43 +171,68 @@ class WorkerGroup(Group):
         self.channel = channel
         self.error: HydraflowError | None = None
         self._meshes: dict[tuple[str, str], list[Coordinates]] = {}
-        host: Any = ray.remote(WorkerHost)
-        observability, first_role = channel.observability, next(iter(roles))
-        limits = (reservation.pool.threads, channel.timeouts.call)
-        settings = (env_vars or {}, device_type, *limits, sys.path, observability, first_role)
-        self._hosts: list[Any] = []
-        for rank_info in self.rank_infos:
-            nsight = nsight_options(observability, "+".join(roles), rank_info.rank, device_type)
-            options = reservation.actor_options(rank_info.rank, observability.environment(), nsight)
-            self._hosts.append(host.options(**options).remote(rank_info, *settings))
+        self._reservation = reservation
+        self._env_vars, self._device_type = env_vars or {}, device_type
+        self._hosts = [self._host(rank) for rank in range(self.world_size)]
+        self._rendezvous = self._hosts[0].rendezvous.remote()
         self.processes = {}
-        self._starting = self._build()
-        self._ready = False
+        self._starting = self._build(range(self.world_size))
 
-    def _build(self) -> list[ObjectRef]:
-        identified = {rank: host.identify.remote() for rank, host in enumerate(self._hosts)}
-        rendezvous = self._hosts[0].rendezvous.remote()
+    def _host(self, rank: int) -> Any:
+        """Starts the process of a rank."""
+        observability = self.channel.observability
+        nsight = nsight_options(observability, "+".join(self.roles), rank, self._device_type)
+        options = self._reservation.actor_options(rank, observability.environment(), nsight)
+        host: Any = ray.remote(WorkerHost).options(**options)
+        limits = (self._reservation.pool.threads, self.channel.timeouts.call)
+        settings = (self._env_vars, self._device_type, *limits, sys.path, observability)
+        return host.remote(self.rank_infos[rank], *settings, next(iter(self.roles)))
+
+    def _build(self, ranks: Sequence[int]) -> list[dict[int, ObjectRef]]:
+        """Builds the roles in the processes of those ranks; the answers to wait for."""
+        seconds = self.channel.timeouts.start
         roles = ArgumentPacker(self.channel.traffic).pack(self.roles)
-        built = {rank: host.build.remote(roles, rendezvous) for rank, host in enumerate(self._hosts)}
-        self._owe(identified, WORKER_PROCESS, "__init__", self.channel.timeouts.start, self.processes)
-        self._owe(built, WORKER_PROCESS, "__init__", self.channel.timeouts.start, {})
-        return [*identified.values(), *built.values()]
+        starting: list[tuple[dict[int, Any], Ask]] = [
+            (self.processes, lambda rank: [self._hosts[rank].identify.remote()]),
+            ({}, lambda rank: [self._hosts[rank].build.remote(roles, self._rendezvous)]),
+        ]
+        return [
+            self._ask(ask, ranks, WORKER_PROCESS, "__init__", answers=answers, seconds=seconds)
+            for answers, ask in starting
+        ]
 
-    def _owe(
-        self, refs: Mapping[int, ObjectRef], role: str, method: str, seconds: float, answers: dict[int, Any]
-    ) -> None:
+    def _ask(
+        self,
+        ask: Ask,
+        ranks: Sequence[int],
+        role: str,
+        method: str,
+        *,
+        answers: dict[int, Any],
+        seconds: float,
+        resend: bool = True,
+    ) -> dict[int, ObjectRef]:
+        """Makes a call to those ranks. Returns the answers to wait for, by rank."""
+        refs: dict[int, ObjectRef] = {}
         deadline, duration = time.monotonic() + seconds, CallDuration()
-        for rank, ref in refs.items():
+        for rank in ranks:
             what = (role, rank, self.rank_infos[rank].node, method)
-            call = PendingCall(self, *what, seconds, deadline, answers, duration)
-            self.channel.calls.pending[ref] = call
+            again = partial(ask, rank) if resend else None
+            self._owe(PendingCall(self, *what, seconds, deadline, answers, duration, refs, again), ask(rank))
+        return refs
+
+    def _owe(self, call: PendingCall, results: list[ObjectRef]) -> None:
+        """Notes a call that was made: the answer is its first result, the columns its second."""
+        call.refs[call.rank] = results[0]
+        columns = results[1] if len(results) > 1 else None
+        self.channel.calls.pending[results[0]] = replace(call, columns=columns)
 
     def await_ready(self) -> None:
         if self.error is not None:
             raise self.error
-        if not self._ready:
-            self.channel.calls.settle(self._starting)
-            self._ready = True
+        while self._starting:
+            self.channel.calls.settle(self._starting[0])
+            del self._starting[0]
 
     def send(
         self,
@@ -192,22 +243,85 @@ class WorkerGroup(Group):
     ) -> CallFuture:
         """Sends one message to each rank. The future's `get` raises WorkerError when a rank fails."""
         packer = ArgumentPacker(self.channel.traffic)
-        collectors = plan.mode.collectors(context)
+        collectors = plan.mode.collectors(context) if context.only is None else [context.only]
         # The process writes its stacks to the log shortly before the controller gives up, so that the log
         # tail shows them.
         seconds = max(0.1, self.channel.timeouts.call * 0.98 - 0.2)
-        refs = {}
-        for rank in [0] if plan.mode.rank_zero else range(self.world_size):
+        everyone = [0] if plan.mode.rank_zero else range(self.world_size)
+        ranks = everyone if context.only is None else [context.only]
+        calls = {}
+        for rank in ranks:
             args = [packer.pack(values[rank]) for values in positional]
             kwargs = {name: packer.pack(values[rank]) for name, values in named.items()}
             used = rank in collectors
-            call = Call(context.role, context.method, args, kwargs, plan.read_only, used, seconds)
-            refs[rank] = self._hosts[rank].invoke.remote(call)
+            calls[rank] = Call(
+                context.role,
+                context.method,
+                args,
+                kwargs,
+                plan.read_only,
+                used,
+                seconds,
+                returns_columns=self.recovery is not None,
+            )
         self.channel.traffic.calls += 1
         answers: dict[int, Any] = {}
-        self._owe(refs, context.role, context.method, self.channel.timeouts.call, answers)
+        refs = self._ask(
+            lambda rank: self._invoke(rank, calls[rank]),
+            ranks,
+            context.role,
+            context.method,
+            answers=answers,
+            seconds=self.channel.timeouts.call,
+            resend=plan.resend,
+        )
         collect = partial(plan.mode.collect_fn, context)
-        return CallFuture(self.channel.calls, self, refs, answers, collectors, collect, plan.mode.joins)
+        # a call that may be made again has no answer yet that others could wait for
+        joins = plan.mode.joins and self.recovery is None
+        return CallFuture(self.channel.calls, self, refs, answers, collectors, collect, joins)
+
+    def _invoke(self, rank: int, call: Call) -> list[ObjectRef]:
+        host = self._hosts[rank]
+        if not call.returns_columns:
+            return [host.invoke.remote(call)]
+        results: list[ObjectRef] = host.invoke_with_columns.options(num_returns=2).remote(call)
+        return results
+
+    def may_replace(self, call: PendingCall) -> bool:
+        """Whether the group goes on without the process that died with this call."""
+        return self.recovery is not None and call.attempts < self.recovery.max_retries
+
+    def replace(self, lost: Sequence[PendingCall], cause: str) -> None:
+        """Starts another process for the rank of these calls, restores it and makes them again. WorkerError
+        when it dies as often as a call may be made again."""
+        assert self.recovery is not None, "the group was asked"
+        rank, attempts = lost[0].rank, 0
+        while True:
+            name = f"{'+'.join(self.roles)} rank {rank} on node {self.rank_infos[rank].node}"
+            log.warning("%s is started again: %s", name, cause)
+            try:
+                self._start_again(rank, self.recovery)
+                break
+            except ReplacementDied as died:
+                self.channel.calls.forget(self, rank)
+                attempts, cause = attempts + 1, died.failure.cause
+                if attempts >= self.recovery.max_retries:
+                    self.channel.calls.forget(self)
+                    self.end(died.failure.error)
+                    raise died.failure.error from None
+        for call in lost:
+            if call.again is None:
+                call.answers[rank] = None
+            else:
+                deadline = time.monotonic() + call.seconds
+                self._owe(replace(call, deadline=deadline, attempts=call.attempts + 1), call.again())
+
+    def _start_again(self, rank: int, recovery: Recovery) -> None:
+        self._hosts[rank] = self._host(rank)
+        self.replaced += 1
+        for refs in self._build([rank]):
+            self.channel.calls.settle(refs)
+        recovery.restore(rank)
 
     def log_of(self, rank: int, role: str) -> str:
         """Path of a rank's log on its node; empty while unknown."""
@@ -234,9 +348,15 @@ class WorkerGroup(Group):
     def mesh(self, role: str, name: str) -> list[Coordinates]:
         if (role, name) not in self._meshes:
             answers: dict[int, Any] = {}
-            refs = {rank: host.coordinates.remote(role, name) for rank, host in enumerate(self._hosts)}
-            self._owe(refs, role, f"mesh_coordinates({name!r})", self.channel.timeouts.call, answers)
-            self.channel.calls.settle(list(refs.values()))
+            refs = self._ask(
+                lambda rank: [self._hosts[rank].coordinates.remote(role, name)],
+                range(self.world_size),
+                role,
+                f"mesh_coordinates({name!r})",
+                answers=answers,
+                seconds=self.channel.timeouts.call,
+            )
+            self.channel.calls.settle(refs)
             self._meshes[role, name] = _checked([answers[rank] for rank in range(self.world_size)], name)
         return self._meshes[role, name]
 
@@ -248,9 +368,16 @@ class WorkerGroup(Group):
         self._on(ranks, "stop_profile", lambda host: host.stop_profile.remote())
 
     def _on(self, ranks: Sequence[int] | None, method: str, ask: Callable[[Any], ObjectRef]) -> None:
-        refs = {rank: ask(host) for rank, host in enumerate(self._hosts) if ranks is None or rank in ranks}
-        self._owe(refs, next(iter(self.roles)), method, self.channel.timeouts.call, {})
-        self.channel.calls.settle(list(refs.values()))
+        refs = self._ask(
+            lambda rank: [ask(self._hosts[rank])],
+            [rank for rank in range(self.world_size) if ranks is None or rank in ranks],
+            next(iter(self.roles)),
+            method,
+            answers={},
+            seconds=self.channel.timeouts.call,
+            resend=False,
+        )
+        self.channel.calls.settle(refs)
 
 
 def _checked(places: list[Coordinates], mesh: str) -> list[Coordinates]:
@@ -289,6 +416,12 @@ class RoleGroup:
             text = f"{method.__qualname__} is no method of {cls.__qualname__}"
             raise TypeError(f"{text}, the class of role {self.name!r}")
         return registration(method)
+
+    def call_rank(self, rank: int, method: Callable[..., Any], *args: Any) -> Future:
+        """Calls `method` on one rank with these values; a future of its answer, listed."""
+        plan = self._plan(method)
+        context = CallContext(self.group, self.name, method.__name__, plan.padding, only=rank)
+        return self.group.send(plan, context, [[value] * self.world_size for value in args], {})
 
     def fetch(self, batch: RemoteBatch, keys: Sequence[str] | None = None) -> DataProto:
         """Reads columns into the controller; None: all."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ray import ObjectRef
 
     from hydraflow.dispatch.profile import Profile
-    from hydraflow.dispatch.transport import Payload
+    from hydraflow.dispatch.transport import Columns, Payload
     from hydraflow.dispatch.worker import Call
 
 
@@ -62,6 +62,9 @@ class WorkerHost:
         return self._process.coordinates(role, mesh)
 
     def invoke(self, call: Call) -> Payload:
+        return self._process.invoke(call)[0]
+
+    def invoke_with_columns(self, call: Call) -> tuple[Payload, Columns]:
         return self._process.invoke(call)
 
     def start_profile(self, profile: Profile) -> Payload:

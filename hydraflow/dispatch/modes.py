@@ -46,6 +46,8 @@ class CallContext:
     """Name of the method, for messages."""
     padding: bool
     """Whether the method accepts rows that are padding."""
+    only: int | None = None
+    """The rank that the call goes to; None: those that the mode says."""
 
     @property
     def world_size(self) -> int:
@@ -274,6 +276,7 @@ class Registration:
     blocking: bool
     read_only: bool
     padding: bool
+    resend: bool = True
 
 
 def register(
@@ -283,12 +286,14 @@ def register(
     blocking: bool = True,
     read_only: bool = False,
     padding: bool = True,
+    resend: bool = True,
 ) -> Callable[[Method], Method]:
     """Declares a worker's method as callable from the controller.
 
     blocking: the call waits and returns the result, else a future. read_only: the method never writes to its
     input tensors, so they need no copy. padding: rows may be repeated so that they divide by the ranks;
-    training methods say False.
+    training methods say False. resend: the call is made again to a process that takes the place of one that
+    has died; else its answer is None.
     """
     mode = mode_named(dispatch_mode)
     if Execute(execute_mode) is Execute.RANK_ZERO:
@@ -298,7 +303,7 @@ def register(
         mode = mode_named(Dispatch.RANK_ZERO)
 
     def declare(method: Method) -> Method:
-        setattr(method, _MARK, Registration(mode, blocking, read_only, padding))
+        setattr(method, _MARK, Registration(mode, blocking, read_only, padding, resend))
         return method
 
     return declare

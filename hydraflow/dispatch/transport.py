@@ -13,7 +13,7 @@ import io
 import pickle
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +27,8 @@ from hydraflow.protocol import wire
 from hydraflow.protocol.batch import DataProto
 from hydraflow.protocol.remote import Column, ColumnRef, RemoteBatch
 
+Columns = dict[str, wire.EncodedColumn]
+"""Encoded columns by name."""
 BUNDLE_LIMIT = 256 * 1024
 """Bytes up to which all columns of an answer share one object."""
 INLINE_LIMIT = 100_000
@@ -184,15 +186,21 @@ class Receipt:
     had only padding."""
 
     rows: int
-    columns: dict[str, ObjectRef]
+    columns: dict[str, ObjectRef | None]
+    """None: in the call's second result."""
     meta_info: dict[str, Any]
     bundled: bool = False
     """All columns are in one object."""
+
+    def at(self, ref: ObjectRef) -> Receipt:
+        """This receipt with the columns in `ref`, the call's second result."""
+        return replace(self, columns=dict.fromkeys(self.columns, ref), bundled=True)
 
     def batch(self) -> RemoteBatch:
         """The receipt as a batch of references."""
         columns = {}
         for name, ref in self.columns.items():
+            assert ref is not None, "the caller knows where its second result is"
             columns[name] = Column((RayColumn(ref, self.rows, name if self.bundled else None),), None)
         return RemoteBatch(columns, {}, dict(self.meta_info))
 
@@ -206,12 +214,23 @@ def put_batch(data: DataProto) -> Receipt:
     """
     if len(data) == 0:
         return Receipt(0, {}, dict(data.meta_info))
-    encoded = {name: wire.encode(column, name) for name, column in data.items()}
+    encoded = _encoded(data)
     if sum(column.nbytes for column in encoded.values()) <= BUNDLE_LIMIT:
         bundle = ray.put(encoded)
         return Receipt(len(data), dict.fromkeys(encoded, bundle), dict(data.meta_info), bundled=True)
-    refs = {name: ray.put(column) for name, column in encoded.items()}
+    refs: dict[str, ObjectRef | None] = {name: ray.put(column) for name, column in encoded.items()}
     return Receipt(len(data), refs, dict(data.meta_info))
+
+
+def with_columns(data: DataProto) -> tuple[Receipt, Columns]:
+    """The receipt, and all columns as the call's second result: it belongs to the caller, so that it is still
+    there when the process that made it is not."""
+    columns = _encoded(data) if len(data) else {}
+    return Receipt(len(data), dict.fromkeys(columns), dict(data.meta_info), bundled=True), columns
+
+
+def _encoded(data: DataProto) -> Columns:
+    return {name: wire.encode(column, name) for name, column in data.items()}
 
 
 def join(receipts: Sequence[Receipt]) -> RemoteBatch:

@@ -34,6 +34,7 @@ from hydraflow.dispatch.shards import LateShard, Shard, part_of, real_rows
 from hydraflow.dispatch.spans import SpanRecorder, record_into, span
 from hydraflow.dispatch.stacks import ProcessInfo
 from hydraflow.dispatch.transport import (
+    Columns,
     Payload,
     Receipt,
     join,
@@ -42,6 +43,7 @@ from hydraflow.dispatch.transport import (
     read_columns,
     unpack,
     unpack_all,
+    with_columns,
 )
 from hydraflow.errors import ConfigError, DoesNotFit, GuardStop, HydraflowError, WorkerError
 from hydraflow.protocol.batch import DataProto
@@ -111,6 +113,8 @@ class Call:
     """Whether the answer is used; else nothing is sent back."""
     seconds: float
     """Seconds after which the process writes its stacks to its log."""
+    returns_columns: bool = False
+    """Columns of the answer are the call's second result; else they stay in the process's object store."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,11 @@ class Failure:
     """Unix time, for finding the first cause among several ranks."""
     died: bool = False
     """Whether the process is gone."""
+
+    @property
+    def cause(self) -> str:
+        """Without what names the call, and without the log."""
+        return self.error.cause if isinstance(self.error, WorkerError) else str(self.error)
 
 
 class WorkerProcess:
@@ -214,15 +223,16 @@ class WorkerProcess:
             guard.answer = pack(Coordinates(*self.workers[role].mesh_coordinates(mesh)))
         return guard.answer
 
-    def invoke(self, call: Call) -> Payload:
-        """Runs one method of one worker."""
+    def invoke(self, call: Call) -> tuple[Payload, Columns]:
+        """Runs one method of one worker; with the columns that the call returns."""
+        columns: Columns = {}
         guard = _Guard(self.rank_info, call.role, call.method)
         with of_role(self.logs, call.role):
             faulthandler.dump_traceback_later(call.seconds, file=STANDARD_ERROR)
             with guard:
-                guard.answer = self._run(call)
+                guard.answer, columns = self._run(call)
             faulthandler.cancel_dump_traceback_later()
-        return self._with_spans(guard.answer)
+        return self._with_spans(guard.answer), columns
 
     def start_profile(self, profile: Profile) -> Payload:
         """Starts a profile of this process."""
@@ -244,7 +254,7 @@ class WorkerProcess:
     def _with_spans(self, answer: Payload) -> Payload:
         return answer._replace(spans=tuple(self.recorder.drain()))
 
-    def _run(self, call: Call) -> Payload:
+    def _run(self, call: Call) -> tuple[Payload, Columns]:
         with span("read"):  # includes waiting for batches from other workers
             values = [_cut(value) for value in unpack_all([*call.args, *call.kwargs.values()])]
             shards = [value for value in values if isinstance(value, Shard)]
@@ -256,15 +266,18 @@ class WorkerProcess:
             answer = getattr(self.workers[call.role], call.method)(*ready[: len(call.args)], **named)
         seconds = time.perf_counter() - started
         with span("write"):
-            return _reply(answer if call.wanted else None, shards)._replace(seconds=seconds)
+            reply, columns = _reply(answer if call.wanted else None, shards, call.returns_columns)
+        return reply._replace(seconds=seconds), columns
 
 
-def _reply(answer: Any, shards: Sequence[Shard]) -> Payload:
-    """The answer packed; the columns of a batch stay here, without rows computed from padding."""
+def _reply(answer: Any, shards: Sequence[Shard], returns_columns: bool) -> tuple[Payload, Columns]:
+    """The answer packed; of a batch without rows computed from padding, and without its columns."""
     if not isinstance(answer, DataProto):
-        return pack(answer)
+        return pack(answer), {}
     real = real_rows(shards, len(answer))
-    return pack(put_batch(answer if real == len(answer) else answer[:real]))
+    rows = answer if real == len(answer) else answer[:real]
+    receipt, columns = with_columns(rows) if returns_columns else (put_batch(rows), {})
+    return pack(receipt), columns
 
 
 NOTHING = pack(None)

@@ -33,6 +33,7 @@ from hydraflow.trainer.machine import (
     training_pool,
 )
 from hydraflow.trainer.source import Lockstep, Sampler
+from hydraflow.trainer.weight_links import load_model_directory
 from hydraflow.workers.rollout import RolloutSpec, RolloutWorker, SamplingSpec
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ def _sample_all(config: GenerateConfig, asked: GenerateInputs) -> list[list[list
         with after_the_start():
             role = runtime.group(TRAIN, {"rollout": RoleSpec(RolloutWorker, (spec,))}).role("rollout")
             runtime.await_ready()
-        role.call(RolloutWorker.load_weights)
+        load_model_directory(role, config.rollout.max_retries)
         plan, prompts, rollout = asked.plan, asked.prompts, config.rollout
         how = SamplingSpec(plan.samples_per_prompt, rollout.temperature, rollout.top_k, rollout.top_p)
         loader = PromptLoader(prompts, plan.prompts_per_call, shuffle=False, seed=0, drop_last=False)

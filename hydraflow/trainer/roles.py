@@ -16,7 +16,7 @@ from hydraflow.batch_plan.layout import Devices
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.batch_plan.roles import own_reference
 from hydraflow.batch_plan.topology import SECTIONS
-from hydraflow.dispatch.group import RoleGroup
+from hydraflow.dispatch.group import Recovery, RoleGroup
 from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.worker import RoleSpec
@@ -24,7 +24,13 @@ from hydraflow.errors import ConfigError
 from hydraflow.models.config import ModelConfig
 from hydraflow.schema import PPOConfig
 from hydraflow.trainer.machine import SCORE, TRAIN, Machine, training_pool
-from hydraflow.trainer.weight_links import NoRollout, ObjectStore, SameProcess, WeightLink
+from hydraflow.trainer.weight_links import (
+    NoRollout,
+    ObjectStore,
+    SameProcess,
+    WeightLink,
+    load_model_directory,
+)
 from hydraflow.workers.actor import ActorSpec, ActorWorker
 from hydraflow.workers.advantage import AdvantageSpec, AdvantageWorker
 from hydraflow.workers.critic import CriticSpec, CriticWorker
@@ -129,10 +135,9 @@ def _link(config: PPOConfig, actor: RoleGroup, rollout: RoleGroup | None) -> Wei
         return NoRollout()
     if rollout.group is actor.group:
         return SameProcess(rollout)
-    wanted = config.actor_rollout_ref.rollout
-    return ObjectStore(
-        actor, rollout, wanted.update_weights_bucket_megabytes, wanted.dtype, wanted.verify_weights_every
-    )
+    link = ObjectStore(actor, rollout, config.actor_rollout_ref.rollout)
+    rollout.group.recovery = Recovery(link.restore, link.config.max_retries)
+    return link
 
 
 def build_sampling_roles(config: PPOConfig, plan: BatchPlan, runtime: Runtime) -> SamplingRoles:
@@ -143,7 +148,7 @@ def build_sampling_roles(config: PPOConfig, plan: BatchPlan, runtime: Runtime) -
     score = runtime.group(SCORE, {"reward": _reward_role(config)})
     runtime.await_ready()
     roles = SamplingRoles(train.role("rollout"), score.role("reward"))
-    roles.rollout.call(RolloutWorker.load_weights)
+    load_model_directory(roles.rollout, config.actor_rollout_ref.rollout.max_retries)
     return roles
 
 

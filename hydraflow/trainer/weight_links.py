@@ -13,14 +13,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from hydraflow.dispatch.group import RoleGroup
+from hydraflow.dispatch.group import Recovery, RoleGroup
 from hydraflow.dispatch.shards import CompletedFuture, Future
+from hydraflow.dispatch.transport import StoredValue
+from hydraflow.errors import GuardStop
+from hydraflow.generation.config import RolloutConfig
 from hydraflow.workers.actor import ActorWorker
 from hydraflow.workers.rollout import RolloutWorker
 
 MEGABYTE = 2**20
 NO_VERSION = -1
-"""Of buckets that are only compared."""
+"""Nothing has been published."""
 
 
 class WeightLink(Protocol):
@@ -32,6 +35,18 @@ class WeightLink(Protocol):
 
     def first_difference(self, replica: int) -> str | None:
         """The first weight of a generation process that is not the actor's; None: all are."""
+
+
+def load_model_directory(rollout: RoleGroup, max_retries: int) -> None:
+    """Gives the generation engine the weights of its model directory, for a run that trains nothing; also
+    processes that take the place of others."""
+    rollout.call(RolloutWorker.load_weights)
+
+    def restore(rank: int) -> None:
+        loading: Future = rollout.call_rank(rank, RolloutWorker.load_weights)
+        loading.get()
+
+    rollout.group.recovery = Recovery(restore, max_retries)
 
 
 class NoRollout:
@@ -69,43 +84,73 @@ class ObjectStore:
 
     actor: RoleGroup
     rollout: RoleGroup
-    bucket_megabytes: int
-    dtype: str
-    """Of the generation engine's weights."""
-    verify_every: int
-    """Every so many publishes checksums are compared, beginning with the first."""
+    config: RolloutConfig
     published: int = field(default=0, init=False)
+    """Publishes so far."""
+    _version: int = field(default=NO_VERSION, init=False)
+    _sending: bool = field(default=False, init=False)
+    """Whether weights are on their way to all generation processes."""
 
     def publish(self, version: int) -> Callable[[], None]:
         """See `WeightLink`. The first bucket is asked for at once, the others while the caller waits."""
-        checked = self.published % self.verify_every == 0
+        checked = self.published % self.config.verify_weights_every == 0
         self.published += 1
-        return partial(self._rest, version, checked, self._ask(0, version, checked))
+        self._version, self._sending = version, True
+        return partial(self._arrive, checked, self._ask(0, checked))
 
     def first_difference(self, replica: int) -> str | None:
         """See `WeightLink`."""
-        number, first, is_last = 0, None, False
-        while not is_last:
-            bucket, is_last = self._ask(number, NO_VERSION, False).get()[0]
-            found = self.rollout.call(RolloutWorker.first_difference_in_bucket, bucket).get()[replica]
-            number, first = number + 1, first or found
-        return first
+        found: list[str | None] = []
 
-    def _rest(self, version: int, checked: bool, asked: Future) -> None:
+        def compare(bucket: StoredValue) -> Future:
+            difference: Future = self.rollout.call_rank(
+                replica, RolloutWorker.first_difference_in_bucket, bucket
+            )
+            found.extend(difference.get())
+            return difference
+
+        self._send(self._ask(0, False), False, compare)
+        return next((one for one in found if one is not None), None)
+
+    def restore(self, rank: int) -> None:
+        """Gives a new process of the generation engine the weights that the others hold. While all of them
+        are being sent it does nothing: they are sent once more."""
+        if not self._sending and self._version != NO_VERSION:
+            load = partial(self.rollout.call_rank, rank, RolloutWorker.load_bucket)
+            self._send(self._ask(0, True), True, load)
+
+    def _arrive(self, checked: bool, asked: Future) -> None:
+        load = partial(self.rollout.call, RolloutWorker.load_bucket)
+        for _ in range(self.config.max_retries + 1):
+            if self._send(asked, checked, load):
+                self._sending = False
+                return
+            asked = self._ask(0, checked)
+        raise GuardStop(
+            f"generation processes died {self.config.max_retries + 1} times while they received weights of"
+            f" version {self._version}; actor_rollout_ref.rollout.max_retries={self.config.max_retries}"
+        )
+
+    def _send(self, asked: Future, checked: bool, load: Callable[[StoredValue], Future]) -> bool:
+        """Sends all buckets, of which the first has been asked for. False when a generation process was
+        replaced meanwhile."""
+        replaced = self.rollout.group.replaced
         loading: Future = CompletedFuture(None)
         number, is_last = 0, False
         while not is_last:
             bucket, is_last = asked.get()[0]
             loading.get()  # the bucket before this one
-            loading = self.rollout.call(RolloutWorker.load_bucket, bucket)
+            if self.rollout.group.replaced != replaced:
+                return False
+            loading = load(bucket)
             del bucket  # it is gone once it is loaded
             number += 1
             if not is_last:
-                asked = self._ask(number, version, checked)
+                asked = self._ask(number, checked)
         loading.get()
+        return self.rollout.group.replaced == replaced
 
-    def _ask(self, number: int, version: int, checked: bool) -> Future:
-        asked: Future = self.actor.call(
-            ActorWorker.send_bucket, number, version, self.bucket_megabytes * MEGABYTE, self.dtype, checked
-        )
+    def _ask(self, number: int, checked: bool) -> Future:
+        size, dtype = self.config.update_weights_bucket_megabytes * MEGABYTE, self.config.dtype
+        asked: Future = self.actor.call(ActorWorker.send_bucket, number, self._version, size, dtype, checked)
         return asked

@@ -95,7 +95,7 @@ class RolloutWorker(Worker):
         actor = self.process.roles["actor"]
         return first_difference(self.engine.held(), actor.engine.weights())  # type: ignore[attr-defined]
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, read_only=True)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, read_only=True, resend=False)
     def load_bucket(self, stored: StoredValue) -> None:
         """Loads some of the weights; after the last bucket they are those of its version.
 

@@ -32,7 +32,7 @@ from hydraflow.dispatch.placement import ResourcePool
 from hydraflow.dispatch.runtime import Runtime
 from hydraflow.dispatch.worker import RoleSpec
 from hydraflow.engine.config import FSDPConfig
-from hydraflow.generation.config import SamplingConfig
+from hydraflow.generation.config import RolloutConfig, SamplingConfig
 from hydraflow.models.config import ModelConfig
 from hydraflow.trainer.weight_links import MEGABYTE, ObjectStore, SameProcess, WeightLink
 from hydraflow.workers.actor import ActorSpec, ActorWorker
@@ -96,7 +96,10 @@ def object_store(model: str, bucket_megabytes: int) -> Iterator[ObjectStore]:
         groups = {name: runtime.group(name, {name: spec}) for name, spec in roles(model).items()}
         runtime.await_ready()
         actor, rollout = groups["actor"].role("actor"), groups["rollout"].role("rollout")
-        yield ObjectStore(actor, rollout, bucket_megabytes, "fp32", verify_every=NEVER)
+        how = RolloutConfig(
+            dtype="fp32", update_weights_bucket_megabytes=bucket_megabytes, verify_weights_every=NEVER
+        )
+        yield ObjectStore(actor, rollout, how)
 
 
 def rates(size: int, work: Callable[[], Any], times: int) -> dict[str, float]:

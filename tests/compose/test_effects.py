@@ -84,6 +84,7 @@ CASES = [
     ("trainer.total_epochs=2", ["trainer.total_training_steps=5"], "trainer.total_training_steps=null"),
     (f"{ROLLOUT}.update_weights_bucket_megabytes=64", [], "trainer.fuse_roles=false"),
     (f"{ROLLOUT}.verify_weights_every=1", [], f"trainer.n_gpus_per_node=2 {ROLLOUT}.device_mapping=0"),
+    (f"{ROLLOUT}.max_retries=1", [], "trainer.fuse_roles=false"),
     ("trainer.fuse_roles=false", ["trainer.debug.local=true"], "trainer.debug.local=false"),
     (
         f"{REF}.fsdp_config.param_offload=true",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import numpy as np
@@ -176,15 +176,22 @@ def test_an_answer_that_does_not_arrive_has_a_limit(monkeypatch: pytest.MonkeyPa
         def log_of(self, rank: int, role: str) -> str:
             return ""
 
+        def may_replace(self, call: PendingCall) -> bool:
+            return False
+
+        def replace(self, lost: Sequence[PendingCall], cause: str) -> None:
+            raise AssertionError("it may not be replaced")
+
     monkeypatch.setattr(ray, "get", get)
     monkeypatch.setattr(ray, "wait", lambda refs, **options: (refs, []))
     calls, group, ref = PendingCalls(Traffic(), Timeline(None)), GroupHandle(), object()
-    calls.pending[ref] = PendingCall(
-        group, "actor", 1, "there", "update", 7.0, time.monotonic() + 7.0, {}, CallDuration()
-    )  # type: ignore[index]
+    deadline = time.monotonic() + 7.0
+    calls.pending[ref] = PendingCall(  # type: ignore[index]
+        group, "actor", 1, "there", "update", 7.0, deadline, {}, CallDuration(), {}, None
+    )
     with pytest.raises(
         WorkerError,
         match="actor rank 1 on node there failed in update: its answer is ready, but does not arrive",
     ):
-        calls.settle([ref])  # type: ignore[list-item]
+        calls.settle({1: ref})  # type: ignore[dict-item]
     assert asked == [7.0, FETCH] and group.error is not None

@@ -1,22 +1,49 @@
-"""Workers that die at a chosen moment."""
+"""Generation processes that die at chosen moments."""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
+from collections.abc import Mapping
+from pathlib import Path
 
-from hydraflow.dispatch.modes import Dispatch, register
+from hydraflow.dispatch.modes import Dispatch, mesh_mode, register
 from hydraflow.dispatch.transport import StoredValue
+from hydraflow.protocol.batch import DataProto
 from hydraflow.workers.rollout import RolloutWorker
 
 
-class DiesWhileItLoads(RolloutWorker):
-    """Its process is killed in the middle of the weights of version 1."""
+def dying_worker(deaths: Mapping[str, int], folder: Path) -> type[RolloutWorker]:
+    """A class whose process of rank 0 is killed so often at each of these moments, noted in `folder`:
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, read_only=True)
-    def load_bucket(self, stored: StoredValue) -> None:
-        """See `RolloutWorker`."""
-        bucket = stored.read()
-        if bucket.version == 1 and bucket.number == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        super().load_bucket(stored)
+    idle       0.2 s after it has sampled with weights of version 0
+    receiving  in the middle of the weights of version 1
+    sampling   with those
+    """
+
+    def die(moment: str) -> None:
+        for time in range(deaths.get(moment, 0)):
+            note = folder / f"died {moment} {time}"
+            if not note.exists():
+                note.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    class Dying(RolloutWorker):
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, read_only=True, resend=False)
+        def load_bucket(self, stored: StoredValue) -> None:
+            bucket = stored.read()
+            if self.process.rank == 0 and bucket.version == 1 and bucket.number == 1:
+                die("receiving")
+            super().load_bucket(stored)
+
+        @register(dispatch_mode=mesh_mode("rollout"), blocking=False, read_only=True)
+        def generate(self, batch: DataProto) -> DataProto:
+            sampled = super().generate(batch)
+            if self.process.rank == 0 and self.version == 0:
+                threading.Timer(0.2, die, ("idle",)).start()
+            if self.process.rank == 0 and self.version == 1:
+                die("sampling")
+            return sampled
+
+    return Dying

@@ -23,7 +23,7 @@ from jobs.command import (
     start,
     wait_for,
 )
-from jobs.dying import DiesWhileItLoads
+from jobs.dying import dying_worker
 
 from hydraflow.compose.loading import load
 from hydraflow.errors import WorkerError
@@ -129,10 +129,12 @@ def test_a_process_hangs(tmp_path: Path, recipe_cache: Path) -> None:
 def test_a_rollout_process_dies_while_it_receives_weights(
     tmp_path: Path, recipe_cache: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(roles, "RolloutWorker", DiesWhileItLoads)
+    """Where it may not be replaced, the run ends; `test_placement.py` has the runs that go on."""
+    monkeypatch.setattr(roles, "RolloutWorker", dying_worker({"receiving": 1}, tmp_path))
     given = [*SMALL_RECIPE, *SMALL_STEPS, f"recipe.cache_dir={recipe_cache}"]
     given += ["trainer.fuse_roles=false", "trainer.n_gpus_per_node=1", "trainer.rpc_timeout=60"]
-    given += [f"{ROLLOUT}.update_weights_bucket_megabytes=1", f"trainer.default_local_dir={tmp_path}/out"]
+    given += [f"{ROLLOUT}.update_weights_bucket_megabytes=1", f"{ROLLOUT}.max_retries=0"]
+    given += [f"trainer.default_local_dir={tmp_path}/out"]
     given += ["trainer.val_before_train=false", "trainer.logger=[file]"]
     with pytest.raises(WorkerError, match=r"^rollout rank 0 .* failed in load_bucket: ") as caught:
         PPOJob(load("ppo", PPOConfig, given)).run()

@@ -71,9 +71,11 @@ def interrupt_again_and_again(started: Started) -> None:
 
 def ray_starts(started: Started) -> bool:
     """Whether the first of Ray's own processes is there; the connection to it is not yet."""
-    return any(
-        "gcs_server" in Path(f"/proc/{pid}/cmdline").read_text() for pid in processes_with([started.mark])
-    )
+    for pid in processes_with([started.mark]):
+        with suppress(OSError):  # it has ended meanwhile
+            if "gcs_server" in Path(f"/proc/{pid}/cmdline").read_text():
+                return True
+    return False
 
 
 def imports(started: Started) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from jobs.command import SMALL_RECIPE, SMALL_STEPS, read_steps
+from jobs.dying import dying_worker
 
 from hydraflow.batch_plan.resolve import BatchPlan
 from hydraflow.compose.loading import load
@@ -15,6 +16,7 @@ from hydraflow.dispatch.runtime import Runtime
 from hydraflow.errors import ConfigError
 from hydraflow.jobs.ppo import PPOJob
 from hydraflow.schema import PPOConfig
+from hydraflow.trainer import roles
 from hydraflow.trainer.source import TrajectorySource
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_session")]
@@ -122,6 +124,23 @@ def test_a_checkpoint_of_one_placement_resumes_in_another(
     resumed = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={apart[0]}/global_step_1"]
     _, rows = train(tmp_path, recipe_cache, *ELSEWHERE, *resumed)
     assert rows == fused[1:]
+
+
+def test_generation_processes_that_die_are_replaced_and_change_no_number(
+    fused: Any,
+    tmp_path: Path,
+    recipe_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What the first sampled is still read after its death."""
+    deaths = {"idle": 1, "receiving": 1, "sampling": 2}
+    monkeypatch.setattr(roles, "RolloutWorker", dying_worker(deaths, tmp_path))
+    _, rows = train(tmp_path / "run", recipe_cache, *ELSEWHERE, *SMALL_BUCKETS)
+    assert rows == fused
+    assert len(list(tmp_path.glob("died *"))) == 4
+    said = [record.getMessage() for record in caplog.records if "is started again" in record.getMessage()]
+    assert len(said) == 4 and all(text.startswith("rollout rank 0 on node ") for text in said)
 
 
 def test_machines_of_its_own_for_the_rollout_need_a_cluster_with_as_many(
